@@ -1,0 +1,84 @@
+"""Every error that sparsekit raises on purpose.
+
+Each class also inherits the builtin that a caller would expect (`ValueError`, `TypeError`, …), so that old
+`except` clauses keep working. A message says what was given, what is allowed and what to do.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+__all__ = [
+    "DataError",
+    "ForeignMaskError",
+    "InvalidValueError",
+    "MissingDependencyError",
+    "MissingImportanceError",
+    "NoUnitsError",
+    "SparsekitError",
+    "TraceError",
+    "UnknownNameError",
+    "UnsupportedModelError",
+    "nearest",
+]
+
+
+class SparsekitError(Exception):
+    """Root of all errors raised by sparsekit and sparsekit_fl."""
+
+
+class InvalidValueError(SparsekitError, ValueError):
+    """A number, option or combination that is not allowed."""
+
+
+class ForeignMaskError(SparsekitError, ValueError):
+    """A mask, gate or state that belongs to another graph or model."""
+
+
+class MissingImportanceError(SparsekitError, ValueError):
+    """A pattern was asked to choose without the information that it chooses by."""
+
+
+class TraceError(SparsekitError, RuntimeError):
+    """The model failed on the example inputs."""
+
+
+class NoUnitsError(SparsekitError, ValueError):
+    """Nothing in the model can be removed exactly."""
+
+
+class UnsupportedModelError(SparsekitError, TypeError):
+    """A kind of module that cannot be traced at all, such as TorchScript."""
+
+
+class UnknownNameError(SparsekitError, KeyError, ValueError):
+    """A name that no registry knows."""
+
+    def __str__(self) -> str:
+        # KeyError prints the repr of its argument, which would quote and escape the sentence.
+        return str(self.args[0]) if self.args else ""
+
+
+class MissingDependencyError(SparsekitError, ImportError):
+    """An optional package is needed for what was asked."""
+
+
+class DataError(SparsekitError, ValueError):
+    """A data set is absent, malformed or does not fit the model."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """A sentence that lists what is known and, if there is one, the nearest name.
+
+    Args:
+        name: What was asked for.
+        known: The names that exist.
+
+    Returns:
+        For example `did you mean 'vgg11'? known: cnn, lstm, vgg11`.
+    """
+    names = sorted(known)
+    close = difflib.get_close_matches(name, names, n=1)
+    hint = f"did you mean {close[0]!r}? " if close else ""
+    return f"{hint}known: {', '.join(names) if names else 'none'}"

@@ -1,0 +1,1 @@
+"""Masks: outcomes of a pattern, and the one that learns."""

@@ -1,0 +1,246 @@
+"""Two ways to run a model under a unit mask: physically narrow, or dense with gates (the reference).
+
+Both define the same function, gradients and training: entries of dropped units, their optimiser state and their norm
+statistics stand still while they are dropped.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.optim import Optimizer
+
+from sparsekit.masks.fused import FusedUnits, Reader
+from sparsekit.masks.mask import UnitMask, to_weights
+from sparsekit.session import CompactSession
+from sparsekit.state import StateDict
+from sparsekit.units.graph import UnitGraph
+from sparsekit.units.magnitudes import unit_magnitudes
+from sparsekit.units.rules import resize
+
+__all__ = ["CompactExecution", "Execution", "MaskedExecution"]
+
+
+class Execution(Protocol):
+    """How a learnable mask runs its model."""
+
+    module: nn.Module
+    mask: UnitMask
+
+    def call(self, scores: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], *, explore: float) -> Any:
+        """Run the sparse model.
+
+        The gradient of each kept unit's gate reaches `scores`, float (J,); those of dropped units too, times
+        `explore`, at the price of a dense pass, unless that is 0.
+        """
+        ...
+
+    def magnitudes(self) -> Tensor:
+        """Σ |θ| per unit: float (J,), no gradient."""
+        ...
+
+    def rekey(self, mask: UnitMask, optimizers: Sequence[Optimizer]) -> None:
+        """Change the mask."""
+        ...
+
+    def load(self, state: StateDict, mask: UnitMask) -> None:
+        """Start from a dense state under a mask."""
+        ...
+
+    def dense_state(self) -> dict[str, Tensor]:
+        """The dense state as a new dict."""
+        ...
+
+    def before_step(self, optimizers: Sequence[Optimizer]) -> None:
+        """Before an optimiser changes the parameters."""
+        ...
+
+    def after_step(self, optimizers: Sequence[Optimizer]) -> None:
+        """After an optimiser changed the parameters."""
+        ...
+
+    def apply_to_tensors(self, function: Callable[[Tensor], Tensor]) -> None:
+        """Move tensors that are not parameters or buffers of `module`."""
+        ...
+
+
+def dense_skeleton(module: nn.Module, graph: UnitGraph) -> nn.Module:
+    """A copy of a narrow module with the dense sizes and no memory: its entries must be given at each call."""
+    skeleton = copy.deepcopy(module).to("meta")
+    for name, shape in graph.shapes.items():
+        owner_name, _, attribute = name.rpartition(".")
+        owner = skeleton.get_submodule(owner_name)
+        if attribute in owner._parameters and owner._parameters[attribute] is not None:
+            old = owner._parameters[attribute]
+            owner._parameters[attribute] = nn.Parameter(torch.empty(shape, device="meta", dtype=old.dtype), old.requires_grad)
+        elif owner._buffers.get(attribute) is not None:
+            owner._buffers[attribute] = torch.empty(shape, device="meta", dtype=owner._buffers[attribute].dtype)
+    resize(skeleton)
+    return skeleton
+
+
+class _GateGradient(torch.autograd.Function):
+    """Identity on a leaf; sends Σ gradient · weight of each unit's entries to the scores."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor, scores: Tensor, readers: list[Reader], units: list[Tensor]) -> Tensor:
+        ctx.save_for_backward(leaf)
+        ctx.readers, ctx.units, ctx.total = readers, units, scores.numel()
+        return leaf.view_as(leaf)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        (gradient,) = gradients
+        (leaf,) = ctx.saved_tensors
+        fused = leaf.new_zeros(ctx.total + 1)
+        for reader, units in zip(ctx.readers, ctx.units, strict=True):
+            fused.index_add_(0, units, reader.products(leaf, gradient))
+        return gradient, fused[:-1], None, None
+
+
+def _gates(graph: UnitGraph, mask: UnitMask, scores: Tensor, explore: float) -> dict[str, Tensor]:
+    """0 or 1 by the mask, with a straight-through gradient to the scores: (units,) for each group."""
+    gates: dict[str, Tensor] = {}
+    parts = torch.split(scores, [group.size for group in graph.groups.values()])
+    for (name, keep), score in zip(mask.items(), parts, strict=True):
+        hard = keep.to(score)
+        gates[name] = hard + (hard + explore * (1.0 - hard)) * (score - score.detach())
+    return gates
+
+
+class CompactExecution:
+    """The narrow module of a session: fast, the default."""
+
+    def __init__(self, model: nn.Module, graph: UnitGraph) -> None:
+        self.graph = graph
+        self._skeleton: nn.Module | None = None
+        self.session = CompactSession(model, graph)
+        self.fused = FusedUnits(self.session)
+        self.module = self.session.module
+
+    @property
+    def mask(self) -> UnitMask:
+        return self.session.mask
+
+    def call(self, scores: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], *, explore: float) -> Any:
+        if not (torch.is_grad_enabled() and scores.requires_grad):
+            return self.module(*args, **kwargs)
+        if explore:
+            return self._call_dense(scores, args, kwargs, explore)
+        gated = {
+            name: _GateGradient.apply(leaf, scores, readers, units) for name, leaf, readers, units in self.fused.gated_leaves()
+        }
+        return functional_call(self.module, gated, args, kwargs)
+
+    def _call_dense(self, scores: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], explore: float) -> Any:
+        """The same function on the dense model, where dropped units have a gradient too."""
+        if self._skeleton is None:
+            self._skeleton = dense_skeleton(self.module, self.graph)
+        self._skeleton.train(self.module.training)
+        state = self.session.dense_tensors()
+        gated = self.graph.gate(state, _gates(self.graph, self.mask, scores, explore))
+        result = functional_call(self._skeleton, gated, args, kwargs)
+        with torch.no_grad():
+            self.session.store_buffers(gated)
+        return result
+
+    def magnitudes(self) -> Tensor:
+        return self.fused.magnitudes()
+
+    def rekey(self, mask: UnitMask, optimizers: Sequence[Optimizer]) -> None:
+        self.fused.rekey(mask, optimizers)
+
+    def load(self, state: StateDict, mask: UnitMask) -> None:
+        self.session.load(state, mask)
+        self.fused.reload()
+
+    def dense_state(self) -> dict[str, Tensor]:
+        return self.session.dense_state()
+
+    def before_step(self, optimizers: Sequence[Optimizer]) -> None:
+        """Nothing: dropped entries are not there."""
+
+    def after_step(self, optimizers: Sequence[Optimizer]) -> None:
+        """Nothing: dropped entries are not there."""
+
+    def apply_to_tensors(self, function: Callable[[Tensor], Tensor]) -> None:
+        self.session.apply_to_tensors(function)
+        self.fused.apply_to_tensors(function)
+
+
+class MaskedExecution:
+    """The dense module with gated entries: saves no time; the reference that compact execution is held against."""
+
+    def __init__(self, model: nn.Module, graph: UnitGraph) -> None:
+        self.graph = graph
+        self.module = copy.deepcopy(model)
+        self.mask = UnitMask.full(graph)
+        self._saved: dict[int, Tensor] = {}
+
+    def _dropped_by_name(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+        """(name, bool of its dropped entries) for those of `names` that units touch."""
+        kept = to_weights(self.graph, self.mask)
+        device = next(self.module.parameters()).device
+        for name in names:
+            if name in kept:
+                yield name, ~kept[name].to(device)
+
+    def call(self, scores: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], *, explore: float) -> Any:
+        gates = _gates(self.graph, self.mask, scores, explore)
+        gated = self.graph.gate(dict(self.module.named_parameters()), gates)
+        # The forward pass writes statistics into copies, since autograd may need what it wrote, unchanged.
+        copies = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
+        result = functional_call(self.module, {**gated, **copies}, args, kwargs)
+        dropped = dict(self._dropped_by_name(copies))
+        for name, buffer in self.module.named_buffers():
+            buffer.copy_(torch.where(dropped[name], buffer, copies[name]) if name in dropped else copies[name])
+        return result
+
+    def magnitudes(self) -> Tensor:
+        weights = {name: parameter.detach() for name, parameter in self.module.named_parameters()}
+        return torch.cat([unit_magnitudes(group, weights) for group in self.graph.groups.values()])
+
+    def rekey(self, mask: UnitMask, optimizers: Sequence[Optimizer]) -> None:  # noqa: ARG002 - state needs no moving
+        mask.check(self.graph)
+        self.mask = mask
+        for parameter in self.module.parameters():
+            parameter.grad = None
+
+    def load(self, state: StateDict, mask: UnitMask) -> None:
+        self.graph.check_state(state)
+        mask.check(self.graph)
+        self.module.load_state_dict(dict(state))
+        self.mask = mask
+
+    def dense_state(self) -> dict[str, Tensor]:
+        return {name: tensor.detach().clone() for name, tensor in self.module.state_dict().items()}
+
+    def _standing(self, optimizers: Sequence[Optimizer]) -> Iterator[tuple[Tensor, Tensor]]:
+        """(tensor, bool of its dropped entries): parameters, and optimiser state of their shape."""
+        parameters = dict(self.module.named_parameters())
+        for name, dropped in self._dropped_by_name(parameters):
+            parameter = parameters[name]
+            yield parameter.detach(), dropped
+            for optimizer in optimizers:
+                for value in optimizer.state.get(parameter, {}).values():
+                    if isinstance(value, Tensor) and value.shape == parameter.shape and value.dim() > 0:
+                        yield value, dropped
+
+    def before_step(self, optimizers: Sequence[Optimizer]) -> None:
+        """Remember what must stand still."""
+        self._saved = {tensor.data_ptr(): tensor[dropped] for tensor, dropped in self._standing(optimizers)}
+
+    def after_step(self, optimizers: Sequence[Optimizer]) -> None:
+        """Put back what must stand still; state that the step has just made starts from zero there."""
+        for tensor, dropped in self._standing(optimizers):
+            values = self._saved.get(tensor.data_ptr())
+            tensor[dropped] = 0.0 if values is None else values
+        self._saved = {}
+
+    def apply_to_tensors(self, function: Callable[[Tensor], Tensor]) -> None:
+        """Nothing: everything is a parameter or a buffer of the module."""

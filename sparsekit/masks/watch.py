@@ -1,0 +1,98 @@
+"""Finds the optimisers that step a learnable mask's leaves, so that their state can follow a changed pattern.
+
+A user makes any torch optimiser over `masked.parameters()` and tells nobody. torch calls a global hook around each
+optimiser's step; from there a mask learns which optimisers hold its leaves.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+__all__ = ["OptimizerSet", "Watched", "watch"]
+
+
+class Watched(Protocol):
+    """What is told about steps of its optimisers."""
+
+    optimizers: OptimizerSet
+
+    def leaves(self) -> list[nn.Parameter]:
+        """The parameters whose optimisers matter."""
+        ...
+
+    def before_step(self) -> None:
+        """Called before an optimiser changes the leaves."""
+        ...
+
+    def after_step(self) -> None:
+        """Called after an optimiser changed the leaves."""
+        ...
+
+
+class OptimizerSet:
+    """Weak references to optimisers, in the order they were met. A copy of a mask starts with none."""
+
+    def __init__(self) -> None:
+        self._references: list[weakref.ref[Optimizer]] = []
+
+    def __iter__(self) -> Iterator[Optimizer]:
+        return iter([found for found in (reference() for reference in self._references) if found is not None])
+
+    def __contains__(self, optimizer: object) -> bool:
+        return any(found is optimizer for found in self)
+
+    def add(self, optimizer: Optimizer) -> None:
+        """Remember `optimizer` for as long as it lives."""
+        if optimizer not in self:
+            self._references = [r for r in self._references if r() is not None] + [weakref.ref(optimizer)]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OptimizerSet:
+        return OptimizerSet()
+
+    def __reduce__(self) -> tuple[type[OptimizerSet], tuple[()]]:
+        return OptimizerSet, ()
+
+
+_watched: weakref.WeakSet[Any] = weakref.WeakSet()
+_known: weakref.WeakKeyDictionary[Optimizer, tuple[int, list[weakref.ref[Any]]]] = weakref.WeakKeyDictionary()
+_hooked = False
+
+
+def _owners(optimizer: Optimizer) -> list[Any]:
+    """The watched objects whose leaves `optimizer` holds; looked up again when it gains parameter groups."""
+    groups = len(optimizer.param_groups)
+    known = _known.get(optimizer)
+    if known is None or known[0] != groups:
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        owners = [item for item in _watched if any(id(leaf) in held for leaf in item.leaves())]
+        _known[optimizer] = (groups, [weakref.ref(item) for item in owners])
+        for item in owners:
+            item.optimizers.add(optimizer)
+        return owners
+    return [item for item in (reference() for reference in known[1]) if item is not None]
+
+
+def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ARG001 - torch's signature
+    for item in _owners(optimizer):
+        item.before_step()
+
+
+def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ARG001 - torch's signature
+    for item in _owners(optimizer):
+        item.after_step()
+
+
+def watch(item: Watched) -> None:
+    """Tell `item` about steps of every optimiser that holds its leaves, for as long as it lives."""
+    global _hooked
+    if not _hooked:
+        register_optimizer_step_pre_hook(_before)
+        register_optimizer_step_post_hook(_after)
+        _hooked = True
+    _watched.add(item)

@@ -1,0 +1,61 @@
+"""Arithmetic on state dicts. Inputs are read-only, outputs are new dicts, keys are the model's own."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sparsekit.errors import ForeignMaskError
+
+__all__ = ["StateDict", "check_same_keys", "clone", "count_bytes", "digest", "zeros_like"]
+
+StateDict = Mapping[str, Tensor]
+"""A state dict, read-only by convention: state-dict key → tensor."""
+
+
+def clone(state: StateDict) -> dict[str, Tensor]:
+    """A copy that shares no memory with `state` and carries no graph."""
+    return {name: tensor.detach().clone() for name, tensor in state.items()}
+
+
+def zeros_like(state: StateDict) -> dict[str, Tensor]:
+    """Zeros of the same keys, shapes, dtypes and devices."""
+    return {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+
+
+def check_same_keys(state: StateDict, expected: Mapping[str, object], *, what: str) -> None:
+    """Raise unless `state` has exactly the keys of `expected`.
+
+    Args:
+        state: What came.
+        expected: What should have come; only its keys count.
+        what: Names the state in the message.
+
+    Raises:
+        ForeignMaskError: a key is missing or unknown.
+    """
+    missing, unknown = sorted(set(expected) - set(state)), sorted(set(state) - set(expected))
+    if missing or unknown:
+        raise ForeignMaskError(
+            f"{what} does not belong to this model: missing {missing[:5] or 'nothing'}, unknown {unknown[:5] or 'nothing'};"
+            " pass the state of the model that the graph was traced from"
+        )
+
+
+def count_bytes(state: StateDict) -> int:
+    """Bytes of all entries."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in state.values())
+
+
+def digest(state: StateDict) -> str:
+    """SHA-256 over names, dtypes, shapes and raw bytes, in the order of sorted names."""
+    sha = hashlib.sha256()
+    for name in sorted(state):
+        tensor = state[name].detach().cpu().contiguous()
+        sha.update(f"{name}:{tensor.dtype}:{tuple(tensor.shape)}:".encode())
+        sha.update(np.ascontiguousarray(tensor.reshape(-1).view(torch.uint8).numpy()).tobytes())
+    return sha.hexdigest()

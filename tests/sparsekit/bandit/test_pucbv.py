@@ -1,0 +1,423 @@
+"""P-UCBV: traces computed by hand, invariants under random use, and the contract of every bandit."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sparsekit.bandit import PUCBV, Arm, Interval, Pull
+from sparsekit.errors import InvalidValueError
+from sparsekit.testing.bandits import BanditContract, MakeBandit
+
+Drop = Literal["below", "above"] | None
+UNIT = Interval(0.0, 1.0)
+
+
+def build(space: Interval = UNIT, *, horizon: float = 10, seed: int = 0, **options: Any) -> PUCBV:
+    return PUCBV(space, horizon=horizon, rng=np.random.default_rng(seed), **options)
+
+
+def execute(bandit: PUCBV, value: float, reward: float, drop: Drop = None) -> None:
+    bandit.tell(replace(bandit.ask(), value=value), reward, drop=drop)
+
+
+def near(value: float, rel: float | None = None) -> Any:
+    return pytest.approx(value, rel=rel)
+
+
+def edges(bandit: PUCBV) -> list[tuple[float, float]]:
+    return [(arm.low, arm.high) for arm in bandit.arms]
+
+
+class TestPUCBVContract(BanditContract):
+    @pytest.fixture
+    def make(self) -> MakeBandit:
+        return lambda space, rng: PUCBV(space, horizon=100, rng=rng)
+
+
+# --- traces ---
+
+
+def test_it_begins_with_equal_arms() -> None:
+    assert build(Interval(0.0, 2.0), arms=4).arms == (Arm(0.0, 0.5), Arm(0.5, 1.0), Arm(1.0, 1.5), Arm(1.5, 2.0))
+    assert [arm.low for arm in build(Interval(1.0, 1e4, "log"), arms=4).arms] == pytest.approx([1, 10, 100, 1000])
+
+
+def test_a_reward_splits_the_arm_and_both_parts_inherit() -> None:
+    bandit = build(arms=2)
+    execute(bandit, 0.25, 1.0)
+    assert bandit.arms == (Arm(0.0, 0.25, 1, 1.0, 0.0), Arm(0.25, 0.5, 1, 1.0, 0.0), Arm(0.5, 1.0))
+    execute(bandit, 0.375, 3.0)
+    assert bandit.arms == (
+        Arm(0.0, 0.25, 1, 1.0, 0.0),
+        Arm(0.25, 0.375, 2, 2.0, 1.0),
+        Arm(0.375, 0.5, 2, 2.0, 1.0),
+        Arm(0.5, 1.0),
+    )
+    execute(bandit, 0.375, 5.0)  # at the edge: the upper arm holds it, and cannot be split there
+    assert bandit.arms[2] == Arm(0.375, 0.5, 3, 3.0, near(8 / 3))
+    assert len(bandit.arms) == 4
+
+
+def test_the_indices_of_a_trace() -> None:
+    bandit = build(arms=2, exploration=0.5)
+    start = 2 * math.log(10 / 2)  # before any reward: xi = 10, psi = 10/4, epsilon = 1
+    assert bandit.indices() == pytest.approx([math.sqrt(0.5 * 2 * start / 4)] * 2, rel=1e-14)
+    execute(bandit, 0.25, 1.0)
+    log = math.log(10 * (10 / 9) * 0.5)  # three arms, epsilon = 1/2
+    parent, fresh = 1.0 + math.sqrt(0.5 * 2 * log / (4 * 2)), math.sqrt(0.5 * 2 * log / 4)
+    assert bandit.indices() == pytest.approx([parent, parent, fresh], rel=1e-14)
+    execute(bandit, 0.375, 3.0)
+    log = math.log(10 * (10 / 16) * 0.25)
+    assert bandit.indices() == pytest.approx(
+        [
+            1.0 + math.sqrt(0.5 * 2 * log / (4 * 2)),
+            2.0 + math.sqrt(0.5 * 3 * log / (4 * 3)),
+            2.0 + math.sqrt(0.5 * 3 * log / (4 * 3)),
+            math.sqrt(0.5 * 2 * log / 4),
+        ],
+        rel=1e-14,
+    )
+
+
+def test_where_the_logarithm_is_negative_the_index_is_the_mean() -> None:
+    bandit = build(arms=5)
+    for value, reward in ((0.1, 1.0), (0.3, 2.0), (0.5, 6.0)):
+        execute(bandit, value, reward)
+    assert len(bandit.arms) == 8
+    assert math.log(10 * (10 / 64) / 8) < 0
+    assert bandit.indices() == (1.0, 1.0, 2.0, 2.0, 6.0, 6.0, 0.0, 0.0)
+    assert 0.4 <= bandit.ask().value < 0.5  # the lower of the two parts that tie
+
+
+def test_without_decay_exploration_goes_on() -> None:
+    bandit = build(arms=1, decay=1.0, horizon=1000, min_width=1.0)
+    for _ in range(50):
+        execute(bandit, 0.5, 0.0)
+    assert bandit.indices() == pytest.approx([math.sqrt(2 * 2 * math.log(1000) / (4 * 51))], rel=1e-14)
+
+
+def test_a_long_run_does_not_underflow() -> None:
+    bandit = build(arms=1, min_width=1.0)
+    for _ in range(1200):
+        execute(bandit, 0.5, 0.25)
+    assert bandit.indices() == (0.25,)
+
+
+def test_rewards_of_large_mean_keep_their_variance() -> None:
+    bandit = build(arms=1, min_width=1.0)
+    for reward in (1e9, 1e9 + 1, 1e9 + 2):
+        execute(bandit, 0.5, reward)
+    assert bandit.arms == (Arm(0.0, 1.0, 3, 1e9 + 1, near(2 / 3)),)
+
+
+def test_dropping_takes_one_side_away() -> None:
+    below, above = build(arms=2), build(arms=2)
+    execute(below, 0.25, -1.0, drop="below")
+    execute(above, 0.25, -1.0, drop="above")
+    assert below.arms == (Arm(0.25, 0.5, 1, -1.0, 0.0), Arm(0.5, 1.0))
+    assert above.arms == (Arm(0.0, 0.25, 1, -1.0, 0.0), Arm(0.5, 1.0))
+
+
+def test_the_first_arm_is_drawn_at_random_and_evenly() -> None:
+    counts = [0] * 5
+    for seed in range(500):
+        counts[int(build(seed=seed).ask().value * 5)] += 1
+    assert min(counts) > 70
+    assert max(counts) < 130
+    bounded = {int(build(seed=seed).ask(upper=0.55).value * 5) for seed in range(50)}
+    assert bounded == {0, 1, 2}
+
+
+def test_after_the_first_reward_ties_go_to_the_lowest_arm() -> None:
+    bandit = build(arms=4, exploration=0.0)
+    execute(bandit, 0.9, 0.0)
+    assert all(bandit.ask().value < 0.25 for _ in range(20))
+
+
+def test_draws_are_even_on_the_scale_of_the_space() -> None:
+    space = Interval(1e-4, 1.0, "log")
+    bandit = build(space, arms=1)
+    shares = [space.to_unit(bandit.ask().value) for _ in range(2000)]
+    assert np.histogram(shares, bins=4, range=(0, 1))[0].tolist() == pytest.approx([500] * 4, abs=80)
+
+
+def test_the_pulls_of_a_seed_stay_what_they_are() -> None:
+    bandit = build(Interval(0.0625, 1.0))
+    first = bandit.ask()
+    rng = np.random.default_rng(0)
+    low = 0.0625 + 0.1875 * int(rng.integers(5))
+    assert first == Pull(0, near(low + 0.1875 * rng.random(), rel=1e-14))
+
+
+def test_a_proposal_lies_in_its_arm_however_narrow() -> None:
+    bandit = build(arms=1, exploration=0.0, min_width=0.0)
+    execute(bandit, 0.5, 0.0)
+    execute(bandit, math.nextafter(0.5, 1.0), 0.0)
+    execute(bandit, 0.5, 9.0)
+    assert bandit.arms[1].mean == 3.0
+    assert {bandit.ask().value for _ in range(50)} == {0.5}
+
+
+# --- bounds ---
+
+
+def test_an_arm_that_begins_at_the_bound_does_not_compete() -> None:
+    space = Interval(0.0625, 1.0)
+    assert edges(build(space))[1][0] == 0.25
+    assert all(build(space, seed=seed).ask(upper=0.25).value < 0.25 for seed in range(50))
+
+
+def test_where_all_below_the_bound_is_dropped_the_bound_itself_is_proposed() -> None:
+    bandit = build(arms=1)
+    execute(bandit, 0.5, -1.0, drop="below")
+    pull = bandit.ask(upper=0.25)
+    assert pull.value == 0.25
+    bandit.tell(pull, -3.0, drop="above")
+    assert bandit.arms == (Arm(0.5, 1.0, 2, -2.0, 1.0),)
+
+
+def test_a_value_between_arms_is_credited_to_the_nearest() -> None:
+    bandit = build(arms=2)
+    execute(bandit, 0.25, 0.0, drop="above")
+    assert edges(bandit) == [(0.0, 0.25), (0.5, 1.0)]
+    execute(bandit, 0.3, 1.0)
+    execute(bandit, 0.45, 2.0)
+    execute(bandit, 0.375, 5.0)  # as far from both
+    assert bandit.arms == (Arm(0.0, 0.25, 3, 2.0, near(14 / 3)), Arm(0.5, 1.0, 1, 2.0, 0.0))
+
+
+def test_the_end_of_the_space_belongs_to_the_last_arm_until_it_is_dropped() -> None:
+    bandit = build(arms=2)
+    execute(bandit, 1.0, 2.0, drop="below")
+    assert bandit.arms == (Arm(0.0, 0.5), Arm(0.5, 1.0, 1, 2.0, 0.0))
+    execute(bandit, 0.75, 2.0, drop="above")
+    execute(bandit, 1.0, 5.0)
+    assert bandit.arms[-1] == Arm(0.5, 0.75, 3, 3.0, 2.0)
+
+
+def test_a_part_that_would_be_too_narrow_is_not_split_off() -> None:
+    bandit = build(arms=1, min_width=0.25)
+    for value in (0.2, 0.8):
+        execute(bandit, value, 1.0, drop="below")
+    assert bandit.arms == (Arm(0.0, 1.0, 2, 1.0, 0.0),)
+    execute(bandit, 0.25, 1.0)
+    assert edges(bandit) == [(0.0, 0.25), (0.25, 1.0)]
+    log = build(Interval(1.0, 1e4, "log"), arms=1, min_width=0.25)
+    execute(log, 9.0, 0.0)
+    assert len(log.arms) == 1
+    execute(log, 11.0, 0.0)
+    assert edges(log) == [(1.0, 11.0), (11.0, 1e4)]
+
+
+# --- best ---
+
+
+def test_best_trusts_a_mean_more_than_one_reward() -> None:
+    bandit = build(arms=2, min_width=0.5)
+    for value, reward in ((0.1, 5.0), (0.2, -5.0), (0.7, 1.0), (0.8, 2.0), (0.9, 2.0)):
+        execute(bandit, value, reward)
+    assert bandit.best() == Pull(3, 0.8)
+
+
+def test_best_does_not_lie_where_values_were_dropped() -> None:
+    bandit = build(arms=2)
+    execute(bandit, 0.25, 9.0)
+    execute(bandit, 0.125, 0.0, drop="above")
+    execute(bandit, 0.75, 1.0)
+    assert bandit.best() == Pull(0, 0.25)
+    left = build(arms=2)
+    execute(left, 0.25, 5.0, drop="above")
+    execute(left, 0.125, 4.0)
+    assert left.best() == Pull(1, 0.125)
+    alone = build(arms=1)
+    execute(alone, 0.5, 1.0, drop="above")
+    assert alone.best() == Pull(0, 0.5)
+
+
+# --- invariants ---
+
+STEP = st.tuples(
+    st.floats(0.0, 1.0),  # the bound of the proposal, as a share
+    st.none() | st.floats(0.0, 1.0),  # the executed value, as a share; None: the proposal
+    st.floats(-100.0, 100.0),
+    st.sampled_from([None, "below", "above"]),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    steps=st.lists(STEP, max_size=25),
+    space=st.sampled_from([UNIT, Interval(0.0625, 1.0), Interval(1e-4, 10.0, "log"), Interval(-3.0, 5.0)]),
+    arms=st.integers(1, 7),
+    min_width=st.sampled_from([0.0, 1e-3, 0.1]),
+    seed=st.integers(0, 99),
+)
+def test_arms_and_proposals_keep_their_invariants(
+    steps: list[tuple[float, float | None, float, Drop]], space: Interval, arms: int, min_width: float, seed: int
+) -> None:
+    bandit = build(space, arms=arms, min_width=min_width, seed=seed)
+    gone = 0.0
+    for share, executed, reward, drop in steps:
+        upper = space.from_unit(share)
+        pull = bandit.ask(upper=upper)
+        assert space.low <= pull.value <= upper
+        value = pull.value if executed is None else space.from_unit(executed)
+        before = bandit.arms
+        bandit.tell(replace(pull, value=value), reward, drop=drop)
+        after = bandit.arms
+
+        held = [arm for arm in before if arm.low <= value < arm.high or value == arm.high == space.high]
+        changed = [arm for arm in after if arm not in before]
+        assert len(held) <= 1
+        assert 1 <= len(changed) <= 2
+        if held:
+            parent = held[0]
+            assert all(arm.pulls == parent.pulls + 1 for arm in changed)
+            assert all(replace(changed[0], low=arm.low, high=arm.high) == arm for arm in changed)
+            if len(changed) == 2:
+                assert drop is None
+                assert [(arm.low, arm.high) for arm in changed] == [(parent.low, value), (value, parent.high)]
+            elif (changed[0].low, changed[0].high) != (parent.low, parent.high):
+                expected = (value, parent.high) if drop == "below" else (parent.low, value)
+                assert drop is not None
+                assert (changed[0].low, changed[0].high) == expected
+                gone += space.to_unit(parent.high) - space.to_unit(parent.low)
+                gone -= space.to_unit(changed[0].high) - space.to_unit(changed[0].low)
+        else:
+            assert len(after) == len(before)
+        assert space.low <= after[0].low
+        assert after[-1].high <= space.high
+        assert all(arm.low < arm.high for arm in after)
+        assert all(a.high <= b.low for a, b in pairwise(after))
+        widths = [space.to_unit(arm.high) - space.to_unit(arm.low) for arm in after]
+        assert sum(widths) + gone == pytest.approx(1.0, abs=1e-9)
+        assert min(widths) >= min_width - 1e-12
+        assert all(arm.variance >= 0.0 and abs(arm.mean) <= 100.0 + 1e-9 for arm in after)
+        assert bandit.best().value in space
+    resumed = build(space, arms=arms, min_width=min_width)
+    resumed.load_state_dict(json.loads(json.dumps(bandit.state_dict(), allow_nan=False)))
+    assert resumed.arms == bandit.arms
+    assert [resumed.ask() for _ in range(3)] == [bandit.ask() for _ in range(3)]
+
+
+# --- refused ---
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"horizon": 0}, "horizon"),
+        ({"horizon": math.inf}, "horizon"),
+        ({"horizon": math.nan}, "horizon must be a number"),
+        ({"arms": 0}, "arms must be an integer >= 1"),
+        ({"arms": 2.5}, "arms must be an integer"),
+        ({"arms": True}, "arms must be an integer"),
+        ({"exploration": -0.1}, "exploration"),
+        ({"decay": 0.0}, r"decay must be in \(0, 1\]"),
+        ({"decay": 1.5}, r"decay must be in \(0, 1\]"),
+        ({"min_width": 0.3}, r"\[0, 0.2\], got 0.3"),
+        ({"min_width": -1.0}, "min_width"),
+    ],
+)
+def test_a_setting_that_is_not_allowed_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidValueError, match=message):
+        build(**options)
+
+
+def test_what_is_no_space_or_generator_is_refused() -> None:
+    with pytest.raises(InvalidValueError, match="space must be an Interval"):
+        PUCBV((0.0, 1.0), horizon=10, rng=np.random.default_rng(0))  # type: ignore[arg-type]
+    with pytest.raises(InvalidValueError, match=r"numpy.random.Generator, got 0"):
+        PUCBV(UNIT, horizon=10, rng=0)  # type: ignore[arg-type]
+    with pytest.raises(InvalidValueError, match="too few numbers"):
+        build(Interval(1.0, math.nextafter(1.0, 2.0)))
+
+
+def test_a_huge_reward_or_a_wrong_word_is_refused_and_nothing_changes() -> None:
+    bandit = build()
+    pull = bandit.ask()
+    before = bandit.state_dict()
+    with pytest.raises(InvalidValueError, match="at most 1e\\+100"):
+        bandit.tell(pull, 1e200)
+    with pytest.raises(InvalidValueError, match="drop must be 'below', 'above' or None, got 'under'"):
+        bandit.tell(pull, 1.0, drop="under")  # type: ignore[arg-type]
+    assert bandit.state_dict() == before
+
+
+def test_messages_say_what_to_do() -> None:
+    bandit = build(Interval(0.0625, 1.0))
+    with pytest.raises(InvalidValueError, match=r"upper must be at least 0.0625.*got 0.03"):
+        bandit.ask(upper=0.03)
+    with pytest.raises(InvalidValueError, match=r"pull 7 was never proposed; open are none; ask\(\) gives a new one"):
+        bandit.tell(Pull(7, 0.5), 1.0)
+
+
+def test_a_state_with_other_settings_is_refused_with_the_difference() -> None:
+    state = build(decay=0.9).state_dict()
+    with pytest.raises(InvalidValueError, match=r"decay 0.9 \(here 0.5\)"):
+        build().load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("arms",), []),
+        (("arms",), [[0.5, 1.0, 0, 0.0, 0.0], [0.0, 0.5, 0, 0.0, 0.0]]),
+        (("arms",), [[0.0, 2.0, 0, 0.0, 0.0]]),
+        (("arms",), [[0.0, 1.0, 1, 0.0, -1.0]]),
+        (("arms",), [[0.0, 1.0]]),
+        (("pulls", "next"), 0),
+        (("pulls", "open"), [[0, 0.5], [0, 0.5]]),
+        (("pulls", "open"), [[0, 7.0]]),
+        (("pulls", "told"), [[0, 0.5, 1.0]]),
+        (("generator", "bit_generator"), "os"),
+        (("generator", "state"), {}),
+        (("generator",), None),
+    ],
+)
+def test_a_malformed_state_is_refused_and_changes_nothing(path: tuple[str, ...], value: object) -> None:
+    bandit = build()
+    bandit.ask()
+    before = bandit.state_dict()
+    state = copy.deepcopy(before)
+    target = state
+    for key in path[:-1]:
+        target = target[key]
+    target[path[-1]] = value
+    with pytest.raises(InvalidValueError):
+        bandit.load_state_dict(state)
+    assert bandit.state_dict() == before
+
+
+def test_loading_leaves_the_generator_of_the_caller_alone() -> None:
+    state = build().state_dict()
+    rng = np.random.default_rng(5)
+    bandit = PUCBV(UNIT, horizon=10, rng=rng)
+    bandit.load_state_dict(state)
+    bandit.ask()
+    assert rng.random() == np.random.default_rng(5).random()
+
+
+def test_it_finds_a_peak_better_than_uniform_search() -> None:
+    def regret(seed: int) -> float:
+        bandit, noise = build(horizon=100, seed=seed), np.random.default_rng(1000 + seed)
+        total = 0.0
+        for _ in range(100):
+            pull = bandit.ask()
+            loss = abs(pull.value - 0.3)
+            total += loss
+            bandit.tell(pull, -loss + 0.05 * float(noise.standard_normal()))
+        return total
+
+    uniform = 100 * (0.3**2 + 0.7**2) / 2
+    assert np.mean([regret(seed) for seed in range(20)]) < 0.5 * uniform
