@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.optim import Optimizer
 
+from sparsekit.masks.dense import dense_skeleton, straight_through_gates
 from sparsekit.masks.fused import FusedUnits, Reader
 from sparsekit.masks.mask import UnitMask, to_weights
 from sparsekit.session import CompactSession
 from sparsekit.state import StateDict
 from sparsekit.units.graph import UnitGraph
 from sparsekit.units.magnitudes import unit_magnitudes
-from sparsekit.units.rules import resize
 
 __all__ = ["CompactExecution", "Execution", "MaskedExecution"]
 
@@ -30,7 +30,11 @@ class Execution(Protocol):
     """How a learnable mask runs its model."""
 
     module: nn.Module
-    mask: UnitMask
+
+    @property
+    def mask(self) -> UnitMask:
+        """What is kept."""
+        ...
 
     def call(self, scores: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], *, explore: float) -> Any:
         """Run the sparse model.
@@ -69,21 +73,6 @@ class Execution(Protocol):
         ...
 
 
-def dense_skeleton(module: nn.Module, graph: UnitGraph) -> nn.Module:
-    """A copy of a narrow module with the dense sizes and no memory: its entries must be given at each call."""
-    skeleton = copy.deepcopy(module).to("meta")
-    for name, shape in graph.shapes.items():
-        owner_name, _, attribute = name.rpartition(".")
-        owner = skeleton.get_submodule(owner_name)
-        if attribute in owner._parameters and owner._parameters[attribute] is not None:
-            old = owner._parameters[attribute]
-            owner._parameters[attribute] = nn.Parameter(torch.empty(shape, device="meta", dtype=old.dtype), old.requires_grad)
-        elif owner._buffers.get(attribute) is not None:
-            owner._buffers[attribute] = torch.empty(shape, device="meta", dtype=owner._buffers[attribute].dtype)
-    resize(skeleton)
-    return skeleton
-
-
 class _GateGradient(torch.autograd.Function):
     """Identity on a leaf; sends Σ gradient · weight of each unit's entries to the scores."""
 
@@ -101,16 +90,6 @@ class _GateGradient(torch.autograd.Function):
         for reader, units in zip(ctx.readers, ctx.units, strict=True):
             fused.index_add_(0, units, reader.products(leaf, gradient))
         return gradient, fused[:-1], None, None
-
-
-def _gates(graph: UnitGraph, mask: UnitMask, scores: Tensor, explore: float) -> dict[str, Tensor]:
-    """0 or 1 by the mask, with a straight-through gradient to the scores: (units,) for each group."""
-    gates: dict[str, Tensor] = {}
-    parts = torch.split(scores, [group.size for group in graph.groups.values()])
-    for (name, keep), score in zip(mask.items(), parts, strict=True):
-        hard = keep.to(score)
-        gates[name] = hard + (hard + explore * (1.0 - hard)) * (score - score.detach())
-    return gates
 
 
 class CompactExecution:
@@ -133,7 +112,7 @@ class CompactExecution:
         if explore:
             return self._call_dense(scores, args, kwargs, explore)
         gated = {
-            name: _GateGradient.apply(leaf, scores, readers, units) for name, leaf, readers, units in self.fused.gated_leaves()
+            name: _GateGradient.apply(leaf, scores, readers, units) for name, leaf, readers, units in self.fused.gated_leaves()  # type: ignore[no-untyped-call]
         }
         return functional_call(self.module, gated, args, kwargs)
 
@@ -143,8 +122,8 @@ class CompactExecution:
             self._skeleton = dense_skeleton(self.module, self.graph)
         self._skeleton.train(self.module.training)
         state = self.session.dense_tensors()
-        gated = self.graph.gate(state, _gates(self.graph, self.mask, scores, explore))
-        result = functional_call(self._skeleton, gated, args, kwargs)
+        gated = self.graph.gate(state, straight_through_gates(self.graph, self.mask, scores, explore))
+        result = functional_call(self._skeleton, gated, args, kwargs, tie_weights=False)
         with torch.no_grad():
             self.session.store_buffers(gated)
         return result
@@ -191,11 +170,11 @@ class MaskedExecution:
                 yield name, ~kept[name].to(device)
 
     def call(self, scores: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], *, explore: float) -> Any:
-        gates = _gates(self.graph, self.mask, scores, explore)
-        gated = self.graph.gate(dict(self.module.named_parameters()), gates)
+        gates = straight_through_gates(self.graph, self.mask, scores, explore)
+        gated = self.graph.gate(dict(self.module.named_parameters(remove_duplicate=False)), gates)
         # The forward pass writes statistics into copies, since autograd may need what it wrote, unchanged.
         copies = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
-        result = functional_call(self.module, {**gated, **copies}, args, kwargs)
+        result = functional_call(self.module, {**gated, **copies}, args, kwargs, tie_weights=False)
         dropped = dict(self._dropped_by_name(copies))
         for name, buffer in self.module.named_buffers():
             buffer.copy_(torch.where(dropped[name], buffer, copies[name]) if name in dropped else copies[name])

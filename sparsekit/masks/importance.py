@@ -109,6 +109,16 @@ class ImportanceLearner:
         gradient.index_add_(0, fused.slot_units, fused.gate_gradient(gradients))
         self.importance.sub_(gradient, alpha=self.lr)
 
+    def explore(self, gradient: Tensor, scale: float) -> None:
+        """One step on the gate gradients of units that are not kept.
+
+        Args:
+            gradient: float (J,), of a `GateProbe`; what it says of kept units is not used.
+            scale: How many steps the probe stands for.
+        """
+        dropped = self.fused.dropped_units
+        self.importance.index_add_(0, dropped, gradient[dropped].to(self.importance), alpha=-self.lr * scale)
+
     def follow(self, optimizers: Sequence[HasState] = ()) -> bool:
         """Re-key the session if another set of units is now the most important.
 

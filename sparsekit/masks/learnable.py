@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -98,14 +98,15 @@ class LearnableMask(nn.Module):
         self.explore = explore
         self._passes = 0
         self.optimizers = OptimizerSet()
-        compactly = execution == "compact"
-        self._execution: Execution = CompactExecution(model, graph) if compactly else MaskedExecution(model, graph)
+        executions: dict[str, Callable[[nn.Module, UnitGraph], Execution]]
+        executions = {"compact": CompactExecution, "masked": MaskedExecution}
+        self._execution = executions[execution](model, graph)
         self.model = self._execution.module
         self.scores = nn.Parameter(self._targets())
         """Importance of every unit, float (J,), in the order of the graph's groups; `importance()` splits it."""
         self._seen: tuple[object, ...] | None = None
         self.redraw()
-        self.register_load_state_dict_pre_hook(_load_dense)
+        self.register_load_state_dict_pre_hook(_load_dense)  # type: ignore[no-untyped-call]
         watch(self)
 
     @property
@@ -254,7 +255,7 @@ class LearnableMask(nn.Module):
         return destination
 
     def _apply(self, fn: Any, recurse: bool = True) -> LearnableMask:
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._execution.apply_to_tensors(fn)
         return self
 

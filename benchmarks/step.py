@@ -1,0 +1,184 @@
+"""Time of one FedLPS step against a plain SGD step of a natively narrow network of the same size.
+
+Paired and interleaved in one process, one thread, medians of the ratios of neighbouring steps after a warm-up:
+
+    python benchmarks/step.py                        a table
+    python benchmarks/step.py --json                 one line per case, for machines
+    python benchmarks/step.py --models cnn --ratios 1 0.5 --steps 50
+
+The cases: `narrow`, a plain module with fewer channels, trained with torch.optim.SGD; `ours`, the whole FedLPS step
+(task loss, importance update, both regularisers, look at the pattern); `wrapper`, a LearnableMask with torch.optim.SGD;
+`masked`, a dense network that is multiplied by zeros; `dense`, the whole network. `rekey_over_narrow` is the time to
+change the pattern by one unit in a hundred (at least one) of every group, in steps of the narrow network.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sparsekit import CompactSession, LearnableMask, UnitGraph, UnitMask, compact, select, trace_units
+from sparsekit.masks.fused import FusedUnits
+from sparsekit.masks.importance import ImportanceLearner, ImportanceTerm
+from sparsekit.patterns import PatternView, TopImportance, keep_count
+from sparsekit_fl.config import TrainingConfig
+from sparsekit_fl.models.cnn import Cnn
+from sparsekit_fl.models.lstm import NextWordLstm
+from sparsekit_fl.models.vgg import Vgg
+from sparsekit_fl.policies.learnable import LearnableStep
+from sparsekit_fl.training import Batch
+
+LR = 1e-3
+
+
+def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Over classes in the last axis."""
+    return F.cross_entropy(outputs.flatten(0, -2), targets.flatten())
+
+
+def vgg11() -> tuple[nn.Module, Tensor, Tensor]:
+    """VGG11 on CIFAR shapes, batch 20."""
+    return Vgg(11, classes=10), torch.randn(20, 3, 32, 32), torch.randint(0, 10, (20,))
+
+
+def cnn() -> tuple[nn.Module, Tensor, Tensor]:
+    """The MNIST network, batch 20."""
+    return Cnn(), torch.randn(20, 1, 28, 28), torch.randint(0, 10, (20,))
+
+
+def lstm() -> tuple[nn.Module, Tensor, Tensor]:
+    """The two-layer LSTM, batch 20 of nine tokens."""
+    return NextWordLstm(), torch.randint(0, 10_000, (20, 9)), torch.randint(0, 10_000, (20, 9))
+
+
+MODELS = {"vgg11": vgg11, "cnn": cnn, "lstm": lstm}
+
+
+def plain_step(call: Callable[[Tensor], Tensor], parameters: Iterator[nn.Parameter], x: Tensor, y: Tensor) -> Callable[[], None]:
+    """One step as everybody writes it."""
+    optimizer = torch.optim.SGD(parameters, lr=LR)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        cross_entropy(call(x), y).backward()
+        optimizer.step()
+
+    return step
+
+
+def our_step(model: nn.Module, graph: UnitGraph, ratio: float, x: Tensor, y: Tensor) -> tuple[Callable[[], None], FusedUnits]:
+    """One step of FedLPS on a compact session."""
+    session = CompactSession(model, graph)
+    fused = FusedUnits(session)
+    importance = torch.rand(graph.units)
+    session.load(model.state_dict(), select(TopImportance(), graph, ratio, PatternView(importance=fused.split(importance))))
+    fused.reload()
+    learner = ImportanceLearner(fused, importance, lr=0.1, term=ImportanceTerm())
+    # The pattern is looked at in every step but must not change here: changes are timed on their own.
+    learner.lr = 0.0
+    entries = sum(p.numel() for p in model.parameters())
+    one = LearnableStep(
+        session, learner, model.state_dict(), loss=cross_entropy, training=TrainingConfig(lr=LR), pull=2.0 / entries
+    )
+    batch = Batch((x,), y, len(x))
+    session.module.train()
+    return lambda: one(batch) and None, fused
+
+
+def shifted(graph: UnitGraph, mask: UnitMask, generator: torch.Generator) -> UnitMask:
+    """Another mask of the same counts that differs by one unit in a hundred of every group, at least one."""
+    entries = {}
+    for name, keep in mask.items():
+        changed = keep.clone()
+        kept, dropped = keep.nonzero().flatten(), (~keep).nonzero().flatten()
+        count = min(keep_count(0.01, graph.groups[name].size), len(kept), len(dropped))
+        changed[kept[torch.randperm(len(kept), generator=generator)[:count]]] = False
+        changed[dropped[torch.randperm(len(dropped), generator=generator)[:count]]] = True
+        entries[name] = changed
+    return UnitMask(entries)
+
+
+def timed(step: Callable[[], Any]) -> float:
+    """Seconds of one call."""
+    began = time.perf_counter()
+    step()
+    return time.perf_counter() - began
+
+
+def measure(name: str, ratio: float, steps: int, warmup: int) -> dict[str, Any]:
+    """All cases of one model at one ratio."""
+    torch.manual_seed(0)
+    model, x, y = MODELS[name]()
+    graph = trace_units(model, x[:2])
+    ours, fused = our_step(model, graph, ratio, x, y)
+    _, changing = our_step(model, graph, ratio, x, y)
+    mask = fused.session.mask
+    narrow = compact(model, graph, mask)
+    wrapper = LearnableMask(model, graph=graph, ratio=ratio)
+    masked = LearnableMask(model, graph=graph, ratio=ratio, execution="masked")
+    cases = {
+        "narrow": plain_step(narrow, narrow.parameters(), x, y),
+        "ours": ours,
+        "wrapper": plain_step(wrapper, wrapper.parameters(), x, y),
+        "masked": plain_step(masked, masked.parameters(), x, y),
+        "dense": plain_step(model, model.parameters(), x, y),
+    }
+    times: dict[str, list[float]] = {case: [] for case in cases}
+    rekeys: list[float] = []
+    generator = torch.Generator().manual_seed(1)
+    for step in range(warmup + steps):
+        for case, run in cases.items():
+            times[case].append(timed(run))
+        if ratio < 1:
+            other = shifted(graph, changing.session.mask, generator)
+            rekeys.append(timed(lambda other=other: changing.rekey(other)))  # type: ignore[misc]
+        if step == warmup - 1:
+            times = {case: [] for case in cases}
+            rekeys = []
+    result: dict[str, Any] = {"model": name, "ratio": ratio}
+    for case in ("ours", "wrapper", "masked", "dense"):
+        ratios = [a / b for a, b in zip(times[case], times["narrow"], strict=True)]
+        result[f"{case}_over_narrow"] = round(statistics.median(ratios), 3)
+    if rekeys:
+        result["rekey_over_narrow"] = round(statistics.median(rekeys) / statistics.median(times["narrow"]), 3)
+    result["narrow_milliseconds"] = round(1e3 * statistics.median(times["narrow"]), 3)
+    return result
+
+
+def main() -> None:
+    """Read the options and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--ratios", nargs="+", type=float, default=[1.0, 0.5, 0.25, 0.125, 0.0625])
+    parser.add_argument("--steps", type=int, default=30, help="counted steps per case (default 30)")
+    parser.add_argument("--warmup", type=int, default=5, help="steps before counting (default 5)")
+    parser.add_argument("--json", action="store_true", help="one JSON object per line")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    header = ("model", "ratio", "ours", "wrapper", "masked", "dense", "re-key", "narrow ms")
+    if not options.json:
+        print("{:>7} {:>7} {:>7} {:>8} {:>7} {:>7} {:>7} {:>10}".format(*header))
+    for name in options.models:
+        for ratio in options.ratios:
+            row = measure(name, ratio, options.steps, options.warmup)
+            if options.json:
+                print(json.dumps(row), flush=True)
+                continue
+            print(
+                f"{name:>7} {ratio:>7g} {row['ours_over_narrow']:>7.2f} {row['wrapper_over_narrow']:>8.2f}"
+                f" {row['masked_over_narrow']:>7.2f} {row['dense_over_narrow']:>7.2f}"
+                f" {row.get('rekey_over_narrow', float('nan')):>7.2f} {row['narrow_milliseconds']:>10.2f}",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""Layer rules: one file per family, found by the type of the module."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+
+from torch import nn
+
+from sparsekit.registry import Registry
+from sparsekit.units.rules.base import LayerRule
+
+__all__ = ["LayerRule", "find_rule", "resize", "rules"]
+
+rules = Registry(
+    "layer rule",
+    {
+        "linear": "sparsekit.units.rules.linear:LinearRule",
+        "prelu": "sparsekit.units.rules.linear:PReLURule",
+        "conv": "sparsekit.units.rules.conv:ConvRule",
+        "batch-norm": "sparsekit.units.rules.norm:BatchNormRule",
+        "group-norm": "sparsekit.units.rules.norm:GroupNormRule",
+        "layer-norm": "sparsekit.units.rules.norm:LayerNormRule",
+        "embedding": "sparsekit.units.rules.embedding:EmbeddingRule",
+        "recurrent": "sparsekit.units.rules.recurrent:RecurrentRule",
+        "recurrent-cell": "sparsekit.units.rules.recurrent:CellRule",
+    },
+    group="sparsekit.rules",
+)
+"""Rule name → class. Other packages add theirs through the entry-point group `sparsekit.rules`."""
+
+
+@cache
+def _by_type() -> dict[type[nn.Module], LayerRule]:
+    found: dict[type[nn.Module], LayerRule] = {}
+    for name in rules:
+        rule: LayerRule = rules[name]()
+        found |= dict.fromkeys(rule.types, rule)
+    return found
+
+
+def find_rule(module: nn.Module, extra: Mapping[type[nn.Module], LayerRule] | None = None) -> LayerRule | None:
+    """The rule of the nearest type of `module`, or None.
+
+    Args:
+        module: Any module.
+        extra: Type → rule, asked before the table.
+    """
+    known = {**_by_type(), **(extra or {})}
+    for kind in type(module).__mro__:
+        if kind in known:
+            return known[kind]
+    return None
+
+
+def resize(model: nn.Module, extra: Mapping[type[nn.Module], LayerRule] | None = None) -> None:
+    """Set the size attributes of every layer in `model` from the shapes of its parameters.
+
+    Args:
+        model: A model whose parameters have just been replaced by narrower or wider ones.
+        extra: Type → rule, asked before the table.
+    """
+    for module in model.modules():
+        rule = find_rule(module, extra)
+        if rule is not None:
+            rule.resize(module)

@@ -1,0 +1,23 @@
+"""Embeddings: columns are units, the vocabulary stays whole."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from torch import nn
+
+from sparsekit.units.rules.base import LayerRule
+
+__all__ = ["EmbeddingRule"]
+
+
+class EmbeddingRule(LayerRule):
+    """`nn.Embedding` and `nn.EmbeddingBag`."""
+
+    types: ClassVar[tuple[type[nn.Module], ...]] = (nn.Embedding, nn.EmbeddingBag)
+
+    def resize(self, module: nn.Module) -> None:
+        """Set `embedding_dim`."""
+        weight = module._parameters.get("weight")
+        if weight is not None:
+            module.embedding_dim = weight.shape[1]  # type: ignore[assignment]

@@ -1,0 +1,211 @@
+"""The last word on every group: a model under gates must equal the model without the units."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from sparsekit.units.graph import UnitGraph
+from sparsekit.units.inputs import ModelInputs, find_tensors
+from sparsekit.units.rebuild import copy_with, named_entries, narrow_module
+from sparsekit.units.rules import LayerRule
+from sparsekit.units.tracer import user_line
+
+__all__ = ["Verifier"]
+
+_RATIOS = (0.5, 0.3, 0.8, 0.5, 0.3, 0.6)  # share kept in successive random masks
+_MASKS, _FEWEST, _MANY_NUMBERS = 6, 2, 2_000_000  # masks tried, and fewer of them on large models; never by the clock
+_TRIALS = 64  # bound on the work of finding the groups at fault
+_TOLERANCE = {torch.float64: 1e-8}
+_LOOSE = 1e-3
+
+
+def _randomised(entries: Mapping[str, Tensor], dtype: torch.dtype | None, generator: torch.Generator) -> dict[str, Tensor]:
+    """Entries with live statistics, scales and biases, so that a fresh zero cannot hide an error."""
+    new: dict[str, Tensor] = {}
+    done: dict[int, Tensor] = {}
+    for name, own in entries.items():
+        if id(own) not in done:
+            value = own.detach().to(dtype if own.is_floating_point() else None) if dtype is not None else own.detach().clone()
+            if own.is_floating_point() and (own.dim() <= 1 or not bool(own.detach().any())):
+                noise = torch.empty(own.shape, dtype=value.dtype).uniform_(-1.0, 1.0, generator=generator).to(own.device)
+                if name.endswith("running_var"):
+                    value = 1.0 + 0.5 * noise
+                elif name.endswith("running_mean"):
+                    value = 0.5 * noise
+                else:
+                    value = value + 0.3 * noise
+            done[id(own)] = value
+        new[name] = done[id(own)]
+    return new
+
+
+def _finite(outputs: Sequence[Tensor]) -> bool:
+    return all(bool(torch.isfinite(t).all()) for t in outputs if t.is_floating_point())
+
+
+@dataclass
+class Verifier:
+    """Compares gated and compacted copies of a model.
+
+    Args:
+        model: In eval mode; not changed.
+        inputs: What it is called on.
+        rules: The user's layer rules.
+    """
+
+    model: nn.Module
+    inputs: ModelInputs
+    rules: Mapping[type[nn.Module], LayerRule] | None = None
+
+    def __post_init__(self) -> None:
+        self._generator = torch.Generator().manual_seed(20130)
+        entries = named_entries(self.model)
+        try:
+            self._dense = copy_with(self.model, _randomised(entries, torch.float64, self._generator))
+            self._inputs = self.inputs.prepared(torch.float64, self._generator)
+            finite = _finite(self._run(self._dense))
+        except Exception:  # noqa: BLE001 (a model that fixes its dtype, a device without float64: compare in its own)
+            self._dense = copy_with(self.model, _randomised(entries, None, self._generator))
+            self._inputs = self.inputs.prepared(None, self._generator)
+            finite = False
+        if not finite:
+            dtype = next((t.dtype for t in named_entries(self._dense).values() if t.is_floating_point()), None)
+            with contextlib.suppress(Exception):  # what random inputs break, the user's own may not
+                if not _finite(self._run(self._dense)):
+                    self._inputs = self.inputs.prepared(dtype, None)
+        self._masks = _MASKS if sum(t.numel() for t in entries.values()) < _MANY_NUMBERS else _FEWEST
+        self.trials = 0
+
+    def _run(self, model: nn.Module) -> list[Tensor]:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(0)  # torch.manual_seed would also reseed the accelerators, for good
+            return find_tensors(self._inputs.call(model))
+
+    def failures(self, graph: UnitGraph) -> dict[str, str]:
+        """Find the groups whose removal is not exact.
+
+        Returns:
+            Group name → reason; empty if all is well.
+        """
+        units = _tied_sets(graph)
+        bad: dict[str, str] = {}
+        for ratio in _RATIOS[: self._masks]:
+            self._bisect(graph, units, bad, ratio)
+            if bad:
+                break
+        return bad
+
+    def _bisect(self, graph: UnitGraph, units: Sequence[tuple[str, ...]], bad: dict[str, str], ratio: float) -> None:
+        if not units:
+            return
+        reason = self._trial(graph, [name for tied in units for name in tied], ratio)
+        if reason is None:
+            return
+        if len(units) == 1 or self.trials >= _TRIALS:
+            bad |= dict.fromkeys((name for tied in units for name in tied), reason)
+            return
+        half = len(units) // 2
+        before = len(bad)
+        self._bisect(graph, units[:half], bad, ratio)
+        self._bisect(graph, units[half:], bad, ratio)
+        if len(bad) == before:
+            bad |= dict.fromkeys((name for tied in units for name in tied), f"only jointly: {reason}")
+            return
+
+    def _trial(self, graph: UnitGraph, names: Sequence[str], ratio: float) -> str | None:
+        """Why a random mask over some groups is not exact, or None if it is."""
+        self.trials += 1
+        keep = self._mask(graph, set(names), ratio)
+        try:
+            with _silenced(self._dense, graph, keep):
+                expected = self._run(self._dense)
+        except Exception as error:  # noqa: BLE001 (whatever the user's code raises is the answer)
+            return f"the gated model fails: {_described(error)}"
+        try:
+            found = self._run(narrow_module(self._dense, graph, keep, self.rules))
+        except Exception as error:  # noqa: BLE001
+            return f"the compacted model fails: {_described(error)}"
+        return self._difference(expected, found)
+
+    def _difference(self, expected: list[Tensor], found: list[Tensor]) -> str | None:
+        if [t.shape for t in expected] != [t.shape for t in found]:
+            return "removing units changes the shape of the output"
+        for a, b in zip(expected, found, strict=True):
+            if not a.is_floating_point():
+                if not torch.equal(a, b):
+                    return "removing units changes the output"
+                continue
+            if not a.numel():
+                continue
+            tolerance = _TOLERANCE.get(a.dtype, _LOOSE)
+            live = torch.isfinite(a)
+            if not bool(live.any()):
+                return "the output is infinite or NaN on the example inputs, so nothing can be compared"
+            if not torch.equal(live, torch.isfinite(b)):
+                return "removing units makes values infinite or NaN"
+            scale, worst = float(a[live].abs().max()), float((a[live] - b[live]).abs().max())
+            if worst > tolerance * max(scale, 1e-30):
+                return f"removing units changes the output by {worst / max(scale, 1e-30):.1e} of its size"
+        return None
+
+    def _mask(self, graph: UnitGraph, names: set[str], ratio: float) -> dict[str, Tensor]:
+        keep: dict[str, Tensor] = {}
+        for name, group in graph.groups.items():
+            chosen = torch.ones(group.size, dtype=torch.bool)
+            if name in names:
+                order = torch.randperm(group.size, generator=self._generator)
+                chosen[order[max(1, math.ceil(ratio * group.size)) :]] = False
+            keep[name] = chosen
+        return keep
+
+
+@contextmanager
+def _silenced(model: nn.Module, graph: UnitGraph, keep: Mapping[str, Tensor]) -> Iterator[None]:
+    """Zero what gates of 0 would zero, in place, and put it back: cheaper than a gated copy of every entry."""
+    entries = named_entries(model)
+    saved: list[tuple[Tensor, int, Tensor, Tensor]] = []
+    seen: set[tuple[int, int, int]] = set()
+    with torch.no_grad():
+        for name, group in graph.groups.items():
+            for piece in group.slices:
+                entry = entries[piece.name].detach()
+                dropped = piece.index[~keep[name]].reshape(-1).to(entry.device)
+                key = (id(entries[piece.name]), piece.dim, int(dropped[0]) if dropped.numel() else -1)
+                if piece.gated and dropped.numel() and key not in seen:  # tied names are one tensor
+                    seen.add(key)
+                    saved.append((entry, piece.dim, dropped, entry.index_select(piece.dim, dropped)))
+                    entry.index_fill_(piece.dim, dropped, 0)
+    try:
+        yield
+    finally:
+        for entry, dim, dropped, values in reversed(saved):
+            entry.index_copy_(dim, dropped, values)
+
+
+def _tied_sets(graph: UnitGraph) -> list[tuple[str, ...]]:
+    left = dict.fromkeys(graph.groups)
+    sets: list[set[str]] = []
+    for tied in graph.ties:
+        overlapping = [s for s in sets if s & set(tied)]
+        sets = [s for s in sets if s not in overlapping] + [set(tied).union(*overlapping)]
+    found: list[tuple[str, ...]] = []
+    for name in left:
+        owner = next((s for s in sets if name in s), {name})
+        names = tuple(other for other in left if other in owner)
+        if names[0] == name:
+            found.append(names)
+    return found
+
+
+def _described(error: Exception) -> str:
+    frames = [(frame.filename, frame.lineno or 0) for frame in reversed(traceback.extract_tb(error.__traceback__))]
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:160]}{user_line(frames)}"

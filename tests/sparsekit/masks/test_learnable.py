@@ -1,0 +1,358 @@
+"""LearnableMask: compact and masked execution are the same training; importance is learned; the wrapper is a good module."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from sparsekit import LearnableMask, expand, trace_units
+from sparsekit.errors import ForeignMaskError, InvalidValueError, NoUnitsError, SparsekitError, TraceError
+from sparsekit.patterns import Magnitude, Ordered, Random
+
+
+class ConvNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2),
+            nn.Conv2d(8, 12, 3, bias=False), nn.BatchNorm2d(12), nn.ReLU(), nn.Flatten(),
+            nn.Linear(12 * 9, 16), nn.ReLU(), nn.Linear(16, 4),
+        )  # fmt: skip
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.body(images)
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(5, 8, num_layers=2, batch_first=True)
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.lstm(x)[0][:, -1])
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 6, 3, padding=1)
+        self.conv = nn.Conv2d(6, 6, 3, padding=1, bias=False)  # a bias before a norm has a gradient of rounding noise
+        self.norm = nn.BatchNorm2d(6)
+        self.head = nn.Linear(6, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.stem(x))
+        return self.head((x + self.norm(self.conv(x))).mean((2, 3)))
+
+
+class Tied(nn.Module):
+    """Two layers share one matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(30, 7)
+        self.one, self.two = nn.Linear(7, 4), nn.Linear(7, 4)
+        self.two.weight = self.one.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.inner(x.flatten(1)))
+        return self.one(hidden) - self.two(hidden.square())
+
+
+def images(generator: torch.Generator) -> torch.Tensor:
+    return torch.randn(8, 3, 10, 10, dtype=torch.float64, generator=generator)
+
+
+def sequences(generator: torch.Generator) -> torch.Tensor:
+    return torch.randn(8, 6, 5, dtype=torch.float64, generator=generator)
+
+
+OPTIMIZERS = {
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=1e-3),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.01),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.003, momentum=0.5),
+}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(("model", "draw"), [(ConvNet, images), (Recurrent, sequences), (Residual, images), (Tied, sequences)])
+def test_compact_training_equals_masked_training_step_for_step(model, draw, optimizer) -> None:
+    generator = torch.Generator().manual_seed(1)
+    torch.manual_seed(0)
+    dense = model().double()
+    graph = trace_units(dense, draw(generator))
+    compact = LearnableMask(dense, graph=graph, ratio=0.5)
+    masked = LearnableMask(dense, graph=graph, ratio=0.5, execution="masked")
+    pairs = [(m, OPTIMIZERS[optimizer](m.parameters())) for m in (compact, masked)]
+    changes, previous = 0, compact.unit_mask()
+    for step in range(50):
+        x, y = draw(generator), torch.randint(0, 4, (8,), generator=generator)
+        if step == 20:
+            compact.ratio = masked.ratio = 0.3
+        if step == 35:
+            compact.ratio = masked.ratio = 0.8
+        if step % 10 == 5:
+            noise = {name: torch.randn(q.shape, generator=generator, dtype=q.dtype) for name, q in compact.importance().items()}
+            shaken = {name: q + noise[name] for name, q in compact.importance().items()}
+            for m, _ in pairs:
+                m.load_importance(shaken)
+        for m, opt in pairs:
+            loss = F.cross_entropy(m(x), y) + 0.1 * m.penalty()
+            opt.zero_grad()
+            loss.backward()
+            opt.step()
+        assert compact.unit_mask() == masked.unit_mask()
+        changes += compact.unit_mask() != previous
+        previous = compact.unit_mask()
+        left, right = compact.state_dict(), masked.state_dict()
+        for name in left:
+            assert torch.allclose(left[name].double(), right[name].double(), rtol=0, atol=1e-10), (step, name)
+    assert changes >= 5
+
+
+def test_compact_training_equals_a_hand_written_dense_loop() -> None:
+    """The reference here knows nothing of sessions: dense leaves, columns zeroed, dropped entries put back by hand."""
+    torch.manual_seed(0)
+    first, second = nn.Linear(4, 6).double(), nn.Linear(6, 2).double()
+    model = nn.Sequential(first, nn.ReLU(), second)
+    masked = LearnableMask(model, (torch.zeros(1, 4, dtype=torch.float64),), ratio=0.5, explore=0.0)
+    optimizer = torch.optim.SGD(masked.parameters(), lr=0.1, momentum=0.9)
+    values = {name: p.detach().clone() for name, p in model.named_parameters()}
+    moving = {name: torch.zeros_like(p) for name, p in values.items()}
+    scores, score_moving = masked.importance()["0"], torch.zeros(6, dtype=torch.float64)
+    masks = set()
+    for step in range(50):
+        generator = torch.Generator().manual_seed(step)
+        x = torch.randn(5, 4, dtype=torch.float64, generator=generator)
+        y = torch.randint(0, 2, (5,), generator=generator)
+        keep = torch.zeros(6, dtype=torch.bool)
+        keep[scores.sort(descending=True, stable=True).indices[:3]] = True
+        masks.add(tuple(keep.tolist()))
+        leaves = {name: value.clone().requires_grad_() for name, value in values.items()}
+        hidden = torch.relu(x @ leaves["0.weight"].T + leaves["0.bias"])
+        F.cross_entropy((hidden * keep) @ leaves["2.weight"].T + leaves["2.bias"], y).backward()
+        sums = values["0.weight"].abs().sum(1) + values["0.bias"].abs()
+        target = torch.sigmoid((sums - sums.mean()) / sums.std(correction=0))
+        task = (leaves["2.weight"].grad * values["2.weight"]).sum(0)
+        score_moving = 0.9 * score_moving + task + 2 * (scores - target)
+        scores = scores - 0.1 * score_moving
+        kept = {"0.weight": keep[:, None], "0.bias": keep, "2.weight": keep[None, :], "2.bias": torch.ones(2, dtype=torch.bool)}
+        for name in values:
+            moving[name] = torch.where(kept[name], 0.9 * moving[name] + leaves[name].grad, moving[name])
+            values[name] = torch.where(kept[name], values[name] - 0.1 * moving[name], values[name])
+        loss = F.cross_entropy(masked(x), y) + masked.penalty()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        state = masked.dense_state()
+        for name in values:
+            assert torch.allclose(state[name], values[name], rtol=0, atol=1e-10), (step, name)
+        assert torch.allclose(masked.importance()["0"], scores, rtol=0, atol=1e-10)
+    assert len(masks) > 1
+
+
+def test_the_task_loss_reaches_the_importance_and_finds_the_useful_units() -> None:
+    """Only units 1 and 4 of six can serve: all others read inputs that are always zero."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6, bias=False), nn.ReLU(), nn.Linear(6, 2, bias=False))
+    with torch.no_grad():
+        model[0].weight.copy_(torch.eye(6))
+        model[2].weight.copy_(0.5 * torch.ones(2, 6))
+        model[2].weight[0, 1] = model[2].weight[1, 4] = 0.6
+    masked = LearnableMask(model, (torch.zeros(1, 6),), ratio=1 / 3)
+    assert set(masked.unit_mask()["0"].nonzero().flatten().tolist()) != {1, 4}
+    optimizer = torch.optim.SGD(masked.parameters(), lr=0.1)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(400):
+        y = torch.randint(0, 2, (16,), generator=generator)
+        x = torch.zeros(16, 6)
+        x[torch.arange(16), torch.where(y == 0, 1, 4)] = 1.0
+        loss = F.cross_entropy(masked(x), y) + masked.penalty()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert masked.unit_mask()["0"].nonzero().flatten().tolist() == [1, 4]
+
+
+def test_the_users_module_is_never_edited() -> None:
+    model = ConvNet()
+    before, ids = copy.deepcopy(model.state_dict()), [id(p) for p in model.parameters()]
+    masked = LearnableMask(model, (torch.zeros(1, 3, 10, 10),), ratio=0.25)
+    optimizer = torch.optim.SGD(masked.parameters(), lr=0.1)
+    (masked(torch.randn(4, 3, 10, 10)).square().mean() + masked.penalty()).backward()
+    optimizer.step()
+    assert [id(p) for p in model.parameters()] == ids
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert model.training
+    assert not hasattr(model.body[0], "parametrizations")
+
+
+def test_state_dict_keeps_the_models_own_keys() -> None:
+    model = ConvNet()
+    masked = LearnableMask(model, (torch.zeros(1, 3, 10, 10),), ratio=0.25)
+    own = {name for name in masked.state_dict() if not name.startswith("sparsekit.")}
+    assert own == set(model.state_dict())
+    assert all(masked.state_dict()[name].shape == value.shape for name, value in model.state_dict().items())
+
+
+def test_state_dict_survives_saving_and_loading_also_inside_another_module() -> None:
+    x = torch.randn(4, 3, 10, 10)
+    outer = nn.Sequential(LearnableMask(ConvNet(), (x,), ratio=0.25), nn.Softmax(dim=-1))
+    optimizer = torch.optim.SGD(outer.parameters(), lr=0.1)
+    outer[0].load_importance({name: torch.rand_like(q) for name, q in outer[0].importance().items()})
+    outer(x).square().mean().backward()
+    optimizer.step()
+    buffer = io.BytesIO()
+    torch.save(outer.state_dict(), buffer)
+    buffer.seek(0)
+    twin = nn.Sequential(LearnableMask(ConvNet(), (x,), ratio=1.0), nn.Softmax(dim=-1))
+    twin.load_state_dict(torch.load(buffer, weights_only=True))
+    assert twin[0].ratio == 0.25
+    assert twin[0].unit_mask() == outer[0].unit_mask()
+    assert torch.equal(twin.eval()(x), outer.eval()(x))
+
+
+def test_loading_with_missing_keys_is_reported() -> None:
+    masked = LearnableMask(ConvNet(), (torch.zeros(1, 3, 10, 10),))
+    state = masked.state_dict()
+    del state["body.0.weight"]
+    with pytest.raises(RuntimeError, match=r"body\.0\.weight"):
+        masked.load_state_dict(state)
+
+
+def test_deepcopy_trains_apart_from_the_original() -> None:
+    x = torch.randn(4, 3, 10, 10)
+    masked = LearnableMask(ConvNet(), (x,), ratio=0.5)
+    optimizer = torch.optim.SGD(masked.parameters(), lr=0.1, momentum=0.9)
+    masked(x).square().mean().backward()
+    optimizer.step()
+    twin = copy.deepcopy(masked)
+    assert torch.equal(twin.eval()(x), masked.eval()(x))
+    before = masked.dense_state()
+    other = torch.optim.SGD(twin.parameters(), lr=0.1)
+    twin.ratio = 0.25
+    twin(x).square().mean().backward()
+    other.step()
+    assert all(torch.equal(before[name], value) for name, value in masked.dense_state().items())
+    assert not torch.equal(twin.dense_state()["body.10.weight"], before["body.10.weight"])
+
+
+def test_moving_to_another_dtype_moves_everything() -> None:
+    x = torch.randn(4, 3, 10, 10, dtype=torch.float64)
+    masked = LearnableMask(ConvNet(), (x.float(),), ratio=0.5).double()
+    optimizer = torch.optim.SGD(masked.parameters(), lr=0.1)
+    for _ in range(3):
+        masked.load_importance({name: torch.rand_like(q) for name, q in masked.importance().items()})
+        loss = masked(x).square().mean() + masked.penalty()
+        loss.backward()
+        optimizer.step()
+    assert loss.dtype == torch.float64
+    assert all(t.dtype == torch.float64 for t in masked.dense_state().values() if t.is_floating_point())
+
+
+def test_keyword_and_dict_inputs_work() -> None:
+    class Keywords(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 8), nn.Linear(8, 2)
+
+        def forward(self, *, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+            return {"logits": self.b(torch.relu(self.a(batch["x"])))}
+
+    batch = {"x": torch.randn(3, 4)}
+    masked = LearnableMask(Keywords(), {"batch": batch}, ratio=0.5)
+    assert masked(batch=batch)["logits"].shape == (3, 2)
+    assert masked.unit_mask()["a"].sum() == 4
+
+
+def test_compact_is_a_plain_smaller_module_with_the_same_outputs() -> None:
+    x = torch.randn(4, 3, 10, 10)
+    masked = LearnableMask(ConvNet(), (x,), ratio=0.25)
+    optimizer = torch.optim.SGD(masked.parameters(), lr=0.1)
+    for _ in range(5):
+        masked.load_importance({name: torch.rand_like(q) for name, q in masked.importance().items()})
+        masked(x).square().mean().backward()
+        optimizer.step()
+    small = masked.compact().eval()
+    assert type(small) is ConvNet
+    assert torch.allclose(small(x), masked.eval()(x), atol=1e-6)
+    assert small.body[0].out_channels == 2
+    full = expand(small.state_dict(), masked.graph, masked.unit_mask(), into=masked.dense_state())
+    assert all(torch.equal(full[name], value) for name, value in masked.dense_state().items())
+
+
+def test_a_new_optimizer_starts_without_the_old_ones_momentum() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+    masked = LearnableMask(model, (torch.zeros(1, 4),), ratio=0.5)
+    x = torch.randn(8, 4)
+
+    def train(optimizer: torch.optim.Optimizer, order: list[float]) -> None:
+        masked.load_importance({"0": torch.tensor(order)})
+        optimizer.zero_grad()
+        masked(x).square().mean().backward()
+        optimizer.step()
+
+    first = torch.optim.SGD(masked.parameters(), lr=0.1, momentum=0.9)
+    train(first, [4.0, 3.0, 2.0, 1.0])
+    train(first, [1.0, 2.0, 3.0, 4.0])
+    del first
+    second = torch.optim.SGD(masked.parameters(), lr=0.1, momentum=0.9)
+    train(second, [1.0, 2.0, 3.0, 4.0])
+    masked.load_importance({"0": torch.tensor([4.0, 3.0, 2.0, 1.0])})
+    masked.refresh()
+    assert all((s["momentum_buffer"] == 0).all() for s in second.state.values() if s["momentum_buffer"].shape == (2, 4))
+
+
+def test_patterns_that_do_not_learn_are_redrawn_on_request_only() -> None:
+    x = torch.zeros(1, 3, 10, 10)
+    masked = LearnableMask(ConvNet(), (x,), pattern=Random(), ratio=0.5, generator=torch.Generator().manual_seed(0))
+    first = masked.unit_mask()
+    masked(x)
+    assert masked.unit_mask() == first
+    masked.redraw()
+    assert masked.unit_mask() != first
+    ordered = LearnableMask(ConvNet(), (x,), pattern=Ordered(), ratio=0.5).unit_mask()
+    assert ordered["body.0"].tolist() == [True] * 4 + [False] * 4
+    assert LearnableMask(ConvNet(), (x,), pattern=Magnitude(), ratio=0.5).unit_mask().counts() == ordered.counts()
+
+
+@pytest.mark.parametrize("ratio", [0, 1.5, -0.1, float("nan"), True, "half"])
+def test_a_ratio_outside_its_range_is_refused(ratio) -> None:
+    with pytest.raises(InvalidValueError, match=r"ratio must be in \(0, 1\], got"):
+        LearnableMask(ConvNet(), (torch.zeros(1, 3, 10, 10),), ratio=ratio)
+
+
+def test_other_bad_input_says_what_to_do() -> None:
+    x = torch.zeros(1, 3, 10, 10)
+    with pytest.raises(InvalidValueError, match="pass example_inputs"):
+        LearnableMask(ConvNet())
+    with pytest.raises(InvalidValueError, match="execution must be 'compact' or 'masked', got 'fast'"):
+        LearnableMask(ConvNet(), (x,), execution="fast")  # type: ignore[arg-type]
+    with pytest.raises(TraceError, match="fails on the example inputs"):
+        LearnableMask(ConvNet(), (torch.zeros(1, 5, 10, 10),))
+    with pytest.raises(NoUnitsError):
+        LearnableMask(nn.Linear(3, 2), (torch.zeros(1, 3),))
+    with pytest.raises(ForeignMaskError):
+        LearnableMask(ConvNet(), graph=trace_units(Residual(), x))
+    masked = LearnableMask(ConvNet(), (x,))
+    with pytest.raises(InvalidValueError, match="finite"):
+        masked.load_importance({"body.0": torch.full((8,), float("nan"))})
+    with pytest.raises(ForeignMaskError, match="groups and sizes"):
+        masked.load_importance({"body.0": torch.zeros(7)})
+    assert issubclass(TraceError, SparsekitError)
+
+
+def test_training_on_after_nan_importance_is_an_error_and_not_a_silent_pattern() -> None:
+    x = torch.randn(2, 3, 10, 10)
+    masked = LearnableMask(ConvNet(), (x,), ratio=0.5)
+    with torch.no_grad():
+        masked.scores.fill_(float("nan"))
+    with pytest.raises(InvalidValueError, match="NaN"):
+        masked(x)

@@ -1,0 +1,104 @@
+"""Costs: exact numbers on small models, agreement with torch's own counter on compact ones."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import sparsekit as sk
+from sparsekit.errors import ForeignMaskError, InvalidValueError, TraceError
+from sparsekit.patterns import PatternView, Random, select
+
+
+def _mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3))
+
+
+def _conv() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(4 * 9, 5)
+    )
+
+
+def test_a_linear_layer_costs_two_flops_per_weight_and_example() -> None:
+    cost = sk.count_cost(_mlp(), torch.zeros(5, 4))
+    assert cost.flops_compact == 5 * 2 * (4 * 6 + 6 * 3)
+    # The paper's convention adds one per bias entry and position.
+    assert cost.flops_rowmask == 5 * (2 * (4 * 6 + 6 * 3) + 6 + 3)
+    assert cost.parameters == 4 * 6 + 6 + 6 * 3 + 3
+    assert cost.bytes == 4 * cost.parameters
+
+
+def test_a_mask_saves_rows_and_columns_when_compact_and_rows_alone_by_the_papers_count() -> None:
+    model = _mlp()
+    graph = sk.trace_units(model, torch.zeros(1, 4))
+    mask = sk.UnitMask({"0": torch.tensor([True, False, True, False, False, False])})
+    cost = sk.count_cost(model, torch.zeros(1, 4), graph=graph, mask=mask)
+    assert cost.flops_compact == 2 * (4 * 2 + 2 * 3)
+    assert cost.flops_rowmask == 2 * (4 * 2 + 6 * 3) + 6 + 3
+    assert cost.parameters == 4 * 2 + 2 + 2 * 3 + 3
+
+
+def test_a_convolution_costs_its_weights_at_every_position() -> None:
+    cost = sk.count_cost(_conv(), torch.zeros(1, 2, 6, 6))
+    assert cost.flops_compact == 2 * (36 * 4 * 2 * 9) + 2 * (36 * 5)
+
+
+def test_buffers_count_as_bytes_but_not_as_parameters() -> None:
+    model = _conv()
+    cost = sk.count_cost(model, torch.zeros(1, 2, 6, 6))
+    assert cost.parameters == sum(p.numel() for p in model.parameters())
+    assert cost.bytes == sum(t.numel() * t.element_size() for t in model.state_dict().values())
+
+
+@pytest.mark.parametrize(("make", "shape"), [(_mlp, (3, 4)), (_conv, (2, 2, 6, 6))])
+@pytest.mark.parametrize("ratio", [0.25, 0.5, 1.0])
+def test_compact_flops_are_what_torch_counts_on_the_compact_module(make: object, shape: tuple[int, ...], ratio: float) -> None:
+    model, inputs = make(), torch.zeros(shape)  # type: ignore[operator]
+    graph = sk.trace_units(model, inputs)
+    mask = select(Random(), graph, ratio, PatternView(generator=torch.Generator().manual_seed(0)))
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        sk.compact(model, graph, mask).eval()(inputs)
+    assert sk.count_cost(model, inputs, graph=graph, mask=mask).flops_compact == counter.get_total_flops()
+
+
+def test_a_recurrent_layer_costs_its_matrices_at_every_step() -> None:
+    cost = sk.count_cost(nn.LSTM(3, 5, batch_first=True), torch.zeros(2, 7, 3))
+    assert cost.flops_compact == 2 * 7 * 2 * (4 * 5 * 3 + 4 * 5 * 5)
+
+
+def test_a_weight_mask_counts_its_own_entries() -> None:
+    model = _mlp()
+    graph = sk.trace_units(model, torch.zeros(1, 4))
+    keep = torch.zeros(6, 4, dtype=torch.bool)
+    keep[0] = True
+    cost = sk.count_cost(model, torch.zeros(1, 4), graph=graph, mask=sk.WeightMask({"0.weight": keep}))
+    assert cost.flops_rowmask == 2 * (4 + 18) + 9
+    assert cost.parameters == 4 + 6 + 18 + 3
+
+
+def test_counting_changes_nothing() -> None:
+    model = _conv().train()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    sk.count_cost(model, torch.randn(2, 2, 6, 6))
+    assert model.training
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_a_mask_needs_its_graph() -> None:
+    with pytest.raises(InvalidValueError, match="graph="):
+        sk.count_cost(_mlp(), torch.zeros(1, 4), mask=sk.UnitMask({"0": torch.ones(6, dtype=torch.bool)}))
+
+
+def test_a_mask_of_another_graph_is_refused() -> None:
+    model = _mlp()
+    graph = sk.trace_units(model, torch.zeros(1, 4))
+    with pytest.raises(ForeignMaskError):
+        sk.count_cost(model, torch.zeros(1, 4), graph=graph, mask=sk.UnitMask({"0": torch.ones(7, dtype=torch.bool)}))
+
+
+def test_inputs_that_do_not_fit_are_named() -> None:
+    with pytest.raises(TraceError, match="failed on the example inputs"):
+        sk.count_cost(_mlp(), torch.zeros(1, 9))

@@ -1,0 +1,69 @@
+"""Registry: names from the table and from entry points, imported when asked for."""
+
+from __future__ import annotations
+
+import math
+import sys
+from importlib.metadata import EntryPoint
+
+import pytest
+
+from sparsekit import registry as module
+from sparsekit.errors import InvalidValueError, UnknownNameError
+from sparsekit.registry import Registry, load_object
+
+
+@pytest.fixture
+def shelf(monkeypatch: pytest.MonkeyPatch) -> Registry:
+    plugins = [
+        EntryPoint("tau", "math:tau", "shelf"),
+        EntryPoint("pi", "math:e", "shelf"),
+        EntryPoint("bad", "nowhere:x", "shelf"),
+    ]
+    monkeypatch.setattr(module, "entry_points", lambda group: plugins if group == "shelf" else [])
+    return Registry("number", {"pi": "math:pi", "lazy": "antigravity:geohash"}, group="shelf")
+
+
+def test_a_name_of_the_table_is_found(shelf: Registry) -> None:
+    assert shelf["pi"] == math.pi
+
+
+def test_a_name_of_an_entry_point_is_found(shelf: Registry) -> None:
+    assert shelf["tau"] == math.tau
+
+
+def test_our_table_wins_over_an_entry_point(shelf: Registry) -> None:
+    assert shelf["pi"] != math.e
+
+
+def test_names_are_listed_in_order_without_importing(shelf: Registry) -> None:
+    sys.modules.pop("antigravity", None)
+    assert list(shelf) == ["bad", "lazy", "pi", "tau"]
+    assert len(shelf) == 4
+    assert "lazy" in shelf
+    assert "antigravity" not in sys.modules
+
+
+def test_an_unknown_name_gets_the_nearest(shelf: Registry) -> None:
+    with pytest.raises(UnknownNameError, match="unknown number 'tao'; did you mean 'tau'"):
+        shelf["tao"]
+
+
+def test_a_broken_entry_point_says_what_cannot_be_imported(shelf: Registry) -> None:
+    with pytest.raises(InvalidValueError, match="nowhere"):
+        shelf["bad"]
+
+
+def test_a_dotted_attribute_is_followed() -> None:
+    assert load_object("collections:OrderedDict.fromkeys")("ab") == {"a": None, "b": None}
+
+
+@pytest.mark.parametrize("path", ["math", "math:", ":pi", ""])
+def test_a_path_without_both_parts_is_refused(path: str) -> None:
+    with pytest.raises(InvalidValueError, match=r"package\.module:name"):
+        load_object(path)
+
+
+def test_a_missing_attribute_gets_the_nearest() -> None:
+    with pytest.raises(InvalidValueError, match="did you mean 'sqrt'"):
+        load_object("math:sqr")

@@ -1,0 +1,69 @@
+"""Streams: equal numbers for equal purposes, in any order, and no trace in global state."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from sparsekit.errors import InvalidValueError
+from sparsekit.rng import Streams, torch_generator, torch_scope
+
+
+def _first(generator: np.random.Generator) -> int:
+    return int(generator.integers(2**62))
+
+
+def test_streams_do_not_depend_on_the_order_of_use() -> None:
+    one, two = Streams(3), Streams(3)
+    forward = [_first(one.client(round, id)) for round in range(3) for id in range(3)]
+    backward = [_first(two.client(round, id)) for round in reversed(range(3)) for id in reversed(range(3))]
+    assert forward == backward[::-1]
+
+
+def test_every_purpose_has_its_own_numbers() -> None:
+    streams = Streams(0)
+    drawn = [streams.model(), streams.data(), streams.server(0), streams.server(1), streams.client(0, 0), streams.client(0, 1)]
+    drawn += [streams.client(1, 0), streams.capability(0, 0), streams.capability(1, 0)]
+    assert len({_first(generator) for generator in drawn}) == len(drawn)
+
+
+def test_seeds_differ() -> None:
+    assert _first(Streams(0).model()) != _first(Streams(1).model())
+
+
+def test_the_numbers_of_a_seed_never_change() -> None:
+    # Recorded results rest on these.
+    assert [int(Streams(0).client(1, 2).integers(1000)) for _ in range(2)] == [764, 764]
+
+
+@pytest.mark.parametrize("seed", [-1, 1.0, True, None, "0"])
+def test_a_bad_seed_is_refused(seed: object) -> None:
+    with pytest.raises(InvalidValueError, match="seed must be an integer >= 0"):
+        Streams(seed)  # type: ignore[arg-type]
+
+
+def test_the_scope_decides_what_torch_draws() -> None:
+    with torch_scope(np.random.default_rng(1)):
+        first = torch.rand(3)
+    torch.rand(5)
+    with torch_scope(np.random.default_rng(1)):
+        assert torch.equal(torch.rand(3), first)
+
+
+def test_the_scope_leaves_no_trace_even_after_an_error() -> None:
+    before = torch.random.get_rng_state()
+
+    def fail() -> None:
+        with torch_scope(np.random.default_rng(1)):
+            torch.rand(1)
+            raise RuntimeError("in the middle")
+
+    with pytest.raises(RuntimeError, match="in the middle"):
+        fail()
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_a_torch_generator_follows_the_numpy_one() -> None:
+    one, two = (torch_generator(np.random.default_rng(4)) for _ in range(2))
+    assert torch.equal(torch.rand(4, generator=one), torch.rand(4, generator=two))

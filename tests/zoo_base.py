@@ -1,0 +1,83 @@
+"""What an architecture of the zoo is: a factory, example inputs, and the groups that must be found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["ZOO", "Architecture", "Lambda", "add", "build", "images", "tokens"]
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A model factory, what it is called on, and what `trace_units` must find.
+
+    Args:
+        make: Builds the model.
+        inputs: Builds the positional example inputs.
+        groups: Group name → units, in forward order.
+        frozen: Part of the reason of each warning that must come.
+        kwargs: Builds the keyword inputs.
+        trains: False if the gradient laws do not apply.
+    """
+
+    make: Callable[[], nn.Module]
+    inputs: Callable[[], tuple[Any, ...]]
+    groups: Mapping[str, int]
+    frozen: tuple[str, ...] = ()
+    kwargs: Callable[[], dict[str, Any]] = dict
+    trains: bool = True
+    ties: tuple[tuple[str, ...], ...] = field(default=())
+
+
+def build(name: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+    """A seeded model of the zoo with its inputs."""
+    with torch.random.fork_rng():
+        torch.manual_seed(hash_of(name))
+        architecture = ZOO[name]
+        return architecture.make(), architecture.inputs(), architecture.kwargs()
+
+
+def hash_of(name: str) -> int:
+    """A seed that does not change from run to run."""
+    return sum((i + 1) * ord(c) for i, c in enumerate(name))
+
+
+class Lambda(nn.Module):
+    """Children by keyword and a function of (self, inputs) as forward."""
+
+    def __init__(self, run: Callable[..., Any], **children: Any) -> None:
+        super().__init__()
+        for name, child in children.items():
+            if isinstance(child, Tensor) and not isinstance(child, nn.Parameter):
+                self.register_buffer(name, child)
+            else:
+                setattr(self, name, child)
+        self.run = run
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.run(self, *args, **kwargs)
+
+
+def images(*shape: int) -> Callable[[], tuple[Any, ...]]:
+    """Random numbers of a shape, as the only input."""
+    return lambda: (torch.randn(*shape),)
+
+
+def tokens(size: int, *shape: int) -> Callable[[], tuple[Any, ...]]:
+    """Random token ids below `size`, as the only input."""
+    return lambda: (torch.randint(size, shape),)
+
+
+ZOO: dict[str, Architecture] = {}
+
+
+def add(
+    name: str, make: Callable[[], nn.Module], inputs: Callable[[], tuple[Any, ...]], groups: Mapping[str, int], **more: Any
+) -> None:
+    """Put an architecture into the zoo."""
+    ZOO[name] = Architecture(make, inputs, groups, **more)
