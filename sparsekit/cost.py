@@ -147,8 +147,13 @@ class CostModel:
 class _Recorder(TorchDispatchMode):
     """Notes every convolution and matrix product and the weight it reads, found by the memory it lies in."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Otherwise torch wraps the dispatcher so that its first call imports the compiler, which takes seconds.
+        return False
+
     def __init__(self, keys: Mapping[int, str]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.keys = keys
         self.terms: list[tuple[str, int]] = []
         self.other_flops = 0

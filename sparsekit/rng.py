@@ -69,7 +69,11 @@ def torch_scope(rng: np.random.Generator) -> Iterator[None]:
     For what knows no other generator: initialisers and dropout. The only place that touches global random state.
     """
     before = torch.random.get_rng_state()
-    torch.manual_seed(int(rng.integers(2**63 - 1)))
+    seed = int(rng.integers(2**63 - 1))
+    # Not torch.manual_seed: its first call imports the compiler, which takes seconds, and each takes a millisecond.
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(seed)
     try:
         yield
     finally:

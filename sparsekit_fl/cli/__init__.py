@@ -1,0 +1,1 @@
+"""The commands that federated learning adds to `sparsekit`: they parse, call one function and print."""

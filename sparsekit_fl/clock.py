@@ -1,0 +1,43 @@
+"""Simulated seconds from cost and capability; rounds are synchronous."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from sparsekit_fl.client import Capability
+from sparsekit_fl.messages import WorkCost
+
+__all__ = ["client_seconds", "round_cost"]
+
+
+def client_seconds(cost: WorkCost, capability: Capability) -> float:
+    """Seconds that a device of this capability needs: download, compute, upload, one after the other.
+
+    Args:
+        cost: Needs `flops_compact`, `downlink_bytes` and `uplink_bytes`.
+        capability: Of the client, in the round.
+    """
+    return (
+        cost.downlink_bytes / capability.downlink_bytes_per_second
+        + cost.flops_compact / capability.flops_per_second
+        + cost.uplink_bytes / capability.uplink_bytes_per_second
+    )
+
+
+def round_cost(costs: Iterable[WorkCost], *, wall_seconds: float) -> WorkCost:
+    """The cost of a round: everybody's work added up, the seconds of the slowest client.
+
+    Args:
+        costs: One per client.
+        wall_seconds: Measured for the whole round; the clients' own wall seconds overlap and are not added.
+    """
+    costs = list(costs)
+    total = sum(costs, WorkCost())
+    return WorkCost(
+        flops_compact=total.flops_compact,
+        flops_rowmask=total.flops_rowmask,
+        uplink_bytes=total.uplink_bytes,
+        downlink_bytes=total.downlink_bytes,
+        seconds=max((cost.seconds for cost in costs), default=0.0),
+        wall_seconds=wall_seconds,
+    )

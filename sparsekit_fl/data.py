@@ -1,0 +1,183 @@
+"""TensorData: examples as a view by index into tensors that all clients share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Subset, TensorDataset
+
+from sparsekit.errors import DataError
+
+__all__ = ["Batch", "Positions", "TensorData", "Transform", "as_tensor_data"]
+
+Transform = Callable[[Tensor], Tensor]
+"""Raw rows of one input → what the model takes; it must treat every row by itself."""
+
+Batch = tuple[tuple[Tensor, ...], Tensor]
+"""The model's positional inputs, and the targets."""
+
+Positions = Tensor | np.ndarray[Any, np.dtype[np.int64]] | list[int] | slice | None
+"""Which examples of a split, in [0, len(split)); None means all of them."""
+
+
+@dataclass(frozen=True, eq=False)
+class TensorData:
+    """Examples: rows of tensors, picked by index and transformed when they are read.
+
+    A client's split costs an index and nothing else, however many clients share the tensors.
+
+    Args:
+        inputs: The model's positional inputs, each `(rows, …)`; raw, for example uint8 images.
+        targets: `(rows, …)`.
+        index: int64 `(examples,)`, which rows belong to this view, in this order; None means every row.
+        transform: Applied to each input of a batch when it is read; None leaves them as they are.
+
+    Raises:
+        DataError: the tensors do not have the same number of rows, or the index points outside them.
+    """
+
+    inputs: tuple[Tensor, ...]
+    targets: Tensor
+    index: Tensor | None = None
+    transform: Transform | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.inputs, Tensor):
+            object.__setattr__(self, "inputs", (self.inputs,))
+        tensors = (*self.inputs, self.targets)
+        if not self.inputs or not all(isinstance(tensor, Tensor) and tensor.ndim for tensor in tensors):
+            raise DataError(
+                f"inputs and targets must be tensors with a first dimension of examples, "
+                f"got {[type(t).__name__ for t in tensors]}"
+                "; pass TensorData(inputs=(images,), targets=labels)"
+            )
+        rows = [len(tensor) for tensor in tensors]
+        if len(set(rows)) > 1:
+            raise DataError(f"inputs have {rows[:-1]} rows and targets {rows[-1]}; every tensor needs one row per example")
+        if self.index is not None:
+            if self.index.dtype != torch.int64 or self.index.ndim != 1:
+                raise DataError(
+                    f"index must be an int64 tensor of shape (examples,), got {self.index.dtype} {tuple(self.index.shape)}"
+                )
+            if len(self.index) and not (int(self.index.min()) >= 0 and int(self.index.max()) < rows[0]):
+                raise DataError(
+                    f"index must be in [0, {rows[0]}), got values from {int(self.index.min())} to {int(self.index.max())}"
+                )
+
+    def __len__(self) -> int:
+        return len(self.targets) if self.index is None else len(self.index)
+
+    def __getitem__(self, position: int) -> tuple[Tensor, ...]:
+        """One example, inputs then target, as a map-style torch data set gives it."""
+        inputs, targets = self.batch([range(len(self))[position]])
+        return (*(tensor[0] for tensor in inputs), targets[0])
+
+    def _rows(self, positions: Positions) -> Tensor | slice:
+        if positions is None:
+            return slice(None) if self.index is None else self.index
+        if isinstance(positions, slice):
+            return positions if self.index is None else self.index[positions]
+        chosen = torch.as_tensor(positions, dtype=torch.int64, device=self.targets.device)
+        return chosen if self.index is None else self.index.index_select(0, chosen)
+
+    def batch(self, positions: Positions = None) -> Batch:
+        """Read examples.
+
+        Args:
+            positions: Which ones, in [0, len(self)); a slice reads without copying where it can.
+
+        Returns:
+            `(inputs, targets)`, transformed; inputs is a tuple of tensors of shape `(batch, …)`.
+        """
+        rows = self._rows(positions)
+
+        def read(tensor: Tensor) -> Tensor:
+            return tensor[rows] if isinstance(rows, slice) else tensor.index_select(0, rows)
+
+        inputs = tuple(read(tensor) for tensor in self.inputs)
+        if self.transform is not None:
+            inputs = tuple(self.transform(tensor) for tensor in inputs)
+        return inputs, read(self.targets)
+
+    def labels(self) -> Tensor:
+        """The targets of this view, `(examples, …)`."""
+        return self.targets if self.index is None else self.targets.index_select(0, self.index)
+
+    def take(self, positions: Tensor | np.ndarray[Any, np.dtype[np.int64]] | list[int]) -> TensorData:
+        """A view of some of these examples; the tensors are shared, not copied."""
+        rows = self._rows(torch.as_tensor(positions, dtype=torch.int64))
+        assert isinstance(rows, Tensor)
+        return replace(self, index=rows)
+
+    def materialise(self, device: torch.device | str = "cpu") -> TensorData:
+        """Read everything once, so that a batch afterwards is one `index_select`.
+
+        Args:
+            device: Where the tensors go.
+
+        Returns:
+            The same examples without index and transform.
+        """
+        inputs, targets = self.batch()
+        return TensorData(tuple(tensor.to(device) for tensor in inputs), targets.to(device))
+
+
+def as_tensor_data(dataset: Any, *, what: str = "the data set") -> TensorData:
+    """Turn what a user has into TensorData.
+
+    Args:
+        dataset: TensorData, a torch `TensorDataset`, a `Subset`, or any map-style data set whose items are
+            `(input, …, target)`. Only the last kind is copied.
+        what: Names the data set in messages.
+
+    Returns:
+        The examples, in the order of the data set.
+
+    Raises:
+        DataError: it has no length or no items by index, or items that are not equally shaped tensors or numbers.
+    """
+    if isinstance(dataset, TensorData):
+        return dataset
+    if isinstance(dataset, TensorDataset):
+        if len(dataset.tensors) < 2:
+            raise DataError(f"{what} has {len(dataset.tensors)} tensor; pass TensorDataset(inputs, targets)")
+        return TensorData(tuple(dataset.tensors[:-1]), dataset.tensors[-1])
+    if isinstance(dataset, Subset) and isinstance(dataset.dataset, TensorData | TensorDataset | Subset):
+        return as_tensor_data(dataset.dataset, what=what).take(list(dataset.indices))
+    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+        raise DataError(
+            f"{what} must be TensorData or a map-style data set with a length and items by index, got {type(dataset).__name__}"
+            "; collect an iterable into TensorData(inputs, targets) first"
+        )
+    if len(dataset) == 0:
+        raise DataError(f"{what} is empty; give every client at least one example")
+    rows = [_row(dataset[position], position, what) for position in range(len(dataset))]
+    columns = list(zip(*rows, strict=False))
+    if any(len(row) != len(columns) for row in rows):
+        raise DataError(f"the items of {what} have different lengths; every item must be (input, …, target)")
+    try:
+        stacked = [torch.stack(column) for column in columns]
+    except RuntimeError as error:
+        raise DataError(f"the items of {what} differ in shape: {error}; resize or pad them to one shape") from error
+    return TensorData(tuple(stacked[:-1]), stacked[-1])
+
+
+def _row(item: Any, position: int, what: str) -> list[Tensor]:
+    if not isinstance(item, tuple | list) or len(item) < 2:
+        raise DataError(f"item {position} of {what} must be (input, …, target), got {type(item).__name__}; or pass read_batch=")
+    row = []
+    for value in item:
+        try:
+            tensor = torch.as_tensor(value)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise DataError(
+                f"item {position} of {what} holds a {type(value).__name__}, which is no tensor, array or number;"
+                " convert it in the data set's own transform"
+            ) from error
+        row.append(tensor.to(torch.get_default_dtype()) if tensor.dtype == torch.float64 else tensor)
+    return row

@@ -1,0 +1,93 @@
+"""DataSource: a data set before it is dealt to clients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from sparsekit.errors import DataError
+from sparsekit_fl.data import TensorData, Transform
+
+__all__ = ["DataSource", "Load"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class DataSource:
+    """Raw examples and what is known about them.
+
+    Args:
+        name: As the registry has it.
+        kind: "image": inputs uint8 `(rows, C, H, W)`, targets int64 `(rows,)`. "tokens": inputs integer `(rows, T)`,
+            targets int64 `(rows, T)`, the next tokens, `metrics.IGNORED` where there is none.
+        train: The examples to learn from.
+        test: The examples to score with; None if every natural client splits its own.
+        classes: Labels are in [0, classes); for tokens the size of the vocabulary.
+        mean: Per channel, of pixels scaled to [0, 1]; images only.
+        std: Per channel, likewise.
+        owners: int64 `(len(train),)`: the natural client of each training example, in [0, len(owner_names)); the rows of
+            one owner are in order of time. None if the data set has no natural clients.
+        owner_names: A name for each natural client.
+        never_right: Token ids that count as asked for but never as right, such as the one for unknown words.
+
+    Raises:
+        DataError: the parts do not fit together.
+    """
+
+    name: str
+    kind: Literal["image", "tokens"]
+    train: TensorData
+    test: TensorData | None
+    classes: int
+    mean: tuple[float, ...] = ()
+    std: tuple[float, ...] = ()
+    owners: Tensor | None = None
+    owner_names: tuple[str, ...] = ()
+    never_right: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("image", "tokens"):
+            raise DataError(f"kind of data source {self.name!r} must be 'image' or 'tokens', got {self.kind!r}")
+        dimensions = 4 if self.kind == "image" else 2
+        for what, pool in (("train", self.train), ("test", self.test)):
+            if pool is None:
+                continue
+            inputs = pool.inputs[0]
+            if inputs.ndim != dimensions or inputs.is_floating_point():
+                wanted = "uint8 (rows, C, H, W)" if self.kind == "image" else "integers (rows, T)"
+                raise DataError(
+                    f"{what} inputs of {self.kind} source {self.name!r} must be {wanted},"
+                    f" got {inputs.dtype} {tuple(inputs.shape)}; for anything else return (problem, clients) from your factory"
+                )
+            labels = pool.labels()
+            if len(labels) and int(labels.max()) >= self.classes:
+                raise DataError(f"{what} of {self.name!r} has label {int(labels.max())}, but classes is {self.classes}")
+        if self.kind == "image" and not len(self.mean) == len(self.std) == self.shape[0]:
+            raise DataError(
+                f"mean and std of {self.name!r} need one number per channel ({self.shape[0]}), got {self.mean} and {self.std}"
+            )
+        if self.owners is not None and len(self.owners) != len(self.train):
+            raise DataError(f"owners of {self.name!r} must name {len(self.train)} examples, got {len(self.owners)}")
+        if self.owners is None and self.test is None:
+            raise DataError(f"{self.name!r} has neither test examples nor owners; give test=, or owners= that split their own")
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of one raw input: `(C, H, W)` or `(T,)`."""
+        return self.train.inputs[0].shape[1:]
+
+    def with_transform(self, transform: Transform | None) -> DataSource:
+        """The same source, read through another transform."""
+        return replace(
+            self,
+            train=replace(self.train, transform=transform),
+            test=None if self.test is None else replace(self.test, transform=transform),
+        )
+
+
+Load = Callable[[Path | None], DataSource]
+"""root → source, where root is the user's data directory, or None to fetch the data set."""

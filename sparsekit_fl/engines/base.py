@@ -1,0 +1,93 @@
+"""Engine and ClientPool: who runs clients. An engine knows processes and wires, and nothing of learning."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from sparsekit.state import StateDict
+from sparsekit_fl.client import Client
+from sparsekit_fl.context import Setup
+from sparsekit_fl.messages import Assignment, Evaluation, Update
+from sparsekit_fl.results import RunResult
+from sparsekit_fl.store import ClientStore, Versions
+
+__all__ = ["ClientPool", "Engine", "Reply"]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Reply:
+    """What came back for one assignment.
+
+    Args:
+        client_id: Of the assignment.
+        update: None where the client failed.
+        error: Why it failed; None where it did not.
+        stored: Whether a memory of this client was written for this round.
+    """
+
+    client_id: int
+    update: Update | None = None
+    error: Exception | None = None
+    stored: bool = False
+
+
+class ClientPool(Protocol):
+    """Runs clients. Both methods yield in the order given, whatever finishes first."""
+
+    workers: int
+
+    def map(self, assignments: Sequence[Assignment], versions: Versions) -> Iterator[Reply]:
+        """Train. All assignments of a call hold the same state.
+
+        Args:
+            assignments: One per client.
+            versions: Which memory of a client counts.
+        """
+        ...
+
+    def evaluate(
+        self,
+        state: StateDict,
+        ids: Sequence[int],
+        versions: Versions,
+        *,
+        round: int,
+        with_shared: bool,
+        export: Path | None,
+    ) -> Iterator[Evaluation]:
+        """Score personal models, and the global one where asked.
+
+        Args:
+            state: The shared global state.
+            ids: Which clients.
+            versions: Which memory of a client counts.
+            round: The last finished round.
+            with_shared: Score the global model too.
+            export: Folder for personal models that differ from the global one; None writes none.
+        """
+        ...
+
+
+class Engine(Protocol):
+    """Provides a pool to a loop. It is handed the loop, because some frameworks call us and not we them."""
+
+    def run(
+        self,
+        rounds: Callable[[ClientPool], RunResult],
+        *,
+        setup: Setup,
+        clients: Mapping[int, Client],
+        store: ClientStore,
+    ) -> RunResult:
+        """Call `rounds` with a pool, and return what it returns.
+
+        Args:
+            rounds: The loop over rounds; it must be called exactly once.
+            setup: Of the run.
+            clients: Client id → client.
+            store: Where client memories are.
+        """
+        ...

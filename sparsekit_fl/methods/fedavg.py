@@ -1,0 +1,15 @@
+"""FedAvg: local SGD, and the mean of the clients' models.
+
+McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data", AISTATS 2017.
+"""
+
+from __future__ import annotations
+
+from sparsekit_fl.method import Method
+
+__all__ = ["fedavg"]
+
+
+def fedavg() -> Method:
+    """Every default of `Method`."""
+    return Method(name="fedavg", source="McMahan et al., AISTATS 2017")

@@ -1,0 +1,93 @@
+"""Metrics: a sum and its weight travel together, so that averages over batches and clients cannot go wrong."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from sparsekit.errors import DataError
+
+__all__ = ["IGNORED", "Metric", "TokenAccuracy", "accuracy", "cross_entropy", "log_loss", "perplexity"]
+
+IGNORED = -100
+"""The target that no loss and no metric counts (torch's own default), for padding."""
+
+Metric = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""(outputs, targets) → (sum, weight), both scalars on the outputs' device; the metric's value is Σ sum / Σ weight."""
+
+
+def _check(outputs: Tensor, targets: Tensor) -> None:
+    if outputs.ndim != targets.ndim + 1 or outputs.shape[:-1] != targets.shape:
+        raise DataError(
+            f"outputs must be (…, classes) for targets (…), got {tuple(outputs.shape)} and {tuple(targets.shape)};"
+            " put the classes last, or write a metric of your own"
+        )
+
+
+def accuracy(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Right predictions, and how many were asked for.
+
+    Args:
+        outputs: Scores, float `(N, classes)` or `(N, T, classes)`; the largest wins.
+        targets: int64 `(N,)` or `(N, T)`; `IGNORED` does not count.
+
+    Returns:
+        `(right, counted)`, scalars; per token for sequences.
+
+    Raises:
+        DataError: the shapes do not fit.
+    """
+    _check(outputs, targets)
+    return (outputs.argmax(-1) == targets).sum(), (targets != IGNORED).sum()
+
+
+@dataclass(frozen=True)
+class TokenAccuracy:
+    """Accuracy of next-token prediction in which some tokens never count as right.
+
+    Args:
+        never_right: Token ids, such as the one for unknown words: as targets they count as asked for, never as right.
+
+    Source: Caldas et al., LEAF (arXiv 1812.01097): predicting "unknown" is not rewarded.
+    """
+
+    never_right: tuple[int, ...] = ()
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """`(right, counted)` as `accuracy` gives them, less the tokens that never count as right."""
+        _check(outputs, targets)
+        right = outputs.argmax(-1) == targets
+        for token in self.never_right:
+            right = right & (targets != token)
+        return right.sum(), (targets != IGNORED).sum()
+
+
+def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Mean cross-entropy in nats, classes last, for single labels and for sequences alike.
+
+    Args:
+        outputs: Logits, float `(N, classes)` or `(N, T, classes)`.
+        targets: int64 `(N,)` or `(N, T)`; `IGNORED` does not count.
+
+    Returns:
+        A scalar, the mean over all targets that count.
+    """
+    if targets.ndim > 1:
+        outputs, targets = outputs.flatten(0, -2), targets.flatten()
+    return F.cross_entropy(outputs, targets)
+
+
+def log_loss(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Cross-entropy in nats as a sum, and the number of targets that count; arguments as for `accuracy`."""
+    _check(outputs, targets)
+    total = F.cross_entropy(outputs.flatten(0, -2), targets.flatten(), reduction="sum")
+    return total, (targets != IGNORED).sum()
+
+
+def perplexity(mean_log_loss: float) -> float:
+    """The perplexity that belongs to a mean `log_loss`; average the loss first, perplexities do not average."""
+    return math.exp(mean_log_loss)

@@ -1,0 +1,158 @@
+"""ModelSpec: how a network is built for a data set, and which data it takes."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from sparsekit.errors import DataError, InvalidValueError
+
+__all__ = ["InputShape", "ModelSpec", "factory_spec"]
+
+_WORDS = ("classes", "channels", "size", "vocabulary")
+
+
+@dataclass(frozen=True)
+class InputShape:
+    """What a built network takes.
+
+    Args:
+        kind: Images of floats or rows of token ids.
+        shape: `(C, H, W)` or `(T,)`.
+    """
+
+    kind: Literal["image", "tokens"]
+    shape: tuple[int, ...]
+
+    def zeros(self) -> tuple[Tensor]:
+        """Example inputs: one example of zeros."""
+        return (torch.zeros(1, *self.shape, dtype=torch.int64 if self.kind == "tokens" else torch.get_default_dtype()),)
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A kind of network.
+
+    Args:
+        name: As the registry has it.
+        build: Builds it from some of `classes`, `channels`, `size` (images) and `vocabulary` (tokens), by keyword.
+        kind: What it takes; None takes either.
+        channels: The image channels it insists on; None takes those of the data.
+        multiple: Height and width must be a positive multiple of this.
+        minimum: The smallest height and width.
+        example: Input shape when no data set is named.
+        classes: Classes (or vocabulary) when no data set is named.
+    """
+
+    name: str
+    build: Callable[..., nn.Module]
+    kind: Literal["image", "tokens"] | None = None
+    channels: int | None = None
+    multiple: int = 1
+    minimum: int = 1
+    example: tuple[int, ...] = ()
+    classes: int = 10
+
+    def input_shape(self, kind: Literal["image", "tokens"], shape: tuple[int, ...]) -> InputShape:
+        """What the network will take when it is built for some data.
+
+        Args:
+            kind: Of the data.
+            shape: Of one raw input, `(C, H, W)` or `(T,)`.
+
+        Returns:
+            The shape after padding or resizing.
+
+        Raises:
+            DataError: the network cannot take such data; the message says which it takes.
+        """
+        if self.kind is not None and kind != self.kind:
+            takes = {"image": "images", "tokens": "token ids"}
+            fitting = "lstm" if kind == "tokens" else "cnn, vgg11, vgg13, vgg16"
+            raise DataError(
+                f"model {self.name!r} takes {takes[self.kind]}, the data are {takes[kind]}; models for these: {fitting}"
+            )
+        if kind == "tokens":
+            return InputShape(kind, shape)
+        channels, height, width = shape
+        if self.channels is not None and channels not in (1, self.channels):
+            raise DataError(
+                f"model {self.name!r} takes {self.channels} channels, the images have {channels};"
+                " only grey images can be turned into others"
+            )
+        sides = (max(self.minimum, -(-side // self.multiple) * self.multiple) for side in (height, width))
+        return InputShape(kind, (self.channels or channels, *sides))
+
+    def factory(self, *, classes: int | None = None, takes: InputShape | None = None) -> Callable[[], nn.Module]:
+        """A function without arguments that builds the network.
+
+        Args:
+            classes: How many outputs; for tokens the size of the vocabulary.
+            takes: What it will be fed.
+
+        Returns:
+            Builds a fresh network at every call, with weights from torch's global generator; it can be pickled.
+        """
+        takes = takes or InputShape(self.kind or "image", self.example)
+        outputs = self.classes if classes is None else classes
+        words: dict[str, object] = (
+            {"classes": outputs, "vocabulary": outputs}
+            if takes.kind == "tokens"
+            else {"classes": outputs, "channels": takes.shape[0], "size": takes.shape[1:]}
+        )
+        accepted = _accepted(self.build)
+        return partial(_build, self.build, {word: value for word, value in words.items() if word in accepted}, self.name)
+
+    def example_inputs(self) -> tuple[Tensor]:
+        """One example of zeros for a network built by `factory()` with no data set in mind."""
+        return InputShape(self.kind or "image", self.example).zeros()
+
+    def demo(self) -> tuple[nn.Module, tuple[Tensor]]:
+        """A network with no data set in mind and its example inputs: what `sparsekit units` shows."""
+        return self.factory()(), self.example_inputs()
+
+
+def _accepted(build: Callable[..., Any]) -> set[str]:
+    try:
+        parameters = inspect.signature(build).parameters.values()
+    except (TypeError, ValueError):
+        return set()
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
+        return set(_WORDS)
+    return {parameter.name for parameter in parameters if parameter.kind is not inspect.Parameter.POSITIONAL_ONLY} & set(_WORDS)
+
+
+def _build(build: Callable[..., nn.Module], words: Mapping[str, object], name: str) -> nn.Module:
+    model = build(**words)
+    if not isinstance(model, nn.Module):
+        raise InvalidValueError(f"the factory {name!r} must return a torch.nn.Module, got {type(model).__name__}")
+    return model
+
+
+def factory_spec(name: str, found: Any) -> ModelSpec:
+    """A spec around what `package.module:name` of a user turned out to be.
+
+    Args:
+        name: The path, for messages.
+        found: A ModelSpec, or a class or function that returns a module; of the keywords `classes`, `channels`, `size`
+            (height, width) and `vocabulary`, those that it accepts are passed.
+
+    Returns:
+        The spec.
+
+    Raises:
+        InvalidValueError: it is neither.
+    """
+    if isinstance(found, ModelSpec):
+        return found
+    if isinstance(found, nn.Module) or not callable(found):
+        raise InvalidValueError(
+            f"{name!r} must be a class or function that builds a model, got {type(found).__name__}; wrap it in a function"
+        )
+    return ModelSpec(name=name, build=found)

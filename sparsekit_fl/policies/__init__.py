@@ -1,0 +1,39 @@
+"""The seven kinds of choice that make up a method; one file per kind, each opening with its base class."""
+
+from sparsekit_fl.policies.aggregate import AggregatePolicy, CoverageMean, DeltaMean, WeightedMean
+from sparsekit_fl.policies.bandit import BanditRatio
+from sparsekit_fl.policies.learnable import LearnableSgd
+from sparsekit_fl.policies.local import LocalPolicy, LocalResult, Sgd
+from sparsekit_fl.policies.mask import Dense, MaskPolicy, UnitPattern
+from sparsekit_fl.policies.personal import GlobalModel, OwnModel, PersonalModel, PersonalPolicy
+from sparsekit_fl.policies.ratio import ByCapability, Constant, Full, RatioPolicy
+from sparsekit_fl.policies.sampling import SamplingPolicy, Uniform
+from sparsekit_fl.policies.share import Everything, Nothing, SharePolicy
+
+__all__ = [
+    "AggregatePolicy",
+    "BanditRatio",
+    "ByCapability",
+    "Constant",
+    "CoverageMean",
+    "DeltaMean",
+    "Dense",
+    "Everything",
+    "Full",
+    "GlobalModel",
+    "LearnableSgd",
+    "LocalPolicy",
+    "LocalResult",
+    "MaskPolicy",
+    "Nothing",
+    "OwnModel",
+    "PersonalModel",
+    "PersonalPolicy",
+    "RatioPolicy",
+    "SamplingPolicy",
+    "Sgd",
+    "SharePolicy",
+    "Uniform",
+    "UnitPattern",
+    "WeightedMean",
+]

@@ -1,0 +1,174 @@
+"""Aggregate policies: how the server combines updates. Sums are in float64, in the order of the assignments."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from sparsekit.errors import InvalidValueError
+from sparsekit.state import StateDict
+from sparsekit_fl.context import ServerContext
+from sparsekit_fl.messages import Update
+from sparsekit_fl.sparse import Kept
+
+__all__ = ["Accumulator", "AggregatePolicy", "CoverageMean", "DeltaMean", "WeightedMean", "Weighting"]
+
+Weighting = Literal["examples", "uniform"]
+
+
+@dataclass
+class Accumulator:
+    """Sums over the updates of a round.
+
+    Args:
+        sums: State-dict key → Σ weight · delta, float64, dense.
+        weights: State-dict key → Σ weight of the updates that hold each entry, float64, dense; only keys that some
+            update holds in part.
+        weight: Σ weight of all updates.
+        unit: The first weight; all are divided by it, so that equal weights are exactly 1 under any rule.
+        covered: State-dict key → Σ weight of the updates that hold it whole.
+        count: How many updates.
+        extra: For subclasses.
+    """
+
+    sums: dict[str, Tensor]
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    weight: float = 0.0
+    unit: float = 0.0
+    covered: dict[str, float] = field(default_factory=dict)
+    count: int = 0
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+class AggregatePolicy:
+    """How. The default is the mean of the changes, weighted by the number of examples, where an entry that a client did
+    not train counts as unchanged."""
+
+    weighting: Weighting = "examples"
+    by_coverage = False
+    """True divides each entry by the weight of the clients that hold it, False by that of all clients."""
+
+    def broadcast(self, ctx: ServerContext, client_id: int) -> StateDict:
+        """Further tensors to send down with an assignment."""
+        return {}
+
+    def weight(self, update: Update, age: int) -> float:
+        """Weight of an update, before dividing by their sum."""
+        return float(update.examples) if self.weighting == "examples" else 1.0
+
+    def init(self, ctx: ServerContext, state: StateDict) -> Accumulator:
+        """An empty accumulator for the shared state."""
+        return Accumulator({name: torch.zeros(tensor.shape, dtype=torch.float64) for name, tensor in state.items()})
+
+    def add(self, ctx: ServerContext, acc: Accumulator, update: Update, age: int) -> None:
+        """Add one update. Only what it holds is touched."""
+        weight = self.weight(update, age)
+        acc.unit = acc.unit or weight
+        weight = weight / acc.unit if acc.unit else 0.0
+        kept = Kept(ctx.graph, update.mask)
+        for name, delta in update.delta.items():
+            # The product of a 24-bit mantissa and a small number is exact in float64; only the sum rounds.
+            kept.add(name, delta.to(torch.float64) * weight, acc.sums[name])
+            if self.by_coverage:
+                if kept.is_whole(name):
+                    acc.covered[name] = acc.covered.get(name, 0.0) + weight
+                else:
+                    if name not in acc.weights:
+                        acc.weights[name] = torch.zeros_like(acc.sums[name])
+                    kept.add(name, weight, acc.weights[name])
+        acc.weight += weight
+        acc.count += 1
+
+    def finish(self, ctx: ServerContext, state: StateDict, acc: Accumulator) -> dict[str, Tensor]:
+        """The new shared state; `state` is not written to. Integer entries are rounded to the nearest, halves to even."""
+        result: dict[str, Tensor] = {}
+        for name, tensor in state.items():
+            change = self.change(name, acc)
+            if change is None:
+                result[name] = tensor.clone()
+                continue
+            value = tensor.to(torch.float64) + change
+            result[name] = (value if tensor.is_floating_point() else value.round()).to(tensor.dtype)
+        return result
+
+    def change(self, name: str, acc: Accumulator) -> Tensor | None:
+        """By how much an entry of the state moves; None: not at all."""
+        if acc.weight == 0:
+            return None
+        if not self.by_coverage:
+            return acc.sums[name] / acc.weight
+        whole = acc.covered.get(name, 0.0)
+        if name not in acc.weights:
+            return acc.sums[name] / whole if whole else None
+        held = acc.weights[name] + whole
+        return torch.where(held > 0, acc.sums[name] / held.clamp(min=torch.finfo(torch.float64).tiny), 0.0)
+
+
+def _check(weighting: str) -> None:
+    if weighting not in ("examples", "uniform"):
+        raise InvalidValueError(f"weighting must be 'examples' or 'uniform', got {weighting!r}")
+
+
+@dataclass(frozen=True)
+class WeightedMean(AggregatePolicy):
+    """Mean of the clients' models, for methods whose clients upload whole entries.
+
+    Args:
+        weighting: By the number of examples, or equal.
+
+    Source: McMahan et al., AISTATS 2017.
+    """
+
+    weighting: Weighting = "examples"
+
+    def __post_init__(self) -> None:
+        _check(self.weighting)
+
+    def add(self, ctx: ServerContext, acc: Accumulator, update: Update, age: int) -> None:
+        """Add one update.
+
+        Raises:
+            InvalidValueError: the update holds only a part of some entry.
+        """
+        if update.mask is not None:
+            raise InvalidValueError(
+                f"WeightedMean needs whole entries, but client {update.client_id} sent masked ones;"
+                " choose DeltaMean (untrained entries stay) or CoverageMean (mean over the clients that hold an entry)"
+            )
+        super().add(ctx, acc, update, age)
+
+
+@dataclass(frozen=True)
+class DeltaMean(AggregatePolicy):
+    """An entry moves by the sum of weighted changes over the weight of *all* clients; entries that nobody trained stay.
+
+    Args:
+        weighting: By the number of examples, or equal.
+
+    Source: Xue et al., ICDE 2025 (arXiv 2412.07216), equation 13; FedMP's R2SP (Jiang et al., ICDE 2022).
+    """
+
+    weighting: Weighting = "examples"
+
+    def __post_init__(self) -> None:
+        _check(self.weighting)
+
+
+@dataclass(frozen=True)
+class CoverageMean(AggregatePolicy):
+    """An entry becomes the mean over the clients that hold it; entries that nobody holds stay.
+
+    Args:
+        weighting: "uniform" is HeteroFL and FedRolex, "examples" is FjORD.
+
+    Source: Diao, Ding, Tarokh, HeteroFL, ICLR 2021.
+    """
+
+    weighting: Weighting = "uniform"
+    by_coverage = True
+
+    def __post_init__(self) -> None:
+        _check(self.weighting)

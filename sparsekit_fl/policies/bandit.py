@@ -1,0 +1,104 @@
+"""BanditRatio: a bandit per client proposes its ratio, and learns from accuracy gained per second."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from sparsekit.bandit import PUCBV, Interval, Pull
+from sparsekit.errors import InvalidValueError
+from sparsekit.patterns.base import check_ratio
+from sparsekit_fl.context import ClientContext, Memory, ServerContext
+from sparsekit_fl.messages import Update
+from sparsekit_fl.policies.ratio import RatioPolicy
+
+__all__ = ["BanditRatio", "utility"]
+
+
+def utility(accuracy: float) -> float:
+    """U(x) = 10 − 20 / (1 + e^(0.35 x)) = 10 tanh(0.175 x); accuracy is a fraction, where U is nearly linear.
+
+    Source: Xue et al., ICDE 2025 (arXiv 2412.07216), reward function.
+    """
+    return 10.0 * math.tanh(0.175 * accuracy)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BanditRatio(RatioPolicy):
+    """P-UCBV, one bandit per client in the server's memory; the client executes min(capability, proposal).
+
+    The reward of a participation is (U(a) − U(a⁻)) / T: training accuracy a, that of the participation before a⁻ (at
+    first: of the global state of round 0), and the simulated seconds T of computing and sending.
+
+    Args:
+        low: Least ratio, the lower end of the arms.
+        arms: Initial arms, I₀.
+        exploration: ρ.
+        threshold: Δ: when accuracy changed by less than this, ratios below the executed one are dropped for good.
+        bounded: True: the server proposes nothing above the client's capability; False: the client cuts it.
+
+    Source: Xue et al., ICDE 2025 (arXiv 2412.07216), Algorithm 2; ξ = R / (K · ε), and I₀, ρ, Δ are not in the paper.
+    """
+
+    low: float = 1 / 16
+    arms: int = 5
+    exploration: float = 0.5
+    threshold: float = -0.05
+    bounded: bool = True
+
+    def __post_init__(self) -> None:
+        check_ratio(self.low)
+        if self.low >= 1.0:
+            raise InvalidValueError(f"low must be below 1, got {self.low}; the arms cover [low, 1]")
+
+    def _bandit(self, ctx: ServerContext, memory: Memory, *, seed: int) -> PUCBV:
+        bandit = PUCBV(
+            Interval(self.low, 1.0),
+            horizon=ctx.rounds / ctx.cohort_size,
+            arms=self.arms,
+            exploration=self.exploration,
+            rng=np.random.default_rng(seed),
+        )
+        if "bandit" in memory:
+            bandit.load_state_dict(memory["bandit"])
+        return bandit
+
+    def propose(self, ctx: ServerContext, client_id: int) -> float | None:
+        """The arm's draw for this client. A proposal that was never answered is proposed again."""
+        memory = ctx.memory.setdefault(str(client_id), {})
+        seed = int(ctx.rng.integers(2**63 - 1))
+        bound = ctx.roster[client_id].capability.ratio if self.bounded else 1.0
+        if bound < self.low:
+            # No arm is that small: the client does what it can, and no bandit learns from it.
+            memory["pull"] = None
+            return bound
+        bandit = self._bandit(ctx, memory, seed=seed)
+        open_pull = memory.get("pull")
+        if open_pull is None or open_pull[1] > bound:
+            pull = bandit.ask(upper=bound)
+            memory["pull"] = [pull.id, pull.value]
+            memory["bandit"] = bandit.state_dict()
+        return float(memory["pull"][1])
+
+    def choose(self, ctx: ClientContext, proposal: float | None) -> float:
+        """The proposal, or the client's capability where that is less."""
+        limit = ctx.capability.ratio
+        return limit if proposal is None else min(limit, proposal)
+
+    def observe(self, ctx: ServerContext, update: Update) -> None:
+        """Credit the executed ratio."""
+        memory = ctx.memory.setdefault(str(update.client_id), {})
+        accuracy = update.metrics.get("accuracy")
+        if accuracy is None:
+            raise InvalidValueError("BanditRatio learns from training accuracy; give the problem a metric named 'accuracy'")
+        before = memory.get("accuracy", update.metrics.get("initial_accuracy", accuracy))
+        memory["accuracy"] = accuracy
+        if memory.get("pull") is None:
+            return
+        pull = Pull(memory["pull"][0], max(update.ratio, self.low))
+        reward = (utility(accuracy) - utility(before)) / max(update.cost.seconds, 1e-9)
+        bandit = self._bandit(ctx, memory, seed=0)
+        bandit.tell(pull, reward, drop="below" if accuracy - before < self.threshold else None)
+        memory["bandit"], memory["pull"] = bandit.state_dict(), None

@@ -1,0 +1,232 @@
+"""LearnableSgd: a client learns weights and the importance of its units together, on a physically small model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from sparsekit.errors import InvalidValueError, NoUnitsError
+from sparsekit.masks.dense import GateProbe
+from sparsekit.masks.fused import FusedUnits
+from sparsekit.masks.importance import ImportanceLearner, ImportanceTerm
+from sparsekit.masks.mask import UnitMask
+from sparsekit.patterns import PatternView, TopImportance, select
+from sparsekit.session import CompactSession, HasState
+from sparsekit.state import StateDict
+from sparsekit_fl.config import TrainingConfig
+from sparsekit_fl.context import ClientContext, Work
+from sparsekit_fl.policies.local import LocalPolicy, LocalResult
+from sparsekit_fl.sparse import Mask
+from sparsekit_fl.training import Batch, SgdStep
+
+__all__ = ["LearnableSgd", "LearnableStep"]
+
+
+class _Anchors:
+    """The round's start at the narrow entries: follows a re-key as optimiser state does, but begins at the start."""
+
+    def __init__(self, leaves: Iterable[Tensor], session: CompactSession, start: StateDict) -> None:
+        self.state: dict[Tensor, dict[str, Tensor]] = {leaf: {"anchor": leaf.detach().clone()} for leaf in leaves}
+        self._start = start
+
+    def origin(self, key: str) -> Tensor:
+        """The dense values of entries that were dropped so far."""
+        return self._start[key].detach().clone()
+
+    def of(self, leaves: Iterable[Tensor]) -> list[Tensor]:
+        """One narrow tensor per leaf."""
+        return [self.state[leaf]["anchor"] for leaf in leaves]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearnableSgd(LocalPolicy):
+    """SGD on weights and importance: task loss + μ · distance to the round's start + the importance term.
+
+    The importance of a client's units lives in its memory from round to round and starts at its target. The pattern is
+    looked at after every step. Entries that were trained and then dropped within the round are not uploaded.
+
+    Args:
+        importance_lr: Learning rate of the importance; None takes that of the weights.
+        term: The importance regulariser, λ‖Q − σ(|θ|_J)‖².
+        proximal: μ, strength of ‖θ − ω‖².
+        proximal_reduction: "mean" over the entries of the whole model, or their "sum".
+        explore_every: Every so many steps the gate gradients of dropped units are measured by one pass of the dense
+            model, which is counted as work, and stand for all the steps between; 0 leaves dropped units to the term.
+        noise: Upper end of the uniform noise that the initial importance gets, so that equal targets do not tie.
+
+    Source: Xue et al., ICDE 2025 (arXiv 2412.07216), learnable sparse training, Algorithm 1, lines 13 to 23.
+    """
+
+    importance_lr: float | None = None
+    term: ImportanceTerm = field(default_factory=ImportanceTerm)
+    proximal: float = 1.0
+    proximal_reduction: Literal["mean", "sum"] = "mean"
+    explore_every: int = 0
+    noise: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.importance_lr is not None and not 0.0 <= self.importance_lr < float("inf"):
+            raise InvalidValueError(f"importance_lr must be a finite number >= 0, got {self.importance_lr}")
+        if not 0.0 <= self.proximal < float("inf"):
+            raise InvalidValueError(f"proximal must be a finite number >= 0, got {self.proximal}; 0 switches it off")
+        if self.proximal_reduction not in ("mean", "sum"):
+            raise InvalidValueError(f"proximal_reduction must be 'mean' or 'sum', got {self.proximal_reduction!r}")
+        if self.explore_every < 0:
+            raise InvalidValueError(f"explore_every must be >= 0, got {self.explore_every}; 0 never explores")
+        if not 0.0 <= self.noise < float("inf"):
+            raise InvalidValueError(f"noise must be a finite number >= 0, got {self.noise}")
+
+    def train(self, ctx: ClientContext, start: StateDict, mask: Mask | None, ratio: float) -> LocalResult:
+        """Train under the learned pattern at `ratio`.
+
+        Args:
+            ctx: The client's; its memory holds "importance", float (J,).
+            start: The dense state to start from.
+            mask: Must be None: the pattern is learned here.
+            ratio: Share of units kept in each group.
+
+        Returns:
+            The narrow state under the final pattern. The first time, the metric `initial_accuracy` is that of the
+            global state of round 0 on the client's training data, a⁻¹ in the paper.
+
+        Raises:
+            NoUnitsError: the model has no units.
+            InvalidValueError: a mask policy chose a mask already, or the importance diverged.
+        """
+        if mask is not None:
+            raise InvalidValueError("LearnableSgd learns its own mask; use it with the mask policy Dense()")
+        if not ctx.graph.groups:
+            raise NoUnitsError("the model has no units that could be learned; `sparsekit units` shows what was frozen and why")
+        session = ctx.session
+        metrics = self._first_scores(ctx, session)
+        session.load(start, None)
+        fused = FusedUnits(session)
+        importance = self._initial(ctx, fused)
+        view = PatternView(round=ctx.round, importance=fused.split(importance))
+        session.load(start, select(TopImportance(), ctx.graph, ratio, view))
+        fused.reload()
+        learner = ImportanceLearner(fused, importance, lr=self._importance_lr(ctx), term=self.term)
+        pull = 2.0 * self.proximal / self._scale(start, session)
+        step = LearnableStep(
+            session,
+            learner,
+            start,
+            loss=ctx.problem.loss,
+            training=ctx.training,
+            pull=pull,
+            explore_every=self.explore_every,
+        )
+        log = ctx.fit(session.module, ctx.batches(), step)
+        ctx.memory["importance"] = learner.importance.cpu()
+        final = UnitMask(dict(session.mask))
+        explored = Work(
+            3 * step.explored_examples * ctx.costs.forward_flops(None),
+            3 * step.explored_examples * ctx.costs.rowmask_flops(None),
+        )
+        return LocalResult(
+            state=session.narrow_state(),
+            mask=final,
+            log=log,
+            narrow=True,
+            metrics=metrics,
+            work=ctx.work(final, log) + explored,
+            module=session.module,
+        )
+
+    def _first_scores(self, ctx: ClientContext, session: CompactSession) -> Mapping[str, float]:
+        if "importance" in ctx.memory:
+            return {}
+        session.load(ctx.initial_state(), None)
+        score, weight = ctx.score(session.module, "train").get("accuracy", (0.0, 0.0))
+        return {"initial_accuracy": score / weight} if weight else {}
+
+    def _initial(self, ctx: ClientContext, fused: FusedUnits) -> Tensor:
+        kept = ctx.memory.get("importance")
+        if kept is not None:
+            return torch.as_tensor(kept).to(fused.group_of.device)
+        targets = self.term.targets(fused.magnitudes(), fused.sizes.tolist())
+        if self.noise:
+            targets += torch.from_numpy(ctx.rng.uniform(0.0, self.noise, fused.total)).to(targets)
+        return targets
+
+    def _importance_lr(self, ctx: ClientContext) -> float:
+        return ctx.training.lr if self.importance_lr is None else self.importance_lr
+
+    def _scale(self, start: StateDict, session: CompactSession) -> int:
+        if self.proximal_reduction == "sum":
+            return 1
+        return max(1, sum(start[name].numel() for name in session.named_parameters()))
+
+
+class LearnableStep:
+    """One step of weights and importance, and a look at the pattern.
+
+    Args:
+        session: The narrow model, loaded.
+        learner: Its importance.
+        start: The dense state that the proximal term pulls to.
+        loss: (outputs, targets) → scalar.
+        training: Options of SGD.
+        pull: Factor of (θ − ω) in the gradient, 2μ or 2μ / entries; 0 switches the term off.
+        explore_every: Steps between two looks at dropped units; 0 never looks.
+    """
+
+    def __init__(
+        self,
+        session: CompactSession,
+        learner: ImportanceLearner,
+        start: StateDict,
+        *,
+        loss: Callable[[Any, Tensor], Tensor],
+        training: TrainingConfig,
+        pull: float,
+        explore_every: int = 0,
+    ) -> None:
+        self._module, self._loss = session.module, loss
+        self._learner = learner
+        self._sgd = SgdStep(
+            session.parameters(),
+            lr=training.lr,
+            momentum=training.momentum,
+            weight_decay=training.weight_decay,
+            clip=training.clip,
+        )
+        self._pull = pull
+        self._lr = training.lr
+        # Without momentum, clipping and weight decay the proximal step is one interpolation in place.
+        self._interpolates = not (training.momentum or training.weight_decay or training.clip)
+        self._anchors = _Anchors(self._sgd.parameters, session, start) if pull else None
+        self._followers: list[HasState] = [self._sgd, *([self._anchors] if self._anchors is not None else [])]
+        self._explore_every = explore_every
+        self._probe = GateProbe(session) if explore_every else None
+        self._steps = 0
+        self.explored_examples = 0
+        """Examples that went through the dense model."""
+
+    def __call__(self, batch: Batch) -> tuple[Any, Tensor]:
+        outputs = self._module(*batch.inputs)
+        loss = self._loss(outputs, batch.targets)
+        self._sgd(loss, adjust=self._adjust)
+        self._steps += 1
+        if self._probe is not None and self._steps % self._explore_every == 0:
+            gradient = self._probe.gradient(lambda model: self._loss(model(*batch.inputs), batch.targets))
+            self._learner.explore(gradient, float(self._explore_every))
+            self.explored_examples += batch.size
+        with torch.no_grad():
+            self._learner.follow(self._followers)
+        return outputs, loss
+
+    def _adjust(self, gradients: list[Tensor], places: list[int]) -> list[Tensor]:
+        leaves = [self._sgd.parameters[place] for place in places]
+        self._learner.update(dict(zip(leaves, gradients, strict=True)))
+        if self._anchors is None:
+            return gradients
+        anchors = self._anchors.of(leaves)
+        if self._interpolates:
+            torch._foreach_lerp_(leaves, anchors, self._lr * self._pull)
+            return gradients
+        return list(torch._foreach_add(gradients, torch._foreach_sub(leaves, anchors), alpha=self._pull))

@@ -1,0 +1,86 @@
+"""Mask policies: which units or entries a client trains, before training."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from sparsekit.errors import NoUnitsError
+from sparsekit.patterns.base import Pattern, PatternView, select
+from sparsekit.rng import torch_generator
+from sparsekit.state import StateDict
+from sparsekit_fl.context import ClientContext, ServerContext
+from sparsekit_fl.messages import Update
+from sparsekit_fl.sparse import Mask
+
+if TYPE_CHECKING:
+    from sparsekit_fl.policies.local import LocalResult
+
+__all__ = ["Dense", "MaskPolicy", "UnitPattern"]
+
+
+class MaskPolicy:
+    """Which. The default keeps everything."""
+
+    def propose(self, ctx: ServerContext, client_id: int, proposal: float | None) -> Mask | None:
+        """A mask that the server chooses: only what it keeps is sent down, and the client trains under it.
+
+        Args:
+            ctx: The server's; `ctx.state` is the global state.
+            client_id: For whom.
+            proposal: The ratio that the ratio policy proposes to this client.
+
+        Returns:
+            The mask, or None where the client chooses.
+        """
+        return None
+
+    def choose(self, ctx: ClientContext, ratio: float, state: StateDict) -> Mask | None:
+        """The client's mask, where the server sent none.
+
+        Args:
+            ctx: The client's.
+            ratio: The executed ratio.
+            state: The dense state from which training starts.
+
+        Returns:
+            The mask, or None for the whole model.
+        """
+        return None
+
+    def keep(self, ctx: ClientContext, result: LocalResult) -> None:
+        """After training, on the client: put into `ctx.memory` what the next `choose` will need."""
+
+    def observe(self, ctx: ServerContext, updates: Sequence[Update]) -> None:
+        """Learn from the round's valid updates, before the next round's masks."""
+
+
+@dataclass(frozen=True)
+class Dense(MaskPolicy):
+    """The whole model."""
+
+
+@dataclass(frozen=True)
+class UnitPattern(MaskPolicy):
+    """A pattern of `sparsekit.patterns` at the client's ratio, fresh each round.
+
+    Args:
+        pattern: The rule.
+    """
+
+    pattern: Pattern
+
+    def choose(self, ctx: ClientContext, ratio: float, state: StateDict) -> Mask | None:
+        """The pattern's mask for this client.
+
+        Raises:
+            NoUnitsError: the model has no units to choose from.
+        """
+        if not ctx.graph.groups:
+            raise NoUnitsError(
+                f"the model has no units, so {type(self.pattern).__name__} has nothing to choose from;"
+                " see what was frozen with `sparsekit units`, or run a method that trains the whole model"
+            )
+        view = PatternView(round=ctx.round, weights=state, generator=torch_generator(ctx.rng))
+        return select(self.pattern, ctx.graph, ratio, view)

@@ -1,0 +1,124 @@
+"""Personal policies: which model a client deploys and is scored with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import nn
+
+from sparsekit.errors import InvalidValueError
+from sparsekit.masks.mask import UnitMask
+from sparsekit.state import StateDict
+from sparsekit_fl.context import ClientContext
+from sparsekit_fl.messages import Scores, pack_mask, unpack_mask
+from sparsekit_fl.policies.local import LocalResult
+from sparsekit_fl.sparse import Mask
+
+__all__ = ["GlobalModel", "OwnModel", "PersonalModel", "PersonalPolicy"]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class PersonalModel:
+    """What a client deploys.
+
+    Args:
+        state: Dense, or with `narrow` in the shapes that `mask` (a unit mask) keeps.
+        mask: What is kept; None for a whole model.
+        narrow: Whether `state` is narrow.
+        ratio: The ratio that it was trained with; None where it is not sparse.
+    """
+
+    state: StateDict
+    mask: Mask | None = None
+    narrow: bool = False
+    ratio: float | None = None
+
+
+class PersonalPolicy:
+    """What is deployed. The default is the global model, with the client's own entries where some are not shared."""
+
+    def keep(self, ctx: ClientContext, result: LocalResult, ratio: float) -> None:
+        """After training: put into `ctx.memory` what `model` will need.
+
+        Args:
+            ctx: The client's.
+            result: Of the training.
+            ratio: The executed ratio.
+        """
+
+    def model(self, ctx: ClientContext, state: StateDict) -> PersonalModel:
+        """The model that is deployed.
+
+        Args:
+            ctx: The client's.
+            state: The global state, dense, with the client's own entries put in.
+        """
+        return PersonalModel(state=state)
+
+    def predictor(self, ctx: ClientContext, module: nn.Module) -> Callable[..., Any]:
+        """What is called with a batch's inputs when scoring; a method with several exits combines them here."""
+        return module
+
+
+@dataclass(frozen=True)
+class GlobalModel(PersonalPolicy):
+    """The global model as it stands."""
+
+
+def _quality(scores: Scores) -> list[float]:
+    """Accuracy, where a problem has one, then minus the loss: what is larger in the first that differs is better."""
+    values = {name: total / max(weight, 1e-12) for name, (total, weight) in scores.items()}
+    return [*([values["accuracy"]] if "accuracy" in values else []), -values["loss"]]
+
+
+@dataclass(frozen=True)
+class OwnModel(PersonalPolicy):
+    """The client's own trained model, kept compact. A client that never trained deploys the global model.
+
+    Args:
+        select: "last" keeps that of the last participation; "best" the one of highest accuracy on the client's own
+            validation data, of equal ones that of lowest loss there (of loss alone where the problem has no accuracy).
+    """
+
+    select: Literal["last", "best"] = "last"
+
+    def __post_init__(self) -> None:
+        if self.select not in ("last", "best"):
+            raise InvalidValueError(f"select must be 'last' or 'best', got {self.select!r}")
+
+    def keep(self, ctx: ClientContext, result: LocalResult, ratio: float) -> None:
+        """Keep the result, unless an earlier one was better."""
+        if self.select == "best":
+            quality = _quality(ctx.score(self._module(ctx, result), "val"))
+            if quality < ctx.memory.get("quality", [float("-inf")]):
+                return
+            ctx.memory["quality"] = quality
+        bits, description = pack_mask(result.mask)
+        ctx.memory.update(
+            state=dict(result.state),
+            mask=dict(bits),
+            description=description,
+            narrow=result.narrow,
+            ratio=ratio,
+            round=ctx.round,
+        )
+
+    def _module(self, ctx: ClientContext, result: LocalResult) -> nn.Module:
+        if result.module is not None:
+            return result.module
+        if result.narrow:
+            raise InvalidValueError("a local policy that returns a narrow state must return the module that holds it")
+        ctx.session.load(result.state, result.mask if isinstance(result.mask, UnitMask) else None)
+        return ctx.session.module
+
+    def model(self, ctx: ClientContext, state: StateDict) -> PersonalModel:
+        """The kept model, or the global one before the first participation."""
+        memory = ctx.memory
+        if "state" not in memory:
+            return PersonalModel(state=state)
+        mask = unpack_mask(memory["mask"], memory["description"])
+        return PersonalModel(
+            state=memory["state"], mask=mask, narrow=memory["narrow"], ratio=None if mask is None else memory["ratio"]
+        )

@@ -1,0 +1,69 @@
+"""Ratio policies: how large a share of the units a client trains. The server proposes, the client decides."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sparsekit.patterns.base import check_ratio
+from sparsekit_fl.context import ClientContext, ServerContext
+from sparsekit_fl.messages import Update
+
+__all__ = ["ByCapability", "Constant", "Full", "RatioPolicy"]
+
+
+class RatioPolicy:
+    """How large. The default trains the whole model."""
+
+    def propose(self, ctx: ServerContext, client_id: int) -> float | None:
+        """What the server proposes, in (0, 1]; None proposes nothing."""
+        return None
+
+    def choose(self, ctx: ClientContext, proposal: float | None) -> float:
+        """The executed ratio, in (0, 1]; it is reported with the update."""
+        return 1.0
+
+    def observe(self, ctx: ServerContext, update: Update) -> None:
+        """Learn from a valid update: credit goes to the executed ratio, `update.ratio`."""
+
+
+@dataclass(frozen=True)
+class Full(RatioPolicy):
+    """The whole model for everybody."""
+
+
+@dataclass(frozen=True)
+class Constant(RatioPolicy):
+    """The same ratio for everybody.
+
+    Args:
+        ratio: Share of units kept, in (0, 1].
+    """
+
+    ratio: float = 0.5
+
+    def __post_init__(self) -> None:
+        check_ratio(self.ratio)
+
+    def propose(self, ctx: ServerContext, client_id: int) -> float | None:
+        """The constant."""
+        return self.ratio
+
+    def choose(self, ctx: ClientContext, proposal: float | None) -> float:
+        """The constant."""
+        return self.ratio
+
+
+@dataclass(frozen=True)
+class ByCapability(RatioPolicy):
+    """What the client can do: its capability's ratio in this round.
+
+    Source: Diao, Ding, Tarokh, HeteroFL, ICLR 2021.
+    """
+
+    def propose(self, ctx: ServerContext, client_id: int) -> float | None:
+        """The client's capability, which the server knows too."""
+        return ctx.roster[client_id].capability.ratio
+
+    def choose(self, ctx: ClientContext, proposal: float | None) -> float:
+        """The client's capability."""
+        return ctx.capability.ratio

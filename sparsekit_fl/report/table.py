@@ -1,0 +1,190 @@
+"""Tables of saved results, and numbers as people read them. Only here are bytes written as MB."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.markup import escape
+from rich.table import Table
+
+from sparsekit.errors import DataError
+
+__all__ = [
+    "COLUMNS",
+    "Column",
+    "Spread",
+    "bytes_text",
+    "comparison_table",
+    "flops_text",
+    "read_result",
+    "result_table",
+    "seconds_text",
+    "share_text",
+    "spread",
+    "value_of",
+]
+
+_STEPS = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+
+
+def flops_text(flops: float) -> str:
+    """For example `0.53T`: three digits and a prefix; below a tenth of a step the next smaller prefix."""
+    for size, letter in _STEPS:
+        if flops >= size / 10:
+            return f"{flops / size:.3g}{letter}"
+    return f"{flops:.0f}"
+
+
+def bytes_text(count: float) -> str:
+    """For example `12.3 MB`; a megabyte is 10⁶ bytes."""
+    return f"{count / 1e6:,.1f} MB"
+
+
+def seconds_text(seconds: float) -> str:
+    """For example `12.3 s`, or `4 min 05 s` from two minutes on."""
+    if seconds < 120:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s"
+
+
+def share_text(share: float | None) -> str:
+    """A share of 1 in per cent; a dash for nothing."""
+    return "–" if share is None or not math.isfinite(share) else f"{share:.1%}"
+
+
+def read_result(path: Path | str) -> dict[str, Any]:
+    """Read `result.json`, or the one in a folder.
+
+    Raises:
+        DataError: there is none, or it is not a result.
+    """
+    path = Path(path)
+    path = path / "result.json" if path.is_dir() else path
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+        missing = {"method", "seed", "final", "cost", "rounds"} - set(raw)
+    except OSError as error:
+        raise DataError(f"no result at {path}: {error.strerror}; pass the --out folder of a finished run") from error
+    except (json.JSONDecodeError, TypeError) as error:
+        raise DataError(f"{path} is not a result: {error}; pass the --out folder of a finished run") from error
+    if missing:
+        raise DataError(f"{path} is not a result: it lacks {', '.join(sorted(missing))}")
+    assert isinstance(raw, dict)
+    return raw
+
+
+@dataclass(frozen=True)
+class Column:
+    """One number of a result.
+
+    Args:
+        name: In files.
+        title: In tables.
+        path: Where it is in a result.
+        unit: "share", "flops", "bytes" or "seconds".
+    """
+
+    name: str
+    title: str
+    path: tuple[str, ...]
+    unit: str
+
+    def text(self, value: float | None) -> str:
+        """The value as people read it."""
+        if value is None:
+            return "–"
+        formats = {"share": share_text, "flops": flops_text, "bytes": bytes_text, "seconds": seconds_text}
+        return formats[self.unit](value)
+
+
+COLUMNS = (
+    Column("personal_accuracy", "personal accuracy", ("final", "personal", "accuracy"), "share"),
+    Column("global_accuracy", "global accuracy", ("final", "global", "accuracy"), "share"),
+    Column("flops_compact", "FLOPs, compact", ("cost", "flops_compact"), "flops"),
+    Column("flops_rowmask", "FLOPs, row mask", ("cost", "flops_rowmask"), "flops"),
+    Column("uplink_bytes", "sent up", ("cost", "uplink_bytes"), "bytes"),
+    Column("downlink_bytes", "sent down", ("cost", "downlink_bytes"), "bytes"),
+    Column("simulated_seconds", "simulated time", ("cost", "simulated_seconds"), "seconds"),
+    Column("wall_seconds", "wall time", ("cost", "wall_seconds"), "seconds"),
+)
+
+# What fits a terminal of 80 columns; files have all.
+_COMPARED = ("personal_accuracy", "global_accuracy", "flops_compact", "uplink_bytes")
+
+
+def value_of(result: Mapping[str, Any], column: Column) -> float | None:
+    """A number of a result; None where it has none."""
+    found: Any = result
+    for step in column.path:
+        found = found.get(step) if isinstance(found, Mapping) else None
+    return None if found is None else float(found)
+
+
+def result_table(result: Mapping[str, Any]) -> Table:
+    """The end of one run, a row per number.
+
+    Args:
+        result: As in `result.json`.
+    """
+    config = result["config"]
+    about = config.get("experiment", {})
+    where = f" · {about['model']} on {about['dataset']}" if {"model", "dataset"} <= set(about) else ""
+    title = f"{result['method']}{where} · {config['rounds']} rounds · seed {result['seed']}"
+    table = Table(title=escape(title), title_justify="left", show_header=False, min_width=len(title))
+    table.add_column()
+    table.add_column(justify="right")
+    for column in COLUMNS:
+        table.add_row(column.title, column.text(value_of(result, column)))
+    return table
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Mean and sample standard deviation over seeds.
+
+    Args:
+        mean: None where no run has a value.
+        deviation: None with fewer than two values.
+    """
+
+    mean: float | None
+    deviation: float | None
+
+
+def spread(values: Sequence[float | None]) -> Spread:
+    """Mean and deviation of what is there."""
+    found = [value for value in values if value is not None and math.isfinite(value)]
+    mean = statistics.fmean(found) if found else None
+    return Spread(mean, statistics.stdev(found) if len(found) > 1 else None)
+
+
+def comparison_table(summary: Mapping[str, Mapping[str, Spread]], *, seeds: int) -> Table:
+    """Methods beneath each other, mean ± sample standard deviation over seeds.
+
+    Args:
+        summary: Method → column name → spread.
+        seeds: How many.
+    """
+    caption = f"mean ± sample deviation over {seeds} seeds" if seeds > 1 else "one seed"
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, caption=caption, caption_justify="left")
+    table.add_column("method", no_wrap=True)
+    shown = [column for column in COLUMNS if column.name in _COMPARED]
+    for column in shown:
+        table.add_column(column.title, justify="right")
+    for method, numbers in summary.items():
+        table.add_row(escape(method), *(_spread_text(column, numbers[column.name]) for column in shown))
+    return table
+
+
+def _spread_text(column: Column, found: Spread) -> str:
+    text = column.text(found.mean)
+    return text if found.deviation is None else f"{text} ± {column.text(found.deviation)}"

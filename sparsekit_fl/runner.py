@@ -1,0 +1,261 @@
+"""run(): the only loop over rounds."""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+from sparsekit.errors import InvalidValueError
+from sparsekit.state import digest
+from sparsekit.units.graph import UnitGraph
+from sparsekit_fl.checkpoint import RunFolder, describe_run
+from sparsekit_fl.client import Client
+from sparsekit_fl.clock import round_cost
+from sparsekit_fl.config import RunConfig
+from sparsekit_fl.context import Setup, by_id
+from sparsekit_fl.engines.base import ClientPool, Engine, Reply
+from sparsekit_fl.engines.embedded import Embedded
+from sparsekit_fl.errors import RunInterrupted, WorkerDiedError
+from sparsekit_fl.messages import Evaluation, Update, WorkCost
+from sparsekit_fl.method import Method
+from sparsekit_fl.packing import pack
+from sparsekit_fl.problem import Problem
+from sparsekit_fl.results import FinalScores, Observer, RoundRecord, RoundScores, RunResult, RunStart, describe_environment
+from sparsekit_fl.server import Server
+from sparsekit_fl.storage import write_atomically
+from sparsekit_fl.store import ClientStore
+
+__all__ = ["run"]
+
+_log = logging.getLogger(__name__)
+
+
+def run(
+    method: Method,
+    problem: Problem,
+    clients: Sequence[Client],
+    config: RunConfig,
+    *,
+    engine: Engine | None = None,
+    observers: Sequence[Observer] = (),
+    out: Path | str | None = None,
+    resume: bool = False,
+    graph: UnitGraph | None = None,
+    experiment: Mapping[str, Any] | None = None,
+) -> RunResult:
+    """Run a method over a problem and its clients.
+
+    Args:
+        method: The recipe.
+        problem: Model, loss and metrics.
+        clients: All clients; ids are distinct.
+        config: The options.
+        engine: Who runs clients; None trains them in this process, one after the other.
+        observers: Told what happens.
+        out: Folder for the result, the rounds, the checkpoint and the models; None keeps nothing.
+        resume: Go on from the checkpoint in `out`; to the same bits as a run that was never interrupted.
+        graph: The units of the model, where they are already known.
+        experiment: Plain JSON values that go into the result, such as the names of data set and model.
+
+    Returns:
+        Scores, costs and records.
+
+    Raises:
+        InvalidValueError: clients and options do not fit each other.
+        ResumeError: `out` holds another run, or an option changed.
+        ClientError: every client of a round failed; the first failure.
+        UpdateError: every update of a round was refused; the first reason.
+        RunInterrupted: Ctrl-C; says how to go on.
+        WorkerDiedError: a worker process was killed; says how to go on.
+    """
+    roster = by_id(clients)
+    if len(roster) != len(clients):
+        raise InvalidValueError("client ids must be distinct; number them 0, 1, 2, …")
+    if config.clients_per_round > len(clients):
+        raise InvalidValueError(
+            f"clients_per_round is {config.clients_per_round}, but there are only {len(clients)} clients;"
+            " lower it, or pass more clients"
+        )
+    if resume and out is None:
+        raise InvalidValueError("resume needs out, the folder of the run to go on with")
+    setup = Setup.build(method, problem, config, graph=graph)
+    experiment = dict(experiment or {})
+    folder = None if out is None else RunFolder(Path(out), describe_run(setup, roster, experiment))
+    engine = Embedded() if engine is None else engine
+    temporary = tempfile.TemporaryDirectory(prefix="sparsekit-") if folder is None else nullcontext(str(folder.path))
+    with temporary as base:
+        store = ClientStore(Path(base) / "clients", durable=folder is not None)
+        loop = _Loop(setup, roster, store, folder, observers, experiment, resume=resume)
+        try:
+            return engine.run(loop.run, setup=setup, clients=roster, store=store)
+        except KeyboardInterrupt:
+            raise RunInterrupted(
+                f"stopped by the user after round {loop.server.state.round} of {config.rounds}; {loop.hint}"
+            ) from None
+        except WorkerDiedError as error:
+            raise WorkerDiedError(
+                f"{error}; round {loop.server.state.round} of {config.rounds} was finished; {loop.hint}"
+            ) from error
+
+
+class _Loop:
+    """The rounds of one run."""
+
+    def __init__(
+        self,
+        setup: Setup,
+        clients: Mapping[int, Client],
+        store: ClientStore,
+        folder: RunFolder | None,
+        observers: Sequence[Observer],
+        experiment: Mapping[str, Any],
+        *,
+        resume: bool,
+    ) -> None:
+        saved = None if folder is None else folder.start(resume=resume)
+        self.setup = setup
+        self.server = Server(setup, clients, None if saved is None else saved.server)
+        self._versions = {} if saved is None else saved.versions
+        self._records = [] if saved is None else saved.records
+        self._clients = clients
+        self._store = store
+        self._folder = folder
+        self._observers = observers
+        self._experiment = experiment
+        self._export = None if folder is None else folder.path / "models"
+        store.keep_only(self._versions)
+
+    @property
+    def hint(self) -> str:
+        """How to go on."""
+        if self._folder is None:
+            return "nothing was kept, since the run had no output folder (out=, --out DIR)"
+        return f"the state is in {self._folder.path}; go on with resume=True (--resume)"
+
+    @property
+    def _cost(self) -> WorkCost:
+        return self._records[-1].cost if self._records else WorkCost()
+
+    def run(self, pool: ClientPool) -> RunResult:
+        config = self.setup.config
+        start = RunStart(
+            method=self.setup.method.name,
+            config=config,
+            clients=len(self._clients),
+            round=self.server.state.round,
+            cost=self._cost,
+        )
+        for observer in self._observers:
+            observer.on_start(start)
+        evaluations: list[Evaluation] | None = None
+        for round in range(self.server.state.round + 1, config.rounds + 1):
+            evaluations = self._round(pool, round)
+        if evaluations is None:
+            # Resumed after the last round: its scores were saved, those of each client were not.
+            evaluations = self._evaluate(pool, config.rounds)
+        return self._finish(pool, evaluations)
+
+    def _round(self, pool: ClientPool, round: int) -> list[Evaluation] | None:
+        began = time.perf_counter()
+        assignments = self.server.assign(round)
+        replies: list[Reply] = []
+        for reply in pool.map(assignments, self._versions):
+            for observer in self._observers:
+                observer.on_client(round, reply.client_id, reply.update)
+            replies.append(reply)
+        absorbed = self.server.absorb([reply.update for reply in replies if reply.update is not None])
+        dropped: dict[int, Exception] = {reply.client_id: reply.error for reply in replies if reply.error is not None}
+        dropped.update(absorbed.refused)
+        if not absorbed.updates:
+            raise next(iter(dropped.values()))
+        for client_id, error in dropped.items():
+            _log.warning("round %d goes on without client %d: %s", round, client_id, error)
+        valid = {update.client_id for update in absorbed.updates}
+        stale = self._advance({reply.client_id: round for reply in replies if reply.stored and reply.client_id in valid})
+        due = round % self.setup.config.eval_every == 0 or round == self.setup.config.rounds
+        evaluations = self._evaluate(pool, round) if due else None
+        cost = round_cost(
+            [reply.update.cost for reply in replies if reply.update is not None], wall_seconds=time.perf_counter() - began
+        )
+        record = RoundRecord(
+            round=round,
+            cohort=tuple(assignment.client_id for assignment in assignments),
+            dropped=tuple((client_id, str(error)) for client_id, error in dropped.items()),
+            loss=_mean(absorbed.updates, "loss"),
+            accuracy=_mean(absorbed.updates, "accuracy"),
+            ratios={update.client_id: update.ratio for update in absorbed.updates},
+            cost=self._cost + cost,
+            seconds=cost.seconds,
+            evaluation=None if evaluations is None else RoundScores.of(evaluations),
+        )
+        self._records.append(record)
+        if self._folder is not None:
+            self._store.sync()
+            self._folder.append(record)
+            self._folder.save(self.server.state, self._versions)
+        # Only now does no checkpoint on the disk need the older memories.
+        self._store.remove(stale)
+        for observer in self._observers:
+            observer.on_round(record)
+        return evaluations
+
+    def _advance(self, newest: Mapping[int, int]) -> dict[int, int]:
+        stale = {client_id: self._versions[client_id] for client_id in newest if client_id in self._versions}
+        self._versions = {**self._versions, **newest}
+        return stale
+
+    def _evaluate(self, pool: ClientPool, round: int) -> list[Evaluation]:
+        last = round == self.setup.config.rounds
+        if last and self._export is not None:
+            self._export.mkdir(exist_ok=True)
+        found = []
+        for evaluation in pool.evaluate(
+            self.server.shared(),
+            list(self._clients),
+            self._versions,
+            round=round,
+            with_shared=last,
+            export=self._export if last else None,
+        ):
+            for observer in self._observers:
+                observer.on_evaluation(round, evaluation.client_id, evaluation)
+            found.append(evaluation)
+        return found
+
+    def _finish(self, pool: ClientPool, evaluations: Sequence[Evaluation]) -> RunResult:
+        setup, scores = self.setup, RoundScores.of(evaluations)
+        state = self.server.state.state
+        result = RunResult(
+            method=setup.method.describe(),
+            config=setup.config,
+            rounds=tuple(self._records),
+            final=FinalScores(
+                personal=scores.personal,
+                shared=scores.shared or {},
+                per_client=tuple(evaluations),
+                state_sha256=digest(state),
+            ),
+            cost=self._cost,
+            environment=describe_environment(workers=pool.workers, device=setup.config.device),
+            experiment=self._experiment,
+            state=state,
+        )
+        if self._folder is not None and self._export is not None:
+            meta = {"method": setup.method.name, "round": self.server.state.round}
+            write_atomically(self._export / "global.safetensors", pack(state, meta))
+            result.save(self._folder.path / "result.json")
+        for observer in self._observers:
+            observer.on_end(result)
+        return result
+
+
+def _mean(updates: Sequence[Update], name: str) -> float | None:
+    found = [(update.metrics[name], update.examples) for update in updates if name in update.metrics]
+    if not found:
+        return None
+    return sum(value * examples for value, examples in found) / sum(examples for _, examples in found)

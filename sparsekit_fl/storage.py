@@ -1,0 +1,107 @@
+"""Files that are either old or new, never half-written; and policy memory as tensors plus JSON."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from sparsekit.errors import DataError
+from sparsekit_fl.errors import MemoryStateError
+
+__all__ = ["flatten", "sync_folder", "unflatten", "write_atomically"]
+
+_TENSOR = "$tensor"
+_FLOAT = "$float"
+
+
+def sync_folder(folder: Path) -> None:
+    """Wait until the names of a folder are on the disk."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_atomically(path: Path, payload: bytes, *, durable: bool = True, sync: bool = True) -> None:
+    """Write a file so that a crash leaves the old one or the new one.
+
+    Args:
+        path: The file; its folder must exist.
+        payload: Everything it will hold.
+        durable: Wait until the bytes are on the disk, so that a power cut cannot lose them either.
+        sync: Wait for the name too; False for who writes many files and calls `sync_folder` once.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(payload)
+            file.flush()
+            if durable:
+                os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
+    if durable and sync:
+        sync_folder(path.parent)
+
+
+def flatten(memory: Mapping[str, Any]) -> tuple[dict[str, Tensor], Any]:
+    """Memory as tensors by number, and a JSON skeleton that says where each goes.
+
+    Raises:
+        MemoryStateError: something that is no tensor, number, string, None, list or string-keyed dict of these.
+    """
+    tensors: dict[str, Tensor] = {}
+
+    def walk(value: Any, path: str) -> Any:
+        if isinstance(value, Tensor):
+            name = f"t{len(tensors)}"
+            tensors[name] = value.detach()
+            return {_TENSOR: name}
+        if isinstance(value, float) and not math.isfinite(value):
+            return {_FLOAT: repr(value)}
+        if value is None or type(value) in (bool, int, float, str):
+            return value
+        if isinstance(value, list | tuple):
+            return [walk(item, f"{path}[{place}]") for place, item in enumerate(value)]
+        if isinstance(value, Mapping):
+            for key in value:
+                if not isinstance(key, str) or key in (_TENSOR, _FLOAT):
+                    raise MemoryStateError(
+                        f"memory {path or 'itself'} has the key {key!r}; keys must be strings, so pass str(id)"
+                    )
+            return {key: walk(item, f"{path}.{key}" if path else key) for key, item in value.items()}
+        raise MemoryStateError(
+            f"memory {path!r} holds a {type(value).__name__}; allowed are tensors, numbers, strings, None, and lists and"
+            " dicts of these; convert it, for example with float() or torch.from_numpy()"
+        )
+
+    return tensors, walk(memory, "")
+
+
+def unflatten(tensors: Mapping[str, Tensor], skeleton: Any) -> Any:
+    """The inverse of `flatten`; tuples come back as lists.
+
+    Raises:
+        DataError: the skeleton names a tensor that is not there.
+    """
+    if isinstance(skeleton, dict):
+        if _TENSOR in skeleton:
+            if skeleton[_TENSOR] not in tensors:
+                raise DataError(f"saved memory lacks the tensor {skeleton[_TENSOR]!r}; the file is damaged")
+            return tensors[skeleton[_TENSOR]]
+        if _FLOAT in skeleton:
+            return float(skeleton[_FLOAT])
+        return {key: unflatten(tensors, item) for key, item in skeleton.items()}
+    if isinstance(skeleton, list):
+        return [unflatten(tensors, item) for item in skeleton]
+    return skeleton

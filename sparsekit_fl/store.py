@@ -1,0 +1,86 @@
+"""ClientStore: client memories on disk, one file per client and round, so that a run holds only a round's clients."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from pathlib import Path
+
+from sparsekit.errors import DataError
+from sparsekit_fl.context import Memory
+from sparsekit_fl.packing import pack, unpack
+from sparsekit_fl.storage import flatten, sync_folder, unflatten, write_atomically
+
+__all__ = ["ClientStore", "Versions"]
+
+Versions = Mapping[int, int]
+"""Client id → round in which its newest memory was written; clients without memory are absent."""
+
+
+class ClientStore:
+    """Memories of the clients of one run. Whoever trained a client writes its memory; the runner decides which count.
+
+    A file that no checkpoint names yet is harmless: training that client again writes the same bytes.
+
+    Args:
+        folder: Where the files are; made if absent.
+        durable: Wait until files are on the disk; see `storage.write_atomically`.
+    """
+
+    def __init__(self, folder: Path, *, durable: bool) -> None:
+        self.folder = folder
+        self._durable = durable
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def _path(self, client_id: int, round: int) -> Path:
+        return self.folder / f"{client_id}-{round}.safetensors"
+
+    def read(self, client_id: int, round: int | None) -> Memory:
+        """The memory of a client as written in `round`; empty for None.
+
+        Raises:
+            DataError: the file is missing or damaged.
+        """
+        if round is None:
+            return {}
+        path = self._path(client_id, round)
+        try:
+            tensors, meta = unpack(path.read_bytes())
+        except (OSError, DataError) as error:
+            raise DataError(f"the memory of client {client_id} of round {round} cannot be read from {path}: {error}") from error
+        memory = unflatten(tensors, meta["memory"])
+        assert isinstance(memory, dict)
+        return memory
+
+    def write(self, client_id: int, round: int, memory: Memory) -> bool:
+        """Write a memory; returns False, and writes nothing, where it is empty.
+
+        Raises:
+            MemoryStateError: it holds something that cannot be saved.
+        """
+        if not any(memory.values()):
+            return False
+        tensors, skeleton = flatten(memory)
+        payload = pack(tensors, {"client": client_id, "round": round, "memory": skeleton})
+        write_atomically(self._path(client_id, round), payload, durable=self._durable, sync=False)
+        return True
+
+    def sync(self) -> None:
+        """Wait until the names of the files are on the disk, where files must be durable; before a checkpoint names them."""
+        if self._durable:
+            sync_folder(self.folder)
+
+    def remove(self, versions: Versions) -> None:
+        """Remove the named files; those already gone are no error."""
+        for client_id, round in versions.items():
+            with contextlib.suppress(FileNotFoundError):
+                self._path(client_id, round).unlink()
+
+    def keep_only(self, versions: Versions) -> None:
+        """Remove every file that is not named, such as those of a round that a crash cut off."""
+        named = {self._path(client_id, round).name for client_id, round in versions.items()}
+        for path in self.folder.glob("*.safetensors"):
+            if path.name not in named:
+                path.unlink()
+        for path in self.folder.glob(".*.tmp"):
+            path.unlink()

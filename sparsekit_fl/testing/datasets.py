@@ -1,0 +1,109 @@
+"""Contract suites for data sets and partitions. Inherit one in a test file, say what to test, and pytest runs the rest."""
+
+from __future__ import annotations
+
+import pickle
+
+import numpy as np
+import torch
+
+from sparsekit_fl.client import ClientData
+from sparsekit_fl.data import TensorData
+from sparsekit_fl.datasets.base import DataSource
+from sparsekit_fl.metrics import IGNORED
+
+__all__ = ["DatasetContract", "PartitionContract"]
+
+
+class DatasetContract:
+    """What every data set promises. Override `make_source`."""
+
+    def make_source(self) -> DataSource:
+        """Load the data set, afresh at every call."""
+        raise AssertionError(f"{type(self).__name__} must override make_source")
+
+    def _pools(self) -> list[TensorData]:
+        source = self.make_source()
+        return [source.train] if source.test is None else [source.train, source.test]
+
+    def test_loading_twice_gives_the_same_examples(self) -> None:
+        for first, second in zip(self._pools(), self._pools(), strict=True):
+            assert torch.equal(first.inputs[0], second.inputs[0])
+            assert torch.equal(first.targets, second.targets)
+
+    def test_labels_are_in_range(self) -> None:
+        source = self.make_source()
+        for pool in self._pools():
+            labels = pool.labels()
+            counted = labels[labels != IGNORED]
+            assert labels.dtype == torch.int64
+            assert len(counted) > 0
+            assert 0 <= int(counted.min()) <= int(counted.max()) < source.classes
+
+    def test_inputs_are_raw_and_of_one_shape(self) -> None:
+        source = self.make_source()
+        for pool in self._pools():
+            raw = pool.inputs[0]
+            assert raw.shape[1:] == source.shape
+            assert raw.dtype == torch.uint8 if source.kind == "image" else not raw.is_floating_point()
+
+    def test_tokens_are_in_the_vocabulary(self) -> None:
+        source = self.make_source()
+        if source.kind == "tokens":
+            tokens = source.train.inputs[0]
+            assert 0 <= int(tokens.min()) <= int(tokens.max()) < source.classes
+
+    def test_owners_name_every_example(self) -> None:
+        source = self.make_source()
+        if source.owners is not None:
+            assert source.owners.shape == (len(source.train),)
+            assert set(source.owners.tolist()) == set(range(len(source.owner_names)))
+
+    def test_a_view_survives_pickling(self) -> None:
+        view = self.make_source().train.take([1, 0])
+        again = pickle.loads(pickle.dumps(view.materialise()))  # noqa: S301 (our own bytes)
+        assert torch.equal(again.inputs[0], view.batch()[0][0])
+
+
+class PartitionContract:
+    """What every partition promises. Override `make_source` and `deal`."""
+
+    def make_source(self) -> DataSource:
+        """A data set that the partition can deal."""
+        raise AssertionError(f"{type(self).__name__} must override make_source")
+
+    def deal(self, source: DataSource, clients: int, rng: np.random.Generator) -> list[ClientData]:  # noqa: ARG002
+        """Call the partition."""
+        raise AssertionError(f"{type(self).__name__} must override deal")
+
+    clients = 4
+
+    def _dealt(self, seed: int = 0) -> tuple[DataSource, list[ClientData]]:
+        source = self.make_source()
+        return source, self.deal(source, self.clients, np.random.default_rng(seed))
+
+    def test_every_client_gets_examples_of_every_split(self) -> None:
+        _, hands = self._dealt()
+        assert len(hands) == self.clients
+        assert all(len(hand.train) and len(hand.val) and len(hand.test) for hand in hands)
+
+    def test_one_seed_deals_the_same_twice(self) -> None:
+        for first, second in zip(self._dealt(7)[1], self._dealt(7)[1], strict=True):
+            for split in ("train", "val", "test"):
+                assert torch.equal(getattr(first, split).index, getattr(second, split).index)
+
+    def test_splits_of_a_client_are_disjoint(self) -> None:
+        for hand in self._dealt()[1]:
+            train, val = set(hand.train.index.tolist()), set(hand.val.index.tolist())
+            assert not train & val
+            if hand.test.targets is hand.train.targets:
+                assert not (train | val) & set(hand.test.index.tolist())
+
+    def test_no_two_clients_train_on_one_example(self) -> None:
+        rows = [row for hand in self._dealt()[1] for split in (hand.train, hand.val) for row in split.index.tolist()]
+        assert len(rows) == len(set(rows))
+
+    def test_clients_share_the_tensors_of_the_source(self) -> None:
+        source, hands = self._dealt()
+        storage = source.train.inputs[0].data_ptr()
+        assert all(hand.train.inputs[0].data_ptr() == storage for hand in hands)

@@ -1,0 +1,27 @@
+"""What all tests share: one torch thread, the folder of real data, a cache that stays inside the repository."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+torch.set_num_threads(1)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    cache = getattr(config, "cache", None)
+    if cache is not None:
+        os.environ.setdefault("SPARSEKIT_CACHE", str(cache.mkdir("sparsekit")))
+
+
+@pytest.fixture(scope="session")
+def data_dir() -> Path:
+    """The folder of real data sets; tests that need it are skipped where there is none."""
+    given = os.environ.get("SPARSEKIT_DATA")
+    folder = Path(given) if given else Path(__file__).resolve().parents[2] / "shared" / "data"
+    if not folder.is_dir():
+        pytest.skip(f"no real data: {folder} does not exist; set SPARSEKIT_DATA to a folder with mnist/, cifar10/, …")
+    return folder

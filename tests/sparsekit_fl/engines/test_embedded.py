@@ -1,0 +1,82 @@
+"""Embedded: the contract for one and for several workers, and what only processes can do."""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from sparsekit.errors import InvalidValueError
+from sparsekit_fl.engines.embedded import Embedded
+from sparsekit_fl.errors import WorkerDiedError
+from sparsekit_fl.method import Method
+from sparsekit_fl.policies.local import LocalPolicy, Sgd
+from sparsekit_fl.problem import Problem
+from sparsekit_fl.runner import run
+from sparsekit_fl.testing.engines import EngineContract
+from sparsekit_fl.testing.tiny import TinyNet, tiny_clients, tiny_config, tiny_problem
+
+
+class TestOneWorker(EngineContract):
+    @pytest.fixture
+    def engine(self):
+        return Embedded()
+
+
+class TestThreeWorkers(EngineContract):
+    @pytest.fixture
+    def engine(self):
+        return Embedded(3)
+
+
+@dataclass(frozen=True)
+class SuicidalSgd(LocalPolicy):
+    round: int
+    signal: int
+
+    def train(self, ctx, start, mask, ratio):
+        if ctx.round == self.round:
+            os.kill(os.getpid(), self.signal)
+        return Sgd().train(ctx, start, mask, ratio)
+
+
+def test_a_killed_worker_is_named_and_the_state_is_kept(tmp_path):
+    deadly = Method(name="m", source="", local=SuicidalSgd(3, signal.SIGKILL))
+    with pytest.raises(
+        WorkerDiedError, match=r"signal 9 \(SIGKILL.*client \d+ in round 3.*round 2 of 4 was finished.*--resume"
+    ):
+        run(deadly, tiny_problem(), tiny_clients(), tiny_config(), engine=Embedded(2), out=tmp_path)
+    assert len((tmp_path / "rounds.jsonl").read_text().splitlines()) == 2
+
+
+def test_a_problem_of_lambdas_needs_no_pickling():
+    problem = Problem(model=lambda: TinyNet(), example_inputs=(torch.zeros(2, 6),))
+    result = run(Method(name="m", source=""), problem, tiny_clients(), tiny_config(rounds=1), engine=Embedded(2))
+    assert result.final.personal["accuracy"] > 0
+
+
+def test_threads_are_put_back():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        run(Method(name="m", source=""), tiny_problem(), tiny_clients(), tiny_config(rounds=1))
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.slow
+def test_spawned_workers_give_the_same_bits():
+    method = Method(name="m", source="")
+    spawned = run(method, tiny_problem(), tiny_clients(), tiny_config(), engine=Embedded(2, start_method="spawn"))
+    plain = run(method, tiny_problem(), tiny_clients(), tiny_config())
+    assert spawned.final.state_sha256 == plain.final.state_sha256
+
+
+@pytest.mark.parametrize("workers", [0, -1, 1.5, True])
+def test_a_number_of_workers_that_is_not_allowed_is_refused(workers):
+    with pytest.raises(InvalidValueError, match="workers must be an integer >= 1"):
+        Embedded(workers)

@@ -1,0 +1,37 @@
+"""Local training: the contract; nothing is shared."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import sparsekit_fl
+from sparsekit_fl.context import Setup
+from sparsekit_fl.methods import local
+from sparsekit_fl.runner import run
+from sparsekit_fl.testing.methods import MethodContract
+from sparsekit_fl.testing.tiny import tiny_clients, tiny_config, tiny_problem
+
+
+class TestLocal(MethodContract):
+    @pytest.fixture
+    def make(self):
+        return local
+
+
+def test_the_global_model_never_moves_and_personal_models_learn():
+    config = tiny_config(rounds=8)
+    result = run(local(), tiny_problem(), tiny_clients(), config)
+    initial = Setup.build(local(), tiny_problem(), config).initial
+    assert all(torch.equal(result.state[name], initial[name]) for name in initial)
+    assert result.final.personal["accuracy"] > result.final.shared["accuracy"]
+
+
+def test_only_messages_without_entries_travel():
+    result = run(local(), tiny_problem(), tiny_clients(), tiny_config(rounds=1))
+    assert result.cost.uplink_bytes < 4 * 700
+
+
+def test_a_method_is_a_function_of_the_package_and_a_name_of_the_registry():
+    assert sparsekit_fl.methods.local() == sparsekit_fl.methods.registry["local"]() == local()
+    assert {"fedavg", "fedlps", "fedlps-paper", "local"} <= set(sparsekit_fl.methods.registry)

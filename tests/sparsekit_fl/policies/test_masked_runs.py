@@ -1,0 +1,185 @@
+"""Policies together: masks of units and entries, masks from the server, private entries, own models."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+from sparsekit import patterns
+from sparsekit.masks.mask import UnitMask, WeightMask
+from sparsekit.patterns.base import PatternView, select
+from sparsekit_fl import policies
+from sparsekit_fl.messages import Update
+from sparsekit_fl.method import Method
+from sparsekit_fl.packing import unpack
+from sparsekit_fl.results import Observer
+from sparsekit_fl.runner import run
+from sparsekit_fl.testing.methods import MethodContract
+from sparsekit_fl.testing.tiny import tiny_clients, tiny_config, tiny_problem
+
+
+class Keep(Observer):
+    def __init__(self):
+        self.updates: list[Update] = []
+
+    def on_client(self, round, client_id, update):
+        self.updates.append(update)
+
+
+@dataclass(frozen=True)
+class TopHalfOfEntries(policies.MaskPolicy):
+    def choose(self, ctx, ratio, state):
+        weight = state["first.weight"]
+        return WeightMask({"first.weight": weight.abs() > weight.abs().median()})
+
+
+@dataclass(frozen=True)
+class PrefixFromServer(policies.MaskPolicy):
+    def propose(self, ctx, client_id, proposal):
+        return select(patterns.Ordered(), ctx.graph, proposal, PatternView(round=ctx.round))
+
+
+@dataclass(frozen=True)
+class ExceptHead(policies.SharePolicy):
+    def is_shared(self, name, graph):
+        return not name.startswith("last.")
+
+
+@dataclass(frozen=True)
+class UploadFirstEntry(policies.SharePolicy):
+    def upload_mask(self, ctx, result):
+        keep = torch.zeros(8, dtype=torch.bool)
+        keep[0] = True
+        return WeightMask({"first.bias": keep})
+
+
+def half(**other):
+    chosen = {
+        "ratio": policies.Constant(0.5),
+        "mask": policies.UnitPattern(patterns.Random()),
+        "aggregate": policies.DeltaMean(),
+        "personal": policies.OwnModel("best"),
+    }
+    return Method(name="half", source="", **{**chosen, **other})
+
+
+def watched(method, **options):
+    keep = Keep()
+    return run(method, tiny_problem(), tiny_clients(), tiny_config(), observers=[keep], **options), keep.updates
+
+
+class TestHalfOfTheUnits(MethodContract):
+    @pytest.fixture
+    def make(self):
+        return half
+
+
+class TestEntries(MethodContract):
+    @pytest.fixture
+    def make(self):
+        return lambda: Method(name="entries", source="", mask=TopHalfOfEntries(), aggregate=policies.CoverageMean())
+
+
+class TestMaskFromTheServer(MethodContract):
+    @pytest.fixture
+    def make(self):
+        return lambda: half(ratio=policies.ByCapability(), mask=PrefixFromServer(), aggregate=policies.CoverageMean())
+
+
+class TestPrivateHead(MethodContract):
+    @pytest.fixture
+    def make(self):
+        return lambda: half(share=ExceptHead(), personal=policies.GlobalModel())
+
+
+def test_full_masks_give_the_bits_of_fedavg_under_every_rule():
+    clients = tiny_clients(examples=24)[::4]
+    config = replace(tiny_config(), clients_per_round=2)
+    plain = run(Method(name="fedavg", source=""), tiny_problem(), clients, config)
+    for aggregate in (policies.DeltaMean(), policies.CoverageMean(), policies.CoverageMean("examples")):
+        method = Method(name="m", source="", mask=policies.UnitPattern(patterns.Random()), aggregate=aggregate)
+        assert run(method, tiny_problem(), clients, config).final.state_sha256 == plain.final.state_sha256
+
+
+def test_no_proximal_term_gives_the_bits_of_fedavg():
+    plain, proximal = (
+        watched(Method(name="a", source="")),
+        watched(Method(name="b", source="", local=policies.Sgd(proximal=0.0))),
+    )
+    assert plain[0].final.state_sha256 == proximal[0].final.state_sha256
+
+
+def test_a_proximal_term_keeps_clients_near_the_start():
+    def moved(proximal):
+        updates = watched(Method(name="m", source="", local=policies.Sgd(proximal=proximal)))[1]
+        return sum(float(update.delta["first.weight"].norm()) for update in updates[:4])
+
+    assert moved(10.0) < 0.8 * moved(0.0)
+
+
+def test_updates_are_narrow_and_narrow_work_is_cheaper():
+    result, updates = watched(half())
+    whole, _ = watched(Method(name="whole", source=""))
+    assert all(update.delta["first.weight"].shape == (4, 6) for update in updates)
+    assert all(update.delta["last.weight"].shape == (3, 4) for update in updates)
+    assert all(isinstance(update.mask, UnitMask) and update.ratio == 0.5 for update in updates)
+    assert result.cost.flops_compact < result.cost.flops_rowmask < whole.cost.flops_rowmask
+    assert result.cost.uplink_bytes < whole.cost.uplink_bytes
+
+
+def test_a_mask_from_the_server_saves_downlink_bytes():
+    sent, _ = watched(half(mask=PrefixFromServer(), ratio=policies.Constant(0.25)))
+    chosen, _ = watched(half(mask=policies.UnitPattern(patterns.Ordered()), ratio=policies.Constant(0.25)))
+    assert sent.cost.downlink_bytes < chosen.cost.downlink_bytes
+    assert sent.cost.flops_compact == chosen.cost.flops_compact
+
+
+def test_entries_outside_a_weight_mask_neither_train_nor_travel():
+    result, updates = watched(Method(name="m", source="", mask=TopHalfOfEntries(), aggregate=policies.DeltaMean()))
+    assert all(update.delta["first.weight"].shape == (24,) for update in updates)
+    whole, _ = watched(Method(name="whole", source=""))
+    assert result.cost.flops_compact == whole.cost.flops_compact
+    assert result.cost.flops_rowmask < whole.cost.flops_rowmask
+
+
+def test_private_entries_stay_on_the_client():
+    result, updates = watched(half(share=ExceptHead(), personal=policies.GlobalModel()))
+    assert all(not name.startswith("last.") for update in updates for name in update.delta)
+    untouched, _ = watched(Method(name="m", source="", share=policies.Nothing()))
+    assert torch.equal(result.state["last.weight"], untouched.state["last.weight"])
+    assert result.final.personal != result.final.shared
+
+
+def test_the_upload_mask_may_differ_from_the_trained_one():
+    method = half(share=UploadFirstEntry(), aggregate=policies.DeltaMean())
+    _, updates = watched(method)
+    assert all(update.delta["first.bias"].shape == (1,) for update in updates)
+    assert all(update.delta["first.weight"].shape == (8, 6) for update in updates)
+
+
+def test_own_models_are_kept_compact_with_mask_and_ratio(tmp_path):
+    result, _ = watched(half(), out=tmp_path)
+    trained = {client_id for record in result.rounds for client_id in record.cohort}
+    tensors, meta = unpack((tmp_path / "models" / f"client-{min(trained)}.safetensors").read_bytes())
+    assert tensors["state:first.weight"].shape == (4, 6)
+    assert meta["ratio"] == 0.5
+    assert meta["mask"]["shapes"] == [["first", [8]]]
+    ratios = {score.client_id: score.ratio for score in result.final.per_client}
+    assert all(ratios[client_id] == (0.5 if client_id in trained else None) for client_id in ratios)
+
+
+def test_best_is_never_worse_on_validation_than_last():
+    best, _ = watched(half())
+    last, _ = watched(half(personal=policies.OwnModel("last")))
+
+    def quality(result):
+        return {s.client_id: s.validation["accuracy"][0] for s in result.final.per_client}
+
+    assert all(quality(best)[client_id] >= quality(last)[client_id] for client_id in range(8))
+
+
+def test_a_policy_of_the_wrong_kind_is_refused():
+    with pytest.raises(ValueError, match="ratio of method 'm' must be a RatioPolicy"):
+        Method(name="m", source="", ratio=policies.Dense())

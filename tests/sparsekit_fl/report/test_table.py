@@ -1,0 +1,52 @@
+"""Numbers as people read them, and results read from files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from sparsekit.errors import DataError
+from sparsekit_fl.report.table import COLUMNS, bytes_text, flops_text, read_result, seconds_text, share_text, spread, value_of
+
+
+@pytest.mark.parametrize(
+    ("flops", "text"),
+    [(0, "0"), (99, "99"), (100, "0.1k"), (5.3e11, "0.53T"), (2.788128e12, "2.79T"), (2.7e16, "27P"), (42e9, "42G")],
+)
+def test_flops(flops: float, text: str) -> None:
+    assert flops_text(flops) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.04, "0.0 s"), (119.9, "119.9 s"), (125, "2 min 05 s"), (3600, "1 h 00 min"), (7322, "2 h 02 min")]
+)
+def test_seconds(seconds: float, text: str) -> None:
+    assert seconds_text(seconds) == text
+
+
+def test_bytes_and_shares() -> None:
+    assert bytes_text(1_234_567_890) == "1,234.6 MB"
+    assert share_text(0.98765) == "98.8%"
+    assert share_text(None) == "–"
+    assert share_text(float("nan")) == "–"
+
+
+def test_spread_of_none_one_and_two() -> None:
+    assert spread([]).mean is None
+    assert spread([0.5, None]).mean == 0.5
+    assert spread([0.5]).deviation is None
+    assert spread([1.0, 3.0]).deviation == pytest.approx(2**0.5)
+
+
+def test_a_number_that_is_not_there_is_none() -> None:
+    assert value_of({"final": {"personal": None}}, COLUMNS[0]) is None
+    assert value_of({"final": {"personal": {"accuracy": 0.5}}}, COLUMNS[0]) == 0.5
+
+
+@pytest.mark.parametrize("text", [None, "", "[]", '{"method": "x"}'])
+def test_a_folder_without_a_result_is_refused(text: str | None, tmp_path: Path) -> None:
+    if text is not None:
+        (tmp_path / "result.json").write_text(text)
+    with pytest.raises(DataError):
+        read_result(tmp_path)

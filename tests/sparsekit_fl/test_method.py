@@ -1,0 +1,32 @@
+"""Methods: described alike in every process."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from sparsekit import patterns
+from sparsekit_fl import policies
+from sparsekit_fl.method import Method
+
+
+class Plain(policies.LocalPolicy):
+    """A policy without a repr of its own."""
+
+
+def test_a_description_names_every_option_and_no_address():
+    method = Method(name="m", source="s", mask=policies.UnitPattern(patterns.Random()), local=Plain())
+    described = method.describe()
+    assert described["mask"] == "UnitPattern(pattern=Random())"
+    assert described["aggregate"] == "WeightedMean(weighting='examples')"
+    assert "0x" not in described["local"]
+    assert described["name"] == "m"
+
+
+def test_importing_the_package_needs_neither_flwr_nor_pyarrow_nor_pytest():
+    code = (
+        "import sys, sparsekit_fl; from sparsekit_fl import run, methods, policies, metrics, Problem, Client;"
+        "print([m for m in ('flwr', 'pyarrow', 'pytest', 'sklearn', 'ray', 'matplotlib', 'typer') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

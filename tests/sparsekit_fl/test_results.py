@@ -1,0 +1,33 @@
+"""Means over clients, and JSON that every reader accepts."""
+
+from __future__ import annotations
+
+import math
+
+from sparsekit_fl.messages import WorkCost
+from sparsekit_fl.results import RoundRecord, RoundScores, mean_scores, plain
+
+
+def test_the_mean_is_over_clients_and_not_over_examples():
+    scores = [{"accuracy": (1.0, 2.0)}, {"accuracy": (10.0, 10.0)}, {}, {"accuracy": (0.0, 0.0)}]
+    assert mean_scores(scores) == {"accuracy": 0.75}
+    assert math.isnan(mean_scores([{"accuracy": (0.0, 0.0)}])["accuracy"])
+
+
+def test_numbers_that_json_lacks_become_null():
+    assert plain({"a": [float("nan"), 1.0], "b": (float("inf"), "x")}) == {"a": [None, 1.0], "b": [None, "x"]}
+
+
+def test_a_record_comes_back_equal():
+    record = RoundRecord(
+        round=2,
+        cohort=(3, 1),
+        dropped=((1, "why"),),
+        loss=0.1 + 0.2,
+        accuracy=None,
+        ratios={3: 0.5},
+        cost=WorkCost(flops_compact=2, seconds=0.1),
+        seconds=0.1,
+        evaluation=RoundScores(personal={"loss": 1.0}, validation={}, shared={"loss": 2.0}),
+    )
+    assert RoundRecord.from_dict(plain(record.to_dict())) == record

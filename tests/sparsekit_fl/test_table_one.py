@@ -1,0 +1,80 @@
+"""The FLOP columns of the paper's Table I, to the digit, from our models, presets and cost model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from sparsekit import UnitGraph, UnitMask, compact, select, trace_units
+from sparsekit.cost import trace_cost
+from sparsekit.patterns import Ordered, PatternView, Random
+from sparsekit_fl.models import models
+from sparsekit_fl.models.base import InputShape
+from sparsekit_fl.presets import PRESETS
+
+SHAPES = {
+    "mnist": ((1, 28, 28), 10, 180),
+    "cifar10": ((3, 32, 32), 10, 180),
+    "cifar100": ((3, 32, 32), 100, 720),
+    "tiny-imagenet": ((3, 64, 64), 200, 720),
+}
+
+
+def costed(name: str):
+    """(preset, example-passes per run, cost model) of a row of Table I."""
+    preset = PRESETS[name]
+    shape, classes, examples = SHAPES[name]
+    takes = InputShape("image", shape)
+    model = models[preset.model].factory(classes=classes, takes=takes)()
+    x = takes.zeros()[0]
+    graph = trace_units(model, x)
+    batches = -(-examples // preset.training.batch_size)
+    passes = preset.rounds * preset.clients_per_round * preset.training.local_epochs * batches * preset.training.batch_size
+    return passes, graph, trace_cost(model, x, graph=graph), model, x
+
+
+@pytest.mark.parametrize(
+    ("name", "flops"),
+    [
+        ("mnist", 2_788_128_000_000),
+        ("cifar10", 825_364_711_800_000),
+        ("cifar100", 4_934_262_225_600_000),
+        pytest.param("tiny-imagenet", 27_080_974_857_600_000, marks=pytest.mark.slow),
+    ],
+)
+def test_fedavgs_flops_are_those_of_table_one(name, flops) -> None:
+    passes, _, costs, _, _ = costed(name)
+    assert 3 * passes * costs.rowmask_flops() == flops
+
+
+@pytest.mark.parametrize(("name", "flops"), [("mnist", 1_405_728_000_000), ("cifar10", 412_900_788_600_000)])
+def test_the_flops_of_a_constant_ratio_of_one_half_are_those_of_table_two(name, flops) -> None:
+    passes, graph, costs, _, _ = costed(name)
+    mask = select(Ordered(), graph, 0.5, PatternView())
+    assert 3 * passes * costs.rowmask_flops(mask) == flops
+
+
+def test_the_expected_cost_of_training_by_capability_is_the_papers() -> None:
+    passes, graph, costs, _, _ = costed("cifar10")
+    masks = [select(Ordered(), graph, level, PatternView()) for level in (1, 1 / 2, 1 / 4, 1 / 8, 1 / 16)]
+    mean = sum(costs.rowmask_flops(mask) for mask in masks) / 5
+    assert 3 * passes * mean == pytest.approx(320.0964e12, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["mnist", "cifar10"])
+@pytest.mark.parametrize("ratio", [1.0, 0.5, 0.3, 1 / 16])
+def test_compact_flops_are_what_torch_counts_on_the_compact_module(name, ratio) -> None:
+    _, graph, costs, model, x = costed(name)
+    mask = select(Random(), graph, ratio, PatternView(generator=torch.Generator().manual_seed(0)))
+    small = compact(model, graph, mask).eval()
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        small(x)
+    assert costs.forward_flops(mask) == counter.get_total_flops() // len(x)
+    assert costs.cost(mask).parameters == sum(p.numel() for p in small.parameters())
+
+
+def test_a_mask_of_everything_costs_what_no_mask_costs() -> None:
+    _, graph, costs, _, _ = costed("mnist")
+    assert isinstance(graph, UnitGraph)
+    assert costs.cost(UnitMask.full(graph)) == costs.cost(None)

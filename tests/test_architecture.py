@@ -1,0 +1,325 @@
+"""The rules of the code base that a program can check: import arrows, file length, tables, random numbers, names."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = ("sparsekit", "sparsekit_fl")
+FILES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in FILES}
+
+# Who may import whom, from the top down: a layer imports itself and what stands below it. A file in no layer fails.
+CORE_LAYERS = (
+    ("sparsekit", "sparsekit.cli", "sparsekit.testing.*"),
+    ("sparsekit.masks.learnable",),
+    ("sparsekit.masks.execution", "sparsekit.masks.dense", "sparsekit.masks.watch", "sparsekit.masks.importance"),
+    ("sparsekit.masks.fused", "sparsekit.compaction", "sparsekit.cost", "sparsekit.session", "sparsekit.slots"),
+    ("sparsekit.patterns", "sparsekit.patterns.*"),
+    ("sparsekit.masks", "sparsekit.masks.mask"),
+    ("sparsekit.units", "sparsekit.units.*", "sparsekit.bandit", "sparsekit.bandit.*"),
+    ("sparsekit.state", "sparsekit.rng", "sparsekit.registry"),
+    ("sparsekit.errors", "sparsekit.deprecations"),
+)
+FL_LAYERS = (
+    ("sparsekit_fl", "sparsekit_fl.testing", "sparsekit_fl.testing.*"),
+    ("sparsekit_fl.cli", "sparsekit_fl.cli.*"),
+    ("sparsekit_fl.presets",),
+    ("sparsekit_fl.runner",),
+    ("sparsekit_fl.engines", "sparsekit_fl.engines.*"),
+    ("sparsekit_fl.server", "sparsekit_fl.client_round", "sparsekit_fl.checkpoint", "sparsekit_fl.store"),
+    ("sparsekit_fl.methods", "sparsekit_fl.methods.*"),
+    ("sparsekit_fl.method",),
+    ("sparsekit_fl.policies", "sparsekit_fl.policies.*", "sparsekit_fl.partition", "sparsekit_fl.partition.*"),
+    (
+        "sparsekit_fl.context",
+        "sparsekit_fl.datasets",
+        "sparsekit_fl.datasets.*",
+        "sparsekit_fl.report",
+        "sparsekit_fl.report.*",
+    ),
+    ("sparsekit_fl.training", "sparsekit_fl.results", "sparsekit_fl.models", "sparsekit_fl.models.*"),
+    ("sparsekit_fl.problem", "sparsekit_fl.messages", "sparsekit_fl.clock"),
+    ("sparsekit_fl.client", "sparsekit_fl.sparse", "sparsekit_fl.packing", "sparsekit_fl.storage", "sparsekit_fl.metrics"),
+    ("sparsekit_fl.data", "sparsekit_fl.config", "sparsekit_fl.errors"),
+)
+# Upward on purpose: the type of a method in the set-up of a run, and the progress display that watches it.
+UPWARD = {("sparsekit_fl.context", "sparsekit_fl.method"), ("sparsekit_fl.clock", "sparsekit_fl.messages")}
+
+# Third-party packages and the only places that may import them.
+ONLY_IN = {
+    "flwr": ("sparsekit_fl.engines.flower",),
+    "typer": ("sparsekit.cli", "sparsekit_fl.cli.*"),
+    "click": ("sparsekit.cli", "sparsekit_fl.cli.*"),
+    "rich": ("sparsekit.cli", "sparsekit_fl.cli.*", "sparsekit_fl.report.*"),
+    "matplotlib": ("sparsekit_fl.report.*",),
+    "pytest": ("sparsekit.testing.*", "sparsekit_fl.testing.*"),
+    "hypothesis": ("sparsekit.testing.*", "sparsekit_fl.testing.*"),
+    "pickle": ("sparsekit.testing.*", "sparsekit_fl.testing.*"),
+    "torch_pruning": (),
+    "random": (),
+}
+
+REGISTRIES = {
+    "sparsekit/patterns": ("sparsekit.patterns", "registry", {"base"}),
+    "sparsekit_fl/methods": ("sparsekit_fl.methods", "registry", set()),
+    "sparsekit_fl/datasets": (
+        "sparsekit_fl.datasets", "datasets", {"base", "cache", "files", "parquet", "text", "transforms"},
+    ),
+    "sparsekit_fl/partition": ("sparsekit_fl.partition", "partitions", {"base"}),
+    "sparsekit_fl/models": ("sparsekit_fl.models", "models", {"base"}),
+    "sparsekit_fl/engines": ("sparsekit_fl.engines", "registry", {"base"}),
+}  # fmt: skip
+
+
+@cache
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def _fits(module: str, patterns: tuple[str, ...]) -> bool:
+    return any(module == p or (p.endswith(".*") and module.startswith(p[:-1])) for p in patterns)
+
+
+def _only_for_types(tree: ast.Module) -> set[ast.AST]:
+    """Nodes below `if TYPE_CHECKING:`, which import nothing when the program runs."""
+    guarded = [n for n in ast.walk(tree) if isinstance(n, ast.If) and getattr(n.test, "id", "") == "TYPE_CHECKING"]
+    return {inner for node in guarded for inner in ast.walk(node)}
+
+
+def _imports(module: str, *, types_too: bool) -> Iterator[tuple[str, int]]:
+    """Modules that a module imports, ours by the file that is meant, with the line."""
+    tree = _tree(MODULES[module])
+    skipped = set() if types_too else _only_for_types(tree)
+    for node in ast.walk(tree):
+        if node in skipped:
+            continue
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            assert node.level == 0, f"{module}:{node.lineno}: imports are absolute"
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                yield (inner if inner in MODULES else node.module), node.lineno
+
+
+def _layer(module: str, layers: tuple[tuple[str, ...], ...]) -> int:
+    places = [place for place, names in enumerate(layers) if _fits(module, names)]
+    exact = [place for place in places if module in layers[place]]
+    assert places, f"{module} is in no layer; put it into one of the tables at the top of this file"
+    return (exact or places)[0]
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_imports_point_down_through_the_layers(package: str) -> None:
+    layers = CORE_LAYERS if package == "sparsekit" else FL_LAYERS
+    wrong = []
+    for module in MODULES:
+        if module.split(".")[0] != package or module == package:
+            continue
+        for imported, line in _imports(module, types_too=False):
+            if imported.split(".")[0] != package or imported == package or (module, imported) in UPWARD:
+                continue
+            # A folder's own table is imported by its files' neighbours.
+            if _layer(imported, layers) < _layer(module, layers):
+                wrong.append(f"{module}:{line} imports {imported}")
+    assert wrong == []
+
+
+def test_the_core_knows_nothing_of_federated_learning() -> None:
+    found = [f"{m}:{line}" for m in MODULES if m.split(".")[0] == "sparsekit" for name, line in _imports(m, types_too=True)
+             if name.split(".")[0] == "sparsekit_fl"]  # fmt: skip
+    assert found == []
+
+
+def test_the_bandit_needs_numpy_alone() -> None:
+    allowed = {*sys.stdlib_module_names, "numpy", "sparsekit"}
+    for module in MODULES:
+        if module.startswith("sparsekit.bandit"):
+            names = {name for name, _ in _imports(module, types_too=True)}
+            assert {name.split(".")[0] for name in names} <= allowed, module
+            ours = {name for name in names if name.startswith("sparsekit")}
+            assert all(name == "sparsekit.errors" or name.startswith("sparsekit.bandit") for name in ours), module
+
+
+def test_importing_the_bandit_loads_no_torch() -> None:
+    program = "import sys, sparsekit; sparsekit.PUCBV; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+def test_importing_the_packages_loads_no_optional_package() -> None:
+    optional = ("flwr", "pyarrow", "sklearn", "matplotlib", "huggingface_hub", "PIL", "typer", "pytest")
+    program = (
+        "import sys, sparsekit, sparsekit_fl\n"
+        "for package in (sparsekit, sparsekit_fl):\n"
+        "    [getattr(package, name) for name in package.__all__]\n"
+        f"sys.exit(', '.join(name for name in {optional!r} if name in sys.modules) or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("package", sorted(ONLY_IN))
+def test_third_party_packages_stay_where_they_belong(package: str) -> None:
+    found = [f"{m}:{line}" for m in MODULES if not _fits(m, ONLY_IN[package]) for name, line in _imports(m, types_too=True)
+             if name.split(".")[0] == package]  # fmt: skip
+    assert found == []
+
+
+def test_files_are_short() -> None:
+    lengths = {str(path.relative_to(ROOT)): len(path.read_text(encoding="utf-8").splitlines()) for path in FILES}
+    assert {name: length for name, length in lengths.items() if length > 500} == {}
+    assert sum(length <= 300 for length in lengths.values()) >= 0.85 * len(lengths)
+
+
+@pytest.mark.parametrize("folder", REGISTRIES)
+def test_every_file_of_a_shelf_is_in_its_table(folder: str) -> None:
+    home, name, helpers = REGISTRIES[folder]
+    registry = getattr(importlib.import_module(home), name)
+    listed = {target.split(":")[0].rpartition(".")[2] for target in registry._table.values()}
+    present = {path.stem for path in (ROOT / folder).glob("*.py")} - {"__init__"} - helpers
+    assert listed == present
+    assert all(registry[entry] is not None for entry in registry._table)
+
+
+def _dotted(node: ast.AST) -> str:
+    if isinstance(node, ast.Attribute):
+        return f"{_dotted(node.value)}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def _uses(pattern: str) -> list[str]:
+    found = []
+    for module, path in MODULES.items():
+        for node in ast.walk(_tree(path)):
+            if isinstance(node, ast.Attribute | ast.Name) and re.fullmatch(pattern, _dotted(node)):
+                found.append(f"{module}:{node.lineno}")
+    return found
+
+
+def test_numpy_draws_only_from_generators() -> None:
+    assert _uses(r"(np|numpy)\.random\.(?!Generator$|default_rng$|SeedSequence$|PCG64$|BitGenerator$)\w+") == []
+
+
+def test_only_one_place_seeds_torch() -> None:
+    found = _uses(r"torch\.(random\.)?(manual_seed|seed|set_rng_state)|torch\.cuda\.manual_seed\w*")
+    assert {place.split(":")[0] for place in found} <= {"sparsekit.rng"}
+
+
+def _calls(names: set[str]) -> list[str]:
+    return [
+        f"{module}:{node.lineno} {_dotted(node.func)}"
+        for module, path in MODULES.items()
+        for node in ast.walk(_tree(path))
+        if isinstance(node, ast.Call) and _dotted(node.func) in names
+    ]
+
+
+def test_nothing_is_printed_evaluated_or_exited() -> None:
+    assert _calls({"print", "eval", "exec", "breakpoint", "exit", "quit", "os._exit", "input"}) == []
+
+
+def test_no_pickled_object_is_loaded_or_saved() -> None:
+    assert _calls({"torch.save", "torch.load", "pickle.load", "pickle.dump"}) == []
+
+
+def test_no_error_is_swallowed_bare_and_nothing_is_left_to_do() -> None:
+    bare = [
+        f"{m}:{n.lineno}"
+        for m, p in MODULES.items()
+        for n in ast.walk(_tree(p))
+        if isinstance(n, ast.ExceptHandler) and not n.type
+    ]
+    assert bare == []
+    assert _uses("NotImplementedError") == []
+    left = [f"{m}:{i}" for m, p in MODULES.items() for i, line in enumerate(p.read_text().splitlines(), 1)
+            if re.search(r"\b(TODO|FIXME|XXX)\b", line)]  # fmt: skip
+    assert left == []
+
+
+def test_the_project_speaks_of_itself_alone() -> None:
+    names = re.compile(r"/work/|/opt/dev|/root/|/tmp/[a-z]")
+    tracked = [
+        *FILES,
+        *(ROOT / "tests").rglob("*.py"),
+        *(ROOT / "examples").rglob("*.py"),
+        *(ROOT / "benchmarks").rglob("*.py"),
+    ]
+    tracked += [ROOT / name for name in ("README.md", "CHANGELOG.md", "pyproject.toml", "constraints.txt", ".ci/run")]
+    found = [
+        str(path.relative_to(ROOT))
+        for path in tracked
+        if path != Path(__file__) and names.search(path.read_text(encoding="utf-8"))
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize("module", sorted(MODULES))
+def test_every_file_has_a_docstring_and_lists_its_names(module: str) -> None:
+    tree = _tree(MODULES[module])
+    assert ast.get_docstring(tree), "one or two sentences say what the file is"
+    body = [node for node in tree.body if not isinstance(node, ast.Expr)]
+    if not body:
+        return
+    if not (isinstance(body[0], ast.ImportFrom) and body[0].module == "__future__"):
+        assert MODULES[module].name == "__init__.py", "from __future__ import annotations"
+    listed = [node for node in body if isinstance(node, ast.Assign) and _dotted(node.targets[0]) == "__all__"]
+    defines = any(isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_") for node in body)
+    if not listed:
+        assert not defines, "__all__ lists what other files may use"
+        return
+    names = ast.literal_eval(listed[0].value)
+    assert len(names) == len(set(names))
+    loaded: Any = importlib.import_module(module)
+    assert [name for name in names if not hasattr(loaded, name)] == []
+
+
+def _public() -> dict[str, Any]:
+    found = {}
+    for package in PACKAGES:
+        root = importlib.import_module(package)
+        for name in root.__all__:
+            value = getattr(root, name)
+            found[f"{package}.{name}"] = value
+            if type(value).__name__ == "module":
+                found.update({f"{package}.{name}.{inner}": getattr(value, inner) for inner in value.__all__})
+    return found
+
+
+def test_the_public_names_are_those_that_are_written_down() -> None:
+    written = (ROOT / "tests/public_api.txt").read_text(encoding="utf-8").split()
+    assert sorted(_public()) == sorted(written), "changed on purpose? then say so in CHANGELOG.md and in tests/public_api.txt"
+
+
+def _documented_assignments() -> set[str]:
+    """Names of aliases and constants with a string below them, which no object can carry."""
+    found = set()
+    for path in FILES:
+        body = _tree(path).body
+        for node, after in zip(body, body[1:], strict=False):
+            says = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) and isinstance(after.value.value, str)
+            if isinstance(node, ast.Assign) and says:
+                found.add(_dotted(node.targets[0]))
+    return found
+
+
+def test_every_public_name_is_documented() -> None:
+    prose = (ROOT / "README.md").read_text() + "".join(path.read_text() for path in (ROOT / "examples").glob("*.py"))
+    aliases = _documented_assignments()
+    bare = []
+    for name, value in _public().items():
+        last = name.rpartition(".")[2]
+        own = isinstance(value, type) or callable(value) or type(value).__name__ in ("module", "Registry")
+        if not (own and (value.__doc__ or "").strip()) and last not in aliases and not re.search(rf"\b{last}\b", prose):
+            bare.append(name)
+    assert bare == []

@@ -1,0 +1,79 @@
+"""The README: its commands exist, its code runs, its links lead somewhere."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from sparsekit.cli import execute
+
+ROOT = Path(__file__).parent.parent
+TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
+BASH = re.findall(r"^```bash\n(.*?)^```$", TEXT, re.M | re.S)
+PYTHON = re.findall(r"^```python\n(.*?)^```$", TEXT, re.M | re.S)
+
+
+def test_the_first_two_blocks_set_everything_up_by_themselves() -> None:
+    job, tests = (block.strip().splitlines() for block in BASH[:2])
+    for lines in (job, tests):
+        assert lines[0] == "python3 -m venv .venv"
+        assert lines[1] == ". .venv/bin/activate"
+        assert lines[2].startswith("pip install -c constraints.txt ")
+    assert job[-1] == "sparsekit fedlps"
+    assert shlex.split(tests[-1])[0] == "pytest"
+    assert not re.search(r"https?://|index-url|find-links", BASH[0] + BASH[1])
+
+
+@pytest.mark.parametrize("block", range(len(PYTHON)), ids=lambda i: PYTHON[i].splitlines()[0])
+def test_every_python_block_runs(block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {"__name__": "readme"}
+    monkeypatch.setitem(__import__("sys").modules, "readme", __import__("types").ModuleType("readme"))
+    exec(compile(PYTHON[block], f"README.md python block {block}", "exec", dont_inherit=True), names)
+    assert len(names) > 2
+
+
+@pytest.mark.parametrize("command", sorted(set(re.findall(r"^\| `sparsekit (\w+)", TEXT, re.M))))
+def test_every_command_of_the_table_exists(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert execute([command, "--help"]) == 0
+    assert f"sparsekit {command}" in capsys.readouterr().out
+
+
+def test_every_command_is_in_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert execute(["--help"]) == 0
+    names = re.findall(r"^│ (\w+)  ", capsys.readouterr().out, re.M)
+    assert names
+    assert all(f"`sparsekit {name}" in TEXT for name in names)
+
+
+@pytest.mark.parametrize("option", sorted(set(re.findall(r"`(--[a-z-]+)", TEXT)) - {"--help"}))
+def test_every_option_exists(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    execute(["compare", "--help"])
+    execute(["fedlps", "--help"])
+    assert option in capsys.readouterr().out
+
+
+def test_every_dependency_has_its_reason() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    wanted = [*project["dependencies"], *(item for extra in project["optional-dependencies"].values() for item in extra)]
+    names = {re.split(r"[\s<>=\[!~;]", item)[0] for item in wanted} - {"sparsekit"}
+    section = TEXT.split("## Dependencies")[1].split("## ")[0]
+    assert {name for name in names if name not in section} == set()
+
+
+def test_every_dependency_is_pinned_for_the_tests() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    pinned = {line.split("==")[0] for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line}
+    extras = [item for name, extra in project["optional-dependencies"].items() if name != "flower" for item in extra]
+    names = {re.split(r"[\s<>=\[!~;]", item)[0] for item in [*project["dependencies"], *extras]} - {"sparsekit"}
+    assert names - pinned == set()
+
+
+def test_every_link_leads_somewhere() -> None:
+    links = [link for link in re.findall(r"\]\(([^)#]+)\)", TEXT) if "://" not in link]
+    assert links
+    assert [link for link in links if not (ROOT / link).exists()] == []
