@@ -248,13 +248,14 @@ class _StderrHandler(logging.Handler):
     """Writes to whatever sys.stderr is now, which a progress display replaces while it draws."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        typer.echo(f"{record.levelname.lower()}: {record.getMessage()}", err=True)
+        prefix = "" if record.levelno <= logging.INFO else f"{record.levelname.lower()}: "
+        typer.echo(prefix + record.getMessage(), err=True)
 
 
 def _prepare_process() -> None:
-    # A model or data set of the user is looked for where she stands, as `python -m` does.
+    # A model or data set of the user is looked for where she stands too; last, so that nothing installed is hidden.
     if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
+        sys.path.append(os.getcwd())
     warnings.showwarning = lambda message, *_, **__: typer.echo(f"warning: {message}", err=True)
     for package in ("sparsekit", "sparsekit_fl"):
         logger = logging.getLogger(package)
@@ -279,12 +280,12 @@ def execute(arguments: Sequence[str] | None = None) -> int:
     except (SparsekitError, OSError) as error:
         typer.echo(f"error: {error}", err=True)
         return 2
-    except click.exceptions.NoArgsIsHelpError as error:
-        error.show()
-        return 0
     except click.ClickException as error:
         from typer.rich_utils import rich_format_error
 
+        if type(error).__name__ == "NoArgsIsHelpError":  # older releases of click have no such class
+            error.show()
+            return 0
         rich_format_error(error)
         return error.exit_code
     except (click.Abort, KeyboardInterrupt):

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -241,7 +242,9 @@ def test_no_error_is_swallowed_bare_and_nothing_is_left_to_do() -> None:
         if isinstance(n, ast.ExceptHandler) and not n.type
     ]
     assert bare == []
-    assert _uses("NotImplementedError") == []
+    raised = [f"{m}:{n.lineno}" for m, p in MODULES.items() for n in ast.walk(_tree(p)) if isinstance(n, ast.Raise)
+              and n.exc and _dotted(getattr(n.exc, "func", n.exc)) == "NotImplementedError"]  # fmt: skip
+    assert raised == []
     left = [f"{m}:{i}" for m, p in MODULES.items() for i, line in enumerate(p.read_text().splitlines(), 1)
             if re.search(r"\b(TODO|FIXME|XXX)\b", line)]  # fmt: skip
     assert left == []
@@ -306,7 +309,7 @@ def _documented_assignments() -> set[str]:
     found = set()
     for path in FILES:
         body = _tree(path).body
-        for node, after in zip(body, body[1:], strict=False):
+        for node, after in pairwise(body):
             says = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) and isinstance(after.value.value, str)
             if isinstance(node, ast.Assign) and says:
                 found.add(_dotted(node.targets[0]))

@@ -6,7 +6,9 @@ An option that is not given is None: the preset of the data set decides it, and 
 from __future__ import annotations
 
 import inspect
+import logging
 import os
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -212,6 +214,9 @@ class Experiment:
         from sparsekit_fl.presets import build_problem, preset_for
 
         _check(options)
+        if sys.stderr.isatty() and not (options.quiet or options.json):
+            # Reading a data set for the first time takes a while, and says so.
+            logging.getLogger("sparsekit_fl").setLevel(logging.INFO)
         preset = preset_for(preset=options.preset, dataset=options.dataset)
         engine = _engine(options)
         # Checked before the data are read, which may take long.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
@@ -37,7 +38,10 @@ class BanditRatio(RatioPolicy):
         arms: Initial arms, I₀.
         exploration: ρ.
         threshold: Δ: when accuracy changed by less than this, ratios below the executed one are dropped for good.
-        bounded: True: the server proposes nothing above the client's capability; False: the client cuts it.
+        bounded: True: only arms below the client's capability are drawn from; False: any arm is, and what it draws is
+            cut to the capability.
+        credit: Which arm a reward goes to where a draw was cut: that of the "executed" ratio, or the one "drawn" from.
+            With "executed" and a capability that changes, the small arms of weak moments soon hold all rewards.
 
     Source: Xue et al., ICDE 2025 (arXiv 2412.07216), Algorithm 2; ξ = R / (K · ε), and I₀, ρ, Δ are not in the paper.
     """
@@ -46,9 +50,12 @@ class BanditRatio(RatioPolicy):
     arms: int = 5
     exploration: float = 0.5
     threshold: float = -0.05
-    bounded: bool = True
+    bounded: bool = False
+    credit: Literal["executed", "drawn"] = "drawn"
 
     def __post_init__(self) -> None:
+        if self.credit not in ("executed", "drawn"):
+            raise InvalidValueError(f"credit must be 'executed' or 'drawn', got {self.credit!r}")
         check_ratio(self.low)
         if self.low >= 1.0:
             raise InvalidValueError(f"low must be below 1, got {self.low}; the arms cover [low, 1]")
@@ -66,21 +73,22 @@ class BanditRatio(RatioPolicy):
         return bandit
 
     def propose(self, ctx: ServerContext, client_id: int) -> float | None:
-        """The arm's draw for this client. A proposal that was never answered is proposed again."""
+        """The draw for this client, never above its capability. A draw that was never answered is proposed again."""
         memory = ctx.memory.setdefault(str(client_id), {})
         seed = int(ctx.rng.integers(2**63 - 1))
-        bound = ctx.roster[client_id].capability.ratio if self.bounded else 1.0
-        if bound < self.low:
+        capability = ctx.roster[client_id].capability.ratio
+        if capability < self.low:
             # No arm is that small: the client does what it can, and no bandit learns from it.
             memory["pull"] = None
-            return bound
-        bandit = self._bandit(ctx, memory, seed=seed)
+            return capability
+        bound = capability if self.bounded else 1.0
         open_pull = memory.get("pull")
         if open_pull is None or open_pull[1] > bound:
+            bandit = self._bandit(ctx, memory, seed=seed)
             pull = bandit.ask(upper=bound)
             memory["pull"] = [pull.id, pull.value]
             memory["bandit"] = bandit.state_dict()
-        return float(memory["pull"][1])
+        return min(capability, float(memory["pull"][1]))
 
     def choose(self, ctx: ClientContext, proposal: float | None) -> float:
         """The proposal, or the client's capability where that is less."""
@@ -88,7 +96,7 @@ class BanditRatio(RatioPolicy):
         return limit if proposal is None else min(limit, proposal)
 
     def observe(self, ctx: ServerContext, update: Update) -> None:
-        """Credit the executed ratio."""
+        """Credit an arm with the utility gained per second."""
         memory = ctx.memory.setdefault(str(update.client_id), {})
         accuracy = update.metrics.get("accuracy")
         if accuracy is None:
@@ -97,7 +105,8 @@ class BanditRatio(RatioPolicy):
         memory["accuracy"] = accuracy
         if memory.get("pull") is None:
             return
-        pull = Pull(memory["pull"][0], max(update.ratio, self.low))
+        id, drawn = memory["pull"]
+        pull = Pull(id, drawn if self.credit == "drawn" else max(update.ratio, self.low))
         reward = (utility(accuracy) - utility(before)) / max(update.cost.seconds, 1e-9)
         bandit = self._bandit(ctx, memory, seed=0)
         bandit.tell(pull, reward, drop="below" if accuracy - before < self.threshold else None)

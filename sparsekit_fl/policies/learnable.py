@@ -17,6 +17,7 @@ from sparsekit.masks.mask import UnitMask
 from sparsekit.patterns import PatternView, TopImportance, select
 from sparsekit.session import CompactSession, HasState
 from sparsekit.state import StateDict
+from sparsekit.units.magnitudes import unit_magnitudes
 from sparsekit_fl.config import TrainingConfig
 from sparsekit_fl.context import ClientContext, Work
 from sparsekit_fl.policies.local import LocalPolicy, LocalResult
@@ -103,12 +104,11 @@ class LearnableSgd(LocalPolicy):
             raise NoUnitsError("the model has no units that could be learned; `sparsekit units` shows what was frozen and why")
         session = ctx.session
         metrics = self._first_scores(ctx, session)
-        session.load(start, None)
-        fused = FusedUnits(session)
-        importance = self._initial(ctx, fused)
-        view = PatternView(round=ctx.round, importance=fused.split(importance))
+        importance = self._initial(ctx, session, start)
+        sizes = [group.size for group in ctx.graph.groups.values()]
+        view = PatternView(round=ctx.round, importance=dict(zip(ctx.graph.groups, torch.split(importance, sizes), strict=True)))
         session.load(start, select(TopImportance(), ctx.graph, ratio, view))
-        fused.reload()
+        fused = FusedUnits(session)
         learner = ImportanceLearner(fused, importance, lr=self._importance_lr(ctx), term=self.term)
         pull = 2.0 * self.proximal / self._scale(start, session)
         step = LearnableStep(
@@ -144,13 +144,17 @@ class LearnableSgd(LocalPolicy):
         score, weight = ctx.score(session.module, "train").get("accuracy", (0.0, 0.0))
         return {"initial_accuracy": score / weight} if weight else {}
 
-    def _initial(self, ctx: ClientContext, fused: FusedUnits) -> Tensor:
+    def _initial(self, ctx: ClientContext, session: CompactSession, start: StateDict) -> Tensor:
+        """The client's importance, at first its target: float (J,)."""
         kept = ctx.memory.get("importance")
         if kept is not None:
-            return torch.as_tensor(kept).to(fused.group_of.device)
-        targets = self.term.targets(fused.magnitudes(), fused.sizes.tolist())
+            return torch.as_tensor(kept).to(ctx.device)
+        groups = ctx.graph.groups.values()
+        own = {name: start[name] for name in session.named_parameters()}
+        magnitudes = torch.cat([unit_magnitudes(group, own) for group in groups]).to(ctx.device)
+        targets = self.term.targets(magnitudes, [group.size for group in groups])
         if self.noise:
-            targets += torch.from_numpy(ctx.rng.uniform(0.0, self.noise, fused.total)).to(targets)
+            targets += torch.from_numpy(ctx.rng.uniform(0.0, self.noise, targets.numel())).to(targets)
         return targets
 
     def _importance_lr(self, ctx: ClientContext) -> float:

@@ -106,7 +106,13 @@ def draw(results: Sequence[Mapping[str, Any]], path: Path | str, *, title: str |
     except ImportError as error:
         raise MissingDependencyError('a figure needs matplotlib; pip install "sparsekit[report]"') from error
     curves = curves_of(results)
-    fonts: dict[Any, Any] = {"font.size": 11, "axes.edgecolor": _INK, "text.color": _INK, "axes.labelcolor": _INK, "xtick.color": _INK}
+    fonts: dict[Any, Any] = {
+        "font.size": 11,
+        "axes.edgecolor": _INK,
+        "text.color": _INK,
+        "axes.labelcolor": _INK,
+        "xtick.color": _INK,
+    }
     with mpl.rc_context({**fonts, "ytick.color": _INK, "font.family": "sans-serif"}):
         figure = Figure(figsize=(10.5, 4.4), layout="constrained")
         by_flops, by_round = figure.subplots(1, 2, sharey=True)

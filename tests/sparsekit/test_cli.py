@@ -210,3 +210,9 @@ def test_models_for_units_agree_with_those_for_runs() -> None:
 
 def test_the_error_family_is_what_main_catches() -> None:
     assert issubclass(InvalidValueError, SparsekitError)
+
+
+def test_no_argument_shows_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.execute([]) == 0
+    captured = capsys.readouterr()
+    assert "Usage: sparsekit" in captured.out + captured.err

@@ -1,0 +1,106 @@
+"""Wrap a network of your own, train it sparse with your own loop, and take a smaller plain module away. Seconds, offline.
+
+Needs scikit-learn (`pip install "sparsekit[fl]"`). Run it with `python examples/wrap_module.py`.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import sparsekit as sk
+
+RATIO = 0.25
+EPOCHS = 12
+
+
+def load_splits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Digits: images float32 (examples, 1, 8, 8) and labels int64 (examples,), to train on and to test with."""
+    images, labels = load_digits(return_X_y=True)
+    parts = train_test_split(images.reshape(-1, 1, 8, 8) / 16.0, labels, test_size=360, random_state=0)
+    train_images, test_images = (torch.tensor(part, dtype=torch.float32) for part in parts[:2])
+    train_labels, test_labels = (torch.tensor(part) for part in parts[2:])
+    return train_images, train_labels, test_images, test_labels
+
+
+def make_model() -> nn.Module:
+    """An ordinary network that knows nothing of masks."""
+    return nn.Sequential(
+        nn.Conv2d(1, 64, 3, padding=1),
+        nn.BatchNorm2d(64),
+        nn.ReLU(),
+        nn.Conv2d(64, 128, 3, padding=1),
+        nn.BatchNorm2d(128),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(128 * 16, 128),
+        nn.ReLU(),
+        nn.Linear(128, 10),
+    )
+
+
+@torch.no_grad()
+def accuracy(model: nn.Module, images: Tensor, labels: Tensor) -> float:
+    """Share of right answers."""
+    model.eval()
+    return float((model(images).argmax(dim=1) == labels).float().mean())
+
+
+@torch.no_grad()
+def milliseconds(model: nn.Module, images: Tensor, repeats: int = 30) -> float:
+    """Median time of one forward pass."""
+    model.eval()
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        model(images)
+        times.append(time.perf_counter() - start)
+    return 1000 * sorted(times)[repeats // 2]
+
+
+def main() -> None:
+    """Train at a quarter of the units, compact, and compare."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    images, labels, test_images, test_labels = load_splits()
+    model = make_model()
+
+    masked = sk.LearnableMask(model, (images[:2],), ratio=RATIO)  # traces the units; the model itself is never edited
+    optimizer = torch.optim.SGD(masked.parameters(), lr=0.05)
+    start, first = time.perf_counter(), masked.unit_mask()
+    for _ in range(EPOCHS):
+        masked.train()
+        for batch in torch.randperm(len(labels)).split(32):
+            loss = F.cross_entropy(masked(images[batch]), labels[batch]) + masked.penalty()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    mask = masked.unit_mask()
+    moved = sum(int((mask[name] & ~first[name]).sum()) for name in mask)
+    print(f"trained {EPOCHS} epochs in {time.perf_counter() - start:.1f} s; {moved} units entered while it learned")
+    print(f"sparse model: accuracy {accuracy(masked, test_images, test_labels):.1%} on test data")
+    print(f"kept {mask.density(masked.graph):.1%} of the parameters at ratio {RATIO}")
+
+    small = masked.compact()  # a smaller, plain nn.Module with the same outputs
+    masked.eval()
+    with torch.no_grad():
+        gap = float((small.eval()(test_images) - masked(test_images)).abs().max())
+    print(f"compact model: outputs differ by at most {gap:.1e}")
+
+    batch = test_images[:64]
+    narrow, dense = milliseconds(small, batch), milliseconds(model, batch)
+    print(f"a batch of {len(batch)}: {narrow:.2f} ms compact, {dense:.2f} ms dense, {dense / narrow:.1f} times faster")
+
+    full = sk.expand(small.state_dict(), masked.graph, mask, into=model.state_dict())
+    model.load_state_dict(full)
+    print(f"expanded again: {sum(tensor.numel() for tensor in full.values()):,} entries under the model's own keys")
+
+
+if __name__ == "__main__":
+    main()
