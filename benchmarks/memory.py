@@ -35,7 +35,9 @@ def clients(count: int) -> list[fl.Client]:
     def split(start: int, size: int) -> fl.TensorData:
         return fl.TensorData((images,), labels, (torch.arange(size) + start) % 2000)
 
-    return [fl.Client(id=k, data=fl.ClientData(split(7 * k, 20), split(7 * k + 20, 4), split(7 * k + 24, 4))) for k in range(count)]
+    return [
+        fl.Client(id=k, data=fl.ClientData(split(7 * k, 20), split(7 * k + 20, 4), split(7 * k + 24, 4))) for k in range(count)
+    ]
 
 
 def main() -> None:

@@ -62,7 +62,9 @@ def lstm() -> tuple[nn.Module, Tensor, Tensor]:
 MODELS = {"vgg11": vgg11, "cnn": cnn, "lstm": lstm}
 
 
-def plain_step(call: Callable[[Tensor], Tensor], parameters: Iterator[nn.Parameter], x: Tensor, y: Tensor) -> Callable[[], None]:
+def plain_step(
+    call: Callable[[Tensor], Tensor], parameters: Iterator[nn.Parameter], x: Tensor, y: Tensor
+) -> Callable[[], None]:
     """One step as everybody writes it."""
     optimizer = torch.optim.SGD(parameters, lr=LR)
 

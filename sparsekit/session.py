@@ -241,9 +241,7 @@ class CompactSession:
         self.mask = mask
         self.version += 1
 
-    def _states(
-        self, entry: _Entry, optimizers: Iterable[HasState]
-    ) -> Iterator[tuple[HasState, dict[str, Any], str]]:
+    def _states(self, entry: _Entry, optimizers: Iterable[HasState]) -> Iterator[tuple[HasState, dict[str, Any], str]]:
         """Per-entry state of a leaf: (whose, dict that holds it, its name in that dict)."""
         if entry.parameter is None:
             return

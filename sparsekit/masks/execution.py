@@ -111,9 +111,8 @@ class CompactExecution:
             return self.module(*args, **kwargs)
         if explore:
             return self._call_dense(scores, args, kwargs, explore)
-        gated = {
-            name: _GateGradient.apply(leaf, scores, readers, units) for name, leaf, readers, units in self.fused.gated_leaves()  # type: ignore[no-untyped-call]
-        }
+        apply: Any = _GateGradient.apply
+        gated = {name: apply(leaf, scores, readers, units) for name, leaf, readers, units in self.fused.gated_leaves()}
         return functional_call(self.module, gated, args, kwargs)
 
     def _call_dense(self, scores: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], explore: float) -> Any:

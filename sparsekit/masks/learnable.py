@@ -283,7 +283,13 @@ def _fixed_rng() -> Any:
 
 
 def _load_dense(
-    module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any, strict: bool, missing: list[str], *rest: Any
+    module: nn.Module,
+    state: dict[str, Any],
+    prefix: str,
+    _metadata: Any,
+    strict: bool,
+    missing: list[str],
+    *_rest: Any,
 ) -> None:
     """Read a dense state; leave in `state` what torch expects of the narrow module, so that its own loading succeeds."""
     assert isinstance(module, LearnableMask)

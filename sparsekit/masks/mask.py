@@ -21,7 +21,9 @@ def _checked(entries: Mapping[str, Tensor], what: str) -> dict[str, Tensor]:
         if keep.dtype != torch.bool:
             if keep.is_floating_point() and bool(torch.isnan(keep).any()):
                 raise InvalidValueError(f"{what} of {name!r} holds NaN; a mask is boolean, True = kept")
-            raise InvalidValueError(f"{what} of {name!r} must be boolean, True = kept, got {keep.dtype}; compare first: scores >= 0.5")
+            raise InvalidValueError(
+                f"{what} of {name!r} must be boolean, True = kept, got {keep.dtype}; compare first: scores >= 0.5"
+            )
         checked[name] = keep.detach()
     return checked
 

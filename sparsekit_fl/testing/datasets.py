@@ -61,7 +61,7 @@ class DatasetContract:
 
     def test_a_view_survives_pickling(self) -> None:
         view = self.make_source().train.take([1, 0])
-        again = pickle.loads(pickle.dumps(view.materialise()))  # noqa: S301 (our own bytes)
+        again = pickle.loads(pickle.dumps(view.materialise()))
         assert torch.equal(again.inputs[0], view.batch()[0][0])
 
 

@@ -33,9 +33,7 @@ def prepared(ratio: float) -> tuple[CompactSession, FusedUnits]:
     graph = trace_units(model, X)
     session = CompactSession(model, graph)
     fused = FusedUnits(session)
-    session.load(
-        model.state_dict(), select(Random(), graph, ratio, PatternView(generator=torch.Generator().manual_seed(1)))
-    )
+    session.load(model.state_dict(), select(Random(), graph, ratio, PatternView(generator=torch.Generator().manual_seed(1))))
     fused.reload()
     return session, fused
 
@@ -127,9 +125,7 @@ def test_the_pattern_is_followed_only_when_it_changed_and_ties_keep_the_lower_in
     learner.importance[5] = 2.0
     assert learner.follow()
     assert session.mask["0"].tolist() == [True, True, False, False, False, True]
-    assert session.mask == select(
-        TopImportance(), session.graph, 0.5, PatternView(importance=fused.split(learner.importance))
-    )
+    assert session.mask == select(TopImportance(), session.graph, 0.5, PatternView(importance=fused.split(learner.importance)))
 
 
 def test_stands_agrees_with_sorting_on_random_importance() -> None:
