@@ -19,18 +19,18 @@ from torch import Tensor, nn
 
 from sparsekit.errors import ForeignMaskError
 from sparsekit.masks.mask import UnitMask
-from sparsekit.slots import EntrySlots, GroupSlots, build_slots
+from sparsekit.slots import EntrySlots, GroupSlots, Move, build_slots
 from sparsekit.state import StateDict
 from sparsekit.units.graph import UnitGraph
 from sparsekit.units.rules import resize
 
-__all__ = ["CompactSession", "HasState"]
+__all__ = ["CompactSession", "HasState", "first_value"]
 
 
 class HasState(Protocol):
     """Whatever keeps tensors per leaf that must follow a re-key: every torch optimiser does.
 
-    State of units that enter for the first time starts from zero, or from `origin(key)` where the object has such a
+    State of units that enter for the first time starts from `first_value`, or from `origin(key)` where the object has such a
     method: the dense tensor for the entry of that state-dict key.
     """
 
@@ -59,6 +59,11 @@ class _Entry:
         if self.parameter is None:
             self.owner._buffers[self.attribute] = tensor
         else:
+            if tensor.shape != self.parameter.shape:
+                # A graph that is still referenced, such as that of the last loss, keeps the leaf's gradient accumulator
+                # alive, which remembers the old shape. Only a change of dtype makes torch forget it.
+                other = torch.float32 if tensor.dtype == torch.float64 else torch.float64
+                self.parameter.data = tensor.new_empty(0, dtype=other)
             # The one way to give a leaf another shape while optimisers and modules keep their references to it.
             self.parameter.data = tensor
             self.parameter.grad = None
@@ -78,6 +83,23 @@ def _find_entries(module: nn.Module) -> list[_Entry]:
         parameter = tensor if isinstance(tensor, nn.Parameter) else None
         entries[id(tensor)] = _Entry([name], modules[owner_name], attribute, parameter)
     return list(entries.values())
+
+
+def first_value(owner: object, name: str) -> float:
+    """What a torch optimiser puts into the state of an entry that has not trained yet: zero but for two of them."""
+    if isinstance(owner, torch.optim.Adagrad) and name == "sum":
+        return float(owner.defaults["initial_accumulator_value"])
+    if isinstance(owner, torch.optim.Rprop) and name == "step_size":
+        return float(owner.defaults["lr"])
+    return 0.0
+
+
+def _forget_factored(leaf: nn.Parameter, shape: torch.Size, optimizers: Iterable[HasState]) -> None:
+    """Clear optimiser state of a leaf that had `shape`, if some of it has another shape, which cannot be followed."""
+    for optimizer in optimizers:
+        state = optimizer.state.get(leaf) or {}
+        if any(isinstance(value, Tensor) and value.dim() > 0 and value.shape != shape for value in state.values()):
+            state.clear()
 
 
 class CompactSession:
@@ -108,6 +130,14 @@ class CompactSession:
         self.mask = UnitMask.full(graph)
         self.load(model.state_dict(), None)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what belongs to optimisers, which a copy or another process does not have."""
+        return {name: value for name, value in vars(self).items() if name != "_extra"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._extra = WeakKeyDictionary()
+
     def parameters(self) -> list[nn.Parameter]:
         """The narrow leaves, tied ones once, in the order of the model's state."""
         return [entry.parameter for entry in self._entries if entry.parameter is not None]
@@ -134,7 +164,11 @@ class CompactSession:
     def _key(self, entry: _Entry) -> str:
         return next((name for name in entry.names if name in self.graph.slices_of), entry.names[0])
 
-    def load(self, state: StateDict, mask: UnitMask | None) -> None:
+    def slot_order(self) -> dict[str, Tensor]:
+        """Group name → int64 (kept,): the unit in each slot, the order in which optimiser state lies."""
+        return {name: group.units.clone() for name, group in self._groups.items()}
+
+    def load(self, state: StateDict, mask: UnitMask | None, order: Mapping[str, Tensor] | None = None) -> None:
         """Start afresh from a dense state under a mask.
 
         Optimiser state that was kept for dropped units is forgotten; make a new optimiser after loading.
@@ -142,9 +176,10 @@ class CompactSession:
         Args:
             state: The dense state; never written to.
             mask: What is kept; None keeps all.
+            order: Group name → the unit in each slot, from `slot_order`; ascending where not given.
 
         Raises:
-            ForeignMaskError: the state or the mask belongs to another model.
+            ForeignMaskError: the state, the mask or the order belongs to another model.
         """
         self.graph.check_state(state)
         mask = UnitMask.full(self.graph) if mask is None else mask
@@ -152,13 +187,23 @@ class CompactSession:
         self._dense = {self._key(entry): state[self._key(entry)].detach() for entry in self._entries}
         self._owned = set()
         self._extra = WeakKeyDictionary()
-        self._place(mask)
+        self._place(mask, order)
         self._fill()
 
-    def _place(self, mask: UnitMask) -> None:
-        """Give every kept unit a slot, in ascending order."""
-        self.mask = mask
-        self._groups, self._slots = build_slots(self.graph, mask)
+    def _place(self, mask: UnitMask, order: Mapping[str, Tensor] | None = None) -> None:
+        """Give every kept unit a slot, in ascending order unless another is given."""
+        groups, slots = build_slots(self.graph, mask)
+        moves: dict[str, Move] = {}
+        for name, units in (order or {}).items():
+            if name not in groups or not torch.equal(units.cpu().sort().values, groups[name].units):
+                raise ForeignMaskError(f"the order of slots of group {name!r} does not hold the units that the mask keeps")
+            if not torch.equal(units.cpu(), groups[name].units):
+                moves[name] = (torch.arange(units.numel()), units.cpu())
+        for entry in slots.values():
+            entry.reassign(moves)
+        for name, move in moves.items():
+            groups[name].apply(move)
+        self.mask, self._groups, self._slots = mask, groups, slots
         self.version += 1
         self.layout += 1
 
@@ -182,27 +227,29 @@ class CompactSession:
             self._owned.add(key)
         return self._dense[key]
 
-    def rekey(self, mask: UnitMask, optimizers: Sequence[HasState] = ()) -> None:
+    def rekey(self, mask: UnitMask, optimizers: Sequence[HasState] = (), order: Mapping[str, Tensor] | None = None) -> None:
         """Change the mask; trained values and optimiser state of dropped units are put by, those of entering ones return.
 
         Gradients are discarded, since they belong to the old mask.
 
         Args:
             mask: What is kept from now on.
-            optimizers: Every optimiser that holds narrow leaves; their per-entry state is re-keyed along.
+            optimizers: Every optimiser that holds narrow leaves; their per-entry state is re-keyed along. State of another
+                shape (the factored moments of Adafactor) starts anew where the leaf's shape changes.
+            order: The unit in each slot from now on, as from `slot_order`; where not given, units that stay keep theirs.
 
         Raises:
-            ForeignMaskError: the mask belongs to another graph.
+            ForeignMaskError: the mask or the order belongs to another graph.
         """
         mask.check(self.graph)
-        if mask == self.mask:
+        if mask == self.mask and order is None:
             return
-        if mask.counts() != self.mask.counts():
-            self._rekey_shapes(mask, optimizers)
+        if order is not None or mask.counts() != self.mask.counts():
+            self._rekey_shapes(mask, optimizers, order)
         else:
             self._rekey_slots(mask, optimizers)
 
-    def _rekey_shapes(self, mask: UnitMask, optimizers: Sequence[HasState]) -> None:
+    def _rekey_shapes(self, mask: UnitMask, optimizers: Sequence[HasState], order: Mapping[str, Tensor] | None = None) -> None:
         for entry in self._touched:
             key = self._key(entry)
             self._slots[key].scatter(entry.tensor, self._writable(key))
@@ -210,10 +257,13 @@ class CompactSession:
                 self._slots[key].scatter(state[name], self._extra_for(owner, key, name, state[name]))
         self._dense.update({self._key(e): e.tensor.clone() for e in self._entries if e not in self._touched})
         states = {id(entry): list(self._states(entry, optimizers)) for entry in self._touched}
-        self._place(mask)
+        shapes = {id(entry): entry.tensor.shape for entry in self._touched}
+        self._place(mask, order)
         self._fill()
         for entry in self._touched:
             key = self._key(entry)
+            if entry.parameter is not None and entry.parameter.shape != shapes[id(entry)]:
+                _forget_factored(entry.parameter, shapes[id(entry)], optimizers)
             for owner, state, name in states[id(entry)]:
                 state[name] = self._slots[key].gather(self._extra[owner][key, name])
 
@@ -256,8 +306,7 @@ class CompactSession:
         kept = self._extra.setdefault(owner, {})
         if (key, name) not in kept:
             origin = getattr(owner, "origin", None)
-            # Units that have not trained yet have no state: zero is what every torch optimiser starts from.
-            start = torch.zeros(self.graph.shapes[key]) if origin is None else origin(key)
+            start = narrow.new_full(self.graph.shapes[key], first_value(owner, name)) if origin is None else origin(key)
             kept[key, name] = start.to(device=narrow.device, dtype=narrow.dtype)
         return kept[key, name]
 

@@ -94,8 +94,9 @@ class RunFolder:
         Raises:
             ResumeError: the folder holds a run and `resume` is False, or an option changed, or a file is damaged.
         """
-        for left_over in self.path.glob(".*.tmp"):
-            left_over.unlink()
+        for folder in (self.path, self.path / "models"):
+            for left_over in folder.glob(".*.tmp"):
+                left_over.unlink()
         exists = self._checkpoint.exists()
         if exists and not resume:
             raise ResumeError(

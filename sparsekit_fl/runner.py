@@ -66,13 +66,15 @@ def run(
         Scores, costs and records.
 
     Raises:
-        InvalidValueError: clients and options do not fit each other.
+        InvalidValueError: no method, or clients and options that do not fit each other.
         ResumeError: `out` holds another run, or an option changed.
         ClientError: every client of a round failed; the first failure.
         UpdateError: every update of a round was refused; the first reason.
         RunInterrupted: Ctrl-C; says how to go on.
         WorkerDiedError: a worker process was killed; says how to go on.
     """
+    if not isinstance(method, Method):
+        raise InvalidValueError(f"method must be a Method, got {method!r}; call the function: fl.methods.fedlps()")
     roster = by_id(clients)
     if len(roster) != len(clients):
         raise InvalidValueError("client ids must be distinct; number them 0, 1, 2, …")

@@ -7,7 +7,7 @@ statistics stand still while they are dropped.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -18,10 +18,11 @@ from torch.optim import Optimizer
 from sparsekit.masks.dense import dense_skeleton, straight_through_gates
 from sparsekit.masks.fused import FusedUnits, Reader
 from sparsekit.masks.mask import UnitMask, to_weights
-from sparsekit.session import CompactSession
+from sparsekit.session import CompactSession, first_value
 from sparsekit.state import StateDict
 from sparsekit.units.graph import UnitGraph
 from sparsekit.units.magnitudes import unit_magnitudes
+from sparsekit.units.rebuild import named_entries
 
 __all__ = ["CompactExecution", "Execution", "MaskedExecution"]
 
@@ -52,8 +53,14 @@ class Execution(Protocol):
         """Change the mask."""
         ...
 
-    def load(self, state: StateDict, mask: UnitMask) -> None:
-        """Start from a dense state under a mask."""
+    def slot_order(self) -> dict[str, Tensor]:
+        """Group name → the units in the order in which narrow entries hold them; empty where entries are dense."""
+        ...
+
+    def load(
+        self, state: StateDict, mask: UnitMask, order: Mapping[str, Tensor] | None, optimizers: Sequence[Optimizer]
+    ) -> None:
+        """Start from a dense state under a mask; narrow entries and optimiser state take the given order of units."""
         ...
 
     def dense_state(self) -> dict[str, Tensor]:
@@ -133,9 +140,19 @@ class CompactExecution:
     def rekey(self, mask: UnitMask, optimizers: Sequence[Optimizer]) -> None:
         self.fused.rekey(mask, optimizers)
 
-    def load(self, state: StateDict, mask: UnitMask) -> None:
-        self.session.load(state, mask)
+    def slot_order(self) -> dict[str, Tensor]:
+        return self.session.slot_order()
+
+    def load(
+        self, state: StateDict, mask: UnitMask, order: Mapping[str, Tensor] | None, optimizers: Sequence[Optimizer]
+    ) -> None:
+        order = self._ascending(mask) if order is None else order
+        self.session.rekey(mask, optimizers, order)
+        self.session.load(state, mask, order)
         self.fused.reload()
+
+    def _ascending(self, mask: UnitMask) -> dict[str, Tensor]:
+        return {name: keep.cpu().nonzero().reshape(-1) for name, keep in mask.items()}
 
     def dense_state(self) -> dict[str, Tensor]:
         return self.session.dense_state()
@@ -189,35 +206,44 @@ class MaskedExecution:
         for parameter in self.module.parameters():
             parameter.grad = None
 
-    def load(self, state: StateDict, mask: UnitMask) -> None:
+    def slot_order(self) -> dict[str, Tensor]:
+        return {}
+
+    def load(
+        self,
+        state: StateDict,
+        mask: UnitMask,
+        order: Mapping[str, Tensor] | None,  # noqa: ARG002 - dense entries have one order
+        optimizers: Sequence[Optimizer],  # noqa: ARG002 - state needs no moving
+    ) -> None:
         self.graph.check_state(state)
         mask.check(self.graph)
         self.module.load_state_dict(dict(state))
         self.mask = mask
 
     def dense_state(self) -> dict[str, Tensor]:
-        return {name: tensor.detach().clone() for name, tensor in self.module.state_dict().items()}
+        return {name: tensor.detach().clone() for name, tensor in named_entries(self.module).items()}
 
-    def _standing(self, optimizers: Sequence[Optimizer]) -> Iterator[tuple[Tensor, Tensor]]:
-        """(tensor, bool of its dropped entries): parameters, and optimiser state of their shape."""
+    def _standing(self, optimizers: Sequence[Optimizer]) -> Iterator[tuple[Tensor, Tensor, float]]:
+        """(tensor, bool of its dropped entries, first value): parameters, and optimiser state of their shape."""
         parameters = dict(self.module.named_parameters())
         for name, dropped in self._dropped_by_name(parameters):
             parameter = parameters[name]
-            yield parameter.detach(), dropped
+            yield parameter.detach(), dropped, 0.0
             for optimizer in optimizers:
-                for value in optimizer.state.get(parameter, {}).values():
+                for state_name, value in optimizer.state.get(parameter, {}).items():
                     if isinstance(value, Tensor) and value.shape == parameter.shape and value.dim() > 0:
-                        yield value, dropped
+                        yield value, dropped, first_value(optimizer, state_name)
 
     def before_step(self, optimizers: Sequence[Optimizer]) -> None:
         """Remember what must stand still."""
-        self._saved = {tensor.data_ptr(): tensor[dropped] for tensor, dropped in self._standing(optimizers)}
+        self._saved = {tensor.data_ptr(): tensor[dropped] for tensor, dropped, _ in self._standing(optimizers)}
 
     def after_step(self, optimizers: Sequence[Optimizer]) -> None:
-        """Put back what must stand still; state that the step has just made starts from zero there."""
-        for tensor, dropped in self._standing(optimizers):
+        """Put back what must stand still; state that the step has just made takes its first value there."""
+        for tensor, dropped, first in self._standing(optimizers):
             values = self._saved.get(tensor.data_ptr())
-            tensor[dropped] = 0.0 if values is None else values
+            tensor[dropped] = first if values is None else values
         self._saved = {}
 
     def apply_to_tensors(self, function: Callable[[Tensor], Tensor]) -> None:

@@ -86,6 +86,8 @@ class LearnableMask(nn.Module):
             raise InvalidValueError(f"execution must be 'compact' or 'masked', got {execution!r}")
         if not 0.0 <= explore <= 1.0:
             raise InvalidValueError(f"explore must be in [0, 1], got {explore}; it is a share of extra work, 0.1 is 10 % more")
+        if pattern is not None and (isinstance(pattern, type) or not isinstance(pattern, Pattern)):
+            raise InvalidValueError(f"pattern must be an object with `keep`, such as pattern=Magnitude(), got {pattern!r}")
         if graph is None:
             if example_inputs is None:
                 raise InvalidValueError("pass example_inputs=(x,), one call's worth of inputs, or a ready graph=")
@@ -147,6 +149,11 @@ class LearnableMask(nn.Module):
 
     def redraw(self) -> None:
         """Ask the pattern again and change the mask to what it says."""
+        # What is made here outlives the call: tensors of inference mode could not be trained on later.
+        with torch.inference_mode(False), torch.no_grad():
+            self._redraw()
+
+    def _redraw(self) -> None:
         view = PatternView(
             importance=self._split(self.scores.detach()),
             weights=None if isinstance(self.pattern, TopImportance) else self._execution.dense_state(),
@@ -240,7 +247,10 @@ class LearnableMask(nn.Module):
         self._execution.after_step(list(self.optimizers))
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """The dense state under the model's own keys, and importance, mask and ratio under `sparsekit.` keys."""
+        """The dense state under the model's own keys; importance, mask, order of slots and ratio under `sparsekit.` keys.
+
+        The order of slots is that of the narrow parameters, so that an optimiser's own state dict fits them after loading.
+        """
         destination: dict[str, Any] | None = args[0] if args else kwargs.get("destination")
         prefix: str = args[1] if len(args) > 1 else kwargs.get("prefix", "")
         self.refresh()
@@ -251,6 +261,8 @@ class LearnableMask(nn.Module):
             destination[f"{prefix}{_PREFIX}importance.{name}"] = scores
         for name, keep in self._execution.mask.items():
             destination[f"{prefix}{_PREFIX}mask.{name}"] = keep.clone()
+        for name, units in self._execution.slot_order().items():
+            destination[f"{prefix}{_PREFIX}slots.{name}"] = units
         destination[f"{prefix}{_PREFIX}ratio"] = torch.tensor(self._ratio, dtype=torch.float64)
         return destination
 
@@ -258,6 +270,10 @@ class LearnableMask(nn.Module):
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._execution.apply_to_tensors(fn)
         return self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        watch(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LearnableMask:
         twin = self.__class__.__new__(self.__class__)
@@ -272,7 +288,14 @@ class LearnableMask(nn.Module):
 def _trace(model: nn.Module, example_inputs: tuple[Any, ...] | Mapping[str, Any] | Tensor) -> UnitGraph:
     if isinstance(example_inputs, Mapping):
         return trace_units(model, **example_inputs)
-    return trace_units(model, *((example_inputs,) if isinstance(example_inputs, Tensor) else example_inputs))
+    if isinstance(example_inputs, Tensor):
+        return trace_units(model, example_inputs)
+    if not isinstance(example_inputs, tuple | list):
+        raise InvalidValueError(
+            "example_inputs must be a tuple of positional inputs, a mapping of keyword inputs or one tensor,"
+            f" got {type(example_inputs).__name__}; pass (x,), one call's worth of inputs"
+        )
+    return trace_units(model, *example_inputs)
 
 
 def _fixed_rng() -> Any:
@@ -304,9 +327,11 @@ def _load_dense(
     for name in module.graph.groups:
         scores[name] = state.pop(f"{prefix}{_PREFIX}importance.{name}", scores[name])
         entries[name] = state.pop(f"{prefix}{_PREFIX}mask.{name}", entries[name]).cpu()
+    saved = {name: state.pop(f"{prefix}{_PREFIX}slots.{name}", None) for name in module.graph.groups}
+    order = {name: units for name, units in saved.items() if units is not None}
     ratio = state.pop(f"{prefix}{_PREFIX}ratio", None)
     module._ratio = check_ratio(float(ratio)) if ratio is not None else module._ratio
-    module._execution.load({**present, **dense}, UnitMask(entries))
+    module._execution.load({**present, **dense}, UnitMask(entries), order or None, list(module.optimizers))
     module._density = module._execution.mask.density(module.graph)
     module.load_importance(scores)
     module._seen = (module._ratio, module.scores._version, module.scores.data_ptr())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from numbers import Real
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -61,9 +62,13 @@ def check_ratio(ratio: float) -> float:
     Raises:
         InvalidValueError: not in (0, 1], or NaN.
     """
-    if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 0.0 < ratio <= 1.0:
+    if isinstance(ratio, bool) or not isinstance(ratio, Real):
+        raise InvalidValueError(
+            f"ratio must be in (0, 1], got {ratio!r} of type {type(ratio).__name__}; pass a number, such as 0.5"
+        )
+    if not 0.0 < ratio <= 1.0:
         advice = ""
-        if isinstance(ratio, (int, float)) and 1.0 < ratio <= 100.0:
+        if 1.0 < ratio <= 100.0:
             advice = f"; a ratio is the share kept, so for {ratio:g} % pass {ratio / 100:g}"
         elif ratio == 0:
             advice = "; a ratio is the share kept, so to prune 30 % pass 0.7, and at least one unit of a group always stays"

@@ -85,6 +85,12 @@ def trace_units(
 def _check(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise UnsupportedModelError(f"expected a torch.nn.Module, got {type(model).__name__}")
+    lazy = [name for name, entry in model.named_parameters() if isinstance(entry, nn.parameter.UninitializedParameter)]
+    if lazy:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has lazy parameters that were not made yet ({', '.join(lazy[:3])});"
+            " call the model once on real inputs first"
+        )
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             where = f"its submodule {name!r} is" if name else "it is"

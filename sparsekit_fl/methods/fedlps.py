@@ -26,7 +26,7 @@ def fedlps() -> Method:
         name="fedlps",
         source=_SOURCE,
         ratio=BanditRatio(),
-        local=LearnableSgd(term=ImportanceTerm(target="standardised", reduction="sum"), importance_lr=0.1),
+        local=LearnableSgd(term=ImportanceTerm(target="standardised", reduction="sum"), importance_lr=0.02),
         aggregate=DeltaMean(),
         personal=OwnModel(select="best"),
     )

@@ -67,10 +67,14 @@ class GlobalModel(PersonalPolicy):
     """The global model as it stands."""
 
 
-def _quality(scores: Scores) -> list[float]:
-    """Accuracy, where a problem has one, then minus the loss: what is larger in the first that differs is better."""
-    values = {name: total / max(weight, 1e-12) for name, (total, weight) in scores.items()}
-    return [*([values["accuracy"]] if "accuracy" in values else []), -values["loss"]]
+def _quality(validation: Scores, training: Scores) -> list[float]:
+    """Validation accuracy, where a problem has one, then minus the mean loss: the first that differs decides."""
+    losses = [validation["loss"], training["loss"]] if "accuracy" in validation else [validation["loss"]]
+    loss = sum(total for total, _ in losses) / max(sum(weight for _, weight in losses), 1e-12)
+    if "accuracy" not in validation:
+        return [-loss]
+    total, weight = validation["accuracy"]
+    return [total / max(weight, 1e-12), -loss]
 
 
 @dataclass(frozen=True)
@@ -79,7 +83,8 @@ class OwnModel(PersonalPolicy):
 
     Args:
         select: "last" keeps that of the last participation; "best" the one of highest accuracy on the client's own
-            validation data, of equal ones that of lowest loss there (of loss alone where the problem has no accuracy).
+            validation data, of equal ones that of lowest loss on its validation and training data together, since a
+            few validation examples tie often (of validation loss alone where the problem has no accuracy).
     """
 
     select: Literal["last", "best"] = "last"
@@ -91,7 +96,8 @@ class OwnModel(PersonalPolicy):
     def keep(self, ctx: ClientContext, result: LocalResult, ratio: float) -> None:
         """Keep the result, unless an earlier one was better."""
         if self.select == "best":
-            quality = _quality(ctx.score(self._module(ctx, result), "val"))
+            module = self._module(ctx, result)
+            quality = _quality(ctx.score(module, "val"), ctx.score(module, "train"))
             if quality < ctx.memory.get("quality", [float("-inf")]):
                 return
             ctx.memory["quality"] = quality

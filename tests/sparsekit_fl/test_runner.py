@@ -246,3 +246,16 @@ def test_a_run_killed_at_random_moments_ends_with_the_same_bits(tmp_path, worker
     assert resumed.cost.flops_compact == whole.cost.flops_compact
     left = {folder: sorted(p.name for p in (tmp_path / folder).rglob("*")) for folder in ("whole", "killed")}
     assert left["killed"] == left["whole"]
+
+
+def test_a_method_that_was_not_called_is_refused() -> None:
+    with pytest.raises(InvalidValueError, match=r"call the function: fl\.methods\.fedlps\(\)"):
+        run(fedavg, tiny_problem(), tiny_clients(), tiny_config())  # type: ignore[arg-type]
+
+
+def test_files_that_a_kill_left_half_written_are_removed_on_resume(tmp_path) -> None:
+    half_run(tmp_path, resume=False, workers=1)
+    for left_over in (tmp_path / ".result.json.7.tmp", tmp_path / "models" / ".client-1.safetensors.7.tmp"):
+        left_over.touch()
+    half_run(tmp_path, resume=True, workers=1)
+    assert not list(tmp_path.rglob("*.tmp"))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -61,3 +63,9 @@ def test_a_pattern_that_keeps_another_number_is_named() -> None:
 def test_patterns_are_found_by_name() -> None:
     assert registry["ordered"] is Ordered
     assert {"importance", "magnitude", "ordered", "random", "rolling"} <= set(registry)
+
+
+def test_a_ratio_may_be_any_real_number() -> None:
+    assert check_ratio(np.float32(0.5)) == 0.5
+    assert type(check_ratio(np.float64(0.25))) is float
+    assert check_ratio(Fraction(1, 4)) == 0.25

@@ -381,3 +381,8 @@ def test_a_weight_that_is_computed_by_an_unknown_operator_is_named() -> None:
     graph, messages = trace(model, torch.zeros(1, 3))
     assert list(graph.groups) == ["2"]
     assert any("'0.parametrizations.weight' (6 units)" in message and "weight_norm" in message for message in messages)
+
+
+def test_lazy_parameters_are_refused_with_what_to_do() -> None:
+    with pytest.raises(UnsupportedModelError, match="call the model once"):
+        trace_units(nn.Sequential(nn.LazyLinear(4), nn.ReLU(), nn.Linear(4, 2)), torch.zeros(1, 3))
