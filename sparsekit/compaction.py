@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from sparsekit.errors import ForeignMaskError
+from sparsekit.errors import ForeignMaskError, InvalidValueError
 from sparsekit.masks.mask import UnitMask
 from sparsekit.state import StateDict
 from sparsekit.units.graph import UnitGraph
@@ -34,7 +34,10 @@ def compact(
 
     Raises:
         ForeignMaskError: the mask or the model does not belong to the graph.
+        InvalidValueError: the mask is no UnitMask.
     """
+    if not isinstance(mask, UnitMask):
+        raise InvalidValueError(f"mask must be a UnitMask, got {type(mask).__name__}; UnitMask({{group: keep}}) makes one")
     mask.check(graph)
     graph.check_state(named_entries(model), what=f"the {type(model).__name__}")
     return narrow_module(model, graph, mask, rules)

@@ -230,6 +230,8 @@ class _Loop:
         return found
 
     def _finish(self, pool: ClientPool, evaluations: Sequence[Evaluation]) -> RunResult:
+        # A worker that outlived a killed run may have written once more after this one began.
+        self._store.keep_only(self._versions)
         setup, scores = self.setup, RoundScores.of(evaluations)
         state = self.server.state.state
         result = RunResult(

@@ -24,15 +24,17 @@ def pathological(
     rng: np.random.Generator,
     classes_per_client: int = 2,
     images_per_class: int = 100,
+    distinct: bool = True,
     when_short: Literal["refuse", "shrink", "redeal"] = "refuse",
 ) -> list[ClientData]:
     """Deal shards of one class each to clients.
 
     The training examples of every class are cut, in their order, into shards of `images_per_class`; a remainder is left
-    out, so that no shard straddles two classes. Each client draws `classes_per_client` shards without replacement, of
-    different classes as long as enough classes have shards left: a class is drawn with a chance in proportion to its
-    shards left. The last tenth of each shard is held out for validation. A client is tested on `images_per_class` test
-    examples, drawn anew for each client, of each class it owns, or on all there are if the class has fewer.
+    out, so that no shard straddles two classes. Each client draws `classes_per_client` shards without replacement, with
+    `distinct` of different classes as long as enough classes have shards left: a class is drawn with a chance in
+    proportion to its shards left. The last tenth of each shard is held out for validation. A client is tested on
+    `images_per_class` test examples, drawn anew for each client, of each class it owns, or on all there are if the class
+    has fewer.
 
     Args:
         source: With one label per example and a test set.
@@ -40,6 +42,9 @@ def pathological(
         rng: For every draw.
         classes_per_client: Shards per client.
         images_per_class: Examples per shard.
+        distinct: Whether the classes of a client differ. False draws each shard from all that are left, as the authors'
+            released code does, so that `classes_per_client` is an upper bound: with 2 of 10 classes, about one client
+            in ten has a single class.
         when_short: What to do if there are too few shards. "refuse": raise. "shrink": the largest smaller shards that
             suffice, with a warning. "redeal": once all shards are out, deal them again, with a warning; clients then
             share examples.
@@ -52,7 +57,7 @@ def pathological(
         InvalidValueError: an option out of range.
 
     Source: Xue et al., ICDE 2025 (arXiv 2412.07216). Their released code cuts the label-sorted data without regard to
-        class borders and lets a client draw two shards of one class; here a client has its number of classes.
+        class borders; here a shard has one class.
     """
     check_clients(clients)
     if not 1 <= classes_per_client <= source.classes:
@@ -74,7 +79,7 @@ def pathological(
         if redeal and sum(map(bool, decks)) < min(classes_per_client, sum(map(bool, shards))):
             decks = [_shuffled(shard, rng) for shard in shards]
         owned: dict[int, list[Indices]] = {}
-        for label in _draw_classes([len(deck) for deck in decks], classes_per_client, rng):
+        for label in _draw_classes([len(deck) for deck in decks], classes_per_client, rng, distinct=distinct):
             owned.setdefault(label, []).append(decks[label].pop())
         split = [hold_out(shard) for label in sorted(owned) for shard in owned[label]]
         scored = []
@@ -100,10 +105,10 @@ def pathological(
     return hands
 
 
-def _draw_classes(left: list[int], count: int, rng: np.random.Generator) -> list[int]:
-    """Which classes a client draws its shards from; a class twice only if too few classes have shards left."""
+def _draw_classes(left: list[int], count: int, rng: np.random.Generator, *, distinct: bool) -> list[int]:
+    """Which classes a client draws its shards from; with `distinct` a class twice only if too few classes are left."""
     remaining = np.asarray(left, dtype=np.float64)
-    different = min(count, int((remaining > 0).sum()))
+    different = min(count, int((remaining > 0).sum())) if distinct else 1
     drawn = [int(c) for c in rng.choice(len(left), size=different, replace=False, p=remaining / remaining.sum())]
     remaining[drawn] -= 1
     while len(drawn) < count:

@@ -200,3 +200,14 @@ def test_options_out_of_range_are_refused(partition: object, options: dict) -> N
     source = texts() if partition is natural else pictures()
     with pytest.raises(InvalidValueError):
         partition(source, rng=np.random.default_rng(0), **options)  # type: ignore[operator]
+
+
+def test_shards_may_share_a_class_only_where_that_is_asked_for() -> None:
+    source = pictures(per_class=600, classes=10, tests=20)
+
+    def classes(distinct: bool) -> list[int]:
+        hands = pathological(source, clients=100, rng=np.random.default_rng(0), images_per_class=20, distinct=distinct)
+        return [len(set(hand.train.labels().tolist())) for hand in hands]
+
+    assert set(classes(True)) == {2}
+    assert 3 <= classes(False).count(1) <= 20
