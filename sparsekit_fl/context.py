@@ -107,6 +107,8 @@ class Setup:
                 # Methods that train the whole model need no units; the others say so when they choose a mask.
                 graph = UnitGraph(groups={}, shapes={name: t.shape for name, t in model.state_dict().items()})
         graph.check_state(model.state_dict())
+        for policy in (method.ratio, method.mask, method.local):
+            policy.check(problem, graph)
         costs = trace_cost(model, *problem.example_inputs, graph=graph)
         return Setup(method=method, problem=problem, graph=graph, costs=costs, config=config, initial=clone(model.state_dict()))
 

@@ -11,9 +11,11 @@ import numpy as np
 from sparsekit.bandit import PUCBV, Interval, Pull
 from sparsekit.errors import InvalidValueError
 from sparsekit.patterns.base import check_ratio
+from sparsekit.units.graph import UnitGraph
 from sparsekit_fl.context import ClientContext, Memory, ServerContext
 from sparsekit_fl.messages import Update
 from sparsekit_fl.policies.ratio import RatioPolicy
+from sparsekit_fl.problem import Problem
 
 __all__ = ["BanditRatio", "utility"]
 
@@ -60,6 +62,14 @@ class BanditRatio(RatioPolicy):
         if self.low >= 1.0:
             raise InvalidValueError(f"low must be below 1, got {self.low}; the arms cover [low, 1]")
 
+    def check(self, problem: Problem, graph: UnitGraph) -> None:
+        """Raise InvalidValueError where there is no accuracy to learn from."""
+        if "accuracy" not in problem.metrics:
+            raise InvalidValueError(
+                f"BanditRatio learns from training accuracy, and the problem has the metrics {sorted(problem.metrics)};"
+                " give it one named 'accuracy', or choose another ratio policy"
+            )
+
     def _bandit(self, ctx: ServerContext, memory: Memory, *, seed: int) -> PUCBV:
         bandit = PUCBV(
             Interval(self.low, 1.0),
@@ -98,9 +108,7 @@ class BanditRatio(RatioPolicy):
     def observe(self, ctx: ServerContext, update: Update) -> None:
         """Credit an arm with the utility gained per second."""
         memory = ctx.memory.setdefault(str(update.client_id), {})
-        accuracy = update.metrics.get("accuracy")
-        if accuracy is None:
-            raise InvalidValueError("BanditRatio learns from training accuracy; give the problem a metric named 'accuracy'")
+        accuracy = update.metrics["accuracy"]
         before = memory.get("accuracy", update.metrics.get("initial_accuracy", accuracy))
         memory["accuracy"] = accuracy
         if memory.get("pull") is None:

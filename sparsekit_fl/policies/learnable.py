@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from sparsekit.errors import InvalidValueError, NoUnitsError
+from sparsekit.errors import InvalidValueError
 from sparsekit.masks.dense import GateProbe
 from sparsekit.masks.fused import FusedUnits
 from sparsekit.masks.importance import ImportanceLearner, ImportanceTerm
@@ -17,10 +17,13 @@ from sparsekit.masks.mask import UnitMask
 from sparsekit.patterns import PatternView, TopImportance, select
 from sparsekit.session import CompactSession, HasState
 from sparsekit.state import StateDict
+from sparsekit.units.graph import UnitGraph
 from sparsekit.units.magnitudes import unit_magnitudes
 from sparsekit_fl.config import TrainingConfig
 from sparsekit_fl.context import ClientContext, Work
 from sparsekit_fl.policies.local import LocalPolicy, LocalResult
+from sparsekit_fl.policies.mask import require_units
+from sparsekit_fl.problem import Problem
 from sparsekit_fl.sparse import Mask
 from sparsekit_fl.training import Batch, SgdStep
 
@@ -81,6 +84,10 @@ class LearnableSgd(LocalPolicy):
         if not 0.0 <= self.noise < float("inf"):
             raise InvalidValueError(f"noise must be a finite number >= 0, got {self.noise}")
 
+    def check(self, problem: Problem, graph: UnitGraph) -> None:
+        """Raise NoUnitsError where the model has no units to learn."""
+        require_units(graph, type(self).__name__)
+
     def train(self, ctx: ClientContext, start: StateDict, mask: Mask | None, ratio: float) -> LocalResult:
         """Train under the learned pattern at `ratio`.
 
@@ -95,13 +102,10 @@ class LearnableSgd(LocalPolicy):
             global state of round 0 on the client's training data, a⁻¹ in the paper.
 
         Raises:
-            NoUnitsError: the model has no units.
             InvalidValueError: a mask policy chose a mask already, or the importance diverged.
         """
         if mask is not None:
             raise InvalidValueError("LearnableSgd learns its own mask; use it with the mask policy Dense()")
-        if not ctx.graph.groups:
-            raise NoUnitsError("the model has no units that could be learned; `sparsekit units` shows what was frozen and why")
         session = ctx.session
         metrics = self._first_scores(ctx, session)
         importance = self._initial(ctx, session, start)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from sparsekit.errors import InvalidValueError
 from sparsekit.masks.mask import UnitMask, WeightMask
 from sparsekit.state import StateDict
+from sparsekit.units.graph import UnitGraph
 from sparsekit_fl.context import ClientContext, Work
 from sparsekit_fl.problem import Problem
 from sparsekit_fl.sparse import Mask, mask_state
@@ -47,6 +48,9 @@ class LocalResult:
 
 class LocalPolicy:
     """How. A policy owns the step: it may take two batches, train a second model, or change its mask as it goes."""
+
+    def check(self, problem: Problem, graph: UnitGraph) -> None:
+        """Raise, before the run starts, where the policy cannot work with this problem. The default accepts all."""
 
     def prepare(self, problem: Problem) -> Problem:
         """Change the problem before the run, for methods that need another architecture. The default changes nothing."""

@@ -10,18 +10,23 @@ from sparsekit.errors import NoUnitsError
 from sparsekit.patterns.base import Pattern, PatternView, select
 from sparsekit.rng import torch_generator
 from sparsekit.state import StateDict
+from sparsekit.units.graph import UnitGraph
 from sparsekit_fl.context import ClientContext, ServerContext
 from sparsekit_fl.messages import Update
+from sparsekit_fl.problem import Problem
 from sparsekit_fl.sparse import Mask
 
 if TYPE_CHECKING:
     from sparsekit_fl.policies.local import LocalResult
 
-__all__ = ["Dense", "MaskPolicy", "UnitPattern"]
+__all__ = ["Dense", "MaskPolicy", "UnitPattern", "require_units"]
 
 
 class MaskPolicy:
     """Which. The default keeps everything."""
+
+    def check(self, problem: Problem, graph: UnitGraph) -> None:
+        """Raise, before the run starts, where the policy cannot work with this problem. The default accepts all."""
 
     def propose(self, ctx: ServerContext, client_id: int, proposal: float | None) -> Mask | None:
         """A mask that the server chooses: only what it keeps is sent down, and the client trains under it.
@@ -71,16 +76,20 @@ class UnitPattern(MaskPolicy):
 
     pattern: Pattern
 
-    def choose(self, ctx: ClientContext, ratio: float, state: StateDict) -> Mask | None:
-        """The pattern's mask for this client.
+    def check(self, problem: Problem, graph: UnitGraph) -> None:
+        """Raise NoUnitsError where the model has no units to choose from."""
+        require_units(graph, type(self.pattern).__name__)
 
-        Raises:
-            NoUnitsError: the model has no units to choose from.
-        """
-        if not ctx.graph.groups:
-            raise NoUnitsError(
-                f"the model has no units, so {type(self.pattern).__name__} has nothing to choose from;"
-                " see what was frozen with `sparsekit units`, or run a method that trains the whole model"
-            )
+    def choose(self, ctx: ClientContext, ratio: float, state: StateDict) -> Mask | None:
+        """The pattern's mask for this client."""
         view = PatternView(round=ctx.round, weights=state, generator=torch_generator(ctx.rng))
         return select(self.pattern, ctx.graph, ratio, view)
+
+
+def require_units(graph: UnitGraph, who: str) -> None:
+    """Raise NoUnitsError unless the graph has units; `who` wanted them."""
+    if not graph.groups:
+        raise NoUnitsError(
+            f"the model has no units, so {who} has nothing to choose from;"
+            " see what was frozen with `sparsekit units`, or run a method that trains the whole model"
+        )

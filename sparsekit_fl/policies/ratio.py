@@ -5,14 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sparsekit.patterns.base import check_ratio
+from sparsekit.units.graph import UnitGraph
 from sparsekit_fl.context import ClientContext, ServerContext
 from sparsekit_fl.messages import Update
+from sparsekit_fl.problem import Problem
 
 __all__ = ["ByCapability", "Constant", "Full", "RatioPolicy"]
 
 
 class RatioPolicy:
     """How large. The default trains the whole model."""
+
+    def check(self, problem: Problem, graph: UnitGraph) -> None:
+        """Raise, before the run starts, where the policy cannot work with this problem. The default accepts all."""
 
     def propose(self, ctx: ServerContext, client_id: int) -> float | None:
         """What the server proposes, in (0, 1]; None proposes nothing."""

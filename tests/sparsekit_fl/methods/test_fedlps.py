@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from sparsekit import trace_units
-from sparsekit.errors import InvalidValueError
+from sparsekit.errors import InvalidValueError, NoUnitsError
 from sparsekit.masks.importance import ImportanceTerm
 from sparsekit_fl.client import Capability, Client, ClientData
 from sparsekit_fl.config import RunConfig, TrainingConfig
@@ -21,7 +21,7 @@ from sparsekit_fl.data import TensorData
 from sparsekit_fl.messages import Update, WorkCost
 from sparsekit_fl.methods import fedavg
 from sparsekit_fl.methods.fedlps import fedlps, fedlps_paper
-from sparsekit_fl.metrics import accuracy
+from sparsekit_fl.metrics import accuracy, log_loss
 from sparsekit_fl.policies.bandit import BanditRatio, utility
 from sparsekit_fl.policies.learnable import LearnableSgd
 from sparsekit_fl.policies.personal import GlobalModel
@@ -212,3 +212,12 @@ def test_bad_options_are_refused() -> None:
     for bad in ({"proximal": -1.0}, {"importance_lr": float("nan")}, {"noise": -1.0}, {"proximal_reduction": "max"}):
         with pytest.raises(InvalidValueError):
             LearnableSgd(**bad)
+
+
+def test_a_problem_that_cannot_work_is_refused_before_the_run() -> None:
+    blind = dataclasses.replace(tiny_problem(), metrics={"log_loss": log_loss})
+    with pytest.raises(InvalidValueError, match="learns from training accuracy, and the problem has the metrics"):
+        run(fedlps(), blind, tiny_clients(), tiny_config(rounds=1))
+    flat = Problem(model=lambda: nn.Linear(6, 3), example_inputs=(torch.zeros(2, 6),))
+    with pytest.raises(NoUnitsError, match="nothing to choose from"):
+        run(fedlps(), flat, tiny_clients(), tiny_config(rounds=1))
