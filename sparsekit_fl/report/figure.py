@@ -126,7 +126,7 @@ def draw(results: Sequence[Mapping[str, Any]], path: Path | str, *, title: str |
         by_flops.set_ylabel("mean personal accuracy on test data")
         _limit(by_flops, curves)
         for axes in (by_flops, by_round):
-            axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0%}" if value <= 1 else ""))
+            axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{round(100 * value, 3):g}%" if value <= 1 else ""))
             axes.grid(visible=True, color=_FAINT, linewidth=0.8)
             axes.set_axisbelow(True)
             axes.spines[["top", "right"]].set_visible(False)
@@ -138,7 +138,8 @@ def draw(results: Sequence[Mapping[str, Any]], path: Path | str, *, title: str |
 
 def _plot(axes: Any, curve: Curve, x: np.ndarray[Any, Any], place: int) -> None:
     colour, marker = _COLOURS[place % len(_COLOURS)], _MARKERS[place % len(_MARKERS)]
-    label = f"{curve.method}  {share_text(float(curve.accuracy[-1]))} at {flops_text(float(curve.flops[-1]))} FLOPs"
+    runs = f" ({curve.runs} seeds)" if curve.runs > 1 else ""
+    label = f"{curve.method}{runs}  {share_text(float(curve.accuracy[-1]))} at {flops_text(float(curve.flops[-1]))} FLOPs"
     every = max(1, len(x) // 10)
     axes.plot(x, curve.accuracy, color=colour, marker=marker, markevery=every, markersize=5.5, linewidth=2, label=label)
     if curve.runs > 1:
@@ -160,7 +161,7 @@ def _title(results: Sequence[Mapping[str, Any]]) -> str:
     if not about or len({(other.get("dataset"), other.get("model")) for other in found}) > 1:
         return "Accuracy against cost"
     seeds = len({result["seed"] for result in results})
-    many = f", mean ± deviation over {seeds} seeds" if seeds > 1 else ""
+    many = ", mean ± deviation over seeds" if seeds > 1 else ""
     return f"{about.get('model')} on {about.get('dataset')}, {about.get('clients')} clients{many}"
 
 
