@@ -213,7 +213,7 @@ def test_help_shows_the_defaults_in_force(capsys: pytest.CaptureFixture[str]) ->
 
 @pytest.mark.slow
 def test_ctrl_c_ends_cleanly_and_the_run_resumes_to_the_same_bits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["run", "fedavg", "--rounds", "40", "--clients", "4", "--cohort", "2", "--workers", "2", "--seed", "1"]
+    options = ["run", "fedavg", "--rounds", "80", "--clients", "4", "--cohort", "2", "--workers", "2", "--seed", "1"]
     whole = _json(options, capsys)
     out = tmp_path / "run"
     program = "import sys; from sparsekit.cli import main; main()"
