@@ -14,7 +14,7 @@ from sparsekit.units.graph import UnitGraph
 from sparsekit.units.rebuild import named_entries, narrow_module, narrow_state
 from sparsekit.units.rules import LayerRule
 
-__all__ = ["compact", "compact_state", "expand"]
+__all__ = ["compact", "compact_state", "expand", "scatter"]
 
 
 def compact(
@@ -94,12 +94,18 @@ def expand(state: StateDict, graph: UnitGraph, mask: UnitMask, *, into: StateDic
                 f"the compact state has {name!r} of shape {tuple(state[name].shape)}, this mask gives {tuple(expected)};"
                 " pass the mask that it was compacted with"
             )
-        full[name] = _scatter(state[name].detach(), dense.detach(), axes)
+        full[name] = scatter(state[name].detach(), dense.detach(), axes)
     return full
 
 
-def _scatter(narrow: Tensor, dense: Tensor, axes: Mapping[int, Tensor]) -> Tensor:
-    """`dense` with the cross product of the kept positions replaced by `narrow`."""
+def scatter(narrow: Tensor, dense: Tensor, axes: Mapping[int, Tensor]) -> Tensor:
+    """`dense` with the cross product of the kept positions replaced by `narrow`: a new tensor.
+
+    Args:
+        narrow: The values to put.
+        dense: What stays elsewhere. Not changed.
+        axes: Axis → int64 (kept,), the positions that `narrow` holds; other axes are whole.
+    """
     narrow = narrow.to(dtype=dense.dtype, device=dense.device)
     cut = [dim for dim, index in axes.items() if index.numel() < dense.shape[dim]]
     if not cut:

@@ -10,26 +10,21 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
-from sparsekit.errors import InvalidValueError, TraceError
+from sparsekit.errors import InvalidValueError
+from sparsekit.flops import entry_keys, record_pass
 from sparsekit.masks.mask import UnitMask, WeightMask
 from sparsekit.units.graph import UnitGraph
+from sparsekit.units.rebuild import narrow_module
 
 __all__ = ["Cost", "CostModel", "CostTerm", "count_cost", "trace_cost"]
-
-_aten = torch.ops.aten
-_CONVOLUTIONS = {_aten.convolution.default, _aten._convolution.default}
-_PRODUCTS = {_aten.mm.default: 1, _aten.addmm.default: 2, _aten.bmm.default: 1, _aten.baddbmm.default: 2}
-_RECURRENT = (nn.RNNBase, nn.RNNCellBase)
 
 
 @dataclass(frozen=True)
@@ -55,12 +50,13 @@ class CostTerm:
 
     Args:
         weight: State-dict key.
-        positions: Output positions per pass: examples times spatial or time positions.
+        positions: Output positions per pass: examples times spatial or time positions; a part of that where only a part of
+            the weight is used.
         bias: State-dict key of the bias that is added at each position, if any.
     """
 
     weight: str
-    positions: int
+    positions: Fraction
     bias: str | None
 
 
@@ -71,10 +67,11 @@ class CostModel:
     Args:
         graph: The units.
         terms: One for each use of a weight.
-        other_flops: FLOPs of products between activations, which no mask changes.
+        other_flops: FLOPs of products between activations in the dense model.
         examples: Examples in the traced pass.
         parameters: Keys that are parameters, tied ones once.
         widths: State-dict key → bytes per entry, tied ones once.
+        unit_flops: Group → how many of `other_flops` go with each of its units: attention heads take their maps along.
     """
 
     graph: UnitGraph
@@ -83,6 +80,7 @@ class CostModel:
     examples: int
     parameters: frozenset[str]
     widths: Mapping[str, int]
+    unit_flops: Mapping[str, int] = field(default_factory=dict)
 
     def _sizes(self, counts: Mapping[str, int], sides: frozenset[str]) -> dict[str, int]:
         """State-dict key → entries left when only axes of the given sides are cut."""
@@ -106,12 +104,17 @@ class CostModel:
         Args:
             mask: What is kept; None keeps all.
         """
-        sizes = self._sizes(self._counts(mask), frozenset({"out", "in"}))
+        counts = self._counts(mask)
+        sizes = self._sizes(counts, frozenset({"out", "in"}))
         flops = sum(2 * term.positions * sizes[term.weight] for term in self.terms) + self.other_flops
-        return flops // self.examples
+        for group, each in self.unit_flops.items():
+            flops -= each * (self.graph.groups[group].size - counts[group])
+        return int(flops // self.examples)
 
     def rowmask_flops(self, mask: UnitMask | WeightMask | None = None) -> int:
         """FLOPs of one example in the paper's convention: (2 · nonzero weights + bias entries) per output position.
+
+        Products between activations count whole.
 
         Args:
             mask: Of a UnitMask only the rows of dropped units vanish; of a WeightMask the dropped entries.
@@ -120,11 +123,25 @@ class CostModel:
             sizes = {name: int(mask[name].sum()) if name in mask else math.prod(s) for name, s in self.graph.shapes.items()}
         else:
             sizes = self._sizes(self._counts(mask), frozenset({"out"}))
-        flops = self.other_flops
+        flops = Fraction(self.other_flops)
         for term in self.terms:
             bias = math.prod(self.graph.shapes[term.bias]) if term.bias is not None else 0
             flops += term.positions * (2 * sizes[term.weight] + bias)
-        return flops // self.examples
+        return int(flops // self.examples)
+
+    def part_flops(self, weights: Collection[str], *, bias: bool = False) -> int:
+        """FLOPs of one example spent on the uses of some weights of the whole model.
+
+        Args:
+            weights: State-dict keys; others than weights of convolutions and products cost nothing.
+            bias: Count bias entries once per output position too, as the paper's convention does.
+        """
+        flops = Fraction(0)
+        for term in self.terms:
+            if term.weight in weights:
+                added = math.prod(self.graph.shapes[term.bias]) if bias and term.bias is not None else 0
+                flops += term.positions * (2 * math.prod(self.graph.shapes[term.weight]) + added)
+        return int(flops // self.examples)
 
     def entries(self, mask: UnitMask | WeightMask | None = None) -> dict[str, int]:
         """State-dict key → entries kept, tied ones once."""
@@ -142,78 +159,6 @@ class CostModel:
             parameters=sum(count for name, count in entries.items() if name in self.parameters),
             bytes=sum(count * self.widths[name] for name, count in entries.items()),
         )
-
-
-class _Recorder(TorchDispatchMode):
-    """Notes every convolution and matrix product and the weight it reads, found by the memory it lies in."""
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        # Otherwise torch wraps the dispatcher so that its first call imports the compiler, which takes seconds.
-        return False
-
-    def __init__(self, keys: Mapping[int, str]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.keys = keys
-        self.terms: list[tuple[str, int]] = []
-        self.other_flops = 0
-        self.inside = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if self.inside:
-            return result
-        if func in _CONVOLUTIONS:
-            x, weight, transposed = args[0], args[1], args[6]
-            shape = x.shape if transposed else result.shape
-            self._note(weight, shape[0] * math.prod(shape[2:]), func, args, kwargs, result)
-        elif func in _PRODUCTS:
-            left, right = args[_PRODUCTS[func] - 1 : _PRODUCTS[func] + 1]
-            if right.untyped_storage().data_ptr() in self.keys:
-                self._note(right, math.prod(left.shape[:-1]), func, args, kwargs, result)
-            else:
-                self._note(left, math.prod(right.shape[:-2]) * right.shape[-1], func, args, kwargs, result)
-        elif func._overloadpacket in flop_registry:
-            self.other_flops += self._registered(func, args, kwargs, result)
-        return result
-
-    def _note(self, weight: Tensor, positions: int, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        key = self.keys.get(weight.untyped_storage().data_ptr())
-        if key is None:
-            self.other_flops += self._registered(func, args, kwargs, result)
-        else:
-            self.terms.append((key, positions))
-
-    @staticmethod
-    def _registered(func: Any, args: Any, kwargs: Any, result: Any) -> int:
-        count = flop_registry[func._overloadpacket]
-        return int(count(*args, **(kwargs or {}), out_val=result))
-
-
-@contextmanager
-def _recurrent_hooks(model: nn.Module, recorder: _Recorder, keys: Mapping[int, str]) -> Iterator[None]:
-    """Recurrent kernels are opaque to a dispatcher: count each weight matrix once per example and time step."""
-
-    def before(module: nn.Module, args: Any) -> None:
-        if recorder.inside == 0:
-            x = args[0].data if isinstance(args[0], nn.utils.rnn.PackedSequence) else args[0]
-            for name, weight in module.named_parameters(recurse=False):
-                if name.startswith("weight"):
-                    recorder.terms.append((keys[weight.untyped_storage().data_ptr()], math.prod(x.shape[:-1])))
-        recorder.inside += 1
-
-    def after(module: nn.Module, args: Any, output: Any) -> None:  # noqa: ARG001 - torch's signature
-        recorder.inside -= 1
-
-    handles = []
-    for module in model.modules():
-        if isinstance(module, _RECURRENT):
-            handles += [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _first_tensor(values: Any) -> Tensor | None:
@@ -239,30 +184,50 @@ def trace_cost(model: nn.Module, *example_inputs: Any, graph: UnitGraph, **examp
         TraceError: the model fails on the inputs.
     """
     copied = copy.deepcopy(model).eval()
-    state = copied.state_dict(keep_vars=True)
-    keys: dict[int, str] = {}
-    for name, tensor in state.items():
-        keys.setdefault(tensor.untyped_storage().data_ptr(), name)
-    recorder = _Recorder(keys)
-    # Fused attention hides its products from a dispatcher.
-    fast = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        with torch.no_grad(), _recurrent_hooks(copied, recorder, keys), recorder:
-            copied(*example_inputs, **example_kwargs)
-    except Exception as error:
-        raise TraceError(f"the model failed on the example inputs: {error}") from error
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fast)
+    state, keys = copied.state_dict(keep_vars=True), entry_keys(copied)
+    recorder = record_pass(copied, example_inputs, example_kwargs)
     first = _first_tensor([*example_inputs, *example_kwargs.values()])
     return CostModel(
         graph=graph,
         terms=tuple(CostTerm(name, positions, _bias_of(name, state)) for name, positions in recorder.terms),
-        other_flops=recorder.other_flops,
+        other_flops=sum(recorder.products),
         examples=max(1, first.shape[0]) if first is not None and first.dim() else 1,
         parameters=frozenset(name for name in keys.values() if isinstance(state[name], nn.Parameter)),
         widths={name: state[name].element_size() for name in keys.values()},
+        unit_flops=_unit_flops(copied, graph, recorder.products, example_inputs, example_kwargs),
     )
+
+
+def _unit_flops(
+    model: nn.Module, graph: UnitGraph, dense: Sequence[int], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> dict[str, int]:
+    """Group → FLOPs of products between activations that each of its units takes along, measured on narrow models.
+
+    Every group has a number, and pass k leaves one unit to the groups whose number has bit k set: the passes in which a
+    product is cheaper spell the number of the group that it shrinks with. A product that shrinks with several groups is
+    taken for one that no mask changes.
+    """
+    if not dense or not graph.groups:
+        return {}
+    sets = {name: next((min(tied) for tied in graph.ties if name in tied), name) for name in graph.groups}
+    numbers = {name: k for k, name in enumerate(dict.fromkeys(sets.values()), start=1)}
+    passes: list[list[int]] = []
+    for bit in range(max(numbers.values()).bit_length()):
+        keep = {}
+        for name, group in graph.groups.items():
+            reduced = numbers[sets[name]] >> bit & 1
+            keep[name] = torch.arange(group.size) < (1 if reduced else group.size)
+        passes.append(record_pass(narrow_module(model, graph, keep), args, kwargs).products)
+    found: dict[str, int] = {}
+    by_number = {number: name for name, number in numbers.items()}
+    for call, flops in enumerate(dense):
+        costs = [products[call] if len(products) == len(dense) else flops for products in passes]
+        number = sum(1 << bit for bit, cost in enumerate(costs) if cost != flops)
+        less = {cost for cost in costs if cost != flops}
+        if number in by_number and len(less) == 1:
+            name = by_number[number]
+            found[name] = found.get(name, 0) + (flops - less.pop()) // (graph.groups[name].size - 1)
+    return found
 
 
 def _bias_of(weight: str, state: Mapping[str, Tensor]) -> str | None:

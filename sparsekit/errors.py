@@ -10,6 +10,7 @@ import difflib
 from collections.abc import Iterable
 
 __all__ = [
+    "CompactFileError",
     "DataError",
     "ForeignMaskError",
     "InvalidValueError",
@@ -45,7 +46,11 @@ class TraceError(SparsekitError, RuntimeError):
 
 
 class NoUnitsError(SparsekitError, ValueError):
-    """Nothing in the model can be removed exactly."""
+    """Nothing in the model can be removed exactly. `frozen` lists what was found and why it stays, as in `UnitGraph.frozen`."""
+
+    def __init__(self, message: str, frozen: Iterable[object] = ()) -> None:
+        super().__init__(message)
+        self.frozen = tuple(frozen)
 
 
 class UnsupportedModelError(SparsekitError, TypeError):
@@ -62,6 +67,10 @@ class UnknownNameError(SparsekitError, KeyError, ValueError):
 
 class MissingDependencyError(SparsekitError, ImportError):
     """An optional package is needed for what was asked."""
+
+
+class CompactFileError(SparsekitError, ValueError):
+    """A file that is damaged, holds no compact model, or belongs to another architecture."""
 
 
 class DataError(SparsekitError, ValueError):

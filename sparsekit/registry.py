@@ -62,10 +62,14 @@ class Registry(Mapping[str, Any]):
         return {**added, **self._table}
 
     def __getitem__(self, name: str) -> Any:
-        targets = self._targets()
-        if name not in targets:
-            raise UnknownNameError(f"unknown {self.kind} {name!r}; {nearest(name, targets)}")
-        return load_object(targets[name])
+        # What ships with the project comes first, so that looking it up need not read the metadata of every installed package.
+        target = self._table.get(name)
+        if target is None:
+            targets = self._targets()
+            if name not in targets:
+                raise UnknownNameError(f"unknown {self.kind} {name!r}; {nearest(name, targets)}")
+            target = targets[name]
+        return load_object(target)
 
     def __iter__(self) -> Iterator[str]:
         return iter(sorted(self._targets()))

@@ -9,7 +9,6 @@ entries and their optimiser state stand still.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
@@ -22,7 +21,9 @@ from sparsekit.masks.mask import UnitMask
 from sparsekit.slots import EntrySlots, GroupSlots, Move, build_slots
 from sparsekit.state import StateDict
 from sparsekit.units.graph import UnitGraph
+from sparsekit.units.rebuild import copy_with
 from sparsekit.units.rules import resize
+from sparsekit.units.sizes import set_sizes
 
 __all__ = ["CompactSession", "HasState", "first_value"]
 
@@ -115,7 +116,7 @@ class CompactSession:
 
     def __init__(self, model: nn.Module, graph: UnitGraph) -> None:
         self.graph = graph
-        self.module = copy.deepcopy(model)
+        self.module = copy_with(model, {})
         self._entries = _find_entries(self.module)
         self._touched = [entry for entry in self._entries if any(name in graph.slices_of for name in entry.names)]
         self._dense: dict[str, Tensor] = {}
@@ -220,6 +221,7 @@ class CompactSession:
             entry.replace(narrow)
         if changed:
             resize(self.module)
+            set_sizes(self.module, self.graph, self.mask.counts())
 
     def _writable(self, key: str) -> Tensor:
         if key not in self._owned:

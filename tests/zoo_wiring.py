@@ -293,7 +293,7 @@ add(
     "transformer-layer",
     lambda: nn.Sequential(nn.TransformerEncoderLayer(8, 2, 12, dropout=0.0, batch_first=True), nn.Linear(8, 2)),
     images(2, 3, 8),
-    {"0.linear1": 12},
+    {"0.self_attn": 2, "0.linear1": 12},
     frozen=("units",),
 )
 add(

@@ -2,36 +2,95 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
+import contextlib
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from sparsekit.masks.mask import UnitMask
 from sparsekit.session import CompactSession
+from sparsekit.state import StateDict
 from sparsekit.units.graph import UnitGraph
+from sparsekit.units.norms import KeptNorms
+from sparsekit.units.rebuild import copy_with, named_entries
 from sparsekit.units.rules import resize
+from sparsekit.units.sizes import set_sizes
 
-__all__ = ["GateProbe", "dense_skeleton", "straight_through_gates"]
+__all__ = ["DenseModel", "GateProbe", "dense_skeleton", "straight_through_gates"]
 
 
 def dense_skeleton(module: nn.Module, graph: UnitGraph) -> nn.Module:
-    """A copy of a narrow module with the dense sizes and no memory: its entries must be given at each call."""
-    skeleton = copy.deepcopy(module).to("meta")
-    for name, shape in graph.shapes.items():
-        owner_name, _, attribute = name.rpartition(".")
-        owner = skeleton.get_submodule(owner_name)
-        parameter, buffer = owner._parameters.get(attribute), owner._buffers.get(attribute)
-        if parameter is not None:
-            dense = torch.empty(shape, device="meta", dtype=parameter.dtype)
-            owner._parameters[attribute] = nn.Parameter(dense, parameter.requires_grad)
-        elif buffer is not None:
-            owner._buffers[attribute] = torch.empty(shape, device="meta", dtype=buffer.dtype)
+    """A copy of a narrow module with the dense sizes and no memory for its state, which must be given at each call.
+
+    What is not in the state (a buffer that is not saved, a tensor in an attribute) is copied.
+    """
+    entries = named_entries(module)
+    dense = {name: torch.empty(shape, device="meta", dtype=entries[name].dtype) for name, shape in graph.shapes.items()}
+    skeleton = copy_with(module, dense)
     resize(skeleton)
+    set_sizes(skeleton, graph, {group.name: group.size for group in graph.groups.values()})
     return skeleton
+
+
+class DenseModel:
+    """The dense model under a mask, as a function of its state.
+
+    The state of a call stays in place until the next one, so that checkpointed parts, which run again in the backward
+    pass, see the same gated entries; `torch.func.functional_call` would have put the module's own back by then.
+
+    Args:
+        module: Narrow or dense; copied, with the names of the model that was traced.
+        graph: Its units.
+    """
+
+    def __init__(self, module: nn.Module, graph: UnitGraph) -> None:
+        self._module = dense_skeleton(module, graph)
+        self._norms = KeptNorms(self._module, graph)
+        self._places: dict[str, tuple[nn.Module, str]] = {}
+        modules = dict(self._module.named_modules(remove_duplicate=False))
+        for name in graph.shapes:
+            owner_name, _, attribute = name.rpartition(".")
+            self._places[name] = modules[owner_name], attribute
+        for owner, attribute in self._places.values():
+            owner._parameters.pop(attribute, None)
+            owner._buffers.pop(attribute, None)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the state of the last call, which belongs to a backward pass."""
+        for owner, attribute in self._places.values():
+            owner.__dict__.pop(attribute, None)
+        self._refresh_recurrent()
+        return vars(self)
+
+    def _refresh_recurrent(self) -> None:
+        """Recurrent layers keep a list of their weights."""
+        for module in self._module.modules():
+            if isinstance(module, nn.RNNBase):
+                module._init_flat_weights()
+
+    def call(self, state: StateDict, mask: UnitMask, like: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run the model.
+
+        Args:
+            state: Dense, gated. Its buffers are written to, as in any forward pass.
+            mask: What is kept, for norms that leave out the rest.
+            like: The module whose training modes count.
+            args: Positional arguments.
+            kwargs: Keyword arguments.
+        """
+        for own, other in zip(self._module.modules(), like.modules(), strict=True):
+            own.training = other.training
+        for name, (owner, attribute) in self._places.items():
+            owner.__dict__[attribute] = state[name]
+        self._refresh_recurrent()
+        self._norms.set_mask(mask)
+        # A compiled module is compiled for its narrow sizes; the odd dense pass is not worth another compilation.
+        compiled = "torch._dynamo" in sys.modules
+        with torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext():
+            return self._module(*args, **kwargs)
 
 
 def straight_through_gates(graph: UnitGraph, mask: UnitMask, scores: Tensor, explore: float) -> dict[str, Tensor]:
@@ -53,7 +112,7 @@ class GateProbe:
 
     def __init__(self, session: CompactSession) -> None:
         self._session = session
-        self._skeleton = dense_skeleton(session.module, session.graph)
+        self._dense = DenseModel(session.module, session.graph)
         self._dtype = session.parameters()[0].dtype
 
     def gradient(self, loss: Callable[[Callable[..., Any]], Tensor]) -> Tensor:
@@ -63,13 +122,12 @@ class GateProbe:
             loss: Gets the dense, gated model as a function of its inputs; returns the scalar loss.
         """
         session = self._session
-        self._skeleton.train(session.module.training)
         state = session.dense_state()
         device = next(iter(state.values())).device
         gates = {name: keep.to(device, self._dtype).requires_grad_() for name, keep in session.mask.items()}
 
         def model(*inputs: Any) -> Any:
-            return functional_call(self._skeleton, session.graph.gate(state, gates), inputs, tie_weights=False)
+            return self._dense.call(session.graph.gate(state, gates), session.mask, session.module, inputs, {})
 
         with torch.enable_grad():
             return torch.cat(torch.autograd.grad(loss(model), list(gates.values())))

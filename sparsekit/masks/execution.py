@@ -6,7 +6,6 @@ statistics stand still while they are dropped.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -15,14 +14,14 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.optim import Optimizer
 
-from sparsekit.masks.dense import dense_skeleton, straight_through_gates
+from sparsekit.masks.dense import DenseModel, straight_through_gates
 from sparsekit.masks.fused import FusedUnits, Reader
 from sparsekit.masks.mask import UnitMask, to_weights
 from sparsekit.session import CompactSession, first_value
 from sparsekit.state import StateDict
 from sparsekit.units.graph import UnitGraph
 from sparsekit.units.magnitudes import unit_magnitudes
-from sparsekit.units.rebuild import named_entries
+from sparsekit.units.rebuild import copy_with, named_entries
 
 __all__ = ["CompactExecution", "Execution", "MaskedExecution"]
 
@@ -104,7 +103,7 @@ class CompactExecution:
 
     def __init__(self, model: nn.Module, graph: UnitGraph) -> None:
         self.graph = graph
-        self._skeleton: nn.Module | None = None
+        self._dense: DenseModel | None = None
         self.session = CompactSession(model, graph)
         self.fused = FusedUnits(self.session)
         self.module = self.session.module
@@ -124,12 +123,11 @@ class CompactExecution:
 
     def _call_dense(self, scores: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], explore: float) -> Any:
         """The same function on the dense model, where dropped units have a gradient too."""
-        if self._skeleton is None:
-            self._skeleton = dense_skeleton(self.module, self.graph)
-        self._skeleton.train(self.module.training)
+        if self._dense is None:
+            self._dense = DenseModel(self.module, self.graph)
         state = self.session.dense_tensors()
         gated = self.graph.gate(state, straight_through_gates(self.graph, self.mask, scores, explore))
-        result = functional_call(self._skeleton, gated, args, kwargs, tie_weights=False)
+        result = self._dense.call(gated, self.mask, self.module, args, kwargs)
         with torch.no_grad():
             self.session.store_buffers(gated)
         return result
@@ -166,6 +164,7 @@ class CompactExecution:
     def apply_to_tensors(self, function: Callable[[Tensor], Tensor]) -> None:
         self.session.apply_to_tensors(function)
         self.fused.apply_to_tensors(function)
+        self._dense = None  # may hold buffers that are not in the state
 
 
 class MaskedExecution:
@@ -173,8 +172,9 @@ class MaskedExecution:
 
     def __init__(self, model: nn.Module, graph: UnitGraph) -> None:
         self.graph = graph
-        self.module = copy.deepcopy(model)
+        self.module = copy_with(model, {})
         self.mask = UnitMask.full(graph)
+        self._dense = DenseModel(self.module, graph)
         self._saved: dict[int, Tensor] = {}
 
     def _dropped_by_name(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
@@ -189,10 +189,11 @@ class MaskedExecution:
         gates = straight_through_gates(self.graph, self.mask, scores, explore)
         gated = self.graph.gate(dict(self.module.named_parameters(remove_duplicate=False)), gates)
         # The forward pass writes statistics into copies, since autograd may need what it wrote, unchanged.
-        copies = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
-        result = functional_call(self.module, {**gated, **copies}, args, kwargs, tie_weights=False)
+        buffers = {name: tensor for name, tensor in named_entries(self.module).items() if name not in gated}
+        copies = {name: buffer.clone() for name, buffer in buffers.items()}
+        result = self._dense.call({**gated, **copies}, self.mask, self.module, args, kwargs)
         dropped = dict(self._dropped_by_name(copies))
-        for name, buffer in self.module.named_buffers():
+        for name, buffer in buffers.items():
             buffer.copy_(torch.where(dropped[name], buffer, copies[name]) if name in dropped else copies[name])
         return result
 
@@ -247,4 +248,6 @@ class MaskedExecution:
         self._saved = {}
 
     def apply_to_tensors(self, function: Callable[[Tensor], Tensor]) -> None:
-        """Nothing: everything is a parameter or a buffer of the module."""
+        """Everything is a parameter or a buffer of the module, but for what the dense copy holds beside its state."""
+        del function
+        self._dense = DenseModel(self.module, self.graph)

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from sparsekit.errors import ForeignMaskError, InvalidValueError
+from sparsekit.errors import ForeignMaskError, InvalidValueError, UnsupportedModelError
 from sparsekit.masks.execution import CompactExecution, Execution, MaskedExecution
 from sparsekit.masks.importance import ImportanceTerm
 from sparsekit.masks.mask import UnitMask
@@ -19,6 +19,7 @@ from sparsekit.patterns.base import Pattern, PatternView, check_ratio, select
 from sparsekit.patterns.importance import TopImportance
 from sparsekit.rng import torch_generator
 from sparsekit.units.graph import UnitGraph
+from sparsekit.units.rebuild import copy_with
 from sparsekit.units.trace import trace_units
 
 __all__ = ["LearnableMask"]
@@ -43,11 +44,15 @@ class LearnableMask(nn.Module):
     small = masked.compact()
     ```
 
+    Parts of the model may be checkpointed, with `use_reentrant=False`: a reentrant checkpoint trains the weights inside of it
+    as ever, but the importance of units that are read only there then learns from the regulariser alone.
+
     Args:
         model: Any module; copied.
         example_inputs: What `model` is called with once to find its units: a tuple of positional inputs, or a mapping
             of keyword inputs. Not needed with `graph`.
         graph: The units, if they were traced before.
+        norm: What becomes of units that a layer norm averages over, as in `trace_units`; not needed with `graph`.
         pattern: Picks the units that stay. `TopImportance` is looked at after every step; any other pattern when the
             ratio changes or `redraw` is called.
         ratio: Share of units kept in each group, in (0, 1].
@@ -63,6 +68,7 @@ class LearnableMask(nn.Module):
         TraceError: the model fails on the example inputs.
         NoUnitsError: the model has no units that can be removed exactly.
         ForeignMaskError: `graph` was traced from another model.
+        UnsupportedModelError: the model is a DataParallel or DistributedDataParallel; wrap the module inside.
 
     Source: Xue et al., ICDE 2025 (arXiv 2412.07216), learnable sparse training; straight-through on kept units.
     """
@@ -73,6 +79,7 @@ class LearnableMask(nn.Module):
         example_inputs: tuple[Any, ...] | Mapping[str, Any] | Tensor | None = None,
         *,
         graph: UnitGraph | None = None,
+        norm: Literal["frozen", "kept"] = "frozen",
         pattern: Pattern | None = None,
         ratio: float = 1.0,
         execution: Literal["compact", "masked"] = "compact",
@@ -88,10 +95,17 @@ class LearnableMask(nn.Module):
             raise InvalidValueError(f"explore must be in [0, 1], got {explore}; it is a share of extra work, 0.1 is 10 % more")
         if pattern is not None and (isinstance(pattern, type) or not isinstance(pattern, Pattern)):
             raise InvalidValueError(f"pattern must be an object with `keep`, such as pattern=Magnitude(), got {pattern!r}")
+        for name, module in model.named_modules():
+            if isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel):
+                inner = f"{name}.module".strip(".")
+                raise UnsupportedModelError(
+                    f"a learnable mask replaces weights at every call, which {type(module).__name__} does not allow;"
+                    f" wrap what is inside of it, model.{inner}"
+                )
         if graph is None:
             if example_inputs is None:
                 raise InvalidValueError("pass example_inputs=(x,), one call's worth of inputs, or a ready graph=")
-            graph = _trace(model, example_inputs)
+            graph = _trace(model, example_inputs, norm)
         graph.check_state(model.state_dict(), what="the model")
         self.graph = graph
         self.pattern: Pattern = TopImportance() if pattern is None else pattern
@@ -223,7 +237,7 @@ class LearnableMask(nn.Module):
         self.refresh()
         execution = self._execution
         if isinstance(execution, CompactExecution):
-            small: nn.Module = copy.deepcopy(execution.module)
+            small = copy_with(execution.module, {})
             small.load_state_dict(execution.session.narrow_state())
             for parameter in small.parameters():
                 parameter.grad = None
@@ -285,17 +299,21 @@ class LearnableMask(nn.Module):
         return twin
 
 
-def _trace(model: nn.Module, example_inputs: tuple[Any, ...] | Mapping[str, Any] | Tensor) -> UnitGraph:
+def _trace(
+    model: nn.Module,
+    example_inputs: tuple[Any, ...] | Mapping[str, Any] | Tensor,
+    norm: Literal["frozen", "kept"],
+) -> UnitGraph:
     if isinstance(example_inputs, Mapping):
-        return trace_units(model, **example_inputs)
+        return trace_units(model, norm=norm, example_kwargs=example_inputs)
     if isinstance(example_inputs, Tensor):
-        return trace_units(model, example_inputs)
+        return trace_units(model, example_inputs, norm=norm)
     if not isinstance(example_inputs, tuple | list):
         raise InvalidValueError(
             "example_inputs must be a tuple of positional inputs, a mapping of keyword inputs or one tensor,"
             f" got {type(example_inputs).__name__}; pass (x,), one call's worth of inputs"
         )
-    return trace_units(model, *example_inputs)
+    return trace_units(model, *example_inputs, norm=norm)
 
 
 def _fixed_rng() -> Any:

@@ -101,6 +101,20 @@ class BanditContract:
         assert best in told
         assert _play(bandit, space, 5)[-1].value in space
 
+    def test_a_forgotten_pull_is_closed_and_changes_nothing_else(self, make: MakeBandit, space: Interval) -> None:
+        bandit = make(space, np.random.default_rng(0))
+        told = _play(bandit, space, 10)
+        pull, other, best = bandit.ask(), bandit.ask(), bandit.best()
+        bandit.forget(pull)
+        assert bandit.best() == best
+        for again in (bandit.forget, lambda pull: bandit.tell(pull, 0.5)):
+            with pytest.raises(InvalidValueError):
+                again(pull)
+        with pytest.raises(InvalidValueError):
+            bandit.forget(told[0])
+        bandit.tell(other, _hill(space, other.value))
+        assert _play(bandit, space, 5)[-1].id > other.id
+
     def test_telling_twice_is_refused(self, make: MakeBandit, space: Interval) -> None:
         bandit = make(space, np.random.default_rng(0))
         pull = bandit.ask()

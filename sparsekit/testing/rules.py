@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.utils._pytree import tree_map_only
 
 from sparsekit.compaction import compact, compact_state, expand
 from sparsekit.masks.mask import UnitMask
+from sparsekit.saving import load_compact, save_compact
 from sparsekit.units.graph import UnitGraph
 from sparsekit.units.inputs import find_tensors
 from sparsekit.units.rebuild import copy_with, named_entries
@@ -106,6 +109,44 @@ class RuleContract:
         gated = copy_with(dense, graph.gate(named_entries(dense), {name: keep.double() for name, keep in mask.items()}))
         for a, b in zip(find_tensors(gated(*args)), find_tensors(compact(dense, graph, mask, rules=rules)(*args)), strict=True):
             torch.testing.assert_close(b, a, rtol=1e-9, atol=1e-9)
+
+    @pytest.mark.parametrize("train", [False, True], ids=["eval", "train"])
+    def test_gradients_of_the_gated_network_are_those_of_the_compacted_one(
+        self,
+        network: nn.Module,
+        inputs: tuple[Any, ...],
+        rules: Mapping[type[nn.Module], LayerRule],
+        graph: UnitGraph,
+        train: bool,
+    ) -> None:
+        dense = copy.deepcopy(network).double().train(train)
+        args = tree_map_only(Tensor, lambda t: t.double() if t.is_floating_point() else t, inputs)
+        mask = _mask(graph, 0.5, 3)
+        small = compact(dense, graph, mask, rules=rules)
+        gated = graph.gate(named_entries(dense), {name: keep.double() for name, keep in mask.items()})
+        gated = {name: value if value.requires_grad else value.clone() for name, value in gated.items()}
+        for outputs in (functional_call(dense, gated, args, tie_weights=False), small(*args)):
+            torch.stack([t.sin().sum() for t in find_tensors(outputs) if t.requires_grad]).sum().backward()
+        grads = {name: p.grad if p.grad is not None else torch.zeros_like(p) for name, p in dense.named_parameters()}
+        expected = compact_state({**dense.state_dict(), **grads}, graph, mask)
+        for name, own in small.named_parameters():
+            grad = own.grad if own.grad is not None else torch.zeros_like(own)
+            torch.testing.assert_close(grad, expected[name], rtol=1e-8, atol=1e-9)
+
+    def test_a_saved_network_comes_back(
+        self,
+        network: nn.Module,
+        inputs: tuple[Any, ...],
+        rules: Mapping[type[nn.Module], LayerRule],
+        graph: UnitGraph,
+        tmp_path: Path,
+    ) -> None:
+        small = compact(network, graph, _mask(graph, 0.5, 0), rules=rules).eval()
+        save_compact(small, tmp_path / "small.safetensors")
+        again = load_compact(tmp_path / "small.safetensors", copy.deepcopy(network), rules=rules)
+        assert _sizes(again) == _sizes(small)
+        for a, b in zip(find_tensors(small(*inputs)), find_tensors(again(*inputs)), strict=True):
+            assert torch.equal(a, b)
 
     def test_expand_undoes_compact_bit_for_bit(self, network: nn.Module, graph: UnitGraph) -> None:
         state, mask = network.state_dict(), _mask(graph, 0.5, 0)

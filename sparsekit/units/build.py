@@ -2,29 +2,43 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from sparsekit.units.graph import FrozenUnits, Kind, UnitGraph, UnitGroup, UnitSlice
-from sparsekit.units.labels import NOT_ZERO, OUTPUT, Cause, Entry, IntArray, Ledger, components
+from sparsekit.units.counts import find_counts
+from sparsekit.units.graph import FrozenUnits, Kind, SizeAttribute, UnitGraph, UnitGroup, UnitSlice
+from sparsekit.units.labels import NOT_ZERO, Entry, IntArray
+from sparsekit.units.ledger import OUTPUT, Cause, Ledger, components
+from sparsekit.units.norm_trace import NormNotes, find_sites, noted_nodes
+from sparsekit.units.sizes import chosen_sizes, find_sizes, tie_splits
 
 __all__ = ["Built", "build"]
 
 _UNREAD = Cause("", "nothing reads its units", True)
+_AVERAGED = Cause("", "nothing but an average over its units reads them", False)
 _DECODER = Cause("", "the embedding is also the decoder, so its width stays", True)
 _TIED = Cause("", "the other layers of the same recurrent module stay whole", True)
 
 
 @dataclass(frozen=True, eq=False)
 class Built:
-    """A graph, with the first nodes of each group's units (for freezing it later) and the causes worth a warning."""
+    """A graph, with what it takes to change it later.
+
+    Args:
+        graph: The units.
+        nodes: Group → the first node of each of its units.
+        loud: What stays whole for a cause that is worth a warning.
+        sizes: All integers of the model that may follow the number of units; those of the graph are some of them.
+    """
 
     graph: UnitGraph
     nodes: Mapping[str, IntArray]
     loud: tuple[tuple[FrozenUnits, Cause], ...]
+    sizes: tuple[SizeAttribute, ...]
 
 
 class _Axes:
@@ -46,9 +60,12 @@ class _Axes:
 
 
 class _Builder:
-    def __init__(self, ledger: Ledger) -> None:
-        self.ledger, self.axes = ledger, _Axes(ledger)
+    def __init__(self, ledger: Ledger, averaged: IntArray) -> None:
+        self.ledger, self.axes, self.averaged = ledger, _Axes(ledger), averaged
         self.root = components(ledger.nodes, ledger.united)
+        while tie_splits(ledger, self.root):
+            self.root = components(ledger.nodes, ledger.united)
+        self.heads = np.unique(self.root[np.concatenate([np.zeros(0, dtype=np.int64), *ledger.heads])])
         size = ledger.nodes
         self.made_at = np.full(size, len(ledger.made), dtype=np.int64)  # first record that makes the node
         for number in range(len(ledger.made) - 1, -1, -1):
@@ -60,32 +77,38 @@ class _Builder:
         self.gates: dict[int, frozenset[int]] = {}  # root → axes to gate, for units whose values must be zero
         self.cause = np.full(size, -1, dtype=np.int64)  # by root
         self.causes: list[Cause] = []
+        self.cause_numbers: dict[Cause, int] = {}
+        self.ranks = np.array([-1])
         self._freeze_all()
 
     def _mark(self, nodes: IntArray, cause: Cause) -> None:
         roots = np.unique(self.root[nodes])
-        old = self.cause[roots]
-        rank = np.array([*(_rank(c) for c in self.causes), -1])  # the last stands for "not frozen"
-        replaced = roots[rank[old] < _rank(cause)]
-        self.causes.append(cause)
-        self.cause[replaced] = len(self.causes) - 1
+        number = self.cause_numbers.setdefault(cause, len(self.causes))
+        if number == len(self.causes):
+            self.causes.append(cause)
+            self.ranks = np.array([*self.ranks[:-1], _rank(cause), -1])  # the last stands for "not frozen"
+        self.cause[roots[self.ranks[self.cause[roots]] < _rank(cause)]] = number
 
     def _freeze_all(self) -> None:
         ledger = self.ledger
         for nodes, cause in ledger.frozen:
             self._mark(nodes, cause)
+        averaged = np.zeros(ledger.nodes, dtype=bool)
+        averaged[self.root[self.averaged]] = True
         for number in ledger.looked_up:
             first = ledger.entries[number].first[1]
             if first is not None:
                 own = np.arange(first, first + ledger.entries[number].shape[1])
-                self._mark(own[self.columns[own]], _DECODER)
+                # Who asks for kept norms asks for a narrower stream, the embedding and its decoder included.
+                self._mark(own[self.columns[own] & ~averaged[self.root[own]]], _DECODER)
         read = np.zeros(ledger.nodes, dtype=bool)
         for nodes, _, _ in ledger.reads:
             read[self.root[nodes]] = True
         makes = np.zeros(ledger.nodes, dtype=bool)
         makes[self.root[self.made]] = True
-        unread = np.flatnonzero(makes & ~read & (self.cause == -1))
-        self._mark(unread, _UNREAD)
+        unread = makes & ~read & (self.cause == -1)
+        self._mark(np.flatnonzero(unread & averaged), _AVERAGED)
+        self._mark(np.flatnonzero(unread & ~averaged), _UNREAD)
         self._choose_gates()
         for runs in ledger.tied:
             if any((self.cause[self.root[nodes]] != -1).any() for nodes in runs):
@@ -158,7 +181,9 @@ class _Builder:
         first = nodes[0][self.made_at[nodes[0]].argmin()]
         entry, _ = self.axes.of[self.axes.axis_of[first]]
         kind: Kind = self.ledger.made[record][2] or ("channel" if len(entry.shape) > 2 else "feature")
-        base = entry.names[0].rpartition(".")[0] or entry.names[0]
+        if roots[0] in self.heads:
+            kind = "head"
+        base = _owner(entry)
         name, number = base, 1
         while name in taken:
             number += 1
@@ -193,11 +218,19 @@ class _Builder:
             if not fresh:
                 continue
             entry, _ = self.axes.of[self.axes.axis_of[nodes[0]]]
-            module = entry.names[0].rpartition(".")[0] or entry.names[0]
+            module = _owner(entry)
             for root in fresh:
                 key = (module, int(self.cause[root]))
                 counts[key] = counts.get(key, 0) + 1
         return tuple((_as_frozen(module, size, self.causes[c]), self.causes[c]) for (module, c), size in counts.items())
+
+
+def _owner(entry: Entry) -> str:
+    """The module that an entry belongs to as its user wrote it, past what parametrising and compiling put in between."""
+    name, parent = entry.names[0], entry.names[0].rpartition(".")[0]
+    parent = re.sub(r"(^|\.)parametrizations\..*$", "", parent)
+    parent = ".".join(part for part in parent.split(".") if part != "_orig_mod")
+    return parent or name.rpartition(".")[2]
 
 
 def _rank(cause: Cause) -> int:
@@ -210,18 +243,20 @@ def _as_frozen(module: str, size: int, cause: Cause) -> FrozenUnits:
     return FrozenUnits(module, size, f"{cause.reason}{where}")
 
 
-def build(ledger: Ledger, shapes: Mapping[str, torch.Size]) -> Built:
+def build(ledger: Ledger, shapes: Mapping[str, torch.Size], notes: NormNotes | None = None) -> Built:
     """Make the graph.
 
     Args:
         ledger: What a trace has learnt.
         shapes: State-dict key → shape of the whole state.
+        notes: Averages over units, where they are to be taken over the kept ones.
 
     Returns:
         The graph and what belongs to it.
     """
+    notes = {} if notes is None else notes
     while True:
-        builder = _Builder(ledger)
+        builder = _Builder(ledger, noted_nodes(notes))
         taken: set[str] = set()
         groups: dict[str, UnitGroup] = {}
         nodes: dict[str, IntArray] = {}
@@ -241,8 +276,14 @@ def build(ledger: Ledger, shapes: Mapping[str, torch.Size]) -> Built:
                 broken = True
                 for run in runs:
                     ledger.freeze(run, _TIED)
-        if not broken:
+        unit_of = {root: (name, unit) for name, roots in nodes.items() for unit, root in enumerate(roots.tolist())}
+        norms, counted = find_sites(notes, ledger, builder.root, unit_of), find_counts(ledger, builder.root, group_of, groups)
+        if not broken and norms is not None and counted is not None:
             break
     frozen = builder.frozen()
-    graph = UnitGraph(groups, dict(shapes), tuple(ties), tuple(item for item, cause in frozen if cause is not _UNREAD))
-    return Built(graph, nodes, tuple((item, cause) for item, cause in frozen if not cause.quiet))
+    heads = {group.name: group.size for group in groups.values() if group.kind == "head"}
+    candidates = find_sizes(ledger, builder.root, group_of, heads)
+    sizes, shared = chosen_sizes(ledger, candidates)
+    whole = tuple(item for item, cause in frozen if cause is not _UNREAD)
+    graph = UnitGraph(groups, dict(shapes), (*ties, *shared), whole, (*sizes, *counted), norms)
+    return Built(graph, nodes, tuple((item, cause) for item, cause in frozen if not cause.quiet), candidates)

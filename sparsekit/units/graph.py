@@ -6,23 +6,24 @@ follow from its index tables; nothing here knows what a convolution is.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from sparsekit.errors import ForeignMaskError, InvalidValueError
 from sparsekit.state import StateDict
+from sparsekit.units.layers import Layer
+from sparsekit.units.norms import NormSite
 
-__all__ = ["FrozenUnits", "Kind", "UnitGraph", "UnitGroup", "UnitSlice"]
+__all__ = ["FrozenUnits", "Kind", "SizeAttribute", "UnitGraph", "UnitGroup", "UnitSlice"]
 
 Kind = Literal["channel", "feature", "cell", "head"]
-
-_FORMAT = 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,6 +89,23 @@ class FrozenUnits:
     reason: str
 
 
+@dataclass(frozen=True)
+class SizeAttribute:
+    """A plain integer of a module that follows the number of units kept: `num_heads` of hand-written attention.
+
+    Args:
+        module: Qualified name of the module.
+        name: Of its attribute.
+        group: Whose units it counts.
+        per_unit: What one unit adds to it.
+    """
+
+    module: str
+    name: str
+    group: str
+    per_unit: int
+
+
 @dataclass(frozen=True, eq=False)
 class UnitGraph:
     """The groups of a model, in forward order, with the shape of every entry of its state.
@@ -97,12 +115,18 @@ class UnitGraph:
         shapes: State-dict key → shape, for the whole state.
         ties: Sets of groups that must keep equally many units (the layers of a stacked LSTM have one hidden size).
         frozen: What was found but cannot be removed exactly.
+        sizes: Integers of the model's own modules that follow the number of units.
+        norms: Calls that average over kept units only, found with norm="kept"; see `sparsekit.units.norms`.
+        layers: Who reads which entries, in forward order, where somebody asked for it; see `sparsekit.units.layers`.
     """
 
     groups: Mapping[str, UnitGroup]
     shapes: Mapping[str, torch.Size]
     ties: tuple[tuple[str, ...], ...] = ()
     frozen: tuple[FrozenUnits, ...] = ()
+    sizes: tuple[SizeAttribute, ...] = ()
+    norms: tuple[NormSite, ...] = ()
+    layers: tuple[Layer, ...] = ()
 
     @property
     def units(self) -> int:
@@ -117,6 +141,23 @@ class UnitGraph:
             for piece in group.slices:
                 found.setdefault(piece.name, []).append((group.name, piece))
         return {name: tuple(pieces) for name, pieces in found.items()}
+
+    @cached_property
+    def _axes(self) -> Mapping[str, Mapping[int, tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]]]:
+        """State-dict key → axis → (positions that belong to units, their units numbered through all groups)."""
+        found: dict[str, dict[int, list[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]]]] = {}
+        offsets = group_order(self.groups.values())
+        for name, pieces in self.slices_of.items():
+            axes = found.setdefault(name, {})
+            for group, piece in pieces:
+                index = piece.index.cpu().numpy()
+                units = np.arange(offsets[group], offsets[group] + index.shape[0], dtype=np.int64)
+                axes.setdefault(piece.dim, []).append((index.reshape(-1), units.repeat(index.shape[1])))
+        return {
+            name: {dim: (np.concatenate([p for p, _ in parts]), np.concatenate([u for _, u in parts]))
+                   for dim, parts in axes.items()}
+            for name, axes in found.items()
+        }  # fmt: skip
 
     def check_counts(self, counts: Mapping[str, int]) -> None:
         """Raise unless tied groups keep equally many units.
@@ -180,37 +221,21 @@ class UnitGraph:
         Returns:
             State-dict key → axis → int64 (kept,), ascending. Axes and keys that no unit touches are absent.
         """
+        kept = np.concatenate([keep[name].cpu().numpy() for name in self.groups] or [np.zeros(0, dtype=bool)])
         indices: dict[str, dict[int, Tensor]] = {}
-        for name, pieces in self.slices_of.items():
-            axes: dict[int, Tensor] = {}
-            for group_name, piece in pieces:
-                stays = axes.setdefault(piece.dim, torch.ones(self.shapes[name][piece.dim], dtype=torch.bool))
-                stays[piece.index[~keep[group_name].cpu()].reshape(-1)] = False
-            indices[name] = {dim: stays.nonzero().reshape(-1) for dim, stays in axes.items()}
+        for name, axes in self._axes.items():
+            found = indices[name] = {}
+            for dim, (positions, units) in axes.items():
+                stays = np.ones(self.shapes[name][dim], dtype=bool)
+                stays[positions[~kept[units]]] = False
+                found[dim] = torch.from_numpy(np.flatnonzero(stays))
         return indices
 
     def to_json(self) -> str:
         """The graph as JSON text, exact; `from_json` is its inverse."""
-        return json.dumps(
-            {
-                "format": _FORMAT,
-                "shapes": {name: list(shape) for name, shape in self.shapes.items()},
-                "ties": [list(tied) for tied in self.ties],
-                "frozen": [[item.module, item.size, item.reason] for item in self.frozen],
-                "groups": [
-                    {
-                        "name": group.name,
-                        "size": group.size,
-                        "kind": group.kind,
-                        "slices": [
-                            {"name": p.name, "dim": p.dim, "side": p.side, "gated": p.gated, "index": p.index.tolist()}
-                            for p in group.slices
-                        ],
-                    }
-                    for group in self.groups.values()
-                ],
-            }
-        )
+        from sparsekit.units.graph_json import dump
+
+        return dump(self)
 
     @staticmethod
     def from_json(text: str) -> UnitGraph:
@@ -219,30 +244,9 @@ class UnitGraph:
         Raises:
             InvalidValueError: the text is not a graph of this format.
         """
-        try:
-            raw = json.loads(text)
-            if raw["format"] != _FORMAT:
-                raise InvalidValueError(f"unit graph of format {raw['format']!r}; this version reads format {_FORMAT}")
-            groups = [
-                UnitGroup(
-                    name=g["name"],
-                    size=g["size"],
-                    kind=g["kind"],
-                    slices=tuple(
-                        UnitSlice(s["name"], s["dim"], torch.tensor(s["index"], dtype=torch.int64), s["side"], s["gated"])
-                        for s in g["slices"]
-                    ),
-                )
-                for g in raw["groups"]
-            ]
-            return UnitGraph(
-                groups={group.name: group for group in groups},
-                shapes={name: torch.Size(shape) for name, shape in raw["shapes"].items()},
-                ties=tuple(tuple(tied) for tied in raw["ties"]),
-                frozen=tuple(FrozenUnits(*item) for item in raw["frozen"]),
-            )
-        except (KeyError, TypeError, json.JSONDecodeError) as error:
-            raise InvalidValueError(f"this text is not a unit graph: {error!r}") from error
+        from sparsekit.units.graph_json import load
+
+        return load(text)
 
     def fingerprint(self) -> tuple[tuple[str, int], ...]:
         """Names and sizes of the groups: what a mask must agree with."""

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils._pytree import tree_map_only
 
-__all__ = ["ModelInputs", "find_tensors"]
+__all__ = ["ModelInputs", "find_tensors", "map_tensors"]
+
+
+_PLAIN = (str, bytes, int, float, bool, type(None), torch.dtype, torch.device, nn.Module)
+_STATES = frozenset({"transformers.cache_utils.Cache"})
+"""What a model hands to its own next call: as wide as the model is inside, and so no output of it."""
 
 
 def find_tensors(value: Any) -> list[Tensor]:
@@ -23,7 +28,7 @@ def find_tensors(value: Any) -> list[Tensor]:
     def visit(item: Any) -> None:
         if isinstance(item, Tensor):
             found.append(item)
-        elif isinstance(item, (str, bytes, int, float, bool, type(None), torch.dtype, torch.device, nn.Module)):
+        elif isinstance(item, _PLAIN) or any(f"{k.__module__}.{k.__qualname__}" in _STATES for k in type(item).__mro__):
             return
         elif id(item) not in seen:
             seen.add(id(item))
@@ -42,6 +47,31 @@ def find_tensors(value: Any) -> list[Tensor]:
     return found
 
 
+def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """`value` with every tensor replaced, in nested tuples, lists, mappings, dataclasses and packed sequences.
+
+    Other objects are passed on as they are, with the tensors that they hold.
+    """
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, PackedSequence):
+        return PackedSequence(function(value.data), *value[1:])
+    if isinstance(value, (list, tuple)):
+        items = [map_tensors(function, item) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if isinstance(value, MutableMapping):
+        twin = copy.copy(value)  # keeps the kind of mapping, such as the batches of a tokenizer
+        for key, item in value.items():
+            twin[key] = map_tensors(function, item)
+        return twin
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        same = copy.copy(value)
+        for field in dataclasses.fields(value):
+            object.__setattr__(same, field.name, map_tensors(function, getattr(value, field.name)))
+        return same
+    return value
+
+
 @dataclass(frozen=True, eq=False)
 class ModelInputs:
     """What a model is called on.
@@ -56,7 +86,7 @@ class ModelInputs:
 
     def call(self, model: nn.Module) -> Any:
         """Run the model on copies of the inputs, which it may overwrite."""
-        args, kwargs = tree_map_only(Tensor, lambda t: t.detach().clone(), (self.args, dict(self.kwargs)))
+        args, kwargs = map_tensors(lambda t: t.detach().clone(), (self.args, dict(self.kwargs)))
         return model(*args, **kwargs)
 
     def prepared(self, dtype: torch.dtype | None, generator: torch.Generator | None) -> ModelInputs:
@@ -76,12 +106,5 @@ class ModelInputs:
                 value = value + noise
             return value
 
-        def packed(sequence: PackedSequence) -> PackedSequence:
-            return PackedSequence(one(sequence.data), *sequence[1:])
-
-        args, kwargs = tree_map_only(
-            (Tensor, PackedSequence),
-            lambda x: packed(x) if isinstance(x, PackedSequence) else one(x),
-            (self.args, dict(self.kwargs)),
-        )
+        args, kwargs = map_tensors(one, (self.args, dict(self.kwargs)))
         return ModelInputs(args, kwargs)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import copyreg
+from collections import OrderedDict
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,8 +15,9 @@ from sparsekit.errors import ForeignMaskError
 from sparsekit.state import StateDict
 from sparsekit.units.graph import UnitGraph
 from sparsekit.units.rules import LayerRule, resize
+from sparsekit.units.sizes import set_sizes
 
-__all__ = ["copy_with", "named_entries", "narrow_module", "narrow_state"]
+__all__ = ["copy_with", "gather", "named_entries", "narrow_module", "narrow_state"]
 
 
 def named_entries(model: nn.Module) -> dict[str, Tensor]:
@@ -41,36 +45,99 @@ def copy_with(model: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
     """
     memo: dict[int, object] = {}
     for module in model.modules():
-        for value in vars(module).values():
-            if isinstance(value, Tensor) and not value.is_leaf:
-                memo[id(value)] = value.detach().clone()  # deepcopy refuses tensors that have a history
+        if isinstance(module, nn.RNNBase):
+            module._update_flat_weights()  # its list may be that of an earlier pass; copying a module does this too
+        for held in vars(module).values():
+            for value in held if isinstance(held, list) else (held,):
+                if isinstance(value, Tensor) and not value.is_leaf:
+                    memo[id(value)] = value.detach().clone()  # deepcopy refuses tensors that have a history
     for name, own in named_entries(model).items():
         if name in tensors and id(own) not in memo:
             new = tensors[name].detach()
             memo[id(own)] = nn.Parameter(new, requires_grad=own.requires_grad) if isinstance(own, nn.Parameter) else new
+    _copy_plain_modules(model, memo)
     return copy.deepcopy(model, memo)
 
 
-def narrow_state(state: StateDict, graph: UnitGraph, keep: Mapping[str, Tensor]) -> dict[str, Tensor]:
+_PROTOCOL = ("__deepcopy__", "__reduce_ex__", "__reduce__", "__getnewargs__", "__getnewargs_ex__", "__slots__")
+
+
+def _copy_plain_modules(model: nn.Module, memo: dict[int, object]) -> None:
+    """Do what deepcopy does to modules that follow its protocol as `nn.Module` does, and enter the copies into `memo`.
+
+    Most of what deepcopy meets in a module are a dozen empty tables of hooks, each rebuilt the long way.
+    """
+    for module in reversed(list(model.modules())):  # children first, so that their parents find them in `memo`
+        kind = type(module)
+        plain = all(getattr(kind, name, None) is getattr(nn.Module, name, None) for name in _PROTOCOL)
+        if id(module) in memo or not plain or kind in copyreg.dispatch_table:
+            continue
+        state: object = module.__getstate__()
+        if type(state) is dict:
+            twin = memo[id(module)] = kind.__new__(kind)
+            twin.__setstate__({name: _copied(value, memo) for name, value in state.items()})
+
+
+def _copied(value: Any, memo: dict[int, object]) -> Any:
+    kind = type(value)
+    if kind in _ATOMS or (kind is tuple and all(type(item) in _ATOMS for item in value)):
+        return value
+    if id(value) in memo:
+        return memo[id(value)]
+    if kind is OrderedDict and not value and not vars(value):
+        memo[id(value)] = OrderedDict()
+    elif kind is set and not value:
+        memo[id(value)] = set()
+    elif kind is dict and all(type(key) is str for key in value):
+        twin: dict[str, Any] = {}
+        memo[id(value)] = twin
+        twin.update((key, _copied(item, memo)) for key, item in value.items())
+    else:
+        return copy.deepcopy(value, memo)
+    return memo[id(value)]
+
+
+_ATOMS = frozenset((bool, int, float, str, type(None)))
+
+
+def narrow_state(
+    state: StateDict,
+    graph: UnitGraph,
+    keep: Mapping[str, Tensor],
+    indices: Mapping[str, Mapping[int, Tensor]] | None = None,
+) -> dict[str, Tensor]:
     """The entries that units touch, without the positions of dropped units; other keys are absent.
 
     Args:
         state: Dense entries; keys that units touch must be present.
         graph: Says what belongs to a unit.
         keep: Group name → bool (units,).
+        indices: `graph.kept_indices(keep)`, if it is known.
     """
     narrow: dict[str, Tensor] = {}
     done: dict[int, Tensor] = {}
-    for name, axes in graph.kept_indices(keep).items():
+    for name, axes in (graph.kept_indices(keep) if indices is None else indices).items():
         tensor = state[name]
         if id(tensor) not in done:
-            piece = tensor.detach()
-            for dim, index in sorted(axes.items()):
-                if index.numel() < piece.shape[dim]:
-                    piece = piece.index_select(dim, index.to(piece.device))
+            piece = gather(tensor.detach(), axes)
             done[id(tensor)] = piece.clone() if piece.data_ptr() == tensor.data_ptr() else piece
         narrow[name] = done[id(tensor)]
     return narrow
+
+
+def gather(tensor: Tensor, axes: Mapping[int, Tensor]) -> Tensor:
+    """The kept positions of a dense tensor; the tensor itself where nothing is cut.
+
+    Args:
+        tensor: Dense.
+        axes: Axis → int64 (kept,).
+    """
+    cut = {dim: index.to(tensor.device) for dim, index in axes.items() if index.numel() < tensor.shape[dim]}
+    if cut.keys() == {0, 1}:
+        return tensor[cut[0][:, None], cut[1]]  # both at once: one pass over what stays
+    for dim, index in sorted(cut.items()):
+        tensor = tensor.index_select(dim, index)
+    return tensor
 
 
 def narrow_module(
@@ -81,10 +148,11 @@ def narrow_module(
     Raises:
         ForeignMaskError: an entry of the copy does not have the shape that the graph expects.
     """
-    small = copy_with(model, narrow_state(named_entries(model), graph, keep))
-    resize(small, rules)
-    entries = named_entries(small)
     indices = graph.kept_indices(keep)
+    small = copy_with(model, narrow_state(named_entries(model), graph, keep, indices))
+    resize(small, rules)
+    set_sizes(small, graph, {name: int(stays.sum()) for name, stays in keep.items()})
+    entries = named_entries(small)
     # A fused kernel that is handed wrong shapes reads past its buffers, so nothing is left to chance here.
     for name, dense in graph.shapes.items():
         axes = indices.get(name, {})

@@ -4,27 +4,35 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from sparsekit.errors import NoUnitsError, TraceError, UnsupportedModelError
+from sparsekit.errors import InvalidValueError, NoUnitsError, TraceError, UnsupportedModelError
 from sparsekit.units.build import Built, build
 from sparsekit.units.graph import FrozenUnits, UnitGraph
 from sparsekit.units.inputs import ModelInputs, find_tensors
-from sparsekit.units.labels import OUTPUT, Cause, Ledger
+from sparsekit.units.ledger import OUTPUT, Cause, Ledger
+from sparsekit.units.norm_trace import NormNotes, NormRecorder
 from sparsekit.units.ops import MAKE_CONSTANTS, find_handler
 from sparsekit.units.rebuild import copy_with, named_entries
 from sparsekit.units.rules import LayerRule, find_rule
+from sparsekit.units.rules.parametrised import freeze_hooked
+from sparsekit.units.sizes import try_other_sizes
 from sparsekit.units.tracer import Tracer
+from sparsekit.units.training import WithoutDropout, differs_in_training, train_without_dropout
 from sparsekit.units.verify import Verifier
 
 __all__ = ["FrozenUnitsWarning", "trace_units"]
+
+
+_AVERAGES = ("mean", "var", "std", "var_mean", "std_mean")
 
 
 class FrozenUnitsWarning(UserWarning):
@@ -36,7 +44,9 @@ def trace_units(
     *example_inputs: Any,
     rules: Mapping[type[nn.Module], LayerRule] | None = None,
     verify: bool = True,
-    **example_kwargs: Any,
+    norm: Literal["frozen", "kept"] = "frozen",
+    example_kwargs: Mapping[str, Any] | None = None,
+    **more_kwargs: Any,
 ) -> UnitGraph:
     """Find the units of a model: everything that can be removed exactly, with all tensors that go when one goes.
 
@@ -48,12 +58,17 @@ def trace_units(
         *example_inputs: What `model` is called on. Their values do not matter, their shapes should be typical.
         rules: Module type → rule, for layers of your own; asked before the built-in ones.
         verify: Compare a masked and a compacted copy, and keep whole every group for which they differ.
-        **example_kwargs: Keyword arguments of the call.
+        norm: What becomes of units that a layer norm, an RMS norm or a plain mean averages over, such as the width of a
+            transformer. "frozen" keeps them whole, since without some of them the statistics are others. "kept" lets
+            them go: a model under a mask then takes these statistics over the kept units, as the narrow model does.
+        example_kwargs: Keyword arguments of the call.
+        **more_kwargs: More of them, as long as their names are not taken above.
 
     Returns:
         The groups, in forward order.
 
     Raises:
+        InvalidValueError: an unknown `norm`, or a keyword argument given twice.
         TraceError: the model fails on the example inputs.
         UnsupportedModelError: TorchScript, or a model that returns no tensor.
         NoUnitsError: nothing can be removed exactly.
@@ -62,22 +77,29 @@ def trace_units(
         FrozenUnitsWarning: units stay whole; once per cause, naming the modules and the reason.
     """
     _check(model)
-    inputs = ModelInputs(example_inputs, example_kwargs)
+    inputs = ModelInputs(example_inputs, _joined(example_kwargs or {}, more_kwargs))
+    if norm not in ("frozen", "kept"):
+        raise InvalidValueError(f"norm must be 'frozen' or 'kept', got {norm!r}")
+    notes: NormNotes | None = {} if norm == "kept" else None
     ledger = Ledger()
-    with _quiet_fast_path():
-        _run(model, inputs, ledger, rules)
+    with _plain_execution():
+        differs = _run(model, inputs, ledger, rules, notes)
         shapes = {name: tensor.shape for name, tensor in model.state_dict().items() if isinstance(tensor, torch.Tensor)}
-        built = build(ledger, shapes)
+        built = build(ledger, shapes, notes)
         if verify and built.graph.groups:
-            built = _verified(model, inputs, ledger, built, rules)
-    _warn(built)
+            verifier = Verifier(_in_eval_mode(model), inputs, rules, training=differs)
+            built = _verified(verifier, ledger, built, notes)
+    hint = "" if norm == "kept" else '; norm="kept" averages over the kept units instead'
+    _warn(built, hint)
     if not built.graph.groups:
         listed = (
             "; ".join(f"{item.module} ({item.size}): {item.reason}" for item in built.graph.frozen) or "no layer makes units"
         )
         raise NoUnitsError(
-            f"nothing in {type(model).__name__} can be removed exactly. Kept whole: {listed}."
-            " A hidden layer of its own (Linear, convolution, LSTM, …) between input and output has units"
+            f"nothing in {type(model).__name__} can be removed exactly. Kept whole: {listed}"
+            f"{hint if any(map(_is_average, built.graph.frozen)) else ''}."
+            " A hidden layer of its own (Linear, convolution, LSTM, …) between input and output has units",
+            built.graph.frozen,
         )
     return built.graph
 
@@ -101,23 +123,46 @@ def _check(model: nn.Module) -> None:
 
 
 @contextmanager
-def _quiet_fast_path() -> Iterator[None]:
-    """Switch off the fused transformer path, which bypasses the submodules, and put it back."""
+def _plain_execution() -> Iterator[None]:
+    """Switch off what bypasses the submodules or their operators, and put it back; leave random numbers as they were."""
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
-        with torch.random.fork_rng(devices=[]):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.random.fork_rng(devices=[]))
+            stack.enter_context(warnings.catch_warnings())
+            # Reentrant checkpoints warn without gradients, which a trace does without.
+            warnings.filterwarnings("ignore", message="None of the inputs have requires_grad=True")
+            if "torch._dynamo" in sys.modules:  # only then can anything be compiled, and its import takes seconds
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(before)
 
 
-def _run(model: nn.Module, inputs: ModelInputs, ledger: Ledger, rules: Mapping[type[nn.Module], LayerRule] | None) -> None:
-    """Fill the ledger from one pass in eval mode, and one in train mode if the first left parameters out."""
-    copy = copy_with(model, {})
-    parameters = _enter(copy, ledger)
+def _joined(example: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
+    twice = sorted(set(example) & set(more))
+    if twice:
+        raise InvalidValueError(f"keyword inputs given twice: {', '.join(twice)}; put all of them into example_kwargs")
+    return {**example, **more}
+
+
+def _run(
+    model: nn.Module,
+    inputs: ModelInputs,
+    ledger: Ledger,
+    rules: Mapping[type[nn.Module], LayerRule] | None,
+    notes: NormNotes | None,
+) -> bool:
+    """Fill ledger and notes from one pass in eval mode, and one in train mode if it may show something else.
+
+    Returns:
+        Whether the model does something else in training.
+    """
+    private = copy_with(model, {})
+    parameters = _enter(private, ledger)
     try:
-        met = _pass(copy.eval(), inputs, ledger, rules)
+        met = _pass(_twin(private).eval(), inputs, ledger, rules, notes)
     except UnsupportedModelError:
         raise
     except Exception as error:
@@ -125,10 +170,18 @@ def _run(model: nn.Module, inputs: ModelInputs, ledger: Ledger, rules: Mapping[t
             f"{type(model).__name__} fails on the example inputs: {type(error).__name__}: {error};"
             " pass inputs that model(*inputs) accepts"
         ) from error
-    if not parameters <= met:
-        # Auxiliary heads run in training only; what they read must be known too. A batch norm may refuse the example.
-        with contextlib.suppress(Exception):
-            _pass(copy_with(model, {}).train(), inputs, ledger, rules)
+    differs = differs_in_training(_twin(private), inputs)
+    if differs or notes or not parameters <= met:
+        # Auxiliary heads run in training only; what they read must be known too, and norms are told apart by their number
+        # in a pass, which must be the same in training. A batch norm may refuse the example.
+        with contextlib.suppress(Exception), WithoutDropout():
+            _pass(train_without_dropout(_twin(private)), inputs, ledger, rules, notes)
+    return differs
+
+
+def _twin(model: nn.Module) -> nn.Module:
+    """The same tensors in a module of its own, which may be hooked."""
+    return copy_with(model, named_entries(model))
 
 
 def _enter(model: nn.Module, ledger: Ledger) -> set[int]:
@@ -146,7 +199,13 @@ def _enter(model: nn.Module, ledger: Ledger) -> set[int]:
     return parameters
 
 
-def _pass(copy: nn.Module, inputs: ModelInputs, ledger: Ledger, rules: Mapping[type[nn.Module], LayerRule] | None) -> set[int]:
+def _pass(
+    copy: nn.Module,
+    inputs: ModelInputs,
+    ledger: Ledger,
+    rules: Mapping[type[nn.Module], LayerRule] | None,
+    notes: NormNotes | None,
+) -> set[int]:
     """Run a private copy of the model under the tracer; the numbers of the entries that it used."""
     tracer = Tracer(ledger, find_handler, MAKE_CONSTANTS)
     entries = named_entries(copy)
@@ -157,12 +216,19 @@ def _pass(copy: nn.Module, inputs: ModelInputs, ledger: Ledger, rules: Mapping[t
         if rule is not None and rule.opaque:
             object.__setattr__(module, "forward", functools.partial(_opaque, tracer, rule, module, module.forward))
     tracer.follow(copy)
+    freeze_hooked(tracer, copy)
+    if notes is not None:
+        NormRecorder(tracer, copy, notes)
     outputs = run_traced(tracer, copy, inputs)
     found = find_tensors(outputs)
     if not found:
         raise UnsupportedModelError(f"{type(copy).__name__} returned no tensor but {type(outputs).__name__}; return tensors")
     for tensor in found:
-        ledger.freeze(tracer.labels(tensor).all_nodes(), OUTPUT)
+        labels = tracer.labels(tensor)
+        if labels.mixed is not None:
+            ledger.freeze(labels.mixed, Cause("", "the model returns values averaged over them", False))
+        else:
+            ledger.freeze(labels.all_nodes(), OUTPUT)
     return tracer.used
 
 
@@ -184,28 +250,35 @@ def _opaque(tracer: Tracer, rule: LayerRule, module: nn.Module, forward: Any, *a
     return rule.trace(tracer, module, run, args, kwargs)
 
 
-def _verified(
-    model: nn.Module, inputs: ModelInputs, ledger: Ledger, built: Built, rules: Mapping[type[nn.Module], LayerRule] | None
-) -> Built:
-    flags = {module: module.training for module in model.modules()}
-    if any(flags.values()):
-        model = copy_with(model, named_entries(model)).eval()
-    verifier = Verifier(model, inputs, rules)
+def _in_eval_mode(model: nn.Module) -> nn.Module:
+    return _twin(model).eval() if any(module.training for module in model.modules()) else model
+
+
+def _verified(verifier: Verifier, ledger: Ledger, built: Built, notes: NormNotes | None) -> Built:
     while built.graph.groups:
         failures = verifier.failures(built.graph)
         if not failures:
             break
         for name, reason in failures.items():
-            ledger.freeze(built.nodes[name], Cause("", reason, False))
-        built = build(ledger, built.graph.shapes)
+            if not try_other_sizes(ledger, built.sizes, name):
+                ledger.freeze(built.nodes[name], Cause("", reason, False))
+        built = build(ledger, built.graph.shapes, notes)
     return built
 
 
-def _warn(built: Built) -> None:
+def _is_average(item: FrozenUnits) -> bool:
+    return item.reason.startswith(("normalised over", *(f"reduced over its units by '{name}'" for name in _AVERAGES)))
+
+
+def _warn(built: Built, hint: str) -> None:
     causes: dict[Cause, list[FrozenUnits]] = {}
     for item, cause in built.loud:
         causes.setdefault(replace(cause, quiet=False), []).append(item)
     for cause, items in causes.items():
         modules = ", ".join(f"{item.module!r} ({item.size} units)" for item in items)
         where = f" in {cause.module!r}" if cause.module and cause.module != items[0].module else ""
-        warnings.warn(f"{modules} kept whole: {cause.reason}{where}", FrozenUnitsWarning, stacklevel=3)
+        warnings.warn(
+            f"{modules} kept whole: {cause.reason}{where}{hint if _is_average(items[0]) else ''}",
+            FrozenUnitsWarning,
+            stacklevel=3,
+        )

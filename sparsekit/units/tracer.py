@@ -2,84 +2,28 @@
 
 from __future__ import annotations
 
-import linecache
-import os
 import sys
-import textwrap
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, TypeAlias
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from sparsekit.units.call import Call, Handler, Outputs, user_line
 from sparsekit.units.graph import Kind
-from sparsekit.units.labels import NO_UNIT, Cause, Entry, IntArray, Labels, Ledger, TensorLabels
+from sparsekit.units.joint import collapsed
+from sparsekit.units.labels import NO_UNIT, NOT_ZERO, Entry, IntArray, Joint, Labels, TensorLabels
+from sparsekit.units.ledger import Cause, Ledger, Split
+from sparsekit.units.views import written_over
 
-__all__ = ["Call", "Handler", "Outputs", "Tracer", "user_line"]
-
-Outputs: TypeAlias = TensorLabels | Sequence[TensorLabels | None] | None
-
-_LIBRARIES = tuple(os.path.dirname(os.path.abspath(path)) + os.sep for path in (torch.__file__, os.path.dirname(__file__)))
-
-
-def user_line(frames: Sequence[tuple[str, int]]) -> str:
-    """` at file.py:12 ("code")` for the innermost frame outside torch and this package, or an empty string.
-
-    Args:
-        frames: (file name, line number), innermost first.
-    """
-    for filename, line in frames:
-        if not filename.startswith(_LIBRARIES) and not filename.startswith("<"):
-            code = textwrap.shorten(linecache.getline(filename, line), 80, placeholder=" …")
-            return f" at {os.path.basename(filename)}:{line}" + (f" ({code})" if code else "")
-    return ""
+__all__ = ["Tracer"]
 
 
-@dataclass(frozen=True, eq=False)
-class Call:
-    """One operator call as seen by its handler.
-
-    Args:
-        tracer: The trace.
-        func: The operator.
-        name: Its base name without the trailing underscore of in-place forms: `add` for `aten::add_.Tensor`.
-        arguments: Arguments by their schema names.
-        outputs: The tensors that it returned, in order.
-    """
-
-    tracer: Tracer
-    func: Any
-    name: str
-    arguments: Mapping[str, Any]
-    outputs: tuple[Tensor, ...]
-
-    def arg(self, name: str, default: Any = None) -> Any:
-        """An argument by schema name."""
-        value = self.arguments.get(name, default)
-        return default if value is None else value
-
-    def labels(self, name: str) -> TensorLabels | None:
-        """Labels of a tensor argument; an unlabelled tensor has an ordinary axis everywhere."""
-        value = self.arguments.get(name)
-        return self.tracer.labels(value) if isinstance(value, Tensor) else None
-
-    @cached_property
-    def tensors(self) -> list[Tensor]:
-        """All tensor arguments, those in lists included."""
-        return [leaf for leaf in tree_leaves(tuple(self.arguments.values())) if isinstance(leaf, Tensor)]
-
-    def freeze_inputs(self, reason: str, *, quiet: bool = False) -> None:
-        """Keep whole every unit that enters the call."""
-        for tensor in self.tensors:
-            self.tracer.freeze(self.tracer.labels(tensor), reason, quiet=quiet)
-
-
-Handler: TypeAlias = Callable[[Call], Outputs]
+_MOST_WORK = 300_000_000  # positions looked at in one pass: some ten seconds; a transformer of 7e9 parameters takes 5e7
+_WORK_OF_A_CALL = 2_000  # positions that take as long as what is done for each call
 
 
 class Tracer(TorchDispatchMode):
@@ -97,9 +41,11 @@ class Tracer(TorchDispatchMode):
         self.creators = creators
         self.modules: list[str] = [""]
         self.watching = True
+        self.work, self.most_work = 0, _MOST_WORK
         self._known: dict[int, TensorLabels] = {}
         self._alive: list[Tensor] = []  # ids and storages must not be reused while the trace runs
         self._viewed: set[int] = set()
+        self._objects: dict[str, nn.Module] = {}
         self.used: set[int] = set()  # numbers of the state entries that some operator has met
 
     # ---- what handlers and rules use
@@ -109,18 +55,58 @@ class Tracer(TorchDispatchMode):
         """Qualified name of the innermost module that runs now."""
         return self.modules[-1]
 
-    def labels(self, tensor: Tensor) -> TensorLabels:
-        """Labels of a tensor."""
+    def labels(self, tensor: Tensor, *whole: int) -> TensorLabels:
+        """Labels of a tensor. Joint labels are settled: one axis tells units apart from here on, the others are tied.
+
+        Args:
+            tensor: Any tensor of the trace.
+            whole: Axes that are tied first; else the first axis is that of the units.
+        """
+        found = self.joint_labels(tensor)
+        if found.joint is None:
+            return found
+        for dim in whole:
+            found = self.tie(found, dim % tensor.dim())
+        found = self.settle(found)
+        self.set(tensor, found)
+        return found
+
+    def settle(self, labels: TensorLabels) -> TensorLabels:
+        """Joint labels with all axes but the first tied."""
+        while labels.joint is not None:
+            labels = self.tie(labels, labels.joint.dims[-1])
+        return labels
+
+    def joint_labels(self, tensor: Tensor) -> TensorLabels:
+        """Labels of a tensor, joint ones as they are."""
         found = self._known.get(id(tensor))
         return found if found is not None else TensorLabels((None,) * tensor.dim())
 
+    def tie(self, labels: TensorLabels, dim: int) -> TensorLabels:
+        """Make the positions of joint labels along one axis one unit, so that units differ along the other axes alone."""
+        joint = labels.joint
+        if joint is None or joint.nodes.shape[dim] == 1:
+            return labels
+        nodes, sources = joint.nodes.take([0], dim), joint.sources.take([0], dim)
+        self.unite(np.broadcast_to(nodes, joint.nodes.shape).reshape(-1), joint.nodes.reshape(-1))
+        agreed = (joint.sources == sources).all(axis=dim, keepdims=True)
+        return collapsed(replace(labels, joint=Joint(nodes, np.where(agreed, sources, NOT_ZERO))))
+
+    def split(self, nodes: IntArray) -> None:
+        """Note that the module which runs now lays one axis of units over several, or several over one."""
+        if nodes.ndim > 1 and (nodes < 0).any():
+            self.freeze(nodes.reshape(-1), "reshaped together with values that belong to no unit")
+        owner = self._objects.get(self.module)
+        numbers = {} if owner is None else {name: value for name, value in vars(owner).items() if type(value) is int}
+        self.ledger.splits.append(Split(nodes, self.module, numbers))
+
     def entry(self, tensor: Tensor) -> Entry | None:
         """The state entry that a tensor is or rearranges, if any."""
-        return self.labels(tensor).entry
+        return self.joint_labels(tensor).entry
 
     def set(self, tensor: Tensor, labels: TensorLabels | None) -> None:
         """Attach labels to a tensor."""
-        if labels is None or (labels.parts is None and all(axis is None for axis in labels.axes)):
+        if labels is None or (not labels.has_units and all(axis is None for axis in labels.axes)):
             self._known.pop(id(tensor), None)
             return
         if labels.parts is None and len(labels.axes) != tensor.dim():
@@ -167,12 +153,29 @@ class Tracer(TorchDispatchMode):
         if labels.entry is not None and axis is not None:
             self.ledger.make(axis.nodes, self.module, kind)
 
+    def count(self, nodes: IntArray, module: str, attribute: str, *, needed: bool = True) -> None:
+        """Note that an attribute of a layer counts these units, and that no parameter tells its value."""
+        self.ledger.counts.append((nodes, module, attribute, needed))
+
+    def count_groups(self, rows: IntArray) -> bool:
+        """Note that units go by whole norm groups, (groups, channels each), and no scale tells how many there are.
+
+        Returns:
+            False if the running module is no group norm, whose attribute could be set.
+        """
+        if not isinstance(self._objects.get(self.module), nn.GroupNorm):
+            return False
+        self.count(rows[:, 0], self.module, "num_groups")
+        self.count(rows.reshape(-1), self.module, "num_channels", needed=False)
+        return True
+
     def contract(self, a: TensorLabels, a_dim: int, b: TensorLabels, b_dim: int) -> None:
         """Sum of products over an axis of `a` and an axis of `b`: the units on both are one, and are read here."""
         left, right = a.axes[a_dim], b.axes[b_dim]
         for mine, others, owner in ((left, right, a), (right, left, b)):
             if mine is not None and not mine.is_uniform and others is None:
-                self.freeze(mine, "multiplied with values that belong to no unit", quiet=owner.entry is not None)
+                quiet = owner.entry is not None or owner.from_state
+                self.freeze(mine, "multiplied with values that belong to no unit", quiet=quiet)
         if left is None or right is None:
             return
         if left.is_uniform or right.is_uniform:
@@ -217,27 +220,46 @@ class Tracer(TorchDispatchMode):
     def _propagate(self, call: Call, mutates: bool) -> None:
         self.used |= {entry.number for tensor in call.tensors if (entry := self.entry(tensor)) is not None}
         handler = self.find_handler(call.func, call.name)
-        stacked = any(self.labels(tensor).parts is not None for tensor in call.tensors)
-        units = any(self.labels(tensor).has_units for tensor in call.tensors)
+        entering = [self.joint_labels(tensor) for tensor in call.tensors]
+        if self._exhausted(entering):
+            return
+        stacked = any(labels.parts is not None for labels in entering)
+        units = any(labels.has_units for labels in entering)
+        for each in entering:
+            self.freeze(each.mixed, f"mixed over units before they are used by {call.name!r}")
         answer: Outputs
-        if stacked and call.name not in ("select", "unbind"):
+        if stacked and call.name not in ("select", "unbind", "view", "_unsafe_view", "slice"):
             call.freeze_inputs(f"stacked states of several layers used as a whole by {call.name!r}")
             answer = None
         elif handler is None:
             if units:
                 call.freeze_inputs(f"operator {call.name!r} is not known to keep units apart")
-                for entering in map(self.labels, call.tensors):
-                    if entering.entry is not None and entering.axes:
-                        self.make(entering, 0)  # a weight that is computed from parameters: their rows are what stays
+                for each in map(self.labels, call.tensors):
+                    if each.entry is not None and each.axes:
+                        self.make(each, 0)  # a weight that is computed from parameters: their rows are what stays
             answer = None
         else:
             answer = handler(call)
         found = list(answer) if isinstance(answer, Sequence) else [answer] * len(call.outputs)
+        if all(labels.entry is not None or labels.from_state for labels in entering):
+            found = [None if labels is None else replace(labels, from_state=True) for labels in found]
         if not mutates:
             for tensor, labels in zip(call.outputs, found, strict=False):
                 self.set(tensor, labels)
             return
         self._mutate(call, found[0] if found else None)
+
+    def _exhausted(self, entering: Sequence[TensorLabels]) -> bool:
+        """Count the work and give up on all units when there is too much of it, so that no model makes a trace hang."""
+        self.work += _WORK_OF_A_CALL + sum(axis.size for labels in entering for axis in labels.axes if axis is not None)
+        if self.work <= self.most_work:
+            return False
+        everything = np.arange(self.ledger.nodes, dtype=np.int64)
+        self.freeze(
+            everything, f"following units through {self.work:,} positions was given up here; the model has too many steps"
+        )
+        self.watching = False
+        return True
 
     def _mutate(self, call: Call, after: TensorLabels | None) -> None:
         written = [
@@ -262,12 +284,33 @@ class Tracer(TorchDispatchMode):
         if before is not None and before.same(after) and not any(axis is not None and axis.is_uniform for axis in before.axes):
             return
         storage = tensor.untyped_storage()._cdata
-        shared = [other for other in self._alive if other.untyped_storage()._cdata == storage and id(other) in self._known]
+        views = [other for other in self._alive if other.untyped_storage()._cdata == storage]
+        shared = [other for other in views if id(other) in self._known]
+        known = before is not None and after is not None and len(shared) == len(views)
+        if known and after is not None and self._overwrite([*shared, tensor], tensor, after):
+            return
         reason = f"written in place through a view by {call.name!r}"
         if after is not None and after.has_units:
             call.freeze_inputs(reason)
         for other in [*shared, tensor]:
             self.freeze(self._known.pop(id(other), None), reason)
+
+    def _overwrite(self, tensors: list[Tensor], target: Tensor, after: TensorLabels) -> bool:
+        """Label tensors on one memory after a write to one of them; False if that cannot be said exactly."""
+        found: list[tuple[Tensor, TensorLabels]] = []
+        pairs: list[tuple[IntArray, IntArray]] = []
+        for tensor in {id(t): t for t in tensors}.values():
+            labels = written_over(
+                tensor, self.joint_labels(tensor), target, after, lambda a, b: pairs.append((a, b)), self.ledger.both
+            )
+            if labels is None:
+                return False
+            found.append((tensor, labels))
+        for a, b in pairs:
+            self.unite(a, b)
+        for tensor, labels in found:
+            self.set(tensor, labels)
+        return True
 
     def _note_views(self, call: Call) -> None:
         for tensor in call.outputs:
@@ -279,6 +322,7 @@ class Tracer(TorchDispatchMode):
     def follow(self, model: nn.Module) -> None:
         """Keep `self.modules` up to date while `model`, a private copy, runs."""
         for name, module in model.named_modules():
+            self._objects[name] = module
             module.register_forward_pre_hook(lambda _m, _a, _name=name: self.modules.append(_name), prepend=True)
             module.register_forward_hook(lambda _m, _a, _o: self._leave(), always_call=True)
 

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from sparsekit.units.call import user_line
 from sparsekit.units.graph import UnitGraph
 from sparsekit.units.inputs import ModelInputs, find_tensors
+from sparsekit.units.live import LiveEntries, gated_axes
+from sparsekit.units.norms import kept_norms
 from sparsekit.units.rebuild import copy_with, named_entries, narrow_module
 from sparsekit.units.rules import LayerRule
-from sparsekit.units.tracer import user_line
+from sparsekit.units.training import WithoutDropout, train_without_dropout
 
 __all__ = ["Verifier"]
 
@@ -25,26 +28,6 @@ _MASKS, _FEWEST, _MANY_NUMBERS = 6, 2, 2_000_000  # masks tried, and fewer of th
 _TRIALS = 64  # bound on the work of finding the groups at fault
 _TOLERANCE = {torch.float64: 1e-8}
 _LOOSE = 1e-3
-
-
-def _randomised(entries: Mapping[str, Tensor], dtype: torch.dtype | None, generator: torch.Generator) -> dict[str, Tensor]:
-    """Entries with live statistics, scales and biases, so that a fresh zero cannot hide an error."""
-    new: dict[str, Tensor] = {}
-    done: dict[int, Tensor] = {}
-    for name, own in entries.items():
-        if id(own) not in done:
-            value = own.detach().to(dtype if own.is_floating_point() else None) if dtype is not None else own.detach().clone()
-            if own.is_floating_point() and (own.dim() <= 1 or not bool(own.detach().any())):
-                noise = torch.empty(own.shape, dtype=value.dtype).uniform_(-1.0, 1.0, generator=generator).to(own.device)
-                if name.endswith("running_var"):
-                    value = 1.0 + 0.5 * noise
-                elif name.endswith("running_mean"):
-                    value = 0.5 * noise
-                else:
-                    value = value + 0.3 * noise
-            done[id(own)] = value
-        new[name] = done[id(own)]
-    return new
 
 
 def _finite(outputs: Sequence[Tensor]) -> bool:
@@ -59,21 +42,23 @@ class Verifier:
         model: In eval mode; not changed.
         inputs: What it is called on.
         rules: The user's layer rules.
+        training: Compare in train mode too, dropout aside; for models that do something else there.
     """
 
     model: nn.Module
     inputs: ModelInputs
     rules: Mapping[type[nn.Module], LayerRule] | None = None
+    training: bool = False
 
     def __post_init__(self) -> None:
         self._generator = torch.Generator().manual_seed(20130)
         entries = named_entries(self.model)
         try:
-            self._dense = copy_with(self.model, _randomised(entries, torch.float64, self._generator))
+            self._enter(LiveEntries(entries, torch.float64, self._generator))
             self._inputs = self.inputs.prepared(torch.float64, self._generator)
             finite = _finite(self._run(self._dense))
         except Exception:  # noqa: BLE001 (a model that fixes its dtype, a device without float64: compare in its own)
-            self._dense = copy_with(self.model, _randomised(entries, None, self._generator))
+            self._enter(LiveEntries(entries, None, self._generator))
             self._inputs = self.inputs.prepared(None, self._generator)
             finite = False
         if not finite:
@@ -84,9 +69,12 @@ class Verifier:
         self._masks = _MASKS if sum(t.numel() for t in entries.values()) < _MANY_NUMBERS else _FEWEST
         self.trials = 0
 
-    def _run(self, model: nn.Module) -> list[Tensor]:
+    def _enter(self, live: LiveEntries) -> None:
+        self._live, self._dense = live, copy_with(self.model, live.values)
+
+    def _run(self, model: nn.Module, seed: int = 0) -> list[Tensor]:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(0)  # torch.manual_seed would also reseed the accelerators, for good
+            torch.default_generator.manual_seed(seed)  # torch.manual_seed would also reseed the accelerators, for good
             return find_tensors(self._inputs.call(model))
 
     def failures(self, graph: UnitGraph) -> dict[str, str]:
@@ -95,18 +83,25 @@ class Verifier:
         Returns:
             Group name → reason; empty if all is well.
         """
-        units = _tied_sets(graph)
+        # What fails is often all of one kind, and is found sooner where it lies together.
+        units = sorted(_tied_sets(graph), key=lambda names: graph.groups[names[0]].kind)
+        self.trials = 0
+        self._gated = gated_axes(graph, self._live.values)
         bad: dict[str, str] = {}
         for ratio in _RATIOS[: self._masks]:
-            self._bisect(graph, units, bad, ratio)
+            self._bisect(graph, units, bad, functools.partial(self._trial, graph, ratio))
             if bad:
-                break
+                return bad
+        if self.training:
+            self._bisect(graph, units, bad, functools.partial(self._training_trial, graph))
         return bad
 
-    def _bisect(self, graph: UnitGraph, units: Sequence[tuple[str, ...]], bad: dict[str, str], ratio: float) -> None:
+    def _bisect(
+        self, graph: UnitGraph, units: Sequence[tuple[str, ...]], bad: dict[str, str], trial: Callable[[list[str]], str | None]
+    ) -> None:
         if not units:
             return
-        reason = self._trial(graph, [name for tied in units for name in tied], ratio)
+        reason = trial([name for tied in units for name in tied])
         if reason is None:
             return
         if len(units) == 1 or self.trials >= _TRIALS:
@@ -114,26 +109,44 @@ class Verifier:
             return
         half = len(units) // 2
         before = len(bad)
-        self._bisect(graph, units[:half], bad, ratio)
-        self._bisect(graph, units[half:], bad, ratio)
+        self._bisect(graph, units[:half], bad, trial)
+        self._bisect(graph, units[half:], bad, trial)
         if len(bad) == before:
             bad |= dict.fromkeys((name for tied in units for name in tied), f"only jointly: {reason}")
             return
 
-    def _trial(self, graph: UnitGraph, names: Sequence[str], ratio: float) -> str | None:
+    def _trial(self, graph: UnitGraph, ratio: float, names: Sequence[str]) -> str | None:
         """Why a random mask over some groups is not exact, or None if it is."""
         self.trials += 1
         keep = self._mask(graph, set(names), ratio)
+        kept = torch.cat(list(keep.values())).numpy()
+        self._live.silence(self._gated, kept)
         try:
-            with _silenced(self._dense, graph, keep):
+            with kept_norms(self._dense, graph, keep):
                 expected = self._run(self._dense)
         except Exception as error:  # noqa: BLE001 (whatever the user's code raises is the answer)
             return f"the gated model fails: {_described(error)}"
         try:
+            # What is silenced is what is cut away, so the narrow copy can be taken from the silenced one.
             found = self._run(narrow_module(self._dense, graph, keep, self.rules))
         except Exception as error:  # noqa: BLE001
             return f"the compacted model fails: {_described(error)}"
         return self._difference(expected, found)
+
+    def _training_trial(self, graph: UnitGraph, names: Sequence[str]) -> str | None:
+        """The same in train mode. A model that is random there, or refuses the inputs, is taken to be well."""
+        try:
+            train_without_dropout(self._dense)
+            with WithoutDropout():
+                try:
+                    runs = [self._run(self._dense, seed) for seed in (0, 1)]
+                except Exception:  # noqa: BLE001 (a batch norm may refuse a single example)
+                    return None
+                reason = None if self._difference(*runs) else self._trial(graph, _RATIOS[0], names)
+        finally:
+            self._dense.eval()
+            self._live.restore_buffers()
+        return reason and f"in training, {reason}"
 
     def _difference(self, expected: list[Tensor], found: list[Tensor]) -> str | None:
         if [t.shape for t in expected] != [t.shape for t in found]:
@@ -165,29 +178,6 @@ class Verifier:
                 chosen[order[max(1, math.ceil(ratio * group.size)) :]] = False
             keep[name] = chosen
         return keep
-
-
-@contextmanager
-def _silenced(model: nn.Module, graph: UnitGraph, keep: Mapping[str, Tensor]) -> Iterator[None]:
-    """Zero what gates of 0 would zero, in place, and put it back: cheaper than a gated copy of every entry."""
-    entries = named_entries(model)
-    saved: list[tuple[Tensor, int, Tensor, Tensor]] = []
-    seen: set[tuple[int, int, int]] = set()
-    with torch.no_grad():
-        for name, group in graph.groups.items():
-            for piece in group.slices:
-                entry = entries[piece.name].detach()
-                dropped = piece.index[~keep[name]].reshape(-1).to(entry.device)
-                key = (id(entries[piece.name]), piece.dim, int(dropped[0]) if dropped.numel() else -1)
-                if piece.gated and dropped.numel() and key not in seen:  # tied names are one tensor
-                    seen.add(key)
-                    saved.append((entry, piece.dim, dropped, entry.index_select(piece.dim, dropped)))
-                    entry.index_fill_(piece.dim, dropped, 0)
-    try:
-        yield
-    finally:
-        for entry, dim, dropped, values in reversed(saved):
-            entry.index_copy_(dim, dropped, values)
 
 
 def _tied_sets(graph: UnitGraph) -> list[tuple[str, ...]]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from sparsekit.units.ops import contraction, joining, movement, normalisation, pointwise, reduction
-from sparsekit.units.tracer import Handler
+from sparsekit.units.call import Handler
+from sparsekit.units.ops import attention, contraction, joining, movement, normalisation, pointwise, reduction, reshape, scatter
 
 __all__ = ["MAKE_CONSTANTS", "find_handler"]
 
@@ -15,10 +15,13 @@ MAKE_CONSTANTS = joining.CREATORS | {"expand"}
 _HANDLERS: dict[str, Handler] = {
     **pointwise.HANDLERS,
     **movement.HANDLERS,
+    **reshape.HANDLERS,
     **joining.HANDLERS,
     **contraction.HANDLERS,
+    **attention.HANDLERS,
     **normalisation.HANDLERS,
     **reduction.HANDLERS,
+    **scatter.HANDLERS,
 }
 
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import numpy as np
 from torch import Tensor
 
+from sparsekit.units.call import Call, Outputs, table
 from sparsekit.units.labels import Labels, TensorLabels
-from sparsekit.units.ops.joining import merge
-from sparsekit.units.ops.movement import table
+from sparsekit.units.ops.attention import merge_heads
 from sparsekit.units.ops.pointwise import combine
-from sparsekit.units.tracer import Call, Outputs
 
 __all__ = ["HANDLERS"]
 
@@ -27,7 +26,7 @@ def _product(call: Call, a: TensorLabels, b: TensorLabels) -> TensorLabels:
     call.tracer.contract(a, a_last, b, b_first)
     axes: list[Labels | None] = []
     if len(a.axes) == 3:
-        axes.append(merge(call, [a.axes[0], b.axes[0]], [a, b]))
+        axes.append(merge_heads(call, [a.axes[0], b.axes[0]], [a, b]))
     if len(a.axes) >= 2:
         axes.append(_outer(call, a, a_last - 1))
     if len(b.axes) >= 2:
@@ -38,8 +37,8 @@ def _product(call: Call, a: TensorLabels, b: TensorLabels) -> TensorLabels:
 def _multiply(call: Call) -> Outputs:
     names = [n for n in call.arguments if n in ("mat1", "mat2", "batch1", "batch2", "vec", "vec2", "tensor", "other")]
     first = "self" if len(names) == 1 else names[0]
-    pair = [call.labels(first), call.labels(names[-1])]
-    a, b = pair
+    a = call.labels(first, -1)
+    b = call.labels(names[-1], max(call.arguments[names[-1]].dim() - 2, 0))
     assert a is not None
     assert b is not None
     product = _product(call, a, b)
@@ -54,7 +53,7 @@ def _multiply(call: Call) -> Outputs:
 
 
 def _linear(call: Call) -> Outputs:
-    a, w, bias = call.labels("input"), call.labels("weight"), call.arguments.get("bias")
+    a, w, bias = call.labels("input", -1), call.labels("weight"), call.arguments.get("bias")
     assert a is not None
     assert w is not None
     call.tracer.contract(a, len(a.axes) - 1, w, 1)

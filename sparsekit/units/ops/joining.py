@@ -7,13 +7,16 @@ from collections.abc import Sequence
 import numpy as np
 from torch import Tensor
 
+from sparsekit.units.call import Call, Outputs, table
+from sparsekit.units.joint import inserted
 from sparsekit.units.labels import ALWAYS_ZERO, NO_UNIT, NOT_ZERO, Labels, TensorLabels, uniform
-from sparsekit.units.ops.movement import table
-from sparsekit.units.tracer import Call, Outputs
 
 __all__ = ["CREATORS", "HANDLERS", "merge"]
 
-CREATORS = frozenset({"zeros", "ones", "full", "new_zeros", "new_ones", "new_full", "scalar_tensor"})
+CREATORS = frozenset(
+    # What is empty is filled before it is used, and until then fits any unit.
+    {"zeros", "ones", "full", "new_zeros", "new_ones", "new_full", "scalar_tensor", "empty", "new_empty"}
+)
 
 
 def _like(call: Call) -> Outputs:
@@ -64,9 +67,9 @@ def _cat(call: Call) -> Outputs:
     rank = call.outputs[0].dim()
     stacked = call.name == "stack"
     dim = call.arg("dim", 0) % rank
-    known = [call.tracer.labels(t) for t in tensors]
+    known = [call.tracer.labels(t) if stacked else call.tracer.labels(t, dim) for t in tensors]
     if stacked:
-        known = [TensorLabels((*k.axes[:dim], None, *k.axes[dim:]), k.entry) for k in known]
+        known = [inserted(k, dim) for k in known]
     axes: list[Labels | None] = []
     for d in range(rank):
         pieces = [k.axes[d] for k in known]

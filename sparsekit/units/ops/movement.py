@@ -2,109 +2,30 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from sparsekit.units.labels import IntArray, Labels, TensorLabels, uniform
-from sparsekit.units.tracer import Call, Handler, Outputs
+from sparsekit.units.call import Call, Outputs, table
+from sparsekit.units.joint import aligned, dropped, inserted, permuted
+from sparsekit.units.labels import IntArray, Joint, Labels, TensorLabels, uniform
+from sparsekit.units.ops.reshape import MOST_POSITIONS, one_axis, pack, unpack
+from sparsekit.units.ops.stacked import slice_stacked
 
-__all__ = ["HANDLERS", "table"]
-
-_MOST_POSITIONS = 1 << 24  # bound on the work for one rearrangement
-_SHIFT = 1 << 24  # packs a node and a source into one number
+__all__ = ["HANDLERS"]
 
 _POSITIONS = frozenset({"roll", "index_select", "index"})  # say by number what goes where, so a removed unit shifts the rest
 
 
-def table(*pairs: tuple[str, Handler]) -> dict[str, Handler]:
-    """Operator name → handler, from (names separated by spaces, handler)."""
-    return {name: handler for names, handler in pairs for name in names.split()}
-
-
-def _pack(labels: Labels) -> IntArray:
-    return (labels.nodes + 2) * _SHIFT + labels.sources
-
-
-def _unpack(codes: IntArray) -> Labels:
-    return Labels(codes // _SHIFT - 2, codes % _SHIFT)
-
-
-def _one_axis(codes: IntArray) -> tuple[int, IntArray] | None:
-    """The axis along which `codes` varies and the codes along it, or None if there is more than one such axis."""
-    order = sorted(range(codes.ndim), key=lambda dim: -codes.shape[dim])
-    for dim in order:
-        line = codes[tuple(slice(None) if d == dim else slice(0, 1) for d in range(codes.ndim))]
-        if (codes == line).all():
-            return dim, line.reshape(-1)
-    return None
-
-
 def _same(call: Call) -> Outputs:
-    return call.labels("self") or call.labels("input")
-
-
-def _groups(before: Sequence[int], after: Sequence[int]) -> list[tuple[list[int], list[int]]]:
-    """Smallest runs of axes with equal products: (axes before, axes after)."""
-    runs: list[tuple[list[int], list[int]]] = []
-    i = j = 0
-    while i < len(before) or j < len(after):
-        mine, theirs = [], []
-        left = right = 1
-        if i < len(before):
-            left, mine, i = before[i], [i], i + 1
-        if j < len(after) and (not mine or left != 1 or after[j] == 1):
-            right, theirs, j = after[j], [j], j + 1
-        while left != right:
-            if left < right:
-                left, mine, i = left * before[i], [*mine, i], i + 1
-            else:
-                right, theirs, j = right * after[j], [*theirs, j], j + 1
-        runs.append((mine, theirs))
-    return runs
-
-
-def _reshape(call: Call) -> Outputs:
-    labels = call.labels("self")
-    before, out = tuple(call.arguments["self"].shape), call.outputs[0]
-    after = tuple(out.shape)
-    if labels is None:
-        return None
-    if 0 in before or call.func.name() == "aten::view.dtype":
-        call.freeze_inputs("reinterpreted memory or an empty tensor")
-        return None
-    axes: list[Labels | None] = [None] * len(after)
-    for mine, theirs in _groups(before, after):
-        labelled = [(d, labels.axes[d]) for d in mine]
-        held = [(d, axis) for d, axis in labelled if axis is not None]
-        if not held:
-            continue
-        if all(axis.is_uniform for _, axis in held):
-            if len(held) == sum(before[d] > 1 for d in mine):
-                for d in theirs:
-                    axes[d] = uniform(after[d], int(held[0][1].sources[0])) if after[d] > 1 else None
-            continue
-        held = [(d, axis) for d, axis in held if not axis.is_uniform]
-        shape = [before[d] for d in mine]
-        moved = None
-        if len(held) == 1 and math.prod(shape) <= _MOST_POSITIONS:
-            dim, axis = held[0]
-            codes = _pack(axis).reshape([-1 if d == dim else 1 for d in mine])
-            moved = _one_axis(np.broadcast_to(codes, shape).reshape([after[d] for d in theirs]))
-        if moved is None:
-            for _, axis in held:
-                call.tracer.freeze(axis, f"reshaped across units ({list(before)} to {list(after)})")
-            continue
-        axes[theirs[moved[0]]] = _unpack(moved[1])
-    return TensorLabels(tuple(axes), labels.entry)
+    return call.joint_labels("self") or call.joint_labels("input")
 
 
 def _pick(call: Call, order: Sequence[int]) -> Outputs:
-    labels = call.labels("self")
-    return None if labels is None else TensorLabels(tuple(labels.axes[d] for d in order), labels.entry)
+    labels = call.joint_labels("self")
+    return None if labels is None else permuted(labels, order)
 
 
 def _permute(call: Call) -> Outputs:
@@ -124,15 +45,12 @@ def _transpose(call: Call) -> Outputs:
 
 
 def _unsqueeze(call: Call) -> Outputs:
-    labels = call.labels("self")
-    if labels is None:
-        return None
-    dim = call.arg("dim", 0) % (len(labels.axes) + 1)
-    return TensorLabels((*labels.axes[:dim], None, *labels.axes[dim:]), labels.entry)
+    labels = call.joint_labels("self")
+    return None if labels is None else inserted(labels, call.arg("dim", 0) % (len(labels.axes) + 1))
 
 
 def _squeeze(call: Call) -> Outputs:
-    labels, tensor = call.labels("self"), call.arguments["self"]
+    labels, tensor = call.joint_labels("self"), call.arguments["self"]
     if labels is None:
         return None
     given = call.arg("dim")
@@ -140,11 +58,11 @@ def _squeeze(call: Call) -> Outputs:
     gone = {d % max(tensor.dim(), 1) for d in chosen if tensor.dim() and tensor.shape[d] == 1}
     for d in gone:
         call.tracer.freeze(labels.axes[d], "an axis of units is squeezed away")
-    return TensorLabels(tuple(axis for d, axis in enumerate(labels.axes) if d not in gone), labels.entry)
+    return dropped(labels, gone)
 
 
 def _expand(call: Call) -> Outputs:
-    labels, tensor, out = call.labels("self"), call.arguments["self"], call.outputs[0]
+    labels, tensor, out = call.joint_labels("self"), call.arguments["self"], call.outputs[0]
     if labels is None:
         return None
     new = out.dim() - tensor.dim()
@@ -155,7 +73,10 @@ def _expand(call: Call) -> Outputs:
             call.tracer.freeze(axis, "a single unit is expanded")
             axis = uniform(size)
         axes.append(axis)
-    return TensorLabels(tuple(axes), labels.entry)
+    joint = labels.joint
+    if joint is not None:
+        joint = Joint(aligned(joint.nodes, out.dim()), aligned(joint.sources, out.dim()))
+    return TensorLabels(tuple(axes), labels.entry, joint=joint)
 
 
 def _tie_parts(call: Call, labels: Labels, size: int) -> None:
@@ -166,14 +87,17 @@ def _tie_parts(call: Call, labels: Labels, size: int) -> None:
 
 
 def _slice(call: Call) -> Outputs:
-    labels, tensor = call.labels("self"), call.arguments["self"]
+    labels, tensor = call.joint_labels("self"), call.arguments["self"]
+    if labels is not None and labels.parts is not None:
+        return slice_stacked(call, labels.parts)
     dim: int = call.arg("dim", 0) % tensor.dim()
-    axis = labels.axes[dim] if labels is not None else None
-    if labels is None or axis is None:
-        return labels
-    start, stop, step = slice(call.arg("start"), call.arg("end"), call.arg("step", 1)).indices(axis.size)
+    start, stop, step = slice(call.arg("start"), call.arg("end"), call.arg("step", 1)).indices(tensor.shape[dim])
     length = len(range(start, stop, step))
-    if length == axis.size:
+    if labels is None or length == tensor.shape[dim]:
+        return labels
+    labels = call.tracer.tie(labels, dim)
+    axis = labels.axes[dim]
+    if axis is None:
         return labels
     if not axis.is_uniform:
         if step == 1 and length and axis.size % length == 0 and start % length == 0:
@@ -184,8 +108,10 @@ def _slice(call: Call) -> Outputs:
 
 
 def _split(call: Call) -> Outputs:
-    labels, tensor = call.labels("self"), call.arguments["self"]
+    labels, tensor = call.joint_labels("self"), call.arguments["self"]
     dim = call.arg("dim", 0) % tensor.dim()
+    if labels is not None and len(call.outputs) > 1:
+        labels = call.tracer.tie(labels, dim)
     if labels is None or labels.axes[dim] is None:
         return [labels] * len(call.outputs)
     axis = labels.axes[dim]
@@ -201,10 +127,11 @@ def _split(call: Call) -> Outputs:
 
 
 def _select(call: Call) -> Outputs:
-    labels, tensor = call.labels("self"), call.arguments["self"]
+    labels, tensor = call.joint_labels("self"), call.arguments["self"]
     if labels is None:
         return None
     dim = call.arg("dim", 0) % tensor.dim()
+    labels = call.tracer.tie(labels, dim)
     if labels.parts is not None:
         if dim == 0:
             chosen: TensorLabels = labels.parts[call.arg("index") % tensor.shape[0]]
@@ -214,14 +141,15 @@ def _select(call: Call) -> Outputs:
     axis = labels.axes[dim]
     if axis is not None and not axis.is_uniform:
         call.tracer.freeze(axis, "a single unit is selected by its position")
-    return TensorLabels(labels.axes[:dim] + labels.axes[dim + 1 :], labels.entry)
+    return dropped(labels, {dim})
 
 
 def _unbind(call: Call) -> Outputs:
-    labels, tensor = call.labels("self"), call.arguments["self"]
+    labels, tensor = call.joint_labels("self"), call.arguments["self"]
     if labels is None:
         return None
     dim = call.arg("dim", 0) % tensor.dim()
+    labels = call.tracer.tie(labels, dim)
     if labels.parts is not None:
         if dim == 0:
             return list(labels.parts)
@@ -230,15 +158,34 @@ def _unbind(call: Call) -> Outputs:
     axis = labels.axes[dim]
     if axis is not None and not axis.is_uniform:
         call.tracer.freeze(axis, "single units are taken apart")
-    rest = TensorLabels(labels.axes[:dim] + labels.axes[dim + 1 :], labels.entry)
-    return [rest] * len(call.outputs)
+    return [dropped(labels, {dim})] * len(call.outputs)
+
+
+def _as_complex(call: Call) -> Outputs:
+    labels = call.labels("self", -1)
+    if labels is None:
+        return None
+    last = len(labels.axes) - 1
+    call.tracer.freeze(labels.axes[last], "single units are taken apart")
+    return dropped(labels, {last})
+
+
+def _as_real(call: Call) -> Outputs:
+    labels = call.joint_labels("self")
+    return None if labels is None else inserted(labels, len(labels.axes))
 
 
 def _moved(call: Call) -> Outputs:
     """Any other rearrangement of one tensor: run it on the labels themselves and see where they went."""
     labels, tensor = call.labels("self"), call.arguments["self"]
-    others = [t for t in call.tensors if t is not tensor and call.tracer.labels(t).has_units]
-    if labels is None or others or tensor.numel() > _MOST_POSITIONS or any(o.numel() > _MOST_POSITIONS for o in call.outputs):
+    others = []
+    for other in call.tensors:
+        own = call.tracer.labels(other)
+        if other is not tensor and own.entry is not None and not own.entry.is_parameter:
+            call.tracer.freeze(own, f"positions for {call.name!r}", quiet=True)
+        elif other is not tensor and own.has_units:
+            others.append(other)
+    if labels is None or others or tensor.numel() > MOST_POSITIONS or any(o.numel() > MOST_POSITIONS for o in call.outputs):
         call.freeze_inputs(f"rearranged by {call.name!r}")
         return [None] * len(call.outputs)
     axes: list[list[Labels | None]] = [[None] * out.dim() for out in call.outputs]
@@ -246,7 +193,7 @@ def _moved(call: Call) -> Outputs:
     for dim, axis in enumerate(labels.axes):
         if axis is None or axis.is_uniform:
             continue
-        codes = torch.from_numpy(_pack(axis)).to(tensor.device).view([-1 if d == dim else 1 for d in range(tensor.dim())])
+        codes = torch.from_numpy(pack(axis)).to(tensor.device).view([-1 if d == dim else 1 for d in range(tensor.dim())])
         moved = call.func(codes.expand(tensor.shape), **rest)
         pieces = [moved] if isinstance(moved, Tensor) else list(moved)
         for number, piece in enumerate(pieces):
@@ -254,16 +201,25 @@ def _moved(call: Call) -> Outputs:
                 call.tracer.freeze(axis, f"rearranged by {call.name!r}")
                 continue
             array = piece.cpu().numpy()
-            found = _one_axis(array)
+            found = one_axis(array)
             found = _tied_axis(call, array) if found is None else found
-            if found is not None and call.name in _POSITIONS and not np.array_equal(found[1], _pack(axis)):
+            if found is not None and call.name in _POSITIONS and not np.array_equal(found[1], pack(axis)):
                 call.tracer.freeze(axis, f"rearranged by {call.name!r} at fixed positions")
                 continue
             if found is None or axes[number][found[0]] is not None:
                 call.tracer.freeze(axis, f"rearranged across units by {call.name!r}")
                 continue
-            axes[number][found[0]] = _unpack(found[1])
+            axes[number][found[0]] = unpack(found[1])
     return [TensorLabels(tuple(a), labels.entry) for a in axes]
+
+
+def _channel_shuffle(call: Call) -> Outputs:
+    """Only equal parts can be shuffled again, so every part loses the same positions."""
+    labels, groups = call.labels("self"), int(call.arguments["groups"])
+    axis = None if labels is None else labels.axes[1]
+    if axis is not None and not axis.is_uniform:
+        _tie_parts(call, axis, axis.size // groups)
+    return _moved(call)
 
 
 def _tied_axis(call: Call, codes: IntArray) -> tuple[int, IntArray] | None:
@@ -278,7 +234,7 @@ def _tied_axis(call: Call, codes: IntArray) -> tuple[int, IntArray] | None:
         ):
             continue
         for position in range(1, sets[0].size):
-            first, other = (_unpack(np.array([s[k] for s in sets])) for k in (0, position))
+            first, other = (unpack(np.array([s[k] for s in sets])) for k in (0, position))
             call.tracer.unite(first.nodes, other.nodes)
             if (first.sources != other.sources).any():
                 call.tracer.freeze(first, f"rearranged across units by {call.name!r}")
@@ -288,7 +244,6 @@ def _tied_axis(call: Call, codes: IntArray) -> tuple[int, IntArray] | None:
 
 HANDLERS = table(
     ("clone detach alias contiguous lift_fresh _to_copy lift view_as positive", _same),
-    ("view _unsafe_view reshape _reshape_alias _reshape_copy", _reshape),
     ("permute", _permute),
     ("transpose t", _transpose),
     ("unsqueeze", _unsqueeze),
@@ -298,6 +253,8 @@ HANDLERS = table(
     ("split split_with_sizes unsafe_split unsafe_split_with_sizes", _split),
     ("select", _select),
     ("unbind", _unbind),
-    ("flip roll index_select index unfold repeat pixel_shuffle pixel_unshuffle channel_shuffle", _moved),
-    ("native_channel_shuffle diagonal rot90", _moved),
+    ("view_as_complex", _as_complex),
+    ("view_as_real", _as_real),
+    ("flip roll index_select index unfold repeat pixel_shuffle pixel_unshuffle diagonal rot90", _moved),
+    ("channel_shuffle native_channel_shuffle", _channel_shuffle),
 )

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 from torch import Tensor
 
+from sparsekit.units.call import Call, Outputs, table
 from sparsekit.units.labels import ALWAYS_ZERO, NOT_ZERO, Labels, TensorLabels
-from sparsekit.units.ops.movement import table
-from sparsekit.units.tracer import Call, Outputs
+from sparsekit.units.rules.parametrised import normed_weight
 
 __all__ = ["HANDLERS"]
 
@@ -61,23 +61,24 @@ def _group_norm(call: Call) -> Outputs:
     if channel is not None and not channel.is_uniform:
         if groups == 1:
             tracer.freeze(channel, "normalised over all its units by 'group_norm'")
-        elif not isinstance(call.arguments.get("weight"), Tensor) and groups != channel.size:
-            tracer.freeze(channel, "normalised by 'group_norm' without a scale, from which the groups left could be counted")
         else:
             # Part of a norm group cannot go (its statistics would change), a whole one can.
             rows = channel.nodes.reshape(groups, -1)
             for k in range(1, rows.shape[1]):
                 tracer.unite(rows[:, 0], rows[:, k])
+            counted = isinstance(call.arguments.get("weight"), Tensor) or tracer.count_groups(rows)
+            if not counted and groups != channel.size:
+                tracer.freeze(channel, "normalised by 'group_norm' with a fixed number of groups")
     made = _affine(call, x)
     first = None if x.axes[0] is None or x.axes[0].is_uniform else x.axes[0].without_zero()
     return [TensorLabels((first, made, *([None] * (len(x.axes) - 2)))), None, None]
 
 
 def _layer_norm(call: Call) -> Outputs:
-    tracer, x = call.tracer, call.labels("input") or call.labels("self")
+    tracer, count = call.tracer, len(call.arg("normalized_shape", []))
+    whole = range(-count, 0)
+    x = call.labels("input", *whole) or call.labels("self", *whole)
     assert x is not None
-    shape = call.arg("normalized_shape", [])
-    count = len(shape)
     for axis in x.axes[len(x.axes) - count :]:
         if axis is not None and not axis.is_uniform:
             tracer.freeze(axis, "normalised over its units by 'layer_norm'")
@@ -89,14 +90,20 @@ def _layer_norm(call: Call) -> Outputs:
 
 
 def _softmax(call: Call) -> Outputs:
-    x = call.labels("self")
+    tensor = call.arguments["self"]
+    dim = call.arg("dim", -1) % max(tensor.dim(), 1)
+    x = call.labels("self", dim) if tensor.dim() else call.labels("self")
     assert x is not None
-    dim = call.arg("dim", -1) % max(len(x.axes), 1)
     axis = x.axes[dim]
     if axis is not None and not axis.is_uniform:
         call.tracer.freeze(axis, "passes through softmax over its units")
     # The frozen axis keeps its labels: if it is the model's output, that is all there is to say.
     return TensorLabels(tuple(None if a is None or a.is_uniform else a.without_zero() for a in x.axes))
+
+
+def _weight_norm(call: Call) -> Outputs:
+    direction, length = call.arguments["v"], call.arguments["g"]
+    return [normed_weight(call.tracer, direction, length, call.arg("dim", 0)), None]
 
 
 HANDLERS = table(
@@ -106,6 +113,7 @@ HANDLERS = table(
     ),
     ("_batch_norm_no_update miopen_batch_norm _batch_norm_with_update", _batch_norm),
     ("native_group_norm", _group_norm),
+    ("_weight_norm_interface", _weight_norm),
     ("native_layer_norm _fused_rms_norm", _layer_norm),
     ("_softmax _log_softmax _safe_softmax", _softmax),
 )

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from sparsekit.units.labels import NOT_ZERO, IntArray, Labels, TensorLabels, uniform
-from sparsekit.units.ops.movement import table
-from sparsekit.units.tracer import Call, Outputs
+from sparsekit.units.call import Call, Outputs, table
+from sparsekit.units.joint import aligned
+from sparsekit.units.labels import NOT_ZERO, IntArray, Joint, Labels, TensorLabels, uniform
+from sparsekit.units.ops.reshape import MOST_POSITIONS
 
 __all__ = ["HANDLERS", "combine", "is_pointwise", "spread"]
 
@@ -63,6 +66,7 @@ def combine(call: Call, owners: Sequence[TensorLabels], shapes: Sequence[Sequenc
         shape: Shape of the result.
     """
     rank = len(shape)
+    owners, joint = _meet(call, owners, shapes, rank)
     axes: list[Labels | None] = []
     for d, size in enumerate(shape):
         pieces: list[tuple[Labels, TensorLabels]] = []
@@ -80,7 +84,64 @@ def combine(call: Call, owners: Sequence[TensorLabels], shapes: Sequence[Sequenc
                 pieces.append((own, owner))
             ordinary = ordinary or (own is None and own_size > 1)
         axes.append(_one(call, pieces, ordinary, sources, size, broadcast=len(pieces) < len(owners)))
-    return TensorLabels(tuple(axes))
+    return TensorLabels(tuple(axes), joint=joint)
+
+
+def _meet(
+    call: Call, owners: Sequence[TensorLabels], shapes: Sequence[Sequence[int]], rank: int
+) -> tuple[list[TensorLabels], Joint | None]:
+    """Joint labels of an element-wise result, and the operands with those that the result keeps taken out.
+
+    An axis along which another operand has ordinary values stays whole; where another operand has units along one axis,
+    that axis is the one of the units.
+    """
+    met = list(owners)
+    while True:  # ends, since every round but the last ties an axis
+        joints = [k for k, labels in enumerate(met) if labels.joint is not None]
+        if not joints:
+            return met, None
+        before = list(met)
+        for k in joints:
+            met[k] = _fitting(call, met, shapes, rank, k)
+        if all(old is new for old, new in zip(before, met, strict=True)):
+            full = np.broadcast_shapes(*(aligned(j.nodes, rank).shape for labels in met if (j := labels.joint) is not None))
+            if math.prod(full) <= MOST_POSITIONS:
+                break
+            met = [call.tracer.settle(labels) for labels in met]
+    codes = [(aligned(j.nodes, rank), aligned(j.sources, rank)) for labels in met if (j := labels.joint) is not None]
+    spread = [np.broadcast_to(nodes, full) for nodes, _ in codes]
+    for other in spread[1:]:
+        call.tracer.unite(spread[0].reshape(-1), other.reshape(-1))
+    rest = iter(codes)
+    unknown = np.full(full, NOT_ZERO, dtype=np.int64)
+    parts = [np.broadcast_to(next(rest)[1], full) if labels.joint is not None else unknown for labels in met]
+    sources = _sources(call, [part.reshape(-1) for part in parts], math.prod(full)).reshape(full)
+    for labels in met:
+        if labels.joint is not None and labels.entry is not None:
+            call.tracer.ledger.make(labels.joint.nodes.reshape(-1), call.tracer.module)
+    return [replace(labels, joint=None) for labels in met], Joint(spread[0], sources)
+
+
+def _fitting(
+    call: Call, owners: Sequence[TensorLabels], shapes: Sequence[Sequence[int]], rank: int, number: int
+) -> TensorLabels:
+    """Operand `number` with the axes of its joint labels tied that the other operands do not tell apart."""
+    labels, shift = owners[number], rank - len(shapes[number])
+    assert labels.joint is not None
+    ordinary, dims = None, labels.joint.dims
+    for dim in dims:
+        for other, shape in zip(owners, shapes, strict=True):
+            k = dim + shift - (rank - len(shape))
+            if other is labels or k < 0 or shape[k] == 1 or (other.joint is not None and other.joint.nodes.shape[k] > 1):
+                continue
+            axis = other.axes[k]
+            if axis is None:
+                ordinary = dim
+            elif not axis.is_uniform:
+                for rest in dims:
+                    labels = labels if rest == dim else call.tracer.tie(labels, rest)
+                return labels
+    return labels if ordinary is None else call.tracer.tie(labels, ordinary)
 
 
 def _one(
@@ -118,7 +179,8 @@ def spread(call: Call) -> Outputs:
             call.arguments[name] for name in ("self", "other", "condition") if isinstance(call.arguments.get(name), Tensor)
         ]
     out = call.outputs[0] if call.outputs else call.arguments["self"]
-    labels = combine(call, [call.tracer.labels(t) for t in tensors], [tuple(t.shape) for t in tensors], tuple(out.shape))
+    owners = [call.tracer.joint_labels(t) for t in tensors]
+    labels = combine(call, owners, [tuple(t.shape) for t in tensors], tuple(out.shape))
     return [labels] * max(1, len(call.outputs))
 
 
@@ -158,12 +220,21 @@ def _glu(call: Call) -> Outputs:
 
 
 def _dropout(call: Call) -> Outputs:
-    labels = call.labels("input")
+    labels = call.joint_labels("input")
     return [labels.computed() if labels is not None else None] * len(call.outputs)
+
+
+def _draw(call: Call) -> Outputs:
+    """Random numbers, written over a tensor or drawn in its shape."""
+    labels = call.labels("self")
+    if labels is None:
+        return None
+    return TensorLabels(tuple(None if a is None or a.is_uniform else a.without_zero() for a in labels.axes))
 
 
 HANDLERS = table(
     ("native_dropout", _dropout),
+    ("bernoulli uniform normal exponential random log_normal cauchy geometric", _draw),
     ("masked_fill", _masked_fill),
     ("_prelu_kernel prelu", _prelu),
     ("glu", _glu),

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+from sparsekit.units.call import Call, Outputs, table
 from sparsekit.units.labels import Labels, TensorLabels
-from sparsekit.units.ops.movement import table
-from sparsekit.units.tracer import Call, Outputs
 
 __all__ = ["HANDLERS"]
 
@@ -13,14 +12,17 @@ _KEEP_ZERO = frozenset({"sum", "mean", "amax", "amin", "max", "min", "linalg_vec
 
 
 def _reduce(call: Call) -> Outputs:
-    labels, tensor = call.labels("self"), call.arguments["self"]
-    if labels is None or not call.outputs:
+    tensor = call.arguments["self"]
+    if not call.outputs:
         call.freeze_inputs(f"reduced by {call.name!r}")
         return None
     rank = tensor.dim()
     given = call.arg("dim")
     chosen = list(range(rank)) if given is None or given == [] else [given] if isinstance(given, int) else list(given)
     gone = {d % max(rank, 1) for d in chosen}
+    labels = call.labels("self", *gone) if rank else call.labels("self")
+    if labels is None:
+        return None
     for d in gone:
         axis = labels.axes[d] if d < rank else None
         if axis is None or axis.is_uniform:
@@ -44,10 +46,11 @@ def _reduce(call: Call) -> Outputs:
 
 
 def _scan(call: Call) -> Outputs:
-    labels, tensor = call.labels("self"), call.arguments["self"]
+    tensor = call.arguments["self"]
+    dim = call.arg("dim", -1) % max(tensor.dim(), 1)
+    labels = call.labels("self", dim) if tensor.dim() else call.labels("self")
     if labels is None:
         return None
-    dim = call.arg("dim", -1) % max(tensor.dim(), 1)
     axis = labels.axes[dim]
     if axis is not None:
         call.tracer.freeze(axis, f"ordered or accumulated over its units by {call.name!r}")

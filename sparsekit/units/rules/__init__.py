@@ -16,12 +16,19 @@ rules = Registry(
     "layer rule",
     {
         "linear": "sparsekit.units.rules.linear:LinearRule",
+        "transposed-linear": "sparsekit.units.rules.transposed_linear:TransposedLinearRule",
+        "bilinear": "sparsekit.units.rules.bilinear:BilinearRule",
         "prelu": "sparsekit.units.rules.linear:PReLURule",
         "conv": "sparsekit.units.rules.conv:ConvRule",
         "batch-norm": "sparsekit.units.rules.norm:BatchNormRule",
+        "instance-norm": "sparsekit.units.rules.norm:InstanceNormRule",
         "group-norm": "sparsekit.units.rules.norm:GroupNormRule",
         "layer-norm": "sparsekit.units.rules.norm:LayerNormRule",
         "embedding": "sparsekit.units.rules.embedding:EmbeddingRule",
+        "attention": "sparsekit.units.rules.attention:MultiheadAttentionRule",
+        "transformer-encoder": "sparsekit.units.rules.attention:TransformerEncoderRule",
+        "weight-norm": "sparsekit.units.rules.parametrised:WeightNormRule",
+        "whole-weight": "sparsekit.units.rules.parametrised:WholeWeightRule",
         "recurrent": "sparsekit.units.rules.recurrent:RecurrentRule",
         "recurrent-cell": "sparsekit.units.rules.recurrent:CellRule",
     },
@@ -39,6 +46,15 @@ def _by_type() -> dict[type[nn.Module], LayerRule]:
     return found
 
 
+@cache
+def _by_name() -> dict[str, LayerRule]:
+    found: dict[str, LayerRule] = {}
+    for name in rules:
+        rule: LayerRule = rules[name]()
+        found |= dict.fromkeys(rule.type_names, rule)
+    return found
+
+
 def find_rule(module: nn.Module, extra: Mapping[type[nn.Module], LayerRule] | None = None) -> LayerRule | None:
     """The rule of the nearest type of `module`, or None.
 
@@ -50,6 +66,8 @@ def find_rule(module: nn.Module, extra: Mapping[type[nn.Module], LayerRule] | No
     for kind in type(module).__mro__:
         if kind in known:
             return known[kind]
+        if (name := f"{kind.__module__}.{kind.__qualname__}") in _by_name():
+            return _by_name()[name]
     return None
 
 

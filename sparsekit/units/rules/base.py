@@ -24,6 +24,9 @@ class LayerRule(ABC):
     types: ClassVar[tuple[type[nn.Module], ...]] = ()
     """The module types that the rule knows; subclasses of them are included."""
 
+    type_names: ClassVar[tuple[str, ...]] = ()
+    """The same as "package.module.Class", for packages that may not be installed."""
+
     opaque: ClassVar[bool] = False
     """True if `trace` describes the layer instead of its operators."""
 

@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
 from sparsekit.units.rules.base import LayerRule
+from sparsekit.units.rules.shapes import weight_shape
 
 __all__ = ["ConvRule"]
 
@@ -20,14 +21,14 @@ class ConvRule(LayerRule):
     def resize(self, module: nn.Module) -> None:
         """Set `out_channels`, `in_channels` and `groups`."""
         assert isinstance(module, _ConvNd)
-        weight = module._parameters.get("weight")
-        if weight is None:
+        shape = weight_shape(module)
+        if shape is None:
             return
         if module.groups > 1 and module.in_channels == module.groups:
             multiplier = module.out_channels // module.groups
-            module.groups = weight.shape[0] if module.transposed else weight.shape[0] // multiplier
+            module.groups = shape[0] if module.transposed else shape[0] // multiplier
             module.in_channels, module.out_channels = module.groups, module.groups * multiplier
         elif module.transposed:
-            module.in_channels, module.out_channels = weight.shape[0], weight.shape[1] * module.groups
+            module.in_channels, module.out_channels = shape[0], shape[1] * module.groups
         else:
-            module.in_channels, module.out_channels = weight.shape[1] * module.groups, weight.shape[0]
+            module.in_channels, module.out_channels = shape[1] * module.groups, shape[0]

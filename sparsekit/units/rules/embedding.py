@@ -7,6 +7,7 @@ from typing import ClassVar
 from torch import nn
 
 from sparsekit.units.rules.base import LayerRule
+from sparsekit.units.rules.shapes import weight_shape
 
 __all__ = ["EmbeddingRule"]
 
@@ -18,6 +19,6 @@ class EmbeddingRule(LayerRule):
 
     def resize(self, module: nn.Module) -> None:
         """Set `embedding_dim`."""
-        weight = module._parameters.get("weight")
-        if weight is not None:
-            module.embedding_dim = weight.shape[1]  # type: ignore[assignment]
+        shape = weight_shape(module)
+        if shape is not None:
+            module.embedding_dim = shape[1]  # type: ignore[assignment]

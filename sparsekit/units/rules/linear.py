@@ -7,6 +7,7 @@ from typing import ClassVar
 from torch import nn
 
 from sparsekit.units.rules.base import LayerRule
+from sparsekit.units.rules.shapes import weight_shape
 
 __all__ = ["LinearRule", "PReLURule"]
 
@@ -18,9 +19,9 @@ class LinearRule(LayerRule):
 
     def resize(self, module: nn.Module) -> None:
         """Set `out_features` and `in_features`."""
-        weight = module._parameters.get("weight")
-        if weight is not None:
-            module.out_features, module.in_features = weight.shape  # type: ignore[assignment]
+        shape = weight_shape(module)
+        if shape is not None:
+            module.out_features, module.in_features = shape  # type: ignore[assignment]
 
 
 class PReLURule(LayerRule):

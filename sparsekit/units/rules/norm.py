@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.instancenorm import _InstanceNorm
 
+from sparsekit.units.labels import TensorLabels
 from sparsekit.units.rules.base import LayerRule
 
-__all__ = ["BatchNormRule", "GroupNormRule", "LayerNormRule"]
+if TYPE_CHECKING:
+    from sparsekit.units.tracer import Tracer
+
+__all__ = ["BatchNormRule", "GroupNormRule", "InstanceNormRule", "LayerNormRule"]
 
 
 class BatchNormRule(LayerRule):
@@ -26,6 +32,41 @@ class BatchNormRule(LayerRule):
             module.num_features = known.shape[0]
 
 
+class InstanceNormRule(BatchNormRule):
+    """Instance norms: each channel of each example by itself, so channels go as they do behind a batch norm."""
+
+    types: ClassVar[tuple[type[nn.Module], ...]] = (_InstanceNorm,)
+    opaque: ClassVar[bool] = True
+
+    def trace(
+        self, tracer: Tracer, module: nn.Module, run: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Unite the channels with scale, shift and statistics; without any, the number of channels must be noted."""
+        assert isinstance(module, _InstanceNorm)
+        out = run(*args, **kwargs)
+        x = args[0] if args else kwargs["input"]
+        labels = tracer.labels(x)
+        own = [tracer.labels(t) for t in (*module._parameters.values(), *module._buffers.values()) if t is not None and t.dim()]
+        dim = 0 if x.dim() == module._get_no_batch_dim() else 1
+        channel = labels.axes[dim]
+        for other, axis in enumerate(labels.axes):
+            if other > dim:
+                tracer.freeze(axis, "normalised by an instance norm across an axis of units")
+        if channel is None or channel.is_uniform:
+            for entry in own:
+                tracer.freeze(entry, "follows values that belong to no unit", quiet=True)
+            return out
+        for entry in own:
+            if (axis := entry.axes[0]) is not None:
+                tracer.unite(channel.nodes, axis.nodes)
+                tracer.make(entry, 0)
+        if not own:
+            tracer.count(channel.nodes, tracer.module, "num_features", needed=False)
+        axes = [None if a is None or a.is_uniform or d > dim else a.without_zero() for d, a in enumerate(labels.axes)]
+        tracer.set(out, TensorLabels(tuple(axes)))
+        return out
+
+
 class GroupNormRule(LayerRule):
     """Group norm: the unit is a whole norm group, so the number of groups shrinks and their width stays."""
 
@@ -36,8 +77,10 @@ class GroupNormRule(LayerRule):
         assert isinstance(module, nn.GroupNorm)
         weight = module._parameters.get("weight")
         if weight is not None:
+            # A single group over all channels stays one; of several, whole groups went.
             width = module.num_channels // module.num_groups
-            module.num_channels, module.num_groups = weight.shape[0], weight.shape[0] // width
+            module.num_groups = 1 if module.num_groups == 1 else weight.shape[0] // width
+            module.num_channels = weight.shape[0]
 
 
 class LayerNormRule(LayerRule):

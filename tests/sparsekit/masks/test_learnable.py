@@ -12,7 +12,14 @@ import torch.nn.functional as F
 from torch import nn
 
 from sparsekit import LearnableMask, expand, trace_units
-from sparsekit.errors import ForeignMaskError, InvalidValueError, NoUnitsError, SparsekitError, TraceError
+from sparsekit.errors import (
+    ForeignMaskError,
+    InvalidValueError,
+    NoUnitsError,
+    SparsekitError,
+    TraceError,
+    UnsupportedModelError,
+)
 from sparsekit.patterns import Magnitude, Ordered, Random
 
 
@@ -486,3 +493,59 @@ def test_units_that_enter_take_the_first_state_of_their_optimizer(make) -> None:
     narrow, dense = (masked.dense_state() for masked in pair)
     for name in dense:
         assert torch.allclose(narrow[name], dense[name], rtol=0, atol=1e-10), name
+
+
+@pytest.mark.parametrize("execution", ["compact", "masked"])
+def test_a_frozen_layer_is_cut_but_not_trained(execution) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 2))
+    model[0].requires_grad_(False)
+    model[2].weight.requires_grad_(False)
+    masked = LearnableMask(model, (torch.randn(4, 3),), ratio=0.5, execution=execution, explore=1.0)
+    flags = [p.requires_grad for p in model.parameters()]
+    assert [p.requires_grad for p in masked.model.parameters()] == flags
+    optimizer = torch.optim.SGD([p for p in masked.parameters() if p.requires_grad], lr=0.1)
+    before = masked.dense_state()
+    for _ in range(3):
+        optimizer.zero_grad()
+        (masked(torch.randn(4, 3)).square().mean() + masked.penalty()).backward()
+        assert masked.scores.grad is not None
+        optimizer.step()
+    moved = {name for name, tensor in masked.dense_state().items() if not torch.equal(tensor, before[name])}
+    assert moved == {"2.bias", "4.weight", "4.bias"}
+    assert [p.requires_grad for p in masked.compact().parameters()] == flags
+
+
+def test_keyword_inputs_with_the_names_of_options_are_understood() -> None:
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.head = nn.Linear(3, 6), nn.Linear(6, 2)
+
+        def forward(self, model, norm):
+            return self.head(torch.relu(self.a(model))) * norm
+
+    masked = LearnableMask(Named(), {"model": torch.randn(4, 3), "norm": torch.ones(1)}, ratio=0.5)
+    assert masked(torch.randn(4, 3), torch.ones(1)).shape == (4, 2)
+
+
+def test_a_data_parallel_model_is_refused_with_what_to_wrap_instead() -> None:
+    model = nn.DataParallel(nn.Sequential(nn.Linear(3, 6), nn.ReLU(), nn.Linear(6, 2)))
+    with pytest.raises(UnsupportedModelError, match=r"DataParallel does not allow; wrap what is inside of it, model\.module"):
+        LearnableMask(model, (torch.randn(4, 3),))
+    assert LearnableMask(model.module, (torch.randn(4, 3),), ratio=0.5)(torch.randn(4, 3)).shape == (4, 2)
+
+
+@pytest.mark.slow
+def test_a_compiled_model_learns_its_mask() -> None:
+    torch.manual_seed(0)
+    compiled = torch.compile(nn.Sequential(nn.Linear(3, 6), nn.LayerNorm(6), nn.ReLU(), nn.Linear(6, 2)), backend="eager")
+    masked = LearnableMask(compiled, (torch.randn(4, 3),), norm="kept", ratio=0.5, explore=1.0)
+    with torch.compiler.set_stance("force_eager"):
+        optimizer = torch.optim.SGD(masked.parameters(), lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            (masked(torch.randn(4, 3)).square().mean() + masked.penalty()).backward()
+            optimizer.step()
+        x = torch.randn(4, 3)
+        torch.testing.assert_close(masked.compact()(x), masked(x))

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparsekit.units.labels import ALWAYS_ZERO, NOT_ZERO, Cause, Labels, Ledger, components, uniform
+from sparsekit.units.labels import ALWAYS_ZERO, NOT_ZERO, Labels, uniform
+from sparsekit.units.ledger import Cause, Ledger, components
 
 LOUD = Cause("layer", "because", False)
 

@@ -13,8 +13,11 @@ import torch
 import zoo
 from torch import Tensor, nn
 
-from sparsekit.errors import NoUnitsError, TraceError, UnsupportedModelError
+from sparsekit.compaction import compact
+from sparsekit.errors import InvalidValueError, NoUnitsError, TraceError, UnsupportedModelError
+from sparsekit.masks.mask import UnitMask
 from sparsekit.units.graph import UnitGraph
+from sparsekit.units.ops import find_handler
 from sparsekit.units.trace import FrozenUnitsWarning, trace_units
 
 
@@ -50,6 +53,7 @@ def test_leaves_the_model_as_it_was(name: str) -> None:
     model.train()
     before = {key: value.clone() for key, value in model.state_dict().items()}
     attributes = {m: dict(vars(m)) for m in model.modules()}
+    hooks = {m: (dict(m._forward_hooks), dict(m._forward_pre_hooks)) for m in model.modules()}
     pointers = [p.data_ptr() for p in model.parameters()]
     random = torch.get_rng_state()
     with warnings.catch_warnings():
@@ -59,7 +63,7 @@ def test_leaves_the_model_as_it_was(name: str) -> None:
     assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
     assert pointers == [p.data_ptr() for p in model.parameters()]
     assert all(vars(m).keys() == attributes[m].keys() and m.training for m in model.modules())
-    assert all(not m._forward_hooks and not m._forward_pre_hooks for m in model.modules())
+    assert all((dict(m._forward_hooks), dict(m._forward_pre_hooks)) == hooks[m] for m in model.modules())
     assert torch.equal(random, torch.get_rng_state())
     assert torch.backends.mha.get_fastpath_enabled()
 
@@ -376,13 +380,106 @@ def test_no_buffer_is_gated_and_every_group_has_a_gate() -> None:
 
 
 def test_a_weight_that_is_computed_by_an_unknown_operator_is_named() -> None:
-    normed = nn.utils.parametrizations.weight_norm(nn.Linear(3, 6))
-    model = nn.Sequential(normed, nn.ReLU(), nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 2))
-    graph, messages = trace(model, torch.zeros(1, 3))
+    class Triangular(nn.Module):
+        def forward(self, weight: Tensor) -> Tensor:
+            return weight.tril()
+
+    lower = nn.utils.parametrize.register_parametrization(nn.Linear(6, 6), "weight", Triangular())
+    model = nn.Sequential(lower, nn.ReLU(), nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 2))
+    graph, messages = trace(model, torch.zeros(1, 6))
     assert list(graph.groups) == ["2"]
-    assert any("'0.parametrizations.weight' (6 units)" in message and "weight_norm" in message for message in messages)
+    assert len(messages) == 1
+    assert "'0' (6 units)" in messages[0]
+    assert "'tril'" in messages[0]
 
 
 def test_lazy_parameters_are_refused_with_what_to_do() -> None:
     with pytest.raises(UnsupportedModelError, match="call the model once"):
         trace_units(nn.Sequential(nn.LazyLinear(4), nn.ReLU(), nn.Linear(4, 2)), torch.zeros(1, 3))
+
+
+class Awkward(nn.Module):
+    """Arguments with the names of options of `trace_units`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.head = nn.Linear(3, 6), nn.Linear(6, 2)
+
+    def forward(self, x: Tensor, *, rules: Tensor, verify: bool, norm: Tensor) -> Tensor:
+        out: Tensor = self.head(self.a(x + rules).relu()) * norm
+        return out if verify else -out
+
+
+def test_keyword_inputs_may_have_the_names_of_options() -> None:
+    own = {"rules": torch.ones(4, 3), "verify": True, "norm": torch.ones(1)}
+    assert list(trace(Awkward(), torch.randn(4, 3), example_kwargs=own)[0].groups) == ["a"]
+
+
+def test_keyword_inputs_of_both_kinds_are_joined_and_none_may_come_twice() -> None:
+    model = zoo.Lambda(lambda m, *, x, scale: m.head(m.a(x).relu() * scale), a=nn.Linear(3, 6), head=nn.Linear(6, 2))
+    x, scale = torch.randn(4, 3), torch.rand(4, 1)
+    assert list(trace(model, example_kwargs={"x": x}, scale=scale)[0].groups) == ["a"]
+    with pytest.raises(InvalidValueError, match="given twice: scale"):
+        trace_units(model, example_kwargs={"x": x, "scale": scale}, scale=scale)
+
+
+def test_a_compiled_model_is_traced_as_it_was_written() -> None:
+    plain = nn.Sequential(nn.Linear(3, 6), nn.ReLU(), nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 2))
+    plain[2].compile()
+    compiled = torch.compile(plain)
+    before = torch._dynamo.utils.counters["frames"]["total"]
+    graph, messages = trace(compiled, torch.randn(4, 3))  # type: ignore[arg-type]
+    assert torch._dynamo.utils.counters["frames"]["total"] == before  # nothing was compiled on the way
+    assert messages == []
+    assert graph.fingerprint() == (("0", 6), ("2", 5))
+    assert {piece.name.split(".")[0] for group in graph.groups.values() for piece in group.slices} == {"_orig_mod"}
+    x = torch.randn(4, 3)
+    with torch.compiler.set_stance("force_eager"):
+        small = compact(compiled, graph, UnitMask({"0": torch.arange(6) < 4, "2": torch.arange(5) < 2}))  # type: ignore[arg-type]
+        assert small(x).shape == (4, 2)
+    assert small._orig_mod[2].in_features == 4
+    assert compiled._orig_mod is plain  # type: ignore[attr-defined]
+
+
+def test_a_model_with_too_many_steps_is_given_up_on_and_not_followed_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        h = m.a(x)
+        for _ in range(100):
+            h = torch.cat([h.relu(), -h.relu()], 1).chunk(2, 1)[0]
+        result: Tensor = m.head(h)
+        return result
+
+    met = []
+
+    def counted(func: Any, name: str) -> Any:
+        met.append(name)
+        return find_handler(func, name)
+
+    monkeypatch.setattr("sparsekit.units.trace.find_handler", counted)
+    monkeypatch.setattr("sparsekit.units.tracer._MOST_WORK", 50_000)
+    model = zoo.Lambda(forward, a=nn.Linear(3, 6), head=nn.Linear(6, 2))
+    with pytest.warns(FrozenUnitsWarning, match="too many steps at test_trace.py"), pytest.raises(NoUnitsError):
+        trace_units(model, torch.randn(4, 3))
+    assert 10 < len(met) < 60
+
+
+@pytest.mark.parametrize("steps", [100, 400])
+def test_long_loops_take_time_in_proportion(steps: int) -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        h = m.a(x)
+        for _ in range(steps):
+            h = torch.cumsum(h, 1) * 0.1 + m.b(h).softmax(-1)
+        result: Tensor = m.head(h)
+        return result
+
+    model = zoo.Lambda(forward, a=nn.Linear(3, 6), b=nn.Linear(6, 6), head=nn.Linear(6, 2))
+    with pytest.warns(FrozenUnitsWarning) as caught, pytest.raises(NoUnitsError):
+        trace_units(model, torch.randn(4, 3))
+    assert len(caught) <= 2  # one cause is told once, however often it is met
+
+
+def test_reentrant_checkpoints_do_not_warn_of_missing_gradients() -> None:
+    model, args, _ = zoo.build("checkpointed-reentrant")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trace_units(model, *args)

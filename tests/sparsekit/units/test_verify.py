@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 
+import pytest
 import torch
 import zoo
 from torch import nn
 
+from sparsekit.errors import NoUnitsError
 from sparsekit.units.graph import UnitGraph
 from sparsekit.units.inputs import ModelInputs
 from sparsekit.units.trace import trace_units
@@ -85,3 +87,18 @@ def test_inputs_that_must_not_be_disturbed_are_kept() -> None:
     model = zoo.Lambda(lambda m, x, p: m.head(m.a(x).relu()) + torch.log(0.5 - p), a=nn.Linear(3, 6), head=nn.Linear(6, 2))
     graph = trace_units(model, torch.randn(4, 3), torch.zeros(4, 2))
     assert list(graph.groups) == ["a"]
+
+
+def test_even_a_float64_model_is_compared_on_copies() -> None:
+    model, graph, inputs = _net()
+    model.double().register_buffer("steps", torch.tensor(3))
+    verifier = Verifier(model, inputs)
+    assert verifier.failures(graph) == {}
+    own = {entry.data_ptr() for entry in model.state_dict().values()}
+    assert not own & {entry.data_ptr() for entry in verifier._dense.state_dict().values()}
+
+
+def test_the_error_without_groups_says_what_was_found_and_why_it_stays() -> None:
+    with pytest.warns(UserWarning, match="softmax"), pytest.raises(NoUnitsError) as caught:
+        trace_units(nn.Sequential(nn.Linear(3, 6), nn.Softmax(-1), nn.Linear(6, 2)), torch.zeros(1, 3))
+    assert [(item.module, item.size) for item in caught.value.frozen] == [("0", 6), ("2", 2)]

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sparsekit.units.labels import ALWAYS_ZERO, NOT_ZERO, Labels, Ledger, TensorLabels, components
+from sparsekit.errors import NoUnitsError
+from sparsekit.units.labels import ALWAYS_ZERO, NOT_ZERO, Labels, TensorLabels
+from sparsekit.units.ledger import Ledger, components
 from sparsekit.units.ops import MAKE_CONSTANTS, find_handler
+from sparsekit.units.trace import FrozenUnitsWarning, trace_units
 from sparsekit.units.tracer import Tracer
 
 
@@ -86,7 +90,6 @@ def test_labels_move_with_the_values(
 @pytest.mark.parametrize(
     "run",
     [
-        lambda x: x.view(2, 2, 2),
         lambda x: x[:, 1:],
         lambda x: x[:, 0],
         lambda x: x.split([1, 3], 1)[0],
@@ -163,3 +166,97 @@ def test_constants_are_always_zero_or_never() -> None:
     axis = traced.labels.axes[1]
     assert axis is not None
     assert set(axis.sources.tolist()) == {ALWAYS_ZERO}
+
+
+def heads(x: Tensor) -> Tensor:
+    """(batch, positions, 2 heads of 3) to (batch, heads, positions, head size)."""
+    return x.unflatten(-1, (2, 3)).transpose(1, 2)
+
+
+@pytest.mark.parametrize(
+    ("shape", "run", "dim", "units"),
+    [
+        # what is summed over, sliced, normalised or taken apart stays whole: the other axis is that of the units
+        ((2, 4, 6), lambda x: heads(x) @ heads(x).transpose(-2, -1), 1, [0, 3]),
+        ((2, 4, 6), lambda x: heads(x)[..., 1:], 1, [0, 3]),
+        ((2, 4, 6), lambda x: heads(x)[..., 0], 1, [0, 3]),
+        ((2, 4, 6), lambda x: heads(x).sum(-1), 1, [0, 3]),
+        ((2, 4, 6), lambda x: heads(x).softmax(-1), 1, [0, 3]),
+        ((2, 4, 6), lambda x: F.layer_norm(heads(x), (3,)), 1, [0, 3]),
+        ((2, 4, 6), lambda x: heads(x) * torch.rand(4, 3), 1, [0, 3]),
+        ((2, 4, 6), lambda x: torch.cat([heads(x), heads(x)], -1), 1, [0, 3]),
+        ((2, 4, 6), lambda x: torch.view_as_complex(x.view(2, 4, 3, 2)), 2, [0, 2, 4]),
+        ((2, 4, 6), lambda x: torch.view_as_real(torch.view_as_complex(x.view(2, 4, 3, 2))).flatten(2), 2, [0, 0, 2, 2, 4, 4]),
+        ((2, 4, 6), lambda x: heads(x).sum(1), 2, [0, 1, 2]),
+        ((2, 4, 6), lambda x: x.view(2, 4, 3, 2).amax(-1), 2, [0, 2, 4]),
+        ((2, 4, 12), lambda x: x.view(2, 4, 3, 2, 2).permute(2, 0, 3, 1, 4)[0].sum(-1), 1, [0, 2]),
+        # what says nothing about the two axes leaves both open, and they come back together
+        ((2, 4, 6), lambda x: (heads(x).relu() * 2.0).transpose(1, 2).flatten(2), 2, [0, 1, 2, 3, 4, 5]),
+        (
+            (2, 4, 6),
+            lambda x: heads(x + 0.0).transpose(-2, -1).contiguous().permute(0, 3, 1, 2).reshape(2, 4, 6),
+            2,
+            [*range(6)],
+        ),
+        ((2, 4, 6), lambda x: (heads(x) + heads(x * 2.0)).transpose(1, 2).flatten(2), 2, [0, 1, 2, 3, 4, 5]),
+        ((2, 4, 6), lambda x: heads(x).expand(3, 2, 2, 4, 3)[0].transpose(1, 2).flatten(2), 2, [0, 1, 2, 3, 4, 5]),
+        # a second cut of an open axis
+        ((2, 4, 12), lambda x: x.view(2, 4, 2, 6).view(2, 4, 2, 3, 2).sum((3, 4)), 2, [0, 6]),
+        # fused attention: the mask and all three inputs have the heads in common
+        ((2, 4, 6), lambda x: F.scaled_dot_product_attention(heads(x), heads(x), heads(x)), 1, [0, 3]),
+        (
+            (2, 4, 6),
+            lambda x: F.scaled_dot_product_attention(heads(x), heads(x), heads(x), is_causal=True).transpose(1, 2).flatten(2),
+            2,
+            [0, 0, 0, 3, 3, 3],
+        ),
+    ],
+)
+def test_an_axis_laid_over_two_is_one_of_heads(
+    shape: tuple[int, ...], run: Callable[[Tensor], Tensor], dim: int, units: list[int]
+) -> None:
+    traced = Traced(shape, run)
+    assert not traced.frozen
+    assert traced.units(dim) == units
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda x: F.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None]),
+        lambda x: F.scaled_dot_product_attention(heads(x), heads(x), heads(x), attn_mask=torch.rand(2, 2, 4, 4)),
+        lambda x: heads(x).softmax(-1).softmax(1),
+        lambda x: heads(x) + torch.rand(2, 4, 3),
+        lambda x: heads(x) @ torch.rand(2, 2, 3, 5),
+    ],
+)
+def test_heads_that_meet_what_is_not_theirs_are_frozen(run: Callable[[Tensor], Tensor]) -> None:
+    assert Traced((2, 4, 6), run).frozen
+
+
+def test_key_heads_are_united_with_the_query_heads_that_they_serve() -> None:
+    ledger = Ledger(nodes=12)
+    tracer = Tracer(ledger, find_handler, MAKE_CONSTANTS)
+    labels = Labels(np.arange(12), np.zeros(12, dtype=np.int64))
+    q, k = torch.rand(2, 3, 8), torch.rand(2, 3, 4)
+    tracer.set(q, TensorLabels((None, None, labels.take(slice(0, 8)))))
+    tracer.set(k, TensorLabels((None, None, labels.take(slice(8, 12)))))
+    with torch.no_grad(), tracer:
+        keys = k.unflatten(-1, (2, 2)).transpose(1, 2).repeat_interleave(2, 1)
+        F.scaled_dot_product_attention(q.unflatten(-1, (4, 2)).transpose(1, 2), keys, keys)
+    assert components(12, ledger.united).tolist() == [0, 0, 0, 0, 4, 4, 4, 4, 0, 0, 4, 4]
+
+
+def test_code_that_lays_units_and_other_values_over_two_axes_keeps_them_and_ends() -> None:
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = torch.nn.Linear(3, 6), torch.nn.Linear(8, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            mixed = torch.cat([x[:, :2], F.relu(self.a(x))], 1)
+            return self.b(mixed.view(-1, 2, 4).transpose(1, 2).flatten(1))
+
+    reason = "reshaped together with values that belong to no unit"
+    with pytest.warns(FrozenUnitsWarning, match=reason), pytest.raises(NoUnitsError):
+        trace_units(Net(), torch.randn(4, 3))

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 from zoo import Lambda
 
+from sparsekit.compaction import compact
 from sparsekit.errors import NoUnitsError
+from sparsekit.masks.mask import UnitMask
 from sparsekit.testing.rules import RuleContract
 from sparsekit.units.labels import TensorLabels
 from sparsekit.units.rules import LayerRule, find_rule, rules
@@ -33,6 +35,29 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     ),
     "batch-norm": (lambda: nn.Sequential(nn.Conv1d(1, 6, 3), nn.BatchNorm1d(6), nn.ReLU(), nn.Conv1d(6, 2, 1)), (3, 1, 6)),
     "group-norm": (lambda: nn.Sequential(nn.Conv1d(1, 12, 3), nn.GroupNorm(6, 12), nn.ReLU(), nn.Conv1d(12, 2, 1)), (3, 1, 6)),
+    "attention": (
+        lambda: Lambda(
+            lambda m, x: m.head(m.attn(y := m.embed(x), y, y)[0]),
+            embed=nn.Linear(3, 12),
+            attn=nn.MultiheadAttention(12, 6),
+            head=nn.Linear(12, 2),
+        ),
+        (5, 2, 3),
+    ),
+    "instance-norm": (
+        lambda: nn.Sequential(nn.Conv1d(1, 6, 3), nn.InstanceNorm1d(6, affine=True), nn.ReLU(), nn.Conv1d(6, 2, 1)),
+        (3, 1, 6),
+    ),
+    "bilinear": (
+        lambda: Lambda(
+            lambda m, x: m.head(m.both(m.a(x), torch.tanh(m.b(x)))),
+            a=nn.Linear(3, 6),
+            b=nn.Linear(3, 5),
+            both=nn.Bilinear(6, 5, 4),
+            head=nn.Linear(4, 2),
+        ),
+        (4, 3),
+    ),
     "recurrent": (lambda: _sequence(nn.LSTM(6, 4, num_layers=2, bidirectional=True)), (5, 2, 3)),
     "recurrent-cell": (
         lambda: Lambda(lambda m, x: m.head(m.b(m.a(x))), a=nn.GRUCell(3, 6), b=nn.RNNCell(6, 5), head=nn.Linear(5, 2)),
@@ -177,3 +202,24 @@ def test_depthwise_sizes_follow_the_kept_groups(groups: int, kept: list[int], ex
     keep[kept] = True
     small = compact(model, graph, UnitMask({"0": keep}))[1]
     assert (small.groups, small.out_channels // small.groups, small.out_channels) == expected
+
+
+def test_a_layer_of_a_package_that_is_not_imported_is_known_by_its_name() -> None:
+    class Conv1D(nn.Module):
+        """As in transformers."""
+
+        def __init__(self, nf: int, nx: int) -> None:
+            super().__init__()
+            self.nf, self.nx = nf, nx
+            self.weight, self.bias = nn.Parameter(torch.randn(nx, nf)), nn.Parameter(torch.randn(nf))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight).view(*x.size()[:-1], self.nf)
+
+    Conv1D.__module__, Conv1D.__qualname__ = "transformers.pytorch_utils", "Conv1D"
+    model = nn.Sequential(Conv1D(6, 3), nn.ReLU(), Conv1D(2, 6))
+    assert find_rule(model[0]) is not None
+    graph = trace_units(model, torch.randn(2, 4, 3))
+    assert {name: group.size for name, group in graph.groups.items()} == {"0": 6}
+    small = compact(model, graph, UnitMask({"0": torch.arange(6) < 4}))
+    assert (small[0].nf, small[0].nx, small[2].nx) == (4, 3, 4)

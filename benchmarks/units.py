@@ -1,0 +1,93 @@
+"""Time of trace_units, verification included, beside the time that torch-pruning needs to build its dependency graph.
+
+Each model in a fresh process, one thread, processor seconds; the first call and the best of some later ones, ours and
+theirs in turn:
+
+    python benchmarks/units.py                       a table
+    python benchmarks/units.py --json                one line per model, for machines
+    python benchmarks/units.py --models vit-s --repeats 9
+
+torch-pruning (`pip install "sparsekit[bench]"`) builds and lists its groups but verifies nothing; without it only our
+times are shown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import time
+import warnings
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
+
+import torch
+from nets import NETS
+from torch import Tensor, nn
+
+from sparsekit import trace_units
+
+
+def timed(run: Callable[[], Any]) -> float:
+    """Processor seconds of one call."""
+    began = time.process_time()
+    run()
+    return time.process_time() - began
+
+
+def list_groups(model: nn.Module, x: Tensor) -> int:
+    """What torch-pruning does before a cut; the number of its groups."""
+    import torch_pruning
+
+    graph = torch_pruning.DependencyGraph().build_dependency(model, x)
+    return sum(1 for _ in graph.get_all_groups())
+
+
+def measure(name: str, repeats: int) -> dict[str, Any]:
+    """All times of one model."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    make, shape = NETS[name]
+    model, x = make(), torch.randn(*shape)
+    graph = trace_units(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2)), torch.zeros(1, 2))  # imports
+    row: dict[str, Any] = {"model": name, "parameters": sum(p.numel() for p in model.parameters())}
+    row["first_seconds"] = timed(lambda: trace_units(model, x))
+    times: dict[str, list[float]] = {"seconds": [], "unverified_seconds": [], "torch_pruning_seconds": []}
+    for _ in range(repeats):
+        times["seconds"].append(timed(lambda: trace_units(model, x)))
+        times["unverified_seconds"].append(timed(lambda: trace_units(model, x, verify=False)))
+        try:
+            times["torch_pruning_seconds"].append(timed(lambda: list_groups(model, x)))
+        except ImportError:
+            times["torch_pruning_seconds"].append(float("nan"))
+    graph = trace_units(model, x)
+    row |= {key: min(values) for key, values in times.items()}
+    return row | {"groups": len(graph.groups), "units": graph.units}
+
+
+def main() -> None:
+    """Read the options and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=NETS, default=list(NETS))
+    parser.add_argument("--repeats", type=int, default=5, help="later calls, of which the best counts (default 5)")
+    parser.add_argument("--json", action="store_true", help="one JSON object per line")
+    options = parser.parse_args()
+    if not options.json:
+        print("model        groups   units  first s   best s  unverified s  torch-pruning s (no verification)")
+    for name in options.models:
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+            row = pool.submit(measure, name, options.repeats).result()
+        if options.json:
+            print(json.dumps(row), flush=True)
+            continue
+        print(
+            f"{name:<12} {row['groups']:>6} {row['units']:>7} {row['first_seconds']:>8.2f} {row['seconds']:>8.2f}"
+            f" {row['unverified_seconds']:>13.2f} {row['torch_pruning_seconds']:>16.2f}",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()

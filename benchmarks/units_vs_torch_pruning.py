@@ -1,0 +1,326 @@
+"""The zoo of the tests, cut by torch-pruning and by sparsekit: which groups are exact, which silently wrong, which fail.
+
+    python benchmarks/units_vs_torch_pruning.py --out zoo.jsonl      measures what is not in the file yet, then a table
+    python benchmarks/units_vs_torch_pruning.py --out zoo.jsonl --only lstm gpt
+    python benchmarks/units_vs_torch_pruning.py --json               one line per architecture, for machines
+
+How torch-pruning is measured, independent of layer types: fill every parameter and buffer with its own flat index, let it
+prune a random half of the units of one group, and read the surviving indices. The compact model is the pruned module with
+the dense values at these indices, the masked one the dense model with every other parameter entry set to zero. Both run in
+float64 on the same input: "ok" where they agree to 1e-8 of the output, "silent" where both run and differ, "error" where
+pruning or running fails. Groups whose roots make the model's output are left out. Ours: the same question to every group of
+`trace_units`, cut by half. At most ten groups of an architecture, three draws of each on fresh copies, of which the worst
+counts; each side of each architecture has a time limit, since torch-pruning (`pip install "sparsekit[bench]"`) never
+returns on some.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import multiprocessing
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from functools import cache
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from sparsekit import UnitGraph, UnitGroup, UnitMask, compact, trace_units
+from sparsekit.errors import NoUnitsError
+from sparsekit.units.inputs import find_tensors
+from sparsekit.units.rebuild import copy_with, named_entries
+
+MOST_GROUPS = 10
+DRAWS = 3
+TOLERANCE = 1e-8
+SIDES = ("torch-pruning", "sparsekit")
+
+
+@cache
+def load_zoo() -> Any:
+    """The architectures of the tests, whose folder also holds one of the package's name and so comes after its parent."""
+    root = Path(__file__).resolve().parent.parent
+    sys.path[:0] = [str(root), str(root / "tests")]
+    import zoo
+
+    return zoo
+
+
+def prepared(name: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+    """An architecture in float64, eval mode, with live statistics, scales and biases."""
+    model, args, kwargs = load_zoo().build(name)
+    generator = torch.Generator().manual_seed(0)
+    model = model.double().eval()
+    with torch.no_grad():
+        for key, entry in model.state_dict().items():
+            if entry.is_floating_point() and entry.dim() <= 1:
+                noise = torch.rand(entry.shape, generator=generator, dtype=torch.float64)
+                entry.copy_(noise + 0.5 if key.endswith("running_var") else entry + 0.3 * (noise - 0.5))
+    args, kwargs = tree_map_only(Tensor, lambda t: t.double() if t.is_floating_point() else t, (args, kwargs))
+    return model, args, kwargs
+
+
+def run(model: nn.Module, args: Any, kwargs: Any) -> list[Tensor]:
+    """Outputs on copies of the inputs."""
+    args, kwargs = tree_map_only(Tensor, torch.clone, (args, kwargs))
+    with torch.no_grad():
+        return find_tensors(model(*args, **kwargs))
+
+
+def verdict(expected: list[Tensor], found: list[Tensor]) -> str:
+    """ok, silent or error."""
+    if [t.shape for t in expected] != [t.shape for t in found]:
+        return "error"
+    for a, b in zip(expected, found, strict=True):
+        scale = float(a.abs().max()) if a.numel() else 0.0
+        if not bool(torch.isfinite(b).all()) or float((a - b).abs().max()) > TOLERANCE * max(scale, 1e-30):
+            return "silent"
+    return "ok"
+
+
+def ours(name: str) -> Counter[str]:
+    """Every group of trace_units, cut by half."""
+    model, args, kwargs = prepared(name)
+    found: Counter[str] = Counter()
+    try:
+        graph = trace_units(model, *args, **kwargs)
+    except NoUnitsError:
+        return found
+    for group in list(graph.groups.values())[:MOST_GROUPS]:
+        found[worst(cut_ours(model, args, kwargs, graph, group, draw) for draw in range(DRAWS))] += 1
+    return found
+
+
+def cut_ours(model: nn.Module, args: Any, kwargs: Any, graph: UnitGraph, group: UnitGroup, draw: int) -> str:
+    """Cut a random half of one group and compare."""
+    generator = torch.Generator().manual_seed(draw)
+    try:
+        tied = next((set(names) for names in graph.ties if group.name in names), {group.name})
+        keep = dict(UnitMask.full(graph))
+        for each in tied:
+            size = graph.groups[each].size
+            keep[each] = torch.zeros(size, dtype=torch.bool)
+            keep[each][torch.randperm(size, generator=generator)[: max(1, size // 2)]] = True
+        mask = UnitMask(keep)
+        gated = copy_with(model, graph.gate(named_entries(model), {key: k.double() for key, k in mask.items()}))
+        return verdict(run(gated, args, kwargs), run(compact(model, graph, mask), args, kwargs))
+    except Exception:  # noqa: BLE001 (an error of any kind is what is counted)
+        return "error"
+
+
+def theirs(name: str) -> Counter[str]:
+    """Every group that torch-pruning lists, cut by half."""
+    found: Counter[str] = Counter()
+    for number in range(len(list_roots(name))):
+        found[worst(cut_theirs(name, number, draw) for draw in range(DRAWS))] += 1
+    return found
+
+
+def worst(results: Iterable[str]) -> str:
+    """Of several draws: silent, else error, else ok."""
+    return min(results, key=("silent", "error", "ok").index)
+
+
+def build_graph(model: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Their dependency graph."""
+    import torch_pruning
+
+    graph = torch_pruning.DependencyGraph()
+    return graph.build_dependency(model, (args, kwargs), forward_fn=lambda m, inputs: m(*inputs[0], **inputs[1]), verbose=False)
+
+
+def groups_of(graph: Any) -> Iterator[Any]:
+    """Their groups, rooted at every kind of layer that they root at anywhere."""
+    from torch.nn.modules.conv import _ConvNd
+
+    yield from graph.get_all_groups(root_module_types=[_ConvNd, nn.Linear, nn.LSTM])
+
+
+@cache
+def list_roots(name: str) -> list[str]:
+    """Names of the root modules of at most `MOST_GROUPS` groups that do not make the output."""
+    model, args, kwargs = prepared(name)
+    outputs = output_modules(model, args, kwargs)
+    names = {module: key for key, module in model.named_modules()}
+    roots = []
+    for group in groups_of(build_graph(model, args, kwargs)):
+        members = {names.get(dep.target.module, "") for dep, _ in group if dep.handler.__name__ == "prune_out_channels"}
+        if not members & outputs:
+            roots.append(names[group[0].dep.target.module])
+    return roots[:MOST_GROUPS]
+
+
+def output_modules(model: nn.Module, args: Any, kwargs: Any) -> set[str]:
+    """Modules whose units are the model's output."""
+    try:
+        frozen = trace_units(copy.deepcopy(model), *args, **kwargs).frozen
+    except NoUnitsError as error:
+        frozen = error.frozen
+    return {item.module for item in frozen if item.reason == "model output"}
+
+
+def cut_theirs(name: str, number: int, draw: int) -> str:
+    """Cut a random half of one group and compare."""
+    try:
+        return prune_one(name, number, draw)
+    except Exception:  # noqa: BLE001
+        return "error"
+
+
+def prune_one(name: str, number: int, draw: int) -> str:
+    """The verdict on one cut; whatever they raise is raised."""
+    dense, args, kwargs = prepared(name)
+    root = list_roots(name)[number]
+    indexed = copy.deepcopy(dense)
+    with torch.no_grad():
+        for entry in [*indexed.parameters(), *indexed.buffers()]:
+            if entry.is_floating_point():
+                entry.copy_(torch.arange(entry.numel(), dtype=torch.float64).view(entry.shape))
+    graph = build_graph(indexed, args, kwargs)
+    names = {module: key for key, module in indexed.named_modules()}
+    chosen = next(group for group in groups_of(graph) if names[group[0].dep.target.module] == root)
+    units = sorted(set(chosen[0].idxs))
+    order = torch.randperm(len(units), generator=torch.Generator().manual_seed(draw)).tolist()
+    dropped = sorted(units[i] for i in order[: len(units) // 2])
+    graph.get_pruning_group(chosen[0].dep.target.module, chosen[0].dep.handler, dropped).prune()
+    surviving = {key: value.detach().long() for key, value in tensors(indexed).items() if value.is_floating_point()}
+    masked = copy.deepcopy(dense)
+    with torch.no_grad():
+        values = tensors(dense)
+        for key, entry in tensors(indexed).items():
+            if key in surviving:
+                entry.data = values[key].reshape(-1)[surviving[key].reshape(-1)].view(entry.shape).clone()
+        stays: dict[int, Tensor] = {}
+        for key, entry in masked.named_parameters(remove_duplicate=False):
+            if key in surviving:
+                kept = stays.setdefault(id(entry), torch.zeros(entry.numel(), dtype=torch.bool))
+                kept[surviving[key].reshape(-1)] = True
+        for entry in masked.parameters():
+            if id(entry) in stays:
+                entry.mul_(stays[id(entry)].view(entry.shape))
+    # What the masked dense model computes is right by definition, so only the pruned one may fail.
+    expected = run(masked, args, kwargs)
+    return verdict(expected, run(indexed, args, kwargs))
+
+
+def tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers by name, tied ones under each."""
+    return dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+
+
+def work(pipe: Connection) -> None:
+    """Answer questions (side, architecture) until the other end closes."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    load_zoo()
+    pipe.send("ready")
+    while True:
+        side, name = pipe.recv()
+        torch.manual_seed(0)
+        try:
+            counts = dict(theirs(name) if side == "torch-pruning" else ours(name))
+            pipe.send({"status": "ran", **counts})
+        except Exception as error:  # noqa: BLE001
+            pipe.send({"status": f"{type(error).__name__}: {error}"[:200]})
+
+
+class Worker:
+    """A process that is replaced when it takes too long."""
+
+    def __init__(self, limit_seconds: float) -> None:
+        self.limit_seconds = limit_seconds
+        self._start()
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.pipe, far = context.Pipe()
+        self.process = context.Process(target=work, args=(far,), daemon=True)
+        self.process.start()
+        far.close()
+        self.pipe.recv()  # imports do not count
+
+    def ask(self, side: str, name: str) -> dict[str, Any]:
+        """The counts of one architecture, or the status that stopped it."""
+        self.pipe.send((side, name))
+        try:
+            if self.pipe.poll(self.limit_seconds):
+                answer: dict[str, Any] = self.pipe.recv()
+                return answer
+            status = f"no answer within {self.limit_seconds:.0f} s"
+        except EOFError:
+            status = "the process died"
+        self.close()
+        self._start()
+        return {"status": status}
+
+    def close(self) -> None:
+        """End the process."""
+        self.process.kill()
+        self.process.join()
+
+
+def told(result: dict[str, Any]) -> str:
+    """A cell of the table."""
+    if result["status"] != "ran":
+        return result["status"].partition(":")[0]
+    parts = [f"{result[key]} {key}" for key in ("ok", "silent", "error") if result.get(key)]
+    return ", ".join(parts) or "nothing to cut"
+
+
+def totals(rows: list[dict[str, Any]], side: str) -> str:
+    """A line over all architectures."""
+    sums: Counter[str] = Counter()
+    exact = silent = failed = empty = 0
+    for row in rows:
+        result = row[side]
+        sums.update({key: result.get(key, 0) for key in ("ok", "silent", "error")})
+        silent += bool(result.get("silent"))
+        failed += bool(result["status"] != "ran" or (result.get("error") and not result.get("silent")))
+        exact += bool(result.get("ok") and not result.get("silent") and not result.get("error"))
+        empty += bool(result["status"] == "ran" and not any(result.get(key) for key in ("ok", "silent", "error")))
+    return (
+        f"{side}: of {len(rows)} architectures every group exact in {exact}, one or more silently wrong in {silent}, errors"
+        f" in {failed}, nothing to cut in {empty}; groups: {sums['ok']} ok, {sums['silent']} silent, {sums['error']} errors"
+    )
+
+
+def main() -> None:
+    """Read the options, measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", help="names of architectures (default: all of the zoo)")
+    parser.add_argument("--out", type=Path, help="file of results, one line each; what is in it is not measured again")
+    parser.add_argument("--limit", type=float, default=60.0, help="seconds per side and architecture (default 60)")
+    parser.add_argument("--json", action="store_true", help="one JSON object per line")
+    options = parser.parse_args()
+    names = options.only or list(load_zoo().ZOO)
+    done: dict[str, dict[str, Any]] = {}
+    if options.out is not None and options.out.exists():
+        done = {row["architecture"]: row for row in map(json.loads, options.out.read_text().splitlines())}
+    worker = Worker(options.limit)
+    rows = []
+    for name in names:
+        if name not in done:
+            done[name] = {"architecture": name, **{side: worker.ask(side, name) for side in SIDES}}
+            if options.out is not None:
+                with options.out.open("a") as file:
+                    file.write(json.dumps(done[name]) + "\n")
+        rows.append(done[name])
+        if options.json:
+            print(json.dumps(done[name]), flush=True)
+        else:
+            print(f"{name:<28} {told(done[name][SIDES[0]]):<32} {told(done[name][SIDES[1]])}", flush=True)
+    worker.close()
+    if not options.json:
+        print("\n".join(totals(rows, side) for side in SIDES))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+"""Teach sparsekit a layer of your own: a LayerRule in one file, two kinds of it. Seconds, offline.
+
+Run it with `python examples/layer_rule.py`. To test a rule of your own as the built-in ones are tested, inherit
+`sparsekit.testing.rules.RuleContract` and supply the rule, a network with the layer inside, and its inputs. To make a rule
+known wherever sparsekit is used, name its class in the entry-point group `sparsekit.rules` of your package.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import sparsekit as sk
+from sparsekit.units.labels import TensorLabels
+from sparsekit.units.rules import LayerRule
+from sparsekit.units.tracer import Tracer
+
+
+class GatedLinear(nn.Module):
+    """A gated linear unit with one fused weight: the upper half of the rows makes values, the lower half their gates."""
+
+    def __init__(self, in_features: int, out_features: int) -> None:
+        super().__init__()
+        self.in_features, self.out_features = in_features, out_features
+        self.weight = nn.Parameter(torch.randn(2 * out_features, in_features) / in_features**0.5)
+        self.bias = nn.Parameter(torch.zeros(2 * out_features))
+
+    def forward(self, x: Tensor) -> Tensor:
+        values, gates = F.linear(x, self.weight, self.bias).split([self.out_features, self.out_features], dim=-1)
+        return values * torch.sigmoid(gates)
+
+
+class GatedLinearRule(LayerRule):
+    """The operators of the layer say which rows go together; only the sizes that it keeps must be set after a cut."""
+
+    types: ClassVar[tuple[type[nn.Module], ...]] = (GatedLinear,)
+
+    def resize(self, module: nn.Module) -> None:
+        """Set `in_features` and `out_features` from the shape of the weight."""
+        assert isinstance(module, GatedLinear)
+        module.out_features, module.in_features = module.weight.shape[0] // 2, module.weight.shape[1]
+
+
+class TimeFilter(nn.Module):
+    """Filters each feature over time by a Fourier transform, which is an operator that sparsekit does not know."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(0.5 + torch.rand(features))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.fft.irfft(torch.fft.rfft(x, dim=1) * self.gain, n=x.shape[1], dim=1)
+
+
+class TimeFilterRule(LayerRule):
+    """Describes the layer instead of its operators: gain j scales feature j, and feature j comes out at place j."""
+
+    types: ClassVar[tuple[type[nn.Module], ...]] = (TimeFilter,)
+    opaque: ClassVar[bool] = True
+
+    def resize(self, module: nn.Module) -> None:
+        """The layer keeps no sizes."""
+
+    def trace(
+        self, tracer: Tracer, module: nn.Module, run: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Say that gain and features are one unit, made anew by the gain."""
+        assert isinstance(module, TimeFilter)
+        out = run(*args, **kwargs)
+        entering, gain = tracer.labels(args[0]), tracer.labels(module.gain)
+        units, own = entering.axes[-1], gain.axes[0]
+        if units is None or own is None:  # raw inputs, or a single feature
+            tracer.freeze(entering, "no units reach the filter")
+            tracer.freeze(gain, "no units reach the filter")
+            return out
+        tracer.unite(units.nodes, own.nodes)
+        tracer.make(gain, 0)
+        tracer.set(out, TensorLabels((None, None, own)))
+        return out
+
+
+RULES: dict[type[nn.Module], LayerRule] = {GatedLinear: GatedLinearRule(), TimeFilter: TimeFilterRule()}
+
+
+def make_model() -> nn.Module:
+    """Both layers between ordinary ones, over (batch, time, features)."""
+    return nn.Sequential(nn.Linear(6, 32), TimeFilter(32), GatedLinear(32, 24), nn.Linear(24, 4))
+
+
+def main() -> None:
+    """Trace without the rules and with them, cut, and compare."""
+    torch.manual_seed(0)
+    model, x = make_model().eval(), torch.randn(8, 16, 6)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            found = dict(sk.trace_units(model, x).fingerprint())
+        except sk.errors.NoUnitsError:
+            found = {}
+    print(f"without the rules: groups {found}")
+    for warning in caught:
+        print(f"  {str(warning.message).splitlines()[0][:110]}")
+
+    graph = sk.trace_units(model, x, rules=RULES)
+    print(f"with the rules: groups {dict(graph.fingerprint())}")
+    view = sk.PatternView(weights=model.state_dict())
+    mask = sk.select(sk.patterns.Magnitude(), graph, 0.25, view)
+    small = sk.compact(model, graph, mask, rules=RULES)
+    print(f"compact: {small[2].in_features} features in and {small[2].out_features} out of the gated layer")
+    with torch.no_grad():
+        gated = graph.gate(model.state_dict(), {name: keep.float() for name, keep in mask.items()})
+        gap = float((torch.func.functional_call(model, gated, (x,)) - small(x)).abs().max())
+    print(f"gated and compact outputs differ by at most {gap:.1e}")
+
+
+if __name__ == "__main__":
+    main()

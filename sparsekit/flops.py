@@ -1,0 +1,131 @@
+"""What one pass of a model multiplies: which weight is used at how many positions, and products between activations."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from fractions import Fraction
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from sparsekit.errors import TraceError
+
+__all__ = ["Recorder", "entry_keys", "record_pass"]
+
+_aten = torch.ops.aten
+_CONVOLUTIONS = {_aten.convolution.default, _aten._convolution.default}
+_PRODUCTS = {_aten.mm.default: 1, _aten.addmm.default: 2, _aten.bmm.default: 1, _aten.baddbmm.default: 2}
+_RECURRENT = (nn.RNNBase, nn.RNNCellBase)
+
+
+class Recorder(TorchDispatchMode):
+    """Notes every convolution and matrix product and the weight it reads, found by the memory it lies in."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Otherwise torch wraps the dispatcher so that its first call imports the compiler, which takes seconds.
+        return False
+
+    def __init__(self, keys: Mapping[int, str], numbers: Mapping[str, int]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.keys = keys  # where an entry lies in memory → its key
+        self.numbers = numbers  # key → numbers in the entry
+        self.terms: list[tuple[str, Fraction]] = []  # (key, positions) of each use of a weight
+        self.products: list[int] = []  # FLOPs of each product between activations, in the order of the calls
+        self.inside = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if self.inside:
+            return result
+        if func in _CONVOLUTIONS:
+            self._note([args[1]], func, args, kwargs, result)
+        elif func in _PRODUCTS:
+            right = _PRODUCTS[func]
+            self._note([args[right], args[right - 1]], func, args, kwargs, result)
+        elif func._overloadpacket in flop_registry:
+            self.products.append(self._registered(func, args, kwargs, result))
+        return result
+
+    def _note(self, factors: Any, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        flops = self._registered(func, args, kwargs, result)
+        keys = [self.keys.get(factor.untyped_storage().data_ptr()) for factor in factors]
+        key = next((key for key in keys if key is not None), None)
+        if key is None:
+            self.products.append(flops)
+        else:
+            # As many positions as if the whole weight were used at each: a third where it holds three projections.
+            self.terms.append((key, Fraction(flops, 2 * self.numbers[key])))
+
+    @staticmethod
+    def _registered(func: Any, args: Any, kwargs: Any, result: Any) -> int:
+        count = flop_registry[func._overloadpacket]
+        return int(count(*args, **(kwargs or {}), out_val=result))
+
+
+@contextmanager
+def _recurrent_hooks(model: nn.Module, recorder: Recorder, keys: Mapping[int, str]) -> Iterator[None]:
+    """Recurrent kernels are opaque to a dispatcher: count each weight matrix once per example and time step."""
+
+    def before(module: nn.Module, args: Any) -> None:
+        if recorder.inside == 0:
+            x = args[0].data if isinstance(args[0], nn.utils.rnn.PackedSequence) else args[0]
+            for name, weight in module.named_parameters(recurse=False):
+                if name.startswith("weight"):
+                    key = keys[weight.untyped_storage().data_ptr()]
+                    recorder.terms.append((key, Fraction(math.prod(x.shape[:-1]))))
+        recorder.inside += 1
+
+    def after(module: nn.Module, args: Any, output: Any) -> None:  # noqa: ARG001 - torch's signature
+        recorder.inside -= 1
+
+    handles = []
+    for module in model.modules():
+        if isinstance(module, _RECURRENT):
+            handles += [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def entry_keys(model: nn.Module) -> dict[int, str]:
+    """Where an entry lies in memory → its first state-dict key."""
+    keys: dict[int, str] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        keys.setdefault(tensor.untyped_storage().data_ptr(), name)
+    return keys
+
+
+def record_pass(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Recorder:
+    """Run the model once and watch.
+
+    Args:
+        model: In the mode that is to be counted.
+        args: Positional inputs.
+        kwargs: Keyword inputs.
+
+    Raises:
+        TraceError: the model fails on the inputs.
+    """
+    keys = entry_keys(model)
+    state = model.state_dict()
+    recorder = Recorder(keys, {key: state[key].numel() for key in keys.values()})
+    # Fused attention hides its products from a dispatcher.
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), _recurrent_hooks(model, recorder, keys), recorder:
+            model(*args, **kwargs)
+    except Exception as error:
+        raise TraceError(f"the model failed on the example inputs: {error}") from error
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
+    return recorder

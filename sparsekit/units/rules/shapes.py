@@ -1,0 +1,32 @@
+"""Shapes of a layer's weights, also where the weight itself is computed from other parameters."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+
+__all__ = ["weight_shape"]
+
+
+def weight_shape(module: nn.Module, name: str = "weight") -> torch.Size | None:
+    """The shape of a weight, or None if the module has none of that name.
+
+    Args:
+        module: A layer whose parameters may have just been replaced by narrower ones.
+        name: Of the weight. If it is parametrised, or computed by a hook, the shape is that of the parameter it is
+            computed from: the direction of a normed weight, the weight before it was masked or divided.
+    """
+    known = module._parameters.get(name)
+    if known is not None:
+        return known.shape
+    for suffix in ("_v", "_orig"):  # torch.nn.utils.weight_norm; torch.nn.utils.spectral_norm and prune
+        if (own := module._parameters.get(name + suffix)) is not None:
+            return own.shape
+    if parametrize.is_parametrized(module, name):
+        chain = module.get_submodule(f"parametrizations.{name}")
+        # The last one: `original`, or of a normed weight `original1`, its direction.
+        for tensor in [*list(chain._parameters.values())[-1:], *list(chain._buffers.values())[-1:]]:
+            if tensor is not None and tensor.dim() > 0:
+                return tensor.shape
+    return None

@@ -1,0 +1,83 @@
+"""The law of masks, as a check that tests share: a model under a mask equals the narrow model, in outputs and gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sparsekit.compaction import compact, compact_state, expand
+from sparsekit.masks.dense import DenseModel
+from sparsekit.masks.mask import UnitMask
+from sparsekit.units.graph import UnitGraph
+from sparsekit.units.inputs import find_tensors, map_tensors
+from sparsekit.units.rebuild import copy_with, named_entries
+
+__all__ = ["check_masked_equals_compact", "check_nothing_is_lost", "random_mask", "run_gated"]
+
+
+def random_mask(graph: UnitGraph, ratio: float, seed: int) -> UnitMask:
+    """About `ratio` of the units of every group."""
+    generator = torch.Generator().manual_seed(seed)
+    keep = {}
+    for name, group in graph.groups.items():
+        count = max(1, round(ratio * group.size))
+        keep[name] = torch.zeros(group.size, dtype=torch.bool)
+        keep[name][torch.randperm(group.size, generator=generator)[:count]] = True
+    return UnitMask(keep)
+
+
+def run_gated(model: nn.Module, graph: UnitGraph, mask: UnitMask, args: Any, kwargs: Any) -> list[Tensor]:
+    """Outputs of the dense model under a mask."""
+    dtype = next(model.parameters()).dtype
+    gated = graph.gate(named_entries(model), {name: keep.to(dtype) for name, keep in mask.items()})
+    # Statistics are updated in place; the copies keep those of the model as they are.
+    gated = {k: v if v.requires_grad else v.clone() for k, v in gated.items()}
+    return find_tensors(DenseModel(model, graph).call(gated, mask, model, args, kwargs))
+
+
+def check_masked_equals_compact(
+    model: nn.Module,
+    args: Any,
+    kwargs: Any,
+    graph: UnitGraph,
+    mask: UnitMask,
+    *,
+    dtype: torch.dtype = torch.float64,
+    train: bool = False,
+    gradients: bool = True,
+) -> None:
+    """Fail unless outputs agree and, in float64, the gradients of all entries that are kept."""
+    model = copy_with(model, {}).to(dtype).train(train)
+    args, kwargs = map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, (args, kwargs))
+    small = compact(model, graph, mask)
+    torch.manual_seed(0)
+    found = find_tensors(small(*args, **kwargs))
+    torch.manual_seed(0)
+    expected = run_gated(model, graph, mask, args, kwargs)
+    tolerance = 1e-9 if dtype == torch.float64 else 2e-4
+    assert [t.shape for t in expected] == [t.shape for t in found]
+    for a, b in zip(expected, found, strict=True):
+        torch.testing.assert_close(b, a, rtol=tolerance, atol=tolerance)
+    if gradients and dtype == torch.float64 and all(t.requires_grad for t in expected):
+        sum((t.sin()).sum() for t in expected).backward()
+        sum((t.sin()).sum() for t in found).backward()
+        dense = {
+            key: p.grad if p.grad is not None else torch.zeros_like(p)
+            for key, p in model.named_parameters(remove_duplicate=False)
+        }
+        indices = graph.kept_indices(mask)
+        for key, own in small.named_parameters():
+            gathered = dense[key]
+            for dim, index in indices.get(key, {}).items():
+                gathered = gathered.index_select(dim, index)
+            grad = own.grad if own.grad is not None else torch.zeros_like(own)
+            torch.testing.assert_close(grad, gathered, rtol=1e-8, atol=1e-9)
+
+
+def check_nothing_is_lost(model: nn.Module, graph: UnitGraph, mask: UnitMask) -> None:
+    """Fail unless expanding the narrow state gives back the dense one, bit for bit."""
+    state = model.state_dict()
+    back = expand(compact_state(state, graph, mask), graph, mask, into=state)
+    assert all(torch.equal(back[key], state[key]) for key in state)

@@ -1,0 +1,611 @@
+"""The zoo, part three: attention, whose unit is a whole head."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from zoo_base import Lambda, add, images, tokens
+
+
+class Separate(nn.Module):
+    """Query, key and value from layers of their own."""
+
+    def __init__(self, dim: int, heads: int, size: int, *, fused: bool = True, context: int | None = None) -> None:
+        super().__init__()
+        self.num_heads, self.head_dim, self.fused = heads, size, fused
+        self.q = nn.Linear(dim, heads * size)
+        self.k = nn.Linear(context or dim, heads * size, bias=False)
+        self.v = nn.Linear(context or dim, heads * size)
+        self.out = nn.Linear(heads * size, dim)
+
+    def forward(self, x: Tensor, context: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+        context = x if context is None else context
+        q, k, v = (
+            layer(y).view(x.shape[0], -1, self.num_heads, self.head_dim).transpose(1, 2)
+            for layer, y in ((self.q, x), (self.k, context), (self.v, context))
+        )
+        if self.fused:
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+        else:
+            scores = q @ k.transpose(-2, -1) / math.sqrt(self.head_dim)
+            y = torch.softmax(scores if bias is None else scores + bias, dim=-1) @ v
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+class Fused(nn.Module):
+    """One layer for all three, cut as in a vision transformer."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.num_heads, self.head_dim, self.attn_dim = heads, dim // heads, dim
+        self.scale = self.head_dim**-0.5
+        self.qkv = nn.Linear(dim, 3 * dim)
+        self.proj = nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, n, _ = x.shape
+        q, k, v = self.qkv(x).reshape(b, n, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4).unbind(0)
+        attention = ((q * self.scale) @ k.transpose(-2, -1)).softmax(dim=-1)
+        return self.proj((attention @ v).transpose(1, 2).reshape(b, n, self.attn_dim))
+
+
+class Chunked(nn.Module):
+    """One layer for all three, cut in thirds; causal. The number of heads is what `-1` finds."""
+
+    def __init__(self, dim: int, size: int) -> None:
+        super().__init__()
+        self.size = size
+        self.c_attn = nn.Linear(dim, 3 * dim)
+        self.c_proj = nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, _ = x.shape
+        q, k, v = (y.view(b, t, -1, self.size).transpose(1, 2) for y in self.c_attn(x).chunk(3, dim=-1))
+        return self.c_proj(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, t, -1))
+
+
+class Block(nn.Module):
+    """Attention and a feed-forward layer, each behind a norm and beside a shortcut."""
+
+    def __init__(self, dim: int, attention: nn.Module, hidden: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
+        self.attn = attention
+        self.fc1, self.fc2 = nn.Linear(dim, hidden), nn.Linear(hidden, dim)
+
+    def forward(self, x: Tensor, *args: Any) -> Tensor:
+        x = x + self.attn(self.norm1(x), *args)
+        return x + self.fc2(F.gelu(self.fc1(self.norm2(x))))
+
+
+class Vision(nn.Module):
+    """Patches, a class token, positions, blocks."""
+
+    def __init__(self, dim: int, *blocks: nn.Module) -> None:
+        super().__init__()
+        self.patch = nn.Conv2d(1, dim, 2, stride=2)
+        self.cls = nn.Parameter(torch.randn(1, 1, dim))
+        self.position = nn.Parameter(torch.randn(1, 5, dim))
+        self.blocks = nn.ModuleList(blocks)
+        self.norm, self.head = nn.LayerNorm(dim), nn.Linear(dim, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.patch(x).flatten(2).transpose(1, 2)
+        x = torch.cat([self.cls.expand(x.shape[0], -1, -1), x], dim=1) + self.position
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x)[:, 0])
+
+
+class Language(nn.Module):
+    """Tokens, positions, blocks."""
+
+    def __init__(self, dim: int, *blocks: nn.Module) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(11, dim), nn.Embedding(6, dim)
+        self.blocks = nn.ModuleList(blocks)
+        self.norm, self.head = nn.LayerNorm(dim), nn.Linear(dim, 11, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.tokens(ids) + self.positions(torch.arange(ids.shape[1]))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+NORMED = ("normalised over its units",)
+
+add(
+    "vit-separate",
+    lambda: Vision(8, Block(8, Separate(8, 4, 2), 12), Block(8, Separate(8, 4, 2, fused=False), 10)),
+    images(2, 1, 4, 4),
+    {"blocks.0.attn.q": 4, "blocks.0.fc1": 12, "blocks.1.attn.q": 4, "blocks.1.fc1": 10},
+    frozen=NORMED,
+)
+add(
+    "vit-fused-qkv",
+    lambda: Vision(12, Block(12, Fused(12, 3), 10)),
+    images(2, 1, 4, 4),
+    {"blocks.0.attn.qkv": 3, "blocks.0.fc1": 10},
+    frozen=NORMED,
+)
+add(
+    "gpt",
+    lambda: Language(12, Block(12, Chunked(12, 4), 10), Block(12, Chunked(12, 2), 8)),
+    tokens(11, 2, 6),
+    {"blocks.0.attn.c_attn": 3, "blocks.0.fc1": 10, "blocks.1.attn.c_attn": 6, "blocks.1.fc1": 8},
+    frozen=NORMED,
+)
+
+
+class Hardcoded(nn.Module):
+    """The width of the input is taken for the width of the heads, as in many a tutorial: they must stay."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.n_head = heads
+        self.c_attn, self.c_proj = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, c = x.size()
+        q, k, v = (y.view(b, t, self.n_head, c // self.n_head).transpose(1, 2) for y in self.c_attn(x).chunk(3, dim=2))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.c_proj(y.transpose(1, 2).contiguous().view(b, t, c))
+
+
+add(
+    "gpt-hard-coded-width",
+    lambda: Language(8, Block(8, Hardcoded(8, 4), 10)),
+    tokens(11, 2, 6),
+    {"blocks.0.fc1": 10},
+    frozen=("zoo_attention.py",),
+)
+
+
+class SelfAttention(nn.Module):
+    """Sizes in attributes, as BERT has them."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.num_attention_heads, self.attention_head_size = heads, dim // heads
+        self.all_head_size = heads * self.attention_head_size
+        self.query, self.key, self.value = (nn.Linear(dim, self.all_head_size) for _ in range(3))
+        self.dropout = nn.Dropout(0.0)
+
+    def split(self, x: Tensor) -> Tensor:
+        return x.view(*x.size()[:-1], self.num_attention_heads, self.attention_head_size).permute(0, 2, 1, 3)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        q, k, v = self.split(self.query(x)), self.split(self.key(x)), self.split(self.value(x))
+        scores = torch.matmul(q, k.transpose(-1, -2)) / math.sqrt(self.attention_head_size)
+        scores = scores.masked_fill(mask[:, None, None, :], float("-inf"))
+        context = torch.matmul(self.dropout(scores.softmax(dim=-1)), v).permute(0, 2, 1, 3).contiguous()
+        return context.view(*context.size()[:-2], self.all_head_size)
+
+
+add(
+    "bert",
+    lambda: Lambda(
+        lambda m, ids, mask: m.head(
+            m.norm2((h := m.norm(m.out(m.attn(x := m.words(ids), mask)) + x)) + m.down(F.gelu(m.up(h))))
+        ),
+        words=nn.Embedding(9, 8),
+        attn=SelfAttention(8, 4),
+        out=nn.Linear(8, 8),
+        norm=nn.LayerNorm(8),
+        up=nn.Linear(8, 12),
+        down=nn.Linear(12, 8),
+        norm2=nn.LayerNorm(8),
+        head=nn.Linear(8, 2),
+    ),
+    lambda: (torch.randint(9, (2, 5)), torch.tensor([[False] * 5, [False] * 3 + [True] * 2])),
+    {"attn.query": 4, "up": 12},
+    frozen=NORMED,
+)
+
+for _name, _more in {
+    "mha": {},
+    "mha-time-first": {"batch_first": False},
+    "mha-no-bias": {"bias": False},
+    "mha-extra-keys": {"add_bias_kv": True, "add_zero_attn": True},
+}.items():
+    add(
+        _name,
+        lambda more=_more: Lambda(
+            lambda m, x: m.head(m.attn(y := F.relu(m.inner(x)), y, y)[0]),
+            inner=nn.Linear(3, 8),
+            attn=nn.MultiheadAttention(8, 4, **{"batch_first": True, **more}),
+            head=nn.Linear(8, 2),
+        ),
+        images(2, 5, 3),
+        {"inner": 8, "attn": 4, "attn.out_proj": 8},
+    )
+add(
+    "mha-other-widths",
+    lambda: Lambda(
+        lambda m, x, k, v: m.head(m.attn(x, k, m.values(v), need_weights=False)[0]),
+        attn=nn.MultiheadAttention(8, 2, kdim=5, vdim=6, batch_first=True),
+        values=nn.Linear(3, 6),
+        head=nn.Linear(8, 2),
+    ),
+    lambda: (torch.randn(2, 4, 8), torch.randn(2, 7, 5), torch.randn(2, 7, 3)),
+    {"values": 6, "attn": 2, "attn.out_proj": 8},
+)
+add(
+    "mha-masks",
+    lambda: Lambda(
+        lambda m, x, padding, mask: m.head(m.attn(x, x, x, key_padding_mask=padding, attn_mask=mask)[0]),
+        attn=nn.MultiheadAttention(6, 3, batch_first=True),
+        head=nn.Linear(6, 2),
+    ),
+    lambda: (
+        torch.randn(2, 4, 6),
+        torch.tensor([[False] * 4, [False] * 3 + [True]]),
+        torch.ones(4, 4, dtype=torch.bool).triu(1),
+    ),
+    {"attn": 3, "attn.out_proj": 6},
+)
+add(
+    "mha-mask-per-head",
+    lambda: Lambda(
+        lambda m, x: m.head(
+            m.attn(x, x, x, attn_mask=(m.slopes[None, :, None, None] * m.distance).expand(2, -1, -1, -1).flatten(0, 1))[0]
+        ),
+        attn=nn.MultiheadAttention(6, 3, batch_first=True),
+        slopes=nn.Parameter(torch.rand(3)),
+        distance=-(torch.arange(4)[:, None] - torch.arange(4)).abs().float(),
+        head=nn.Linear(6, 2),
+    ),
+    images(2, 4, 6),
+    {"slopes": 3, "attn.out_proj": 6},
+)
+add(
+    "mha-averaged-weights-used",
+    lambda: Lambda(
+        lambda m, x: m.head((r := m.attn(x, x, x))[0]) + r[1].sum(-1, keepdim=True),
+        attn=nn.MultiheadAttention(6, 3, batch_first=True),
+        head=nn.Linear(6, 2),
+    ),
+    images(2, 4, 6),
+    {"attn.out_proj": 6},
+    frozen=("mixed over units",),
+)
+add(
+    "mha-unbatched",
+    lambda: Lambda(lambda m, x: m.head(m.attn(x, x, x)[0]), attn=nn.MultiheadAttention(6, 3), head=nn.Linear(6, 2)),
+    images(4, 6),
+    {"attn": 3, "attn.out_proj": 6},
+)
+add(
+    "transformer-encoder",
+    lambda: nn.Sequential(
+        nn.Linear(3, 8),
+        nn.TransformerEncoder(
+            nn.TransformerEncoderLayer(8, 4, 12, dropout=0.0, batch_first=True), 2, enable_nested_tensor=False
+        ),
+        nn.Linear(8, 2),
+    ),
+    images(2, 5, 3),
+    {"1.layers.0.self_attn": 4, "1.layers.0.linear1": 12, "1.layers.1.self_attn": 4, "1.layers.1.linear1": 12},
+    frozen=NORMED,
+)
+add(
+    "transformer-decoder",
+    lambda: nn.TransformerDecoder(
+        nn.TransformerDecoderLayer(8, 2, 6, dropout=0.0, batch_first=True, norm_first=True), 1, nn.LayerNorm(8)
+    ),
+    lambda: (torch.randn(2, 3, 8), torch.randn(2, 5, 8)),
+    {"layers.0.self_attn": 2, "layers.0.multihead_attn": 2, "layers.0.linear1": 6},
+)
+add(
+    "transformer",
+    lambda: nn.Transformer(8, 4, 1, 1, 6, dropout=0.0, batch_first=True),
+    lambda: (torch.randn(2, 5, 8), torch.randn(2, 3, 8)),
+    {
+        "encoder.layers.0.self_attn": 4,
+        "encoder.layers.0.linear1": 6,
+        "decoder.layers.0.self_attn": 4,
+        "decoder.layers.0.multihead_attn": 4,
+        "decoder.layers.0.linear1": 6,
+    },
+)
+add(
+    "cross-attention",
+    lambda: Lambda(
+        lambda m, x, y: m.head(m.attn(x, m.context(y))),
+        attn=Separate(6, 3, 4, context=5),
+        context=nn.Linear(4, 5),
+        head=nn.Linear(6, 2),
+    ),
+    lambda: (torch.randn(2, 3, 6), torch.randn(2, 7, 4)),
+    {"context": 5, "attn.q": 3, "attn.out": 6},
+)
+
+
+def _rotated(x: Tensor, angles: Tensor) -> Tensor:
+    a, b = x[..., : x.shape[-1] // 2], x[..., x.shape[-1] // 2 :]
+    return x * angles.cos() + torch.cat((-b, a), dim=-1) * angles.sin()
+
+
+class Grouped(nn.Module):
+    """Grouped-query attention with rotary positions, as in Llama."""
+
+    def __init__(self, dim: int, heads: int, kv_heads: int, size: int) -> None:
+        super().__init__()
+        self.n_heads, self.n_kv_heads, self.head_dim = heads, kv_heads, size
+        self.n_rep = heads // kv_heads
+        self.wq = nn.Linear(dim, heads * size, bias=False)
+        self.wk, self.wv = (nn.Linear(dim, kv_heads * size, bias=False) for _ in range(2))
+        self.wo = nn.Linear(heads * size, dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, _ = x.shape
+        angles = torch.arange(t, dtype=x.dtype)[:, None] * 10.0 ** -torch.arange(self.head_dim // 2, dtype=x.dtype)
+        angles = torch.cat((angles, angles), dim=-1)[:, None, :]
+        q = _rotated(self.wq(x).view(b, t, self.n_heads, self.head_dim), angles).transpose(1, 2)
+        k = _rotated(self.wk(x).view(b, t, self.n_kv_heads, self.head_dim), angles).transpose(1, 2)
+        v = self.wv(x).view(b, t, self.n_kv_heads, self.head_dim).transpose(1, 2)
+        k, v = (y.repeat_interleave(self.n_rep, dim=1) for y in (k, v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.wo(y.transpose(1, 2).reshape(b, t, -1))
+
+
+class RootNorm(nn.Module):
+    """Root mean square norm, written out."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+
+
+class Llama(nn.Module):
+    """Decoder layers with grouped queries and a gated feed-forward layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 8)
+        self.norms = nn.ModuleList(RootNorm(8) for _ in range(5))
+        self.attn = nn.ModuleList([Grouped(8, 6, 3, 4), Grouped(8, 4, 4, 2)])
+        self.gate, self.up, self.down = (
+            nn.ModuleList(nn.Linear(a, b, bias=False) for _ in range(2)) for a, b in ((8, 10), (8, 10), (10, 8))
+        )
+        self.head = nn.Linear(8, 11, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for i in range(2):
+            x = x + self.attn[i](self.norms[2 * i](x))
+            h = self.norms[2 * i + 1](x)
+            x = x + self.down[i](F.silu(self.gate[i](h)) * self.up[i](h))
+        return self.head(self.norms[4](x))
+
+
+add(
+    "llama",
+    Llama,
+    tokens(11, 2, 5),
+    {"attn.0.wq": 3, "gate.0": 10, "attn.1.wq": 4, "gate.1": 10},
+    frozen=("'mean'",),
+)
+
+
+class Interleaved(nn.Module):
+    """Rotary positions as complex numbers, with norms over the head and attention over a bias-free product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = 3
+        self.q, self.k, self.v = (nn.Linear(6, 12) for _ in range(3))
+        self.q_norm, self.k_norm = nn.LayerNorm(4), nn.RMSNorm(4)
+        self.out = nn.Linear(12, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, _ = x.shape
+        q, k, v = (layer(x).unflatten(-1, (self.heads, -1)) for layer in (self.q, self.k, self.v))
+        turn = torch.polar(torch.ones(t, 1, 2, dtype=x.dtype), torch.arange(t, dtype=x.dtype)[:, None, None].expand(t, 1, 2))
+        q, k = (
+            torch.view_as_real(torch.view_as_complex(y.reshape(b, t, -1, 2, 2)) * turn).flatten(3)
+            for y in (self.q_norm(q), self.k_norm(k))
+        )
+        weights = torch.einsum("bthd,bshd->bhts", q, k).div(2.0).softmax(-1)
+        return self.out(torch.einsum("bhts,bshd->bthd", weights, v).flatten(2))
+
+
+add("rotary-complex", Interleaved, images(2, 5, 6), {"q": 3})
+
+
+class Perceiver(nn.Module):
+    """Latents that read the input, then each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.latents = nn.Parameter(torch.randn(4, 8))
+        self.read = Block(8, Separate(8, 2, 3, context=5), 6)
+        self.think = Block(8, Separate(8, 4, 2, fused=False), 6)
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        latents = self.latents.expand(x.shape[0], -1, -1)
+        return self.head(self.think(self.read(latents, x)).mean(1))
+
+
+add(
+    "perceiver",
+    Perceiver,
+    images(2, 7, 5),
+    {"read.attn.q": 2, "read.fc1": 6, "think.attn.q": 4, "think.fc1": 6},
+    frozen=NORMED,
+)
+
+
+class Convolutional(nn.Module):
+    """Squeeze-and-excitation, then attention over the positions of a feature map."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = 2
+        self.stem, self.bn = nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8)
+        self.squeeze, self.excite = nn.Linear(8, 3), nn.Linear(3, 8)
+        self.qkv, self.out = nn.Conv2d(8, 24, 1), nn.Conv2d(8, 6, 1)
+        self.head = nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.bn(self.stem(x)))
+        x = x * torch.sigmoid(self.excite(F.relu(self.squeeze(x.mean((2, 3))))))[:, :, None, None]
+        b, _, h, w = x.shape
+        q, k, v = (y.reshape(b, self.heads, -1, h * w) for y in self.qkv(x).chunk(3, dim=1))
+        weights = torch.softmax(q.transpose(-2, -1) @ k / 2.0, dim=-1)
+        y = (v @ weights.transpose(-2, -1)).reshape(b, -1, h, w)
+        return self.head(F.relu(self.out(y)).mean((2, 3)))
+
+
+add(
+    "conv-attention",
+    Convolutional,
+    images(2, 1, 5, 5),
+    {"stem": 8, "squeeze": 3, "qkv": 2, "out": 6},
+)
+add(
+    "lstm-attention",
+    lambda: Lambda(
+        lambda m, x: m.head(m.attn(m.rnn(x)[0])[:, -1]),
+        rnn=nn.LSTM(3, 6, batch_first=True),
+        attn=Separate(6, 3, 2),
+        head=nn.Linear(6, 2),
+    ),
+    images(2, 5, 3),
+    {"rnn": 6, "attn.q": 3, "attn.out": 6},
+)
+
+
+class Windows(nn.Module):
+    """Attention within shifted windows, with a learned bias for each head and relative position, as in Swin."""
+
+    def __init__(self, dim: int, heads: int, side: int) -> None:
+        super().__init__()
+        self.num_heads, self.side = heads, side
+        self.qkv, self.proj = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+        self.table = nn.Parameter(torch.randn((2 * side - 1) ** 2, heads))
+        y, x = torch.meshgrid(torch.arange(side), torch.arange(side), indexing="ij")
+        places = torch.stack([y.flatten(), x.flatten()])
+        offsets = places[:, :, None] - places[:, None, :] + side - 1
+        self.register_buffer("index", offsets[0] * (2 * side - 1) + offsets[1])
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, h, w, c = x.shape
+        s = self.side
+        x = torch.roll(x, (-1, -1), (1, 2)).view(b, h // s, s, w // s, s, c).permute(0, 1, 3, 2, 4, 5).reshape(-1, s * s, c)
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
+        bias = self.table[self.index.view(-1)].view(s * s, s * s, -1).permute(2, 0, 1)
+        weights = (q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1]) + bias.unsqueeze(0)).softmax(-1)
+        y = self.proj((weights @ v).transpose(1, 2).flatten(2)).view(b, h // s, w // s, s, s, -1)
+        return torch.roll(y.permute(0, 1, 3, 2, 4, 5).reshape(b, h, w, -1), (1, 1), (1, 2))
+
+
+add(
+    "swin-window",
+    lambda: Lambda(
+        lambda m, x: m.head(F.relu(m.attn(m.stem(x).permute(0, 2, 3, 1))).mean((1, 2))),
+        stem=nn.Conv2d(1, 6, 1),
+        attn=Windows(6, 3, 2),
+        head=nn.Linear(6, 2),
+    ),
+    images(2, 1, 4, 4),
+    {"stem": 6, "attn.qkv": 3, "attn.proj": 6},
+)
+
+
+class Linearised(nn.Module):
+    """Attention without softmax: a sum of key and value products for each head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = 3
+        self.q, self.k, self.v, self.out = nn.Linear(5, 12), nn.Linear(5, 12), nn.Linear(5, 6), nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k = (F.elu(layer(x)).unflatten(-1, (self.heads, -1)) + 1.0 for layer in (self.q, self.k))
+        v = self.v(x).unflatten(-1, (self.heads, -1))
+        memory = torch.einsum("bshd,bshe->bhde", k, v)
+        norm = 1.0 / (torch.einsum("bthd,bhd->bth", q, k.sum(1)) + 1e-6)
+        return self.out(torch.einsum("bthd,bhde,bth->bthe", q, memory, norm).flatten(2))
+
+
+add("linear-attention", Linearised, images(2, 4, 5), {"q": 3})
+
+
+class Sloped(nn.Module):
+    """A fixed slope for each head in a buffer (ALiBi), and another bias learned for each head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn = Separate(6, 3, 2, fused=False)
+        self.register_buffer("slopes", 2.0 ** -torch.arange(3.0))
+        self.buckets = nn.Embedding(4, 3)
+        self.head = nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        t = torch.arange(x.shape[1])
+        distance = (t[:, None] - t).abs()
+        bias = self.buckets(distance.clamp(max=3)).permute(2, 0, 1)
+        return self.head(self.attn(x, None, bias - self.slopes[:, None, None] * distance))
+
+
+add("alibi", Sloped, images(2, 5, 6), {"buckets": 3, "attn.out": 6})
+
+
+class PerHead(nn.Module):
+    """Projections with an axis for the heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Parameter(torch.randn(3, 6, 4)) for _ in range(3))
+        self.o = nn.Parameter(torch.randn(3, 4, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (torch.einsum("btc,hcd->bhtd", x, w) for w in (self.q, self.k, self.v))
+        weights = torch.softmax(torch.einsum("bhtd,bhsd->bhts", q, k) / 2.0, -1)
+        return torch.einsum("bhts,bhsd,hdo->bto", weights, v, self.o)
+
+
+add("heads-as-axis", PerHead, images(2, 4, 6), {"q": 3})
+add(
+    "multi-query",
+    lambda: Lambda(
+        lambda m, x: m.out(
+            F.scaled_dot_product_attention(
+                m.q(x).unflatten(-1, (-1, 4)).transpose(1, 2),
+                m.k(x)[:, None].expand(-1, m.heads, -1, -1),
+                m.v(x)[:, None].expand(-1, m.heads, -1, -1),
+            )
+            .transpose(1, 2)
+            .flatten(2)
+        ),
+        heads=3,
+        q=nn.Linear(6, 12),
+        k=nn.Linear(6, 4),
+        v=nn.Linear(6, 4),
+        out=nn.Linear(12, 2),
+    ),
+    images(2, 5, 6),
+    {"q": 3},
+    frozen=("scaled by the size of its head",),
+)
+add(
+    "unflattened-channel-shuffle",
+    lambda: Lambda(
+        lambda m, x: m.head(F.relu(m.b(m.a(x).unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2))).mean((2, 3))),
+        a=nn.Conv2d(1, 6, 1),
+        b=nn.Conv2d(6, 4, 3, padding=1),
+        head=nn.Linear(4, 2),
+    ),
+    images(2, 1, 4, 4),
+    {"a": 3, "b": 4},
+)

@@ -1,0 +1,266 @@
+"""Architectures that shrink in width when norms are taken over the kept units, with the groups that must then be found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import zoo
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from zoo_base import Architecture, Lambda, images, tokens
+
+__all__ = ["KEPT"]
+
+KEPT: dict[str, Architecture] = {}
+
+
+def add(
+    name: str, make: Callable[[], nn.Module], inputs: Callable[[], tuple[Any, ...]], groups: dict[str, int], **more: Any
+) -> None:
+    KEPT[name] = Architecture(make, inputs, groups, **more)
+
+
+def widened(name: str, groups: dict[str, int], frozen: tuple[str, ...] = ()) -> None:
+    """An architecture of the zoo with the groups that it has when norms are taken over kept units."""
+    known = zoo.ZOO[name]
+    KEPT[name] = Architecture(known.make, known.inputs, groups, frozen=frozen, kwargs=known.kwargs)
+
+
+widened("layer-norm", {"0": 6, "2": 5})
+widened("rms-norm", {"0": 6, "2": 5})
+widened("vit-separate", {"patch": 8, "blocks.0.attn.q": 4, "blocks.0.fc1": 12, "blocks.1.attn.q": 4, "blocks.1.fc1": 10})
+widened("vit-fused-qkv", {"patch": 12, "blocks.0.attn.qkv": 3, "blocks.0.fc1": 10})
+widened(
+    "gpt",
+    {"tokens": 12, "blocks.0.attn.c_attn": 3, "blocks.0.fc1": 10, "blocks.1.attn.c_attn": 6, "blocks.1.fc1": 8},
+)
+widened("bert", {"words": 8, "attn.query": 4, "up": 12})
+widened(
+    "transformer-encoder",
+    {
+        "0": 8,
+        "1.layers.0.self_attn": 4,
+        "1.layers.0.linear1": 12,
+        "1.layers.1.self_attn": 4,
+        "1.layers.1.linear1": 12,
+    },
+)
+widened("llama", {"embed": 8, "attn.0.wq": 3, "gate.0": 10, "attn.1.wq": 4, "gate.1": 10})
+widened("channel-mean", {"a": 6}, frozen=("nothing but an average over its units reads them",))
+
+
+class TiedGPT(nn.Module):
+    """A language model whose decoder is its embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(11, 8), nn.Parameter(torch.randn(1, 5, 8))
+        self.norm1, self.norm2, self.final = nn.LayerNorm(8), nn.LayerNorm(8), nn.LayerNorm(8, bias=False)
+        self.q, self.k, self.v = nn.Linear(8, 6), nn.Linear(8, 6), nn.Linear(8, 6)
+        self.o, self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 10), nn.Linear(10, 8)
+        self.decoder = nn.Linear(8, 11, bias=False)
+        self.decoder.weight = self.words.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.words(ids) + self.places
+        h = self.norm1(x)
+        q, k, v = (f(h).view(*h.shape[:2], -1, 2).transpose(1, 2) for f in (self.q, self.k, self.v))
+        x = x + self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        x = x + self.down(F.gelu(self.up(self.norm2(x))))
+        out: Tensor = self.decoder(self.final(x))
+        return out
+
+
+add("gpt-tied", TiedGPT, tokens(11, 2, 5), {"words": 8, "q": 3, "up": 10})
+
+
+class ChannelNorm(nn.Module):
+    """Layer norm over channels that come second, written out, as in ConvNeXt."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(width)), nn.Parameter(torch.zeros(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean = x.mean(1, keepdim=True)
+        spread = (x - mean).pow(2).mean(1, keepdim=True)
+        return self.weight[:, None, None] * (x - mean) / torch.sqrt(spread + 1e-6) + self.bias[:, None, None]
+
+
+class ConvNeXt(nn.Module):
+    """Depthwise convolution, norm over channels last, inverted bottleneck, a learned scale of each channel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.stem_norm = nn.Conv2d(1, 6, 2, stride=2), ChannelNorm(6)
+        self.depthwise, self.norm = nn.Conv2d(6, 6, 3, padding=1, groups=6), nn.LayerNorm(6, eps=1e-6)
+        self.up, self.down, self.gamma = nn.Linear(6, 12), nn.Linear(12, 6), nn.Parameter(torch.rand(6))
+        self.last, self.head = nn.LayerNorm(6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem_norm(self.stem(x))
+        h = self.norm(self.depthwise(x).permute(0, 2, 3, 1))
+        x = x + (self.gamma * self.down(F.gelu(self.up(h)))).permute(0, 3, 1, 2)
+        out: Tensor = self.head(self.last(x.mean((2, 3))))
+        return out
+
+
+add("convnext", ConvNeXt, images(2, 1, 6, 6), {"stem": 6, "up": 12})
+add(
+    "group-norm-of-one-group",
+    lambda: nn.Sequential(
+        nn.Conv2d(1, 8, 3),
+        nn.GroupNorm(1, 8),
+        nn.ReLU(),
+        nn.Conv2d(8, 6, 1),
+        nn.GroupNorm(1, 6, affine=False),
+        nn.Conv2d(6, 2, 1),
+    ),
+    images(2, 1, 5, 5),
+    {"0": 8, "3": 6},
+)
+
+
+class Modulated(nn.Module):
+    """Norms without a scale of their own, shifted and scaled by a condition, as in diffusion transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.condition = nn.Linear(3, 6), nn.Linear(2, 12)
+        self.norm, self.last = nn.LayerNorm(6, elementwise_affine=False), nn.RMSNorm(6, elementwise_affine=False)
+        self.body, self.head = nn.Linear(6, 6), nn.Linear(6, 2)
+
+    def forward(self, x: Tensor, condition: Tensor) -> Tensor:
+        x = self.stem(x)
+        shift, scale = self.condition(condition).chunk(2, dim=-1)
+        x = x + self.body(self.norm(x) * (1 + scale[:, None]) + shift[:, None])
+        out: Tensor = self.head(self.last(x))
+        return out
+
+
+add("modulated", Modulated, lambda: (torch.randn(2, 4, 3), torch.randn(2, 2)), {"stem": 6})
+add(
+    "functional-norm",
+    lambda: Lambda(
+        lambda m, x: m.head(F.rms_norm(F.layer_norm(m.a(x), m.w.shape, m.w, m.b), m.w.shape, m.w)),
+        a=nn.Linear(3, 6),
+        w=nn.Parameter(torch.rand(6)),
+        b=nn.Parameter(torch.rand(6)),
+        head=nn.Linear(6, 2),
+    ),
+    images(4, 3),
+    {"a": 6},
+)
+add(
+    "standardised",
+    lambda: Lambda(
+        lambda m, x: m.head(((h := m.a(x)) - h.mean(-1, True)) / (h.var(-1, correction=0, keepdim=True) + 0.1).sqrt()),
+        a=nn.Linear(3, 6),
+        head=nn.Linear(6, 2),
+    ),
+    images(4, 3),
+    {"a": 6},
+)
+add(
+    "norm-of-a-concatenation",
+    lambda: Lambda(
+        lambda m, x: m.head(m.norm(torch.cat([m.a(x), x, torch.tanh(m.b(x))], -1))),
+        a=nn.Linear(3, 4),
+        b=nn.Linear(3, 5),
+        norm=nn.LayerNorm(12),
+        head=nn.Linear(12, 2),
+    ),
+    images(4, 3),
+    {"a": 4, "b": 5},
+)
+add(
+    "norm-over-time-too",
+    lambda: nn.Sequential(nn.Linear(3, 6), nn.LayerNorm((4, 6)), nn.Linear(6, 2)),
+    images(2, 4, 3),
+    {"0": 6},
+)
+add(
+    "norm-behind-lstm",
+    lambda: Lambda(
+        lambda m, x: m.head(m.norm(m.rnn(x)[0])),
+        rnn=nn.LSTM(3, 5, bidirectional=True),
+        norm=nn.LayerNorm(10),
+        head=nn.Linear(10, 2),
+    ),
+    images(4, 2, 3),
+    {"rnn": 5},
+)
+
+
+def _checkpointed(reentrant: bool) -> nn.Module:
+    block = nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 6))
+    return Lambda(
+        lambda m, x: m.head((h := m.stem(x)) + checkpoint(m.block, h, use_reentrant=reentrant)),
+        stem=nn.Linear(3, 6),
+        block=block,
+        head=nn.Linear(6, 2),
+    )
+
+
+add("checkpointed-norm", lambda: _checkpointed(False), images(4, 3), {"stem": 6, "block.1": 8})
+add("reentrant-norm", lambda: _checkpointed(True), images(4, 3), {"stem": 6, "block.1": 8})
+add(
+    "pool-former",
+    lambda: Lambda(
+        lambda m, x: m.head((h := m.stem(x)) + F.avg_pool2d(m.norm(h), 3, 1, 1) - m.norm(h)),
+        stem=nn.Conv2d(1, 6, 3),
+        norm=nn.GroupNorm(1, 6),
+        head=nn.Conv2d(6, 2, 1),
+    ),
+    images(2, 1, 6, 6),
+    {"stem": 6},
+)
+
+# What stays whole all the same.
+add(
+    "hard-coded-norm",
+    lambda: Lambda(lambda m, x: m.head(F.layer_norm(m.a(x), (6,))), a=nn.Linear(3, 6), head=nn.Linear(6, 2)),
+    images(4, 3),
+    {},
+    frozen=("zoo_norms.py",),
+)
+add(
+    "sums-over-a-fixed-width",
+    lambda: Lambda(
+        lambda m, x: m.head((h := m.a(x)) * torch.rsqrt(h.square().sum(-1, True) / 6 + h.mean(-1, True).square() + 1e-6)),
+        a=nn.Linear(3, 6),
+        head=nn.Linear(6, 5),
+    ),
+    images(4, 3),
+    {"a": 6},
+)
+add(
+    "one-norm-for-two-streams",
+    lambda: Lambda(
+        lambda m, x: m.p(m.norm(m.a(x))) + m.q(m.norm(m.b(x))),
+        a=nn.Linear(3, 6),
+        b=nn.Linear(3, 6),
+        norm=nn.LayerNorm(6, elementwise_affine=False),
+        p=nn.Linear(6, 2),
+        q=nn.Linear(6, 2),
+    ),
+    images(4, 3),
+    {},
+    frozen=("sees other units from time to time",),
+)
+add(
+    "largest-of-the-normed",
+    lambda: Lambda(
+        lambda m, x: m.head(F.relu(m.b(x))) + m.norm(m.a(x)).amax(-1, keepdim=True),
+        a=nn.Linear(3, 6),
+        norm=nn.LayerNorm(6),
+        b=nn.Linear(3, 5),
+        head=nn.Linear(5, 2),
+    ),
+    images(4, 3),
+    {"b": 5},
+    frozen=("reduced over its units by 'amax'",),
+)

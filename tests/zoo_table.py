@@ -1,0 +1,134 @@
+"""The page ZOO.md: what trace_units finds in every architecture of the tests' zoo. `python tests/zoo_table.py` writes it."""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+import warnings
+from collections.abc import Iterable, Mapping
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "ZOO.md"
+
+if __name__ == "__main__":  # beside this file lies a folder of the package's name
+    sys.path[:] = [str(ROOT), *(p for p in sys.path if Path(p or ".").resolve() != ROOT / "tests"), str(ROOT / "tests")]
+
+import torch  # noqa: E402
+import zoo  # noqa: E402
+import zoo_norms  # noqa: E402
+from torch import nn  # noqa: E402
+from zoo_base import Architecture, hash_of  # noqa: E402
+
+from sparsekit import UnitGraph, trace_units  # noqa: E402
+from sparsekit.errors import NoUnitsError  # noqa: E402
+
+__all__ = ["PAGE", "all_rows", "render"]
+
+_HEAD = """\
+# What can be removed, and what stays
+
+Every architecture of `tests/zoo*.py`, traced by the tests: its unit groups, the share of its parameters that lies on units
+and so can go, and what `trace_units` keeps whole and why (output layers, which always stay, are left out). Under every mask
+of these groups the gated model equals the compacted one, outputs and gradients, in float64 to 1e-9; the tests hold that.
+
+`python tests/zoo_table.py` makes this page again; a test fails when it is out of date.
+"""
+
+_TABLE = "| architecture | groups (units) | can go | kept whole |\n|---|---|---|---|\n"
+
+_KEPT_HEAD = """
+## With `norm="kept"`
+
+The same for `trace_units(..., norm="kept")`, where layer norms, RMS norms and means are taken over the kept units, so that
+the width of a transformer can go too.
+
+"""
+
+
+def share(model: nn.Module, graph: UnitGraph | None) -> float:
+    """Entries of parameters that lie on a unit along some axis / all entries of parameters."""
+    total = lying = 0
+    touched = graph.slices_of if graph is not None else {}
+    for name, entry in model.named_parameters():
+        axes: dict[int, set[int]] = {}
+        for _, piece in touched.get(name, ()):
+            axes.setdefault(piece.dim, set()).update(piece.index.reshape(-1).tolist())
+        rest = math.prod(size - len(axes.get(dim, ())) for dim, size in enumerate(entry.shape))
+        total, lying = total + entry.numel(), lying + entry.numel() - rest
+    return lying / max(total, 1)
+
+
+def _groups(graph: UnitGraph) -> str:
+    parts = []
+    for (size, kind), run in groupby(graph.groups.values(), key=lambda group: (group.size, group.kind)):
+        names = [group.name for group in run]
+        listed = ", ".join(f"`{name}`" for name in (names if len(names) <= 3 else [names[0], "…", names[-1]]))
+        unit = kind if size == 1 else f"{kind}s"
+        parts.append(f"{listed.replace('`…`', '…')} ({f'{len(names)} × ' if len(names) > 1 else ''}{size} {unit})")
+    return ", ".join(parts)
+
+
+def _kept(frozen: Iterable[Any]) -> str:
+    """What stays, by reason; without the source lines, which change whenever a file does."""
+    causes: dict[str, list[str]] = {}
+    for item in frozen:
+        reason = re.sub(r" at \S+\.py:\d+( \(.*\))?", "", item.reason)
+        reason = re.sub(r"by [\d.]+e[+-]\d+ of its size", "", reason).strip()
+        if item.reason != "model output":
+            causes.setdefault(reason, []).append(f"`{item.module}` ({item.size})")
+    return "; ".join(f"{', '.join(names[:4])}{' …' if len(names) > 4 else ''}: {why}" for why, names in causes.items())
+
+
+def rows(architectures: Mapping[str, Architecture], **options: Any) -> dict[str, str]:
+    """Architecture → its row of the table.
+
+    Args:
+        architectures: By name.
+        **options: Of `trace_units`.
+    """
+    found = {}
+    for name in sorted(architectures):
+        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            torch.manual_seed(hash_of(name))
+            one = architectures[name]
+            found[name] = _row(name, one.make(), one.inputs(), {**one.kwargs(), **options})
+    return found
+
+
+def all_rows() -> dict[str, str]:
+    """Rows of both tables; of the second one under names with a star."""
+    kept = rows(zoo_norms.KEPT, norm="kept")
+    return rows(zoo.ZOO) | {f"{name} *": row for name, row in kept.items()}
+
+
+def _row(name: str, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+    graph: UnitGraph | None = None
+    frozen: tuple[Any, ...] = ()
+    try:
+        graph = trace_units(model, *args, **kwargs)
+        frozen = graph.frozen
+    except NoUnitsError as error:
+        frozen = error.frozen
+    cells = (name, _groups(graph) if graph is not None else "none", f"{share(model, graph):.0%}", _kept(frozen))
+    return "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
+
+
+def render() -> str:
+    """The whole page."""
+    table = all_rows()
+    plain = [row for name, row in table.items() if not name.endswith(" *")]
+    kept = [row for name, row in table.items() if name.endswith(" *")]
+    cut = sum("| none |" not in row for row in plain)
+    counted = f"\n{len(plain)} architectures, {cut} of them with units that can go.\n"
+    lines = "".join(f"{row}\n" for row in plain), "".join(f"{row}\n" for row in kept)
+    return f"{_HEAD}\n{_TABLE}{lines[0]}{counted}{_KEPT_HEAD}{_TABLE}{lines[1]}"
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    PAGE.write_text(render(), encoding="utf-8")
