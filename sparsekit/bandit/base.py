@@ -171,6 +171,14 @@ class Bandit(Protocol):
         """
         ...
 
+    def forget(self, pull: Pull) -> None:
+        """Close a pull of which nothing will be told, such as a failed trial; it leaves no trace but its id.
+
+        Raises:
+            InvalidValueError: the pull is not open.
+        """
+        ...
+
     def best(self) -> Pull:
         """The told pull to be recommended so far.
 

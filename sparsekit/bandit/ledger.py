@@ -1,9 +1,10 @@
-"""What bandits share behind the scenes: the book of open and told pulls, and a generator's state as JSON values."""
+"""What bandits share behind the scenes: the book of open and told pulls, and states as JSON values."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import numpy as np
 from sparsekit.bandit.base import Drop, Interval, Pull, check_number
 from sparsekit.errors import InvalidValueError
 
-__all__ = ["Ledger", "generator_from_state", "generator_state"]
+__all__ = ["Ledger", "check_settings", "generator_from_state", "generator_state", "reading_state"]
 
 # Sums of squares of larger rewards overflow, and an infinite variance would poison every later comparison.
 _LARGEST_REWARD = 1e100
@@ -55,6 +56,28 @@ class Ledger:
         self._next += 1
         return pull
 
+    def _check_open(self, pull: Pull) -> None:
+        if pull.id not in self._open:
+            known = isinstance(pull.id, int) and 0 <= pull.id < self._next
+            told = any(pull.id == other.id for other, _ in self.told)
+            what = "has already been told" if told else "was forgotten" if known else "was never proposed"
+            raise InvalidValueError(
+                f"pull {pull.id!r} {what}; open are {sorted(self._open)[:10] or 'none'}; ask() gives a new one"
+            )
+
+    def forget(self, pull: Pull) -> None:
+        """Close a pull of which nothing will be told.
+
+        Raises:
+            InvalidValueError: the pull is not open.
+        """
+        self._check_open(pull)
+        del self._open[pull.id]
+
+    def open_values(self) -> tuple[float, ...]:
+        """The proposed values of the open pulls, the oldest first."""
+        return tuple(self._open.values())
+
     def settle(self, pull: Pull, reward: float, drop: Drop | None) -> tuple[float, float]:
         """Close a pull, after checking all that was told of it.
 
@@ -64,12 +87,7 @@ class Ledger:
         Raises:
             InvalidValueError: see `Bandit.tell`; the pull stays as it was.
         """
-        if pull.id not in self._open:
-            known = isinstance(pull.id, int) and 0 <= pull.id < self._next
-            raise InvalidValueError(
-                f"pull {pull.id!r} {'has already been told' if known else 'was never proposed'};"
-                f" open are {sorted(self._open)[:10] or 'none'}; ask() gives a new one"
-            )
+        self._check_open(pull)
         value = check_number(pull.value, "the value of a pull")
         if value not in self.space:
             raise InvalidValueError(
@@ -114,6 +132,34 @@ class Ledger:
         if not all(value in space for value in values) or not all(math.isfinite(reward) for _, reward in ledger.told):
             raise InvalidValueError("a pull of the state lies outside the space, or its reward is not finite")
         return ledger
+
+
+def check_settings(mine: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+    """Raise where the settings in a state differ from those of the bandit that is to go on with it.
+
+    Args:
+        mine: Name → JSON value.
+        state: What `state_dict` gave; its "settings" are compared.
+
+    Raises:
+        InvalidValueError: with every difference.
+    """
+    theirs = dict(state["settings"])
+    differing = [key for key in mine if theirs.get(key) != mine[key]]
+    if differing:
+        shown = ", ".join(f"{key} {theirs.get(key)!r} (here {mine[key]!r})" for key in differing)
+        raise InvalidValueError(f"the state comes from a bandit with other settings: {shown}; build one with these")
+
+
+@contextmanager
+def reading_state(name: str) -> Iterator[None]:
+    """Turn whatever a malformed state causes into an InvalidValueError that names the bandit."""
+    try:
+        yield
+    except InvalidValueError:
+        raise
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError, OverflowError) as error:
+        raise InvalidValueError(f"not a state of {name}: {error!r}; pass what state_dict() gave") from error
 
 
 def generator_state(rng: np.random.Generator) -> dict[str, Any]:

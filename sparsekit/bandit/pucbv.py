@@ -3,46 +3,19 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections.abc import Mapping
-from dataclasses import asdict, astuple, dataclass, replace
+from dataclasses import asdict, astuple, replace
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
+from sparsekit.bandit.arms import Arm, draw, hold, may_split
 from sparsekit.bandit.base import Drop, Interval, Pull, check_generator, check_number
-from sparsekit.bandit.ledger import Ledger, generator_from_state, generator_state
+from sparsekit.bandit.ledger import Ledger, check_settings, generator_from_state, generator_state, reading_state
 from sparsekit.errors import InvalidValueError
 
-__all__ = ["PUCBV", "Arm"]
-
-
-@dataclass(frozen=True)
-class Arm:
-    """One part of the interval, and what was learned of it.
-
-    Args:
-        low: The smallest value that belongs to it.
-        high: Its end, which belongs to the next arm (to this one where the space ends).
-        pulls: Rewards credited, those inherited from the arms it was split from included; h in the paper.
-        mean: Of these rewards; 0 if there are none.
-        variance: Of these rewards, divided by `pulls`; 0 if there are none.
-    """
-
-    low: float
-    high: float
-    pulls: int = 0
-    mean: float = 0.0
-    variance: float = 0.0
-
-    def rewarded(self, reward: float) -> Arm:
-        """This arm after one more reward (Welford's update: no sum of squares that could cancel)."""
-        pulls = self.pulls + 1
-        step = reward - self.mean
-        mean = self.mean + step / pulls
-        variance = (self.variance * self.pulls + step * (reward - mean)) / pulls
-        return replace(self, pulls=pulls, mean=mean, variance=variance)
+__all__ = ["PUCBV"]
 
 
 class PUCBV:
@@ -51,49 +24,62 @@ class PUCBV:
     The interval is cut into arms, disjoint and ordered. After t rewards and with I arms, an arm with h pulls of mean ḡ
     and variance v̄ has the index
 
-        U = ḡ + sqrt(ρ (v̄ + 2) · max(0, log(ξ ψ ε)) / (4 (h + 1))),   ψ = ξ / I²,   ε = decay^t,
+        U = ḡ + sqrt(ρ (v̄ + 2) · max(0, log(ξ ψ ε)) / (4 (h + 1))),   ψ = ξ / I²,   ε = max(decay^t, floor),
 
     and the arm of largest index is pulled at a value drawn uniformly from it (on the scale of the space). The reward
     splits the arm at the pulled value: both parts inherit all its rewards and get the new one, and `drop` takes one of
     them away for good.
 
-    Where the paper is silent or undefined:
-    - the logarithm is clamped at 0: it turns negative after about log(ξ²/I²) / log(1/decay) rewards, and from then on
-      the rule is greedy on the means (raise `decay` towards 1 to explore for longer);
-    - an arm without rewards has mean and variance 0, so rewards should lie around 0, or below it for what is bad;
-    - until the first reward the arm is drawn at random, for every open pull; later, ties go to the lowest arm;
-    - an arm is not split where a part would be narrower than `min_width`; it gets the reward whole, and `drop` does
-      nothing. So at least one arm always stands;
-    - the value that counts is the one in the told pull. If it lies where all arms have been dropped, the nearest arm gets
-      the reward and is not split;
-    - with `upper`, only arms that begin below it compete, and the draw stops there. If none does, `upper` itself is
-      proposed.
+    Where the paper is silent or undefined, this is decided:
+
+    | point | decision |
+    |---|---|
+    | the logarithm turns negative | it counts as 0: after about log(ξ²/I²) / log(1/decay) rewards the rule is greedy |
+    | when ε decays | per reward told to this bandit, so that one that is seldom asked keeps its exploration |
+    | an unknown horizon (None) | ξ: least power of two above t, at least 2 I₀; ε counts from where ξ last grew |
+    | an arm without rewards | has mean and variance 0, so rewards should lie around 0, or below it for what is bad |
+    | the variance of h rewards | is their mean squared deviation, divided by h |
+    | the first arm, and ties | until the first reward any arm at random, for every open pull; then the lowest |
+    | rewards that a part inherits | all of the arm it is cut from, wherever they were pulled, and the new one |
+    | the part that is eliminated | the caller says: "below" the value (FedLPS, when accuracy fell) or "above" |
+    | the last arm | never goes: elimination takes one part of a split, so at least one arm stands |
+    | a pull on a boundary | belongs to the arm above (at the end of the space: the last), which is not split |
+    | a part below `min_width` | is not split off; the arm gets the reward whole, and `drop` does nothing |
+    | a value where arms were dropped | the nearest arm (ties: the lower) gets the reward and is not split |
+    | `upper` | only arms that begin below it compete; the draw stops there; if none does, it is proposed itself |
+    | another value was executed | the value in the told pull counts, whatever was proposed |
+    | several open pulls | are told in any order, each credited to the arm that holds its value by then |
+    | a reply that never comes | costs nothing; `forget` closes the pull |
+    | a reward of NaN or infinity | is refused, and the pull stays open |
 
     Source: Xue et al., "Learnable Sparse Customization in Heterogeneous Edge Computing", ICDE 2025 (arXiv 2412.07216),
-    Algorithm 2.
+    Algorithm 2. Its index is that of Mukherjee, Naveen, Sudarsanam, Ravindran, "Efficient-UCBV: An Almost Optimal Algorithm
+    using Variance Estimates", AAAI 2018, whose ε stops at the floor sqrt(e / horizon).
     """
 
     def __init__(
         self,
         space: Interval,
         *,
-        horizon: float,
+        horizon: float | None = None,
         arms: int = 5,
         exploration: float = 1.0,
         rng: np.random.Generator,
         decay: float = 0.5,
+        floor: float = 0.0,
         min_width: float = 1e-3,
     ) -> None:
         """Cut the space into equal arms.
 
         Args:
             space: Where to search.
-            horizon: ξ in the paper, about the number of pulls to come. FedLPS has one bandit per client and sets
-                ξ = R / (K·ϵ), rounds over clients per round.
+            horizon: ξ in the paper, about the number of pulls to come; None if it is unknown. FedLPS has one bandit per
+                client and sets ξ = R / (K·ϵ), rounds over clients per round.
             arms: How many to begin with; I_0 in the paper.
             exploration: ρ in the paper, at least 0; 0 is greedy.
             rng: Draws the first arm and the values.
             decay: What each reward multiplies ε by, in (0, 1]; the paper halves it.
+            floor: The least ε, in [0, 1]; the paper has none.
             min_width: The narrowest part that a split may leave, as a share of the space on its scale, in
                 [0, 1/arms].
 
@@ -105,16 +91,21 @@ class PUCBV:
         if isinstance(arms, bool) or not isinstance(arms, (int, np.integer)) or arms < 1:
             raise InvalidValueError(f"arms must be an integer >= 1, got {arms!r}")
         self.space = space
-        self.horizon = check_number(horizon, "horizon")
+        self.horizon = None if horizon is None else check_number(horizon, "horizon")
         self.exploration = check_number(exploration, "exploration")
         self.decay = check_number(decay, "decay")
+        self.floor = check_number(floor, "floor")
         self.min_width = check_number(min_width, "min_width")
-        if not 0.0 < self.horizon < math.inf:
-            raise InvalidValueError(f"horizon must be finite and above 0, got {horizon!r}; it is the number of pulls to come")
+        if self.horizon is not None and not 0.0 < self.horizon < math.inf:
+            raise InvalidValueError(
+                f"horizon must be finite and above 0, got {horizon!r}; it is the number of pulls to come, None if unknown"
+            )
         if not 0.0 <= self.exploration < math.inf:
             raise InvalidValueError(f"exploration must be finite and at least 0, got {exploration!r}; 0 is greedy")
         if not 0.0 < self.decay <= 1.0:
             raise InvalidValueError(f"decay must be in (0, 1], got {decay!r}; the paper has 0.5, and 1 is no decay")
+        if not 0.0 <= self.floor <= 1.0:
+            raise InvalidValueError(f"floor must be in [0, 1], got {floor!r}; the paper has none, which is 0")
         if not 0.0 <= self.min_width <= 1.0 / arms:
             raise InvalidValueError(f"min_width must be in [0, 1/arms] = [0, {1 / arms:g}], got {min_width!r}")
         edges = [space.from_unit(i / arms) for i in range(int(arms) + 1)]
@@ -126,6 +117,7 @@ class PUCBV:
             "arms": int(arms),
             "exploration": self.exploration,
             "decay": self.decay,
+            "floor": self.floor,
             "min_width": self.min_width,
         }
         self._arms = [Arm(low, high) for low, high in pairwise(edges)]
@@ -137,10 +129,23 @@ class PUCBV:
         """The arms that stand, from low to high."""
         return tuple(self._arms)
 
+    def _schedule(self) -> tuple[float, int]:
+        """ξ, and the rewards since which ε decays."""
+        told = len(self._ledger.told)
+        if self.horizon is not None:
+            return self.horizon, told
+        least = 2 * int(self._settings["arms"])
+        if told < least:
+            return float(least), told
+        grown = 2 ** (told.bit_length() - 1)  # the power of two that t has passed last
+        return 2.0 * grown, told - max(grown, least)
+
     def indices(self) -> tuple[float, ...]:
         """The index U of each arm, in the order of `arms`."""
+        horizon, age = self._schedule()
         # log(ξ ψ ε), taken apart so that ε cannot underflow to 0 in a long run.
-        growth = 2.0 * math.log(self.horizon / len(self._arms)) + len(self._ledger.told) * math.log(self.decay)
+        epsilon = max(age * math.log(self.decay), math.log(self.floor) if self.floor else -math.inf)
+        growth = 2.0 * math.log(horizon / len(self._arms)) + epsilon
         scale = self.exploration * max(0.0, growth) / 4.0
         return tuple(arm.mean + math.sqrt(scale * (arm.variance + 2.0) / (arm.pulls + 1)) for arm in self._arms)
 
@@ -167,14 +172,8 @@ class PUCBV:
             chosen = indices.index(max(indices))
         else:
             chosen = int(self._rng.integers(count))
-        return self._ledger.propose(self._sample(self._arms[chosen], bound))
-
-    def _sample(self, arm: Arm, bound: float) -> float:
-        start, end = self.space.to_unit(arm.low), self.space.to_unit(min(arm.high, bound))
-        value = self.space.from_unit(min(start + (end - start) * self._rng.random(), 1.0))
-        # The way through the unit interval may round across an edge.
-        last = bound if bound < arm.high else math.nextafter(arm.high, arm.low)
-        return min(max(value, arm.low), last)
+        arm = self._arms[chosen]
+        return self._ledger.propose(draw(self.space, arm.low, arm.high, bound, rng=self._rng))
 
     def tell(self, pull: Pull, reward: float, *, drop: Drop | None = None) -> None:
         """Credit a reward to the arm that holds the executed value, and split the arm there.
@@ -190,31 +189,21 @@ class PUCBV:
                 `drop` is no such word; nothing has changed then and the pull stays open.
         """
         value, gain = self._ledger.settle(pull, reward, drop)
-        position, _ = self._locate(value)
+        position, _ = hold(self._arms, value, self.space)
         arm = self._arms[position].rewarded(gain)
         parts = [arm]
-        if self._splits(arm, value):
+        if may_split(self.space, arm.low, value, arm.high, min_width=self.min_width):
             below, above = replace(arm, high=value), replace(arm, low=value)
             parts = [part for part, side in ((below, "below"), (above, "above")) if side != drop]
         self._arms[position : position + 1] = parts
 
-    def _locate(self, value: float) -> tuple[int, bool]:
-        """The position of the arm that holds `value`, True; or of the nearest (ties: the lower), False."""
-        at = bisect_right(self._arms, value, key=lambda arm: arm.low) - 1
-        if at >= 0:
-            high = self._arms[at].high
-            if value < high or value == high == self.space.high:
-                return at, True
-        if at < 0 or at + 1 == len(self._arms):
-            return max(at, 0), False
-        here = self.space.to_unit(value)
-        down = here - self.space.to_unit(self._arms[at].high)
-        up = self.space.to_unit(self._arms[at + 1].low) - here
-        return (at if down <= up else at + 1), False
+    def forget(self, pull: Pull) -> None:
+        """Close a pull of which nothing will be told, such as a failed trial; it leaves no trace in the arms.
 
-    def _splits(self, arm: Arm, value: float) -> bool:
-        low, here, high = (self.space.to_unit(edge) for edge in (arm.low, value, arm.high))
-        return arm.low < value < arm.high and min(here - low, high - here) >= self.min_width
+        Raises:
+            InvalidValueError: the pull is not open.
+        """
+        self._ledger.forget(pull)
 
     def best(self) -> Pull:
         """The told pull that lies in the arm of largest mean; within an arm, the one of largest reward, then the first.
@@ -232,7 +221,7 @@ class PUCBV:
 
         def merit(entry: tuple[Pull, float]) -> tuple[bool, float, float, int]:
             pull, reward = entry
-            position, inside = self._locate(pull.value)
+            position, inside = hold(self._arms, pull.value, self.space)
             return inside, self._arms[position].mean, reward, -pull.id
 
         return max(self._ledger.told, key=merit)[0]
@@ -257,12 +246,9 @@ class PUCBV:
         Raises:
             InvalidValueError: the settings differ, or the state is malformed; nothing has changed then.
         """
-        try:
-            theirs = dict(state["settings"])
-            differing = [key for key in self._settings if theirs.get(key) != self._settings[key]]
-            if differing:
-                shown = ", ".join(f"{key} {theirs.get(key)!r} (here {self._settings[key]!r})" for key in differing)
-                raise InvalidValueError(f"the state comes from a bandit with other settings: {shown}; build one with these")
+        with reading_state("PUCBV"):
+            # States of version 0.1 have no floor; theirs was 0.
+            check_settings(self._settings, {"settings": {"floor": 0.0, **state["settings"]}})
             arms = [
                 Arm(float(low), float(high), int(pulls), float(mean), float(variance))
                 for low, high, pulls, mean, variance in state["arms"]
@@ -270,10 +256,6 @@ class PUCBV:
             self._check_arms(arms)
             ledger = Ledger.from_state(state["pulls"], self.space)
             rng = generator_from_state(state["generator"])
-        except InvalidValueError:
-            raise
-        except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
-            raise InvalidValueError(f"not a state of PUCBV: {error!r}; pass what state_dict() gave") from error
         self._arms, self._ledger, self._rng = arms, ledger, rng
 
     def _check_arms(self, arms: list[Arm]) -> None:

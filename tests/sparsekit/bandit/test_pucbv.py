@@ -22,7 +22,7 @@ Drop = Literal["below", "above"] | None
 UNIT = Interval(0.0, 1.0)
 
 
-def build(space: Interval = UNIT, *, horizon: float = 10, seed: int = 0, **options: Any) -> PUCBV:
+def build(space: Interval = UNIT, *, horizon: float | None = 10, seed: int = 0, **options: Any) -> PUCBV:
     return PUCBV(space, horizon=horizon, rng=np.random.default_rng(seed), **options)
 
 
@@ -310,6 +310,150 @@ def test_arms_and_proposals_keep_their_invariants(
     assert [resumed.ask() for _ in range(3)] == [bandit.ask() for _ in range(3)]
 
 
+# --- what the paper leaves open: each row of the table in the docstring that no test above shows ---
+
+
+def test_every_row_of_the_table_is_tested() -> None:
+    rows = [line.split("|")[1].strip() for line in (PUCBV.__doc__ or "").splitlines() if line.strip().startswith("| ")][1:]
+    assert set(rows) == set(TESTED)
+    assert all(name in globals() for names in TESTED.values() for name in names.split())
+
+
+TESTED = {
+    "the logarithm turns negative": "test_where_the_logarithm_is_negative_the_index_is_the_mean",
+    "when ε decays": "test_epsilon_decays_with_the_rewards_of_this_bandit_and_not_with_its_proposals",
+    "an unknown horizon (None)": "test_with_an_unknown_horizon_exploration_comes_back_as_the_run_doubles",
+    "an arm without rewards": "test_the_indices_of_a_trace test_it_begins_with_equal_arms",
+    "the variance of h rewards": "test_a_reward_splits_the_arm_and_both_parts_inherit",
+    "the first arm, and ties": "test_the_first_arm_is_drawn_at_random_and_evenly"
+    " test_after_the_first_reward_ties_go_to_the_lowest_arm",
+    "rewards that a part inherits": "test_a_reward_splits_the_arm_and_both_parts_inherit",
+    "the part that is eliminated": "test_dropping_takes_one_side_away",
+    "the last arm": "test_the_last_arm_never_goes",
+    "a pull on a boundary": "test_a_reward_splits_the_arm_and_both_parts_inherit"
+    " test_the_end_of_the_space_belongs_to_the_last_arm_until_it_is_dropped",
+    "a part below `min_width`": "test_a_part_that_would_be_too_narrow_is_not_split_off",
+    "a value where arms were dropped": "test_a_value_between_arms_is_credited_to_the_nearest",
+    "`upper`": "test_an_arm_that_begins_at_the_bound_does_not_compete"
+    " test_where_all_below_the_bound_is_dropped_the_bound_itself_is_proposed",
+    "another value was executed": "test_the_executed_value_is_split_at_and_not_the_proposed_one",
+    "several open pulls": "test_open_pulls_are_credited_to_the_arms_that_stand_when_they_are_told",
+    "a reply that never comes": "test_a_forgotten_pull_leaves_no_trace_in_the_arms",
+    "a reward of NaN or infinity": "test_a_reward_that_is_not_finite_is_refused_and_the_next_goes_on",
+}
+
+
+def test_epsilon_decays_with_the_rewards_of_this_bandit_and_not_with_its_proposals() -> None:
+    bandit = build(arms=2, exploration=0.5)
+    before = bandit.indices()
+    for _ in range(20):
+        bandit.ask()
+    assert bandit.indices() == before
+    execute(bandit, 0.25, 0.0)
+    assert bandit.indices()[2] == near(math.sqrt(0.5 * 2 * math.log(10 * (10 / 9) / 2) / 4), rel=1e-14)
+
+
+def test_with_an_unknown_horizon_exploration_comes_back_as_the_run_doubles() -> None:
+    bandit = build(horizon=None, arms=1, min_width=1.0)
+
+    def log_after(told: int) -> float:
+        while len(bandit.state_dict()["pulls"]["told"]) < told:
+            execute(bandit, 0.5, 0.0)
+        return 4 * (told + 1) * bandit.indices()[0] ** 2 / 2
+
+    assert log_after(0) == near(math.log(2 * 2), rel=1e-12)
+    assert log_after(1) == near(math.log(2 * 2 / 2), rel=1e-12)
+    assert log_after(2) == near(math.log(4 * 4), rel=1e-12)
+    assert log_after(3) == near(math.log(4 * 4 / 2), rel=1e-12)
+    assert log_after(4) == near(math.log(8 * 8), rel=1e-12)
+    assert log_after(7) == near(math.log(8 * 8 / 8), rel=1e-12)
+    assert log_after(63) == 0.0  # 32 rewards later
+    assert log_after(64) == near(math.log(128 * 128), rel=1e-9)
+
+
+def test_a_bandit_of_five_arms_without_a_horizon_begins_as_with_ten() -> None:
+    assert build(horizon=None).indices() == build(horizon=10).indices()
+    assert "horizon" not in str(PUCBV(UNIT, rng=np.random.default_rng(0)).ask())
+
+
+def test_a_floor_keeps_epsilon_up() -> None:
+    bandit = build(arms=1, min_width=1.0, horizon=100, floor=0.125)
+    for told in range(6):
+        log = math.log(100 * 100 * max(0.5**told, 0.125))
+        assert bandit.indices() == (near(math.sqrt(2 * log / (4 * (told + 1))), rel=1e-14),)
+        execute(bandit, 0.5, 0.0)
+
+
+def test_a_state_of_version_0_1_had_no_floor() -> None:
+    bandit = build()
+    execute(bandit, 0.5, 1.0)
+    state = bandit.state_dict()
+    del state["settings"]["floor"]
+    fresh = build()
+    fresh.load_state_dict(state)
+    assert fresh.ask() == bandit.ask()
+    with pytest.raises(InvalidValueError, match=r"floor 0.0 \(here 0.5\)"):
+        build(floor=0.5).load_state_dict(state)
+
+
+@pytest.mark.parametrize("drop", ["below", "above"])
+def test_the_last_arm_never_goes(drop: Drop) -> None:
+    bandit = build(arms=1, min_width=1e-3)
+    for _ in range(300):
+        pull = bandit.ask()
+        bandit.tell(pull, -1.0, drop=drop)
+        assert len(bandit.arms) == 1
+    assert bandit.arms[0].high - bandit.arms[0].low >= 1e-3
+    assert bandit.arms[0].pulls == 300
+
+
+def test_the_executed_value_is_split_at_and_not_the_proposed_one() -> None:
+    bandit = build(arms=1)
+    pull = bandit.ask()
+    assert pull.value != 0.125
+    bandit.tell(Pull(pull.id, 0.125), 1.0)
+    assert edges(bandit) == [(0.0, 0.125), (0.125, 1.0)]
+
+
+def test_open_pulls_are_credited_to_the_arms_that_stand_when_they_are_told() -> None:
+    bandit = build(arms=1)
+    first, second, third = (bandit.ask() for _ in range(3))
+    bandit.tell(replace(second, value=0.5), 1.0)
+    bandit.tell(replace(first, value=0.25), 3.0)
+    bandit.tell(replace(third, value=0.375), 5.0, drop="above")
+    assert bandit.arms == (
+        Arm(0.0, 0.25, 2, 2.0, 1.0),
+        Arm(0.25, 0.375, 3, 3.0, near(8 / 3)),
+        Arm(0.5, 1.0, 1, 1.0, 0.0),
+    )
+
+
+def test_a_forgotten_pull_leaves_no_trace_in_the_arms() -> None:
+    bandit = build()
+    kept, lost = bandit.ask(), bandit.ask()
+    before = bandit.arms
+    bandit.forget(lost)
+    assert bandit.arms == before
+    with pytest.raises(InvalidValueError, match=r"pull 1 was forgotten; open are \[0\]"):
+        bandit.tell(lost, 1.0)
+    with pytest.raises(InvalidValueError, match="was forgotten"):
+        bandit.forget(lost)
+    bandit.tell(kept, 1.0)
+    with pytest.raises(InvalidValueError, match="has already been told"):
+        bandit.forget(kept)
+    assert json.loads(json.dumps(bandit.state_dict()))["pulls"]["open"] == []
+
+
+def test_a_reward_that_is_not_finite_is_refused_and_the_next_goes_on() -> None:
+    bandit = build()
+    pull = bandit.ask()
+    for bad in (math.nan, math.inf, -math.inf):
+        with pytest.raises(InvalidValueError, match="reward"):
+            bandit.tell(pull, bad)
+    bandit.tell(pull, 1.0)
+    assert bandit.best() == pull
+
+
 # --- refused ---
 
 
@@ -323,6 +467,8 @@ def test_arms_and_proposals_keep_their_invariants(
         ({"arms": 2.5}, "arms must be an integer"),
         ({"arms": True}, "arms must be an integer"),
         ({"exploration": -0.1}, "exploration"),
+        ({"floor": -0.1}, r"floor must be in \[0, 1\]"),
+        ({"floor": 1.5}, r"floor must be in \[0, 1\]"),
         ({"decay": 0.0}, r"decay must be in \(0, 1\]"),
         ({"decay": 1.5}, r"decay must be in \(0, 1\]"),
         ({"min_width": 0.3}, r"\[0, 0.2\], got 0.3"),

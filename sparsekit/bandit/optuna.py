@@ -1,0 +1,299 @@
+"""BanditSampler: any bandit as a sampler of Optuna. Needs the extra `optuna`; nothing else here imports it."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+
+from sparsekit.bandit.base import Bandit, Interval
+from sparsekit.bandit.make import DEFAULT, make_bandit, registry
+from sparsekit.bandit.space import Box
+from sparsekit.errors import InvalidValueError, MissingDependencyError
+
+try:
+    from optuna.distributions import BaseDistribution, FloatDistribution, IntDistribution
+    from optuna.samplers import BaseSampler, TPESampler
+    from optuna.search_space import IntersectionSearchSpace
+    from optuna.study import Study, StudyDirection
+    from optuna.trial import FrozenTrial, TrialState
+except ImportError as error:
+    raise MissingDependencyError('this sampler needs optuna; pip install "sparsekit[optuna]"') from error
+
+__all__ = ["BanditSampler"]
+
+# Values that gave the same reward so often are taken to give it always.
+_TIMES = 3
+# So often a bandit may ask for values that are known before they are proposed after all.
+_REPLAYS = 64
+
+
+@dataclass(frozen=True)
+class _Axis:
+    """A parameter as an interval: steps and whole numbers get half a step more at both ends, so that all are as likely."""
+
+    distribution: FloatDistribution | IntDistribution
+
+    @property
+    def interval(self) -> Interval:
+        d = self.distribution
+        # Whole numbers on a log scale have no other step than 1.
+        half = 0.5 if isinstance(d, IntDistribution) and d.log else (d.step or 0.0) / 2.0
+        return Interval(d.low - half, d.high + half, "log" if d.log else "linear")
+
+    def executed(self, value: float) -> float | int:
+        d = self.distribution
+        if isinstance(d, IntDistribution):
+            return min(max(d.low + d.step * math.floor((value - d.low) / d.step + 0.5), d.low), d.high)
+        if d.step is not None:
+            value = d.low + d.step * math.floor((value - d.low) / d.step + 0.5)
+        return min(max(float(value), d.low), d.high)
+
+
+class _Search:
+    """The bandits of one search space, and which trials they know."""
+
+    def __init__(self, make: Any, axes: Mapping[str, _Axis], times: int) -> None:
+        self.axes = dict(axes)
+        self._times = times
+        # Rewards of the values that were run.
+        self._seen: dict[tuple[float, ...], list[float]] = {}
+        self.known: set[int] = set()
+        self._asked: dict[int, list[Any]] = {}
+        # Rewards between which an infinite one is put, as soon as there is one.
+        self._least, self._most = math.inf, -math.inf
+        intervals = {name: axis.interval for name, axis in self.axes.items()}
+        self._groups: list[tuple[tuple[str, ...], Bandit]] = []
+        if len(intervals) > 1:
+            try:
+                self._groups = [(tuple(intervals), make(Box(intervals)))]
+            except InvalidValueError:
+                # A bandit over an interval: one for each parameter, as if the others were noise.
+                self._groups = []
+        if not self._groups:
+            self._groups = [((name,), make(interval)) for name, interval in intervals.items()]
+
+    def ask(self, number: int) -> dict[str, float | int]:
+        pulls = [bandit.ask() for _, bandit in self._groups]
+        for _ in range(_REPLAYS):
+            values = self._executed(pulls)
+            known = self._seen.get(tuple(values.values()), [])
+            if len(known) < self._times or len(set(known)) > 1:
+                break
+            self._tell(pulls, values, known[0])
+            pulls = [bandit.ask() for _, bandit in self._groups]
+        self._asked[number] = pulls
+        return self._executed(pulls)
+
+    def _executed(self, pulls: Sequence[Any]) -> dict[str, float | int]:
+        values: dict[str, float] = {}
+        for (names, _), pull in zip(self._groups, pulls):
+            values |= {names[0]: pull.value} if isinstance(pull.value, float) else pull.value
+        return {name: self.axes[name].executed(values[name]) for name in self.axes}
+
+    def _tell(self, pulls: Sequence[Any], values: Mapping[str, float | int], reward: float) -> None:
+        for (names, bandit), pull in zip(self._groups, pulls):
+            tried: Any = {name: float(values[name]) for name in names}
+            bandit.tell(replace(pull, value=tried[names[0]] if isinstance(pull.value, float) else tried), reward)
+
+    def learn(self, trial: FrozenTrial, reward: float | None) -> None:
+        """Take note of a finished trial.
+
+        Args:
+            trial: Finished.
+            reward: Larger is better; infinite is put at the end of those known; None is forgotten.
+        """
+        values: dict[str, float | int] = {name: trial.params.get(name, math.nan) for name in self.axes}
+        fits = all(
+            trial.distributions.get(name) == axis.distribution and float(values[name]) in axis.interval
+            for name, axis in self.axes.items()
+        )
+        if reward is not None and fits and math.isinf(reward):
+            if self._least > self._most:
+                return  # not known yet: the next call tries again
+            reward = self._most if reward > 0 else self._least
+        self.known.add(trial.number)
+        asked = self._asked.pop(trial.number, None)
+        if reward is None or not fits:
+            for (_, bandit), pull in zip(self._groups, asked or ()):
+                bandit.forget(pull)
+            return
+        self._least, self._most = min(self._least, reward), max(self._most, reward)
+        self._seen.setdefault(tuple(values.values()), []).append(reward)
+        self._tell(asked or [bandit.ask() for _, bandit in self._groups], values, reward)
+
+
+class BanditSampler(BaseSampler):
+    """A sampler for `optuna.create_study(sampler=…)` that asks a bandit.
+
+    The numeric parameters that all finished trials have in common (float and int; linear, log, or in steps) are proposed
+    by one bandit, over a box where there are several; a bandit that takes an interval alone gets one per parameter. All
+    else, such as categories, parameters of a branch, and the first trial, comes from `independent_sampler`.
+
+    The sampler keeps nothing that is not in the study: before each proposal it tells its bandit of every finished trial
+    that it does not know, by the value that was run, whoever ran it. So a study goes on from its storage, several
+    processes share one, and several threads (`n_jobs`) have several pulls open. What becomes of a trial:
+
+    | trial | the bandit |
+    |---|---|
+    | complete | is told its value, or the negative where the study minimises |
+    | complete, with an infinite value | is told the best or worst that is known, once something is |
+    | pruned | is told its last intermediate value (`pruned="forget"`: nothing): it was bad, and that is worth knowing |
+    | pruned before any finite intermediate value, or failed | forgets it (failed, `failed="worst"`: the worst known) |
+    | running, or its process has died | waits; that costs nothing |
+    | with a value outside the space, or parameters of another | forgets it |
+
+    Values that have given the same reward three times (once, if `deterministic`) are not proposed again: where the bandit
+    would, it is told that reward, and asked anew. Equal seeds give equal studies where trials run one after the other.
+
+    Args:
+        bandit: Its name in `sparsekit.bandit.registry`, or `package.module:object`.
+        seed: Of all that is drawn; None draws it from the system.
+        pruned: What a pruned trial counts as.
+        failed: What a failed trial counts as. Where failing is a property of the values (out of memory, say), "worst"
+            keeps the bandit from trying them again.
+        deterministic: Whether equal parameters give equal values, so that none are worth running twice.
+        independent_sampler: For what the bandit does not propose; None takes a TPESampler.
+        options: Whatever else the bandit takes.
+
+    Raises:
+        UnknownNameError: no such bandit.
+        InvalidValueError: another word for `pruned` or `failed`, or an option that the bandit refuses.
+    """
+
+    def __init__(
+        self,
+        bandit: str = DEFAULT,
+        *,
+        seed: int | None = None,
+        pruned: Literal["last", "forget"] = "last",
+        failed: Literal["forget", "worst"] = "forget",
+        deterministic: bool = False,
+        independent_sampler: BaseSampler | None = None,
+        **options: Any,
+    ) -> None:
+        if pruned not in ("last", "forget"):
+            raise InvalidValueError(f"pruned must be 'last' or 'forget', got {pruned!r}")
+        if failed not in ("forget", "worst"):
+            raise InvalidValueError(f"failed must be 'forget' or 'worst', got {failed!r}")
+        if ":" not in bandit:
+            registry[bandit]  # an unknown name raises, with those that are known
+        self._bandit, self._options = bandit, options
+        self._pruned, self._failed = pruned, failed
+        self._times = 1 if deterministic else _TIMES
+        self._seeds = np.random.SeedSequence(seed)
+        self._rngs: list[np.random.Generator] = []
+        make_bandit(bandit, Interval(0.0, 1.0), rng=np.random.default_rng(0), **options)  # refused options are refused now
+        first = int(self._seeds.spawn(1)[0].generate_state(1)[0])
+        self._independent = TPESampler(seed=first) if independent_sampler is None else independent_sampler
+        self._lock = threading.RLock()
+        self._study: str | None = None
+        self._intersection = IntersectionSearchSpace()
+        self._search: _Search | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in self.__dict__.items() if key != "_lock"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._lock = threading.RLock()
+
+    def _check(self, study: Study) -> None:
+        if len(study.directions) > 1:
+            raise InvalidValueError(
+                f"{type(self).__name__} optimises one objective, and the study has {len(study.directions)};"
+                " use one of Optuna's samplers for several"
+            )
+        if study.study_name != self._study:
+            self._study, self._search = study.study_name, None
+            self._intersection = IntersectionSearchSpace()
+
+    def reseed_rng(self) -> None:
+        """Draw from elsewhere from now on; Optuna calls it where trials run in parallel."""
+        with self._lock:
+            self._seeds = np.random.SeedSequence()
+            for rng, seed in zip(self._rngs, self._seeds.spawn(len(self._rngs))):
+                rng.bit_generator.state = np.random.default_rng(seed).bit_generator.state
+            self._independent.reseed_rng()
+
+    def infer_relative_search_space(self, study: Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
+        """The numeric parameters that all finished trials have, with the same distribution."""
+        del trial
+        with self._lock:
+            self._check(study)
+            common = self._intersection.calculate(study)
+        return {name: d for name, d in common.items() if isinstance(d, (FloatDistribution, IntDistribution)) and not d.single()}
+
+    def sample_relative(self, study: Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]) -> dict[str, Any]:
+        """Values for these parameters: numbers from the bandit, all else from the independent sampler.
+
+        Raises:
+            InvalidValueError: the study has several objectives.
+        """
+        with self._lock:
+            self._check(study)
+            axes = {
+                name: _Axis(d)
+                for name, d in search_space.items()
+                if isinstance(d, (FloatDistribution, IntDistribution)) and not d.single()
+            }
+            values: dict[str, Any] = {
+                name: self._independent.sample_independent(study, trial, name, d)
+                for name, d in search_space.items()
+                if name not in axes
+            }
+            if axes:
+                if self._search is None or self._search.axes != axes:
+                    self._rngs = []
+                    self._search = _Search(self._make, axes, self._times)
+                self._catch_up(study, self._search)
+                values |= self._search.ask(trial.number)
+            return {name: values[name] for name in search_space}
+
+    def _make(self, space: Interval | Box) -> Bandit:
+        rng = np.random.default_rng(self._seeds.spawn(1)[0])
+        made = make_bandit(self._bandit, space, rng=rng, **self._options)
+        self._rngs.append(rng)
+        return made
+
+    def _catch_up(self, study: Study, search: _Search) -> None:
+        """Tell of all finished trials that are not known, in the order of their numbers."""
+        finished = (TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL)
+        sign = 1.0 if study.direction == StudyDirection.MAXIMIZE else -1.0
+        for trial in study.get_trials(deepcopy=False, states=finished):
+            if trial.number not in search.known:
+                search.learn(trial, self._reward(trial, sign))
+
+    def _reward(self, trial: FrozenTrial, sign: float) -> float | None:
+        if trial.state == TrialState.FAIL:
+            return None if self._failed == "forget" else -math.inf
+        if trial.state == TrialState.COMPLETE:
+            return None if trial.value is None or math.isnan(trial.value) else sign * trial.value
+        if self._pruned == "forget" or not trial.intermediate_values:
+            return None
+        last = trial.intermediate_values[max(trial.intermediate_values)]
+        return None if math.isnan(last) else sign * last
+
+    def sample_independent(
+        self, study: Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
+    ) -> Any:
+        """A value from the independent sampler.
+
+        Raises:
+            InvalidValueError: the study has several objectives.
+        """
+        with self._lock:
+            self._check(study)
+            return self._independent.sample_independent(study, trial, param_name, param_distribution)
+
+    def before_trial(self, study: Study, trial: FrozenTrial) -> None:
+        """Let the independent sampler prepare."""
+        self._independent.before_trial(study, trial)
+
+    def after_trial(self, study: Study, trial: FrozenTrial, state: TrialState, values: Sequence[float] | None) -> None:
+        """Let the independent sampler tidy up; the bandit hears of the trial before its next proposal."""
+        self._independent.after_trial(study, trial, state, values)

@@ -1,0 +1,304 @@
+"""SplitUCBV: an anytime bandit over an interval or a box that splits cells and learns how smooth the function is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any, Generic, TypeVar, cast, overload
+
+import numpy as np
+
+from sparsekit.bandit.arms import Arm
+from sparsekit.bandit.base import Drop, Interval, Pull, check_generator, check_number
+from sparsekit.bandit.field import Field
+from sparsekit.bandit.ledger import check_settings, generator_from_state, generator_state, reading_state
+from sparsekit.bandit.moves import arm_at, choose, drop_side, make_room
+from sparsekit.bandit.space import Box, BoxPull
+from sparsekit.errors import InvalidValueError
+
+__all__ = ["SplitUCBV"]
+
+Trial = TypeVar("Trial", Pull, BoxPull)
+
+# Sums of squares of larger rewards overflow.
+_LARGEST_REWARD = 1e100
+# A pull that is still open after so many others counts as lost: until then its arm is taken for better known than it is.
+_LOST_AFTER = 64
+
+
+class SplitUCBV(Generic[Trial]):
+    """Optimism over a partition, with a Gaussian process whose smoothness is learned.
+
+    The space is cut into cells, each with one arm: a fixed point. The mean reward f is taken for a Matérn process around an
+    unknown level, so that the arms have a joint Gaussian posterior with means μ and variances v. With t rewards told, the
+    cell of largest index
+
+        U = μ + sqrt(β v + (γ + δ log t) w),   w = 2 a (1 - k(half the cell's diagonal)),
+
+    is pulled at its arm, where a is the signal variance and k the Matérn correlation: v is what rewards at the arm would
+    settle, w how far f may still rise elsewhere in the cell. Once the arm is known better than its cell is, σ²/n < κ w, the
+    cell is first halved across its longest side; the half with the arm keeps it with all that is known of it, and the other
+    half gets a new one near its middle, whose posterior follows from all the arms. β, γ, δ and κ suit every problem.
+
+    Smoothness (order 1/2, 3/2 or 5/2; a length for each axis; noise against signal) is drawn from its posterior given all
+    rewards and drawn again each time their number has grown by a fifth. The signal variance follows from the rewards, so that
+    adding to all of them or scaling them changes no proposal (but for rounding), and the horizon is not needed. At most 128
+    cells stand: then those of least index are merged again in pairs, so that the time for a step stays bounded.
+
+    | point | decision |
+    |---|---|
+    | several open pulls | each open one counts as told with the reward that was expected, until 64 more were proposed |
+    | another value was executed | becomes an arm of its own, in a cell split off from the one that it lies in |
+    | `upper` | cells that begin below compete; if the arm of the chosen one lies above, it gets a new one below |
+    | `drop` | the part of the cell on that side of the value is never proposed again |
+    | `cost` | the reward of a pull is gain / cost and counts with weight cost, so that Σ gain / Σ cost is maximised |
+    | `discount` | f drifts: each reward told lets the share `discount` of what is known survive |
+    | NaN or infinity | is refused, and the pull stays open |
+
+    Source: ours. After Srinivas, Krause, Kakade, Seeger, "Gaussian Process Optimization in the Bandit Setting", ICML 2010
+    (the posterior as a confidence bound); Bubeck, Munos, Stoltz, Szepesvári, "X-Armed Bandits", JMLR 2011 (a bound for the
+    variation within a cell); Shekhar and Javidi, "Gaussian Process Bandits with Adaptive Discretization", EJS 2018 (splitting
+    a cell when its arm is known better than it varies); Snoek, Larochelle, Adams, NeurIPS 2012 (drawn parameters).
+    """
+
+    @overload
+    def __init__(self: SplitUCBV[Pull], space: Interval, *, rng: np.random.Generator, discount: float = ...) -> None: ...
+    @overload
+    def __init__(self: SplitUCBV[BoxPull], space: Box, *, rng: np.random.Generator, discount: float = ...) -> None: ...
+    def __init__(self, space: Interval | Box, *, rng: np.random.Generator, discount: float = 1.0) -> None:
+        """Cut the space into a few equal cells.
+
+        Args:
+            space: Where to search: an interval, whose pulls have a number as value, or a box, whose pulls map names to numbers.
+            rng: Draws the arms within their cells, and the smoothness.
+            discount: What each reward multiplies the knowledge of all earlier ones by, in (0, 1]; 1 if f stays as it is. As a
+                rule of thumb, 1 - 1 / (number of rewards over which f changes).
+
+        Raises:
+            InvalidValueError: one of these is not allowed.
+        """
+        if not isinstance(space, (Interval, Box)):
+            raise InvalidValueError(f"space must be an Interval or a Box, got {space!r}; pass Interval(low, high)")
+        self.space = space
+        self.discount = check_number(discount, "discount")
+        if not 0.0 < self.discount <= 1.0:
+            raise InvalidValueError(f"discount must be in (0, 1], got {discount!r}; 1 forgets nothing")
+        self._rng = check_generator(rng)
+        self._settings: dict[str, Any] = {"space": asdict(space), "discount": self.discount}
+        self._axes = 1 if isinstance(space, Interval) else len(space.intervals)
+        self._field = Field(self._axes, discount=self.discount, rng=self._rng)
+        self._next = 0
+        self._unit_cost: float | None = None
+        self._told: list[tuple[int, Any, float]] = []
+        self._open: dict[int, Any] = {}
+
+    # --- asking ---
+
+    def ask(self, *, upper: float | None = None) -> Trial:
+        """Propose a value.
+
+        Args:
+            upper: The proposal does not exceed it; for an `Interval` alone. `None` or more than its end: no bound.
+
+        Returns:
+            An open pull. Several may be open at once; one that is never told costs nothing in the end.
+
+        Raises:
+            InvalidValueError: `upper` is below the interval, NaN, or given for a `Box`.
+        """
+        lost = self._next - _LOST_AFTER
+        if upper is None:
+            return self._propose(choose(self._field, lost=lost, rng=self._rng))
+        if not isinstance(self.space, Interval):
+            raise InvalidValueError("upper bounds the one value of an Interval; for a Box, narrow its intervals")
+        bound = check_number(upper, "upper")
+        if bound < self.space.low:
+            raise InvalidValueError(
+                f"upper must be at least {self.space.low!r}, the lowest value of the space, got {upper!r};"
+                " widen the space, or ask without a bound and execute another value"
+            )
+        if bound >= self.space.high:
+            return self._propose(choose(self._field, lost=lost, rng=self._rng))
+        return self._propose(choose(self._field, lost=lost, upper=self.space.to_unit(bound), rng=self._rng), bound)
+
+    def _propose(self, arm: int, bound: float = math.inf) -> Trial:
+        id, self._next = self._next, self._next + 1
+        point = self._field.points[arm]
+        made: Pull | BoxPull
+        if isinstance(self.space, Interval):
+            # The way through the unit interval may round across the bound.
+            made = Pull(id, bound if arm < 0 else min(self.space.from_unit(float(point[0])), bound))
+        else:
+            made = BoxPull(id, self.space.from_unit(point.tolist()))
+        self._open[id] = made.value
+        self._field.open[id] = arm
+        return cast("Trial", made)
+
+    # --- telling ---
+
+    def tell(self, pull: Trial, reward: float, *, cost: float = 1.0, drop: Drop | None = None) -> None:
+        """Report what came of a pull.
+
+        Args:
+            pull: What `ask` gave, or the same id with the value that was tried in its place.
+            reward: Larger is better.
+            cost: What the pull took, above 0, in any unit. With it `reward` is a gain, and gain per cost is maximised.
+            drop: Never propose the part of the cell "below" or "above" the value again; for an `Interval` alone.
+
+        Raises:
+            InvalidValueError: the pull is not open, its value is outside the space, the reward is NaN or infinite, the cost is
+                not above 0, or `drop` is no such word; nothing has changed then and the pull stays open.
+        """
+        self._check_open(pull)
+        proposed = self._open[pull.id]
+        value = proposed if pull.value == proposed else self._check_value(pull.value)
+        number = reward if type(reward) is float else check_number(reward, "reward")
+        price = cost if type(cost) is float else check_number(cost, "cost")
+        if not 0.0 < price < math.inf:
+            raise InvalidValueError(f"cost must be finite and above 0, got {cost!r}; leave it out if every pull costs the same")
+        weight = price / (self._unit_cost or price)
+        rate = number / price
+        if not max(abs(rate), abs(number)) <= _LARGEST_REWARD or not 0.0 < weight < math.inf:
+            raise InvalidValueError(
+                f"reward and reward / cost must be finite and at most {_LARGEST_REWARD:g} in magnitude, got {reward!r} at cost"
+                f" {cost!r}; tell a small finite number for a failed trial, or forget the pull"
+            )
+        if drop not in (None, "below", "above"):
+            raise InvalidValueError(f"drop must be 'below', 'above' or None, got {drop!r}")
+        if drop is not None and not isinstance(self.space, Interval):
+            raise InvalidValueError("drop rules out one side of a value of an Interval; a Box has no sides")
+        self._unit_cost = price / weight
+        field = self._field
+        if field.full and (drop is not None or value is not proposed):
+            make_room(field)
+        arm = self._close(pull)
+        if arm < 0 or value is not proposed:
+            if arm >= 0:
+                # Or else a proposal that is always executed elsewhere, say rounded, would be made for ever.
+                field.learn(arm, field.expected(arm), weight, None)
+            arm = arm_at(field, np.array(self._point(value)))
+        self._told.append((pull.id, value, rate))
+        field.learn(arm, rate, weight, len(self._told) - 1)
+        if drop is not None:
+            drop_side(field, arm, drop)
+
+    def _close(self, pull: Trial) -> int:
+        """The arm of an open pull, -1 if it stands no more."""
+        del self._open[pull.id]
+        return self._field.open.pop(pull.id)
+
+    def _point(self, value: Any) -> tuple[float, ...]:
+        return (self.space.to_unit(value),) if isinstance(self.space, Interval) else self.space.to_unit(value)
+
+    def _check_open(self, pull: Trial) -> None:
+        if pull.id in self._open:
+            return
+        known = isinstance(pull.id, int) and 0 <= pull.id < self._next
+        told = any(pull.id == id for id, _, _ in self._told)
+        what = "has already been told" if told else "was forgotten" if known else "was never proposed"
+        raise InvalidValueError(f"pull {pull.id!r} {what}; open are {sorted(self._open)[:10] or 'none'}; ask() gives a new one")
+
+    def _check_value(self, value: Any) -> Any:
+        """The executed value in plain numbers."""
+        if not isinstance(self.space, Interval):
+            return self.space.check(value)
+        number = check_number(value, "the value of a pull")
+        if number not in self.space:
+            raise InvalidValueError(
+                f"the value of a pull must be in [{self.space.low!r}, {self.space.high!r}], got {value!r};"
+                " tell the nearest value inside, or widen the space"
+            )
+        return number
+
+    def forget(self, pull: Trial) -> None:
+        """Close a pull of which nothing will be told, such as a failed trial.
+
+        Raises:
+            InvalidValueError: the pull is not open.
+        """
+        self._check_open(pull)
+        self._close(pull)
+
+    # --- what is known ---
+
+    def best(self) -> Trial:
+        """The first told pull of the arm that is best with some confidence: of largest posterior mean less one deviation.
+
+        Raises:
+            InvalidValueError: nothing has been told.
+        """
+        if not self._told:
+            raise InvalidValueError("no reward has been told yet, so no pull is best; tell() one first")
+        id, value, _ = self._told[self._field.best()]
+        return cast("Trial", Pull(id, value) if isinstance(self.space, Interval) else BoxPull(id, dict(value)))
+
+    @property
+    def arms(self) -> tuple[Arm, ...]:
+        """The cells over an `Interval`, from low to high, with what is believed of their arms; empty for a `Box`.
+
+        The mean is that of the posterior, and `variance / pulls` its variance: the squared standard error of the mean.
+        Cells that were dropped are left out.
+        """
+        space = self.space
+        return (
+            ()
+            if not isinstance(space, Interval)
+            else tuple(
+                Arm(space.from_unit(low), space.from_unit(high), pulls, mean, variance * pulls)
+                for low, high, pulls, mean, variance, _ in self._field.rows()
+            )
+        )
+
+    def indices(self) -> tuple[float, ...]:
+        """The index U of each arm, in the order of `arms`; infinite until there are enough rewards to learn from."""
+        return tuple(row[-1] for row in self._field.rows()) if isinstance(self.space, Interval) else ()
+
+    # --- state ---
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that it takes to go on: settings, cells, posterior, pulls and the generator, as plain JSON values."""
+        return {
+            "settings": {"space": asdict(self.space), "discount": self.discount},
+            "pulls": {
+                "next": self._next,
+                "open": [[id, _copied(value)] for id, value in self._open.items()],
+                "told": [[id, _copied(value), reward] for id, value, reward in self._told],
+            },
+            "unit_cost": self._unit_cost,
+            "field": self._field.state_dict(),
+            "generator": generator_state(self._rng),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state_dict` was taken, with the same bits.
+
+        The generator passed to the constructor is left alone from here on: the bandit gets one of its own.
+
+        Args:
+            state: From a `SplitUCBV` with the same settings.
+
+        Raises:
+            InvalidValueError: the settings differ, or the state is malformed; nothing has changed then.
+        """
+        with reading_state("SplitUCBV"):
+            check_settings(self._settings, state)
+            following = int(state["pulls"]["next"])
+            open_: dict[int, Any] = {int(id): self._check_value(value) for id, value in state["pulls"]["open"]}
+            told: list[tuple[int, Any, float]] = [
+                (int(id), self._check_value(value), check_number(rate, "reward")) for id, value, rate in state["pulls"]["told"]
+            ]
+            ids = [*open_, *(id for id, _, _ in told)]
+            if len(set(ids)) < len(ids) or not all(0 <= id < following for id in ids):
+                raise InvalidValueError("a pull stands twice in the state, or has an id that was never given out")
+            unit_cost = None if state["unit_cost"] is None else check_number(state["unit_cost"], "unit_cost")
+            field = Field.from_state(state["field"], self._axes, discount=self.discount)
+            if field.open.keys() != open_.keys() or not field.knows(len(told)):
+                raise InvalidValueError("the pulls of the state are not those of its arms")
+            rng = generator_from_state(state["generator"])
+        self._next, self._open, self._told, self._unit_cost = following, open_, told, unit_cost
+        self._field, self._rng = field, rng
+
+
+def _copied(value: Any) -> Any:
+    return dict(value) if isinstance(value, Mapping) else value

@@ -1,0 +1,171 @@
+"""E-UCB: traces computed by hand, and the contract of every bandit."""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sparsekit.bandit import EUCB, Arm, Interval, Pull
+from sparsekit.errors import InvalidValueError
+from sparsekit.testing.bandits import BanditContract, MakeBandit
+
+UNIT = Interval(0.0, 1.0)
+
+
+def build(space: Interval = UNIT, *, seed: int = 0, **options: Any) -> EUCB:
+    return EUCB(space, rng=np.random.default_rng(seed), **options)
+
+
+def execute(bandit: EUCB, value: float, reward: float) -> None:
+    bandit.tell(replace(bandit.ask(), value=value), reward)
+
+
+class TestEUCBContract(BanditContract):
+    @pytest.fixture
+    def make(self) -> MakeBandit:
+        return lambda space, rng: EUCB(space, rng=rng)
+
+
+def test_a_part_keeps_the_rewards_that_were_pulled_within_it() -> None:
+    bandit = build(min_width=0.0)
+    execute(bandit, 0.5, 1.0)
+    assert bandit.arms == (Arm(0.0, 0.5), Arm(0.5, 1.0, 1, 1.0, 0.0))
+    execute(bandit, 0.75, 3.0)
+    execute(bandit, 0.8, 5.0)
+    assert bandit.arms == (Arm(0.0, 0.5), Arm(0.5, 0.75, 1, 1.0), Arm(0.75, 0.8, 1, 3.0), Arm(0.8, 1.0, 1, 5.0))
+
+
+def test_the_indices_of_a_trace() -> None:
+    bandit = build(arms=2, discount=0.5, exploration=2.0, min_width=0.5)
+    assert bandit.indices() == (math.inf, math.inf)
+    for value, reward in ((0.1, 1.0), (0.2, 0.5), (0.7, 0.25)):
+        execute(bandit, value, reward)
+    low, high, total = 0.25 + 0.5, 1.0, 1.75
+    assert bandit.indices() == pytest.approx(
+        [
+            (0.25 * 1.0 + 0.5 * 0.5) / low + 2.0 * math.sqrt(2 * math.log(total) / low),
+            0.25 + 2.0 * math.sqrt(2 * math.log(total) / high),
+        ],
+        rel=1e-14,
+    )
+
+
+def test_an_empty_part_is_pulled_next() -> None:
+    bandit = build(min_width=0.1)
+    execute(bandit, 0.5, 1.0)
+    assert 0.0 <= bandit.ask().value < 0.5
+    execute(bandit, 0.25, 1.0)
+    assert 0.0 <= bandit.ask().value < 0.25
+
+
+def test_parts_are_never_narrower_than_asked_for() -> None:
+    bandit = build(min_width=0.1)
+    for _ in range(200):
+        bandit.tell(bandit.ask(), 0.0)
+    widths = [arm.high - arm.low for arm in bandit.arms]
+    assert min(widths) >= 0.1 - 1e-12
+    assert len(widths) > 4
+
+
+def test_what_was_long_ago_is_forgotten() -> None:
+    def last(discount: float) -> float:
+        bandit = build(arms=2, discount=discount, exploration=0.1, min_width=0.5)
+        for value, reward in ((0.2, 1.0), (0.7, 0.5), *((0.2, 0.0),) * 8):
+            execute(bandit, value, reward)
+        return bandit.best().value
+
+    assert last(0.5) == 0.7
+    many = build(arms=2, discount=1.0, min_width=0.5)
+    for value, reward in ((0.2, 1.0), (0.2, 1.0), (0.7, 0.5), (0.2, 0.4)):
+        execute(many, value, reward)
+    assert many.best() == Pull(1, 0.2)
+
+
+def test_the_end_of_the_space_belongs_to_the_last_arm() -> None:
+    bandit = build(arms=2, min_width=0.5)
+    execute(bandit, 1.0, 2.0)
+    assert bandit.arms[1].pulls == 1
+    assert bandit.best() == Pull(0, 1.0)
+
+
+def test_a_bound_below_every_other_arm_leaves_the_first() -> None:
+    bandit = build(arms=4, min_width=0.25)
+    for value in (0.1, 0.3, 0.6, 0.9):
+        execute(bandit, value, value)
+    assert bandit.ask(upper=0.2).value <= 0.2
+    assert bandit.ask(upper=0.0).value == 0.0
+
+
+def test_a_forgotten_pull_leaves_no_trace() -> None:
+    bandit = build()
+    pull = bandit.ask()
+    bandit.forget(pull)
+    assert bandit.arms == (Arm(0.0, 1.0),)
+    with pytest.raises(InvalidValueError, match="was forgotten"):
+        bandit.tell(pull, 1.0)
+
+
+@settings(max_examples=60, deadline=None)
+@given(steps=st.lists(st.tuples(st.floats(0.0, 1.0), st.floats(-5.0, 5.0)), max_size=30), seed=st.integers(0, 9))
+def test_every_reward_is_in_one_arm_and_the_arms_cover_the_space(steps: list[tuple[float, float]], seed: int) -> None:
+    space = Interval(1e-3, 10.0, "log")
+    bandit = build(space, seed=seed)
+    for share, reward in steps:
+        execute(bandit, space.from_unit(share), reward)
+    arms = bandit.arms
+    assert sum(arm.pulls for arm in arms) == len(steps)
+    assert [arms[0].low, arms[-1].high] == [space.low, space.high]
+    assert all(a.high == b.low for a, b in pairwise(arms))
+    counts, _ = bandit._sums()
+    assert [bool(count) for count in counts] == [bool(arm.pulls) for arm in arms]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"arms": 0}, "arms must be an integer >= 1"),
+        ({"discount": 0.0}, r"discount must be in \(0, 1\], got 0.0; 1 forgets nothing"),
+        ({"discount": 1.1}, "discount"),
+        ({"exploration": -1.0}, "exploration"),
+        ({"min_width": 0.6, "arms": 2}, r"\[0, 0.5\], got 0.6"),
+        ({"space": (0.0, 1.0)}, "space must be an Interval"),
+        ({"space": Interval(1.0, math.nextafter(1.0, 2.0)), "arms": 3}, "too few numbers"),
+    ],
+)
+def test_a_setting_that_is_not_allowed_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidValueError, match=message):
+        build(**options)
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("edges",), [0.0]),
+        (("edges",), [0.0, 0.5]),
+        (("edges",), [0.0, 0.5, 0.5, 1.0]),
+        (("edges",), None),
+        (("settings", "discount"), 0.5),
+        (("pulls", "next"), 0),
+        (("generator",), {}),
+    ],
+)
+def test_a_malformed_state_is_refused_and_changes_nothing(path: tuple[str, ...], value: object) -> None:
+    bandit = build()
+    bandit.ask()
+    before = bandit.state_dict()
+    state = copy.deepcopy(before)
+    target = state
+    for key in path[:-1]:
+        target = target[key]
+    target[path[-1]] = value
+    with pytest.raises(InvalidValueError):
+        bandit.load_state_dict(state)
+    assert bandit.state_dict() == before

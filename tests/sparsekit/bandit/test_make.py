@@ -1,0 +1,61 @@
+"""Bandits by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sparsekit.bandit import EUCB, PUCBV, UCBV, Interval, make_bandit, registry
+from sparsekit.errors import InvalidValueError, UnknownNameError
+
+UNIT = Interval(0.0, 1.0)
+
+
+def rng() -> np.random.Generator:
+    return np.random.default_rng(0)
+
+
+@pytest.mark.parametrize("name", sorted(registry))
+def test_every_bandit_is_made_by_its_name_and_goes_on(name: str) -> None:
+    bandit = make_bandit(name, UNIT, rng=rng(), horizon=20)
+    for _ in range(20):
+        pull = bandit.ask()
+        bandit.tell(pull, -abs(pull.value - 0.3))
+    again = make_bandit(name, UNIT, rng=rng(), horizon=20)
+    again.load_state_dict(bandit.state_dict())
+    assert again.ask() == bandit.ask()
+
+
+def test_a_bandit_gets_the_horizon_if_it_wants_one_and_its_own_options() -> None:
+    made = make_bandit("p-ucbv", UNIT, rng=rng(), horizon=7, arms=3)
+    assert isinstance(made, PUCBV)
+    assert (made.horizon, len(made.arms)) == (7.0, 3)
+    assert isinstance(make_bandit("e-ucb", UNIT, rng=rng(), horizon=7), EUCB)
+    assert isinstance(make_bandit("sparsekit.bandit.ucbv:UCBV", UNIT, rng=rng()), UCBV)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "error", "message"),
+    [
+        ("p-ucb", {}, UnknownNameError, "unknown bandit 'p-ucb'; did you mean 'p-ucbv'"),
+        ("p-ucbv", {"color": 1}, InvalidValueError, "p-ucbv has no option color; it has horizon, arms, exploration"),
+        ("math:pi", {}, InvalidValueError, "must be a class or function that makes a bandit, got float"),
+        ("builtins:dict", {}, InvalidValueError, "does not say what it takes"),
+        ("p-ucbv", {"arms": 0}, InvalidValueError, "arms"),
+    ],
+)
+def test_what_makes_no_bandit_is_refused(name: str, options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        make_bandit(name, UNIT, rng=rng(), **options)
+
+
+def no_bandit(space: Interval, *, rng: np.random.Generator) -> float:
+    return 3.0
+
+
+def test_a_function_that_makes_something_else_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sparsekit.bandit.make.load_object", lambda name: no_bandit)
+    with pytest.raises(InvalidValueError, match="must make a bandit, with ask, tell, forget, best and a state, got float"):
+        make_bandit("mine:no_bandit", UNIT, rng=rng())

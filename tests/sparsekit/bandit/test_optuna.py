@@ -1,0 +1,391 @@
+"""BanditSampler: Optuna's own tests of samplers, and what becomes of each kind of trial.
+
+Of Optuna's suites all apply but `MultiObjectiveSamplerTestCase`: a bandit has one reward, so several objectives are refused,
+which `SingleOnlySamplerTestCase` asks for.
+"""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+optuna = pytest.importorskip("optuna")
+
+from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution  # noqa: E402
+from optuna.testing.pytest_samplers import (  # noqa: E402
+    BasicSamplerTestCase,
+    RelativeSamplerTestCase,
+    SingleOnlySamplerTestCase,
+)
+from optuna.trial import TrialState, create_trial  # noqa: E402
+
+from sparsekit.bandit import registry  # noqa: E402
+from sparsekit.bandit.optuna import BanditSampler, _Axis  # noqa: E402
+from sparsekit.errors import InvalidValueError, UnknownNameError  # noqa: E402
+
+optuna.logging.set_verbosity(optuna.logging.ERROR)
+
+UNIT = FloatDistribution(0.0, 1.0)
+
+
+class OptunaContract(BasicSamplerTestCase, RelativeSamplerTestCase, SingleOnlySamplerTestCase):
+    """All that Optuna asks of a sampler for one objective."""
+
+
+# One that takes a box, and one that takes an interval alone.
+@pytest.mark.parametrize("bandit", ["split-ucbv", "p-ucbv"])
+class TestOptunaContract(OptunaContract):
+    @pytest.fixture
+    def sampler(self, bandit: str) -> Callable[[], Any]:
+        return lambda: BanditSampler(bandit, seed=0)
+
+
+def study_of(sampler: Any, direction: str = "maximize", **options: Any) -> Any:
+    return optuna.create_study(sampler=sampler, direction=direction, **options)
+
+
+def told(sampler: Any) -> list[tuple[Any, float]]:
+    """What the only bandit was told: value, reward."""
+    ((_, bandit),) = sampler._search._groups
+    return [(value, reward) for _, value, reward in bandit.state_dict()["pulls"]["told"]]
+
+
+def add(study: Any, x: float, value: float | None = None, state: Any = TrialState.COMPLETE, **more: Any) -> None:
+    study.add_trial(create_trial(state=state, value=value, params={"x": x}, distributions={"x": UNIT}, **more))
+
+
+# --- what becomes of a trial ---
+
+
+def test_complete_trials_are_told_with_the_value_that_was_run() -> None:
+    sampler = BanditSampler("p-ucbv", seed=0)
+    study = study_of(sampler)
+    for x, value in ((0.25, 1.0), (0.75, 3.0)):
+        add(study, x, value)
+    study.ask({"x": UNIT})
+    assert told(sampler) == [(0.25, 1.0), (0.75, 3.0)]
+
+
+def test_minimising_tells_the_negative() -> None:
+    sampler = BanditSampler("p-ucbv", seed=0)
+    study = study_of(sampler, "minimize")
+    add(study, 0.25, 2.0)
+    study.ask({"x": UNIT})
+    assert told(sampler) == [(0.25, -2.0)]
+
+
+@pytest.mark.parametrize("direction", ["maximize", "minimize"])
+def test_an_infinite_value_is_the_best_or_the_worst_that_is_known_once_something_is(direction: str) -> None:
+    sampler = BanditSampler("p-ucbv", seed=0)
+    study = study_of(sampler, direction)
+    sign = 1.0 if direction == "maximize" else -1.0
+    add(study, 0.1, -sign * math.inf)
+    add(study, 0.2, sign * math.inf)
+    add(study, 0.3, 1.0)
+    study.ask({"x": UNIT})
+    assert told(sampler) == [(0.3, sign)]
+    add(study, 0.4, 2.0)
+    study.ask({"x": UNIT})
+    assert sorted(told(sampler)[:3]) == [(0.1, sign), (0.2, sign), (0.3, sign)]
+    assert told(sampler)[3] == (0.4, 2.0 * sign)
+
+
+def test_a_pruned_trial_is_told_its_last_intermediate_value_or_forgotten() -> None:
+    for pruned, expected in (("last", [(0.5, 1.0), (0.9, 0.25)]), ("forget", [(0.5, 1.0)])):
+        sampler = BanditSampler("p-ucbv", seed=0, pruned=pruned)  # type: ignore[arg-type]
+        study = study_of(sampler)
+        add(study, 0.5, 1.0)
+        add(study, 0.9, state=TrialState.PRUNED, intermediate_values={1: 0.75, 5: 0.25, 3: 0.5})
+        add(study, 0.8, state=TrialState.PRUNED)
+        add(study, 0.7, state=TrialState.PRUNED, intermediate_values={1: math.nan})
+        study.ask({"x": UNIT})
+        assert told(sampler) == expected
+
+
+def test_a_failed_trial_is_forgotten_or_the_worst() -> None:
+    for failed, expected in (("forget", [(0.5, 1.0), (0.6, -2.0)]), ("worst", [(0.5, 1.0), (0.9, 1.0), (0.6, -2.0)])):
+        sampler = BanditSampler("p-ucbv", seed=0, failed=failed)  # type: ignore[arg-type]
+        study = study_of(sampler)
+        add(study, 0.5, 1.0)
+        add(study, 0.9, state=TrialState.FAIL)
+        add(study, 0.6, -2.0)
+        study.ask({"x": UNIT})
+        assert told(sampler) == expected
+
+
+def test_a_failed_trial_of_this_sampler_closes_its_pull() -> None:
+    sampler = BanditSampler("p-ucbv", seed=0)
+    study = study_of(sampler)
+    add(study, 0.5, 1.0)
+
+    def fails(trial: Any) -> float:
+        trial.suggest_float("x", 0.0, 1.0)
+        raise ValueError
+
+    study.optimize(fails, n_trials=3, catch=(ValueError,))
+    study.ask({"x": UNIT})
+    ((_, bandit),) = sampler._search._groups
+    assert len(bandit.state_dict()["pulls"]["open"]) == 1
+    assert told(sampler) == [(0.5, 1.0)]
+
+
+def test_an_enqueued_value_outside_the_space_and_foreign_parameters_are_left_out() -> None:
+    sampler = BanditSampler("p-ucbv", seed=0)
+    study = study_of(sampler)
+    add(study, 0.5, 1.0)
+    study.ask({"x": UNIT})
+    study.add_trial(create_trial(value=5.0, params={"y": 0.5}, distributions={"y": UNIT}))
+    study.add_trial(create_trial(value=5.0, params={"x": 1.5}, distributions={"x": FloatDistribution(0.0, 2.0)}))
+    sampler.sample_relative(study, study.trials[-1], {"x": UNIT})
+    assert told(sampler) == [(0.5, 1.0)]
+
+
+# --- spaces ---
+
+
+@pytest.mark.parametrize(
+    ("distribution", "low", "high"),
+    [
+        (FloatDistribution(1.0, 3.0), 1.0, 3.0),
+        (FloatDistribution(0.0, 1.0, step=0.25), -0.125, 1.125),
+        (IntDistribution(2, 10, step=4), 0.0, 12.0),
+        (IntDistribution(1, 100, log=True), 0.5, 100.5),
+    ],
+)
+def test_steps_get_half_a_step_more_at_both_ends(distribution: Any, low: float, high: float) -> None:
+    interval = _Axis(distribution).interval
+    assert (interval.low, interval.high) == (low, high)
+    assert interval.scale == ("log" if distribution.log else "linear")
+
+
+def test_all_steps_are_as_likely() -> None:
+    for distribution in (IntDistribution(2, 10, step=4), FloatDistribution(0.0, 1.0, step=0.5)):
+        axis = _Axis(distribution)
+        found = [axis.executed(axis.interval.from_unit((i + 0.5) / 300)) for i in range(300)]
+        assert sorted({value: found.count(value) for value in found}.values()) == [100] * 3
+
+
+def test_categories_and_branches_come_from_the_independent_sampler() -> None:
+    calls = []
+
+    class Noted(optuna.samplers.RandomSampler):  # type: ignore[misc, name-defined]
+        def sample_independent(self, study: Any, trial: Any, name: str, distribution: Any) -> Any:
+            calls.append((trial.number, name))
+            return super().sample_independent(study, trial, name, distribution)
+
+    def objective(trial: Any) -> float:
+        x = trial.suggest_float("x", 0.0, 1.0)
+        if trial.suggest_categorical("kind", ["a", "b"]) == "a":
+            return x + float(trial.suggest_float("of_a", 0.0, 1.0))
+        return x + int(trial.suggest_int("of_b", 1, 3))
+
+    sampler = BanditSampler("p-ucbv", seed=0, independent_sampler=Noted(seed=0))
+    study = study_of(sampler)
+    study.optimize(objective, n_trials=20)
+    assert (0, "x") in calls
+    assert {name for number, name in calls if number > 0} == {"kind", "of_a", "of_b"}
+    assert len(told(sampler)) == 19
+    assert all(0.0 <= value <= 1.0 for value, _ in told(sampler))
+
+
+def test_several_parameters_are_one_box_for_a_bandit_that_takes_one() -> None:
+    def objective(trial: Any) -> float:
+        return float(trial.suggest_float("lr", 1e-4, 1.0, log=True)) + int(trial.suggest_int("n", 1, 9))
+
+    joint, apart = BanditSampler("split-ucbv", seed=0), BanditSampler("p-ucbv", seed=0)
+    for sampler in (joint, apart):
+        study_of(sampler).optimize(objective, n_trials=6)
+    assert [names for names, _ in joint._search._groups] == [("lr", "n")]  # type: ignore[union-attr]
+    assert [names for names, _ in apart._search._groups] == [("lr",), ("n",)]  # type: ignore[union-attr]
+    assert [set(value) for value, _ in told(joint)] == [{"lr", "n"}] * 5
+
+
+def test_the_default_bandit_beats_random_search_on_a_valley() -> None:
+    def objective(trial: Any) -> float:
+        x, y = float(trial.suggest_float("x", 1e-5, 1.0, log=True)), float(trial.suggest_float("y", -1.0, 1.0))
+        return (math.log10(x) + 2.2) ** 2 + 3.0 * (y - 0.3) ** 2
+
+    def mean_value(make: Callable[[int], Any]) -> float:
+        totals = []
+        for seed in range(3):
+            study = study_of(make(seed), "minimize")
+            study.optimize(objective, n_trials=40)
+            totals.append(np.mean([trial.value for trial in study.trials]))
+        return float(np.mean(totals))
+
+    ours = mean_value(lambda seed: BanditSampler(seed=seed))
+    assert ours < 0.5 * mean_value(lambda seed: optuna.samplers.RandomSampler(seed=seed))
+
+
+def test_a_space_that_changes_gets_a_new_bandit_that_knows_the_history() -> None:
+    sampler = BanditSampler("p-ucbv", seed=0)
+    study = study_of(sampler)
+    study.optimize(lambda trial: trial.suggest_float("x", 0.0, 1.0) + trial.suggest_float("y", 0.0, 1.0), n_trials=5)
+    study.optimize(lambda trial: trial.suggest_float("x", 0.0, 1.0), n_trials=5)
+    assert set(sampler._search.axes) == {"x"}  # type: ignore[union-attr]
+    assert len(told(sampler)) == 9
+
+
+# --- running ---
+
+
+@pytest.mark.parametrize("direction", ["maximize", "minimize"])
+@pytest.mark.parametrize("bandit", sorted(registry))
+def test_it_finds_the_better_half(bandit: str, direction: str) -> None:
+    # Below 0 for what is bad, as the published rules want it.
+    sign = 1.0 if direction == "maximize" else -1.0
+    study = study_of(BanditSampler(bandit, seed=1), direction)
+    study.optimize(lambda trial: -sign * float(trial.suggest_float("x", 0.0, 1.0) < 0.5), n_trials=60)
+    assert sum(trial.params["x"] >= 0.5 for trial in study.trials[30:]) >= 20
+
+
+@pytest.mark.parametrize("bandit", sorted(registry))
+def test_equal_seeds_give_equal_studies(bandit: str) -> None:
+    def run(seed: int) -> list[Any]:
+        study = study_of(BanditSampler(bandit, seed=seed))
+        study.optimize(lambda t: -abs(t.suggest_float("x", 1e-4, 1.0, log=True) - t.suggest_int("n", 1, 9) / 9), n_trials=15)
+        return [trial.params for trial in study.trials]
+
+    assert run(0) == run(0)
+    assert run(0) != run(1)
+
+
+def test_many_threads_lose_no_trial() -> None:
+    sampler = BanditSampler("p-ucbv", seed=0)
+    study = study_of(sampler)
+    study.optimize(lambda trial: -abs(trial.suggest_float("x", 0.0, 1.0) - 0.3), n_trials=60, n_jobs=4)
+    study.ask({"x": UNIT})
+    assert len(study.trials) == 61
+    assert sorted(told(sampler)) == sorted((trial.params["x"], trial.value) for trial in study.trials[:60])
+
+
+@pytest.mark.parametrize(("deterministic", "most"), [(True, 1), (False, 3)])
+def test_values_whose_reward_is_certain_are_not_proposed_again(deterministic: bool, most: int) -> None:
+    sampler = BanditSampler("split-ucbv", seed=0, deterministic=deterministic)
+    study = study_of(sampler)
+    study.optimize(lambda trial: -abs(int(trial.suggest_int("n", 1, 30)) - 11), n_trials=15)
+    found = [trial.params["n"] for trial in study.trials]
+    assert max(found.count(n) for n in found) <= most
+    assert len(told(sampler)) >= 14
+
+
+def test_values_that_give_different_rewards_are_proposed_again() -> None:
+    study = study_of(BanditSampler("ucb-v", seed=0, arms=2))
+    study.optimize(lambda trial: 0.0 * trial.suggest_float("x", 0.0, 1.0) + trial.number % 7, n_trials=20)
+    assert len({trial.params["x"] for trial in study.trials[1:]}) == 2
+
+
+def test_pruning_works_in_a_study() -> None:
+    def objective(trial: Any) -> float:
+        x = trial.suggest_float("x", 0.0, 1.0)
+        for step in range(5):
+            trial.report(-abs(x - 0.3) * (step + 1) / 5, step)
+            if trial.should_prune():
+                raise optuna.TrialPruned
+        return -abs(x - 0.3)
+
+    sampler = BanditSampler("p-ucbv", seed=0)
+    study = study_of(sampler, pruner=optuna.pruners.MedianPruner(n_startup_trials=3))
+    study.optimize(objective, n_trials=30)
+    study.ask({"x": UNIT})
+    pruned = [trial for trial in study.trials if trial.state == TrialState.PRUNED]
+    assert pruned
+    assert len(told(sampler)) == 30
+    assert abs(study.best_params["x"] - 0.3) < 0.1
+
+
+def test_a_study_goes_on_from_its_storage(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/study.db"
+
+    def objective(trial: Any) -> float:
+        return -abs(float(trial.suggest_float("x", 0.0, 1.0)) - 0.3)
+
+    first = study_of(BanditSampler("p-ucbv", seed=0), storage=url, study_name="s")
+    first.optimize(objective, n_trials=5)
+    sampler = BanditSampler("p-ucbv", seed=1)
+    again = optuna.load_study(storage=url, study_name="s", sampler=sampler)
+    again.optimize(objective, n_trials=3)
+    assert [value for value, _ in told(sampler)] == [trial.params["x"] for trial in again.trials[:7]]
+
+
+def _work(url: str, seed: int) -> None:
+    study = optuna.load_study(storage=url, study_name="s", sampler=BanditSampler("p-ucbv", seed=seed))
+    study.optimize(lambda trial: -abs(float(trial.suggest_float("x", 0.0, 1.0)) - 0.3), n_trials=6)
+
+
+@pytest.mark.slow
+def test_processes_share_a_study(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/study.db"
+    sampler = BanditSampler("p-ucbv", seed=9)
+    study = study_of(sampler, storage=url, study_name="s")
+    context = multiprocessing.get_context("spawn")
+    workers = [context.Process(target=_work, args=(url, seed)) for seed in (0, 1)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(120)
+    study.ask({"x": UNIT})
+    assert len(told(sampler)) == 12
+
+
+def test_reseeding_draws_from_elsewhere() -> None:
+    def values(reseed: bool) -> list[float]:
+        sampler = BanditSampler("p-ucbv", seed=0)
+        study = study_of(sampler)
+        add(study, 0.5, 0.0)
+        found = [study.ask({"x": UNIT}).params["x"]]
+        if reseed:
+            sampler.reseed_rng()
+        return [*found, study.ask({"x": UNIT}).params["x"]]
+
+    plain, other = values(False), values(True)
+    assert plain[0] == other[0]
+    assert plain[1] != other[1]
+
+
+def test_a_sampler_can_be_sent_to_another_process() -> None:
+    sampler = BanditSampler("e-ucb", seed=0)
+    study = study_of(sampler)
+    study.optimize(lambda trial: trial.suggest_float("x", 0.0, 1.0), n_trials=4)
+    copied = pickle.loads(pickle.dumps(sampler))
+    assert copied.sample_relative(study, study.trials[-1], {"x": UNIT}) == sampler.sample_relative(
+        study, study.trials[-1], {"x": UNIT}
+    )
+
+
+def test_a_sampler_may_serve_another_study_later() -> None:
+    sampler = BanditSampler("p-ucbv", seed=0)
+    for _ in range(2):
+        study = study_of(sampler)
+        study.optimize(lambda trial: trial.suggest_float("x", 0.0, 1.0), n_trials=4)
+    assert len(told(sampler)) == 3
+
+
+def test_what_is_not_allowed_is_refused() -> None:
+    with pytest.raises(UnknownNameError, match="did you mean 'p-ucbv'"):
+        BanditSampler("p-ucb")
+    with pytest.raises(InvalidValueError, match="pruned must be 'last' or 'forget', got 'no'"):
+        BanditSampler(pruned="no")  # type: ignore[arg-type]
+    with pytest.raises(InvalidValueError, match="failed must be 'forget' or 'worst', got 'no'"):
+        BanditSampler(failed="no")  # type: ignore[arg-type]
+    with pytest.raises(InvalidValueError, match="has no option color"):
+        BanditSampler("p-ucbv", color=1)
+    two = optuna.create_study(directions=["minimize", "minimize"], sampler=BanditSampler())
+    with pytest.raises(InvalidValueError, match="one objective, and the study has 2"):
+        two.ask({"x": UNIT})
+
+
+def test_options_go_to_the_bandit() -> None:
+    sampler = BanditSampler("ucb-v", seed=0, arms=3)
+    study = study_of(sampler)
+    study.optimize(lambda trial: trial.suggest_float("x", 0.0, 1.0), n_trials=10)
+    assert {trial.params["x"] for trial in study.trials[1:]} == {0.0, 0.5, 1.0}
+    assert CategoricalDistribution(["a"]) not in sampler.infer_relative_search_space(study, study.trials[0]).values()
+    assert np.isfinite(study.best_value)

@@ -1,0 +1,350 @@
+"""SplitUCBV as its users meet it: the contract, scale, boxes, costs, drift, and what it finds."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sparsekit.bandit.base import Interval, Pull
+from sparsekit.bandit.space import Box, BoxPull
+from sparsekit.bandit.split_ucbv import SplitUCBV
+from sparsekit.errors import InvalidValueError
+from sparsekit.testing.bandits import BanditContract, MakeBandit
+
+UNIT = Interval(0.0, 1.0)
+PLANE = Box({"lr": Interval(1e-4, 1.0, scale="log"), "width": Interval(16.0, 64.0)})
+
+
+class TestSplitUCBVContract(BanditContract):
+    @pytest.fixture
+    def make(self) -> MakeBandit:
+        return lambda space, rng: SplitUCBV(space, rng=rng)
+
+
+class TestDiscountedSplitUCBVContract(BanditContract):
+    @pytest.fixture
+    def make(self) -> MakeBandit:
+        return lambda space, rng: SplitUCBV(space, rng=rng, discount=0.95)
+
+
+def play(bandit: Any, reward: Callable[[Any], float], pulls: int, *, seed: int = 0, noise: float = 0.1) -> list[Any]:
+    """The values proposed."""
+    draws, asked = np.random.default_rng(seed).normal(0.0, noise, pulls).tolist(), []
+    for draw in draws:
+        pull = bandit.ask()
+        asked.append(pull.value)
+        bandit.tell(pull, reward(pull.value) + draw)
+    return asked
+
+
+def hill(value: float) -> float:
+    return -abs(value - 0.7)
+
+
+def test_the_first_arms_lie_one_in_each_quarter() -> None:
+    bandit = SplitUCBV(UNIT, rng=np.random.default_rng(0))
+    assert sorted(int(4.0 * bandit.ask().value) for _ in range(4)) == [0, 1, 2, 3]
+
+
+def test_it_closes_in_on_a_hill() -> None:
+    bandit = SplitUCBV(UNIT, rng=np.random.default_rng(0))
+    asked = play(bandit, hill, 300)
+    assert abs(bandit.best().value - 0.7) < 0.05
+    assert np.mean([abs(value - 0.7) for value in asked[200:]]) < 0.05
+
+
+def test_it_finds_the_higher_of_two_hills_on_a_log_scale() -> None:
+    space = Interval(1e-4, 1.0, scale="log")
+    bandit = SplitUCBV(space, rng=np.random.default_rng(0))
+
+    def two(value: float) -> float:
+        at = space.to_unit(value)
+        return max(0.7 * math.exp(-((at - 0.2) ** 2) / 0.02), math.exp(-((at - 0.8) ** 2) / 0.01))
+
+    play(bandit, two, 200)
+    assert space.to_unit(bandit.best().value) == pytest.approx(0.8, abs=0.06)
+
+
+def test_it_finds_the_top_of_a_box() -> None:
+    bandit = SplitUCBV(PLANE, rng=np.random.default_rng(0))
+
+    def bowl(value: Any) -> float:
+        x, y = PLANE.to_unit(value)
+        return -((x - 0.3) ** 2) - (y - 0.6) ** 2
+
+    asked = play(bandit, bowl, 150)
+    assert all(value in PLANE for value in asked)
+    x, y = PLANE.to_unit(bandit.best().value)
+    assert math.hypot(x - 0.3, y - 0.6) < 0.2
+    assert isinstance(bandit.best(), BoxPull)
+
+
+@pytest.mark.parametrize("power", [-40, 40])
+def test_scaling_all_rewards_changes_no_proposal(power: int) -> None:
+    # A power of two scales floats without rounding, so nothing at all may change.
+    scale = 2.0**power
+    once, scaled = (SplitUCBV(UNIT, rng=np.random.default_rng(1)) for _ in range(2))
+    for step in range(80):
+        pull, other = once.ask(), scaled.ask()
+        assert pull == other
+        reward = hill(pull.value) + 0.1 * math.sin(17.0 * step)
+        once.tell(pull, reward)
+        scaled.tell(other, scale * reward)
+
+
+def test_adding_to_all_rewards_changes_no_early_proposal() -> None:
+    # Rounding may tell the two apart after a while.
+    once, shifted = (SplitUCBV(UNIT, rng=np.random.default_rng(1)) for _ in range(2))
+    for step in range(30):
+        pull, other = once.ask(), shifted.ask()
+        assert pull.value == pytest.approx(other.value, abs=1e-9)
+        reward = hill(pull.value) + 0.1 * math.sin(17.0 * step)
+        once.tell(pull, reward)
+        shifted.tell(other, reward + 64.0)
+
+
+def test_equal_rewards_keep_it_looking_around() -> None:
+    bandit = SplitUCBV(UNIT, rng=np.random.default_rng(0))
+    asked = play(bandit, lambda _: 3.0, 60, noise=0.0)
+    assert {int(8.0 * value) for value in asked} == set(range(8))
+
+
+def test_open_pulls_spread_out() -> None:
+    bandit = SplitUCBV(UNIT, rng=np.random.default_rng(0))
+    play(bandit, hill, 20)
+    assert len({bandit.ask().value for _ in range(8)}) > 1
+
+
+def test_lost_pulls_do_not_keep_it_from_the_best() -> None:
+    bandit = SplitUCBV(UNIT, rng=np.random.default_rng(0))
+    play(bandit, hill, 100)
+    for _ in range(200):
+        bandit.ask()
+    asked = play(bandit, hill, 100, seed=1)
+    assert np.mean([abs(value - 0.7) for value in asked[-50:]]) < 0.1
+
+
+def test_a_forgotten_pull_leaves_no_trace_in_the_proposals() -> None:
+    first, second = (SplitUCBV(UNIT, rng=np.random.default_rng(0)) for _ in range(2))
+    play(first, hill, 10)
+    play(second, hill, 10)
+    second.forget(second.ask())
+    assert first.ask().value == second.ask().value
+    with pytest.raises(InvalidValueError, match="forgotten"):
+        second.forget(Pull(10, 0.5))
+
+
+def test_rounded_values_end_at_the_best_integer() -> None:
+    space = Interval(1.0, 9.0)
+    bandit = SplitUCBV(space, rng=np.random.default_rng(0))
+    draws = np.random.default_rng(0).normal(0.0, 0.1, 200)
+    executed = []
+    for draw in draws.tolist():
+        pull = bandit.ask()
+        executed.append(float(round(pull.value)))
+        bandit.tell(replace(pull, value=executed[-1]), -abs(executed[-1] - 6.0) / 4.0 + draw)
+    assert bandit.best().value == 6.0
+    assert executed[100:].count(6.0) >= 60
+
+
+def test_upper_on_a_hill_beyond_it_ends_near_the_bound() -> None:
+    bandit = SplitUCBV(UNIT, rng=np.random.default_rng(0))
+    asked = []
+    for draw in np.random.default_rng(0).normal(0.0, 0.05, 200).tolist():
+        pull = bandit.ask(upper=0.4)
+        asked.append(pull.value)
+        bandit.tell(pull, hill(pull.value) + draw)
+    assert max(asked) <= 0.4
+    assert np.mean(asked[150:]) > 0.3
+
+
+def test_what_was_dropped_is_never_proposed() -> None:
+    bandit = SplitUCBV(UNIT, rng=np.random.default_rng(0))
+    for _ in range(4):
+        pull = bandit.ask()
+        # The quarters that begin at 0 and 1/4 lose all that lies above their arms.
+        bandit.tell(pull, pull.value, drop="above" if pull.value < 0.5 else None)
+    dropped = [(arm.high, after.low) for arm, after in pairwise(bandit.arms) if arm.high < after.low]
+    assert len(dropped) == 2
+    for _ in range(60):
+        pull = bandit.ask()
+        assert not any(low < pull.value < high for low, high in dropped)
+        bandit.tell(pull, -pull.value)
+
+
+def test_gain_per_cost_is_maximised() -> None:
+    bandit = SplitUCBV(UNIT, rng=np.random.default_rng(0))
+    for draw in np.random.default_rng(0).normal(0.0, 0.05, 250).tolist():
+        pull = bandit.ask()
+        # Gain grows to the end; gain per cost is largest at 0.5.
+        cost = 0.25 + pull.value**2
+        bandit.tell(pull, pull.value + draw, cost=cost)
+    assert bandit.best().value == pytest.approx(0.5, abs=0.15)
+
+
+def test_the_unit_of_the_cost_does_not_matter() -> None:
+    seconds, hours = (SplitUCBV(UNIT, rng=np.random.default_rng(0)) for _ in range(2))
+    for _ in range(50):
+        pull, other = seconds.ask(), hours.ask()
+        assert pull == other
+        seconds.tell(pull, hill(pull.value), cost=1.0 + pull.value)
+        hours.tell(other, hill(pull.value), cost=(1.0 + pull.value) / 4096.0)
+
+
+@pytest.mark.parametrize("cost", [0.0, -1.0, math.nan, math.inf])
+def test_a_cost_that_is_no_cost_is_refused(cost: float) -> None:
+    bandit = SplitUCBV(UNIT, rng=np.random.default_rng(0))
+    pull = bandit.ask()
+    with pytest.raises(InvalidValueError, match="cost"):
+        bandit.tell(pull, 1.0, cost=cost)
+    bandit.tell(pull, 1.0)
+
+
+def test_with_a_discount_it_follows_a_hill_that_jumps() -> None:
+    bandit = SplitUCBV(UNIT, rng=np.random.default_rng(0), discount=0.95)
+    play(bandit, lambda value: -abs(value - 0.25), 120)
+    asked = play(bandit, lambda value: -abs(value - 0.8), 120, seed=1)
+    assert np.mean([abs(value - 0.8) for value in asked[60:]]) < 0.15
+
+
+@given(rewards=st.lists(st.sampled_from([-1e100, -1e30, -1.0, 0.0, 1e-300, 0.5, 1.0, 1e12, 1e100]), max_size=30))
+@settings(max_examples=25, deadline=None)
+def test_no_rewards_make_it_leave_the_space(rewards: list[float]) -> None:
+    bandit = SplitUCBV(UNIT, rng=np.random.default_rng(0))
+    for reward in rewards:
+        pull = bandit.ask()
+        assert pull.value in UNIT
+        bandit.tell(pull, reward)
+    assert bandit.ask().value in UNIT
+
+
+@given(
+    values=st.lists(st.floats(0.0, 1.0), min_size=1, max_size=40),
+    sides=st.lists(st.sampled_from([None, "below", "above"]), min_size=40, max_size=40),
+)
+@settings(max_examples=25, deadline=None)
+def test_any_executed_values_and_drops_are_taken(values: list[float], sides: list[Any]) -> None:
+    bandit = SplitUCBV(UNIT, rng=np.random.default_rng(0))
+    for value, side in zip(values, sides, strict=False):
+        bandit.tell(replace(bandit.ask(), value=value), hill(value), drop=side)
+        assert bandit.ask().value in UNIT
+    arms = bandit.arms
+    assert all(arm.low < arm.high for arm in arms)
+    assert all(arm.high <= after.low for arm, after in pairwise(arms))
+
+
+def test_many_executed_values_stay_within_the_capacity() -> None:
+    bandit = SplitUCBV(UNIT, rng=np.random.default_rng(0))
+    for value in np.random.default_rng(1).random(400).tolist():
+        bandit.tell(replace(bandit.ask(), value=value), hill(value))
+    assert 60 <= len(bandit.arms) <= 128
+    assert bandit.arms[0].low == 0.0
+    assert bandit.arms[-1].high == 1.0
+    assert all(arm.high == after.low for arm, after in pairwise(bandit.arms))
+    assert abs(bandit.best().value - 0.7) < 0.05
+
+
+def test_a_state_resumes_to_the_same_bits_in_a_box_with_merged_cells_and_open_pulls() -> None:
+    bandit = SplitUCBV(PLANE, rng=np.random.default_rng(0))
+    rng = np.random.default_rng(1)
+    for _ in range(200):
+        pull = bandit.ask()
+        executed = {"lr": float(10.0 ** rng.uniform(-4, 0)), "width": float(rng.uniform(16, 64))}
+        bandit.tell(BoxPull(pull.id, executed), float(rng.normal()), cost=float(rng.uniform(0.5, 2.0)))
+    pending = [bandit.ask() for _ in range(3)]
+    text = json.dumps(bandit.state_dict(), allow_nan=False)
+    resumed = SplitUCBV(PLANE, rng=np.random.default_rng(9))
+    resumed.load_state_dict(json.loads(text))
+    assert json.dumps(resumed.state_dict(), allow_nan=False) == text
+    for each in (bandit, resumed):
+        each.tell(pending[1], 0.5)
+    assert play(bandit, lambda _: 1.0, 40) == play(resumed, lambda _: 1.0, 40)
+    assert bandit.best() == resumed.best()
+
+
+def test_a_state_of_other_settings_is_refused() -> None:
+    state = SplitUCBV(UNIT, rng=np.random.default_rng(0)).state_dict()
+    with pytest.raises(InvalidValueError, match="discount"):
+        SplitUCBV(UNIT, rng=np.random.default_rng(0), discount=0.9).load_state_dict(state)
+
+
+def spoil(state: dict[str, Any], path: list[Any], value: Any) -> dict[str, Any]:
+    copy = json.loads(json.dumps(state))
+    inner = copy
+    for key in path[:-1]:
+        inner = inner[key]
+    inner[path[-1]] = value
+    return copy
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (["field", "cells", "low"], []),
+        (["field", "cells", "low", 0, 0], 2.0),
+        (["field", "cells", "parent", 0], 99),
+        (["field", "arms", "weights", 0], -1.0),
+        (["field", "arms", "points"], [[0.5]]),
+        (["field", "sums", "told"], "many"),
+        (["field", "open"], [[0, 999]]),
+        (["field", "posterior", "means"], [0.0]),
+        (["field", "posterior", "matrices", 0, 0, 0], math.nan),
+        (["pulls", "told", 0, 0], 999),
+        (["pulls", "told"], []),
+        (["generator"], {}),
+    ],
+)
+def test_a_malformed_state_is_refused_and_changes_nothing(path: list[Any], value: Any) -> None:
+    bandit = SplitUCBV(UNIT, rng=np.random.default_rng(0))
+    play(bandit, hill, 12)
+    state = bandit.state_dict()
+    with pytest.raises(InvalidValueError):
+        bandit.load_state_dict(spoil(state, path, value))
+    assert bandit.state_dict() == state
+
+
+def test_a_box_has_no_upper_and_no_sides() -> None:
+    bandit = SplitUCBV(PLANE, rng=np.random.default_rng(0))
+    with pytest.raises(InvalidValueError, match="upper"):
+        bandit.ask(upper=0.5)
+    pull = bandit.ask()
+    with pytest.raises(InvalidValueError, match="drop"):
+        bandit.tell(pull, 1.0, drop="below")
+    with pytest.raises(InvalidValueError, match="lr"):
+        bandit.tell(BoxPull(pull.id, {"lr": 2.0, "width": 20.0}), 1.0)
+    bandit.tell(pull, 1.0)
+    assert bandit.best() == pull
+    assert bandit.arms == ()
+
+
+@pytest.mark.parametrize(
+    ("options", "word"), [({"space": (0.0, 1.0)}, "space"), ({"discount": 0.0}, "discount"), ({"rng": 3}, "rng")]
+)
+def test_bad_settings_are_refused(options: dict[str, Any], word: str) -> None:
+    arguments: dict[str, Any] = {"space": UNIT, "rng": np.random.default_rng(0), **options}
+    space = arguments.pop("space")
+    with pytest.raises(InvalidValueError, match=word):
+        SplitUCBV(space, **arguments)
+
+
+def test_arms_and_indices_tell_what_it_believes() -> None:
+    bandit = SplitUCBV(UNIT, rng=np.random.default_rng(0))
+    assert set(bandit.indices()) == {math.inf}
+    play(bandit, hill, 100)
+    bandit.ask()
+    arms, indices = bandit.arms, bandit.indices()
+    assert len(arms) == len(indices)
+    assert sum(arm.pulls for arm in arms) == 100
+    assert all(index >= arm.mean for arm, index in zip(arms, indices, strict=True))
+    best = max(arms, key=lambda arm: arm.mean)
+    assert best.mean == pytest.approx(0.0, abs=0.1)
+    assert math.sqrt(best.variance / best.pulls) < 0.1
