@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from sparsekit import bandit, errors, patterns
-    from sparsekit.bandit import PUCBV, Bandit, Interval, Pull
+    from sparsekit.bandit import PUCBV, Bandit, Box, Interval, Pull, SplitUCBV
     from sparsekit.compaction import compact, expand
     from sparsekit.cost import Cost, count_cost
     from sparsekit.masks.learnable import LearnableMask
     from sparsekit.masks.mask import UnitMask, WeightMask
+    from sparsekit.optimizers import remap_optimizer
     from sparsekit.patterns.base import Pattern, PatternView, select
+    from sparsekit.saving import load_compact, load_mask, save_compact
     from sparsekit.session import CompactSession
     from sparsekit.units.graph import UnitGraph, UnitGroup, UnitSlice
     from sparsekit.units.trace import trace_units
@@ -25,6 +27,7 @@ __version__ = "0.1.0"
 
 _HOME = {
     "Bandit": "sparsekit.bandit",
+    "Box": "sparsekit.bandit",
     "CompactSession": "sparsekit.session",
     "Cost": "sparsekit.cost",
     "Interval": "sparsekit.bandit",
@@ -33,6 +36,7 @@ _HOME = {
     "Pattern": "sparsekit.patterns.base",
     "PatternView": "sparsekit.patterns.base",
     "Pull": "sparsekit.bandit",
+    "SplitUCBV": "sparsekit.bandit",
     "UnitGraph": "sparsekit.units.graph",
     "UnitGroup": "sparsekit.units.graph",
     "UnitMask": "sparsekit.masks.mask",
@@ -43,7 +47,11 @@ _HOME = {
     "count_cost": "sparsekit.cost",
     "errors": "sparsekit.errors",
     "expand": "sparsekit.compaction",
+    "load_compact": "sparsekit.saving",
+    "load_mask": "sparsekit.saving",
     "patterns": "sparsekit.patterns",
+    "remap_optimizer": "sparsekit.optimizers",
+    "save_compact": "sparsekit.saving",
     "select": "sparsekit.patterns.base",
     "trace_units": "sparsekit.units.trace",
 }
@@ -51,6 +59,7 @@ _HOME = {
 __all__ = [
     "PUCBV",
     "Bandit",
+    "Box",
     "CompactSession",
     "Cost",
     "Interval",
@@ -58,6 +67,7 @@ __all__ = [
     "Pattern",
     "PatternView",
     "Pull",
+    "SplitUCBV",
     "UnitGraph",
     "UnitGroup",
     "UnitMask",
@@ -68,7 +78,11 @@ __all__ = [
     "count_cost",
     "errors",
     "expand",
+    "load_compact",
+    "load_mask",
     "patterns",
+    "remap_optimizer",
+    "save_compact",
     "select",
     "trace_units",
 ]

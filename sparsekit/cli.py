@@ -14,7 +14,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from importlib.metadata import EntryPoint, entry_points
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import click
 import typer
@@ -127,6 +127,10 @@ def units(
             " Default: what the model brings along.",
         ),
     ] = None,
+    norm: Annotated[
+        Literal["frozen", "kept"],
+        typer.Option(help="'kept' also counts units under layer norms, which are then taken over the kept units."),
+    ] = "frozen",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout and nothing else.")] = False,
 ) -> None:
     """Show the unit groups of a model: all that can be removed exactly, and what stays whole and why.
@@ -139,7 +143,7 @@ def units(
     with warnings.catch_warnings():
         # The same facts are in the table.
         warnings.simplefilter("ignore", FrozenUnitsWarning)
-        graph = trace_units(module, *inputs)
+        graph = trace_units(module, *inputs, norm=norm)
     report = _describe(model, module, graph)
     if as_json:
         typer.echo(json.dumps(report, indent=1))

@@ -26,6 +26,9 @@ def plain():
 def with_input():
     return plain(), (torch.zeros(1, 4),)
 
+def normed():
+    return nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3)), torch.zeros(1, 4)
+
 def tokens():
     return nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 2))
 
@@ -77,6 +80,14 @@ def test_units_of_a_factory_as_json(nets: str, capsys: pytest.CaptureFixture[str
 def test_a_factory_may_bring_its_inputs(nets: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.execute(["units", f"{nets}:with_input", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["units"] == 6
+
+
+def test_units_under_norms_are_shown_on_demand(nets: str, capsys: pytest.CaptureFixture[str]) -> None:
+    found = {}
+    for norm in ("frozen", "kept"):
+        assert cli.execute(["units", f"{nets}:normed", "--norm", norm, "--json"]) == 0
+        found[norm] = json.loads(capsys.readouterr().out)["units"]
+    assert found == {"frozen": 5, "kept": 11}
 
 
 def test_token_inputs_are_given_by_dtype(nets: str, capsys: pytest.CaptureFixture[str]) -> None:

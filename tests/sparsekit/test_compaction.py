@@ -12,16 +12,14 @@ import torch
 import zoo
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from laws import check_masked_equals_compact, random_mask
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.utils._pytree import tree_map_only
 
 from sparsekit.compaction import compact, compact_state, expand
 from sparsekit.errors import ForeignMaskError, InvalidValueError
 from sparsekit.masks.mask import UnitMask
 from sparsekit.units.graph import UnitGraph
-from sparsekit.units.inputs import find_tensors
-from sparsekit.units.rebuild import named_entries
 from sparsekit.units.trace import trace_units
 
 CUTTABLE = [name for name, architecture in zoo.ZOO.items() if architecture.groups]
@@ -36,16 +34,6 @@ def traced(name: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any], UnitG
         return model, args, kwargs, trace_units(model, *args, **kwargs)
 
 
-def random_mask(graph: UnitGraph, ratio: float, seed: int) -> UnitMask:
-    generator = torch.Generator().manual_seed(seed)
-    keep = {}
-    for name, group in graph.groups.items():
-        count = max(1, round(ratio * group.size))
-        keep[name] = torch.zeros(group.size, dtype=torch.bool)
-        keep[name][torch.randperm(group.size, generator=generator)[:count]] = True
-    return UnitMask(keep)
-
-
 def in_dtype(name: str, dtype: torch.dtype, train: bool) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any], UnitGraph]:
     model, args, kwargs, graph = traced(name)
     model = copy.deepcopy(model).to(dtype).train(train)
@@ -53,40 +41,10 @@ def in_dtype(name: str, dtype: torch.dtype, train: bool) -> tuple[nn.Module, tup
     return model, args, kwargs, graph
 
 
-def run_gated(model: nn.Module, graph: UnitGraph, mask: UnitMask, args: Any, kwargs: Any) -> list[Tensor]:
-    dtype = next(model.parameters()).dtype
-    gated = graph.gate(named_entries(model), {name: keep.to(dtype) for name, keep in mask.items()})
-    # Statistics are updated in place; the copies keep those of the model as they are.
-    gated = {k: v if v.requires_grad else v.clone() for k, v in gated.items()}
-    return find_tensors(functional_call(model, gated, args, kwargs, tie_weights=False))
-
-
 def check_laws(name: str, ratio: float, seed: int, dtype: torch.dtype, train: bool) -> None:
-    model, args, kwargs, graph = in_dtype(name, dtype, train)
+    model, args, kwargs, graph = traced(name)
     mask = random_mask(graph, ratio, seed)
-    small = compact(model, graph, mask)
-    torch.manual_seed(0)
-    expected = run_gated(model, graph, mask, args, kwargs)
-    torch.manual_seed(0)
-    found = find_tensors(small(*args, **kwargs))
-    tolerance = 1e-9 if dtype == torch.float64 else 2e-4
-    assert [t.shape for t in expected] == [t.shape for t in found]
-    for a, b in zip(expected, found, strict=True):
-        torch.testing.assert_close(b, a, rtol=tolerance, atol=tolerance)
-    if dtype == torch.float64 and all(t.requires_grad for t in expected):
-        sum((t.sin()).sum() for t in expected).backward()
-        sum((t.sin()).sum() for t in found).backward()
-        dense = {
-            key: p.grad if p.grad is not None else torch.zeros_like(p)
-            for key, p in model.named_parameters(remove_duplicate=False)
-        }
-        indices = graph.kept_indices(mask)
-        for key, own in small.named_parameters():
-            gathered = dense[key]
-            for dim, index in indices.get(key, {}).items():
-                gathered = gathered.index_select(dim, index)
-            grad = own.grad if own.grad is not None else torch.zeros_like(own)
-            torch.testing.assert_close(grad, gathered, rtol=1e-8, atol=1e-9)
+    check_masked_equals_compact(model, args, kwargs, graph, mask, dtype=dtype, train=train, gradients=zoo.ZOO[name].trains)
 
 
 @pytest.mark.parametrize("name", CUTTABLE)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
+import zoo
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import sparsekit as sk
+from sparsekit.cost import trace_cost
 from sparsekit.errors import ForeignMaskError, InvalidValueError, TraceError
 from sparsekit.patterns import PatternView, Random, select
 
@@ -102,3 +107,50 @@ def test_a_mask_of_another_graph_is_refused() -> None:
 def test_inputs_that_do_not_fit_are_named() -> None:
     with pytest.raises(TraceError, match="failed on the example inputs"):
         sk.count_cost(_mlp(), torch.zeros(1, 9))
+
+
+ATTENTION = ["vit-separate", "vit-fused-qkv", "gpt", "bert", "mha", "mha-other-widths", "transformer", "llama", "swin-window"]
+
+
+@pytest.mark.parametrize("name", [*ATTENTION, "linear-attention", "conv-attention"])
+@pytest.mark.parametrize("ratio", [0.3, 0.6, 1.0])
+def test_heads_take_the_products_of_their_maps_along(name: str, ratio: float) -> None:
+    model, args, kwargs = zoo.build(name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        graph = sk.trace_units(model, *args, **kwargs)
+    mask = select(Random(), graph, ratio, PatternView(generator=torch.Generator().manual_seed(0)))
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+            sk.compact(model, graph, mask)(*args, **kwargs)
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
+    assert sk.count_cost(model, *args, graph=graph, mask=mask, **kwargs).flops_compact == counter.get_total_flops()
+
+
+def test_one_attention_head_costs_its_projections_and_its_two_products() -> None:
+    model = nn.ModuleDict({"a": nn.MultiheadAttention(6, 3, batch_first=True, bias=False), "out": nn.Linear(6, 1)})
+    model = zoo.Lambda(lambda m, x: m.parts["out"](m.parts["a"](x, x, x)[0]), parts=model)
+    x = torch.zeros(1, 5, 6)
+    graph = sk.trace_units(model, x)
+    costs = []
+    for heads in (1, 2):
+        keep = {"parts.a": torch.arange(3) < heads, "parts.a.out_proj": torch.ones(6, dtype=torch.bool)}
+        costs.append(sk.count_cost(model, x, graph=graph, mask=sk.UnitMask(keep)).flops_compact)
+    projections, maps = 5 * 4 * 2 * 6, 2 * 5 * 5 * 2  # q, k, v and output of 2 features each; q k^T and its product with v
+    assert costs[1] - costs[0] == 2 * (projections + maps)
+
+
+def test_the_flops_of_a_part_are_those_of_its_weights() -> None:
+    model = _conv()
+    x = torch.zeros(3, 2, 6, 6)
+    costs = trace_cost(model, x, graph=sk.trace_units(model, x))
+    convolution, linear = 2 * 36 * 4 * 2 * 9, 2 * 36 * 5
+    assert costs.part_flops({"0.weight"}) == convolution
+    assert costs.part_flops({"5.weight", "5.bias", "1.weight"}) == linear
+    assert costs.part_flops({"0.weight"}, bias=True) == convolution + 36 * 4
+    assert costs.part_flops(model.state_dict()) == costs.forward_flops() == convolution + linear
+    assert costs.part_flops(model.state_dict(), bias=True) == costs.rowmask_flops()
+    assert costs.part_flops(()) == 0

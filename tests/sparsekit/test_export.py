@@ -1,0 +1,212 @@
+"""Compact modules are plain modules: right attributes, torch.export, ONNX, torch.compile."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import io
+import shutil
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import zoo
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+
+import sparsekit as sk
+from sparsekit.units.inputs import find_tensors
+from sparsekit.units.rebuild import copy_with
+
+pytestmark = pytest.mark.filterwarnings("ignore:The tensor attributes .* were assigned during export")  # of every nn.LSTM
+
+CUTTABLE = [name for name, architecture in zoo.ZOO.items() if architecture.groups]
+
+
+@functools.cache
+def compacted(name: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+    """A model of the zoo at ratio 0.5, in eval mode, with its inputs."""
+    model, args, kwargs = zoo.build(name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        graph = sk.trace_units(model, *args, **kwargs)
+    view = sk.PatternView(generator=torch.Generator().manual_seed(3))
+    return sk.compact(model, graph, sk.select(sk.patterns.Random(), graph, 0.5, view)).eval(), args, kwargs
+
+
+def _conv(m: Any) -> nn.Module:
+    more = {"output_padding": m.output_padding} if isinstance(m, _ConvTransposeNd) else {}
+    return type(m)(m.in_channels, m.out_channels, m.kernel_size, groups=m.groups, bias=m.bias is not None, **more)  # type: ignore[no-any-return]
+
+
+def _norm(m: Any) -> nn.Module:
+    return type(m)(m.num_features, affine=m.affine, track_running_stats=m.track_running_stats)  # type: ignore[no-any-return]
+
+
+def _recurrent(m: Any) -> nn.Module:
+    options = {"num_layers": m.num_layers, "bidirectional": m.bidirectional, "bias": m.bias}
+    if isinstance(m, nn.LSTM):
+        options["proj_size"] = m.proj_size
+    return type(m)(m.input_size, m.hidden_size, **options)  # type: ignore[no-any-return]
+
+
+NATIVE: dict[type[nn.Module], Callable[[Any], nn.Module]] = {
+    nn.Linear: lambda m: nn.Linear(m.in_features, m.out_features, bias=m.bias is not None),
+    _ConvNd: _conv,
+    nn.modules.batchnorm._NormBase: _norm,
+    nn.GroupNorm: lambda m: nn.GroupNorm(m.num_groups, m.num_channels, affine=m.affine),
+    nn.LayerNorm: lambda m: nn.LayerNorm(m.normalized_shape, elementwise_affine=m.elementwise_affine, bias=m.bias is not None),
+    nn.RMSNorm: lambda m: nn.RMSNorm(m.normalized_shape, elementwise_affine=m.elementwise_affine),
+    nn.Embedding: lambda m: nn.Embedding(m.num_embeddings, m.embedding_dim),
+    nn.EmbeddingBag: lambda m: nn.EmbeddingBag(m.num_embeddings, m.embedding_dim),
+    nn.PReLU: lambda m: nn.PReLU(m.num_parameters),
+    nn.LSTM: _recurrent,
+    nn.GRU: _recurrent,
+    nn.RNN: _recurrent,
+    nn.RNNCellBase: lambda m: type(m)(m.input_size, m.hidden_size, bias=m.bias),
+    nn.Bilinear: lambda m: nn.Bilinear(m.in1_features, m.in2_features, m.out_features, bias=m.bias is not None),
+}
+
+
+@pytest.mark.parametrize("name", CUTTABLE)
+def test_attributes_are_those_of_a_natively_narrow_module(name: str) -> None:
+    small, args, kwargs = compacted(name)
+    small(*args, **kwargs)  # weights that a hook computes have their shape after a pass
+    for path, module in small.named_modules():
+        kind = next((kind for kind in NATIVE if isinstance(module, kind)), None)
+        own = [*module.parameters(), *module.buffers()]
+        if kind is None or (isinstance(module, nn.GroupNorm | nn.modules.batchnorm._NormBase) and not own):
+            continue  # a norm without tensors does not depend on its number
+        native = NATIVE[kind](module)
+        for key, expected in (dict(native.named_parameters()) | dict(native.named_buffers())).items():
+            assert getattr(module, key).shape == expected.shape, f"{path}.{key}"
+
+
+@pytest.mark.parametrize("name", CUTTABLE)
+def test_nothing_of_the_trace_is_left_behind(name: str) -> None:
+    small, args, kwargs = compacted(name)
+    for before, after in zip(zoo.build(name)[0].modules(), small.modules(), strict=True):
+        assert len(before._forward_hooks) == len(after._forward_hooks)
+        assert len(before._forward_pre_hooks) == len(after._forward_pre_hooks)
+        assert ("forward" in vars(before)) == ("forward" in vars(after))
+    twin = copy_with(small, {})
+    twin.load_state_dict(small.state_dict())
+    for a, b in zip(find_tensors(small(*args, **kwargs)), find_tensors(twin(*args, **kwargs)), strict=True):
+        assert torch.equal(a, b)
+
+
+class Gpt(nn.Module):
+    """A small causal transformer of ready-made layers over token ids."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(17, 16)
+        self.layer = nn.TransformerEncoderLayer(16, 4, 24, dropout=0.0, batch_first=True, norm_first=True)
+        self.head = nn.Linear(16, 17)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        out: Tensor = self.head(self.layer(self.embed(tokens)))
+        return out
+
+
+class Tagger(nn.Module):
+    """A two-layer bidirectional LSTM over token ids."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(17, 6)
+        self.rnn = nn.LSTM(6, 8, num_layers=2, bidirectional=True, batch_first=True)
+        self.head = nn.Linear(16, 5)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        out: Tensor = self.head(self.rnn(self.embed(tokens))[0])
+        return out
+
+
+def _convolutional() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.Conv2d(8, 8, 3, padding=1, groups=8),
+        nn.Conv2d(8, 12, 1),
+        nn.GroupNorm(4, 12),
+        nn.SiLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(192, 10),
+    )
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
+    "conv": (_convolutional, lambda: torch.randn(2, 3, 8, 8)),
+    "lstm": (Tagger, lambda: torch.randint(17, (2, 5))),
+    "transformer": (Gpt, lambda: torch.randint(17, (2, 5))),
+}
+
+
+def small_model(name: str) -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    make, inputs = MODELS[name]
+    model, x = make().eval(), inputs()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        graph = sk.trace_units(model, x)
+    view = sk.PatternView(generator=torch.Generator().manual_seed(3))
+    small = sk.compact(model, graph, sk.select(sk.patterns.Random(), graph, 0.5, view))
+    assert sum(p.numel() for p in small.parameters()) < sum(p.numel() for p in model.parameters())
+    return small, x
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+def test_torch_export_gives_the_same_outputs(name: str) -> None:
+    small, x = small_model(name)
+    program = torch.export.export(small, (x,))
+    assert {key: v.shape for key, v in program.state_dict.items()} == {k: v.shape for k, v in small.state_dict().items()}
+    torch.testing.assert_close(program.module()(x), small(x))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CUTTABLE)
+def test_torch_export_of_the_zoo(name: str) -> None:
+    small, args, kwargs = compacted(name)
+    model, _, _ = zoo.build(name)
+    try:
+        torch.export.export(model.eval(), args, kwargs)
+    except Exception as error:  # noqa: BLE001
+        pytest.skip(f"the dense model cannot be exported either: {type(error).__name__}")
+    program = torch.export.export(small, args, kwargs)
+    for a, b in zip(find_tensors(small(*args, **kwargs)), find_tensors(program.module()(*args, **kwargs)), strict=True):
+        torch.testing.assert_close(b, a)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", list(MODELS))
+def test_onnx_runtime_gives_the_same_outputs(name: str) -> None:
+    for package in ("onnx", "onnxscript"):
+        pytest.importorskip(package, reason='needs the extra "export"')
+    runtime = pytest.importorskip("onnxruntime", reason='needs the extra "export"')
+    small, x = small_model(name)
+    program = torch.onnx.export(small, (x,), dynamo=True, verbose=False)
+    assert program is not None
+    buffer = io.BytesIO()
+    program.save(buffer)
+    session = runtime.InferenceSession(buffer.getvalue(), providers=["CPUExecutionProvider"])
+    (found,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+    torch.testing.assert_close(torch.from_numpy(found), small(x).detach(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="needs a C++ compiler")
+@pytest.mark.parametrize("name", list(MODELS))
+def test_torch_compile_gives_the_same_outputs_and_gradients(name: str) -> None:
+    small, x = small_model(name)
+    compiled = torch.compile(copy.deepcopy(small))
+    torch.testing.assert_close(compiled(x), small(x), rtol=1e-4, atol=1e-5)
+    compiled(x).square().sum().backward()
+    small(x).square().sum().backward()
+    for (key, a), (_, b) in zip(compiled.named_parameters(), small.named_parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-3, atol=1e-5, msg=key)
