@@ -1,150 +1,206 @@
-"""`sparsekit compare METHOD METHOD …`: methods under one protocol, over seeds."""
+"""`sparsekit compare METHOD METHOD …`: methods under one protocol, over seeds and levels of heterogeneity."""
 
 from __future__ import annotations
 
-import csv
-import io
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+import re
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
 from sparsekit.errors import InvalidValueError
-from sparsekit_fl.cli.options import Experiment, RunOptions, command_app, make_method, takes_options
+from sparsekit_fl.cli.options import RunOptions, command_app, cores, make_method, takes_options
 
 if TYPE_CHECKING:
-    from sparsekit_fl.method import Method
+    from sparsekit_fl.cli.cells import CellPlan
+    from sparsekit_fl.report.cells import Cell
 
 __all__ = ["compare"]
 
-INTERRUPTED = 130
+INTERRUPTED, FAILED = 130, 2
+ALL = "all"
+
+Value = TypeVar("Value", str, int)
+
+_AXES = "What is compared"
 
 
 def _compare(
     *,
-    methods: Annotated[list[str], typer.Argument(help="Methods by name, or package.module:function.")],
-    seeds: Annotated[int, typer.Option(help="How many seeds: --seed, --seed + 1, …")] = 3,
+    methods: Annotated[list[str], typer.Argument(help="Methods by name, or package.module:function; `all` for every one.")],
+    seeds: Annotated[int, typer.Option(help="How many seeds: --seed, --seed + 1, …", rich_help_panel=_AXES)] = 3,
+    target: Annotated[
+        float | None,
+        typer.Option(
+            help="Accuracy whose simulated time is a column, as in 0.9. Default: nine tenths of the best.",
+            rich_help_panel=_AXES,
+        ),
+    ] = None,
+    heterogeneity: Annotated[
+        list[str] | None,
+        typer.Option(help="Levels of the devices: low, median, high; several by commas.", rich_help_panel=_AXES),
+    ] = None,
+    lack_classes: Annotated[
+        list[str] | None,
+        typer.Option(help="How many classes every client lacks; several by commas, as in 2,4,6,8.", rich_help_panel=_AXES),
+    ] = None,
+    jobs: Annotated[
+        int, typer.Option(help="Runs at a time, each with --workers processes.", rich_help_panel="How it is run")
+    ] = 1,
     options: RunOptions,
 ) -> None:
     """Run several methods over several seeds, and print mean ± deviation.
 
-    With --out DIR every run has its folder DIR/METHOD-seedK, finished ones are not run again, and DIR/compare.json and
-    DIR/compare.csv hold the numbers.
+    With --out DIR every run has a folder in DIR; what is finished there is not run again, what was stopped goes on, and
+    DIR gets the table as CSV, JSON and LaTeX, figures, and report.html. `sparsekit report DIR` draws these anew.
+    Clients are scored ten times in a run, at least every 10 rounds, unless --eval-every says otherwise.
     """
+    # What trains is imported only now, so that --help is quick.
     from sparsekit_fl.errors import RunInterrupted
-    from sparsekit_fl.report.table import comparison_table
+    from sparsekit_fl.report.cells import sections_of
+    from sparsekit_fl.report.comparison import Comparison, check_target
 
+    check_target(target)
     made = _distinct(methods)
-    if seeds < 1:
-        raise InvalidValueError(f"--seeds must be an integer >= 1, got {seeds}")
-    first = options.seed or 0
-    cells: list[dict[str, Any]] = []
+    if jobs < 1:
+        raise InvalidValueError(f"--jobs must be an integer >= 1, got {jobs}")
+    plans = _plans(made, _grid(options, seeds, heterogeneity, lack_classes, jobs), options.out)
     try:
-        for seed in range(first, first + seeds):
-            experiment = Experiment.of(replace(options, seed=seed))
-            for name, method in made.items():
-                label = f"{name} seed {seed} ({len(cells) + 1}/{seeds * len(made)})"
-                cells.append(_cell(name, method, experiment, options, label))
-    except RunInterrupted as error:
-        typer.echo(str(error).replace("(--resume)", "(the same command line goes on by itself)"), err=True)
+        cells = _run(plans, jobs, quiet=options.quiet or options.json)
+    except (RunInterrupted, KeyboardInterrupt) as error:
+        found = re.match(r"stopped by the user after round \d+ of \d+", str(error))
+        kept = "nothing was kept, since there was no --out DIR" if options.out is None else "the same command line goes on"
+        typer.echo(f"{found[0] if found else 'stopped by the user'}; {kept}", err=True)
         raise typer.Exit(INTERRUPTED) from None
-    summary = _summary(cells, list(made))
-    report = {
-        "methods": list(made),
-        "seeds": list(range(first, first + seeds)),
-        "cells": cells,
-        "summary": {name: {column: asdict(found) for column, found in row.items()} for name, row in summary.items()},
-    }
+    order = [plan.name for plan in plans]
+    comparison = Comparison(sections_of(cells, order=order)[0], target)
     if options.out is not None:
-        _write(options.out, report)
+        _write(options.out, target, list(made))
     if options.json:
-        typer.echo(json.dumps(report, indent=1, allow_nan=False))
-        return
-    console = Console()
-    console.print(comparison_table(summary, seeds=seeds))
-    if options.out is None:
-        console.print("Nothing was kept. With --out DIR you get every result, compare.json and compare.csv.")
+        typer.echo(json.dumps(comparison.to_dict(), indent=1, allow_nan=False))
     else:
-        console.print(f"compare.json, compare.csv and a folder per run are in {escape(str(options.out))}", soft_wrap=True)
+        console = Console()
+        comparison.show(console)
+        console.print(_where(options.out), soft_wrap=True)
+    if comparison.section.failed:
+        raise typer.Exit(FAILED)
 
 
-def _distinct(methods: Sequence[str]) -> dict[str, Method]:
-    made: dict[str, Method] = {}
-    for text in methods:
-        method = make_method(text)
-        if method.name in made:
-            raise InvalidValueError(f"method {method.name!r} was given twice; name each method once")
-        made[method.name] = method
+def _distinct(texts: Sequence[str]) -> dict[str, str]:
+    """Name → as it was written, in the order given; `all` stands for those of the registry that are not named."""
+    made: dict[str, str] = {}
+    for text in texts:
+        if text == ALL:
+            continue
+        name = make_method(text).name
+        if name in made:
+            raise InvalidValueError(f"method {name!r} was given twice; name each method once")
+        made[name] = text
+    if ALL in texts:
+        from sparsekit_fl.methods import registry
+        from sparsekit_fl.report.published import in_published_order
+
+        for text in in_published_order(registry):
+            made.setdefault(make_method(text).name, text)
     return made
 
 
-def _cell(name: str, method: Method, experiment: Experiment, options: RunOptions, label: str) -> dict[str, Any]:
-    from sparsekit_fl.cli.progress import LiveProgress
-    from sparsekit_fl.report.table import COLUMNS, value_of
-    from sparsekit_fl.runner import run
+def _grid(
+    options: RunOptions, seeds: int, heterogeneity: Sequence[str] | None, lack_classes: Sequence[str] | None, jobs: int
+) -> list[RunOptions]:
+    """One set of options per level and seed."""
+    from sparsekit_fl.config import HETEROGENEITY
+    from sparsekit_fl.presets import preset_for
 
-    seed = experiment.config.seed
-    folder = None if options.out is None else options.out / f"{name}-seed{seed}"
-    result = _finished(folder, method, experiment)
-    if result is None:
-        with LiveProgress(quiet=options.quiet or options.json, label=label) as progress:
-            result = run(
-                method,
-                experiment.problem,
-                experiment.clients,
-                experiment.config,
-                engine=experiment.engine,
-                observers=[progress],
-                out=folder,
-                # A half-finished cell goes on; one with other options is refused, with the difference.
-                resume=folder is not None,
-                experiment=experiment.described,
-            ).to_dict()
-    return {"method": name, "seed": seed, **{column.name: value_of(result, column) for column in COLUMNS}}
-
-
-def _finished(folder: Path | None, method: Method, experiment: Experiment) -> dict[str, Any] | None:
-    """The result in `folder`, if it is that of exactly this run."""
-    from sparsekit_fl.report.table import read_result
-
-    if folder is None or not (folder / "result.json").exists():
-        return None
-    result = read_result(folder)
-    config = {**experiment.config.to_dict(), "experiment": dict(experiment.described)}
-    expected = json.loads(json.dumps([config, method.describe()]))
-    return result if [result["config"], result["policies"]] == expected else None
+    if seeds < 1:
+        raise InvalidValueError(f"--seeds must be an integer >= 1, got {seeds}")
+    levels = _listed(heterogeneity, "--heterogeneity", str)
+    for level in levels:
+        if level is not None and level not in HETEROGENEITY:
+            raise InvalidValueError(f"--heterogeneity must be one of {', '.join(HETEROGENEITY)}, got {level!r}")
+    first = options.seed or 0
+    every = options.eval_every
+    if every is None:
+        # Curves and times to a target need points, also in a short run.
+        rounds = options.rounds or preset_for(preset=options.preset, dataset=options.dataset).rounds
+        every = max(1, min(10, rounds // 10))
+    workers = options.workers if options.workers is not None or jobs == 1 else max(1, cores() // jobs)
+    return [
+        replace(options, heterogeneity=level, lack_classes=lack, seed=seed, workers=workers, eval_every=every, out=None)
+        for level in levels
+        for lack in _listed(lack_classes, "--lack-classes", int)
+        for seed in range(first, first + seeds)
+    ]
 
 
-def _summary(cells: Sequence[Mapping[str, Any]], methods: Sequence[str]) -> dict[str, dict[str, Any]]:
-    from sparsekit_fl.report.table import COLUMNS, spread
+def _listed(texts: Sequence[str] | None, flag: str, read: Callable[[str], Value]) -> list[Value | None]:
+    """The values of an option that may be repeated and may hold commas; [None] where it was not given."""
+    parts = [part.strip() for text in texts or [] for part in text.split(",")]
+    try:
+        values = [read(part) for part in parts]
+    except ValueError:
+        raise InvalidValueError(
+            f"{flag} takes whole numbers with commas between, as in 2,4,6,8, got {','.join(parts)}"
+        ) from None
+    if len(set(values)) < len(values):
+        raise InvalidValueError(f"{flag} has a value twice: {','.join(parts)}")
+    return list(values) or [None]
 
-    return {
-        name: {column.name: spread([cell[column.name] for cell in cells if cell["method"] == name]) for column in COLUMNS}
-        for name in methods
-    }
+
+def _plans(methods: dict[str, str], grid: Sequence[RunOptions], out: Path | None) -> list[CellPlan]:
+    from sparsekit_fl.cli.cells import CellPlan
+
+    return [
+        CellPlan(method=text, name=name, options=options, folder=None if out is None else out / _folder(name, options))
+        for options in grid
+        for name, text in methods.items()
+    ]
 
 
-def _write(folder: Path, report: Mapping[str, Any]) -> None:
-    from sparsekit_fl.storage import write_atomically
+def _folder(name: str, options: RunOptions) -> str:
+    lack = "" if options.lack_classes is None else f"-lack{options.lack_classes}"
+    level = "" if options.heterogeneity is None else f"-{options.heterogeneity}"
+    return re.sub(r"[^\w.+-]+", "_", name) + f"{level}{lack}-seed{options.seed}"
 
-    write_atomically(folder / "compare.json", (json.dumps(report, indent=1, allow_nan=False) + "\n").encode())
-    text = io.StringIO()
-    cells = report["cells"]
-    writer = csv.DictWriter(text, fieldnames=list(cells[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(cells)
-    write_atomically(folder / "compare.csv", text.getvalue().encode())
+
+def _run(plans: Sequence[CellPlan], jobs: int, *, quiet: bool) -> list[Cell]:
+    from sparsekit_fl.cli.cells import run_here
+    from sparsekit_fl.cli.jobs import run_at_once
+    from sparsekit_fl.cli.progress import CellsProgress
+
+    with CellsProgress(len(plans), quiet=quiet) as board:
+        running = run_here(plans, board) if jobs == 1 else run_at_once(plans, board, jobs=jobs)
+        # Closed here and not when it is collected, so that no process outlives the command.
+        with closing(running):
+            return list(running)
+
+
+def _write(out: Path, target: float | None, methods: Sequence[str]) -> None:
+    from sparsekit_fl.report.write import write_report
+
+    write_report(out, target=target, order=methods)
+
+
+def _where(out: Path | None) -> str:
+    if out is None:
+        return "Nothing was kept. With --out DIR you get every result, tables, figures and report.html."
+    return f"Tables, figures, report.html and a folder per run are in {escape(str(out))}"
 
 
 compare = command_app(
-    takes_options(_compare, without=("resume",)),  # finished and half-finished runs are found by themselves
+    # Finished and half-finished runs are found by themselves; the two levels may be lists here.
+    takes_options(_compare, without=("resume", "heterogeneity", "lack_classes", "bandit")),
     examples=(
         "sparsekit compare fedlps fedavg local --seeds 3",
-        "sparsekit compare fedlps fedlps-paper --preset mnist --data-dir data --out runs/mnist",
+        "sparsekit compare all --preset mnist --data-dir data --out runs/mnist",
+        "sparsekit compare fedlps heterofl --preset cifar10 --heterogeneity low,median,high --target 0.7 --out runs/levels",
+        "sparsekit compare fedlps@p-ucbv fedlps@e-ucb fedlps@ucb-v --out runs/bandits",
+        "sparsekit compare fedlps fedper --preset mnist --lack-classes 2,4,6,8 --jobs 2 --out runs/classes",
     ),
 )

@@ -29,6 +29,7 @@ KINDS = {
     "partitions": "sparsekit_fl.partition:partitions",
     "patterns": "sparsekit.patterns:registry",
     "engines": "sparsekit_fl.engines:registry",
+    "bandits": "sparsekit.bandit:registry",
 }
 
 
@@ -37,7 +38,7 @@ def _list(
     kind: Annotated[str, typer.Argument(help=f"One of {', '.join(KINDS)}.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout and nothing else.")] = False,
 ) -> None:
-    """List methods, datasets, models, partitions, patterns or engines: ours and those of installed packages."""
+    """List methods, datasets, models, partitions, patterns, engines or bandits: ours and those of installed packages."""
     from sparsekit.registry import load_object
 
     if kind not in KINDS:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from sparsekit_fl.presets import Preset
     from sparsekit_fl.problem import Problem
 
-__all__ = ["DefaultsCommand", "Experiment", "RunOptions", "command_app", "make_method", "takes_options"]
+__all__ = ["DefaultsCommand", "Experiment", "RunOptions", "command_app", "cores", "make_method", "takes_options"]
 
 MOST_WORKERS = 8
 
@@ -63,6 +63,10 @@ class RunOptions:
     classes_per_client: Annotated[int | None, typer.Option(help="For the pathological partition.", rich_help_panel=_WHAT)] = (
         None
     )
+    lack_classes: Annotated[
+        int | None,
+        typer.Option(help="Pathological partition: how many of the classes every client lacks.", rich_help_panel=_WHAT),
+    ] = None
     alpha: Annotated[
         float | None, typer.Option(help="For the dirichlet partition; small is uneven.", rich_help_panel=_WHAT)
     ] = None
@@ -70,13 +74,37 @@ class RunOptions:
         str | None,
         typer.Option(help="Draw the clients' levels once (fixed) or every round (dynamic).", rich_help_panel=_WHAT),
     ] = None
+    heterogeneity: Annotated[
+        str | None,
+        typer.Option(
+            help="Capabilities drawn from 1, 1/2 (low), from 1 to 1/4 (median) or from 1 to 1/16 (high).",
+            rich_help_panel=_WHAT,
+        ),
+    ] = None
+    bandit: Annotated[
+        str | None,
+        typer.Option(
+            help="The bandit that decides the ratios of fedlps: p-ucbv, split-ucbv, e-ucb, ucb-v, or package.module:object.",
+            rich_help_panel=_TRAIN,
+        ),
+    ] = None
     lr: Annotated[float | None, typer.Option(help="Learning rate.", rich_help_panel=_TRAIN)] = None
     batch_size: Annotated[int | None, typer.Option(help="Examples per step.", rich_help_panel=_TRAIN)] = None
     local_epochs: Annotated[int | None, typer.Option(help="Passes over a client's data per round.", rich_help_panel=_TRAIN)] = (
         None
     )
     seed: Annotated[int | None, typer.Option(help="Of all random numbers. Default: 0.", rich_help_panel=_HOW)] = None
-    engine: Annotated[str | None, typer.Option(help="Who runs clients. Default: embedded.", rich_help_panel=_HOW)] = None
+    engine: Annotated[
+        str | None, typer.Option(help="Who runs clients: embedded (the default) or flower.", rich_help_panel=_HOW)
+    ] = None
+    supernodes: Annotated[
+        int | None,
+        typer.Option(help="Virtual nodes of Flower's simulation. Default: one per client, at most 1000.", rich_help_panel=_HOW),
+    ] = None
+    ray_address: Annotated[
+        str | None,
+        typer.Option(help="HOST:PORT of a running Ray cluster, for --engine flower.", rich_help_panel=_HOW),
+    ] = None
     workers: Annotated[
         int | None,
         typer.Option(
@@ -169,21 +197,38 @@ def command_app(command: Callable[..., None], *, examples: tuple[str, ...], defa
     return app
 
 
-def make_method(name: str) -> Method:
-    """A method by its name in the registry or as `package.module:function`.
+def make_method(text: str, *, bandit: str | None = None) -> Method:
+    """A method by its name in the registry or as `package.module:function`; `METHOD@BANDIT` says its bandit too.
+
+    Args:
+        text: What the user wrote.
+        bandit: Decides the ratio, in place of the method's own bandit. None: as the text or the method says.
 
     Raises:
-        UnknownNameError: no such method.
-        InvalidValueError: what was found does not make a Method.
+        UnknownNameError: no such method or bandit.
+        InvalidValueError: what was found does not make a Method, or no bandit decides its ratio.
     """
     from sparsekit_fl.method import Method
     from sparsekit_fl.methods import registry
 
+    name, _, wanted = text.partition("@")
     found = load_object(name) if ":" in name else registry[name]
     made = found() if callable(found) else found
     if not isinstance(made, Method):
         raise InvalidValueError(f"{name!r} must be a Method or a function that returns one, got {type(made).__name__}")
-    return made
+    return _with_bandit(made, bandit or wanted) if bandit or wanted else made
+
+
+def _with_bandit(method: Method, bandit: str) -> Method:
+    from sparsekit_fl.policies.bandit import BanditRatio
+
+    if not isinstance(method.ratio, BanditRatio):
+        raise InvalidValueError(
+            f"method {method.name!r} takes no bandit, as no bandit decides its ratio; fedlps and fedlps-paper take one"
+        )
+    if method.ratio.bandit == bandit:
+        return method
+    return replace(method, name=f"{method.name}@{bandit}", ratio=replace(method.ratio, bandit=bandit))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -229,16 +274,21 @@ class Experiment:
             clients=options.clients,
             partition=options.partition,
             options=deal or None,
+            lack_classes=options.lack_classes,
             data_dir=options.data_dir,
             seed=options.seed or 0,
         )
+        kept = dict(preset.options) if options.partition in (None, preset.partition) else {}
+        if options.lack_classes is not None:
+            # It decides all that the preset says of shards, so what it overrides is not reported.
+            kept = {"lack_classes": options.lack_classes}
         described = {
             "preset": preset.name,
             "dataset": preset.dataset,
             "model": options.model or preset.model,
             "clients": len(clients),
             "partition": options.partition or preset.partition,
-            "partition_options": {**(preset.options if options.partition in (None, preset.partition) else {}), **deal},
+            "partition_options": {**kept, **deal},
         }
         return Experiment(
             problem=problem,
@@ -262,7 +312,11 @@ def _check(options: RunOptions) -> None:
         value = getattr(options, name)
         if value is not None and value < 1:
             raise InvalidValueError(f"--{name} must be an integer >= 1, got {value}")
-    for name, kind in (("classes_per_client", "pathological"), ("alpha", "dirichlet")):
+    for name, kind in (
+        ("classes_per_client", "pathological"),
+        ("lack_classes", "pathological"),
+        ("alpha", "dirichlet"),
+    ):
         if getattr(options, name) is not None and options.partition not in (None, kind):
             flag = "--" + name.replace("_", "-")
             raise InvalidValueError(f"{flag} belongs to --partition {kind}, got --partition {options.partition}")
@@ -298,10 +352,20 @@ def _config(options: RunOptions, preset: Preset, clients: int) -> RunConfig:
         "device": options.device,
     }
     values.update({name: value for name, value in said.items() if value is not None})
-    config = RunConfig(training=training, capability_levels=preset.capability_levels, **values)
+    config = RunConfig(training=training, capability_levels=_levels(options.heterogeneity, preset), **values)
     if config.clients_per_round > clients:
         raise InvalidValueError(f"--cohort is {config.clients_per_round}, but there are {clients} clients; lower it")
     return config
+
+
+def _levels(heterogeneity: str | None, preset: Preset) -> tuple[float, ...]:
+    from sparsekit_fl.config import HETEROGENEITY
+
+    if heterogeneity is None:
+        return preset.capability_levels
+    if heterogeneity not in HETEROGENEITY:
+        raise InvalidValueError(f"--heterogeneity must be one of {', '.join(HETEROGENEITY)}, got {heterogeneity!r}")
+    return HETEROGENEITY[heterogeneity]
 
 
 def _engine(options: RunOptions) -> Engine:
@@ -312,16 +376,24 @@ def _engine(options: RunOptions) -> Engine:
         make = registry[name]
     except ImportError as error:
         raise MissingDependencyError(f'engine {name!r} needs a package: {error}; pip install "sparsekit[{name}]"') from error
+    given = {"supernodes": options.supernodes, "ray_address": options.ray_address}
+    given = {option: value for option, value in given.items() if value is not None}
+    for option in given:
+        if option not in inspect.signature(make).parameters:
+            raise InvalidValueError(
+                f"--{option.replace('_', '-')} is not for engine {name!r}; leave it out, or add --engine flower"
+            )
     workers = options.workers
     if workers is None:
         # A GPU is shared best by one process.
         on_cpu = options.device in (None, "cpu")
-        workers = min(_cores(), MOST_WORKERS) if on_cpu else 1
-    engine: Engine = make(workers=workers)
+        workers = min(cores(), MOST_WORKERS) if on_cpu else 1
+    engine: Engine = make(workers=workers, **given)
     return engine
 
 
-def _cores() -> int:
+def cores() -> int:
+    """How many this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

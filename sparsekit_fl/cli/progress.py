@@ -1,22 +1,26 @@
-"""Live progress on stderr: an observer that draws with rich, and draws nothing where nobody looks."""
+"""Live progress on stderr, drawn with rich: of one run, or of the cells of a comparison. Silent where nobody looks."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from sparsekit_fl.report.table import flops_text, share_text
+from sparsekit_fl.report.table import flops_text, seconds_text, share_text
 from sparsekit_fl.results import Observer, RoundRecord, RunStart
 
 if TYPE_CHECKING:
     from sparsekit_fl.messages import Evaluation, Update
+    from sparsekit_fl.report.cells import Cell
     from sparsekit_fl.results import RunResult
 
-__all__ = ["LiveProgress"]
+__all__ = ["CellsProgress", "Events", "LiveProgress"]
 
 
 class LiveProgress(Observer, AbstractContextManager["LiveProgress"]):
@@ -92,3 +96,154 @@ class LiveProgress(Observer, AbstractContextManager["LiveProgress"]):
     def on_end(self, result: RunResult) -> None:
         """Take the bar away."""
         self._progress.stop()
+
+
+class Events(Observer):
+    """An observer that passes on what a display needs, as plain JSON values, so that it may cross a pipe.
+
+    Args:
+        send: Is given one event at a time.
+    """
+
+    def __init__(self, send: Callable[[Mapping[str, Any]], None]) -> None:
+        self._send = send
+
+    def on_start(self, start: RunStart) -> None:
+        """How much there is to do, and how much of it is done."""
+        rounds, cohort = start.config.rounds, start.config.clients_per_round
+        self._send({"rounds": rounds, "cohort": cohort, "done": start.round})
+
+    def on_client(self, round: int, client_id: int, update: Update | None) -> None:
+        """One client more."""
+        self._send({"client": round})
+
+    def on_round(self, record: RoundRecord) -> None:
+        """The round, and the accuracy where it was scored."""
+        scores = {} if record.evaluation is None else record.evaluation.personal
+        self._send({"round": record.round, "accuracy": scores.get("accuracy")})
+
+
+class CellsProgress(AbstractContextManager["CellsProgress"]):
+    """A bar over all cells with the time left, a bar for each that runs, and a line for each that ended.
+
+    It has no thread of its own: a process that forks while another thread holds a lock would hang.
+
+    Args:
+        cells: How many there are.
+        quiet: Draw nothing.
+        console: Where to draw; None takes stderr.
+    """
+
+    def __init__(self, cells: int, *, quiet: bool = False, console: Console | None = None) -> None:
+        self._console = Console(stderr=True) if console is None else console
+        self._quiet = quiet
+        self._cells = cells
+        self._ended = 0
+        self._shown = 0.0
+        self._running: dict[str, _Running] = {}
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=None),
+            TextColumn("{task.fields[facts]}"),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=self._console,
+            auto_refresh=False,
+            disable=quiet or not self._console.is_terminal,
+            transient=True,
+            expand=True,
+            speed_estimate_period=3600,
+        )
+        self._all = self._progress.add_task(f"0/{cells} cells", total=cells, facts="")
+
+    def __enter__(self) -> CellsProgress:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def begin(self, label: str) -> None:
+        """A cell starts."""
+        task = self._progress.add_task(escape(f"{label}, preparing"), total=None, facts="")
+        self._running[label] = _Running(task, time.monotonic())
+        self._refresh()
+
+    def event(self, label: str, event: Mapping[str, Any]) -> None:
+        """Something happened in a cell.
+
+        Args:
+            label: Of the cell.
+            event: From `Events`, or what the cell says under "said".
+        """
+        running = self._running[label]
+        if "said" in event:
+            self._say(f"{label}: {event['said']}")
+            return
+        if "rounds" in event:
+            running.rounds, running.cohort, running.round = event["rounds"], event["cohort"], event["done"]
+        elif "client" in event:
+            running.clients += 1
+        elif "round" in event:
+            running.round, running.clients = event["round"], 0
+            if event["accuracy"] is not None:
+                running.facts = f"accuracy {share_text(event['accuracy'])}"
+        text = f"{label}, round {min(running.round + 1, running.rounds)}/{running.rounds}"
+        self._progress.update(running.task, description=escape(text), total=1.0, completed=running.share, facts=running.facts)
+        self._refresh()
+
+    def end(self, label: str, cell: Cell, *, ran: bool) -> None:
+        """A cell ended.
+
+        Args:
+            label: Of the cell.
+            cell: What came of it.
+            ran: False where it was finished before.
+        """
+        self._ended += 1
+        running = self._running.pop(label, None)
+        if running is not None:
+            self._progress.remove_task(running.task)
+        if cell.result is None:
+            text = f"failed: {cell.error}"
+        else:
+            accuracy = (cell.result["final"].get("personal") or {}).get("accuracy")
+            text = "finished before" if not ran else "finished"
+            text += "" if accuracy is None else f", accuracy {share_text(accuracy)}"
+            if running is not None:
+                text += f", {seconds_text(time.monotonic() - running.began)}"
+        self._say(f"{self._ended}/{self._cells} {label}: {text}")
+        self._progress.update(self._all, description=f"{self._ended}/{self._cells} cells")
+        self._refresh(now=True)
+
+    def tick(self) -> None:
+        """Time passed."""
+        self._refresh()
+
+    def _say(self, text: str) -> None:
+        if not self._quiet:
+            self._progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def _refresh(self, *, now: bool = False) -> None:
+        moment = time.monotonic()
+        if now or moment - self._shown > 0.25:
+            self._shown = moment
+            done = self._ended + sum(running.share for running in self._running.values())
+            self._progress.update(self._all, completed=done)
+            self._progress.refresh()
+
+
+class _Running:
+    """What is known of a cell that runs."""
+
+    def __init__(self, task: TaskID, began: float) -> None:
+        self.task = task
+        self.began = began
+        self.rounds, self.cohort, self.round, self.clients = 1, 1, 0, 0
+        self.facts = ""
+
+    @property
+    def share(self) -> float:
+        """How much of it is done, in [0, 1]."""
+        return min(1.0, (self.round + min(1.0, self.clients / self.cohort)) / self.rounds)

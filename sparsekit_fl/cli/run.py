@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from sparsekit.errors import InvalidValueError
 from sparsekit_fl.cli.options import Experiment, RunOptions, command_app, make_method, takes_options
 
 __all__ = ["fedlps", "run"]
@@ -22,7 +23,12 @@ def _run(method_name: str, options: RunOptions) -> None:
     from sparsekit_fl.report.table import result_table
     from sparsekit_fl.runner import run as run_rounds
 
-    method = make_method(method_name)
+    method = make_method(method_name, bandit=options.bandit)
+    if method.capability is not None and options.capability not in (None, method.capability):
+        raise InvalidValueError(
+            f"--capability {options.capability} contradicts {method.name!r}, which is about {method.capability} capabilities;"
+            " leave the option out"
+        )
     experiment = Experiment.of(options)
     with LiveProgress(quiet=options.quiet or options.json) as progress:
         try:

@@ -8,6 +8,9 @@ __all__ = ["ClientPool", "Embedded", "Engine", "Reply", "registry"]
 
 registry = Registry(
     "engine",
-    {"embedded": "sparsekit_fl.engines.embedded:Embedded"},
+    {
+        "embedded": "sparsekit_fl.engines.embedded:Embedded",
+        "flower": "sparsekit_fl.engines.flower:Flower",
+    },
     group="sparsekit_fl.engines",
 )

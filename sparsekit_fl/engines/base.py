@@ -26,12 +26,14 @@ class Reply:
         update: None where the client failed.
         error: Why it failed; None where it did not.
         stored: Whether a memory of this client was written for this round.
+        note: What the record of the round should say of it; empty for nothing.
     """
 
     client_id: int
     update: Update | None = None
     error: Exception | None = None
     stored: bool = False
+    note: str = ""
 
 
 class ClientPool(Protocol):

@@ -19,14 +19,13 @@ from torch import Tensor
 from sparsekit.errors import InvalidValueError
 from sparsekit.state import StateDict
 from sparsekit_fl.client import Client
-from sparsekit_fl.client_round import client_evaluate, client_round
-from sparsekit_fl.context import Memory, Roster, Setup, Workspace, one_thread
+from sparsekit_fl.context import Setup, one_thread
 from sparsekit_fl.engines.base import ClientPool, Reply
-from sparsekit_fl.errors import ClientError, MemoryStateError, WorkerDiedError
+from sparsekit_fl.engines.bench import Bench
+from sparsekit_fl.errors import ClientError, WorkerDiedError
 from sparsekit_fl.messages import (
     Assignment,
     Evaluation,
-    Update,
     decode_assignment,
     decode_update,
     encode_assignment,
@@ -38,48 +37,10 @@ from sparsekit_fl.store import ClientStore, Versions
 __all__ = ["Embedded"]
 
 
-class _Bench:
-    """Runs clients in the process that it is made in."""
-
-    def __init__(self, setup: Setup, clients: Mapping[int, Client], store: ClientStore) -> None:
-        self.setup = setup
-        self._workspace = Workspace(setup)
-        self._clients = clients
-        self._store = store
-
-    def train(self, assignment: Assignment, version: int | None) -> tuple[Update, bool]:
-        memory = self._store.read(assignment.client_id, version)
-        update = client_round(self._workspace, assignment, self._clients[assignment.client_id], memory)
-        return update, self._save(assignment, memory)
-
-    def _save(self, assignment: Assignment, memory: Memory) -> bool:
-        try:
-            return self._store.write(assignment.client_id, assignment.round, memory)
-        except MemoryStateError as error:
-            name = self.setup.method.name
-            raise ClientError(
-                f"client {assignment.client_id} failed in round {assignment.round} of method {name!r}: {error}"
-            ) from error
-
-    def evaluate(
-        self, state: StateDict, client_id: int, version: int | None, *, round: int, with_shared: bool, export: Path | None
-    ) -> Evaluation:
-        return client_evaluate(
-            self._workspace,
-            state,
-            self._clients[client_id],
-            self._store.read(client_id, version),
-            round=round,
-            capability=Roster(self._clients, self.setup.config, round)[client_id].capability,
-            with_shared=with_shared,
-            export=export,
-        )
-
-
 class _LocalPool:
     workers = 1
 
-    def __init__(self, bench: _Bench) -> None:
+    def __init__(self, bench: Bench) -> None:
         self._bench = bench
 
     def map(self, assignments: Sequence[Assignment], versions: Versions) -> Iterator[Reply]:
@@ -131,7 +92,7 @@ def _serve(
         other.close()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     one_thread()
-    bench = _Bench(setup, clients, store)
+    bench = Bench(setup, clients, store)
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
         while True:
             header, payload = _receive(connection)
@@ -144,9 +105,7 @@ def _serve(
             _send(connection, reply, answer)
 
 
-def _answer(
-    bench: _Bench, header: Mapping[str, Any], payload: bytes, shared: dict[str, Tensor]
-) -> tuple[dict[str, Any], bytes]:
+def _answer(bench: Bench, header: Mapping[str, Any], payload: bytes, shared: dict[str, Tensor]) -> tuple[dict[str, Any], bytes]:
     if header["task"] == "train":
         assignment = decode_assignment(payload, bench.setup.graph, state=shared)
         update, stored = bench.train(assignment, header["version"])
@@ -318,7 +277,7 @@ class Embedded:
         before = one_thread()
         try:
             if self.workers == 1:
-                return rounds(_LocalPool(_Bench(setup, clients, store)))
+                return rounds(_LocalPool(Bench(setup, clients, store)))
             method = self._start_method or ("fork" if sys.platform == "linux" and setup.config.device == "cpu" else "spawn")
             pool = _ProcessPool(self.workers, multiprocessing.get_context(method), setup, clients, store)
             try:

@@ -1,0 +1,80 @@
+"""`sparsekit flower-app DIR`: a Flower app that is ready for `flwr run`, for clients on devices."""
+
+from __future__ import annotations
+
+import re
+from importlib.resources import files
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+
+from sparsekit.errors import InvalidValueError, MissingDependencyError
+from sparsekit_fl.cli.options import command_app
+
+__all__ = ["flower_app", "write_app"]
+
+_FILES = ("pyproject.toml", "README.md", "make_certificates.sh", "node.example.sh", "flwr-home/config.toml")
+
+
+def write_app(folder: Path) -> list[Path]:
+    """Write the app.
+
+    Args:
+        folder: Where; made if absent.
+
+    Returns:
+        The files.
+
+    Raises:
+        InvalidValueError: a file is there already; nothing was written.
+        MissingDependencyError: Flower is not installed.
+    """
+    try:
+        from sparsekit_fl.engines.flower.plan import Plan
+    except ImportError as error:
+        raise MissingDependencyError(f'a Flower app needs Flower: {error}; pip install "sparsekit[flower]"') from error
+    taken = [name for name in _FILES if (folder / name).exists()]
+    if taken:
+        raise InvalidValueError(f"{folder} already holds {', '.join(taken)}; nothing was written. Choose another folder")
+    here = folder.resolve()
+    words = {
+        "@NAME@": re.sub(r"[^a-z0-9]+", "-", here.name.lower()).strip("-") or "sparsekit-app",
+        "@HERE@": here.as_posix(),
+        "@CONFIG@": "\n".join(f"{name} = {_toml(value)}" for name, value in Plan().to_run_config().items()),
+    }
+    template = files("sparsekit_fl").joinpath("engines/flower/template")
+    written = []
+    for name in _FILES:
+        # A template that is no valid project file must not carry the name of one.
+        source = f"{name}.in" if name == "pyproject.toml" else name
+        text = template.joinpath(source).read_text(encoding="utf-8")
+        for word, value in words.items():
+            text = text.replace(word, value)
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+        if name.endswith(".sh"):
+            path.chmod(0o755)
+        written.append(path)
+    return written
+
+
+def _toml(value: object) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f'"{value}"' if isinstance(value, str) else repr(value)
+
+
+def _command(*, folder: Annotated[Path, typer.Argument(metavar="DIR", help="A folder to write it to.")]) -> None:
+    """Write a Flower app that runs any method on real devices: SuperLink and SuperNodes, with TLS.
+
+    Its README has the commands, from a trial on one machine to encrypted connections with known devices only.
+    """
+    for path in write_app(folder):
+        typer.echo(escape(str(path)))
+    typer.echo(f"Next: {folder / 'README.md'} has the commands.")
+
+
+flower_app = command_app(_command, examples=("sparsekit flower-app my-app",), defaults=False)

@@ -1,0 +1,144 @@
+"""The two apps of a deployment: `server` runs the rounds, `client` answers for the clients of its SuperNode.
+
+Flower starts a process for each message to a SuperNode, so nothing lives there from message to message but files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+from flwr.app import Context, Message
+from flwr.clientapp import ClientApp
+from flwr.serverapp import Grid, ServerApp
+
+from sparsekit.errors import InvalidValueError
+from sparsekit_fl.client import Client
+from sparsekit_fl.context import Setup, one_thread
+from sparsekit_fl.engines.bench import Bench
+from sparsekit_fl.engines.flower.deployment import Deployment, Nodes
+from sparsekit_fl.engines.flower.keep import NodeStore
+from sparsekit_fl.engines.flower.node import Node, make_app
+from sparsekit_fl.engines.flower.plan import Plan, client_ids
+from sparsekit_fl.engines.flower.wire import content, read
+from sparsekit_fl.results import Observer, RoundRecord
+from sparsekit_fl.runner import run
+from sparsekit_fl.store import CarriedMemory, MemoryStore
+
+__all__ = ["client", "server"]
+
+_log = logging.getLogger("flwr")  # what Flower shows of an app
+
+_clients: dict[str, tuple[Setup, dict[int, Client]]] = {}
+
+
+def _make(context: Context) -> tuple[Setup, dict[int, Client]]:
+    """Setup and clients of this node; in this process only once."""
+    key = json.dumps([dict(context.run_config), dict(context.node_config)], sort_keys=True, default=str)
+    if key not in _clients:
+        plan = Plan.of(context.run_config)
+        ids = client_ids(_clients_of(context))
+        problem, clients = plan.make_clients(ids, context.node_config)
+        setup = Setup.build(plan.make_method(), problem, plan.make_config(len(clients)))
+        _clients.clear()
+        _clients[key] = setup, clients
+    return _clients[key]
+
+
+def _clients_of(context: Context) -> str:
+    config = context.node_config
+    if "clients" in config:
+        return str(config["clients"])
+    if "partition-id" in config:
+        # What Flower's own examples call it: one client a node.
+        return str(config["partition-id"])
+    raise InvalidValueError('this SuperNode was given no clients; start it with --node-config \'clients="0-3" state-dir="…"\'')
+
+
+def _run_id(context: Context) -> str:
+    """The same for a run and for the run that resumes it, so that a node finds the memories of its clients again."""
+    settled = {name: value for name, value in context.run_config.items() if name not in ("resume", "nodes", "wait-seconds")}
+    return hashlib.sha256(json.dumps(settled, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def _node(context: Context) -> Node:
+    one_thread()
+    setup, clients = _make(context)
+    plan = Plan.of(context.run_config)
+    store: MemoryStore = CarriedMemory()
+    if plan.memory == "nodes":
+        folder = str(context.node_config.get("state-dir", ""))
+        if not folder:
+            raise InvalidValueError(
+                "this SuperNode has no place for the memories of its clients; start it with --node-config"
+                ' \'state-dir="FOLDER" …\', or run with memory="server"'
+            )
+        store = NodeStore(Path(folder) / _run_id(context))
+    return Node(Bench(setup, clients, store))
+
+
+client: ClientApp = make_app(_node)
+
+
+def _introduce(message: Message, context: Context) -> Message:
+    read(message)
+    _, clients = _make(context)
+    about = [
+        {
+            "id": found.id,
+            "sizes": [len(found.data.train), len(found.data.val), len(found.data.test)],
+            "capability": [
+                found.capability.ratio,
+                found.capability.flops_per_second,
+                found.capability.uplink_bytes_per_second,
+                found.capability.downlink_bytes_per_second,
+            ],
+        }
+        for found in clients.values()
+    ]
+    return Message(content({"clients": about}), reply_to=message)
+
+
+client.query()(_introduce)
+
+server = ServerApp()
+
+
+class _Report(Observer):
+    def on_round(self, record: RoundRecord) -> None:
+        scores = record.evaluation
+        text = f"round {record.round}: loss {record.loss if record.loss is not None else float('nan'):.4f}"
+        if scores is not None:
+            text += "".join(f", {name} {value:.4f}" for name, value in scores.personal.items())
+        for client_id, reason in record.dropped:
+            text += f"; without client {client_id}: {reason}"
+        for note in record.notes:
+            text += f"; {note}"
+        _log.info(text)
+
+
+def _main(grid: Grid, context: Context) -> None:
+    plan = Plan.of(context.run_config)
+    nodes = Nodes(grid, wanted=plan.nodes, wait_seconds=plan.wait_seconds)
+    clients = nodes.introduce()
+    problem, _ = plan.make_problem()
+    config = plan.make_config(len(clients))
+    described: dict[str, Any] = {"preset": None if plan.problem else plan.preset, "problem": plan.problem or None}
+    result = run(
+        plan.make_method(),
+        problem,
+        [clients[id] for id in sorted(clients)],
+        config,
+        engine=Deployment(nodes, memory=plan.memory, timeout_seconds=plan.timeout_seconds or None),
+        observers=[_Report()],
+        out=plan.out or None,
+        resume=plan.resume,
+        experiment={**described, "clients": len(clients)},
+    )
+    _log.info(f"final personal scores: {dict(result.final.personal)}; state {result.final.state_sha256}")
+
+
+server.main()(_main)

@@ -1,0 +1,186 @@
+"""LocalGrid: a Flower grid in this process, without Ray and without servers, over Flower's real wire format. For tests.
+
+Every message and every reply is taken apart into the objects that Flower sends and put together again; replies come back
+shuffled; a fault can be planted in any of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+from flwr.app import Context, Error, Message, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp import Grid
+from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
+from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
+from flwr.supercore.run import Run
+from flwr.supercore.task_identity import TaskIdentity
+
+from sparsekit_fl.client import Client
+from sparsekit_fl.context import Setup
+from sparsekit_fl.engines.base import ClientPool
+from sparsekit_fl.engines.bench import Bench
+from sparsekit_fl.engines.flower.node import Node, make_app
+from sparsekit_fl.engines.flower.pool import GridPool
+from sparsekit_fl.results import RunResult
+from sparsekit_fl.store import ClientStore
+
+__all__ = ["Fault", "InProcess", "LocalGrid", "over_the_wire"]
+
+Fault = Callable[[Message, Message], Message | None]
+"""(message, reply) → the reply that arrives, or None for none; `reply` may also be raised over by returning an error reply."""
+
+
+def over_the_wire(message: Message) -> Message:
+    """The message as its receiver gets it."""
+    id = message.object_id
+    contents = {name: found.deflate() for name, found in get_all_nested_objects(message).items()}
+    received = inflate_object_from_contents(id, contents)
+    assert isinstance(received, Message)
+    received.metadata.__dict__["_message_id"] = id
+    return received
+
+
+class LocalGrid(Grid):
+    """A grid whose nodes are this process.
+
+    Args:
+        app: Answers the messages.
+        nodes: How many there are.
+        rng: Shuffles the replies.
+        fault: Changes or drops replies; None for none.
+        twice: Every reply comes twice.
+    """
+
+    def __init__(
+        self, app: ClientApp, *, nodes: int, rng: np.random.Generator, fault: Fault | None = None, twice: bool = False
+    ) -> None:
+        # Flower asks these of the process that makes a message; a run of its own would have set them.
+        TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1
+        self._app = app
+        self._contexts = {
+            1000 + node: Context(run_id=1, node_id=1000 + node, node_config={}, state=RecordDict(), run_config={})
+            for node in range(nodes)
+        }
+        self._rng = rng
+        self._fault = fault
+        self._twice = twice
+        self._replies: dict[str, Message] = {}
+        self.bytes_down = 0
+        self.bytes_up = 0
+
+    def set_run(self, run: Run) -> None:
+        """Nothing to set."""
+
+    @property
+    def run(self) -> Run:
+        """There is none."""
+        raise AttributeError("a grid in this process belongs to no run")
+
+    def create_message(self, *_: Any, **__: Any) -> Message:
+        """Deprecated in Flower; `Message` is used."""
+        raise AttributeError("use Message(...)")
+
+    def get_node_ids(self) -> Iterable[int]:
+        """The nodes, in no particular order."""
+        ids = list(self._contexts)
+        self._rng.shuffle(ids)
+        return ids
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        """Deliver, and have them answered at once."""
+        ids = []
+        for sent in messages:
+            message = over_the_wire(sent)
+            self.bytes_down += _wire_bytes(message)
+            context = self._contexts[message.metadata.dst_node_id]
+            try:
+                reply = self._app(message=message, context=context)
+            except Exception as error:  # noqa: BLE001 - as Flower does
+                reply = Message(Error(code=2, reason=f"{type(error)}:<'{error}'>"), reply_to=message)
+            arrived: Message | None = over_the_wire(reply)
+            if self._fault is not None and arrived is not None:
+                arrived = self._fault(message, arrived)
+            if arrived is not None:
+                self.bytes_up += _wire_bytes(arrived)
+                self._replies[message.metadata.message_id] = arrived
+            ids.append(message.metadata.message_id)
+        return ids
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        """Some of what has come, shuffled."""
+        here = [id for id in sorted(message_ids) if id in self._replies]
+        self._rng.shuffle(here)
+        found = [self._replies.pop(id) for id in here[: 1 + len(here) // 2]]
+        return found * 2 if self._twice else found
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+        """Not used."""
+        del messages, timeout
+        raise AttributeError("use push_messages and pull_messages")
+
+
+def _wire_bytes(message: Message) -> int:
+    return sum(len(found.deflate()) for found in get_all_nested_objects(message).values())
+
+
+class InProcess:
+    """An engine over a `LocalGrid`: what Flower does to messages, without what it costs.
+
+    Args:
+        nodes: How many nodes the clients are dealt to; None gives each client one.
+        seed: Of the shuffling.
+        fault: Changes or drops replies.
+        twice: Every reply comes twice.
+        options: For the pool.
+    """
+
+    def __init__(
+        self, *, nodes: int | None = None, seed: int = 0, fault: Fault | None = None, twice: bool = False, **options: Any
+    ) -> None:
+        self._nodes = nodes
+        self._seed = seed
+        self._fault = fault
+        self._twice = twice
+        self._options = {"memory": "server", **options}
+        self.grid: LocalGrid | None = None
+
+    def run(
+        self,
+        rounds: Callable[[ClientPool], RunResult],
+        *,
+        setup: Setup,
+        clients: Mapping[int, Client],
+        store: ClientStore,
+    ) -> RunResult:
+        """Run the loop over a grid of this process."""
+        node = Node(Bench(setup, clients, store))
+        grid = LocalGrid(
+            make_app(lambda _: node),
+            nodes=self._nodes or len(clients),
+            rng=np.random.default_rng(self._seed),
+            fault=self._fault,
+            twice=self._twice,
+        )
+        self.grid = grid
+        carrier = _Fixed(grid, sorted(grid.get_node_ids()), {id: place for place, id in enumerate(sorted(clients))})
+        return rounds(GridPool(carrier, setup, store, workers=1, **self._options))
+
+
+@dataclasses.dataclass
+class _Fixed:
+    grid: Grid
+    nodes: list[int]
+    places: Mapping[int, int]
+
+    def node_of(self, client_id: int) -> int:
+        return self.nodes[self.places[client_id] % len(self.nodes)]
+
+    def refresh(self) -> None:
+        """The nodes stay."""
+
+    def restart(self, reason: str) -> None:
+        """The faults that need it are planted once."""

@@ -1,0 +1,285 @@
+"""GridPool: runs clients by messages over a Flower grid, whatever is behind it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from flwr.app import Message
+from flwr.serverapp import Grid
+
+from sparsekit.errors import DataError, InvalidValueError
+from sparsekit.state import StateDict
+from sparsekit_fl.context import Setup
+from sparsekit_fl.engines.base import Reply
+from sparsekit_fl.engines.flower.wire import content, read
+from sparsekit_fl.errors import ClientError, WorkerDiedError
+from sparsekit_fl.messages import Assignment, Evaluation, decode_update, encode_assignment
+from sparsekit_fl.packing import pack
+from sparsekit_fl.storage import write_atomically
+from sparsekit_fl.store import ClientStore, Versions
+
+__all__ = ["Carrier", "GridDiedError", "GridPool", "Task"]
+
+_POLL_SECONDS = 0.02
+_TTL_SECONDS = 12 * 3600.0
+# What Ray says of a process that was killed; Flower puts such an actor back to work, where it fails for ever.
+_DEAD_ACTOR = ("ActorDiedError", "RayActorError", "OutOfMemoryError", "WorkerCrashedError")
+
+
+class GridDiedError(WorkerDiedError):
+    """What runs the clients behind a grid is damaged, and must be started anew."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Task:
+    """What one client is asked.
+
+    Args:
+        kind: Flower's type of the message.
+        client_id: For whom.
+        header: Plain JSON values.
+        payloads: Bytes by name.
+        shared: Bytes that are the same for all tasks of a call.
+    """
+
+    kind: Literal["train", "evaluate"]
+    client_id: int
+    header: Mapping[str, Any]
+    payloads: Mapping[str, bytes]
+    shared: bytes = b""
+
+
+@dataclass(frozen=True, eq=False)
+class Answer:
+    """What came back: header and payloads, or why nothing usable did."""
+
+    header: Mapping[str, Any]
+    payloads: Mapping[str, bytes]
+    failure: str | None = None
+
+
+class Carrier(Protocol):
+    """A grid, and which of its nodes serves a client."""
+
+    grid: Grid
+
+    def node_of(self, client_id: int) -> int:
+        """The node that has this client; raises ClientError where none has."""
+        ...
+
+    def refresh(self) -> None:
+        """Look which nodes are there now; called before a round's messages are sent."""
+        ...
+
+    def restart(self, reason: str) -> None:
+        """Replace the grid after it was damaged; raises where that cannot help."""
+        ...
+
+
+class GridPool:
+    """Runs clients on the nodes of a grid.
+
+    Every client is asked once a round, with all that it needs, and answers once. Replies count by the client that they
+    answer for, never by their order; memories are files of the nodes, or travel with the messages.
+
+    Args:
+        carrier: The grid.
+        setup: Of the run.
+        store: Where memories are that travel.
+        memory: "nodes" keep the memories of their clients; the "server" does, and sends them along.
+        workers: How many clients train at once, for the record.
+        timeout_seconds: Replies that take longer are given up; None waits for twelve hours.
+        max_reply_bytes: A longer reply is refused; None takes four times the dense state, and 16 MiB at least.
+        export: Whether nodes send personal models to be written into the run's folder.
+        grouped: Ask all clients of one node in one message, for nodes that start a process for each message.
+    """
+
+    def __init__(
+        self,
+        carrier: Carrier,
+        setup: Setup,
+        store: ClientStore,
+        *,
+        memory: Literal["nodes", "server"],
+        workers: int,
+        timeout_seconds: float | None = None,
+        max_reply_bytes: int | None = None,
+        export: bool = True,
+        grouped: bool = False,
+    ) -> None:
+        if timeout_seconds is not None and not 0 < timeout_seconds < float("inf"):
+            raise InvalidValueError(f"timeout_seconds must be a positive number or None, got {timeout_seconds}")
+        self.workers = workers
+        self._carrier = carrier
+        self._setup = setup
+        self._store = store
+        self._carried = memory == "server"
+        self._timeout = timeout_seconds
+        dense = sum(tensor.numel() * tensor.element_size() for tensor in setup.initial.values())
+        self._most = max(4 * dense, 2**24) if max_reply_bytes is None else max_reply_bytes
+        self._exports = export
+        self._grouped = grouped
+
+    def map(self, assignments: Sequence[Assignment], versions: Versions) -> Iterator[Reply]:
+        """Train; see `ClientPool.map`."""
+        tasks = [self._train_task(assignment, versions.get(assignment.client_id)) for assignment in assignments]
+        for assignment, answer in zip(assignments, self._in_order(tasks), strict=True):
+            yield self._reply(assignment, answer)
+
+    def evaluate(
+        self,
+        state: StateDict,
+        ids: Sequence[int],
+        versions: Versions,
+        *,
+        round: int,
+        with_shared: bool,
+        export: Path | None,
+    ) -> Iterator[Evaluation]:
+        """Score; see `ClientPool.evaluate`."""
+        body = pack(dict(state), {"kind": "state", "round": round})
+        common = {"task": "evaluate", "round": round, "with_shared": with_shared, "carried": self._carried}
+        wanted = export is not None and self._exports
+        tasks = []
+        for client_id in ids:
+            version = versions.get(client_id)
+            header = {**common, "client": client_id, "version": version, "export": wanted}
+            memory = self._memory(client_id, version)
+            tasks.append(Task(kind="evaluate", client_id=client_id, header=header, payloads=memory, shared=body))
+        for task, answer in zip(tasks, self._in_order(tasks), strict=True):
+            if answer.failure is not None:
+                raise ClientError(f"client {task.client_id} could not be scored after round {round}: {answer.failure}")
+            try:
+                evaluation = Evaluation.from_dict(answer.header["evaluation"])
+            except (KeyError, TypeError, ValueError) as error:
+                raise ClientError(f"client {task.client_id} sent malformed scores after round {round}: {error!r}") from error
+            if evaluation.client_id != task.client_id:
+                raise ClientError(f"client {task.client_id} sent the scores of client {evaluation.client_id}")
+            if export is not None and answer.payloads.get("model"):
+                write_atomically(export / f"client-{task.client_id}.safetensors", answer.payloads["model"])
+            yield evaluation
+
+    def _memory(self, client_id: int, version: int | None) -> dict[str, bytes]:
+        return {"memory": self._store.load(client_id, version)} if self._carried and version is not None else {}
+
+    def _train_task(self, assignment: Assignment, version: int | None) -> Task:
+        header = {
+            "task": "train",
+            "client": assignment.client_id,
+            "round": assignment.round,
+            "version": version,
+            "carried": self._carried,
+        }
+        body = encode_assignment(assignment, self._setup.graph)
+        payloads = {"body": body, **self._memory(assignment.client_id, version)}
+        return Task(kind="train", client_id=assignment.client_id, header=header, payloads=payloads)
+
+    def _reply(self, assignment: Assignment, answer: Answer) -> Reply:
+        who = f"client {assignment.client_id} in round {assignment.round}"
+        if answer.failure is not None:
+            return Reply(client_id=assignment.client_id, error=ClientError(f"{who}: {answer.failure}"))
+        if "error" in answer.header:
+            error = ClientError(str(answer.header["error"]))
+            error.add_note(f"On its node:\n{answer.header.get('traceback', '')}")
+            return Reply(client_id=assignment.client_id, error=error)
+        if "broken" in answer.header:
+            # Not the client's fault: its memory cannot be read or written, or this package has a bug.
+            raise WorkerDiedError(f"the node of {who} failed:\n{answer.header['broken']}")
+        try:
+            update = decode_update(answer.payloads.get("body", b""))
+        except DataError as error:
+            return Reply(client_id=assignment.client_id, error=ClientError(f"{who} sent no valid update: {error}"))
+        stored = answer.header.get("stored") is True
+        if stored and self._carried:
+            if not answer.payloads.get("memory"):
+                return Reply(client_id=assignment.client_id, error=ClientError(f"{who} sent its update without its memory"))
+            self._store.save(assignment.client_id, assignment.round, answer.payloads["memory"])
+        note = answer.header.get("note")
+        return Reply(
+            client_id=assignment.client_id, update=update, stored=stored, note=note[:1000] if isinstance(note, str) else ""
+        )
+
+    def _in_order(self, tasks: Sequence[Task]) -> Iterator[Answer]:
+        """Answers in the order of the tasks, each as soon as it and those before it are there."""
+        done: dict[int, Answer] = {}
+        waiting = self._exchange(tasks)
+        for place in range(len(tasks)):
+            while place not in done:
+                found, answer = next(waiting)
+                done[found] = answer
+            yield done.pop(place)
+
+    def _exchange(self, tasks: Sequence[Task]) -> Iterator[tuple[int, Answer]]:
+        """Send all, and yield what comes back; after a breakdown, send again what was not answered."""
+        self._carrier.refresh()
+        left = set(range(len(tasks)))
+        while left:
+            try:
+                for place, answer in self._once(tasks, sorted(left)):
+                    left.remove(place)
+                    yield place, answer
+            except GridDiedError as error:
+                self._carrier.restart(str(error))
+
+    def _once(self, tasks: Sequence[Task], places: Iterable[int]) -> Iterator[tuple[int, Answer]]:
+        grid = self._carrier.grid
+        ttl = _TTL_SECONDS if self._timeout is None else self._timeout
+        groups: dict[Any, list[int]] = {}
+        nodes: dict[Any, int] = {}
+        for place in places:
+            try:
+                node = self._carrier.node_of(tasks[place].client_id)
+            except ClientError as error:
+                yield place, Answer({}, {}, str(error))
+                continue
+            key = node if self._grouped else (node, place)
+            nodes[key] = node
+            groups.setdefault(key, []).append(place)
+        messages = [self._message([tasks[place] for place in group], nodes[key], ttl) for key, group in groups.items()]
+        open_ids: dict[str, list[int]] = {}
+        for group, id in zip(groups.values(), grid.push_messages(messages), strict=True):
+            if id:
+                open_ids[id] = group
+            else:
+                yield from ((place, Answer({}, {}, "its node is gone")) for place in group)
+        end = time.monotonic() + ttl
+        while open_ids and time.monotonic() < end:
+            found = list(grid.pull_messages(list(open_ids)))
+            for message in found:
+                asked = open_ids.pop(message.metadata.reply_to_message_id, None)
+                if asked is not None:
+                    yield from zip(asked, self._answers(message, len(asked)), strict=True)
+            if not found:
+                time.sleep(_POLL_SECONDS)
+        for group in open_ids.values():
+            yield from ((place, Answer({}, {}, f"no reply within {ttl:g} seconds")) for place in group)
+
+    def _message(self, tasks: Sequence[Task], node: int, ttl: float) -> Message:
+        payloads = {f"{place}/{name}": data for place, task in enumerate(tasks) for name, data in task.payloads.items()}
+        header = {"tasks": [task.header for task in tasks]}
+        record = content(header, shared=tasks[0].shared, **payloads)
+        return Message(record, node, tasks[0].kind, ttl=ttl, group_id=str(tasks[0].header["round"]))
+
+    def _answers(self, message: Message, count: int) -> list[Answer]:
+        """What a message answers to each of its `count` tasks."""
+        if message.has_error():
+            reason = f"{message.error.reason or 'no reason given'} (Flower's error {message.error.code})"
+            if any(word in reason for word in _DEAD_ACTOR):
+                raise GridDiedError(f"a process that trains clients died: {reason.strip().splitlines()[-1]}")
+            return [Answer({}, {}, reason)] * count
+        try:
+            header, payloads = read(message, max_bytes=count * self._most)
+            replies = header.get("replies")
+            if not isinstance(replies, list) or len(replies) != count or not all(isinstance(one, dict) for one in replies):
+                raise DataError(f"expected {count} replies")
+        except DataError as error:
+            return [Answer({}, {}, str(error))] * count
+        answers = []
+        for place, reply in enumerate(replies):
+            own = {name[len(f"{place}/") :]: data for name, data in payloads.items() if name.startswith(f"{place}/")}
+            answers.append(Answer(reply, own))
+        return answers

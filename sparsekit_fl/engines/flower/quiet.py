@@ -1,0 +1,25 @@
+"""What must be in the environment before Flower or Ray is imported: no telemetry, no usage reports, no update checks."""
+
+from __future__ import annotations
+
+import os
+
+__all__ = ["QUIET", "be_quiet"]
+
+# Set by default, never over what the user set. The report URL is a closed port of this machine: Ray posts a "disabled"
+# report even where reports are switched off.
+QUIET = {
+    "FLWR_TELEMETRY_ENABLED": "0",
+    "FLWR_DISABLE_UPDATE_CHECK": "1",
+    "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_USAGE_STATS_REPORT_URL": "http://127.0.0.1:9/",
+    "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+}
+
+
+def be_quiet() -> None:
+    """Put the defaults into this process's environment; processes that it starts inherit them."""
+    for name, value in QUIET.items():
+        os.environ.setdefault(name, value)

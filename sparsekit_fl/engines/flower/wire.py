@@ -1,0 +1,72 @@
+"""What crosses Flower's wire: a header of plain JSON and a few named runs of bytes, each one array.
+
+One array, because every array costs Flower several requests; bytes of our own packing, because they are the bytes whose
+number is reported, and because Flower's arrays know no bfloat16. Nothing is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
+
+from sparsekit.errors import DataError
+
+__all__ = ["MAX_HEADER_BYTES", "content", "payload_bytes", "read"]
+
+MAX_HEADER_BYTES = 2**20
+"""A longer header is refused unread."""
+
+_STYPE = "sparsekit.raw"
+
+
+def content(header: Mapping[str, Any], **payloads: bytes) -> RecordDict:
+    """A message's content.
+
+    Args:
+        header: Plain JSON values.
+        payloads: Bytes by name; empty ones are left out.
+    """
+    arrays = {
+        name: Array(dtype="uint8", shape=(len(data),), stype=_STYPE, data=data) for name, data in payloads.items() if data
+    }
+    return RecordDict({"header": ConfigRecord({"json": json.dumps(header)}), "payloads": ArrayRecord(arrays)})
+
+
+def read(message: Message, *, max_bytes: int | None = None) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """The inverse of `content`.
+
+    Args:
+        message: As it came, without an error.
+        max_bytes: More payload than this is refused.
+
+    Raises:
+        DataError: it is none of ours, or too large.
+    """
+    try:
+        text = message.content["header"]["json"]
+        if not isinstance(text, str) or len(text) > MAX_HEADER_BYTES:
+            raise DataError("the message's header is no text, or too long")
+        header = json.loads(text)
+        arrays = message.content["payloads"]
+        if not isinstance(header, dict) or not isinstance(arrays, ArrayRecord):
+            raise DataError("the message's header must be an object, and its payloads arrays")
+        payloads = {}
+        for name, array in arrays.items():
+            if array.stype != _STYPE:
+                raise DataError(f"payload {name!r} is of type {array.stype!r}, expected {_STYPE!r}")
+            payloads[name] = array.data
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise error if isinstance(error, DataError) else DataError(f"not a message of sparsekit_fl: {error!r}") from error
+    size = sum(map(len, payloads.values()))
+    if max_bytes is not None and size > max_bytes:
+        raise DataError(f"the message holds {size:,} bytes, allowed are {max_bytes:,}")
+    return header, payloads
+
+
+def payload_bytes(message: Message) -> int:
+    """How many bytes of payload a message holds."""
+    arrays = message.content["payloads"]
+    return sum(len(array.data) for array in arrays.values()) if isinstance(arrays, ArrayRecord) else 0

@@ -1,0 +1,166 @@
+"""Flower's wire format in this process: the same bits as the embedded engine, whatever happens to the replies."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("flwr", reason="flwr is not installed; pip install 'sparsekit[flower]'")
+
+from flwr.app import Error, Message
+
+from sparsekit_fl.engines.base import Engine
+from sparsekit_fl.engines.embedded import Embedded
+from sparsekit_fl.engines.flower.local_grid import Fault, InProcess
+from sparsekit_fl.engines.flower.wire import content, read
+from sparsekit_fl.errors import ClientError, WorkerDiedError
+from sparsekit_fl.messages import decode_update, encode_update
+from sparsekit_fl.method import Method
+from sparsekit_fl.methods import registry
+from sparsekit_fl.methods.local import local
+from sparsekit_fl.results import RunResult
+from sparsekit_fl.runner import run
+from sparsekit_fl.testing.engines import EngineContract, FailingSgd
+from sparsekit_fl.testing.tiny import tiny_clients, tiny_config, tiny_problem
+
+
+@pytest.mark.parametrize("memory", ["server", "nodes"])
+class TestInProcess(EngineContract):
+    @pytest.fixture
+    def engine(self, memory: Any) -> Engine:
+        return InProcess(memory=memory)
+
+
+class TestGrouped(EngineContract):
+    @pytest.fixture
+    def engine(self) -> Engine:
+        return InProcess(nodes=3, grouped=True)
+
+
+def _run(engine: Engine | None = None, method: Method | None = None, rounds: int = 2) -> RunResult:
+    return run(
+        method or Method(name="plain", source=""), tiny_problem(), tiny_clients(), tiny_config(rounds=rounds), engine=engine
+    )
+
+
+@pytest.mark.parametrize("name", list(registry))
+def test_every_method_gives_the_same_bits_on_one_worker_two_workers_and_over_flowers_wire(name: str) -> None:
+    one, two = _run(Embedded(1), registry[name]()), _run(Embedded(2), registry[name]())
+    wire = _run(InProcess(nodes=3, seed=5), registry[name]())
+    assert one.final.state_sha256 == two.final.state_sha256 == wire.final.state_sha256
+    assert one.final.per_client == two.final.per_client == wire.final.per_client
+    assert one.cost.uplink_bytes == wire.cost.uplink_bytes
+
+
+def _on_victim(client_id: int, change: Any) -> Fault:
+    """Plant a fault in the training replies of one client."""
+
+    def fault(message: Message, reply: Message) -> Message | None:
+        header, _ = read(message)
+        task = header["tasks"][0]
+        if task["task"] != "train" or task["client"] != client_id:
+            return reply
+        found: Message | None = change(message, reply)
+        return found
+
+    return fault
+
+
+def _resent(message: Message, reply: Message, change: Any) -> Message:
+    header, payloads = read(reply)
+    update = change(decode_update(payloads["0/body"]))
+    return Message(content(header, **{**payloads, "0/body": encode_update(update)}), reply_to=message)
+
+
+def _with_delta(change: Any) -> Any:
+    return lambda update: dataclasses.replace(update, delta=change(dict(update.delta)))
+
+
+FAULTS = {
+    "no reply": (lambda message, reply: None, "no reply within"),
+    "an error of Flower": (
+        lambda message, reply: Message(Error(code=5, reason="node unavailable"), reply_to=message),
+        "node unavailable",
+    ),
+    "bytes that are no update": (
+        lambda message, reply: Message(content(read(reply)[0], **{"0/body": b"\x00" * 50}), reply_to=message),
+        "no valid update",
+    ),
+    "a header without replies": (lambda message, reply: Message(content({}), reply_to=message), "expected 1 replies"),
+    "another update's round": (
+        lambda message, reply: _resent(message, reply, lambda update: dataclasses.replace(update, round=7)),
+        "round 7",
+    ),
+    "a million examples": (
+        lambda message, reply: _resent(message, reply, lambda update: dataclasses.replace(update, examples=10**6)),
+        "1000000",
+    ),
+    "NaN": (
+        lambda message, reply: _resent(
+            message, reply, _with_delta(lambda delta: {**delta, "last.bias": torch.full((3,), float("nan"))})
+        ),
+        "finite",
+    ),
+    "a wrong shape": (
+        lambda message, reply: _resent(message, reply, _with_delta(lambda delta: {**delta, "last.bias": torch.zeros(4)})),
+        "last.bias",
+    ),
+    "a missing key": (
+        lambda message, reply: _resent(
+            message, reply, _with_delta(lambda delta: {name: value for name, value in delta.items() if name != "last.bias"})
+        ),
+        "last.bias",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_faulty_reply_is_dropped_with_its_reason_and_the_round_goes_on_as_if_it_had_failed(name: str) -> None:
+    change, reason = FAULTS[name]
+    victim = _run().rounds[0].cohort[0]
+    result = _run(InProcess(fault=_on_victim(victim, change), timeout_seconds=0.3))
+    record = result.rounds[0]
+    assert [client_id for client_id, _ in record.dropped] == [victim]
+    assert reason in record.dropped[0][1]
+    assert set(record.ratios) == set(record.cohort) - {victim}
+    # The model is what the others alone make of it.
+    others = _run(method=Method(name="plain", source="", local=FailingSgd((victim,))))
+    assert result.final.state_sha256 == others.final.state_sha256
+
+
+def test_a_reply_that_comes_twice_counts_once() -> None:
+    assert _run(InProcess(twice=True)).final.state_sha256 == _run().final.state_sha256
+
+
+def test_a_reply_that_is_too_long_is_refused_unread() -> None:
+    with pytest.raises(ClientError, match="allowed are"):
+        _run(InProcess(max_reply_bytes=10))
+
+
+def test_a_memory_that_did_not_come_back_with_its_update_drops_the_update() -> None:
+    def forgetful(message: Message, reply: Message) -> Message:
+        header, payloads = read(reply)
+        payloads = {name: data for name, data in payloads.items() if "memory" not in name}
+        return Message(content(header, **payloads), reply_to=message)
+
+    with pytest.raises(ClientError, match="without its memory"):
+        _run(InProcess(fault=forgetful), method=local("best"))
+
+
+def test_a_defect_of_a_node_stops_the_run() -> None:
+    def broken(message: Message, reply: Message) -> Message:
+        return Message(content({"replies": [{"broken": "Traceback: …"}]}), reply_to=message)
+
+    with pytest.raises(WorkerDiedError, match="Traceback"):
+        _run(InProcess(fault=broken))
+
+
+def test_bytes_on_the_wire_are_the_bytes_that_are_reported_but_for_flowers_envelopes() -> None:
+    engine = InProcess()
+    result = _run(engine, rounds=2)
+    assert engine.grid is not None
+    envelopes = 4000 * 2 * 12  # messages of training and of scoring
+    assert 0 <= engine.grid.bytes_up - result.cost.uplink_bytes < envelopes

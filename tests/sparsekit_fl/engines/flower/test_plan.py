@@ -1,0 +1,96 @@
+"""Plan, node memories and the app folder: what a deployment is configured by."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("flwr", reason="flwr is not installed; pip install 'sparsekit[flower]'")
+
+from sparsekit.errors import InvalidValueError, UnknownNameError
+from sparsekit_fl.cli.flower_app import write_app
+from sparsekit_fl.client import Client
+from sparsekit_fl.engines.flower.keep import NodeStore
+from sparsekit_fl.engines.flower.plan import Plan, client_ids
+from sparsekit_fl.errors import LostMemoryError
+
+
+def test_a_plan_survives_flowers_run_configuration() -> None:
+    plan = Plan(method="fedavg", rounds=3, lr=0.5, resume=True, out="run")
+    assert Plan.of(plan.to_run_config()) == plan
+
+
+def test_an_unknown_option_names_the_nearest() -> None:
+    with pytest.raises(UnknownNameError, match="rounds"):
+        Plan.of({"round": 3})
+
+
+@pytest.mark.parametrize(
+    "config",
+    [{"rounds": -1}, {"rounds": 1.5}, {"rounds": True}, {"method": 3}, {"memory": "cloud"}, {"nodes": 0}, {"resume": True}],
+)
+def test_a_bad_option_is_refused(config: dict[str, object]) -> None:
+    with pytest.raises(InvalidValueError):
+        Plan.of(config)
+
+
+def test_client_ids_are_numbers_and_ranges() -> None:
+    assert client_ids("3") == [3]
+    assert client_ids("0-2, 7") == [0, 1, 2, 7]
+
+
+@pytest.mark.parametrize("text", ["", "a", "1,1", "3-1", "1-"])
+def test_malformed_client_ids_are_refused(text: str) -> None:
+    with pytest.raises(InvalidValueError):
+        client_ids(text)
+
+
+def test_a_node_gets_only_the_clients_it_was_given() -> None:
+    _, clients = Plan().make_clients([2, 5], {})
+    assert list(clients) == [2, 5]
+    with pytest.raises(InvalidValueError, match="0 to 19"):
+        Plan().make_clients([99], {})
+
+
+def test_a_problem_of_ones_own_needs_a_loader_on_the_node() -> None:
+    plan = Plan(problem="sparsekit_fl.testing.tiny:tiny_problem")
+    with pytest.raises(InvalidValueError, match="data="):
+        plan.make_clients([0], {})
+    _, clients = plan.make_clients([1], {"data": "sparsekit_fl.testing.tiny:tiny_client"})
+    assert isinstance(clients[1], Client)
+
+
+def test_a_node_keeps_the_newest_two_memories_of_a_client(tmp_path: Path) -> None:
+    store = NodeStore(tmp_path)
+    for round in (1, 4, 6):
+        assert store.write(3, round, {"local": {"count": torch.tensor(round)}})
+    assert int(store.read(3, 6)["local"]["count"]) == 6
+    assert int(store.read(3, 4)["local"]["count"]) == 4
+    with pytest.raises(LostMemoryError):
+        store.read(3, 1)
+    assert store.read(3, None) == {}
+    assert not store.write(3, 7, {"local": {}})
+
+
+def test_a_damaged_memory_counts_as_lost(tmp_path: Path) -> None:
+    store = NodeStore(tmp_path)
+    store.write(0, 1, {"local": {"count": torch.tensor(1)}})
+    (path,) = tmp_path.rglob("*.memory")
+    raw = bytearray(path.read_bytes())
+    raw[-1] ^= 1
+    path.write_bytes(bytes(raw))
+    with pytest.raises(LostMemoryError, match="digest"):
+        store.read(0, 1)
+
+
+def test_the_app_folder_is_complete_and_never_written_over(tmp_path: Path) -> None:
+    written = write_app(tmp_path / "my app")
+    project = tomllib.loads((tmp_path / "my app" / "pyproject.toml").read_text())
+    assert project["project"]["name"] == "my-app"
+    assert Plan.of(project["tool"]["flwr"]["app"]["config"]) == Plan()
+    assert not any("@" in path.read_text().replace("${@}", "") for path in written if path.suffix == ".toml")
+    with pytest.raises(InvalidValueError, match="nothing was written"):
+        write_app(tmp_path / "my app")

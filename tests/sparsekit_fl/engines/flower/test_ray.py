@@ -1,0 +1,51 @@
+"""Flower's simulation with real Ray processes: the same bits, also after one of them was killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+
+import pytest
+
+pytest.importorskip("flwr", reason="flwr is not installed; pip install 'sparsekit[flower]'")
+pytest.importorskip("ray", reason="ray is not installed; pip install 'sparsekit[flower]'")
+
+from sparsekit_fl.engines.flower import Flower
+from sparsekit_fl.methods import registry
+from sparsekit_fl.methods.local import local
+from sparsekit_fl.results import Observer, RoundRecord
+from sparsekit_fl.runner import run
+from sparsekit_fl.testing.tiny import tiny_clients, tiny_config, tiny_problem
+
+pytestmark = [pytest.mark.slow, pytest.mark.flower]
+
+
+@pytest.mark.parametrize("name", ["fedlps", "depthfl", "lotteryfl"])
+def test_rays_actors_give_the_bits_of_the_embedded_engine(name: str) -> None:
+    here = run(registry[name](), tiny_problem(), tiny_clients(), tiny_config())
+    there = run(registry[name](), tiny_problem(), tiny_clients(), tiny_config(), engine=Flower(workers=2, supernodes=3))
+    assert here.final.state_sha256 == there.final.state_sha256
+    assert here.final.per_client == there.final.per_client
+
+
+class _Kill(Observer):
+    """Kills an actor after the second round."""
+
+    killed = 0
+
+    def on_round(self, record: RoundRecord) -> None:
+        if record.round == 2 and not self.killed:
+            found = subprocess.run(["pgrep", "-f", "ray::ClientAppActor"], capture_output=True, text=True, check=False)
+            self.killed = int(found.stdout.split()[0])
+            os.kill(self.killed, signal.SIGKILL)
+
+
+def test_a_killed_actor_costs_time_and_nothing_else() -> None:
+    killer = _Kill()
+    here = run(local("best"), tiny_problem(), tiny_clients(), tiny_config())
+    there = run(local("best"), tiny_problem(), tiny_clients(), tiny_config(), engine=Flower(workers=2), observers=[killer])
+    assert killer.killed
+    assert here.final.state_sha256 == there.final.state_sha256
+    assert here.final.per_client == there.final.per_client
+    assert all(not record.dropped for record in there.rounds)
