@@ -7,19 +7,108 @@ from typing import Any
 from sparsekit.registry import Registry
 
 # Imported here and not when asked for: a submodule that is imported later would take its function's name.
+from sparsekit_fl.methods.ablations import (
+    fedlps_magnitude,
+    fedlps_ordered,
+    fedlps_random,
+    flst,
+    p_ucbv_dyn,
+    p_ucbv_fix,
+    rcr_dyn,
+    rcr_fix,
+)
+from sparsekit_fl.methods.cs import cs
+from sparsekit_fl.methods.depthfl import depthfl
+from sparsekit_fl.methods.ditto import ditto
+from sparsekit_fl.methods.efd import efd
 from sparsekit_fl.methods.fedavg import fedavg
 from sparsekit_fl.methods.fedlps import fedlps, fedlps_paper
+from sparsekit_fl.methods.fedmp import fedmp
+from sparsekit_fl.methods.fedp3 import fedp3
+from sparsekit_fl.methods.fedper import fedper
+from sparsekit_fl.methods.fedprox import fedprox
+from sparsekit_fl.methods.fedrep import fedrep
+from sparsekit_fl.methods.fedrolex import fedrolex
+from sparsekit_fl.methods.fedspa import fedspa
+from sparsekit_fl.methods.fjord import fjord
+from sparsekit_fl.methods.hermes import hermes
+from sparsekit_fl.methods.heterofl import heterofl
 from sparsekit_fl.methods.local import local
+from sparsekit_fl.methods.lotteryfl import lotteryfl
+from sparsekit_fl.methods.oort import oort
+from sparsekit_fl.methods.per_fedavg import per_fedavg
+from sparsekit_fl.methods.prunefl import prunefl
+from sparsekit_fl.methods.refl import refl
 
-__all__ = ["fedavg", "fedlps", "fedlps_paper", "local", "registry"]
+__all__ = [
+    "cs",
+    "depthfl",
+    "ditto",
+    "efd",
+    "fedavg",
+    "fedlps",
+    "fedlps_magnitude",
+    "fedlps_ordered",
+    "fedlps_paper",
+    "fedlps_random",
+    "fedmp",
+    "fedp3",
+    "fedper",
+    "fedprox",
+    "fedrep",
+    "fedrolex",
+    "fedspa",
+    "fjord",
+    "flst",
+    "hermes",
+    "heterofl",
+    "local",
+    "lotteryfl",
+    "oort",
+    "p_ucbv_dyn",
+    "p_ucbv_fix",
+    "per_fedavg",
+    "prunefl",
+    "rcr_dyn",
+    "rcr_fix",
+    "refl",
+    "registry",
+]
 
 registry = Registry(
     "method",
     {
+        "cs": "sparsekit_fl.methods.cs:cs",
+        "depthfl": "sparsekit_fl.methods.depthfl:depthfl",
+        "ditto": "sparsekit_fl.methods.ditto:ditto",
+        "efd": "sparsekit_fl.methods.efd:efd",
         "fedavg": "sparsekit_fl.methods.fedavg:fedavg",
         "fedlps": "sparsekit_fl.methods.fedlps:fedlps",
+        "fedlps-magnitude": "sparsekit_fl.methods.ablations:fedlps_magnitude",
+        "fedlps-ordered": "sparsekit_fl.methods.ablations:fedlps_ordered",
         "fedlps-paper": "sparsekit_fl.methods.fedlps:fedlps_paper",
+        "fedlps-random": "sparsekit_fl.methods.ablations:fedlps_random",
+        "fedmp": "sparsekit_fl.methods.fedmp:fedmp",
+        "fedp3": "sparsekit_fl.methods.fedp3:fedp3",
+        "fedper": "sparsekit_fl.methods.fedper:fedper",
+        "fedprox": "sparsekit_fl.methods.fedprox:fedprox",
+        "fedrep": "sparsekit_fl.methods.fedrep:fedrep",
+        "fedrolex": "sparsekit_fl.methods.fedrolex:fedrolex",
+        "fedspa": "sparsekit_fl.methods.fedspa:fedspa",
+        "fjord": "sparsekit_fl.methods.fjord:fjord",
+        "flst": "sparsekit_fl.methods.ablations:flst",
+        "hermes": "sparsekit_fl.methods.hermes:hermes",
+        "heterofl": "sparsekit_fl.methods.heterofl:heterofl",
         "local": "sparsekit_fl.methods.local:local",
+        "lotteryfl": "sparsekit_fl.methods.lotteryfl:lotteryfl",
+        "oort": "sparsekit_fl.methods.oort:oort",
+        "p-ucbv-dyn": "sparsekit_fl.methods.ablations:p_ucbv_dyn",
+        "p-ucbv-fix": "sparsekit_fl.methods.ablations:p_ucbv_fix",
+        "per-fedavg": "sparsekit_fl.methods.per_fedavg:per_fedavg",
+        "prunefl": "sparsekit_fl.methods.prunefl:prunefl",
+        "rcr-dyn": "sparsekit_fl.methods.ablations:rcr_dyn",
+        "rcr-fix": "sparsekit_fl.methods.ablations:rcr_fix",
+        "refl": "sparsekit_fl.methods.refl:refl",
     },
     group="sparsekit_fl.methods",
 )

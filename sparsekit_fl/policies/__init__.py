@@ -4,11 +4,13 @@ from sparsekit_fl.policies.aggregate import AggregatePolicy, CoverageMean, Delta
 from sparsekit_fl.policies.bandit import BanditRatio
 from sparsekit_fl.policies.learnable import LearnableSgd
 from sparsekit_fl.policies.local import LocalPolicy, LocalResult, Sgd
-from sparsekit_fl.policies.mask import Dense, MaskPolicy, UnitPattern
+from sparsekit_fl.policies.mask import Dense, MaskPolicy, ServerPattern, UnitPattern
 from sparsekit_fl.policies.personal import GlobalModel, OwnModel, PersonalModel, PersonalPolicy
+from sparsekit_fl.policies.pruning import GatedPruning, RememberedMask, UnderOwnMask
 from sparsekit_fl.policies.ratio import ByCapability, Constant, Full, RatioPolicy
 from sparsekit_fl.policies.sampling import SamplingPolicy, Uniform
-from sparsekit_fl.policies.share import Everything, Nothing, SharePolicy
+from sparsekit_fl.policies.share import Everything, ExceptHead, Nothing, SharePolicy
+from sparsekit_fl.policies.submodel import OwnedRowsMean, OwnStatistics, SubmodelSgd
 
 __all__ = [
     "AggregatePolicy",
@@ -19,7 +21,9 @@ __all__ = [
     "DeltaMean",
     "Dense",
     "Everything",
+    "ExceptHead",
     "Full",
+    "GatedPruning",
     "GlobalModel",
     "LearnableSgd",
     "LocalPolicy",
@@ -27,12 +31,18 @@ __all__ = [
     "MaskPolicy",
     "Nothing",
     "OwnModel",
+    "OwnStatistics",
+    "OwnedRowsMean",
     "PersonalModel",
     "PersonalPolicy",
     "RatioPolicy",
+    "RememberedMask",
     "SamplingPolicy",
+    "ServerPattern",
     "Sgd",
     "SharePolicy",
+    "SubmodelSgd",
+    "UnderOwnMask",
     "Uniform",
     "UnitPattern",
     "WeightedMean",

@@ -59,26 +59,45 @@ class AggregatePolicy:
         """Weight of an update, before dividing by their sum."""
         return float(update.examples) if self.weighting == "examples" else 1.0
 
+    def coverage(self, ctx: ServerContext, name: str, update: Update) -> Tensor | None:
+        """Which entries of `name`, inside the update's mask, the client trained, where that is not all of them.
+
+        Args:
+            ctx: The server's.
+            name: State-dict key.
+            update: The update.
+
+        Returns:
+            Float, 1 or 0, of a shape that broadcasts with `update.delta[name]`; None for all.
+        """
+        return None
+
     def init(self, ctx: ServerContext, state: StateDict) -> Accumulator:
         """An empty accumulator for the shared state."""
         return Accumulator({name: torch.zeros(tensor.shape, dtype=torch.float64) for name, tensor in state.items()})
 
     def add(self, ctx: ServerContext, acc: Accumulator, update: Update, age: int) -> None:
         """Add one update. Only what it holds is touched."""
-        weight = self.weight(update, age)
+        self.add_weighted(ctx, acc, update, self.weight(update, age))
+
+    def add_weighted(self, ctx: ServerContext, acc: Accumulator, update: Update, weight: float) -> None:
+        """Add one update with a given weight."""
         acc.unit = acc.unit or weight
         weight = weight / acc.unit if acc.unit else 0.0
         kept = Kept(ctx.graph, update.mask)
         for name, delta in update.delta.items():
+            covered = self.coverage(ctx, name, update)
             # The product of a 24-bit mantissa and a small number is exact in float64; only the sum rounds.
-            kept.add(name, delta.to(torch.float64) * weight, acc.sums[name])
+            change = delta.to(torch.float64) * weight
+            kept.add(name, change if covered is None else change * covered, acc.sums[name])
             if self.by_coverage:
-                if kept.is_whole(name):
+                if kept.is_whole(name) and covered is None:
                     acc.covered[name] = acc.covered.get(name, 0.0) + weight
                 else:
                     if name not in acc.weights:
                         acc.weights[name] = torch.zeros_like(acc.sums[name])
-                    kept.add(name, weight, acc.weights[name])
+                    share = weight if covered is None else (weight * covered).expand(delta.shape)
+                    kept.add(name, share, acc.weights[name])
         acc.weight += weight
         acc.count += 1
 

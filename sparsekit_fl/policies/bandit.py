@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
-from sparsekit.bandit import PUCBV, Interval, Pull
+from sparsekit.bandit import Bandit, Interval, Pull, make_bandit, registry
 from sparsekit.errors import InvalidValueError
 from sparsekit.patterns.base import check_ratio
 from sparsekit.units.graph import UnitGraph
@@ -30,15 +31,19 @@ def utility(accuracy: float) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class BanditRatio(RatioPolicy):
-    """P-UCBV, one bandit per client in the server's memory; the client executes min(capability, proposal).
+    """A bandit per client in the server's memory, P-UCBV unless said; the client executes min(capability, proposal).
 
     The reward of a participation is (U(a) − U(a⁻)) / T: training accuracy a, that of the participation before a⁻ (at
-    first: of the global state of round 0), and the simulated seconds T of computing and sending.
+    first: of the global state of round 0), and the simulated seconds T of computing and sending. A bandit that knows of
+    costs is told the gain and the seconds apart.
 
     Args:
+        bandit: Its name in `sparsekit.bandit.registry`, or `package.module:object`.
         low: Least ratio, the lower end of the arms.
-        arms: Initial arms, I₀.
-        exploration: ρ.
+        arms: Initial arms of P-UCBV, I₀; the other bandits keep their own.
+        exploration: ρ of P-UCBV, likewise.
+        discount: For a bandit that has such a setting, what each participation leaves of what earlier ones have taught;
+            None: its own. Gains shrink as a model learns, so what a ratio earned in early rounds it will not earn again.
         threshold: Δ: when accuracy changed by less than this, ratios below the executed one are dropped for good.
         bounded: True: only arms below the client's capability are drawn from; False: any arm is, and what it draws is
             cut to the capability.
@@ -48,19 +53,26 @@ class BanditRatio(RatioPolicy):
     Source: Xue et al., ICDE 2025 (arXiv 2412.07216), Algorithm 2; ξ = R / (K · ε), and I₀, ρ, Δ are not in the paper.
     """
 
+    bandit: str = "p-ucbv"
     low: float = 1 / 16
     arms: int = 5
     exploration: float = 0.5
     threshold: float = -0.05
     bounded: bool = False
     credit: Literal["executed", "drawn"] = "drawn"
+    discount: float | None = None
 
     def __post_init__(self) -> None:
         if self.credit not in ("executed", "drawn"):
             raise InvalidValueError(f"credit must be 'executed' or 'drawn', got {self.credit!r}")
+        if ":" not in self.bandit:
+            registry[self.bandit]  # an unknown name raises, with those that are known
         check_ratio(self.low)
         if self.low >= 1.0:
             raise InvalidValueError(f"low must be below 1, got {self.low}; the arms cover [low, 1]")
+        if self.discount is not None:
+            # A bandit that has none, or refuses this one, says so before the run.
+            make_bandit(self.bandit, Interval(self.low, 1.0), rng=np.random.default_rng(0), discount=self.discount)
 
     def check(self, problem: Problem, graph: UnitGraph) -> None:
         """Raise InvalidValueError where there is no accuracy to learn from."""
@@ -70,13 +82,16 @@ class BanditRatio(RatioPolicy):
                 " give it one named 'accuracy', or choose another ratio policy"
             )
 
-    def _bandit(self, ctx: ServerContext, memory: Memory, *, seed: int) -> PUCBV:
-        bandit = PUCBV(
+    def _bandit(self, ctx: ServerContext, memory: Memory, *, seed: int) -> Bandit:
+        own: dict[str, Any] = {"arms": self.arms, "exploration": self.exploration} if self.bandit == "p-ucbv" else {}
+        if self.discount is not None:
+            own["discount"] = self.discount
+        bandit = make_bandit(
+            self.bandit,
             Interval(self.low, 1.0),
             horizon=ctx.rounds / ctx.cohort_size,
-            arms=self.arms,
-            exploration=self.exploration,
             rng=np.random.default_rng(seed),
+            **own,
         )
         if "bandit" in memory:
             bandit.load_state_dict(memory["bandit"])
@@ -115,7 +130,11 @@ class BanditRatio(RatioPolicy):
             return
         id, drawn = memory["pull"]
         pull = Pull(id, drawn if self.credit == "drawn" else max(update.ratio, self.low))
-        reward = (utility(accuracy) - utility(before)) / max(update.cost.seconds, 1e-9)
-        bandit = self._bandit(ctx, memory, seed=0)
-        bandit.tell(pull, reward, drop="below" if accuracy - before < self.threshold else None)
+        gain, seconds = utility(accuracy) - utility(before), max(update.cost.seconds, 1e-9)
+        bandit: Any = self._bandit(ctx, memory, seed=0)
+        drop = "below" if accuracy - before < self.threshold else None
+        if "cost" in inspect.signature(bandit.tell).parameters:
+            bandit.tell(pull, gain, cost=seconds, drop=drop)
+        else:
+            bandit.tell(pull, gain / seconds, drop=drop)
         memory["bandit"], memory["pull"] = bandit.state_dict(), None

@@ -19,7 +19,7 @@ from sparsekit_fl.sparse import Mask
 if TYPE_CHECKING:
     from sparsekit_fl.policies.local import LocalResult
 
-__all__ = ["Dense", "MaskPolicy", "UnitPattern", "require_units"]
+__all__ = ["Dense", "MaskPolicy", "ServerPattern", "UnitPattern", "require_units"]
 
 
 class MaskPolicy:
@@ -29,7 +29,8 @@ class MaskPolicy:
         """Raise, before the run starts, where the policy cannot work with this problem. The default accepts all."""
 
     def propose(self, ctx: ServerContext, client_id: int, proposal: float | None) -> Mask | None:
-        """A mask that the server chooses: only what it keeps is sent down, and the client trains under it.
+        """A mask that the server chooses: only what it keeps is sent down. Unless `choose` says otherwise, the client trains
+        under it.
 
         Args:
             ctx: The server's; `ctx.state` is the global state.
@@ -42,17 +43,17 @@ class MaskPolicy:
         return None
 
     def choose(self, ctx: ClientContext, ratio: float, state: StateDict) -> Mask | None:
-        """The client's mask, where the server sent none.
+        """The mask that the client trains under. The default is the one that the server sent, or none.
 
         Args:
-            ctx: The client's.
+            ctx: The client's; `ctx.received` is what the server sent.
             ratio: The executed ratio.
             state: The dense state from which training starts.
 
         Returns:
             The mask, or None for the whole model.
         """
-        return None
+        return ctx.received
 
     def keep(self, ctx: ClientContext, result: LocalResult) -> None:
         """After training, on the client: put into `ctx.memory` what the next `choose` will need."""
@@ -84,6 +85,26 @@ class UnitPattern(MaskPolicy):
         """The pattern's mask for this client."""
         view = PatternView(round=ctx.round, weights=state, generator=torch_generator(ctx.rng))
         return select(self.pattern, ctx.graph, ratio, view)
+
+
+@dataclass(frozen=True)
+class ServerPattern(MaskPolicy):
+    """A pattern of `sparsekit.patterns` that the server applies to the global model: it sends the submodel alone.
+
+    Args:
+        pattern: The rule; it sees the round, the global weights and the server's generator.
+    """
+
+    pattern: Pattern
+
+    def check(self, problem: Problem, graph: UnitGraph) -> None:
+        """Raise NoUnitsError where the model has no units to choose from."""
+        require_units(graph, type(self.pattern).__name__)
+
+    def propose(self, ctx: ServerContext, client_id: int, proposal: float | None) -> Mask | None:
+        """The pattern's mask for this client at the proposed ratio; the whole model where none is proposed."""
+        view = PatternView(round=ctx.round, weights=ctx.state, generator=torch_generator(ctx.rng))
+        return select(self.pattern, ctx.graph, 1.0 if proposal is None else proposal, view)
 
 
 def require_units(graph: UnitGraph, who: str) -> None:

@@ -57,6 +57,14 @@ class PersonalPolicy:
         """
         return PersonalModel(state=state)
 
+    def calibrate(self, ctx: ClientContext, module: nn.Module) -> None:
+        """Adjust a module that was just loaded, personal or global, before it is scored. The default changes nothing.
+
+        Args:
+            ctx: The client's.
+            module: To be adjusted in place; the next one is loaded afresh.
+        """
+
     def predictor(self, ctx: ClientContext, module: nn.Module) -> Callable[..., Any]:
         """What is called with a batch's inputs when scoring; a method with several exits combines them here."""
         return module

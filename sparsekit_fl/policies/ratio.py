@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sparsekit.patterns.base import check_ratio
@@ -29,6 +30,11 @@ class RatioPolicy:
 
     def observe(self, ctx: ServerContext, update: Update) -> None:
         """Learn from a valid update: credit goes to the executed ratio, `update.ratio`."""
+
+    def observe_all(self, ctx: ServerContext, updates: Sequence[Update]) -> None:
+        """Learn from the round's valid updates, for policies that compare clients. The default observes each by itself."""
+        for update in updates:
+            self.observe(ctx, update)
 
 
 @dataclass(frozen=True)

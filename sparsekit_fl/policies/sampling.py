@@ -33,6 +33,13 @@ class SamplingPolicy:
         """
         return [(update, 0) for update in updates]
 
+    def seconds(self, ctx: ServerContext) -> float | None:
+        """Simulated length of the round, after `arrivals`; None: until the slowest client has answered.
+
+        A method that does not wait for everybody says here when its round ended.
+        """
+        return None
+
     def observe(self, ctx: ServerContext, updates: Sequence[Update]) -> None:
         """Learn from the round's valid updates."""
 

@@ -5,25 +5,31 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from sparsekit.errors import InvalidValueError
 from sparsekit.units.graph import UnitGraph
+from sparsekit.units.layers import head_entries
 from sparsekit_fl.context import ClientContext
+from sparsekit_fl.problem import Problem
 from sparsekit_fl.sparse import Mask
 
 if TYPE_CHECKING:
     from sparsekit_fl.policies.local import LocalResult
 
-__all__ = ["Everything", "Nothing", "SharePolicy"]
+__all__ = ["Everything", "ExceptHead", "Nothing", "SharePolicy"]
 
 
 class SharePolicy:
     """What travels. The default shares every entry and uploads what was trained."""
+
+    def check(self, problem: Problem, graph: UnitGraph) -> None:
+        """Raise, before the run starts, where the policy cannot work with this problem. The default accepts all."""
 
     def is_shared(self, name: str, graph: UnitGraph) -> bool:
         """True where the entry travels; the others stay on the client from round to round.
 
         Args:
             name: State-dict key.
-            graph: The units and shapes of the model.
+            graph: The units, layers and shapes of the model.
         """
         return True
 
@@ -44,3 +50,41 @@ class Nothing(SharePolicy):
     def is_shared(self, name: str, graph: UnitGraph) -> bool:
         """False."""
         return False
+
+
+@dataclass(frozen=True)
+class ExceptHead(SharePolicy):
+    """Everything but the last layers, which each client keeps and trains for itself; at first they are those of round 0.
+
+    An entry that an earlier layer reads too is shared: of a decoder tied to its embedding only the bias is private.
+
+    Args:
+        layers: How many layers make the head.
+
+    Source: Arivazhagan et al., arXiv 1912.00818, personalization layers.
+    """
+
+    layers: int = 1
+
+    def __post_init__(self) -> None:
+        if self.layers < 1:
+            raise InvalidValueError(f"layers must be >= 1, got {self.layers!r}; to share everything, use Everything()")
+
+    def check(self, problem: Problem, graph: UnitGraph) -> None:
+        """Raise InvalidValueError where the model has no head of its own, or is nothing but a head."""
+        head = head_entries(graph.layers, self.layers)
+        names = ", ".join(layer.name or "the model itself" for layer in graph.layers)
+        if not head:
+            raise InvalidValueError(
+                f"the output layer has no entry of its own (layers in forward order: {names}), so there is no head to keep"
+                " private; give it a weight or a bias that no earlier layer reads"
+            )
+        if len(graph.layers) <= self.layers:
+            raise InvalidValueError(
+                f"a head of {self.layers} of the model's {len(graph.layers)} layers ({names}) leaves nothing to share;"
+                " use a deeper model, or train each client alone"
+            )
+
+    def is_shared(self, name: str, graph: UnitGraph) -> bool:
+        """False for the entries of the head."""
+        return name not in head_entries(graph.layers, self.layers)

@@ -1,0 +1,180 @@
+"""CS, Complement Sparsification: the server sends the large weights, the clients send back the others.
+
+Jiang, Borcea: Complement Sparsification: Low-Overhead Model Pruning for Federated Learning, AAAI 2023 (arXiv 2303.06237).
+As in the reference code: the first round is plain FedAvg; then each client trains the whole model from the sparse one and
+uploads the entries that the server had pruned, which are not pruned again; the server adds η times their mean, prunes by
+magnitude per layer, and the pruned model is the global one. Biases and norms are exchanged whole and averaged; the output
+layer is not pruned here, as in none of the methods that prune by entry, and as the paper's FLOPs of Xue et al. imply.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from torch import Tensor
+
+from sparsekit.errors import InvalidValueError
+from sparsekit.masks.mask import WeightMask
+from sparsekit.masks.weight_mask import largest_weights
+from sparsekit.patterns.base import check_ratio
+from sparsekit.state import StateDict
+from sparsekit.units.graph import UnitGraph
+from sparsekit_fl.context import ClientContext, ServerContext
+from sparsekit_fl.messages import Update
+from sparsekit_fl.method import Method
+from sparsekit_fl.policies.aggregate import Accumulator, DeltaMean, Weighting
+from sparsekit_fl.policies.local import LocalResult, Sgd
+from sparsekit_fl.policies.mask import MaskPolicy
+from sparsekit_fl.policies.pruning import prunable_weights
+from sparsekit_fl.policies.ratio import Constant
+from sparsekit_fl.policies.share import SharePolicy
+from sparsekit_fl.problem import Problem
+from sparsekit_fl.sparse import Mask, mask_state
+
+__all__ = ["ChangeMean", "Complement", "ComplementMean", "DenseFromSparse", "LargestChanges", "LargestOnServer", "cs"]
+
+
+def _largest(graph: UnitGraph, state: StateDict, ratio: float) -> WeightMask:
+    return largest_weights(state, prunable_weights(graph, "CS"), ratio)
+
+
+@dataclass(frozen=True)
+class LargestOnServer(MaskPolicy):
+    """From the second round on the server sends the largest weights of each layer; the client trains all of them."""
+
+    def check(self, problem: Problem, graph: UnitGraph) -> None:
+        """Raise InvalidValueError where there is nothing to prune."""
+        prunable_weights(graph, "CS")
+
+    def propose(self, ctx: ServerContext, client_id: int, proposal: float | None) -> Mask | None:
+        """The largest weights at the proposed ratio; everything in the first round."""
+        return None if ctx.round == 1 else _largest(ctx.graph, ctx.state, 1.0 if proposal is None else proposal)
+
+    def choose(self, ctx: ClientContext, ratio: float, state: StateDict) -> Mask | None:
+        """None: weights that came as zero train too."""
+        return None
+
+
+@dataclass(frozen=True)
+class DenseFromSparse(Sgd):
+    """SGD on the whole model, from the sparse one.
+
+    Its row-mask FLOPs are those of the sparse model, as in the tables of Xue et al., ICDE 2025, although the model is dense
+    after the first step; its compact FLOPs are those of the whole model.
+    """
+
+    def train(self, ctx: ClientContext, start: StateDict, mask: Mask | None, ratio: float) -> LocalResult:
+        """Train everything."""
+        result = super().train(ctx, start, None, ratio)
+        return replace(result, work=ctx.work(ctx.received, result.log))
+
+
+@dataclass(frozen=True)
+class Complement(SharePolicy):
+    """Of the weights, those that the server had pruned go up; everything after a round without pruning."""
+
+    def upload_mask(self, ctx: ClientContext, result: LocalResult) -> Mask | None:
+        """What did not come down."""
+        received = ctx.received
+        return WeightMask({name: ~keep for name, keep in received.items()}) if isinstance(received, WeightMask) else None
+
+
+@dataclass(frozen=True)
+class ComplementMean(DeltaMean):
+    """Add `rate` times the mean of the clients' pruned weights to the sparse model, then prune it again.
+
+    Args:
+        weighting: By the number of examples, or equal.
+        rate: η, the aggregation ratio; 1.5 in the reference code.
+        ratio: Share of each layer's weights that stays.
+
+    Source: Jiang and Borcea, AAAI 2023, reference code.
+    """
+
+    weighting: Weighting = "examples"
+    rate: float = 1.5
+    ratio: float = 0.5
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_ratio(self.ratio)
+        if not 0.0 < self.rate < float("inf"):
+            raise InvalidValueError(f"rate must be a finite number > 0, got {self.rate!r}; 1 is a plain mean")
+
+    def add(self, ctx: ServerContext, acc: Accumulator, update: Update, age: int) -> None:
+        """Add one update, and note which entries it holds in part."""
+        super().add(ctx, acc, update, age)
+        acc.extra.setdefault("pruned", set()).update(update.mask or ())
+
+    def change(self, name: str, acc: Accumulator) -> Tensor | None:
+        """The mean; of complements, times the rate. Weights that were sent down hold nothing of it and stay."""
+        mean = super().change(name, acc)
+        return mean if mean is None or name not in acc.extra["pruned"] else mean * self.rate
+
+    def finish(self, ctx: ServerContext, state: StateDict, acc: Accumulator) -> dict[str, Tensor]:
+        """The new sparse model."""
+        dense = super().finish(ctx, state, acc)
+        return mask_state(ctx.graph, _largest(ctx.graph, dense, self.ratio), dense)
+
+
+@dataclass(frozen=True)
+class LargestChanges(DenseFromSparse):
+    """SGD on the whole model; of the changes, the largest of each layer go up. What the released code of Xue et al. runs as CS.
+
+    Args:
+        share: Part of each layer's changes that goes up.
+    """
+
+    share: float = 0.5
+
+    def train(self, ctx: ClientContext, start: StateDict, mask: Mask | None, ratio: float) -> LocalResult:
+        """Train everything, and choose what goes up."""
+        result = super().train(ctx, start, mask, ratio)
+        changes = {name: result.state[name] - start[name] for name in prunable_weights(ctx.graph, "CS")}
+        return replace(result, mask=largest_weights(changes, changes, self.share))
+
+
+@dataclass(frozen=True)
+class ChangeMean(DeltaMean):
+    """Add the plain mean of the clients' changes to the model that they started from, and leave the result dense.
+
+    Args:
+        weighting: "uniform" in the released code.
+        ratio: Share of each layer's weights that had been sent down.
+    """
+
+    weighting: Weighting = "uniform"
+    ratio: float = 0.5
+
+    def finish(self, ctx: ServerContext, state: StateDict, acc: Accumulator) -> dict[str, Tensor]:
+        """The new model, dense."""
+        sent = state if ctx.round == 1 else mask_state(ctx.graph, _largest(ctx.graph, state, self.ratio), state)
+        return super().finish(ctx, sent, acc)
+
+
+def cs(*, ratio: float = 0.5, rate: float = 1.5, variant: Literal["complement", "released"] = "complement") -> Method:
+    """Bidirectional sparse communication.
+
+    Args:
+        ratio: Share of each layer's weights that the server keeps; 0.5 in the reference code.
+        rate: η, how strongly the complement is added; 1.5 in the reference code.
+        variant: "complement" is the method of its paper; "released" is what the code of Xue et al., ICDE 2025, runs under
+            its name: no complement, the top half of all changes goes up, and the model is scored before it is pruned.
+    """
+    if variant not in ("complement", "released"):
+        raise InvalidValueError(f"variant must be 'complement' or 'released', got {variant!r}")
+    note = "Masks of single weights save bytes and no time: a client trains the whole model, whatever the row-mask FLOPs say."
+    common = Method(
+        name="cs",
+        source="Jiang and Borcea, Complement Sparsification, AAAI 2023, arXiv 2303.06237",
+        ratio=Constant(ratio),
+        mask=LargestOnServer(),
+        local=DenseFromSparse(),
+        share=Complement(),
+        aggregate=ComplementMean(rate=rate, ratio=ratio),
+        note=note,
+    )
+    if variant == "complement":
+        return common
+    return replace(common, local=LargestChanges(share=ratio), share=SharePolicy(), aggregate=ChangeMean(ratio=ratio))

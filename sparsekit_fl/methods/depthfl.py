@@ -1,0 +1,243 @@
+"""DepthFL: a client trains as many of the first layers as it can afford, with an exit after each part, which teach each other.
+
+Kim, Yu, Kim, Moon: DepthFL: Depthwise Federated Learning for Heterogeneous Clients, ICLR 2023. The server averages each
+entry over the clients that hold it, by the rule of FedDyn (Acar et al., ICLR 2021), and the mean of all exits' outputs
+is the prediction. Constants are those of Flower's baseline, which follows the authors' code. The paper places four exits in a
+ResNet by hand, each with layers of its own; here they are found in any model that is a chain (`place_exits`), each one linear
+layer, so VGG gets one after each of its pools, the small CNN three in all and the LSTM two.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsekit.errors import InvalidValueError
+from sparsekit.masks.mask import WeightMask
+from sparsekit.state import StateDict
+from sparsekit.units.graph import UnitGraph
+from sparsekit.units.layers import prefix_entries
+from sparsekit_fl.context import ClientContext, CostModel, ServerContext, Work
+from sparsekit_fl.method import Method
+from sparsekit_fl.metrics import IGNORED
+from sparsekit_fl.policies.aggregate import Accumulator, CoverageMean, Weighting
+from sparsekit_fl.policies.exits import ExitsFactory, WithExits
+from sparsekit_fl.policies.local import Adjust, Leaves, LocalPolicy, LocalResult, load_leaves, sgd_step
+from sparsekit_fl.policies.mask import MaskPolicy
+from sparsekit_fl.policies.ratio import ByCapability
+from sparsekit_fl.problem import Problem
+from sparsekit_fl.sparse import Mask
+from sparsekit_fl.training import Batch
+
+__all__ = [
+    "DepthPrefix",
+    "DynamicMean",
+    "ExitSgd",
+    "affordable_depth",
+    "depth_entries",
+    "depth_flops",
+    "depthfl",
+    "distillation_loss",
+]
+
+
+def _ends(graph: UnitGraph) -> list[int]:
+    """For each depth, from 1: how many layers a client of that depth runs, its exits among them."""
+    exits = [place for place, layer in enumerate(graph.layers, 1) if layer.name.split(".")[0] == "exits"]
+    return [*exits, len(graph.layers)]
+
+
+def depth_entries(graph: UnitGraph) -> list[frozenset[str]]:
+    """For each depth, from 1: the state-dict keys that a client of that depth trains."""
+    return [frozenset(name for layer in graph.layers[:end] for name in layer.entries) for end in _ends(graph)]
+
+
+def depth_flops(graph: UnitGraph, costs: CostModel, *, bias: bool = False) -> list[int]:
+    """For each depth, from 1: FLOPs of one example through the layers and exits that a client of that depth runs.
+
+    Args:
+        graph: Of the model with exits.
+        costs: Of the same.
+        bias: With the bias entries that the paper's convention counts.
+    """
+    return [costs.part_flops(prefix_entries(graph.layers, end), bias=bias) for end in _ends(graph)]
+
+
+def affordable_depth(graph: UnitGraph, costs: CostModel, ratio: float) -> int:
+    """The largest depth whose work is at most `ratio` of that of the whole model with all its exits; 1 at least."""
+    work = depth_flops(graph, costs)
+    return max([1, *(depth for depth, flops in enumerate(work, 1) if flops <= ratio * work[-1])])
+
+
+@dataclass(frozen=True)
+class DepthPrefix(MaskPolicy):
+    """The server sends the first layers and exits, as deep as the proposed ratio affords."""
+
+    def propose(self, ctx: ServerContext, client_id: int, proposal: float | None) -> Mask | None:
+        """A mask that drops whole entries; None at full depth."""
+        assert ctx.costs is not None, "the server of a run knows the costs"
+        entries = depth_entries(ctx.graph)
+        depth = affordable_depth(ctx.graph, ctx.costs, 1.0 if proposal is None else proposal)
+        if depth == len(entries):
+            return None
+        dropped = [name for name in ctx.graph.shapes if name not in entries[depth - 1]]
+        return WeightMask({name: torch.zeros(ctx.graph.shapes[name], dtype=torch.bool) for name in dropped})
+
+
+def distillation_loss(outputs: Sequence[Tensor], targets: Tensor) -> Tensor:
+    """Σ_i Σ_{j≠i} KL(p_j ‖ p_i) / (d − 1), the mean over examples (or positions with a target), p_j held fixed.
+
+    Args:
+        outputs: d logits, classes last.
+        targets: Of the examples.
+
+    Source: Kim et al., ICLR 2023, equation of the local loss.
+    """
+    logs = [output.log_softmax(-1) for output in outputs]
+    total = logs[0].new_zeros(())
+    for i, student in enumerate(logs):
+        for j, teacher in enumerate(logs):
+            if i != j:
+                fixed = teacher.detach()
+                gaps = (fixed.exp() * (fixed - student)).sum(-1)
+                total = total + (gaps[targets != IGNORED] if gaps.shape == targets.shape else gaps).mean()
+    return total / (len(logs) - 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExitSgd(LocalPolicy):
+    """SGD on Σ_i CE_i + w_r · distillation among the exits − ⟨h, θ⟩ + (α/2) ‖θ − ω‖², of the first layers alone.
+
+    The layers behind are not run. h belongs to the client and follows h ← h − α (θ − ω) after training.
+
+    Args:
+        exits: Most outputs, with the model's own; four in the paper's ResNets, five for the five pools of a VGG.
+        distillation: Exits learn from each other, with weight w_r = exp(−5 (1 − min(r, ramp·R) / (ramp·R))²).
+        ramp: Share of the rounds after which w_r is 1; 300 of 1000 in the baseline.
+        alpha: α of FedDyn; 0.1 in the baseline, 0 leaves FedDyn out.
+    """
+
+    exits: int = 5
+    distillation: bool = True
+    ramp: float = 0.3
+    alpha: float = 0.1
+
+    def __post_init__(self) -> None:
+        if self.exits < 2:
+            raise InvalidValueError(f"exits must be >= 2, got {self.exits!r}; it counts the model's own output")
+        if not 0.0 < self.ramp <= 1.0:
+            raise InvalidValueError(f"ramp must be in (0, 1], got {self.ramp!r}; it is a share of the rounds")
+        if not 0.0 <= self.alpha < float("inf"):
+            raise InvalidValueError(f"alpha must be a finite number >= 0, got {self.alpha!r}; 0 leaves FedDyn out")
+
+    def prepare(self, problem: Problem) -> Problem:
+        """The same problem with exits in its model."""
+        return dataclasses.replace(problem, model=ExitsFactory(problem.model, problem.example_inputs, self.exits))
+
+    def train(self, ctx: ClientContext, start: StateDict, mask: Mask | None, ratio: float) -> LocalResult:
+        """Train to the depth that the client's ratio affords."""
+        depth = affordable_depth(ctx.graph, ctx.costs, ratio)
+        names = depth_entries(ctx.graph)[depth - 1]
+        leaves = {name: leaf for name, leaf in load_leaves(ctx, start, None).items() if name in names}
+        update = sgd_step(ctx.training, leaves)
+        adjust = self._dynamic(ctx, leaves, start) if self.alpha else None
+        module, loss_of = ctx.session.module, ctx.problem.loss
+        assert isinstance(module, WithExits)
+        ramp = self.ramp * ctx.rounds
+        weight = math.exp(-5.0 * (1.0 - min(ctx.round, ramp) / ramp) ** 2) if self.distillation and depth > 1 else 0.0
+
+        def step(batch: Batch) -> tuple[Any, Tensor]:
+            outputs = module.outputs(*batch.inputs, depth=depth)
+            losses = torch.stack([loss_of(output, batch.targets) for output in outputs])
+            taught = weight * distillation_loss(outputs, batch.targets) if weight else 0.0
+            update(losses.sum() + taught, adjust=adjust)
+            # What is reported is the mean loss of the outputs, which compares with other methods' losses.
+            return torch.stack([output.detach() for output in outputs]).mean(0), losses.mean()
+
+        log = ctx.fit(module, ctx.batches(), step)
+        state = ctx.session.narrow_state()
+        if self.alpha:
+            before = ctx.memory.get("drift", {})
+            moved = {name: state[name].cpu() - start[name].cpu() for name in leaves}
+            drift = {name: before.get(name, torch.zeros(())) - self.alpha * change for name, change in moved.items()}
+            ctx.memory["drift"] = {**before, **drift}
+        compact = depth_flops(ctx.graph, ctx.costs)[depth - 1]
+        rowmask = depth_flops(ctx.graph, ctx.costs, bias=True)[depth - 1]
+        work = Work(3 * compact * log.examples, 3 * rowmask * log.padded_examples)
+        return LocalResult(state=state, mask=mask, log=log, work=work)
+
+    def _dynamic(self, ctx: ClientContext, leaves: Leaves, start: StateDict) -> Adjust:
+        """Adds the gradient of FedDyn's two terms, −h + α (θ − ω)."""
+        parameters: list[Tensor] = list(leaves.values())
+        anchors = [start[name].to(leaf) for name, leaf in leaves.items()]
+        kept = ctx.memory.get("drift", {})
+        drifts = [kept[name].to(leaf) if name in kept else torch.zeros_like(leaf) for name, leaf in leaves.items()]
+
+        def adjust(gradients: list[Tensor], places: list[int]) -> list[Tensor]:
+            pull = torch._foreach_sub([parameters[place] for place in places], [anchors[place] for place in places])
+            pulled = torch._foreach_add(gradients, pull, alpha=self.alpha)
+            return list(torch._foreach_sub(pulled, [drifts[place] for place in places]))
+
+        return adjust
+
+
+@dataclass(frozen=True)
+class DynamicMean(CoverageMean):
+    """The mean over the clients that hold an entry, minus h / α, with h ← h − α · (holders / clients) · (mean − ω).
+
+    h concerns parameters alone; statistics become the mean. Entries that nobody holds stay.
+
+    Args:
+        weighting: Equal, as in the baseline.
+        alpha: α; 0 is the plain mean.
+
+    Source: Acar et al., Federated Learning Based on Dynamic Regularization, ICLR 2021, as used by Kim et al., ICLR 2023.
+    """
+
+    weighting: Weighting = "uniform"
+    alpha: float = 0.1
+
+    def init(self, ctx: ServerContext, state: StateDict) -> Accumulator:
+        """An empty accumulator that knows h."""
+        acc = super().init(ctx, state)
+        parameters = ctx.costs.parameters if ctx.costs is not None else frozenset(state)
+        acc.extra = {"drift": ctx.memory.setdefault("drift", {}), "clients": len(ctx.roster), "parameters": parameters}
+        return acc
+
+    def change(self, name: str, acc: Accumulator) -> Tensor | None:
+        """By how much an entry moves."""
+        mean, holders = super().change(name, acc), acc.covered.get(name, 0.0)
+        if mean is None or not holders:
+            return None
+        if not self.alpha or name not in acc.extra["parameters"]:
+            return mean
+        before: Tensor = acc.extra["drift"].get(name, torch.zeros_like(mean))
+        drift = before - self.alpha * holders / acc.extra["clients"] * mean
+        acc.extra["drift"][name] = drift
+        moved: Tensor = mean - drift / self.alpha
+        return moved
+
+
+def depthfl(*, exits: int = 5, distillation: bool = True, alpha: float = 0.1) -> Method:
+    """Depth by capability, with exits.
+
+    Args:
+        exits: Most outputs, with the model's own.
+        distillation: Exits learn from each other.
+        alpha: α of FedDyn; 0 leaves it out.
+    """
+    return Method(
+        name="depthfl",
+        source="Kim et al., DepthFL, ICLR 2023",
+        ratio=ByCapability(),
+        mask=DepthPrefix(),
+        local=ExitSgd(exits=exits, distillation=distillation, alpha=alpha),
+        aggregate=DynamicMean(alpha=alpha),
+        note="The model has exits, one linear layer each, whose work is counted; a client runs the first layers only.",
+    )

@@ -1,0 +1,74 @@
+"""Ditto: FedAvg, and beside it a personal model per client that is held near the global one.
+
+Li, Hu, Beirami, Smith: Ditto: Fair and Robust Federated Learning Through Personalization, ICML 2021 (arXiv 2012.04221).
+As in the reference code both models learn from the same batches, the personal one is pulled to the global model that came
+down, and it lives on from round to round, at first as the model of round 0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from sparsekit.errors import InvalidValueError
+from sparsekit.state import StateDict
+from sparsekit_fl.context import ClientContext
+from sparsekit_fl.method import Method
+from sparsekit_fl.policies.local import LocalPolicy, LocalResult, load_leaves, pull_towards, sgd
+from sparsekit_fl.policies.personal import PersonalModel, PersonalPolicy
+from sparsekit_fl.sparse import Mask
+
+__all__ = ["SecondModel", "TwoModels", "ditto"]
+
+
+@dataclass(frozen=True)
+class TwoModels(LocalPolicy):
+    """SGD on the global model, which goes up, then on the client's own, which stays in its memory.
+
+    Args:
+        strength: λ of the pull (λ / 2) · ‖v − ω‖²; the paper chooses among 0.1, 1 and 2. Of these, 0.1 alone is stable
+            at the learning rate 8 of the text tasks.
+
+    Source: Li et al., ICML 2021, Algorithm 1.
+    """
+
+    strength: float = 0.1
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.strength < float("inf"):
+            raise InvalidValueError(f"strength must be a finite number >= 0, got {self.strength!r}; 0 trains alone")
+
+    def train(self, ctx: ClientContext, start: StateDict, mask: Mask | None, ratio: float) -> LocalResult:
+        """Train both models; the work is that of both."""
+        if mask is not None:
+            raise InvalidValueError("TwoModels trains whole models; use it with the mask policy Dense()")
+        batches = ctx.batches()
+        log = sgd(ctx, load_leaves(ctx, start, None), batches)
+        trained = ctx.session.narrow_state()
+        own: StateDict = ctx.memory.get("model", ctx.initial_state())
+        leaves = load_leaves(ctx, own, None)
+        anchors = [start[name].to(leaf) for name, leaf in leaves.items()]
+        second = sgd(ctx, leaves, batches, [pull_towards(leaves, anchors, self.strength)] if self.strength else [])
+        ctx.memory["model"] = {name: tensor.cpu() for name, tensor in ctx.session.narrow_state().items()}
+        return LocalResult(state=trained, mask=None, log=log, work=ctx.work(None, log) + ctx.work(None, second))
+
+
+@dataclass(frozen=True)
+class SecondModel(PersonalPolicy):
+    """The client's own model; that of round 0 before its first participation."""
+
+    def model(self, ctx: ClientContext, state: StateDict) -> PersonalModel:
+        """What the local policy keeps."""
+        return PersonalModel(state=ctx.peek("local").get("model", ctx.initial_state()))
+
+
+def ditto(strength: float = 0.1) -> Method:
+    """FedAvg with `TwoModels`.
+
+    Args:
+        strength: λ; 0 gives models that learn alone.
+    """
+    return replace(
+        Method(name="ditto", source="Li et al., Ditto, ICML 2021, arXiv 2012.04221"),
+        local=TwoModels(strength),
+        personal=SecondModel(),
+    )

@@ -1,0 +1,119 @@
+"""FedMP: a bandit per client picks its ratio, the server prunes the global model by magnitude and restores it afterwards.
+
+Jiang, Xu, Xu, Wang, Qiao, Zhao: FedMP: Federated Learning through Adaptive Model Pruning in Heterogeneous Edge Computing,
+ICDE 2022. Its bandit is E-UCB. Its synchronisation, R2SP, adds to each submodel the residual that was pruned and takes
+the mean, which is `DeltaMean` with equal weights. FedMP prunes shares of filters by their L1 norm; a ratio here is the
+share that stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from sparsekit.bandit import EUCB, Interval, Pull
+from sparsekit.errors import InvalidValueError
+from sparsekit.patterns import Magnitude
+from sparsekit.patterns.base import check_ratio
+from sparsekit_fl.context import ClientContext, ServerContext
+from sparsekit_fl.messages import Update
+from sparsekit_fl.method import Method
+from sparsekit_fl.policies.aggregate import DeltaMean
+from sparsekit_fl.policies.mask import ServerPattern
+from sparsekit_fl.policies.ratio import RatioPolicy
+from sparsekit_fl.policies.submodel import OwnStatistics
+
+__all__ = ["TimelyRatio", "fedmp"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimelyRatio(RatioPolicy):
+    """E-UCB, one bandit per client in the server's memory, which learns ratios that finish with the others.
+
+    The reward of a participation is the decrease of the client's training loss since the one before, over the relative
+    gap |T − T̄| / T̄ between its simulated seconds and the mean of the round. The paper divides by |T − T̄| itself, whose
+    scale depends on the devices while the index of the bandit has none; we have its reward from other descriptions of the
+    paper, so this form is ours where they are silent. A first participation has nothing to compare with and is not
+    credited.
+
+    Args:
+        low: Least ratio; 0.2 in the comparison of Xue et al., ICDE 2025.
+        capped: Never exceed the client's capability. Off in the paper: a ratio that is too large for a client makes it
+            late, and that is what its bandit learns from.
+        floor: Least relative gap, so that finishing exactly on time is no infinite reward; ours.
+        discount: λ of E-UCB; its other settings are those of `EUCB`.
+
+    Source: Jiang et al., ICDE 2022, algorithm E-UCB.
+    """
+
+    low: float = 0.2
+    capped: bool = False
+    floor: float = 0.1
+    discount: float = 0.98
+
+    def __post_init__(self) -> None:
+        check_ratio(self.low)
+        if self.low >= 1.0:
+            raise InvalidValueError(f"low must be below 1, got {self.low}; the arms cover [low, 1]")
+        if not 0.0 < self.floor < float("inf"):
+            raise InvalidValueError(f"floor must be a finite number > 0, got {self.floor}")
+        if not 0.0 < self.discount <= 1.0:
+            raise InvalidValueError(f"discount must be in (0, 1], got {self.discount}; 1 forgets nothing")
+
+    def _bandit(self, memory: dict[str, Any], *, seed: int) -> EUCB:
+        bandit = EUCB(Interval(self.low, 1.0), discount=self.discount, rng=np.random.default_rng(seed))
+        if "bandit" in memory:
+            bandit.load_state_dict(memory["bandit"])
+        return bandit
+
+    def propose(self, ctx: ServerContext, client_id: int) -> float | None:
+        """The draw for this client. One that was never answered is proposed again."""
+        memory = ctx.memory.setdefault(str(client_id), {})
+        seed = int(ctx.rng.integers(2**63 - 1))
+        if memory.get("pull") is None:
+            bandit = self._bandit(memory, seed=seed)
+            pull = bandit.ask()
+            memory["pull"] = [pull.id, pull.value]
+            memory["bandit"] = bandit.state_dict()
+        drawn = float(memory["pull"][1])
+        return min(drawn, ctx.roster[client_id].capability.ratio) if self.capped else drawn
+
+    def choose(self, ctx: ClientContext, proposal: float | None) -> float:
+        """The proposal, since the server has pruned the model to it."""
+        return 1.0 if proposal is None else proposal
+
+    def observe_all(self, ctx: ServerContext, updates: Sequence[Update]) -> None:
+        """Credit each client's draw with its loss decrease over its gap to the round's mean time."""
+        mean = sum(update.cost.seconds for update in updates) / len(updates)
+        for update in updates:
+            memory = ctx.memory[str(update.client_id)]
+            id, drawn = memory["pull"]
+            bandit = self._bandit(memory, seed=0)
+            loss, before = update.metrics["loss"], memory.get("loss")
+            if before is None:
+                bandit.forget(Pull(id, drawn))
+            else:
+                gap = abs(update.cost.seconds - mean) / max(mean, 1e-12)
+                bandit.tell(Pull(id, drawn), (before - loss) / max(gap, self.floor))
+            memory.update(bandit=bandit.state_dict(), pull=None, loss=loss)
+
+
+def fedmp(*, low: float = 0.2, capped: bool = False) -> Method:
+    """Magnitude pruning by the server at the ratio of each client's E-UCB; the residual stays as it was.
+
+    Args:
+        low: Least ratio.
+        capped: Never exceed a client's capability.
+    """
+    return Method(
+        name="fedmp",
+        source="Jiang et al., FedMP, ICDE 2022",
+        ratio=TimelyRatio(low=low, capped=capped),
+        mask=ServerPattern(Magnitude()),
+        aggregate=DeltaMean("uniform"),
+        personal=OwnStatistics(),
+        note="" if capped else "Its ratios may exceed what a client can do; slowness, not a limit, keeps them low.",
+    )

@@ -1,0 +1,136 @@
+"""FedP3: each client answers for a few layers, gets the others pruned, trains a submodel, and sends its own layers back.
+
+Yi, Gazagnadou, Richtárik, Lyu: FedP3: Federated Personalized and Privacy-friendly Network Pruning under Model Heterogeneity,
+ICLR 2024 (arXiv 2404.09816). The layers are dealt as "OPU2" in the reference code: two that follow each other, cyclically
+(by group of clients there, by client here, since its groups are those of a five-layer network); the others come pruned by
+magnitude to 0.9 of their weights, and the head stays with the client. The reference code has no local pruning; of the
+paper's strategies we take ordered dropout at the client's capability. As in the reference code the weights that come as
+zero train like the others.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from sparsekit.errors import InvalidValueError
+from sparsekit.masks.mask import UnitMask, WeightMask, to_weights
+from sparsekit.masks.weight_mask import largest_weights
+from sparsekit.patterns import Ordered, PatternView, select
+from sparsekit.patterns.base import check_ratio
+from sparsekit.state import StateDict
+from sparsekit.units.graph import UnitGraph
+from sparsekit.units.layers import Layer, head_entries, layer_weights
+from sparsekit_fl.context import ClientContext, ServerContext
+from sparsekit_fl.method import Method
+from sparsekit_fl.policies.aggregate import CoverageMean
+from sparsekit_fl.policies.local import LocalResult
+from sparsekit_fl.policies.mask import MaskPolicy, require_units
+from sparsekit_fl.policies.personal import OwnModel
+from sparsekit_fl.policies.ratio import ByCapability
+from sparsekit_fl.policies.share import ExceptHead
+from sparsekit_fl.problem import Problem
+from sparsekit_fl.sparse import Mask
+
+__all__ = ["OwnLayers", "PrunedOthers", "fedp3", "own_layers"]
+
+
+def own_layers(graph: UnitGraph, client_id: int, count: int | None, *, private_head: bool) -> tuple[Layer, ...]:
+    """The layers that a client answers for.
+
+    Args:
+        graph: Of the model.
+        client_id: Client k begins at layer k modulo their number.
+        count: How many, cyclically; None for all.
+        private_head: Leave out the head, which nobody sends.
+    """
+    layers = graph.layers[:-1] if private_head else graph.layers
+    if count is None or count >= len(layers):
+        return tuple(layers)
+    return tuple(layers[(client_id + step) % len(layers)] for step in range(count))
+
+
+@dataclass(frozen=True)
+class PrunedOthers(MaskPolicy):
+    """The client's own layers come down whole, the others with their largest weights; the client trains a prefix of the units.
+
+    Args:
+        layers: How many layers a client answers for; None for all.
+        kept: Share of the weights of each other layer that comes down.
+        private_head: The head stays with the client.
+    """
+
+    layers: int | None = 2
+    kept: float = 0.9
+    private_head: bool = True
+
+    def __post_init__(self) -> None:
+        check_ratio(self.kept)
+        if self.layers is not None and self.layers < 1:
+            raise InvalidValueError(f"layers must be None or >= 1, got {self.layers!r}")
+
+    def check(self, problem: Problem, graph: UnitGraph) -> None:
+        """Raise NoUnitsError where there are no units to drop on the client."""
+        require_units(graph, "FedP3")
+
+    def propose(self, ctx: ServerContext, client_id: int, proposal: float | None) -> Mask | None:
+        """What comes down."""
+        own = own_layers(ctx.graph, client_id, self.layers, private_head=self.private_head)
+        mine = {name for layer in own for name in layer.entries}
+        names = [n for n in layer_weights(ctx.graph.layers, ctx.graph.shapes) if n not in mine and n in ctx.state]
+        return largest_weights(ctx.state, names, self.kept) if names and self.kept < 1.0 else None
+
+    def choose(self, ctx: ClientContext, ratio: float, state: StateDict) -> Mask | None:
+        """The first units of every group, as many as the client can train."""
+        return select(Ordered(), ctx.graph, ratio, PatternView())
+
+
+@dataclass(frozen=True)
+class OwnLayers(ExceptHead):
+    """The trained part of the client's own layers goes up, and nothing else.
+
+    Args:
+        count: How many layers a client answers for; None for all.
+        private_head: The head stays with the client; False answers for it as for any other layer.
+    """
+
+    count: int | None = 2
+    private_head: bool = True
+
+    def check(self, problem: Problem, graph: UnitGraph) -> None:
+        """Raise InvalidValueError where the head should stay and there is none."""
+        if self.private_head:
+            super().check(problem, graph)
+
+    def is_shared(self, name: str, graph: UnitGraph) -> bool:
+        """False for a private head."""
+        return not self.private_head or name not in head_entries(graph.layers, self.layers)
+
+    def upload_mask(self, ctx: ClientContext, result: LocalResult) -> Mask | None:
+        """By entry: the units that were trained, in the client's own layers."""
+        own = own_layers(ctx.graph, ctx.client.id, self.count, private_head=self.private_head)
+        mine = {name for layer in own for name in layer.entries}
+        shared = [name for name in ctx.graph.shapes if self.is_shared(name, ctx.graph)]
+        trained = to_weights(ctx.graph, result.mask) if isinstance(result.mask, UnitMask) else {}
+        nothing = {n: torch.zeros(ctx.graph.shapes[n], dtype=torch.bool) for n in shared if n not in mine}
+        return WeightMask({**{name: trained[name] for name in shared if name in mine and name in trained}, **nothing})
+
+
+def fedp3(*, layers: int | None = 2, keep: float = 0.9, private_head: bool = True) -> Method:
+    """Layer-wise sharing with pruning on both sides; each entry is averaged over the clients that send it.
+
+    Args:
+        layers: How many layers a client answers for; 1, 2 and 3 are "LowerB", "OPU2" and "OPU3" of the reference code.
+        keep: Share of the weights of other layers that comes down; 0.9 in the reference code.
+        private_head: The head stays with the client, as in the reference code.
+    """
+    return Method(
+        name="fedp3",
+        source="Yi et al., FedP3, ICLR 2024, arXiv 2404.09816",
+        ratio=ByCapability(),
+        mask=PrunedOthers(layers, keep, private_head),
+        share=OwnLayers(count=layers, private_head=private_head),
+        aggregate=CoverageMean("uniform"),
+        personal=OwnModel("last"),
+    )

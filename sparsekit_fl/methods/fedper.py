@@ -1,0 +1,21 @@
+"""FedPer: the last layers stay with each client, the others are averaged; both are trained together.
+
+Arivazhagan, Aggarwal, Singh, Choudhary: Federated Learning with Personalization Layers (arXiv 1912.00818).
+"""
+
+from __future__ import annotations
+
+from sparsekit_fl.method import Method
+from sparsekit_fl.policies.share import ExceptHead
+
+__all__ = ["fedper"]
+
+
+def fedper(layers: int = 1) -> Method:
+    """FedAvg on all but the head.
+
+    Args:
+        layers: How many of the last layers are personal. The paper compares the classifier alone with the classifier and the
+            last blocks; the classifier alone is what it is usually compared with.
+    """
+    return Method(name="fedper", source="Arivazhagan et al., FedPer, arXiv 1912.00818", share=ExceptHead(layers))

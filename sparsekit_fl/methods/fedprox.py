@@ -1,0 +1,58 @@
+"""FedProx: a proximal term holds each client near the global model, and slow clients may do less work.
+
+Li, Sahu, Zaheer, Sanjabi, Talwalkar, Smith: Federated Optimization in Heterogeneous Networks, MLSys 2020
+(arXiv 1812.06127).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from sparsekit.errors import InvalidValueError
+from sparsekit.state import StateDict
+from sparsekit_fl.context import ClientContext
+from sparsekit_fl.method import Method
+from sparsekit_fl.policies.local import LocalResult, Sgd
+from sparsekit_fl.sparse import Mask
+
+__all__ = ["ProximalSgd", "fedprox"]
+
+
+@dataclass(frozen=True)
+class ProximalSgd(Sgd):
+    """SGD on loss + (proximal / 2) · ‖θ − ω‖², in which some clients stop early.
+
+    Args:
+        proximal: μ. The paper tunes it per data set over {0.001, 0.01, 0.1, 1}; 0.01 is stable at every learning rate of
+            our presets, the 8 of the text tasks included, where 1 is not.
+        stragglers: Chance that a client does only a part of its epochs, drawn uniformly from 1 to all of them. The paper
+            studies 0, 0.5 and 0.9; 0 is what the other methods are compared under.
+
+    Source: Li et al., MLSys 2020, Algorithm 2; stragglers as in its experiments.
+    """
+
+    proximal: float = 0.01
+    stragglers: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0.0 <= self.stragglers <= 1.0:
+            raise InvalidValueError(f"stragglers must be in [0, 1], got {self.stragglers!r}; it is the share of slow clients")
+
+    def train(self, ctx: ClientContext, start: StateDict, mask: Mask | None, ratio: float) -> LocalResult:
+        """Train, for fewer epochs on a straggler."""
+        if self.stragglers and ctx.rng.random() < self.stragglers:
+            epochs = int(ctx.rng.integers(1, ctx.training.local_epochs + 1))
+            ctx = dataclasses.replace(ctx, training=dataclasses.replace(ctx.training, local_epochs=epochs))
+        return super().train(ctx, start, mask, ratio)
+
+
+def fedprox(proximal: float = 0.01, stragglers: float = 0.0) -> Method:
+    """FedAvg with `ProximalSgd`.
+
+    Args:
+        proximal: μ; 0 without stragglers is FedAvg.
+        stragglers: Chance that a client does less work.
+    """
+    return Method(name="fedprox", source="Li et al., MLSys 2020, arXiv 1812.06127", local=ProximalSgd(proximal, stragglers))

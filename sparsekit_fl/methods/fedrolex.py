@@ -1,0 +1,47 @@
+"""FedRolex: the submodel is a window of units that moves on by one each round, so that every unit is trained.
+
+Alam, Liu, Yan, Zhang: FedRolex: Model-Heterogeneous Federated Learning with Rolling Sub-Model Extraction, NeurIPS 2022
+(arXiv 2212.01548). Built on HeteroFL, whose scaler, static batch normalisation, masked loss and clipping its reference
+code keeps; the masked loss is off here, for the reason given in `heterofl`. In that code the window moves towards lower
+indices and all clients weigh alike; the direction is a matter of numbering, and ours moves upwards. Every layer has its
+window, and the inputs of a layer are the units that the layer before it kept.
+"""
+
+from __future__ import annotations
+
+from sparsekit.patterns import Rolling
+from sparsekit_fl.method import Method
+from sparsekit_fl.policies.mask import ServerPattern
+from sparsekit_fl.policies.personal import GlobalModel
+from sparsekit_fl.policies.ratio import ByCapability
+from sparsekit_fl.policies.submodel import OwnedRowsMean, OwnStatistics, SubmodelSgd
+
+__all__ = ["fedrolex"]
+
+
+def fedrolex(
+    *,
+    step: int = 1,
+    clip: float | None = 1.0,
+    scaler: bool = True,
+    masked_loss: bool = False,
+    static_norm: bool = True,
+) -> Method:
+    """A window of ⌈z · J⌉ units per layer that begins at the round's number, modulo J; averages as HeteroFL.
+
+    Args:
+        step: Units by which the window moves each round; 1 in the paper.
+        clip: Largest norm of a step's gradient, where the run does not ask for a smaller one; None leaves it to the run.
+        scaler: Divide activations by the ratio while training.
+        masked_loss: Leave classes that a client has no example of out of its loss and its vote.
+        static_norm: Take batch norm statistics from training data before scoring; else the running ones.
+    """
+    return Method(
+        name="fedrolex",
+        source="Alam et al., FedRolex, NeurIPS 2022, arXiv 2212.01548",
+        ratio=ByCapability(),
+        mask=ServerPattern(Rolling(step)),
+        local=SubmodelSgd(clip=clip, scaler=scaler, masked_loss=masked_loss),
+        aggregate=OwnedRowsMean("uniform"),
+        personal=OwnStatistics() if static_norm else GlobalModel(),
+    )

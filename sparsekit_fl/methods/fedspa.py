@@ -1,0 +1,164 @@
+"""FedSpa: every client trains a sparse model of its own all along, whose mask moves a little after each participation.
+
+Huang, Liu, Shen, He, Lin, Tao: Achieving Personalized Federated Learning with Sparse Local Models (arXiv 2201.11380). No
+code was released with it. What the paper leaves to its precursors is as in the reference code of DisPFL (Dai et al., ICML
+2022), which trains the same sparse models without a server: densities per layer by Erdős–Rényi–Kernel, one random initial
+mask for all clients, a share of α₀/2 (1 + cos(πr/R)) of each layer pruned by magnitude and regrown by the gradient of one
+batch, α₀ = 0.5.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sparsekit.errors import InvalidValueError
+from sparsekit.masks.mask import WeightMask
+from sparsekit.masks.weight_mask import keep_largest_entries, layer_densities, random_weights
+from sparsekit.rng import torch_generator
+from sparsekit.state import StateDict
+from sparsekit.units.graph import UnitGraph
+from sparsekit_fl.context import ClientContext, ServerContext, Work
+from sparsekit_fl.method import Method
+from sparsekit_fl.packing import unpack_mask
+from sparsekit_fl.policies.aggregate import DeltaMean
+from sparsekit_fl.policies.local import LocalResult, Sgd
+from sparsekit_fl.policies.pruning import RememberedMask, UnderOwnMask, prunable_weights, recall_mask, remember_mask
+from sparsekit_fl.policies.ratio import Constant
+from sparsekit_fl.problem import Problem
+from sparsekit_fl.sparse import Mask
+
+__all__ = ["MovingMask", "SparseToSparseSgd", "fedspa", "move_mask"]
+
+_NEXT = "next_mask"
+
+
+@dataclass(frozen=True)
+class MovingMask(RememberedMask):
+    """A mask per client, at first one random mask for all; the client says with its update which one it goes on with.
+
+    Args:
+        densities: "erk" gives small layers a larger share, "uniform" all the same; the whole has the ratio either way.
+    """
+
+    densities: Literal["erk", "uniform"] = "erk"
+
+    def __post_init__(self) -> None:
+        if self.densities not in ("erk", "uniform"):
+            raise InvalidValueError(f"densities must be 'erk' or 'uniform', got {self.densities!r}")
+
+    def check(self, problem: Problem, graph: UnitGraph) -> None:
+        """Raise InvalidValueError where there is nothing to prune."""
+        prunable_weights(graph, "FedSpa")
+
+    def propose(self, ctx: ServerContext, client_id: int, proposal: float | None) -> Mask | None:
+        """The client's own mask, or the first one."""
+        memory = ctx.memory.setdefault("initial", {})
+        if not memory:
+            shapes = {name: ctx.graph.shapes[name] for name in prunable_weights(ctx.graph, "FedSpa")}
+            shares = layer_densities(shapes, proposal or 1.0, power=1.0 if self.densities == "erk" else 0.0)
+            remember_mask(memory, random_weights(shapes, shares, generator=torch_generator(ctx.rng)))
+        return super().propose(ctx, client_id, proposal) or recall_mask(memory)
+
+    def following(self, mask: Mask | None, extra: StateDict) -> Mask | None:
+        """The mask that the client moved to."""
+        if _NEXT not in extra or mask is None:
+            return mask
+        shapes = [[name, list(keep.shape)] for name, keep in mask.items()]
+        return unpack_mask({"mask": extra[_NEXT]}, {"kind": "weight", "shapes": shapes})
+
+
+def move_mask(mask: WeightMask, weights: StateDict, gradients: StateDict, share: float) -> WeightMask:
+    """Drop the smallest active weights of each layer and take in as many others, those of largest gradient.
+
+    Args:
+        mask: What is active.
+        weights: Key → values.
+        gradients: Key → gradient of the loss, of dropped entries too.
+        share: Part of the active weights of a layer that goes, ⌈share · active⌉; as many come, or come back.
+
+    Returns:
+        A mask with as many entries per layer as before.
+
+    Source: Evci et al., Rigging the Lottery, ICML 2020; Dai et al., DisPFL, ICML 2022, for the counts.
+    """
+    moved: dict[str, Tensor] = {}
+    for name, active in mask.items():
+        total = int(active.sum())
+        count = min(total, math.ceil(share * total))
+        magnitudes = torch.where(active, weights[name].detach().abs().cpu(), -1.0)
+        stays = keep_largest_entries(magnitudes, total - count)
+        wanted = torch.where(stays, -1.0, gradients[name].detach().abs().cpu())
+        moved[name] = stays | keep_largest_entries(wanted, count)
+    return WeightMask(moved)
+
+
+@dataclass(frozen=True)
+class SparseToSparseSgd(Sgd):
+    """SGD under the client's mask, after which the mask moves.
+
+    Args:
+        anneal: α₀: the share of each layer that moves after round r of R is α₀/2 (1 + cos(π (r − 1) / R)); 0 keeps the
+            random masks ("RSM" in the paper).
+    """
+
+    anneal: float = 0.5
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0.0 <= self.anneal <= 1.0:
+            raise InvalidValueError(f"anneal must be in [0, 1], got {self.anneal!r}; 0 never moves the masks")
+
+    def train(self, ctx: ClientContext, start: StateDict, mask: Mask | None, ratio: float) -> LocalResult:
+        """Train, then say which mask comes next; the gradient of one batch of the dense model is counted as work."""
+        result = super().train(ctx, start, mask, ratio)
+        share = self.anneal / 2 * (1 + math.cos(math.pi * (ctx.round - 1) / ctx.rounds))
+        if not share or not isinstance(mask, WeightMask):
+            return result
+        gradients, examples = self._screen(ctx, mask)
+        bits = [_pack_bits(keep) for keep in move_mask(mask, result.state, gradients, share).values()]
+        dense = Work(3 * examples * ctx.costs.forward_flops(None), 3 * examples * ctx.costs.rowmask_flops(None))
+        return replace(result, extra={**result.extra, _NEXT: torch.cat(bits)}, work=ctx.work(mask, result.log) + dense)
+
+    def _screen(self, ctx: ClientContext, mask: WeightMask) -> tuple[StateDict, int]:
+        """Gradients of one batch in evaluation mode, and its size."""
+        module, leaves = ctx.session.module, ctx.session.named_parameters()
+        batch = next(next(iter(ctx.batches(epochs=1))))
+        module.eval()
+        loss = ctx.problem.loss(module(*batch.inputs), batch.targets)
+        found = torch.autograd.grad(loss, [leaves[name] for name in mask], allow_unused=True)
+        gradients = {
+            name: torch.zeros_like(leaves[name]) if gradient is None else gradient
+            for name, gradient in zip(mask, found, strict=True)
+        }
+        return gradients, batch.size
+
+
+def _pack_bits(keep: Tensor) -> Tensor:
+    """One bit per entry, padded to whole bytes: uint8."""
+    return torch.from_numpy(np.packbits(keep.reshape(-1).numpy()))
+
+
+def fedspa(*, ratio: float = 0.5, anneal: float = 0.5, densities: Literal["erk", "uniform"] = "erk") -> Method:
+    """Sparse training of personal models; an entry moves by the sum of changes over the number of all clients.
+
+    Args:
+        ratio: Share of the weights that are active; 0.5 in the paper's main comparison.
+        anneal: α₀, how much the masks move; 0 keeps them.
+        densities: Shares of the layers at first.
+    """
+    return Method(
+        name="fedspa",
+        source="Huang et al., FedSpa, arXiv 2201.11380",
+        ratio=Constant(ratio),
+        mask=MovingMask(densities),
+        local=SparseToSparseSgd(anneal=anneal),
+        aggregate=DeltaMean("uniform"),
+        personal=UnderOwnMask(),
+        note="Masks of single weights save bytes and no time; its compact FLOPs are those of the whole model.",
+    )

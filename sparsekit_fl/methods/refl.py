@@ -1,0 +1,258 @@
+"""REFL: clients that will soon be gone are asked first, and updates that come late still count, for less.
+
+Abdelmoniem, Sahu, Canini, Fahmy: REFL: Resource-Efficient Federated Learning, EuroSys 2023 (arXiv 2111.01108). The
+paper replays traces of phones that come and go; here each client is a two-state chain that stays as it is from one
+round to the next with a probability of its own. The server optimiser of its reference code, YoGi, is left out: the
+server adds the weighted mean of the changes, as in the other methods.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sparsekit.errors import InvalidValueError
+from sparsekit.state import StateDict
+from sparsekit_fl.context import ServerContext
+from sparsekit_fl.messages import Update
+from sparsekit_fl.method import Method
+from sparsekit_fl.policies.aggregate import Accumulator, WeightedMean, Weighting
+from sparsekit_fl.policies.sampling import SamplingPolicy
+
+__all__ = ["Availability", "LeastAvailable", "StaleMean", "refl"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Availability:
+    """Clients that come and go: a client is as it was in the round before with its own probability, drawn once.
+
+    Args:
+        stay_low: Least probability of staying as it is; 0.5 is a coin toss each round.
+        stay_high: Largest such probability.
+        accuracy: Probability that the forecast for the next round is right; 0.9 in the paper.
+
+    Source: our stand-in for the traces of Abdelmoniem et al., EuroSys 2023.
+    """
+
+    stay_low: float = 0.5
+    stay_high: float = 1.0
+    accuracy: float = 0.9
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.stay_low <= self.stay_high <= 1.0:
+            raise InvalidValueError(f"stay_low and stay_high must be in order in [0, 1], got {self.stay_low}, {self.stay_high}")
+        if not 0.0 <= self.accuracy <= 1.0:
+            raise InvalidValueError(f"accuracy must be in [0, 1], got {self.accuracy}")
+
+    def advance(self, memory: dict[str, Any], count: int, rng: np.random.Generator) -> tuple[list[bool], list[bool]]:
+        """Go on by one round.
+
+        Args:
+            memory: Holds the chains, float or bool (count,).
+            count: How many clients.
+            rng: Draws.
+
+        Returns:
+            Who is there now, and who is expected to be there in the next round.
+        """
+        if "stay" not in memory:
+            memory["stay"] = torch.from_numpy(rng.uniform(self.stay_low, self.stay_high, count))
+            memory["next"] = torch.from_numpy(rng.random(count) < 0.5)
+        now = memory["next"]
+        stays = torch.from_numpy(rng.random(count)) < memory["stay"]
+        memory["next"] = now == stays
+        right = torch.from_numpy(rng.random(count)) < self.accuracy
+        return now.tolist(), (memory["next"] == right).tolist()
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeastAvailable(SamplingPolicy):
+    """Those first who are expected to be away next; a round ends before its stragglers have answered.
+
+    A client is asked if it is there, is not still computing, and has rested; among those, the ones expected to be away in
+    the next round come first, and ties are drawn. Where too few have rested, the others are asked too; where nobody is
+    there at all, the server asks those who are away, which stands for waiting. The round ends when the share `target` of
+    its clients has answered, in simulated seconds; the others' updates arrive in the later round in which they are ready.
+
+    Args:
+        alpha: Weight of the past in the moving average of round lengths; 0.25 in the paper.
+        target: Share of the cohort that a round waits for; 0.8 in the paper, 1 waits for everybody. A deadline at the
+            moving average of the lengths themselves would only ever shrink, so it is not used.
+        cool_down: Rounds before a client is asked again where others have rested; 5 in the reference code.
+        adaptive: Ask fewer clients by as many as late updates are expected within an average round.
+        availability: Who is there; None: everybody, always.
+
+    Source: Abdelmoniem et al., EuroSys 2023, intelligent participant selection and adaptive participant target.
+    """
+
+    alpha: float = 0.25
+    target: float = 0.8
+    cool_down: int = 5
+    adaptive: bool = True
+    availability: Availability | None = field(default_factory=Availability)
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.alpha < 1.0:
+            raise InvalidValueError(f"alpha must be in [0, 1), got {self.alpha}; it is the weight of the past")
+        if not 0.0 < self.target <= 1.0:
+            raise InvalidValueError(f"target must be in (0, 1], got {self.target}; 1 waits for everybody")
+        if self.cool_down < 0:
+            raise InvalidValueError(f"cool_down must be >= 0, got {self.cool_down}")
+
+    def sample(self, ctx: ServerContext) -> list[int]:
+        """The least available, as many as are wanted and can be had."""
+        memory = ctx.memory
+        ids = list(ctx.roster)
+        here, likely = [True] * len(ids), [True] * len(ids)
+        if self.availability is not None:
+            here, likely = self.availability.advance(memory, len(ids), ctx.rng)
+        late = memory.setdefault("late", [])
+        busy = {item["client"] for item in late}
+        last = memory.setdefault("last", {})
+        free = [place for place, client_id in enumerate(ids) if client_id not in busy]
+        rested = {p for p in free if ctx.round - last.get(str(ids[p]), -self.cool_down) >= self.cool_down}
+        tiers = [
+            [p for p in free if here[p] and p in rested and not likely[p]],
+            [p for p in free if here[p] and p in rested and likely[p]],
+            [p for p in free if here[p] and p not in rested],
+        ]
+        wanted = ctx.cohort_size
+        if self.adaptive and "window" in memory:
+            soon = memory["clock"] + memory["window"]
+            wanted = max(1, wanted - sum(item["arrives"] <= soon for item in late))
+        cohort = _fill(tiers, wanted, ctx.rng) or _fill([free, list(range(len(ids)))], wanted, ctx.rng)
+        last.update({str(ids[place]): ctx.round for place in cohort})
+        return sorted(ids[place] for place in cohort)
+
+    def arrivals(self, ctx: ServerContext, updates: Sequence[Update]) -> list[tuple[Update, int]]:
+        """Those of this round that came in time, then the late ones of earlier rounds that are ready by its end."""
+        memory = ctx.memory
+        start = memory.get("clock", 0.0)
+        needed = max(1, math.ceil(self.target * len(updates) - 1e-9))
+        length = sorted(update.cost.seconds for update in updates)[needed - 1]
+        end = start + length
+        ready = [item for item in memory["late"] if item["arrives"] <= end]
+        waiting = [item for item in memory["late"] if item["arrives"] > end]
+        waiting += [_pack(update, start + update.cost.seconds) for update in updates if update.cost.seconds > length]
+        before = memory.get("window", length)
+        memory.update(late=waiting, clock=end, length=length, window=(1 - self.alpha) * length + self.alpha * before)
+        fresh = [(update, 0) for update in updates if update.cost.seconds <= length]
+        return fresh + [(_unpack(item), ctx.round - item["round"]) for item in ready]
+
+    def seconds(self, ctx: ServerContext) -> float | None:
+        """Until the awaited share had answered."""
+        return float(ctx.memory["length"])
+
+
+def _fill(tiers: Sequence[Sequence[int]], wanted: int, rng: np.random.Generator) -> list[int]:
+    """`wanted` places, or as many as there are: whole tiers first, then a draw from the one that is too large."""
+    chosen: list[int] = []
+    for tier in tiers:
+        size = min(wanted - len(chosen), len(set(tier) - set(chosen)))
+        if size > 0:
+            rest = [place for place in tier if place not in chosen]
+            chosen += [rest[int(i)] for i in rng.choice(len(rest), size=size, replace=False)]
+    return chosen
+
+
+def _pack(update: Update, arrives: float) -> dict[str, Any]:
+    if update.mask is not None:
+        raise InvalidValueError(f"LeastAvailable keeps whole updates only, but client {update.client_id} sent a masked one")
+    return {
+        "client": update.client_id,
+        "round": update.round,
+        "examples": update.examples,
+        "arrives": arrives,
+        "delta": dict(update.delta),
+    }
+
+
+def _unpack(item: dict[str, Any]) -> Update:
+    return Update(round=item["round"], client_id=item["client"], examples=item["examples"], delta=item["delta"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class StaleMean(WeightedMean):
+    """Mean of the changes in which an update that is τ rounds old weighs (1 − β) / (τ + 1) + β (1 − e^(−Λ / Λ_max)).
+
+    Λ = ‖ū − (n·ū + u) / (n + 1)‖² / ‖ū‖² says how much the update u would move the mean ū of the n fresh ones; Λ_max is
+    the largest of the round's late updates. Fresh updates weigh 1.
+
+    Args:
+        weighting: Of all updates alike, on top; "uniform" in the paper.
+        beta: β, share of the boost for updates that differ; 0.35 in the paper.
+
+    Source: Abdelmoniem et al., EuroSys 2023, staleness-aware aggregation; the reference code divides Λ by a further
+        coefficient, which is 1 in its scripts.
+    """
+
+    weighting: Weighting = "uniform"
+    beta: float = 0.35
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0.0 <= self.beta <= 1.0:
+            raise InvalidValueError(f"beta must be in [0, 1], got {self.beta}")
+
+    def add(self, ctx: ServerContext, acc: Accumulator, update: Update, age: int) -> None:
+        """Add a fresh update; late ones wait until all fresh ones are there."""
+        if age == 0:
+            super().add(ctx, acc, update, age)
+        else:
+            acc.extra.setdefault("late", []).append((update, age))
+
+    def finish(self, ctx: ServerContext, state: StateDict, acc: Accumulator) -> dict[str, Tensor]:
+        """Weigh the late updates by what the fresh ones say, and take the mean."""
+        late: list[tuple[Update, int]] = acc.extra.get("late", [])
+        for (update, age), boost in zip(late, _boosts(acc, state, [update for update, _ in late]), strict=True):
+            factor = (1.0 - self.beta) / (age + 1) + self.beta * boost
+            self.add_weighted(ctx, acc, update, factor * self.weight(update, age))
+        return super().finish(ctx, state, acc)
+
+
+def _boosts(acc: Accumulator, state: StateDict, late: Sequence[Update]) -> list[float]:
+    """1 − e^(−Λ / Λ_max) for each late update; 0 where there is no fresh one to compare with."""
+    if not late or not acc.count:
+        return [0.0] * len(late)
+    floats = [name for name, tensor in state.items() if tensor.is_floating_point()]
+    mean = {name: acc.sums[name] / acc.weight for name in floats}
+    size = sum(float(mean[name].square().sum()) for name in floats)
+    gaps = [sum(float((mean[name] - update.delta[name]).square().sum()) for name in floats) for update in late]
+    deviations = [gap / (acc.count + 1) ** 2 / size if size else 0.0 for gap in gaps]
+    largest = max(deviations)
+    return [1.0 - math.exp(-deviation / largest) if largest else 0.0 for deviation in deviations]
+
+
+_CHAINS = Availability()
+
+
+def refl(
+    *,
+    beta: float = 0.35,
+    target: float = 0.8,
+    cool_down: int = 5,
+    adaptive: bool = True,
+    availability: Availability | None = _CHAINS,
+) -> Method:
+    """FedAvg with `LeastAvailable` and `StaleMean`.
+
+    Args:
+        beta: Share of the boost for late updates that differ.
+        target: Share of the cohort that a round waits for.
+        cool_down: Rounds before a client is asked again.
+        adaptive: Ask fewer clients where late updates are about to arrive.
+        availability: Who is there; None: everybody, always.
+    """
+    return Method(
+        name="refl",
+        source="Abdelmoniem et al., REFL, EuroSys 2023, arXiv 2111.01108",
+        sampling=LeastAvailable(target=target, cool_down=cool_down, adaptive=adaptive, availability=availability),
+        aggregate=StaleMean(beta=beta),
+        note="" if availability is None else "Its clients come and go; the other methods may ask anybody at any time.",
+    )

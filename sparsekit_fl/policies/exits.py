@@ -1,0 +1,256 @@
+"""WithExits and place_exits(): output layers after the first parts of a model, so that a weak client trains those parts only.
+
+An exit sits where a layer reads its input. Running to an exit stops there: what comes after is neither computed nor
+differentiated, whatever code calls the layers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from sparsekit.cost import trace_cost
+from sparsekit.errors import InvalidValueError
+from sparsekit.units.graph import UnitGraph
+from sparsekit.units.layers import Layer, prefix_entries, trace_layers
+
+__all__ = ["ExitHead", "ExitsFactory", "WithExits", "place_exits"]
+
+
+_GRID = 4
+
+
+class ExitHead(nn.Module):
+    """One linear layer on the features; those of a convolution are averaged to a grid of at most 4 positions per axis first.
+
+    Other features are averaged over what lies between examples and features, unless the model gives an output for each of
+    those positions.
+
+    Args:
+        inputs: Shape of what it reads, with the axis of examples.
+        outputs: Shape of what the model gives.
+        convolution: Whether features lie on axis 1, as after a convolution, or on the last.
+    """
+
+    def __init__(self, inputs: Sequence[int], outputs: Sequence[int], *, convolution: bool) -> None:
+        super().__init__()
+        self._grid = tuple(min(_GRID, size) for size in inputs[2:]) if convolution else ()
+        self._averages = not convolution and tuple(inputs[:-1]) != tuple(outputs[:-1])
+        self.linear = nn.Linear(inputs[1] * math.prod(self._grid) if convolution else inputs[-1], outputs[-1])
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """float (N, features, …) or (N, …, features) → (N, outputs), or (N, …, outputs)."""
+        if self._grid:
+            pools: tuple[Any, ...] = (F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d)
+            inputs = pools[len(self._grid) - 1](inputs, self._grid).flatten(1)
+        elif self._averages and inputs.dim() > 2:
+            inputs = inputs.flatten(1, -2).mean(1)
+        result: Tensor = self.linear(inputs)
+        return result
+
+
+class _Stop(BaseException):
+    """Ends a forward pass at an exit. No `Exception`, which a model's own code may catch."""
+
+
+class WithExits(nn.Module):
+    """A model with exits; called, it gives the mean of all outputs, its own among them.
+
+    Args:
+        model: Its state lies under "model.".
+        places: Qualified names of the modules before which the exits are, in forward order; each is called once per pass.
+        heads: One exit for each.
+    """
+
+    def __init__(self, model: nn.Module, places: Sequence[str], heads: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.model = model
+        self.exits = nn.ModuleList(heads)
+        self._places = tuple(places)
+
+    @property
+    def depth(self) -> int:
+        """How many outputs there are: the exits, and the model's own."""
+        return len(self._places) + 1
+
+    def outputs(self, *inputs: Any, depth: int | None = None) -> list[Tensor]:
+        """The outputs of the first `depth` exits; the last of all is the model's own.
+
+        Args:
+            *inputs: Of the model.
+            depth: In [1, self.depth]; None gives all. Nothing behind the last one asked for is run.
+        """
+        depth = self.depth if depth is None else depth
+        found: list[Tensor] = []
+        handles = [self._watch(place, found, depth) for place in range(min(depth, len(self._places)))]
+        try:
+            found.append(self.model(*inputs))
+        except _Stop:
+            pass
+        finally:
+            for handle in handles:
+                handle.remove()
+        return found
+
+    def _watch(self, place: int, found: list[Tensor], depth: int) -> RemovableHandle:
+        head = self.exits[place]
+
+        def before(module: nn.Module, inputs: tuple[Any, ...]) -> None:  # noqa: ARG001 - torch's signature
+            found.append(head(inputs[0]))
+            if len(found) == depth:
+                raise _Stop
+
+        return self.model.get_submodule(self._places[place]).register_forward_pre_hook(before)
+
+    def forward(self, *inputs: Any) -> Tensor:
+        """The mean of all outputs."""
+        return torch.stack(self.outputs(*inputs)).mean(0)
+
+
+@dataclass(frozen=True, eq=False)
+class _Point:
+    """A place where an exit could be: before a layer.
+
+    Args:
+        place: Of the layer, counted from 0.
+        module: That reads the input.
+        inputs: What it read, with its graph.
+    """
+
+    place: int
+    module: nn.Module
+    inputs: Tensor
+
+    @property
+    def is_convolution(self) -> bool:
+        return isinstance(self.module, nn.modules.conv._ConvNd)
+
+    @property
+    def resolution(self) -> tuple[int, ...] | None:
+        """Positions for which there are features; None where the input is no features, such as token ids."""
+        if not self.inputs.is_floating_point():
+            return None
+        return (len(self.inputs.shape), *(self.inputs.shape[2:] if self.is_convolution else self.inputs.shape[1:-1]))
+
+
+def _points(model: nn.Module, layers: Sequence[Layer], inputs: tuple[Any, ...]) -> tuple[list[_Point], Any]:
+    """Every layer that is a module called once with a tensor, and the outputs of the pass."""
+    modules = dict(model.named_modules())
+    calls: dict[int, list[Tensor]] = {}
+
+    def note(place: int) -> Callable[..., None]:
+        def before(module: nn.Module, args: tuple[Any, ...]) -> None:  # noqa: ARG001 - torch's signature
+            calls.setdefault(place, []).extend([args[0]] if args and isinstance(args[0], Tensor) else [torch.empty(0)] * 2)
+
+        return before
+
+    handles = [
+        modules[layer.name].register_forward_pre_hook(note(place))
+        for place, layer in enumerate(layers)
+        if layer.name and layer.name in modules
+    ]
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        with torch.enable_grad():
+            outputs = model(*inputs)
+    finally:
+        for handle in handles:
+            handle.remove()
+        for module, training in modes.items():
+            module.training = training
+    points = [_Point(p, modules[layers[p].name], found[0]) for p, found in sorted(calls.items()) if len(found) == 1]
+    return points, outputs
+
+
+def _depends(point: _Point, layers: Sequence[Layer], parameters: Mapping[str, nn.Parameter]) -> bool:
+    """Whether every layer before the point takes part in what arrives there: the model is a chain up to it."""
+    names = {name for layer in layers[: point.place] for name in layer.entries}
+    before = [parameter for name, parameter in parameters.items() if name in names and parameter.requires_grad]
+    if not before or not point.inputs.requires_grad:
+        return False
+    found = torch.autograd.grad(point.inputs.sum(), before, allow_unused=True, retain_graph=True)
+    return all(gradient is not None for gradient in found)
+
+
+def _thin(points: Sequence[_Point], shares: Sequence[float], count: int) -> list[_Point]:
+    """At most `count` points whose shares of the model's work are nearest to equal parts."""
+    if len(points) <= count:
+        return list(points)
+    left = list(points)
+    chosen: list[_Point] = []
+    for step in range(1, count + 1):
+        nearest = min(left, key=lambda point: abs(shares[point.place] - step / (count + 1)))
+        chosen.append(nearest)
+        left.remove(nearest)
+    return sorted(chosen, key=lambda point: point.place)
+
+
+def place_exits(model: nn.Module, inputs: tuple[Any, ...], *, exits: int = 5) -> WithExits:
+    """Give a model exits, each one linear layer.
+
+    They are where the resolution of the features changes, as it does at the pools of a convolutional network, or, where it
+    never does, before every layer; only where each layer before takes part in what arrives there, and the layers before
+    multiply at all. Of too many, those that cut the model's work into the most equal parts are taken. Just before the last
+    layer there is one only if there is no other place.
+
+    Args:
+        model: Built; becomes part of the result.
+        inputs: One call's.
+        exits: Most outputs, with the model's own.
+
+    Raises:
+        InvalidValueError: no place for an exit; says what is needed.
+    """
+    layers = trace_layers(model, *inputs)
+    points, outputs = _points(model, layers, inputs)
+    if not isinstance(outputs, Tensor) or outputs.dim() < 2:
+        raise InvalidValueError(
+            f"exits need a model that gives one tensor (N, …, outputs), {type(model).__name__} gives"
+            f" {tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__}"
+        )
+    costs = trace_cost(model, *inputs, graph=UnitGraph({}, {name: tensor.shape for name, tensor in model.state_dict().items()}))
+    work = [costs.part_flops(prefix_entries(layers, place)) for place in range(len(layers))]
+    shares = [flops / max(1, costs.forward_flops(None)) for flops in work]
+    parameters = dict(model.named_parameters())
+    features = (point for point in points if point.place > 0 and point.resolution is not None and work[point.place] > 0)
+    usable = [point for point in features if point.inputs.shape[0] == outputs.shape[0] and _depends(point, layers, parameters)]
+    inner = [point for point in usable if point.place < len(layers) - 1] or usable
+    resolutions = {point.place: point.resolution for point in points}
+    changed = [p for p in inner if resolutions.get(p.place - 1, p.resolution) not in (None, p.resolution)]
+    chosen = _thin(changed or inner, shares, exits - 1)
+    if not chosen:
+        names = ", ".join(layer.name or "the model itself" for layer in layers)
+        raise InvalidValueError(
+            f"{type(model).__name__} has no place for an exit: its layers are, in forward order, {names}. An exit needs a layer"
+            " that is a module of its own, is called once per pass, and reads what all the layers before it have made"
+        )
+    places = [layers[point.place].name for point in chosen]
+    heads = [ExitHead(point.inputs.shape, outputs.shape, convolution=point.is_convolution) for point in chosen]
+    return WithExits(model, places, heads)
+
+
+@dataclass(frozen=True)
+class ExitsFactory:
+    """Builds a model with exits.
+
+    Args:
+        model: Builds the model.
+        inputs: One call's.
+        exits: Most outputs.
+    """
+
+    model: Callable[[], nn.Module]
+    inputs: tuple[Any, ...]
+    exits: int
+
+    def __call__(self) -> nn.Module:
+        """A fresh one."""
+        return place_exits(self.model(), self.inputs, exits=self.exits)

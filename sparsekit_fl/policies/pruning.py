@@ -1,0 +1,148 @@
+"""RememberedMask, GatedPruning, UnderOwnMask: a mask per client that lives from round to round and only shrinks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sparsekit.errors import InvalidValueError
+from sparsekit.masks.mask import UnitMask
+from sparsekit.state import StateDict
+from sparsekit.units.graph import UnitGraph
+from sparsekit.units.layers import layer_weights
+from sparsekit_fl.context import ClientContext, Memory, ServerContext
+from sparsekit_fl.messages import Update
+from sparsekit_fl.packing import pack_mask, unpack_mask
+from sparsekit_fl.policies.local import LocalResult
+from sparsekit_fl.policies.mask import MaskPolicy
+from sparsekit_fl.policies.personal import PersonalModel
+from sparsekit_fl.policies.submodel import OwnStatistics
+from sparsekit_fl.problem import Problem
+from sparsekit_fl.sparse import Kept, Mask, mask_state
+
+__all__ = ["GatedPruning", "RememberedMask", "UnderOwnMask", "prunable_weights", "recall_mask", "remember_mask"]
+
+
+def remember_mask(memory: Memory, mask: Mask | None) -> None:
+    """Put a mask into a memory, as bits."""
+    bits, description = pack_mask(mask)
+    memory.update(bits=dict(bits), description=description)
+
+
+def recall_mask(memory: Mapping[str, Any]) -> Mask | None:
+    """The mask that was put into a memory; None where there is none."""
+    return unpack_mask(memory.get("bits", {}), memory.get("description"))
+
+
+def prunable_weights(graph: UnitGraph, who: str) -> tuple[str, ...]:
+    """Keys of the weights that may be pruned by entry: all matrices but the output layer's, no bias and no norm.
+
+    Raises:
+        InvalidValueError: there are none; `who` wanted them.
+    """
+    names = layer_weights(graph.layers, graph.shapes)
+    if not names:
+        raise InvalidValueError(
+            f"the model has no weight matrix besides its output layer, so {who} has nothing to prune;"
+            " use a model with at least one hidden layer"
+        )
+    return names
+
+
+@dataclass(frozen=True)
+class RememberedMask(MaskPolicy):
+    """Each client has a mask of its own, which the server knows from its updates: only what it keeps is sent down."""
+
+    def propose(self, ctx: ServerContext, client_id: int, proposal: float | None) -> Mask | None:
+        """The mask that the client's last update named; None before the first."""
+        return recall_mask(ctx.memory.get(str(client_id), {}))
+
+    def choose(self, ctx: ClientContext, ratio: float, state: StateDict) -> Mask | None:
+        """What the server sent; `ctx.memory["ratio"]` says at which ratio."""
+        ctx.memory["ratio"] = ratio
+        return ctx.received
+
+    def keep(self, ctx: ClientContext, result: LocalResult) -> None:
+        """Keep the mask on the client too, which deploys what it keeps."""
+        remember_mask(ctx.memory, self.following(result.mask, result.extra))
+
+    def observe(self, ctx: ServerContext, updates: Sequence[Update]) -> None:
+        """Note each client's mask."""
+        for update in updates:
+            remember_mask(ctx.memory.setdefault(str(update.client_id), {}), self.following(update.mask, update.extra))
+
+    def following(self, mask: Mask | None, extra: StateDict) -> Mask | None:
+        """The mask of the client's next participation. The default is that of this one.
+
+        Args:
+            mask: What was trained and uploaded.
+            extra: Further tensors of the update.
+        """
+        return mask
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatedPruning(RememberedMask):
+    """A client prunes a little more whenever what it received does well enough on its validation data.
+
+    Args:
+        threshold: Validation accuracy, a fraction, above which it prunes.
+        target: It prunes as long as it keeps more than this share; the last step may end below.
+        step: Share of what is left that one pruning removes.
+    """
+
+    threshold: float
+    target: float
+    step: float = 0.1
+
+    def __post_init__(self) -> None:
+        for name in ("target", "step"):
+            if not 0.0 < getattr(self, name) < 1.0:
+                raise InvalidValueError(f"{name} must be in (0, 1), got {getattr(self, name)!r}; it is a share of what is kept")
+        if not 0.0 <= self.threshold <= 1.0:
+            raise InvalidValueError(f"threshold must be a fraction in [0, 1], got {self.threshold!r}; 1 never prunes")
+
+    def check(self, problem: Problem, graph: UnitGraph) -> None:
+        """Raise InvalidValueError where there is no accuracy to decide by."""
+        if "accuracy" not in problem.metrics:
+            raise InvalidValueError(
+                f"{type(self).__name__} decides by accuracy, and the problem has the metrics {sorted(problem.metrics)};"
+                " give it one named 'accuracy'"
+            )
+
+    def prune(self, ctx: ClientContext, state: StateDict, mask: Mask | None, ratio: float) -> Mask:
+        """What stays when `ratio` of each layer or group is kept, inside `mask`. To be overridden."""
+        raise AssertionError(f"{type(self).__name__} must override prune")
+
+    def choose(self, ctx: ClientContext, ratio: float, state: StateDict) -> Mask | None:
+        """The client's mask, pruned further where the received model does well; `ctx.memory["ratio"]` says what is kept."""
+        mask, kept = ctx.received, float(ctx.memory.get("ratio", 1.0))
+        if kept > self.target and self._accuracy(ctx, state, mask) > self.threshold:
+            kept *= 1.0 - self.step
+            mask = self.prune(ctx, state, mask, kept)
+        ctx.memory["ratio"] = kept
+        return mask
+
+    def _accuracy(self, ctx: ClientContext, state: StateDict, mask: Mask | None) -> float:
+        ctx.session.load(state, mask if isinstance(mask, UnitMask) else None)
+        score, weight = ctx.score(ctx.session.module, "val").get("accuracy", (0.0, 0.0))
+        return score / weight if weight else 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnderOwnMask(OwnStatistics):
+    """The global model under the client's own mask; a client that never trained deploys the whole of it.
+
+    Batch norm statistics are taken from the client's training data, since those of the server are averages over many masks.
+    """
+
+    def model(self, ctx: ClientContext, state: StateDict) -> PersonalModel:
+        """Global values, own mask; compact where units are dropped."""
+        kept = ctx.peek("mask")
+        mask, ratio = recall_mask(kept), kept.get("ratio")
+        if mask is None:
+            return PersonalModel(state=state)
+        if isinstance(mask, UnitMask):
+            return PersonalModel(state=Kept(ctx.graph, mask).gather_all(state), mask=mask, narrow=True, ratio=ratio)
+        return PersonalModel(state=mask_state(ctx.graph, mask, state), mask=mask, ratio=ratio)

@@ -1,0 +1,188 @@
+"""SubmodelSgd, OwnedRowsMean, OwnStatistics: training submodels of several widths, averaging and scoring them.
+
+Three measures of HeteroFL against what goes wrong when widths mix: activations of another size, classes that a client
+has never seen, and batch norm statistics that belong to no width.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sparsekit.errors import InvalidValueError
+from sparsekit.patterns.base import Pattern, PatternView, select
+from sparsekit.state import StateDict
+from sparsekit_fl.context import ClientContext, ServerContext
+from sparsekit_fl.messages import Update
+from sparsekit_fl.policies.aggregate import CoverageMean
+from sparsekit_fl.policies.local import LocalResult, Sgd
+from sparsekit_fl.policies.personal import PersonalModel, PersonalPolicy
+from sparsekit_fl.problem import Loss
+from sparsekit_fl.sparse import Kept, Mask
+
+__all__ = ["OwnStatistics", "OwnedRowsMean", "SubmodelSgd"]
+
+_OWNED = "owned_classes"
+_LARGEST_BATCH = 256
+
+
+class _OwnedClassesLoss:
+    """A loss that sees 0 in place of the logits of classes that the client does not own."""
+
+    def __init__(self, loss: Loss, labels: Tensor) -> None:
+        self._loss = loss
+        self._labels = labels
+        self.owned: Tensor | None = None
+        """bool (classes,), once a batch has shown how many classes there are; None where targets are no classes."""
+
+    def __call__(self, outputs: Any, targets: Tensor) -> Tensor:
+        if not isinstance(outputs, Tensor) or targets.is_floating_point() or outputs.shape[:-1] != targets.shape:
+            return self._loss(outputs, targets)
+        if self.owned is None:
+            self.owned = torch.zeros(outputs.shape[-1], dtype=torch.bool, device=outputs.device)
+            self.owned[self._labels[self._labels >= 0]] = True
+            self._hidden = ~self.owned
+        return self._loss(outputs.masked_fill(self._hidden, 0.0), targets)
+
+
+@contextmanager
+def _scaled(ctx: ClientContext, ratio: float) -> Iterator[None]:
+    """Divide what every convolution and linear layer whose outputs are units gives by `ratio`, within the block."""
+
+    def divide(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:  # noqa: ARG001 - torch's signature
+        return output / ratio
+
+    handles = []
+    if ratio < 1.0:
+        for name, pieces in ctx.graph.slices_of.items():
+            owner, _, attribute = name.rpartition(".")
+            module = ctx.session.module.get_submodule(owner)
+            layer = isinstance(module, (nn.Linear, nn.modules.conv._ConvNd)) and attribute == "weight"
+            if layer and any(piece.side == "out" for _, piece in pieces):
+                handles.append(module.register_forward_hook(divide))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@dataclass(frozen=True, kw_only=True)
+class SubmodelSgd(Sgd):
+    """SGD on a submodel, with the measures of HeteroFL that concern training. Without them it is `Sgd`.
+
+    Args:
+        clip: Largest norm of the gradient of a step, where the run does not ask for a smaller one; None leaves it to the
+            run. Units that were trained in narrow company are too loud together: a wide client that starts from them may
+            meet a gradient that throws the model away. 1 in the reference codes of HeteroFL and FedRolex.
+        scaler: Divide the outputs of every layer that lost units by the ratio, while training, so that the layers after
+            it see the size that the whole model would give them. It changes nothing before a batch norm, and without one
+            it needs `clip`: at a ratio of 1/16 it multiplies by 16 in every layer. Recurrent layers have no such output and
+            are left alone.
+        masked_loss: Classes of which the client has no example count as logit 0 in the loss, so that it does not unlearn
+            them. Meant for clients that are also scored among their own classes only. Where targets are no classes there is
+            nothing to hide.
+
+    Source: Diao, Ding, Tarokh, HeteroFL, ICLR 2021; all are on in its reference code, and in that of FedRolex.
+    """
+
+    clip: float | None = 1.0
+    scaler: bool = True
+    masked_loss: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.clip is not None and not 0.0 < self.clip < float("inf"):
+            raise InvalidValueError(f"clip must be a finite number > 0, or None, got {self.clip}")
+
+    def train(self, ctx: ClientContext, start: StateDict, mask: Mask | None, ratio: float) -> LocalResult:
+        """Train; with `masked_loss` the update carries which classes the client owns."""
+        if self.clip is not None:
+            clip = min(self.clip, ctx.training.clip or math.inf)
+            ctx = dataclasses.replace(ctx, training=dataclasses.replace(ctx.training, clip=clip))
+        loss: _OwnedClassesLoss | None = None
+        if self.masked_loss:
+            examples = ctx.examples("train")
+            whole = next(examples.batches(None, [(0, len(examples))]))
+            if not whole.targets.is_floating_point():
+                loss = _OwnedClassesLoss(ctx.problem.loss, whole.targets.unique())
+                ctx = dataclasses.replace(ctx, problem=dataclasses.replace(ctx.problem, loss=loss))
+        with _scaled(ctx, ratio if self.scaler else 1.0):
+            result = super().train(ctx, start, mask, ratio)
+        if loss is None or loss.owned is None or bool(loss.owned.all()):
+            return result
+        return dataclasses.replace(result, extra={**result.extra, _OWNED: loss.owned.cpu()})
+
+
+@dataclass(frozen=True)
+class OwnedRowsMean(CoverageMean):
+    """`CoverageMean` in which a client's rows of the output layer count only for the classes that it owns.
+
+    The output layer is told by its shape: entries whose first axis has one position per class and no units.
+
+    Source: Diao, Ding, Tarokh, HeteroFL, ICLR 2021, reference code.
+    """
+
+    def coverage(self, ctx: ServerContext, name: str, update: Update) -> Tensor | None:
+        """1 on the rows of owned classes; None for entries that are no output layer."""
+        owned = update.extra.get(_OWNED)
+        shape = update.delta[name].shape
+        if owned is None or owned.dtype != torch.bool or not shape or shape[0] != owned.numel():
+            return None
+        if any(piece.dim == 0 for _, piece in ctx.graph.slices_of.get(name, ())):
+            return None
+        return owned.to(torch.float64).view(-1, *[1] * (len(shape) - 1))
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnStatistics(PersonalPolicy):
+    """The global model, its batch norm statistics taken anew from the client's training data.
+
+    Statistics averaged over submodels of several widths are those of no model. HeteroFL passes the data of all clients
+    through the global model once before it is scored; here each client uses its own training data, which stay where they
+    are, and never those of the test batch. Both scores, of what is deployed and of the global model, are taken so. A model
+    without batch norm is the global model as it stands.
+
+    Args:
+        pattern: Deploy the units that this pattern picks at the client's capability; None deploys the whole model.
+
+    Source: Diao, Ding, Tarokh, HeteroFL, ICLR 2021, static batch normalisation; the client's own data are our choice.
+    """
+
+    pattern: Pattern | None = None
+
+    def model(self, ctx: ClientContext, state: StateDict) -> PersonalModel:
+        """The whole global model, or what the client can run of it."""
+        ratio = ctx.capability.ratio
+        if self.pattern is None or ratio == 1.0:
+            return PersonalModel(state=state)
+        mask = select(self.pattern, ctx.graph, ratio, PatternView(round=ctx.round, weights=state))
+        return PersonalModel(state=Kept(ctx.graph, mask).gather_all(state), mask=mask, narrow=True, ratio=ratio)
+
+    def calibrate(self, ctx: ClientContext, module: nn.Module) -> None:
+        """Replace the running statistics by the mean over a few large batches of the client's training data."""
+        norms = [m for m in module.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.track_running_stats]
+        count = len(ctx.client.data.train)
+        if not norms or count < 2:
+            return
+        batches = ctx.batches(epochs=1, batch_size=math.ceil(count / math.ceil(count / _LARGEST_BATCH)))
+        momenta = [norm.momentum for norm in norms]
+        module.eval()
+        for norm in norms:
+            norm.reset_running_stats()
+            norm.momentum = None
+            norm.train()
+        with torch.no_grad():
+            for epoch in batches:
+                for batch in epoch:
+                    module(*batch.inputs)
+        for norm, momentum in zip(norms, momenta, strict=True):
+            norm.momentum = momentum
+        module.eval()

@@ -1,0 +1,192 @@
+"""DepthFL: prefixes by capability, losses and FedDyn by hand, the mean over holders, and what is run."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from personal import combine, deep_problem, server_context, update, watched
+from torch import nn
+
+from sparsekit.errors import InvalidValueError
+from sparsekit_fl.context import Setup, Workspace
+from sparsekit_fl.methods import depthfl, fedavg
+from sparsekit_fl.methods.depthfl import (
+    DynamicMean,
+    ExitSgd,
+    affordable_depth,
+    depth_entries,
+    depth_flops,
+    distillation_loss,
+)
+from sparsekit_fl.metrics import IGNORED
+from sparsekit_fl.problem import Problem
+from sparsekit_fl.runner import run
+from sparsekit_fl.testing.methods import MethodContract
+from sparsekit_fl.testing.tiny import tiny_clients, tiny_config
+
+
+class TestDepthFl(MethodContract):
+    @pytest.fixture
+    def make(self):
+        return depthfl
+
+
+class TestPlainDepthFl(MethodContract):
+    @pytest.fixture
+    def make(self):
+        return lambda: depthfl(distillation=False, alpha=0.0)
+
+
+def long_problem() -> Problem:
+    """Seven layers of equal size, so that five outputs come after parts of the work that can be counted by hand."""
+    return Problem(model=_long, example_inputs=(torch.zeros(2, 6),))
+
+
+def _long() -> nn.Module:
+    return nn.Sequential(*(nn.Linear(6, 6) for _ in range(6)), nn.Linear(6, 3))
+
+
+def test_depth_follows_capability() -> None:
+    setup = Setup.build(depthfl(), long_problem(), tiny_config())
+    entries = depth_entries(setup.graph)
+    assert len(entries) == 5
+    assert all(smaller < larger for smaller, larger in itertools.pairwise(entries))
+    work = depth_flops(setup.graph, setup.costs)
+    # Six layers of 36 weights, of 6 inputs and 3 outputs the last and every exit, at two FLOPs each.
+    assert work[0] < work[1]
+    assert work[-1] == 2 * (6 * 36 + 5 * 18)
+    assert [affordable_depth(setup.graph, setup.costs, flops / work[-1]) for flops in work] == [1, 2, 3, 4, 5]
+    assert affordable_depth(setup.graph, setup.costs, 1e-6) == 1
+    assert affordable_depth(setup.graph, setup.costs, 0.9999) == 4
+
+
+def test_clients_receive_train_and_send_a_prefix() -> None:
+    result, updates = watched(depthfl(), problem=long_problem())
+    setup = Setup.build(depthfl(), long_problem(), tiny_config())
+    entries = depth_entries(setup.graph)
+    seen = set()
+    for item in updates:
+        depth = affordable_depth(setup.graph, setup.costs, item.ratio)
+        seen.add(depth)
+        for name in setup.graph.shapes:
+            assert (item.delta[name].numel() > 0) == (name in entries[depth - 1])
+        assert item.cost.flops_compact == 3 * depth_flops(setup.graph, setup.costs)[depth - 1] * 2 * item.examples
+    assert len(seen) > 1
+    plain = watched(dataclasses.replace(depthfl(), mask=fedavg().mask, ratio=fedavg().ratio), problem=long_problem())[0]
+    assert result.cost.flops_compact < plain.cost.flops_compact
+    assert result.cost.downlink_bytes < plain.cost.downlink_bytes
+
+
+def test_entries_become_the_mean_over_their_holders_minus_the_servers_drift() -> None:
+    ctx = server_context(clients=10, memory={})
+    first, second = update(0, [3.0, 3.0, 3.0], b=4.0), update(1, [], keep=[False, False, False], b=2.0)
+    found = combine(DynamicMean(alpha=0.1), first, second, ctx=ctx)
+    # One holder of ten moved w by 3: h = -0.1 · 0.1 · 3, and the entry moves by 3 - h / 0.1 = 3.3.
+    assert torch.allclose(found["w"], torch.tensor([[4.3, 5.3, 6.3]]))
+    # Two holders, mean 3: 3 + 0.6.
+    assert torch.allclose(found["b"], torch.tensor([13.6]))
+    again = combine(DynamicMean(alpha=0.1), first, ctx=dataclasses.replace(ctx, state=found))
+    assert torch.allclose(again["w"], torch.tensor([[4.3, 5.3, 6.3]]) + 3.0 + 0.6)
+    # Without FedDyn it is the plain mean, and what nobody holds stays.
+    assert combine(DynamicMean(alpha=0.0), first, second)["w"].tolist() == [[4.0, 5.0, 6.0]]
+    assert combine(DynamicMean(), second)["w"].tolist() == [[1.0, 2.0, 3.0]]
+
+
+def test_distillation_by_hand() -> None:
+    first, second = torch.tensor([[0.0, 1.0], [2.0, 0.0]]), torch.tensor([[1.0, 0.0], [0.5, 0.5]])
+    p, q = first.softmax(-1), second.softmax(-1)
+    expected = ((q * (q / p).log()).sum(-1) + (p * (p / q).log()).sum(-1)).mean()
+    targets = torch.tensor([0, 1])
+    assert torch.allclose(distillation_loss([first, second], targets), expected)
+    # Three exits: every ordered pair, over two.
+    three = distillation_loss([first, second, first], targets)
+    assert torch.allclose(three, 2 * expected / 2)
+    # The teacher is held fixed: at equal outputs nothing moves, elsewhere only the student does.
+    student = first.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(distillation_loss([student, second], targets), student)
+    wanted = (student.softmax(-1) - q) / 2
+    assert torch.allclose(gradient, wanted.detach())
+
+
+def test_positions_without_a_target_teach_nothing() -> None:
+    first, second = torch.randn(2, 3, 5), torch.randn(2, 3, 5)
+    targets = torch.tensor([[0, 1, IGNORED], [IGNORED, 2, 3]])
+    keep = targets != IGNORED
+    assert torch.allclose(
+        distillation_loss([first, second], targets), distillation_loss([first[keep], second[keep]], targets[keep])
+    )
+
+
+def context(method, *, round=1, ratio=1.0, memory=None):
+    base = tiny_config(rounds=10)
+    config = dataclasses.replace(base, training=dataclasses.replace(base.training, local_epochs=1, batch_size=64))
+    setup = Setup.build(method, deep_problem(), config)
+    client = tiny_clients(1)[0]
+    workspace = Workspace(setup)
+    ctx = workspace.context(
+        client=client, round=round, capability=client.capability, memory=memory if memory is not None else {}
+    )
+    return setup, client, ctx.scoped("local")
+
+
+def test_one_step_by_hand() -> None:
+    """Cross-entropies, weighted distillation and both terms of FedDyn."""
+    drift = 0.05
+    setup, client, ctx = context(depthfl(), round=2)
+    parameters = [name for name in setup.initial if setup.initial[name].is_floating_point()]
+    ctx.memory["drift"] = {name: torch.full_like(setup.initial[name], drift) for name in parameters}
+    start = {name: tensor.clone() for name, tensor in setup.initial.items()}
+    result = ExitSgd().train(ctx, start, None, 1.0)
+    model = setup.problem.model()
+    model.load_state_dict(setup.initial)
+    data = client.data.train
+    outputs = model.outputs(data.inputs[0])
+    weight = math.exp(-5 * (1 - 2 / 3) ** 2)
+    loss = sum(F.cross_entropy(output, data.targets) for output in outputs)
+    (loss + weight * distillation_loss(outputs, data.targets)).backward()
+    for name, value in model.named_parameters():
+        # At the start the quadratic term has no gradient.
+        expected = value - 0.1 * (value.grad - drift)
+        assert torch.allclose(result.state[name], expected, atol=1e-6), name
+        moved = drift - 0.1 * (result.state[name] - setup.initial[name])
+        assert torch.allclose(ctx.memory["drift"][name], moved, atol=1e-6), name
+
+
+def test_a_shallow_client_leaves_the_rest_alone() -> None:
+    setup, _, ctx = context(depthfl())
+    result = ExitSgd().train(ctx, setup.initial, None, 0.01)
+    held = depth_entries(setup.graph)[0]
+    for name, tensor in setup.initial.items():
+        assert torch.equal(result.state[name], tensor) == (name not in held)
+    assert set(ctx.memory["drift"]) == set(held)
+
+
+def test_the_mean_of_all_exits_is_scored() -> None:
+    result, _ = watched(depthfl(), problem=deep_problem())
+    setup = Setup.build(depthfl(), deep_problem(), tiny_config())
+    model = setup.problem.model()
+    model.load_state_dict(result.state)
+    client = tiny_clients()[0]
+    with torch.no_grad():
+        mean = torch.stack(model.eval().outputs(client.data.test.inputs[0])).mean(0)
+    right = int((mean.argmax(1) == client.data.test.targets).sum())
+    assert result.final.per_client[0].personal["accuracy"][0] == right
+
+
+def test_a_model_without_a_place_for_exits_is_refused_before_the_run() -> None:
+    flat = Problem(model=lambda: nn.Linear(6, 3), example_inputs=(torch.zeros(2, 6),))
+    with pytest.raises(InvalidValueError, match="no place for an exit"):
+        run(depthfl(), flat, tiny_clients(), tiny_config())
+
+
+def test_bad_options_are_refused() -> None:
+    for bad in ({"exits": 1}, {"alpha": -1.0}):
+        with pytest.raises(InvalidValueError):
+            depthfl(**bad)
+    with pytest.raises(InvalidValueError, match="ramp"):
+        ExitSgd(ramp=0.0)

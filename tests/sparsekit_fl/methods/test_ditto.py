@@ -1,0 +1,86 @@
+"""Ditto: its global path is FedAvg's, its personal path learns alone or near the global model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from personal import watched
+
+from sparsekit.errors import InvalidValueError
+from sparsekit_fl.context import Setup, Workspace
+from sparsekit_fl.methods import ditto, fedavg, local
+from sparsekit_fl.methods.ditto import TwoModels
+from sparsekit_fl.runner import run
+from sparsekit_fl.testing.methods import MethodContract
+from sparsekit_fl.testing.tiny import tiny_clients, tiny_config, tiny_problem
+
+
+class TestDitto(MethodContract):
+    @pytest.fixture
+    def make(self):
+        return ditto
+
+
+@pytest.mark.parametrize("strength", [0.0, 0.1, 2.0])
+def test_the_global_path_is_fedavg_bit_for_bit(strength) -> None:
+    ours, plain = watched(ditto(strength))[0], watched(fedavg())[0]
+    assert ours.final.state_sha256 == plain.final.state_sha256
+    assert ours.cost.uplink_bytes == plain.cost.uplink_bytes
+    assert ours.final.shared == plain.final.shared
+
+
+def test_without_a_pull_the_personal_models_are_those_of_local_training() -> None:
+    ours, alone = watched(ditto(0.0))[0], watched(local())[0]
+    assert [score.personal for score in ours.final.per_client] == [score.personal for score in alone.final.per_client]
+
+
+def test_a_pull_holds_the_personal_model_near_the_global_one() -> None:
+    def distance(strength):
+        setup = Setup.build(ditto(strength), tiny_problem(), tiny_config())
+        client = tiny_clients(1)[0]
+        ctx = Workspace(setup).context(client=client, round=1, capability=client.capability, memory={}).scoped("local")
+        TwoModels(strength).train(ctx, setup.initial, None, 1.0)
+        return float((ctx.memory["model"]["first.weight"] - setup.initial["first.weight"]).norm())
+
+    assert distance(5.0) < 0.7 * distance(0.0)
+
+
+def test_one_step_by_hand() -> None:
+    """v ← v − η (∇F(v) + λ (v − ω)), on one batch."""
+    import dataclasses
+
+    base = tiny_config()
+    config = dataclasses.replace(base, training=dataclasses.replace(base.training, local_epochs=1, batch_size=64))
+    setup = Setup.build(ditto(0.5), tiny_problem(), config)
+    client = tiny_clients(1)[0]
+    ctx = Workspace(setup).context(client=client, round=1, capability=client.capability, memory={}).scoped("local")
+    own = {name: tensor + 0.1 if tensor.is_floating_point() else tensor for name, tensor in setup.initial.items()}
+    ctx.memory["model"] = own
+    TwoModels(0.5).train(ctx, setup.initial, None, 1.0)
+    model = tiny_problem().model()
+    model.load_state_dict(own)
+    data = client.data.train
+    torch.nn.functional.cross_entropy(model(data.inputs[0]), data.targets).backward()
+    for name, value in model.named_parameters():
+        expected = value - 0.1 * (value.grad + 0.5 * (value - setup.initial[name]))
+        assert torch.allclose(ctx.memory["model"][name], expected, atol=1e-6), name
+
+
+def test_it_costs_twice_what_fedavg_costs() -> None:
+    ours, plain = watched(ditto())[0], watched(fedavg())[0]
+    assert ours.cost.flops_compact == 2 * plain.cost.flops_compact
+    assert ours.cost.flops_rowmask == 2 * plain.cost.flops_rowmask
+
+
+def test_a_client_that_never_trained_deploys_the_model_of_round_0() -> None:
+    config = tiny_config(rounds=1)
+    result, updates = watched(ditto(), config=config)
+    trained = {item.client_id for item in updates}
+    untouched = run(local(), tiny_problem(), tiny_clients(), config)
+    pairs = zip(result.final.per_client, untouched.final.per_client, strict=True)
+    assert all(ours.personal == other.personal for ours, other in pairs if ours.client_id not in trained)
+
+
+def test_a_negative_strength_is_refused() -> None:
+    with pytest.raises(InvalidValueError, match="strength must be"):
+        ditto(-1.0)

@@ -1,0 +1,128 @@
+"""FedP3: who answers for which layer, what comes down and goes up, and FedAvg where everything is shared."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from personal import combine, deep_problem, equals, update, watched
+from torch import nn
+
+from sparsekit.errors import InvalidValueError, NoUnitsError
+from sparsekit.masks.mask import UnitMask, WeightMask
+from sparsekit.patterns.base import keep_count
+from sparsekit_fl.context import Setup
+from sparsekit_fl.methods import fedavg, fedp3
+from sparsekit_fl.methods.fedp3 import PrunedOthers, own_layers
+from sparsekit_fl.policies.aggregate import CoverageMean
+from sparsekit_fl.policies.ratio import Full
+from sparsekit_fl.problem import Problem
+from sparsekit_fl.runner import run
+from sparsekit_fl.server import Server
+from sparsekit_fl.testing.methods import MethodContract
+from sparsekit_fl.testing.tiny import tiny_clients, tiny_config, tiny_problem
+
+
+class TestFedP3(MethodContract):
+    @pytest.fixture
+    def make(self):
+        return fedp3
+
+
+def four() -> Problem:
+    """Four layers: three that clients answer for, and the head."""
+    return Problem(model=_four, example_inputs=(torch.zeros(2, 6),))
+
+
+def _four() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
+
+
+def test_layers_are_dealt_cyclically() -> None:
+    graph = Setup.build(fedp3(), four(), tiny_config()).graph
+
+    def names(client_id, count, private_head=True):
+        return [layer.name for layer in own_layers(graph, client_id, count, private_head=private_head)]
+
+    assert [names(k, 2) for k in range(4)] == [["0", "2"], ["2", "4"], ["4", "0"], ["0", "2"]]
+    assert names(1, 1) == ["2"]
+    assert names(1, None) == ["0", "2", "4"]
+    assert names(1, None, private_head=False) == ["0", "2", "4", "6"]
+
+
+def test_layers_are_averaged_over_those_who_send_them() -> None:
+    everything, nothing = update(0, [3.0, 3.0, 3.0], b=4.0), update(1, [], keep=[False, False, False], b=2.0)
+    found = combine(CoverageMean("uniform"), everything, nothing)
+    assert found["w"].tolist() == [[4.0, 5.0, 6.0]]
+    assert found["b"].tolist() == [13.0]
+
+
+def test_own_layers_come_whole_others_pruned_and_the_head_never() -> None:
+    setup = Setup.build(fedp3(), four(), tiny_config())
+    server = Server(setup, {client.id: client for client in tiny_clients()})
+    for assignment in server.assign(1):
+        assert "6.weight" not in assignment.state
+        own = {layer.name for layer in own_layers(setup.graph, assignment.client_id, 2, private_head=True)}
+        (other,) = {"0", "2", "4"} - own
+        size = setup.graph.shapes[f"{other}.weight"].numel()
+        assert assignment.mask.counts() == {f"{other}.weight": keep_count(0.9, size)}
+
+
+def test_the_trained_part_of_own_layers_goes_up_alone() -> None:
+    _, updates = watched(fedp3(), problem=four())
+    assert {item.ratio for item in updates} == {1.0, 0.5, 0.25}
+    for item in updates:
+        units = keep_count(item.ratio, 8)
+        first = item.client_id % 3
+        own = {2 * first, 2 * ((first + 1) % 3)}
+        for place in (0, 2, 4):
+            inputs = 6 if place == 0 else units
+            expected = (units * inputs, units) if place in own else (0, 0)
+            found = item.delta[f"{place}.weight"].numel(), item.delta[f"{place}.bias"].numel()
+            assert found == expected
+        assert "6.weight" not in item.delta
+        assert isinstance(item.mask, WeightMask)
+
+
+def test_the_personal_model_is_the_clients_own_submodel() -> None:
+    result, updates = watched(fedp3(), problem=four())
+    trained = {item.client_id: item.ratio for item in updates}
+    for score in result.final.per_client:
+        assert score.ratio == trained.get(score.client_id)
+
+
+def test_training_is_compact() -> None:
+    ours, plain = watched(fedp3(), problem=four())[0], watched(fedavg(), problem=four())[0]
+    assert ours.cost.flops_compact < ours.cost.flops_rowmask < plain.cost.flops_rowmask
+    sizes = [item.delta["2.weight"].numel() for item in watched(fedp3(), problem=four())[1]]
+    assert max(sizes) <= 64
+
+
+@pytest.mark.parametrize("problem", [deep_problem, tiny_problem])
+def test_with_all_layers_shared_it_is_fedavg_bit_for_bit(problem) -> None:
+    method = dataclasses.replace(fedp3(layers=None, private_head=False, keep=1.0), ratio=Full())
+    ours = run(method, problem(), equals(), tiny_config())
+    plain = run(fedavg(), problem(), equals(), tiny_config())
+    assert ours.final.state_sha256 == plain.final.state_sha256
+
+
+def test_the_client_trains_a_prefix_of_the_units() -> None:
+    setup = Setup.build(fedp3(), tiny_problem(), tiny_config())
+    from sparsekit_fl.context import Workspace
+
+    client = tiny_clients(3)[2]
+    ctx = Workspace(setup).context(client=client, round=1, capability=client.capability, memory={}).scoped("mask")
+    mask = PrunedOthers().choose(ctx, 0.25, setup.initial)
+    assert isinstance(mask, UnitMask)
+    assert mask["first"].tolist() == [True, True, *[False] * 6]
+
+
+def test_bad_options_and_models_are_refused() -> None:
+    with pytest.raises(InvalidValueError, match="layers must be"):
+        fedp3(layers=0)
+    with pytest.raises(InvalidValueError, match=r"in \(0, 1\]"):
+        fedp3(keep=0.0)
+    flat = Problem(model=lambda: nn.Linear(6, 3), example_inputs=(torch.zeros(2, 6),))
+    with pytest.raises(NoUnitsError, match="FedP3 has nothing"):
+        run(fedp3(), flat, tiny_clients(), tiny_config())

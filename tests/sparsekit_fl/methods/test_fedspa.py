@@ -1,0 +1,122 @@
+"""FedSpa: masks of constant size that move by magnitude and gradient, one initial mask for all."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from personal import combine, deep_problem, equals, server_context, update, watched
+
+from sparsekit.errors import InvalidValueError
+from sparsekit.masks.mask import WeightMask
+from sparsekit_fl.methods import fedavg, fedspa
+from sparsekit_fl.methods.fedspa import MovingMask, move_mask
+from sparsekit_fl.policies.aggregate import DeltaMean
+from sparsekit_fl.runner import run
+from sparsekit_fl.testing.methods import MethodContract
+from sparsekit_fl.testing.tiny import tiny_config
+
+
+class TestFedSpa(MethodContract):
+    @pytest.fixture
+    def make(self):
+        return fedspa
+
+
+class TestStaticFedSpa(MethodContract):
+    @pytest.fixture
+    def make(self):
+        return lambda: fedspa(anneal=0.0, densities="uniform", ratio=0.3)
+
+
+def test_an_entry_moves_by_the_sum_of_changes_over_all_clients() -> None:
+    first = update(0, [1.0, 0.0, 4.0], keep=[True, False, True], examples=1)
+    second = update(1, [5.0, 0.0, 0.0], keep=[True, False, False], examples=9)
+    assert combine(DeltaMean("uniform"), first, second)["w"].tolist() == [[4.0, 2.0, 5.0]]
+
+
+def test_the_whole_model_is_fedavg_bit_for_bit() -> None:
+    ours = run(fedspa(ratio=1.0), deep_problem(), equals(), tiny_config())
+    plain = run(fedavg(), deep_problem(), equals(), tiny_config())
+    assert ours.final.state_sha256 == plain.final.state_sha256
+
+
+def test_a_move_by_hand() -> None:
+    mask = WeightMask({"w": torch.tensor([True, True, True, True, False, False])})
+    weights = {"w": torch.tensor([0.1, -0.4, 0.3, -0.2, 0.0, 0.0])}
+    gradients = {"w": torch.tensor([0.0, 9.0, 9.0, 1.0, 3.0, -2.0])}
+    # Two of four go, the smallest; of the four that are out, those of largest gradient come.
+    assert move_mask(mask, weights, gradients, 0.5)["w"].tolist() == [False, True, True, False, True, True]
+    # One that went comes back where its gradient is large.
+    gradients = {"w": torch.tensor([7.0, 0.0, 0.0, 1.0, 3.0, -2.0])}
+    assert move_mask(mask, weights, gradients, 0.5)["w"].tolist() == [True, True, True, False, True, False]
+    assert move_mask(mask, weights, gradients, 0.0) == mask
+
+
+@given(st.integers(1, 30), st.integers(0, 30), st.floats(0.0, 1.0), st.integers(0, 99))
+def test_moving_keeps_the_number_of_active_weights(active, dropped, share, seed) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    keep = torch.arange(active + dropped) < active
+    keep = keep[torch.randperm(len(keep), generator=generator)]
+    draw = {"w": torch.randn(len(keep), generator=generator)}
+    moved = move_mask(WeightMask({"w": keep}), {"w": draw["w"] * keep}, draw, share)
+    assert int(moved["w"].sum()) == active
+
+
+def test_masks_keep_their_size_per_layer_and_move_less_and_less() -> None:
+    config = tiny_config(rounds=12)
+    _, updates = watched(fedspa(), problem=deep_problem(), config=config)
+    sizes = {name: int(keep.sum()) for name, keep in updates[0].mask.items()}
+    assert set(sizes) == {"0.weight", "2.weight"}
+    # Half of 48 + 64 weights, rounded up in each layer.
+    assert 56 <= sum(sizes.values()) <= 58
+    assert all({name: int(keep.sum()) for name, keep in item.mask.items()} == sizes for item in updates)
+    first = updates[0].mask
+    assert all(item.mask == first for item in updates if item.round == 1)
+    last = {}
+    for item in updates:
+        if item.client_id in last:
+            before, round = last[item.client_id]
+            share = 0.25 * (1 + math.cos(math.pi * (round - 1) / 12))
+            for name, keep in item.mask.items():
+                changed = int((keep & ~before[name]).sum())
+                assert changed <= math.ceil(share * sizes[name])
+        last[item.client_id] = (item.mask, item.round)
+    assert any(mask != first for mask, _ in last.values())
+
+
+def test_static_masks_stay_as_they_were_drawn() -> None:
+    _, updates = watched(fedspa(anneal=0.0))
+    assert all(item.mask == updates[0].mask for item in updates)
+    assert all("next_mask" not in item.extra for item in updates)
+
+
+def test_the_initial_mask_is_drawn_once_for_all_clients_and_rounds() -> None:
+    memory = {}
+    first = MovingMask().propose(server_context(round=1, memory=memory), 0, 1 / 3)
+    later = MovingMask().propose(server_context(round=7, memory=memory), 1, 1 / 3)
+    assert first == later
+    assert first.counts() == {"w": 1}
+
+
+def test_dropped_entries_are_zero_while_training_and_in_personal_models() -> None:
+    _, updates = watched(fedspa(anneal=0.0), problem=deep_problem())
+    kept = {name: int(keep.sum()) for name, keep in updates[0].mask.items()}
+    assert all(item.delta[name].shape == (size,) for item in updates for name, size in kept.items())
+
+
+def test_the_screened_batch_is_counted_as_dense_work() -> None:
+    moving, static = watched(fedspa())[0], watched(fedspa(anneal=0.0))[0]
+    forward = 2 * (48 + 24)
+    assert moving.cost.flops_compact - static.cost.flops_compact == 16 * 3 * 8 * forward
+    assert "no time" in moving.note
+
+
+def test_bad_options_are_refused() -> None:
+    with pytest.raises(InvalidValueError, match="anneal must be"):
+        fedspa(anneal=1.5)
+    with pytest.raises(InvalidValueError, match="densities must be"):
+        fedspa(densities="other")

@@ -1,0 +1,157 @@
+"""Hermes: subnetworks shrink by units and train small, under a lasso whose gradient is autograd's."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from personal import deep_problem, equals, watched
+from torch import nn
+
+from sparsekit.errors import InvalidValueError, NoUnitsError
+from sparsekit.masks.mask import UnitMask
+from sparsekit.patterns import Magnitude, Ordered, PatternView, select
+from sparsekit.patterns.base import keep_count
+from sparsekit_fl.context import Setup, Workspace
+from sparsekit_fl.methods import fedavg, hermes
+from sparsekit_fl.methods.hermes import GroupLassoSgd
+from sparsekit_fl.packing import unpack
+from sparsekit_fl.policies.local import Sgd, load_leaves
+from sparsekit_fl.problem import Problem
+from sparsekit_fl.runner import run
+from sparsekit_fl.testing.methods import MethodContract
+from sparsekit_fl.testing.tiny import tiny_clients, tiny_config, tiny_problem
+
+
+class TestHermes(MethodContract):
+    @pytest.fixture
+    def make(self):
+        return hermes
+
+
+class TestEagerHermes(MethodContract):
+    @pytest.fixture
+    def make(self):
+        return lambda: hermes(threshold=0.0, target=0.3)
+
+
+@pytest.mark.parametrize("problem", [deep_problem, tiny_problem])
+def test_without_pruning_and_lasso_it_is_fedavg_bit_for_bit(problem) -> None:
+    ours = run(hermes(threshold=1.0, lasso=0.0), problem(), equals(), tiny_config())
+    plain = run(fedavg(), problem(), equals(), tiny_config())
+    assert ours.final.state_sha256 == plain.final.state_sha256
+
+
+def test_subnetworks_are_monotone_and_stop_at_the_target() -> None:
+    _, updates = watched(hermes(threshold=0.0), config=tiny_config(rounds=20))
+    histories = {}
+    for item in updates:
+        histories.setdefault(item.client_id, []).append(item)
+    assert min(item.ratio for item in updates) == pytest.approx(0.9**7)
+    for history in histories.values():
+        history = [item for item in history if item.mask is not None]
+        assert all(isinstance(item.mask, UnitMask) for item in history)
+        assert [item.mask.counts() for item in history] == [{"first": keep_count(item.ratio, 8)} for item in history]
+        for before, after in itertools.pairwise(history):
+            assert not bool((after.mask["first"] & ~before.mask["first"]).any())
+
+
+def test_the_first_pruning_keeps_the_units_of_largest_norm() -> None:
+    _, updates = watched(hermes(threshold=0.0), config=tiny_config(rounds=1))
+    setup = Setup.build(hermes(), tiny_problem(), tiny_config())
+    expected = select(Magnitude(), setup.graph, 0.9, PatternView(weights=setup.initial))
+    pruned = [item for item in updates if item.mask is not None]
+    assert pruned
+    assert all(item.mask == expected for item in pruned)
+
+
+def test_pruned_clients_train_and_send_less() -> None:
+    ours = watched(hermes(threshold=0.0), config=tiny_config(rounds=10))[0]
+    plain = watched(fedavg(), config=tiny_config(rounds=10))[0]
+    assert ours.cost.flops_compact < ours.cost.flops_rowmask < plain.cost.flops_rowmask
+
+
+def test_personal_models_are_compact_and_hold_global_values(tmp_path) -> None:
+    result, updates = watched(hermes(threshold=0.0), config=tiny_config(rounds=8), out=tmp_path)
+    last = {item.client_id: item.mask for item in updates if item.mask is not None}
+    assert last
+    for client_id, mask in last.items():
+        tensors, meta = unpack((tmp_path / "models" / f"client-{client_id}.safetensors").read_bytes())
+        assert meta["narrow"]
+        assert torch.equal(tensors["state:first.weight"], result.state["first.weight"][mask["first"]])
+        assert torch.equal(tensors["state:last.weight"], result.state["last.weight"][:, mask["first"]])
+
+
+class Mixed(nn.Module):
+    """A convolution, a recurrent layer and a linear one: three kinds of units, one with four gate rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(1, 4, 3, padding=1)
+        self.norm = nn.BatchNorm2d(4)
+        self.lstm = nn.LSTM(4, 6, batch_first=True)
+        self.hidden = nn.Linear(6, 5)
+        self.last = nn.Linear(5, 3)
+
+    def forward(self, x):
+        x = torch.relu(self.norm(self.conv(x))).flatten(2).transpose(1, 2)
+        return self.last(torch.relu(self.hidden(self.lstm(x)[0][:, -1])))
+
+
+def mixed() -> Problem:
+    return Problem(model=Mixed, example_inputs=(torch.zeros(2, 1, 2, 4),))
+
+
+@pytest.mark.parametrize("ratio", [1.0, 0.5])
+def test_the_lassos_gradient_is_autograds(ratio) -> None:
+    setup = Setup.build(hermes(), mixed(), tiny_config())
+    client = tiny_clients(1)[0]
+    ctx = Workspace(setup).context(client=client, round=1, capability=client.capability, memory={}).scoped("local")
+    mask = select(Ordered(), setup.graph, ratio, PatternView())
+    leaves = load_leaves(ctx, setup.initial, mask)
+    lasso = GroupLassoSgd(lasso=0.3)
+    (adjust,) = lasso.adjusts(ctx, leaves, mask)
+    zeros = [torch.zeros_like(leaf) for leaf in leaves.values()]
+    found = dict(zip(leaves, adjust(zeros, list(range(len(zeros)))), strict=True))
+    # Against the plain definition on the narrow tensors, unit by unit.
+    penalty = torch.zeros(())
+    for group, count in mask.counts().items():
+        pieces = [p for p in setup.graph.groups[group].slices if p.side == "out" and setup.initial[p.name].dim() > 1]
+        for unit in range(count):
+            square = torch.zeros(())
+            for piece in pieces:
+                span = piece.span
+                rows = [block * count + unit for block in range(span)]
+                square = square + leaves[piece.name].index_select(piece.dim, torch.tensor(rows)).square().sum()
+            penalty = penalty + square.sqrt()
+    wanted = torch.autograd.grad(0.3 * penalty, list(leaves.values()), allow_unused=True)
+    for (name, ours), theirs in zip(found.items(), wanted, strict=True):
+        assert torch.allclose(ours, torch.zeros_like(ours) if theirs is None else theirs, atol=1e-6), name
+    assert any(theirs is not None for theirs in wanted)
+
+
+def test_a_lasso_makes_units_smaller() -> None:
+    def size(lasso):
+        updates = watched(hermes(threshold=1.0, lasso=lasso), config=tiny_config(rounds=1))[1]
+        return sum(float(item.delta["first.weight"].norm()) for item in updates)
+
+    assert size(0.0) != size(0.5)
+
+
+def test_zero_units_get_no_gradient_from_the_lasso() -> None:
+    setup = Setup.build(hermes(), deep_problem(), tiny_config())
+    client = tiny_clients(1)[0]
+    ctx = Workspace(setup).context(client=client, round=1, capability=client.capability, memory={}).scoped("local")
+    state = {name: torch.zeros_like(tensor) for name, tensor in setup.initial.items()}
+    result = GroupLassoSgd(lasso=1.0).train(ctx, state, None, 1.0)
+    assert all(bool(torch.isfinite(tensor).all()) for tensor in result.state.values())
+
+
+def test_bad_options_and_models_are_refused() -> None:
+    with pytest.raises(InvalidValueError, match="lasso must be"):
+        GroupLassoSgd(lasso=-1.0)
+    flat = Problem(model=lambda: nn.Linear(6, 3), example_inputs=(torch.zeros(2, 6),))
+    with pytest.raises(NoUnitsError, match="Hermes has nothing"):
+        run(hermes(), flat, tiny_clients(), tiny_config())
+    assert issubclass(GroupLassoSgd, Sgd)

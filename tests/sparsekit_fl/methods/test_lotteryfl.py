@@ -1,0 +1,150 @@
+"""LotteryFL: tickets only shrink, rewind exactly when they shrink, and are averaged over their holders."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+from personal import combine, deep_problem, equals, server_context, update, watched
+
+from sparsekit.errors import InvalidValueError
+from sparsekit.masks.mask import WeightMask
+from sparsekit.masks.weight_mask import weight_count
+from sparsekit_fl.context import Setup, Workspace
+from sparsekit_fl.methods import fedavg, lotteryfl
+from sparsekit_fl.methods.lotteryfl import Tickets
+from sparsekit_fl.policies.aggregate import CoverageMean
+from sparsekit_fl.runner import run
+from sparsekit_fl.testing.methods import MethodContract
+from sparsekit_fl.testing.tiny import tiny_clients, tiny_config, tiny_problem
+
+
+class TestLotteryFl(MethodContract):
+    @pytest.fixture
+    def make(self):
+        return lotteryfl
+
+
+def test_entries_are_averaged_over_their_holders_alone() -> None:
+    first = update(0, [1.0, 0.0, 4.0], keep=[True, False, True], examples=1, b=2.0)
+    second = update(1, [5.0, 0.0, 0.0], keep=[True, False, False], examples=9, b=4.0)
+    found = combine(CoverageMean("uniform"), first, second)
+    assert found["w"].tolist() == [[4.0, 2.0, 7.0]]
+    assert found["b"].tolist() == [13.0]
+
+
+def test_without_pruning_it_is_fedavg_bit_for_bit() -> None:
+    ours = run(lotteryfl(threshold=1.0), deep_problem(), equals(), tiny_config())
+    plain = run(fedavg(), deep_problem(), equals(), tiny_config())
+    assert ours.final.state_sha256 == plain.final.state_sha256
+    assert ours.final.personal == plain.final.personal
+
+
+def by_client(updates):
+    found = {}
+    for item in updates:
+        found.setdefault(item.client_id, []).append(item)
+    return found
+
+
+def test_tickets_are_monotone_and_stop_at_the_target() -> None:
+    _, updates = watched(lotteryfl(threshold=0.0), config=tiny_config(rounds=20))
+    assert min(item.ratio for item in updates) == pytest.approx(0.9**7)
+    for history in by_client(updates).values():
+        assert [int(item.mask["first.weight"].sum()) for item in history if item.mask] == [
+            weight_count(item.ratio, 48) for item in history if item.mask
+        ]
+        # A participation prunes a tenth of what is left or nothing, and nothing below one half.
+        steps = zip([1.0, *(item.ratio for item in history)], (item.ratio for item in history), strict=False)
+        assert all(
+            after in (before, pytest.approx(0.9 * before)) and (after == before or before > 0.5) for before, after in steps
+        )
+        history = [item for item in history if item.mask]
+        for before, after in itertools.pairwise(history):
+            assert not bool((after.mask["first.weight"] & ~before.mask["first.weight"]).any())
+        assert all("last.weight" not in item.mask for item in history)
+
+
+def test_the_ticket_comes_down_and_nothing_else() -> None:
+    method = lotteryfl(threshold=0.0)
+    memory = {}
+    mask = WeightMask({"w": torch.tensor([[True, False, True]])})
+    ctx = server_context(memory=memory)
+    assert method.mask.propose(ctx, 0, None) is None
+    method.mask.observe(ctx, [update(0, [0.0, 0.0, 0.0], keep=[True, False, True])])
+    assert method.mask.propose(ctx, 0, None) == mask
+    assert method.mask.propose(ctx, 1, None) is None
+
+
+def trained(*, received, mask, state):
+    setup = Setup.build(lotteryfl(), deep_problem(), tiny_config())
+    client = tiny_clients(1)[0]
+    ctx = Workspace(setup).context(client=client, round=3, capability=client.capability, memory={}, received=received)
+    return setup, setup.method.local.train(ctx.scoped("local"), state(setup), mask, 1.0)
+
+
+def test_a_client_that_pruned_starts_from_round_0_and_others_from_the_global_values() -> None:
+    keep = torch.arange(48).view(8, 6) % 2 == 0
+    mask = WeightMask({"0.weight": keep})
+
+    def doubled(setup):
+        return {name: 2 * tensor for name, tensor in setup.initial.items()}
+
+    setup, rewound = trained(received=None, mask=mask, state=doubled)
+    _, expected = trained(received=mask, mask=mask, state=lambda setup: setup.initial)
+    assert all(torch.equal(rewound.state[name], expected.state[name]) for name in setup.initial)
+    _, onward = trained(received=mask, mask=mask, state=doubled)
+    assert not torch.equal(onward.state["4.bias"], rewound.state["4.bias"])
+    assert not bool(rewound.state["0.weight"][~keep].any())
+
+
+def test_without_rewinding_a_client_that_pruned_goes_on_from_the_global_values() -> None:
+    setup = Setup.build(lotteryfl(rewind=False), deep_problem(), tiny_config())
+    client = tiny_clients(1)[0]
+    mask = WeightMask({"0.weight": torch.arange(48).view(8, 6) % 2 == 0})
+    state = {name: 2 * tensor for name, tensor in setup.initial.items()}
+    found = []
+    for received in (None, mask):
+        ctx = Workspace(setup).context(client=client, round=3, capability=client.capability, memory={}, received=received)
+        found.append(setup.method.local.train(ctx.scoped("local"), state, mask, 1.0).state)
+    assert all(torch.equal(found[0][name], found[1][name]) for name in state)
+
+
+def test_the_gate_asks_the_received_model_on_validation_data() -> None:
+    setup = Setup.build(lotteryfl(threshold=0.4), tiny_problem(), tiny_config())
+    client = tiny_clients(1)[0]
+    for shift, pruned in ((0.0, None), (100.0, True)):
+        label = int(client.data.val.targets.mode().values)
+        state = {name: tensor.clone() for name, tensor in setup.initial.items()}
+        state["last.bias"] = torch.zeros(3)
+        state["last.bias"][label if shift else (label + 1) % 3] = 100.0
+        share = float((client.data.val.targets == (label if shift else (label + 1) % 3)).float().mean())
+        ctx = Workspace(setup).context(client=client, round=1, capability=client.capability, memory={}).scoped("mask")
+        mask = setup.method.mask.choose(ctx, 1.0, state)
+        assert (mask is not None) == (share > 0.4)
+        assert pruned is None or share > 0.4
+
+
+def test_dropped_weights_of_a_personal_model_are_zero_and_the_others_global(tmp_path) -> None:
+    from sparsekit_fl.packing import unpack, unpack_mask
+
+    result, updates = watched(lotteryfl(threshold=0.0), out=tmp_path)
+    last = {item.client_id: item.mask for item in updates}
+    for client_id, mask in last.items():
+        tensors, meta = unpack((tmp_path / "models" / f"client-{client_id}.safetensors").read_bytes())
+        assert unpack_mask(tensors, meta["mask"]) == mask
+        keep = mask["first.weight"]
+        assert torch.equal(tensors["state:first.weight"][keep], result.state["first.weight"][keep])
+        assert not bool(tensors["state:first.weight"][~keep].any())
+
+
+def test_bad_options_and_problems_are_refused() -> None:
+    with pytest.raises(InvalidValueError, match="target must be"):
+        Tickets(target=1.0)
+    with pytest.raises(InvalidValueError, match="threshold must be"):
+        Tickets(threshold=50.0)
+    problem = dataclasses.replace(tiny_problem(), metrics={"other": lambda outputs, targets: (1.0, 1.0)})
+    with pytest.raises(InvalidValueError, match="decides by accuracy"):
+        run(lotteryfl(), problem, tiny_clients(), tiny_config())

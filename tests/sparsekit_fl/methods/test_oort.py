@@ -1,0 +1,165 @@
+"""Oort: the contract, its scores to the digit, and fairness among equals."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from sparsekit.errors import InvalidValueError
+from sparsekit_fl.client import Capability
+from sparsekit_fl.context import ClientInfo, ServerContext
+from sparsekit_fl.messages import Update, WorkCost
+from sparsekit_fl.methods import fedavg, oort
+from sparsekit_fl.methods.oort import GuidedSampling, _RecordingLoss
+from sparsekit_fl.results import Observer
+from sparsekit_fl.runner import run
+from sparsekit_fl.testing.methods import MethodContract
+from sparsekit_fl.testing.tiny import tiny_clients, tiny_config, tiny_problem
+
+
+class TestOort(MethodContract):
+    @pytest.fixture
+    def make(self):
+        return oort
+
+
+def context(round: int, memory: dict, *, clients: int = 30, size: int = 6, speed=lambda _: 1e9) -> ServerContext:
+    roster = {k: ClientInfo(examples=100, capability=Capability(flops_per_second=speed(k))) for k in range(clients)}
+    return ServerContext(
+        round=round, rounds=1000, roster=roster, cohort_size=size, memory=memory, graph=None, state={},
+        rngs={"sampling": np.random.default_rng([7, round])},
+    )  # fmt: skip
+
+
+def answer(client_id: int, *, loss: float = 1.0, seconds: float = 1.0) -> Update:
+    metrics = {"mean_squared_loss": loss**2}
+    return Update(round=1, client_id=client_id, examples=100, delta={}, metrics=metrics, cost=WorkCost(seconds=seconds))
+
+
+def played(rounds: int, policy: GuidedSampling, *, loss=lambda _: 1.0, seconds=lambda _: 1.0, **options):
+    memory, counts = {}, np.zeros(options.get("clients", 30), dtype=int)
+    for round in range(1, rounds + 1):
+        ctx = context(round, memory, **options)
+        cohort = policy.sample(ctx)
+        assert len(set(cohort)) == ctx.cohort_size
+        policy.observe(ctx, [answer(k, loss=loss(k), seconds=seconds(k)) for k in cohort])
+        counts[cohort] += 1
+    return memory, counts
+
+
+def test_equal_losses_and_times_are_chosen_equally_often_in_the_limit() -> None:
+    _, counts = played(1500, GuidedSampling())
+    # 300 each; uniform sampling has a standard deviation of about 15.
+    assert counts.min() > 240
+    assert counts.max() < 360
+
+
+def test_everybody_is_tried_before_long() -> None:
+    memory, counts = played(12, GuidedSampling())
+    assert (counts > 0).all()
+    assert len(memory["tried"]) == 30
+    assert memory["exploration"] == 0.0
+
+
+def test_clients_of_high_loss_are_chosen_more_often() -> None:
+    _, counts = played(200, GuidedSampling(), loss=lambda k: 3.0 if k < 6 else 0.5)
+    assert counts[:6].mean() > 1.5 * counts[6:].mean()
+
+
+def test_slow_clients_are_chosen_less_often() -> None:
+    _, counts = played(200, GuidedSampling(), seconds=lambda k: 16.0 if k < 6 else 1.0)
+    assert counts[:6].mean() < 0.3 * counts[6:].mean()
+    _, free = played(200, GuidedSampling(percentile=100.0), seconds=lambda k: 16.0 if k < 6 else 1.0)
+    assert free[:6].mean() > 0.7 * free[6:].mean()
+
+
+def test_untried_clients_that_look_fast_come_first() -> None:
+    chosen = np.zeros(30)
+    for seed in range(40):
+        ctx = context(1, {}, speed=lambda k: 1e9 if k < 15 else 1e8)
+        ctx.rngs["sampling"].bit_generator.advance(1000 * seed)
+        chosen[GuidedSampling().sample(ctx)] += 1
+    assert chosen[:15].sum() > 0.9 * chosen.sum()
+
+
+def test_scores_are_those_of_the_paper() -> None:
+    policy = GuidedSampling()
+    tried = {
+        "0": {"utility": 10.0, "seconds": 1.0, "pace": 1.0, "round": 2},
+        "1": {"utility": 20.0, "seconds": 4.0, "pace": 1.0, "round": 1},
+        "2": {"utility": 15.0, "seconds": 1.0, "pace": 1.0, "round": 4},
+    }
+    found = policy._scores(5, tried, preferred=2.0)
+    low = 10.0 * 0.999
+
+    def score(utility: float, last: int) -> float:
+        return (utility - low) / (20.0 - low) + math.sqrt(0.1 * math.log(5) / last)
+
+    assert found[0] == pytest.approx(score(10.0, 2))
+    assert found[1] == pytest.approx(score(20.0, 1) * (2.0 / 4.0) ** 2)
+    assert found[2] == pytest.approx(score(15.0, 4))
+
+
+def test_the_pacer_relaxes_the_preferred_time_once_utility_stands_still() -> None:
+    memory, _ = played(41, GuidedSampling(pace_rounds=10))
+    # In the first window hardly anybody is exploited yet; after rounds 30 and 40 nothing has changed.
+    assert memory["percentile"] == 30 + 2 * 5
+
+
+def test_exploration_decays_to_its_least_value() -> None:
+    memory: dict = {}
+    policy = GuidedSampling(exploration=0.9, decay=0.5, least=0.2)
+    shares = []
+    for round in range(1, 5):
+        ctx = context(round, memory, clients=200)
+        policy.observe(ctx, [answer(k) for k in policy.sample(ctx)])
+        shares.append(memory["exploration"])
+    assert shares == pytest.approx([0.45, 0.225, 0.2, 0.2])
+
+
+def test_the_statistical_utility_uses_single_examples() -> None:
+    outputs, targets = torch.randn(5, 3), torch.tensor([0, 1, 2, 0, 1])
+    loss = _RecordingLoss(F.cross_entropy, wanted=5)
+    assert torch.equal(loss(outputs, targets), F.cross_entropy(outputs, targets))
+    single = F.cross_entropy(outputs, targets, reduction="none")
+    assert loss.mean_square() == pytest.approx(float(single.square().mean()), rel=1e-6)
+    loss(10 * outputs, targets)
+    assert loss.mean_square() == pytest.approx(float(single.square().mean()), rel=1e-6)
+
+
+def test_outputs_may_be_nested() -> None:
+    def loss_of(outputs, targets):
+        return F.cross_entropy(outputs["logits"][0], targets)
+
+    logits, targets = torch.randn(4, 3), torch.tensor([0, 1, 2, 0])
+    loss = _RecordingLoss(loss_of, wanted=4)
+    loss({"logits": (logits, 1.0)}, targets)
+    assert loss.mean_square() == pytest.approx(float(F.cross_entropy(logits, targets, reduction="none").square().mean()))
+
+
+class Metrics(Observer):
+    def __init__(self) -> None:
+        self.all = []
+
+    def on_client(self, round, client_id, update) -> None:
+        self.all.append(update.metrics)
+
+
+def test_the_local_training_is_fedavgs() -> None:
+    metrics = Metrics()
+    config = tiny_config(rounds=1)
+    ours = run(oort(), tiny_problem(), tiny_clients(4), config, observers=[metrics])
+    reference = run(fedavg(), tiny_problem(), tiny_clients(4), config)
+    assert ours.final.state_sha256 == reference.final.state_sha256
+    assert ours.cost.flops_compact == reference.cost.flops_compact
+    assert all(found["mean_squared_loss"] > 0 for found in metrics.all)
+
+
+@pytest.mark.parametrize("options", [{"decay": 2.0}, {"percentile": 0.0}, {"window": 0.5}, {"pace_rounds": 0}])
+def test_bad_options_are_refused(options) -> None:
+    with pytest.raises(InvalidValueError):
+        GuidedSampling(**options)

@@ -1,0 +1,115 @@
+"""Per-FedAvg: steps by hand, the cost of every gradient, and FedAvg where nothing adapts."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from personal import deep_problem, equals, watched
+
+from sparsekit.errors import InvalidValueError
+from sparsekit_fl.context import Setup, Workspace
+from sparsekit_fl.methods import fedavg, per_fedavg
+from sparsekit_fl.methods.per_fedavg import AdaptedModel, MetaSgd
+from sparsekit_fl.testing.methods import MethodContract
+from sparsekit_fl.testing.tiny import tiny_clients, tiny_config
+
+
+class TestPerFedAvg(MethodContract):
+    @pytest.fixture
+    def make(self):
+        return per_fedavg
+
+
+class TestHessianFree(MethodContract):
+    @pytest.fixture
+    def make(self):
+        return lambda: per_fedavg(variant="hessian-free")
+
+
+@pytest.mark.parametrize("variant", ["first-order", "hessian-free"])
+@pytest.mark.parametrize("momentum", [0.0, 0.5])
+def test_without_adaptation_it_is_fedavg_bit_for_bit(variant, momentum) -> None:
+    base = tiny_config()
+    config = dataclasses.replace(base, training=dataclasses.replace(base.training, momentum=momentum))
+    method = per_fedavg(variant=variant, adaptation_lr=0.0, steps=0)
+    ours = watched(method, problem=deep_problem(), clients=equals(), config=config)[0]
+    plain = watched(fedavg(), problem=deep_problem(), clients=equals(), config=config)[0]
+    assert ours.final.state_sha256 == plain.final.state_sha256
+    assert ours.final.personal == plain.final.personal
+
+
+def context(batch_size=64):
+    base = tiny_config()
+    config = dataclasses.replace(base, training=dataclasses.replace(base.training, local_epochs=1, batch_size=batch_size))
+    setup = Setup.build(per_fedavg(), deep_problem(), config)
+    client = tiny_clients(1)[0]
+    return setup, client, Workspace(setup).context(client=client, round=1, capability=client.capability, memory={})
+
+
+def gradient(weights, data):
+    model = deep_problem().model()
+    model.load_state_dict(weights)
+    torch.nn.functional.cross_entropy(model(data.inputs[0]), data.targets).backward()
+    return {name: value.grad for name, value in model.named_parameters()}
+
+
+def moved(weights, direction, rate):
+    return {name: value - rate * direction[name] for name, value in weights.items()}
+
+
+def test_a_first_order_step_by_hand() -> None:
+    """One batch holds all examples, so D and D′ are the same and the order in them does not matter."""
+    setup, client, ctx = context()
+    result = MetaSgd(adaptation_lr=0.3).train(ctx.scoped("local"), setup.initial, None, 1.0)
+    data, start = client.data.train, dict(setup.initial)
+    adapted = moved(start, gradient(start, data), 0.3)
+    expected = moved(start, gradient(adapted, data), 0.1)
+    for name, value in expected.items():
+        assert torch.allclose(result.state[name], value, atol=1e-6), name
+
+
+def test_a_hessian_free_step_by_hand() -> None:
+    setup, client, ctx = context()
+    result = MetaSgd(adaptation_lr=0.3, variant="hessian-free", delta=0.05).train(ctx.scoped("local"), setup.initial, None, 1.0)
+    data, start = client.data.train, dict(setup.initial)
+    first = gradient(moved(start, gradient(start, data), 0.3), data)
+    plus, minus = gradient(moved(start, first, -0.05), data), gradient(moved(start, first, 0.05), data)
+    corrected = {name: first[name] - 0.3 * (plus[name] - minus[name]) / 0.1 for name in first}
+    for name, value in moved(start, corrected, 0.1).items():
+        assert torch.allclose(result.state[name], value, atol=1e-5), name
+
+
+@pytest.mark.parametrize(("variant", "gradients"), [("first-order", 2), ("hessian-free", 4)])
+def test_every_gradient_of_a_step_is_counted(variant, gradients) -> None:
+    # Every batch of these clients is full, so that counted and executed work agree.
+    clients = [client for client in tiny_clients() if len(client.data.train) == 24]
+    config = dataclasses.replace(tiny_config(), clients_per_round=2)
+    ours = watched(per_fedavg(variant=variant), clients=clients, config=config)[0]
+    plain = watched(fedavg(), clients=clients, config=config)[0]
+    assert ours.cost.flops_rowmask == gradients * plain.cost.flops_rowmask
+    assert ours.cost.flops_compact == gradients * plain.cost.flops_compact
+
+
+def test_the_deployed_model_is_one_step_away_from_the_global_one() -> None:
+    setup, client, ctx = context()
+    found = AdaptedModel(adaptation_lr=0.2).model(ctx.scoped("personal"), setup.initial)
+    expected = moved(dict(setup.initial), gradient(dict(setup.initial), client.data.train), 0.2)
+    for name, value in expected.items():
+        assert torch.allclose(found.state[name], value, atol=1e-6), name
+    assert AdaptedModel(steps=0).model(ctx.scoped("personal"), setup.initial).state["0.weight"].equal(setup.initial["0.weight"])
+
+
+def test_adapting_helps_on_the_clients_own_data() -> None:
+    result = watched(per_fedavg(steps=10), problem=deep_problem())[0]
+    assert result.final.personal["loss"] < result.final.shared["loss"]
+
+
+def test_bad_options_are_refused() -> None:
+    with pytest.raises(InvalidValueError, match="variant must be"):
+        per_fedavg(variant="exact")
+    with pytest.raises(InvalidValueError, match="adaptation_lr must be"):
+        per_fedavg(adaptation_lr=-0.1)
+    with pytest.raises(InvalidValueError, match="steps must be"):
+        per_fedavg(steps=-1)

@@ -1,0 +1,152 @@
+"""PruneFL: the search by hand and against trying everything, when it happens, and what it costs."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from personal import combine, deep_problem, equals, update, watched
+
+from sparsekit.errors import InvalidValueError
+from sparsekit.masks.mask import WeightMask
+from sparsekit.masks.weight_mask import search_weights
+from sparsekit_fl.client import Capability
+from sparsekit_fl.context import Setup
+from sparsekit_fl.methods import fedavg, prunefl
+from sparsekit_fl.methods.prunefl import MaskedMean, Search, weight_seconds
+from sparsekit_fl.runner import run
+from sparsekit_fl.testing.methods import MethodContract
+from sparsekit_fl.testing.tiny import tiny_config, tiny_problem
+
+
+class TestPruneFl(MethodContract):
+    @pytest.fixture
+    def make(self):
+        return lambda: prunefl(Search(every=2))
+
+
+def test_a_search_by_hand() -> None:
+    mask = WeightMask({"a": torch.tensor([True, True, True, False]), "b": torch.tensor([True, True])})
+    weights = {"a": torch.tensor([3.0, 1.0, 2.0, 0.0]), "b": torch.tensor([1.0, -2.0])}
+    squares = {"a": torch.tensor([4.0, 1.0, 4.0, 9.0]), "b": torch.tensor([0.0, 10.0])}
+    seconds = {"a": 1.0, "b": 2.0}
+    # One of three and one of two may go: a1 and b0 compete with the dropped a3 at 1, 0 and 9 per second.
+    # In stay 4 + 4 + 10 over 2 + 2 seconds: Γ = 4.5; a3 at 9 raises it to 27 / 5, then 1 does not.
+    found = search_weights(weights, mask, squares, seconds, share=0.5, overhead=0.0)
+    assert found == WeightMask({"a": torch.tensor([True, False, True, True]), "b": torch.tensor([False, True])})
+    # With time that no weight is to blame for, Γ = 27 / (8 · 10 + 5) and a1 is worth its second as well.
+    found = search_weights(weights, mask, squares, seconds, share=0.5, overhead=10.0)
+    assert found == WeightMask({"a": torch.tensor([True, True, True, True]), "b": torch.tensor([False, True])})
+
+
+@settings(max_examples=40)
+@given(st.lists(st.floats(0.0, 10.0), min_size=3, max_size=7), st.floats(0.0, 3.0), st.integers(0, 50))
+def test_no_choice_of_candidates_has_more_gradient_per_second(values, overhead, seed) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    size = len(values)
+    keep = torch.rand(size, generator=generator) > 0.5
+    keep[0] = True
+    mask, squares = WeightMask({"w": keep}), {"w": torch.tensor(values)}
+    weights = {"w": torch.randn(size, generator=generator) * keep}
+    found = search_weights(weights, mask, squares, {"w": 1.0}, share=0.4, overhead=overhead)["w"]
+    order = torch.where(keep, weights["w"].abs(), -1.0).sort(descending=True).indices
+    stays = set(order[: max(1, int(keep.sum()) - int(0.4 * int(keep.sum())))].tolist())
+
+    def rate(chosen):
+        return sum(values[place] for place in chosen) / (overhead * size + len(chosen))
+
+    rest = [place for place in range(size) if place not in stays]
+    best = max(rate([*stays, *extra]) for count in range(len(rest) + 1) for extra in itertools.combinations(rest, count))
+    assert stays <= set(found.nonzero().flatten().tolist())
+    assert rate(found.nonzero().flatten().tolist()) == pytest.approx(best, abs=1e-6)
+
+
+def test_what_the_mask_drops_becomes_zero_on_the_server() -> None:
+    updates = [update(0, [1.0, 0.0, 4.0], keep=[True, False, True]), update(1, [3.0, 0.0, 0.0], keep=[True, False, True])]
+    assert combine(MaskedMean(), *updates)["w"].tolist() == [[3.0, 0.0, 5.0]]
+
+
+def test_seconds_per_weight_are_those_of_computing_and_sending_it() -> None:
+    setup = Setup.build(prunefl(), tiny_problem(), tiny_config())
+    seconds = weight_seconds(setup.costs, setup.graph.shapes, ["first.weight"], examples=100.0)
+    device = Capability()
+    wire = 4 / device.uplink_bytes_per_second + 4 / device.downlink_bytes_per_second
+    assert seconds["first.weight"] == pytest.approx(3 * 2 * 100 / 727e9 + wire)
+
+
+def test_without_any_search_it_is_fedavg_bit_for_bit() -> None:
+    ours = run(prunefl(Search(initial=0, every=99)), deep_problem(), equals(), tiny_config())
+    plain = run(fedavg(), deep_problem(), equals(), tiny_config())
+    assert ours.final.state_sha256 == plain.final.state_sha256
+
+
+def test_one_client_prunes_in_the_first_round_and_all_share_its_mask() -> None:
+    result, updates = watched(prunefl(Search(every=99)))
+    assert [len(record.cohort) for record in result.rounds] == [1, 4, 4, 4]
+    mask = updates[0].mask
+    assert 0.0 < updates[0].ratio < 1.0
+    assert set(mask) == {"first.weight"}
+    assert all(item.mask == mask for item in updates)
+    assert not bool(result.state["first.weight"][~mask["first.weight"]].any())
+    # Ten reconfigurations at most, each after two epochs of at most 27 examples.
+    assert result.rounds[0].cost.flops_compact <= 20 * 27 * 3 * 2 * (48 + 24)
+
+
+def test_gradients_travel_in_due_rounds_only_and_the_mask_changes_after_them() -> None:
+    _, updates = watched(prunefl(Search(every=2, initial=0)), problem=deep_problem(), config=tiny_config(rounds=6))
+    for item in updates:
+        due = item.round % 2 == 0
+        assert set(item.extra) == ({"0.weight", "2.weight"} if due else set())
+        assert not due or item.extra["2.weight"].shape == (8, 8)
+    masks = {round: [item.mask for item in updates if item.round == round] for round in range(1, 7)}
+    assert masks[1] == masks[2] == [None] * 4
+    assert all(mask == masks[3][0] for mask in masks[3] + masks[4])
+    assert all(mask == masks[5][0] for mask in masks[5] + masks[6])
+    assert masks[3][0] is not None
+    assert masks[3][0] != masks[5][0]
+
+
+def test_the_gradients_are_squared_sums_of_dense_ones_times_examples() -> None:
+    """One batch and one epoch: the sum is the gradient at the start, dropped entries included."""
+    from sparsekit_fl.context import Workspace
+    from sparsekit_fl.testing.tiny import tiny_clients
+
+    base = tiny_config()
+    config = dataclasses.replace(base, training=dataclasses.replace(base.training, local_epochs=1, batch_size=64))
+    search = Search(every=2)
+    setup = Setup.build(prunefl(search), deep_problem(), config)
+    client = tiny_clients(1)[0]
+    ctx = Workspace(setup).context(client=client, round=2, capability=client.capability, memory={}).scoped("local")
+    mask = WeightMask({"0.weight": torch.arange(48).view(8, 6) % 2 == 0})
+    result = setup.method.local.train(ctx, setup.initial, mask, 1.0)
+    model = deep_problem().model()
+    model.load_state_dict(setup.initial)
+    with torch.no_grad():
+        model[0].weight *= mask["0.weight"]
+    data = client.data.train
+    torch.nn.functional.cross_entropy(model(data.inputs[0]), data.targets).backward()
+    assert torch.allclose(result.extra["0.weight"], model[0].weight.grad.square() * 24, rtol=1e-4)
+    assert result.metrics["processed_examples"] == 24.0
+    assert result.ratio == 0.5
+
+
+def test_regrown_weights_begin_at_zero() -> None:
+    result, updates = watched(prunefl(Search(every=2)), config=tiny_config(rounds=8))
+    last = updates[-1].mask["first.weight"]
+    assert not bool(result.state["first.weight"][~last].any())
+
+
+def test_shares_halve_over_the_run() -> None:
+    assert Search().share_at(0, 100) == 0.3
+    assert Search().share_at(100, 100) == 0.15
+    assert Search(half_lives=2).share_at(50, 100) == 0.15
+
+
+def test_bad_options_are_refused() -> None:
+    for bad in ({"every": 0}, {"share": 1.0}, {"overhead": -1.0}, {"initial": -1}):
+        with pytest.raises(InvalidValueError):
+            Search(**bad)

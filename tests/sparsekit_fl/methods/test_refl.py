@@ -1,0 +1,196 @@
+"""REFL: the contract, late updates on the simulated clock, their weights to the digit, and who is asked."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from sparsekit.errors import InvalidValueError
+from sparsekit.units.graph import UnitGraph
+from sparsekit_fl.client import Capability
+from sparsekit_fl.context import ClientInfo, ServerContext, rngs_by_kind
+from sparsekit_fl.messages import Update, WorkCost
+from sparsekit_fl.methods import fedavg, refl
+from sparsekit_fl.methods.refl import Availability, LeastAvailable, StaleMean
+from sparsekit_fl.policies.aggregate import WeightedMean
+from sparsekit_fl.runner import run
+from sparsekit_fl.testing.methods import MethodContract
+from sparsekit_fl.testing.tiny import tiny_clients, tiny_config, tiny_problem
+
+GRAPH = UnitGraph(groups={}, shapes={"w": torch.Size([3]), "n": torch.Size([])})
+STATE = {"w": torch.tensor([1.0, 2.0, 3.0]), "n": torch.tensor(10)}
+
+
+class TestRefl(MethodContract):
+    @pytest.fixture
+    def make(self):
+        return refl
+
+
+class TestImpatientRefl(MethodContract):
+    @pytest.fixture
+    def make(self):
+        return lambda: refl(target=0.3, cool_down=1)
+
+
+def patient():
+    """Everybody is there and is waited for."""
+    method = refl(target=1.0, cool_down=0, availability=None)
+    return dataclasses.replace(method, aggregate=StaleMean(weighting="examples"))
+
+
+def test_with_everybody_available_and_waited_for_it_is_fedavg_bit_for_bit() -> None:
+    ours = run(patient(), tiny_problem(), tiny_clients(), tiny_config())
+    reference = run(fedavg(), tiny_problem(), tiny_clients(), tiny_config())
+    assert ours.final.state_sha256 == reference.final.state_sha256
+    assert [record.cohort for record in ours.rounds] == [record.cohort for record in reference.rounds]
+    assert ours.cost.seconds == reference.cost.seconds
+
+
+def test_not_waiting_for_the_slowest_shortens_the_rounds() -> None:
+    config = tiny_config(rounds=8)
+    everybody = refl(target=1.0, cool_down=0, availability=None)
+    some = refl(target=0.5, cool_down=0, adaptive=False, availability=None)
+    # Devices on which computing, not sending, takes the time.
+    clients = [dataclasses.replace(client, capability=Capability(flops_per_second=1e6)) for client in tiny_clients()]
+    slow, fast = (run(method, tiny_problem(), clients, config) for method in (everybody, some))
+    assert fast.cost.seconds < 0.8 * slow.cost.seconds
+    assert fast.cost.seconds == pytest.approx(sum(record.seconds for record in fast.rounds))
+
+
+def test_fewer_clients_are_asked_when_late_ones_are_about_to_answer() -> None:
+    config = tiny_config(rounds=8)
+    adaptive = run(refl(target=0.5, cool_down=0, availability=None), tiny_problem(), tiny_clients(), config)
+    assert sum(len(record.cohort) for record in adaptive.rounds) < 8 * 4
+
+
+def context(round, memory, *, clients=10, size=4):
+    return ServerContext(
+        round=round, rounds=100, roster={k: ClientInfo(10, Capability()) for k in range(clients)}, cohort_size=size,
+        rngs=rngs_by_kind(np.random.default_rng([3, round])), memory=memory, graph=GRAPH, state=STATE,
+    )  # fmt: skip
+
+
+def update(client_id, value, *, seconds=1.0, round=1):
+    delta = {"w": torch.tensor(value), "n": torch.tensor(0)}
+    return Update(round=round, client_id=client_id, examples=10, delta=delta, cost=WorkCost(seconds=seconds))
+
+
+def test_late_updates_arrive_in_the_round_in_which_they_are_ready() -> None:
+    policy, memory = LeastAvailable(target=0.5, cool_down=0, availability=None), {}
+    first = context(1, memory)
+    policy.sample(first)
+    answers = [update(0, [1.0] * 3, seconds=1.0), update(1, [1.0] * 3, seconds=2.0),
+               update(2, [1.0] * 3, seconds=3.5), update(3, [2.0] * 3, seconds=9.0)]  # fmt: skip
+    assert [(u.client_id, age) for u, age in policy.arrivals(first, answers)] == [(0, 0), (1, 0)]
+    assert policy.seconds(first) == 2.0
+    # Clock 2 to 4: client 2 is ready at 3.5, client 3 not before 9.
+    second = context(2, memory)
+    assert not {2, 3} & set(policy.sample(second))
+    arrived = policy.arrivals(second, [update(4, [1.0] * 3, seconds=2.0, round=2)])
+    assert [(u.client_id, age) for u, age in arrived] == [(4, 0), (2, 1)]
+    for round in range(3, 6):
+        later = context(round, memory)
+        policy.sample(later)
+        arrived = policy.arrivals(later, [update(5, [1.0] * 3, seconds=2.0, round=round)])
+    assert [(u.client_id, age) for u, age in arrived] == [(5, 0), (3, 4)]
+    assert torch.equal(arrived[1][0].delta["w"], torch.tensor([2.0] * 3))
+    assert memory["late"] == []
+
+
+def test_the_average_round_is_a_moving_one() -> None:
+    policy, memory = LeastAvailable(target=1.0, alpha=0.25, cool_down=0, availability=None), {}
+    for round, seconds in ((1, 4.0), (2, 8.0)):
+        ctx = context(round, memory)
+        policy.sample(ctx)
+        policy.arrivals(ctx, [update(0, [1.0] * 3, seconds=seconds, round=round)])
+    assert memory["window"] == pytest.approx(0.25 * 4.0 + 0.75 * 8.0)
+
+
+def test_those_who_are_expected_to_leave_are_asked_first(monkeypatch) -> None:
+    here = [True] * 8 + [False] * 2
+    likely = [True] * 5 + [False] * 5
+    monkeypatch.setattr(Availability, "advance", lambda self, memory, count, rng: (here, likely))
+    policy = LeastAvailable(cool_down=2)
+    memory: dict = {}
+    assert set(policy.sample(context(1, memory))) > {5, 6, 7}
+    assert not {8, 9} & set(policy.sample(context(2, memory)))
+
+
+def test_who_has_just_been_asked_rests_while_others_can_be_asked() -> None:
+    policy, memory = LeastAvailable(cool_down=2, availability=None), {}
+    first, second = policy.sample(context(1, memory)), policy.sample(context(2, memory))
+    assert not set(first) & set(second)
+    assert len(policy.sample(context(3, memory))) == 4
+    crowd = LeastAvailable(cool_down=5, availability=None)
+    memory = {}
+    assert all(len(crowd.sample(context(round, memory))) == 4 for round in range(1, 6))
+
+
+def test_where_nobody_is_there_the_server_asks_all_the_same(monkeypatch) -> None:
+    monkeypatch.setattr(Availability, "advance", lambda self, memory, count, rng: ([False] * count, [False] * count))
+    assert len(LeastAvailable().sample(context(1, {}))) == 4
+
+
+def test_clients_stay_as_they_are_with_their_own_probability() -> None:
+    memory, changes, right, before = {}, np.zeros(200), 0.0, None
+    chain, rng = Availability(stay_low=0.7, stay_high=0.9, accuracy=0.8), np.random.default_rng(0)
+    for _ in range(300):
+        now, expected = chain.advance(memory, 200, rng)
+        changes += 0 if before is None else np.array(now) != before
+        before = np.array(now)
+        right += np.mean(np.array(expected) == memory["next"].numpy())
+    stays = 1 - changes / 299
+    assert np.corrcoef(stays, memory["stay"].numpy())[0, 1] > 0.8
+    assert 0.75 < stays.mean() < 0.85
+    assert right / 300 == pytest.approx(0.8, abs=0.01)
+
+
+def combine(policy, *pairs):
+    ctx = context(5, {})
+    acc = policy.init(ctx, STATE)
+    for item, age in pairs:
+        policy.add(ctx, acc, item, age)
+    return policy.finish(ctx, STATE, acc)["w"].tolist()
+
+
+def test_late_updates_weigh_by_age_and_by_how_much_they_would_move_the_mean() -> None:
+    fresh = [(update(0, [1.0, 0.0, 0.0]), 0), (update(1, [3.0, 0.0, 0.0]), 0)]
+    late = [(update(2, [2.0, 6.0, 0.0]), 1), (update(3, [2.0, 0.0, 3.0]), 2)]
+    # ū = (2, 0, 0); gaps 36 and 9 over (n + 1)² · ‖ū‖² = 36: Λ = 1 and 1/4.
+    first = 0.65 / 2 + 0.35 * (1 - math.exp(-1.0))
+    second = 0.65 / 3 + 0.35 * (1 - math.exp(-0.25))
+    total = 2 + first + second
+    expected = [1.0 + (4.0 + 2 * first + 2 * second) / total, 2.0 + 6 * first / total, 3.0 + 3 * second / total]
+    assert combine(StaleMean(beta=0.35), *late, *fresh) == pytest.approx(expected)
+
+
+def test_without_late_updates_it_is_the_mean() -> None:
+    fresh = [(update(0, [1.0, 0.0, 0.0]), 0), (update(1, [3.0, 0.0, 0.0]), 0)]
+    assert combine(StaleMean(), *fresh) == combine(WeightedMean("uniform"), *fresh) == [3.0, 2.0, 3.0]
+
+
+def test_without_fresh_updates_late_ones_weigh_by_age_alone() -> None:
+    late = [(update(0, [1.0, 0.0, 0.0]), 1), (update(1, [4.0, 0.0, 0.0]), 3)]
+    assert combine(StaleMean(beta=0.0), *late) == pytest.approx([1.0 + (1.0 / 2 + 4.0 / 4) / (1 / 2 + 1 / 4), 2.0, 3.0])
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: LeastAvailable(target=0.0),
+        lambda: LeastAvailable(alpha=1.0),
+        lambda: LeastAvailable(cool_down=-1),
+        lambda: Availability(stay_low=0.9, stay_high=0.5),
+        lambda: Availability(accuracy=2.0),
+        lambda: StaleMean(beta=-0.1),
+        lambda: StaleMean(weighting="size"),
+    ],
+)
+def test_bad_options_are_refused(make) -> None:
+    with pytest.raises(InvalidValueError):
+        make()

@@ -1,0 +1,262 @@
+"""eFD, HeteroFL, FedRolex, FedMP's and Fjord's common oracles: what each gives where everybody can train everything."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+
+from sparsekit import UnitMask, patterns, trace_units
+from sparsekit.errors import NoUnitsError
+from sparsekit.patterns.base import PatternView, keep_count, select
+from sparsekit_fl.context import Setup, Workspace
+from sparsekit_fl.methods import efd, fedavg, fedmp, fedrolex, fjord, flst, heterofl, rcr_dyn
+from sparsekit_fl.methods.fjord import OrderedDropoutSgd
+from sparsekit_fl.policies.learnable import LearnableSgd
+from sparsekit_fl.policies.personal import GlobalModel
+from sparsekit_fl.policies.ratio import Full
+from sparsekit_fl.problem import Problem
+from sparsekit_fl.results import Observer
+from sparsekit_fl.runner import run
+from sparsekit_fl.testing.methods import MethodContract
+from sparsekit_fl.testing.tiny import TinyNet, tiny_clients, tiny_config, tiny_problem
+
+WIDTHS = {
+    "efd": efd,
+    "heterofl": heterofl,
+    "fedrolex": fedrolex,
+    "fjord": fjord,
+    "fedmp": fedmp,
+}
+BARE = {
+    **WIDTHS,
+    "efd": lambda: efd(clip=None),
+    "heterofl": lambda: heterofl(clip=None, static_norm=False),
+    "fedrolex": lambda: fedrolex(clip=None, static_norm=False),
+    "fjord": lambda: fjord(levels=(1.0,)),
+}
+
+
+class TestEfd(MethodContract):
+    @pytest.fixture
+    def make(self):
+        return efd
+
+
+class TestHeteroFl(MethodContract):
+    @pytest.fixture
+    def make(self):
+        return heterofl
+
+
+class TestHeteroFlWithAllItsMeasures(MethodContract):
+    @pytest.fixture
+    def make(self):
+        return lambda: heterofl(scaler=True, masked_loss=True)
+
+
+class TestFedRolex(MethodContract):
+    @pytest.fixture
+    def make(self):
+        return fedrolex
+
+
+class Updates(Observer):
+    def __init__(self) -> None:
+        self.all = []
+
+    def on_client(self, round, client_id, update) -> None:
+        self.all.append(update)
+
+
+def watched(method, *, config=None, clients=None):
+    updates = Updates()
+    result = run(method, tiny_problem(), clients or tiny_clients(), config or tiny_config(), observers=[updates])
+    return result, updates.all
+
+
+def equals(count: int):
+    """Clients with equally many examples and a full capability, so that every weighting is one."""
+    return tiny_clients(count)[::4]
+
+
+@pytest.mark.parametrize("name", BARE)
+@pytest.mark.parametrize("momentum", [0.0, 0.5])
+def test_where_everybody_trains_everything_it_is_fedavg_bit_for_bit(name, momentum) -> None:
+    base = tiny_config(rounds=3)
+    training = dataclasses.replace(base.training, momentum=momentum)
+    config = dataclasses.replace(base, training=training, capability_levels=(1.0,))
+    clients = equals(20)
+    ours = run(dataclasses.replace(BARE[name](), ratio=Full()), tiny_problem(), clients, config)
+    reference = run(fedavg(), tiny_problem(), clients, config)
+    assert ours.final.state_sha256 == reference.final.state_sha256
+    assert ours.cost.flops_compact == reference.cost.flops_compact
+    assert ours.cost.flops_rowmask == reference.cost.flops_rowmask
+
+
+@pytest.mark.parametrize("name", WIDTHS)
+def test_clients_train_and_send_what_their_ratio_says_and_receive_no_more(name) -> None:
+    result, updates = watched(WIDTHS[name]())
+    whole, _ = watched(fedavg())
+    assert all(isinstance(update.mask, UnitMask) for update in updates)
+    assert all(int(update.mask["first"].sum()) == keep_count(update.ratio, 8) for update in updates)
+    assert result.cost.downlink_bytes < whole.cost.downlink_bytes
+    assert result.cost.uplink_bytes < whole.cost.uplink_bytes
+    assert result.cost.flops_compact < result.cost.flops_rowmask < whole.cost.flops_rowmask
+
+
+@pytest.mark.parametrize("name", ["efd", "heterofl", "fedrolex", "fjord"])
+def test_the_ratio_is_the_clients_capability(name) -> None:
+    _, updates = watched(WIDTHS[name]())
+    assert {update.ratio for update in updates} == {1.0, 0.5, 0.25}
+
+
+@pytest.mark.parametrize("method", [efd, heterofl, fedrolex, rcr_dyn])
+def test_row_mask_flops_are_three_passes_of_the_clients_width_with_full_batches(method) -> None:
+    config = tiny_config()
+    result, updates = watched(method(), config=config)
+    # 2 · 6 · k weights and 8 biases of the first layer, 2 · 8 · 3 and 3 of the last; every epoch fills its last batch.
+    cost = sum(3 * 2 * 8 * -(-update.examples // 8) * (12 * keep_count(update.ratio, 8) + 8 + 48 + 3) for update in updates)
+    assert result.cost.flops_rowmask == cost
+
+
+@pytest.mark.parametrize("method", [efd, heterofl, fedrolex, fedmp, fjord, flst])
+def test_a_model_without_units_is_refused_before_the_run(method) -> None:
+    flat = Problem(model=lambda: torch.nn.Linear(6, 3), example_inputs=(torch.zeros(2, 6),))
+    with pytest.raises(NoUnitsError, match="nothing to choose from"):
+        run(method(), flat, tiny_clients(), tiny_config(rounds=1))
+
+
+def test_heterofl_never_touches_units_beyond_the_widest_client() -> None:
+    config = dataclasses.replace(tiny_config(rounds=4), capability_levels=(0.5, 0.25))
+    result, updates = watched(heterofl(), config=config)
+    assert all(not bool(update.mask["first"][4:].any()) for update in updates)
+    start = Setup.build(heterofl(), tiny_problem(), config).initial
+    assert torch.equal(result.state["first.weight"][4:], start["first.weight"][4:])
+    assert not torch.equal(result.state["first.weight"][:4], start["first.weight"][:4])
+
+
+@pytest.mark.parametrize("ratio", [1.0, 0.5, 0.3, 1 / 16])
+def test_fedrolex_trains_every_unit_equally_often(ratio) -> None:
+    graph = trace_units(TinyNet(), torch.zeros(2, 6))
+    pattern = fedrolex().mask.pattern
+    counts = torch.zeros(8, dtype=torch.int64)
+    for round in range(1, 9):
+        counts += select(pattern, graph, ratio, PatternView(round=round))["first"]
+    assert counts.tolist() == [keep_count(ratio, 8)] * 8
+
+
+def test_all_clients_of_a_round_share_fedrolexs_window() -> None:
+    config = dataclasses.replace(tiny_config(rounds=3), capability_levels=(0.5,))
+    _, updates = watched(fedrolex(), config=config)
+    for round in (1, 2, 3):
+        masks = [update.mask["first"] for update in updates if update.round == round]
+        assert all(torch.equal(mask, masks[0]) for mask in masks)
+        assert masks[0].nonzero().flatten().tolist() == sorted((round + k) % 8 for k in range(4))
+
+
+def test_efd_draws_other_units_for_every_client_and_round() -> None:
+    config = dataclasses.replace(tiny_config(rounds=4), capability_levels=(0.5,))
+    _, updates = watched(efd(), config=config)
+    drawn = {tuple(update.mask["first"].tolist()) for update in updates}
+    assert len(drawn) > 10
+    assert all(sum(mask) == 4 for mask in drawn)
+
+
+class TestFjord(MethodContract):
+    @pytest.fixture
+    def make(self):
+        return fjord
+
+
+class TestDistillingFjord(MethodContract):
+    @pytest.fixture
+    def make(self):
+        return lambda: fjord(distillation=True)
+
+
+def test_fjords_widths_are_nested() -> None:
+    graph = trace_units(TinyNet(), torch.zeros(2, 6))
+    masks = [select(patterns.Ordered(), graph, width, PatternView())["first"] for width in (1 / 16, 0.25, 0.3, 0.5, 1.0)]
+    for small, large in itertools.pairwise(masks):
+        assert not bool((small & ~large).any())
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("distillation", [False, True])
+def test_fjord_equals_masked_training_written_by_hand(momentum, distillation) -> None:
+    """The narrow modules in shared memory against a dense model whose units are silenced, step for step."""
+    base = tiny_config(rounds=1)
+    config = dataclasses.replace(base, training=dataclasses.replace(base.training, momentum=momentum))
+    client = tiny_clients(1)[0]
+    local = OrderedDropoutSgd(levels=(0.25, 0.5), distillation=distillation)
+    setup = Setup.build(dataclasses.replace(fjord(), local=local), norm_free(), config)
+
+    def context():
+        workspace = Workspace(setup)
+        return workspace.context(client=client, round=1, capability=client.capability, memory={}).scoped("local")
+
+    ours = local.train(context(), setup.initial, None, 1.0)
+    ctx = context()
+    model = norm_free().model()
+    model.load_state_dict(setup.initial)
+    batches = ctx.batches()
+    drawn = iter(ctx.rng.integers(3, size=len(batches.bounds) * 2).tolist())
+    velocity = {name: torch.zeros_like(value) for name, value in model.named_parameters()}
+    for epoch in batches:
+        for batch in epoch:
+            width = (0.25, 0.5, 1.0)[next(drawn)]
+            kept = (torch.arange(8) < keep_count(width, 8)).float()
+            logits = model[2](torch.relu(model[0](batch.inputs[0])) * kept)
+            loss = torch.nn.functional.cross_entropy(logits, batch.targets)
+            if distillation:
+                whole = model(batch.inputs[0])
+                loss = torch.nn.functional.cross_entropy(whole, batch.targets)
+                if width < 1.0:
+                    loss = loss + torch.nn.functional.cross_entropy(logits, whole.detach().softmax(-1))
+                kept = torch.ones(8)
+            model.zero_grad()
+            loss.backward()
+            inside = {"0.weight": kept[:, None], "0.bias": kept, "2.weight": kept[None], "2.bias": torch.ones(())}
+            with torch.no_grad():
+                for name, value in model.named_parameters():
+                    # Momentum of entries outside the width stands still, as they do.
+                    moved = momentum * velocity[name] + value.grad
+                    velocity[name] = torch.where(inside[name] > 0, moved, velocity[name])
+                    value -= 0.1 * velocity[name] * inside[name]
+    for name, value in model.state_dict().items():
+        assert torch.allclose(ours.state[name], value, atol=1e-6), name
+
+
+def norm_free() -> Problem:
+    def model() -> torch.nn.Module:
+        return torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3))
+
+    return Problem(model=model, example_inputs=(torch.zeros(2, 6),))
+
+
+def test_fjords_work_is_that_of_the_widths_it_drew() -> None:
+    config = dataclasses.replace(tiny_config(rounds=6), capability_levels=(1.0,))
+    drawn, _ = watched(fjord(levels=(0.25, 1.0)), config=config)
+    distilled, _ = watched(fjord(levels=(0.25, 1.0), distillation=True), config=config)
+    whole, _ = watched(fjord(levels=(1.0,)), config=config)
+    assert drawn.cost.flops_compact < whole.cost.flops_compact < distilled.cost.flops_compact
+    # Half of the steps are a quarter wide, give or take.
+    small, full = 2 * 6 * 2 + 2 * 2 * 3, 2 * 6 * 8 + 2 * 8 * 3
+    share = drawn.cost.flops_compact / whole.cost.flops_compact
+    assert share == pytest.approx(0.5 + 0.5 * small / full, abs=0.1)
+
+
+def test_fjord_trains_prefixes_only() -> None:
+    method = dataclasses.replace(fjord(), mask=efd().mask, personal=GlobalModel())
+    config = dataclasses.replace(tiny_config(rounds=1), capability_levels=(0.5,))
+    with pytest.raises(Exception, match="trains prefixes"):
+        run(method, tiny_problem(), tiny_clients(), config)
+
+
+def test_learned_patterns_under_rcr_are_fedlps_at_the_clients_capability() -> None:
+    _, updates = watched(rcr_dyn())
+    assert isinstance(rcr_dyn().local, LearnableSgd)
+    assert {update.ratio for update in updates} == {1.0, 0.5, 0.25}

@@ -1,0 +1,97 @@
+"""BanditRatio with any bandit, and how a method gets one by name."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sparsekit.bandit import registry
+from sparsekit.cli import execute
+from sparsekit.errors import InvalidValueError, UnknownNameError
+from sparsekit_fl.cli.options import make_method
+from sparsekit_fl.methods import fedlps
+from sparsekit_fl.policies.bandit import BanditRatio, utility
+from sparsekit_fl.runner import run
+from sparsekit_fl.testing.tiny import tiny_clients, tiny_config, tiny_problem
+
+TINY = ["--rounds", "2", "--clients", "4", "--cohort", "2", "--local-epochs", "1", "--workers", "1"]
+
+
+@pytest.mark.parametrize("name", sorted(registry))
+def test_every_bandit_decides_ratios_and_a_run_repeats(name: str) -> None:
+    method = replace(fedlps(), ratio=BanditRatio(bandit=name))
+    first, second = (run(method, tiny_problem(), tiny_clients(), tiny_config(rounds=6)) for _ in range(2))
+    ratios = [dict(record.ratios) for record in first.rounds]
+    assert all(1 / 16 <= ratio <= 1.0 for row in ratios for ratio in row.values())
+    assert ratios == [dict(record.ratios) for record in second.rounds]
+    assert first.final == second.final
+
+
+def test_p_ucbv_is_the_bandit_unless_said() -> None:
+    assert BanditRatio() == BanditRatio(bandit="p-ucbv")
+
+
+def test_an_unknown_bandit_is_refused_with_those_that_are_known() -> None:
+    with pytest.raises(UnknownNameError, match="unknown bandit 'pucbv'; did you mean 'p-ucbv'"):
+        BanditRatio(bandit="pucbv")
+
+
+def told(name: str) -> list[tuple[float, float]]:
+    """Value and reward of the pulls of a client that gained 0.5 in accuracy in 2 simulated seconds, then lost 0.1."""
+    policy, memory = BanditRatio(bandit=name), {}
+    info = SimpleNamespace(capability=SimpleNamespace(ratio=1.0))
+    for round, accuracy in ((1, 0.6), (2, 0.5)):
+        ctx: Any = SimpleNamespace(
+            round=round, rounds=10, cohort_size=1, roster={7: info}, memory=memory, rng=np.random.default_rng(round)
+        )
+        ratio = policy.propose(ctx, 7)
+        update: Any = SimpleNamespace(
+            client_id=7, ratio=ratio, metrics={"accuracy": accuracy, "initial_accuracy": 0.1}, cost=SimpleNamespace(seconds=2.0)
+        )
+        policy.observe(ctx, update)
+    return [(value, reward) for _, value, reward in memory["7"]["bandit"]["pulls"]["told"]]
+
+
+@pytest.mark.parametrize("name", sorted(registry))
+def test_every_bandit_learns_the_utility_gained_per_second(name: str) -> None:
+    rewards = [reward for _, reward in told(name)]
+    assert rewards == pytest.approx([(utility(0.6) - utility(0.1)) / 2.0, (utility(0.5) - utility(0.6)) / 2.0])
+
+
+def test_a_discount_goes_to_a_bandit_that_has_one() -> None:
+    assert BanditRatio(bandit="split-ucbv", discount=0.9).discount == 0.9
+    with pytest.raises(InvalidValueError, match="p-ucbv has no option discount"):
+        BanditRatio(discount=0.9)
+    with pytest.raises(InvalidValueError, match="discount must be in"):
+        BanditRatio(bandit="e-ucb", discount=1.5)
+
+
+def test_a_method_takes_a_bandit_by_name() -> None:
+    assert make_method("fedlps", bandit="p-ucbv") == make_method("fedlps")
+    other = make_method("fedlps@e-ucb")
+    assert other == make_method("fedlps", bandit="e-ucb")
+    assert (other.name, other.ratio) == ("fedlps@e-ucb", BanditRatio(bandit="e-ucb"))
+    assert make_method("sparsekit_fl.methods.fedlps:fedlps@e-ucb") == other
+    # What was said last counts: the option.
+    assert make_method("fedlps@e-ucb", bandit="ucb-v").name == "fedlps@ucb-v"
+
+
+def test_a_method_without_a_bandit_takes_none() -> None:
+    with pytest.raises(InvalidValueError, match="'fedavg' takes no bandit"):
+        make_method("fedavg@e-ucb")
+
+
+def test_the_command_line_chooses_a_bandit(capsys: pytest.CaptureFixture[str]) -> None:
+    assert execute(["fedlps", *TINY, "--bandit", "e-ucb", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["method"] == "fedlps@e-ucb"
+    assert "bandit=e-ucb" in result["policies"]["ratio"].replace("'", "")
+    assert execute(["fedlps", *TINY, "--bandit", "e-ucbb"]) == 2
+    assert "did you mean 'e-ucb'" in capsys.readouterr().err
+    assert execute(["run", "local", *TINY, "--bandit", "e-ucb"]) == 2
+    assert "takes no bandit" in capsys.readouterr().err

@@ -1,0 +1,155 @@
+"""Exits find their places in any chain, stop there, and say what is missing elsewhere."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from sparsekit.errors import InvalidValueError
+from sparsekit_fl.models.cnn import Cnn
+from sparsekit_fl.models.lstm import NextWordLstm
+from sparsekit_fl.models.vgg import vgg11
+from sparsekit_fl.policies.exits import ExitsFactory, WithExits, place_exits
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3, padding=1)
+        self.left = nn.Conv2d(8, 8, 3, stride=2, padding=1)
+        self.right = nn.Conv2d(8, 8, 1, stride=2)
+        self.tail = nn.Conv2d(8, 8, 3, padding=1)
+        self.last = nn.Linear(8, 5)
+
+    def forward(self, x):
+        x = self.stem(x).relu()
+        x = (self.left(x) + self.right(x)).relu()
+        return self.last((x + self.tail(x)).relu().mean((2, 3)))
+
+
+class Functional(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.ones(4, 6)), nn.Parameter(torch.ones(3, 4))
+
+    def forward(self, x):
+        return F.linear(F.linear(x, self.a).relu(), self.b)
+
+
+class Swallowing(nn.Module):
+    """Catches whatever a layer raises."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(6, 4), nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x):
+        x = self.a(x)
+        try:
+            x = self.b(x)
+        except Exception:  # noqa: BLE001 - what models do
+            x = x + 1
+        return self.c(x)
+
+
+CASES = {
+    "cnn": (Cnn, (torch.zeros(2, 1, 28, 28),), ("conv2", "fc1"), (2, 10)),
+    "vgg": (vgg11, (torch.zeros(2, 3, 32, 32),), ("features.4", "features.8", "features.15", "features.22"), (2, 10)),
+    "lstm": (lambda: NextWordLstm(50, 20, 30), (torch.zeros(2, 9, dtype=torch.int64),), ("lstm2",), (2, 9, 50)),
+    "residual": (Residual, (torch.zeros(2, 3, 8, 8),), ("tail",), (2, 5)),
+    "flat": (lambda: nn.Sequential(*(nn.Linear(6, 6) for _ in range(3))), (torch.zeros(2, 6),), ("1",), (2, 6)),
+    "two": (lambda: nn.Sequential(nn.Linear(6, 4), nn.ReLU(), nn.Linear(4, 3)), (torch.zeros(2, 6),), ("2",), (2, 3)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_places_and_outputs(name) -> None:
+    build, inputs, places, shape = CASES[name]
+    model = place_exits(build(), inputs)
+    assert model._places == places
+    outputs = model.outputs(*inputs)
+    assert [tuple(output.shape) for output in outputs] == [shape] * model.depth
+    model.eval()
+    outputs = model.outputs(*inputs)
+    assert torch.allclose(model(*inputs), torch.stack(outputs).mean(0))
+    # The last output is the model's own.
+    assert torch.equal(outputs[-1], model.model(*inputs))
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_nothing_behind_an_exit_is_run_or_differentiated(depth) -> None:
+    model = place_exits(Cnn(), (torch.zeros(2, 1, 28, 28),))
+    called = []
+    for layer in ("conv1", "conv2", "fc1", "fc2"):
+        getattr(model.model, layer).register_forward_hook(lambda *_, layer=layer: called.append(layer))
+    outputs = model.outputs(torch.randn(2, 1, 28, 28), depth=depth)
+    assert len(outputs) == depth
+    assert called == ["conv1", "conv2", "fc1", "fc2"][: {1: 1, 2: 2, 3: 4}[depth]]
+    torch.stack(outputs).sum().backward()
+    trained = {name.split(".")[1] for name, value in model.model.named_parameters(prefix="model") if value.grad is not None}
+    assert trained == set(called)
+    assert [head.linear.weight.grad is not None for head in model.exits] == [k < depth for k in range(2)]
+
+
+def test_the_first_outputs_are_the_same_at_every_depth() -> None:
+    model = place_exits(Cnn(), (torch.zeros(2, 1, 28, 28),))
+    x = torch.randn(3, 1, 28, 28)
+    whole = model.outputs(x)
+    for depth in (1, 2, 3):
+        assert all(torch.equal(a, b) for a, b in zip(model.outputs(x, depth=depth), whole, strict=False))
+
+
+def test_a_model_that_catches_exceptions_stops_all_the_same() -> None:
+    model = place_exits(Swallowing(), (torch.zeros(2, 6),))
+    assert len(model.outputs(torch.zeros(2, 6), depth=1)) == 1
+
+
+def test_no_hook_is_left_behind() -> None:
+    model = place_exits(Cnn(), (torch.zeros(2, 1, 28, 28),))
+    model.outputs(torch.zeros(1, 1, 28, 28), depth=1)
+    with pytest.raises(RuntimeError):
+        model.outputs(torch.zeros(1, 3, 28, 28))
+    assert all(not module._forward_pre_hooks for module in model.modules())
+
+
+def test_of_too_many_places_the_most_even_ones_are_taken() -> None:
+    model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(11)))
+    # Ten places with one to ten elevenths of the work before them, of which the last is not used.
+    assert place_exits(model, (torch.zeros(2, 6),), exits=3)._places == ("4", "7")
+    assert place_exits(copy.deepcopy(model), (torch.zeros(2, 6),), exits=2)._places in (("5",), ("6",))
+
+
+def test_the_models_state_lies_under_model() -> None:
+    model = place_exits(Residual(), (torch.zeros(2, 3, 8, 8),))
+    names = set(model.state_dict())
+    assert {name for name in names if name.startswith("model.")} == {f"model.{name}" for name in Residual().state_dict()}
+    assert names - {name for name in names if name.startswith("model.")} == {
+        f"exits.0.linear.{part}" for part in ("weight", "bias")
+    }
+
+
+@pytest.mark.parametrize(
+    ("model", "inputs", "reason"),
+    [
+        (nn.Linear(6, 3), torch.zeros(2, 6), "no place for an exit"),
+        (Functional(), torch.zeros(2, 6), "no place for an exit"),
+        (nn.LSTM(6, 3), torch.zeros(2, 4, 6), "one tensor"),
+    ],
+)
+def test_models_without_a_place_are_refused(model, inputs, reason) -> None:
+    with pytest.raises(InvalidValueError, match=reason):
+        place_exits(model, (inputs,))
+
+
+def test_factories_and_models_can_be_copied_and_sent() -> None:
+    factory = ExitsFactory(Residual, (torch.zeros(2, 3, 8, 8),), 5)
+    again = pickle.loads(pickle.dumps(factory))()
+    assert isinstance(again, WithExits)
+    copied = copy.deepcopy(again)
+    x = torch.randn(2, 3, 8, 8)
+    assert torch.equal(copied(x), again(x))

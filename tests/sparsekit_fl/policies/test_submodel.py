@@ -1,0 +1,222 @@
+"""Submodels of several widths: scaler, masked loss and votes, statistics; exactly, on a few numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from sparsekit.errors import InvalidValueError
+from sparsekit.masks.mask import UnitMask
+from sparsekit.patterns import Ordered
+from sparsekit.units.graph import UnitGraph, UnitGroup, UnitSlice
+from sparsekit_fl.client import Capability, Client, ClientData
+from sparsekit_fl.config import RunConfig, TrainingConfig
+from sparsekit_fl.context import ServerContext, Setup, Workspace, rngs_by_kind
+from sparsekit_fl.data import TensorData
+from sparsekit_fl.messages import Update
+from sparsekit_fl.method import Method
+from sparsekit_fl.methods import fedavg, heterofl
+from sparsekit_fl.policies.local import Sgd
+from sparsekit_fl.policies.submodel import OwnedRowsMean, OwnStatistics, SubmodelSgd
+from sparsekit_fl.problem import Problem
+from sparsekit_fl.runner import run
+from sparsekit_fl.sparse import Kept
+from sparsekit_fl.testing.tiny import tiny_clients, tiny_config, tiny_problem
+
+# One hidden unit of three feeds two classes: "w" is the output layer's weight, units are its columns.
+GRAPH = UnitGraph(
+    groups={"a": UnitGroup("a", 3, "feature", (UnitSlice("w", 1, torch.arange(3).view(3, 1), "in", True),))},
+    shapes={"w": torch.Size([2, 3]), "b": torch.Size([2])},
+)
+STATE = {"w": torch.zeros(2, 3), "b": torch.zeros(2)}
+
+
+def update(client_id, value, owned, keep):
+    mask = UnitMask({"a": torch.tensor(keep)})
+    kept = Kept(GRAPH, mask)
+    delta = {"w": kept.gather("w", torch.full((2, 3), value)), "b": torch.full((2,), value)}
+    extra = {} if owned is None else {"owned_classes": torch.tensor(owned)}
+    return Update(round=1, client_id=client_id, examples=1, delta=delta, mask=mask, extra=extra)
+
+
+def combine(policy, *updates):
+    ctx = ServerContext(
+        round=1, rounds=1, roster={}, cohort_size=2, rngs=rngs_by_kind(np.random.default_rng(0)), memory={},
+        graph=GRAPH, state=STATE,
+    )  # fmt: skip
+    acc = policy.init(ctx, STATE)
+    for item in updates:
+        policy.add(ctx, acc, item, 0)
+    return policy.finish(ctx, STATE, acc)
+
+
+def test_rows_of_classes_that_a_client_does_not_own_are_not_its_vote() -> None:
+    first = update(0, 2.0, [True, False], [True, True, False])
+    second = update(1, 4.0, [True, True], [True, False, False])
+    result = combine(OwnedRowsMean(), first, second)
+    assert result["w"].tolist() == [[3.0, 2.0, 0.0], [4.0, 0.0, 0.0]]
+    assert result["b"].tolist() == [3.0, 4.0]
+
+
+def test_whole_updates_without_a_list_of_classes_count_in_full() -> None:
+    result = combine(OwnedRowsMean(), update(0, 2.0, None, [True] * 3), update(1, 4.0, [True, False], [True] * 3))
+    assert result["w"].tolist() == [[3.0] * 3, [2.0] * 3]
+
+
+class Line(nn.Module):
+    """Two inputs, two hidden units that pass them on, three logits; no bias anywhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(2, 2, bias=False)
+        self.last = nn.Linear(2, 3, bias=False)
+        with torch.no_grad():
+            self.first.weight.copy_(torch.eye(2))
+            self.last.weight.copy_(torch.ones(3, 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.relu(self.first(x)))
+
+
+def one_client(labels, *, capability=0.5, model=Line, inputs=None):
+    x = torch.tensor([[1.0, 2.0]] * len(labels)) if inputs is None else inputs
+    data = TensorData((x,), torch.tensor(labels))
+    client = Client(id=0, data=ClientData(train=data, val=data, test=data), capability=Capability(ratio=capability))
+    problem = Problem(model=model, example_inputs=(x[:2],))
+    config = RunConfig(rounds=1, clients_per_round=1, training=TrainingConfig(local_epochs=1, batch_size=2, lr=1.0))
+    return client, problem, config
+
+
+def trained(local, labels, *, ratio=0.5):
+    client, problem, config = one_client(labels)
+    method = dataclasses.replace(heterofl(), local=local)
+    setup = Setup.build(method, problem, config)
+    workspace = Workspace(setup)
+    ctx = workspace.context(client=client, round=1, capability=client.capability, memory={}).scoped("local")
+    keep = torch.tensor([True, ratio == 1.0])
+    result = local.train(ctx, setup.initial, UnitMask({"first": keep}), ratio)
+    return result, workspace
+
+
+def test_the_scaler_divides_what_hidden_layers_give_while_training() -> None:
+    # Unit 0 alone is kept: it gives 1, the scaler makes it 2, and every logit is 2. The gradient of each logit is
+    # 1/3 − [class], times the scaled activation.
+    result, workspace = trained(SubmodelSgd(clip=None, scaler=True), [0, 0])
+    expected = torch.ones(3, 1) - 2.0 * (torch.full((3, 1), 1 / 3) - torch.tensor([[1.0], [0.0], [0.0]]))
+    assert torch.allclose(result.state["last.weight"], expected)
+    plain, _ = trained(Sgd(), [0, 0])
+    assert not torch.allclose(plain.state["last.weight"], expected)
+    hidden = workspace.session.module.first(torch.tensor([[1.0, 2.0]]))
+    assert torch.allclose(hidden, result.state["first.weight"] @ torch.tensor([1.0, 2.0]))
+
+
+def test_classes_without_examples_are_not_unlearned() -> None:
+    result, _ = trained(SubmodelSgd(clip=None, scaler=False, masked_loss=True), [0, 2])
+    assert torch.equal(result.state["last.weight"][1], torch.ones(1))
+    assert not torch.equal(result.state["last.weight"][0], torch.ones(1))
+    assert result.extra["owned_classes"].tolist() == [True, False, True]
+    plain, _ = trained(Sgd(), [0, 2])
+    assert not torch.equal(plain.state["last.weight"][1], torch.ones(1))
+
+
+def test_a_client_with_every_class_sends_no_list() -> None:
+    assert trained(SubmodelSgd(clip=None, scaler=False, masked_loss=True), [0, 1, 2])[0].extra == {}
+
+
+def test_targets_that_are_no_classes_are_left_alone() -> None:
+    clients = [
+        Client(
+            id=k, data=ClientData(**{s: TensorData((torch.randn(8, 6),), torch.randn(8, 3)) for s in ("train", "val", "test")})
+        )
+        for k in range(2)
+    ]
+    problem = Problem(
+        model=tiny_problem().model,
+        example_inputs=(torch.zeros(2, 6),),
+        loss=F.mse_loss,
+        metrics={"error": lambda outputs, targets: ((outputs - targets).square().sum(), torch.tensor(len(targets)))},
+    )
+    config = dataclasses.replace(tiny_config(rounds=2), clients_per_round=2)
+    result = run(heterofl(scaler=True, masked_loss=True), problem, clients, config)
+    assert np.isfinite(result.final.personal["error"])
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(2)
+        self.last = nn.Linear(2, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.norm(x))
+
+
+def test_statistics_are_those_of_the_clients_own_training_data() -> None:
+    x = torch.tensor([[1.0, 10.0], [3.0, 10.0], [5.0, 40.0], [7.0, 40.0]])
+    client, problem, config = one_client([0, 1, 2, 0], model=Normed, inputs=x)
+    setup = Setup.build(fedavg(), problem, config)
+    workspace = Workspace(setup)
+    ctx = workspace.context(client=client, round=1, capability=client.capability, memory={}).scoped("personal")
+    module = workspace.session.module
+    OwnStatistics().calibrate(ctx, module)
+    assert module.norm.running_mean.tolist() == [4.0, 25.0]
+    assert torch.allclose(module.norm.running_var, x.var(0))
+    assert module.norm.momentum == 0.1
+    assert not module.norm.training
+    assert torch.equal(setup.initial["norm.running_mean"], torch.zeros(2))
+
+
+def test_statistics_reach_both_scores_and_not_the_state() -> None:
+    plain = run(fedavg(), tiny_problem(), tiny_clients(), tiny_config(rounds=2))
+    own = run(Method(name="own", source="", personal=OwnStatistics()), tiny_problem(), tiny_clients(), tiny_config(rounds=2))
+    assert own.final.state_sha256 == plain.final.state_sha256
+    assert own.final.personal == own.final.shared != plain.final.personal
+
+
+def test_a_client_may_deploy_the_width_that_it_can_run() -> None:
+    method = Method(name="narrow", source="", personal=OwnStatistics(pattern=Ordered()))
+    result = run(method, tiny_problem(), tiny_clients(), tiny_config(rounds=2))
+    whole = [score for score in result.final.per_client if score.ratio is None]
+    narrow = [score for score in result.final.per_client if score.ratio is not None]
+    assert narrow
+    assert all(score.ratio in (0.5, 0.25) and score.personal != score.shared for score in narrow)
+    assert all(score.personal == score.shared for score in whole)
+
+
+def test_a_model_without_batch_norm_is_scored_as_it_stands() -> None:
+    client, problem, config = one_client([0, 1])
+    workspace = Workspace(Setup.build(fedavg(), problem, config))
+    ctx = workspace.context(client=client, round=1, capability=client.capability, memory={}).scoped("personal")
+    before = workspace.session.narrow_state()
+    OwnStatistics().calibrate(ctx, workspace.session.module)
+    assert all(torch.equal(value, before[name]) for name, value in workspace.session.narrow_state().items())
+
+
+def test_steps_are_clipped_at_the_smaller_of_both_norms() -> None:
+    start = Line().state_dict()
+    free, _ = trained(Sgd(), [0, 0])
+    before = {name: value[:, :1] if name == "last.weight" else value[:1] for name, value in start.items()}
+    full = math.sqrt(sum(float((free.state[name] - before[name]).square().sum()) for name in before))
+    clipped, _ = trained(SubmodelSgd(clip=full / 4, scaler=False), [0, 0])
+    moved = math.sqrt(sum(float((clipped.state[name] - before[name]).square().sum()) for name in before))
+    assert moved == pytest.approx(full / 4, rel=1e-3)
+    loose, _ = trained(SubmodelSgd(clip=1e6, scaler=False), [0, 0])
+    assert all(torch.allclose(loose.state[name], free.state[name]) for name in before)
+
+
+@pytest.mark.parametrize("clip", [0.0, -1.0, float("inf")])
+def test_a_norm_that_is_no_bound_is_refused(clip) -> None:
+    with pytest.raises(InvalidValueError, match="clip"):
+        SubmodelSgd(clip=clip)
+
+
+def test_a_whole_model_needs_no_scaler() -> None:
+    scaled, _ = trained(SubmodelSgd(clip=None, scaler=True), [0, 1, 2], ratio=1.0)
+    plain, _ = trained(Sgd(), [0, 1, 2], ratio=1.0)
+    assert all(torch.equal(scaled.state[name], plain.state[name]) for name in plain.state)
