@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ class Curve:
         method: Its name.
         rounds: int (points,).
         flops: float (points,), compact, of the run so far.
+        seconds: float (points,), simulated, of the run so far; NaN where the results have none.
         accuracy: float (points,), personal, in [0, 1].
         deviation: float (points,), over runs; zeros for a single one.
         runs: How many.
@@ -38,18 +40,24 @@ class Curve:
     method: str
     rounds: np.ndarray[Any, Any]
     flops: np.ndarray[Any, Any]
+    seconds: np.ndarray[Any, Any]
     accuracy: np.ndarray[Any, Any]
     deviation: np.ndarray[Any, Any]
     runs: int
 
 
-def _points(result: Mapping[str, Any]) -> dict[int, tuple[float, float]]:
-    """Round → (FLOPs so far, personal accuracy), where it was scored."""
+def _points(result: Mapping[str, Any]) -> dict[int, tuple[float, float, float]]:
+    """Round → (FLOPs so far, personal accuracy, simulated seconds so far), where it was scored."""
     found = {}
     for record in result["rounds"]:
         accuracy = ((record["evaluation"] or {}).get("personal") or {}).get("accuracy")
         if accuracy is not None:
-            found[int(record["round"])] = (float(record["cost"]["flops_compact"]), float(accuracy))
+            cost = record["cost"]
+            found[int(record["round"])] = (
+                float(cost["flops_compact"]),
+                float(accuracy),
+                float(cost.get("simulated_seconds", math.nan)),
+            )
     return found
 
 
@@ -76,6 +84,7 @@ def curves_of(results: Sequence[Mapping[str, Any]]) -> list[Curve]:
                 method=method,
                 rounds=np.array(rounds),
                 flops=table[:, :, 0].mean(0),
+                seconds=table[:, :, 2].mean(0),
                 accuracy=table[:, :, 1].mean(0),
                 deviation=table[:, :, 1].std(0, ddof=1) if len(runs) > 1 else np.zeros(len(rounds)),
                 runs=len(runs),
@@ -132,7 +141,7 @@ def draw(results: Sequence[Mapping[str, Any]], path: Path | str, *, title: str |
             axes.spines[["top", "right"]].set_visible(False)
         figure.suptitle(title or _title(results), fontsize=13)
         handles, labels = by_round.get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=min(3, len(curves)), frameon=False)
+        figure.legend(handles, labels, loc="outside lower center", ncols=min(2, len(curves)), frameon=False)
         figure.savefig(path, dpi=150, facecolor="white")
 
 

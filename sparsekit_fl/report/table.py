@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.markup import escape
 from rich.table import Table
 
@@ -21,11 +20,11 @@ __all__ = [
     "Column",
     "Spread",
     "bytes_text",
-    "comparison_table",
     "flops_text",
     "read_result",
     "result_table",
     "seconds_text",
+    "seconds_to",
     "share_text",
     "spread",
     "value_of",
@@ -105,6 +104,29 @@ class Column:
         formats = {"share": share_text, "flops": flops_text, "bytes": bytes_text, "seconds": seconds_text}
         return formats[self.unit](value)
 
+    def spread_text(self, found: Spread) -> str:
+        """Mean ± deviation with one unit for both, as in `0.49 ± 0.01T`, and how many runs have a value if not all do."""
+        if found.mean is None:
+            return "–"
+        text = self._one(found.mean) if found.deviation is None else self._both(found.mean, found.deviation)
+        return text if found.count == found.of else f"{text} ({found.count} of {found.of})"
+
+    def _one(self, mean: float) -> str:
+        # A short simulated time says something from its second digit on.
+        return f"{mean:.2f} s" if self.unit == "seconds" and mean < 10 else self.text(mean)
+
+    def _both(self, mean: float, deviation: float) -> str:
+        if self.unit == "seconds" and mean >= 120:
+            return f"{seconds_text(mean)} ± {seconds_text(deviation)}"
+        if self.unit == "flops":
+            size, letter = next(((size, letter) for size, letter in _STEPS if mean >= size / 10), (1.0, ""))
+            # Three digits of the mean, and as many decimals of the deviation.
+            decimals = max(0, 2 - math.floor(math.log10(mean / size))) if mean > 0 else 0
+        else:
+            scale = {"share": (0.01, "%", 1), "bytes": (1e6, " MB", 1), "seconds": (1.0, " s", 2 if mean < 10 else 1)}
+            size, letter, decimals = scale[self.unit]
+        return f"{mean / size:,.{decimals}f} ± {deviation / size:,.{decimals}f}{letter}"
+
 
 COLUMNS = (
     Column("personal_accuracy", "personal accuracy", ("final", "personal", "accuracy"), "share"),
@@ -117,9 +139,6 @@ COLUMNS = (
     Column("wall_seconds", "wall time", ("cost", "wall_seconds"), "seconds"),
 )
 
-# What fits a terminal of 80 columns; files have all.
-_COMPARED = ("personal_accuracy", "global_accuracy", "flops_compact", "uplink_bytes")
-
 
 def value_of(result: Mapping[str, Any], column: Column) -> float | None:
     """A number of a result; None where it has none."""
@@ -127,6 +146,25 @@ def value_of(result: Mapping[str, Any], column: Column) -> float | None:
     for step in column.path:
         found = found.get(step) if isinstance(found, Mapping) else None
     return None if found is None else float(found)
+
+
+def seconds_to(result: Mapping[str, Any], target: float) -> float | None:
+    """Simulated seconds until the mean personal accuracy first reached a target.
+
+    Rounds that were not scored cannot reach it, so the answer is no finer than the run's `eval_every`.
+
+    Args:
+        result: As in `result.json`.
+        target: In (0, 1].
+
+    Returns:
+        The seconds; None where no scored round reached it.
+    """
+    for record in result["rounds"]:
+        accuracy = ((record["evaluation"] or {}).get("personal") or {}).get("accuracy")
+        if accuracy is not None and accuracy >= target:
+            return float(record["cost"]["simulated_seconds"])
+    return None
 
 
 def result_table(result: Mapping[str, Any]) -> Table:
@@ -154,37 +192,18 @@ class Spread:
     Args:
         mean: None where no run has a value.
         deviation: None with fewer than two values.
+        count: How many runs have a value.
+        of: How many runs there are.
     """
 
     mean: float | None
     deviation: float | None
+    count: int = 0
+    of: int = 0
 
 
 def spread(values: Sequence[float | None]) -> Spread:
     """Mean and deviation of what is there."""
     found = [value for value in values if value is not None and math.isfinite(value)]
     mean = statistics.fmean(found) if found else None
-    return Spread(mean, statistics.stdev(found) if len(found) > 1 else None)
-
-
-def comparison_table(summary: Mapping[str, Mapping[str, Spread]], *, seeds: int) -> Table:
-    """Methods beneath each other, mean ± sample standard deviation over seeds.
-
-    Args:
-        summary: Method → column name → spread.
-        seeds: How many.
-    """
-    caption = f"mean ± sample deviation over {seeds} seeds" if seeds > 1 else "one seed"
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, caption=caption, caption_justify="left")
-    table.add_column("method", no_wrap=True)
-    shown = [column for column in COLUMNS if column.name in _COMPARED]
-    for column in shown:
-        table.add_column(column.title, justify="right")
-    for method, numbers in summary.items():
-        table.add_row(escape(method), *(_spread_text(column, numbers[column.name]) for column in shown))
-    return table
-
-
-def _spread_text(column: Column, found: Spread) -> str:
-    text = column.text(found.mean)
-    return text if found.deviation is None else f"{text} ± {column.text(found.deviation)}"
+    return Spread(mean, statistics.stdev(found) if len(found) > 1 else None, len(found), len(values))

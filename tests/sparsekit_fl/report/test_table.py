@@ -7,7 +7,17 @@ from pathlib import Path
 import pytest
 
 from sparsekit.errors import DataError
-from sparsekit_fl.report.table import COLUMNS, bytes_text, flops_text, read_result, seconds_text, share_text, spread, value_of
+from sparsekit_fl.report.table import (
+    COLUMNS,
+    Column,
+    bytes_text,
+    flops_text,
+    read_result,
+    seconds_text,
+    share_text,
+    spread,
+    value_of,
+)
 
 
 @pytest.mark.parametrize(
@@ -50,3 +60,24 @@ def test_a_folder_without_a_result_is_refused(text: str | None, tmp_path: Path) 
         (tmp_path / "result.json").write_text(text)
     with pytest.raises(DataError):
         read_result(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("unit", "values", "text"),
+    [
+        ("share", [0.981, 0.991], "98.6 ± 0.7%"),
+        ("share", [0.986], "98.6%"),
+        ("share", [], "–"),
+        ("share", [0.5, None], "50.0% (1 of 2)"),
+        ("flops", [0.487e12, 0.493e12], "0.490 ± 0.004T"),
+        ("flops", [825.3e12, 830.1e12], "0.828 ± 0.003P"),
+        ("flops", [0, 0], "0 ± 0"),
+        ("bytes", [1234.5e6, 1234.5e6], "1,234.5 ± 0.0 MB"),
+        ("seconds", [0.1, 0.2], "0.15 ± 0.07 s"),
+        ("seconds", [0.123], "0.12 s"),
+        ("seconds", [50.0, 60.0], "55.0 ± 7.1 s"),
+        ("seconds", [3600.0, 3660.0], "1 h 00 min ± 42.4 s"),
+    ],
+)
+def test_mean_and_deviation_share_a_unit(unit: str, values: list[float | None], text: str) -> None:
+    assert Column("x", "x", (), unit).spread_text(spread(values)) == text

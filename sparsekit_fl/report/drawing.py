@@ -1,0 +1,220 @@
+"""How charts are drawn: as files with a legend, and as SVG for a page, whose legend, colours of paper and ink are the page's.
+
+Equal charts give equal bytes.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from sparsekit.errors import MissingDependencyError
+from sparsekit_fl.report.charts import Chart, Series, Unit
+from sparsekit_fl.report.table import flops_text
+
+__all__ = ["draw_chart", "inline_svg", "series_style"]
+
+# Okabe and Ito's colours, which remain distinct to colour-blind readers, and two more that show on light and dark alike.
+_COLOURS = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6D4F", "#808080")
+_DASHES: tuple[tuple[float, ...], ...] = ((), (5, 2), (1.2, 1.6), (6, 2, 1.2, 2))
+_MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
+_INK, _FAINT = "#333333", "#DDDDDD"
+_MOST_BANDS = 8
+_BAR_INCHES = 0.27
+
+
+def series_style(place: int) -> tuple[str, tuple[float, ...], str]:
+    """Colour, dashes and marker of the method at a place; distinct for 32 of them."""
+    turn = place // len(_COLOURS)
+    return _COLOURS[place % len(_COLOURS)], _DASHES[turn % len(_DASHES)], _MARKERS[(place + turn) % len(_MARKERS)]
+
+
+def draw_chart(chart: Chart, *paths: Path | str) -> None:
+    """Draw a chart with its title and legend into files; the ending says which kind.
+
+    Args:
+        chart: What to draw.
+        paths: Where the pictures go.
+
+    Raises:
+        MissingDependencyError: matplotlib is not installed.
+    """
+    few = len(chart.series) <= 6
+    width = 6.4 if chart.kind == "bar" or few else 8.6
+    # A legend at the side needs a line per method.
+    figure, axes = _figure(chart, width, 4.3 if few else max(4.3, 0.6 + 0.195 * len(chart.series)))
+    with _style():
+        axes.set_title(chart.title, fontsize=12, loc="left")
+        if chart.kind != "bar":
+            where = {"loc": "outside lower center", "ncols": 3} if few else {"loc": "outside right upper"}
+            handles, labels = axes.get_legend_handles_labels()
+            figure.legend(handles, labels, frameon=False, fontsize=9, handlelength=3.2, **where)
+        for path in paths:
+            metadata = {"Date": None} if str(path).endswith(".svg") else None
+            figure.savefig(path, dpi=150, facecolor="white", metadata=metadata)
+
+
+def inline_svg(chart: Chart, *, prefix: str) -> str:
+    """A chart as an SVG element for a page: no title, no legend, ink and grid from the page's CSS variables.
+
+    Each series is a group with the attribute `data-method`, so that a page can hide it.
+
+    Args:
+        chart: What to draw.
+        prefix: Of its ids, which must differ from those of other charts on the page.
+
+    Raises:
+        MissingDependencyError: matplotlib is not installed.
+    """
+    figure, _ = _figure(chart, 5.3, 3.7, size=10)
+    text = io.StringIO()
+    with _style():
+        figure.savefig(text, format="svg", transparent=True, metadata={"Date": None})
+    svg = text.getvalue()
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.S)
+    methods = {f"series-{one.place}": one.method for one in chart.series}
+    svg = re.sub(r'id="(series-\d+)"', lambda found: f'data-method="{escape(methods[found[1]])}"', svg)
+    # Pictures share a page, and ids must not.
+    svg = re.sub(r'\bid="', f'id="{prefix}', svg)
+    svg = re.sub(r'(href="#|url\(#)', rf"\1{prefix}", svg)
+    svg = re.sub(_INK, "var(--ink)", svg, flags=re.I)
+    svg = re.sub(_FAINT, "var(--line)", svg, flags=re.I)
+    # The size is the page's; only the proportions are the picture's.
+    svg = re.sub(r'(<svg[^>]*?) width="[\d.]+pt"', r"\1", svg, count=1)
+    svg = re.sub(r'(<svg[^>]*?) height="[\d.]+pt"', r"\1", svg, count=1)
+    return svg.replace("<svg", f'<svg role="img" aria-label="{escape(chart.title)}"', 1).strip()
+
+
+def _style() -> Any:
+    try:
+        import matplotlib as mpl
+    except ImportError as error:
+        raise MissingDependencyError('a figure needs matplotlib; pip install "sparsekit[report]"') from error
+    return mpl.rc_context(
+        {
+            "font.family": "sans-serif",
+            "svg.fonttype": "none",
+            "svg.hashsalt": "sparsekit",
+            "text.color": _INK,
+            "axes.edgecolor": _INK,
+            "axes.labelcolor": _INK,
+            "xtick.color": _INK,
+            "ytick.color": _INK,
+        }
+    )
+
+
+def _figure(chart: Chart, width: float, height: float, *, size: float = 10) -> tuple[Any, Any]:
+    with _style():
+        from matplotlib.figure import Figure
+
+        if chart.kind == "bar":
+            height = 0.9 + _BAR_INCHES * len(chart.series)
+        figure = Figure(figsize=(width, height), layout="constrained")
+        axes = figure.subplots()
+        axes.tick_params(labelsize=size)
+        axes.grid(visible=True, axis="x" if chart.kind == "bar" else "both", color=_FAINT, linewidth=0.8)
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.set_xlabel(chart.x, fontsize=size)
+        axes.set_ylabel(chart.y, fontsize=size)
+        if chart.kind == "bar":
+            _bars(axes, chart)
+        else:
+            _lines(axes, chart)
+    return figure, axes
+
+
+def _lines(axes: Any, chart: Chart) -> None:
+    bands = len(chart.series) <= _MOST_BANDS
+    # Names of levels stand in the order of the axis, whatever the first series lacks.
+    order = list(dict.fromkeys(x for one in chart.series for x in one.x)) if chart.kind == "level" else []
+    for one in chart.series:
+        colour, dashes, marker = series_style(one.place)
+        x = [order.index(value) for value in one.x] if order else one.x
+        line = axes.plot(
+            x, one.y, color=colour, linestyle=(0, dashes) if dashes else "-", marker=marker, markersize=4.5,
+            markevery=max(1, len(x) // 8), linewidth=1.8, label=one.method,
+        )[0]  # fmt: skip
+        line.set_gid(f"series-{one.place}")
+        if bands and any(one.deviation):
+            low = [y - deviation for y, deviation in zip(one.y, one.deviation, strict=True)]
+            high = [y + deviation for y, deviation in zip(one.y, one.deviation, strict=True)]
+            band = axes.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
+            band.set_gid(f"series-{one.place}")
+    if order:
+        axes.set_xticks(range(len(order)), [str(value) for value in order])
+        axes.margins(x=0.08)
+        _format(axes.yaxis, chart.unit)
+    else:
+        if chart.unit in ("flops", "seconds"):
+            _logarithmic(axes, chart)
+        _format(axes.xaxis, chart.unit)
+        _format(axes.yaxis, "share")
+    if chart.unit == "share" or not order:
+        _limit(axes, chart)
+
+
+def _logarithmic(axes: Any, chart: Chart) -> None:
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    values = [float(x) for one in chart.series for x in one.x if float(x) > 0]
+    if len(values) < 2 or min(values) == max(values):
+        return
+    axes.set_xscale("log")
+    # Over few decades the powers of ten alone are too few ticks.
+    decades = math.log10(max(values) / min(values))
+    axes.xaxis.set_major_locator(LogLocator(subs=(1,) if decades > 4 else (1, 3) if decades > 1.7 else (1, 2, 5)))
+    axes.xaxis.set_minor_formatter(NullFormatter())
+
+
+def _bars(axes: Any, chart: Chart) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    for place, one in enumerate(chart.series):
+        colour = series_style(one.place)[0]
+        for y, deviation in zip(one.y, one.deviation, strict=True):
+            bar = axes.barh(place, y, height=0.66, color=colour, alpha=0.85)[0]
+            bar.set_gid(f"series-{one.place}")
+            if deviation:
+                whisker = axes.plot([max(0.0, y - deviation), y + deviation], [place, place], color=_INK, linewidth=1.2)[0]
+                whisker.set_gid(f"series-{one.place}")
+        if one.second is not None:
+            ring = axes.plot([one.second], [place], "o", markersize=5, markerfacecolor="none", markeredgecolor=_INK)[0]
+            ring.set_gid(f"series-{one.place}")
+    axes.set_yticks(range(len(chart.series)), [one.method for one in chart.series])
+    axes.set_ylim(len(chart.series) - 0.4, -0.6)
+    axes.xaxis.set_major_locator(MaxNLocator(5))
+    _format(axes.xaxis, chart.unit)
+    axes.set_xlim(left=0.0)
+    if chart.unit == "share":
+        axes.set_xlim(0.0, 1.02)
+
+
+def _format(axis: Any, unit: Unit) -> None:
+    from matplotlib.ticker import FuncFormatter
+
+    if unit == "share":
+        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{round(100 * value, 3):g}%" if value <= 1.0001 else ""))
+    elif unit == "flops":
+        axis.set_major_formatter(FuncFormatter(lambda value, _: flops_text(value)))
+    elif unit == "seconds":
+        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g} s"))
+
+
+def _limit(axes: Any, chart: Chart) -> None:
+    """Spend the height on where series differ, not on the first rounds."""
+    lowest = min(_low(one, early=chart.kind == "curve") for one in chart.series)
+    highest = max(y + deviation for one in chart.series for y, deviation in zip(one.y, one.deviation, strict=True))
+    room = max(0.01, 0.06 * (highest - lowest))
+    axes.set_ylim(max(0.0, lowest - room), min(1.0, highest) + room)
+
+
+def _low(one: Series, *, early: bool) -> float:
+    values = sorted(one.y)
+    return values[len(values) // 10] if early else values[0] - max(one.deviation)

@@ -1,0 +1,51 @@
+"use strict";
+(() => {
+  const root = document.documentElement;
+  const theme = document.getElementById("theme");
+  const dark = () =>
+    root.dataset.theme ? root.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
+  const name = () => { theme.textContent = dark() ? "Light" : "Dark"; };
+  theme.addEventListener("click", () => { root.dataset.theme = dark() ? "light" : "dark"; name(); });
+  theme.hidden = false;
+  name();
+
+  // A click on a head sorts; numbers fall at first, since most readers look for the largest, and rows without one stay last.
+  for (const head of document.querySelectorAll("th[aria-sort]")) {
+    const sort = () => {
+      const table = head.closest("table");
+      const place = [...head.parentNode.children].indexOf(head);
+      const words = head.dataset.words !== undefined;
+      const first = words ? "ascending" : "descending";
+      const other = words ? "descending" : "ascending";
+      const way = head.getAttribute("aria-sort") === first ? other : first;
+      for (const each of head.parentNode.children) if (each.hasAttribute("aria-sort")) each.setAttribute("aria-sort", "none");
+      head.setAttribute("aria-sort", way);
+      const sign = way === "ascending" ? 1 : -1;
+      const value = (row) => row.children[place].dataset.value ?? "";
+      const rows = [...table.tBodies[0].rows].sort((a, b) => {
+        const [x, y] = [value(a), value(b)];
+        if (x === "" || y === "") return (x === "") - (y === "");
+        return sign * (words ? x.localeCompare(y) : Number(x) - Number(y));
+      });
+      table.tBodies[0].append(...rows);
+    };
+    head.addEventListener("click", sort);
+    head.addEventListener("keydown", (event) => {
+      if (event.key === "Enter" || event.key === " ") { event.preventDefault(); sort(); }
+    });
+  }
+
+  // A chip shows or hides a method in the tables and charts of its section.
+  for (const section of document.querySelectorAll("section")) {
+    const chips = [...section.querySelectorAll(".chips [data-toggle]")];
+    const set = (chip, on) => {
+      chip.setAttribute("aria-pressed", String(on));
+      for (const part of section.querySelectorAll("[data-method]"))
+        if (part.dataset.method === chip.dataset.toggle) part.classList.toggle("off", !on);
+    };
+    for (const chip of chips)
+      chip.addEventListener("click", () => set(chip, chip.getAttribute("aria-pressed") !== "true"));
+    for (const every of section.querySelectorAll(".chips [data-every]"))
+      every.addEventListener("click", () => { for (const chip of chips) set(chip, every.dataset.every === "on"); });
+  }
+})();
