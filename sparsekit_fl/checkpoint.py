@@ -19,7 +19,7 @@ from sparsekit_fl.results import RoundRecord, plain
 from sparsekit_fl.server import ServerState
 from sparsekit_fl.storage import flatten, unflatten, write_atomically
 
-__all__ = ["RunFolder", "Saved", "describe_run"]
+__all__ = ["RunFolder", "Saved", "describe_run", "differences"]
 
 _FORMAT = 1
 
@@ -43,11 +43,12 @@ def describe_run(setup: Setup, clients: Mapping[int, Client], experiment: Mappin
     return json.loads(json.dumps(plain(described)))  # type: ignore[no-any-return]
 
 
-def _differences(saved: Any, given: Any, path: str = "") -> list[str]:
+def differences(saved: Any, given: Any, path: str = "") -> list[str]:
+    """Where two plain JSON values differ, one text for each place, as in `lr: was 0.1, now 0.01`."""
     if isinstance(saved, dict) and isinstance(given, dict):
         found = []
         for key in sorted(set(saved) | set(given)):
-            found += _differences(saved.get(key), given.get(key), f"{path}.{key}" if path else key)
+            found += differences(saved.get(key), given.get(key), f"{path}.{key}" if path else key)
         return found
     return [] if saved == given else [f"{path}: was {json.dumps(saved)}, now {json.dumps(given)}"]
 
@@ -121,10 +122,10 @@ class RunFolder:
             raise ResumeError(f"the checkpoint in {self.path} is damaged: {error}; start afresh in another folder") from error
 
     def _refuse_changes(self, saved: Mapping[str, Any]) -> None:
-        differences = _differences(saved, self._described)
-        if differences:
+        changed = differences(saved, self._described)
+        if changed:
             raise ResumeError(
-                f"cannot resume the run in {self.path}, since options changed ({'; '.join(differences)});"
+                f"cannot resume the run in {self.path}, since options changed ({'; '.join(changed)});"
                 " pass the options it was started with, or another folder. This holds for `rounds` too:"
                 " a method may plan its course by the number of rounds"
             )

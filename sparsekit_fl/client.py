@@ -9,11 +9,12 @@ from typing import Any
 from torch.utils.data import Subset, TensorDataset
 
 from sparsekit.errors import DataError, InvalidValueError
+from sparsekit_fl.config import HETEROGENEITY
 from sparsekit_fl.data import TensorData, as_tensor_data
 
 __all__ = ["CAPABILITY_LEVELS", "Capability", "Client", "ClientData"]
 
-CAPABILITY_LEVELS = (1.0, 1 / 2, 1 / 4, 1 / 8, 1 / 16)
+CAPABILITY_LEVELS = HETEROGENEITY["high"]
 """The five levels that the paper draws a device's capability from, uniformly."""
 
 _FULL_FLOPS_PER_SECOND = 727e9

@@ -70,18 +70,26 @@ def client_round(workspace: Workspace, assignment: Assignment, client: Client, m
     def blame(policy: str) -> Any:
         return _blame(method.name, policy, round, client.id)
 
-    ctx = workspace.context(client=client, round=round, capability=capability, memory=memory, extra=assignment.extra)
+    ctx = workspace.context(
+        client=client,
+        round=round,
+        capability=capability,
+        memory=memory,
+        extra=assignment.extra,
+        received=assignment.mask,
+    )
     with blame("share"):
         shared = mask_state(graph, assignment.mask, assignment.state)
         start = _complete(workspace, ctx, shared)
     with blame("ratio"):
         ratio = check_ratio(method.ratio.choose(ctx.scoped("ratio"), assignment.ratio))
     with blame("mask"):
-        mask = assignment.mask if assignment.mask is not None else method.mask.choose(ctx.scoped("mask"), ratio, start)
+        mask = method.mask.choose(ctx.scoped("mask"), ratio, start)
         if mask is not None:
             mask.check(graph)
     with blame("local"):
         result = _on_cpu(method.local.train(ctx.scoped("local"), start, mask, ratio))
+        ratio = ratio if result.ratio is None else check_ratio(result.ratio)
     with blame("mask"):
         method.mask.keep(ctx.scoped("mask"), result)
     with blame("personal"):
@@ -171,6 +179,7 @@ def client_evaluate(
         model = personal.model(ctx, full)
         _load(workspace, model)
         module = workspace.session.module
+        personal.calibrate(ctx, module)
         predict = personal.predictor(ctx, module)
         test = ctx.score(module, "test", predict=predict)
         validation = ctx.score(module, "val", predict=predict)
@@ -181,6 +190,7 @@ def client_evaluate(
             if not is_global or len(state) < len(full):
                 globally = {name: state.get(name, tensor) for name, tensor in setup.initial.items()}
                 workspace.session.load(globally, None)
+                personal.calibrate(ctx, module)
                 shared = ctx.score(module, "test", predict=personal.predictor(ctx, module))
         if export is not None and not (is_global and len(state) == len(full)):
             _export(export, client.id, model)

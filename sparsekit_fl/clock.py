@@ -1,4 +1,4 @@
-"""Simulated seconds from cost and capability; rounds are synchronous."""
+"""Simulated seconds from cost and capability; a round lasts as long as its slowest client, unless its method says otherwise."""
 
 from __future__ import annotations
 
@@ -24,12 +24,13 @@ def client_seconds(cost: WorkCost, capability: Capability) -> float:
     )
 
 
-def round_cost(costs: Iterable[WorkCost], *, wall_seconds: float) -> WorkCost:
+def round_cost(costs: Iterable[WorkCost], *, wall_seconds: float, seconds: float | None = None) -> WorkCost:
     """The cost of a round: everybody's work added up, the seconds of the slowest client.
 
     Args:
         costs: One per client.
         wall_seconds: Measured for the whole round; the clients' own wall seconds overlap and are not added.
+        seconds: Simulated length of a round that does not wait for its slowest client.
     """
     costs = list(costs)
     total = sum(costs, WorkCost())
@@ -38,6 +39,6 @@ def round_cost(costs: Iterable[WorkCost], *, wall_seconds: float) -> WorkCost:
         flops_rowmask=total.flops_rowmask,
         uplink_bytes=total.uplink_bytes,
         downlink_bytes=total.downlink_bytes,
-        seconds=max((cost.seconds for cost in costs), default=0.0),
+        seconds=max((cost.seconds for cost in costs), default=0.0) if seconds is None else seconds,
         wall_seconds=wall_seconds,
     )

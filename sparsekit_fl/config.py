@@ -12,7 +12,17 @@ from typing import Any, Literal
 
 from sparsekit.errors import InvalidValueError, UnknownNameError, nearest
 
-__all__ = ["RunConfig", "TrainingConfig"]
+__all__ = ["HETEROGENEITY", "RunConfig", "TrainingConfig"]
+
+HETEROGENEITY: Mapping[str, tuple[float, ...]] = {
+    "low": (1.0, 1 / 2),
+    "median": (1.0, 1 / 2, 1 / 4),
+    "high": (1.0, 1 / 2, 1 / 4, 1 / 8, 1 / 16),
+}
+"""Levels of system heterogeneity: what the clients' capabilities are drawn from, uniformly.
+
+Source: Xue et al., ICDE 2025 (arXiv 2412.07216), Effect of Heterogeneity (Q3); "high" is also that of its Table I.
+"""
 
 
 def _integer(name: str, value: object, low: int) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 import numpy as np
@@ -21,6 +22,7 @@ from sparsekit_fl.client import Capability, Client
 from sparsekit_fl.config import RunConfig, TrainingConfig
 from sparsekit_fl.messages import Scores
 from sparsekit_fl.problem import Problem
+from sparsekit_fl.sparse import Mask
 from sparsekit_fl.training import Batches, Examples, Step, TrainingLog, evaluate, fit
 
 if TYPE_CHECKING:
@@ -44,12 +46,21 @@ def rngs_by_kind(rng: np.random.Generator) -> dict[str, np.random.Generator]:
 class CostModel(Protocol):
     """Forward FLOPs of one example under a mask; see `sparsekit.cost`."""
 
+    @property
+    def parameters(self) -> frozenset[str]:
+        """State-dict keys of parameters, tied ones once."""
+        ...
+
     def forward_flops(self, mask: UnitMask | None) -> int:
         """Of the compact model; 2 per multiply-add."""
         ...
 
     def rowmask_flops(self, mask: UnitMask | WeightMask | None) -> int:
         """By the paper's convention: only the rows of removed units vanish."""
+        ...
+
+    def part_flops(self, weights: Collection[str], *, bias: bool = False) -> int:
+        """Of the uses of some weights of the whole model, with the bias entries that the paper's convention counts."""
         ...
 
 
@@ -71,9 +82,9 @@ class Setup:
     Args:
         method: The recipe.
         problem: As `method.local.prepare` returned it.
-        graph: The units of the problem's model.
+        graph: The units of the problem's model, and its layers.
         costs: Its FLOPs.
-        config: The options.
+        config: The options, as the method left them.
         initial: The global state of round 0, dense, on the CPU.
     """
 
@@ -95,8 +106,10 @@ class Setup:
             graph: The units, where they are already known.
         """
         from sparsekit.cost import trace_cost
+        from sparsekit.units.layers import trace_layers
         from sparsekit.units.trace import trace_units
 
+        config = method.configure(config)
         problem = method.local.prepare(problem)
         with torch_scope(Streams(config.seed).model()):
             model = problem.model()
@@ -107,7 +120,8 @@ class Setup:
                 # Methods that train the whole model need no units; the others say so when they choose a mask.
                 graph = UnitGraph(groups={}, shapes={name: t.shape for name, t in model.state_dict().items()})
         graph.check_state(model.state_dict())
-        for policy in (method.ratio, method.mask, method.local):
+        graph = dataclasses.replace(graph, layers=trace_layers(model, *problem.example_inputs))
+        for policy in (method.ratio, method.mask, method.local, method.share):
             policy.check(problem, graph)
         costs = trace_cost(model, *problem.example_inputs, graph=graph)
         return Setup(method=method, problem=problem, graph=graph, costs=costs, config=config, initial=clone(model.state_dict()))
@@ -136,7 +150,14 @@ class Workspace:
         self.session = CompactSession(model, setup.graph)
 
     def context(
-        self, *, client: Client, round: int, capability: Capability, memory: Memory, extra: StateDict | None = None
+        self,
+        *,
+        client: Client,
+        round: int,
+        capability: Capability,
+        memory: Memory,
+        extra: StateDict | None = None,
+        received: Mask | None = None,
     ) -> ClientContext:
         """The context of one client in one round."""
         setup = self.setup
@@ -154,6 +175,7 @@ class Workspace:
             rngs=rngs_by_kind(Streams(setup.config.seed).client(round, client.id)),
             memory=memory,
             extra=extra or {},
+            received=received,
             initial_state=lambda: setup.initial,
             cache={},
         )
@@ -177,9 +199,11 @@ class ClientContext:
         rngs: Kind of policy → its generator for this client in this round; what one draws changes nothing for the others.
         memory: Private to this kind of policy and this client; what is put here is there in the next round.
         extra: Further tensors that the server sent.
+        received: The mask under which the server sent the state: what it drops came as zero; None: everything came.
         initial_state: Gives the global state of round 0.
         cache: For this call only: examples that were already read.
         kind: Whose context this is.
+        root: The client's whole memory, of which `memory` is one part.
     """
 
     round: int
@@ -197,11 +221,18 @@ class ClientContext:
     extra: StateDict
     initial_state: Callable[[], StateDict]
     cache: dict[str, Examples] = field(repr=False)
+    received: Mask | None = None
     kind: PolicyKind = "local"
+    root: Memory | None = field(default=None, repr=False)
 
     def scoped(self, kind: PolicyKind) -> ClientContext:
         """The same context with the memory and the generator of one kind of policy."""
-        return dataclasses.replace(self, memory=self.memory.setdefault(kind, {}), kind=kind)
+        root = self.memory if self.root is None else self.root
+        return dataclasses.replace(self, memory=root.setdefault(kind, {}), kind=kind, root=root)
+
+    def peek(self, kind: PolicyKind) -> Mapping[str, Any]:
+        """What another kind of policy of this client keeps, to be looked at and not changed."""
+        return MappingProxyType((self.memory if self.root is None else self.root).get(kind, {}))
 
     @property
     def rng(self) -> np.random.Generator:
@@ -299,6 +330,7 @@ class ServerContext:
         graph: The units of the model.
         state: The shared global state at the start of the round.
         kind: Whose context this is.
+        costs: FLOPs of the model; None in a context that no run made.
     """
 
     round: int
@@ -310,6 +342,7 @@ class ServerContext:
     graph: UnitGraph
     state: StateDict
     kind: PolicyKind = "sampling"
+    costs: CostModel | None = None
 
     def scoped(self, kind: PolicyKind) -> ServerContext:
         """The same context with the memory and the generator of one kind of policy."""

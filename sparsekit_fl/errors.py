@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
-from sparsekit.errors import SparsekitError
+from sparsekit.errors import DataError, SparsekitError
 
-__all__ = ["ClientError", "MemoryStateError", "ResumeError", "RunInterrupted", "UpdateError", "WorkerDiedError"]
+__all__ = [
+    "ClientError",
+    "LostMemoryError",
+    "MemoryStateError",
+    "ResumeError",
+    "RunInterrupted",
+    "UpdateError",
+    "WorkerDiedError",
+]
 
 
 class ClientError(SparsekitError, RuntimeError):
@@ -13,6 +21,10 @@ class ClientError(SparsekitError, RuntimeError):
 
 class UpdateError(SparsekitError, ValueError):
     """An update that the server must not absorb."""
+
+
+class LostMemoryError(DataError):
+    """The memory of a client is gone, or damaged, where it should be."""
 
 
 class MemoryStateError(SparsekitError, TypeError):

@@ -8,16 +8,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from sparsekit.errors import DataError, InvalidValueError
-from sparsekit.masks.mask import UnitMask, WeightMask
+from sparsekit.errors import DataError
 from sparsekit.state import StateDict
 from sparsekit.units.graph import UnitGraph
 from sparsekit_fl.client import Capability
-from sparsekit_fl.packing import Spec, pack, packed_bytes, spec_of, unpack
+from sparsekit_fl.packing import Spec, pack, pack_mask, packed_bytes, spec_of, unpack, unpack_mask
 from sparsekit_fl.sparse import Kept, Mask, mask_state
 
 __all__ = [
@@ -153,43 +151,6 @@ class Evaluation:
             if fields.get(name) is not None:
                 fields[name] = {metric: (float(s), float(w)) for metric, (s, w) in fields[name].items()}
         return Evaluation(**fields)
-
-
-def pack_mask(mask: Mask | None) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
-    """A mask as bits: the tensor to send (uint8, each entry padded to whole bytes) and its description."""
-    if mask is None:
-        return {}, None
-    bits = [np.packbits(keep.cpu().reshape(-1).numpy()) for keep in mask.values()]
-    tensor = torch.from_numpy(np.concatenate(bits) if bits else np.zeros(0, dtype=np.uint8))
-    kind = "unit" if isinstance(mask, UnitMask) else "weight"
-    return {"mask": tensor}, {"kind": kind, "shapes": [[name, list(keep.shape)] for name, keep in mask.items()]}
-
-
-def unpack_mask(tensors: Mapping[str, Tensor], description: Mapping[str, Any] | None) -> Mask | None:
-    """The inverse of `pack_mask`.
-
-    Raises:
-        DataError: bits and description disagree.
-    """
-    if description is None:
-        return None
-    try:
-        bits, entries, offset = tensors["mask"], {}, 0
-        for name, shape in description["shapes"]:
-            if any(not isinstance(size, int) or size < 0 for size in shape):
-                raise ValueError(f"shape {shape!r}")
-            count = math.prod(shape)
-            piece = bits[offset : offset + (count + 7) // 8].numpy()
-            if 8 * len(piece) < count or bits.dtype != torch.uint8:
-                raise ValueError(f"too few bits for {name!r}")
-            entries[name] = torch.from_numpy(np.unpackbits(piece, count=count).astype(bool)).reshape(shape)
-            offset += (count + 7) // 8
-        if offset != bits.numel():
-            raise ValueError("bits left over")
-        kinds: dict[str, type[UnitMask] | type[WeightMask]] = {"unit": UnitMask, "weight": WeightMask}
-        return kinds[description["kind"]](entries)
-    except (KeyError, TypeError, ValueError, InvalidValueError) as error:
-        raise DataError(f"the message holds a malformed mask: {error}") from error
 
 
 def _prefixed(prefix: str, tensors: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import re
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from sparsekit.errors import InvalidValueError
+from sparsekit_fl.config import RunConfig
 from sparsekit_fl.policies.aggregate import AggregatePolicy, WeightedMean
 from sparsekit_fl.policies.local import LocalPolicy, Sgd
 from sparsekit_fl.policies.mask import Dense, MaskPolicy
@@ -43,6 +44,10 @@ class Method:
         share: Which entries travel.
         aggregate: How the server combines updates.
         personal: Which model a client deploys.
+        note: What a reader of its numbers must know, one sentence; tables print it as a footnote. For example that masks
+            of single weights save bytes and not time. It is prose: `describe` leaves it out.
+        capability: Draw the clients' levels once or every round, whatever the run says, for experiments whose point this
+            is; None leaves it to the run.
 
     Source: the defaults are McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized
         Data", AISTATS 2017.
@@ -57,6 +62,8 @@ class Method:
     share: SharePolicy = field(default_factory=Everything)
     aggregate: AggregatePolicy = field(default_factory=WeightedMean)
     personal: PersonalPolicy = field(default_factory=GlobalModel)
+    note: str = ""
+    capability: Literal["fixed", "dynamic"] | None = None
 
     def __post_init__(self) -> None:
         for kind, base in _KINDS.items():
@@ -66,10 +73,21 @@ class Method:
                     f"{kind} of method {self.name!r} must be a {base.__name__}, got {policy!r};"
                     f" inherit sparsekit_fl.policies.{base.__name__}, and pass an instance, not the class"
                 )
+        if self.capability not in (None, "fixed", "dynamic"):
+            raise InvalidValueError(
+                f"capability of method {self.name!r} must be None, 'fixed' or 'dynamic', got {self.capability!r};"
+                " None leaves it to RunConfig.capability"
+            )
+
+    def configure(self, config: RunConfig) -> RunConfig:
+        """The options of a run as this method leaves them."""
+        return config if self.capability is None else dataclasses.replace(config, capability=self.capability)
 
     def describe(self) -> dict[str, str]:
         """Every policy and its options as text: equal for equal methods, in any process."""
-        return {"name": self.name, "source": self.source} | {kind: _text(getattr(self, kind)) for kind in _KINDS}
+        described = {"name": self.name, "source": self.source} | {kind: _text(getattr(self, kind)) for kind in _KINDS}
+        # Only where a method decides it, so that a report can tell its choice from an option of the run.
+        return described if self.capability is None else {**described, "capability": self.capability}
 
 
 def _text(value: Any) -> str:

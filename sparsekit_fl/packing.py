@@ -11,14 +11,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor
 
-from sparsekit.errors import DataError
+from sparsekit.errors import DataError, InvalidValueError
+from sparsekit.masks.mask import UnitMask, WeightMask
+from sparsekit_fl.sparse import Mask
 
-__all__ = ["Spec", "pack", "packed_bytes", "plain_bytes", "spec_of", "unpack"]
+__all__ = ["Spec", "pack", "pack_mask", "packed_bytes", "plain_bytes", "spec_of", "unpack", "unpack_mask"]
 
 Spec = tuple[torch.dtype, tuple[int, ...]]
 """Dtype and shape: all that the size of a packed tensor depends on."""
@@ -104,3 +107,76 @@ def unpack(payload: bytes) -> tuple[dict[str, Tensor], dict[str, Any]]:
     if not isinstance(meta, dict):
         raise DataError(f"the metadata of a packed message must be an object, got {type(meta).__name__}")
     return tensors, meta
+
+
+def pack_mask(mask: Mask | None) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
+    """A mask as bytes: the tensor to send (uint8) and its description.
+
+    An entry takes one bit per position, padded to whole bytes. Of a weight mask, an entry that is kept or dropped whole takes
+    nothing, and one of which few positions are kept, or few dropped, takes their positions, four bytes each.
+    """
+    if mask is None:
+        return {}, None
+    kind = "unit" if isinstance(mask, UnitMask) else "weight"
+    pieces, shapes = [], []
+    for name, keep in mask.items():
+        form, piece = _pack_entry(keep.cpu().reshape(-1).numpy(), bits_only=kind == "unit")
+        pieces.append(piece)
+        shapes.append([name, list(keep.shape), *([] if form == "bits" else [form])])
+    tensor = torch.from_numpy(np.concatenate(pieces) if pieces else np.zeros(0, dtype=np.uint8))
+    return {"mask": tensor}, {"kind": kind, "shapes": shapes}
+
+
+def _pack_entry(keep: npt.NDArray[np.bool_], *, bits_only: bool) -> tuple[str, npt.NDArray[np.uint8]]:
+    kept = int(np.count_nonzero(keep))
+    if not bits_only:
+        for form, count in (("kept", kept), ("dropped", keep.size - kept)):
+            if 4 * count < (keep.size + 7) // 8:
+                places = np.flatnonzero(keep if form == "kept" else ~keep).astype("<u4")
+                return f"{form} {count}", places.view(np.uint8)
+    return "bits", np.packbits(keep)
+
+
+def _unpack_entry(form: str, count: int, bits: npt.NDArray[np.uint8]) -> tuple[npt.NDArray[np.bool_], int]:
+    """The entry at the beginning of `bits`, and how many bytes it takes."""
+    if form == "bits":
+        size = (count + 7) // 8
+        if len(bits) < size:
+            raise ValueError("too few bits")
+        return np.unpackbits(bits[:size], count=count).astype(bool), size
+    kind, number = form.split(" ")
+    size = 4 * int(number)
+    if kind not in ("kept", "dropped") or size < 0 or len(bits) < size:
+        raise ValueError(f"form {form!r}")
+    places = np.frombuffer(bits[:size].tobytes(), dtype="<u4")
+    if len(places) and (int(places[-1]) >= count or bool((np.diff(places.astype(np.int64)) <= 0).any())):
+        raise ValueError("positions out of order")
+    keep = np.full(count, kind == "dropped")
+    keep[places] = kind == "kept"
+    return keep, size
+
+
+def unpack_mask(tensors: Mapping[str, Tensor], description: Mapping[str, Any] | None) -> Mask | None:
+    """The inverse of `pack_mask`.
+
+    Raises:
+        DataError: bits and description disagree.
+    """
+    if description is None:
+        return None
+    try:
+        if tensors["mask"].dtype != torch.uint8:
+            raise ValueError(f"bits of dtype {tensors['mask'].dtype}")
+        bits, entries, offset = tensors["mask"].numpy(), {}, 0
+        for name, shape, *form in description["shapes"]:
+            if any(not isinstance(size, int) or size < 0 for size in shape):
+                raise ValueError(f"shape {shape!r}")
+            keep, size = _unpack_entry(form[0] if form else "bits", math.prod(shape), bits[offset:])
+            entries[name] = torch.from_numpy(keep).reshape(shape)
+            offset += size
+        if offset != bits.size:
+            raise ValueError("bits left over")
+        kinds: dict[str, type[UnitMask] | type[WeightMask]] = {"unit": UnitMask, "weight": WeightMask}
+        return kinds[description["kind"]](entries)
+    except (KeyError, TypeError, ValueError, InvalidValueError, AttributeError) as error:
+        raise DataError(f"the message holds a malformed mask: {error}") from error

@@ -20,6 +20,7 @@ from sparsekit_fl.metrics import TokenAccuracy, accuracy
 from sparsekit_fl.models import models
 from sparsekit_fl.models.base import ModelSpec, factory_spec
 from sparsekit_fl.partition import partitions
+from sparsekit_fl.partition.pathological import lacking
 from sparsekit_fl.problem import Problem, check_fit
 
 __all__ = ["DEFAULT", "PRESETS", "Preset", "build_problem", "preset_for"]
@@ -186,6 +187,7 @@ def build_problem(
     clients: int | None = None,
     partition: str | None = None,
     options: Mapping[str, object] | None = None,
+    lack_classes: int | None = None,
     data_dir: Path | str | None = None,
     seed: int = 0,
 ) -> tuple[Problem, list[Client]]:
@@ -197,6 +199,8 @@ def build_problem(
         clients: Another number of clients; if the data have too few shards for them, the shards shrink, with a warning.
         partition: Another partition; the preset's options are then not used.
         options: Keywords for the partition, over those of the preset.
+        lack_classes: How many of the classes each client lacks, for the pathological partition; see
+            `partition.pathological.lacking`.
         data_dir: Where the data are; None fetches what can be fetched.
         seed: Of the run; the partition draws from its `Streams(seed).data()`.
 
@@ -212,6 +216,7 @@ def build_problem(
     found = _load(preset.dataset, root, seed)
     if not isinstance(found, DataSource):
         changed = {"model": model, "clients": clients, "partition": partition, "options": options}
+        changed["lack_classes"] = lack_classes
         given = [name for name, value in changed.items() if value is not None]
         if given:
             raise InvalidValueError(
@@ -228,6 +233,16 @@ def build_problem(
     else:
         source = found.with_transform(TokenTransform())
     deal_name, keywords = _deal(preset, source, clients, partition, options)
+    if lack_classes is not None:
+        if deal_name != "pathological":
+            raise InvalidValueError(
+                f"lack_classes belongs to the partition 'pathological', got {deal_name!r}; leave one of the two out"
+            )
+        if options and not {"classes_per_client", "images_per_class"}.isdisjoint(options):
+            raise InvalidValueError(
+                f"lack_classes decides how many classes a client has, so {', '.join(sorted(options))} cannot be given too"
+            )
+        keywords.update(lacking(lack_classes, found.classes, keywords))
     deal = partitions[deal_name]
     known = {name for name in inspect.signature(deal).parameters if name not in ("source", "clients", "rng")}
     for name in keywords:

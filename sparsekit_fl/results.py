@@ -122,6 +122,7 @@ class RoundRecord:
         cost: Of the run so far.
         seconds: Simulated, of this round.
         evaluation: Means over all clients, where this round was evaluated.
+        notes: What else a reader should know, such as a client whose memory was lost.
     """
 
     round: int
@@ -133,6 +134,7 @@ class RoundRecord:
     cost: WorkCost
     seconds: float
     evaluation: RoundScores | None = None
+    notes: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values: a line of `rounds.jsonl`."""
@@ -146,6 +148,7 @@ class RoundRecord:
             "cost": _cost_dict(self.cost),
             "seconds": self.seconds,
             "evaluation": None if self.evaluation is None else self.evaluation.to_dict(),
+            **({"notes": list(self.notes)} if self.notes else {}),
         }
 
     @staticmethod
@@ -161,6 +164,7 @@ class RoundRecord:
             cost=_cost_from(raw["cost"]),
             seconds=raw["seconds"],
             evaluation=None if raw["evaluation"] is None else RoundScores.from_dict(raw["evaluation"]),
+            notes=tuple(raw.get("notes", ())),
         )
 
 
@@ -221,6 +225,7 @@ class RunResult:
         environment: Versions, threads, workers, device.
         experiment: What the caller said about the run, such as data set and model.
         state: The final global state; not part of the file.
+        note: Of the method, for tables.
     """
 
     method: Mapping[str, str]
@@ -231,12 +236,14 @@ class RunResult:
     environment: Mapping[str, Any]
     experiment: Mapping[str, Any] = field(default_factory=dict)
     state: StateDict = field(default_factory=dict, repr=False)
+    note: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values: the content of `result.json`."""
         raw = {
             "method": self.method["name"],
             "policies": dict(self.method),
+            **({"note": self.note} if self.note else {}),
             "config": {**self.config.to_dict(), "experiment": dict(self.experiment)},
             "seed": self.config.seed,
             "final": self.final.to_dict(),

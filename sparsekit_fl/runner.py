@@ -182,7 +182,9 @@ class _Loop:
         due = round % self.setup.config.eval_every == 0 or round == self.setup.config.rounds
         evaluations = self._evaluate(pool, round) if due else None
         cost = round_cost(
-            [reply.update.cost for reply in replies if reply.update is not None], wall_seconds=time.perf_counter() - began
+            [reply.update.cost for reply in replies if reply.update is not None],
+            wall_seconds=time.perf_counter() - began,
+            seconds=absorbed.seconds,
         )
         record = RoundRecord(
             round=round,
@@ -194,6 +196,7 @@ class _Loop:
             cost=self._cost + cost,
             seconds=cost.seconds,
             evaluation=None if evaluations is None else RoundScores.of(evaluations),
+            notes=tuple(reply.note for reply in replies if reply.note),
         )
         self._records.append(record)
         if self._folder is not None:
@@ -248,6 +251,7 @@ class _Loop:
             environment=describe_environment(workers=pool.workers, device=setup.config.device),
             experiment=self._experiment,
             state=state,
+            note=setup.method.note,
         )
         if self._folder is not None and self._export is not None:
             meta = {"method": setup.method.name, "round": self.server.state.round}

@@ -43,10 +43,12 @@ class Absorbed:
     Args:
         updates: The valid ones, in assignment order.
         refused: Client id and reason of the others.
+        seconds: Simulated length of the round, where the method does not wait for the slowest client.
     """
 
     updates: tuple[Update, ...]
     refused: tuple[tuple[int, UpdateError], ...]
+    seconds: float | None = None
 
 
 def check_update(update: Update, assignment: Assignment, ctx: ServerContext) -> None:
@@ -126,6 +128,7 @@ class Server:
             memory=self.state.memory,
             graph=self.setup.graph,
             state=self.shared(),
+            costs=self.setup.costs,
         )
 
     def assign(self, round: int) -> list[Assignment]:
@@ -190,14 +193,15 @@ class Server:
                 continue
             seen.add(update.client_id)
             valid.append(update)
+        seconds = None
         if valid:
             self._aggregate(ctx, valid)
-            for update in valid:
-                method.ratio.observe(ctx.scoped("ratio"), update)
+            seconds = method.sampling.seconds(ctx.scoped("sampling"))
+            method.ratio.observe_all(ctx.scoped("ratio"), valid)
             method.mask.observe(ctx.scoped("mask"), valid)
             method.sampling.observe(ctx.scoped("sampling"), valid)
             self.state.round = ctx.round
-        return Absorbed(tuple(valid), tuple(refused))
+        return Absorbed(tuple(valid), tuple(refused), seconds)
 
     def _aggregate(self, ctx: ServerContext, valid: list[Update]) -> None:
         method = self.setup.method

@@ -30,7 +30,7 @@ class Kept:
     """The entries that a mask keeps, for every key of a model's state.
 
     A unit mask keeps a narrow tensor (the shape that the compact model has), a weight mask a 1-D tensor of the kept
-    entries in row-major order, no mask everything; keys that the mask does not touch are kept whole.
+    entries in row-major order, no mask everything; keys of which the mask drops nothing are kept whole, in their own shape.
 
     Args:
         graph: The units and shapes of the model.
@@ -49,7 +49,9 @@ class Kept:
                 if narrow:
                     self._axes[name] = narrow
         elif mask is not None:
-            self._flat = {name: keep.cpu().reshape(-1).nonzero().reshape(-1) for name, keep in mask.items()}
+            # Likewise an entry of which nothing is dropped.
+            partial = {name: keep.cpu().reshape(-1) for name, keep in mask.items() if not bool(keep.all())}
+            self._flat = {name: keep.nonzero().reshape(-1) for name, keep in partial.items()}
 
     def is_whole(self, name: str) -> bool:
         """True where every entry of `name` is kept and its shape is the model's."""

@@ -7,12 +7,13 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from sparsekit.errors import DataError
 from sparsekit_fl.errors import MemoryStateError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["flatten", "sync_folder", "unflatten", "write_atomically"]
 
@@ -60,6 +61,9 @@ def flatten(memory: Mapping[str, Any]) -> tuple[dict[str, Tensor], Any]:
     Raises:
         MemoryStateError: something that is no tensor, number, string, None, list or string-keyed dict of these.
     """
+    # Imported here, since reports write files too and need no torch.
+    from torch import Tensor
+
     tensors: dict[str, Tensor] = {}
 
     def walk(value: Any, path: str) -> Any:

@@ -5,16 +5,80 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Protocol
 
 from sparsekit.errors import DataError
 from sparsekit_fl.context import Memory
 from sparsekit_fl.packing import pack, unpack
 from sparsekit_fl.storage import flatten, sync_folder, unflatten, write_atomically
 
-__all__ = ["ClientStore", "Versions"]
+__all__ = ["CarriedMemory", "ClientStore", "MemoryStore", "Versions"]
 
 Versions = Mapping[int, int]
 """Client id → round in which its newest memory was written; clients without memory are absent."""
+
+
+class MemoryStore(Protocol):
+    """Where whoever trains a client finds its memory, and leaves it."""
+
+    def read(self, client_id: int, round: int | None) -> Memory:
+        """The memory of a client as written in `round`; empty for None."""
+        ...
+
+    def write(self, client_id: int, round: int, memory: Memory) -> bool:
+        """Write a memory; returns False, and writes nothing, where it is empty."""
+        ...
+
+
+def _encode(client_id: int, round: int, memory: Memory) -> bytes:
+    tensors, skeleton = flatten(memory)
+    return pack(tensors, {"client": client_id, "round": round, "memory": skeleton})
+
+
+def _decode(payload: bytes) -> Memory:
+    tensors, meta = unpack(payload)
+    try:
+        memory = unflatten(tensors, meta["memory"])
+    except KeyError as error:
+        raise DataError(f"no memory of a client: {error} is missing") from error
+    if not isinstance(memory, dict):
+        raise DataError("no memory of a client: it must be a dict")
+    return memory
+
+
+class CarriedMemory:
+    """The memory of one client that came with its message and goes back with the reply.
+
+    Args:
+        payload: As it came; empty for none.
+    """
+
+    def __init__(self, payload: bytes = b"") -> None:
+        self._payload = payload
+        self.written = b""
+
+    def read(self, client_id: int, round: int | None) -> Memory:
+        """What came.
+
+        Raises:
+            DataError: it is damaged, or none came although there is one.
+        """
+        if round is None:
+            return {}
+        if not self._payload:
+            raise DataError(f"the memory of client {client_id} of round {round} did not come with its message")
+        return _decode(self._payload)
+
+    def write(self, client_id: int, round: int, memory: Memory) -> bool:
+        """Keep it for the reply, as `written`.
+
+        Raises:
+            MemoryStateError: it holds something that cannot be saved.
+        """
+        if not any(memory.values()):
+            return False
+        self.written = _encode(client_id, round, memory)
+        return True
 
 
 class ClientStore:
@@ -45,12 +109,9 @@ class ClientStore:
             return {}
         path = self._path(client_id, round)
         try:
-            tensors, meta = unpack(path.read_bytes())
+            return _decode(path.read_bytes())
         except (OSError, DataError) as error:
             raise DataError(f"the memory of client {client_id} of round {round} cannot be read from {path}: {error}") from error
-        memory = unflatten(tensors, meta["memory"])
-        assert isinstance(memory, dict)
-        return memory
 
     def write(self, client_id: int, round: int, memory: Memory) -> bool:
         """Write a memory; returns False, and writes nothing, where it is empty.
@@ -60,10 +121,21 @@ class ClientStore:
         """
         if not any(memory.values()):
             return False
-        tensors, skeleton = flatten(memory)
-        payload = pack(tensors, {"client": client_id, "round": round, "memory": skeleton})
-        write_atomically(self._path(client_id, round), payload, durable=self._durable, sync=False)
+        self.save(client_id, round, _encode(client_id, round, memory))
         return True
+
+    def has(self, client_id: int, round: int) -> bool:
+        """Whether the memory of that round is here."""
+        return self._path(client_id, round).exists()
+
+    def load(self, client_id: int, round: int | None) -> bytes:
+        """A memory as bytes, for `CarriedMemory`; empty where there is none."""
+        path = None if round is None else self._path(client_id, round)
+        return path.read_bytes() if path is not None and path.exists() else b""
+
+    def save(self, client_id: int, round: int, payload: bytes) -> None:
+        """Write what `CarriedMemory` brought."""
+        write_atomically(self._path(client_id, round), payload, durable=self._durable, sync=False)
 
     def sync(self) -> None:
         """Wait until the names of the files are on the disk, where files must be durable; before a checkpoint names them."""

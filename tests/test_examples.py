@@ -7,8 +7,14 @@ import re
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
+import torch
+from torch import nn
+
+from sparsekit.testing.rules import RuleContract
+from sparsekit.units.rules import LayerRule
 
 FOLDER = Path(__file__).parent.parent / "examples"
 
@@ -24,7 +30,8 @@ def _load(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def test_every_example_is_tested_here() -> None:
-    assert {path.stem for path in FOLDER.glob("*.py")} == {"new_method", "own_data", "tune_lr", "wrap_module"}
+    tested = {"layer_rule", "new_method", "own_data", "tune_database", "tune_drifting", "tune_lr", "wrap_module"}
+    assert {path.stem for path in FOLDER.glob("*.py")} == tested
 
 
 def test_wrap_module(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -68,3 +75,59 @@ def test_tune_lr(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
     found = re.search(r"([\d.]+)% +<- P-UCBV", out)
     assert found is not None
     assert float(found.group(1)) > 85
+
+
+def test_tune_database(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    _load("tune_database", monkeypatch).main()
+    out = capsys.readouterr().out
+    latencies = {int(size): float(ms) for size, ms in re.findall(r"(\d+) connections +([\d.]+) ms", out)}
+    tuned = re.search(r"(\d+) connections +([\d.]+) ms +<- tuned", out)
+    assert tuned is not None
+    assert 40 <= int(tuned[1]) <= 120
+    assert float(tuned[2]) < 1.1 * min(latencies.values())
+
+
+def test_tune_drifting(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    _load("tune_drifting", monkeypatch).main()
+    out = capsys.readouterr().out
+    found = re.findall(r"^  (.+?) +before the change .* after it ([\d.]+)", out, re.M)
+    after = {name: float(lost) for name, lost in found}
+    assert after["split-ucbv, discount 0.98"] < 0.6 * after["split-ucbv, no discount"]
+    assert after["e-ucb, discount 0.99"] < 0.6 * after["e-ucb, no discount"]
+    assert after["split-ucbv, discount 0.98"] < 0.3 * after["p-ucbv"]
+
+
+def test_layer_rule(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    _load("layer_rule", monkeypatch).main()
+    out = capsys.readouterr().out
+    assert "without the rules: groups {}" in out
+    assert "with the rules: groups {'0': 32, '2': 24}" in out
+    assert "compact: 8 features in and 6 out" in out
+    gap = re.search(r"at most ([\d.e+-]+)", out)
+    assert gap is not None
+    assert float(gap.group(1)) < 1e-5
+
+
+class TestRulesOfTheExample(RuleContract):
+    """The contract of `sparsekit.testing`, on both rules of examples/layer_rule.py."""
+
+    @pytest.fixture(params=["GatedLinear", "TimeFilter"])
+    def layer(self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[ModuleType, str]:
+        return _load("layer_rule", monkeypatch), request.param
+
+    @pytest.fixture
+    def rule(self, layer: tuple[ModuleType, str]) -> LayerRule:
+        example, name = layer
+        found: LayerRule = example.RULES[getattr(example, name)]
+        return found
+
+    @pytest.fixture
+    def network(self, layer: tuple[ModuleType, str]) -> nn.Module:
+        example, name = layer
+        torch.manual_seed(0)
+        middle = example.GatedLinear(8, 6) if name == "GatedLinear" else example.TimeFilter(8)
+        return nn.Sequential(nn.Linear(3, 8), middle, nn.Linear(6 if name == "GatedLinear" else 8, 2))
+
+    @pytest.fixture
+    def inputs(self) -> tuple[Any, ...]:
+        return (torch.randn(2, 5, 3),)

@@ -37,7 +37,7 @@ def test_every_python_block_runs(block: int, tmp_path: Path, monkeypatch: pytest
     assert len(names) > 2
 
 
-@pytest.mark.parametrize("command", sorted(set(re.findall(r"^\| `sparsekit (\w+)", TEXT, re.M))))
+@pytest.mark.parametrize("command", sorted(set(re.findall(r"^\| `sparsekit ([\w-]+)", TEXT, re.M))))
 def test_every_command_of_the_table_exists(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert execute([command, "--help"]) == 0
     assert f"sparsekit {command}" in capsys.readouterr().out
@@ -45,7 +45,7 @@ def test_every_command_of_the_table_exists(command: str, capsys: pytest.CaptureF
 
 def test_every_command_is_in_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert execute(["--help"]) == 0
-    names = re.findall(r"^│ (\w+)  ", capsys.readouterr().out, re.M)
+    names = re.findall(r"^│ (\w[\w-]*)  ", capsys.readouterr().out, re.M)
     assert names
     assert all(f"`sparsekit {name}" in TEXT for name in names)
 

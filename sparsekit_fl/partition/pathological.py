@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 import numpy as np
 
@@ -12,7 +14,7 @@ from sparsekit_fl.client import ClientData
 from sparsekit_fl.datasets.base import DataSource
 from sparsekit_fl.partition.base import Indices, check_clients, hold_out, labelled_pools, rows_by_class
 
-__all__ = ["pathological"]
+__all__ = ["lacking", "pathological"]
 
 _log = logging.getLogger(__name__)
 
@@ -103,6 +105,36 @@ def pathological(
             "%s: %d classes have fewer than %d test examples; all of them are used", source.name, len(short), images_per_class
         )
     return hands
+
+
+def lacking(lack: int, classes: int, keywords: Mapping[str, Any]) -> dict[str, Any]:
+    """Keywords of the pathological partition under which every client lacks exactly `lack` of the classes.
+
+    A client keeps the number of examples that `keywords` give it, cut into more or fewer classes: the level changes what a
+    client sees and not how much, which the paper leaves open.
+
+    Args:
+        lack: Classes without an example, in [0, classes).
+        classes: How many there are.
+        keywords: Of the partition so far.
+
+    Raises:
+        InvalidValueError: `lack` is out of range.
+
+    Source: Xue et al., ICDE 2025 (arXiv 2412.07216), Effect of Heterogeneity (Q3): "each client lacks x classes".
+    """
+    if isinstance(lack, bool) or not isinstance(lack, int) or not 0 <= lack < classes:
+        raise InvalidValueError(
+            f"lack_classes must be an integer in [0, {classes - 1}], got {lack!r}; 0 gives every client all {classes} classes"
+        )
+    defaults = inspect.signature(pathological).parameters
+    per_client, images = (
+        int(keywords.get(name, defaults[name].default)) for name in ("classes_per_client", "images_per_class")
+    )
+    owned = classes - lack
+    # Two are needed, one to train and one to validate.
+    each = max(2, per_client * images // owned)
+    return {"classes_per_client": owned, "images_per_class": each, "distinct": True, "when_short": "shrink"}
 
 
 def _draw_classes(left: list[int], count: int, rng: np.random.Generator, *, distinct: bool) -> list[int]:

@@ -11,7 +11,7 @@ from sparsekit_fl.config import RunConfig, TrainingConfig
 from sparsekit_fl.data import TensorData
 from sparsekit_fl.problem import Problem
 
-__all__ = ["TinyNet", "tiny_clients", "tiny_config", "tiny_problem"]
+__all__ = ["TinyNet", "tiny_client", "tiny_clients", "tiny_config", "tiny_problem"]
 
 
 class TinyNet(nn.Module):
@@ -65,3 +65,9 @@ def tiny_config(*, rounds: int = 4, seed: int = 3) -> RunConfig:
         capability="dynamic",
         capability_levels=(1.0, 0.5, 0.25),
     )
+
+
+def tiny_client(id: int, folder: str | None = None) -> Client:
+    """One of `tiny_clients`, as a node of a deployment loads it; there are no files, so `folder` is not looked at."""
+    del folder
+    return tiny_clients()[id]

@@ -22,3 +22,7 @@ def test_a_round_takes_as_long_as_its_slowest_client():
 
 def test_a_round_without_work_costs_nothing():
     assert round_cost([], wall_seconds=0.0) == WorkCost()
+
+
+def test_a_round_may_end_before_its_slowest_client():
+    assert round_cost([WorkCost(seconds=5.0), WorkCost(seconds=2.0)], wall_seconds=1.0, seconds=2.5).seconds == 2.5

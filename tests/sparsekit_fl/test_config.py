@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from sparsekit.errors import InvalidValueError, UnknownNameError
-from sparsekit_fl.config import RunConfig, TrainingConfig
+from sparsekit_fl.client import CAPABILITY_LEVELS
+from sparsekit_fl.config import HETEROGENEITY, RunConfig, TrainingConfig
 
 FULL = RunConfig(
     rounds=7,
@@ -16,6 +17,11 @@ FULL = RunConfig(
     capability_levels=(1.0, 0.5),
     lr_decay=0.998,
 )
+
+
+def test_levels_of_heterogeneity_are_those_of_the_paper():
+    assert HETEROGENEITY == {"low": (1, 0.5), "median": (1, 0.5, 0.25), "high": (1, 0.5, 0.25, 0.125, 0.0625)}
+    assert HETEROGENEITY["high"] == CAPABILITY_LEVELS
 
 
 def test_plain_values_come_back_equal():

@@ -8,6 +8,8 @@ import sys
 from sparsekit import patterns
 from sparsekit_fl import policies
 from sparsekit_fl.method import Method
+from sparsekit_fl.runner import run
+from sparsekit_fl.testing.tiny import tiny_clients, tiny_config, tiny_problem
 
 
 class Plain(policies.LocalPolicy):
@@ -21,6 +23,21 @@ def test_a_description_names_every_option_and_no_address():
     assert described["aggregate"] == "WeightedMean(weighting='examples')"
     assert "0x" not in described["local"]
     assert described["name"] == "m"
+
+
+def test_a_note_is_for_readers_and_changes_no_description():
+    plain, noted = Method(name="m", source="s"), Method(name="m", source="s", note="It saves bytes.")
+    assert plain.note == ""
+    assert noted.describe() == plain.describe()
+    assert "capability" not in plain.describe()
+    assert Method(name="m", source="s", capability="fixed").describe()["capability"] == "fixed"
+
+
+def test_a_note_goes_into_the_result_and_an_empty_one_does_not():
+    for note in ("It saves bytes.", ""):
+        result = run(Method(name="m", source="s", note=note), tiny_problem(), tiny_clients(), tiny_config(rounds=1))
+        assert result.to_dict().get("note", "") == note
+        assert ("note" in result.to_dict()) == bool(note)
 
 
 def test_importing_the_package_needs_neither_flwr_nor_pyarrow_nor_pytest():

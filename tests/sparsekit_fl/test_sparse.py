@@ -72,3 +72,12 @@ def test_axes_that_are_not_neighbours_are_indexed_right():
     kept.add("w", kept.gather("w", dense), total)
     assert torch.equal(kept.gather("w", total), kept.gather("w", dense))
     assert total.sum() == kept.gather("w", dense).sum()
+
+
+def test_an_entry_of_which_nothing_is_dropped_keeps_its_shape(convolutions):
+    graph, state, _ = convolutions
+    mask = WeightMask({"0.weight": torch.ones(4, 2, 3, 3, dtype=torch.bool), "5.bias": torch.zeros(5, dtype=torch.bool)})
+    kept = Kept(graph, mask)
+    assert kept.is_whole("0.weight")
+    assert kept.gather("0.weight", state["0.weight"]) is state["0.weight"]
+    assert kept.shape("5.bias") == (0,)

@@ -8,7 +8,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from sparsekit import UnitGraph, UnitMask, compact, select, trace_units
 from sparsekit.cost import trace_cost
+from sparsekit.masks.weight_mask import largest_weights
 from sparsekit.patterns import Ordered, PatternView, Random
+from sparsekit.units.layers import layer_weights, trace_layers
 from sparsekit_fl.models import models
 from sparsekit_fl.models.base import InputShape
 from sparsekit_fl.presets import PRESETS
@@ -78,3 +80,36 @@ def test_a_mask_of_everything_costs_what_no_mask_costs() -> None:
     _, graph, costs, _, _ = costed("mnist")
     assert isinstance(graph, UnitGraph)
     assert costs.cost(UnitMask.full(graph)) == costs.cost(None)
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "compacted"),
+    [
+        ("cifar10", (1, 0.5003, 0.2504, 0.1255, 0.0630), (1, 0.2529, 0.0647, 0.0169, 0.0046)),
+        ("cifar100", (1, 0.5004, 0.2506, 0.1257, 0.0632), (1, 0.2520, 0.0640, 0.0165, 0.0044)),
+    ],
+)
+def test_a_width_costs_its_share_by_rows_and_its_square_when_compact(name, rows, compacted) -> None:
+    """Of every method that trains as many units as a client's capability says: eFD, HeteroFL, FedRolex, RCR."""
+    _, graph, costs, _, _ = costed(name)
+    masks = [select(Ordered(), graph, level, PatternView()) for level in (1, 1 / 2, 1 / 4, 1 / 8, 1 / 16)]
+    assert [costs.rowmask_flops(mask) / costs.rowmask_flops() for mask in masks] == pytest.approx(rows, abs=5e-5)
+    assert [costs.forward_flops(mask) / costs.forward_flops() for mask in masks] == pytest.approx(compacted, abs=5e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "flops"),
+    [
+        ("mnist", 1_419_552_000_000),
+        ("cifar10", 417_025_427_832_000),
+        ("cifar100", 2_493_686_119_104_000),
+        pytest.param("tiny-imagenet", 13_686_185.1e9, marks=pytest.mark.slow),
+    ],
+)
+def test_one_dense_round_and_half_of_the_weights_in_the_others_cost_what_the_table_says_of_cs(name, flops) -> None:
+    passes, graph, costs, model, x = costed(name)
+    names = layer_weights(trace_layers(model, x), graph.shapes)
+    mask = largest_weights(model.state_dict(), names, 0.5)
+    rounds = PRESETS[name].rounds
+    counted = 3 * passes // rounds * (costs.rowmask_flops() + (rounds - 1) * costs.rowmask_flops(mask))
+    assert counted == flops if isinstance(flops, int) else counted == pytest.approx(flops, rel=1e-8)

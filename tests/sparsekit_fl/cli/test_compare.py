@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import csv
 import json
+import signal
 import statistics
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -67,3 +71,195 @@ def test_one_seed_without_a_folder(capsys: pytest.CaptureFixture[str]) -> None:
 def test_bad_input_is_one_sentence_and_code_2(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert execute(arguments) == 2
     assert says in " ".join(capsys.readouterr().err.replace("│", " ").split())
+
+
+METHODS = """
+import os, signal
+from dataclasses import dataclass
+from sparsekit_fl import LocalPolicy, Method
+
+@dataclass(frozen=True)
+class Broken(LocalPolicy):
+    broken: bool = True
+
+    def train(self, ctx, start, mask, ratio):
+        if os.path.exists("mended"):
+            return super().train(ctx, start, mask, ratio)
+        if ctx.round < int(os.environ.get("BREAKS_IN", 1)):
+            return super().train(ctx, start, mask, ratio)
+        raise RuntimeError("no such luck")
+
+@dataclass(frozen=True)
+class Killed(LocalPolicy):
+    def train(self, ctx, start, mask, ratio):
+        if ctx.round == 2 and not os.path.exists("mended"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().train(ctx, start, mask, ratio)
+
+def broken():
+    return Method(name="broken", source="me", local=Broken(), note="It breaks.")
+
+def killed():
+    return Method(name="killed", source="me", local=Killed())
+"""
+
+
+@pytest.fixture
+def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    name = f"methods_{abs(hash(str(tmp_path)))}"
+    (tmp_path / f"{name}.py").write_text(METHODS)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    return name
+
+
+def test_a_failed_cell_is_recorded_loses_no_other_and_is_tried_again(
+    mine: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["compare", f"{mine}:broken", "fedavg", "--seeds", "1", *TINY, "--out", str(tmp_path / "out")]
+    assert execute(command) == 2
+    captured = capsys.readouterr()
+    assert "failed: broken, seed 0: client" in captured.out
+    assert "RuntimeError: no such luck" in captured.out
+    assert "1/2 broken, seed 0: failed" in captured.err
+    assert "2/2 fedavg, seed 0: finished" in captured.err
+    recorded = json.loads((tmp_path / "out/broken-seed0/cell.json").read_text())
+    assert "no such luck" in recorded["error"]
+    assert recorded["config"]["rounds"] == 2
+    assert "no such luck" in (tmp_path / "out/report.html").read_text()
+
+    # The text of the policy is unchanged, so the cell goes on under the same settings.
+    (tmp_path / "mended").touch()
+    assert execute(command) == 0
+    captured = capsys.readouterr()
+    assert "1/2 broken, seed 0: finished, accuracy" in captured.err
+    assert "2/2 fedavg, seed 0: finished before" in captured.err
+    assert "broken ¹" in captured.out
+    assert "¹ It breaks." in captured.out
+    assert not (tmp_path / "out/broken-seed0/cell.json").exists()
+
+
+def test_several_at_a_time_give_the_same_numbers_and_survive_a_killed_process(
+    mine: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    methods = ["fedavg", f"{mine}:killed", "local"]
+    command = ["compare", *methods, "--seeds", "1", *TINY, "--jobs", "2", "--out", str(tmp_path / "out")]
+    assert execute([*command, "--json"]) == 2
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    at_once = json.loads(captured.out)
+    assert at_once["methods"] == ["fedavg", "killed", "local"]
+    (failed,) = at_once["failed"]
+    assert failed["method"] == "killed"
+    assert "was killed (exit code -9)" in failed["error"]
+
+    assert execute(["compare", "fedavg", "local", "--seeds", "1", *TINY, "--json"]) == 0
+    alone = json.loads(capsys.readouterr().out)
+    for cells in (at_once["cells"], alone["cells"]):
+        for cell in cells:
+            assert cell.pop("wall_seconds") > 0
+    assert at_once["cells"] == alone["cells"]
+
+    # Its first round was saved, so only the second is run.
+    (tmp_path / "mended").touch()
+    assert execute(command) == 0
+    assert "failed" not in capsys.readouterr().out
+    rounds = (tmp_path / "out/killed-seed0/rounds.jsonl").read_text().splitlines()
+    assert [json.loads(line)["round"] for line in rounds] == [1, 2]
+
+
+def test_a_half_finished_cell_of_other_settings_is_refused_before_it_runs(
+    mine: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ["compare", f"{mine}:broken", "--seeds", "1", *TINY, "--out", str(tmp_path / "out")]
+    assert execute(command) == 2
+    capsys.readouterr()
+    monkeypatch.setenv("BREAKS_IN", "2")
+    assert execute([*command, "--lr", "0.01"]) == 2, "no round was finished, so nothing is lost"
+    assert "no such luck" in capsys.readouterr().out
+    assert execute(command) == 2
+    assert "broken, seed 0 with other settings (config.training.lr: was 0.01, now 0.1)" in capsys.readouterr().err
+
+
+def test_levels_of_devices_and_data_are_an_axis(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    command = ["compare", "fedavg", "local", "--seeds", "1", *TINY, "--heterogeneity", "low,high", "--out", str(out)]
+    assert execute([*command, "--lack-classes", "8", "--lack-classes", "4"]) == 0
+    text = capsys.readouterr().out
+    assert "fedavg, heterogeneity low, lacks 4" in text
+    assert (out / "fedavg-low-lack8-seed0/result.json").exists()
+    report = json.loads((out / "compare.json").read_text())
+    assert [(cell["method"], cell["heterogeneity"], cell["lack_classes"]) for cell in report["cells"]] == [
+        (method, level, lack) for level in ("low", "high") for lack in (4, 8) for method in ("fedavg", "local")
+    ]
+    figures = {path.name for path in (out / "figures").iterdir()}
+    assert {"accuracy-heterogeneity-lacks-4.png", "accuracy-classes-low.svg", "time-heterogeneity-lacks-8.png"} <= figures
+
+
+def test_all_stands_for_every_registered_method(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    from sparsekit_fl.cli.compare import _distinct
+    from sparsekit_fl.methods import registry
+
+    made = _distinct(["local", "all"])
+    assert set(made) == set(registry)
+    assert list(made)[:2] == ["local", "fedavg"], "named ones first, then as published"
+    assert list(made).index("fedlps") < list(made).index("flst")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--target", "90"], "must be an accuracy in (0, 1]"),
+        (["--jobs", "0"], "--jobs must be an integer >= 1"),
+        (["--heterogeneity", "low,much"], "--heterogeneity must be one of low, median, high, got 'much'"),
+        (["--heterogeneity", "low,low"], "--heterogeneity has a value twice"),
+        (["--lack-classes", "2,x"], "--lack-classes takes whole numbers"),
+        (["--lack-classes", "10"], "lack_classes must be an integer in [0, 9]"),
+        (
+            ["--lack-classes", "2", "--alpha", "1", "--partition", "dirichlet"],
+            "--lack-classes belongs to --partition pathological",
+        ),
+    ],
+)
+def test_bad_levels_are_one_sentence_and_code_2(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert execute(["compare", "fedavg", *TINY, *arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert says in " ".join(captured.err.replace("│", " ").split())
+
+
+def test_clients_are_scored_ten_times_unless_said_otherwise(capsys: pytest.CaptureFixture[str]) -> None:
+    from sparsekit_fl.cli.compare import _grid
+    from sparsekit_fl.cli.options import RunOptions
+
+    def every(**given: int | str) -> int | None:
+        return _grid(RunOptions(**given), 1, None, None, 1)[0].eval_every  # type: ignore[arg-type]
+
+    assert every() == 6, "of the 60 rounds of the quick preset"
+    assert every(rounds=3) == 1
+    assert every(preset="mnist") == 10
+    assert every(rounds=500) == 10
+    assert every(rounds=500, eval_every=50) == 50
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_ctrl_c_keeps_what_is_done_and_says_how_to_go_on(jobs: int, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", "from sparsekit.cli import main; main()", "compare", "fedavg", "local", "--seeds", "1"]
+    command += ["--rounds", "400", "--clients", "4", "--cohort", "2", "--local-epochs", "1", "--workers", "1"]
+    command += ["--jobs", str(jobs), "--out", str(tmp_path)]
+    # A shell that starts something in the background may have told it to ignore Ctrl-C.
+    process = subprocess.Popen(
+        command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )  # fmt: skip
+    deadline = time.monotonic() + 90
+    while not list(tmp_path.glob("fedavg-seed0/checkpoint.safetensors")) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    # To this process alone: it has to tell its children.
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=90)
+    assert process.returncode == 130, err
+    assert out == ""
+    assert "the same command line goes on" in err
+    assert "Traceback" not in err
+    assert (tmp_path / "fedavg-seed0/rounds.jsonl").read_text().count("\n") >= 1

@@ -1,15 +1,19 @@
-"""LiveProgress: draws on a terminal, and nothing anywhere else."""
+"""LiveProgress and CellsProgress: draw on a terminal, and no bars anywhere else."""
 
 from __future__ import annotations
 
 import io
+import itertools
+import json
 
 import pytest
 from rich.console import Console
+from saved_results import result
 
-from sparsekit_fl.cli.progress import LiveProgress
+from sparsekit_fl.cli.progress import CellsProgress, Events, LiveProgress
 from sparsekit_fl.config import RunConfig
 from sparsekit_fl.messages import WorkCost
+from sparsekit_fl.report.cells import Cell
 from sparsekit_fl.results import RoundRecord, RoundScores, RunStart
 
 
@@ -40,4 +44,54 @@ def test_it_shows_round_accuracy_cost_and_time_left() -> None:
 def test_it_is_silent_where_nobody_looks_or_when_told(terminal: bool, quiet: bool) -> None:
     text = io.StringIO()
     _watch(Console(file=text, force_terminal=terminal, width=160), quiet=quiet)
+    assert text.getvalue() == ""
+
+
+def _cells(console: Console, *, quiet: bool = False) -> None:
+    config = RunConfig(rounds=2, clients_per_round=2)
+    scores = RoundScores(personal={"accuracy": 0.984}, validation={})
+    with CellsProgress(3, quiet=quiet, console=console) as board:
+        board.end("fedavg, seed 0", Cell.of(result("fedavg", accuracies={100: 0.75})), ran=False)
+        board.begin("fedlps, seed 0")
+        # As it comes through a pipe.
+        events = Events(lambda event: board.event("fedlps, seed 0", json.loads(json.dumps(event))))
+        events.on_start(RunStart(method="fedlps", config=config, clients=2, round=0, cost=WorkCost()))
+        events.on_client(1, 0, None)
+        events.on_client(1, 1, None)
+        for round, evaluation in ((1, scores), (2, None)):
+            events.on_round(
+                RoundRecord(
+                    round=round, cohort=(0, 1), dropped=(), loss=0.5, accuracy=0.7, ratios={}, cost=WorkCost(), seconds=1.0,
+                    evaluation=evaluation,
+                )
+            )  # fmt: skip
+        board.event("fedlps, seed 0", {"said": "[a warning]"})
+        board.tick()
+        board.end("fedlps, seed 0", Cell.of(result("fedlps")), ran=True)
+        board.end("local, seed 0", Cell(method="local", seed=0, config={}, error="it [broke]"), ran=True)
+
+
+def test_a_comparison_shows_all_cells_those_that_run_and_a_line_for_each_that_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Drawing is limited to a few times a second, and this takes none.
+    ticking = itertools.count()
+    monkeypatch.setattr("sparsekit_fl.cli.progress.time.monotonic", lambda: float(next(ticking)))
+    text = io.StringIO()
+    _cells(Console(file=text, force_terminal=True, width=160))
+    for part in (
+        "1/3 fedavg, seed 0: finished before, accuracy 75.0%", "fedlps, seed 0, preparing", "fedlps, seed 0, round 2/2",
+        "accuracy 98.4%", "2/3 fedlps, seed 0: finished, accuracy 75.0%, ", "fedlps, seed 0: [a warning]",
+        "3/3 local, seed 0: failed: it [broke]", "2/3 cells", "left",
+    ):  # fmt: skip
+        assert part in text.getvalue(), part
+
+
+def test_where_nobody_watches_only_the_lines_are_left_and_quiet_takes_these_too() -> None:
+    text = io.StringIO()
+    _cells(Console(file=text, force_terminal=False, width=160))
+    lines = text.getvalue().splitlines()
+    assert [line.split(":")[0] for line in lines] == [
+        "1/3 fedavg, seed 0", "fedlps, seed 0", "2/3 fedlps, seed 0", "3/3 local, seed 0"
+    ]  # fmt: skip
+    text = io.StringIO()
+    _cells(Console(file=text, force_terminal=True, width=160), quiet=True)
     assert text.getvalue() == ""

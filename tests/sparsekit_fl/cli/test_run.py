@@ -145,6 +145,13 @@ def test_partitions_take_their_option(capsys: pytest.CaptureFixture[str]) -> Non
     assert result["config"]["experiment"]["partition_options"]["classes_per_client"] == 3
 
 
+def test_levels_of_heterogeneity_decide_capabilities_and_classes(capsys: pytest.CaptureFixture[str]) -> None:
+    config = _json(["run", "fedavg", *TINY, "--heterogeneity", "median", "--lack-classes", "6"], capsys)["config"]
+    assert config["capability_levels"] == [1.0, 0.5, 0.25]
+    assert config["experiment"]["partition_options"] == {"lack_classes": 6}
+    assert _json(["run", "fedavg", *TINY], capsys)["config"]["capability_levels"] == [1.0, 0.5, 0.25, 0.125, 0.0625]
+
+
 @pytest.mark.parametrize("how", ["fixed", "dynamic"])
 def test_capability_is_a_choice(how: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert _json(["run", "fedavg", *TINY, "--capability", how], capsys)["config"]["capability"] == how
@@ -171,10 +178,15 @@ def test_capability_is_a_choice(how: str, capsys: pytest.CaptureFixture[str]) ->
         (["fedlps", "--batch-size", "0"], "batch_size must be"),
         (["fedlps", "--local-epochs", "0"], "local_epochs must be"),
         (["fedlps", "--capability", "often"], "'fixed' or 'dynamic'"),
+        (["run", "rcr-fix", "--capability", "dynamic"], "contradicts 'rcr-fix'"),
         (["fedlps", "--device", "tpu9"], "--device must be"),
         (["fedlps", "--partition", "even"], "unknown partition"),
         (["fedlps", "--partition", "dirichlet", "--classes-per-client", "2"], "belongs to --partition pathological"),
         (["fedlps", "--alpha", "0.3"], "alpha"),
+        (["fedlps", "--heterogeneity", "much"], "--heterogeneity must be one of low, median, high"),
+        (["fedlps", "--lack-classes", "10"], "lack_classes must be an integer in [0, 9]"),
+        (["fedlps", "--lack-classes", "2", "--classes-per-client", "2"], "classes_per_client cannot be given too"),
+        (["fedlps", "--lack-classes", "2", "--partition", "dirichlet"], "--lack-classes belongs to --partition pathological"),
         (["fedlps", "--resume"], "--resume needs --out"),
         (["fedlps", "--data-dir", "/no/such/folder"], "is not a folder"),
         (["fedlps", "--rounds", "many"], "not a valid int"),

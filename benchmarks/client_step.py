@@ -1,0 +1,322 @@
+"""Time of every registered method's client step against what its arithmetic needs, with plain torch.optim.SGD.
+
+    python benchmarks/client_step.py                            a table, the CNN at ratio 1/2
+    python benchmarks/client_step.py --json                     one line per method, for machines
+    python benchmarks/client_step.py --models vgg11 --methods fedlps heterofl --limit 1.3
+
+A client trains one round under the method, in its third round, so that masks and memories are what they usually are. The
+reference takes one plain step (zero_grad, backward, torch.optim.SGD) for every forward pass in training that the method
+made, on the same batch and on a module of the same shapes: a narrow network for methods that train submodels, the whole
+network for the others; two for a method that trains two models. A method that says it trained a submodel but ran the whole
+network is measured against the submodel. Both run in turn in one process on one thread; shown are medians of the ratios.
+
+`step` is the time of the loop over batches over that of the reference; `round` is everything that a client does in a
+round (reading its data, building the submodel, training, scoring and packing its update) over the same; `flops` is the
+arithmetic that the method reports over that of the reference, 1 where these are the same work.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils.flop_counter import FlopCounterMode
+
+from sparsekit import UnitMask, compact, count_cost
+from sparsekit.errors import SparsekitError
+from sparsekit_fl import Capability, Client, ClientData, Problem, RunConfig, TensorData, TrainingConfig, context
+from sparsekit_fl.client_round import client_round
+from sparsekit_fl.context import Setup, Workspace
+from sparsekit_fl.messages import Assignment, Update
+from sparsekit_fl.methods import registry
+from sparsekit_fl.metrics import TokenAccuracy, accuracy
+from sparsekit_fl.models.cnn import Cnn
+from sparsekit_fl.models.lstm import NextWordLstm
+from sparsekit_fl.models.vgg import Vgg
+from sparsekit_fl.policies.exits import WithExits
+from sparsekit_fl.server import Server
+
+LR = 1e-3
+BATCH = 20
+ROUND = 3
+
+
+def cnn(examples: int) -> tuple[Problem, TensorData]:
+    """The MNIST network and pictures of noise."""
+    return Problem(model=Cnn, example_inputs=(torch.zeros(2, 1, 28, 28),), metrics={"accuracy": accuracy}), TensorData(
+        (torch.randn(examples, 1, 28, 28),), torch.randint(0, 10, (examples,))
+    )
+
+
+def vgg11(examples: int) -> tuple[Problem, TensorData]:
+    """VGG11 on CIFAR shapes."""
+    return Problem(
+        model=lambda: Vgg(11, classes=10), example_inputs=(torch.zeros(2, 3, 32, 32),), metrics={"accuracy": accuracy}
+    ), TensorData((torch.randn(examples, 3, 32, 32),), torch.randint(0, 10, (examples,)))
+
+
+def lstm(examples: int) -> tuple[Problem, TensorData]:
+    """The two-layer LSTM on nine tokens."""
+    return Problem(
+        model=NextWordLstm, example_inputs=(torch.zeros(2, 9, dtype=torch.long),), metrics={"accuracy": TokenAccuracy(())}
+    ), TensorData((torch.randint(0, 10_000, (examples, 9)),), torch.randint(0, 10_000, (examples, 9)))
+
+
+MODELS = {"cnn": cnn, "vgg11": vgg11, "lstm": lstm}
+
+
+@dataclass
+class Pass:
+    """One forward pass in training: which of the modules, its inputs, and to which exit, where the module has exits."""
+
+    place: int
+    inputs: tuple[Any, ...]
+    exits: int | None = None
+
+
+@dataclass
+class Record:
+    """The forward passes of a client's round."""
+
+    modules: list[nn.Module] = field(default_factory=list)
+    passes: list[Pass] = field(default_factory=list)
+    places: dict[tuple[object, ...], int] = field(default_factory=dict)
+
+    def add(self, module: nn.Module, inputs: tuple[Any, ...], exits: int | None = None) -> None:
+        shapes = tuple((name, tuple(p.shape), p.requires_grad) for name, p in module.named_parameters())
+        if shapes not in self.places:
+            self.places[shapes] = len(self.modules)
+            self.modules.append(plain_copy(module))
+        copied = tuple(x.clone() if isinstance(x, Tensor) else x for x in inputs)
+        self.passes.append(Pass(self.places[shapes], copied, exits))
+
+
+def plain_copy(module: nn.Module) -> nn.Module:
+    """A module of its own, without what a method hung on it."""
+    copied = copy.deepcopy(module)
+    for part in copied.modules():
+        part._forward_hooks.clear()
+        part._forward_pre_hooks.clear()
+    return copied
+
+
+@contextmanager
+def recording(record: Record) -> Iterator[None]:
+    """Write down every outermost forward pass that is made in training mode with gradients."""
+    depth_of_calls = 0
+
+    def before(module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        nonlocal depth_of_calls
+        if depth_of_calls == 0 and module.training and torch.is_grad_enabled():
+            record.add(module, inputs)
+        depth_of_calls += 1
+
+    def after(*_: Any) -> None:
+        nonlocal depth_of_calls
+        depth_of_calls -= 1
+
+    real = WithExits.outputs
+
+    def outputs(self: WithExits, *inputs: Any, depth: int | None = None) -> list[Tensor]:
+        # Such a pass ends in the middle of the model, where no hook is told.
+        nonlocal depth_of_calls
+        if depth_of_calls == 0 and self.training and torch.is_grad_enabled():
+            record.add(self, inputs, self.depth if depth is None else depth)
+        kept, depth_of_calls = depth_of_calls, depth_of_calls + 1
+        try:
+            return real(self, *inputs, depth=depth)
+        finally:
+            depth_of_calls = kept
+
+    handles = [register_module_forward_pre_hook(before), register_module_forward_hook(after, always_call=True)]
+    WithExits.outputs = outputs  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        WithExits.outputs = real  # type: ignore[method-assign]
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def timed_loops(times: list[float]) -> Iterator[None]:
+    """Add the seconds of every loop over batches to `times[-1]`."""
+    real = context.fit
+
+    def timed(*arguments: Any, **options: Any) -> Any:
+        began = time.perf_counter()
+        try:
+            return real(*arguments, **options)
+        finally:
+            times[-1] += time.perf_counter() - began
+
+    context.fit = timed
+    try:
+        yield
+    finally:
+        context.fit = real
+
+
+class Case:
+    """A method on a model, after two rounds."""
+
+    def __init__(self, method: str, model: str, ratio: float, steps: int) -> None:
+        torch.manual_seed(0)
+        problem, data = MODELS[model](steps * BATCH)
+        training = TrainingConfig(local_epochs=1, batch_size=BATCH, lr=LR)
+        config = RunConfig(rounds=100, clients_per_round=2, training=training)
+        self.setup = Setup.build(registry[method](), problem, config)
+        self.workspace = Workspace(self.setup)
+        held = data.take(torch.arange(BATCH).numpy())
+        self.clients = {
+            id: Client(id=id, data=ClientData(data, held, held), capability=Capability(ratio=ratio)) for id in range(2)
+        }
+        self.memories: dict[int, dict[str, Any]] = {id: {} for id in self.clients}
+        server = Server(self.setup, self.clients)
+        for round in range(1, ROUND):
+            updates = [self._train(assignment) for assignment in server.assign(round)]
+            server.absorb(updates)
+        self.assignment = server.assign(ROUND)[0]
+
+    def _train(self, assignment: Assignment) -> Update:
+        id = assignment.client_id
+        return client_round(self.workspace, assignment, self.clients[id], self.memories[id])
+
+    def once(self) -> Update:
+        """The client's third round, from the same memory every time."""
+        id = self.assignment.client_id
+        return client_round(self.workspace, self.assignment, self.clients[id], copy.deepcopy(self.memories[id]))
+
+
+class Reference:
+    """Plain steps for the forward passes of a record."""
+
+    def __init__(self, case: Case, record: Record, update: Update) -> None:
+        self.passes = record.passes
+        self.modules = [self._needed(case, module, update) for module in record.modules]
+        self.loss = case.setup.problem.loss
+        self.targets = case.setup.problem.materialise(case.clients[0].data.train, "cpu").targets
+        self.steps = [torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=LR) for module in self.modules]
+
+    @staticmethod
+    def _needed(case: Case, module: nn.Module, update: Update) -> nn.Module:
+        """The module itself, or the submodel that the update says was trained."""
+        full = case.setup.problem.model()
+        whole = {name: p.shape for name, p in full.named_parameters()}
+        if isinstance(update.mask, UnitMask) and {name: p.shape for name, p in module.named_parameters()} == whole:
+            return compact(full, case.setup.graph, update.mask)
+        return module
+
+    def run(self) -> None:
+        """All steps."""
+        for one in self.passes:
+            module, optimizer = self.modules[one.place], self.steps[one.place]
+            module.train()
+            optimizer.zero_grad()
+            targets = self.targets[: len(one.inputs[0])]
+            outputs = [module(*one.inputs)] if one.exits is None else module.outputs(*one.inputs, depth=one.exits)
+            torch.stack([self.loss(output, targets) for output in outputs]).sum().backward()
+            optimizer.step()
+
+    def flops(self) -> int:
+        """Of all steps: forward, and a backward that costs twice as much."""
+        costs: dict[tuple[int, int | None], int] = {}
+        for one in self.passes:
+            module, inputs = self.modules[one.place], tuple(x[:1] for x in one.inputs)
+            if (one.place, one.exits) not in costs:
+                costs[one.place, one.exits] = (
+                    count_cost(module, *inputs).flops_compact if one.exits is None else _flops_to(module, inputs, one.exits)
+                )
+        return sum(3 * costs[one.place, one.exits] * len(one.inputs[0]) for one in self.passes)
+
+
+def _flops_to(module: nn.Module, inputs: tuple[Any, ...], exits: int) -> int:
+    """Of one example up to an exit, as torch counts them."""
+    module.eval()
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        module.outputs(*inputs, depth=exits)
+    return int(counter.get_total_flops())
+
+
+def measure(method: str, model: str, ratio: float, steps: int, repeats: int) -> dict[str, Any]:
+    """One method on one model."""
+    case = Case(method, model, ratio, steps)
+    record = Record()
+    with recording(record):
+        update = case.once()
+    reference = Reference(case, record, update)
+    reference.run()
+    loops, rounds, plain = [], [], []
+    for _ in range(repeats):
+        loops.append(0.0)
+        began = time.perf_counter()
+        with timed_loops(loops):
+            case.once()
+        rounds.append(time.perf_counter() - began)
+        began = time.perf_counter()
+        reference.run()
+        plain.append(time.perf_counter() - began)
+    return {
+        "model": model,
+        "method": method,
+        "ratio": round(update.ratio, 4),
+        "step_over_reference": round(statistics.median(a / b for a, b in zip(loops, plain, strict=True)), 3),
+        "round_over_reference": round(statistics.median(a / b for a, b in zip(rounds, plain, strict=True)), 3),
+        "flops_over_reference": round(update.cost.flops_compact / reference.flops(), 3),
+        "passes_per_batch": round(len(record.passes) / steps, 2),
+        "reference_milliseconds": round(1e3 * statistics.median(plain) / len(record.passes), 3),
+    }
+
+
+def main() -> int:
+    """Read the options and print; 1 where a step is over the limit."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--methods", nargs="+", default=list(registry), help="default: all that are registered")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=["cnn"])
+    parser.add_argument("--ratio", type=float, default=0.5, help="capability of the client (default 0.5)")
+    parser.add_argument("--steps", type=int, default=10, help="batches of 20 per round (default 10)")
+    parser.add_argument("--repeats", type=int, default=9, help="measured rounds (default 9)")
+    parser.add_argument("--limit", type=float, help="exit with 1 where a step is slower than so many times its reference")
+    parser.add_argument("--json", action="store_true", help="one JSON object per line")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    if not options.json:
+        print(f"{'model':>6} {'method':>16} {'ratio':>6} {'step':>6} {'round':>6} {'flops':>6} {'passes':>6} {'plain ms':>9}")
+    slow = []
+    for model in options.models:
+        for method in options.methods:
+            try:
+                row = measure(method, model, options.ratio, options.steps, options.repeats)
+            except SparsekitError as error:
+                row = {"model": model, "method": method, "refused": str(error)}
+            if options.limit is not None and row.get("step_over_reference", 0.0) > options.limit:
+                slow.append(f"{method} on {model}")
+            if options.json:
+                print(json.dumps(row), flush=True)
+            elif "refused" in row:
+                print(f"{model:>6} {method:>16} {row['refused']}", flush=True)
+            else:
+                print(
+                    f"{model:>6} {method:>16} {row['ratio']:>6.3g} {row['step_over_reference']:>6.2f}"
+                    f" {row['round_over_reference']:>6.2f} {row['flops_over_reference']:>6.2f} {row['passes_per_batch']:>6.1f}"
+                    f" {row['reference_milliseconds']:>9.2f}",
+                    flush=True,
+                )
+    if slow:
+        print(f"over {options.limit}: {', '.join(slow)}", file=sys.stderr)
+    return 1 if slow else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

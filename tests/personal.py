@@ -1,0 +1,92 @@
+"""Shared by the tests of personalised and weight-mask methods: a model of three numbers, small problems, watched runs."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import nn
+
+from sparsekit.masks.mask import WeightMask
+from sparsekit.units.graph import UnitGraph
+from sparsekit.units.layers import Layer
+from sparsekit_fl.context import ClientInfo, ServerContext, rngs_by_kind
+from sparsekit_fl.messages import Update
+from sparsekit_fl.problem import Problem
+from sparsekit_fl.results import Observer
+from sparsekit_fl.runner import run
+from sparsekit_fl.sparse import Kept
+from sparsekit_fl.testing.tiny import tiny_clients, tiny_config, tiny_problem
+
+# A hidden matrix of three numbers, its bias, and an output layer that nobody prunes.
+GRAPH = UnitGraph(
+    groups={},
+    shapes={"w": torch.Size([1, 3]), "b": torch.Size([1]), "out": torch.Size([1, 1])},
+    layers=(Layer("hidden", ("w", "b"), ("w", "b")), Layer("head", ("out",), ("out",))),
+)
+STATE = {"w": torch.tensor([[1.0, 2.0, 3.0]]), "b": torch.tensor([10.0]), "out": torch.tensor([[5.0]])}
+
+
+def server_context(*, round=2, rounds=10, state=None, memory=None, clients=2, costs=None, graph=GRAPH):
+    """A server's, on the model of three numbers."""
+    return ServerContext(
+        round=round,
+        rounds=rounds,
+        roster=dict.fromkeys(range(clients), ClientInfo(1, None)),
+        cohort_size=2,
+        rngs=rngs_by_kind(np.random.default_rng(0)),
+        memory={} if memory is None else memory,
+        graph=graph,
+        state=STATE if state is None else state,
+        costs=costs,
+    )
+
+
+def update(client_id, w, *, keep=None, examples=1, b=0.0, out=0.0, extra=None, metrics=None):
+    """An update of the model of three numbers; `keep` says which of w it holds."""
+    mask = None if keep is None else WeightMask({"w": torch.tensor([keep])})
+    delta = {"w": Kept(GRAPH, mask).gather("w", torch.tensor([w])), "b": torch.tensor([b]), "out": torch.tensor([[out]])}
+    return Update(
+        round=2, client_id=client_id, examples=examples, delta=delta, mask=mask, extra=extra or {}, metrics=metrics or {}
+    )
+
+
+def combine(policy, *updates, ctx=None, state=None):
+    """What a policy makes of updates."""
+    ctx = ctx or server_context(state=state)
+    acc = policy.init(ctx, ctx.state)
+    for item in updates:
+        policy.add(ctx, acc, item, 0)
+    return policy.finish(ctx, ctx.state, acc)
+
+
+def deep_problem() -> Problem:
+    """Three layers without batch norm, so that nothing but gradients moves the state."""
+    return Problem(model=_deep, example_inputs=(torch.zeros(2, 6),))
+
+
+def _deep() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
+
+
+class Watch(Observer):
+    """Keeps every update."""
+
+    def __init__(self) -> None:
+        self.updates: list[Update] = []
+
+    def on_client(self, round, client_id, update) -> None:
+        self.updates.append(update)
+
+
+def watched(method, *, problem=None, clients=None, config=None, **options):
+    """A small run and its updates."""
+    watch = Watch()
+    result = run(
+        method, problem or tiny_problem(), clients or tiny_clients(), config or tiny_config(), observers=[watch], **options
+    )
+    return result, watch.updates
+
+
+def equals(count: int = 20):
+    """Clients with equally many examples, so that every weighting is one."""
+    return tiny_clients(count)[::4]

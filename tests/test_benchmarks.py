@@ -1,0 +1,55 @@
+"""The benchmark of client steps: it counts the right reference for every kind of method."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from sparsekit.patterns import Ordered, PatternView, select
+
+FILE = Path(__file__).parent.parent / "benchmarks" / "client_step.py"
+
+
+@pytest.fixture(scope="module")
+def bench() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("client_step", FILE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("method", ["fedavg", "fedlps"])
+def test_the_reference_does_the_work_that_the_method_reports(bench: ModuleType, method: str) -> None:
+    row = bench.measure(method, "cnn", ratio=0.5, steps=2, repeats=1)
+    assert row["flops_over_reference"] == 1.0
+    assert row["passes_per_batch"] == 1.0
+    assert 0 < row["step_over_reference"] < row["round_over_reference"]
+    assert row["ratio"] == 1.0 if method == "fedavg" else row["ratio"] <= 0.5
+
+
+def test_who_says_submodel_and_runs_the_whole_is_measured_against_the_submodel(bench: ModuleType) -> None:
+    case = bench.Case("fedavg", "cnn", 0.5, 1)
+    graph, model = case.setup.graph, case.setup.problem.model()
+    mask = select(Ordered(), graph, 0.5, PatternView())
+
+    def needed(mask: Any) -> int:
+        module = bench.Reference._needed(case, model, SimpleNamespace(mask=mask))
+        return sum(p.numel() for p in module.parameters())
+
+    assert needed(None) == sum(p.numel() for p in model.parameters())
+    assert needed(mask) < 0.5 * needed(None)
+
+
+def test_a_copy_has_nothing_that_a_method_hung_on_the_module(bench: ModuleType) -> None:
+    module = torch.nn.Linear(2, 2)
+    module.register_forward_hook(lambda *_: None)
+    assert not bench.plain_copy(module)._forward_hooks
