@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import multiprocessing
+import os
 import random
+import signal
+import sys
 from dataclasses import dataclass, replace
 
 import pytest
@@ -226,19 +230,42 @@ def half_run(folder, *, resume, workers):
     return run(method, tiny_problem(), tiny_clients(), config, out=folder, resume=resume, engine=Embedded(workers))
 
 
+def half_run_until(call, folder, **options):
+    """The run, killed by -9 at the ``call``-th Python call of its main process: a moment that no machine's speed moves."""
+    calls = itertools.count()
+
+    def watch(*_):
+        if next(calls) == call:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.setprofile(watch)
+    half_run(folder, **options)
+
+
+def count_calls(work):
+    """The result of ``work()`` and the number of events that a profiler sees in it."""
+    calls = itertools.count()
+    sys.setprofile(lambda *_: next(calls))
+    try:
+        return work(), next(calls)
+    finally:
+        sys.setprofile(None)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_run_killed_at_random_moments_ends_with_the_same_bits(tmp_path, workers):
-    whole = half_run(tmp_path / "whole", resume=False, workers=workers)
+    whole, calls = count_calls(lambda: half_run(tmp_path / "whole", resume=False, workers=workers))
     dice, kills = random.Random(workers), 0
-    for attempt in range(12):
+    for attempt in range(8):
         options = {"resume": attempt > 0, "workers": workers}
-        process = multiprocessing.get_context("fork").Process(target=half_run, args=(tmp_path / "killed",), kwargs=options)
-        process.start()
-        process.join(dice.uniform(0.1, 0.6))
-        kills += process.is_alive()
-        process.kill()
-        process.join()
+        moment = dice.randrange(calls // 8, calls // 3)
+        target = multiprocessing.get_context("fork").Process(
+            target=half_run_until, args=(moment, tmp_path / "killed"), kwargs=options
+        )
+        target.start()
+        target.join()
+        kills += target.exitcode == -signal.SIGKILL
     assert kills >= 3
     resumed = half_run(tmp_path / "killed", resume=True, workers=workers)
     assert resumed.final == whole.final
