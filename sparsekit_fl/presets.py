@@ -253,6 +253,7 @@ def build_problem(
         model=spec.factory(classes=found.classes, takes=takes),
         example_inputs=takes.zeros(),
         metrics={"accuracy": TokenAccuracy(found.never_right) if found.kind == "tokens" else accuracy},
+        channels_last=spec.channels_last,
     )
     roster = [Client(id=id, data=data) for id, data in enumerate(hands)]
     check_fit(problem, roster[0])

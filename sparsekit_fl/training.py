@@ -13,11 +13,15 @@ from torch import Tensor, nn
 
 from sparsekit.rng import torch_scope
 from sparsekit_fl.messages import Scores
-from sparsekit_fl.problem import Problem
+from sparsekit_fl.problem import Problem, arranged
 
 __all__ = ["Batch", "Batches", "Examples", "SgdStep", "Step", "TrainingLog", "evaluate", "fit"]
 
 _EVALUATION_BATCH = 256
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 @dataclass(frozen=True)
@@ -44,7 +48,8 @@ class Examples:
 
     def __init__(self, problem: Problem, data: Any, *, device: str) -> None:
         whole = problem.materialise(data, device)
-        self._inputs, self._targets = whole.inputs, whole.targets
+        self._arrange = arranged if problem.channels_last else _as_it_is
+        self._inputs, self._targets = tuple(map(self._arrange, whole.inputs)), whole.targets
 
     def __len__(self) -> int:
         return len(self._targets)
@@ -55,7 +60,10 @@ class Examples:
         if order is not None:
             # One gather per epoch, then batches are views.
             order = order.to(targets.device)
-            inputs, targets = tuple(item.index_select(0, order) for item in inputs), targets.index_select(0, order)
+            inputs, targets = (
+                tuple(self._arrange(item.index_select(0, order)) for item in inputs),
+                targets.index_select(0, order),
+            )
         for start, stop in bounds:
             yield Batch(tuple(item[start:stop] for item in inputs), targets[start:stop], stop - start)
 

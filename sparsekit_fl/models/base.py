@@ -48,6 +48,7 @@ class ModelSpec:
         minimum: The smallest height and width.
         example: Input shape when no data set is named.
         classes: Classes (or vocabulary) when no data set is named.
+        channels_last: Whether it is faster on images laid out so; see `Problem`.
     """
 
     name: str
@@ -58,6 +59,7 @@ class ModelSpec:
     minimum: int = 1
     example: tuple[int, ...] = ()
     classes: int = 10
+    channels_last: bool = False
 
     def input_shape(self, kind: Literal["image", "tokens"], shape: tuple[int, ...]) -> InputShape:
         """What the network will take when it is built for some data.

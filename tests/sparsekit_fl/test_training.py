@@ -135,3 +135,22 @@ def test_a_predictor_may_stand_in_for_the_module():
     problem, split = examples(10)
     scores = evaluate(nn.Linear(1, 2), problem, split, predict=lambda x: torch.stack([1 - x[:, 0] % 2, x[:, 0] % 2], 1))
     assert scores["accuracy"] == (10.0, 10.0)
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_feature_maps_are_laid_out_channels_last_where_the_problem_asks_for_it(channels):
+    images, rows = torch.randn(6, channels, 4, 5), torch.randn(6, 7)
+    for asked in (True, False):
+        problem = Problem(
+            model=lambda: nn.Linear(1, 1),
+            example_inputs=(images, rows),
+            read_batch=lambda split, positions: ((images, rows), torch.arange(6)),
+            channels_last=asked,
+        )
+        examples = Examples(problem, images, device="cpu")
+        for order in (None, torch.tensor([5, 4, 3, 2, 1, 0])):
+            for batch in examples.batches(order, [(0, 4), (4, 6)]):
+                assert torch.equal(batch.inputs[0], images[batch.targets])
+                assert torch.equal(batch.inputs[1], rows[batch.targets])
+                # Convolutions look at the strides alone, and those of one channel are ambiguous.
+                assert (batch.inputs[0].stride()[1:] == (1, 5 * channels, channels)) == asked
