@@ -1,4 +1,4 @@
-"""Cells: boxes that together make up the unit cube, halved where it pays and merged again where it does not."""
+"""Cells: boxes that together make up the unit cube, split where it pays; each knows which ones it faces."""
 
 from __future__ import annotations
 
@@ -7,14 +7,19 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from sparsekit.bandit.smoothness import Floats
 from sparsekit.errors import InvalidValueError
 
-__all__ = ["Cells", "grid"]
+__all__ = ["DEEPEST", "NARROWEST", "Cells", "Floats", "Integers", "grid", "grown"]
+
+Floats = npt.NDArray[np.float64]
+Integers = npt.NDArray[np.int64]
 
 NARROWEST = 1e-7
 """The narrowest side that a split leaves, as a share of the space: floats are still far apart, and so are the arms."""
+DEEPEST = 64
+"""Cells that were split more often than this count as split so often."""
 
 
 def grid(count: int, axes: int) -> list[tuple[list[float], list[float]]]:
@@ -33,40 +38,62 @@ def grid(count: int, axes: int) -> list[tuple[list[float], list[float]]]:
     return boxes
 
 
-class Cells:
-    """A partition of the unit cube. Each cell has a number, and remembers from which other one it was split off.
+def grown(array: Any, size: int) -> Any:
+    """A longer array that begins with this one, the rest 0."""
+    longer = np.zeros((size, *array.shape[1:]), dtype=array.dtype)
+    longer[: len(array)] = array
+    return longer
 
-    A cell that has not been split since can be merged again with the one that it came from, if that one has not been split
-    since either: `joinable`.
+
+class Cells:
+    """A partition of the unit cube. Each cell has a number, a depth, and on each of its sides a cell that it faces there.
+
+    On an interval these are its neighbours. In a box a side may touch many cells, of which one is known: that which was split
+    off there last, or which the two had in common before a split. -1 stands for the border of the cube.
     """
 
-    def __init__(self, boxes: Sequence[tuple[Sequence[float], Sequence[float]]], capacity: int) -> None:
-        """Begin with some boxes, which can never be merged.
+    def __init__(self, boxes: Sequence[tuple[Sequence[float], Sequence[float]]]) -> None:
+        """Begin with some boxes.
 
         Args:
             boxes: Lowest and highest corner of each; together the cube.
-            capacity: The largest number of cells.
         """
-        axes = len(boxes[0][0])
-        self.size = len(boxes)
-        self.low: Floats = np.zeros((capacity, axes))
-        self.high: Floats = np.zeros((capacity, axes))
-        for place, (low, high) in enumerate(boxes):
-            self.low[place], self.high[place] = low, high
-        # From which cell each was split off (-1: none), the box that the two made up, and the cells split off from it.
-        self.parent = [-1] * self.size
-        self.before: list[tuple[list[float], list[float]] | None] = [None] * self.size
-        self.children: list[list[int]] = [[] for _ in boxes]
+        size, axes = len(boxes), len(boxes[0][0])
+        self.size = size
+        self.low: Floats = np.array([low for low, _ in boxes], dtype=np.float64)
+        self.high: Floats = np.array([high for _, high in boxes], dtype=np.float64)
+        # How often the cell was split, and how often that which it was split off from had been when it was.
+        self.depth: Integers = np.zeros(size, dtype=np.int64)
+        self.born: Integers = np.zeros(size, dtype=np.int64)
+        # From which cell each was split off; itself, if from none.
+        self.parent: Integers = np.arange(size)
+        # Columns 2 axis and 2 axis + 1: below and above.
+        self.facing: Integers = np.full((size, 2 * axes), -1)
+        for cell in range(size):
+            middle = 0.5 * (self.low[cell] + self.high[cell])
+            for axis in range(axes):
+                for above in (0, 1):
+                    beside = middle.copy()
+                    beside[axis] = self.high[cell, axis] if above else self.low[cell, axis]
+                    beside[axis] += 1e-3 / size * (1.0 if above else -1.0)
+                    if 0.0 < beside[axis] < 1.0:
+                        self.facing[cell, 2 * axis + above] = self.find(beside)
 
-    def halves(self, cell: int, lengths: Floats) -> tuple[int, float] | None:
-        """The axis that is longest in correlation lengths, and its middle; None where the cell is too narrow to be halved."""
-        low, high = self.low[cell], self.high[cell]
-        axis = int(((high - low) / lengths).argmax()) if len(low) > 1 else 0
-        start, end = float(low[axis]), float(high[axis])
-        return (axis, 0.5 * (start + end)) if end - start >= 2.0 * NARROWEST else None
+    def reserve(self, size: int) -> None:
+        """Make the arrays so long."""
+        for name in ("low", "high", "depth", "born", "parent", "facing"):
+            setattr(self, name, grown(getattr(self, name), size))
+
+    def halves(self, cell: int) -> tuple[int, float] | None:
+        """The longest axis and its middle; None where the cell is too narrow to be halved."""
+        low, high = self.low[cell].tolist(), self.high[cell].tolist()
+        sides = [end - start for start, end in zip(low, high)]
+        longest = max(sides)
+        axis = sides.index(longest)
+        return (axis, 0.5 * (low[axis] + high[axis])) if longest >= 2.0 * NARROWEST else None
 
     def split(self, cell: int, axis: int, cut: float, *, keeps_low: bool) -> int:
-        """Cut a cell in two.
+        """Cut a cell in two; there must be room in the arrays.
 
         Args:
             cell: Keeps one side.
@@ -78,16 +105,21 @@ class Cells:
             The number of the new cell, which is the other side.
         """
         new = self.size
-        self.before.append((self.low[cell].tolist(), self.high[cell].tolist()))
+        self.size = new + 1
         self.low[new], self.high[new] = self.low[cell], self.high[cell]
         if keeps_low:
             self.high[cell, axis] = self.low[new, axis] = cut
         else:
             self.low[cell, axis] = self.high[new, axis] = cut
-        self.parent.append(cell)
-        self.children.append([])
-        self.children[cell].append(new)
-        self.size = new + 1
+        self.depth[cell] = self.depth[new] = self.born[new] = min(int(self.depth[cell]) + 1, DEEPEST)
+        self.parent[new] = cell
+        self.facing[new] = self.facing[cell]
+        away, back = 2 * axis + keeps_low, 2 * axis + 1 - keeps_low
+        self.facing[cell, away] = new
+        self.facing[new, back] = cell
+        beyond = int(self.facing[new, away])
+        if beyond >= 0 and self.facing[beyond, back] == cell:
+            self.facing[beyond, back] = new
         return new
 
     def find(self, point: Floats) -> int:
@@ -95,67 +127,36 @@ class Cells:
         inside = (self.low[: self.size] <= point) & (point <= self.high[: self.size])
         return int(inside.all(axis=1).argmax())
 
-    def joinable(self) -> list[int]:
-        """The cells that can be merged with the one that they were split off from."""
-        return [
-            cell
-            for cell, parent in enumerate(self.parent)
-            if parent >= 0 and not self.children[cell] and self.children[parent][-1] == cell
-        ]
-
-    def join(self, cell: int) -> int:
-        """Give a joinable cell back to the one that it came from.
-
-        Returns:
-            That one. The cell is empty until `keep` takes it away.
-        """
-        parent, box = self.parent[cell], self.before[cell]
-        assert box is not None
-        self.low[parent], self.high[parent] = box
-        self.children[parent].pop()
-        self.parent[cell] = -1
-        return parent
-
-    def keep(self, cells: Sequence[int]) -> None:
-        """Keep these cells alone, in this order; the others must have been joined."""
-        place = {old: new for new, old in enumerate(cells)}
-        size = len(cells)
-        self.low[:size], self.high[:size] = self.low[cells], self.high[cells]
-        self.parent = [place.get(self.parent[old], -1) for old in cells]
-        self.before = [self.before[old] for old in cells]
-        self.children = [[place[child] for child in self.children[old]] for old in cells]
-        self.size = size
-
     def state_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
         return {
-            "low": self.low[: self.size].tolist(),
-            "high": self.high[: self.size].tolist(),
-            "parent": list(self.parent),
-            "before": [None if box is None else [list(corner) for corner in box] for box in self.before],
-            "children": [list(children) for children in self.children],
+            name: getattr(self, name)[: self.size].tolist() for name in ("low", "high", "depth", "born", "parent", "facing")
         }
 
     @classmethod
-    def from_state(cls, state: Mapping[str, Any], capacity: int) -> Cells:
+    def from_state(cls, state: Mapping[str, Any], axes: int, capacity: int) -> Cells:
         """The cells that `state_dict` described.
 
         Raises:
             InvalidValueError: they are too many, do not lie in the unit cube, or do not belong together.
         """
-        boxes = list(zip(state["low"], state["high"], strict=True))
-        if not 0 < len(boxes) <= capacity:
-            raise InvalidValueError(f"a state must have 1 to {capacity} cells, got {len(boxes)}")
-        made = cls(boxes, capacity)
-        made.parent = [int(parent) for parent in state["parent"]]
-        made.before = [None if box is None else (list(map(float, box[0])), list(map(float, box[1]))) for box in state["before"]]
-        made.children = [[int(child) for child in children] for children in state["children"]]
-        size = made.size
-        low, high = made.low[:size], made.high[:size]
-        if not bool(((low >= 0.0) & (low < high) & (high <= 1.0)).all()):
+        size = len(state["low"])
+        if not 0 < size <= capacity:
+            raise InvalidValueError(f"a state must have 1 to {capacity} cells, got {size}")
+        made = cls([([0.0] * axes, [1.0] * axes)])
+        made.size = size
+        shapes = {"low": (axes,), "high": (axes,), "depth": (), "born": (), "parent": (), "facing": (2 * axes,)}
+        for name, shape in shapes.items():
+            values = np.array(state[name], dtype=getattr(made, name).dtype)
+            if values.shape != (size, *shape):
+                raise InvalidValueError(f"{name} of a state must have the shape {(size, *shape)}, got {values.shape}")
+            setattr(made, name, values)
+        if not bool(((made.low >= 0.0) & (made.low < made.high) & (made.high <= 1.0)).all()):
             raise InvalidValueError("the cells of a state must lie in the unit cube, each with low below high")
-        lengths = {len(made.parent), len(made.before), len(made.children)}
-        numbers = [*made.parent, *(child for children in made.children for child in children)]
-        if lengths != {size} or not all(-1 <= number < size for number in numbers):
+        depths = np.concatenate([made.depth, made.born])
+        if not bool(((depths >= 0) & (depths <= DEEPEST)).all()):
+            raise InvalidValueError(f"the depths of a state must lie in [0, {DEEPEST}]")
+        within = (made.parent >= 0).all() and (made.parent < size).all()
+        if not within or (made.facing < -1).any() or (made.facing >= size).any():
             raise InvalidValueError("the cells of a state must name one another by their numbers")
         return made

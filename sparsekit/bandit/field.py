@@ -9,27 +9,25 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sparsekit.bandit.cells import Cells, grid
-from sparsekit.bandit.posterior import Posterior
+from sparsekit.bandit.beliefs import Beliefs
+from sparsekit.bandit.cells import Cells, Floats, Integers, grid, grown
 from sparsekit.bandit.rule import Rule
-from sparsekit.bandit.smoothness import Evidence, Floats, correlation, first, redraw, squared_gaps
 from sparsekit.errors import InvalidValueError
 
 __all__ = ["Field"]
 
-_ARRAYS = ("points", "weights", "rewards", "pulls", "first", "dropped")
-_SUMS = ("told", "within", "replicates", "level", "since", "due", "begin")
-
-# With a discount, an arm of which less than this is left says next to nothing, and would only slow the search down.
-_FADED = 0.1
-
-
-# Signal variances whose logarithms differ by less are taken for the same.
-_SAME_SIGNAL = 0.1
+_ARRAYS = ("points", "weights", "rewards", "tries", "pulls", "first", "dropped")
+_SUMS = ("told", "within", "replicates", "repeats", "since")
+# A variance of which floats keep no digits is no scale.
+_LEAST_SCALE = 1e-250
+# The noise is taken for no less than this share of the scale, so that nothing is divided by 0.
+_LEAST_NOISE = 1e-14
+# What a repeated reward that is equal to the last bit leaves of the noise that is expected before any is repeated.
+_EXACT = 0.01
 
 
 class Field:
-    """Cells, arms and posterior of a `SplitUCBV`, in the unit cube. Arm k lies in cell k."""
+    """Cells, arms and beliefs of a `SplitUCBV`, in the unit cube. Arm k lies in cell k."""
 
     def __init__(self, axes: int, *, discount: float, rng: np.random.Generator, rule: Rule | None = None) -> None:
         """Cut the cube into a few equal cells, in random order, each with an arm near its middle.
@@ -38,165 +36,219 @@ class Field:
             axes: Of the cube.
             discount: Share of what is known that survives a reward, in (0, 1].
             rng: Draws the order and the arms.
-            rule: The numbers of the index.
+            rule: The numbers of the model and the index.
         """
         self.rule = rule or Rule()
         self.discount = discount
         boxes = grid(self.rule.line if axes == 1 else self.rule.cube, axes)
         boxes = [boxes[place] for place in rng.permutation(len(boxes)).tolist()]
-        capacity = max(self.rule.capacity, 4 * len(boxes))
-        self.cells = Cells(boxes, capacity)
-        self.points: Floats = np.zeros((capacity, axes))
-        self.weights: Floats = np.zeros(capacity)
-        self.rewards: Floats = np.zeros(capacity)
-        self.pulls: npt.NDArray[np.int64] = np.zeros(capacity, dtype=np.int64)
+        self.begin = len(boxes)
+        self.capacity = max(self.rule.capacity, 2 * len(boxes))
+        self.cells = Cells(boxes)
+        self.points: Floats = np.zeros((0, axes))
+        self.weights: Floats = np.zeros(0)
+        self.rewards: Floats = np.zeros(0)
+        # How many rewards went to other points that were executed in place of the arm.
+        self.tries: Floats = np.zeros(0)
+        self.pulls: Integers = np.zeros(0, dtype=np.int64)
         # The first told pull of each arm, as its place among all told.
-        self.first: npt.NDArray[np.int64] = np.full(capacity, -1, dtype=np.int64)
-        self.dropped: npt.NDArray[np.bool_] = np.zeros(capacity, dtype=np.bool_)
-        self.drops = False
-        self.variation: Floats = np.zeros(capacity)
+        self.first: Integers = np.zeros(0, dtype=np.int64)
+        self.dropped: npt.NDArray[np.bool_] = np.zeros(0, dtype=np.bool_)
+        self.beliefs: Beliefs | None = None
+        self._reserve(max(64, 2 * len(boxes)))
         for arm in range(len(boxes)):
-            self.points[arm] = self.middle(arm, rng)
-        self.posterior: Posterior | None = None
+            self.points[arm] = self.middle(self.cells.low[arm], self.cells.high[arm], rng)
+            self.first[arm] = -1
+        self.drops = self.tried = False
+        # Whether the first arms differ in their rewards, as they do where rewards are no counts or classes.
+        self.distinct = False
         self.told = 0.0
+        # Squared deviations of repeated rewards from the mean before them, how many count, and how many there were.
         self.within = 0.0
         self.replicates = 0.0
-        self.level = 0.0
-        self.since = self.due = 0.0
-        self.begin = float(len(boxes))
-        # Open pulls: the arm of each, -1 where it stands no more.
+        self.repeats = 0.0
+        # Rewards since all arms learned from one another; infinite when they must before the next proposal.
+        self.since = 0.0
+        self.stale = True
+        # Open pulls: the arm of each, -1 if no cell could hold one.
         self.open: dict[int, int] = {}
 
     @property
     def full(self) -> bool:
-        """Whether cells must be merged before any are split; a reward may need two new ones."""
-        return self.cells.size + 2 > len(self.points)
+        """Whether no cell may be split any more."""
+        return self.cells.size >= self.capacity
 
-    def middle(self, cell: int, rng: np.random.Generator) -> Floats:
-        """A point drawn from the middle part of a cell."""
-        low, high = self.cells.low[cell], self.cells.high[cell]
+    @property
+    def ripe(self) -> bool:
+        """Whether enough is known of the noise to split cells."""
+        return self.repeats >= self.rule.repeats
+
+    @property
+    def noise(self) -> float:
+        """Variance of a reward around the mean reward of its arm."""
+        assert self.beliefs is not None
+        rule, scale = self.rule, self.beliefs.scale
+        expected = rule.noise_weight * rule.noise * scale
+        if self.distinct and self.within == 0.0:
+            # Noise that is not there: two rewards of one point are never equal by chance.
+            expected *= _EXACT**self.replicates
+        return max((expected + self.within) / (rule.noise_weight + self.replicates), _LEAST_NOISE * scale)
+
+    def middle(self, low: Floats, high: Floats, rng: np.random.Generator) -> Floats:
+        """A point drawn from the middle part of a box."""
         point: Floats = low + (high - low) * (0.5 + self.rule.jitter * (rng.random(len(low)) - 0.5))
         return point
 
+    def _reserve(self, size: int) -> None:
+        """Make the arrays so long."""
+        self.cells.reserve(size)
+        for name in _ARRAYS:
+            setattr(self, name, grown(getattr(self, name), size))
+        if self.beliefs is not None:
+            self.beliefs.reserve(size + 1)
+
     # --- what is believed ---
 
-    def refresh(self, rng: np.random.Generator) -> None:
-        """Draw the smoothness anew and compute the posterior from all rewards."""
-        size, prior = self.cells.size, self.rule.prior
-        weights = self.weights[:size]
-        pulled = np.flatnonzero(weights > (_FADED if self.discount < 1.0 else 0.0))
-        if not len(pulled):
-            pulled = np.flatnonzero(weights == weights.max())
-        means = self.rewards[pulled]
-        level = float(means.mean())
-        means = means - level
-        # Equal rewards have no scale; any will do.
-        spread = float(means.var()) or float(np.square(means).max()) or 1.0
-        evidence = Evidence(
-            squared_gaps(self.points[pulled]), means, self.weights[pulled], self.within, self.replicates, spread
-        )
-        self.since, self.due = 0.0, self.rule.refresh * self.told
-        known = self.posterior
-        before = first(evidence, prior) if known is None else known.smoothness
-        smoothness, signal = redraw(before, evidence, prior, moves=self.rule.moves, rng=rng)
-        if known is not None and smoothness is before and abs(math.log(signal / known.signal)) < _SAME_SIGNAL:
-            # What each reward has changed by itself is exact while these stay.
+    def refresh(self) -> None:
+        """Let all arms learn from one another, where that is due; from the first rewards the scale is taken."""
+        if self.beliefs is None:
+            if self.told < self.begin:
+                return
+            self.beliefs = self._first_beliefs()
+        elif not self.stale and self.since < self.rule.refresh * self.told:
             return
-        self.level = level
-        self.posterior = posterior = known or Posterior(len(self.points), self.points.shape[1], drifts=self.discount < 1.0)
-        posterior.set_smoothness(smoothness, signal)
-        posterior.rebuild(self.points[:size], self.rewards[:size] - level, weights)
-        self.variation[:size] = self.variations(posterior, slice(0, size))
+        size = self.cells.size
+        self.beliefs.sweep(self.cells, self.weights[:size], self.rewards[:size], self.noise, self.told)
+        self.since, self.stale = 0.0, False
 
-    def variations(self, posterior: Posterior, cells: slice) -> Floats:
-        """How far the function may vary from the middle of each cell to its corners, as a variance."""
-        halves = 0.5 * (self.cells.high[cells] - self.cells.low[cells]) / posterior.lengths
-        diagonals = np.sqrt(np.square(halves).sum(axis=1))
-        return 2.0 * posterior.signal * (1.0 - correlation(diagonals, posterior.smoothness.order))
+    def _first_beliefs(self) -> Beliefs:
+        seen = np.flatnonzero(self.pulls[: self.cells.size])
+        means = self.rewards[seen]
+        level = float(means.mean())
+        # Equal rewards have no scale; any will do.
+        spread = float(means.var(ddof=1)) if len(seen) > 1 else 0.0
+        scale = next((s for s in (spread, float(np.square(means).max())) if s > _LEAST_SCALE), 1.0)
+        self.distinct = len(seen) > 1 and len(set(means.tolist())) == len(seen)
+        made = Beliefs(scale, level, self.points.shape[1], self.rule)
+        made.reserve(len(self.weights) + 1)
+        return made
 
-    def indices(self, pending: Mapping[int, int]) -> Floats:
-        """The index of each arm, float (arms,); those of dropped cells are -inf.
+    def indices(self, pending: Mapping[int, int]) -> tuple[Floats, Floats]:
+        """The index of each arm, float (arms,), and what of it is owed to a better arm beside the cell; -inf where dropped.
 
         Args:
             pending: Arms of open pulls, and how often each is open.
         """
-        size, rule = self.cells.size, self.rule
-        if self.posterior is None:
+        size, rule, beliefs = self.cells.size, self.rule, self.beliefs
+        if beliefs is None:
             # Nothing is known yet: the arms in turn.
-            index: Floats = -self.pulls[:size].astype(np.float64)
+            index: Floats = -(self.pulls[:size] + self.tries[:size])
             for arm, times in pending.items():
                 index[arm] -= times
+            beside: Floats = np.full(size, -math.inf)
         else:
-            means, variances = self.posterior.means[:size], self.posterior.variances[:size]
-            if pending:
-                variances = self.posterior.variances_with(pending)
-            share = rule.variation + rule.growth * math.log(max(self.told, 1.0))
-            # Rounding can leave a variance just below 0.
-            index = means + np.sqrt(np.maximum(rule.certainty * variances, 0.0) + share * self.variation[:size])
+            means = beliefs.means
+            room = beliefs.room[self.cells.depth[:size]]
+            variances = beliefs.variances[:size]
+            if self.tried:
+                variances = variances / (1.0 + variances * self.tries[:size] / self.noise)
+            index = means[:size] + np.sqrt(rule.certainty * variances + room)
+            for arm, times in pending.items():
+                variance = self.variance(arm, times)
+                index[arm] = float(means[arm]) + math.sqrt(rule.certainty * variance + float(room[arm]))
+            beside = means[self.cells.facing[:size]].max(axis=1) + np.sqrt(rule.facing * room)
+            index = np.maximum(index, beside)
         if self.drops:
             index[self.dropped[:size]] = -math.inf
-        return index
+        return index, beside
 
-    def settle(self, cell: int, new: int, point: Floats) -> None:
-        """Put an arm into a cell that was just split off from another one."""
-        posterior = self.posterior
-        if posterior is not None:
-            posterior.add(self.points[:new], point)
-            for changed in (cell, new):
-                self.variation[changed] = self.variations(posterior, slice(changed, changed + 1))[0]
+    def variance(self, arm: int, times: int) -> float:
+        """Posterior variance of an arm when so many open pulls of it have been told; those executed elsewhere count as told."""
+        assert self.beliefs is not None
+        variance, rewards = float(self.beliefs.variances[arm]), times + float(self.tries[arm])
+        return variance / (1.0 + variance * rewards / self.noise) if rewards else variance
+
+    # --- splitting ---
+
+    def split(self, cell: int, axis: int, cut: float, point: Floats, *, keeps_low: bool | None = None) -> int:
+        """Cut a cell in two; the new cell gets an arm at a point, the other one keeps its own.
+
+        Args:
+            cell: Must not be the last one for which there is room: see `full`.
+            axis: Which coordinate is cut.
+            cut: Where, strictly within the cell.
+            point: In the other part than the cell's own arm.
+            keeps_low: Which part the cell's own arm is in; None where that is plain, since it does not lie on the cut.
+
+        Returns:
+            The new arm.
+        """
+        if self.cells.size == len(self.weights):
+            self._reserve(2 * len(self.weights))
+        if keeps_low is None:
+            keeps_low = bool(self.points[cell, axis] < cut)
+        new = self.cells.split(cell, axis, cut, keeps_low=keeps_low)
         self.points[new] = point
-        self.weights[new] = self.rewards[new] = self.pulls[new] = 0
         self.first[new] = -1
         self.dropped[new] = self.dropped[cell]
+        self.stale = True
+        if self.beliefs is not None:
+            self.beliefs.settle(cell, new, int(self.cells.born[new]))
+        return new
 
     # --- learning ---
 
-    def learn(self, arm: int, reward: float, weight: float, place: int | None) -> None:
+    def learn(self, arm: int, reward: float, weight: float, place: int) -> None:
         """Take in one reward.
 
         Args:
             arm: Where it was got.
             reward: Any finite number.
             weight: How many rewards it counts for.
-            place: Of the pull among all told; None for a reward that was only expected.
+            place: Of the pull among all told.
         """
-        posterior, discount = self.posterior, self.discount
+        discount = self.discount
         if discount < 1.0:
             self.weights[: self.cells.size] *= discount
+            self.tries[: self.cells.size] *= discount
             self.told *= discount
             self.within *= discount
             self.replicates *= discount
         had, mean = float(self.weights[arm]), float(self.rewards[arm])
-        if had > 0.0:
-            self.within += (reward - mean) ** 2 * had * weight / (had + weight)
-            # A mean that has faded is no better for it than it was, so its deviation tells less than its weight says.
-            self.replicates += 1.0 if discount == 1.0 else min(1.0, 2.0 * had / (had + weight))
+        if self.pulls[arm]:
+            self.repeats += 1.0
+            if had > 0.0:
+                self.within += (reward - mean) ** 2 * had * weight / (had + weight)
+                # A mean that has faded is no better for it than it was, so its deviation tells less than its weight says.
+                self.replicates += 1.0 if discount == 1.0 else min(1.0, 2.0 * had / (had + weight))
+        else:
+            self.stale = True
         self.weights[arm] = had + weight
         self.rewards[arm] = mean + (reward - mean) * (weight / (had + weight))
         self.told += 1.0
         self.since += 1.0
         self.pulls[arm] += 1
-        if place is not None and self.first[arm] < 0:
+        if self.first[arm] < 0:
             self.first[arm] = place
-        if posterior is not None:
-            if discount < 1.0:
-                posterior.fade(discount)
-            posterior.observe(arm, reward - self.level, weight)
+        if self.beliefs is not None:
+            self.beliefs.observe(arm, reward - self.beliefs.level, self.noise / weight)
 
-    def expected(self, arm: int) -> float:
-        """What is expected of an arm: its posterior mean, or the mean of all rewards so far."""
-        if self.posterior is not None:
-            return self.level + float(self.posterior.means[arm])
-        seen = self.weights[: self.cells.size]
-        return float(seen @ self.rewards[: self.cells.size] / seen.sum()) if seen.any() else 0.0
+    def miss(self, arm: int, weight: float) -> None:
+        """Another point was executed in place of an arm: nothing is known of it, yet it is proposed as if it had been told.
+
+        Or else a proposal that is always executed elsewhere, say rounded, would be made for ever.
+        """
+        self.tries[arm] += weight
+        self.repeats += 1.0
+        self.tried = True
 
     def best(self) -> int:
         """The place, among all told, of the first pull of the arm that is best with some confidence."""
         size = self.cells.size
-        if self.posterior is None:
+        if self.beliefs is None:
             merit = self.rewards[:size].copy()
         else:
-            merit = self.posterior.means[:size] - np.sqrt(np.maximum(self.posterior.variances[:size], 0.0))
+            merit = self.beliefs.means[:size] - np.sqrt(self.beliefs.variances[:size])
         told = self.first[:size] >= 0
         merit[~told] = -math.inf
         standing = told & ~self.dropped[:size]
@@ -206,11 +258,10 @@ class Field:
 
     def rows(self) -> list[tuple[float, float, int, float, float, float]]:
         """Of each cell that stands: low and high on the first axis, pulls, posterior mean and variance, index; from low up."""
-        size = self.cells.size
-        known = self.posterior is not None
-        means = self.level + self.posterior.means[:size] if self.posterior is not None else self.rewards[:size]
-        variances = np.maximum(self.posterior.variances[:size], 0.0) if self.posterior is not None else np.zeros(size)
-        index = self.level + self.indices({}) if known else np.full(size, math.inf)
+        size, beliefs = self.cells.size, self.beliefs
+        means = self.rewards[:size] if beliefs is None else beliefs.level + beliefs.means[:size]
+        variances = np.zeros(size) if beliefs is None else beliefs.variances[:size]
+        index = np.full(size, math.inf) if beliefs is None else beliefs.level + self.indices({})[0]
         columns = (self.cells.low[:size, 0], self.cells.high[:size, 0], self.pulls[:size], means, variances, index)
         rows = list(zip(*(column.tolist() for column in columns), strict=True))
         return sorted(row for row, dropped in zip(rows, self.dropped[:size].tolist(), strict=True) if not dropped)
@@ -229,8 +280,10 @@ class Field:
             "cells": self.cells.state_dict(),
             "arms": {name: getattr(self, name)[:size].tolist() for name in _ARRAYS},
             "sums": {name: getattr(self, name) for name in _SUMS},
+            "stale": self.stale,
+            "distinct": self.distinct,
             "open": [[id, arm] for id, arm in self.open.items()],
-            "posterior": None if self.posterior is None else self.posterior.state_dict(),
+            "beliefs": None if self.beliefs is None else self.beliefs.state_dict(size),
         }
 
     @classmethod
@@ -241,27 +294,25 @@ class Field:
             InvalidValueError: the numbers do not fit together.
         """
         made = cls(axes, discount=discount, rng=np.random.default_rng(0), rule=rule)
-        capacity = len(made.points)
-        made.cells = Cells.from_state(state["cells"], capacity)
+        made.cells = Cells.from_state(state["cells"], axes, made.capacity)
         size = made.cells.size
         for name in _ARRAYS:
             values = np.array(state["arms"][name], dtype=getattr(made, name).dtype)
-            if len(values) != size or not np.isfinite(values).all():
-                raise InvalidValueError(f"{name} of a state must hold {size} finite numbers, one per arm")
-            getattr(made, name)[:size] = values
-        made.drops = bool(made.dropped[:size].any())
+            if values.shape != (size, *getattr(made, name).shape[1:]) or not np.isfinite(values).all():
+                raise InvalidValueError(f"{name} of a state must hold {size} finite numbers, one per arm and axis")
+            setattr(made, name, values)
+        made.drops, made.tried = bool(made.dropped.any()), bool(made.tries.any())
         for name in _SUMS:
             setattr(made, name, float(state["sums"][name]))
-            if not math.isfinite(getattr(made, name)):
-                raise InvalidValueError(f"{name} of a state must be finite, got {state['sums'][name]!r}")
+            if not 0.0 <= getattr(made, name) < math.inf:
+                raise InvalidValueError(f"{name} of a state must be finite and at least 0, got {state['sums'][name]!r}")
+        made.stale, made.distinct = bool(state["stale"]), bool(state["distinct"])
         made.open = {int(id): int(arm) for id, arm in state["open"]}
         if not all(-1 <= arm < size for arm in made.open.values()):
             raise InvalidValueError("an open pull of a state has an arm that does not stand")
-        if made.cells.low.shape[1] != axes or (made.weights[:size] < 0.0).any():
-            raise InvalidValueError(f"the arms of a state must lie on {axes} axes and have weights of at least 0")
-        if state["posterior"] is not None:
-            made.posterior = Posterior.from_state(state["posterior"], capacity, axes, drifts=discount < 1.0)
-            if made.posterior.size != size:
-                raise InvalidValueError(f"the posterior of a state must be of its {size} arms, got {made.posterior.size}")
-            made.variation[:size] = made.variations(made.posterior, slice(0, size))
+        if (made.weights < 0.0).any() or (made.tries < 0.0).any() or ((made.points < 0.0) | (made.points > 1.0)).any():
+            raise InvalidValueError("the arms of a state must lie in the unit cube and have weights of at least 0")
+        if state["beliefs"] is not None:
+            made.beliefs = Beliefs.from_state(state["beliefs"], size, axes, made.rule)
+        made._reserve(max(64, 2 * size))
         return made

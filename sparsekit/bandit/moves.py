@@ -1,4 +1,4 @@
-"""Moves: which arm of a field is pulled next, and how cells are split, merged and dropped."""
+"""Moves: which arm of a field is pulled next, and how cells are split for arms and dropped."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from collections.abc import Mapping
 import numpy as np
 
 from sparsekit.bandit.base import Drop
-from sparsekit.bandit.cells import NARROWEST
+from sparsekit.bandit.cells import NARROWEST, Floats
 from sparsekit.bandit.field import Field
-from sparsekit.bandit.smoothness import Floats
 
-__all__ = ["arm_at", "choose", "drop_side", "make_room"]
+__all__ = ["arm_at", "choose", "drop_side"]
+
+# At most so many cells are split in search of an arm below a bound.
+_SPLITS = 6
 
 
 def choose(field: Field, *, lost: int, upper: float | None = None, rng: np.random.Generator) -> int:
@@ -21,49 +23,82 @@ def choose(field: Field, *, lost: int, upper: float | None = None, rng: np.rando
     Args:
         lost: Open pulls of a lower id are not waited for.
         upper: Bound of the first coordinate.
-        rng: Draws the arms of new cells, and the smoothness.
+        rng: Draws the arms of new cells.
 
     Returns:
         Its place; -1 if no cell can hold an arm below the bound.
     """
-    rule = field.rule
-    if field.told >= field.begin if field.posterior is None else field.since >= field.due:
-        field.refresh(rng)
-    for left in reversed(range(rule.splits)):
-        pending: dict[int, int] = {}
-        for id, arm in field.open.items():
-            if arm >= 0 and id >= lost:
-                pending[arm] = pending.get(arm, 0) + 1
-        index = field.indices(pending)
-        if upper is not None:
-            index[field.cells.low[: len(index), 0] >= upper] = -math.inf
-        arm = int(index.argmax())
-        if upper is not None and (index[arm] == -math.inf or field.points[arm, 0] > upper):
-            return _below(field, index, upper, rng)
-        if not left or not _ripe(field, arm, pending) or not _halve(field, arm, rng):
+    pending: dict[int, int] = {}
+    for id, arm in field.open.items():
+        if arm >= 0 and id >= lost:
+            pending[arm] = pending.get(arm, 0) + 1
+    if upper is None:
+        field.refresh()
+        index, beside = field.indices(pending)
+        return _pulled_or_split(field, int(index.argmax()), beside, pending, rng)
+    for _ in range(_SPLITS):
+        field.refresh()
+        index, beside = field.indices(pending)
+        index[field.cells.low[: len(index), 0] >= upper] = -math.inf
+        cell = int(index.argmax())
+        if index[cell] == -math.inf or field.points[cell, 0] > upper:
             break
-    return arm
+        arm = _pulled_or_split(field, cell, beside, pending, rng)
+        if field.points[arm, 0] <= upper:
+            return arm
+    return _below(field, index, upper, rng)
 
 
-def _ripe(field: Field, arm: int, pending: Mapping[int, int]) -> bool:
-    """Whether the arm is known better than its cell, or will be when its open pulls have been told."""
-    if field.posterior is None:
-        return bool(field.pulls[arm]) or arm in pending
-    rewards = float(field.weights[arm]) + pending.get(arm, 0)
-    return field.posterior.noise < field.rule.patience * float(field.variation[arm]) * rewards
+def _pulled_or_split(field: Field, cell: int, beside: Floats, pending: Mapping[int, int], rng: np.random.Generator) -> int:
+    """The arm that the choice of a cell leads to: its own, one split off from it, or the one that it faces."""
+    beliefs = field.beliefs
+    if beliefs is None:
+        ready = bool(field.pulls[cell] or field.tries[cell]) or cell in pending
+        return _halve(field, cell, rng) if ready else cell
+    certainty = field.rule.certainty
+    own = float(beliefs.means[cell]) + math.sqrt(
+        certainty * field.variance(cell, pending.get(cell, 0)) + float(beliefs.room[field.cells.depth[cell]])
+    )
+    if float(beside[cell]) > own:
+        sides = field.cells.facing[cell]
+        side = int(beliefs.means[sides].argmax())
+        better = int(sides[side])
+        if not _ripe(field, better, cell, pending):
+            return better
+        return _halve_towards(field, cell, side, rng)
+    return _halve(field, cell, rng) if _ripe(field, cell, cell, pending) else cell
 
 
-def _halve(field: Field, cell: int, rng: np.random.Generator) -> bool:
-    """Split a cell across its longest side; or merge others, where there are too many. False: nothing could be done."""
-    half = field.cells.halves(cell, np.ones(field.points.shape[1]) if field.posterior is None else field.posterior.lengths)
-    if half is None:
-        return False
-    if field.full:
-        return make_room(field)
+def _ripe(field: Field, arm: int, cell: int, pending: Mapping[int, int]) -> bool:
+    """Whether an arm is known better than a cell varies, or will be when its open pulls have been told."""
+    assert field.beliefs is not None
+    within = float(field.beliefs.variation[field.cells.depth[cell] + 1])
+    return field.ripe and field.variance(arm, pending.get(arm, 0)) < field.rule.patience * within
+
+
+def _halve(field: Field, cell: int, rng: np.random.Generator) -> int:
+    """Split a cell across its longest side; the new arm, or its own if it is too narrow or there is no room."""
+    half = field.cells.halves(cell)
+    if half is None or field.full:
+        return cell
     axis, cut = half
-    new = field.cells.split(cell, axis, cut, keeps_low=bool(field.points[cell, axis] < cut))
-    field.settle(cell, new, field.middle(new, rng))
-    return True
+    low, high = field.cells.low[cell].copy(), field.cells.high[cell].copy()
+    (low if field.points[cell, axis] < cut else high)[axis] = cut
+    return field.split(cell, axis, cut, field.middle(low, high, rng))
+
+
+def _halve_towards(field: Field, cell: int, side: int, rng: np.random.Generator) -> int:
+    """Split off the part of a cell at one of its sides: half of it, or what lies between its arm and that side."""
+    axis, above = divmod(side, 2)
+    low, high = field.cells.low[cell].copy(), field.cells.high[cell].copy()
+    start, at, end = float(low[axis]), float(field.points[cell, axis]), float(high[axis])
+    middle = 0.5 * (start + end)
+    if field.full or min(end - middle, abs((end if above else start) - at)) < 2.0 * NARROWEST:
+        return _halve(field, cell, rng)
+    between = at >= middle if above else at < middle
+    (low if above else high)[axis] = at if between else middle
+    point = field.middle(low, high, rng)
+    return field.split(cell, axis, 0.5 * (at + float(point[axis])) if between else middle, point)
 
 
 def _below(field: Field, index: Floats, upper: float, rng: np.random.Generator) -> int:
@@ -73,32 +108,19 @@ def _below(field: Field, index: Floats, upper: float, rng: np.random.Generator) 
             break
         if field.points[arm, 0] <= upper:
             return int(arm)
-        low = field.cells.low[arm].copy()
-        high = field.cells.high[arm].copy()
+        low, high = field.cells.low[arm].copy(), field.cells.high[arm].copy()
         high[0] = upper
-        if upper - low[0] < 2.0 * NARROWEST or field.points[arm, 0] - upper < NARROWEST:
+        if field.full or upper - low[0] < 2.0 * NARROWEST or field.points[arm, 0] - upper < NARROWEST:
             continue
-        if field.full:
-            return _below(field, _bounded(field, upper), upper, rng) if make_room(field) else -1
-        point = low + (high - low) * (0.5 + field.rule.jitter * (rng.random(len(low)) - 0.5))
-        return _split_between(field, arm, point)
+        return _split_between(field, arm, field.middle(low, high, rng))
     return -1
-
-
-def _bounded(field: Field, upper: float) -> Floats:
-    index = field.indices({})
-    index[field.cells.low[: len(index), 0] >= upper] = -math.inf
-    return index
 
 
 def _split_between(field: Field, cell: int, point: Floats) -> int:
     """Split a cell half way between its arm and another point, which becomes the new arm."""
     gaps = np.abs(point - field.points[cell])
     axis = int(gaps.argmax())
-    cut = 0.5 * float(point[axis] + field.points[cell, axis])
-    new = field.cells.split(cell, axis, cut, keeps_low=bool(field.points[cell, axis] < cut))
-    field.settle(cell, new, point)
-    return new
+    return field.split(cell, axis, 0.5 * float(point[axis] + field.points[cell, axis]), point)
 
 
 def arm_at(field: Field, point: Floats) -> int:
@@ -107,9 +129,9 @@ def arm_at(field: Field, point: Floats) -> int:
     Where there is no room for another cell, it is the arm of the cell that holds the point.
     """
     cell = field.cells.find(point)
-    if float(np.abs(point - field.points[cell]).max()) < 2.0 * NARROWEST:
+    if field.full or float(np.abs(point - field.points[cell]).max()) < 2.0 * NARROWEST:
         return cell
-    return cell if field.full else _split_between(field, cell, point)
+    return _split_between(field, cell, point)
 
 
 def drop_side(field: Field, arm: int, side: Drop) -> None:
@@ -117,50 +139,7 @@ def drop_side(field: Field, arm: int, side: Drop) -> None:
     low, at, high = float(field.cells.low[arm, 0]), float(field.points[arm, 0]), float(field.cells.high[arm, 0])
     if min(at - low, high - at) < 2.0 * NARROWEST or field.full:
         return
-    new = field.cells.split(arm, 0, at, keeps_low=side == "above")
     point = field.points[arm].copy()
     point[0] = 0.5 * (low + at if side == "below" else at + high)
-    field.settle(arm, new, point)
+    new = field.split(arm, 0, at, point, keeps_low=side == "above")
     field.dropped[new] = field.drops = True
-
-
-def make_room(field: Field) -> bool:
-    """Merge cells of low index in pairs until the share `kept` is left; False if none could be merged.
-
-    Of two arms the one that looks better stays. What the other one taught about the rest stays until the smoothness is
-    drawn anew.
-    """
-    index = field.indices({}).tolist()
-    size = field.cells.size
-    arms = list(range(size))
-    gone: set[int] = set()
-    goal = int(field.rule.kept * size)
-    merit = [
-        (bool(field.first[arm] >= 0), float(field.rewards[arm] if field.posterior is None else field.posterior.means[arm]))
-        for arm in range(size)
-    ]
-    while size - len(gone) > goal:
-        pairs = [
-            (max(index[cell], index[field.cells.parent[cell]]), cell)
-            for cell in field.cells.joinable()
-            if field.dropped[cell] == field.dropped[field.cells.parent[cell]]
-        ]
-        if not pairs:
-            break
-        for worst, cell in sorted(pairs)[: min(size - len(gone) - goal, (len(pairs) + 1) // 2)]:
-            parent = field.cells.join(cell)
-            if merit[arms[cell]] > merit[arms[parent]]:
-                arms[parent] = arms[cell]
-            index[parent] = worst
-            gone.add(cell)
-    cells = [cell for cell in range(size) if cell not in gone]
-    arms = [arms[cell] for cell in cells]
-    field.cells.keep(cells)
-    for array in (field.points, field.weights, field.rewards, field.pulls, field.first, field.dropped):
-        array[: len(arms)] = array[arms]
-    place = {arm: new for new, arm in enumerate(arms)}
-    field.open = {id: place.get(arm, -1) for id, arm in field.open.items()}
-    if field.posterior is not None:
-        field.posterior.keep(arms, field.points[: len(arms)])
-        field.variation[: len(arms)] = field.variations(field.posterior, slice(0, len(arms)))
-    return bool(gone)

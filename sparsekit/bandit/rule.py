@@ -2,43 +2,51 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
-from sparsekit.bandit.smoothness import Prior
+from dataclasses import dataclass
 
 __all__ = ["Rule"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """The numbers of the index and of its upkeep; the symbols are those of `SplitUCBV`.
+    """The numbers of the model, of the index and of its upkeep; the symbols are those of `SplitUCBV`.
 
     Args:
-        certainty: β, what a unit of posterior variance at the arm is worth.
-        variation: γ, what a unit of variation within the cell is worth.
-        growth: δ, by how much more with each factor e of rewards.
-        patience: κ, the cell is halved when the variance of its arm's mean is below this share of the variation.
-        splits: At most so many halvings before one pull.
+        certainty: p, what a unit of posterior variance at the arm is worth.
+        base: a, what a unit of variation within the cell is worth.
+        growth: b, by how much more with each factor e of rewards, or faster where little is known of the variation.
+        tail: ν at depth 0, the degrees of freedom of what an unseen arm may be.
+        tail_kept: Share of ν that the next depth begins with; it adds the arms born there.
+        deeper: c, what each level that the best cell lies deeper is worth.
+        facing: φ, share of the variation that counts for a cell beside a better arm.
+        patience: κ, the cell is split when its arm's variance is below so much of the variation.
+        shrink: Ratio of the variations of cells one of whose sides is half as long, where nothing is known; as deviations.
+        shrink_weight: How many arms that counts for at each depth.
+        noise: Of the reward, before any point has been pulled twice, as a share of the variance of the first rewards.
+        noise_weight: How many repeated rewards that counts for.
+        repeats: So many rewards of points pulled before are waited for until cells are split.
         line: Cells to begin with on an interval.
         cube: The same on a box of two axes or more; rounded up to a grid.
         jitter: Width of the middle part of a cell from which its arm is drawn, as a share of the cell.
-        refresh: The smoothness is drawn anew after so many more rewards, as a share of those told.
-        moves: Steps of the walk each time.
+        refresh: All arms learn from one another after so many more rewards, as a share of those told.
         capacity: The largest number of cells.
-        kept: Share of the cells that are left when they have become too many.
-        prior: Of the smoothness.
     """
 
-    certainty: float = 2.0
-    variation: float = 0.8
-    growth: float = 0.12
-    patience: float = 0.5
-    splits: int = 6
-    line: int = 4
-    cube: int = 4
-    jitter: float = 0.15
-    refresh: float = 0.15
-    moves: int = 4
-    capacity: int = 96
-    kept: float = 0.75
-    prior: Prior = field(default_factory=Prior)
+    certainty: float = 1.0
+    base: float = 0.2
+    growth: float = 0.15
+    tail: float = 2.0
+    tail_kept: float = 0.3
+    deeper: float = 0.1
+    facing: float = 0.2
+    patience: float = 2.0
+    shrink: float = 0.7
+    shrink_weight: float = 3.0
+    noise: float = 0.2
+    noise_weight: float = 3.0
+    repeats: int = 2
+    line: int = 5
+    cube: int = 6
+    jitter: float = 0.2
+    refresh: float = 0.02
+    capacity: int = 2048

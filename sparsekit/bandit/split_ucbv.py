@@ -1,4 +1,4 @@
-"""SplitUCBV: an anytime bandit over an interval or a box that splits cells and learns how smooth the function is."""
+"""SplitUCBV: an anytime bandit over an interval or a box that splits cells and learns how far the function varies in them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sparsekit.bandit.arms import Arm
 from sparsekit.bandit.base import Drop, Interval, Pull, check_generator, check_number
 from sparsekit.bandit.field import Field
 from sparsekit.bandit.ledger import check_settings, generator_from_state, generator_state, reading_state
-from sparsekit.bandit.moves import arm_at, choose, drop_side, make_room
+from sparsekit.bandit.moves import arm_at, choose, drop_side
 from sparsekit.bandit.space import Box, BoxPull
 from sparsekit.errors import InvalidValueError
 
@@ -28,23 +28,31 @@ _LOST_AFTER = 64
 
 
 class SplitUCBV(Generic[Trial]):
-    """Optimism over a partition, with a Gaussian process whose smoothness is learned.
+    """Optimism over a tree of cells, with the variation at each depth learned.
 
-    The space is cut into cells, each with one arm: a fixed point. The mean reward f is taken for a Matérn process around an
-    unknown level, so that the arms have a joint Gaussian posterior with means μ and variances v. With t rewards told, the
-    cell of largest index
+    The space is cut into cells, each with one arm: a fixed point. A cell is split in two; the part with the arm keeps it
+    with all that is known of it, and the other part gets an arm of its own. For the mean reward f
 
-        U = μ + sqrt(β v + (γ + δ log t) w),   w = 2 a (1 - k(half the cell's diagonal)),
+        f(new arm) - f(arm that it was split from) ~ N(0, D[h]),   h = how often the cell had been split,
 
-    is pulled at its arm, where a is the signal variance and k the Matérn correlation: v is what rewards at the arm would
-    settle, w how far f may still rise elsewhere in the cell. Once the arm is known better than its cell is, σ²/n < κ w, the
-    cell is first halved across its longest side; the half with the arm keeps it with all that is known of it, and the other
-    half gets a new one near its middle, whose posterior follows from all the arms. β, γ, δ and κ suit every problem.
+    from which each arm has a posterior mean μ and variance v, given its own rewards, its parent's posterior and its
+    children's rewards. D comes from the arms themselves: at each depth the squared difference between a new arm's rewards
+    and its parent's posterior, of which noise has the share that its variance has, shrunk to r D[h - 1]. The noise σ² comes
+    from rewards of one and the same point, never from the variation between points. The cell of largest index
 
-    Smoothness (order 1/2, 3/2 or 5/2; a length for each axis; noise against signal) is drawn from its posterior given all
-    rewards and drawn again each time their number has grown by a fifth. The signal variance follows from the rewards, so that
-    adding to all of them or scaling them changes no proposal (but for rounding), and the horizon is not needed. At most 128
-    cells stand: then those of least index are merged again in pairs, so that the time for a step stays bounded.
+        U = max(μ + sqrt(p v + B[h]), M + sqrt(φ B[h])),   B[h] = D[h + 1] (a + b q[h] + c levels),
+
+    is next, where M is the largest mean of an arm that the cell faces (on an interval, its two neighbours): right beside a
+    better arm a cell may be good though its own arm is not, as at the edge of a cliff. `levels` counts how much deeper the
+    best cell lies. q is ν/2 (t^(2 / (ν + 1)) - 1) after t rewards: log t where many arms have shown what the variation
+    is, ν → ∞, but growing faster at depths where few have, so that a narrow peak in a wide cell is found in the end. The arm
+    of that cell (or the better one that it faces) is pulled until v < κ D[h + 1]; then the cell is split across its longest
+    side (or towards that arm), and the new arm is pulled.
+
+    All is relative to the first rewards, so that adding to all of them or scaling them changes no proposal (but for rounding),
+    and the horizon is not needed. All arms learn from one another when a new one has its first reward, and else when the
+    number of rewards has grown by a fiftieth: the time for a step hardly grows. At most 2048 cells are made. Where repeated
+    rewards are equal to the last bit, hardly a point is tried again.
 
     | point | decision |
     |---|---|
@@ -56,10 +64,12 @@ class SplitUCBV(Generic[Trial]):
     | `discount` | f drifts: each reward told lets the share `discount` of what is known survive |
     | NaN or infinity | is refused, and the pull stays open |
 
-    Source: ours. After Srinivas, Krause, Kakade, Seeger, "Gaussian Process Optimization in the Bandit Setting", ICML 2010
-    (the posterior as a confidence bound); Bubeck, Munos, Stoltz, Szepesvári, "X-Armed Bandits", JMLR 2011 (a bound for the
-    variation within a cell); Shekhar and Javidi, "Gaussian Process Bandits with Adaptive Discretization", EJS 2018 (splitting
-    a cell when its arm is known better than it varies); Snoek, Larochelle, Adams, NeurIPS 2012 (drawn parameters).
+    Source: ours. After Bubeck, Munos, Stoltz, Szepesvári, "X-Armed Bandits", JMLR 2011 (optimism over a tree of cells, with a
+    bound for the variation within); Azar, Lazaric, Brunskill, "Online Stochastic Optimization under Correlated Bandit
+    Feedback", ICML 2014 (HCT: a cell is split when its arm is known better than it varies); Li, Wang, Cheng, Song,
+    "Optimum-statistical Collaboration Towards General and Efficient Black-box Optimization", TMLR 2023 (VHCT: the noise is
+    learned too); Chipman, McCulloch, "Hierarchical Priors for Bayesian CART Shrinkage", Statistics and Computing 2000 (a
+    Gaussian model over a tree of boxes, each shrunk towards its parent).
     """
 
     @overload
@@ -71,7 +81,7 @@ class SplitUCBV(Generic[Trial]):
 
         Args:
             space: Where to search: an interval, whose pulls have a number as value, or a box, whose pulls map names to numbers.
-            rng: Draws the arms within their cells, and the smoothness.
+            rng: Draws the arms within their cells.
             discount: What each reward multiplies the knowledge of all earlier ones by, in (0, 1]; 1 if f stays as it is. As a
                 rule of thumb, 1 - 1 / (number of rewards over which f changes).
 
@@ -170,13 +180,10 @@ class SplitUCBV(Generic[Trial]):
             raise InvalidValueError("drop rules out one side of a value of an Interval; a Box has no sides")
         self._unit_cost = price / weight
         field = self._field
-        if field.full and (drop is not None or value is not proposed):
-            make_room(field)
         arm = self._close(pull)
         if arm < 0 or value is not proposed:
             if arm >= 0:
-                # Or else a proposal that is always executed elsewhere, say rounded, would be made for ever.
-                field.learn(arm, field.expected(arm), weight, None)
+                field.miss(arm, weight)
             arm = arm_at(field, np.array(self._point(value)))
         self._told.append((pull.id, value, rate))
         field.learn(arm, rate, weight, len(self._told) - 1)

@@ -50,9 +50,9 @@ def hill(value: float) -> float:
     return -abs(value - 0.7)
 
 
-def test_the_first_arms_lie_one_in_each_quarter() -> None:
+def test_the_first_arms_lie_one_in_each_fifth() -> None:
     bandit = SplitUCBV(UNIT, rng=np.random.default_rng(0))
-    assert sorted(int(4.0 * bandit.ask().value) for _ in range(4)) == [0, 1, 2, 3]
+    assert sorted(int(5.0 * bandit.ask().value) for _ in range(5)) == [0, 1, 2, 3, 4]
 
 
 def test_it_closes_in_on_a_hill() -> None:
@@ -169,10 +169,10 @@ def test_upper_on_a_hill_beyond_it_ends_near_the_bound() -> None:
 
 def test_what_was_dropped_is_never_proposed() -> None:
     bandit = SplitUCBV(UNIT, rng=np.random.default_rng(0))
-    for _ in range(4):
+    for _ in range(5):
         pull = bandit.ask()
-        # The quarters that begin at 0 and 1/4 lose all that lies above their arms.
-        bandit.tell(pull, pull.value, drop="above" if pull.value < 0.5 else None)
+        # The fifths that begin at 0 and 1/5 lose all that lies above their arms.
+        bandit.tell(pull, pull.value, drop="above" if pull.value < 0.4 else None)
     dropped = [(arm.high, after.low) for arm, after in pairwise(bandit.arms) if arm.high < after.low]
     assert len(dropped) == 2
     for _ in range(60):
@@ -244,16 +244,51 @@ def test_any_executed_values_and_drops_are_taken(values: list[float], sides: lis
 
 def test_many_executed_values_stay_within_the_capacity() -> None:
     bandit = SplitUCBV(UNIT, rng=np.random.default_rng(0))
-    for value in np.random.default_rng(1).random(400).tolist():
+    for value in np.random.default_rng(1).random(2200).tolist():
         bandit.tell(replace(bandit.ask(), value=value), hill(value))
-    assert 60 <= len(bandit.arms) <= 128
-    assert bandit.arms[0].low == 0.0
-    assert bandit.arms[-1].high == 1.0
-    assert all(arm.high == after.low for arm, after in pairwise(bandit.arms))
+    arms = bandit.arms
+    assert len(arms) == 2048
+    assert (arms[0].low, arms[-1].high) == (0.0, 1.0)
+    assert all(arm.high == after.low for arm, after in pairwise(arms))
     assert abs(bandit.best().value - 0.7) < 0.05
+    assert bandit.ask(upper=0.25).value <= 0.25
 
 
-def test_a_state_resumes_to_the_same_bits_in_a_box_with_merged_cells_and_open_pulls() -> None:
+def test_without_noise_hardly_a_point_is_tried_again_until_cells_are_as_narrow_as_they_get() -> None:
+    bandit = SplitUCBV(UNIT, rng=np.random.default_rng(0))
+    asked = play(bandit, hill, 60, noise=0.0)
+    assert len(set(asked)) >= 54
+    assert abs(bandit.best().value - 0.7) < 1e-4
+
+
+def test_rewards_of_0_and_1_are_not_taken_for_exact() -> None:
+    bandit = SplitUCBV(UNIT, rng=np.random.default_rng(0))
+    asked, draws = [], np.random.default_rng(2).random(600).tolist()
+    for draw in draws:
+        pull = bandit.ask()
+        asked.append(pull.value)
+        bandit.tell(pull, float(draw < 0.9 - abs(pull.value - 0.7)))
+    assert len(set(asked)) < 200
+    assert abs(bandit.best().value - 0.7) < 0.2
+
+
+def test_it_finds_the_narrow_peak_beside_a_broad_hill() -> None:
+    bandit = SplitUCBV(UNIT, rng=np.random.default_rng(0))
+
+    def two(value: float) -> float:
+        return max(0.5 * math.exp(-(((value - 0.3) / 0.25) ** 2)), math.exp(-(((value - 0.87) / 0.05) ** 2)))
+
+    play(bandit, two, 500)
+    assert bandit.best().value == pytest.approx(0.87, abs=0.04)
+
+
+def test_it_climbs_to_the_edge_of_a_cliff() -> None:
+    bandit = SplitUCBV(UNIT, rng=np.random.default_rng(0))
+    play(bandit, lambda value: value if value <= 0.57 else -1.0, 400)
+    assert 0.5 <= bandit.best().value <= 0.57
+
+
+def test_a_state_resumes_to_the_same_bits_in_a_box_with_costs_and_open_pulls() -> None:
     bandit = SplitUCBV(PLANE, rng=np.random.default_rng(0))
     rng = np.random.default_rng(1)
     for _ in range(200):
@@ -296,8 +331,14 @@ def spoil(state: dict[str, Any], path: list[Any], value: Any) -> dict[str, Any]:
         (["field", "arms", "points"], [[0.5]]),
         (["field", "sums", "told"], "many"),
         (["field", "open"], [[0, 999]]),
-        (["field", "posterior", "means"], [0.0]),
-        (["field", "posterior", "matrices", 0, 0, 0], math.nan),
+        (["field", "cells", "facing", 0, 0], 99),
+        (["field", "cells", "depth", 0], -1),
+        (["field", "arms", "points", 0, 0], 1.5),
+        (["field", "sums", "since"], -1.0),
+        (["field", "beliefs", "means"], [0.0]),
+        (["field", "beliefs", "variances", 0], 0.0),
+        (["field", "beliefs", "room", 0], math.nan),
+        (["field", "beliefs", "variation"], [1.0]),
         (["pulls", "told", 0, 0], 999),
         (["pulls", "told"], []),
         (["generator"], {}),

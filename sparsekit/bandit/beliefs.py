@@ -1,0 +1,151 @@
+"""Beliefs: what is believed of arms that form a tree, and how far an arm lies from the one that it was split from."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from sparsekit.bandit.cells import DEEPEST, Cells, Floats, grown
+from sparsekit.bandit.rule import Rule
+from sparsekit.errors import InvalidValueError
+
+__all__ = ["Beliefs"]
+
+
+class Beliefs:
+    """Posterior means and variances of arms, less a level, under f(arm) - f(its parent) ~ N(0, D[depth where it was born]).
+
+    An arm that was split from none lies around 0 with variance D[0].
+    """
+
+    def __init__(self, scale: float, level: float, axes: int, rule: Rule) -> None:
+        """Begin with arms of which nothing is known.
+
+        Args:
+            scale: D[0], above 0.
+            level: What rewards are counted from.
+            axes: Of the cube: the more, the more splits it takes until a cell is half as wide.
+            rule: The numbers of the model.
+        """
+        self.scale, self.level = scale, level
+        self._rule = rule
+        self._ratio = rule.shrink ** (2.0 / axes)
+        # The last place stays free and below all others: arm -1 stands for none.
+        self.means: Floats = np.full(1, -math.inf)
+        self.variances: Floats = np.full(1, scale)
+        # By depth: D, and what the variation within a cell adds under the root of the index.
+        self.variation: Floats = scale * self._ratio ** np.arange(DEEPEST + 2.0)
+        self.room: Floats = np.zeros(DEEPEST + 1)
+
+    def reserve(self, size: int) -> None:
+        """Make the arrays so long; new arms lie around the level."""
+        used = len(self.means) - 1
+        self.means, self.variances = grown(self.means, size), grown(self.variances, size)
+        self.means[used:] = 0.0
+        self.means[-1] = -math.inf
+        self.variances[used:] = self.scale
+
+    def settle(self, parent: int, new: int, depth: int) -> None:
+        """Begin with an arm that was just split off from another."""
+        self.means[new] = self.means[parent]
+        self.variances[new] = self.variances[parent] + self.variation[depth]
+
+    def observe(self, arm: int, reward: float, noise: float) -> None:
+        """Take in a reward, counted from the level; the other arms learn of it with the next `sweep`."""
+        mean, variance = float(self.means[arm]), float(self.variances[arm])
+        gain = variance / (variance + noise)
+        self.means[arm] = mean + gain * (reward - mean)
+        self.variances[arm] = variance * (1.0 - gain)
+
+    def sweep(self, cells: Cells, weights: Floats, rewards: Floats, noise: float, told: float) -> None:
+        """Learn D anew, and let each arm learn from its own rewards, its parent's posterior and its children's rewards.
+
+        Args:
+            cells: To which the arms belong.
+            weights: How many rewards each arm has, float (arms,).
+            rewards: Their means, float (arms,).
+            noise: Variance of a reward.
+            told: Number of rewards.
+        """
+        size = cells.size
+        own = rewards - self.level
+        parent, born = cells.parent[:size], cells.born[:size]
+        has_parent = born > 0
+        above, doubt = self.means[parent], self.variances[parent]
+        # An arm without rewards has a mean of next to no weight.
+        own_variance = noise / np.maximum(weights, 1e-9)
+        tied = self.variation[born]
+        share = tied / (tied + own_variance + doubt)
+        surprise = share * (own - above)
+        self._learn(
+            int(cells.depth[:size].max()),
+            np.bincount(born, share, DEEPEST + 2).tolist(),
+            np.bincount(born, surprise * surprise, DEEPEST + 2).tolist(),
+            int(cells.depth[self.means[:size].argmax()]),
+            math.log(max(told, 1.0)),
+        )
+        tied = self.variation[born]
+        up = 1.0 / (tied + has_parent * doubt)
+        down = has_parent / (tied + own_variance)
+        precision = 1.0 / own_variance + up + np.bincount(parent, down, size)
+        weighed = own / own_variance + has_parent * above * up + np.bincount(parent, down * own, size)
+        self.variances[:size] = 1.0 / precision
+        self.means[:size] = weighed / precision
+
+    def _learn(self, deepest: int, counts: list[float], squares: list[float], best: int, log_told: float) -> None:
+        """D and what follows from it by depth, given how many arms were born there and how far they lay from their parents."""
+        rule, ratio = self._rule, self._ratio
+        freedom, variation = rule.tail, self.scale
+        variations, rooms = [variation], []
+        # Cells one level deeper than any are there by the next sweep, and their halves lie one deeper again.
+        for depth in range(1, min(deepest + 2, DEEPEST + 1) + 1):
+            count = counts[depth]
+            variation = (rule.shrink_weight * ratio * variation + squares[depth]) / (rule.shrink_weight + count)
+            freedom = rule.tail + count + rule.tail_kept * freedom
+            # Stands for log t, to which it comes as ν grows: the same tail probability of a Student t.
+            quantile = 0.5 * freedom * math.expm1(2.0 * log_told / (freedom + 1.0))
+            variations.append(variation)
+            rooms.append(variation * (rule.base + rule.growth * quantile + rule.deeper * max(best - depth + 1, 0)))
+        self.variation[: len(variations)] = variations
+        self.room[: len(rooms)] = rooms
+
+    def state_dict(self, size: int) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {
+            "scale": self.scale,
+            "level": self.level,
+            "means": self.means[:size].tolist(),
+            "variances": self.variances[:size].tolist(),
+            "variation": self.variation.tolist(),
+            "room": self.room.tolist(),
+        }
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any], size: int, axes: int, rule: Rule) -> Beliefs:
+        """The beliefs that `state_dict` described, of so many arms.
+
+        Raises:
+            InvalidValueError: the numbers do not fit together.
+        """
+        scale, level = float(state["scale"]), float(state["level"])
+        made = cls(scale, level, axes, rule)
+        means, variances = (np.array(state[name], dtype=np.float64) for name in ("means", "variances"))
+        variation, room = (np.array(state[name], dtype=np.float64) for name in ("variation", "room"))
+        if means.shape != (size,) or variances.shape != (size,):
+            raise InvalidValueError(f"the beliefs of a state must be of its {size} arms, got {means.shape}")
+        if variation.shape != (DEEPEST + 2,) or room.shape != (DEEPEST + 1,):
+            raise InvalidValueError(f"a state must have the variation at {DEEPEST + 2} depths, got {variation.shape}")
+        above = np.array([scale, *variances, *variation])
+        if (
+            not np.isfinite(np.array([level, *means, *room])).all()
+            or (room < 0.0).any()
+            or not (np.isfinite(above) & (above > 0.0)).all()
+        ):
+            raise InvalidValueError("the beliefs of a state must be finite, and its variances above 0")
+        made.reserve(size + 1)
+        made.means[:size], made.variances[:size] = means, variances
+        made.variation, made.room = variation, room
+        return made
