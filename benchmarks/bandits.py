@@ -127,6 +127,8 @@ OURS: dict[str, tuple[str, dict[str, Any]]] = {
     "E-UCB": ("e-ucb", {}),
 }
 SHOWN = ["SplitUCBV", "VHCT", "HCT", "P-UCBV"]
+# Those that search an interval alone.
+ONE_AXIS = {"P-UCBV", "UCB-V", "E-UCB"}
 NAMES = (*OURS, *PYXAB_NAMES, *OPTUNA_NAMES, "Random")
 
 
@@ -173,6 +175,8 @@ def summary(values: list[float]) -> list[float]:
 def measure(name: str, titles: list[str], seeds: int, horizons: tuple[int, ...], out: Path) -> None:
     """Play, and put mean, standard error and number of seeds into the file; what is there for the same is replaced."""
     for title in titles:
+        if name in ONE_AXIS and OBJECTIVES[title].axes > 1:
+            continue
         games: dict[int, list[tuple[float, float]]] = {horizon: [] for horizon in horizons}
         for seed in range(seeds):
             if name in WITH_HORIZON:

@@ -67,7 +67,10 @@ class Field:
         self.within = 0.0
         self.replicates = 0.0
         self.repeats = 0.0
-        # Rewards since all arms learned from one another; infinite when they must before the next proposal.
+        # What of the index of each cell is owed to a better arm beside it, as of the last time that all arms learned.
+        self.beside: Floats = np.zeros(0)
+        self._room: Floats = np.zeros(0)
+        # Rewards since all arms learned from one another, and whether they must before the next proposal.
         self.since = 0.0
         self.stale = True
         # Open pulls: the arm of each, -1 if no cell could hold one.
@@ -120,6 +123,9 @@ class Field:
         size = self.cells.size
         self.beliefs.sweep(self.cells, self.weights[:size], self.rewards[:size], self.noise, self.told)
         self.since, self.stale = 0.0, False
+        self._room = self.beliefs.room[self.cells.depth[:size]]
+        better = self.beliefs.means[self.cells.facing[:size]].max(axis=1)
+        self.beside = better + np.sqrt(self.rule.facing * self._room)
 
     def _first_beliefs(self) -> Beliefs:
         seen = np.flatnonzero(self.pulls[: self.cells.size])
@@ -133,8 +139,8 @@ class Field:
         made.reserve(len(self.weights) + 1)
         return made
 
-    def indices(self, pending: Mapping[int, int]) -> tuple[Floats, Floats]:
-        """The index of each arm, float (arms,), and what of it is owed to a better arm beside the cell; -inf where dropped.
+    def indices(self, pending: Mapping[int, int]) -> Floats:
+        """The index of each arm, float (arms,); -inf where dropped. Cells split since all arms last learned have no `beside`.
 
         Args:
             pending: Arms of open pulls, and how often each is open.
@@ -145,22 +151,20 @@ class Field:
             index: Floats = -(self.pulls[:size] + self.tries[:size])
             for arm, times in pending.items():
                 index[arm] -= times
-            beside: Floats = np.full(size, -math.inf)
         else:
-            means = beliefs.means
-            room = beliefs.room[self.cells.depth[:size]]
-            variances = beliefs.variances[:size]
+            room = self._room if len(self._room) == size else beliefs.room[self.cells.depth[:size]]
+            means, variances = beliefs.means[:size], beliefs.variances[:size]
             if self.tried:
                 variances = variances / (1.0 + variances * self.tries[:size] / self.noise)
-            index = means[:size] + np.sqrt(rule.certainty * variances + room)
+            index = np.sqrt(rule.certainty * variances + room)
+            index += means
             for arm, times in pending.items():
-                variance = self.variance(arm, times)
-                index[arm] = float(means[arm]) + math.sqrt(rule.certainty * variance + float(room[arm]))
-            beside = means[self.cells.facing[:size]].max(axis=1) + np.sqrt(rule.facing * room)
-            index = np.maximum(index, beside)
+                index[arm] = float(means[arm]) + math.sqrt(rule.certainty * self.variance(arm, times) + float(room[arm]))
+            known = len(self.beside)
+            np.maximum(index[:known], self.beside, out=index[:known])
         if self.drops:
             index[self.dropped[:size]] = -math.inf
-        return index, beside
+        return index
 
     def variance(self, arm: int, times: int) -> float:
         """Posterior variance of an arm when so many open pulls of it have been told; those executed elsewhere count as told."""
@@ -261,7 +265,7 @@ class Field:
         size, beliefs = self.cells.size, self.beliefs
         means = self.rewards[:size] if beliefs is None else beliefs.level + beliefs.means[:size]
         variances = np.zeros(size) if beliefs is None else beliefs.variances[:size]
-        index = np.full(size, math.inf) if beliefs is None else beliefs.level + self.indices({})[0]
+        index = np.full(size, math.inf) if beliefs is None else beliefs.level + self.indices({})
         columns = (self.cells.low[:size, 0], self.cells.high[:size, 0], self.pulls[:size], means, variances, index)
         rows = list(zip(*(column.tolist() for column in columns), strict=True))
         return sorted(row for row, dropped in zip(rows, self.dropped[:size].tolist(), strict=True) if not dropped)
@@ -282,6 +286,7 @@ class Field:
             "sums": {name: getattr(self, name) for name in _SUMS},
             "stale": self.stale,
             "distinct": self.distinct,
+            "beside": self.beside.tolist(),
             "open": [[id, arm] for id, arm in self.open.items()],
             "beliefs": None if self.beliefs is None else self.beliefs.state_dict(size),
         }
@@ -314,5 +319,11 @@ class Field:
             raise InvalidValueError("the arms of a state must lie in the unit cube and have weights of at least 0")
         if state["beliefs"] is not None:
             made.beliefs = Beliefs.from_state(state["beliefs"], size, axes, made.rule)
+        made.beside = np.array(state["beside"], dtype=np.float64)
+        known = len(made.beside)
+        if made.beside.shape != (known,) or known > size or not np.isfinite(made.beside).all():
+            raise InvalidValueError(f"beside of a state must hold at most {size} finite numbers, one per arm")
+        if not made.stale and (made.beliefs is None or known != size):
+            raise InvalidValueError("arms of a state that have learned from one another must have beliefs")
         made._reserve(max(64, 2 * size))
         return made

@@ -34,22 +34,21 @@ def choose(field: Field, *, lost: int, upper: float | None = None, rng: np.rando
             pending[arm] = pending.get(arm, 0) + 1
     if upper is None:
         field.refresh()
-        index, beside = field.indices(pending)
-        return _pulled_or_split(field, int(index.argmax()), beside, pending, rng)
+        return _pulled_or_split(field, int(field.indices(pending).argmax()), pending, rng)
     for _ in range(_SPLITS):
         field.refresh()
-        index, beside = field.indices(pending)
+        index = field.indices(pending)
         index[field.cells.low[: len(index), 0] >= upper] = -math.inf
         cell = int(index.argmax())
         if index[cell] == -math.inf or field.points[cell, 0] > upper:
             break
-        arm = _pulled_or_split(field, cell, beside, pending, rng)
+        arm = _pulled_or_split(field, cell, pending, rng)
         if field.points[arm, 0] <= upper:
             return arm
     return _below(field, index, upper, rng)
 
 
-def _pulled_or_split(field: Field, cell: int, beside: Floats, pending: Mapping[int, int], rng: np.random.Generator) -> int:
+def _pulled_or_split(field: Field, cell: int, pending: Mapping[int, int], rng: np.random.Generator) -> int:
     """The arm that the choice of a cell leads to: its own, one split off from it, or the one that it faces."""
     beliefs = field.beliefs
     if beliefs is None:
@@ -59,7 +58,7 @@ def _pulled_or_split(field: Field, cell: int, beside: Floats, pending: Mapping[i
     own = float(beliefs.means[cell]) + math.sqrt(
         certainty * field.variance(cell, pending.get(cell, 0)) + float(beliefs.room[field.cells.depth[cell]])
     )
-    if float(beside[cell]) > own:
+    if float(field.beside[cell]) > own:
         sides = field.cells.facing[cell]
         side = int(beliefs.means[sides].argmax())
         better = int(sides[side])

@@ -102,6 +102,8 @@ class SplitUCBV(Generic[Trial]):
         self._unit_cost: float | None = None
         self._told: list[tuple[int, Any, float]] = []
         self._open: dict[int, Any] = {}
+        # What arms are called in the space, of those proposed so far.
+        self._values: dict[int, Any] = {}
 
     # --- asking ---
 
@@ -134,13 +136,15 @@ class SplitUCBV(Generic[Trial]):
 
     def _propose(self, arm: int, bound: float = math.inf) -> Trial:
         id, self._next = self._next, self._next + 1
-        point = self._field.points[arm]
+        value = bound if arm < 0 else self._values.get(arm)
+        if value is None:
+            value = self._values[arm] = self._value(self._field.points[arm].tolist())
         made: Pull | BoxPull
         if isinstance(self.space, Interval):
             # The way through the unit interval may round across the bound.
-            made = Pull(id, bound if arm < 0 else min(self.space.from_unit(float(point[0])), bound))
+            made = Pull(id, min(value, bound))
         else:
-            made = BoxPull(id, self.space.from_unit(point.tolist()))
+            made = BoxPull(id, dict(value))
         self._open[id] = made.value
         self._field.open[id] = arm
         return cast("Trial", made)
@@ -194,6 +198,9 @@ class SplitUCBV(Generic[Trial]):
         """The arm of an open pull, -1 if it stands no more."""
         del self._open[pull.id]
         return self._field.open.pop(pull.id)
+
+    def _value(self, point: list[float]) -> Any:
+        return self.space.from_unit(point[0]) if isinstance(self.space, Interval) else self.space.from_unit(point)
 
     def _point(self, value: Any) -> tuple[float, ...]:
         return (self.space.to_unit(value),) if isinstance(self.space, Interval) else self.space.to_unit(value)
@@ -304,7 +311,7 @@ class SplitUCBV(Generic[Trial]):
                 raise InvalidValueError("the pulls of the state are not those of its arms")
             rng = generator_from_state(state["generator"])
         self._next, self._open, self._told, self._unit_cost = following, open_, told, unit_cost
-        self._field, self._rng = field, rng
+        self._field, self._rng, self._values = field, rng, {}
 
 
 def _copied(value: Any) -> Any:
