@@ -14,7 +14,7 @@ from sparsekit.errors import InvalidValueError
 __all__ = ["Streams", "torch_generator", "torch_scope"]
 
 # The first number of a spawn key says what the stream is for; the values are part of the file format of results.
-_MODEL, _DATA, _SERVER, _CLIENT, _CAPABILITY = range(5)
+_MODEL, _DATA, _SERVER, _CLIENT, _CAPABILITY, _NOISE = range(6)
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,10 @@ class Streams:
     def capability(self, round: int, id: int) -> np.random.Generator:
         """For the capability of one client in a round (round 0: drawn once for the whole run)."""
         return self._generator(_CAPABILITY, round, id)
+
+    def noise(self, round: int, place: int) -> np.random.Generator:
+        """For the noise on one entry of the model in a round; entries are numbered in the order of their sorted names."""
+        return self._generator(_NOISE, round, place)
 
 
 def torch_generator(rng: np.random.Generator) -> torch.Generator:

@@ -19,7 +19,7 @@ from sparsekit_fl.clock import client_seconds
 from sparsekit_fl.context import ClientContext, Memory, Workspace
 from sparsekit_fl.errors import ClientError
 from sparsekit_fl.messages import Assignment, Evaluation, Update, WorkCost, assignment_bytes, pack_mask, update_bytes
-from sparsekit_fl.packing import pack
+from sparsekit_fl.packing import pack, upload_dtype
 from sparsekit_fl.policies.local import LocalResult
 from sparsekit_fl.policies.personal import PersonalModel
 from sparsekit_fl.sparse import Kept, mask_state
@@ -140,7 +140,8 @@ def _upload(
     delta = {}
     for name in shared:
         value = trained[name] if narrow else kept.gather(name, trained[name])
-        delta[name] = value.detach() - kept.gather(name, start[name])
+        change = value.detach() - kept.gather(name, start[name])
+        delta[name] = change.to(upload_dtype(change.dtype, workspace.setup.config.upload))
     return delta, upload
 
 

@@ -15,7 +15,8 @@ from sparsekit.errors import DataError
 from sparsekit.state import StateDict
 from sparsekit.units.graph import UnitGraph
 from sparsekit_fl.client import Capability
-from sparsekit_fl.packing import Spec, pack, pack_mask, packed_bytes, spec_of, unpack, unpack_mask
+from sparsekit_fl.errors import UpdateError
+from sparsekit_fl.packing import MAX_HEADER_BYTES, MaskShapes, Spec, pack, pack_mask, packed_bytes, spec_of, unpack, unpack_mask
 from sparsekit_fl.sparse import Kept, Mask, mask_state
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "encode_assignment",
     "encode_update",
     "pack_mask",
+    "require_metrics",
     "unpack_mask",
     "update_bytes",
 ]
@@ -119,6 +121,13 @@ class Update:
     cost: WorkCost = field(default_factory=WorkCost)
 
 
+def require_metrics(update: Update, *names: str) -> None:
+    """Raise UpdateError unless the update reports these metrics, which a policy learns from."""
+    missing = [name for name in names if name not in update.metrics]
+    if missing:
+        raise UpdateError(f"the update of client {update.client_id} lacks the metrics {missing}")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
     """Scores of one client on its own data.
@@ -145,12 +154,25 @@ class Evaluation:
 
     @staticmethod
     def from_dict(raw: Mapping[str, Any]) -> Evaluation:
-        """The inverse of `to_dict`."""
+        """The inverse of `to_dict`.
+
+        Raises:
+            TypeError, ValueError, AttributeError: it is none.
+        """
         fields = dict(raw)
         for name in ("personal", "validation", "shared"):
-            if fields.get(name) is not None:
-                fields[name] = {metric: (float(s), float(w)) for metric, (s, w) in fields[name].items()}
-        return Evaluation(**fields)
+            if fields.get(name) is not None or name == "personal":
+                fields[name] = {str(metric): (float(s), float(w)) for metric, (s, w) in fields[name].items()}
+        found = Evaluation(**fields)
+        if type(found.client_id) is not int or type(found.examples) is not int or found.examples < 0:
+            raise ValueError("the client and its number of examples must be integers >= 0")
+        if found.ratio is not None and not 0.0 < float(found.ratio) <= 1.0:
+            raise ValueError("the ratio must be in (0, 1]")
+        # A loss may be infinite, as that of a model that diverged; what it is divided by may not.
+        every = [weight for part in (found.personal, found.validation, found.shared or {}) for _, weight in part.values()]
+        if not all(0.0 <= weight < math.inf for weight in every):
+            raise ValueError("the weight of a score must be finite and >= 0")
+        return found
 
 
 def _prefixed(prefix: str, tensors: Mapping[str, Any]) -> dict[str, Any]:
@@ -200,27 +222,57 @@ def update_bytes(update: Update) -> int:
     return packed_bytes({name: spec_of(tensor) for name, tensor in tensors.items()}, meta)
 
 
-def decode_update(payload: bytes) -> Update:
+def _integer(meta: Mapping[str, Any], name: str) -> int:
+    value = meta[name]
+    # JSON knows integers of any length, and true for 1.
+    if type(value) is not int or not 0 <= value < 2**63:
+        raise DataError(f"{name!r} must be an integer from 0 to 2^63 - 1, got {type(value).__name__}")
+    return value
+
+
+def _numbers(tensors: Mapping[str, Tensor], name: str, dtype: torch.dtype, count: int) -> list[Any]:
+    tensor = tensors[name]
+    if spec_of(tensor) != (dtype, (count,)):
+        raise DataError(f"{name!r} must be {count} numbers of {dtype}, got {tuple(tensor.shape)} of {tensor.dtype}")
+    return tensor.tolist()
+
+
+def _mask_shapes(graph: UnitGraph) -> Mapping[str, MaskShapes]:
+    return {
+        "unit": {name: (group.size,) for name, group in graph.groups.items()},
+        "weight": {name: tuple(shape) for name, shape in graph.shapes.items()},
+    }
+
+
+def decode_update(payload: bytes, graph: UnitGraph | None = None) -> Update:
     """The inverse of `encode_update`.
+
+    Args:
+        payload: The bytes.
+        graph: The units of the model, by which the size of a mask is checked before room is made for it; None for bytes of
+            one's own.
 
     Raises:
         DataError: the bytes are not an update.
     """
-    tensors, meta = unpack(payload)
+    tensors, meta = unpack(payload, max_header_bytes=MAX_HEADER_BYTES)
     try:
         if meta["kind"] != "update":
-            raise DataError(f"expected an update, got a message of kind {meta['kind']!r}")
-        costs = dict(zip(_INT_COSTS, tensors["cost"].tolist(), strict=True))
-        seconds = dict(zip(_FLOAT_COSTS, tensors["seconds"].tolist(), strict=True))
+            raise DataError(f"expected an update, got a message of kind {str(meta['kind'])[:40]!r}")
+        costs = dict(zip(_INT_COSTS, _numbers(tensors, "cost", torch.int64, len(_INT_COSTS)), strict=True))
+        seconds = dict(zip(_FLOAT_COSTS, _numbers(tensors, "seconds", torch.float64, len(_FLOAT_COSTS)), strict=True))
+        names = meta["metrics"]
+        if not isinstance(names, list) or len(set(names)) != len(names) or not all(isinstance(name, str) for name in names):
+            raise DataError("'metrics' must be distinct names")
         return Update(
-            round=int(meta["round"]),
-            client_id=int(meta["client"]),
-            examples=int(meta["examples"]),
+            round=_integer(meta, "round"),
+            client_id=_integer(meta, "client"),
+            examples=_integer(meta, "examples"),
             delta=_section("delta", tensors),
-            mask=unpack_mask(tensors, meta["mask"]),
+            mask=unpack_mask(tensors, meta["mask"], shapes=None if graph is None else _mask_shapes(graph)),
             ratio=float(tensors["ratio"]),
             extra=_section("extra", tensors),
-            metrics=dict(zip(meta["metrics"], tensors["metrics"].tolist(), strict=True)),
+            metrics=dict(zip(names, _numbers(tensors, "metrics", torch.float64, len(names)), strict=True)),
             cost=WorkCost(**costs, **seconds),
         )
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
@@ -271,8 +323,8 @@ def decode_assignment(payload: bytes, graph: UnitGraph, *, state: StateDict | No
     tensors, meta = unpack(payload)
     try:
         if meta["kind"] != "assignment":
-            raise DataError(f"expected an assignment, got a message of kind {meta['kind']!r}")
-        mask = unpack_mask(tensors, meta["mask"])
+            raise DataError(f"expected an assignment, got a message of kind {str(meta['kind'])[:40]!r}")
+        mask = unpack_mask(tensors, meta["mask"], shapes=_mask_shapes(graph))
         ratio, *capability = tensors["numbers"].tolist()
         if state is None:
             sparse = _section("state", tensors)
@@ -281,13 +333,13 @@ def decode_assignment(payload: bytes, graph: UnitGraph, *, state: StateDict | No
         else:
             dense = mask_state(graph, mask, state)
         return Assignment(
-            round=int(meta["round"]),
-            client_id=int(meta["client"]),
+            round=_integer(meta, "round"),
+            client_id=_integer(meta, "client"),
             state=dense,
             mask=mask,
             ratio=None if math.isnan(ratio) else ratio,
             extra=_section("extra", tensors),
             capability=Capability(*capability),
         )
-    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+    except (KeyError, TypeError, ValueError, RuntimeError, IndexError) as error:
         raise error if isinstance(error, DataError) else DataError(f"a malformed assignment: {error!r}") from error

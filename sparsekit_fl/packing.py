@@ -19,12 +19,31 @@ from torch import Tensor
 
 from sparsekit.errors import DataError, InvalidValueError
 from sparsekit.masks.mask import UnitMask, WeightMask
+from sparsekit_fl.config import Upload
 from sparsekit_fl.sparse import Mask
 
-__all__ = ["Spec", "pack", "pack_mask", "packed_bytes", "plain_bytes", "spec_of", "unpack", "unpack_mask"]
+__all__ = [
+    "MAX_HEADER_BYTES",
+    "MaskShapes",
+    "Spec",
+    "pack",
+    "pack_mask",
+    "packed_bytes",
+    "plain_bytes",
+    "spec_of",
+    "unpack",
+    "unpack_mask",
+    "upload_dtype",
+]
+
+MAX_HEADER_BYTES = 2**24
+"""A message's header is no longer: that of a hundred thousand tensors."""
 
 Spec = tuple[torch.dtype, tuple[int, ...]]
 """Dtype and shape: all that the size of a packed tensor depends on."""
+
+MaskShapes = Mapping[str, tuple[int, ...]]
+"""Name of a unit group or an entry → shape of what a mask says of it."""
 
 _NAMES = {
     torch.bool: "BOOL",
@@ -40,6 +59,11 @@ _NAMES = {
     torch.complex64: "C64",
 }
 _META = "meta"
+
+
+def upload_dtype(dtype: torch.dtype, upload: Upload) -> torch.dtype:
+    """What a change of this dtype is sent up as: itself, or bfloat16 for a floating-point one where that was asked for."""
+    return torch.bfloat16 if upload == "bfloat16" and dtype.is_floating_point else dtype
 
 
 def spec_of(tensor: Tensor) -> Spec:
@@ -92,17 +116,27 @@ def pack(tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> bytes:
     return b"".join([len(header).to_bytes(8, "little"), header, *parts])
 
 
-def unpack(payload: bytes) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def unpack(payload: bytes, *, max_header_bytes: int | None = None) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Read what `pack` wrote.
+
+    Args:
+        payload: The bytes.
+        max_header_bytes: Refuse a longer header unread; None takes any that safetensors takes.
 
     Raises:
         DataError: the bytes are not such a file.
     """
     try:
-        tensors = load(payload)
         size = int.from_bytes(payload[:8], "little")
+        if max_header_bytes is not None and size > max_header_bytes:
+            raise ValueError(f"a header of {size:,} bytes; allowed are {max_header_bytes:,}")
+        tensors = load(payload)
         meta = json.loads(json.loads(payload[8 : 8 + size])["__metadata__"][_META])
-    except (SafetensorError, KeyError, TypeError, ValueError) as error:
+        strange = sorted({str(tensor.dtype) for tensor in tensors.values()} - {str(dtype) for dtype in _NAMES})
+        if strange:
+            raise ValueError(f"tensors of dtype {', '.join(strange)}, which `pack` does not write")
+    except (SafetensorError, KeyError, TypeError, ValueError, RuntimeError) as error:
+        # A RuntimeError is what torch says of a shape that it cannot take, and Python of JSON that is nested too deeply.
         raise DataError(f"these {len(payload)} bytes are not a packed message: {error}") from error
     if not isinstance(meta, dict):
         raise DataError(f"the metadata of a packed message must be an object, got {type(meta).__name__}")
@@ -156,21 +190,32 @@ def _unpack_entry(form: str, count: int, bits: npt.NDArray[np.uint8]) -> tuple[n
     return keep, size
 
 
-def unpack_mask(tensors: Mapping[str, Tensor], description: Mapping[str, Any] | None) -> Mask | None:
+def unpack_mask(
+    tensors: Mapping[str, Tensor], description: Mapping[str, Any] | None, *, shapes: Mapping[str, MaskShapes] | None = None
+) -> Mask | None:
     """The inverse of `pack_mask`.
 
+    Args:
+        tensors: With the bits.
+        description: Of the mask.
+        shapes: What a mask may hold, for "unit" and for "weight"; None believes the description. A few bytes can describe
+            an entry of any size, so what strangers send is read with the shapes of the model.
+
     Raises:
-        DataError: bits and description disagree.
+        DataError: bits and description disagree, or the mask is not of these shapes.
     """
     if description is None:
         return None
     try:
-        if tensors["mask"].dtype != torch.uint8:
-            raise ValueError(f"bits of dtype {tensors['mask'].dtype}")
+        if tensors["mask"].dtype != torch.uint8 or tensors["mask"].dim() != 1:
+            raise ValueError(f"bits of dtype {tensors['mask'].dtype} in {tensors['mask'].dim()} dimensions")
+        known = None if shapes is None else shapes[description["kind"]]
         bits, entries, offset = tensors["mask"].numpy(), {}, 0
         for name, shape, *form in description["shapes"]:
             if any(not isinstance(size, int) or size < 0 for size in shape):
                 raise ValueError(f"shape {shape!r}")
+            if known is not None and known.get(name) != tuple(shape):
+                raise ValueError(f"{name!r} has the shape {known.get(name)}, got {tuple(shape)}")
             keep, size = _unpack_entry(form[0] if form else "bits", math.prod(shape), bits[offset:])
             entries[name] = torch.from_numpy(keep).reshape(shape)
             offset += size

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -13,12 +13,19 @@ from sparsekit.patterns.base import check_ratio
 from sparsekit.rng import Streams
 from sparsekit.state import clone
 from sparsekit_fl.client import Client
+from sparsekit_fl.config import Upload
 from sparsekit_fl.context import Memory, Roster, ServerContext, Setup, rngs_by_kind
 from sparsekit_fl.errors import UpdateError
 from sparsekit_fl.messages import Assignment, Update
+from sparsekit_fl.packing import upload_dtype
+from sparsekit_fl.policies.robust import make_rule
+from sparsekit_fl.privacy import check_private, noisy_mean, privacy_of
 from sparsekit_fl.sparse import Kept
 
 __all__ = ["Absorbed", "Server", "ServerState", "check_update"]
+
+# More steps than any client takes between two rounds, and far from where integers wrap around.
+_MOST_COUNTED = 2**31
 
 
 @dataclass
@@ -51,13 +58,14 @@ class Absorbed:
     seconds: float | None = None
 
 
-def check_update(update: Update, assignment: Assignment, ctx: ServerContext) -> None:
+def check_update(update: Update, assignment: Assignment, ctx: ServerContext, *, upload: Upload = "float32") -> None:
     """Raise unless an update may touch the model.
 
     Args:
         update: What came.
         assignment: What was sent to that client in that round.
         ctx: The server's.
+        upload: What changes are sent as.
 
     Raises:
         UpdateError: says what is wrong; nothing was changed.
@@ -81,18 +89,31 @@ def check_update(update: Update, assignment: Assignment, ctx: ServerContext) -> 
         raise UpdateError(f"{who} must hold exactly the shared entries; missing or unknown: {strange}")
     kept = Kept(ctx.graph, update.mask)
     for name, delta in update.delta.items():
-        if delta.dtype != ctx.state[name].dtype or tuple(delta.shape) != kept.shape(name):
-            raise UpdateError(
-                f"{who} has {name!r} as {delta.dtype} {tuple(delta.shape)}, expected {ctx.state[name].dtype} {kept.shape(name)}"
-            )
+        dtype = upload_dtype(ctx.state[name].dtype, upload)
+        if delta.dtype != dtype or tuple(delta.shape) != kept.shape(name):
+            raise UpdateError(f"{who} has {name!r} as {delta.dtype} {tuple(delta.shape)}, expected {dtype} {kept.shape(name)}")
     for name, tensor in (*update.delta.items(), *update.extra.items()):
-        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+        if (tensor.is_floating_point() or tensor.is_complex()) and not bool(torch.isfinite(tensor).all()):
             raise UpdateError(f"{who} has values in {name!r} that are not finite; a lower learning rate or clipping may help")
+    for name, delta in update.delta.items():
+        _check_change(who, name, delta, kept.gather(name, ctx.state[name]))
     for name, value in update.metrics.items():
         if not abs(value) < float("inf"):
             raise UpdateError(f"{who} reports {name} = {value!r}, which is not finite; a lower learning rate may help")
-    if min(update.cost.flops_compact, update.cost.flops_rowmask, update.cost.uplink_bytes) < 0 or not update.cost.seconds >= 0:
+    cost = update.cost
+    if min(cost.flops_compact, cost.flops_rowmask, cost.uplink_bytes, cost.downlink_bytes) < 0:
         raise UpdateError(f"{who} reports a negative cost")
+    if not (0 <= cost.seconds < float("inf") and 0 <= cost.wall_seconds < float("inf")):
+        raise UpdateError(f"{who} reports a negative cost, or one without end")
+
+
+def _check_change(who: str, name: str, delta: Tensor, before: Tensor) -> None:
+    """Raise where the received values with this change are out of the range of their type, as no trained ones are."""
+    if delta.is_floating_point():
+        if not bool(torch.isfinite(before + delta.to(before.dtype)).all()):
+            raise UpdateError(f"{who} takes {name!r} beyond the largest {before.dtype}")
+    elif not delta.is_complex() and delta.numel() and max(-int(delta.min()), int(delta.max())) > _MOST_COUNTED:
+        raise UpdateError(f"{who} changes the integers in {name!r} by more than {_MOST_COUNTED}")
 
 
 class Server:
@@ -102,6 +123,10 @@ class Server:
         setup: Of the run.
         clients: Client id → client; only sizes and capabilities are looked at.
         state: Where to go on from; None starts from the initial model.
+
+    Raises:
+        InvalidValueError: the method's changes cannot be combined, or made private, as the options say.
+        MissingDependencyError: privacy was asked for, and its accountant is not installed.
     """
 
     def __init__(self, setup: Setup, clients: Mapping[int, Client], state: ServerState | None = None) -> None:
@@ -111,6 +136,15 @@ class Server:
         self._names = setup.shared_names()
         self._ctx: ServerContext | None = None
         self._assignments: dict[int, Assignment] = {}
+        method, config = setup.method, setup.config
+        if config.aggregation != "mean" and method.aggregate.mean_only:
+            raise InvalidValueError(
+                f"method {method.name!r} takes no aggregation but 'mean', got {config.aggregation!r}:"
+                f" {method.aggregate.mean_only}"
+            )
+        if config.dp_clip is not None:
+            check_private(method)
+        self.privacy = privacy_of(config, len(clients))
 
     def shared(self) -> dict[str, Tensor]:
         """The shared entries of the global state."""
@@ -165,16 +199,17 @@ class Server:
         self._assignments = {assignment.client_id: assignment for assignment in assignments}
         return assignments
 
-    def absorb(self, updates: Iterable[Update]) -> Absorbed:
+    def absorb(self, updates: Iterable[Update], *, needed: int = 1) -> Absorbed:
         """Check every update, aggregate the valid ones, and let the policies learn from them.
 
-        With no valid update nothing changes, and the round is not counted.
+        With fewer valid updates than are needed nothing changes, and the round is not counted.
 
         Args:
-            updates: In assignment order.
+            updates: In any order.
+            needed: How many must be valid, at least one.
 
         Returns:
-            Which were valid, and why the others were not.
+            Which were valid, and why the others were not. Of two updates of one client the first counts.
         """
         assert self._ctx is not None, "assign() comes before absorb()"
         ctx, method = self._ctx, self.setup.method
@@ -187,14 +222,18 @@ class Server:
                     raise UpdateError(f"client {update.client_id} has no assignment in round {ctx.round}")
                 if update.client_id in seen:
                     raise UpdateError(f"client {update.client_id} sent a second update in round {ctx.round}")
-                check_update(update, self._assignments[update.client_id], ctx)
+                self._check(ctx, update)
             except UpdateError as error:
                 refused.append((update.client_id, error))
                 continue
             seen.add(update.client_id)
-            valid.append(update)
+            # What was rounded on the way is added up as exactly as anything else.
+            delta = {name: tensor.to(ctx.state[name].dtype) for name, tensor in update.delta.items()}
+            valid.append(replace(update, delta=delta))
+        places = {client_id: place for place, client_id in enumerate(self._assignments)}
+        valid.sort(key=lambda update: places[update.client_id])
         seconds = None
-        if valid:
+        if len(valid) >= needed:
             self._aggregate(ctx, valid)
             seconds = method.sampling.seconds(ctx.scoped("sampling"))
             method.ratio.observe_all(ctx.scoped("ratio"), valid)
@@ -203,12 +242,31 @@ class Server:
             self.state.round = ctx.round
         return Absorbed(tuple(valid), tuple(refused), seconds)
 
+    def _check(self, ctx: ServerContext, update: Update) -> None:
+        """Raise UpdateError unless the update may touch the model, and every policy can use it."""
+        method, assignment = self.setup.method, self._assignments[update.client_id]
+        check_update(update, assignment, ctx, upload=self.setup.config.upload)
+        method.aggregate.vet(ctx.scoped("aggregate"), update, assignment)
+        method.ratio.vet(ctx.scoped("ratio"), update, assignment)
+        method.mask.vet(ctx.scoped("mask"), update, assignment)
+        method.sampling.vet(ctx.scoped("sampling"), update, assignment)
+
     def _aggregate(self, ctx: ServerContext, valid: list[Update]) -> None:
-        method = self.setup.method
+        method, config = self.setup.method, self.setup.config
         arrivals = method.sampling.arrivals(ctx.scoped("sampling"), valid)
         scoped = ctx.scoped("aggregate")
         acc = method.aggregate.init(scoped, ctx.state)
+        rule = noisy_mean(config, ctx.round) or make_rule(config)
+        if rule is not None:
+            rule.begin(acc, [update for update, _ in arrivals], ctx.state)
+            acc.rule = rule
         for update, age in arrivals:
             method.aggregate.add(scoped, acc, update, age)
         changed = method.aggregate.finish(scoped, ctx.state, acc)
+        if rule is not None and (acc.count != len(arrivals) or acc.asked != set(ctx.state)):
+            what = f"aggregation {config.aggregation!r}" if config.dp_clip is None else "differential privacy"
+            raise InvalidValueError(
+                f"{what} does not reach all that {type(method.aggregate).__name__} of method {method.name!r} adds up; let it"
+                " add updates by add_weighted() and take changes from AggregatePolicy.change(), or say why not by mean_only"
+            )
         self.state.state = {**self.state.state, **changed}

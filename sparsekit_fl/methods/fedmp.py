@@ -19,7 +19,7 @@ from sparsekit.errors import InvalidValueError
 from sparsekit.patterns import Magnitude
 from sparsekit.patterns.base import check_ratio
 from sparsekit_fl.context import ClientContext, ServerContext
-from sparsekit_fl.messages import Update
+from sparsekit_fl.messages import Assignment, Update, require_metrics
 from sparsekit_fl.method import Method
 from sparsekit_fl.policies.aggregate import DeltaMean
 from sparsekit_fl.policies.mask import ServerPattern
@@ -84,6 +84,10 @@ class TimelyRatio(RatioPolicy):
     def choose(self, ctx: ClientContext, proposal: float | None) -> float:
         """The proposal, since the server has pruned the model to it."""
         return 1.0 if proposal is None else proposal
+
+    def vet(self, ctx: ServerContext, update: Update, assignment: Assignment) -> None:
+        """Raise UpdateError where the update has no loss."""
+        require_metrics(update, "loss")
 
     def observe_all(self, ctx: ServerContext, updates: Sequence[Update]) -> None:
         """Credit each client's draw with its loss decrease over its gap to the round's mean time."""

@@ -20,7 +20,7 @@ from torch import Tensor
 from sparsekit.errors import InvalidValueError
 from sparsekit.state import StateDict
 from sparsekit_fl.context import ClientContext, ClientInfo, ServerContext
-from sparsekit_fl.messages import Update
+from sparsekit_fl.messages import Assignment, Update, require_metrics
 from sparsekit_fl.method import Method
 from sparsekit_fl.policies.local import LocalResult, Sgd
 from sparsekit_fl.policies.sampling import SamplingPolicy
@@ -148,6 +148,10 @@ class GuidedSampling(SamplingPolicy):
         if missing > 0:
             cohort += [rest[int(place)] for place in ctx.rng.choice(len(rest), size=missing, replace=False)]
         return sorted(cohort)
+
+    def vet(self, ctx: ServerContext, update: Update, assignment: Assignment) -> None:
+        """Raise UpdateError where the update has no mean square of the loss."""
+        require_metrics(update, _SQUARES)
 
     def observe(self, ctx: ServerContext, updates: Sequence[Update]) -> None:
         """Note utility, time and round of each client, and let the pacer look at the exploited ones."""

@@ -26,7 +26,8 @@ from sparsekit.state import StateDict
 from sparsekit.units.graph import UnitGraph
 from sparsekit_fl.client import Capability
 from sparsekit_fl.context import ClientContext, CostModel, ServerContext, Work
-from sparsekit_fl.messages import Update
+from sparsekit_fl.errors import UpdateError
+from sparsekit_fl.messages import Assignment, Update, require_metrics
 from sparsekit_fl.method import Method
 from sparsekit_fl.policies.aggregate import Accumulator, DeltaMean
 from sparsekit_fl.policies.local import Adjust, Leaves, LocalResult, Sgd, freeze_dropped, load_leaves, sgd
@@ -154,6 +155,20 @@ class SearchedMask(MaskPolicy):
             remember_mask(memory, search_weights(ctx.state, mask, squares, seconds, share=share, overhead=self.search.overhead))
         return recall_mask(memory)
 
+    def vet(self, ctx: ServerContext, update: Update, assignment: Assignment) -> None:
+        """Raise UpdateError where the mask of the initial pruning, or the gradients, are not of these weights."""
+        names = set(prunable_weights(ctx.graph, "PruneFL"))
+        who = f"the update of client {update.client_id}"
+        if self.search.alone(ctx.round) and (update.mask is None or set(update.mask) != names):
+            raise UpdateError(f"{who} has no mask of the weights that are pruned")
+        if self.search.due(ctx.round):
+            require_metrics(update, _PROCESSED)
+            if not 0.0 < update.metrics[_PROCESSED] < float("inf"):
+                raise UpdateError(f"{who} says that it processed {update.metrics[_PROCESSED]} examples")
+            found = {name: tuple(square.shape) for name, square in update.extra.items() if square.is_floating_point()}
+            if found != {name: tuple(ctx.graph.shapes[name]) for name in names}:
+                raise UpdateError(f"{who} has no gradients of the weights that are pruned, or of others too")
+
     def observe(self, ctx: ServerContext, updates: Sequence[Update]) -> None:
         """Keep the mask of the initial pruning, or the gradients."""
         memory = ctx.memory
@@ -246,6 +261,11 @@ def _density(mask: WeightMask | None) -> float:
 @dataclass(frozen=True)
 class MaskedMean(DeltaMean):
     """The mean of the changes; what the round's mask drops becomes zero, so that a weight that comes back begins there."""
+
+    def vet(self, ctx: ServerContext, update: Update, assignment: Assignment) -> None:
+        """Raise UpdateError where the update has another mask than the one that was sent."""
+        if assignment.mask is not None and update.mask != assignment.mask:
+            raise UpdateError(f"the update of client {update.client_id} has another mask than the one that it was sent")
 
     def add(self, ctx: ServerContext, acc: Accumulator, update: Update, age: int) -> None:
         """Add one update, and note its mask, which is everybody's."""

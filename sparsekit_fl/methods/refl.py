@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -191,6 +191,8 @@ class StaleMean(WeightedMean):
     Source: Abdelmoniem et al., EuroSys 2023, staleness-aware aggregation; the reference code divides Λ by a further
         coefficient, which is 1 in its scripts.
     """
+
+    mean_only: ClassVar[str] = "StaleMean weighs late updates by how far they are from the mean of the fresh ones"
 
     weighting: Weighting = "uniform"
     beta: float = 0.35

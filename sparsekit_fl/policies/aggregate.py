@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -11,7 +11,9 @@ from torch import Tensor
 from sparsekit.errors import InvalidValueError
 from sparsekit.state import StateDict
 from sparsekit_fl.context import ServerContext
-from sparsekit_fl.messages import Update
+from sparsekit_fl.errors import UpdateError
+from sparsekit_fl.messages import Assignment, Update
+from sparsekit_fl.policies.robust import Rule
 from sparsekit_fl.sparse import Kept
 
 __all__ = ["Accumulator", "AggregatePolicy", "CoverageMean", "DeltaMean", "WeightedMean", "Weighting"]
@@ -32,6 +34,8 @@ class Accumulator:
         covered: State-dict key → Σ weight of the updates that hold it whole.
         count: How many updates.
         extra: For subclasses.
+        rule: Combines the changes in place of the sums; None: the mean.
+        asked: Keys whose change was asked for.
     """
 
     sums: dict[str, Tensor]
@@ -41,6 +45,8 @@ class Accumulator:
     covered: dict[str, float] = field(default_factory=dict)
     count: int = 0
     extra: dict[str, Any] = field(default_factory=dict)
+    rule: Rule | None = None
+    asked: set[str] = field(default_factory=set)
 
 
 class AggregatePolicy:
@@ -50,6 +56,12 @@ class AggregatePolicy:
     weighting: Weighting = "examples"
     by_coverage = False
     """True divides each entry by the weight of the clients that hold it, False by that of all clients."""
+
+    mean_only: ClassVar[str] = ""
+    """Why the changes cannot be combined by another rule than the mean; empty where they can."""
+
+    def vet(self, ctx: ServerContext, update: Update, assignment: Assignment) -> None:
+        """Raise UpdateError where this policy cannot use an update; called before anything is changed."""
 
     def broadcast(self, ctx: ServerContext, client_id: int) -> StateDict:
         """Further tensors to send down with an assignment."""
@@ -81,16 +93,21 @@ class AggregatePolicy:
         self.add_weighted(ctx, acc, update, self.weight(update, age))
 
     def add_weighted(self, ctx: ServerContext, acc: Accumulator, update: Update, weight: float) -> None:
-        """Add one update with a given weight."""
+        """Add one update with a given weight. All updates of a round come through here, or a rule cannot be applied."""
+        rule = acc.rule
+        weight = weight if rule is None else rule.weight(weight)
         acc.unit = acc.unit or weight
         weight = weight / acc.unit if acc.unit else 0.0
         kept = Kept(ctx.graph, update.mask)
         for name, delta in update.delta.items():
             covered = self.coverage(ctx, name, update)
-            # The product of a 24-bit mantissa and a small number is exact in float64; only the sum rounds.
-            change = delta.to(torch.float64) * weight
-            kept.add(name, change if covered is None else change * covered, acc.sums[name])
-            if self.by_coverage:
+            if rule is None:
+                # The product of a 24-bit mantissa and a small number is exact in float64; only the sum rounds.
+                change = delta.to(torch.float64) * weight
+                kept.add(name, change if covered is None else change * covered, acc.sums[name])
+            else:
+                rule.add(acc, name, kept, update, covered, weight)
+            if self.by_coverage and (rule is None or rule.counts_holders):
                 if kept.is_whole(name) and covered is None:
                     acc.covered[name] = acc.covered.get(name, 0.0) + weight
                 else:
@@ -115,6 +132,12 @@ class AggregatePolicy:
 
     def change(self, name: str, acc: Accumulator) -> Tensor | None:
         """By how much an entry of the state moves; None: not at all."""
+        acc.asked.add(name)
+        if acc.rule is None:
+            return self._mean(name, acc)
+        return acc.rule.change(acc, name, lambda: self._mean(name, acc), by_coverage=self.by_coverage)
+
+    def _mean(self, name: str, acc: Accumulator) -> Tensor | None:
         if acc.weight == 0:
             return None
         if not self.by_coverage:
@@ -146,6 +169,11 @@ class WeightedMean(AggregatePolicy):
     def __post_init__(self) -> None:
         _check(self.weighting)
 
+    def vet(self, ctx: ServerContext, update: Update, assignment: Assignment) -> None:
+        """Raise UpdateError where the update holds only a part of some entry."""
+        if update.mask is not None:
+            raise UpdateError(self._masked(update))
+
     def add(self, ctx: ServerContext, acc: Accumulator, update: Update, age: int) -> None:
         """Add one update.
 
@@ -153,11 +181,14 @@ class WeightedMean(AggregatePolicy):
             InvalidValueError: the update holds only a part of some entry.
         """
         if update.mask is not None:
-            raise InvalidValueError(
-                f"WeightedMean needs whole entries, but client {update.client_id} sent masked ones;"
-                " choose DeltaMean (untrained entries stay) or CoverageMean (mean over the clients that hold an entry)"
-            )
+            raise InvalidValueError(self._masked(update))
         super().add(ctx, acc, update, age)
+
+    def _masked(self, update: Update) -> str:
+        return (
+            f"{type(self).__name__} needs whole entries, but client {update.client_id} sent masked ones;"
+            " choose DeltaMean (untrained entries stay) or CoverageMean (mean over the clients that hold an entry)"
+        )
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
@@ -14,7 +14,7 @@ from sparsekit.errors import InvalidValueError
 from sparsekit.patterns.base import check_ratio
 from sparsekit.units.graph import UnitGraph
 from sparsekit_fl.context import ClientContext, Memory, ServerContext
-from sparsekit_fl.messages import Update
+from sparsekit_fl.messages import Assignment, Update, require_metrics
 from sparsekit_fl.policies.ratio import RatioPolicy
 from sparsekit_fl.problem import Problem
 
@@ -52,6 +52,8 @@ class BanditRatio(RatioPolicy):
 
     Source: Xue et al., ICDE 2025 (arXiv 2412.07216), Algorithm 2; ξ = R / (K · ε), and I₀, ρ, Δ are not in the paper.
     """
+
+    learns_apart: ClassVar[bool] = True  # a bandit for each client
 
     bandit: str = "p-ucbv"
     low: float = 1 / 16
@@ -119,6 +121,10 @@ class BanditRatio(RatioPolicy):
         """The proposal, or the client's capability where that is less."""
         limit = ctx.capability.ratio
         return limit if proposal is None else min(limit, proposal)
+
+    def vet(self, ctx: ServerContext, update: Update, assignment: Assignment) -> None:
+        """Raise UpdateError where the update has no accuracy."""
+        require_metrics(update, "accuracy")
 
     def observe(self, ctx: ServerContext, update: Update) -> None:
         """Credit an arm with the utility gained per second."""

@@ -12,7 +12,7 @@ from sparsekit.rng import torch_generator
 from sparsekit.state import StateDict
 from sparsekit.units.graph import UnitGraph
 from sparsekit_fl.context import ClientContext, ServerContext
-from sparsekit_fl.messages import Update
+from sparsekit_fl.messages import Assignment, Update
 from sparsekit_fl.problem import Problem
 from sparsekit_fl.sparse import Mask
 
@@ -57,6 +57,9 @@ class MaskPolicy:
 
     def keep(self, ctx: ClientContext, result: LocalResult) -> None:
         """After training, on the client: put into `ctx.memory` what the next `choose` will need."""
+
+    def vet(self, ctx: ServerContext, update: Update, assignment: Assignment) -> None:
+        """Raise UpdateError where this policy cannot learn from an update; called before anything is changed."""
 
     def observe(self, ctx: ServerContext, updates: Sequence[Update]) -> None:
         """Learn from the round's valid updates, before the next round's masks."""

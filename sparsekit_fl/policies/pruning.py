@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
-from sparsekit.errors import InvalidValueError
+from sparsekit.errors import InvalidValueError, SparsekitError
 from sparsekit.masks.mask import UnitMask
 from sparsekit.state import StateDict
 from sparsekit.units.graph import UnitGraph
 from sparsekit.units.layers import layer_weights
 from sparsekit_fl.context import ClientContext, Memory, ServerContext
-from sparsekit_fl.messages import Update
+from sparsekit_fl.errors import UpdateError
+from sparsekit_fl.messages import Assignment, Update
 from sparsekit_fl.packing import pack_mask, unpack_mask
 from sparsekit_fl.policies.local import LocalResult
 from sparsekit_fl.policies.mask import MaskPolicy
@@ -54,6 +55,8 @@ def prunable_weights(graph: UnitGraph, who: str) -> tuple[str, ...]:
 class RememberedMask(MaskPolicy):
     """Each client has a mask of its own, which the server knows from its updates: only what it keeps is sent down."""
 
+    learns_apart: ClassVar[bool] = True  # a mask for each client
+
     def propose(self, ctx: ServerContext, client_id: int, proposal: float | None) -> Mask | None:
         """The mask that the client's last update named; None before the first."""
         return recall_mask(ctx.memory.get(str(client_id), {}))
@@ -66,6 +69,15 @@ class RememberedMask(MaskPolicy):
     def keep(self, ctx: ClientContext, result: LocalResult) -> None:
         """Keep the mask on the client too, which deploys what it keeps."""
         remember_mask(ctx.memory, self.following(result.mask, result.extra))
+
+    def vet(self, ctx: ServerContext, update: Update, assignment: Assignment) -> None:
+        """Raise UpdateError where the mask of the client's next participation cannot be read."""
+        try:
+            mask = self.following(update.mask, update.extra)
+            if mask is not None:
+                mask.check(ctx.graph)
+        except SparsekitError as error:
+            raise UpdateError(f"the update of client {update.client_id} has a wrong next mask: {error}") from error
 
     def observe(self, ctx: ServerContext, updates: Sequence[Update]) -> None:
         """Note each client's mask."""

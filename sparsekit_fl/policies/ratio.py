@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from sparsekit.patterns.base import check_ratio
 from sparsekit.units.graph import UnitGraph
 from sparsekit_fl.context import ClientContext, ServerContext
-from sparsekit_fl.messages import Update
+from sparsekit_fl.messages import Assignment, Update
 from sparsekit_fl.problem import Problem
 
 __all__ = ["ByCapability", "Constant", "Full", "RatioPolicy"]
@@ -27,6 +27,9 @@ class RatioPolicy:
     def choose(self, ctx: ClientContext, proposal: float | None) -> float:
         """The executed ratio, in (0, 1]; it is reported with the update."""
         return 1.0
+
+    def vet(self, ctx: ServerContext, update: Update, assignment: Assignment) -> None:
+        """Raise UpdateError where this policy cannot learn from an update; called before anything is changed."""
 
     def observe(self, ctx: ServerContext, update: Update) -> None:
         """Learn from a valid update: credit goes to the executed ratio, `update.ratio`."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sparsekit_fl.context import ServerContext
-from sparsekit_fl.messages import Update
+from sparsekit_fl.messages import Assignment, Update
 
 __all__ = ["SamplingPolicy", "Uniform"]
 
@@ -39,6 +39,9 @@ class SamplingPolicy:
         A method that does not wait for everybody says here when its round ended.
         """
         return None
+
+    def vet(self, ctx: ServerContext, update: Update, assignment: Assignment) -> None:
+        """Raise UpdateError where this policy cannot learn from an update; called before anything is changed."""
 
     def observe(self, ctx: ServerContext, updates: Sequence[Update]) -> None:
         """Learn from the round's valid updates."""

@@ -1,0 +1,241 @@
+"""Rules by which the updates of a round are combined otherwise than by a mean, for cohorts in which some clients lie.
+
+A rule takes the place of the sums in `AggregatePolicy`; what a method does around them, such as pruning the new model, stays.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sparsekit.state import StateDict
+from sparsekit_fl.config import RunConfig
+from sparsekit_fl.messages import Update
+from sparsekit_fl.sparse import Kept
+
+if TYPE_CHECKING:
+    from sparsekit_fl.policies.aggregate import Accumulator
+
+__all__ = ["Median", "NormClipped", "Rule", "TrimmedMean", "make_rule", "trimmed", "update_norm"]
+
+# How many entries are sorted at once: bounds the memory of a round to little more than its updates.
+_CHUNK = 2**18
+
+
+def update_norm(update: Update) -> float:
+    """Euclidean norm of a change over all entries that are sent; integers, which count batches, have no part in it."""
+    floats = [delta for delta in update.delta.values() if delta.is_floating_point()]
+    return math.sqrt(math.fsum(float(delta.to(torch.float64).square().sum()) for delta in floats))
+
+
+class Rule:
+    """How the changes of one round are combined; made anew for every round. This one is the mean of scaled changes."""
+
+    counts_holders = True
+    """False where who holds an entry must have no influence."""
+
+    def begin(self, acc: Accumulator, updates: Sequence[Update], state: StateDict) -> None:
+        """Look at the round.
+
+        Args:
+            acc: Empty.
+            updates: All that will be added.
+            state: The shared state before the round.
+        """
+
+    def weight(self, weight: float) -> float:
+        """The weight of an update whose method gives it `weight`."""
+        return weight
+
+    def scale(self, update: Update) -> float:
+        """Factor on the changes of an update, its weight apart."""
+        return 1.0
+
+    def add(self, acc: Accumulator, name: str, kept: Kept, update: Update, covered: Tensor | None, weight: float) -> None:
+        """Add one entry of an update.
+
+        Args:
+            acc: To be written to.
+            name: State-dict key.
+            kept: Of the update's mask.
+            update: The update.
+            covered: Which positions count, as in `AggregatePolicy.coverage`.
+            weight: Over the first update's weight.
+        """
+        change = update.delta[name].to(torch.float64) * (weight * self.scale(update))
+        kept.add(name, change if covered is None else change * covered, acc.sums[name])
+
+    def change(self, acc: Accumulator, name: str, mean: Callable[[], Tensor | None], *, by_coverage: bool) -> Tensor | None:
+        """By how much an entry of the state moves; None: not at all.
+
+        Args:
+            acc: With all updates.
+            name: State-dict key.
+            mean: What the method's own mean of `acc` says.
+            by_coverage: Whether the method divides by the clients that hold an entry, and not by all.
+        """
+        return mean()
+
+
+class _ByEntry(Rule):
+    """A centre of the holders' changes, entry by entry.
+
+    Where a method divides by all clients, the centre counts in the proportion of holders to clients, as the mean does.
+    """
+
+    def __init__(self) -> None:
+        self._held: dict[str, list[tuple[Kept, Tensor, Tensor | None]]] = {}
+        self._updates = 0
+
+    def begin(self, acc: Accumulator, updates: Sequence[Update], state: StateDict) -> None:
+        """Count the updates."""
+        self._updates = len(updates)
+
+    def weight(self, weight: float) -> float:
+        """All clients count equally: who may claim a weight may claim a large one."""
+        return 1.0
+
+    def add(self, acc: Accumulator, name: str, kept: Kept, update: Update, covered: Tensor | None, weight: float) -> None:
+        """Keep the entry until the round is complete."""
+        self._held.setdefault(name, []).append((kept, update.delta[name], covered))
+
+    def change(self, acc: Accumulator, name: str, mean: Callable[[], Tensor | None], *, by_coverage: bool) -> Tensor | None:
+        """The centre."""
+        held = self._held.pop(name, [])
+        if not held:
+            return None
+        shape = acc.sums[name].shape
+        dtype = torch.float32 if held[0][1].is_floating_point() and held[0][1].element_size() <= 4 else torch.float64
+        rows = torch.full((len(held), shape.numel()), math.inf, dtype=dtype)
+        for row, (kept, delta, covered) in zip(rows, held):
+            value = delta.to(dtype)
+            kept.scatter(name, value if covered is None else torch.where(covered > 0, value, math.inf), row.view(shape))
+        result = torch.empty(shape.numel(), dtype=torch.float64)
+        for begin in range(0, shape.numel(), _CHUNK):
+            # What nobody holds is infinite, and sorted to the end. Sorted values make the order of arrival irrelevant.
+            # NumPy sorts columns three times as fast as torch.
+            ordered = torch.from_numpy(np.sort(rows[:, begin : begin + _CHUNK].to(torch.float64).numpy(), axis=0))
+            count = torch.isfinite(ordered).sum(0)
+            centre = torch.where(count > 0, self.centre(ordered, count), 0.0) + 0.0
+            result[begin : begin + _CHUNK] = centre if by_coverage else centre * count / self._updates
+        return result.view(shape)
+
+    def centre(self, ordered: Tensor, count: Tensor) -> Tensor:
+        """The centre of each column.
+
+        Args:
+            ordered: Float64 (updates, entries), ascending along the updates; infinite from `count` on.
+            count: Int64 (entries,): how many clients hold each entry; where that is 0 the result is not looked at.
+        """
+        raise AssertionError(f"{type(self).__name__} must override centre")
+
+
+class Median(_ByEntry):
+    """The median of each entry over the clients that hold it; of an even number the mean of the middle two.
+
+    So an entry that one client holds takes that client's value, and of two clients their mean: with fewer than three there
+    is no majority. Clients count equally.
+
+    Source: Yin, Chen, Ramchandran, Bartlett: Byzantine-Robust Distributed Learning, ICML 2018 (arXiv 1803.01498),
+        definition 1; over the holders of an entry is ours.
+    """
+
+    def centre(self, ordered: Tensor, count: Tensor) -> Tensor:
+        """The middle."""
+        low = ((count - 1).clamp(min=0) // 2).unsqueeze(0)
+        high = (count // 2).clamp(max=ordered.shape[0] - 1).unsqueeze(0)
+        return ((ordered.gather(0, low) + ordered.gather(0, high)) / 2).squeeze(0)
+
+
+def trimmed(share: float, holders: int) -> int:
+    """How many values go at each end: ⌈share · holders⌉, at most so many that one or two are left.
+
+    Args:
+        share: In [0, 0.5).
+        holders: Clients that hold the entry.
+
+    Returns:
+        0 for one and two holders, whose mean it is; one or more from three holders on, where the share is not 0.
+    """
+    return min(math.ceil(share * holders - 1e-9), max(holders - 1, 0) // 2)
+
+
+class TrimmedMean(_ByEntry):
+    """The mean of each entry over the clients that hold it, without the largest and the smallest values; see `trimmed`.
+
+    Equal values are alike, so it does not matter which of them goes. Clients count equally.
+
+    Args:
+        share: Part of the values that goes at each end, in [0, 0.5): at least the share of clients that may lie.
+
+    Source: Yin et al., ICML 2018 (arXiv 1803.01498), definition 2, where share · holders is an integer; we round up, so
+        that three clients outvote one, and take the holders of an entry.
+    """
+
+    def __init__(self, share: float) -> None:
+        super().__init__()
+        self._share = share
+
+    def centre(self, ordered: Tensor, count: Tensor) -> Tensor:
+        """The mean of what is left."""
+        rows = ordered.shape[0]
+        cut = torch.tensor([trimmed(self._share, holders) for holders in range(rows + 1)])[count]
+        place = torch.arange(rows).unsqueeze(1)
+        stays = (place >= cut) & (place < count - cut)
+        return torch.where(stays, ordered, 0.0).sum(0) / (count - 2 * cut).clamp(min=1)
+
+
+class NormClipped(Rule):
+    """The method's own mean, weights and all, of changes that are scaled down to a common norm where they are longer.
+
+    Integer entries, which count batches, move by the median of the clients' changes.
+
+    Args:
+        limit: The norm; None takes the median of the round's norms, so that half of the updates stay as they are.
+
+    Source: Sun, Kairouz, Suresh, McMahan: Can You Really Backdoor Federated Learning?, 2019 (arXiv 1911.07963), norm
+        thresholding; the median of the cohort in place of a constant is ours.
+    """
+
+    def __init__(self, limit: float | None) -> None:
+        self._limit = limit
+        self._scales: Mapping[int, float] = {}
+        self._integers = Median()
+
+    def begin(self, acc: Accumulator, updates: Sequence[Update], state: StateDict) -> None:
+        """Measure all updates."""
+        self._integers.begin(acc, updates, state)
+        norms = {update.client_id: update_norm(update) for update in updates}
+        limit = statistics.median(norms.values()) if self._limit is None else self._limit
+        self._scales = {client_id: limit / norm if norm > limit else 1.0 for client_id, norm in norms.items()}
+
+    def scale(self, update: Update) -> float:
+        """What brings it to the limit, or 1."""
+        return self._scales[update.client_id]
+
+    def add(self, acc: Accumulator, name: str, kept: Kept, update: Update, covered: Tensor | None, weight: float) -> None:
+        """Add a scaled change, or keep an integer one."""
+        if update.delta[name].is_floating_point():
+            super().add(acc, name, kept, update, covered, weight)
+        else:
+            self._integers.add(acc, name, kept, update, covered, weight)
+
+    def change(self, acc: Accumulator, name: str, mean: Callable[[], Tensor | None], *, by_coverage: bool) -> Tensor | None:
+        """The mean, or the median of integers."""
+        integers = self._integers.change(acc, name, mean, by_coverage=by_coverage)
+        return mean() if integers is None else integers
+
+
+def make_rule(config: RunConfig) -> Rule | None:
+    """What `config.aggregation` asks for; None for the method's own mean."""
+    if config.aggregation == "median":
+        return Median()
+    if config.aggregation == "trimmed-mean":
+        return TrimmedMean(config.trim_share)
+    return NormClipped(config.clip_norm) if config.aggregation == "norm-clipped" else None

@@ -1,0 +1,256 @@
+"""Robust rules on a model of three numbers, exactly; then in runs, under every engine's order and across a resume."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+
+from sparsekit.errors import InvalidValueError
+from sparsekit.masks.mask import UnitMask, WeightMask
+from sparsekit.state import digest
+from sparsekit.units.graph import UnitGraph, UnitGroup, UnitSlice
+from sparsekit_fl.context import ServerContext, Setup, by_id, rngs_by_kind
+from sparsekit_fl.engines.embedded import Embedded
+from sparsekit_fl.messages import Update
+from sparsekit_fl.method import Method
+from sparsekit_fl.methods import registry
+from sparsekit_fl.policies import AggregatePolicy, CoverageMean, DeltaMean, WeightedMean
+from sparsekit_fl.policies.robust import Median, NormClipped, TrimmedMean, trimmed, update_norm
+from sparsekit_fl.results import Observer
+from sparsekit_fl.runner import run
+from sparsekit_fl.server import Server
+from sparsekit_fl.sparse import Kept
+from sparsekit_fl.testing.tiny import tiny_clients, tiny_config, tiny_problem
+
+INDEX = torch.arange(3).view(3, 1)
+GRAPH = UnitGraph(
+    groups={"a": UnitGroup("a", 3, "feature", (UnitSlice("w", 0, INDEX, "out", False),))},
+    shapes={"w": torch.Size([3]), "n": torch.Size([])},
+)
+STATE = {"w": torch.zeros(3), "n": torch.tensor(10)}
+
+
+def context():
+    return ServerContext(
+        round=1,
+        rounds=1,
+        roster={},
+        cohort_size=2,
+        rngs=rngs_by_kind(np.random.default_rng(0)),
+        memory={},
+        graph=GRAPH,
+        state=STATE,
+    )
+
+
+def update(client_id, delta, *, keep=None, examples=1, count=0):
+    mask = None if keep is None else UnitMask({"a": torch.tensor(keep)})
+    kept = Kept(GRAPH, mask)
+    entries = {"w": kept.gather("w", torch.tensor(delta)), "n": torch.tensor(count)}
+    return Update(round=1, client_id=client_id, examples=examples, delta=entries, mask=mask)
+
+
+def combine(policy, rule, updates, state=STATE):
+    ctx = context()
+    acc = policy.init(ctx, state)
+    rule.begin(acc, updates, state)
+    acc.rule = rule
+    for item in updates:
+        policy.add(ctx, acc, item, 0)
+    return policy.finish(ctx, state, acc)
+
+
+def column(*values):
+    """One update per value, whose three entries are the value, its double and its negative."""
+    return [update(k, [value, 2 * value, -value]) for k, value in enumerate(values)]
+
+
+def test_the_median_of_an_odd_number_is_the_middle_and_of_an_even_one_the_mean_of_two():
+    assert combine(WeightedMean(), Median(), column(1.0, 900.0, 2.0))["w"].tolist() == [2.0, 4.0, -2.0]
+    assert combine(WeightedMean(), Median(), column(1.0, 900.0, 2.0, 4.0))["w"].tolist() == [3.0, 6.0, -3.0]
+
+
+def test_a_trimmed_mean_leaves_out_both_ends():
+    result = combine(WeightedMean(), TrimmedMean(0.2), column(-500.0, 1.0, 2.0, 6.0, 900.0))
+    assert result["w"].tolist() == [3.0, 6.0, -3.0]
+    assert combine(WeightedMean(), TrimmedMean(0.0), column(1.0, 2.0, 6.0))["w"].tolist() == [3.0, 6.0, -3.0]
+
+
+def test_the_number_that_is_trimmed_is_rounded_up_and_leaves_one_or_two():
+    assert [trimmed(0.2, holders) for holders in range(12)] == [0, 0, 0, 1, 1, 1, 2, 2, 2, 2, 2, 3]
+    assert [trimmed(0.49, holders) for holders in range(7)] == [0, 0, 0, 1, 1, 2, 2]
+    assert [trimmed(0.0, holders) for holders in range(7)] == [0] * 7
+    assert trimmed(0.1, 30) == 3
+
+
+def test_ties_are_alike():
+    assert combine(WeightedMean(), TrimmedMean(0.2), column(5.0, 5.0, 5.0, 5.0, 0.0))["w"].tolist() == [5.0, 10.0, -5.0]
+    assert combine(WeightedMean(), Median(), column(5.0, 5.0, 0.0))["w"].tolist() == [5.0, 10.0, -5.0]
+
+
+HELD = [
+    update(0, [1.0, 8.0, 0.0], keep=[True, True, False], examples=5),
+    update(1, [3.0, 0.0, 0.0], keep=[True, False, False], examples=50),
+    update(2, [50.0, 4.0, 0.0], keep=[True, True, False]),
+]
+
+
+@pytest.mark.parametrize("rule", [Median, lambda: TrimmedMean(0.2)], ids=["median", "trimmed"])
+def test_only_the_holders_of_an_entry_vote_and_one_or_two_are_averaged(rule):
+    # Of three holders the middle; of two the mean, since nobody can tell which of them lies; of none nothing.
+    assert combine(CoverageMean("examples"), rule(), HELD)["w"].tolist() == [3.0, 6.0, 0.0]
+    single = [update(0, [1.0, 0.0, 0.0], keep=[True, False, False]), update(1, [0.0, 7.0, 0.0], keep=[False, True, False])]
+    assert combine(CoverageMean(), rule(), single)["w"].tolist() == [1.0, 7.0, 0.0]
+
+
+@pytest.mark.parametrize("rule", [Median, lambda: TrimmedMean(0.2)], ids=["median", "trimmed"])
+def test_where_the_mean_is_over_all_clients_a_centre_counts_as_its_holders_do(rule):
+    assert combine(DeltaMean(), rule(), HELD)["w"].tolist() == [3.0, 4.0, 0.0]
+
+
+def test_without_trimming_it_is_the_uniform_mean_of_either_kind():
+    for policy in (DeltaMean("uniform"), CoverageMean("uniform")):
+        ctx = context()
+        acc = policy.init(ctx, STATE)
+        for item in HELD:
+            policy.add(ctx, acc, item, 0)
+        plain = policy.finish(ctx, STATE, acc)
+        assert torch.allclose(combine(policy, TrimmedMean(0.0), HELD)["w"], plain["w"])
+
+
+def test_entries_of_a_weight_mask_vote_one_by_one():
+    mask = WeightMask({"w": torch.tensor([False, True, True])})
+    item = Update(round=1, client_id=9, examples=1, mask=mask, delta={"w": torch.tensor([3.0, 5.0]), "n": torch.tensor(0)})
+    result = combine(CoverageMean(), Median(), [item, update(1, [1.0, 1.0, 1.0]), update(2, [7.0, 2.0, 90.0])])
+    assert result["w"].tolist() == [4.0, 2.0, 5.0]
+
+
+def test_integers_are_voted_on_too():
+    counts = [update(k, [0.0, 0.0, 0.0], count=count) for k, count in enumerate((5, 7, 2**31))]
+    for rule in (Median(), TrimmedMean(0.2), NormClipped(None)):
+        result = combine(WeightedMean(), rule, counts)["n"]
+        assert result.item() == 17
+        assert result.dtype == torch.int64
+
+
+def test_norms_are_clipped_at_the_median_of_the_cohort():
+    updates = [update(0, [3.0, 4.0, 0.0]), update(1, [0.0, 0.0, 1.0]), update(2, [600.0, 0.0, 800.0])]
+    # Norms 5, 1, 1000: the third shrinks to (3, 0, 4).
+    result = combine(WeightedMean(), NormClipped(None), updates)
+    assert torch.allclose(result["w"], torch.tensor([6.0, 4.0, 5.0]) / 3)
+
+
+def test_norms_are_clipped_at_a_given_value_and_weights_stay():
+    updates = [update(0, [3.0, 4.0, 0.0], examples=3), update(1, [0.0, 0.0, 1.0], examples=1)]
+    result = combine(WeightedMean(), NormClipped(2.5), updates)
+    assert torch.allclose(result["w"], torch.tensor([1.5 * 3, 2.0 * 3, 1.0]) / 4)
+
+
+def test_a_norm_is_over_all_floating_entries_and_no_others():
+    assert update_norm(update(0, [3.0, 4.0, 0.0], count=10**6)) == 5.0
+    assert update_norm(update(0, [3.0, 4.0, 12.0], keep=[True, True, False])) == 5.0
+
+
+RULES = {
+    "median": {"aggregation": "median"},
+    "trimmed": {"aggregation": "trimmed-mean"},
+    "norm": {"aggregation": "norm-clipped"},
+}
+
+
+@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("policy", [DeltaMean(), CoverageMean()], ids=["delta", "coverage"])
+def test_the_order_of_arrival_changes_no_bit(name, policy):
+    setup = Setup.build(Method(name="m", source="", aggregate=policy), tiny_problem(), replace(tiny_config(), **RULES[name]))
+    digests = set()
+    for order in ([0, 1, 2, 3], [3, 1, 0, 2], [2, 3, 1, 0]):
+        server = Server(setup, by_id(tiny_clients()))
+        assignments = server.assign(1)
+        rng = np.random.default_rng(0)
+        updates = []
+        for assignment in assignments:
+            keep = UnitMask({"first": torch.from_numpy(rng.permutation(8) < 5)})
+            kept = Kept(setup.graph, keep)
+            delta = {
+                key: torch.as_tensor(rng.normal(size=kept.shape(key)) * (10 if value.is_floating_point() else 3)).to(
+                    value.dtype
+                )
+                for key, value in assignment.state.items()
+            }
+            examples = server._clients[assignment.client_id].data.train
+            updates.append(Update(round=1, client_id=assignment.client_id, examples=len(examples), delta=delta, mask=keep))
+        assert len(server.absorb([updates[place] for place in order]).updates) == 4
+        digests.add(digest(server.state.state))
+    assert len(digests) == 1
+
+
+class Stop(Observer):
+    def on_round(self, record):
+        if record.round == 2:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("method", ["fedlps", "heterofl"])
+def test_processes_and_a_resumed_run_give_the_same_bits(name, method, tmp_path):
+    from sparsekit_fl.errors import RunInterrupted
+
+    config = replace(tiny_config(), **RULES[name])
+    problem, clients = tiny_problem(), tiny_clients()
+    whole = run(registry[method](), problem, clients, config)
+    several = run(registry[method](), problem, clients, config, engine=Embedded(workers=2))
+    with pytest.raises(RunInterrupted):
+        run(registry[method](), problem, clients, config, observers=[Stop()], out=tmp_path)
+    resumed = run(registry[method](), problem, clients, config, out=tmp_path, resume=True)
+    plain = run(registry[method](), problem, clients, tiny_config())
+    assert whole.final.state_sha256 == several.final.state_sha256 == resumed.final.state_sha256
+    assert whole.final.state_sha256 != plain.final.state_sha256
+
+
+@pytest.mark.parametrize("method", sorted(registry))
+def test_every_method_runs_under_the_median_or_says_why_not(method):
+    config = replace(tiny_config(rounds=2), aggregation="median", eval_every=2)
+    made = registry[method]()
+    if made.aggregate.mean_only:
+        with pytest.raises(InvalidValueError, match="takes no aggregation but 'mean'"):
+            run(made, tiny_problem(), tiny_clients(), config)
+        assert method == "refl"
+    else:
+        assert len(run(made, tiny_problem(), tiny_clients(), config).rounds) == 2
+
+
+def test_a_policy_that_adds_up_by_itself_is_refused_and_not_silently_left_out():
+    @dataclass(frozen=True)
+    class Own(AggregatePolicy):
+        def add(self, ctx, acc, update, age):
+            for key, delta in update.delta.items():
+                acc.sums[key] += delta
+
+    config = replace(tiny_config(rounds=1), aggregation="median")
+    with pytest.raises(InvalidValueError, match="does not reach all that Own"):
+        run(Method(name="own", source="", aggregate=Own()), tiny_problem(), tiny_clients(), config)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"aggregation": "krum"}, "aggregation must be one of mean, trimmed-mean, median, norm-clipped, got 'krum'"),
+        ({"trim_share": 0.5}, r"trim_share must be in \[0, 0.5\), got 0.5"),
+        ({"trim_share": -0.1}, "trim_share must be >= 0"),
+        ({"clip_norm": 1.0}, "clip_norm belongs to aggregation 'norm-clipped', got 'mean'"),
+        ({"clip_norm": 0.0, "aggregation": "norm-clipped"}, "clip_norm must be > 0"),
+    ],
+)
+def test_wrong_options_are_refused(options, message):
+    with pytest.raises(InvalidValueError, match=message):
+        replace(tiny_config(), **options)
+
+
+def test_options_at_their_defaults_are_not_written_so_that_older_runs_resume():
+    assert "aggregation" not in tiny_config().to_dict()
+    config = replace(tiny_config(), aggregation="trimmed-mean", trim_share=0.1)
+    assert config.to_dict()["trim_share"] == 0.1
+    assert type(config).from_dict(config.to_dict()) == config

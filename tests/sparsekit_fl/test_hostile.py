@@ -1,0 +1,356 @@
+"""Hostile messages: whatever a client sends ends in the documented error, quickly, unpickles nothing, and moves no model."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import pickle
+import resource
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save
+
+from sparsekit.errors import DataError
+from sparsekit.masks.mask import UnitMask, WeightMask
+from sparsekit.state import digest
+from sparsekit_fl.context import Setup, by_id
+from sparsekit_fl.messages import (
+    Assignment,
+    Evaluation,
+    Update,
+    WorkCost,
+    decode_assignment,
+    decode_update,
+    encode_assignment,
+    encode_update,
+)
+from sparsekit_fl.method import Method
+from sparsekit_fl.packing import pack
+from sparsekit_fl.policies import DeltaMean
+from sparsekit_fl.server import Server
+from sparsekit_fl.sparse import Kept
+from sparsekit_fl.testing.tiny import tiny_clients, tiny_config, tiny_problem
+
+FUZZ = settings(max_examples=300, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+
+SETUP = Setup.build(Method(name="m", source="", aggregate=DeltaMean()), tiny_problem(), tiny_config())
+CLIENTS = by_id(tiny_clients())
+MASK = UnitMask({"first": torch.tensor([True, False, True, True, False, False, True, True])})
+
+
+def honest(client_id, mask=MASK):
+    return Update(
+        round=1,
+        client_id=client_id,
+        examples=len(CLIENTS[client_id].data.train),
+        delta={name: torch.ones_like(tensor) for name, tensor in Kept(SETUP.graph, mask).gather_all(SETUP.initial).items()},
+        mask=mask,
+        ratio=0.5,
+        extra={"x": torch.tensor([1.0, 2.0])},
+        metrics={"loss": 1.0, "accuracy": 0.5},
+        cost=WorkCost(flops_compact=10, uplink_bytes=10, seconds=1.0),
+    )
+
+
+def split(payload):
+    """Header as an object, and the bytes after it."""
+    size = int.from_bytes(payload[:8], "little")
+    return json.loads(payload[8 : 8 + size]), payload[8 + size :]
+
+
+def join(header, body):
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + body
+
+
+ODD = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.sampled_from([0, -1, 1, 2**31, 2**63, 2**64, 10**30, 10**400, math.inf, -math.inf, math.nan, 0.5, 1e308]),
+    st.text(max_size=5),
+    st.lists(st.integers(-1, 9), max_size=3),
+    st.dictionaries(st.text(max_size=3), st.integers(), max_size=2),
+    st.integers(1, 4).map(lambda power: json.loads("[" * 10**power + "]" * 10**power) if power < 3 else []),
+)
+
+
+@st.composite
+def flipped(draw, payload):
+    data = bytearray(payload)
+    for _ in range(draw(st.integers(1, 6))):
+        place = draw(st.one_of(st.integers(0, len(data) - 1), st.integers(0, min(1600, len(data)) - 1)))
+        data[place] = draw(st.one_of(st.integers(0, 255), st.just(data[place] ^ (1 << draw(st.integers(0, 7))))))
+    return bytes(data)
+
+
+@st.composite
+def cut(draw, payload):
+    begin = draw(st.sampled_from([0, 0, 0, 1, 8]))
+    return payload[begin : draw(st.integers(begin, len(payload)))] + draw(st.binary(max_size=20))
+
+
+@st.composite
+def edited_header(draw, payload):
+    """The table of tensors, edited: swapped and renamed keys, wrong dtypes, shapes and offsets."""
+    header, body = split(payload)
+    names = [name for name in header if name != "__metadata__"]
+    one, two = draw(st.sampled_from(names)), draw(st.sampled_from(names))
+    what = draw(st.sampled_from(["swap", "rename", "drop", "dtype", "shape", "offsets", "value"]))
+    if what == "swap":
+        header[one], header[two] = header[two], header[one]
+    elif what == "rename":
+        header[draw(st.sampled_from(["delta:evil", "mask", "cost", "", "delta:", "x" * 999, "delta:first.weight"]))] = (
+            header.pop(one)
+        )
+    elif what == "drop":
+        del header[one]
+    elif what == "dtype":
+        header[one]["dtype"] = draw(
+            st.sampled_from(["F16", "BF16", "F64", "I32", "BOOL", "U8", "F8_E4M3", "C64", "U64", "X", 3])
+        )
+    elif what == "shape":
+        header[one]["shape"] = draw(st.one_of(ODD, st.lists(st.sampled_from([0, 1, 2, 2**31, 2**62, -1]), max_size=4)))
+    elif what == "offsets":
+        header[one]["data_offsets"] = draw(st.one_of(ODD, st.lists(st.integers(-1, 2**64), min_size=2, max_size=2)))
+    else:
+        header[one] = draw(ODD)
+    return join(header, body)
+
+
+@st.composite
+def edited_meta(draw, payload):
+    """What the message says of itself, edited: round, client, examples, mask, metrics."""
+    header, body = split(payload)
+    meta = json.loads(header["__metadata__"]["meta"])
+    name = draw(st.sampled_from([*meta, "shapes", "kind of mask", "new"]))
+    if name == "shapes" and meta.get("mask"):
+        entry = draw(st.sampled_from(meta["mask"]["shapes"]))
+        place = draw(st.integers(0, len(entry) - 1))
+        entry[place] = draw(st.one_of(ODD, st.sampled_from([[10**9, 10**9], [8], [2, 4], "kept 0", "dropped 0", "kept -3"])))
+        if draw(st.booleans()):
+            entry.append(draw(st.sampled_from(["kept 0", "dropped 0", "kept 1", "bits", "kept x", "kept 9999999999", 7])))
+    elif name == "kind of mask" and meta.get("mask"):
+        meta["mask"]["kind"] = draw(st.sampled_from(["weight", "unit", "", 1, None]))
+    else:
+        meta[name] = draw(ODD)
+    text = json.dumps(meta)
+    if draw(st.integers(0, 9)) == 0:
+        depth = draw(st.sampled_from([10, 2000, 100_000]))
+        text = draw(st.sampled_from([text[:-1] + ', "deep": ' + "[" * depth + "]" * depth + "}", "[" * depth, '{"a":' * depth]))
+    header["__metadata__"]["meta"] = text
+    return join(header, body)
+
+
+def mutated(payload):
+    return st.one_of(
+        flipped(payload),
+        cut(payload),
+        edited_header(payload),
+        edited_header(payload),
+        edited_meta(payload),
+        edited_meta(payload),
+        st.binary(max_size=200),
+    )
+
+
+def refuses_to_unpickle(monkeypatch):
+    def never(*_, **__):
+        raise AssertionError("something was unpickled")
+
+    for module, names in ((pickle, ("load", "loads", "Unpickler", "_Unpickler")), (torch, ("load",)), (np, ("load",))):
+        for name in names:
+            monkeypatch.setattr(module, name, never)
+
+
+PLAIN = encode_update(honest(0, None))
+MASKED = encode_update(honest(0))
+BY_ENTRY = encode_update(honest(0, WeightMask({"last.weight": torch.arange(24).view(3, 8) % 3 == 0})))
+
+
+@pytest.fixture
+def no_pickle(monkeypatch):
+    refuses_to_unpickle(monkeypatch)
+
+
+@pytest.mark.usefixtures("no_pickle")
+@pytest.mark.parametrize("original", [PLAIN, MASKED, BY_ENTRY], ids=["whole", "units", "entries"])
+def test_no_bytes_crash_the_decoder_or_move_the_model_beyond_a_valid_update(original):
+    before = digest(SETUP.initial)
+    counts = {"unreadable": 0, "refused": 0, "valid": 0}
+
+    @FUZZ
+    @given(mutated(original))
+    def attack(payload):
+        try:
+            update = decode_update(payload, SETUP.graph)
+        except DataError:
+            counts["unreadable"] += 1
+            return
+        server = Server(SETUP, CLIENTS)
+        server.assign(1)
+        server._assignments = {0: Assignment(round=1, client_id=0, state=server.shared())}
+        absorbed = server.absorb([update])
+        if absorbed.updates:
+            # What is left valid after a mutation is an update as a client may send it: right shapes, finite numbers.
+            counts["valid"] += 1
+            assert all(bool(torch.isfinite(tensor).all()) for tensor in server.state.state.values())
+        else:
+            counts["refused"] += 1
+            assert digest(server.state.state) == before
+            assert server.state.round == 0
+            assert server.state.memory.get("aggregate", {}) == {}
+
+    attack()
+    # The fuzzer reaches every gate; if it did not, it would prove nothing.
+    assert min(counts.values()) > 5, counts
+
+
+@pytest.mark.usefixtures("no_pickle")
+def test_no_bytes_crash_a_client():
+    assignment = Assignment(round=1, client_id=0, state=SETUP.initial, mask=MASK, ratio=0.5)
+
+    @FUZZ
+    @given(mutated(encode_assignment(assignment, SETUP.graph)))
+    def attack(payload):
+        with contextlib.suppress(DataError):
+            decode_assignment(payload, SETUP.graph)
+
+    attack()
+
+
+def meta_payload(**changes):
+    header, body = split(MASKED)
+    header["__metadata__"]["meta"] = json.dumps({**json.loads(header["__metadata__"]["meta"]), **changes})
+    return join(header, body)
+
+
+BOMBS = {
+    "a mask of a terabyte in ten bytes": meta_payload(
+        mask={"kind": "weight", "shapes": [["first.weight", [10**6, 10**6], "kept 0"]]}
+    ),
+    "a mask of another shape": meta_payload(mask={"kind": "unit", "shapes": [["first", [10**9]]]}),
+    "a round without end": meta_payload(round=math.inf),
+    "a number of a thousand digits": meta_payload(examples=10**1000),
+    "truth for a number": meta_payload(examples=True),
+    "a text for a number": meta_payload(client="0"),
+    "metrics that are no names": meta_payload(metrics=[["loss"], {}]),
+    "one metric twice": meta_payload(metrics=["loss", "loss"]),
+    "a header longer than allowed": (2**40).to_bytes(8, "little") + MASKED[8:],
+    "nested JSON": join({"__metadata__": {"meta": "[" * 10**5}}, b""),
+    "nested header": join(b'{"a":' * 10**5, b""),
+    "a pickle": pickle.dumps({"delta": [1, 2, 3]}),
+    "a file of torch": b"PK\x03\x04" + b"\x00" * 200,
+    "no metadata": save({"delta:x": torch.ones(3)}),
+    "metadata that is a list": pack({}, {}).replace(b'"meta":"{}"', b'"meta":"[]"'),
+    "costs of another shape": pack(
+        {"cost": torch.zeros(2, 2, dtype=torch.int64), "ratio": torch.tensor(1.0)},
+        {"kind": "update", "round": 1, "client": 0, "examples": 1, "mask": None, "metrics": []},
+    ),
+    "nothing": b"",
+}
+
+
+@pytest.mark.usefixtures("no_pickle")
+@pytest.mark.parametrize("name", BOMBS)
+def test_a_bomb_is_refused_without_room_being_made_for_it(name):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(DataError):
+        decode_update(BOMBS[name], SETUP.graph)
+    # In KiB on Linux: no more than a few MiB were needed.
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 * 1024
+
+
+class Evil:
+    """Creates a file where it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return (open, (str(self.path), "w"))
+
+
+def test_a_pickle_that_would_run_code_runs_none(tmp_path):
+    evil = pickle.dumps(Evil(tmp_path / "ran"))
+    header, body = split(MASKED)
+    for payload in (evil, join(header, evil + body), join(evil, body), MASKED + evil):
+        with pytest.raises(DataError):
+            decode_update(payload, SETUP.graph)
+    assert not (tmp_path / "ran").exists()
+    pickle.loads(evil).close()
+    assert (tmp_path / "ran").exists(), "the pickle is one that runs code"
+
+
+SCORES = Evaluation(client_id=1, examples=2, personal={"loss": (math.inf, 2.0)}, validation={}, ratio=0.5).to_dict()
+
+
+def test_scores_of_a_model_that_diverged_are_read():
+    assert Evaluation.from_dict(json.loads(json.dumps(SCORES))).personal == {"loss": (math.inf, 2.0)}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"personal": None},
+        {"personal": {"loss": 3.0}},
+        {"personal": {"loss": [1.0, math.inf]}},
+        {"personal": {"loss": [1.0, -1.0]}},
+        {"personal": {"loss": ["a", 1.0]}},
+        {"validation": [1, 2]},
+        {"examples": "2"},
+        {"examples": -2},
+        {"client_id": None},
+        {"ratio": "half"},
+        {"ratio": math.nan},
+        {"new": 1},
+    ],
+    ids=repr,
+)
+def test_scores_that_are_none_are_refused(change):
+    with pytest.raises((TypeError, ValueError, AttributeError)):
+        Evaluation.from_dict(json.loads(json.dumps({**SCORES, **change})))
+
+
+def refusal(change):
+    server = Server(SETUP, CLIENTS)
+    assignment = server.assign(1)[0]
+    before = digest(server.state.state)
+    absorbed = server.absorb([change(honest(assignment.client_id, None))])
+    assert absorbed.updates == ()
+    assert digest(server.state.state) == before
+    return str(absorbed.refused[0][1])
+
+
+def with_delta(update, name, tensor):
+    return replace(update, delta={**update.delta, name: tensor})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda u: with_delta(u, "norm.num_batches_tracked", torch.tensor(2**63 - 1)), "changes the integers"),
+        (lambda u: with_delta(u, "norm.num_batches_tracked", torch.tensor(-(2**63))), "changes the integers"),
+        (lambda u: replace(u, extra={"x": torch.tensor([complex(math.nan, 0)])}), "not finite"),
+        (lambda u: replace(u, cost=WorkCost(seconds=math.inf)), "without end"),
+        (lambda u: replace(u, cost=WorkCost(wall_seconds=math.nan)), "without end"),
+        (lambda u: replace(u, cost=WorkCost(downlink_bytes=-1)), "negative cost"),
+    ],
+)
+def test_what_no_honest_client_sends_is_refused(change, message):
+    assert message in refusal(change)
+
+
+def test_finite_changes_that_would_overflow_the_model_are_refused():
+    config = replace(tiny_config(), clients_per_round=1)
+    setup = replace(SETUP, config=config)
+    setup = replace(setup, initial={**setup.initial, "last.bias": torch.full((3,), 3e38)})
+    server = Server(setup, CLIENTS)
+    assignment = server.assign(1)[0]
+    update = with_delta(honest(assignment.client_id, None), "last.bias", torch.full((3,), 3e38))
+    assert "beyond the largest" in str(server.absorb([update]).refused[0][1])

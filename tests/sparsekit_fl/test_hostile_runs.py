@@ -1,0 +1,107 @@
+"""Hostile clients in whole runs: what a method's server cannot use is refused, and the run goes on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from sparsekit.masks.mask import WeightMask
+from sparsekit_fl.context import Setup
+from sparsekit_fl.engines.bench import Bench
+from sparsekit_fl.method import Method
+from sparsekit_fl.methods import registry
+from sparsekit_fl.methods.prunefl import Search, prunefl
+from sparsekit_fl.results import Observer
+from sparsekit_fl.runner import run
+from sparsekit_fl.sparse import Kept
+from sparsekit_fl.testing.tiny import tiny_clients, tiny_config, tiny_problem
+
+HOSTILE = (1, 4)
+GRAPH = Setup.build(Method(name="m", source=""), tiny_problem(), tiny_config()).graph
+
+
+class Dropped(Observer):
+    """Notes who was refused, and why."""
+
+    def __init__(self):
+        self.reasons = []
+
+    def on_round(self, record):
+        self.reasons += [reason for _, reason in record.dropped]
+
+
+@pytest.fixture
+def spoiled(monkeypatch):
+    """Runs a method of which two clients change what they send; returns why they were refused."""
+
+    def start(method, change, rounds=3):
+        train = Bench.train
+
+        def hostile(self, assignment, *args, **kwargs):
+            update, stored = train(self, assignment, *args, **kwargs)
+            return (change(update) if assignment.client_id in HOSTILE else update), stored
+
+        monkeypatch.setattr(Bench, "train", hostile)
+        watch = Dropped()
+        config = replace(tiny_config(rounds=rounds), eval_every=rounds)
+        result = run(method, tiny_problem(), tiny_clients(), config, observers=[watch])
+        assert len(result.rounds) == rounds
+        return watch.reasons
+
+    return start
+
+
+# PruneFL asks one client alone in the first round, so that a hostile one stops that round for good; it has tests of its own.
+OTHERS = sorted(set(registry) - {"prunefl"})
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_an_update_without_what_a_method_learns_from_never_stops_a_run(spoiled, name):
+    reasons = spoiled(registry[name](), lambda update: replace(update, metrics={}, extra={}))
+    learning = name in ("fedlps", "fedlps-paper", "fedmp", "oort")
+    if learning:
+        assert reasons
+        assert all("lacks the metrics" in reason for reason in reasons)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_an_update_with_a_mask_of_its_own_never_stops_a_run(spoiled, name):
+    strange = WeightMask({"first.weight": torch.arange(48).view(8, 6) % 5 == 0})
+    extra = {key: torch.zeros(2) for key in ("owned_classes", "next_mask", "x")}
+    kept = Kept(GRAPH, strange)
+
+    def change(update):
+        delta = {
+            key: torch.zeros(kept.shape(key) if key in GRAPH.shapes else delta.shape, dtype=delta.dtype)
+            for key, delta in update.delta.items()
+        }
+        return replace(update, mask=strange, delta=delta, extra=extra)
+
+    reasons = spoiled(registry[name](), change)
+    if name in ("fedavg", "fedprox", "refl"):
+        assert reasons
+        assert all("needs whole entries" in reason for reason in reasons)
+
+
+def test_prunefl_refuses_gradients_that_are_not_of_its_weights(spoiled):
+    method = prunefl(Search(every=1, initial=0))
+    reasons = spoiled(method, lambda update: replace(update, extra={"first.weight": torch.zeros(3)}))
+    assert reasons
+    assert all("has no gradients of the weights that are pruned" in reason for reason in reasons)
+
+
+def test_prunefl_refuses_a_mask_that_it_did_not_send(spoiled):
+    strange = WeightMask({"first.weight": torch.arange(48).view(8, 6) % 5 == 0})
+
+    def change(update):
+        if update.mask is None:
+            return update
+        kept = Kept(GRAPH, strange)
+        delta = {key: torch.zeros(kept.shape(key), dtype=delta.dtype) for key, delta in update.delta.items()}
+        return replace(update, mask=strange, delta=delta)
+
+    reasons = spoiled(prunefl(Search(every=1, initial=0)), change)
+    assert reasons
+    assert all("another mask than the one that it was sent" in reason for reason in reasons)

@@ -1,0 +1,119 @@
+"""Uploads in bfloat16: half the bytes, counted to the byte, and the same bits under every engine."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from sparsekit.errors import InvalidValueError
+from sparsekit_fl.context import Setup, by_id
+from sparsekit_fl.engines.embedded import Embedded
+from sparsekit_fl.messages import Update, decode_update, encode_update, update_bytes
+from sparsekit_fl.method import Method
+from sparsekit_fl.methods import registry
+from sparsekit_fl.packing import upload_dtype
+from sparsekit_fl.policies import DeltaMean
+from sparsekit_fl.results import Observer
+from sparsekit_fl.runner import run
+from sparsekit_fl.server import Server
+from sparsekit_fl.testing.tiny import tiny_clients, tiny_config, tiny_problem
+
+ROUNDED = replace(tiny_config(), upload="bfloat16")
+
+
+class Keep(Observer):
+    def __init__(self):
+        self.updates = []
+
+    def on_client(self, round, client_id, update):
+        self.updates.append(update)
+
+
+def test_floating_changes_are_rounded_and_integers_are_not():
+    assert upload_dtype(torch.float32, "bfloat16") == upload_dtype(torch.float64, "bfloat16") == torch.bfloat16
+    assert upload_dtype(torch.int64, "bfloat16") == torch.int64
+    assert upload_dtype(torch.float64, "float32") == torch.float64
+
+
+@pytest.mark.parametrize("method", ["fedavg", "fedlps", "cs"])
+def test_bytes_up_are_counted_as_sent_and_the_changes_take_half(method):
+    plain, rounded = Keep(), Keep()
+    run(registry[method](), tiny_problem(), tiny_clients(), tiny_config(rounds=1), observers=[plain])
+    run(registry[method](), tiny_problem(), tiny_clients(), replace(ROUNDED, rounds=1), observers=[rounded])
+    for before, after in zip(plain.updates, rounded.updates, strict=True):
+        assert after.cost.uplink_bytes == update_bytes(after) == len(encode_update(after))
+        floats = sum(t.numel() for t in before.delta.values() if t.is_floating_point())
+        # Two bytes less for each number; the header, which is padded to eight bytes, says "BF16" where it said "F32".
+        assert 2 * floats - 64 <= before.cost.uplink_bytes - after.cost.uplink_bytes <= 2 * floats
+        for name, delta in before.delta.items():
+            expected = delta.to(torch.bfloat16) if delta.is_floating_point() else delta
+            assert torch.equal(after.delta[name], expected)
+            assert after.delta[name].dtype == expected.dtype
+
+
+@pytest.mark.parametrize("method", ["fedavg", "fedlps", "refl"])
+def test_processes_give_the_bits_of_one_process_which_are_not_those_of_exact_uploads(method):
+    results = [
+        run(registry[method](), tiny_problem(), tiny_clients(), config, engine=Embedded(workers=workers)).final.state_sha256
+        for config, workers in ((ROUNDED, 1), (ROUNDED, 2), (tiny_config(), 1))
+    ]
+    assert results[0] == results[1] != results[2]
+
+
+def test_a_rounded_update_survives_the_wire_bit_for_bit():
+    keep = Keep()
+    run(registry["fedlps"](), tiny_problem(), tiny_clients(), replace(ROUNDED, rounds=1), observers=[keep])
+    for update in keep.updates:
+        again = decode_update(encode_update(update))
+        assert all(torch.equal(again.delta[name], delta) for name, delta in update.delta.items())
+
+
+@pytest.mark.parametrize(("config", "sent"), [(ROUNDED, torch.float32), (tiny_config(), torch.bfloat16)])
+def test_what_is_sent_otherwise_than_asked_for_is_refused(config, sent):
+    setup = Setup.build(Method(name="m", source="", aggregate=DeltaMean()), tiny_problem(), config)
+    server = Server(setup, by_id(tiny_clients()))
+    assignment = server.assign(1)[0]
+    examples = len(tiny_clients()[assignment.client_id].data.train)
+    delta = {n: torch.zeros_like(t, dtype=sent if t.is_floating_point() else t.dtype) for n, t in assignment.state.items()}
+    update = Update(round=1, client_id=assignment.client_id, examples=examples, delta=delta)
+    absorbed = server.absorb([update])
+    assert absorbed.updates == ()
+    assert f"as {sent}" in str(absorbed.refused[0][1])
+
+
+def test_another_type_is_refused():
+    with pytest.raises(InvalidValueError, match="upload must be one of float32, bfloat16, got 'int8'"):
+        replace(tiny_config(), upload="int8")
+
+
+@pytest.mark.flower
+def test_the_grid_of_flower_gives_the_same_bits():
+    pytest.importorskip("flwr")
+    from sparsekit_fl.engines.flower.local_grid import InProcess
+
+    for config in (
+        ROUNDED,
+        replace(tiny_config(), aggregation="trimmed-mean"),
+        replace(tiny_config(), aggregation="norm-clipped"),
+    ):
+        shas = [
+            run(registry["fedlps"](), tiny_problem(), tiny_clients(), config, engine=engine).final.state_sha256
+            for engine in (Embedded(), InProcess())
+        ]
+        assert shas[0] == shas[1]
+
+
+@pytest.mark.flower
+def test_the_grid_of_flower_draws_the_same_noise():
+    pytest.importorskip("flwr")
+    pytest.importorskip("opacus")
+    from sparsekit_fl.engines.flower.local_grid import InProcess
+
+    config = replace(tiny_config(), dp_clip=1.0, dp_noise=1.0)
+    shas = [
+        run(registry["fedlps"](), tiny_problem(), tiny_clients(), config, engine=engine).final.state_sha256
+        for engine in (Embedded(), InProcess())
+    ]
+    assert shas[0] == shas[1]
