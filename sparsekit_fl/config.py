@@ -8,11 +8,11 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from sparsekit.errors import InvalidValueError, UnknownNameError, nearest
 
-__all__ = ["HETEROGENEITY", "RunConfig", "TrainingConfig"]
+__all__ = ["AGGREGATIONS", "HETEROGENEITY", "UPLOADS", "Aggregation", "RunConfig", "TrainingConfig", "Upload"]
 
 HETEROGENEITY: Mapping[str, tuple[float, ...]] = {
     "low": (1.0, 1 / 2),
@@ -23,6 +23,22 @@ HETEROGENEITY: Mapping[str, tuple[float, ...]] = {
 
 Source: Xue et al., ICDE 2025 (arXiv 2412.07216), Effect of Heterogeneity (Q3); "high" is also that of its Table I.
 """
+
+
+Aggregation = Literal["mean", "trimmed-mean", "median", "norm-clipped"]
+AGGREGATIONS: tuple[str, ...] = get_args(Aggregation)
+"""Names of the rules by which the server combines changes."""
+
+Upload = Literal["float32", "bfloat16"]
+UPLOADS: tuple[str, ...] = get_args(Upload)
+"""What changes are sent as."""
+
+_LATER = ("aggregation", "trim_share", "clip_norm", "dp_clip", "dp_noise", "dp_delta", "upload")
+
+
+def _choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise InvalidValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
 
 
 def _integer(name: str, value: object, low: int) -> None:
@@ -82,6 +98,16 @@ class RunConfig:
         capability: "fixed": each client's level is drawn once; "dynamic": redrawn every round.
         capability_levels: Levels to draw `Capability.ratio` from, uniformly; None keeps each client's own capability.
         lr_decay: Factor on the learning rate after every round, in (0, 1].
+        min_replies: Valid updates that a round needs to count, in [1, clients_per_round]; None takes half of the cohort,
+            rounded up. A round with fewer is repeated, at most twice, and then the run stops; see `run`.
+        aggregation: How changes are combined: by the method's own mean, or by a rule that bears clients who lie; see
+            `policies.robust`.
+        trim_share: For "trimmed-mean": part of the values that goes at each end, in [0, 0.5).
+        clip_norm: For "norm-clipped": longer changes are scaled to this norm; None takes the round's median norm.
+        dp_clip: Client-level differential privacy: largest norm of a client's change; see `privacy`. None: no privacy.
+        dp_noise: Noise multiplier, the noise's standard deviation over `dp_clip`; given with it.
+        dp_delta: δ; None takes 1e-5, or K^-1.1 for K clients where that is less.
+        upload: "bfloat16" rounds the floating-point changes that go up to 16 bits; "float32" sends them as they are.
     """
 
     rounds: int
@@ -93,6 +119,14 @@ class RunConfig:
     capability: Literal["fixed", "dynamic"] = "fixed"
     capability_levels: tuple[float, ...] | None = None
     lr_decay: float = 1.0
+    min_replies: int | None = None
+    aggregation: Aggregation = "mean"
+    trim_share: float = 0.2
+    clip_norm: float | None = None
+    dp_clip: float | None = None
+    dp_noise: float | None = None
+    dp_delta: float | None = None
+    upload: Upload = "float32"
 
     def __post_init__(self) -> None:
         _integer("rounds", self.rounds, 1)
@@ -111,13 +145,58 @@ class RunConfig:
             for level in levels:
                 _number("a capability level", level, 0.0, open_low=True, high=1.0)
             object.__setattr__(self, "capability_levels", levels)
+        if self.min_replies is not None:
+            _integer("min_replies", self.min_replies, 1)
+            if self.min_replies > self.clients_per_round:
+                raise InvalidValueError(
+                    f"min_replies must be at most clients_per_round ({self.clients_per_round}), got {self.min_replies}"
+                )
+
+        _choice("upload", self.upload, UPLOADS)
+        self._check_aggregation()
+        self._check_privacy()
+
+    def _check_aggregation(self) -> None:
+        _choice("aggregation", self.aggregation, AGGREGATIONS)
+        _number("trim_share", self.trim_share, 0.0)
+        if self.trim_share >= 0.5:
+            raise InvalidValueError(f"trim_share must be in [0, 0.5), got {self.trim_share!r}; it goes at each end")
+        if self.clip_norm is not None:
+            _number("clip_norm", self.clip_norm, 0.0, open_low=True)
+            if self.aggregation != "norm-clipped":
+                raise InvalidValueError(f"clip_norm belongs to aggregation 'norm-clipped', got {self.aggregation!r}")
+
+    def _check_privacy(self) -> None:
+        if self.dp_clip is None:
+            for name in ("dp_noise", "dp_delta"):
+                if getattr(self, name) is not None:
+                    raise InvalidValueError(f"{name} needs dp_clip, the largest norm of a client's change")
+            return
+        _number("dp_clip", self.dp_clip, 0.0, open_low=True)
+        if self.dp_noise is None:
+            raise InvalidValueError("dp_clip needs dp_noise, the noise multiplier; aggregation 'norm-clipped' clips alone")
+        _number("dp_noise", self.dp_noise, 0.0, open_low=True)
+        if self.dp_delta is not None:
+            _number("dp_delta", self.dp_delta, 0.0, open_low=True)
+            if self.dp_delta >= 1.0:
+                raise InvalidValueError(f"dp_delta must be in (0, 1), got {self.dp_delta!r}")
+        if self.aggregation != "mean":
+            raise InvalidValueError(
+                f"dp_clip needs aggregation 'mean', got {self.aggregation!r}: one client can move a trimmed mean or a median by"
+                " more than the noise hides, and dp_clip clips norms itself"
+            )
+
+    def needed_replies(self, cohort: int) -> int:
+        """How many valid updates a round of `cohort` clients needs to count."""
+        return -(-cohort // 2) if self.min_replies is None else min(self.min_replies, cohort)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values; `from_dict` is the inverse."""
         raw = dataclasses.asdict(self)
         if self.capability_levels is not None:
             raw["capability_levels"] = list(self.capability_levels)
-        return raw
+        # Left out while they are what they were before there were such options, so that older runs can be resumed.
+        return {name: value for name, value in raw.items() if name not in _LATER or value != getattr(RunConfig, name)}
 
     @staticmethod
     def from_dict(raw: Mapping[str, Any]) -> RunConfig:

@@ -10,6 +10,8 @@ __all__ = [
     "MemoryStateError",
     "ResumeError",
     "RunInterrupted",
+    "StorageError",
+    "TooFewRepliesError",
     "UpdateError",
     "WorkerDiedError",
 ]
@@ -21,6 +23,17 @@ class ClientError(SparsekitError, RuntimeError):
 
 class UpdateError(SparsekitError, ValueError):
     """An update that the server must not absorb."""
+
+
+class TooFewRepliesError(ClientError, UpdateError):
+    """Too few clients of a round sent a valid update, also when it was repeated.
+
+    Both a ClientError and an UpdateError, as the clients may have failed or their updates been refused.
+    """
+
+
+class StorageError(SparsekitError, OSError):
+    """What a run keeps could not be written, as when the disk is full; says how to go on."""
 
 
 class LostMemoryError(DataError):

@@ -226,6 +226,7 @@ class RunResult:
         experiment: What the caller said about the run, such as data set and model.
         state: The final global state; not part of the file.
         note: Of the method, for tables.
+        privacy: What the run guarantees, where it is private; see `privacy.PrivacySpent`.
     """
 
     method: Mapping[str, str]
@@ -237,6 +238,7 @@ class RunResult:
     experiment: Mapping[str, Any] = field(default_factory=dict)
     state: StateDict = field(default_factory=dict, repr=False)
     note: str = ""
+    privacy: Mapping[str, Any] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values: the content of `result.json`."""
@@ -248,6 +250,7 @@ class RunResult:
             "seed": self.config.seed,
             "final": self.final.to_dict(),
             "cost": _cost_dict(self.cost),
+            **({"privacy": dict(self.privacy)} if self.privacy else {}),
             "rounds": [record.to_dict() for record in self.rounds],
             "environment": dict(self.environment),
         }

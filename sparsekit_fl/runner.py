@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from sparsekit.errors import InvalidValueError
 from sparsekit.state import digest
@@ -18,21 +20,25 @@ from sparsekit_fl.client import Client
 from sparsekit_fl.clock import round_cost
 from sparsekit_fl.config import RunConfig
 from sparsekit_fl.context import Setup, by_id
-from sparsekit_fl.engines.base import ClientPool, Engine, Reply
+from sparsekit_fl.engines.base import ClientPool, Engine, Reply, Unscored
 from sparsekit_fl.engines.embedded import Embedded
-from sparsekit_fl.errors import RunInterrupted, WorkerDiedError
-from sparsekit_fl.messages import Evaluation, Update, WorkCost
+from sparsekit_fl.errors import ClientError, RunInterrupted, StorageError, TooFewRepliesError, WorkerDiedError
+from sparsekit_fl.messages import Assignment, Evaluation, Update, WorkCost
 from sparsekit_fl.method import Method
 from sparsekit_fl.packing import pack
 from sparsekit_fl.problem import Problem
 from sparsekit_fl.results import FinalScores, Observer, RoundRecord, RoundScores, RunResult, RunStart, describe_environment
-from sparsekit_fl.server import Server
+from sparsekit_fl.server import Absorbed, Server
 from sparsekit_fl.storage import write_atomically
 from sparsekit_fl.store import ClientStore
 
 __all__ = ["run"]
 
 _log = logging.getLogger(__name__)
+_REPEATS = 2
+_MOST_REASONS = 5
+# What the system says when a file cannot grow, by whatever is full.
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def run(
@@ -49,6 +55,12 @@ def run(
     experiment: Mapping[str, Any] | None = None,
 ) -> RunResult:
     """Run a method over a problem and its clients.
+
+    A client that fails, and an update that is refused, is dropped: the round goes on without it, and its record says why.
+    A round with fewer valid updates than `config.min_replies` changes nothing and is repeated: the same assignments go to
+    the same cohort once more, clients start from the memories that they had, and a client that answered before answers the
+    same again. Its record then has a note for each attempt that failed, and the work of all attempts is in its cost. After
+    two repetitions the run stops; everything up to the round before is saved, and the run can be resumed.
 
     Args:
         method: The recipe.
@@ -68,10 +80,11 @@ def run(
     Raises:
         InvalidValueError: no method, or clients and options that do not fit each other.
         ResumeError: `out` holds another run, or an option changed.
-        ClientError: every client of a round failed; the first failure.
-        UpdateError: every update of a round was refused; the first reason.
+        TooFewRepliesError: too few clients of a round sent a valid update, three times; says who did not and why.
+        ClientError: no client could be scored.
         RunInterrupted: Ctrl-C; says how to go on.
         WorkerDiedError: a worker process was killed; says how to go on.
+        StorageError: the folder could not be written, as when the disk is full; says how to go on.
     """
     if not isinstance(method, Method):
         raise InvalidValueError(f"method must be a Method, got {method!r}; call the function: fl.methods.fedlps()")
@@ -103,6 +116,29 @@ def run(
             raise WorkerDiedError(
                 f"{error}; round {loop.server.state.round} of {config.rounds} was finished; {loop.hint}"
             ) from error
+        except OSError as error:
+            if error.errno not in _FULL:
+                raise
+            raise StorageError(
+                f"{error}; make room first. Round {loop.saved_round} of {config.rounds} was the last to be saved; {loop.hint}"
+            ) from error
+
+
+class _Attempt(NamedTuple):
+    """What came back when a round's assignments were sent out once."""
+
+    replies: list[Reply]
+    absorbed: Absorbed
+    dropped: dict[int, Exception]
+
+    def text(self, needed: int) -> str:
+        """Why too little came back; the first reasons in full."""
+        reasons = [f"client {client_id}: {str(error).rstrip('.')}" for client_id, error in self.dropped.items()]
+        more = [f"and {len(reasons) - _MOST_REASONS} clients more"] if len(reasons) > _MOST_REASONS else []
+        return (
+            f"{len(self.absorbed.updates)} of {len(self.replies)} updates were valid and {needed} are needed (min_replies); "
+            + "; ".join([*reasons[:_MOST_REASONS], *more])
+        )
 
 
 class _Loop:
@@ -130,6 +166,7 @@ class _Loop:
         self._observers = observers
         self._experiment = experiment
         self._export = None if folder is None else folder.path / "models"
+        self.saved_round = self.server.state.round
         store.keep_only(self._versions)
 
     @property
@@ -159,33 +196,23 @@ class _Loop:
             evaluations = self._round(pool, round)
         if evaluations is None:
             # Resumed after the last round: its scores were saved, those of each client were not.
-            evaluations = self._evaluate(pool, config.rounds)
+            evaluations, _ = self._evaluate(pool, config.rounds)
         return self._finish(pool, evaluations)
 
     def _round(self, pool: ClientPool, round: int) -> list[Evaluation] | None:
         began = time.perf_counter()
         assignments = self.server.assign(round)
-        replies: list[Reply] = []
-        for reply in pool.map(assignments, self._versions):
-            for observer in self._observers:
-                observer.on_client(round, reply.client_id, reply.update)
-            replies.append(reply)
-        absorbed = self.server.absorb([reply.update for reply in replies if reply.update is not None])
-        dropped: dict[int, Exception] = {reply.client_id: reply.error for reply in replies if reply.error is not None}
-        dropped.update(absorbed.refused)
-        if not absorbed.updates:
-            raise next(iter(dropped.values()))
-        for client_id, error in dropped.items():
-            _log.warning("round %d goes on without client %d: %s", round, client_id, error)
+        attempts = self._attempts(pool, round, assignments)
+        replies, absorbed, dropped = attempts[-1]
         valid = {update.client_id for update in absorbed.updates}
         stale = self._advance({reply.client_id: round for reply in replies if reply.stored and reply.client_id in valid})
         due = round % self.setup.config.eval_every == 0 or round == self.setup.config.rounds
-        evaluations = self._evaluate(pool, round) if due else None
-        cost = round_cost(
-            [reply.update.cost for reply in replies if reply.update is not None],
-            wall_seconds=time.perf_counter() - began,
-            seconds=absorbed.seconds,
-        )
+        evaluations, unscored = self._evaluate(pool, round) if due else (None, [])
+        cost = WorkCost()
+        for one in attempts:
+            done = [reply.update.cost for reply in one.replies if reply.update is not None]
+            cost += round_cost(done, wall_seconds=0.0, seconds=one.absorbed.seconds)
+        cost = replace(cost, wall_seconds=time.perf_counter() - began)
         record = RoundRecord(
             round=round,
             cohort=tuple(assignment.client_id for assignment in assignments),
@@ -196,29 +223,71 @@ class _Loop:
             cost=self._cost + cost,
             seconds=cost.seconds,
             evaluation=None if evaluations is None else RoundScores.of(evaluations),
-            notes=tuple(reply.note for reply in replies if reply.note),
+            notes=(
+                *(f"repeated, since {one.text(self._needed(assignments))}" for one in attempts[:-1]),
+                *(reply.note for reply in replies if reply.note),
+                *unscored,
+            ),
         )
         self._records.append(record)
         if self._folder is not None:
             self._store.sync()
             self._folder.append(record)
             self._folder.save(self.server.state, self._versions)
+            self.saved_round = round
         # Only now does no checkpoint on the disk need the older memories.
         self._store.remove(stale)
         for observer in self._observers:
             observer.on_round(record)
         return evaluations
 
+    def _needed(self, assignments: Sequence[Assignment]) -> int:
+        return self.setup.config.needed_replies(len(assignments))
+
+    def _attempts(self, pool: ClientPool, round: int, assignments: Sequence[Assignment]) -> list[_Attempt]:
+        """Send out until enough valid updates came back; the last attempt is the one that counts.
+
+        Raises:
+            TooFewRepliesError: there was none.
+        """
+        needed = self._needed(assignments)
+        attempts: list[_Attempt] = []
+        for _ in range(1 + _REPEATS):
+            replies: list[Reply] = []
+            for reply in pool.map(assignments, self._versions):
+                for observer in self._observers:
+                    observer.on_client(round, reply.client_id, reply.update)
+                replies.append(reply)
+            absorbed = self.server.absorb([reply.update for reply in replies if reply.update is not None], needed=needed)
+            dropped: dict[int, Exception] = {reply.client_id: reply.error for reply in replies if reply.error is not None}
+            dropped.update(absorbed.refused)
+            attempts.append(_Attempt(replies, absorbed, dropped))
+            if len(absorbed.updates) >= needed:
+                for client_id, error in dropped.items():
+                    _log.warning("round %d goes on without client %d: %s", round, client_id, error)
+                return attempts
+            _log.warning("round %d does not count: %s", round, attempts[-1].text(needed))
+        raise TooFewRepliesError(
+            f"round {round} was sent out {len(attempts)} times, and still {attempts[-1].text(needed)}."
+            f" Nothing of that round counted; {self.hint}"
+        ) from next(iter(attempts[-1].dropped.values()), None)
+
     def _advance(self, newest: Mapping[int, int]) -> dict[int, int]:
         stale = {client_id: self._versions[client_id] for client_id in newest if client_id in self._versions}
         self._versions = {**self._versions, **newest}
         return stale
 
-    def _evaluate(self, pool: ClientPool, round: int) -> list[Evaluation]:
+    def _evaluate(self, pool: ClientPool, round: int) -> tuple[list[Evaluation], list[str]]:
+        """Scores, and a text for each client that could not be scored.
+
+        Raises:
+            ClientError: none could.
+        """
         last = round == self.setup.config.rounds
         if last and self._export is not None:
             self._export.mkdir(exist_ok=True)
-        found = []
+        found: list[Evaluation] = []
+        unscored: list[str] = []
         for evaluation in pool.evaluate(
             self.server.shared(),
             list(self._clients),
@@ -227,10 +296,18 @@ class _Loop:
             with_shared=last,
             export=self._export if last else None,
         ):
+            if isinstance(evaluation, Unscored):
+                unscored.append(f"client {evaluation.client_id} was not scored: {evaluation.reason}")
+                _log.warning("after round %d %s", round, unscored[-1])
+                continue
             for observer in self._observers:
                 observer.on_evaluation(round, evaluation.client_id, evaluation)
             found.append(evaluation)
-        return found
+        if not found:
+            raise ClientError(
+                f"no client could be scored after round {round}: {'; '.join(unscored[:_MOST_REASONS])}; {self.hint}"
+            )
+        return found, unscored
 
     def _finish(self, pool: ClientPool, evaluations: Sequence[Evaluation]) -> RunResult:
         # A worker that outlived a killed run may have written once more after this one began.
@@ -252,6 +329,7 @@ class _Loop:
             experiment=self._experiment,
             state=state,
             note=setup.method.note,
+            privacy={} if self.server.privacy is None else asdict(self.server.privacy),
         )
         if self._folder is not None and self._export is not None:
             meta = {"method": setup.method.name, "round": self.server.state.round}

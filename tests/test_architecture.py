@@ -50,7 +50,13 @@ FL_LAYERS = (
     ("sparsekit_fl.presets",),
     ("sparsekit_fl.runner",),
     ("sparsekit_fl.engines", "sparsekit_fl.engines.*"),
-    ("sparsekit_fl.server", "sparsekit_fl.client_round", "sparsekit_fl.checkpoint", "sparsekit_fl.store"),
+    (
+        "sparsekit_fl.server",
+        "sparsekit_fl.client_round",
+        "sparsekit_fl.checkpoint",
+        "sparsekit_fl.store",
+        "sparsekit_fl.privacy",
+    ),
     ("sparsekit_fl.methods", "sparsekit_fl.methods.*"),
     ("sparsekit_fl.method",),
     ("sparsekit_fl.policies", "sparsekit_fl.policies.*", "sparsekit_fl.partition", "sparsekit_fl.partition.*"),
@@ -78,6 +84,7 @@ ONLY_IN = {
     "rich": ("sparsekit.cli", "sparsekit.tuning.*", "sparsekit_fl.cli.*", "sparsekit_fl.report.*"),
     "matplotlib": ("sparsekit.bandit.plot", "sparsekit_fl.report.*"),
     "optuna": ("sparsekit.bandit.optuna",),
+    "opacus": ("sparsekit_fl.privacy",),
     "pytest": ("sparsekit.testing.*", "sparsekit_fl.testing.*"),
     "hypothesis": ("sparsekit.testing.*", "sparsekit_fl.testing.*"),
     "pickle": ("sparsekit.testing.*", "sparsekit_fl.testing.*"),
@@ -183,7 +190,7 @@ def test_importing_the_bandit_loads_no_torch() -> None:
 
 
 def test_importing_the_packages_loads_no_optional_package() -> None:
-    optional = ("flwr", "pyarrow", "sklearn", "matplotlib", "huggingface_hub", "PIL", "typer", "pytest")
+    optional = ("flwr", "pyarrow", "sklearn", "matplotlib", "huggingface_hub", "opacus", "PIL", "typer", "pytest")
     program = (
         "import sys, sparsekit, sparsekit_fl\n"
         "for package in (sparsekit, sparsekit_fl):\n"

@@ -36,6 +36,7 @@ __all__ = ["DefaultsCommand", "Experiment", "RunOptions", "command_app", "cores"
 MOST_WORKERS = 8
 
 _WHAT, _TRAIN, _HOW = "What is run", "How clients train", "How it is run"
+_SAFE = "Clients who lie, and privacy"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,6 +116,44 @@ class RunOptions:
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:0. Default: cpu.", rich_help_panel=_HOW)] = None
     eval_every: Annotated[
         int | None, typer.Option(help="Score all clients each so many rounds. Default: 10.", rich_help_panel=_HOW)
+    ] = None
+    min_replies: Annotated[
+        int | None,
+        typer.Option(
+            help="Valid updates that a round needs; with fewer it is repeated, twice at most. Default: half of its cohort.",
+            rich_help_panel=_HOW,
+        ),
+    ] = None
+    aggregation: Annotated[
+        str | None,
+        typer.Option(
+            help="How changes are combined: mean (the default), trimmed-mean, median or norm-clipped.", rich_help_panel=_SAFE
+        ),
+    ] = None
+    trim_share: Annotated[
+        float | None,
+        typer.Option(help="For trimmed-mean: part of the values that goes at each end. Default: 0.2.", rich_help_panel=_SAFE),
+    ] = None
+    clip_norm: Annotated[
+        float | None,
+        typer.Option(help="For norm-clipped: largest norm of a change. Default: the round's median.", rich_help_panel=_SAFE),
+    ] = None
+    dp_clip: Annotated[
+        float | None,
+        typer.Option(
+            help="Client-level differential privacy: largest norm of a client's change. Needs --dp-noise.",
+            rich_help_panel=_SAFE,
+        ),
+    ] = None
+    dp_noise: Annotated[
+        float | None, typer.Option(help="Noise multiplier: standard deviation over --dp-clip.", rich_help_panel=_SAFE)
+    ] = None
+    dp_delta: Annotated[
+        float | None, typer.Option(help="δ. Default: 1e-5, or K^-1.1 for K clients if less.", rich_help_panel=_SAFE)
+    ] = None
+    upload: Annotated[
+        str | None,
+        typer.Option(help="Send changes up as float32 (the default: as they are) or bfloat16.", rich_help_panel=_HOW),
     ] = None
     out: Annotated[
         Path | None,
@@ -350,7 +389,10 @@ def _config(options: RunOptions, preset: Preset, clients: int) -> RunConfig:
         "seed": options.seed,
         "eval_every": options.eval_every,
         "device": options.device,
+        "min_replies": options.min_replies,
     }
+    same = ("aggregation", "trim_share", "clip_norm", "dp_clip", "dp_noise", "dp_delta", "upload")
+    said.update({name: getattr(options, name) for name in same})
     values.update({name: value for name, value in said.items() if value is not None})
     config = RunConfig(training=training, capability_levels=_levels(options.heterogeneity, preset), **values)
     if config.clients_per_round > clients:

@@ -20,6 +20,7 @@ INTERRUPTED = 130
 def _run(method_name: str, options: RunOptions) -> None:
     from sparsekit_fl.cli.progress import LiveProgress
     from sparsekit_fl.errors import RunInterrupted
+    from sparsekit_fl.privacy import privacy_line
     from sparsekit_fl.report.table import result_table
     from sparsekit_fl.runner import run as run_rounds
 
@@ -51,6 +52,8 @@ def _run(method_name: str, options: RunOptions) -> None:
         return
     console = Console()
     console.print(result_table(result.to_dict()))
+    if result.privacy:
+        console.print(privacy_line(result.privacy))
     if options.out is None:
         console.print("Nothing was kept. With --out DIR you get result.json, rounds.jsonl, the models, and runs that resume.")
     else:

@@ -14,7 +14,7 @@ from sparsekit_fl.messages import Assignment, Evaluation, Update
 from sparsekit_fl.results import RunResult
 from sparsekit_fl.store import ClientStore, Versions
 
-__all__ = ["ClientPool", "Engine", "Reply"]
+__all__ = ["ClientPool", "Engine", "Reply", "Unscored"]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -34,6 +34,19 @@ class Reply:
     error: Exception | None = None
     stored: bool = False
     note: str = ""
+
+
+@dataclass(frozen=True)
+class Unscored:
+    """A client that could not be reached to be scored.
+
+    Args:
+        client_id: Which.
+        reason: Why not.
+    """
+
+    client_id: int
+    reason: str
 
 
 class ClientPool(Protocol):
@@ -59,8 +72,8 @@ class ClientPool(Protocol):
         round: int,
         with_shared: bool,
         export: Path | None,
-    ) -> Iterator[Evaluation]:
-        """Score personal models, and the global one where asked.
+    ) -> Iterator[Evaluation | Unscored]:
+        """Score personal models, and the global one where asked. A pool whose clients may be away says which were.
 
         Args:
             state: The shared global state.

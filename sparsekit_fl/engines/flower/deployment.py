@@ -32,7 +32,9 @@ _MOST_CLIENTS = 100_000
 class Nodes:
     """Which SuperNode has which clients. Ids of nodes change when a SuperNode starts again, so each new one is asked.
 
-    A client that two nodes claim stays with the one that was there first; the other node is not used, and that is logged.
+    A client that two nodes claim stays with the one that was there first. The other node waits: it takes the first one's
+    place when that is gone. So does a SuperNode that was killed and is back before Flower notices that it was away, which
+    takes up to a minute. All this is logged, and the record of the round says it.
 
     Args:
         grid: Flower's.
@@ -44,8 +46,10 @@ class Nodes:
         self.grid = grid
         self._wanted = wanted
         self._wait_seconds = wait_seconds
-        self._node: dict[int, int] = {}
-        self._asked: set[int] = set()
+        # In order of arrival: what each node says that it has; nothing where it gave no usable answer.
+        self._said: dict[int, dict[int, Client]] = {}
+        self._used: dict[int, int] = {}
+        self._news: list[str] = []
 
     def introduce(self) -> dict[int, Client]:
         """Wait for the nodes and ask each for its clients.
@@ -64,19 +68,27 @@ class Nodes:
                     " or run with a smaller `nodes`"
                 )
             time.sleep(_POLL_SECONDS)
-        clients = self._ask(found)
-        if not clients:
+        self._settle(self._ask(found))
+        if not self._used:
             raise WorkerDiedError("no SuperNode answered with a client; see the warnings above")
-        return clients
+        return {client_id: self._said[node][client_id] for client_id, node in self._used.items()}
 
     def refresh(self) -> None:
         """Look who is there now, and ask those who are new."""
         here = set(self.grid.get_node_ids())
-        gone = {client_id for client_id, node in self._node.items() if node not in here}
-        for client_id in gone:
-            del self._node[client_id]
-        self._asked &= here
-        self._ask(here - self._asked)
+        for node in [node for node in self._said if node not in here]:
+            lost = sorted(client_id for client_id, used in self._used.items() if used == node)
+            del self._said[node]
+            if lost:
+                self._tell(f"SuperNode {node} is gone, with the clients {lost}")
+        self._used = {client_id: node for client_id, node in self._used.items() if node in here}
+        for node, clients in self._settle(self._ask(here - set(self._said))).items():
+            self._tell(f"SuperNode {node} came, with the clients {sorted(clients)}")
+
+    def news(self) -> list[str]:
+        """What became of nodes since the last call."""
+        told, self._news = self._news, []
+        return told
 
     def node_of(self, client_id: int) -> int:
         """The node that has this client.
@@ -84,9 +96,9 @@ class Nodes:
         Raises:
             ClientError: none has it now.
         """
-        if client_id not in self._node:
+        if client_id not in self._used:
             raise ClientError(f"no SuperNode has client {client_id} now")
-        return self._node[client_id]
+        return self._used[client_id]
 
     def restart(self, reason: str) -> None:
         """SuperNodes are not ours to start.
@@ -97,12 +109,38 @@ class Nodes:
         raise WorkerDiedError(reason)
 
     def __len__(self) -> int:
-        return len(set(self._node.values()))
+        return len(set(self._used.values()))
 
-    def _ask(self, nodes: Iterable[int]) -> dict[int, Client]:
+    def _tell(self, text: str) -> None:
+        _log.warning(text)
+        self._news.append(text)
+
+    def _settle(self, new: Iterable[int]) -> dict[int, dict[int, Client]]:
+        """Use every node whose clients are all free.
+
+        Args:
+            new: Nodes that answered just now.
+
+        Returns:
+            Those that were not used before, with their clients.
+        """
+        taken: dict[int, dict[int, Client]] = {}
+        used = set(self._used.values())
+        for node, clients in self._said.items():
+            if node not in used and clients and not any(client_id in self._used for client_id in clients):
+                self._used.update(dict.fromkeys(clients, node))
+                taken[node] = clients
+        for node in new:
+            claimed = sorted(client_id for client_id in self._said[node] if self._used.get(client_id, node) != node)
+            if claimed:
+                self._tell(f"SuperNode {node} is not used for now: it claims the clients {claimed}, which another node has")
+        return taken
+
+    def _ask(self, nodes: Iterable[int]) -> list[int]:
+        """Ask nodes for their clients; returns those that answered."""
         asked = sorted(nodes)
         if not asked:
-            return {}
+            return []
         messages = [Message(content({"task": "introduce"}), node, "query", ttl=_QUERY_SECONDS) for node in asked]
         open_ids = {id: node for id, node in zip(self.grid.push_messages(messages), asked, strict=True) if id}
         answers: dict[int, Message] = {}
@@ -114,24 +152,17 @@ class Nodes:
                     answers[node] = message
             if open_ids:
                 time.sleep(0.1)
-        clients: dict[int, Client] = {}
         for node in asked:
             if node not in answers:
-                _log.warning("SuperNode %d did not say which clients it has within %g seconds", node, _QUERY_SECONDS)
+                # It is asked again before the next round.
+                self._tell(f"SuperNode {node} did not say which clients it has within {_QUERY_SECONDS:g} seconds")
                 continue
-            self._asked.add(node)
+            self._said[node] = {}
             try:
-                found = _clients(answers[node])
+                self._said[node] = _clients(answers[node])
             except SparsekitError as error:
-                _log.warning("SuperNode %d is not used: %s", node, error)
-                continue
-            claimed = sorted(id for id in found if id in self._node)
-            if claimed:
-                _log.warning("SuperNode %d is not used: it claims the clients %s, which another node has", node, claimed)
-                continue
-            self._node.update(dict.fromkeys(found, node))
-            clients.update(found)
-        return clients
+                self._tell(f"SuperNode {node} is not used: {error}")
+        return [node for node in asked if node in answers]
 
 
 def _clients(message: Message) -> dict[int, Client]:
@@ -200,6 +231,7 @@ class Deployment:
                     # A personal model stays on the device.
                     export=False,
                     grouped=True,
+                    trusted=False,
                 )
             )
         finally:

@@ -19,8 +19,8 @@ _DIGEST_BYTES = 32
 class NodeStore:
     """Memories of the clients of one node and one run.
 
-    The newest two of a client are kept: the server may not have got the reply that the newest belongs to, and then asks
-    for the one before.
+    Of a client two are kept: the newest, and the one that the server asked for when that was written. It may not get the
+    reply that the newest belongs to, however often, and then asks for the same one again.
 
     Args:
         folder: Where; made if absent.
@@ -28,6 +28,7 @@ class NodeStore:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self._asked: dict[int, int] = {}
 
     def _path(self, client_id: int, round: int) -> Path:
         return self._folder / f"client-{client_id}" / f"{round}.memory"
@@ -46,7 +47,9 @@ class NodeStore:
             digest, payload = raw[:_DIGEST_BYTES], raw[_DIGEST_BYTES:]
             if hashlib.sha256(payload).digest() != digest:
                 raise DataError("its digest is wrong")
-            return CarriedMemory(payload).read(client_id, round)
+            memory = CarriedMemory(payload).read(client_id, round)
+            self._asked[client_id] = round
+            return memory
         except (OSError, DataError) as error:
             raise LostMemoryError(
                 f"the memory of client {client_id} of round {round} cannot be read from {path}: {error}"
@@ -65,7 +68,9 @@ class NodeStore:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, hashlib.sha256(carried.written).digest() + carried.written)
         sync_folder(path.parent)
-        older = sorted((int(file.stem) for file in path.parent.glob("*.memory")), reverse=True)
-        for stale in older[2:]:
-            self._path(client_id, stale).unlink(missing_ok=True)
+        older = sorted({int(file.stem) for file in path.parent.glob("*.memory")} - {round}, reverse=True)
+        kept = self._asked.get(client_id, older[0] if older else round)
+        for stale in older:
+            if stale != kept:
+                self._path(client_id, stale).unlink(missing_ok=True)
         return True

@@ -182,5 +182,9 @@ class _Fixed:
     def refresh(self) -> None:
         """The nodes stay."""
 
+    def news(self) -> list[str]:
+        """None."""
+        return []
+
     def restart(self, reason: str) -> None:
         """The faults that need it are planted once."""

@@ -62,6 +62,10 @@ class Node:
             return {"broken": f"unknown task {task['task']!r}"}, {}
         except ClientError as error:
             return {"error": str(error), "traceback": traceback.format_exc()}, {}
+        except OSError as error:
+            # What fails in a client is a ClientError by now: this is the place of its memories, such as a full disk.
+            who = f"client {task.get('client')} in round {task.get('round')}"
+            return {"error": f"{who}: its node cannot keep its memory: {error}", "traceback": traceback.format_exc()}, {}
         except Exception:  # noqa: BLE001 - sent to the server, which raises it
             return {"broken": traceback.format_exc()}, {}
 

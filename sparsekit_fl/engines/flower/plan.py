@@ -11,7 +11,7 @@ from typing import Any, Literal
 from sparsekit.errors import InvalidValueError, UnknownNameError, nearest
 from sparsekit.registry import load_object
 from sparsekit_fl.client import Client, ClientData
-from sparsekit_fl.config import RunConfig
+from sparsekit_fl.config import Aggregation, RunConfig, Upload
 from sparsekit_fl.method import Method
 from sparsekit_fl.presets import build_problem, preset_for
 from sparsekit_fl.problem import Problem
@@ -41,6 +41,14 @@ class Plan:
         nodes: How many SuperNodes to wait for.
         wait_seconds: How long.
         timeout_seconds: Replies that take longer are given up; zero waits.
+        min_replies: Valid updates that a round needs; zero stands for half of its cohort, rounded up.
+        aggregation: How changes are combined; see `RunConfig`, which has this and the next six by the same names.
+        trim_share: For "trimmed-mean".
+        clip_norm: For "norm-clipped"; zero takes the round's median norm.
+        dp_clip: Largest norm of a client's change, for privacy; zero: no privacy.
+        dp_noise: Noise multiplier.
+        dp_delta: δ; zero: by the number of clients.
+        upload: What changes are sent as.
         memory: "nodes": each keeps the memories of its clients in its `state-dir`; "server": they travel.
     """
 
@@ -60,6 +68,14 @@ class Plan:
     nodes: int = 2
     wait_seconds: float = 300.0
     timeout_seconds: float = 0.0
+    min_replies: int = 0
+    aggregation: Aggregation = "mean"
+    trim_share: float = 0.2
+    clip_norm: float = 0.0
+    dp_clip: float = 0.0
+    dp_noise: float = 0.0
+    dp_delta: float = 0.0
+    upload: Upload = "float32"
     memory: Literal["nodes", "server"] = "nodes"
 
     def __post_init__(self) -> None:
@@ -137,6 +153,14 @@ class Plan:
             training=training,
             seed=self.seed,
             eval_every=self.eval_every or 10,
+            min_replies=self.min_replies or None,
+            aggregation=self.aggregation,
+            trim_share=self.trim_share,
+            clip_norm=self.clip_norm or None,
+            dp_clip=self.dp_clip or None,
+            dp_noise=self.dp_noise or None,
+            dp_delta=self.dp_delta or None,
+            upload=self.upload,
             # A user's clients have capabilities of their own.
             capability="fixed" if self.problem else preset.capability,
             capability_levels=None if self.problem else preset.capability_levels,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -14,7 +14,7 @@ from flwr.serverapp import Grid
 from sparsekit.errors import DataError, InvalidValueError
 from sparsekit.state import StateDict
 from sparsekit_fl.context import Setup
-from sparsekit_fl.engines.base import Reply
+from sparsekit_fl.engines.base import Reply, Unscored
 from sparsekit_fl.engines.flower.wire import content, read
 from sparsekit_fl.errors import ClientError, WorkerDiedError
 from sparsekit_fl.messages import Assignment, Evaluation, decode_update, encode_assignment
@@ -26,6 +26,15 @@ __all__ = ["Carrier", "GridDiedError", "GridPool", "Task"]
 
 _POLL_SECONDS = 0.02
 _TTL_SECONDS = 12 * 3600.0
+# Flower's simulation looks through all open messages for each of its nodes, ten times a second, and at each of our polls;
+# with ten thousand clients to score at once it would do little else. As many as keep the workers busy are enough.
+_MOST_OPEN = 50
+# Of one message: what it says of them, and what its reply says, must fit into a header of 2**20 bytes.
+_MOST_TASKS = 1000
+# Flower's codes for a message, or a reply, that is no longer there.
+_EXPIRED = (3, 4)
+# A device may say what it likes of its failure, but not at any length.
+_MOST_TEXT = 4000
 # What Ray says of a process that was killed; Flower puts such an actor back to work, where it fails for ever.
 _DEAD_ACTOR = ("ActorDiedError", "RayActorError", "OutOfMemoryError", "WorkerCrashedError")
 
@@ -75,9 +84,17 @@ class Carrier(Protocol):
         """Look which nodes are there now; called before a round's messages are sent."""
         ...
 
+    def news(self) -> list[str]:
+        """What became of nodes since the last call, for the record of the round."""
+        ...
+
     def restart(self, reason: str) -> None:
         """Replace the grid after it was damaged; raises where that cannot help."""
         ...
+
+
+def _late(seconds: float) -> str:
+    return f"no reply within {seconds:g} seconds"
 
 
 class GridPool:
@@ -96,6 +113,8 @@ class GridPool:
         max_reply_bytes: A longer reply is refused; None takes four times the dense state, and 16 MiB at least.
         export: Whether nodes send personal models to be written into the run's folder.
         grouped: Ask all clients of one node in one message, for nodes that start a process for each message.
+        trusted: Nodes are ours, so one that is broken stops the run, or is replaced. Otherwise its clients are dropped, for
+            whatever it says: no device can stop the others.
     """
 
     def __init__(
@@ -110,6 +129,7 @@ class GridPool:
         max_reply_bytes: int | None = None,
         export: bool = True,
         grouped: bool = False,
+        trusted: bool = True,
     ) -> None:
         if timeout_seconds is not None and not 0 < timeout_seconds < float("inf"):
             raise InvalidValueError(f"timeout_seconds must be a positive number or None, got {timeout_seconds}")
@@ -123,12 +143,15 @@ class GridPool:
         self._most = max(4 * dense, 2**24) if max_reply_bytes is None else max_reply_bytes
         self._exports = export
         self._grouped = grouped
+        self._trusted = trusted
 
     def map(self, assignments: Sequence[Assignment], versions: Versions) -> Iterator[Reply]:
         """Train; see `ClientPool.map`."""
         tasks = [self._train_task(assignment, versions.get(assignment.client_id)) for assignment in assignments]
         for assignment, answer in zip(assignments, self._in_order(tasks), strict=True):
-            yield self._reply(assignment, answer)
+            reply = self._reply(assignment, answer)
+            news = self._carrier.news()
+            yield replace(reply, note="; ".join([*news, reply.note] if reply.note else news)) if news else reply
 
     def evaluate(
         self,
@@ -139,8 +162,8 @@ class GridPool:
         round: int,
         with_shared: bool,
         export: Path | None,
-    ) -> Iterator[Evaluation]:
-        """Score; see `ClientPool.evaluate`."""
+    ) -> Iterator[Evaluation | Unscored]:
+        """Score; see `ClientPool.evaluate`. A client that does not answer is asked twice."""
         body = pack(dict(state), {"kind": "state", "round": round})
         common = {"task": "evaluate", "round": round, "with_shared": with_shared, "carried": self._carried}
         wanted = export is not None and self._exports
@@ -150,18 +173,36 @@ class GridPool:
             header = {**common, "client": client_id, "version": version, "export": wanted}
             memory = self._memory(client_id, version)
             tasks.append(Task(kind="evaluate", client_id=client_id, header=header, payloads=memory, shared=body))
+        held: list[Evaluation | Unscored] = []  # from the first client on that is asked again
+        silent: dict[int, Task] = {}
         for task, answer in zip(tasks, self._in_order(tasks), strict=True):
             if answer.failure is not None:
-                raise ClientError(f"client {task.client_id} could not be scored after round {round}: {answer.failure}")
-            try:
-                evaluation = Evaluation.from_dict(answer.header["evaluation"])
-            except (KeyError, TypeError, ValueError) as error:
-                raise ClientError(f"client {task.client_id} sent malformed scores after round {round}: {error!r}") from error
-            if evaluation.client_id != task.client_id:
-                raise ClientError(f"client {task.client_id} sent the scores of client {evaluation.client_id}")
-            if export is not None and answer.payloads.get("model"):
-                write_atomically(export / f"client-{task.client_id}.safetensors", answer.payloads["model"])
-            yield evaluation
+                silent[len(held)] = task
+            if silent:
+                held.append(self._scores(task, answer, export))
+            else:
+                yield self._scores(task, answer, export)
+        for place, answer in zip(silent, self._in_order(list(silent.values())), strict=True):
+            held[place] = self._scores(silent[place], answer, export)
+        yield from held
+
+    def _scores(self, task: Task, answer: Answer, export: Path | None) -> Evaluation | Unscored:
+        if answer.failure is not None:
+            return Unscored(task.client_id, answer.failure)
+        wrong = answer.header.get("error") or answer.header.get("broken")
+        if wrong:
+            if self._trusted:
+                raise ClientError(f"client {task.client_id} could not be scored: {wrong}")
+            return Unscored(task.client_id, str(wrong)[:_MOST_TEXT])
+        try:
+            evaluation = Evaluation.from_dict(answer.header["evaluation"])
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            return Unscored(task.client_id, f"it sent malformed scores: {error!r}")
+        if evaluation.client_id != task.client_id:
+            return Unscored(task.client_id, f"it sent the scores of client {evaluation.client_id}")
+        if export is not None and answer.payloads.get("model"):
+            write_atomically(export / f"client-{task.client_id}.safetensors", answer.payloads["model"])
+        return evaluation
 
     def _memory(self, client_id: int, version: int | None) -> dict[str, bytes]:
         return {"memory": self._store.load(client_id, version)} if self._carried and version is not None else {}
@@ -183,14 +224,17 @@ class GridPool:
         if answer.failure is not None:
             return Reply(client_id=assignment.client_id, error=ClientError(f"{who}: {answer.failure}"))
         if "error" in answer.header:
-            error = ClientError(str(answer.header["error"]))
+            error = ClientError(str(answer.header["error"])[:_MOST_TEXT])
             error.add_note(f"On its node:\n{answer.header.get('traceback', '')}")
             return Reply(client_id=assignment.client_id, error=error)
         if "broken" in answer.header:
             # Not the client's fault: its memory cannot be read or written, or this package has a bug.
-            raise WorkerDiedError(f"the node of {who} failed:\n{answer.header['broken']}")
+            text = f"the node of {who} failed:\n{answer.header['broken']}"
+            if self._trusted:
+                raise WorkerDiedError(text)
+            return Reply(client_id=assignment.client_id, error=ClientError(text[:_MOST_TEXT]))
         try:
-            update = decode_update(answer.payloads.get("body", b""))
+            update = decode_update(answer.payloads.get("body", b""), self._setup.graph)
         except DataError as error:
             return Reply(client_id=assignment.client_id, error=ClientError(f"{who} sent no valid update: {error}"))
         stored = answer.header.get("stored") is True
@@ -199,9 +243,8 @@ class GridPool:
                 return Reply(client_id=assignment.client_id, error=ClientError(f"{who} sent its update without its memory"))
             self._store.save(assignment.client_id, assignment.round, answer.payloads["memory"])
         note = answer.header.get("note")
-        return Reply(
-            client_id=assignment.client_id, update=update, stored=stored, note=note[:1000] if isinstance(note, str) else ""
-        )
+        text = note[:_MOST_TEXT] if isinstance(note, str) else ""
+        return Reply(client_id=assignment.client_id, update=update, stored=stored, note=text)
 
     def _in_order(self, tasks: Sequence[Task]) -> Iterator[Answer]:
         """Answers in the order of the tasks, each as soon as it and those before it are there."""
@@ -230,33 +273,45 @@ class GridPool:
         ttl = _TTL_SECONDS if self._timeout is None else self._timeout
         groups: dict[Any, list[int]] = {}
         nodes: dict[Any, int] = {}
+        counts: dict[int, int] = {}
         for place in places:
             try:
                 node = self._carrier.node_of(tasks[place].client_id)
             except ClientError as error:
                 yield place, Answer({}, {}, str(error))
                 continue
-            key = node if self._grouped else (node, place)
+            counts[node] = counts.get(node, -1) + 1
+            key = (node, counts[node] // _MOST_TASKS) if self._grouped else (node, place)
             nodes[key] = node
             groups.setdefault(key, []).append(place)
-        messages = [self._message([tasks[place] for place in group], nodes[key], ttl) for key, group in groups.items()]
-        open_ids: dict[str, list[int]] = {}
-        for group, id in zip(groups.values(), grid.push_messages(messages), strict=True):
-            if id:
-                open_ids[id] = group
-            else:
-                yield from ((place, Answer({}, {}, "its node is gone")) for place in group)
-        end = time.monotonic() + ttl
-        while open_ids and time.monotonic() < end:
-            found = list(grid.pull_messages(list(open_ids)))
+        # Nodes that start a process for each message get theirs at once: each is a device, and slow ones delay no other.
+        most = len(groups) if self._grouped else max(_MOST_OPEN, 8 * self.workers)
+        waiting = list(groups)
+        open_ids: dict[str, tuple[float, list[int]]] = {}
+        while waiting or open_ids:
+            fresh = waiting[: most - len(open_ids)]
+            waiting = waiting[len(fresh) :]
+            messages = [self._message([tasks[place] for place in groups[key]], nodes[key], ttl) for key in fresh]
+            sent = time.monotonic()
+            for key, id in zip(fresh, grid.push_messages(messages) if messages else (), strict=True):
+                if id:
+                    open_ids[id] = sent, groups[key]
+                else:
+                    yield from ((place, Answer({}, {}, "its node is gone")) for place in groups[key])
+            found = list(grid.pull_messages(list(open_ids))) if open_ids else []
             for message in found:
-                asked = open_ids.pop(message.metadata.reply_to_message_id, None)
-                if asked is not None:
+                began, asked = open_ids.pop(message.metadata.reply_to_message_id, (0.0, []))
+                over = time.monotonic() - began > 0.9 * ttl
+                if asked and over and message.has_error() and message.error.code in _EXPIRED:
+                    # Flower's own words for it speak of databases.
+                    yield from ((place, Answer({}, {}, _late(ttl))) for place in asked)
+                elif asked:
                     yield from zip(asked, self._answers(message, len(asked)), strict=True)
-            if not found:
+            for id in [id for id, (began, _) in open_ids.items() if time.monotonic() - began >= ttl]:
+                _, asked = open_ids.pop(id)
+                yield from ((place, Answer({}, {}, _late(ttl))) for place in asked)
+            if open_ids and not found:
                 time.sleep(_POLL_SECONDS)
-        for group in open_ids.values():
-            yield from ((place, Answer({}, {}, f"no reply within {ttl:g} seconds")) for place in group)
 
     def _message(self, tasks: Sequence[Task], node: int, ttl: float) -> Message:
         payloads = {f"{place}/{name}": data for place, task in enumerate(tasks) for name, data in task.payloads.items()}
@@ -268,7 +323,7 @@ class GridPool:
         """What a message answers to each of its `count` tasks."""
         if message.has_error():
             reason = f"{message.error.reason or 'no reason given'} (Flower's error {message.error.code})"
-            if any(word in reason for word in _DEAD_ACTOR):
+            if self._trusted and any(word in reason for word in _DEAD_ACTOR):
                 raise GridDiedError(f"a process that trains clients died: {reason.strip().splitlines()[-1]}")
             return [Answer({}, {}, reason)] * count
         try:

@@ -1,4 +1,4 @@
-"""What must be in the environment before Flower or Ray is imported: no telemetry, no usage reports, no update checks."""
+"""What must be in the environment before Flower or Ray is imported: no telemetry, usage reports or update checks."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ QUIET = {
     "RAY_USAGE_STATS_REPORT_URL": "http://127.0.0.1:9/",
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    # Ray would start its actors at niceness 15, and beside other work they would hardly run.
+    "RAY_worker_niceness": "0",
 }
 
 

@@ -167,7 +167,7 @@ class Session:
 
     def _start_ray(self) -> None:
         if ray.is_initialized():
-            # The user's own; it is used, and left running.
+            # The user's own; it is used, and Flower disconnects from it at the end.
             self.actors = _cluster_cores()
             return
         here: dict[str, Any] = {"num_cpus": self.actors, "object_store_memory": self._object_store_bytes}
@@ -179,6 +179,10 @@ class Session:
 
     def refresh(self) -> None:
         """The nodes stay as long as the simulation does."""
+
+    def news(self) -> list[str]:
+        """None."""
+        return []
 
     def restart(self, reason: str) -> None:
         """Start anew after a process died.

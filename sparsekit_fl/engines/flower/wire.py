@@ -57,8 +57,10 @@ def read(message: Message, *, max_bytes: int | None = None) -> tuple[dict[str, A
         for name, array in arrays.items():
             if array.stype != _STYPE:
                 raise DataError(f"payload {name!r} is of type {array.stype!r}, expected {_STYPE!r}")
+            if not isinstance(array.data, bytes):
+                raise DataError(f"payload {name!r} is no bytes")
             payloads[name] = array.data
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise error if isinstance(error, DataError) else DataError(f"not a message of sparsekit_fl: {error!r}") from error
     size = sum(map(len, payloads.values()))
     if max_bytes is not None and size > max_bytes:

@@ -21,7 +21,7 @@ from sparsekit_fl.testing.tiny import tiny_clients, tiny_config, tiny_problem
 pytestmark = [pytest.mark.slow, pytest.mark.flower]
 
 
-@pytest.mark.parametrize("name", ["fedlps", "depthfl", "lotteryfl"])
+@pytest.mark.parametrize("name", ["fedlps", "depthfl", "lotteryfl", "fjord", "ditto"])
 def test_rays_actors_give_the_bits_of_the_embedded_engine(name: str) -> None:
     here = run(registry[name](), tiny_problem(), tiny_clients(), tiny_config())
     there = run(registry[name](), tiny_problem(), tiny_clients(), tiny_config(), engine=Flower(workers=2, supernodes=3))

@@ -1,0 +1,486 @@
+"""What each engine costs beside training, and what becomes of time and memory as clients grow in number.
+
+    python benchmarks/engines.py overhead                                      every engine, no data needed
+    python benchmarks/engines.py overhead --data-dir DIR                       with the MNIST preset
+    python benchmarks/engines.py overhead --engines embedded-1 ray --loads messages bytes --json
+    python benchmarks/engines.py scale                                         K = 100, 1,000, 10,000 clients
+    python benchmarks/engines.py scale --clients 10000 --engines embedded-1 --rounds 1000 --json
+
+    python benchmarks/engines.py server --clients 1000000                      the server alone
+
+`overhead` is paired: in each repetition every engine gets every load, one after the other. Loads: `messages`, a small CNN
+that nobody trains, 10 clients a round; `bytes`, VGG11 (37 MB each way) that nobody trains, 4 clients a round; and a preset
+trained by FedLPS, 10 clients a round. A round's seconds are those of its record, without the first round, where processes
+warm up, and the last, which scores all clients. `start` is everything else but these: starting, the first and last round.
+
+`scale` starts a process for each case. Every client has a batch of 16 images and takes one step; clients share their images,
+so what grows with K is what is kept per client. `main_cpu_seconds` are those that a round takes of the process that holds
+the server, all its threads together: they depend less than wall seconds on what else the machine does. Memory is the largest
+resident set of each process (VmHWM, Linux), shared pages counted in each. `memories` are the files of the clients' memories,
+on the disk and in no process. `server` trains nobody: it makes the clients, assigns a round to a thousandth of them and writes
+a checkpoint as after a run in which all of them took part, in CPU seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import sparsekit_fl as fl
+from sparsekit_fl.checkpoint import RunFolder, describe_run
+from sparsekit_fl.context import Setup, by_id
+from sparsekit_fl.engines.base import Engine
+from sparsekit_fl.engines.embedded import Embedded
+from sparsekit_fl.engines.flower.quiet import QUIET, be_quiet
+from sparsekit_fl.messages import Evaluation, Update
+from sparsekit_fl.models.cnn import Cnn
+from sparsekit_fl.models.vgg import Vgg
+from sparsekit_fl.policies.local import LocalPolicy, LocalResult
+from sparsekit_fl.results import Observer, RoundRecord
+from sparsekit_fl.server import Server
+from sparsekit_fl.training import TrainingLog
+
+be_quiet()
+
+HERE = Path(__file__).resolve()
+WORKERS = 2
+PATIENCE_SECONDS = 600.0
+
+
+class Idle(LocalPolicy):
+    """No training: every matrix comes back with its sign turned, so that what travels is neither zero nor compressible."""
+
+    def train(self, ctx: Any, start: Any, mask: Any, ratio: float) -> LocalResult:
+        """Nothing is computed and everything is sent."""
+        del ctx, mask, ratio
+        state = {name: -tensor if tensor.ndim > 1 else tensor for name, tensor in start.items()}
+        return LocalResult(state=state, mask=None, log=TrainingLog())
+
+
+def idle() -> fl.Method:
+    """FedAvg without training."""
+    return fl.Method(name="idle", source="", local=Idle())
+
+
+def _shared_splits(shape: tuple[int, ...], count: int, sizes: tuple[int, int, int]) -> list[fl.ClientData]:
+    generator = torch.Generator().manual_seed(0)
+    inputs, labels = torch.randn(64, *shape, generator=generator), torch.arange(64) % 10
+
+    def split(first: int, size: int) -> fl.TensorData:
+        return fl.TensorData((inputs,), labels, (torch.arange(size) + first) % 64)
+
+    return [fl.ClientData(*(split(first, size) for size in sizes)) for first in range(count)]
+
+
+def vgg_problem() -> fl.Problem:
+    """VGG11 on CIFAR shapes."""
+    return fl.Problem(model=lambda: Vgg(11, classes=10), example_inputs=(torch.zeros(1, 3, 32, 32),))
+
+
+def vgg_client(id: int, folder: str | None = None) -> fl.Client:
+    """A client with two random images, as a node loads it."""
+    del folder
+    return fl.Client(id=id, data=_shared_splits((3, 32, 32), 1, (2, 2, 2))[0])
+
+
+@dataclass(frozen=True)
+class Load:
+    """What is run: a plan that a deployment understands too, and its clients."""
+
+    plan: Any
+    clients: int
+    data: str = ""
+
+    def problem(self) -> tuple[fl.Problem, list[fl.Client]]:
+        """For engines of this process."""
+        problem, clients = self.plan.make_problem()
+        return problem, clients or [vgg_client(id) for id in range(self.clients)]
+
+
+def loads(preset: str, data_dir: str, rounds: int) -> dict[str, Load]:
+    """Name → load."""
+    from sparsekit_fl.engines.flower.plan import Plan
+    from sparsekit_fl.presets import PRESETS
+
+    plan = Plan(preset=preset, data_dir=data_dir, rounds=rounds, eval_every=rounds, clients_per_round=10)
+    clients = PRESETS[preset].clients
+    own = replace(plan, method="engines:idle", problem="engines:vgg_problem", clients_per_round=4)
+    return {
+        "messages": Load(replace(plan, method="engines:idle"), clients),
+        "bytes": Load(own, 4, data="engines:vgg_client"),
+        preset: Load(plan, clients),
+    }
+
+
+def _engine(name: str) -> Engine:
+    if name.startswith("embedded-"):
+        return Embedded(int(name.removeprefix("embedded-")))
+    if name == "grid":
+        from sparsekit_fl.engines.flower.local_grid import InProcess
+
+        return InProcess(memory="nodes")
+    from sparsekit_fl.engines.flower import Flower
+
+    return Flower(workers=WORKERS)
+
+
+def _gaps(marks: Sequence[float]) -> list[float]:
+    """Lengths of all rounds but the first and the last, from the times at which they ended."""
+    return [after - before for before, after in pairwise(marks[:-1])]
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Of one run: the seconds of its rounds but the first and the last, the rest, and the bytes of a round."""
+
+    rounds: list[float]
+    start: float
+    bytes: float
+
+    @staticmethod
+    def of(records: Sequence[RoundRecord], total: float) -> Timing:
+        """From a run's records and its length."""
+        marks = [record.cost.wall_seconds for record in records]
+        rounds = _gaps(marks)
+        cost = records[-1].cost
+        return Timing(rounds, total - sum(rounds), (cost.uplink_bytes + cost.downlink_bytes) / len(records))
+
+
+def _here(name: str, load: Load) -> Timing:
+    problem, clients = load.problem()
+    began = time.perf_counter()
+    result = fl.run(load.plan.make_method(), problem, clients, load.plan.make_config(len(clients)), engine=_engine(name))
+    return Timing.of(result.rounds, time.perf_counter() - began)
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+def _until(condition: Callable[[], bool], what: str, logs: Path) -> None:
+    end = time.monotonic() + PATIENCE_SECONDS
+    while not condition():
+        if time.monotonic() > end:
+            texts = "\n".join(f"--- {path.name}\n{path.read_text(errors='replace')[-3000:]}" for path in logs.glob("*.log"))
+            raise SystemExit(f"{what}: not within {PATIENCE_SECONDS:g} seconds\n{texts}")
+        time.sleep(0.2)
+
+
+@contextmanager
+def _started(command: Sequence[str], folder: Path, env: dict[str, str]) -> Iterator[None]:
+    with (folder / f"{command[0]}-{time.monotonic_ns()}.log").open("wb") as log:
+        program = str(Path(sys.executable).with_name(command[0]))
+        process = subprocess.Popen([program, *command[1:]], cwd=folder, env=env, stdout=log, stderr=log, start_new_session=True)
+    try:
+        yield
+    finally:
+        # With all that it started.
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGTERM)
+        try:
+            process.wait(timeout=30)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def _deployed(load: Load) -> Timing:
+    """A SuperLink and two SuperNodes on the loopback, and a run submitted to them."""
+    from sparsekit_fl.cli.flower_app import write_app
+
+    with tempfile.TemporaryDirectory(prefix="sparsekit-") as base:
+        folder, port = Path(base), _free_port()
+        write_app(folder)
+        connections = folder / "flwr-home" / "config.toml"
+        connections.write_text(connections.read_text().replace("127.0.0.1:8000", f"127.0.0.1:{port}"))
+        path = os.pathsep.join(filter(None, [str(HERE.parent), os.environ.get("PYTHONPATH", "")]))
+        env = {**os.environ, **QUIET, "FLWR_HOME": str(folder / "flwr-home"), "PYTHONPATH": path}
+        out, half = folder / "out", load.clients // 2
+        nodes = []
+        for number, ids in enumerate((f"0-{half - 1}", f"{half}-{load.clients - 1}")):
+            config = (
+                f'clients="{ids}" state-dir="{folder / "state"}-{number}" data-dir="{load.plan.data_dir}" data="{load.data}"'
+            )
+            where = ("--superlink", f"127.0.0.1:{port}", "--port", str(_free_port()))
+            nodes.append(("flower-supernode", "--insecure", *where, "--node-config", config))
+        link = ("flower-superlink", "--insecure", "--host", "127.0.0.1", "--port", str(port))
+
+        def listens() -> bool:
+            with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+                return True
+            return False
+
+        began = time.perf_counter()
+        with _started((*link, "--disable-runtime-dependency-installation"), folder, env):
+            _until(listens, "the SuperLink listens", folder)
+            with _started(nodes[0], folder, env), _started(nodes[1], folder, env):
+                options = {**replace(load.plan, out=str(out)).to_run_config()}
+                text = " ".join(f"{name}={json.dumps(value)}" for name, value in options.items())
+                flwr = str(Path(sys.executable).with_name("flwr"))
+                subprocess.run(
+                    [flwr, "run", ".", "local", "--run-config", text], cwd=folder, env=env, check=True, capture_output=True
+                )
+                _until((out / "result.json").exists, "the run ends", folder)
+        total = time.perf_counter() - began
+        lines = (out / "rounds.jsonl").read_text().splitlines()
+        return Timing.of([RoundRecord.from_dict(json.loads(line)) for line in lines], total)
+
+
+def overhead(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """A row for each engine and load."""
+    preset = "mnist" if options.data_dir else "digits"
+    known = loads(preset, "" if options.data_dir is None else str(Path(options.data_dir).resolve()), options.rounds)
+    names = [preset if name == "preset" else name for name in options.loads]
+    found: dict[tuple[str, str], list[Timing]] = {(load, engine): [] for load in names for engine in options.engines}
+    for _ in range(options.repeats):
+        for load, engine in found:
+            timing = _deployed(known[load]) if engine == "deployment" else _here(engine, known[load])
+            found[load, engine].append(timing)
+            print(f"{load} on {engine}: {statistics.median(timing.rounds):.3f} s a round", file=sys.stderr)
+    rows = []
+    for (load, engine), timings in found.items():
+        rounds = [seconds for timing in timings for seconds in timing.rounds]
+        rows.append(
+            {
+                "load": load,
+                "engine": engine,
+                "seconds": round(statistics.median(rounds), 4),
+                "least": round(min(rounds), 4),
+                "most": round(max(rounds), 4),
+                "rounds": len(rounds),
+                "megabytes": round(timings[0].bytes / 1e6, 2),
+                "start": round(statistics.median(timing.start for timing in timings), 2),
+            }
+        )
+    return rows
+
+
+def _mib(pid: int | str, field: str) -> float:
+    with suppress(OSError):
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith(field):
+                return int(line.split()[1]) / 1024
+    return 0.0
+
+
+def _below(pid: int) -> dict[int, str]:
+    """Process id → command line of everything that a process started."""
+    parents, commands = {}, {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with suppress(OSError, ValueError, IndexError):
+                parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+                commands[int(entry.name)] = (entry / "cmdline").read_text().replace("\0", " ")
+    found = [pid]
+    for one in found:
+        found += [child for child, parent in parents.items() if parent == one]
+    return {child: commands[child] for child in found[1:]}
+
+
+class Watch(Observer):
+    """Notes times and memory as a run goes on."""
+
+    def __init__(self, rounds: int) -> None:
+        self._rounds = rounds
+        self.round_ends: list[float] = []
+        self.cpu: list[float] = []
+        self.trained = self.scored = self.trained_cpu = self.scored_cpu = 0.0
+        self.early = self.late = self.training_peak = self.peak = 0.0
+        self.workers: list[float] = []
+        self.others = 0.0
+
+    def on_client(self, round: int, client_id: int, update: Update | None) -> None:
+        """The last of these ends the training."""
+        del round, client_id, update
+        self.trained, self.trained_cpu = time.perf_counter(), time.process_time()
+
+    def on_evaluation(self, round: int, client_id: int, evaluation: Evaluation) -> None:
+        """The first of these begins the scoring, the last ends it."""
+        del round, client_id, evaluation
+        if not self.scored:
+            self.late, self.training_peak = _mib("self", "VmRSS"), _mib("self", "VmHWM")
+        self.scored, self.scored_cpu = time.perf_counter(), time.process_time()
+
+    def on_round(self, record: RoundRecord) -> None:
+        """A round is over."""
+        self.round_ends.append(time.perf_counter())
+        self.cpu.append(time.process_time())
+        if record.round == 2:
+            self.early = _mib("self", "VmRSS")
+        if record.round == self._rounds:
+            self.peak = _mib("self", "VmHWM")
+            below = _below(os.getpid())
+            sizes = {pid: _mib(pid, "VmHWM") for pid in below}
+            ours = [pid for pid, command in below.items() if "ClientAppActor" in command or str(HERE) in command]
+            self.workers = [sizes[pid] for pid in ours]
+            self.others = sum(size for pid, size in sizes.items() if pid not in ours)
+
+
+def one(options: argparse.Namespace) -> dict[str, Any]:
+    """One case of `scale`, in this process."""
+    splits = _shared_splits((1, 28, 28), 64, (16, 4, 4))
+    clients = [fl.Client(id=id, data=splits[id % 64]) for id in range(options.clients[0])]
+    problem = fl.Problem(model=Cnn, example_inputs=(torch.zeros(1, 1, 28, 28),))
+    config = fl.RunConfig(
+        rounds=options.rounds,
+        clients_per_round=10,
+        training=fl.TrainingConfig(local_epochs=1, batch_size=16, lr=0.01),
+        eval_every=options.rounds,
+        capability="dynamic",
+        capability_levels=(1.0, 0.5, 0.25, 0.125, 0.0625),
+    )
+    watch = Watch(options.rounds)
+    with tempfile.TemporaryDirectory(prefix="sparsekit-") as folder:
+        method, engine = fl.methods.registry[options.method](), _engine(options.engines[0])
+        began = time.perf_counter()
+        fl.run(method, problem, clients, config, engine=engine, observers=[watch], out=folder)
+        memories = sum(path.stat().st_size for path in Path(folder, "clients").iterdir())
+        checkpoint = Path(folder, "checkpoint.safetensors").stat().st_size
+    ends = watch.round_ends
+    rounds = _gaps(ends)
+    half = len(rounds) // 2
+    return {
+        "engine": options.engines[0],
+        "clients": len(clients),
+        "seconds": round(statistics.median(rounds), 4),
+        "main_cpu_seconds": round(statistics.median(_gaps(watch.cpu)), 4),
+        "first_half": round(statistics.median(rounds[:half]), 4),
+        "second_half": round(statistics.median(rounds[half:]), 4),
+        "start": round(ends[0] - began, 2),
+        "scoring_ms_per_client": round(1000 * (watch.scored - watch.trained) / len(clients), 2),
+        "scoring_main_cpu_ms_per_client": round(1000 * (watch.scored_cpu - watch.trained_cpu) / len(clients), 2),
+        "main_early_mib": round(watch.early),
+        "main_late_mib": round(watch.late),
+        "main_training_peak_mib": round(watch.training_peak),
+        "main_peak_mib": round(watch.peak),
+        "worker_peak_mib": round(max(watch.workers, default=0.0)),
+        "others_peak_mib": round(watch.others),
+        "memories_mib": round(memories / 2**20, 1),
+        "checkpoint_mib": round(checkpoint / 2**20, 2),
+    }
+
+
+def scale(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """A row for each engine and number of clients, each from a process of its own."""
+    for engine in options.engines:
+        for count in options.clients:
+            command = [
+                sys.executable,
+                str(HERE),
+                "one",
+                "--engines",
+                engine,
+                "--clients",
+                str(count),
+                "--method",
+                options.method,
+            ]
+            done = subprocess.run([*command, "--rounds", str(options.rounds)], stdout=subprocess.PIPE, text=True, check=True)
+            row = json.loads(done.stdout.splitlines()[-1])
+            print(f"{count} clients on {engine}: {row['seconds']:.3f} s a round", file=sys.stderr)
+            yield row
+
+
+def server(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """What the server alone takes, a row for each number of clients; run one number at a time to know its memory."""
+    splits = _shared_splits((1, 28, 28), 64, (16, 4, 4))
+    problem = fl.Problem(model=Cnn, example_inputs=(torch.zeros(1, 1, 28, 28),))
+    for count in options.clients:
+        cohort = max(1, count // 1000)
+        config = fl.RunConfig(rounds=9, clients_per_round=cohort, capability="dynamic", capability_levels=(1.0, 0.5))
+        setup = Setup.build(fl.methods.registry[options.method](), problem, config)
+        before, marks = _mib("self", "VmRSS"), [time.process_time()]
+        clients = by_id([fl.Client(id=id, data=splits[id % 64]) for id in range(count)])
+        grown = _mib("self", "VmRSS") - before
+        marks.append(time.process_time())
+        described = describe_run(setup, clients, {})
+        marks.append(time.process_time())
+        side = Server(setup, clients)
+        side.assign(1)
+        marks.append(time.process_time())
+        with tempfile.TemporaryDirectory(prefix="sparsekit-") as base:
+            folder = RunFolder(Path(base), described)
+            Path(base, "rounds.jsonl").touch()
+            folder.save(side.state, dict.fromkeys(clients, 1))
+            marks.append(time.process_time())
+            size = Path(base, "checkpoint.safetensors").stat().st_size
+        made, told, assigned, saved = (round(after - before, 3) for before, after in pairwise(marks))
+        yield {
+            "clients": count,
+            "cohort": cohort,
+            "clients_mib": round(grown),
+            "make_cpu_seconds": made,
+            "describe_cpu_seconds": told,
+            "assign_cpu_seconds": assigned,
+            "checkpoint_cpu_seconds": saved,
+            "checkpoint_mib": round(size / 2**20, 1),
+            "peak_mib": round(_mib("self", "VmHWM")),
+        }
+
+
+def _show(rows: Iterable[dict[str, Any]], as_json: bool) -> None:
+    if as_json:
+        for row in rows:
+            print(json.dumps(row), flush=True)
+        return
+    rows = list(rows)
+    cells = [list(rows[0]), *([str(value) for value in row.values()] for row in rows)]
+    widths = [max(len(line[place]) for line in cells) for place in range(len(cells[0]))]
+    for line in cells:
+        print("| " + " | ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) + " |")
+        if line is cells[0]:
+            print("|" + "|".join("-" * (width + 1) + ":" for width in widths) + "|")
+
+
+def main() -> None:
+    """Run and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="{overhead,scale,server}")
+    costs = commands.add_parser("overhead", help="seconds per round of every engine")
+    costs.add_argument("--engines", nargs="+", default=["embedded-1", "embedded-2", "grid", "ray", "deployment"])
+    costs.add_argument("--loads", nargs="+", default=["messages", "bytes", "preset"], choices=["messages", "bytes", "preset"])
+    costs.add_argument("--rounds", type=int, default=7, help="of each run, at least 3 (default 7)")
+    costs.add_argument("--repeats", type=int, default=3, help="default 3")
+    costs.add_argument("--data-dir", help="folder of the data sets: the preset is then mnist, and digits without")
+    growth = commands.add_parser("scale", help="seconds and memory as clients grow in number")
+    single = commands.add_parser("one")
+    alone = commands.add_parser("server", help="seconds and memory of the server alone")
+    alone.add_argument("--clients", type=int, nargs="+", default=[1_000_000])
+    alone.add_argument("--method", default="fedlps", help="default fedlps")
+    for command in (growth, single):
+        command.add_argument("--clients", type=int, nargs="+", default=[100, 1000, 10000])
+        command.add_argument("--engines", nargs="+", default=["embedded-1", "ray"])
+        command.add_argument("--rounds", type=int, default=30, help="at least 4 (default 30)")
+        command.add_argument("--method", default="fedlps", help="default fedlps")
+    for command in (costs, growth, alone):
+        command.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    # So that what was started is ended.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    if options.command == "one":
+        print(json.dumps(one(options)))
+    else:
+        _show({"overhead": overhead, "scale": scale, "server": server}[options.command](options), options.json)
+
+
+if __name__ == "__main__":
+    main()

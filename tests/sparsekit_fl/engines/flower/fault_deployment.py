@@ -1,0 +1,280 @@
+"""A SuperLink and SuperNodes as processes on this machine, for tests that stop, kill and start them.
+
+Tests wait for events, which are files and lines of output, never for a number of seconds; the limits are there only so that
+a test that hangs ends some day. Processes carry a mark in their environment, by which all that is left is found and ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from sparsekit_fl.cli.flower_app import write_app
+from sparsekit_fl.engines.flower.plan import Plan
+from sparsekit_fl.engines.flower.quiet import QUIET
+from sparsekit_fl.results import RunResult
+from sparsekit_fl.runner import run
+from sparsekit_fl.testing.tiny import tiny_clients, tiny_problem
+
+PATIENCE_SECONDS = 600.0
+HERE = Path(__file__).resolve().parent
+_MARK = "SPARSEKIT_TEST_MARK"
+
+
+def until(condition: Callable[[], Any], what: str, *, seconds: float = PATIENCE_SECONDS) -> Any:
+    """What `condition` returns, once that is true."""
+    end = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < end, f"{what}: not within {seconds:g} seconds"
+        time.sleep(0.1)
+    return found
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+def _program(name: str) -> str:
+    beside = Path(sys.executable).with_name(name)
+    found = str(beside) if beside.exists() else shutil.which(name)
+    assert found, f"{name} is not installed"
+    return found
+
+
+class Deployment:
+    """SuperLink, SuperNodes and what is submitted to them. No process may contact anybody outside this machine.
+
+    Args:
+        folder: For all files.
+        planted: Run the app of `fault_planted`, else the one that users get.
+        tls: Encrypt, and let in only SuperNodes whose key was registered.
+    """
+
+    def __init__(self, folder: Path, *, planted: bool = True, tls: bool = False) -> None:
+        self.folder = folder
+        self.app = folder / "app"
+        self.events = folder / "events"
+        self.events.mkdir(parents=True)
+        self.tls = tls
+        write_app(self.app)
+        if planted:
+            project = self.app / "pyproject.toml"
+            project.write_text(project.read_text().replace("sparsekit_fl.engines.flower.apps:server", "fault_planted:server"))
+        self._port = _free_port()
+        self._mark = uuid.uuid4().hex
+        connections = self.app / "flwr-home" / "config.toml"
+        connections.write_text(connections.read_text().replace("127.0.0.1:8000", f"127.0.0.1:{self._port}"))
+        self.start_seconds = 0.0
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._logs: dict[str, Path] = {}
+        self._env = {
+            **os.environ,
+            **QUIET,
+            _MARK: self._mark,
+            "FLWR_HOME": str(self.app / "flwr-home"),
+            "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1",
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join(
+                [str(HERE), str(HERE / "fault_watch"), str(HERE.parents[3]), os.environ.get("PYTHONPATH", "")]
+            ),
+            "SPARSEKIT_FAULTS": str(self.events),
+        }
+        if tls:
+            self._call("sh", "make_certificates.sh", "localhost", "2")
+
+    def _call(self, *command: str) -> str:
+        done = subprocess.run(command, cwd=self.app, env=self._env, capture_output=True, text=True, check=False, timeout=300)
+        assert done.returncode == 0, f"{' '.join(command)}: {done.stdout}{done.stderr}"
+        return done.stdout
+
+    def _start(self, name: str, *command: str) -> None:
+        log = self._logs[name] = self.folder / f"{name}-{uuid.uuid4().hex[:6]}.log"
+        with log.open("wb") as output:
+            self._processes[name] = subprocess.Popen(
+                [_program(command[0]), *command[1:]], cwd=self.app, env=self._env, stdout=output, stderr=output
+            )
+
+    def log(self, name: str) -> str:
+        """What a process and its children have written."""
+        return self._logs[name].read_text(errors="replace")
+
+    def start_superlink(self) -> None:
+        """Start it, and wait until it listens; how long that took is a measure of this machine."""
+        began = time.monotonic()
+        keys = ("--ssl-ca-certfile", "keys/ca.crt", "--ssl-certfile", "keys/server.pem", "--ssl-keyfile", "keys/server.key")
+        secure = (*keys, "--enable-supernode-auth") if self.tls else ("--insecure",)
+        where = ("--host", "127.0.0.1", "--port", str(self._port), "--database", str(self.folder / "superlink.db"))
+        self._start("superlink", "flower-superlink", *secure, *where, "--disable-runtime-dependency-installation")
+
+        def listens() -> bool:
+            assert self._processes["superlink"].poll() is None, self.log("superlink")
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self._port), timeout=1):
+                return True
+            return False
+
+        until(listens, "the SuperLink listens")
+        self.start_seconds = time.monotonic() - began
+
+    def start_node(self, name: str, clients: str, *, key: int | None = None) -> None:
+        """Start a SuperNode with tiny clients of these ids.
+
+        Args:
+            name: Of the process and of its state folder.
+            clients: Ids.
+            key: Number of its key pair, with TLS; None has none.
+        """
+        config = f'clients="{clients}" data="sparsekit_fl.testing.tiny:tiny_client" state-dir="{self.state(name)}"'
+        secure = ("--root-certificates", "keys/ca.crt") if self.tls else ("--insecure",)
+        secure += () if key is None else ("--auth-supernode-private-key", f"keys/node-{key}")
+        where = ("--superlink", f"127.0.0.1:{self._port}", "--port", str(_free_port()), "--node-config", config)
+        self._start(name, "flower-supernode", *secure, *where)
+
+    def state(self, name: str) -> Path:
+        """The folder of a SuperNode's memories."""
+        return self.folder / "state" / name
+
+    def register(self, key: int) -> None:
+        """Let a SuperNode in."""
+        self._call(_program("flwr"), "supernode", "register", f"keys/node-{key}.pub", "server", "--name", f"client-{key}")
+
+    def submit(self, plan: Plan) -> None:
+        """Start a run."""
+        (self.events / "ended").unlink(missing_ok=True)
+        config = {key: value for key, value in plan.to_run_config().items() if value != Plan().to_run_config()[key]}
+        text = " ".join(f"{key}={json.dumps(value)}" for key, value in config.items())
+        self._call(_program("flwr"), "run", ".", "server" if self.tls else "local", "--run-config", text)
+
+    def event(self, name: str) -> str:
+        """The text of an event, once it has happened."""
+
+        def there() -> bool:
+            ended = self.events / "ended"
+            assert not (ended.exists() and ended.read_text()), f"the run ended by {ended.read_text()}"
+            return (self.events / name).exists()
+
+        until(there, name)
+        return (self.events / name).read_text()
+
+    def plant(self, *names: str) -> None:
+        """Make files that clients look for."""
+        for name in names:
+            (self.events / name).touch()
+
+    def lift(self, name: str) -> None:
+        """Remove such a file."""
+        (self.events / name).unlink()
+
+    def records(self, out: Path) -> list[dict[str, Any]]:
+        """The rounds that were saved."""
+        path = out / "rounds.jsonl"
+        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+        return [json.loads(line) for line in lines if line.endswith("\n")]
+
+    def await_rounds(self, out: Path, count: int) -> list[dict[str, Any]]:
+        """The records, once there are `count`."""
+
+        def enough() -> list[dict[str, Any]] | None:
+            ended = self.events / "ended"
+            found = self.records(out)
+            assert len(found) >= count or not (ended.exists() and ended.read_text()), ended.read_text()
+            return found if len(found) >= count else None
+
+        found: list[dict[str, Any]] = until(enough, f"{count} rounds")
+        return found
+
+    def await_result(self, out: Path) -> dict[str, Any]:
+        """What the run reports, once it has ended."""
+
+        def there() -> bool:
+            ended = self.events / "ended"
+            assert not (ended.exists() and ended.read_text()), f"the run ended by {ended.read_text()}"
+            assert "finished:failed" not in (log := self.log("superlink")), log
+            return (out / "result.json").exists()
+
+        until(there, "the result")
+        found: dict[str, Any] = json.loads((out / "result.json").read_text())
+        return found
+
+    def kill(self, name: str) -> None:
+        """End a process as a crash would, with all that it started."""
+        found = self._processes.pop(name)
+        below = _descendants(found.pid)
+        for pid in [found.pid, *below]:
+            # As a crash of the machine would: nothing is left that could say goodbye.
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        found.wait()
+
+    def close(self) -> None:
+        """End everything that is left."""
+        for found in self._processes.values():
+            found.kill()
+            found.wait()
+        while left := [pid for pid in _pids() if self._mark.encode() in _environment(pid)]:
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.1)
+
+    def __enter__(self) -> Deployment:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.close()
+        if kind is None:
+            contacted = [path.read_text() for path in self.events.glob("outside-*")]
+            assert not contacted, f"a process contacted somebody outside this machine: {contacted}"
+        else:
+            for name, path in self._logs.items():
+                sys.stderr.write(f"--- {name}\n{path.read_text(errors='replace')[-4000:]}\n")
+
+
+def _pids() -> Iterator[int]:
+    return (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit())
+
+
+def _environment(pid: int) -> bytes:
+    with contextlib.suppress(OSError):
+        # A zombie has none, so it is not waited for.
+        return Path(f"/proc/{pid}/environ").read_bytes()
+    return b""
+
+
+def _descendants(pid: int) -> list[int]:
+    parents: dict[int, int] = {}
+    for other in _pids():
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            parents[other] = int(Path(f"/proc/{other}/stat").read_text().rpartition(")")[2].split()[1])
+    found = [pid]
+    for one in found:
+        found += [child for child, parent in parents.items() if parent == one]
+    return found[1:]
+
+
+def embedded(plan: Plan, events: Path, monkeypatch: Any, *, faults: tuple[str, ...] = ()) -> RunResult:
+    """The same run in this process, with clients that raise where those of the deployment failed.
+
+    Args:
+        plan: Of the deployment.
+        events: An empty folder.
+        monkeypatch: Of pytest.
+        faults: Names of files such as `raise-3-2`.
+    """
+    events.mkdir()
+    for name in faults:
+        (events / name).touch()
+    monkeypatch.setenv("SPARSEKIT_FAULTS", str(events))
+    return run(plan.make_method(), tiny_problem(), tiny_clients(), plan.make_config(8))

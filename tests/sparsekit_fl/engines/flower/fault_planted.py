@@ -1,0 +1,90 @@
+"""A method whose clients do as files tell them, and a server app that says how it ended: for deployments that must fail.
+
+Files in the folder that SPARSEKIT_FAULTS names, for client 3 in round 2: `raise-3-2` makes it raise, `hold-3-2` makes it
+wait until that file is gone. It writes `began-3-2` with the id of its process, and `done-3-2` with the number of rounds
+that its memory knows of.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flwr.app import Context, Message
+from flwr.serverapp import Grid, ServerApp
+
+from sparsekit_fl import policies
+from sparsekit_fl.engines.flower import apps
+from sparsekit_fl.method import Method
+from sparsekit_fl.policies.local import LocalPolicy, LocalResult, Sgd
+
+
+def events() -> Path:
+    """The folder of the files."""
+    return Path(os.environ["SPARSEKIT_FAULTS"])
+
+
+def say(name: str, text: str) -> None:
+    """Write a file that is never seen half-written."""
+    path = events() / name
+    hidden = path.with_name(f".{name}.{os.getpid()}")
+    hidden.write_text(text)
+    hidden.replace(path)
+
+
+@dataclass(frozen=True)
+class Obedient(LocalPolicy):
+    """SGD that counts its rounds in its memory, and does as the files tell it."""
+
+    def train(self, ctx: Any, start: Any, mask: Any, ratio: float) -> LocalResult:
+        """Raise, wait, or train."""
+        spot = f"{ctx.client.id}-{ctx.round}"
+        ctx.memory["count"] = ctx.memory.get("count", 0) + 1
+        if (events() / f"raise-{spot}").exists():
+            raise ArithmeticError(f"planted in {spot}")
+        say(f"began-{spot}", str(os.getpid()))
+        while (events() / f"hold-{spot}").exists():
+            time.sleep(0.1)
+        result = Sgd().train(ctx, start, mask, ratio)
+        say(f"done-{spot}", str(ctx.memory["count"]))
+        return result
+
+
+def method() -> Method:
+    """FedAvg over obedient clients, which also keep a model of their own."""
+    return Method(name="planted", source="", local=Obedient(), personal=policies.OwnModel("best"))
+
+
+class Twice:
+    """A grid that delivers every reply twice, and offers the last ones once more with the next."""
+
+    def __init__(self, grid: Grid) -> None:
+        self._grid = grid
+        self._last: list[Message] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._grid, name)
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        """What came, doubled."""
+        found = list(self._grid.pull_messages(message_ids))
+        again, self._last = self._last, found or self._last
+        return [*again, *found, *found] if found else []
+
+
+server = ServerApp()
+
+
+@server.main()
+def main(grid: Grid, context: Context) -> None:
+    """The server app of a deployment, which says how it ended."""
+    try:
+        apps._main(Twice(grid), context)  # type: ignore[arg-type]
+    except BaseException as error:
+        say("ended", repr(error))
+        raise
+    say("ended", "")

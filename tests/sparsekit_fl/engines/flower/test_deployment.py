@@ -1,0 +1,60 @@
+"""A deployment as users get it, over TLS with known SuperNodes only: the bits of the embedded engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("flwr", reason="flwr is not installed; pip install 'sparsekit[flower]'")
+
+from fault_deployment import Deployment, until
+from fault_table import shows
+
+from sparsekit_fl.engines.flower.plan import Plan
+from sparsekit_fl.runner import run
+from sparsekit_fl.testing.tiny import tiny_clients, tiny_problem
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.flower,
+    pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds its processes in /proc"),
+]
+
+
+@shows(
+    "a SuperNode without a registered key wants to take part",
+    planted="a third SuperNode, without a key, on an encrypted SuperLink that knows two keys",
+    outcome="refused by the SuperLink; the run with the two goes on: three methods, each with the bits of the embedded engine",
+)
+def test_encrypted_supernodes_with_known_keys_give_the_bits_of_the_embedded_engine_and_strangers_stay_out(
+    tmp_path: Path,
+) -> None:
+    with Deployment(tmp_path, planted=False, tls=True) as deployment:
+        deployment.start_superlink()
+        for key, clients in enumerate(("0-3", "4-7")):
+            deployment.register(key)
+            deployment.start_node(f"node-{key}", clients, key=key)
+        deployment.start_node("stranger", "0-7")
+        for name in ("fedavg", "fedlps", "hermes"):
+            out = tmp_path / name
+            plan = Plan(
+                method=name,
+                problem="sparsekit_fl.testing.tiny:tiny_problem",
+                rounds=2,
+                clients_per_round=6,
+                seed=3,
+                eval_every=2,
+                local_epochs=1,
+                batch_size=8,
+                lr=0.1,
+                out=str(out),
+            )
+            deployment.submit(plan)
+            result = deployment.await_result(out)
+            here = run(plan.make_method(), tiny_problem(), tiny_clients(), plan.make_config(8))
+            assert result["final"]["state_sha256"] == here.final.state_sha256, name
+            assert result["final"]["personal"] == here.final.to_dict()["personal"], name
+            assert result["cost"]["uplink_bytes"] == here.cost.uplink_bytes, name
+            assert all(record["dropped"] == [] for record in result["rounds"]), name
+        until(lambda: "2001" in deployment.log("stranger"), "the stranger is refused")

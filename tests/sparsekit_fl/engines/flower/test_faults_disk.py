@@ -1,0 +1,66 @@
+"""The disk is full when a round is to be saved: a clear error, and nothing is lost of the rounds before."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from fault_table import shows
+
+pytestmark = pytest.mark.slow
+
+PROGRAM = Path(__file__).resolve().with_name("fault_full_disk.py")
+# A disk of our own: a user namespace may mount one, where the system allows such namespaces at all.
+SMALL_DISK = ("unshare", "-rm", "sh", "-c", 'mount -t tmpfs -o size=256k none "$0" && exec "$@"')
+
+
+def _run(*command: str) -> dict[str, object]:
+    root = PROGRAM.parents[4]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, object] = json.loads(done.stdout)
+    return found
+
+
+def _saved_two_rounds_and_resumed(seen: dict[str, object]) -> None:
+    assert "make room first. Round 2 of 4 was the last to be saved" in str(seen["error"])
+    assert "--resume" in str(seen["error"])
+    assert seen["same"] is True
+    assert seen["lines"] == 4
+    assert seen["left"] == []
+
+
+def _may_mount(folder: Path) -> bool:
+    if shutil.which("unshare") is None:
+        return False
+    return subprocess.run([*SMALL_DISK, str(folder), "true"], capture_output=True, check=False).returncode == 0
+
+
+@shows(
+    "the server's disk is full while a round is saved",
+    planted="a disk of 256 KiB (tmpfs) that a file fills up after round 2",
+    outcome="the run stops with an error that names the last saved round; with room again it resumes to the same bits",
+)
+def test_a_run_on_a_full_disk_stops_with_its_state_saved_and_resumes_to_the_same_bits(tmp_path: Path) -> None:
+    if not _may_mount(tmp_path):
+        pytest.skip("this system lets nobody mount a small disk")
+    seen = _run(*SMALL_DISK, str(tmp_path), sys.executable, str(PROGRAM), "disk", str(tmp_path))
+    assert "No space left on device" in str(seen["error"])
+    _saved_two_rounds_and_resumed(seen)
+
+
+@shows(
+    "the checkpoint is larger than the system allows",
+    planted="the process's limit of file sizes set below the checkpoint's after round 2",
+    outcome="the same",
+)
+def test_a_run_whose_checkpoint_is_too_large_stops_with_its_state_saved_and_resumes_to_the_same_bits(tmp_path: Path) -> None:
+    seen = _run(sys.executable, str(PROGRAM), "limit", str(tmp_path))
+    assert "File too large" in str(seen["error"])
+    _saved_two_rounds_and_resumed(seen)

@@ -1,0 +1,320 @@
+"""Too few replies, nodes that are not ours, clients that cannot be scored: over Flower's wire format in this process."""
+
+from __future__ import annotations
+
+import errno
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("flwr", reason="flwr is not installed; pip install 'sparsekit[flower]'")
+
+from fault_table import shows
+from flwr.app import Error, Message
+from flwr.supercore.task_identity import TaskIdentity
+
+from sparsekit.errors import InvalidValueError
+from sparsekit_fl.cli.options import Experiment, RunOptions
+from sparsekit_fl.engines.base import Engine
+from sparsekit_fl.engines.embedded import Embedded
+from sparsekit_fl.engines.flower.deployment import Nodes
+from sparsekit_fl.engines.flower.keep import NodeStore
+from sparsekit_fl.engines.flower.local_grid import InProcess
+from sparsekit_fl.engines.flower.plan import Plan
+from sparsekit_fl.engines.flower.wire import content, read
+from sparsekit_fl.errors import ClientError, TooFewRepliesError, UpdateError
+from sparsekit_fl.method import Method
+from sparsekit_fl.policies.local import LocalPolicy, LocalResult, Sgd
+from sparsekit_fl.policies.personal import OwnModel
+from sparsekit_fl.results import RunResult
+from sparsekit_fl.runner import run
+from sparsekit_fl.store import ClientStore
+from sparsekit_fl.testing.tiny import tiny_clients, tiny_config, tiny_problem
+
+ENGINES: dict[str, Callable[[], Engine]] = {"embedded": Embedded, "flower": lambda: InProcess(nodes=3, grouped=True)}
+_left: Counter[tuple[int, int]] = Counter()
+_FOR_EVER = 99
+
+
+@dataclass(frozen=True)
+class Flaky(LocalPolicy):
+    """SGD that raises as often as `_left` says of a client and a round."""
+
+    def train(self, ctx: Any, start: Any, mask: Any, ratio: float) -> LocalResult:
+        if _left[ctx.client.id, ctx.round] > 0:
+            _left[ctx.client.id, ctx.round] -= 1
+            raise ArithmeticError("not today")
+        return Sgd().train(ctx, start, mask, ratio)
+
+
+@pytest.fixture(autouse=True)
+def _no_faults() -> Iterator[None]:
+    _left.clear()
+    yield
+    _left.clear()
+
+
+@pytest.fixture(params=sorted(ENGINES))
+def engine(request: pytest.FixtureRequest) -> Engine:
+    return ENGINES[request.param]()
+
+
+def _run(engine: Engine | None = None, *, min_replies: int | None = None, **options: Any) -> RunResult:
+    method = Method(name="flaky", source="", local=Flaky(), personal=OwnModel("best"))
+    config = replace(tiny_config(), min_replies=min_replies)
+    return run(method, tiny_problem(), tiny_clients(), config, engine=engine, **options)
+
+
+def _cohort(round: int) -> tuple[int, ...]:
+    return _run().rounds[round - 1].cohort
+
+
+def _fail(round: int, clients: tuple[int, ...], times: int) -> None:
+    for client_id in clients:
+        _left[client_id, round] = times
+
+
+def test_half_of_the_cohort_rounded_up_is_needed_unless_said_otherwise() -> None:
+    config = tiny_config()
+    assert [config.needed_replies(cohort) for cohort in (1, 2, 3, 4, 5)] == [1, 1, 2, 2, 3]
+    assert [replace(config, min_replies=3).needed_replies(cohort) for cohort in (2, 4)] == [2, 3]
+    for wrong in (0, -1, 5, True, 1.5):
+        with pytest.raises(InvalidValueError, match="min_replies"):
+            replace(config, min_replies=wrong)
+
+
+def test_the_command_and_the_flower_app_pass_min_replies_on() -> None:
+    assert Experiment.of(RunOptions(min_replies=3)).config.min_replies == 3
+    assert Experiment.of(RunOptions()).config.min_replies is None
+    assert Plan(min_replies=3).make_config(20).min_replies == 3
+    assert Plan().make_config(20).min_replies is None
+
+
+def test_without_faults_min_replies_changes_nothing(engine: Engine) -> None:
+    assert _run(engine, min_replies=4).final == _run().final
+
+
+def test_a_round_with_just_enough_replies_goes_on_without_the_others(engine: Engine) -> None:
+    cohort = _cohort(2)
+    _fail(2, cohort[:2], _FOR_EVER)
+    record = _run(engine).rounds[1]
+    assert [client_id for client_id, _ in record.dropped] == list(cohort[:2])
+    assert record.notes == ()
+
+
+@shows(
+    "too few valid updates in a round, for once",
+    planted="three of four clients raise, once or twice",
+    outcome="the round is sent out again; the model has the bits of a run without faults; the record names each attempt, and"
+    " its cost counts them all",
+    real=False,
+)
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_round_with_too_few_replies_is_repeated_to_the_same_bits(engine: Engine, times: int) -> None:
+    whole, cohort = _run(), _cohort(2)
+    _fail(2, cohort[:3], times)
+    result = _run(engine)
+    assert result.final == whole.final
+    record = result.rounds[1]
+    assert record.dropped == ()
+    assert len(record.notes) == times
+    assert "repeated, since 1 of 4 updates were valid and 2 are needed" in record.notes[0]
+    assert f"client {cohort[0]} failed in round 2" in record.notes[0]
+    # The client that did not fail worked in every attempt.
+    own = whole.rounds[1].cost.uplink_bytes - whole.rounds[0].cost.uplink_bytes
+    spent = record.cost.uplink_bytes - result.rounds[0].cost.uplink_bytes
+    assert own < spent < own * (1 + times)
+
+
+@shows(
+    "too few valid updates in a round, for good",
+    planted="three of four clients raise whenever they are asked",
+    outcome="after three attempts the run stops and says who failed and why; it resumes to the same bits when clients are back",
+    real=False,
+)
+def test_after_three_attempts_the_run_stops_and_can_be_resumed(engine: Engine, tmp_path: Path) -> None:
+    whole, cohort = _run(), _cohort(3)
+    _fail(3, cohort[1:], _FOR_EVER)
+    with pytest.raises(TooFewRepliesError, match=r"round 3 was sent out 3 times.*not today.*--resume") as raised:
+        _run(engine, out=tmp_path)
+    assert isinstance(raised.value, ClientError)
+    assert isinstance(raised.value, UpdateError)
+    assert _left[cohort[1], 3] == _FOR_EVER - 3
+    assert len((tmp_path / "rounds.jsonl").read_text().splitlines()) == 2
+    _left.clear()
+    assert _run(engine, out=tmp_path, resume=True).final == whole.final
+
+
+def test_one_reply_is_enough_where_one_is_asked_for_and_all_are_needed_where_all_are(engine: Engine) -> None:
+    cohort = _cohort(1)
+    _fail(1, cohort[1:], _FOR_EVER)
+    assert set(_run(engine, min_replies=1).rounds[0].ratios) == set(cohort[:1])
+    _fail(1, cohort[1:], 0)
+    _fail(1, cohort[:1], _FOR_EVER)
+    with pytest.raises(TooFewRepliesError, match="3 of 4 updates were valid and 4 are needed"):
+        _run(engine, min_replies=4)
+
+
+def _when(kind: str, client_id: int, times: int, made: Callable[[Message], Message | None]) -> Callable[..., Message | None]:
+    """A fault in the first `times` replies of a client to messages of a kind."""
+    left = [times]
+
+    def fault(message: Message, reply: Message) -> Message | None:
+        task = read(message)[0]["tasks"][0]
+        if (task["task"], task["client"]) != (kind, client_id) or not left[0]:
+            return reply
+        left[0] -= 1
+        return made(message)
+
+    return fault
+
+
+def _gone(message: Message) -> Message:
+    return Message(Error(code=5, reason="node unavailable"), reply_to=message)
+
+
+@shows(
+    "a client does not answer when it is to be scored, once",
+    planted="the reply replaced by Flower's error",
+    outcome="it is asked again, and scored",
+    real=False,
+)
+def test_a_client_that_missed_its_scoring_once_is_asked_again() -> None:
+    result = _run(InProcess(fault=_when("evaluate", 5, 1, _gone)))
+    assert result.final == _run().final
+    assert all(record.notes == () for record in result.rounds)
+
+
+@shows(
+    "a client does not answer when it is to be scored, twice",
+    planted="the same, twice",
+    outcome="the others are scored, and the record says who was not and why; the run goes on",
+    real=False,
+)
+def test_a_client_that_cannot_be_scored_is_left_out_and_the_record_says_so() -> None:
+    result = _run(InProcess(fault=_when("evaluate", 5, 2, _gone)))
+    whole = _run()
+    assert result.final == whole.final
+    assert result.rounds[1].notes == ("client 5 was not scored: node unavailable (Flower's error 5)",)
+    assert result.rounds[1].evaluation != whole.rounds[1].evaluation
+
+
+def test_a_run_in_which_no_client_can_be_scored_stops() -> None:
+    def fault(message: Message, reply: Message) -> Message:
+        return _gone(message) if read(message)[0]["tasks"][0]["task"] == "evaluate" else reply
+
+    with pytest.raises(ClientError, match="no client could be scored after round 2: client 0 was not scored"):
+        _run(InProcess(fault=fault))
+
+
+HOSTILE: dict[str, Callable[[Message], Message]] = {
+    "says that it is broken": lambda message: Message(content({"replies": [{"broken": "x" * 10**6}]}), reply_to=message),
+    "names an error that ends a simulation": lambda message: Message(Error(code=2, reason="ActorDiedError"), reply_to=message),
+    "names an error of a megabyte": lambda message: Message(content({"replies": [{"error": "x" * 10**6}]}), reply_to=message),
+}
+
+
+@shows(
+    "a device claims to be broken, or sends errors of a megabyte",
+    planted="replies of one node forged",
+    outcome="its clients are dropped with the first 4,000 characters of its text; it cannot stop the others",
+    real=False,
+)
+@pytest.mark.parametrize("name", HOSTILE)
+def test_no_device_can_stop_the_others(name: str) -> None:
+    victim = _cohort(1)[0]
+    result = _run(InProcess(fault=_when("train", victim, 1, HOSTILE[name]), trusted=False))
+    ((client_id, reason),) = result.rounds[0].dropped
+    assert client_id == victim
+    assert 0 < len(reason) <= 4000
+    assert len(result.rounds) == 4
+
+
+@shows(
+    "a device's disk is full",
+    planted="the write of its client's memory raises ENOSPC",
+    outcome="its client is dropped with that reason, and goes on from the memory before when there is room",
+    real=False,
+)
+def test_a_client_whose_memory_cannot_be_kept_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    victim = _cohort(1)[0]
+    write = ClientStore.write
+
+    def full(self: ClientStore, client_id: int, round: int, memory: Any) -> bool:
+        if (client_id, round) == (victim, 1):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(self, client_id, round, memory)
+
+    monkeypatch.setattr(ClientStore, "write", full)
+    ((client_id, reason),) = _run(InProcess(memory="nodes")).rounds[0].dropped
+    assert client_id == victim
+    assert "cannot keep its memory" in reason
+    assert "No space left" in reason
+
+
+@shows(
+    "the replies of a client are lost round after round",
+    planted="a node trains from the same memory in three rounds whose updates do not count",
+    outcome="the memory of the last round that counted stays on the node",
+    real=False,
+)
+def test_the_memory_that_the_server_counts_on_outlives_any_number_of_lost_replies(tmp_path: Path) -> None:
+    NodeStore(tmp_path).write(0, 1, {"local": {"count": 1}})
+    for round in (2, 3, 4):
+        store = NodeStore(tmp_path)
+        assert store.read(0, 1) == {"local": {"count": 1}}
+        store.write(0, round, {"local": {"count": round}})
+    assert sorted(path.stem for path in tmp_path.rglob("*.memory")) == ["1", "4"]
+
+
+class _FakeGrid:
+    """Nodes that come and go, each with the clients that it claims."""
+
+    def __init__(self, **nodes: list[int]) -> None:
+        self.nodes = {int(name[1:]): clients for name, clients in nodes.items()}
+        self.asked: list[int] = []
+        self._replies: list[Message] = []
+        # Flower asks these of the process that makes a message.
+        TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1
+
+    def get_node_ids(self) -> list[int]:
+        return list(self.nodes)
+
+    def push_messages(self, messages: list[Message]) -> list[str]:
+        ids = []
+        for message in messages:
+            node = message.metadata.dst_node_id
+            self.asked.append(node)
+            message.metadata.__dict__["_message_id"] = f"m{node}"
+            about = [{"id": client_id, "sizes": [3, 1, 1], "capability": [1, 1, 1, 1]} for client_id in self.nodes[node]]
+            self._replies.append(Message(content({"clients": about}), reply_to=message))
+            ids.append(f"m{node}")
+        return ids
+
+    def pull_messages(self, ids: list[str]) -> list[Message]:
+        found, self._replies = self._replies, []
+        return found
+
+
+def test_a_node_that_claims_a_taken_client_takes_over_when_the_first_is_gone() -> None:
+    grid = _FakeGrid(n1=[0, 1], n2=[2])
+    nodes = Nodes(grid, wanted=2, wait_seconds=1)  # type: ignore[arg-type]
+    assert sorted(nodes.introduce()) == [0, 1, 2]
+    grid.nodes[3] = [0, 1]
+    nodes.refresh()
+    assert nodes.node_of(0) == 1
+    assert nodes.news() == ["SuperNode 3 is not used for now: it claims the clients [0, 1], which another node has"]
+    del grid.nodes[1]
+    nodes.refresh()
+    assert nodes.node_of(0) == nodes.node_of(1) == 3
+    assert nodes.news() == ["SuperNode 1 is gone, with the clients [0, 1]", "SuperNode 3 came, with the clients [0, 1]"]
+    assert nodes.news() == []
+    assert grid.asked == [1, 2, 3]
+    del grid.nodes[2]
+    nodes.refresh()
+    with pytest.raises(ClientError, match="no SuperNode has client 2 now"):
+        nodes.node_of(2)

@@ -1,0 +1,67 @@
+"""The server's machine dies: the SuperLink is killed in a round, started again, and the run resumed to the same bits."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("flwr", reason="flwr is not installed; pip install 'sparsekit[flower]'")
+
+from dataclasses import replace
+
+from fault_deployment import Deployment, embedded
+from fault_table import shows
+
+from sparsekit_fl.engines.flower.plan import Plan
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.flower,
+    pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds its processes in /proc"),
+]
+
+
+@shows(
+    "the SuperLink is killed, with the run's server app; a SuperNode loses its folder meanwhile",
+    planted="`kill -9` of the SuperLink and of all that it started, in round 2; started again on its database, the same run"
+    " submitted with `resume=true`, memories kept by the server",
+    outcome="SuperNodes connect again by themselves, memories are sent to them; the model has the bits of an uninterrupted run",
+)
+def test_a_run_whose_superlink_was_killed_resumes_to_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "run"
+    plan = Plan(
+        method="fault_planted:method",
+        problem="sparsekit_fl.testing.tiny:tiny_problem",
+        rounds=3,
+        clients_per_round=8,
+        seed=3,
+        eval_every=3,
+        local_epochs=1,
+        batch_size=8,
+        lr=0.1,
+        out=str(out),
+        nodes=2,
+        memory="server",
+    )
+    with Deployment(tmp_path) as deployment:
+        deployment.plant("hold-0-2")
+        deployment.start_superlink()
+        deployment.start_node("a", "0-3")
+        deployment.start_node("b", "4-7")
+        deployment.submit(plan)
+        deployment.event("began-0-2")
+        deployment.kill("superlink")
+        shutil.rmtree(deployment.state("b"), ignore_errors=True)
+        deployment.lift("hold-0-2")
+        deployment.start_superlink()
+        deployment.submit(replace(plan, resume=True))
+        result = deployment.await_result(out)
+        counts = {path.name: path.read_text() for path in deployment.events.glob("done-*-3")}
+    whole = embedded(plan, tmp_path / "whole", monkeypatch)
+    assert result["final"]["state_sha256"] == whole.final.state_sha256
+    assert result["final"]["personal"] == whole.final.to_dict()["personal"]
+    assert [record["round"] for record in result["rounds"]] == [1, 2, 3]
+    assert all(record["dropped"] == [] for record in result["rounds"])
+    assert set(counts.values()) == {"3"}
