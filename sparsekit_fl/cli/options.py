@@ -100,7 +100,7 @@ class RunOptions:
     ] = None
     supernodes: Annotated[
         int | None,
-        typer.Option(help="Virtual nodes of Flower's simulation. Default: one per client, at most 1000.", rich_help_panel=_HOW),
+        typer.Option(help="Virtual nodes of Flower's simulation. Default: one per client, at most 100.", rich_help_panel=_HOW),
     ] = None
     ray_address: Annotated[
         str | None,

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import queue
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -97,18 +98,17 @@ class Session:
         self.actors = workers
         self._bundle = bundle
         self._nodes = nodes
-        self._places = {id: place for place, id in enumerate(sorted(bundle.clients))}
         self._address = ray_address
         self._left = restarts
         self._object_store_bytes = object_store_bytes
-        self._ids: list[int] = []
+        self._turns: Iterator[int] = iter(())
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._began_ray = False
 
-    def node_of(self, client_id: int) -> int:
-        """The node that serves a client: always the same place among the sorted nodes."""
-        return self._ids[self._places[client_id] % len(self._ids)]
+    def node_of(self, client_id: int) -> int:  # noqa: ARG002 - other carriers have to look at it
+        """A node to serve a client. They are all alike, so they take turns and a cohort is spread over them."""
+        return next(self._turns)
 
     def start(self) -> None:
         """Start Ray and the simulation, and wait for its nodes.
@@ -154,7 +154,7 @@ class Session:
         for _ in range(int(_START_SECONDS / 0.05)):
             ids = sorted(self.grid.get_node_ids())
             if len(ids) >= self._nodes:
-                self._ids = ids
+                self._turns = itertools.cycle(ids)
                 return
             if not ready.empty():
                 error = ready.get()

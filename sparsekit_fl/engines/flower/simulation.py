@@ -18,6 +18,8 @@ from sparsekit_fl.store import ClientStore
 
 __all__ = ["Flower"]
 
+_NODES = 100
+
 
 class Flower:
     """Clients in Flower's simulation: Ray actors, one torch thread each. Gives the same bits as the embedded engine.
@@ -27,8 +29,8 @@ class Flower:
 
     Args:
         workers: Actors on this machine; not with `ray_address`, where the cluster's cores decide.
-        supernodes: Virtual nodes; None gives each client one, up to 1,000. Client number k of the sorted ids is served by
-            node k modulo this.
+        supernodes: Virtual nodes; None gives each client one, up to 100. Flower looks through all open messages for each of
+            them ten times a second, so more cost time. They take the clients of a round in turn.
         ray_address: Of a running Ray cluster, "host:port"; None starts Ray on this machine. The package must be installed
             on every machine of the cluster, and memories of clients then travel with the messages.
         timeout_seconds: Replies that take longer are given up; None waits.
@@ -74,7 +76,7 @@ class Flower:
         folder = None if self.ray_address is not None else str(Path(store.folder).resolve())
         session = Session(
             Bundle(setup=setup, clients=clients, folder=folder),
-            nodes=self.supernodes or min(len(clients), 1000),
+            nodes=self.supernodes or min(len(clients), _NODES),
             workers=self.workers,
             ray_address=self.ray_address,
             restarts=self._restarts,
