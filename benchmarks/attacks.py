@@ -1,6 +1,6 @@
 """Accuracy where some clients attack the model, by rule of aggregation; and what privacy costs.
 
-    python benchmarks/attacks.py attacks                        digits, 20 clients of which 4 are hostile, about 5 minutes
+    python benchmarks/attacks.py attacks                        digits, 20 clients of which 4 are hostile, about 20 minutes
     python benchmarks/attacks.py attacks --alpha 0.1 --json     each client has few classes: where robust rules fail
     python benchmarks/attacks.py attacks --data-dir DIR         MNIST, 100 clients
     python benchmarks/attacks.py privacy                        FedAvg by noise multiplier: accuracy and ε
@@ -167,7 +167,7 @@ def main() -> None:
     parser.add_argument("--methods", default="fedavg,fedlps", help="default fedavg,fedlps")
     parser.add_argument("--clients", type=int, default=None, help="K (default 20, of MNIST 100)")
     parser.add_argument("--cohort", type=int, default=10, help="clients a round (default 10)")
-    parser.add_argument("--rounds", type=int, default=20, help="server rounds (default 20)")
+    parser.add_argument("--rounds", type=int, default=40, help="server rounds (default 40; fedlps hardly learns before 20)")
     parser.add_argument("--local-epochs", type=int, default=2, help="default 2")
     parser.add_argument("--alpha", type=float, default=1.0, help="Dirichlet's, small is uneven (default 1)")
     parser.add_argument("--hostile", type=float, default=0.2, help="share of the clients (default 0.2)")

@@ -271,6 +271,8 @@ def figure(names: list[str], titles: list[str], seeds: int, path: Path) -> None:
     panels = drawn.subplots(rows, columns, squeeze=False).ravel()
     for panel, title in zip(panels, titles):
         for place, name in enumerate(names):
+            if name in ONE_AXIS and OBJECTIVES[title].axes > 1:
+                continue
             games = np.array([[total for total, _ in trace(name, title, seed, max(marks), marks)] for seed in range(seeds)])
             mean, error = games.mean(axis=0), games.std(axis=0, ddof=1) / math.sqrt(seeds)
             panel.plot(marks, mean, label=name, color=f"C{place}", linewidth=2.2 if name == "SplitUCBV" else 1.2)

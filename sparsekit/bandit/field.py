@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sparsekit.bandit.beliefs import Beliefs
 from sparsekit.bandit.cells import Cells, Floats, Integers, grid, grown
+from sparsekit.bandit.posterior import Posterior
 from sparsekit.bandit.rule import Rule
 from sparsekit.errors import InvalidValueError
 
@@ -27,7 +27,7 @@ _EXACT = 0.01
 
 
 class Field:
-    """Cells, arms and beliefs of a `SplitUCBV`, in the unit cube. Arm k lies in cell k."""
+    """Cells, arms and posterior of a `SplitUCBV`, in the unit cube. Arm k lies in cell k."""
 
     def __init__(self, axes: int, *, discount: float, rng: np.random.Generator, rule: Rule | None = None) -> None:
         """Cut the cube into a few equal cells, in random order, each with an arm near its middle.
@@ -54,7 +54,7 @@ class Field:
         # The first told pull of each arm, as its place among all told.
         self.first: Integers = np.zeros(0, dtype=np.int64)
         self.dropped: npt.NDArray[np.bool_] = np.zeros(0, dtype=np.bool_)
-        self.beliefs: Beliefs | None = None
+        self.posterior: Posterior | None = None
         self._reserve(max(64, 2 * len(boxes)))
         for arm in range(len(boxes)):
             self.points[arm] = self.middle(self.cells.low[arm], self.cells.high[arm], rng)
@@ -89,8 +89,8 @@ class Field:
     @property
     def noise(self) -> float:
         """Variance of a reward around the mean reward of its arm."""
-        assert self.beliefs is not None
-        rule, scale = self.rule, self.beliefs.scale
+        assert self.posterior is not None
+        rule, scale = self.rule, self.posterior.scale
         expected = rule.noise_weight * rule.noise * scale
         if self.distinct and self.within == 0.0:
             # Noise that is not there: two rewards of one point are never equal by chance.
@@ -107,27 +107,27 @@ class Field:
         self.cells.reserve(size)
         for name in _ARRAYS:
             setattr(self, name, grown(getattr(self, name), size))
-        if self.beliefs is not None:
-            self.beliefs.reserve(size + 1)
+        if self.posterior is not None:
+            self.posterior.reserve(size + 1)
 
     # --- what is believed ---
 
     def refresh(self) -> None:
         """Let all arms learn from one another, where that is due; from the first rewards the scale is taken."""
-        if self.beliefs is None:
+        if self.posterior is None:
             if self.told < self.begin:
                 return
-            self.beliefs = self._first_beliefs()
+            self.posterior = self._first_posterior()
         elif not self.stale and self.since < self.rule.refresh * self.told:
             return
         size = self.cells.size
-        self.beliefs.sweep(self.cells, self.weights[:size], self.rewards[:size], self.noise, self.told)
+        self.posterior.sweep(self.cells, self.weights[:size], self.rewards[:size], self.noise, self.told)
         self.since, self.stale = 0.0, False
-        self._room = self.beliefs.room[self.cells.depth[:size]]
-        better = self.beliefs.means[self.cells.facing[:size]].max(axis=1)
+        self._room = self.posterior.room[self.cells.depth[:size]]
+        better = self.posterior.means[self.cells.facing[:size]].max(axis=1)
         self.beside = better + np.sqrt(self.rule.facing * self._room)
 
-    def _first_beliefs(self) -> Beliefs:
+    def _first_posterior(self) -> Posterior:
         seen = np.flatnonzero(self.pulls[: self.cells.size])
         means = self.rewards[seen]
         level = float(means.mean())
@@ -135,7 +135,7 @@ class Field:
         spread = float(means.var(ddof=1)) if len(seen) > 1 else 0.0
         scale = next((s for s in (spread, float(np.square(means).max())) if s > _LEAST_SCALE), 1.0)
         self.distinct = len(seen) > 1 and len(set(means.tolist())) == len(seen)
-        made = Beliefs(scale, level, self.points.shape[1], self.rule)
+        made = Posterior(scale, level, self.points.shape[1], self.rule)
         made.reserve(len(self.weights) + 1)
         return made
 
@@ -145,15 +145,15 @@ class Field:
         Args:
             pending: Arms of open pulls, and how often each is open.
         """
-        size, rule, beliefs = self.cells.size, self.rule, self.beliefs
-        if beliefs is None:
+        size, rule, posterior = self.cells.size, self.rule, self.posterior
+        if posterior is None:
             # Nothing is known yet: the arms in turn.
             index: Floats = -(self.pulls[:size] + self.tries[:size])
             for arm, times in pending.items():
                 index[arm] -= times
         else:
-            room = self._room if len(self._room) == size else beliefs.room[self.cells.depth[:size]]
-            means, variances = beliefs.means[:size], beliefs.variances[:size]
+            room = self._room if len(self._room) == size else posterior.room[self.cells.depth[:size]]
+            means, variances = posterior.means[:size], posterior.variances[:size]
             if self.tried:
                 variances = variances / (1.0 + variances * self.tries[:size] / self.noise)
             index = np.sqrt(rule.certainty * variances + room)
@@ -168,8 +168,8 @@ class Field:
 
     def variance(self, arm: int, times: int) -> float:
         """Posterior variance of an arm when so many open pulls of it have been told; those executed elsewhere count as told."""
-        assert self.beliefs is not None
-        variance, rewards = float(self.beliefs.variances[arm]), times + float(self.tries[arm])
+        assert self.posterior is not None
+        variance, rewards = float(self.posterior.variances[arm]), times + float(self.tries[arm])
         return variance / (1.0 + variance * rewards / self.noise) if rewards else variance
 
     # --- splitting ---
@@ -196,8 +196,8 @@ class Field:
         self.first[new] = -1
         self.dropped[new] = self.dropped[cell]
         self.stale = True
-        if self.beliefs is not None:
-            self.beliefs.settle(cell, new, int(self.cells.born[new]))
+        if self.posterior is not None:
+            self.posterior.settle(cell, new, int(self.cells.born[new]))
         return new
 
     # --- learning ---
@@ -234,8 +234,8 @@ class Field:
         self.pulls[arm] += 1
         if self.first[arm] < 0:
             self.first[arm] = place
-        if self.beliefs is not None:
-            self.beliefs.observe(arm, reward - self.beliefs.level, self.noise / weight)
+        if self.posterior is not None:
+            self.posterior.observe(arm, reward - self.posterior.level, self.noise / weight)
 
     def miss(self, arm: int, weight: float) -> None:
         """Another point was executed in place of an arm: nothing is known of it, yet it is proposed as if it had been told.
@@ -249,10 +249,10 @@ class Field:
     def best(self) -> int:
         """The place, among all told, of the first pull of the arm that is best with some confidence."""
         size = self.cells.size
-        if self.beliefs is None:
+        if self.posterior is None:
             merit = self.rewards[:size].copy()
         else:
-            merit = self.beliefs.means[:size] - np.sqrt(self.beliefs.variances[:size])
+            merit = self.posterior.means[:size] - np.sqrt(self.posterior.variances[:size])
         told = self.first[:size] >= 0
         merit[~told] = -math.inf
         standing = told & ~self.dropped[:size]
@@ -262,10 +262,10 @@ class Field:
 
     def rows(self) -> list[tuple[float, float, int, float, float, float]]:
         """Of each cell that stands: low and high on the first axis, pulls, posterior mean and variance, index; from low up."""
-        size, beliefs = self.cells.size, self.beliefs
-        means = self.rewards[:size] if beliefs is None else beliefs.level + beliefs.means[:size]
-        variances = np.zeros(size) if beliefs is None else beliefs.variances[:size]
-        index = np.full(size, math.inf) if beliefs is None else beliefs.level + self.indices({})
+        size, posterior = self.cells.size, self.posterior
+        means = self.rewards[:size] if posterior is None else posterior.level + posterior.means[:size]
+        variances = np.zeros(size) if posterior is None else posterior.variances[:size]
+        index = np.full(size, math.inf) if posterior is None else posterior.level + self.indices({})
         columns = (self.cells.low[:size, 0], self.cells.high[:size, 0], self.pulls[:size], means, variances, index)
         rows = list(zip(*(column.tolist() for column in columns), strict=True))
         return sorted(row for row, dropped in zip(rows, self.dropped[:size].tolist(), strict=True) if not dropped)
@@ -288,7 +288,7 @@ class Field:
             "distinct": self.distinct,
             "beside": self.beside.tolist(),
             "open": [[id, arm] for id, arm in self.open.items()],
-            "beliefs": None if self.beliefs is None else self.beliefs.state_dict(size),
+            "posterior": None if self.posterior is None else self.posterior.state_dict(size),
         }
 
     @classmethod
@@ -317,13 +317,13 @@ class Field:
             raise InvalidValueError("an open pull of a state has an arm that does not stand")
         if (made.weights < 0.0).any() or (made.tries < 0.0).any() or ((made.points < 0.0) | (made.points > 1.0)).any():
             raise InvalidValueError("the arms of a state must lie in the unit cube and have weights of at least 0")
-        if state["beliefs"] is not None:
-            made.beliefs = Beliefs.from_state(state["beliefs"], size, axes, made.rule)
+        if state["posterior"] is not None:
+            made.posterior = Posterior.from_state(state["posterior"], size, axes, made.rule)
         made.beside = np.array(state["beside"], dtype=np.float64)
         known = len(made.beside)
         if made.beside.shape != (known,) or known > size or not np.isfinite(made.beside).all():
             raise InvalidValueError(f"beside of a state must hold at most {size} finite numbers, one per arm")
-        if not made.stale and (made.beliefs is None or known != size):
-            raise InvalidValueError("arms of a state that have learned from one another must have beliefs")
+        if not made.stale and (made.posterior is None or known != size):
+            raise InvalidValueError("arms of a state that have learned from one another must have a posterior")
         made._reserve(max(64, 2 * size))
         return made

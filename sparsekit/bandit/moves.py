@@ -50,17 +50,17 @@ def choose(field: Field, *, lost: int, upper: float | None = None, rng: np.rando
 
 def _pulled_or_split(field: Field, cell: int, pending: Mapping[int, int], rng: np.random.Generator) -> int:
     """The arm that the choice of a cell leads to: its own, one split off from it, or the one that it faces."""
-    beliefs = field.beliefs
-    if beliefs is None:
+    posterior = field.posterior
+    if posterior is None:
         ready = bool(field.pulls[cell] or field.tries[cell]) or cell in pending
         return _halve(field, cell, rng) if ready else cell
     certainty = field.rule.certainty
-    own = float(beliefs.means[cell]) + math.sqrt(
-        certainty * field.variance(cell, pending.get(cell, 0)) + float(beliefs.room[field.cells.depth[cell]])
+    own = float(posterior.means[cell]) + math.sqrt(
+        certainty * field.variance(cell, pending.get(cell, 0)) + float(posterior.room[field.cells.depth[cell]])
     )
     if float(field.beside[cell]) > own:
         sides = field.cells.facing[cell]
-        side = int(beliefs.means[sides].argmax())
+        side = int(posterior.means[sides].argmax())
         better = int(sides[side])
         if not _ripe(field, better, cell, pending):
             return better
@@ -70,8 +70,8 @@ def _pulled_or_split(field: Field, cell: int, pending: Mapping[int, int], rng: n
 
 def _ripe(field: Field, arm: int, cell: int, pending: Mapping[int, int]) -> bool:
     """Whether an arm is known better than a cell varies, or will be when its open pulls have been told."""
-    assert field.beliefs is not None
-    within = float(field.beliefs.variation[field.cells.depth[cell] + 1])
+    assert field.posterior is not None
+    within = float(field.posterior.variation[field.cells.depth[cell] + 1])
     return field.ripe and field.variance(arm, pending.get(arm, 0)) < field.rule.patience * within
 
 

@@ -136,7 +136,7 @@ class SplitUCBV(Generic[Trial]):
 
     def _propose(self, arm: int, bound: float = math.inf) -> Trial:
         id, self._next = self._next, self._next + 1
-        value = bound if arm < 0 else self._values.get(arm)
+        value: Any = bound if arm < 0 else self._values.get(arm)
         if value is None:
             value = self._values[arm] = self._value(self._field.points[arm].tolist())
         made: Pull | BoxPull

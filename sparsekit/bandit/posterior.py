@@ -1,4 +1,4 @@
-"""Beliefs: what is believed of arms that form a tree, and how far an arm lies from the one that it was split from."""
+"""Posterior: what is believed of arms that form a tree, and how far an arm lies from the one that it was split from."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from sparsekit.bandit.cells import DEEPEST, Cells, Floats, grown
 from sparsekit.bandit.rule import Rule
 from sparsekit.errors import InvalidValueError
 
-__all__ = ["Beliefs"]
+__all__ = ["Posterior"]
 
 
-class Beliefs:
+class Posterior:
     """Posterior means and variances of arms, less a level, under f(arm) - f(its parent) ~ N(0, D[depth where it was born]).
 
     An arm that was split from none lies around 0 with variance D[0].
@@ -124,8 +124,8 @@ class Beliefs:
         }
 
     @classmethod
-    def from_state(cls, state: Mapping[str, Any], size: int, axes: int, rule: Rule) -> Beliefs:
-        """The beliefs that `state_dict` described, of so many arms.
+    def from_state(cls, state: Mapping[str, Any], size: int, axes: int, rule: Rule) -> Posterior:
+        """The posterior that `state_dict` described, of so many arms.
 
         Raises:
             InvalidValueError: the numbers do not fit together.
@@ -135,7 +135,7 @@ class Beliefs:
         means, variances = (np.array(state[name], dtype=np.float64) for name in ("means", "variances"))
         variation, room = (np.array(state[name], dtype=np.float64) for name in ("variation", "room"))
         if means.shape != (size,) or variances.shape != (size,):
-            raise InvalidValueError(f"the beliefs of a state must be of its {size} arms, got {means.shape}")
+            raise InvalidValueError(f"the posterior of a state must be of its {size} arms, got {means.shape}")
         if variation.shape != (DEEPEST + 2,) or room.shape != (DEEPEST + 1,):
             raise InvalidValueError(f"a state must have the variation at {DEEPEST + 2} depths, got {variation.shape}")
         above = np.array([scale, *variances, *variation])
@@ -144,7 +144,7 @@ class Beliefs:
             or (room < 0.0).any()
             or not (np.isfinite(above) & (above > 0.0)).all()
         ):
-            raise InvalidValueError("the beliefs of a state must be finite, and its variances above 0")
+            raise InvalidValueError("the posterior of a state must be finite, and its variances above 0")
         made.reserve(size + 1)
         made.means[:size], made.variances[:size] = means, variances
         made.variation, made.room = variation, room
