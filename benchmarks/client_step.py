@@ -56,9 +56,7 @@ def cnn(examples: int) -> tuple[Problem, TensorData]:
     """The MNIST network and pictures of noise."""
     return Problem(
         model=Cnn, example_inputs=(torch.zeros(2, 1, 28, 28),), metrics={"accuracy": accuracy}, channels_last=True
-    ), TensorData(
-        (torch.randn(examples, 1, 28, 28),), torch.randint(0, 10, (examples,))
-    )
+    ), TensorData((torch.randn(examples, 1, 28, 28),), torch.randint(0, 10, (examples,)))
 
 
 def vgg11(examples: int) -> tuple[Problem, TensorData]:
