@@ -119,7 +119,7 @@ def test_a_failed_cell_is_recorded_loses_no_other_and_is_tried_again(
     command = ["compare", f"{mine}:broken", "fedavg", "--seeds", "1", *TINY, "--out", str(tmp_path / "out")]
     assert execute(command) == 2
     captured = capsys.readouterr()
-    assert "failed: broken, seed 0: client" in captured.out
+    assert "failed: broken, seed 0: round 1" in captured.out
     assert "RuntimeError: no such luck" in captured.out
     assert "1/2 broken, seed 0: failed" in captured.err
     assert "2/2 fedavg, seed 0: finished" in captured.err
