@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from fractions import Fraction
 from typing import Any
@@ -70,30 +70,43 @@ class Recorder(TorchDispatchMode):
 
 
 @contextmanager
-def _recurrent_hooks(model: nn.Module, recorder: Recorder, keys: Mapping[int, str]) -> Iterator[None]:
-    """Recurrent kernels are opaque to a dispatcher: count each weight matrix once per example and time step."""
+def _recurrent_terms(model: nn.Module, recorder: Recorder, keys: Mapping[int, str]) -> Iterator[None]:
+    """Recurrent kernels are opaque to a dispatcher: count each weight matrix once per example and time step.
 
-    def before(module: nn.Module, args: Any) -> None:
-        if recorder.inside == 0:
-            x = args[0].data if isinstance(args[0], nn.utils.rnn.PackedSequence) else args[0]
-            for name, weight in module.named_parameters(recurse=False):
-                if name.startswith("weight"):
-                    key = keys[weight.untyped_storage().data_ptr()]
-                    recorder.terms.append((key, Fraction(math.prod(x.shape[:-1]))))
-        recorder.inside += 1
+    Only what the module itself runs is skipped, not what hooks on it do.
+    """
 
-    def after(module: nn.Module, args: Any, output: Any) -> None:  # noqa: ARG001 - torch's signature
-        recorder.inside -= 1
+    def counting(module: nn.Module) -> Callable[..., Any]:
+        forward = module.forward
 
-    handles = []
-    for module in model.modules():
-        if isinstance(module, _RECURRENT):
-            handles += [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            if recorder.inside == 0:
+                x = args[0] if args else kwargs["input"]
+                x = x.data if isinstance(x, nn.utils.rnn.PackedSequence) else x
+                for name, weight in module.named_parameters(recurse=False):
+                    if name.startswith("weight"):
+                        key = keys[weight.untyped_storage().data_ptr()]
+                        recorder.terms.append((key, Fraction(math.prod(x.shape[:-1]))))
+            recorder.inside += 1
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                recorder.inside -= 1
+
+        return counted
+
+    wrapped = [module for module in model.modules() if isinstance(module, _RECURRENT)]
+    own = [vars(module).get("forward") for module in wrapped]
     try:
+        for module in wrapped:
+            module.forward = counting(module)
         yield
     finally:
-        for handle in handles:
-            handle.remove()
+        for module, forward in zip(wrapped, own, strict=True):
+            if forward is not None:
+                module.forward = forward
+            else:
+                vars(module).pop("forward", None)
 
 
 def entry_keys(model: nn.Module) -> dict[int, str]:
@@ -122,7 +135,7 @@ def record_pass(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, An
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
-        with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), _recurrent_hooks(model, recorder, keys), recorder:
+        with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), _recurrent_terms(model, recorder, keys), recorder:
             model(*args, **kwargs)
     except Exception as error:
         raise TraceError(f"the model failed on the example inputs: {error}") from error

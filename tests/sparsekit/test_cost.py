@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 import zoo
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -154,3 +154,42 @@ def test_the_flops_of_a_part_are_those_of_its_weights() -> None:
     assert costs.part_flops(model.state_dict()) == costs.forward_flops() == convolution + linear
     assert costs.part_flops(model.state_dict(), bias=True) == costs.rowmask_flops()
     assert costs.part_flops(()) == 0
+
+
+def test_what_hooks_of_a_recurrent_layer_multiply_is_counted() -> None:
+    """Exits of a model are run by hooks; those that come while the model runs, too."""
+
+    class Hooked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm, self.head, self.tail = nn.LSTM(3, 5, batch_first=True), nn.Linear(3, 11), nn.Linear(5, 13)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+            found: list[Tensor] = []
+            handles = [
+                self.lstm.register_forward_pre_hook(lambda _, inputs: found.append(self.head(inputs[0]))),
+                self.lstm.register_forward_hook(lambda _, __, output: found.append(self.tail(output[0]))),
+            ]
+            try:
+                self.lstm(x)
+            finally:
+                for handle in handles:
+                    handle.remove()
+            return tuple(found)
+
+    cost = sk.count_cost(Hooked(), torch.zeros(2, 7, 3))
+    assert cost.flops_compact == 2 * 2 * 7 * (4 * 5 * (3 + 5) + 3 * 11 + 5 * 13)
+
+
+def test_a_recurrent_layer_may_be_called_by_keyword() -> None:
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm = nn.LSTM(3, 5, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.lstm(input=x)[0]
+
+    model = Named()
+    assert sk.count_cost(model, torch.zeros(2, 7, 3)).flops_compact == 2 * 2 * 7 * 4 * 5 * (3 + 5)
+    assert "forward" not in vars(model.lstm)
