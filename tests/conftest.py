@@ -5,10 +5,15 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import hypothesis
 import pytest
 import torch
 
 torch.set_num_threads(1)
+
+# A test says what must hold, not how fast the machine is.
+hypothesis.settings.register_profile("sparsekit", deadline=None)
+hypothesis.settings.load_profile("sparsekit")
 
 
 def pytest_configure(config: pytest.Config) -> None:
