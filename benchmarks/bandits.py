@@ -2,6 +2,7 @@
 
     python benchmarks/bandits.py measure SplitUCBV --seeds 40     adds to benchmarks/bandit_results.json
     python benchmarks/bandits.py measure VHCT --set held-out      the same for others; slow ones with fewer seeds
+    python benchmarks/bandits.py measure VHCT --set moved         where every seed has its maxima elsewhere
     python benchmarks/bandits.py table                            regret, mean and standard error, from that file
     python benchmarks/bandits.py time                             microseconds per ask + tell
     python benchmarks/bandits.py figure --out regret.png          regret against pulls
@@ -23,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from bandit_objectives import DRIFTING, HELD_OUT, OBJECTIVES, PYXAB, Objective
+from bandit_objectives import DRIFTING, HELD_OUT, MOVED, OBJECTIVES, PYXAB, Objective
 
 from sparsekit.bandit.base import Interval
 from sparsekit.bandit.make import make_bandit
@@ -32,7 +33,7 @@ from sparsekit.bandit.space import Box
 RESULTS = Path(__file__).parent / "bandit_results.json"
 HORIZONS = (100, 500, 1000)
 NOISE = 0.1
-SETS = {"pyxab": PYXAB, "held-out": HELD_OUT, "drifting": DRIFTING}
+SETS = {"pyxab": PYXAB, "held-out": HELD_OUT, "drifting": DRIFTING, "moved": MOVED}
 UNIT = Interval(0.0, 1.0)
 
 Play = tuple[Callable[[], list[float]], Callable[[float], None], Callable[[], list[float]]]
@@ -152,7 +153,7 @@ def noise(objective: str, seed: int, count: int) -> list[float]:
 
 def trace(name: str, title: str, seed: int, horizon: int, marks: tuple[int, ...]) -> list[tuple[float, float]]:
     """Cumulative regret and that of the recommended point after each of `marks` pulls; neither has noise in it."""
-    objective: Objective = OBJECTIVES[title]
+    objective: Objective = OBJECTIVES[title].placed(title, seed)
     ask, tell, recommend = player(name, objective.axes, horizon, seed)
     errors = noise(title, seed, horizon)
     total, found = 0.0, []

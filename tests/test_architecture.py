@@ -99,8 +99,8 @@ REGISTRIES = {
     "sparsekit/patterns": ("sparsekit.patterns", "registry", {"base"}),
     "sparsekit/bandit": (
         "sparsekit.bandit", "registry",
-        {"arms", "base", "cells", "field", "ledger", "make", "moves", "optuna", "plot", "posterior", "rule", "smoothness",
-         "space"},
+        {"arms", "base", "cells", "field", "ledger", "make", "moves", "optuna", "plot", "posterior", "rule", "space",
+         "watch"},
     ),
     "sparsekit_fl/methods": ("sparsekit_fl.methods", "registry", set()),
     "sparsekit_fl/datasets": (

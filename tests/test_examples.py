@@ -93,6 +93,7 @@ def test_tune_drifting(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
     found = re.findall(r"^  (.+?) +before the change .* after it ([\d.]+)", out, re.M)
     after = {name: float(lost) for name, lost in found}
     assert after["split-ucbv, discount 0.98"] < 0.6 * after["split-ucbv, no discount"]
+    assert after["split-ucbv, as it comes"] < 0.6 * after["split-ucbv, no discount"]
     assert after["e-ucb, discount 0.99"] < 0.6 * after["e-ucb, no discount"]
     assert after["split-ucbv, discount 0.98"] < 0.3 * after["p-ucbv"]
 

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from sparsekit.bandit.cells import Cells, Floats, Integers, grid, grown
 from sparsekit.bandit.posterior import Posterior
 from sparsekit.bandit.rule import Rule
+from sparsekit.bandit.watch import Watch
 from sparsekit.errors import InvalidValueError
 
 __all__ = ["Field"]
@@ -29,17 +30,18 @@ _EXACT = 0.01
 class Field:
     """Cells, arms and posterior of a `SplitUCBV`, in the unit cube. Arm k lies in cell k."""
 
-    def __init__(self, axes: int, *, discount: float, rng: np.random.Generator, rule: Rule | None = None) -> None:
+    def __init__(self, axes: int, *, discount: float | None, rng: np.random.Generator, rule: Rule | None = None) -> None:
         """Cut the cube into a few equal cells, in random order, each with an arm near its middle.
 
         Args:
             axes: Of the cube.
-            discount: Share of what is known that survives a reward, in (0, 1].
+            discount: Share of what is known that survives a reward, in (0, 1]; None: all of it until arms are seen to fall.
             rng: Draws the order and the arms.
             rule: The numbers of the model and the index.
         """
         self.rule = rule or Rule()
-        self.discount = discount
+        self.discount = 1.0 if discount is None else discount
+        self.watch = Watch(self.rule) if discount is None else None
         boxes = grid(self.rule.line if axes == 1 else self.rule.cube, axes)
         boxes = [boxes[place] for place in rng.permutation(len(boxes)).tolist()]
         self.begin = len(boxes)
@@ -218,10 +220,11 @@ class Field:
             self.told *= discount
             self.within *= discount
             self.replicates *= discount
-        had, mean = float(self.weights[arm]), float(self.rewards[arm])
+        had, mean, fallen = float(self.weights[arm]), float(self.rewards[arm]), False
         if self.pulls[arm]:
             self.repeats += 1.0
             if had > 0.0:
+                fallen = self._fallen(reward - mean, 1.0 / had + 1.0 / weight)
                 self.within += (reward - mean) ** 2 * had * weight / (had + weight)
                 # A mean that has faded is no better for it than it was, so its deviation tells less than its weight says.
                 self.replicates += 1.0 if discount == 1.0 else min(1.0, 2.0 * had / (had + weight))
@@ -236,6 +239,16 @@ class Field:
             self.first[arm] = place
         if self.posterior is not None:
             self.posterior.observe(arm, reward - self.posterior.level, self.noise / weight)
+        if fallen:
+            weights = self.weights[: self.cells.size]
+            np.minimum(weights, self.rule.faded, out=weights)
+            self.stale = True
+
+    def _fallen(self, surprise: float, share: float) -> bool:
+        """Whether arms have fallen, as one more repeated reward shows, whose surprise has that share of the noise."""
+        if self.watch is None or self.posterior is None or self.repeats < self.rule.settled:
+            return False
+        return self.watch.sees(surprise, self.noise * share)
 
     def miss(self, arm: int, weight: float) -> None:
         """Another point was executed in place of an arm: nothing is known of it, yet it is proposed as if it had been told.
@@ -284,6 +297,7 @@ class Field:
             "cells": self.cells.state_dict(),
             "arms": {name: getattr(self, name)[:size].tolist() for name in _ARRAYS},
             "sums": {name: getattr(self, name) for name in _SUMS},
+            "fall": None if self.watch is None else self.watch.fall,
             "stale": self.stale,
             "distinct": self.distinct,
             "beside": self.beside.tolist(),
@@ -292,7 +306,7 @@ class Field:
         }
 
     @classmethod
-    def from_state(cls, state: Mapping[str, Any], axes: int, *, discount: float, rule: Rule | None = None) -> Field:
+    def from_state(cls, state: Mapping[str, Any], axes: int, *, discount: float | None, rule: Rule | None = None) -> Field:
         """The field that `state_dict` described, to the bit.
 
         Raises:
@@ -311,6 +325,10 @@ class Field:
             setattr(made, name, float(state["sums"][name]))
             if not 0.0 <= getattr(made, name) < math.inf:
                 raise InvalidValueError(f"{name} of a state must be finite and at least 0, got {state['sums'][name]!r}")
+        if made.watch is not None:
+            made.watch.fall = float(state["fall"])
+            if not 0.0 <= made.watch.fall <= made.rule.alarm:
+                raise InvalidValueError(f"fall of a state must lie in [0, {made.rule.alarm}], got {state['fall']!r}")
         made.stale, made.distinct = bool(state["stale"]), bool(state["distinct"])
         made.open = {int(id): int(arm) for id, arm in state["open"]}
         if not all(-1 <= arm < size for arm in made.open.values()):

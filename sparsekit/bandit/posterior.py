@@ -80,10 +80,11 @@ class Posterior:
         tied = self.variation[born]
         share = tied / (tied + own_variance + doubt)
         surprise = share * (own - above)
+        deepest = int(cells.depth[:size].max())
         self._learn(
-            int(cells.depth[:size].max()),
-            np.bincount(born, share, DEEPEST + 2).tolist(),
-            np.bincount(born, surprise * surprise, DEEPEST + 2).tolist(),
+            deepest,
+            np.bincount(born, share, deepest + 3).tolist(),
+            np.bincount(born, surprise * surprise, deepest + 3).tolist(),
             int(cells.depth[self.means[:size].argmax()]),
             math.log(max(told, 1.0)),
         )

@@ -29,6 +29,10 @@ class Rule:
         cube: The same on a box of two axes or more; rounded up to a grid.
         jitter: Width of the middle part of a cell from which its arm is drawn, as a share of the cell.
         refresh: All arms learn from one another after so many more rewards, as a share of those told.
+        allowance: k, a fall of rewards by less than so many deviations is none; see `Watch`.
+        alarm: h, the sum of falls from which on they are no chance.
+        faded: Rewards that each arm keeps then, at most.
+        settled: So many repeated rewards are waited for until falls are looked for.
         capacity: The largest number of cells.
     """
 
@@ -48,5 +52,9 @@ class Rule:
     line: int = 5
     cube: int = 6
     jitter: float = 0.2
-    refresh: float = 0.02
+    refresh: float = 0.04
+    allowance: float = 0.5
+    alarm: float = 10.0
+    faded: float = 0.05
+    settled: int = 8
     capacity: int = 2048

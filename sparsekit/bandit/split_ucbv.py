@@ -51,7 +51,7 @@ class SplitUCBV(Generic[Trial]):
 
     All is relative to the first rewards, so that adding to all of them or scaling them changes no proposal (but for rounding),
     and the horizon is not needed. All arms learn from one another when a new one has its first reward, and else when the
-    number of rewards has grown by a fiftieth: the time for a step hardly grows. At most 2048 cells are made. Where repeated
+    number of rewards has grown by a twenty-fifth: the time for a step hardly grows. At most 2048 cells are made. Where repeated
     rewards are equal to the last bit, hardly a point is tried again.
 
     | point | decision |
@@ -62,6 +62,7 @@ class SplitUCBV(Generic[Trial]):
     | `drop` | the part of the cell on that side of the value is never proposed again |
     | `cost` | the reward of a pull is gain / cost and counts with weight cost, so that Σ gain / Σ cost is maximised |
     | `discount` | f drifts: each reward told lets the share `discount` of what is known survive |
+    | no `discount` | a `Watch` looks for falling rewards; arms then keep a twentieth of a reward each |
     | NaN or infinity | is refused, and the pull stays open |
 
     Source: ours. After Bubeck, Munos, Stoltz, Szepesvári, "X-Armed Bandits", JMLR 2011 (optimism over a tree of cells, with a
@@ -73,17 +74,18 @@ class SplitUCBV(Generic[Trial]):
     """
 
     @overload
-    def __init__(self: SplitUCBV[Pull], space: Interval, *, rng: np.random.Generator, discount: float = ...) -> None: ...
+    def __init__(self: SplitUCBV[Pull], space: Interval, *, rng: np.random.Generator, discount: float | None = ...) -> None: ...
     @overload
-    def __init__(self: SplitUCBV[BoxPull], space: Box, *, rng: np.random.Generator, discount: float = ...) -> None: ...
-    def __init__(self, space: Interval | Box, *, rng: np.random.Generator, discount: float = 1.0) -> None:
+    def __init__(self: SplitUCBV[BoxPull], space: Box, *, rng: np.random.Generator, discount: float | None = ...) -> None: ...
+    def __init__(self, space: Interval | Box, *, rng: np.random.Generator, discount: float | None = None) -> None:
         """Cut the space into a few equal cells.
 
         Args:
             space: Where to search: an interval, whose pulls have a number as value, or a box, whose pulls map names to numbers.
             rng: Draws the arms within their cells.
             discount: What each reward multiplies the knowledge of all earlier ones by, in (0, 1]; 1 if f stays as it is. As a
-                rule of thumb, 1 - 1 / (number of rewards over which f changes).
+                rule of thumb, 1 - 1 / (number of rewards over which f changes). `None`: nothing is forgotten until repeated
+                rewards fall below earlier ones of the same arm by more than chance; then, nearly all of them.
 
         Raises:
             InvalidValueError: one of these is not allowed.
@@ -91,9 +93,11 @@ class SplitUCBV(Generic[Trial]):
         if not isinstance(space, (Interval, Box)):
             raise InvalidValueError(f"space must be an Interval or a Box, got {space!r}; pass Interval(low, high)")
         self.space = space
-        self.discount = check_number(discount, "discount")
-        if not 0.0 < self.discount <= 1.0:
-            raise InvalidValueError(f"discount must be in (0, 1], got {discount!r}; 1 forgets nothing")
+        self.discount = None if discount is None else check_number(discount, "discount")
+        if self.discount is not None and not 0.0 < self.discount <= 1.0:
+            raise InvalidValueError(
+                f"discount must be in (0, 1], got {discount!r}; 1 forgets nothing, None only when rewards fall"
+            )
         self._rng = check_generator(rng)
         self._settings: dict[str, Any] = {"space": asdict(space), "discount": self.discount}
         self._axes = 1 if isinstance(space, Interval) else len(space.intervals)

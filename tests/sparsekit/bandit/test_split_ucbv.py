@@ -15,8 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparsekit.bandit.base import Interval, Pull
+from sparsekit.bandit.rule import Rule
 from sparsekit.bandit.space import Box, BoxPull
 from sparsekit.bandit.split_ucbv import SplitUCBV
+from sparsekit.bandit.watch import Watch
 from sparsekit.errors import InvalidValueError
 from sparsekit.testing.bandits import BanditContract, MakeBandit
 
@@ -218,6 +220,49 @@ def test_with_a_discount_it_follows_a_hill_that_jumps() -> None:
     play(bandit, lambda value: -abs(value - 0.25), 120)
     asked = play(bandit, lambda value: -abs(value - 0.8), 120, seed=1)
     assert np.mean([abs(value - 0.8) for value in asked[60:]]) < 0.15
+
+
+def test_without_a_discount_it_notices_that_the_hill_jumped() -> None:
+    bandit = SplitUCBV(UNIT, rng=np.random.default_rng(0))
+    play(bandit, lambda value: -abs(value - 0.25), 200)
+    asked = play(bandit, lambda value: -abs(value - 0.8), 200, seed=1)
+    assert np.mean([abs(value - 0.8) for value in asked[100:]]) < 0.15
+
+
+def test_a_discount_of_1_forgets_nothing() -> None:
+    bandit = SplitUCBV(UNIT, rng=np.random.default_rng(0), discount=1.0)
+    play(bandit, lambda value: -abs(value - 0.25), 200)
+    asked = play(bandit, lambda value: -abs(value - 0.8), 200, seed=1)
+    assert np.mean([abs(value - 0.8) for value in asked[100:]]) > 0.15
+
+
+def test_chance_is_no_fall() -> None:
+    """Of 100 runs of 300 steady rewards, at most two are taken for falls."""
+    fallen = 0
+    for seed in range(100):
+        rng, watch = np.random.default_rng(seed), Watch(Rule())
+        fallen += any(watch.sees(surprise, 1.0) for surprise in rng.normal(size=300).tolist())
+    assert fallen <= 2
+
+
+def test_a_fall_of_one_deviation_is_seen_within_eighty_rewards_and_an_outlier_is_none() -> None:
+    for seed in range(20):
+        rng, watch = np.random.default_rng(seed), Watch(Rule())
+        assert any(watch.sees(surprise, 4.0) for surprise in rng.normal(-2.0, 2.0, size=80).tolist())
+    assert not Watch(Rule()).sees(-1e9, 1.0)
+
+
+def test_a_state_holds_what_was_seen_of_a_fall() -> None:
+    bandit = SplitUCBV(UNIT, rng=np.random.default_rng(0))
+    play(bandit, lambda value: -abs(value - 0.25), 60)
+    while bandit.state_dict()["field"]["fall"] == 0.0:
+        bandit.tell(bandit.ask(), -0.5)
+    state = bandit.state_dict()
+    restored = SplitUCBV(UNIT, rng=np.random.default_rng(1))
+    restored.load_state_dict(state)
+    assert restored.state_dict() == state
+    with pytest.raises(InvalidValueError, match="fall"):
+        restored.load_state_dict({**state, "field": {**state["field"], "fall": -1.0}})
 
 
 @given(rewards=st.lists(st.sampled_from([-1e100, -1e30, -1.0, 0.0, 1e-300, 0.5, 1.0, 1e12, 1e100]), max_size=30))
