@@ -148,7 +148,7 @@ def privacy(options: argparse.Namespace) -> list[dict[str, Any]]:
     settings = _settings(options)
     rows = []
     for noise in (None, *(float(text) for text in options.noise.split(","))):
-        changes = {} if noise is None else {"dp_clip": options.clip, "dp_noise": noise}
+        changes = {} if noise is None else {"dp_clip": options.clip, "dp_noise": noise, "dp_noise_seed": options.seed}
         result = _run("fedavg", 1.0, frozenset(), settings, **changes)
         row = {"noise": noise, "clip": None if noise is None else options.clip, "global": result.final.shared["accuracy"]}
         row.update({name: result.privacy.get(name) for name in ("epsilon", "epsilon_unamplified", "delta")})

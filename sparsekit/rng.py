@@ -14,7 +14,7 @@ from sparsekit.errors import InvalidValueError
 __all__ = ["Streams", "torch_generator", "torch_scope"]
 
 # The first number of a spawn key says what the stream is for; the values are part of the file format of results.
-_MODEL, _DATA, _SERVER, _CLIENT, _CAPABILITY, _NOISE = range(6)
+_MODEL, _DATA, _SERVER, _CLIENT, _CAPABILITY, _NOISE, _EVALUATION = range(7)
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,10 @@ class Streams:
     def noise(self, round: int, place: int) -> np.random.Generator:
         """For the noise on one entry of the model in a round; entries are numbered in the order of their sorted names."""
         return self._generator(_NOISE, round, place)
+
+    def evaluation(self, round: int) -> np.random.Generator:
+        """For who is scored after a round, where that is not everybody."""
+        return self._generator(_EVALUATION, round)
 
 
 def torch_generator(rng: np.random.Generator) -> torch.Generator:

@@ -114,7 +114,10 @@ class RunFolder:
             self._refuse_changes(meta["run"])
             state = {name[6:]: tensor for name, tensor in tensors.items() if name.startswith("state:")}
             server = ServerState(
-                int(meta["round"]), {name: state[name] for name in meta["names"]}, unflatten(tensors, meta["memory"])
+                int(meta["round"]),
+                {name: state[name] for name in meta["names"]},
+                unflatten(tensors, meta["memory"]),
+                meta.get("noise_seed"),
             )
             versions = {int(client_id): int(round) for client_id, round in meta["versions"].items()}
             return Saved(server, versions, self._truncated(int(meta["rounds_bytes"]), server.round))
@@ -158,6 +161,7 @@ class RunFolder:
             "memory": skeleton,
             "versions": {str(client_id): round for client_id, round in versions.items()},
             "rounds_bytes": self._rounds.stat().st_size,
+            **({} if server.noise_seed is None else {"noise_seed": server.noise_seed}),
         }
         state = {f"state:{name}": tensor for name, tensor in server.state.items()}
         write_atomically(self._checkpoint, pack({**tensors, **state}, meta))

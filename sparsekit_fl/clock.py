@@ -41,4 +41,5 @@ def round_cost(costs: Iterable[WorkCost], *, wall_seconds: float, seconds: float
         downlink_bytes=total.downlink_bytes,
         seconds=max((cost.seconds for cost in costs), default=0.0) if seconds is None else seconds,
         wall_seconds=wall_seconds,
+        memory_bytes=total.memory_bytes,
     )

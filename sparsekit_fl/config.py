@@ -33,7 +33,17 @@ Upload = Literal["float32", "bfloat16"]
 UPLOADS: tuple[str, ...] = get_args(Upload)
 """What changes are sent as."""
 
-_LATER = ("aggregation", "trim_share", "clip_norm", "dp_clip", "dp_noise", "dp_delta", "upload")
+_LATER = (
+    "eval_clients",
+    "aggregation",
+    "trim_share",
+    "clip_norm",
+    "dp_clip",
+    "dp_noise",
+    "dp_delta",
+    "dp_noise_seed",
+    "upload",
+)
 
 
 def _choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
@@ -93,7 +103,9 @@ class RunConfig:
         clients_per_round: Size of the cohort, C; at most the number of clients.
         training: How a client trains.
         seed: Of all random numbers.
-        eval_every: Evaluate all clients each so many rounds, and after the last.
+        eval_every: Evaluate clients each so many rounds, and after the last.
+        eval_clients: How many are evaluated before the last round, drawn for each; None, or more than there are: all. After
+            the last round it is always all.
         device: Where clients train: "cpu", "cuda", "cuda:0", …
         capability: "fixed": each client's level is drawn once; "dynamic": redrawn every round.
         capability_levels: Levels to draw `Capability.ratio` from, uniformly; None keeps each client's own capability.
@@ -107,6 +119,8 @@ class RunConfig:
         dp_clip: Client-level differential privacy: largest norm of a client's change; see `privacy`. None: no privacy.
         dp_noise: Noise multiplier, the noise's standard deviation over `dp_clip`; given with it.
         dp_delta: δ; None takes 1e-5, or K^-1.1 for K clients where that is less.
+        dp_noise_seed: Of the noise, for runs that must repeat; it is written into the result, and whoever knows it can take
+            the noise off. None draws a secret one from the operating system. Clients get neither.
         upload: "bfloat16" rounds the floating-point changes that go up to 16 bits; "float32" sends them as they are.
     """
 
@@ -115,6 +129,7 @@ class RunConfig:
     training: TrainingConfig = field(default_factory=TrainingConfig)
     seed: int = 0
     eval_every: int = 10
+    eval_clients: int | None = None
     device: str = "cpu"
     capability: Literal["fixed", "dynamic"] = "fixed"
     capability_levels: tuple[float, ...] | None = None
@@ -126,6 +141,7 @@ class RunConfig:
     dp_clip: float | None = None
     dp_noise: float | None = None
     dp_delta: float | None = None
+    dp_noise_seed: int | None = None
     upload: Upload = "float32"
 
     def __post_init__(self) -> None:
@@ -133,6 +149,8 @@ class RunConfig:
         _integer("clients_per_round", self.clients_per_round, 1)
         _integer("seed", self.seed, 0)
         _integer("eval_every", self.eval_every, 1)
+        if self.eval_clients is not None:
+            _integer("eval_clients", self.eval_clients, 1)
         _number("lr_decay", self.lr_decay, 0.0, open_low=True, high=1.0)
         if not isinstance(self.training, TrainingConfig):
             raise InvalidValueError(f"training must be a TrainingConfig, got {type(self.training).__name__}")
@@ -168,7 +186,7 @@ class RunConfig:
 
     def _check_privacy(self) -> None:
         if self.dp_clip is None:
-            for name in ("dp_noise", "dp_delta"):
+            for name in ("dp_noise", "dp_delta", "dp_noise_seed"):
                 if getattr(self, name) is not None:
                     raise InvalidValueError(f"{name} needs dp_clip, the largest norm of a client's change")
             return
@@ -180,6 +198,8 @@ class RunConfig:
             _number("dp_delta", self.dp_delta, 0.0, open_low=True)
             if self.dp_delta >= 1.0:
                 raise InvalidValueError(f"dp_delta must be in (0, 1), got {self.dp_delta!r}")
+        if self.dp_noise_seed is not None:
+            _integer("dp_noise_seed", self.dp_noise_seed, 0)
         if self.aggregation != "mean":
             raise InvalidValueError(
                 f"dp_clip needs aggregation 'mean', got {self.aggregation!r}: one client can move a trimmed mean or a median by"

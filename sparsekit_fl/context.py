@@ -130,6 +130,12 @@ class Setup:
         """Keys of the state that travel, in the order of the state."""
         return [name for name in self.initial if self.method.share.is_shared(name, self.graph)]
 
+    def for_clients(self) -> Setup:
+        """The same without what the server keeps to itself: the seed of a private run's noise."""
+        if self.config.dp_noise_seed is None:
+            return self
+        return dataclasses.replace(self, config=dataclasses.replace(self.config, dp_noise_seed=None))
+
     def training(self, round: int) -> TrainingConfig:
         """Options of training with the learning rate of this round."""
         factor = self.config.lr_decay ** (round - 1)

@@ -51,6 +51,8 @@ class WorkCost:
         downlink_bytes: Serialised assignments.
         seconds: Simulated, from `Capability`; of one client: its own, of a round: its slowest client's.
         wall_seconds: Measured here.
+        memory_bytes: Memories of clients that travel to them and back when they train, beside assignments and updates: none
+            where each client keeps its own. Counted by the server, and by no simulated second.
 
     Source: the row-mask convention is that of Xue et al., ICDE 2025 (arXiv 2412.07216), Table I.
     """
@@ -61,6 +63,7 @@ class WorkCost:
     downlink_bytes: int = 0
     seconds: float = 0.0
     wall_seconds: float = 0.0
+    memory_bytes: int = 0
 
     def __add__(self, other: WorkCost) -> WorkCost:
         return WorkCost(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in dataclasses.fields(self)})

@@ -1,13 +1,15 @@
 """Client-level differential privacy of the global models: clip each client's change, add Gaussian noise, account for both.
 
 What is protected is whether a client took part with all its data: two data sets are neighbours where one client's changes are
-absent from one of them. What is released is the sequence of global models. The noise is drawn from the run's seed, so that a
-run can be repeated and resumed; whoever knows the seed can take the noise off again, so it must stay with the server.
+absent from one of them. What is released is the sequence of global models. The noise has a seed of its own, as the run's seed
+is known to the clients: whoever knows the noise seed can take the noise off again. It is drawn once a run by the operating
+system and stays with the server and its checkpoint, so that a resumed run goes on to the same bits.
 """
 
 from __future__ import annotations
 
 import math
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -31,13 +33,27 @@ from sparsekit_fl.policies.sampling import SamplingPolicy
 if TYPE_CHECKING:
     from sparsekit_fl.method import Method
 
-__all__ = ["NoisyMean", "PrivacySpent", "check_private", "epsilon_of", "noisy_mean", "privacy_line", "privacy_of"]
+__all__ = [
+    "NoisyMean",
+    "PrivacySpent",
+    "check_private",
+    "epsilon_of",
+    "noise_seed_of",
+    "noisy_mean",
+    "privacy_line",
+    "privacy_of",
+]
+
+# As many as NumPy's generators take in.
+_SECRET_BITS = 128
 
 _ASSUMES = (
     "The sampling of clients is accounted for as if each took part in a round by an independent coin of probability"
     " sampling_rate (Poisson sampling); the run draws a cohort of fixed size without replacement, for which this is customary"
-    " and not proven. epsilon_unamplified needs no such assumption. Both protect the sequence of global models alone, from"
-    " those who do not know the seed: not the losses and scores of this file, nor the models that clients deploy."
+    " and not proven. Whoever knows the seed of the run, as clients do, knows who was sampled. epsilon_unamplified needs no"
+    " assumption on the sampling. Both protect the sequence of global models alone, from those who do not know the seed of the"
+    " noise, which is in the checkpoint, and in this file where dp_noise_seed gave it: not the losses and scores of this file,"
+    " nor the models that clients deploy."
 )
 
 
@@ -58,7 +74,7 @@ class NoisyMean(Rule):
         clip: C.
         noise: z.
         expected: Clients that were asked for.
-        streams: Of the run.
+        streams: Of the noise alone; those of the run are known to the clients.
         round: Which.
 
     Source: McMahan, Ramage, Talwar, Zhang: Learning Differentially Private Recurrent Language Models, ICLR 2018, whose
@@ -226,11 +242,25 @@ def privacy_of(config: RunConfig, clients: int) -> PrivacySpent | None:
     )
 
 
-def noisy_mean(config: RunConfig, round: int) -> NoisyMean | None:
-    """The rule of one round; None where the run is not private."""
+def noise_seed_of(config: RunConfig) -> int | None:
+    """The seed of a new run's noise: the one that was asked for, or a secret; None where the run is not private."""
+    if config.dp_clip is None:
+        return None
+    return secrets.randbits(_SECRET_BITS) if config.dp_noise_seed is None else config.dp_noise_seed
+
+
+def noisy_mean(config: RunConfig, round: int, *, noise_seed: int | None) -> NoisyMean | None:
+    """The rule of one round; None where the run is not private.
+
+    Args:
+        config: The options.
+        round: Which.
+        noise_seed: From `noise_seed_of`, the same for all rounds.
+    """
     if config.dp_clip is None or config.dp_noise is None:
         return None
-    streams, expected = Streams(config.seed), config.clients_per_round
+    assert noise_seed is not None, "a private run has a noise seed"
+    streams, expected = Streams(noise_seed), config.clients_per_round
     return NoisyMean(clip=config.dp_clip, noise=config.dp_noise, expected=expected, streams=streams, round=round)
 
 

@@ -56,6 +56,8 @@ def _cost_dict(cost: WorkCost) -> dict[str, Any]:
         "downlink_bytes": cost.downlink_bytes,
         "simulated_seconds": cost.seconds,
         "wall_seconds": cost.wall_seconds,
+        # Only where memories travelled.
+        **({"memory_bytes": cost.memory_bytes} if cost.memory_bytes else {}),
     }
 
 
@@ -76,36 +78,51 @@ def plain(value: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class RoundScores:
-    """Means over all clients, each on its own data.
+    """Means over the clients that were scored, each on its own data.
 
     Args:
         personal: Of the personal models on test data.
         validation: Of the personal models on validation data.
         shared: Of the global model on test data; None where not asked for.
+        clients: How many were scored, in a run that scores a sample; None where it scores all.
     """
 
     personal: Mapping[str, float]
     validation: Mapping[str, float]
     shared: Mapping[str, float] | None = None
+    clients: int | None = None
 
     @staticmethod
-    def of(evaluations: Sequence[Evaluation]) -> RoundScores:
-        """The means over clients."""
+    def of(evaluations: Sequence[Evaluation], *, sampled: bool = False) -> RoundScores:
+        """The means over clients.
+
+        Args:
+            evaluations: One per client.
+            sampled: Say of how many.
+        """
         shared = [evaluation.shared for evaluation in evaluations if evaluation.shared is not None]
         return RoundScores(
             personal=mean_scores([evaluation.personal for evaluation in evaluations]),
             validation=mean_scores([evaluation.validation for evaluation in evaluations]),
             shared=mean_scores(shared) if shared else None,
+            clients=len(evaluations) if sampled else None,
         )
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
-        return {"personal": dict(self.personal), "validation": dict(self.validation), "global": plain(self.shared)}
+        return {
+            "personal": dict(self.personal),
+            "validation": dict(self.validation),
+            "global": plain(self.shared),
+            **({} if self.clients is None else {"clients": self.clients}),
+        }
 
     @staticmethod
     def from_dict(raw: Mapping[str, Any]) -> RoundScores:
         """The inverse of `to_dict`."""
-        return RoundScores(personal=raw["personal"], validation=raw["validation"], shared=raw["global"])
+        return RoundScores(
+            personal=raw["personal"], validation=raw["validation"], shared=raw["global"], clients=raw.get("clients")
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +138,7 @@ class RoundRecord:
         ratios: Client id → executed ratio.
         cost: Of the run so far.
         seconds: Simulated, of this round.
-        evaluation: Means over all clients, where this round was evaluated.
+        evaluation: Means over all clients or a sample, where this round was evaluated.
         notes: What else a reader should know, such as a client whose memory was lost.
     """
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from sparsekit.errors import InvalidValueError
+from sparsekit.rng import Streams
 from sparsekit.state import digest
 from sparsekit.units.graph import UnitGraph
 from sparsekit_fl.checkpoint import RunFolder, describe_run
@@ -107,7 +108,7 @@ def run(
         store = ClientStore(Path(base) / "clients", durable=folder is not None)
         loop = _Loop(setup, roster, store, folder, observers, experiment, resume=resume)
         try:
-            return engine.run(loop.run, setup=setup, clients=roster, store=store)
+            return engine.run(loop.run, setup=setup.for_clients(), clients=roster, store=store)
         except KeyboardInterrupt:
             raise RunInterrupted(
                 f"stopped by the user after round {loop.server.state.round} of {config.rounds}; {loop.hint}"
@@ -212,6 +213,7 @@ class _Loop:
         for one in attempts:
             done = [reply.update.cost for reply in one.replies if reply.update is not None]
             cost += round_cost(done, wall_seconds=0.0, seconds=one.absorbed.seconds)
+            cost += WorkCost(memory_bytes=sum(reply.memory_bytes for reply in one.replies))
         cost = replace(cost, wall_seconds=time.perf_counter() - began)
         record = RoundRecord(
             round=round,
@@ -222,7 +224,7 @@ class _Loop:
             ratios={update.client_id: update.ratio for update in absorbed.updates},
             cost=self._cost + cost,
             seconds=cost.seconds,
-            evaluation=None if evaluations is None else RoundScores.of(evaluations),
+            evaluation=None if evaluations is None else RoundScores.of(evaluations, sampled=self._samples),
             notes=(
                 *(f"repeated, since {one.text(self._needed(assignments))}" for one in attempts[:-1]),
                 *(reply.note for reply in replies if reply.note),
@@ -278,7 +280,7 @@ class _Loop:
         return stale
 
     def _evaluate(self, pool: ClientPool, round: int) -> tuple[list[Evaluation], list[str]]:
-        """Scores, and a text for each client that could not be scored.
+        """Scores of all clients or of a sample, of all after the last round; and a text for each that could not be scored.
 
         Raises:
             ClientError: none could.
@@ -290,7 +292,7 @@ class _Loop:
         unscored: list[str] = []
         for evaluation in pool.evaluate(
             self.server.shared(),
-            list(self._clients),
+            list(self._clients) if last else self._scored(round),
             self._versions,
             round=round,
             with_shared=last,
@@ -298,16 +300,36 @@ class _Loop:
         ):
             if isinstance(evaluation, Unscored):
                 unscored.append(f"client {evaluation.client_id} was not scored: {evaluation.reason}")
-                _log.warning("after round %d %s", round, unscored[-1])
                 continue
             for observer in self._observers:
                 observer.on_evaluation(round, evaluation.client_id, evaluation)
             found.append(evaluation)
+        if unscored:
+            more = f"; and {len(unscored) - _MOST_REASONS} clients more" if len(unscored) > _MOST_REASONS else ""
+            _log.warning(
+                "after round %d, %d clients were not scored: %s%s",
+                round,
+                len(unscored),
+                "; ".join(unscored[:_MOST_REASONS]),
+                more,
+            )
         if not found:
             raise ClientError(
                 f"no client could be scored after round {round}: {'; '.join(unscored[:_MOST_REASONS])}; {self.hint}"
             )
         return found, unscored
+
+    @property
+    def _samples(self) -> bool:
+        return self.setup.config.eval_clients is not None
+
+    def _scored(self, round: int) -> list[int]:
+        """Whom to score before the last round; drawn from seed and round, so that it is the same for any engine and method."""
+        ids, most = list(self._clients), self.setup.config.eval_clients
+        if most is None or most >= len(ids):
+            return ids
+        places = Streams(self.setup.config.seed).evaluation(round).choice(len(ids), size=most, replace=False)
+        return [ids[place] for place in sorted(places)]
 
     def _finish(self, pool: ClientPool, evaluations: Sequence[Evaluation]) -> RunResult:
         # A worker that outlived a killed run may have written once more after this one began.

@@ -19,7 +19,7 @@ from sparsekit_fl.errors import UpdateError
 from sparsekit_fl.messages import Assignment, Update
 from sparsekit_fl.packing import upload_dtype
 from sparsekit_fl.policies.robust import make_rule
-from sparsekit_fl.privacy import check_private, noisy_mean, privacy_of
+from sparsekit_fl.privacy import check_private, noise_seed_of, noisy_mean, privacy_of
 from sparsekit_fl.sparse import Kept
 
 __all__ = ["Absorbed", "Server", "ServerState", "check_update"]
@@ -36,11 +36,13 @@ class ServerState:
         round: The last finished round.
         state: The whole dense global state; entries that are not shared stay as they were at first.
         memory: Kind of policy → its memory.
+        noise_seed: Of a private run; known to the server alone.
     """
 
     round: int
     state: dict[str, Tensor]
     memory: Memory = field(default_factory=dict)
+    noise_seed: int | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,14 +90,16 @@ def check_update(update: Update, assignment: Assignment, ctx: ServerContext, *, 
         strange = sorted(set(update.delta) ^ set(ctx.state))[:5]
         raise UpdateError(f"{who} must hold exactly the shared entries; missing or unknown: {strange}")
     kept = Kept(ctx.graph, update.mask)
-    for name, delta in update.delta.items():
+    # Entries come in any order, but what is said of an update must not depend on it, nor so on the engine.
+    changes = {name: update.delta[name] for name in ctx.state}
+    for name, delta in changes.items():
         dtype = upload_dtype(ctx.state[name].dtype, upload)
         if delta.dtype != dtype or tuple(delta.shape) != kept.shape(name):
             raise UpdateError(f"{who} has {name!r} as {delta.dtype} {tuple(delta.shape)}, expected {dtype} {kept.shape(name)}")
-    for name, tensor in (*update.delta.items(), *update.extra.items()):
+    for name, tensor in (*changes.items(), *sorted(update.extra.items())):
         if (tensor.is_floating_point() or tensor.is_complex()) and not bool(torch.isfinite(tensor).all()):
             raise UpdateError(f"{who} has values in {name!r} that are not finite; a lower learning rate or clipping may help")
-    for name, delta in update.delta.items():
+    for name, delta in changes.items():
         _check_change(who, name, delta, kept.gather(name, ctx.state[name]))
     for name, value in update.metrics.items():
         if not abs(value) < float("inf"):
@@ -132,6 +136,8 @@ class Server:
     def __init__(self, setup: Setup, clients: Mapping[int, Client], state: ServerState | None = None) -> None:
         self.setup = setup
         self.state = state or ServerState(0, clone(setup.initial))
+        if self.state.noise_seed is None:
+            self.state.noise_seed = noise_seed_of(setup.config)
         self._clients = clients
         self._names = setup.shared_names()
         self._ctx: ServerContext | None = None
@@ -256,7 +262,7 @@ class Server:
         arrivals = method.sampling.arrivals(ctx.scoped("sampling"), valid)
         scoped = ctx.scoped("aggregate")
         acc = method.aggregate.init(scoped, ctx.state)
-        rule = noisy_mean(config, ctx.round) or make_rule(config)
+        rule = noisy_mean(config, ctx.round, noise_seed=self.state.noise_seed) or make_rule(config)
         if rule is not None:
             rule.begin(acc, [update for update, _ in arrivals], ctx.state)
             acc.rule = rule

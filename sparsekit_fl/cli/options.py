@@ -115,7 +115,14 @@ class RunOptions:
     ] = None
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:0. Default: cpu.", rich_help_panel=_HOW)] = None
     eval_every: Annotated[
-        int | None, typer.Option(help="Score all clients each so many rounds. Default: 10.", rich_help_panel=_HOW)
+        int | None, typer.Option(help="Score clients each so many rounds, and at the end. Default: 10.", rich_help_panel=_HOW)
+    ] = None
+    eval_clients: Annotated[
+        int | None,
+        typer.Option(
+            help="How many clients are scored before the end, drawn anew each time. Default: all. The end scores all.",
+            rich_help_panel=_HOW,
+        ),
     ] = None
     min_replies: Annotated[
         int | None,
@@ -150,6 +157,14 @@ class RunOptions:
     ] = None
     dp_delta: Annotated[
         float | None, typer.Option(help="δ. Default: 1e-5, or K^-1.1 for K clients if less.", rich_help_panel=_SAFE)
+    ] = None
+    dp_noise_seed: Annotated[
+        int | None,
+        typer.Option(
+            help="Seed of the noise, for runs that must repeat; keep it, and the result that holds it, secret."
+            " Default: drawn from the operating system.",
+            rich_help_panel=_SAFE,
+        ),
     ] = None
     upload: Annotated[
         str | None,
@@ -388,10 +403,11 @@ def _config(options: RunOptions, preset: Preset, clients: int) -> RunConfig:
         "capability": options.capability,
         "seed": options.seed,
         "eval_every": options.eval_every,
+        "eval_clients": options.eval_clients,
         "device": options.device,
         "min_replies": options.min_replies,
     }
-    same = ("aggregation", "trim_share", "clip_norm", "dp_clip", "dp_noise", "dp_delta", "upload")
+    same = ("aggregation", "trim_share", "clip_norm", "dp_clip", "dp_noise", "dp_delta", "dp_noise_seed", "upload")
     said.update({name: getattr(options, name) for name in same})
     values.update({name: value for name, value in said.items() if value is not None})
     config = RunConfig(training=training, capability_levels=_levels(options.heterogeneity, preset), **values)

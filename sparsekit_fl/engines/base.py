@@ -27,6 +27,7 @@ class Reply:
         error: Why it failed; None where it did not.
         stored: Whether a memory of this client was written for this round.
         note: What the record of the round should say of it; empty for nothing.
+        memory_bytes: Of its memory, where that travelled, there and back.
     """
 
     client_id: int
@@ -34,6 +35,7 @@ class Reply:
     error: Exception | None = None
     stored: bool = False
     note: str = ""
+    memory_bytes: int = 0
 
 
 @dataclass(frozen=True)

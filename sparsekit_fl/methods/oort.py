@@ -129,12 +129,14 @@ class GuidedSampling(SamplingPolicy):
         """The cohort: exploited, then explored clients; what is missing is drawn from all."""
         memory = ctx.memory
         tried: dict[str, Any] = memory.setdefault("tried", {})
-        seconds = _expected_seconds(ctx, tried)
+        # Once, since whoever looks at a client draws what it can do in this round.
+        roster = dict(ctx.roster)
+        seconds = _expected_seconds(roster, tried)
         preferred = self._preferred(memory, seconds)
         scores = self._scores(ctx.round, tried, preferred)
         fresh = {
             client_id: info.examples * self._late(seconds[client_id], preferred)
-            for client_id, info in ctx.roster.items()
+            for client_id, info in roster.items()
             if client_id not in scores
         }
         share = max(self.least, memory.get("exploration", self.exploration) * self.decay) if fresh else 0.0
@@ -143,7 +145,7 @@ class GuidedSampling(SamplingPolicy):
         explored = self._explore(fresh, min(ctx.cohort_size - len(exploited), len(fresh)), ctx.rng)
         memory["exploited"] = exploited
         cohort = [*exploited, *explored]
-        rest = [client_id for client_id in ctx.roster if client_id not in cohort]
+        rest = [client_id for client_id in roster if client_id not in cohort]
         missing = ctx.cohort_size - len(cohort)
         if missing > 0:
             cohort += [rest[int(place)] for place in ctx.rng.choice(len(rest), size=missing, replace=False)]
@@ -229,11 +231,11 @@ def _relative_time(info: ClientInfo) -> float:
     return info.examples / info.capability.flops_per_second
 
 
-def _expected_seconds(ctx: ServerContext, tried: Mapping[str, Any]) -> dict[int, float]:
+def _expected_seconds(roster: Mapping[int, ClientInfo], tried: Mapping[str, Any]) -> dict[int, float]:
     """Client id → what it took last time, or what its examples and speed let expect from what the tried ones took."""
     pace = float(np.mean([item["pace"] for item in tried.values()])) if tried else 1.0
     found = {}
-    for client_id, info in ctx.roster.items():
+    for client_id, info in roster.items():
         known = tried.get(str(client_id))
         found[client_id] = _relative_time(info) * pace if known is None else float(known["seconds"])
     return found

@@ -18,12 +18,12 @@ from sparsekit.rng import Streams
 from sparsekit.state import digest
 from sparsekit_fl.context import Setup, by_id
 from sparsekit_fl.engines.embedded import Embedded
-from sparsekit_fl.errors import RunInterrupted
+from sparsekit_fl.errors import ResumeError, RunInterrupted
 from sparsekit_fl.messages import Update
 from sparsekit_fl.method import Method
 from sparsekit_fl.methods import registry
 from sparsekit_fl.policies import CoverageMean, DeltaMean, SamplingPolicy, WeightedMean
-from sparsekit_fl.privacy import check_private, epsilon_of, privacy_line, privacy_of
+from sparsekit_fl.privacy import check_private, epsilon_of, noise_seed_of, privacy_line, privacy_of
 from sparsekit_fl.results import Observer
 from sparsekit_fl.runner import run
 from sparsekit_fl.server import Server
@@ -32,7 +32,8 @@ from sparsekit_fl.testing.tiny import tiny_clients, tiny_config, tiny_problem
 
 pytest.importorskip("opacus", reason="opacus is not installed; pip install 'sparsekit[privacy]'")
 
-PRIVATE = replace(tiny_config(), dp_clip=0.5, dp_noise=1.5)
+PRIVATE = replace(tiny_config(), dp_clip=0.5, dp_noise=1.5, dp_noise_seed=11)
+SECRET = replace(PRIVATE, dp_noise_seed=None)
 POLICIES = [WeightedMean(), DeltaMean(), CoverageMean(), CoverageMean("examples")]
 
 
@@ -59,7 +60,7 @@ def moved(server):
         before, after = server.setup.initial[name].double(), server.state.state[name].double()
         noise = np.zeros(tuple(before.shape))
         if server.setup.initial[name].is_floating_point():
-            noise = Streams(config.seed).noise(1, place).standard_normal(tuple(before.shape))
+            noise = Streams(config.dp_noise_seed).noise(1, place).standard_normal(tuple(before.shape))
         result[name] = (after - before) * config.clients_per_round - config.dp_noise * config.dp_clip * torch.as_tensor(noise)
     return result
 
@@ -219,6 +220,8 @@ def test_a_policy_says_itself_that_it_learns_apart():
         ({"dp_clip": 1.0}, "dp_clip needs dp_noise"),
         ({"dp_noise": 1.0}, "dp_noise needs dp_clip"),
         ({"dp_delta": 1e-5}, "dp_delta needs dp_clip"),
+        ({"dp_noise_seed": 1}, "dp_noise_seed needs dp_clip"),
+        ({"dp_clip": 1.0, "dp_noise": 1.0, "dp_noise_seed": -1}, "dp_noise_seed must be an integer >= 0"),
         ({"dp_clip": 0.0, "dp_noise": 1.0}, "dp_clip must be > 0"),
         ({"dp_clip": 1.0, "dp_noise": 0.0}, "dp_noise must be > 0"),
         ({"dp_clip": 1.0, "dp_noise": 1.0, "dp_delta": 1.0}, r"dp_delta must be in \(0, 1\)"),
@@ -246,10 +249,70 @@ def test_opacus_is_imported_only_where_privacy_is_asked_for():
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
-def test_the_model_of_a_private_run_is_the_same_for_equal_seeds_alone():
-    digests = set()
-    for seed in (3, 3, 4):
-        server = make_server(WeightedMean(), replace(PRIVATE, seed=seed))
-        server.absorb([update_of(server, assignment, 0.0) for assignment in server.assign(1)])
-        digests.add(digest(server.state.state))
-    assert len(digests) == 2
+def after_one_round(config):
+    server = make_server(WeightedMean(), config)
+    server.absorb([update_of(server, assignment, 0.0) for assignment in server.assign(1)])
+    return server.state.state
+
+
+def test_the_model_of_a_private_run_is_the_same_for_equal_seeds_of_the_noise_alone():
+    digests = [digest(after_one_round(replace(PRIVATE, dp_noise_seed=seed))) for seed in (11, 11, 12)]
+    assert digests[0] == digests[1] != digests[2]
+
+
+def test_who_knows_the_seed_of_the_run_cannot_take_the_noise_off():
+    # Updates of zeros: whatever moved is noise.
+    initial = make_server(WeightedMean(), SECRET).setup.initial
+    place = sorted(initial).index("last.weight")
+    moved = [after_one_round(SECRET)["last.weight"] - initial["last.weight"] for _ in range(2)]
+    guess = 1.5 * 0.5 / 4 * torch.as_tensor(Streams(SECRET.seed).noise(1, place).standard_normal((3, 8)))
+    assert not torch.allclose(moved[0], moved[1], atol=1e-2)
+    assert not torch.allclose(moved[0].double(), guess, atol=1e-2)
+    known = replace(SECRET, dp_noise_seed=SECRET.seed)
+    assert torch.allclose((after_one_round(known)["last.weight"] - initial["last.weight"]).double(), guess, atol=1e-6)
+
+
+def test_the_secret_has_all_the_bits_that_generators_take_in():
+    seeds = [noise_seed_of(SECRET) for _ in range(64)]
+    assert len(set(seeds)) == 64
+    assert max(seeds).bit_length() > 120
+    assert noise_seed_of(PRIVATE) == 11
+    assert noise_seed_of(tiny_config()) is None
+
+
+class Spy(Embedded):
+    """Keeps what an engine is given for clients."""
+
+    def run(self, rounds, *, setup, clients, store):
+        self.given = setup
+        return super().run(rounds, setup=setup, clients=clients, store=store)
+
+
+@pytest.mark.parametrize("config", [PRIVATE, SECRET], ids=["given", "drawn"])
+def test_no_engine_is_told_the_seed_of_the_noise(config):
+    spy = Spy()
+    result = run(registry["fedavg"](), tiny_problem(), tiny_clients(), replace(config, rounds=1), engine=spy)
+    assert spy.given.config == replace(SECRET, rounds=1)
+    assert result.to_dict()["config"].get("dp_noise_seed") == config.dp_noise_seed
+
+
+def test_a_secret_seed_is_in_the_checkpoint_alone_and_a_resumed_run_goes_on_with_it(tmp_path, monkeypatch):
+    problem, clients, secret = tiny_problem(), tiny_clients(), 2**127 + 12345
+    monkeypatch.setattr("secrets.randbits", lambda bits: secret)
+    whole = run(registry["fedavg"](), problem, clients, SECRET)
+    with pytest.raises(RunInterrupted):
+        run(registry["fedavg"](), problem, clients, SECRET, observers=[Stop()], out=tmp_path)
+    monkeypatch.setattr("secrets.randbits", lambda bits: secret + 1)
+    resumed = run(registry["fedavg"](), problem, clients, SECRET, out=tmp_path, resume=True)
+    assert resumed.final.state_sha256 == whole.final.state_sha256
+    assert run(registry["fedavg"](), problem, clients, SECRET).final.state_sha256 != whole.final.state_sha256
+    holders = [path.name for path in tmp_path.rglob("*") if path.is_file() and str(secret).encode() in path.read_bytes()]
+    assert holders == ["checkpoint.safetensors"]
+
+
+def test_a_resumed_run_with_another_seed_of_the_noise_is_refused(tmp_path):
+    problem, clients = tiny_problem(), tiny_clients()
+    with pytest.raises(RunInterrupted):
+        run(registry["fedavg"](), problem, clients, PRIVATE, observers=[Stop()], out=tmp_path)
+    with pytest.raises(ResumeError, match="dp_noise_seed: was 11, now 12"):
+        run(registry["fedavg"](), problem, clients, replace(PRIVATE, dp_noise_seed=12), out=tmp_path, resume=True)

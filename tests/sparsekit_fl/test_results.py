@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from sparsekit_fl.messages import WorkCost
+from sparsekit_fl.messages import Evaluation, WorkCost
 from sparsekit_fl.results import RoundRecord, RoundScores, mean_scores, plain
 
 
@@ -31,3 +31,12 @@ def test_a_record_comes_back_equal():
         evaluation=RoundScores(personal={"loss": 1.0}, validation={}, shared={"loss": 2.0}),
     )
     assert RoundRecord.from_dict(plain(record.to_dict())) == record
+    assert set(plain(record.to_dict())["evaluation"]) == {"personal", "validation", "global"}
+
+
+def test_scores_of_a_sample_say_of_how_many_clients_they_are():
+    evaluations = [Evaluation(client_id=id, examples=2, personal={"accuracy": (1.0, 2.0)}) for id in (4, 7)]
+    scores = RoundScores.of(evaluations, sampled=True)
+    assert scores.to_dict()["clients"] == 2
+    assert RoundScores.from_dict(scores.to_dict()) == scores
+    assert RoundScores.of(evaluations).clients is None

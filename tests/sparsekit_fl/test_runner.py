@@ -25,7 +25,7 @@ from sparsekit_fl.data import TensorData
 from sparsekit_fl.engines.embedded import Embedded
 from sparsekit_fl.errors import ClientError, ResumeError, RunInterrupted, UpdateError
 from sparsekit_fl.method import Method
-from sparsekit_fl.methods import fedavg
+from sparsekit_fl.methods import fedavg, fedlps, local
 from sparsekit_fl.packing import unpack
 from sparsekit_fl.problem import Problem
 from sparsekit_fl.results import Observer, RoundRecord
@@ -82,6 +82,41 @@ def test_rounds_are_evaluated_as_often_as_asked_and_at_the_end():
     assert result.rounds[4].evaluation.shared == result.final.shared
     mean = sum(score.personal["accuracy"][0] / 12 for score in result.final.per_client) / 8
     assert result.final.personal["accuracy"] == pytest.approx(mean)
+
+
+class Scored(Observer):
+    def __init__(self):
+        self.by_round = {}
+
+    def on_evaluation(self, round, client_id, evaluation):
+        self.by_round.setdefault(round, []).append(client_id)
+
+
+def test_a_sample_of_clients_is_scored_before_the_end_and_everybody_at_the_end(tmp_path):
+    config = replace(tiny_config(rounds=6), eval_clients=3)
+    seen, others = Scored(), Scored()
+    result = run(fedlps(), tiny_problem(), tiny_clients(), config, observers=[seen], out=tmp_path)
+    whole = run(fedlps(), tiny_problem(), tiny_clients(), replace(config, eval_clients=None))
+    assert [len(seen.by_round[round]) for round in (2, 4, 6)] == [3, 3, 8]
+    assert seen.by_round[2] == sorted(set(seen.by_round[2])) != seen.by_round[4]
+    lines = [json.loads(line) for line in (tmp_path / "rounds.jsonl").read_text().splitlines()]
+    assert [line["evaluation"] and line["evaluation"]["clients"] for line in lines] == [None, 3, None, 3, None, 8]
+    # Scoring changes nothing, and what it scores is the same for any method.
+    assert result.final == whole.final
+    assert all("clients" not in (record["evaluation"] or {}) for record in whole.to_dict()["rounds"])
+    run(local(), tiny_problem(), tiny_clients(), config, observers=[others], engine=Embedded(2))
+    assert others.by_round == seen.by_round
+
+
+def test_a_sample_of_more_clients_than_there_are_is_all_of_them():
+    result = run(local(), tiny_problem(), tiny_clients(), replace(tiny_config(rounds=3), eval_clients=1000))
+    assert result.rounds[1].evaluation.clients == 8
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, True])
+def test_a_sample_of_no_clients_is_refused(value):
+    with pytest.raises(InvalidValueError, match="eval_clients must be an integer >= 1"):
+        replace(tiny_config(), eval_clients=value)
 
 
 def test_observers_see_everything_in_order():

@@ -83,6 +83,22 @@ def test_a_bad_update_is_refused_and_the_rest_counts(server, name):
     assert digest(server.state.state) == digest(alone.state.state)
 
 
+def test_what_is_said_of_a_bad_update_does_not_depend_on_the_order_of_its_entries(server):
+    (first, *_) = server.assign(1)
+    update = good(server, first)
+    bad = {
+        name: torch.full_like(tensor, float("nan")) if tensor.is_floating_point() else tensor
+        for name, tensor in update.delta.items()
+    }
+    reasons = []
+    for names in (list(bad), list(reversed(bad))):
+        extra = {name: torch.ones(1) for name in names}
+        absorbed = server.absorb([replace(update, delta={name: bad[name] for name in names}, extra=extra)])
+        reasons += [str(error) for _, error in absorbed.refused]
+    assert len(reasons) == 2
+    assert reasons[0] == reasons[1]
+
+
 def test_a_second_update_of_a_client_is_refused(server):
     first, *_ = server.assign(1)
     absorbed = server.absorb([good(server, first), good(server, first)])

@@ -20,6 +20,7 @@ from sparsekit_fl.client import Client
 from sparsekit_fl.context import Setup, one_thread
 from sparsekit_fl.engines.bench import Bench
 from sparsekit_fl.engines.flower.deployment import Deployment, Nodes
+from sparsekit_fl.engines.flower.introduction import described
 from sparsekit_fl.engines.flower.keep import NodeStore
 from sparsekit_fl.engines.flower.node import Node, make_app
 from sparsekit_fl.engines.flower.plan import Plan, client_ids
@@ -31,6 +32,9 @@ from sparsekit_fl.store import CarriedMemory, MemoryStore
 __all__ = ["client", "server"]
 
 _log = logging.getLogger("flwr")  # what Flower shows of an app
+
+# Of a round in the log; with thousands of clients there may be as many.
+_MOST_NOTES = 10
 
 _clients: dict[str, tuple[Setup, dict[int, Client]]] = {}
 
@@ -86,20 +90,7 @@ client: ClientApp = make_app(_node)
 def _introduce(message: Message, context: Context) -> Message:
     read(message)
     _, clients = _make(context)
-    about = [
-        {
-            "id": found.id,
-            "sizes": [len(found.data.train), len(found.data.val), len(found.data.test)],
-            "capability": [
-                found.capability.ratio,
-                found.capability.flops_per_second,
-                found.capability.uplink_bytes_per_second,
-                found.capability.downlink_bytes_per_second,
-            ],
-        }
-        for found in clients.values()
-    ]
-    return Message(content({"clients": about}), reply_to=message)
+    return Message(content({}, **described(clients.values())), reply_to=message)
 
 
 client.query()(_introduce)
@@ -115,8 +106,10 @@ class _Report(Observer):
             text += "".join(f", {name} {value:.4f}" for name, value in scores.personal.items())
         for client_id, reason in record.dropped:
             text += f"; without client {client_id}: {reason}"
-        for note in record.notes:
+        for note in record.notes[:_MOST_NOTES]:
             text += f"; {note}"
+        if len(record.notes) > _MOST_NOTES:
+            text += f"; and {len(record.notes) - _MOST_NOTES} notes more, in rounds.jsonl"
         _log.info(text)
 
 

@@ -5,18 +5,19 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from flwr.app import Message
 from flwr.serverapp import Grid
 
-from sparsekit.errors import DataError, SparsekitError
-from sparsekit_fl.client import Capability, Client, ClientData
+from sparsekit.errors import SparsekitError
+from sparsekit_fl.client import Client
 from sparsekit_fl.context import Setup, one_thread
 from sparsekit_fl.engines.base import ClientPool
+from sparsekit_fl.engines.flower.introduction import read_clients
 from sparsekit_fl.engines.flower.pool import GridPool
-from sparsekit_fl.engines.flower.wire import content, read
+from sparsekit_fl.engines.flower.wire import content
 from sparsekit_fl.errors import ClientError, WorkerDiedError
 from sparsekit_fl.results import RunResult
 from sparsekit_fl.store import ClientStore
@@ -26,7 +27,8 @@ __all__ = ["Deployment", "Nodes"]
 _log = logging.getLogger(__name__)
 _POLL_SECONDS = 0.5
 _QUERY_SECONDS = 120.0
-_MOST_CLIENTS = 100_000
+# Of a log line or a note; a node may have ten thousand clients.
+_MOST_NAMED = 20
 
 
 class Nodes:
@@ -77,13 +79,13 @@ class Nodes:
         """Look who is there now, and ask those who are new."""
         here = set(self.grid.get_node_ids())
         for node in [node for node in self._said if node not in here]:
-            lost = sorted(client_id for client_id, used in self._used.items() if used == node)
+            lost = [client_id for client_id, used in self._used.items() if used == node]
             del self._said[node]
             if lost:
-                self._tell(f"SuperNode {node} is gone, with the clients {lost}")
+                self._tell(f"SuperNode {node} is gone, with the clients {_named(lost)}")
         self._used = {client_id: node for client_id, node in self._used.items() if node in here}
         for node, clients in self._settle(self._ask(here - set(self._said))).items():
-            self._tell(f"SuperNode {node} came, with the clients {sorted(clients)}")
+            self._tell(f"SuperNode {node} came, with the clients {_named(clients)}")
 
     def news(self) -> list[str]:
         """What became of nodes since the last call."""
@@ -131,9 +133,11 @@ class Nodes:
                 self._used.update(dict.fromkeys(clients, node))
                 taken[node] = clients
         for node in new:
-            claimed = sorted(client_id for client_id in self._said[node] if self._used.get(client_id, node) != node)
+            claimed = [client_id for client_id in self._said[node] if self._used.get(client_id, node) != node]
             if claimed:
-                self._tell(f"SuperNode {node} is not used for now: it claims the clients {claimed}, which another node has")
+                self._tell(
+                    f"SuperNode {node} is not used for now: it claims the clients {_named(claimed)}, which another node has"
+                )
         return taken
 
     def _ask(self, nodes: Iterable[int]) -> list[int]:
@@ -159,37 +163,18 @@ class Nodes:
                 continue
             self._said[node] = {}
             try:
-                self._said[node] = _clients(answers[node])
+                self._said[node] = read_clients(answers[node])
             except SparsekitError as error:
                 self._tell(f"SuperNode {node} is not used: {error}")
         return [node for node in asked if node in answers]
 
 
-def _clients(message: Message) -> dict[int, Client]:
-    if message.has_error():
-        raise DataError(f"{message.error.reason} (Flower's error {message.error.code})")
-    header, _ = read(message, max_bytes=0)
-    listed = header.get("clients")
-    if not isinstance(listed, list) or not 0 < len(listed) <= _MOST_CLIENTS:
-        raise DataError("it names no clients")
-    clients = {}
-    for about in listed:
-        try:
-            client = _client(about)
-        except (KeyError, TypeError, ValueError) as error:
-            raise DataError(f"it describes a client badly: {error!r}") from error
-        clients[client.id] = client
-    if len(clients) != len(listed):
-        raise DataError("it names a client twice")
-    return clients
-
-
-def _client(about: Mapping[str, Any]) -> Client:
-    train, val, test = about["sizes"]
-    if any(isinstance(size, bool) or not isinstance(size, int) or not 0 < size < 2**40 for size in (train, val, test)):
-        raise ValueError(f"sizes {about['sizes']}")
-    data = ClientData(train=range(train), val=range(val), test=range(test))
-    return Client(id=about["id"], data=data, capability=Capability(*(float(value) for value in about["capability"])))
+def _named(ids: Iterable[int]) -> str:
+    """The clients as a list; of many, the first."""
+    found = sorted(ids)
+    if len(found) <= _MOST_NAMED:
+        return str(found)
+    return f"[{', '.join(map(str, found[:_MOST_NAMED]))}, …], {len(found):,} in all"
 
 
 class Deployment:

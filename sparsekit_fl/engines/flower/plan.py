@@ -31,7 +31,8 @@ class Plan:
         rounds: Server rounds.
         clients_per_round: Size of the cohort.
         seed: Of all random numbers.
-        eval_every: Score all clients each so many rounds.
+        eval_every: Score clients each so many rounds, and at the end.
+        eval_clients: How many are scored before the end; zero: all. The end scores all.
         local_epochs: Passes over a client's data per round.
         batch_size: Examples per step.
         lr: Learning rate.
@@ -47,7 +48,8 @@ class Plan:
         clip_norm: For "norm-clipped"; zero takes the round's median norm.
         dp_clip: Largest norm of a client's change, for privacy; zero: no privacy.
         dp_noise: Noise multiplier.
-        dp_delta: δ; zero: by the number of clients.
+        dp_delta: δ; zero: by the number of clients. The seed of the noise is no option here, as every node gets the options:
+            the server draws it.
         upload: What changes are sent as.
         memory: "nodes": each keeps the memories of its clients in its `state-dir`; "server": they travel.
     """
@@ -59,6 +61,7 @@ class Plan:
     clients_per_round: int = 0
     seed: int = 0
     eval_every: int = 0
+    eval_clients: int = 0
     local_epochs: int = 0
     batch_size: int = 0
     lr: float = 0.0
@@ -153,6 +156,7 @@ class Plan:
             training=training,
             seed=self.seed,
             eval_every=self.eval_every or 10,
+            eval_clients=self.eval_clients or None,
             min_replies=self.min_replies or None,
             aggregation=self.aggregation,
             trim_share=self.trim_share,

@@ -148,8 +148,9 @@ class GridPool:
     def map(self, assignments: Sequence[Assignment], versions: Versions) -> Iterator[Reply]:
         """Train; see `ClientPool.map`."""
         tasks = [self._train_task(assignment, versions.get(assignment.client_id)) for assignment in assignments]
-        for assignment, answer in zip(assignments, self._in_order(tasks), strict=True):
-            reply = self._reply(assignment, answer)
+        for assignment, task, answer in zip(assignments, tasks, self._in_order(tasks), strict=True):
+            travelled = sum(len(payloads.get("memory", b"")) for payloads in (task.payloads, answer.payloads))
+            reply = replace(self._reply(assignment, answer), memory_bytes=travelled)
             news = self._carrier.news()
             yield replace(reply, note="; ".join([*news, reply.note] if reply.note else news)) if news else reply
 

@@ -18,20 +18,25 @@ TINY = ["--rounds", "1", "--clients", "4", "--cohort", "3", "--local-epochs", "1
         (["--aggregation", "median"], {"aggregation": "median"}),
         (["--aggregation", "norm-clipped", "--clip-norm", "2"], {"aggregation": "norm-clipped", "clip_norm": 2.0}),
         (["--upload", "bfloat16"], {"upload": "bfloat16"}),
+        (["--eval-clients", "2"], {"eval_clients": 2}),
         ([], {}),
     ],
 )
 def test_an_option_is_in_the_result_where_it_is_not_the_default(given, expected, capsys):
     assert execute(["run", "fedavg", *TINY, *given, "--json"]) == 0
     config = json.loads(capsys.readouterr().out)["config"]
-    names = ("aggregation", "trim_share", "clip_norm", "dp_clip", "dp_noise", "dp_delta", "upload")
+    names = ("aggregation", "trim_share", "clip_norm", "dp_clip", "dp_noise", "dp_delta", "upload", "eval_clients")
     assert {name: config[name] for name in names if name in config} == expected
 
 
 def test_a_private_run_prints_what_it_spent_and_puts_it_into_the_result(tmp_path, capsys):
     pytest.importorskip("opacus", reason="opacus is not installed; pip install 'sparsekit[privacy]'")
-    assert execute(["run", "fedavg", *TINY, "--dp-clip", "1", "--dp-noise", "2", "--out", str(tmp_path)]) == 0
+    assert (
+        execute(["run", "fedavg", *TINY, "--dp-clip", "1", "--dp-noise", "2", "--dp-noise-seed", "7", "--out", str(tmp_path)])
+        == 0
+    )
     raw = json.loads((tmp_path / "result.json").read_text())
+    assert raw["config"]["dp_noise_seed"] == 7
     assert raw["privacy"]["epsilon"] > 0
     assert raw["privacy"]["delta"] == 1e-5
     printed = " ".join(capsys.readouterr().out.split())

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections.abc import Mapping
 
 import numpy as np
 import pytest
@@ -157,6 +159,34 @@ def test_the_local_training_is_fedavgs() -> None:
     assert ours.final.state_sha256 == reference.final.state_sha256
     assert ours.cost.flops_compact == reference.cost.flops_compact
     assert all(found["mean_squared_loss"] > 0 for found in metrics.all)
+
+
+class CountingRoster(Mapping):
+    """Knows how often each client was looked at, which in a run draws its capability."""
+
+    def __init__(self, roster) -> None:
+        self.roster = roster
+        self.looks = dict.fromkeys(roster, 0)
+
+    def __getitem__(self, client_id):
+        self.looks[client_id] += 1
+        return self.roster[client_id]
+
+    def __iter__(self):
+        return iter(self.roster)
+
+    def __len__(self):
+        return len(self.roster)
+
+
+def test_every_client_is_looked_at_once_a_round() -> None:
+    memory: dict = {}
+    for round in (1, 2, 3):
+        ctx = context(round, memory)
+        ctx = dataclasses.replace(ctx, roster=CountingRoster(ctx.roster))
+        GuidedSampling().sample(ctx)
+        assert set(ctx.roster.looks.values()) == {1}
+        GuidedSampling().observe(ctx, [answer(k) for k in range(6)])
 
 
 @pytest.mark.parametrize("options", [{"decay": 2.0}, {"percentile": 0.0}, {"window": 0.5}, {"pace_rounds": 0}])

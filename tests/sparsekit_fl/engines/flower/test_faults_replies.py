@@ -19,9 +19,11 @@ from flwr.supercore.task_identity import TaskIdentity
 
 from sparsekit.errors import InvalidValueError
 from sparsekit_fl.cli.options import Experiment, RunOptions
+from sparsekit_fl.client import Client, ClientData
 from sparsekit_fl.engines.base import Engine
 from sparsekit_fl.engines.embedded import Embedded
 from sparsekit_fl.engines.flower.deployment import Nodes
+from sparsekit_fl.engines.flower.introduction import described
 from sparsekit_fl.engines.flower.keep import NodeStore
 from sparsekit_fl.engines.flower.local_grid import InProcess
 from sparsekit_fl.engines.flower.plan import Plan
@@ -203,6 +205,24 @@ def test_a_client_that_cannot_be_scored_is_left_out_and_the_record_says_so() -> 
     assert result.rounds[1].evaluation != whole.rounds[1].evaluation
 
 
+def test_however_many_clients_cannot_be_scored_one_warning_says_how_many_and_names_the_first(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def fault(message: Message, reply: Message) -> Message:
+        task = read(message)[0]["tasks"][0]
+        return _gone(message) if task["task"] == "evaluate" and task["client"] != 3 else reply
+
+    result = _run(InProcess(fault=fault))
+    told = [record.getMessage() for record in caplog.records if "not scored" in record.getMessage()]
+    assert len(told) == 2  # after rounds 2 and 4
+    assert told[0].startswith("after round 2, 7 clients were not scored: client 0 was not scored: node unavailable")
+    assert told[0].endswith("; and 2 clients more")
+    assert "client 5 was" in told[0]
+    assert "client 6 was" not in told[0]
+    assert len(result.rounds[1].notes) == 7
+    assert [evaluation.client_id for evaluation in result.final.per_client] == [3]
+
+
 def test_a_run_in_which_no_client_can_be_scored_stops() -> None:
     def fault(message: Message, reply: Message) -> Message:
         return _gone(message) if read(message)[0]["tasks"][0]["task"] == "evaluate" else reply
@@ -290,8 +310,9 @@ class _FakeGrid:
             node = message.metadata.dst_node_id
             self.asked.append(node)
             message.metadata.__dict__["_message_id"] = f"m{node}"
-            about = [{"id": client_id, "sizes": [3, 1, 1], "capability": [1, 1, 1, 1]} for client_id in self.nodes[node]]
-            self._replies.append(Message(content({"clients": about}), reply_to=message))
+            data = ClientData(train=range(3), val=range(1), test=range(1))
+            about = described(Client(id=client_id, data=data) for client_id in self.nodes[node])
+            self._replies.append(Message(content({}, **about), reply_to=message))
             ids.append(f"m{node}")
         return ids
 

@@ -21,7 +21,7 @@ from sparsekit_fl.messages import decode_update, encode_update
 from sparsekit_fl.method import Method
 from sparsekit_fl.methods import registry
 from sparsekit_fl.methods.local import local
-from sparsekit_fl.results import RunResult
+from sparsekit_fl.results import RoundRecord, RunResult
 from sparsekit_fl.runner import run
 from sparsekit_fl.testing.engines import EngineContract, FailingSgd
 from sparsekit_fl.testing.tiny import tiny_clients, tiny_config, tiny_problem
@@ -144,6 +144,28 @@ def test_a_faulty_reply_is_dropped_with_its_reason_and_the_round_goes_on_as_if_i
     # The model is what the others alone make of it.
     others = _run(method=Method(name="plain", source="", local=FailingSgd((victim,))))
     assert result.final.state_sha256 == others.final.state_sha256
+
+
+def test_memories_that_travel_are_counted_apart_to_the_byte() -> None:
+    seen: list[int] = []
+
+    def count(message: Message, reply: Message) -> Message:
+        if read(message)[0]["tasks"][0]["task"] == "train":
+            seen.extend(len(read(one)[1].get("0/memory", b"")) for one in (message, reply))
+        return reply
+
+    here, there = _run(method=local("best"), rounds=4), _run(InProcess(fault=count), local("best"), rounds=4)
+    assert there.cost.memory_bytes == sum(seen) > 0
+    assert min(seen[1::2]) > 0
+    assert dataclasses.replace(there.cost, memory_bytes=0, wall_seconds=here.cost.wall_seconds) == here.cost
+    assert there.to_dict()["cost"]["memory_bytes"] == sum(seen)
+    assert there.rounds[-1] == RoundRecord.from_dict(there.rounds[-1].to_dict())
+
+
+def test_memories_that_stay_are_not_counted() -> None:
+    result = _run(InProcess(memory="nodes"), local("best"))
+    assert result.cost.memory_bytes == 0
+    assert "memory_bytes" not in result.to_dict()["cost"]
 
 
 def test_a_reply_that_comes_twice_counts_once() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -27,6 +29,28 @@ def test_rays_actors_give_the_bits_of_the_embedded_engine(name: str) -> None:
     there = run(registry[name](), tiny_problem(), tiny_clients(), tiny_config(), engine=Flower(workers=2, supernodes=3))
     assert here.final.state_sha256 == there.final.state_sha256
     assert here.final.per_client == there.final.per_client
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"aggregation": "trimmed-mean", "trim_share": 0.3, "upload": "bfloat16"},
+        {"dp_clip": 0.1, "dp_noise": 1.0, "dp_noise_seed": 5, "upload": "bfloat16"},
+    ],
+    ids=["trimmed mean", "privacy"],
+)
+def test_robust_and_private_runs_with_short_uploads_give_the_bits_of_the_embedded_engine(options: dict[str, Any]) -> None:
+    if "dp_clip" in options:
+        pytest.importorskip("opacus", reason="opacus is not installed; pip install 'sparsekit[privacy]'")
+    config = replace(tiny_config(), min_replies=4, eval_clients=3, **options)
+    here = run(registry["fedlps"](), tiny_problem(), tiny_clients(), config)
+    there = run(registry["fedlps"](), tiny_problem(), tiny_clients(), config, engine=Flower(workers=2, supernodes=3))
+    assert here.final == there.final
+    assert [record.evaluation for record in here.rounds] == [record.evaluation for record in there.rounds]
+    assert (here.cost.uplink_bytes, here.privacy) == (there.cost.uplink_bytes, there.privacy)
+    plain = run(registry["fedlps"](), tiny_problem(), tiny_clients(), tiny_config())
+    assert plain.final.state_sha256 != here.final.state_sha256
+    assert plain.cost.uplink_bytes > here.cost.uplink_bytes
 
 
 class _Kill(Observer):
