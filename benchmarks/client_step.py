@@ -31,7 +31,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.utils.flop_counter import FlopCounterMode
 
 from sparsekit import UnitMask, compact, count_cost
 from sparsekit.errors import SparsekitError
@@ -235,18 +234,22 @@ class Reference:
         for one in self.passes:
             module, inputs = self.modules[one.place], tuple(x[:1] for x in one.inputs)
             if (one.place, one.exits) not in costs:
-                costs[one.place, one.exits] = (
-                    count_cost(module, *inputs).flops_compact if one.exits is None else _flops_to(module, inputs, one.exits)
-                )
+                run = module if one.exits is None else _UpTo(module, one.exits)
+                costs[one.place, one.exits] = count_cost(run, *inputs).flops_compact
         return sum(3 * costs[one.place, one.exits] * len(one.inputs[0]) for one in self.passes)
 
 
-def _flops_to(module: nn.Module, inputs: tuple[Any, ...], exits: int) -> int:
-    """Of one example up to an exit, as torch counts them."""
-    module.eval()
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
-        module.outputs(*inputs, depth=exits)
-    return int(counter.get_total_flops())
+class _UpTo(nn.Module):
+    """A model with exits, run up to one of them."""
+
+    def __init__(self, module: nn.Module, exits: int) -> None:
+        super().__init__()
+        self.module, self.exits = module, exits
+
+    def forward(self, *inputs: Any) -> list[Tensor]:
+        """The outputs of the exits."""
+        outputs: list[Tensor] = self.module.outputs(*inputs, depth=self.exits)
+        return outputs
 
 
 def measure(method: str, model: str, ratio: float, steps: int, repeats: int) -> dict[str, Any]:

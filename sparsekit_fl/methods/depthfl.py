@@ -182,7 +182,8 @@ class ExitSgd(LocalPolicy):
         def adjust(gradients: list[Tensor], places: list[int]) -> list[Tensor]:
             pull = torch._foreach_sub([parameters[place] for place in places], [anchors[place] for place in places])
             pulled = torch._foreach_add(gradients, pull, alpha=self.alpha)
-            return list(torch._foreach_sub(pulled, [drifts[place] for place in places]))
+            torch._foreach_sub_(pulled, [drifts[place] for place in places])
+            return list(pulled)
 
         return adjust
 
