@@ -319,6 +319,7 @@ def main() -> None:
             sub.add_argument("names", nargs="+", choices=NAMES)
             sub.add_argument("--seeds", type=int, default=20)
             sub.add_argument("--horizons", type=int, nargs="+", default=list(HORIZONS))
+            sub.add_argument("--only", nargs="+", help="some objectives of the set")
         if command in ("time", "figure"):
             sub.add_argument(
                 "--names", nargs="+", default=["SplitUCBV", "VHCT", "HCT", "P-UCBV"][: 1 if command == "time" else 4]
@@ -336,7 +337,8 @@ def main() -> None:
     titles = list(SETS[given.set]) if hasattr(given, "set") else []
     if given.command == "measure":
         for name in given.names:
-            measure(name, titles, given.seeds, tuple(given.horizons), given.file)
+            chosen = [title for title in titles if given.only is None or title in given.only]
+            measure(name, chosen, given.seeds, tuple(given.horizons), given.file)
     elif given.command == "table":
         results = json.loads(given.file.read_text())
         for what in ("cumulative", "simple"):
