@@ -250,8 +250,8 @@ def _groups(cells: Iterable[Cell]) -> list[list[Cell]]:
 
 
 def _protocol(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration without the axes of a comparison."""
-    kept = {name: value for name, value in config.items() if name not in _AXES}
+    """A configuration without the axes of a comparison, and without options that were not used: older results lack them."""
+    kept = {name: value for name, value in config.items() if name not in _AXES and value is not None}
     level = level_of(config)
     if level.heterogeneity is None:
         kept["capability_levels"] = config.get("capability_levels")

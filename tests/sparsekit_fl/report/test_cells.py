@@ -76,6 +76,14 @@ def test_how_often_a_run_was_scored_and_where_it_ran_do_not_part_it(tmp_path: Pa
     assert len(sections_of(collect(save(tmp_path, result("a"), other)))) == 1
 
 
+def test_a_result_saved_before_an_option_existed_stands_with_those_that_did_not_use_it() -> None:
+    newer, used = result("a", 1), result("a", 2)
+    newer["config"]["min_replies"] = None
+    used["config"]["min_replies"] = 3
+    assert len(sections_of(map(Cell.of, (result("a"), newer)))) == 1
+    assert len(sections_of(map(Cell.of, (result("a"), used)))) == 2
+
+
 def test_results_under_other_names_and_a_single_run_are_found(tmp_path: Path) -> None:
     (tmp_path / "mnist-a.json").write_text(json.dumps(result("a")))
     (tmp_path / "compare.json").write_text("{}")
