@@ -111,7 +111,7 @@ def test_the_grid_of_flower_draws_the_same_noise():
     pytest.importorskip("opacus")
     from sparsekit_fl.engines.flower.local_grid import InProcess
 
-    config = replace(tiny_config(), dp_clip=1.0, dp_noise=1.0)
+    config = replace(tiny_config(), dp_clip=1.0, dp_noise=1.0, dp_noise_seed=7)
     shas = [
         run(registry["fedlps"](), tiny_problem(), tiny_clients(), config, engine=engine).final.state_sha256
         for engine in (Embedded(), InProcess())
