@@ -336,9 +336,11 @@ def main() -> None:
     given = parser.parse_args()
     titles = list(SETS[given.set]) if hasattr(given, "set") else []
     if given.command == "measure":
+        strange = sorted(set(given.only or ()) - set(titles))
+        if strange:
+            parser.error(f"--only {', '.join(strange)} is not in the set {given.set!r}; there are {', '.join(titles)}")
         for name in given.names:
-            chosen = [title for title in titles if given.only is None or title in given.only]
-            measure(name, chosen, given.seeds, tuple(given.horizons), given.file)
+            measure(name, given.only or titles, given.seeds, tuple(given.horizons), given.file)
     elif given.command == "table":
         results = json.loads(given.file.read_text())
         for what in ("cumulative", "simple"):
