@@ -147,8 +147,24 @@ def edited_meta(draw, payload):
     return join(header, body)
 
 
+@st.composite
+def plausible(draw, payload):
+    """A message that reads well and says something wrong of itself, or holds a number that no training gives."""
+    header, body = split(payload)
+    if draw(st.booleans()):
+        meta = json.loads(header["__metadata__"]["meta"])
+        meta[draw(st.sampled_from(["round", "client", "examples"]))] = draw(st.integers(0, 10**7))
+        header["__metadata__"]["meta"] = json.dumps(meta)
+    else:
+        value = np.float32(draw(st.sampled_from([math.nan, math.inf, -math.inf, 3e38, 0.0, -1.0]))).tobytes()
+        begin = next(header[name]["data_offsets"][0] for name in header if name.endswith("first.weight"))
+        body = body[:begin] + value + body[begin + len(value) :]
+    return join(header, body)
+
+
 def mutated(payload):
     return st.one_of(
+        plausible(payload),
         flipped(payload),
         cut(payload),
         edited_header(payload),
