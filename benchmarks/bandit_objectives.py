@@ -1,7 +1,7 @@
 """Functions to find the maximum of: those of PyXAB, and others that played no part in the design of SplitUCBV.
 
 Each takes a point of the unit cube and the number of earlier pulls, which only drifting ones look at. `rise` is how far the
-maximum lies above 0, so that `rise - value(point, pull)` is the regret of a pull.
+maximum lies above 0, so that `rise - value(point, pull)` is the regret of a pull; `top` is the same where it drifts.
 """
 
 from __future__ import annotations
@@ -25,12 +25,18 @@ class Objective:
         value: Point and number of earlier pulls → mean reward.
         rise: The largest mean reward.
         moved: Each seed has its maxima elsewhere; see `placed`.
+        top: Number of earlier pulls → the largest mean reward, where it drifts; None: always `rise`.
     """
 
     axes: int
     value: Callable[[Point, int], float]
     rise: float = 0.0
     moved: bool = False
+    top: Callable[[int], float] | None = None
+
+    def regret(self, point: Point, pull: int) -> float:
+        """How far the mean reward of a point lies below the largest."""
+        return (self.rise if self.top is None else self.top(pull)) - self.value(point, pull)
 
     def placed(self, title: str, seed: int) -> Objective:
         """The objective of one seed: if `moved`, axes are mirrored at random and bent by x → x^γ, ln γ in ±0.35.
