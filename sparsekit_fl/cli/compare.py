@@ -58,7 +58,7 @@ def _compare(
     """Run several methods over several seeds, and print mean ± deviation.
 
     With --out DIR every run has a folder in DIR; what is finished there is not run again, what was stopped goes on, and
-    DIR gets the table as CSV, JSON and LaTeX, figures, and report.html. `sparsekit report DIR` draws these anew.
+    DIR gets the table as CSV, JSON, Markdown and LaTeX, figures, and report.html. `sparsekit report DIR` draws these anew.
     Clients are scored ten times in a run, at least every 10 rounds, unless --eval-every says otherwise.
     """
     # What trains is imported only now, so that --help is quick.

@@ -28,6 +28,7 @@ from sparsekit_fl.report.comparison import Comparison, Row
 from sparsekit_fl.report.table import Spread
 
 __all__ = [
+    "PUBLISHED_LEVELS",
     "UNEXPLAINED",
     "Beside",
     "Figure",
@@ -41,6 +42,8 @@ __all__ = [
 _ROUNDING_E12 = 0.05
 DEVIATIONS = 2.0
 UNEXPLAINED = "no reason is known"
+# Of heterogeneity: rows at other levels have no published numbers.
+PUBLISHED_LEVELS = (Level("high"), Level())
 
 
 @cache
@@ -130,7 +133,7 @@ def beside_published(comparison: Comparison, *, folder: Path | None = None) -> l
         DataError: the reader's file cannot be read.
     """
     dataset = comparison.section.dataset
-    rows = {_key(row.method): row for row in comparison.rows if row.level in (Level("high"), Level())}
+    rows = {_key(row.method): row for row in comparison.rows if row.level in PUBLISHED_LEVELS}
     also = {_key(ours): _key(theirs) for ours, theirs in _published()["also"].items()}
     reasons = _reasons(folder)
     short = _shortfall(comparison)
@@ -159,7 +162,7 @@ def _beside(
         chance = DEVIATIONS * math.hypot(spread or 0.0, ours.deviation or 0.0)
         flagged = abs(ours.mean - published) > max(chance, room)
         sign = "higher" if ours.mean > published else "lower"
-        reason = (short or _reason(reasons, quantity, sign, dataset, name)) if flagged else ""
+        reason = (short or _reason(reasons, quantity, sign, dataset, {name, row.method})) if flagged else ""
         return Figure(published=published, deviation=spread, ours=ours, flagged=flagged, reason=reason)
 
     return Beside(
@@ -201,17 +204,17 @@ def _reasons(folder: Path | None) -> list[Mapping[str, Any]]:
     return [*own, *json.loads(files(__package__).joinpath("reasons.json").read_text(encoding="utf-8"))]
 
 
-def _reason(reasons: Sequence[Mapping[str, Any]], quantity: str, sign: str, dataset: str, method: str) -> str:
-    def fits(entry: Mapping[str, Any], name: str, value: str) -> bool:
+def _reason(reasons: Sequence[Mapping[str, Any]], quantity: str, sign: str, dataset: str, methods: set[str]) -> str:
+    def fits(entry: Mapping[str, Any], name: str, values: set[str]) -> bool:
         allowed = entry.get(name, ["*"])
-        return "*" in allowed or value in allowed
+        return "*" in allowed or not values.isdisjoint(allowed)
 
     for entry in reasons:
         if (
             entry.get("quantity", quantity) == quantity
             and entry.get("sign", "any") in ("any", sign)
-            and fits(entry, "datasets", dataset)
-            and fits(entry, "methods", method)
+            and fits(entry, "datasets", {dataset})
+            and fits(entry, "methods", methods)
         ):
             return str(entry["reason"])
     return UNEXPLAINED

@@ -14,6 +14,7 @@ from sparsekit_fl.report.charts import charts_of
 from sparsekit_fl.report.comparison import Comparison, check_target
 from sparsekit_fl.report.drawing import draw_chart, inline_svg
 from sparsekit_fl.report.latex import latex_table
+from sparsekit_fl.report.markdown import markdown_table
 from sparsekit_fl.report.page import PagePart, page
 from sparsekit_fl.report.published import beside_published, in_published_order, published_csv
 from sparsekit_fl.storage import write_atomically
@@ -72,7 +73,7 @@ def write_report(
         progress: Told which file is being written.
 
     Returns:
-        The files: for each protocol `compare.json`, `compare.csv`, `table.tex`, `published.csv` where the paper has
+        The files: for each protocol `compare.json`, `compare.csv`, `table.tex`, `table.md`, `published.csv` where the paper has
         numbers, and `figures/`; one `report.html` for all. Several protocols have their title in the files' names.
 
     Raises:
@@ -96,8 +97,9 @@ def write_report(
         summary = {**comparison.to_dict(), "asked_target": comparison.target}
         put(f"{prefix}{_SUMMARY}", json.dumps(summary, indent=1, allow_nan=False) + "\n")
         put(f"{prefix}compare.csv", comparison.to_csv())
-        put(f"{prefix}table.tex", latex_table(comparison))
         beside = beside_published(comparison, folder=folder)
+        put(f"{prefix}table.tex", latex_table(comparison))
+        put(f"{prefix}table.md", markdown_table(comparison, beside))
         if beside:
             put(f"{prefix}published.csv", published_csv(beside))
         charts = charts_of(comparison) if comparison.rows else []

@@ -113,6 +113,14 @@ def test_the_readers_own_reasons_come_first(tmp_path: Path) -> None:
     assert "released FedAvg code" in row.accuracy.reason
 
 
+def test_a_reason_may_be_of_one_of_the_runs_that_stand_beside_a_published_row(tmp_path: Path) -> None:
+    own = [{"quantity": "accuracy", "methods": ["fedlps-paper"], "reason": "It diverged."}]
+    (tmp_path / "reasons.json").write_text(json.dumps(own))
+    ours, paper = _beside(result("fedlps", 0.5), result("fedlps-paper", 0.5), folder=tmp_path)
+    assert paper.accuracy.reason == "It diverged."
+    assert ours.accuracy.reason == UNEXPLAINED
+
+
 @pytest.mark.parametrize("text", ["{", "[{}]", '[{"reason": 3}]'])
 def test_reasons_that_cannot_be_read_are_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "reasons.json").write_text(text)
@@ -124,8 +132,8 @@ def test_every_recorded_reason_is_a_sentence_about_published_methods() -> None:
     from importlib.resources import files
 
     home = files("sparsekit_fl.report")
-    tables = json.loads(home.joinpath("published.json").read_text())["tables"]
-    names = {row["method"] for rows in tables.values() for row in rows} | {"*"}
+    published = json.loads(home.joinpath("published.json").read_text())
+    names = {row["method"] for rows in published["tables"].values() for row in rows} | {"*", *published["also"]}
     for entry in json.loads(home.joinpath("reasons.json").read_text()):
         assert set(entry) == {"quantity", "sign", "datasets", "methods", "reason"}
         assert entry["quantity"] in ("accuracy", "flops")

@@ -20,7 +20,7 @@ def test_a_comparison_becomes_tables_figures_and_a_page(tmp_path: Path) -> None:
     save(tmp_path, result("fedavg"), result("local"))
     written = write_report(tmp_path)
     names = {str(path.relative_to(tmp_path)) for path in written}
-    assert {"compare.json", "compare.csv", "table.tex", "published.csv", "report.html"} <= names
+    assert {"compare.json", "compare.csv", "table.tex", "table.md", "published.csv", "report.html"} <= names
     assert {"figures/accuracy-flops.png", "figures/accuracy-flops.svg", "figures/bars-time.png"} <= names
     assert all(path.stat().st_size for path in written)
     assert not list(tmp_path.rglob(".*.tmp"))
@@ -77,7 +77,7 @@ def test_without_matplotlib_there_are_tables_and_a_page(
     logger = logging.getLogger("sparsekit_fl")
     monkeypatch.setattr(logger, "propagate", True)
     written = {path.name for path in write_report(tmp_path)}
-    assert written == {"compare.json", "compare.csv", "table.tex", "published.csv", "report.html"}
+    assert written == {"compare.json", "compare.csv", "table.tex", "table.md", "published.csv", "report.html"}
     assert 'pip install "sparsekit[report]"' in caplog.text
 
 
