@@ -18,7 +18,7 @@ from sparsekit.errors import InvalidValueError
 __all__ = ["Field"]
 
 _ARRAYS = ("points", "weights", "rewards", "tries", "pulls", "first", "dropped")
-_SUMS = ("told", "within", "replicates", "repeats", "since")
+_SUMS = ("told", "within", "replicates", "repeats", "since", "clock", "probe")
 # A variance of which floats keep no digits is no scale.
 _LEAST_SCALE = 1e-250
 # The noise is taken for no less than this share of the scale, so that nothing is divided by 0.
@@ -75,6 +75,9 @@ class Field:
         # Rewards since all arms learned from one another, and whether they must before the next proposal.
         self.since = 0.0
         self.stale = True
+        # Rewards since the first, or since arms fell, and at how many the next probe is due.
+        self.clock = 0.0
+        self.probe = self.rule.probe
         # Open pulls: the arm of each, -1 if no cell could hold one.
         self.open: dict[int, int] = {}
 
@@ -84,9 +87,17 @@ class Field:
         return self.cells.size >= self.capacity
 
     @property
+    def exact(self) -> bool:
+        """Whether rewards seem to have no noise: two of one point are never equal by chance, but for counts and classes."""
+        return self.distinct and self.within == 0.0
+
+    @property
     def ripe(self) -> bool:
-        """Whether enough is known of the noise to split cells."""
-        return self.repeats >= self.rule.repeats
+        """Whether enough is known of the noise to split cells.
+
+        Noise that is taken for variation has every cell split and no point repeated, and so is never found out.
+        """
+        return self.repeats >= max(self.rule.repeats, 0.0 if self.exact else self.rule.repeated * self.told)
 
     @property
     def noise(self) -> float:
@@ -94,8 +105,7 @@ class Field:
         assert self.posterior is not None
         rule, scale = self.rule, self.posterior.scale
         expected = rule.noise_weight * rule.noise * scale
-        if self.distinct and self.within == 0.0:
-            # Noise that is not there: two rewards of one point are never equal by chance.
+        if self.exact:
             expected *= _EXACT**self.replicates
         return max((expected + self.within) / (rule.noise_weight + self.replicates), _LEAST_NOISE * scale)
 
@@ -234,6 +244,7 @@ class Field:
         self.rewards[arm] = mean + (reward - mean) * (weight / (had + weight))
         self.told += 1.0
         self.since += 1.0
+        self.clock += 1.0
         self.pulls[arm] += 1
         if self.first[arm] < 0:
             self.first[arm] = place
@@ -243,6 +254,7 @@ class Field:
             weights = self.weights[: self.cells.size]
             np.minimum(weights, self.rule.faded, out=weights)
             self.stale = True
+            self.clock, self.probe = 0.0, self.rule.probe_fallen
 
     def _fallen(self, surprise: float, share: float) -> bool:
         """Whether arms have fallen, as one more repeated reward shows, whose surprise has that share of the noise."""

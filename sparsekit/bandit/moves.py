@@ -32,6 +32,10 @@ def choose(field: Field, *, lost: int, upper: float | None = None, rng: np.rando
     for id, arm in field.open.items():
         if arm >= 0 and id >= lost:
             pending[arm] = pending.get(arm, 0) + 1
+    if field.clock >= field.probe and not field.full:
+        arm = _probed(field, 1.0 if upper is None else upper, rng)
+        if arm >= 0:
+            return arm
     if upper is None:
         field.refresh()
         return _pulled_or_split(field, int(field.indices(pending).argmax()), pending, rng)
@@ -46,6 +50,27 @@ def choose(field: Field, *, lost: int, upper: float | None = None, rng: np.rando
         if field.points[arm, 0] <= upper:
             return arm
     return _below(field, index, upper, rng)
+
+
+def _probed(field: Field, upper: float, rng: np.random.Generator) -> int:
+    """A new arm far from all others, beside the best of those that it may be beside; -1 if all that was drawn was dropped."""
+    rule, size = field.rule, field.cells.size
+    field.probe = max(field.probe * rule.probe_again, field.clock + 1.0)
+    field.refresh()
+    points = rng.random((rule.probe_drawn, field.points.shape[1]))
+    points[:, 0] *= upper
+    gaps = np.abs(points[:, None, :] - field.points[None, :size, :]).max(axis=2)
+    gaps[:, field.dropped[:size]] = math.inf
+    nearest = gaps.argmin(axis=1)
+    apart = gaps[np.arange(len(points)), nearest]
+    within = (
+        np.array([field.dropped[field.cells.find(point)] for point in points]) if field.drops else np.zeros(len(points), bool)
+    )
+    if within.all() or field.posterior is None:
+        return -1
+    merit = field.posterior.means[nearest]
+    merit[within | (apart < rule.probe_far * apart[~within].max())] = -math.inf
+    return arm_at(field, points[int(merit.argmax())])
 
 
 def _pulled_or_split(field: Field, cell: int, pending: Mapping[int, int], rng: np.random.Generator) -> int:

@@ -25,10 +25,16 @@ class Rule:
         noise: Of the reward, before any point has been pulled twice, as a share of the variance of the first rewards.
         noise_weight: How many repeated rewards that counts for.
         repeats: So many rewards of points pulled before are waited for until cells are split.
+        repeated: Share of all rewards that these must have from then on, unless rewards have no noise.
         line: Cells to begin with on an interval.
         cube: The same on a box of two axes or more; rounded up to a grid.
         jitter: Width of the middle part of a cell from which its arm is drawn, as a share of the cell.
         refresh: All arms learn from one another after so many more rewards, as a share of those told.
+        probe: After so many rewards the first probe is due, a pull far from all arms.
+        probe_again: Each further one is due after so many times as many rewards.
+        probe_fallen: The first one after arms have fallen is due so many rewards later.
+        probe_drawn: Points drawn for a probe.
+        probe_far: Those count that are so far from the nearest arm, as a share of the farthest.
         allowance: k, a fall of rewards by less than so many deviations is none; see `Watch`.
         alarm: h, the sum of falls from which on they are no chance.
         faded: Rewards that each arm keeps then, at most.
@@ -37,10 +43,10 @@ class Rule:
     """
 
     certainty: float = 1.0
-    base: float = 0.2
-    growth: float = 0.15
+    base: float = 0.25
+    growth: float = 0.07
     tail: float = 2.0
-    tail_kept: float = 0.3
+    tail_kept: float = 0.15
     deeper: float = 0.1
     facing: float = 0.2
     patience: float = 2.0
@@ -49,10 +55,16 @@ class Rule:
     noise: float = 0.2
     noise_weight: float = 3.0
     repeats: int = 2
+    repeated: float = 0.2
     line: int = 5
     cube: int = 6
     jitter: float = 0.2
     refresh: float = 0.04
+    probe: float = 100.0
+    probe_again: float = 2.0
+    probe_fallen: float = 10.0
+    probe_drawn: int = 64
+    probe_far: float = 0.5
     allowance: float = 0.5
     alarm: float = 10.0
     faded: float = 0.05

@@ -230,10 +230,58 @@ def test_without_a_discount_it_notices_that_the_hill_jumped() -> None:
 
 
 def test_a_discount_of_1_forgets_nothing() -> None:
+    """After many rewards around 0 and thirty of -0.5 an arm is believed to lie between them; with a discount, at -0.5."""
+
+    def believed(discount: float) -> float:
+        bandit = SplitUCBV(UNIT, rng=np.random.default_rng(0), discount=discount)
+        play(bandit, lambda value: -abs(value - 0.25), 200)
+        at = bandit.best().value
+        for _ in range(30):
+            bandit.tell(Pull(bandit.ask().id, at), -0.5)
+        return next(arm.mean for arm in bandit.arms if arm.low <= at < arm.high)
+
+    assert believed(1.0) > -0.35
+    assert believed(0.9) < -0.45
+
+
+def test_probes_come_ever_more_rarely_and_lie_far_from_all_arms() -> None:
+    """Where nothing but the known hill pays, what is pulled away from it after 100 rewards are the probes."""
     bandit = SplitUCBV(UNIT, rng=np.random.default_rng(0), discount=1.0)
-    play(bandit, lambda value: -abs(value - 0.25), 200)
-    asked = play(bandit, lambda value: -abs(value - 0.8), 200, seed=1)
-    assert np.mean([abs(value - 0.8) for value in asked[100:]]) > 0.15
+    asked = play(bandit, lambda value: -30.0 * abs(value - 0.7), 700)
+    away = [number for number, value in enumerate(asked) if number >= 75 and abs(value - 0.7) > 0.1]
+    assert away == [100, 200, 400]
+    for number in away:
+        assert min(abs(asked[number] - value) for value in asked[:number]) > 0.03
+
+
+def test_a_plateau_far_from_a_hill_is_found_in_the_end() -> None:
+    """It is 0.07 wide, at a random place, and nothing around it hints at it."""
+    found = 0
+    for seed in range(30):
+        at = float(np.random.default_rng(seed).uniform(0.0, 0.5))
+        bandit = SplitUCBV(UNIT, rng=np.random.default_rng(seed))
+
+        def reward(value: float, at: float = at) -> float:
+            return 0.0 if at <= value < at + 0.07 else -0.4 - 0.4 * abs(value - 0.8)
+
+        play(bandit, reward, 1000, seed=seed)
+        found += reward(bandit.best().value) == 0.0
+    assert found >= 24
+
+
+def test_a_probe_heeds_a_bound_and_what_was_dropped() -> None:
+    bounded, halved = (SplitUCBV(UNIT, rng=np.random.default_rng(0)) for _ in range(2))
+    play(bounded, hill, 99)
+    pull = bounded.ask()
+    bounded.tell(pull, hill(pull.value))
+    assert bounded.ask(upper=0.1).value <= 0.1
+    pull = halved.ask()
+    halved.tell(Pull(pull.id, 0.5), 0.0, drop="below")
+    begin = min(arm.low for arm in halved.arms if arm.high > 0.5)
+    gone = [(arm.high, after.low) for arm, after in pairwise(halved.arms) if arm.high < after.low]
+    assert gone
+    for value in play(halved, hill, 400):
+        assert not any(low <= value < high for low, high in gone), begin
 
 
 def test_chance_is_no_fall() -> None:
@@ -311,14 +359,19 @@ def test_without_noise_hardly_a_point_is_tried_again_until_cells_are_as_narrow_a
 
 
 def test_rewards_of_0_and_1_are_not_taken_for_exact() -> None:
-    bandit = SplitUCBV(UNIT, rng=np.random.default_rng(0))
-    asked, draws = [], np.random.default_rng(2).random(600).tolist()
-    for draw in draws:
-        pull = bandit.ask()
-        asked.append(pull.value)
-        bandit.tell(pull, float(draw < 0.9 - abs(pull.value - 0.7)))
-    assert len(set(asked)) < 200
-    assert abs(bandit.best().value - 0.7) < 0.2
+    """Points are tried again, so that the noise is found out: whatever the seed, and as a rule most of the time."""
+    tried = []
+    for seed in range(10):
+        bandit = SplitUCBV(UNIT, rng=np.random.default_rng(seed))
+        asked, draws = [], np.random.default_rng(seed + 2).random(600).tolist()
+        for draw in draws:
+            pull = bandit.ask()
+            asked.append(pull.value)
+            bandit.tell(pull, float(draw < 0.9 - abs(pull.value - 0.7)))
+        tried.append(len(set(asked)))
+        assert abs(bandit.best().value - 0.7) < 0.2
+    assert max(tried) < 400
+    assert np.median(tried) < 100
 
 
 def test_it_finds_the_narrow_peak_beside_a_broad_hill() -> None:
