@@ -1,7 +1,7 @@
 """More functions to find the maximum of, each with its maxima at another place for every seed.
 
 They were written before anything was measured on them. What was then measured led to the probes of SplitUCBV: without them it
-had 2.3 times VHCT's regret on the tower. For functions that have led to nothing see `bandit_unseen.py`.
+had 2.3 times VHCT's regret on the tower. Functions that have led to nothing are in `bandit_unseen.py`.
 """
 
 from __future__ import annotations

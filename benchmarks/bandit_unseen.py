@@ -13,109 +13,103 @@ from bandit_objectives import UNIT, Objective, Point, scaled
 # --- cusps, cliffs, plateaus, narrow peaks, many maxima ---
 
 
-def three_bumps(x: Point) -> float:
-    return max(height * math.exp(-(((x[0] - at) / width) ** 2)) for at, height, width in BUMPS) - 1.0
+def ledges(x: Point) -> float:
+    if x[0] < 0.55:
+        return -0.8 if x[0] < 0.2 else -0.5
+    return -0.5 + 0.5 * (x[0] - 0.55) / 0.35 if x[0] <= 0.9 else -0.6
 
 
-# Place, height, width.
-BUMPS = ((0.15, 0.5, 0.1), (0.47, 0.8, 0.06), (0.83, 1.0, 0.05))
+def spike_on_slope(x: Point) -> float:
+    return -0.5 * (1.0 - x[0]) + 0.55 * math.exp(-(((x[0] - 0.3) / 0.05) ** 2))
 
 
-def tent(x: Point) -> float:
-    return -1.2 * (0.6 - x[0]) if x[0] < 0.6 else -4.0 * (x[0] - 0.6)
+def flat_bowl(x: Point) -> float:
+    return -((2.0 * abs(x[0] - 0.41)) ** 4)
 
 
-def root_edge(x: Point) -> float:
-    return -math.sqrt(1.0 - x[0])
+def log_cusp(x: Point) -> float:
+    gap = abs(x[0] - 0.57)
+    return 0.0 if gap == 0.0 else -2.0 / (2.0 - math.log(gap))
 
 
-def comb(x: Point) -> float:
-    return -0.25 * (math.floor(20.0 * x[0]) % 3) - 0.7 * abs(math.floor(20.0 * x[0]) / 20.0 - 0.45)
+def barcode(x: Point) -> float:
+    bar = sum(x[0] >= edge for edge in EDGES)
+    return (-0.45 if bar % 2 else 0.0) - 0.4 * abs(EDGES[min(bar, len(EDGES) - 1)] - 0.53)
 
 
-def falling_steps(x: Point) -> float:
-    return -1.0 if x[0] > 0.85 else math.floor(5.0 * x[0] / 0.85 - 1e-12) / 5.0 - 0.8
+EDGES = (0.04, 0.11, 0.23, 0.28, 0.4, 0.53, 0.61, 0.74, 0.79, 0.93)
 
 
-def chirp(x: Point) -> float:
-    return 0.4 * (math.cos(45.0 * (x[0] - 0.52) * (x[0] + 0.48)) - 1.0) - 0.6 * abs(x[0] - 0.52)
+def three_sines(x: Point) -> float:
+    return 0.2 * (math.sin(13.0 * x[0]) + math.sin(29.0 * x[0] + 1.0) + 0.8 * math.sin(51.0 * x[0] + 2.0))
 
 
-def two_wells(x: Point) -> float:
-    return -(abs(abs(x[0] - 0.5) - 0.27) ** 0.8)
+def easom(x: Point) -> float:
+    a, b = x[0] - 1.0, x[1] + 0.6
+    return math.cos(a) * math.cos(b) * math.exp(-0.7 * (a * a + b * b)) - 1.0
 
 
-def slit(x: Point) -> float:
-    return 0.0 if 0.61 <= x[0] < 0.67 else -0.5
-
-
-def booth(x: Point) -> float:
+def goldstein(x: Point) -> float:
     a, b = x
-    return -math.log1p((a + 2.0 * b - 7.0) ** 2 + (2.0 * a + b - 5.0) ** 2) / 8.0
+    one = 1.0 + (a + b + 1.0) ** 2 * (19.0 - 14.0 * a + 3.0 * a * a - 14.0 * b + 6.0 * a * b + 3.0 * b * b)
+    two = 30.0 + (2.0 * a - 3.0 * b) ** 2 * (18.0 - 32.0 * a + 12.0 * a * a + 48.0 * b - 36.0 * a * b + 27.0 * b * b)
+    return -math.log(one * two / 3.0) / 13.0
 
 
-def drop_wave(x: Point) -> float:
-    square = (x[0] - 0.4) ** 2 + (x[1] + 0.7) ** 2
-    return (1.0 + math.cos(6.0 * math.sqrt(square))) / (0.5 * square + 2.0) - 1.0
+def ridge(x: Point) -> float:
+    u, v = x[0] + x[1] - 0.9, x[0] - x[1] - 0.2
+    return -min(1.0, 9.0 * u * u + 0.5 * v * v)
 
 
-def foxholes(x: Point) -> float:
-    return sum(1.0 / (1.0 + 60.0 * ((x[0] - a) ** 2 + (x[1] - b) ** 2) / height) * height for a, b, height in HOLES)
-
-
-# Place and height; the first is the highest by far, whatever the others add.
-HOLES = ((0.72, 0.33, 0.9), (0.2, 0.7, 0.5), (0.25, 0.2, 0.4), (0.85, 0.85, 0.45))
-
-
-def corner(x: Point) -> float:
-    return -0.5 * (x[0] + (1.0 - x[1]) + 0.5 * abs(x[2] - 0.3)) - 0.3 * (x[0] > 0.5)
+def far_sphere(x: Point) -> float:
+    return -sum((v - place) ** 2 for v, place in zip(x, (0.2, 0.9, 0.5, 0.7, 0.35)))
 
 
 # --- drifting ---
 
 
-def slide(x: Point, pull: int) -> float:
-    return -1.2 * abs(x[0] - 0.2 - 0.6 * pull / 1000.0)
+def wandering(x: Point, pull: int) -> float:
+    place = 0.5 + 0.2 * math.sin(2.0 * math.pi * pull / 600.0) + 0.15 * math.sin(2.0 * math.pi * pull / 1580.0)
+    return -1.3 * abs(x[0] - place)
 
 
-def favourite_falls(x: Point, pull: int) -> float:
-    return max(-3.0 * abs(x[0] - 0.65) - 0.6 * (pull >= 350), -0.25 - abs(x[0] - 0.2))
+def rising_rival(x: Point, pull: int) -> float:
+    return max(-abs(x[0] - 0.3), -0.7 + 1.2 * pull / 1000.0 - 2.0 * abs(x[0] - 0.75))
 
 
-def seasons(x: Point, pull: int) -> float:
-    warm = pull // 200 % 2 == 0
-    return max(-abs(x[0] - 0.25) - 0.5 * (not warm), -abs(x[0] - 0.8) - 0.5 * warm)
+def three_places(x: Point, pull: int) -> float:
+    return -(abs(x[0] - (0.15, 0.8, 0.45)[min(pull // 333, 2)]) ** 0.9)
 
 
-def _highest() -> float:
-    """Of `foxholes`, near its first hole, by shrinking steps."""
-    at, best, step = [0.72, 0.33], foxholes([0.72, 0.33]), 0.01
-    while step > 1e-9:
-        near = [[at[0] + i * step, at[1] + j * step] for i in (-1, 0, 1) for j in (-1, 0, 1)]
-        found = max(near, key=foxholes)
-        step = step if foxholes(found) > best else 0.5 * step
-        at, best = (found, foxholes(found)) if foxholes(found) > best else (at, best)
-    return best
+def _highest(function: object, points: int = 200_001) -> float:
+    assert callable(function)
+    best = max(range(points), key=lambda i: function([i / (points - 1)]))
+    low, high = (best - 1) / (points - 1), (best + 1) / (points - 1)
+    for _ in range(80):
+        third = (high - low) / 3.0
+        if function([low + third]) < function([high - third]):
+            low += third
+        else:
+            high -= third
+    return float(function([0.5 * (low + high)]))
 
 
 STEADY = {
-    "ThreeBumps": scaled(three_bumps, UNIT, 1e-9),
-    "Tent": scaled(tent, UNIT),
-    "RootEdge": scaled(root_edge, UNIT),
-    "Comb": scaled(comb, UNIT),
-    "FallingSteps": scaled(falling_steps, UNIT),
-    "Chirp": scaled(chirp, UNIT),
-    "TwoWells": scaled(two_wells, UNIT),
-    "Slit": scaled(slit, UNIT),
-    "Booth": scaled(booth, ((-10.0, 10.0),) * 2),
-    "DropWave": scaled(drop_wave, ((-2.0, 2.0),) * 2),
-    "Foxholes": scaled(foxholes, UNIT * 2, _highest()),
-    "Corner": scaled(corner, UNIT * 3),
+    "Ledges": scaled(ledges, UNIT),
+    "SpikeOnSlope": scaled(spike_on_slope, UNIT, _highest(spike_on_slope)),
+    "FlatBowl": scaled(flat_bowl, UNIT),
+    "LogCusp": scaled(log_cusp, UNIT),
+    "Barcode": scaled(barcode, UNIT, barcode([0.55])),
+    "ThreeSines": scaled(three_sines, UNIT, _highest(three_sines)),
+    "Easom": scaled(easom, ((-3.0, 3.0),) * 2),
+    "Goldstein": scaled(goldstein, ((-2.0, 2.0),) * 2, 1e-9),
+    "Ridge": scaled(ridge, UNIT * 2),
+    "FarSphere": scaled(far_sphere, UNIT * 5),
 }
 DRIFTING = {
-    "Slide": Objective(1, slide),
-    "FavouriteFalls": Objective(1, favourite_falls, top=lambda pull: -0.25 * (pull >= 350)),
-    "Seasons": Objective(1, seasons),
+    "Wandering": Objective(1, wandering),
+    "RisingRival": Objective(1, rising_rival, top=lambda pull: max(0.0, -0.7 + 1.2 * pull / 1000.0)),
+    "ThreePlaces": Objective(1, three_places),
 }
 
 UNSEEN = {f"{title}~": replace(objective, moved=True) for title, objective in (STEADY | DRIFTING).items()}

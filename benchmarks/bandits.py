@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from bandit_more import MORE
 from bandit_objectives import DRIFTING, HELD_OUT, MOVED, OBJECTIVES, PYXAB, Objective
 from bandit_others import OTHERS
 from bandit_unseen import UNSEEN
@@ -42,9 +43,10 @@ SETS = {
     "drifting": DRIFTING,
     "moved": MOVED,
     "others": OTHERS,
+    "more": MORE,
     "unseen": UNSEEN,
 }
-EVERY = OBJECTIVES | OTHERS | UNSEEN
+EVERY = OBJECTIVES | OTHERS | MORE | UNSEEN
 UNIT = Interval(0.0, 1.0)
 
 Play = tuple[Callable[[], list[float]], Callable[[float], None], Callable[[], list[float]]]

@@ -18,7 +18,7 @@ from sparsekit.errors import InvalidValueError
 __all__ = ["Field"]
 
 _ARRAYS = ("points", "weights", "rewards", "tries", "pulls", "first", "dropped")
-_SUMS = ("told", "within", "replicates", "repeats", "since", "clock", "probe")
+_SUMS = ("told", "within", "replicates", "repeats", "since", "clock", "probe", "probe_from", "spent")
 # A variance of which floats keep no digits is no scale.
 _LEAST_SCALE = 1e-250
 # The noise is taken for no less than this share of the scale, so that nothing is divided by 0.
@@ -75,9 +75,11 @@ class Field:
         # Rewards since all arms learned from one another, and whether they must before the next proposal.
         self.since = 0.0
         self.stale = True
-        # Rewards since the first, or since arms fell, and at how many the next probe is due.
+        # Rewards since the first, or since arms fell; at how many a probe is thought of next, and from how many on they may
+        # cost something; what those made since have cost.
         self.clock = 0.0
-        self.probe = self.rule.probe
+        self.probe = self.probe_from = self.rule.probe_from
+        self.spent = 0.0
         # Open pulls: the arm of each, -1 if no cell could hold one.
         self.open: dict[int, int] = {}
 
@@ -254,7 +256,8 @@ class Field:
             weights = self.weights[: self.cells.size]
             np.minimum(weights, self.rule.faded, out=weights)
             self.stale = True
-            self.clock, self.probe = 0.0, self.rule.probe_fallen
+            self.clock = self.spent = 0.0
+            self.probe = self.probe_from = self.rule.probe_fallen
 
     def _fallen(self, surprise: float, share: float) -> bool:
         """Whether arms have fallen, as one more repeated reward shows, whose surprise has that share of the noise."""

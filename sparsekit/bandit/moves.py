@@ -53,24 +53,38 @@ def choose(field: Field, *, lost: int, upper: float | None = None, rng: np.rando
 
 
 def _probed(field: Field, upper: float, rng: np.random.Generator) -> int:
-    """A new arm far from all others, beside the best of those that it may be beside; -1 if all that was drawn was dropped."""
+    """A new arm far from all others, beside the best of those that it may be beside; -1 if it costs more than may be spent."""
     rule, size = field.rule, field.cells.size
-    field.probe = max(field.probe * rule.probe_again, field.clock + 1.0)
     field.refresh()
+    posterior = field.posterior
+    if posterior is None:
+        field.probe = field.clock + 1.0
+        return -1
     points = rng.random((rule.probe_drawn, field.points.shape[1]))
     points[:, 0] *= upper
     gaps = np.abs(points[:, None, :] - field.points[None, :size, :]).max(axis=2)
     gaps[:, field.dropped[:size]] = math.inf
     nearest = gaps.argmin(axis=1)
     apart = gaps[np.arange(len(points)), nearest]
-    within = (
-        np.array([field.dropped[field.cells.find(point)] for point in points]) if field.drops else np.zeros(len(points), bool)
-    )
-    if within.all() or field.posterior is None:
+    within = np.zeros(len(points), dtype=np.bool_)
+    if field.drops:
+        within[:] = [field.dropped[field.cells.find(point)] for point in points]
+    if within.all():
+        field.probe = 1.25 * field.clock + 1.0
         return -1
-    merit = field.posterior.means[nearest]
+    merit = posterior.means[nearest]
     merit[within | (apart < rule.probe_far * apart[~within].max())] = -math.inf
-    return arm_at(field, points[int(merit.argmax())])
+    chosen = int(merit.argmax())
+    unit = math.sqrt(max(field.noise, rule.probe_unit**2 * posterior.scale))
+    lost = float(posterior.means[:size].max() - merit[chosen]) / unit
+    cost = min(max(lost, rule.probe_least), rule.probe_most)
+    due = field.probe_from * math.exp(min((field.spent + cost) / rule.probe, 50.0))
+    if due > field.clock:
+        field.probe = min(due, 1.25 * field.clock + 1.0)
+        return -1
+    field.spent += cost
+    field.probe = field.clock + 1.0
+    return arm_at(field, points[chosen])
 
 
 def _pulled_or_split(field: Field, cell: int, pending: Mapping[int, int], rng: np.random.Generator) -> int:

@@ -30,9 +30,12 @@ class Rule:
         cube: The same on a box of two axes or more; rounded up to a grid.
         jitter: Width of the middle part of a cell from which its arm is drawn, as a share of the cell.
         refresh: All arms learn from one another after so many more rewards, as a share of those told.
-        probe: After so many rewards the first probe is due, a pull far from all arms.
-        probe_again: Each further one is due after so many times as many rewards.
-        probe_fallen: The first one after arms have fallen is due so many rewards later.
+        probe: Probes may cost so much altogether for each factor e of rewards, in deviations of the noise.
+        probe_from: Of so many rewards on.
+        probe_fallen: Of so many on after arms have fallen.
+        probe_least: No probe is taken to cost less, in the same unit.
+        probe_most: Nor more.
+        probe_unit: The unit is at least this share of the deviation of the first rewards.
         probe_drawn: Points drawn for a probe.
         probe_far: Those count that are so far from the nearest arm, as a share of the farthest.
         allowance: k, a fall of rewards by less than so many deviations is none; see `Watch`.
@@ -60,9 +63,12 @@ class Rule:
     cube: int = 6
     jitter: float = 0.2
     refresh: float = 0.04
-    probe: float = 100.0
-    probe_again: float = 2.0
+    probe: float = 4.5
+    probe_from: float = 70.0
     probe_fallen: float = 10.0
+    probe_least: float = 0.5
+    probe_most: float = 4.0
+    probe_unit: float = 0.1
     probe_drawn: int = 64
     probe_far: float = 0.5
     allowance: float = 0.5

@@ -49,10 +49,11 @@ class SplitUCBV(Generic[Trial]):
     of that cell (or the better one that it faces) is pulled until v < κ D[h + 1]; then the cell is split across its longest
     side (or towards that arm), and the new arm is pulled.
 
-    After 100 rewards, and whenever there are twice as many, one pull is a probe: of 64 points drawn in the space, those at
-    least half as far from every arm as the farthest one count, and the one beside the best arm becomes an arm. It finds what
-    the model rules out, such as a narrow plateau far from the hill that is being climbed. After a fall of rewards the probes
-    begin anew, with the tenth reward.
+    Now and then a pull is a probe: of 64 points drawn in the space, those at least half as far from every arm as the farthest
+    one count, and the one beside the best arm becomes an arm. It finds what the model rules out, such as a narrow plateau far
+    from the hill that is being climbed. What a probe loses, by the mean of the arm that it lies beside, counts as 1/2 to 4
+    deviations of the noise; together they may lose 4.5 log(t / 70) of them by the t-th reward, so that there are more where
+    they cost little. After a fall of rewards t is counted anew, with 10 in place of 70.
 
     All is relative to the first rewards, so that adding to all of them or scaling them changes no proposal (but for rounding),
     and the horizon is not needed. All arms learn from one another when a new one has its first reward, and else when the

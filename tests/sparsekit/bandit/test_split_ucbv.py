@@ -244,14 +244,18 @@ def test_a_discount_of_1_forgets_nothing() -> None:
     assert believed(0.9) < -0.45
 
 
-def test_probes_come_ever_more_rarely_and_lie_far_from_all_arms() -> None:
-    """Where nothing but the known hill pays, what is pulled away from it after 100 rewards are the probes."""
-    bandit = SplitUCBV(UNIT, rng=np.random.default_rng(0), discount=1.0)
-    asked = play(bandit, lambda value: -30.0 * abs(value - 0.7), 700)
-    away = [number for number, value in enumerate(asked) if number >= 75 and abs(value - 0.7) > 0.1]
-    assert away == [100, 200, 400]
-    for number in away:
-        assert min(abs(asked[number] - value) for value in asked[:number]) > 0.03
+def test_probes_lie_far_from_all_arms_and_are_the_rarer_the_more_they_cost() -> None:
+    """On a steep hill, what is pulled away from it after 75 rewards are probes; on a slight one there are more of them."""
+
+    def away(steepness: float) -> list[int]:
+        bandit = SplitUCBV(UNIT, rng=np.random.default_rng(0), discount=1.0)
+        asked = play(bandit, lambda value: -steepness * abs(value - 0.7), 700)
+        new = [number for number, value in enumerate(asked) if number >= 75 and value not in asked[:number]]
+        return [n for n in new if min(abs(asked[n] - value) for value in asked[:n]) > 0.02 and abs(asked[n] - 0.7) > 0.1]
+
+    steep, slight = away(30.0), away(0.3)
+    assert 2 <= len(steep) < len(slight) <= 20
+    assert slight[-1] - slight[-2] > slight[1] - slight[0], (steep, slight)
 
 
 def test_a_plateau_far_from_a_hill_is_found_in_the_end() -> None:
@@ -266,15 +270,15 @@ def test_a_plateau_far_from_a_hill_is_found_in_the_end() -> None:
 
         play(bandit, reward, 1000, seed=seed)
         found += reward(bandit.best().value) == 0.0
-    assert found >= 24
+    assert found >= 27
 
 
 def test_a_probe_heeds_a_bound_and_what_was_dropped() -> None:
     bounded, halved = (SplitUCBV(UNIT, rng=np.random.default_rng(0)) for _ in range(2))
-    play(bounded, hill, 99)
-    pull = bounded.ask()
-    bounded.tell(pull, hill(pull.value))
-    assert bounded.ask(upper=0.1).value <= 0.1
+    for draw in np.random.default_rng(0).normal(0.0, 0.1, 300):
+        pull = bounded.ask(upper=0.4)
+        assert pull.value <= 0.4
+        bounded.tell(pull, hill(pull.value) + draw)
     pull = halved.ask()
     halved.tell(Pull(pull.id, 0.5), 0.0, drop="below")
     begin = min(arm.low for arm in halved.arms if arm.high > 0.5)
@@ -370,7 +374,7 @@ def test_rewards_of_0_and_1_are_not_taken_for_exact() -> None:
             bandit.tell(pull, float(draw < 0.9 - abs(pull.value - 0.7)))
         tried.append(len(set(asked)))
         assert abs(bandit.best().value - 0.7) < 0.2
-    assert max(tried) < 400
+    assert max(tried) <= 480, "a fifth of the pulls are of points tried before"
     assert np.median(tried) < 100
 
 
