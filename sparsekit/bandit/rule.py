@@ -63,8 +63,8 @@ class Rule:
     cube: int = 6
     jitter: float = 0.2
     refresh: float = 0.04
-    probe: float = 4.5
-    probe_from: float = 70.0
+    probe: float = 4.3
+    probe_from: float = 80.0
     probe_fallen: float = 10.0
     probe_least: float = 0.5
     probe_most: float = 4.0
