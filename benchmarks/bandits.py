@@ -251,26 +251,29 @@ def ratios(results: dict[str, Any], titles: list[str], rivals: tuple[str, ...]) 
         print(f"geometric mean {math.exp(sum(logs) / len(logs)):.3f}, largest {math.exp(max(logs)):.2f}")
 
 
-def measure_time(name: str, axes: int, counts: tuple[int, ...]) -> None:
-    """Print processor microseconds per ask + tell over the first so many pulls, and over those since the last mark."""
+def measure_time(name: str, axes: int, counts: tuple[int, ...], seeds: int) -> None:
+    """Print processor microseconds per ask + tell over the first so many pulls, and since the last mark; means over seeds."""
     title = {1: "Garland", 2: "Himmelblau", 3: "Hartmann3"}[axes]
-    objective = EVERY[title]
-    ask, tell, _ = player(name, axes, max(counts), 0)
-    errors = noise(title, 0, max(counts))
-    spent, last, mark = 0.0, 0.0, 0
-    for pull in range(max(counts)):
-        start = time.thread_time()
-        point = ask()
-        spent += time.thread_time() - start
-        reward = objective.value(point, pull) + errors[pull]
-        start = time.thread_time()
-        tell(reward)
-        spent += time.thread_time() - start
-        if pull + 1 in counts:
-            since = (spent - last) / (pull + 1 - mark)
-            each = 1e6 * spent / (pull + 1)
-            print(f"{name:12s} {title:12s} T={pull + 1:<7d} {each:7.1f} us per step, {1e6 * since:7.1f} lately")
-            last, mark = spent, pull + 1
+    objective = OBJECTIVES[title]
+    spent = dict.fromkeys(sorted(counts), 0.0)
+    for seed in range(seeds):
+        ask, tell, _ = player(name, axes, max(counts), seed)
+        errors, total = noise(title, seed, max(counts)), 0.0
+        for pull in range(max(counts)):
+            start = time.thread_time()
+            point = ask()
+            total += time.thread_time() - start
+            reward = objective.value(point, pull) + errors[pull]
+            start = time.thread_time()
+            tell(reward)
+            total += time.thread_time() - start
+            if pull + 1 in spent:
+                spent[pull + 1] += total / seeds
+    last, mark = 0.0, 0
+    for count, total in spent.items():
+        since = (total - last) / (count - mark)
+        print(f"{name:12s} {title:12s} T={count:<7d} {1e6 * total / count:7.1f} us per step, {1e6 * since:7.1f} lately")
+        last, mark = total, count
 
 
 def figure(names: list[str], titles: list[str], seeds: int, path: Path) -> None:
@@ -339,6 +342,7 @@ def main() -> None:
         if command == "time":
             sub.add_argument("--axes", type=int, nargs="+", default=[1, 2])
             sub.add_argument("--counts", type=int, nargs="+", default=[1_000, 10_000, 100_000])
+            sub.add_argument("--seeds", type=int, default=3)
         if command == "figure":
             sub.add_argument("--seeds", type=int, default=10)
             sub.add_argument("--out", type=Path, default=Path("regret.png"))
@@ -361,7 +365,7 @@ def main() -> None:
     elif given.command == "time":
         for name in given.names:
             for axes in given.axes:
-                measure_time(name, axes, tuple(given.counts))
+                measure_time(name, axes, tuple(given.counts), given.seeds)
     elif given.command == "figure":
         figure(given.names, titles, given.seeds, given.out)
     else:

@@ -62,7 +62,9 @@ def _probed(field: Field, upper: float, rng: np.random.Generator) -> int:
         return -1
     points = rng.random((rule.probe_drawn, field.points.shape[1]))
     points[:, 0] *= upper
-    gaps = np.abs(points[:, None, :] - field.points[None, :size, :]).max(axis=2)
+    gaps = np.abs(points[:, :1] - field.points[:size, 0])
+    for axis in range(1, points.shape[1]):
+        np.maximum(gaps, np.abs(points[:, axis : axis + 1] - field.points[:size, axis]), out=gaps)
     gaps[:, field.dropped[:size]] = math.inf
     nearest = gaps.argmin(axis=1)
     apart = gaps[np.arange(len(points)), nearest]
