@@ -1,7 +1,7 @@
 """Functions that played no part in the design of SplitUCBV, each with its maxima at another place for every seed.
 
-They were written and committed before any bandit was run on them. Two numbers of the bandit (how much probes may cost, and from
-when on) were changed after a first run on them, for what was seen on DifficultFunc and Himmelblau; nothing for what was seen here.
+They were written and committed before any bandit was run on them. Two numbers of SplitUCBV (how much probes may cost, and from
+when on) were changed after its first run on them, for what DifficultFunc and Himmelblau showed; nothing for what these showed.
 """
 
 from __future__ import annotations

@@ -15,6 +15,8 @@ __all__ = ["arm_at", "choose", "drop_side"]
 
 # At most so many cells are split in search of an arm below a bound.
 _SPLITS = 6
+# A probe that may not be made yet is thought of again when there are so many times as many rewards, at the latest.
+_AGAIN = 1.25
 
 
 def choose(field: Field, *, lost: int, upper: float | None = None, rng: np.random.Generator) -> int:
@@ -72,7 +74,7 @@ def _probed(field: Field, upper: float, rng: np.random.Generator) -> int:
     if field.drops:
         within[:] = [field.dropped[field.cells.find(point)] for point in points]
     if within.all():
-        field.probe = 1.25 * field.clock + 1.0
+        field.probe = _AGAIN * field.clock + 1.0
         return -1
     merit = posterior.means[nearest]
     merit[within | (apart < rule.probe_far * apart[~within].max())] = -math.inf
@@ -82,7 +84,7 @@ def _probed(field: Field, upper: float, rng: np.random.Generator) -> int:
     cost = min(max(lost, rule.probe_least), rule.probe_most)
     due = field.probe_from * math.exp(min((field.spent + cost) / rule.probe, 50.0))
     if due > field.clock:
-        field.probe = min(due, 1.25 * field.clock + 1.0)
+        field.probe = min(due, _AGAIN * field.clock + 1.0)
         return -1
     field.spent += cost
     field.probe = field.clock + 1.0
