@@ -30,12 +30,12 @@ class Rule:
         cube: The same on a box of two axes or more; rounded up to a grid.
         jitter: Width of the middle part of a cell from which its arm is drawn, as a share of the cell.
         refresh: All arms learn from one another after so many more rewards, as a share of those told.
-        probe: Probes may cost so much altogether for each factor e of rewards, in deviations of the noise.
-        probe_from: Of so many rewards on.
-        probe_fallen: Of so many on after arms have fallen.
-        probe_least: No probe is taken to cost less, in the same unit.
-        probe_most: Nor more.
-        probe_unit: The unit is at least this share of the deviation of the first rewards.
+        probe: By the t-th reward all probes together may lose so much times log(t / `probe_from`), in deviations of the noise.
+        probe_from: The number of rewards from which on there are probes.
+        probe_fallen: The same, counted from when arms have fallen.
+        probe_least: What a probe is taken to lose at least, in deviations of the noise.
+        probe_most: And at most.
+        probe_unit: The deviation of the noise is taken for no less than this share of that of the first rewards.
         probe_drawn: Points drawn for a probe.
         probe_far: Those count that are so far from the nearest arm, as a share of the farthest.
         allowance: k, a fall of rewards by less than so many deviations is none; see `Watch`.
