@@ -65,6 +65,8 @@ class Cells:
         # How often the cell was split, and how often that which it was split off from had been when it was.
         self.depth: Integers = np.zeros(size, dtype=np.int64)
         self.born: Integers = np.zeros(size, dtype=np.int64)
+        # The largest depth.
+        self.deepest = 0
         # From which cell each was split off; itself, if from none.
         self.parent: Integers = np.arange(size)
         # Columns 2 axis and 2 axis + 1: below and above.
@@ -111,7 +113,9 @@ class Cells:
             self.high[cell, axis] = self.low[new, axis] = cut
         else:
             self.low[cell, axis] = self.high[new, axis] = cut
-        self.depth[cell] = self.depth[new] = self.born[new] = min(int(self.depth[cell]) + 1, DEEPEST)
+        depth = min(self.depth.item(cell) + 1, DEEPEST)
+        self.depth[cell] = self.depth[new] = self.born[new] = depth
+        self.deepest = max(self.deepest, depth)
         self.parent[new] = cell
         self.facing[new] = self.facing[cell]
         away, back = 2 * axis + keeps_low, 2 * axis + 1 - keeps_low
@@ -156,6 +160,7 @@ class Cells:
         depths = np.concatenate([made.depth, made.born])
         if not bool(((depths >= 0) & (depths <= DEEPEST)).all()):
             raise InvalidValueError(f"the depths of a state must lie in [0, {DEEPEST}]")
+        made.deepest = int(made.depth.max())
         within = (made.parent >= 0).all() and (made.parent < size).all()
         if not within or (made.facing < -1).any() or (made.facing >= size).any():
             raise InvalidValueError("the cells of a state must name one another by their numbers")

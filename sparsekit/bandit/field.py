@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sparsekit.bandit.cells import Cells, Floats, Integers, grid, grown
+from sparsekit.bandit.noise import Noise
 from sparsekit.bandit.posterior import Posterior
 from sparsekit.bandit.rule import Rule
 from sparsekit.bandit.watch import Watch
@@ -18,13 +19,9 @@ from sparsekit.errors import InvalidValueError
 __all__ = ["Field"]
 
 _ARRAYS = ("points", "weights", "rewards", "tries", "pulls", "first", "dropped")
-_SUMS = ("told", "within", "replicates", "repeats", "since", "clock", "probe", "probe_from", "spent")
+_SUMS = ("told", "since", "clock", "probe", "probe_from", "spent")
 # A variance of which floats keep no digits is no scale.
 _LEAST_SCALE = 1e-250
-# The noise is taken for no less than this share of the scale, so that nothing is divided by 0.
-_LEAST_NOISE = 1e-14
-# What a repeated reward that is equal to the last bit leaves of the noise that is expected before any is repeated.
-_EXACT = 0.01
 
 
 class Field:
@@ -62,16 +59,13 @@ class Field:
             self.points[arm] = self.middle(self.cells.low[arm], self.cells.high[arm], rng)
             self.first[arm] = -1
         self.drops = self.tried = False
-        # Whether the first arms differ in their rewards, as they do where rewards are no counts or classes.
-        self.distinct = False
         self.told = 0.0
-        # Squared deviations of repeated rewards from the mean before them, how many count, and how many there were.
-        self.within = 0.0
-        self.replicates = 0.0
-        self.repeats = 0.0
+        self.noises = Noise(self.rule)
         # What of the index of each cell is owed to a better arm beside it, as of the last time that all arms learned.
         self.beside: Floats = np.zeros(0)
         self._room: Floats = np.zeros(0)
+        # The index of each arm but for open pulls; None where it is to be computed.
+        self._index: Floats | None = None
         # Rewards since all arms learned from one another, and whether they must before the next proposal.
         self.since = 0.0
         self.stale = True
@@ -89,27 +83,15 @@ class Field:
         return self.cells.size >= self.capacity
 
     @property
-    def exact(self) -> bool:
-        """Whether rewards seem to have no noise: two of one point are never equal by chance, but for counts and classes."""
-        return self.distinct and self.within == 0.0
-
-    @property
     def ripe(self) -> bool:
-        """Whether enough is known of the noise to split cells.
-
-        Noise that is taken for variation has every cell split and no point repeated, and so is never found out.
-        """
-        return self.repeats >= max(self.rule.repeats, 0.0 if self.exact else self.rule.repeated * self.told)
+        """Whether enough is known of the noise to split cells."""
+        return self.noises.ripe(self.told)
 
     @property
     def noise(self) -> float:
         """Variance of a reward around the mean reward of its arm."""
         assert self.posterior is not None
-        rule, scale = self.rule, self.posterior.scale
-        expected = rule.noise_weight * rule.noise * scale
-        if self.exact:
-            expected *= _EXACT**self.replicates
-        return max((expected + self.within) / (rule.noise_weight + self.replicates), _LEAST_NOISE * scale)
+        return self.noises.variance(self.posterior.scale)
 
     def middle(self, low: Floats, high: Floats, rng: np.random.Generator) -> Floats:
         """A point drawn from the middle part of a box."""
@@ -132,17 +114,14 @@ class Field:
             if self.told < self.begin:
                 return
             self.posterior = self._first_posterior()
-        elif not self.stale and self.since < self.rule.refresh * self.told:
+        elif not self.stale and self.since < self.rule.refresh * min(self.told, self.clock):
             return
         size = self.cells.size
         self.posterior.sweep(self.cells, self.weights[:size], self.rewards[:size], self.noise, self.told)
-        self.since, self.stale = 0.0, False
-        self._room = self.posterior.room[self.cells.depth[:size]]
-        # Column by column: numpy reduces a short last axis slowly.
-        sides = self.posterior.means[self.cells.facing[:size].T]
-        better = sides[0]
-        for side in sides[1:]:
-            np.maximum(better, side, out=better)
+        self.since, self.stale, self._index = 0.0, False, None
+        self._room = self.posterior.room.take(self.cells.depth[:size])
+        # Along the first axis: numpy reduces a short last one slowly.
+        better = np.maximum.reduce(self.posterior.means.take(self.cells.facing[:size].T))
         self.beside = better + np.sqrt(self.rule.facing * self._room)
 
     def _first_posterior(self) -> Posterior:
@@ -152,7 +131,7 @@ class Field:
         # Equal rewards have no scale; any will do.
         spread = float(means.var(ddof=1)) if len(seen) > 1 else 0.0
         scale = next((s for s in (spread, float(np.square(means).max())) if s > _LEAST_SCALE), 1.0)
-        self.distinct = len(seen) > 1 and len(set(means.tolist())) == len(seen)
+        self.noises.distinct = len(seen) > 1 and len(set(means.tolist())) == len(seen)
         made = Posterior(scale, level, self.points.shape[1], self.rule)
         made.reserve(len(self.weights) + 1)
         return made
@@ -163,31 +142,49 @@ class Field:
         Args:
             pending: Arms of open pulls, and how often each is open.
         """
-        size, rule, posterior = self.cells.size, self.rule, self.posterior
+        size, posterior = self.cells.size, self.posterior
         if posterior is None:
             # Nothing is known yet: the arms in turn.
             index: Floats = -(self.pulls[:size] + self.tries[:size])
             for arm, times in pending.items():
                 index[arm] -= times
         else:
-            room = self._room if len(self._room) == size else posterior.room[self.cells.depth[:size]]
-            means, variances = posterior.means[:size], posterior.variances[:size]
-            if self.tried:
-                variances = variances / (1.0 + variances * self.tries[:size] / self.noise)
-            index = np.sqrt(rule.certainty * variances + room)
-            index += means
+            if self._index is None or len(self._index) != size or self.tried:
+                self._index = self._indices(posterior)
+            index = self._index.copy()
             for arm, times in pending.items():
-                index[arm] = float(means[arm]) + math.sqrt(rule.certainty * self.variance(arm, times) + float(room[arm]))
-            known = len(self.beside)
-            np.maximum(index[:known], self.beside, out=index[:known])
+                index[arm] = self._index_of(posterior, arm, times)
         if self.drops:
             index[self.dropped[:size]] = -math.inf
         return index
 
+    def _indices(self, posterior: Posterior) -> Floats:
+        """The index of each arm if no pull were open, dropped ones included."""
+        size = self.cells.size
+        room = self._room if len(self._room) == size else posterior.room[self.cells.depth[:size]]
+        variances = posterior.variances[:size]
+        if self.tried:
+            variances = variances / (1.0 + variances * self.tries[:size] / self.noise)
+        index: Floats = np.sqrt(self.rule.certainty * variances + room)
+        index += posterior.means[:size]
+        known = index[: len(self.beside)]
+        np.maximum(known, self.beside, out=known)
+        return index
+
+    def _index_of(self, posterior: Posterior, arm: int, times: int) -> float:
+        """The index of one arm when so many open pulls of it have been told."""
+        worth = self.worth(posterior, arm, times)
+        return max(worth, self.beside.item(arm)) if arm < len(self.beside) else worth
+
+    def worth(self, posterior: Posterior, arm: int, times: int) -> float:
+        """The same without what is owed to a better arm beside it."""
+        room = posterior.room.item(self.cells.depth.item(arm))
+        return posterior.means.item(arm) + math.sqrt(self.rule.certainty * self.variance(arm, times) + room)
+
     def variance(self, arm: int, times: int) -> float:
         """Posterior variance of an arm when so many open pulls of it have been told; those executed elsewhere count as told."""
         assert self.posterior is not None
-        variance, rewards = float(self.posterior.variances[arm]), times + float(self.tries[arm])
+        variance, rewards = self.posterior.variances.item(arm), times + self.tries.item(arm)
         return variance / (1.0 + variance * rewards / self.noise) if rewards else variance
 
     # --- splitting ---
@@ -234,16 +231,13 @@ class Field:
             self.weights[: self.cells.size] *= discount
             self.tries[: self.cells.size] *= discount
             self.told *= discount
-            self.within *= discount
-            self.replicates *= discount
-        had, mean, fallen = float(self.weights[arm]), float(self.rewards[arm]), False
-        if self.pulls[arm]:
-            self.repeats += 1.0
+            self.noises.fade(discount)
+        had, mean, fallen = self.weights.item(arm), self.rewards.item(arm), False
+        if self.pulls.item(arm):
+            self.noises.repeats += 1.0
             if had > 0.0:
                 fallen = self._fallen(reward - mean, 1.0 / had + 1.0 / weight)
-                self.within += (reward - mean) ** 2 * had * weight / (had + weight)
-                # A mean that has faded is no better for it than it was, so its deviation tells less than its weight says.
-                self.replicates += 1.0 if discount == 1.0 else min(1.0, 2.0 * had / (had + weight))
+                self.noises.saw(reward - mean, had, weight, faded=discount < 1.0)
         else:
             self.stale = True
         self.weights[arm] = had + weight
@@ -252,7 +246,7 @@ class Field:
         self.since += 1.0
         self.clock += 1.0
         self.pulls[arm] += 1
-        if self.first[arm] < 0:
+        if self.first.item(arm) < 0:
             self.first[arm] = place
         if self.posterior is not None:
             self.posterior.observe(arm, reward - self.posterior.level, self.noise / weight)
@@ -262,10 +256,15 @@ class Field:
             self.stale = True
             self.clock = self.spent = 0.0
             self.probe = self.probe_from = self.rule.probe_fallen
+        if self.stale:
+            self._index = None
+        elif self._index is not None and self.posterior is not None:
+            # Only this arm has learned anything yet.
+            self._index[arm] = self._index_of(self.posterior, arm, 0)
 
     def _fallen(self, surprise: float, share: float) -> bool:
         """Whether arms have fallen, as one more repeated reward shows, whose surprise has that share of the noise."""
-        if self.watch is None or self.posterior is None or self.repeats < self.rule.settled:
+        if self.watch is None or self.posterior is None or self.noises.repeats < self.rule.settled:
             return False
         return self.watch.sees(surprise, self.noise * share)
 
@@ -275,7 +274,7 @@ class Field:
         Or else a proposal that is always executed elsewhere, say rounded, would be made for ever.
         """
         self.tries[arm] += weight
-        self.repeats += 1.0
+        self.noises.repeats += 1.0
         self.tried = True
 
     def best(self) -> int:
@@ -315,10 +314,10 @@ class Field:
         return {
             "cells": self.cells.state_dict(),
             "arms": {name: getattr(self, name)[:size].tolist() for name in _ARRAYS},
-            "sums": {name: getattr(self, name) for name in _SUMS},
+            "sums": {name: getattr(self, name) for name in _SUMS} | self.noises.sums(),
             "fall": None if self.watch is None else self.watch.fall,
             "stale": self.stale,
-            "distinct": self.distinct,
+            "distinct": self.noises.distinct,
             "beside": self.beside.tolist(),
             "open": [[id, arm] for id, arm in self.open.items()],
             "posterior": None if self.posterior is None else self.posterior.state_dict(size),
@@ -348,7 +347,8 @@ class Field:
             made.watch.fall = float(state["fall"])
             if not 0.0 <= made.watch.fall <= made.rule.alarm:
                 raise InvalidValueError(f"fall of a state must lie in [0, {made.rule.alarm}], got {state['fall']!r}")
-        made.stale, made.distinct = bool(state["stale"]), bool(state["distinct"])
+        made.noises.load(state["sums"], distinct=bool(state["distinct"]))
+        made.stale = bool(state["stale"])
         made.open = {int(id): int(arm) for id, arm in state["open"]}
         if not all(-1 <= arm < size for arm in made.open.values()):
             raise InvalidValueError("an open pull of a state has an arm that does not stand")

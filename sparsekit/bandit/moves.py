@@ -40,7 +40,9 @@ def choose(field: Field, *, lost: int, upper: float | None = None, rng: np.rando
             return arm
     if upper is None:
         field.refresh()
-        return _pulled_or_split(field, int(field.indices(pending).argmax()), pending, rng)
+        index = field.indices(pending)
+        cell = int(index.argmax())
+        return _pulled_or_split(field, cell, index.item(cell), pending, rng)
     for _ in range(_SPLITS):
         field.refresh()
         index = field.indices(pending)
@@ -48,7 +50,7 @@ def choose(field: Field, *, lost: int, upper: float | None = None, rng: np.rando
         cell = int(index.argmax())
         if index[cell] == -math.inf or field.points[cell, 0] > upper:
             break
-        arm = _pulled_or_split(field, cell, pending, rng)
+        arm = _pulled_or_split(field, cell, index.item(cell), pending, rng)
         if field.points[arm, 0] <= upper:
             return arm
     return _below(field, index, upper, rng)
@@ -64,24 +66,27 @@ def _probed(field: Field, upper: float, rng: np.random.Generator) -> int:
         return -1
     points = rng.random((rule.probe_drawn, field.points.shape[1]))
     points[:, 0] *= upper
-    gaps = np.abs(points[:, :1] - field.points[:size, 0])
+    gaps = points[:, :1] - field.points[:size, 0]
+    np.abs(gaps, out=gaps)
     for axis in range(1, points.shape[1]):
-        np.maximum(gaps, np.abs(points[:, axis : axis + 1] - field.points[:size, axis]), out=gaps)
-    gaps[:, field.dropped[:size]] = math.inf
+        more = points[:, axis : axis + 1] - field.points[:size, axis]
+        np.maximum(gaps, np.abs(more, out=more), out=gaps)
+    if field.drops:
+        gaps[:, field.dropped[:size]] = math.inf
     nearest = gaps.argmin(axis=1)
     apart = gaps[np.arange(len(points)), nearest]
-    within = np.zeros(len(points), dtype=np.bool_)
     if field.drops:
-        within[:] = [field.dropped[field.cells.find(point)] for point in points]
-    if within.all():
+        apart[[field.dropped[field.cells.find(point)] for point in points]] = -math.inf
+    farthest = apart.max()
+    if farthest == -math.inf:
         field.probe = _AGAIN * field.clock + 1.0
         return -1
     merit = posterior.means[nearest]
-    merit[within | (apart < rule.probe_far * apart[~within].max())] = -math.inf
+    merit[apart < rule.probe_far * farthest] = -math.inf
     chosen = int(merit.argmax())
     unit = math.sqrt(max(field.noise, rule.probe_unit**2 * posterior.scale))
     lost = float(posterior.means[:size].max() - merit[chosen]) / unit
-    cost = min(max(lost, rule.probe_least), rule.probe_most)
+    cost = min(max(rule.probe_even * (lost / rule.probe_even) ** 3, rule.probe_least), rule.probe_most)
     due = field.probe_from * math.exp(min((field.spent + cost) / rule.probe, 50.0))
     if due > field.clock:
         field.probe = min(due, _AGAIN * field.clock + 1.0)
@@ -91,17 +96,14 @@ def _probed(field: Field, upper: float, rng: np.random.Generator) -> int:
     return arm_at(field, points[chosen])
 
 
-def _pulled_or_split(field: Field, cell: int, pending: Mapping[int, int], rng: np.random.Generator) -> int:
-    """The arm that the choice of a cell leads to: its own, one split off from it, or the one that it faces."""
+def _pulled_or_split(field: Field, cell: int, index: float, pending: Mapping[int, int], rng: np.random.Generator) -> int:
+    """The arm that the choice of a cell, for its index, leads to: its own, one split off from it, or the one that it faces."""
     posterior = field.posterior
     if posterior is None:
         ready = bool(field.pulls[cell] or field.tries[cell]) or cell in pending
         return _halve(field, cell, rng) if ready else cell
-    certainty = field.rule.certainty
-    own = float(posterior.means[cell]) + math.sqrt(
-        certainty * field.variance(cell, pending.get(cell, 0)) + float(posterior.room[field.cells.depth[cell]])
-    )
-    if float(field.beside[cell]) > own:
+    # The index is the larger of what its own arm is worth and what it owes to a better one beside it.
+    if field.beside.item(cell) >= index and field.beside.item(cell) > field.worth(posterior, cell, pending.get(cell, 0)):
         sides = field.cells.facing[cell]
         side = int(posterior.means[sides].argmax())
         better = int(sides[side])
@@ -114,8 +116,8 @@ def _pulled_or_split(field: Field, cell: int, pending: Mapping[int, int], rng: n
 def _ripe(field: Field, arm: int, cell: int, pending: Mapping[int, int]) -> bool:
     """Whether an arm is known better than a cell varies, or will be when its open pulls have been told."""
     assert field.posterior is not None
-    within = float(field.posterior.variation[field.cells.depth[cell] + 1])
-    return field.ripe and field.variance(arm, pending.get(arm, 0)) < field.rule.patience * within
+    within = field.posterior.variation.item(field.cells.depth.item(cell) + 1)
+    return field.variance(arm, pending.get(arm, 0)) < field.rule.patience * within and field.ripe
 
 
 def _halve(field: Field, cell: int, rng: np.random.Generator) -> int:

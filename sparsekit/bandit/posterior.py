@@ -55,7 +55,7 @@ class Posterior:
 
     def observe(self, arm: int, reward: float, noise: float) -> None:
         """Take in a reward, counted from the level; the other arms learn of it with the next `sweep`."""
-        mean, variance = float(self.means[arm]), float(self.variances[arm])
+        mean, variance = self.means.item(arm), self.variances.item(arm)
         gain = variance / (variance + noise)
         self.means[arm] = mean + gain * (reward - mean)
         self.variances[arm] = variance * (1.0 - gain)
@@ -73,43 +73,46 @@ class Posterior:
         size = cells.size
         own = rewards - self.level
         parent, born = cells.parent[:size], cells.born[:size]
-        has_parent = born > 0
-        above, doubt = self.means[parent], self.variances[parent]
+        has_parent = (born > 0).astype(np.float64)
+        above, doubt = self.means.take(parent), self.variances.take(parent)
         # An arm without rewards has a mean of next to no weight.
         own_variance = noise / np.maximum(weights, 1e-9)
-        tied = self.variation[born]
+        tied = self.variation.take(born)
         share = tied / (tied + own_variance + doubt)
         surprise = share * (own - above)
-        deepest = int(cells.depth[:size].max())
+        surprise *= surprise
+        depths = cells.deepest + 3
         self._learn(
-            deepest,
-            np.bincount(born, share, deepest + 3).tolist(),
-            np.bincount(born, surprise * surprise, deepest + 3).tolist(),
-            int(cells.depth[self.means[:size].argmax()]),
+            cells.deepest,
+            np.bincount(born, share, depths).tolist(),
+            np.bincount(born, surprise, depths).tolist(),
+            cells.depth.item(self.means[:size].argmax()),
             math.log(max(told, 1.0)),
         )
-        tied = self.variation[born]
+        tied = self.variation.take(born)
         up = 1.0 / (tied + has_parent * doubt)
         down = has_parent / (tied + own_variance)
         precision = 1.0 / own_variance + up + np.bincount(parent, down, size)
         weighed = own / own_variance + has_parent * above * up + np.bincount(parent, down * own, size)
-        self.variances[:size] = 1.0 / precision
-        self.means[:size] = weighed / precision
+        np.divide(1.0, precision, out=self.variances[:size])
+        np.divide(weighed, precision, out=self.means[:size])
 
     def _learn(self, deepest: int, counts: list[float], squares: list[float], best: int, log_told: float) -> None:
         """D and what follows from it by depth, given how many arms were born there and how far they lay from their parents."""
-        rule, ratio = self._rule, self._ratio
-        freedom, variation = rule.tail, self.scale
+        rule = self._rule
+        base, growth, deeper, tail, tail_kept = rule.base, rule.growth, rule.deeper, rule.tail, rule.tail_kept
+        prior, prior_weight = rule.shrink_weight * self._ratio, rule.shrink_weight
+        freedom, variation = tail, self.scale
         variations, rooms = [variation], []
         # Cells one level deeper than any are there by the next sweep, and their halves lie one deeper again.
         for depth in range(1, min(deepest + 2, DEEPEST + 1) + 1):
             count = counts[depth]
-            variation = (rule.shrink_weight * ratio * variation + squares[depth]) / (rule.shrink_weight + count)
-            freedom = rule.tail + count + rule.tail_kept * freedom
+            variation = (prior * variation + squares[depth]) / (prior_weight + count)
+            freedom = tail + count + tail_kept * freedom
             # Stands for log t, to which it comes as ν grows: the same tail probability of a Student t.
             quantile = 0.5 * freedom * math.expm1(2.0 * log_told / (freedom + 1.0))
             variations.append(variation)
-            rooms.append(variation * (rule.base + rule.growth * quantile + rule.deeper * max(best - depth + 1, 0)))
+            rooms.append(variation * (base + growth * quantile + deeper * max(best - depth + 1, 0)))
         self.variation[: len(variations)] = variations
         self.room[: len(rooms)] = rooms
 

@@ -29,11 +29,12 @@ class Rule:
         line: Cells to begin with on an interval.
         cube: The same on a box of two axes or more; rounded up to a grid.
         jitter: Width of the middle part of a cell from which its arm is drawn, as a share of the cell.
-        refresh: All arms learn from one another after so many more rewards, as a share of those told.
-        probe: By the t-th reward all probes together may lose so much times log(t / `probe_from`), in deviations of the noise.
+        refresh: All arms learn from one another after so many more rewards, as a share of those told since arms fell.
+        probe: By the t-th reward all probes together may cost so much times log(t / `probe_from`), in deviations of the noise.
         probe_from: The number of rewards from which on there are probes.
         probe_fallen: The same, counted from when arms have fallen.
-        probe_least: What a probe is taken to lose at least, in deviations of the noise.
+        probe_even: A probe that loses so many deviations of the noise costs as many; one that loses twice as much, eight times.
+        probe_least: What a probe costs at least, in deviations of the noise.
         probe_most: And at most.
         probe_unit: The deviation of the noise is taken for no less than this share of that of the first rewards.
         probe_drawn: Points drawn for a probe.
@@ -63,16 +64,17 @@ class Rule:
     cube: int = 6
     jitter: float = 0.2
     refresh: float = 0.04
-    probe: float = 4.3
-    probe_from: float = 80.0
+    probe: float = 6.0
+    probe_from: float = 100.0
     probe_fallen: float = 10.0
+    probe_even: float = 3.0
     probe_least: float = 0.5
-    probe_most: float = 4.0
+    probe_most: float = 10.0
     probe_unit: float = 0.1
     probe_drawn: int = 64
     probe_far: float = 0.5
     allowance: float = 0.5
-    alarm: float = 10.0
+    alarm: float = 9.0
     faded: float = 0.05
     settled: int = 8
     capacity: int = 2048

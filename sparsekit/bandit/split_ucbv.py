@@ -51,9 +51,9 @@ class SplitUCBV(Generic[Trial]):
 
     Now and then a pull is a probe: of 64 points drawn in the space, those at least half as far from every arm as the farthest
     one count, and the one beside the best arm becomes an arm. It finds what the model rules out, such as a narrow plateau far
-    from the hill that is being climbed. What a probe loses, by the mean of the arm that it lies beside, counts as 1/2 to 4
-    deviations of the noise; together they may lose 4.3 log(t / 80) of them by the t-th reward, so that there are more where
-    they cost little. After a fall of rewards t is counted anew, with 10 in place of 80.
+    from the hill that is being climbed. A probe that loses l deviations of the noise, by the mean of the arm that it lies
+    beside, costs l³/9, but 1/2 to 10; together they may cost 6 log(t / 100) by the t-th reward, so that there are many where
+    they lose little. After a fall of rewards t is counted anew, with 10 in place of 100.
 
     All is relative to the first rewards, so that adding to all of them or scaling them changes no proposal (but for rounding),
     and the horizon is not needed. All arms learn from one another when a new one has its first reward, and else when the

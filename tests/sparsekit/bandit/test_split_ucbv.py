@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from collections.abc import Callable
@@ -410,6 +411,30 @@ def test_a_state_resumes_to_the_same_bits_in_a_box_with_costs_and_open_pulls() -
         each.tell(pending[1], 0.5)
     assert play(bandit, lambda _: 1.0, 40) == play(resumed, lambda _: 1.0, 40)
     assert bandit.best() == resumed.best()
+
+
+@given(
+    seed=st.integers(0, 2**16),
+    discount=st.sampled_from([None, 1.0, 0.9]),
+    steps=st.lists(st.sampled_from(["tell", "leave open", "elsewhere", "drop", "fall", "costly"]), max_size=60),
+)
+@settings(max_examples=60, deadline=None)
+def test_what_is_remembered_of_the_index_is_what_a_resumed_bandit_computes(
+    seed: int, discount: float | None, steps: list[str]
+) -> None:
+    bandit = SplitUCBV(UNIT, rng=np.random.default_rng(seed), discount=discount)
+    rng = np.random.default_rng(seed)
+    for step in steps:
+        pull = bandit.ask()
+        if step == "leave open":
+            continue
+        executed = Pull(pull.id, float(rng.random())) if step == "elsewhere" else pull
+        reward = hill(executed.value) + float(rng.normal(0.0, 0.1)) - 3.0 * (step == "fall")
+        bandit.tell(executed, reward, cost=2.0 if step == "costly" else 1.0, drop="above" if step == "drop" else None)
+        resumed = SplitUCBV(UNIT, rng=np.random.default_rng(0), discount=discount)
+        resumed.load_state_dict(bandit.state_dict())
+        assert resumed.indices() == bandit.indices()
+        assert resumed.ask() == SplitUCBV.ask(copy.deepcopy(bandit))
 
 
 def test_a_state_of_other_settings_is_refused() -> None:
