@@ -3,7 +3,7 @@
     python benchmarks/bandits.py measure SplitUCBV --seeds 40     adds to benchmarks/bandit_results.json
     python benchmarks/bandits.py measure VHCT --set held-out      the same for others; slow ones with fewer seeds
     python benchmarks/bandits.py measure VHCT --set moved         where every seed has its maxima elsewhere
-    python benchmarks/bandits.py measure VHCT --set unseen        functions that played no part in the bandit's design
+    python benchmarks/bandits.py measure VHCT --set fresh         functions that played no part in the bandit's design
     python benchmarks/bandits.py table                            regret, mean and standard error, from that file
     python benchmarks/bandits.py time                             microseconds per ask + tell
     python benchmarks/bandits.py figure --out regret.png          regret against pulls
@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from bandit_fresh import FRESH
 from bandit_more import MORE
 from bandit_objectives import DRIFTING, HELD_OUT, MOVED, OBJECTIVES, PYXAB, Objective
 from bandit_others import OTHERS
@@ -45,8 +46,9 @@ SETS = {
     "others": OTHERS,
     "more": MORE,
     "unseen": UNSEEN,
+    "fresh": FRESH,
 }
-EVERY = OBJECTIVES | OTHERS | MORE | UNSEEN
+EVERY = OBJECTIVES | OTHERS | MORE | UNSEEN | FRESH
 UNIT = Interval(0.0, 1.0)
 
 Play = tuple[Callable[[], list[float]], Callable[[float], None], Callable[[], list[float]]]
