@@ -46,7 +46,13 @@ CORE_LAYERS = (
 FL_LAYERS = (
     ("sparsekit_fl", "sparsekit_fl.testing", "sparsekit_fl.testing.*"),
     # The apps of a deployment are commands too, which Flower calls.
-    ("sparsekit_fl.cli", "sparsekit_fl.cli.*", "sparsekit_fl.engines.flower.apps", "sparsekit_fl.engines.flower.plan"),
+    (
+        "sparsekit_fl.cli",
+        "sparsekit_fl.cli.*",
+        "sparsekit_fl.engines.flower.apps",
+        "sparsekit_fl.engines.flower.rounds_app",
+        "sparsekit_fl.engines.flower.plan",
+    ),
     ("sparsekit_fl.presets",),
     ("sparsekit_fl.runner",),
     ("sparsekit_fl.engines", "sparsekit_fl.engines.*"),
@@ -99,7 +105,7 @@ REGISTRIES = {
     "sparsekit/patterns": ("sparsekit.patterns", "registry", {"base"}),
     "sparsekit/bandit": (
         "sparsekit.bandit", "registry",
-        {"arms", "base", "cells", "field", "ledger", "make", "moves", "optuna", "plot", "posterior", "rule", "space",
+        {"arms", "base", "cells", "field", "ledger", "make", "moves", "noise", "optuna", "plot", "posterior", "rule", "space",
          "watch"},
     ),
     "sparsekit_fl/methods": ("sparsekit_fl.methods", "registry", set()),
@@ -196,6 +202,18 @@ def test_importing_the_packages_loads_no_optional_package() -> None:
         "for package in (sparsekit, sparsekit_fl):\n"
         "    [getattr(package, name) for name in package.__all__]\n"
         f"sys.exit(', '.join(name for name in {optional!r} if name in sys.modules) or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_process_that_a_supernode_starts_for_a_message_loads_no_simulation() -> None:
+    pytest.importorskip("flwr", reason="flwr is not installed; pip install 'sparsekit[flower]'")
+    needless = ("ray", "flwr.simulation", "sparsekit_fl.runner")
+    program = (
+        "import sys, sparsekit_fl.engines.flower.apps as apps\n"
+        "assert apps.client and apps.server\n"
+        f"sys.exit(', '.join(name for name in {needless!r} if name in sys.modules) or 0)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 from pathlib import Path
-from typing import Any
 
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
@@ -19,22 +17,14 @@ from sparsekit.errors import InvalidValueError
 from sparsekit_fl.client import Client
 from sparsekit_fl.context import Setup, one_thread
 from sparsekit_fl.engines.bench import Bench
-from sparsekit_fl.engines.flower.deployment import Deployment, Nodes
 from sparsekit_fl.engines.flower.introduction import described
 from sparsekit_fl.engines.flower.keep import NodeStore
 from sparsekit_fl.engines.flower.node import Node, make_app
 from sparsekit_fl.engines.flower.plan import Plan, client_ids
 from sparsekit_fl.engines.flower.wire import content, read
-from sparsekit_fl.results import Observer, RoundRecord
-from sparsekit_fl.runner import run
 from sparsekit_fl.store import CarriedMemory, MemoryStore
 
 __all__ = ["client", "server"]
-
-_log = logging.getLogger("flwr")  # what Flower shows of an app
-
-# Of a round in the log; with thousands of clients there may be as many.
-_MOST_NOTES = 10
 
 _clients: dict[str, tuple[Setup, dict[int, Client]]] = {}
 
@@ -98,40 +88,9 @@ client.query()(_introduce)
 server = ServerApp()
 
 
-class _Report(Observer):
-    def on_round(self, record: RoundRecord) -> None:
-        scores = record.evaluation
-        text = f"round {record.round}: loss {record.loss if record.loss is not None else float('nan'):.4f}"
-        if scores is not None:
-            text += "".join(f", {name} {value:.4f}" for name, value in scores.personal.items())
-        for client_id, reason in record.dropped:
-            text += f"; without client {client_id}: {reason}"
-        for note in record.notes[:_MOST_NOTES]:
-            text += f"; {note}"
-        if len(record.notes) > _MOST_NOTES:
-            text += f"; and {len(record.notes) - _MOST_NOTES} notes more, in rounds.jsonl"
-        _log.info(text)
-
-
+@server.main()
 def _main(grid: Grid, context: Context) -> None:
-    plan = Plan.of(context.run_config)
-    nodes = Nodes(grid, wanted=plan.nodes, wait_seconds=plan.wait_seconds)
-    clients = nodes.introduce()
-    problem, _ = plan.make_problem()
-    config = plan.make_config(len(clients))
-    described: dict[str, Any] = {"preset": None if plan.problem else plan.preset, "problem": plan.problem or None}
-    result = run(
-        plan.make_method(),
-        problem,
-        [clients[id] for id in sorted(clients)],
-        config,
-        engine=Deployment(nodes, memory=plan.memory, timeout_seconds=plan.timeout_seconds or None),
-        observers=[_Report()],
-        out=plan.out or None,
-        resume=plan.resume,
-        experiment={**described, "clients": len(clients)},
-    )
-    _log.info(f"final personal scores: {dict(result.final.personal)}; state {result.final.state_sha256}")
+    # Here: a SuperNode imports this file for every message, and what takes part in rounds is not needed there.
+    from sparsekit_fl.engines.flower.rounds_app import serve
 
-
-server.main()(_main)
+    serve(grid, context)

@@ -18,7 +18,6 @@ from flwr.app import Context, Message
 from flwr.serverapp import Grid, ServerApp
 
 from sparsekit_fl import policies
-from sparsekit_fl.engines.flower import apps
 from sparsekit_fl.method import Method
 from sparsekit_fl.policies.local import LocalPolicy, LocalResult, Sgd
 
@@ -82,8 +81,10 @@ server = ServerApp()
 @server.main()
 def main(grid: Grid, context: Context) -> None:
     """The server app of a deployment, which says how it ended."""
+    from sparsekit_fl.engines.flower.rounds_app import serve
+
     try:
-        apps._main(Twice(grid), context)  # type: ignore[arg-type]
+        serve(Twice(grid), context)  # type: ignore[arg-type]
     except BaseException as error:
         say("ended", repr(error))
         raise
