@@ -1,14 +1,15 @@
-"""Accuracy where some clients attack the model, by rule of aggregation; and what privacy costs.
+"""Accuracy where some clients attack the model, by rule of aggregation; what privacy costs, and what short uploads cost.
 
-    python benchmarks/attacks.py attacks                        digits, 20 clients of which 4 are hostile, about 20 minutes
-    python benchmarks/attacks.py attacks --alpha 0.1 --json     each client has few classes: where robust rules fail
-    python benchmarks/attacks.py attacks --data-dir DIR         MNIST, 100 clients
-    python benchmarks/attacks.py privacy                        FedAvg by noise multiplier: accuracy and ε
+    python benchmarks/attacks.py attacks --seeds 3                digits, 20 clients of which 4 are hostile, about an hour
+    python benchmarks/attacks.py attacks --alpha 0.1 --json       each client has few classes: where robust rules fail
+    python benchmarks/attacks.py attacks --data-dir DIR           MNIST, 100 clients
+    python benchmarks/attacks.py privacy --clients 60 --cohort 30 --rounds 20 --alpha 10
+    python benchmarks/attacks.py uploads --seeds 5                changes sent as bfloat16 against float32
 
 A hostile client trains as everybody does, and then sends a multiple of its change: the opposite, ten times as much, or ten
 times the opposite. Accuracies are means over the honest clients, each on its own test data: of the global model, and of what
-the client deploys. These attacks hide nothing; one that
-knows the rule can do more.
+the client deploys; with several seeds mean ± deviation over them. These attacks hide nothing; one that knows the rule can do
+more. Tables are Markdown, a row as soon as it is known; docs/ROBUSTNESS.md has them.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -72,7 +74,11 @@ class Hostile:
         return self.inner.run(lambda pool: rounds(_HostilePool(pool, self.ids, self.factor)), **given)
 
 
-def _settings(options: argparse.Namespace) -> tuple[Any, list[Any], fl.RunConfig]:
+Settings = tuple[Any, list[Any], fl.RunConfig]
+Row = dict[str, Any]
+
+
+def _settings(options: argparse.Namespace, seed: int) -> Settings:
     preset = preset_for(dataset="digits" if options.data_dir is None else "mnist")
     clients = options.clients or (20 if options.data_dir is None else 100)
     problem, roster = build_problem(
@@ -81,14 +87,14 @@ def _settings(options: argparse.Namespace) -> tuple[Any, list[Any], fl.RunConfig
         partition="dirichlet",
         options={"alpha": options.alpha},
         data_dir=options.data_dir,
-        seed=options.seed,
+        seed=seed,
     )
     training = replace(preset.training, local_epochs=options.local_epochs)
     config = fl.RunConfig(
         rounds=options.rounds,
         clients_per_round=options.cohort,
         training=training,
-        seed=options.seed,
+        seed=seed,
         eval_every=options.rounds,
         capability="dynamic",
         capability_levels=preset.capability_levels,
@@ -101,9 +107,6 @@ def _accuracy(scores: Mapping[str, tuple[float, float]] | None) -> float:
     return total / weight if weight else float("nan")
 
 
-Settings = tuple[Any, list[Any], fl.RunConfig]
-
-
 def _run(name: str, factor: float, hostile: frozenset[int], settings: Settings, **changes: Any) -> Any:
     problem, clients, config = settings
     return fl.run(fl.methods.registry[name](), problem, clients, replace(config, **changes), engine=Hostile(hostile, factor))
@@ -113,56 +116,74 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-def attacks(options: argparse.Namespace) -> list[dict[str, Any]]:
+def attacks(options: argparse.Namespace) -> Iterator[Row]:
     """One row per method, rule and attack."""
-    settings = _settings(options)
+    settings = [_settings(options, seed) for seed in range(options.seeds)]
     every = max(1, round(1 / options.hostile)) if options.hostile else 10**9
-    hostile = frozenset(client.id for client in settings[1] if client.id % every == every - 1)
-    rows = []
+    hostile = frozenset(client.id for client in settings[0][1] if client.id % every == every - 1)
     for method in options.methods.split(","):
         for rule, changes in RULES.items():
             for attack, factor in ATTACKS.items():
-                row: dict[str, Any] = {"method": method, "aggregation": rule, "attack": attack}
-                try:
-                    result = _run(method, factor, hostile, settings, **changes)
+                row: Row = {"method": method, "aggregation": rule, "attack": attack, "global": [], "personal": [], "stopped": 0}
+                for given in settings:
+                    try:
+                        result = _run(method, factor, hostile, given, **changes)
+                    except (fl.errors.ClientError, fl.errors.UpdateError):
+                        # A model that was driven to infinity trains nobody any more.
+                        row["stopped"] += 1
+                        continue
                     honest = [one for one in result.final.per_client if one.client_id not in hostile]
-                    row["global"] = _mean([_accuracy(one.shared) for one in honest])
-                    row["personal"] = _mean([_accuracy(one.personal) for one in honest])
-                    row["refused"] = sum(len(record.dropped) for record in result.rounds)
-                except (fl.errors.ClientError, fl.errors.UpdateError) as error:
-                    # A model that was driven to infinity trains nobody any more.
-                    row["stopped"] = str(error)[:200]
-                rows.append(row)
-                if not options.json:
-                    print(_line(row), flush=True)
-    return rows
+                    row["global"].append(_mean([_accuracy(one.shared) for one in honest]))
+                    row["personal"].append(_mean([_accuracy(one.personal) for one in honest]))
+                yield row
 
 
-def _line(row: Mapping[str, Any]) -> str:
-    scores = "stopped" if "stopped" in row else f"{row['global']:>8.1%}  {row['personal']:>8.1%}  {row['refused']:>7}"
-    return f"{row['method']:<14}  {row['aggregation']:<13}  {row['attack']:<18}  {scores}"
-
-
-def privacy(options: argparse.Namespace) -> list[dict[str, Any]]:
+def privacy(options: argparse.Namespace) -> Iterator[Row]:
     """One row per noise multiplier, the first without privacy."""
-    settings = _settings(options)
-    rows = []
+    settings = [_settings(options, seed) for seed in range(options.seeds)]
     for noise in (None, *(float(text) for text in options.noise.split(","))):
-        changes = {} if noise is None else {"dp_clip": options.clip, "dp_noise": noise, "dp_noise_seed": options.seed}
-        result = _run("fedavg", 1.0, frozenset(), settings, **changes)
-        row = {"noise": noise, "clip": None if noise is None else options.clip, "global": result.final.shared["accuracy"]}
-        row.update({name: result.privacy.get(name) for name in ("epsilon", "epsilon_unamplified", "delta")})
-        rows.append(row)
-        if not options.json:
-            spent = "no privacy" if noise is None else f"{row['epsilon']:>9.3g}  {row['epsilon_unamplified']:>9.3g}"
-            print(f"{'-' if noise is None else noise:>6}  {row['global']:>8.1%}  {spent}", flush=True)
-    return rows
+        row: Row = {"noise": noise, "clip": None if noise is None else options.clip, "global": []}
+        for seed, given in enumerate(settings):
+            changes = {} if noise is None else {"dp_clip": options.clip, "dp_noise": noise, "dp_noise_seed": seed}
+            result = _run("fedavg", 1.0, frozenset(), given, **changes)
+            row["global"].append(result.final.shared["accuracy"])
+            row.update({name: result.privacy.get(name) for name in ("epsilon", "epsilon_unamplified", "delta")})
+        yield row
+
+
+def uploads(options: argparse.Namespace) -> Iterator[Row]:
+    """One row per method and number format."""
+    settings = [_settings(options, seed) for seed in range(options.seeds)]
+    for method in options.methods.split(","):
+        for upload in ("float32", "bfloat16"):
+            row: Row = {"method": method, "upload": upload, "global": [], "personal": [], "megabytes": []}
+            for given in settings:
+                result = _run(method, 1.0, frozenset(), given, upload=upload)
+                row["global"].append(result.final.shared["accuracy"])
+                row["personal"].append(result.final.personal["accuracy"])
+                row["megabytes"].append(result.cost.uplink_bytes / 1e6)
+            yield row
+
+
+TABLES = {"attacks": attacks, "privacy": privacy, "uploads": uploads}
+PERCENT = ("global", "personal")
+
+
+def _cell(row: Row, name: str) -> str:
+    value = row[name]
+    if name in PERCENT or name == "megabytes":
+        if not value:
+            return "–"
+        scale, unit = (100.0, " %") if name in PERCENT else (1.0, "")
+        spread = f" ± {scale * statistics.stdev(value):.1f}" if len(value) > 1 else ""
+        return f"{scale * statistics.mean(value):.1f}{spread}{unit}"
+    return "–" if value is None else f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
 def main() -> None:
     """Run and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["attacks", "privacy"])
+    parser.add_argument("what", choices=list(TABLES))
     parser.add_argument("--data-dir", type=Path, default=None, help="folder that holds mnist/; without it digits")
     parser.add_argument("--methods", default="fedavg,fedlps", help="default fedavg,fedlps")
     parser.add_argument("--clients", type=int, default=None, help="K (default 20, of MNIST 100)")
@@ -171,19 +192,20 @@ def main() -> None:
     parser.add_argument("--local-epochs", type=int, default=2, help="default 2")
     parser.add_argument("--alpha", type=float, default=1.0, help="Dirichlet's, small is uneven (default 1)")
     parser.add_argument("--hostile", type=float, default=0.2, help="share of the clients (default 0.2)")
-    parser.add_argument("--noise", default="0.1,0.5,1.0,3.0", help="multipliers for `privacy`")
+    parser.add_argument("--noise", default="0.1,0.3,1.0,3.0", help="multipliers for `privacy`")
     parser.add_argument("--clip", type=float, default=1.0, help="norm for `privacy` (default 1)")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--seeds", type=int, default=1, help="seeds 0 to N - 1 (default 1)")
+    parser.add_argument("--json", action="store_true", help="a line of JSON for each row")
     options = parser.parse_args()
     # Each refused update is a warning, and there are many.
     logging.getLogger("sparsekit_fl").setLevel(logging.ERROR)
-    if not options.json:
-        header = f"{'method':<14}  {'aggregation':<13}  {'attack':<18}  {'global':>8}  {'personal':>8}  {'refused':>7}"
-        print(header if options.what == "attacks" else f"{'z':>6}  {'global':>8}  {'epsilon':>9}  {'whatever the sampling':>9}")
-    rows = attacks(options) if options.what == "attacks" else privacy(options)
-    if options.json:
-        print(json.dumps(rows, indent=1))
+    for number, row in enumerate(TABLES[options.what](options)):
+        if options.json:
+            print(json.dumps(row), flush=True)
+            continue
+        if not number:
+            print(f"| {' | '.join(row)} |\n|{'---|' * len(row)}")
+        print(f"| {' | '.join(_cell(row, name) for name in row)} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -24,17 +24,17 @@ a checkpoint as after a run in which all of them took part, in CPU seconds.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import signal
-import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -47,7 +47,7 @@ from sparsekit_fl.checkpoint import RunFolder, describe_run
 from sparsekit_fl.context import Setup, by_id
 from sparsekit_fl.engines.base import Engine
 from sparsekit_fl.engines.embedded import Embedded
-from sparsekit_fl.engines.flower.quiet import QUIET, be_quiet
+from sparsekit_fl.engines.flower.quiet import be_quiet
 from sparsekit_fl.messages import Evaluation, Update
 from sparsekit_fl.models.cnn import Cnn
 from sparsekit_fl.models.vgg import Vgg
@@ -59,8 +59,8 @@ from sparsekit_fl.training import TrainingLog
 be_quiet()
 
 HERE = Path(__file__).resolve()
+HELPERS = HERE.parents[1] / "tests" / "sparsekit_fl" / "engines" / "flower"
 WORKERS = 2
-PATIENCE_SECONDS = 600.0
 
 
 class Idle(LocalPolicy):
@@ -169,79 +169,23 @@ def _here(name: str, load: Load) -> Timing:
     return Timing.of(result.rounds, time.perf_counter() - began)
 
 
-def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
-
-
-def _until(condition: Callable[[], bool], what: str, logs: Path) -> None:
-    end = time.monotonic() + PATIENCE_SECONDS
-    while not condition():
-        if time.monotonic() > end:
-            texts = "\n".join(f"--- {path.name}\n{path.read_text(errors='replace')[-3000:]}" for path in logs.glob("*.log"))
-            raise SystemExit(f"{what}: not within {PATIENCE_SECONDS:g} seconds\n{texts}")
-        time.sleep(0.2)
-
-
-@contextmanager
-def _started(command: Sequence[str], folder: Path, env: dict[str, str]) -> Iterator[None]:
-    with (folder / f"{command[0]}-{time.monotonic_ns()}.log").open("wb") as log:
-        program = str(Path(sys.executable).with_name(command[0]))
-        process = subprocess.Popen([program, *command[1:]], cwd=folder, env=env, stdout=log, stderr=log, start_new_session=True)
-    try:
-        yield
-    finally:
-        # With all that it started.
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGTERM)
-        try:
-            process.wait(timeout=30)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-
-
 def _deployed(load: Load) -> Timing:
     """A SuperLink and two SuperNodes on the loopback, and a run submitted to them."""
-    from sparsekit_fl.cli.flower_app import write_app
-
+    # The tests' own, which also watches that no process contacts anybody outside this machine.
+    sys.path.append(str(HELPERS))
+    helpers = importlib.import_module("fault_deployment")
     with tempfile.TemporaryDirectory(prefix="sparsekit-") as base:
-        folder, port = Path(base), _free_port()
-        write_app(folder)
-        connections = folder / "flwr-home" / "config.toml"
-        connections.write_text(connections.read_text().replace("127.0.0.1:8000", f"127.0.0.1:{port}"))
-        path = os.pathsep.join(filter(None, [str(HERE.parent), os.environ.get("PYTHONPATH", "")]))
-        env = {**os.environ, **QUIET, "FLWR_HOME": str(folder / "flwr-home"), "PYTHONPATH": path}
-        out, half = folder / "out", load.clients // 2
-        nodes = []
-        for number, ids in enumerate((f"0-{half - 1}", f"{half}-{load.clients - 1}")):
-            config = (
-                f'clients="{ids}" state-dir="{folder / "state"}-{number}" data-dir="{load.plan.data_dir}" data="{load.data}"'
-            )
-            where = ("--superlink", f"127.0.0.1:{port}", "--port", str(_free_port()))
-            nodes.append(("flower-supernode", "--insecure", *where, "--node-config", config))
-        link = ("flower-superlink", "--insecure", "--host", "127.0.0.1", "--port", str(port))
-
-        def listens() -> bool:
-            with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
-                return True
-            return False
-
+        folder, half = Path(base), load.clients // 2
+        out = folder / "out"
         began = time.perf_counter()
-        with _started((*link, "--disable-runtime-dependency-installation"), folder, env):
-            _until(listens, "the SuperLink listens", folder)
-            with _started(nodes[0], folder, env), _started(nodes[1], folder, env):
-                options = {**replace(load.plan, out=str(out)).to_run_config()}
-                text = " ".join(f"{name}={json.dumps(value)}" for name, value in options.items())
-                flwr = str(Path(sys.executable).with_name("flwr"))
-                subprocess.run(
-                    [flwr, "run", ".", "local", "--run-config", text], cwd=folder, env=env, check=True, capture_output=True
-                )
-                _until((out / "result.json").exists, "the run ends", folder)
+        with helpers.Deployment(folder, planted=False, eager=False, paths=(HERE.parent,)) as deployment:
+            deployment.start_superlink()
+            for number, ids in enumerate((f"0-{half - 1}", f"{half}-{load.clients - 1}")):
+                deployment.start_node(f"node-{number}", ids, data=load.data, data_dir=load.plan.data_dir)
+            deployment.submit(replace(load.plan, out=str(out)))
+            deployment.await_result(out)
         total = time.perf_counter() - began
-        lines = (out / "rounds.jsonl").read_text().splitlines()
-        return Timing.of([RoundRecord.from_dict(json.loads(line)) for line in lines], total)
+        return Timing.of([RoundRecord.from_dict(line) for line in deployment.records(out)], total)
 
 
 def overhead(options: argparse.Namespace) -> list[dict[str, Any]]:

@@ -133,7 +133,8 @@ def check_fit(problem: Problem, client: Client) -> None:
             model(*problem.example_inputs)
         except Exception as error:
             raise TraceError(
-                f"the model fails on example_inputs: {error}; pass inputs that model(*example_inputs) takes"
+                f"the model fails on example_inputs {[_shape(item) for item in problem.example_inputs]}: {error};"
+                " pass a model for these, or inputs that model(*example_inputs) takes"
             ) from error
         split = client.data.train
         inputs, targets = problem.read_batch(split, list(range(min(2, len(split)))))
@@ -158,7 +159,7 @@ def check_fit(problem: Problem, client: Client) -> None:
         except Exception as error:
             raise DataError(
                 f"loss or metrics fail on outputs {_shape(outputs)} with targets {tuple(targets.shape)} of client "
-                f"{client.id}: {error}"
+                f"{client.id}: {error}; pass a model with outputs that the loss takes, or a loss and metrics for these"
             ) from error
         if not isinstance(loss, Tensor) or loss.ndim:
             raise DataError(f"loss must give a scalar tensor, got {_shape(loss)}; take the mean over the batch")

@@ -74,13 +74,16 @@ def test_the_tables_have_a_row_for_each_rule_and_attack(bench, monkeypatch):
     monkeypatch.setattr(bench, "RULES", {name: bench.RULES[name] for name in ("mean", "median")})
     options = Namespace(
         data_dir=None, methods="fedavg", clients=8, cohort=4, rounds=1, local_epochs=1, alpha=10.0, hostile=0.25, noise="1.0",
-        clip=1.0, seed=0, json=True,
+        clip=1.0, seeds=2, json=True,
     )  # fmt: skip
-    rows = bench.attacks(options)
+    rows = list(bench.attacks(options))
     assert [(row["aggregation"], row["attack"]) for row in rows] == [
         (rule, attack) for rule in ("mean", "median") for attack in ("none", "times 10")
     ]
-    assert all(0 <= row["global"] <= 1 for row in rows)
+    assert all(len(row["global"]) == 2 and 0 <= min(row["global"]) <= max(row["global"]) <= 1 for row in rows)
+    long, short = bench.uploads(options)
+    assert max(short["megabytes"]) < 0.52 * min(long["megabytes"])
+    assert bench._cell({"global": [0.5, 0.6]}, "global") == "55.0 ± 7.1 %"
     pytest.importorskip("opacus")
     without, private = bench.privacy(options)
     assert without["epsilon"] is None
