@@ -15,7 +15,9 @@ from sparsekit_fl.cli.options import command_app
 
 __all__ = ["flower_app", "write_app"]
 
-_FILES = ("pyproject.toml", "README.md", "make_certificates.sh", "node.example.sh", "flwr-home/config.toml")
+_FILES = ("pyproject.toml", "README.md", "make_certificates.sh", "node.example.sh", "flwr-home/config.toml", ".gitignore")
+# Templates that must not carry the names that have a meaning where they lie.
+_SOURCES = {"pyproject.toml": "pyproject.toml.in", ".gitignore": "gitignore.in"}
 
 
 def write_app(folder: Path) -> list[Path]:
@@ -47,9 +49,7 @@ def write_app(folder: Path) -> list[Path]:
     template = files("sparsekit_fl").joinpath("engines/flower/template")
     written = []
     for name in _FILES:
-        # A template that is no valid project file must not carry the name of one.
-        source = f"{name}.in" if name == "pyproject.toml" else name
-        text = template.joinpath(source).read_text(encoding="utf-8")
+        text = template.joinpath(_SOURCES.get(name, name)).read_text(encoding="utf-8")
         for word, value in words.items():
             text = text.replace(word, value)
         path = folder / name

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import tomllib
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -103,3 +105,19 @@ def test_the_app_folder_is_complete_and_never_written_over(tmp_path: Path) -> No
     assert not any("@" in path.read_text().replace("${@}", "") for path in written if path.suffix == ".toml")
     with pytest.raises(InvalidValueError, match="nothing was written"):
         write_app(tmp_path / "my app")
+
+
+def test_what_runs_leave_in_the_app_folder_is_never_sent_to_devices(tmp_path: Path) -> None:
+    from flwr.cli.build import build_fab_from_disk
+
+    write_app(tmp_path)
+    fresh = build_fab_from_disk(tmp_path)
+    assert set(zipfile.ZipFile(io.BytesIO(fresh)).namelist()) == {"pyproject.toml", "README.md", ".info/CONTENT"}
+    # Flower keeps the apps of earlier runs below its home, so without an end each would hold all before it.
+    deep = "flwr-home/apps/a/b/c/d/e/f/g/h/i/README.md"
+    for made in (deep, "run/result.json", "run/rounds.jsonl", "state/a/0.json", "keys/notes.md"):
+        (tmp_path / made).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / made).write_text("secret")
+    assert build_fab_from_disk(tmp_path) == fresh
+    (tmp_path / "mine.py").touch()
+    assert "mine.py" in zipfile.ZipFile(io.BytesIO(build_fab_from_disk(tmp_path))).namelist()
