@@ -107,6 +107,7 @@ def test_the_app_folder_is_complete_and_never_written_over(tmp_path: Path) -> No
         write_app(tmp_path / "my app")
 
 
+@pytest.mark.filterwarnings("ignore:GitWildMatchPattern:DeprecationWarning")  # Flower's
 def test_what_runs_leave_in_the_app_folder_is_never_sent_to_devices(tmp_path: Path) -> None:
     from flwr.cli.build import build_fab_from_disk
 
