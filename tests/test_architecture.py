@@ -22,7 +22,7 @@ MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix("
 
 # Who may import whom, from the top down: a layer imports itself and what stands below it. A file in no layer fails.
 CORE_LAYERS = (
-    ("sparsekit", "sparsekit.cli", "sparsekit.saving", "sparsekit.testing.*"),
+    ("sparsekit", "sparsekit.__main__", "sparsekit.cli", "sparsekit.saving", "sparsekit.testing.*"),
     ("sparsekit.tuning", "sparsekit.tuning.*"),
     ("sparsekit.masks.learnable",),
     ("sparsekit.masks.execution", "sparsekit.masks.dense", "sparsekit.masks.watch", "sparsekit.masks.importance"),

@@ -227,3 +227,9 @@ def test_no_argument_shows_the_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.execute([]) == 0
     captured = capsys.readouterr()
     assert "Usage: sparsekit" in captured.out + captured.err
+
+
+def test_the_package_runs_as_a_module_too() -> None:
+    done = subprocess.run([sys.executable, "-m", "sparsekit", "units", "--help"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0
+    assert "Usage: sparsekit units" in done.stdout

@@ -1,0 +1,8 @@
+"""`python -m sparsekit`: the command, where the folder of console scripts is not on the path."""
+
+from __future__ import annotations
+
+from sparsekit.cli import main
+
+if __name__ == "__main__":
+    main()
