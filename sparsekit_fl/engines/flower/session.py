@@ -170,7 +170,8 @@ class Session:
             # The user's own; it is used, and Flower disconnects from it at the end.
             self.actors = _cluster_cores()
             return
-        here: dict[str, Any] = {"num_cpus": self.actors, "object_store_memory": self._object_store_bytes}
+        # Without "local" Ray would join a cluster that it finds on this machine, and refuse the other two.
+        here = {"address": "local", "num_cpus": self.actors, "object_store_memory": self._object_store_bytes}
         where: dict[str, Any] = here if self._address is None else {"address": self._address}
         ray.init(include_dashboard=False, log_to_driver=False, configure_logging=False, **where)
         if self._address is not None:

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+import socket
 import subprocess
+import sys
+import time
+from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,7 +29,45 @@ from sparsekit_fl.testing.tiny import tiny_clients, tiny_config, tiny_problem
 pytestmark = [pytest.mark.slow, pytest.mark.flower]
 
 
-@pytest.mark.parametrize("name", ["fedlps", "depthfl", "lotteryfl", "fjord", "ditto"])
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[str]:
+    """The address of a Ray cluster of one machine, as `ray start` makes it."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    beside = Path(sys.executable).with_name("ray")
+    program = str(beside) if beside.exists() else shutil.which("ray")
+    assert program, "ray is not on the path"
+    where = ["--node-ip-address", "127.0.0.1", "--port", address.rpartition(":")[2], "--num-cpus", "2"]
+    command = [program, "start", "--head", "--block", "--include-dashboard=false", "--disable-usage-stats", *where]
+    # `ray stop` would end the clusters of other tests too.
+    head = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        end = time.monotonic() + 120.0
+        while True:
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", int(address.rpartition(":")[2]))) == 0:
+                    break
+            assert head.poll() is None, head.communicate()[0]
+            assert time.monotonic() < end, "Ray does not listen"
+            time.sleep(0.1)
+        yield address
+    finally:
+        head.terminate()
+        head.communicate(timeout=60)
+
+
+@pytest.mark.parametrize("name", ["fedlps", "ditto"])
+def test_a_cluster_gives_the_bits_of_the_embedded_engine_though_memories_travel(name: str, cluster: str) -> None:
+    here = run(registry[name](), tiny_problem(), tiny_clients(), tiny_config())
+    there = run(registry[name](), tiny_problem(), tiny_clients(), tiny_config(), engine=Flower(ray_address=cluster))
+    assert here.final.state_sha256 == there.final.state_sha256
+    assert here.final.per_client == there.final.per_client
+    assert here.cost.memory_bytes == 0
+    assert there.cost.memory_bytes > 0
+
+
+@pytest.mark.parametrize("name", ["depthfl", "lotteryfl", "fjord"])
 def test_rays_actors_give_the_bits_of_the_embedded_engine(name: str) -> None:
     here = run(registry[name](), tiny_problem(), tiny_clients(), tiny_config())
     there = run(registry[name](), tiny_problem(), tiny_clients(), tiny_config(), engine=Flower(workers=2, supernodes=3))
