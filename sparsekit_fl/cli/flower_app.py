@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from sparsekit.errors import InvalidValueError, MissingDependencyError
+from sparsekit.errors import InvalidValueError
 from sparsekit_fl.cli.options import command_app
 
 __all__ = ["flower_app", "write_app"]
@@ -21,7 +21,7 @@ _SOURCES = {"pyproject.toml": "pyproject.toml.in", ".gitignore": "gitignore.in"}
 
 
 def write_app(folder: Path) -> list[Path]:
-    """Write the app.
+    """Write the app; Flower itself is needed only where it runs.
 
     Args:
         folder: Where; made if absent.
@@ -31,12 +31,10 @@ def write_app(folder: Path) -> list[Path]:
 
     Raises:
         InvalidValueError: a file is there already; nothing was written.
-        MissingDependencyError: Flower is not installed.
     """
-    try:
-        from sparsekit_fl.engines.flower.plan import Plan
-    except ImportError as error:
-        raise MissingDependencyError(f'a Flower app needs Flower: {error}; pip install "sparsekit[flower]"') from error
+    # Here: help texts need no torch.
+    from sparsekit_fl.engines.flower.plan import Plan
+
     taken = [name for name in _FILES if (folder / name).exists()]
     if taken:
         raise InvalidValueError(f"{folder} already holds {', '.join(taken)}; nothing was written. Choose another folder")

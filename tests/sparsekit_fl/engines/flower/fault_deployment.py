@@ -41,13 +41,15 @@ def until(condition: Callable[[], Any], what: str, *, seconds: float = PATIENCE_
     return found
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of the loopback that nobody uses now."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         return int(found.getsockname()[1])
 
 
-def _program(name: str) -> str:
+def program(name: str) -> str:
+    """The path of a program that a package of this environment brings."""
     beside = Path(sys.executable).with_name(name)
     found = str(beside) if beside.exists() else shutil.which(name)
     assert found, f"{name} is not installed"
@@ -77,7 +79,7 @@ class Deployment:
         if planted:
             project = self.app / "pyproject.toml"
             project.write_text(project.read_text().replace("sparsekit_fl.engines.flower.apps:server", "fault_planted:server"))
-        self._port = _free_port()
+        self._port = free_port()
         self._mark = uuid.uuid4().hex
         connections = self.app / "flwr-home" / "config.toml"
         connections.write_text(connections.read_text().replace("127.0.0.1:8000", f"127.0.0.1:{self._port}"))
@@ -108,7 +110,7 @@ class Deployment:
         log = self._logs[name] = self.folder / f"{name}-{uuid.uuid4().hex[:6]}.log"
         with log.open("wb") as output:
             self._processes[name] = subprocess.Popen(
-                [_program(command[0]), *command[1:]], cwd=self.app, env=self._env, stdout=output, stderr=output
+                [program(command[0]), *command[1:]], cwd=self.app, env=self._env, stdout=output, stderr=output
             )
 
     def log(self, name: str) -> str:
@@ -153,7 +155,7 @@ class Deployment:
         config = f'clients="{clients}" data="{data}" data-dir="{data_dir}" state-dir="{self.state(name)}"'
         secure = ("--root-certificates", "keys/ca.crt") if self.tls else ("--insecure",)
         secure += () if key is None else ("--auth-supernode-private-key", f"keys/node-{key}")
-        where = ("--superlink", f"127.0.0.1:{self._port}", "--port", str(_free_port()), "--node-config", config)
+        where = ("--superlink", f"127.0.0.1:{self._port}", "--port", str(free_port()), "--node-config", config)
         self._start(name, "flower-supernode", *secure, *where)
 
     def state(self, name: str) -> Path:
@@ -162,14 +164,14 @@ class Deployment:
 
     def register(self, key: int) -> None:
         """Let a SuperNode in."""
-        self._call(_program("flwr"), "supernode", "register", f"keys/node-{key}.pub", "server", "--name", f"client-{key}")
+        self._call(program("flwr"), "supernode", "register", f"keys/node-{key}.pub", "server", "--name", f"client-{key}")
 
     def submit(self, plan: Plan) -> None:
         """Start a run."""
         (self.events / "ended").unlink(missing_ok=True)
         config = {key: value for key, value in plan.to_run_config().items() if value != Plan().to_run_config()[key]}
         text = " ".join(f"{key}={json.dumps(value)}" for key, value in config.items())
-        self._call(_program("flwr"), "run", ".", "server" if self.tls else "local", "--run-config", text)
+        self._call(program("flwr"), "run", ".", "server" if self.tls else "local", "--run-config", text)
 
     def event(self, name: str) -> str:
         """The text of an event, once it has happened."""

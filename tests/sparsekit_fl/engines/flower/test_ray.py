@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import socket
 import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 pytest.importorskip("flwr", reason="flwr is not installed; pip install 'sparsekit[flower]'")
 pytest.importorskip("ray", reason="ray is not installed; pip install 'sparsekit[flower]'")
+
+from fault_deployment import free_port, program, until
 
 from sparsekit_fl.engines.flower import Flower
 from sparsekit_fl.methods import registry
@@ -32,26 +30,20 @@ pytestmark = [pytest.mark.slow, pytest.mark.flower]
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[str]:
     """The address of a Ray cluster of one machine, as `ray start` makes it."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
-    beside = Path(sys.executable).with_name("ray")
-    program = str(beside) if beside.exists() else shutil.which("ray")
-    assert program, "ray is not on the path"
-    where = ["--node-ip-address", "127.0.0.1", "--port", address.rpartition(":")[2], "--num-cpus", "2"]
-    command = [program, "start", "--head", "--block", "--include-dashboard=false", "--disable-usage-stats", *where]
+    port = free_port()
+    where = ["--node-ip-address", "127.0.0.1", "--port", str(port), "--num-cpus", "2"]
+    command = [program("ray"), "start", "--head", "--block", "--include-dashboard=false", "--disable-usage-stats", *where]
     # `ray stop` would end the clusters of other tests too.
     head = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+    def listens() -> bool:
+        assert head.poll() is None, head.communicate()[0]
+        with socket.socket() as probe:
+            return probe.connect_ex(("127.0.0.1", port)) == 0
+
     try:
-        end = time.monotonic() + 120.0
-        while True:
-            with socket.socket() as probe:
-                if probe.connect_ex(("127.0.0.1", int(address.rpartition(":")[2]))) == 0:
-                    break
-            assert head.poll() is None, head.communicate()[0]
-            assert time.monotonic() < end, "Ray does not listen"
-            time.sleep(0.1)
-        yield address
+        until(listens, "Ray listens", seconds=120.0)
+        yield f"127.0.0.1:{port}"
     finally:
         head.terminate()
         head.communicate(timeout=60)
