@@ -26,7 +26,7 @@ from typing import Any
 import sparsekit_fl as fl
 from sparsekit_fl.engines.base import ClientPool, Reply
 from sparsekit_fl.engines.embedded import Embedded
-from sparsekit_fl.presets import build_problem, preset_for
+from sparsekit_fl.paper.presets import build_problem, preset_for
 
 ATTACKS = {"none": 1.0, "flipped": -1.0, "times 10": 10.0, "flipped, times 10": -10.0}
 RULES: Mapping[str, Mapping[str, Any]] = {
@@ -92,7 +92,7 @@ def _settings(options: argparse.Namespace, seed: int) -> Settings:
     training = replace(preset.training, local_epochs=options.local_epochs)
     config = fl.RunConfig(
         rounds=options.rounds,
-        clients_per_round=options.cohort,
+        cohort=options.cohort,
         training=training,
         seed=seed,
         eval_every=options.rounds,

@@ -34,17 +34,19 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from sparsekit import UnitMask, compact, count_cost
 from sparsekit.errors import SparsekitError
-from sparsekit_fl import Capability, Client, ClientData, Problem, RunConfig, TensorData, TrainingConfig, context
-from sparsekit_fl.client_round import client_round
-from sparsekit_fl.context import Setup, Workspace
-from sparsekit_fl.messages import Assignment, Update
+from sparsekit_fl import Capability, Client, ClientData, Problem, RunConfig, TensorData, TrainingConfig
+from sparsekit_fl.client.round import client_round
+from sparsekit_fl.client.spec import RunSpec
+from sparsekit_fl.client.worker import WorkerState
+from sparsekit_fl.context import client as context
 from sparsekit_fl.methods import registry
-from sparsekit_fl.metrics import TokenAccuracy, accuracy
 from sparsekit_fl.models.cnn import Cnn
 from sparsekit_fl.models.lstm import NextWordLstm
 from sparsekit_fl.models.vgg import Vgg
 from sparsekit_fl.policies.exits import WithExits
-from sparsekit_fl.server import Server
+from sparsekit_fl.problem.metrics import TokenAccuracy, accuracy
+from sparsekit_fl.server.server import Server
+from sparsekit_fl.wire.messages import Assignment, Update
 
 LR = 1e-3
 BATCH = 20
@@ -174,28 +176,28 @@ class Case:
         torch.manual_seed(0)
         problem, data = MODELS[model](steps * BATCH)
         training = TrainingConfig(local_epochs=1, batch_size=BATCH, lr=LR)
-        config = RunConfig(rounds=100, clients_per_round=2, training=training)
-        self.setup = Setup.build(registry[method](), problem, config)
-        self.workspace = Workspace(self.setup)
+        config = RunConfig(rounds=100, cohort=2, training=training)
+        self.spec = RunSpec.build(registry[method](), problem, config)
+        self.worker = WorkerState(self.spec)
         held = data.take(torch.arange(BATCH).numpy())
         self.clients = {
             id: Client(id=id, data=ClientData(data, held, held), capability=Capability(ratio=ratio)) for id in range(2)
         }
         self.memories: dict[int, dict[str, Any]] = {id: {} for id in self.clients}
-        server = Server(self.setup, self.clients)
+        server = Server(self.spec, self.clients)
         for round in range(1, ROUND):
             updates = [self._train(assignment) for assignment in server.assign(round)]
-            server.absorb(updates)
+            server.aggregate(updates)
         self.assignment = server.assign(ROUND)[0]
 
     def _train(self, assignment: Assignment) -> Update:
         id = assignment.client_id
-        return client_round(self.workspace, assignment, self.clients[id], self.memories[id])
+        return client_round(self.worker, assignment, self.clients[id], self.memories[id])
 
     def once(self) -> Update:
         """The client's third round, from the same memory every time."""
         id = self.assignment.client_id
-        return client_round(self.workspace, self.assignment, self.clients[id], copy.deepcopy(self.memories[id]))
+        return client_round(self.worker, self.assignment, self.clients[id], copy.deepcopy(self.memories[id]))
 
 
 class Reference:
@@ -204,17 +206,17 @@ class Reference:
     def __init__(self, case: Case, record: Record, update: Update) -> None:
         self.passes = record.passes
         self.modules = [self._needed(case, module, update) for module in record.modules]
-        self.loss = case.setup.problem.loss
-        self.targets = case.setup.problem.materialise(case.clients[0].data.train, "cpu").targets
+        self.loss = case.spec.problem.loss
+        self.targets = case.spec.problem.materialise(case.clients[0].data.train, "cpu").targets
         self.steps = [torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=LR) for module in self.modules]
 
     @staticmethod
     def _needed(case: Case, module: nn.Module, update: Update) -> nn.Module:
         """The module itself, or the submodel that the update says was trained."""
-        full = case.setup.problem.model()
+        full = case.spec.problem.model()
         whole = {name: p.shape for name, p in full.named_parameters()}
         if isinstance(update.mask, UnitMask) and {name: p.shape for name, p in module.named_parameters()} == whole:
-            return compact(full, case.setup.graph, update.mask)
+            return compact(full, case.spec.graph, update.mask)
         return module
 
     def run(self) -> None:

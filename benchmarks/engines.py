@@ -43,18 +43,18 @@ from typing import Any
 import torch
 
 import sparsekit_fl as fl
-from sparsekit_fl.checkpoint import RunFolder, describe_run
-from sparsekit_fl.context import Setup, by_id
+from sparsekit_fl.client.spec import RunSpec, by_id
 from sparsekit_fl.engines.base import Engine
 from sparsekit_fl.engines.embedded import Embedded
 from sparsekit_fl.engines.flower.quiet import be_quiet
-from sparsekit_fl.messages import Evaluation, Update
 from sparsekit_fl.models.cnn import Cnn
 from sparsekit_fl.models.vgg import Vgg
 from sparsekit_fl.policies.local import LocalPolicy, LocalResult
-from sparsekit_fl.results import Observer, RoundRecord
-from sparsekit_fl.server import Server
-from sparsekit_fl.training import TrainingLog
+from sparsekit_fl.results.records import Observer, RoundRecord
+from sparsekit_fl.server.checkpoint import RunFolder, describe_run
+from sparsekit_fl.server.server import Server
+from sparsekit_fl.training.loop import TrainingLog
+from sparsekit_fl.wire.messages import Evaluation, Update
 
 be_quiet()
 
@@ -115,12 +115,12 @@ class Load:
 
 def loads(preset: str, data_dir: str, rounds: int) -> dict[str, Load]:
     """Name → load."""
-    from sparsekit_fl.engines.flower.plan import Plan
-    from sparsekit_fl.presets import PRESETS
+    from sparsekit_fl.deployment.plan import Plan
+    from sparsekit_fl.paper.presets import PRESETS
 
-    plan = Plan(preset=preset, data_dir=data_dir, rounds=rounds, eval_every=rounds, clients_per_round=10)
+    plan = Plan(preset=preset, data_dir=data_dir, rounds=rounds, eval_every=rounds, cohort=10)
     clients = PRESETS[preset].clients
-    own = replace(plan, method="engines:idle", problem="engines:vgg_problem", clients_per_round=4)
+    own = replace(plan, method="engines:idle", problem="engines:vgg_problem", cohort=4)
     return {
         "messages": Load(replace(plan, method="engines:idle"), clients),
         "bytes": Load(own, 4, data="engines:vgg_client"),
@@ -285,7 +285,7 @@ def one(options: argparse.Namespace) -> dict[str, Any]:
     problem = fl.Problem(model=Cnn, example_inputs=(torch.zeros(1, 1, 28, 28),))
     config = fl.RunConfig(
         rounds=options.rounds,
-        clients_per_round=10,
+        cohort=10,
         training=fl.TrainingConfig(local_epochs=1, batch_size=16, lr=0.01),
         eval_every=options.rounds,
         capability="dynamic",
@@ -349,15 +349,15 @@ def server(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     problem = fl.Problem(model=Cnn, example_inputs=(torch.zeros(1, 1, 28, 28),))
     for count in options.clients:
         cohort = max(1, count // 1000)
-        config = fl.RunConfig(rounds=9, clients_per_round=cohort, capability="dynamic", capability_levels=(1.0, 0.5))
-        setup = Setup.build(fl.methods.registry[options.method](), problem, config)
+        config = fl.RunConfig(rounds=9, cohort=cohort, capability="dynamic", capability_levels=(1.0, 0.5))
+        spec = RunSpec.build(fl.methods.registry[options.method](), problem, config)
         before, marks = _mib("self", "VmRSS"), [time.process_time()]
         clients = by_id([fl.Client(id=id, data=splits[id % 64]) for id in range(count)])
         grown = _mib("self", "VmRSS") - before
         marks.append(time.process_time())
-        described = describe_run(setup, clients, {})
+        described = describe_run(spec, clients, {})
         marks.append(time.process_time())
-        side = Server(setup, clients)
+        side = Server(spec, clients)
         side.assign(1)
         marks.append(time.process_time())
         with tempfile.TemporaryDirectory(prefix="sparsekit-") as base:

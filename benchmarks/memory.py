@@ -52,7 +52,7 @@ def main() -> None:
     options = parser.parse_args()
     config = fl.RunConfig(
         rounds=options.rounds,
-        clients_per_round=options.cohort,
+        cohort=options.cohort,
         training=fl.TrainingConfig(local_epochs=1, batch_size=20, lr=0.01),
         eval_every=options.rounds,
         capability="dynamic",

@@ -36,9 +36,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from sparsekit_fl.engines.flower.plan import Plan
+from sparsekit_fl.deployment.plan import Plan
 from sparsekit_fl.methods import registry
-from sparsekit_fl.storage import write_atomically
+from sparsekit_fl.state.storage import write_atomically
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "PARITY.md"
 

@@ -11,15 +11,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from sparsekit_fl.deployment.plan import Plan
 from sparsekit_fl.engines.base import ClientPool, Engine, Reply
 from sparsekit_fl.engines.embedded import Embedded
 from sparsekit_fl.engines.flower import Flower
 from sparsekit_fl.engines.flower.local_grid import InProcess
-from sparsekit_fl.engines.flower.plan import Plan
 from sparsekit_fl.engines.flower.wire import read
 from sparsekit_fl.errors import ClientError
-from sparsekit_fl.results import RunResult
-from sparsekit_fl.runner import run
+from sparsekit_fl.results.records import RunResult
+from sparsekit_fl.server.loop import run
 
 HELPERS = Path(__file__).resolve().parent.parent / "tests" / "sparsekit_fl" / "engines" / "flower"
 CLIENTS = 20
@@ -32,7 +32,7 @@ Result = Mapping[str, Any]
 
 def plan_of(method: str, rounds: int) -> Plan:
     """The settings: a convolutional model on scikit-learn's digits, two classes a client, levels drawn in every round."""
-    return Plan(method=method, rounds=rounds, clients_per_round=COHORT, seed=3, eval_every=rounds, local_epochs=1)
+    return Plan(method=method, rounds=rounds, cohort=COHORT, seed=3, eval_every=rounds, local_epochs=1)
 
 
 def fails(client_id: int, round: int) -> bool:

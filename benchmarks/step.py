@@ -8,7 +8,7 @@ Paired and interleaved in one process, one thread, medians of the ratios of neig
 
 The cases: `narrow`, a plain module with fewer channels, trained with torch.optim.SGD; `ours`, the whole FedLPS step
 (task loss, importance update, both regularisers, look at the pattern); `wrapper`, a LearnableMask with torch.optim.SGD;
-`masked`, a dense network that is multiplied by zeros; `dense`, the whole network. `rekey_over_narrow` is the time to
+`masked`, a dense network that is multiplied by zeros; `dense`, the whole network. `remask_over_narrow` is the time to
 change the pattern by one unit in a hundred (at least one) of every group, in steps of the narrow network.
 """
 
@@ -25,16 +25,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sparsekit import CompactSession, LearnableMask, UnitGraph, UnitMask, compact, select, trace_units
-from sparsekit.masks.fused import FusedUnits
-from sparsekit.masks.importance import ImportanceLearner, ImportanceTerm
-from sparsekit.patterns import PatternView, TopImportance, keep_count
-from sparsekit_fl.config import TrainingConfig
+from sparsekit import LearnableMask, NarrowModel, UnitGraph, UnitMask, compact, select, trace_units
+from sparsekit.criteria import PatternView, TopImportance, keep_count
+from sparsekit.training.importance import ImportanceLearner, ImportanceRegularizer
+from sparsekit.training.unit_vectors import UnitVectors
 from sparsekit_fl.models.cnn import Cnn
 from sparsekit_fl.models.lstm import NextWordLstm
 from sparsekit_fl.models.vgg import Vgg
+from sparsekit_fl.options.config import TrainingConfig
 from sparsekit_fl.policies.learnable import LearnableStep
-from sparsekit_fl.training import Batch
+from sparsekit_fl.training.loop import Batch
 
 LR = 1e-3
 
@@ -76,22 +76,24 @@ def plain_step(
     return step
 
 
-def our_step(model: nn.Module, graph: UnitGraph, ratio: float, x: Tensor, y: Tensor) -> tuple[Callable[[], None], FusedUnits]:
-    """One step of FedLPS on a compact session."""
-    session = CompactSession(model, graph)
-    fused = FusedUnits(session)
+def our_step(model: nn.Module, graph: UnitGraph, ratio: float, x: Tensor, y: Tensor) -> tuple[Callable[[], None], UnitVectors]:
+    """One step of FedLPS on a compact narrow_model."""
+    narrow_model = NarrowModel(model, graph)
+    fused = UnitVectors(narrow_model)
     importance = torch.rand(graph.units)
-    session.load(model.state_dict(), select(TopImportance(), graph, ratio, PatternView(importance=fused.split(importance))))
+    narrow_model.load(
+        model.state_dict(), select(TopImportance(), graph, ratio, PatternView(importance=fused.split(importance)))
+    )
     fused.reload()
-    learner = ImportanceLearner(fused, importance, lr=0.1, term=ImportanceTerm())
+    learner = ImportanceLearner(fused, importance, lr=0.1, term=ImportanceRegularizer())
     # The pattern is looked at in every step but must not change here: changes are timed on their own.
     learner.lr = 0.0
     entries = sum(p.numel() for p in model.parameters())
     one = LearnableStep(
-        session, learner, model.state_dict(), loss=cross_entropy, training=TrainingConfig(lr=LR), pull=2.0 / entries
+        narrow_model, learner, model.state_dict(), loss=cross_entropy, training=TrainingConfig(lr=LR), pull=2.0 / entries
     )
     batch = Batch((x,), y, len(x))
-    session.module.train()
+    narrow_model.module.train()
     return lambda: one(batch) and None, fused
 
 
@@ -122,7 +124,7 @@ def measure(name: str, ratio: float, steps: int, warmup: int) -> dict[str, Any]:
     graph = trace_units(model, x[:2])
     ours, fused = our_step(model, graph, ratio, x, y)
     _, changing = our_step(model, graph, ratio, x, y)
-    mask = fused.session.mask
+    mask = fused.narrow_model.mask
     narrow = compact(model, graph, mask)
     wrapper = LearnableMask(model, graph=graph, ratio=ratio)
     masked = LearnableMask(model, graph=graph, ratio=ratio, execution="masked")
@@ -134,23 +136,23 @@ def measure(name: str, ratio: float, steps: int, warmup: int) -> dict[str, Any]:
         "dense": plain_step(model, model.parameters(), x, y),
     }
     times: dict[str, list[float]] = {case: [] for case in cases}
-    rekeys: list[float] = []
+    remasks: list[float] = []
     generator = torch.Generator().manual_seed(1)
     for step in range(warmup + steps):
         for case, run in cases.items():
             times[case].append(timed(run))
         if ratio < 1:
-            other = shifted(graph, changing.session.mask, generator)
-            rekeys.append(timed(lambda other=other: changing.rekey(other)))  # type: ignore[misc]
+            other = shifted(graph, changing.narrow_model.mask, generator)
+            remasks.append(timed(lambda other=other: changing.remask(other)))  # type: ignore[misc]
         if step == warmup - 1:
             times = {case: [] for case in cases}
-            rekeys = []
+            remasks = []
     result: dict[str, Any] = {"model": name, "ratio": ratio}
     for case in ("ours", "wrapper", "masked", "dense"):
         ratios = [a / b for a, b in zip(times[case], times["narrow"], strict=True)]
         result[f"{case}_over_narrow"] = round(statistics.median(ratios), 3)
-    if rekeys:
-        result["rekey_over_narrow"] = round(statistics.median(rekeys) / statistics.median(times["narrow"]), 3)
+    if remasks:
+        result["remask_over_narrow"] = round(statistics.median(remasks) / statistics.median(times["narrow"]), 3)
     result["narrow_milliseconds"] = round(1e3 * statistics.median(times["narrow"]), 3)
     return result
 
@@ -165,7 +167,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object per line")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    header = ("model", "ratio", "ours", "wrapper", "masked", "dense", "re-key", "narrow ms")
+    header = ("model", "ratio", "ours", "wrapper", "masked", "dense", "remask", "narrow ms")
     if not options.json:
         print("{:>7} {:>7} {:>7} {:>8} {:>7} {:>7} {:>7} {:>10}".format(*header))
     for name in options.models:
@@ -177,7 +179,7 @@ def main() -> None:
             print(
                 f"{name:>7} {ratio:>7g} {row['ours_over_narrow']:>7.2f} {row['wrapper_over_narrow']:>8.2f}"
                 f" {row['masked_over_narrow']:>7.2f} {row['dense_over_narrow']:>7.2f}"
-                f" {row.get('rekey_over_narrow', float('nan')):>7.2f} {row['narrow_milliseconds']:>10.2f}",
+                f" {row.get('remask_over_narrow', float('nan')):>7.2f} {row['narrow_milliseconds']:>10.2f}",
                 flush=True,
             )
 

@@ -35,8 +35,8 @@ from torch.utils._pytree import tree_map_only
 
 from sparsekit import UnitGraph, UnitGroup, UnitMask, compact, trace_units
 from sparsekit.errors import NoUnitsError
-from sparsekit.units.inputs import find_tensors
-from sparsekit.units.rebuild import copy_with, named_entries
+from sparsekit.surgery.rebuild import copy_with, named_entries
+from sparsekit.tracing.inputs import find_tensors
 
 MOST_GROUPS = 10
 DRAWS = 3
@@ -163,7 +163,7 @@ def output_modules(model: nn.Module, args: Any, kwargs: Any) -> set[str]:
     try:
         frozen = trace_units(copy.deepcopy(model), *args, **kwargs).frozen
     except NoUnitsError as error:
-        frozen = error.frozen
+        frozen = error.fixed
     return {item.module for item in frozen if item.reason == "model output"}
 
 

@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import sparsekit as sk
-from sparsekit.units.labels import TensorLabels
-from sparsekit.units.rules import LayerRule
-from sparsekit.units.tracer import Tracer
+from sparsekit.labels.tracer import Tracer
+from sparsekit.labels.values import TensorLabels
+from sparsekit.layers import LayerRule
 
 
 class GatedLinear(nn.Module):

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import sparsekit as sk
 import sparsekit_fl as fl
-from sparsekit_fl.presets import build_problem, preset_for
+from sparsekit_fl.paper.presets import build_problem, preset_for
 
 ROUNDS = 10
 
@@ -48,7 +48,7 @@ def main() -> None:
     problem, clients = build_problem(preset, seed=0)
     config = fl.RunConfig(
         rounds=ROUNDS,
-        clients_per_round=preset.clients_per_round,
+        cohort=preset.cohort,
         training=preset.training,
         capability_levels=preset.capability_levels,
         capability="dynamic",

@@ -52,9 +52,7 @@ def main() -> None:
         loss=F.cross_entropy,
         metrics={"accuracy": fl.metrics.accuracy},
     )
-    config = fl.RunConfig(
-        rounds=20, clients_per_round=4, training=fl.TrainingConfig(local_epochs=3, batch_size=16, lr=0.1), seed=0
-    )
+    config = fl.RunConfig(rounds=20, cohort=4, training=fl.TrainingConfig(local_epochs=3, batch_size=16, lr=0.1), seed=0)
     for method in (fl.methods.fedlps(), fl.methods.fedavg()):
         result = fl.run(method, problem, clients, config)
         accuracy = result.final.metrics["accuracy"]

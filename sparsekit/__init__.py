@@ -10,60 +10,61 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from sparsekit import bandit, errors, patterns
+    from sparsekit import bandit, errors
+    from sparsekit import criteria as patterns
     from sparsekit.bandit import PUCBV, Bandit, Box, Interval, Pull, SplitUCBV
-    from sparsekit.compaction import compact, expand
-    from sparsekit.cost import Cost, count_cost
-    from sparsekit.masks.learnable import LearnableMask
-    from sparsekit.masks.mask import UnitMask, WeightMask
-    from sparsekit.optimizers import remap_optimizer
-    from sparsekit.patterns.base import Pattern, PatternView, select
-    from sparsekit.saving import load_compact, load_mask, save_compact
-    from sparsekit.session import CompactSession
-    from sparsekit.units.graph import UnitGraph, UnitGroup, UnitSlice
-    from sparsekit.units.trace import trace_units
+    from sparsekit.criteria.base import Pattern, PatternView, select
+    from sparsekit.graph.graph import UnitGraph, UnitGroup, UnitSlice
+    from sparsekit.graph.mask import UnitMask, WeightMask
+    from sparsekit.measure.cost import Cost, count_cost
+    from sparsekit.surgery.compaction import compact, expand
+    from sparsekit.surgery.optimizers import remap_optimizer
+    from sparsekit.surgery.saving import load_compact, load_mask, save_compact
+    from sparsekit.tracing.trace import trace_units
+    from sparsekit.training.learnable import LearnableMask
+    from sparsekit.training.narrow_model import NarrowModel
 
 __version__ = "0.1.0"
 
 _HOME = {
     "Bandit": "sparsekit.bandit",
     "Box": "sparsekit.bandit",
-    "CompactSession": "sparsekit.session",
-    "Cost": "sparsekit.cost",
+    "NarrowModel": "sparsekit.training.narrow_model",
+    "Cost": "sparsekit.measure.cost",
     "Interval": "sparsekit.bandit",
-    "LearnableMask": "sparsekit.masks.learnable",
+    "LearnableMask": "sparsekit.training.learnable",
     "PUCBV": "sparsekit.bandit",
-    "Pattern": "sparsekit.patterns.base",
-    "PatternView": "sparsekit.patterns.base",
+    "Pattern": "sparsekit.criteria.base",
+    "PatternView": "sparsekit.criteria.base",
     "Pull": "sparsekit.bandit",
     "SplitUCBV": "sparsekit.bandit",
-    "UnitGraph": "sparsekit.units.graph",
-    "UnitGroup": "sparsekit.units.graph",
-    "UnitMask": "sparsekit.masks.mask",
-    "UnitSlice": "sparsekit.units.graph",
-    "WeightMask": "sparsekit.masks.mask",
+    "UnitGraph": "sparsekit.graph.graph",
+    "UnitGroup": "sparsekit.graph.graph",
+    "UnitMask": "sparsekit.graph.mask",
+    "UnitSlice": "sparsekit.graph.graph",
+    "WeightMask": "sparsekit.graph.mask",
     "bandit": "sparsekit.bandit",
-    "compact": "sparsekit.compaction",
-    "count_cost": "sparsekit.cost",
+    "compact": "sparsekit.surgery.compaction",
+    "count_cost": "sparsekit.measure.cost",
     "errors": "sparsekit.errors",
-    "expand": "sparsekit.compaction",
-    "load_compact": "sparsekit.saving",
-    "load_mask": "sparsekit.saving",
-    "patterns": "sparsekit.patterns",
-    "remap_optimizer": "sparsekit.optimizers",
-    "save_compact": "sparsekit.saving",
-    "select": "sparsekit.patterns.base",
-    "trace_units": "sparsekit.units.trace",
+    "expand": "sparsekit.surgery.compaction",
+    "load_compact": "sparsekit.surgery.saving",
+    "load_mask": "sparsekit.surgery.saving",
+    "patterns": "sparsekit.criteria",
+    "remap_optimizer": "sparsekit.surgery.optimizers",
+    "save_compact": "sparsekit.surgery.saving",
+    "select": "sparsekit.criteria.base",
+    "trace_units": "sparsekit.tracing.trace",
 }
 
 __all__ = [
     "PUCBV",
     "Bandit",
     "Box",
-    "CompactSession",
     "Cost",
     "Interval",
     "LearnableMask",
+    "NarrowModel",
     "Pattern",
     "PatternView",
     "Pull",
@@ -92,7 +93,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'sparsekit' has no attribute {name!r}")
     module = importlib.import_module(_HOME[name])
-    return module if _HOME[name] == f"sparsekit.{name}" else getattr(module, name)
+    return getattr(module, name, module)
 
 
 def __dir__() -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sparsekit.cli import main
+from sparsekit.cli.main import main
 
 if __name__ == "__main__":
     main()

@@ -46,11 +46,11 @@ class TraceError(SparsekitError, RuntimeError):
 
 
 class NoUnitsError(SparsekitError, ValueError):
-    """Nothing in the model can be removed exactly. `frozen` lists what was found and why it stays, as in `UnitGraph.frozen`."""
+    """Nothing in the model can be removed exactly. `fixed` lists what was found and why it stays, as in `UnitGraph.fixed`."""
 
-    def __init__(self, message: str, frozen: Iterable[object] = ()) -> None:
+    def __init__(self, message: str, fixed: Iterable[object] = ()) -> None:
         super().__init__(message)
-        self.frozen = tuple(frozen)
+        self.fixed = tuple(fixed)
 
 
 class UnsupportedModelError(SparsekitError, TypeError):

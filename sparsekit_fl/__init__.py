@@ -10,15 +10,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from sparsekit_fl import errors, methods, metrics, policies
-    from sparsekit_fl.client import Capability, Client, ClientData
-    from sparsekit_fl.config import RunConfig, TrainingConfig
-    from sparsekit_fl.context import ClientContext, ServerContext
-    from sparsekit_fl.data import TensorData
+    from sparsekit_fl import errors, methods, policies
+    from sparsekit_fl.context.client import ClientContext
+    from sparsekit_fl.context.server import ServerContext
     from sparsekit_fl.engines.base import ClientPool, Engine
     from sparsekit_fl.engines.embedded import Embedded
-    from sparsekit_fl.messages import Assignment, Evaluation, Update, WorkCost
-    from sparsekit_fl.method import Method
+    from sparsekit_fl.methods.method import Method
+    from sparsekit_fl.options.config import RunConfig, TrainingConfig
     from sparsekit_fl.policies import (
         AggregatePolicy,
         LocalPolicy,
@@ -30,45 +28,49 @@ if TYPE_CHECKING:
         SamplingPolicy,
         SharePolicy,
     )
-    from sparsekit_fl.problem import Problem
-    from sparsekit_fl.results import Observer, RoundRecord, RunResult
-    from sparsekit_fl.runner import run
+    from sparsekit_fl.problem import metrics
+    from sparsekit_fl.problem.clients import Capability, Client, ClientData
+    from sparsekit_fl.problem.data import TensorData
+    from sparsekit_fl.problem.problem import Problem
+    from sparsekit_fl.results.records import Observer, RoundRecord, RunResult
+    from sparsekit_fl.server.loop import run
+    from sparsekit_fl.wire.messages import Assignment, Evaluation, Update, WorkCost
 
 _HOME = {
     "AggregatePolicy": "sparsekit_fl.policies",
-    "Assignment": "sparsekit_fl.messages",
-    "Capability": "sparsekit_fl.client",
-    "Client": "sparsekit_fl.client",
-    "ClientContext": "sparsekit_fl.context",
-    "ClientData": "sparsekit_fl.client",
+    "Assignment": "sparsekit_fl.wire.messages",
+    "Capability": "sparsekit_fl.problem.clients",
+    "Client": "sparsekit_fl.problem.clients",
+    "ClientContext": "sparsekit_fl.context.client",
+    "ClientData": "sparsekit_fl.problem.clients",
     "ClientPool": "sparsekit_fl.engines.base",
     "Embedded": "sparsekit_fl.engines.embedded",
     "Engine": "sparsekit_fl.engines.base",
-    "Evaluation": "sparsekit_fl.messages",
+    "Evaluation": "sparsekit_fl.wire.messages",
     "LocalPolicy": "sparsekit_fl.policies",
     "LocalResult": "sparsekit_fl.policies",
     "MaskPolicy": "sparsekit_fl.policies",
-    "Method": "sparsekit_fl.method",
-    "Observer": "sparsekit_fl.results",
+    "Method": "sparsekit_fl.methods.method",
+    "Observer": "sparsekit_fl.results.records",
     "PersonalModel": "sparsekit_fl.policies",
     "PersonalPolicy": "sparsekit_fl.policies",
-    "Problem": "sparsekit_fl.problem",
+    "Problem": "sparsekit_fl.problem.problem",
     "RatioPolicy": "sparsekit_fl.policies",
-    "RoundRecord": "sparsekit_fl.results",
-    "RunConfig": "sparsekit_fl.config",
-    "RunResult": "sparsekit_fl.results",
+    "RoundRecord": "sparsekit_fl.results.records",
+    "RunConfig": "sparsekit_fl.options.config",
+    "RunResult": "sparsekit_fl.results.records",
     "SamplingPolicy": "sparsekit_fl.policies",
-    "ServerContext": "sparsekit_fl.context",
+    "ServerContext": "sparsekit_fl.context.server",
     "SharePolicy": "sparsekit_fl.policies",
-    "TensorData": "sparsekit_fl.data",
-    "TrainingConfig": "sparsekit_fl.config",
-    "Update": "sparsekit_fl.messages",
-    "WorkCost": "sparsekit_fl.messages",
+    "TensorData": "sparsekit_fl.problem.data",
+    "TrainingConfig": "sparsekit_fl.options.config",
+    "Update": "sparsekit_fl.wire.messages",
+    "WorkCost": "sparsekit_fl.wire.messages",
     "errors": "sparsekit_fl.errors",
     "methods": "sparsekit_fl.methods",
-    "metrics": "sparsekit_fl.metrics",
+    "metrics": "sparsekit_fl.problem.metrics",
     "policies": "sparsekit_fl.policies",
-    "run": "sparsekit_fl.runner",
+    "run": "sparsekit_fl.server.loop",
 }
 
 __all__ = [
@@ -113,7 +115,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'sparsekit_fl' has no attribute {name!r}")
     module = importlib.import_module(_HOME[name])
-    return module if _HOME[name] == f"sparsekit_fl.{name}" else getattr(module, name)
+    return getattr(module, name, module)
 
 
 def __dir__() -> list[str]:

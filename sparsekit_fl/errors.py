@@ -22,7 +22,7 @@ class ClientError(SparsekitError, RuntimeError):
 
 
 class UpdateError(SparsekitError, ValueError):
-    """An update that the server must not absorb."""
+    """An update that the server must not aggregate."""
 
 
 class TooFewRepliesError(ClientError, UpdateError):

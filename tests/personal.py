@@ -6,16 +6,17 @@ import numpy as np
 import torch
 from torch import nn
 
-from sparsekit.masks.mask import WeightMask
-from sparsekit.units.graph import UnitGraph
-from sparsekit.units.layers import Layer
-from sparsekit_fl.context import ClientInfo, ServerContext, rngs_by_kind
-from sparsekit_fl.messages import Update
-from sparsekit_fl.problem import Problem
-from sparsekit_fl.results import Observer
-from sparsekit_fl.runner import run
-from sparsekit_fl.sparse import Kept
+from sparsekit.graph.graph import UnitGraph
+from sparsekit.graph.layers import Layer
+from sparsekit.graph.mask import WeightMask
+from sparsekit_fl.context.memory import rngs_by_kind
+from sparsekit_fl.context.server import ClientInfo, ServerContext
+from sparsekit_fl.problem.problem import Problem
+from sparsekit_fl.results.records import Observer
+from sparsekit_fl.server.loop import run
 from sparsekit_fl.testing.tiny import tiny_clients, tiny_config, tiny_problem
+from sparsekit_fl.wire.kept import Kept
+from sparsekit_fl.wire.messages import Update
 
 # A hidden matrix of three numbers, its bias, and an output layer that nobody prunes.
 GRAPH = UnitGraph(
@@ -32,7 +33,7 @@ def server_context(*, round=2, rounds=10, state=None, memory=None, clients=2, co
         round=round,
         rounds=rounds,
         roster=dict.fromkeys(range(clients), ClientInfo(1, None)),
-        cohort_size=2,
+        cohort=2,
         rngs=rngs_by_kind(np.random.default_rng(0)),
         memory={} if memory is None else memory,
         graph=graph,

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from sparsekit_fl.config import HETEROGENEITY
+from sparsekit_fl.options.config import HETEROGENEITY
 
 FLOPS, SECONDS = 10**9, 0.5
 """Of one round, by the compact count and simulated."""
@@ -49,7 +49,7 @@ def result(
         "partition_options": options,
     }  # fmt: skip
     config = {
-        "rounds": rounds, "clients_per_round": 10, "seed": seed, "eval_every": 10, "device": "cpu", "capability": "dynamic",
+        "rounds": rounds, "cohort": 10, "seed": seed, "eval_every": 10, "device": "cpu", "capability": "dynamic",
         "capability_levels": list(HETEROGENEITY[heterogeneity]), "experiment": about,
         "training": {"local_epochs": 5, "batch_size": 32, "lr": 0.1},
     }  # fmt: skip

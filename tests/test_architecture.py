@@ -22,25 +22,30 @@ MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix("
 
 # Who may import whom, from the top down: a layer imports itself and what stands below it. A file in no layer fails.
 CORE_LAYERS = (
-    ("sparsekit", "sparsekit.__main__", "sparsekit.cli", "sparsekit.saving", "sparsekit.testing.*"),
+    ("sparsekit", "sparsekit.__main__", "sparsekit.cli.main", "sparsekit.surgery.saving", "sparsekit.testing.*"),
     ("sparsekit.tuning", "sparsekit.tuning.*"),
-    ("sparsekit.masks.learnable",),
-    ("sparsekit.masks.execution", "sparsekit.masks.dense", "sparsekit.masks.watch", "sparsekit.masks.importance"),
+    ("sparsekit.training.learnable",),
     (
-        "sparsekit.masks.fused",
-        "sparsekit.compaction",
-        "sparsekit.cost",
-        "sparsekit.flops",
-        "sparsekit.compact_file",
-        "sparsekit.optimizers",
-        "sparsekit.nested",
-        "sparsekit.session",
-        "sparsekit.slots",
+        "sparsekit.training.execution",
+        "sparsekit.training.dense",
+        "sparsekit.training.optimizer_hooks",
+        "sparsekit.training.importance",
     ),
-    ("sparsekit.patterns", "sparsekit.patterns.*"),
-    ("sparsekit.masks", "sparsekit.masks.mask", "sparsekit.masks.weight_mask"),
+    (
+        "sparsekit.training.unit_vectors",
+        "sparsekit.surgery.compaction",
+        "sparsekit.measure.cost",
+        "sparsekit.measure.flops",
+        "sparsekit.surgery.compact_file",
+        "sparsekit.surgery.optimizers",
+        "sparsekit_fl.training.nested",
+        "sparsekit.training.narrow_model",
+        "sparsekit.training.slots",
+    ),
+    ("sparsekit.criteria", "sparsekit.criteria.*"),
+    ("sparsekit.masks", "sparsekit.graph.mask", "sparsekit_fl.policies.weight_masks"),
     ("sparsekit.units", "sparsekit.units.*", "sparsekit.bandit", "sparsekit.bandit.*"),
-    ("sparsekit.state", "sparsekit.rng", "sparsekit.registry"),
+    ("sparsekit.graph.state", "sparsekit.rng", "sparsekit.registry"),
     ("sparsekit.errors", "sparsekit.deprecations"),
 )
 FL_LAYERS = (
@@ -49,48 +54,57 @@ FL_LAYERS = (
     (
         "sparsekit_fl.cli",
         "sparsekit_fl.cli.*",
-        "sparsekit_fl.engines.flower.apps",
-        "sparsekit_fl.engines.flower.rounds_app",
-        "sparsekit_fl.engines.flower.plan",
+        "sparsekit_fl.deployment.apps",
+        "sparsekit_fl.deployment.rounds_app",
+        "sparsekit_fl.deployment.plan",
     ),
-    ("sparsekit_fl.presets",),
-    ("sparsekit_fl.runner",),
+    ("sparsekit_fl.paper.presets",),
+    ("sparsekit_fl.server.loop",),
     ("sparsekit_fl.engines", "sparsekit_fl.engines.*"),
     (
-        "sparsekit_fl.server",
-        "sparsekit_fl.client_round",
-        "sparsekit_fl.checkpoint",
-        "sparsekit_fl.store",
-        "sparsekit_fl.privacy",
+        "sparsekit_fl.server.server",
+        "sparsekit_fl.client.round",
+        "sparsekit_fl.server.checkpoint",
+        "sparsekit_fl.state.store",
+        "sparsekit_fl.server.privacy",
     ),
     ("sparsekit_fl.methods", "sparsekit_fl.methods.*"),
-    ("sparsekit_fl.method",),
+    ("sparsekit_fl.methods.method",),
     ("sparsekit_fl.policies", "sparsekit_fl.policies.*", "sparsekit_fl.partition", "sparsekit_fl.partition.*"),
     (
-        "sparsekit_fl.context",
+        "sparsekit_fl.context.context",
         "sparsekit_fl.datasets",
         "sparsekit_fl.datasets.*",
         "sparsekit_fl.report",
         "sparsekit_fl.report.*",
     ),
-    ("sparsekit_fl.training", "sparsekit_fl.results", "sparsekit_fl.models", "sparsekit_fl.models.*"),
-    ("sparsekit_fl.problem", "sparsekit_fl.messages", "sparsekit_fl.clock"),
-    ("sparsekit_fl.client", "sparsekit_fl.sparse", "sparsekit_fl.packing", "sparsekit_fl.storage", "sparsekit_fl.metrics"),
-    ("sparsekit_fl.data", "sparsekit_fl.config", "sparsekit_fl.errors"),
+    ("sparsekit_fl.training.loop", "sparsekit_fl.results.records", "sparsekit_fl.models", "sparsekit_fl.models.*"),
+    ("sparsekit_fl.problem.problem", "sparsekit_fl.wire.messages", "sparsekit_fl.costs.clock"),
+    (
+        "sparsekit_fl.problem.clients",
+        "sparsekit_fl.wire.kept",
+        "sparsekit_fl.wire.packing",
+        "sparsekit_fl.state.storage",
+        "sparsekit_fl.problem.metrics",
+    ),
+    ("sparsekit_fl.problem.data", "sparsekit_fl.options.config", "sparsekit_fl.errors"),
 )
 # Upward on purpose: the type of a method in the set-up of a run, and the progress display that watches it.
-UPWARD = {("sparsekit_fl.context", "sparsekit_fl.method"), ("sparsekit_fl.clock", "sparsekit_fl.messages")}
+UPWARD = {
+    ("sparsekit_fl.context.context", "sparsekit_fl.methods.method"),
+    ("sparsekit_fl.costs.clock", "sparsekit_fl.wire.messages"),
+}
 
 # Third-party packages and the only places that may import them.
 ONLY_IN = {
     "flwr": ("sparsekit_fl.engines.flower.*",),
     "ray": ("sparsekit_fl.engines.flower.session",),
-    "typer": ("sparsekit.cli", "sparsekit.tuning.cli", "sparsekit_fl.cli.*"),
-    "click": ("sparsekit.cli", "sparsekit_fl.cli.*"),
-    "rich": ("sparsekit.cli", "sparsekit.tuning.*", "sparsekit_fl.cli.*", "sparsekit_fl.report.*"),
+    "typer": ("sparsekit.cli.main", "sparsekit.cli.tune", "sparsekit_fl.cli.*"),
+    "click": ("sparsekit.cli.main", "sparsekit_fl.cli.*"),
+    "rich": ("sparsekit.cli.main", "sparsekit.tuning.*", "sparsekit_fl.cli.*", "sparsekit_fl.report.*"),
     "matplotlib": ("sparsekit.bandit.plot", "sparsekit_fl.report.*"),
     "optuna": ("sparsekit.bandit.optuna",),
-    "opacus": ("sparsekit_fl.privacy",),
+    "opacus": ("sparsekit_fl.server.privacy",),
     "pytest": ("sparsekit.testing.*", "sparsekit_fl.testing.*"),
     "hypothesis": ("sparsekit.testing.*", "sparsekit_fl.testing.*"),
     "pickle": ("sparsekit.testing.*", "sparsekit_fl.testing.*"),
@@ -102,7 +116,7 @@ ONLY_IN = {
 BANDIT_EXTRAS = ("sparsekit.bandit.optuna", "sparsekit.bandit.plot")
 
 REGISTRIES = {
-    "sparsekit/patterns": ("sparsekit.patterns", "registry", {"base"}),
+    "sparsekit/patterns": ("sparsekit.criteria", "registry", {"base"}),
     "sparsekit/bandit": (
         "sparsekit.bandit", "registry",
         {"arms", "base", "cells", "field", "ledger", "make", "moves", "noise", "optuna", "plot", "posterior", "rule", "space",
@@ -209,9 +223,9 @@ def test_importing_the_packages_loads_no_optional_package() -> None:
 
 def test_the_process_that_a_supernode_starts_for_a_message_loads_no_simulation() -> None:
     pytest.importorskip("flwr", reason="flwr is not installed; pip install 'sparsekit[flower]'")
-    needless = ("ray", "flwr.simulation", "sparsekit_fl.runner")
+    needless = ("ray", "flwr.simulation", "sparsekit_fl.server.loop")
     program = (
-        "import sys, sparsekit_fl.engines.flower.apps as apps\n"
+        "import sys, sparsekit_fl.deployment.apps as apps\n"
         "assert apps.client and apps.server\n"
         f"sys.exit(', '.join(name for name in {needless!r} if name in sys.modules) or 0)"
     )

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from sparsekit.patterns import Ordered, PatternView, select
+from sparsekit.criteria import Ordered, PatternView, select
 
 FILE = Path(__file__).parent.parent / "benchmarks" / "client_step.py"
 
@@ -38,7 +38,7 @@ def test_the_reference_does_the_work_that_the_method_reports(bench: ModuleType, 
 
 def test_who_says_submodel_and_runs_the_whole_is_measured_against_the_submodel(bench: ModuleType) -> None:
     case = bench.Case("fedavg", "cnn", 0.5, 1)
-    graph, model = case.setup.graph, case.setup.problem.model()
+    graph, model = case.spec.graph, case.spec.problem.model()
     mask = select(Ordered(), graph, 0.5, PatternView())
 
     def needed(mask: Any) -> int:

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import nn
 
+from sparsekit.layers import LayerRule
 from sparsekit.testing.rules import RuleContract
-from sparsekit.units.rules import LayerRule
 
 FOLDER = Path(__file__).parent.parent / "examples"
 

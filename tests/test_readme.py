@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from sparsekit.cli import execute
+from sparsekit.cli.main import execute
 
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -111,9 +111,9 @@ def _row(name: str, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str
     frozen: tuple[Any, ...] = ()
     try:
         graph = trace_units(model, *args, **kwargs)
-        frozen = graph.frozen
+        frozen = graph.fixed
     except NoUnitsError as error:
-        frozen = error.frozen
+        frozen = error.fixed
     cells = (name, _groups(graph) if graph is not None else "none", f"{share(model, graph):.0%}", _kept(frozen))
     return "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
 

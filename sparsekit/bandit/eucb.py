@@ -12,7 +12,7 @@ import numpy as np
 
 from sparsekit.bandit.arms import Arm, draw, hold, may_split
 from sparsekit.bandit.base import Drop, Interval, Pull, check_generator, check_number
-from sparsekit.bandit.ledger import Ledger, check_settings, generator_from_state, generator_state, reading_state
+from sparsekit.bandit.pulls import PullRecords, check_settings, generator_from_state, generator_state, reading_state
 from sparsekit.errors import InvalidValueError
 
 __all__ = ["EUCB"]
@@ -92,7 +92,7 @@ class EUCB:
         }
         self._edges = edges
         self._rng = check_generator(rng)
-        self._ledger = Ledger(space)
+        self._ledger = PullRecords(space)
 
     def _sums(self) -> tuple[np.ndarray, np.ndarray]:
         """N and Σ λ^(t−s) G_s of each arm, float (arms,)."""
@@ -189,6 +189,6 @@ class EUCB:
             whole = len(edges) > 1 and [edges[0], edges[-1]] == [self.space.low, self.space.high]
             if not whole or any(a >= b for a, b in pairwise(edges)):
                 raise InvalidValueError(f"the edges of a state must rise from end to end of the space, got {edges!r}")
-            ledger = Ledger.from_state(state["pulls"], self.space)
+            ledger = PullRecords.from_state(state["pulls"], self.space)
             rng = generator_from_state(state["generator"])
         self._edges, self._ledger, self._rng = edges, ledger, rng

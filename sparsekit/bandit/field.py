@@ -10,10 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 from sparsekit.bandit.cells import Cells, Floats, Integers, grid, grown
+from sparsekit.bandit.drift import Watch
 from sparsekit.bandit.noise import Noise
 from sparsekit.bandit.posterior import Posterior
 from sparsekit.bandit.rule import Rule
-from sparsekit.bandit.watch import Watch
 from sparsekit.errors import InvalidValueError
 
 __all__ = ["Field"]

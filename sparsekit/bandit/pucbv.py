@@ -12,7 +12,7 @@ import numpy as np
 
 from sparsekit.bandit.arms import Arm, draw, hold, may_split
 from sparsekit.bandit.base import Drop, Interval, Pull, check_generator, check_number
-from sparsekit.bandit.ledger import Ledger, check_settings, generator_from_state, generator_state, reading_state
+from sparsekit.bandit.pulls import PullRecords, check_settings, generator_from_state, generator_state, reading_state
 from sparsekit.errors import InvalidValueError
 
 __all__ = ["PUCBV"]
@@ -122,7 +122,7 @@ class PUCBV:
         }
         self._arms = [Arm(low, high) for low, high in pairwise(edges)]
         self._rng = check_generator(rng)
-        self._ledger = Ledger(space)
+        self._ledger = PullRecords(space)
 
     @property
     def arms(self) -> tuple[Arm, ...]:
@@ -254,7 +254,7 @@ class PUCBV:
                 for low, high, pulls, mean, variance in state["arms"]
             ]
             self._check_arms(arms)
-            ledger = Ledger.from_state(state["pulls"], self.space)
+            ledger = PullRecords.from_state(state["pulls"], self.space)
             rng = generator_from_state(state["generator"])
         self._arms, self._ledger, self._rng = arms, ledger, rng
 

@@ -12,8 +12,8 @@ import numpy as np
 from sparsekit.bandit.arms import Arm
 from sparsekit.bandit.base import Drop, Interval, Pull, check_generator, check_number
 from sparsekit.bandit.field import Field
-from sparsekit.bandit.ledger import check_settings, generator_from_state, generator_state, reading_state
 from sparsekit.bandit.moves import arm_at, choose, drop_side
+from sparsekit.bandit.pulls import check_settings, generator_from_state, generator_state, reading_state
 from sparsekit.bandit.space import Box, BoxPull
 from sparsekit.errors import InvalidValueError
 

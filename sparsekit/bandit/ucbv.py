@@ -13,7 +13,7 @@ import numpy as np
 
 from sparsekit.bandit.arms import Arm
 from sparsekit.bandit.base import Drop, Interval, Pull, check_generator, check_number
-from sparsekit.bandit.ledger import Ledger, check_settings, generator_from_state, generator_state, reading_state
+from sparsekit.bandit.pulls import PullRecords, check_settings, generator_from_state, generator_state, reading_state
 from sparsekit.errors import InvalidValueError
 
 __all__ = ["UCBV"]
@@ -85,7 +85,7 @@ class UCBV:
         }
         self._arms = [Arm(point, point) for point in self._points]
         self._rng = check_generator(rng)
-        self._ledger = Ledger(space)
+        self._ledger = PullRecords(space)
 
     @property
     def arms(self) -> tuple[Arm, ...]:
@@ -160,7 +160,7 @@ class UCBV:
         """Go on where `state_dict` was taken, with the same bits; see `Bandit.load_state_dict`."""
         with reading_state("UCBV"):
             check_settings(self._settings, state)
-            ledger = Ledger.from_state(state["pulls"], self.space)
+            ledger = PullRecords.from_state(state["pulls"], self.space)
             rng = generator_from_state(state["generator"])
         arms = [Arm(point, point) for point in self._points]
         for pull, reward in ledger.told:

@@ -8,9 +8,9 @@ import pickle
 import pytest
 import torch
 
-from sparsekit.masks.mask import UnitMask
-from sparsekit.patterns.base import Pattern, PatternView, keep_count, select
-from sparsekit.units.graph import UnitGraph, UnitGroup, UnitSlice
+from sparsekit.criteria.base import Pattern, PatternView, keep_count, select
+from sparsekit.graph.graph import UnitGraph, UnitGroup, UnitSlice
+from sparsekit.graph.mask import UnitMask
 
 __all__ = ["PatternContract", "example_graph", "example_view"]
 

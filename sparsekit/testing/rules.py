@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils._pytree import tree_map_only
 
-from sparsekit.compaction import compact, compact_state, expand
-from sparsekit.masks.mask import UnitMask
-from sparsekit.saving import load_compact, save_compact
-from sparsekit.units.graph import UnitGraph
-from sparsekit.units.inputs import find_tensors
-from sparsekit.units.rebuild import copy_with, named_entries
-from sparsekit.units.rules import LayerRule, resize
-from sparsekit.units.trace import trace_units
+from sparsekit.graph.graph import UnitGraph
+from sparsekit.graph.mask import UnitMask
+from sparsekit.layers import LayerRule, resize
+from sparsekit.surgery.compaction import compact, compact_state, expand
+from sparsekit.surgery.rebuild import copy_with, named_entries
+from sparsekit.surgery.saving import load_compact, save_compact
+from sparsekit.tracing.inputs import find_tensors
+from sparsekit.tracing.trace import trace_units
 
 __all__ = ["RuleContract"]
 

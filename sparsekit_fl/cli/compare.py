@@ -18,8 +18,8 @@ from sparsekit.errors import InvalidValueError
 from sparsekit_fl.cli.options import RunOptions, command_app, cores, make_method, takes_options
 
 if TYPE_CHECKING:
-    from sparsekit_fl.cli.cells import CellPlan
-    from sparsekit_fl.report.cells import Cell
+    from sparsekit_fl.cli.trials import TrialPlan
+    from sparsekit_fl.report.trials import Trial
 
 __all__ = ["compare"]
 
@@ -63,8 +63,8 @@ def _compare(
     """
     # What trains is imported only now, so that --help is quick.
     from sparsekit_fl.errors import RunInterrupted
-    from sparsekit_fl.report.cells import sections_of
     from sparsekit_fl.report.comparison import Comparison, check_target
+    from sparsekit_fl.report.trials import sections_of
 
     check_target(target)
     made = _distinct(methods)
@@ -72,14 +72,14 @@ def _compare(
         raise InvalidValueError(f"--jobs must be an integer >= 1, got {jobs}")
     plans = _plans(made, _grid(options, seeds, heterogeneity, lack_classes, jobs), options.out)
     try:
-        cells = _run(plans, jobs, quiet=options.quiet or options.json)
+        trials = _run(plans, jobs, quiet=options.quiet or options.json)
     except (RunInterrupted, KeyboardInterrupt) as error:
         found = re.match(r"stopped by the user after round \d+ of \d+", str(error))
         kept = "nothing was kept, since there was no --out DIR" if options.out is None else "the same command line goes on"
         typer.echo(f"{found[0] if found else 'stopped by the user'}; {kept}", err=True)
         raise typer.Exit(INTERRUPTED) from None
     order = [plan.name for plan in plans]
-    comparison = Comparison(sections_of(cells, order=order)[0], target)
+    comparison = Comparison(sections_of(trials, order=order)[0], target)
     if options.out is not None:
         _write(options.out, target, list(made))
     if options.json:
@@ -104,7 +104,7 @@ def _distinct(texts: Sequence[str]) -> dict[str, str]:
         made[name] = text
     if ALL in texts:
         from sparsekit_fl.methods import registry
-        from sparsekit_fl.report.published import in_published_order
+        from sparsekit_fl.paper.published import in_published_order
 
         for text in in_published_order(registry):
             made.setdefault(make_method(text).name, text)
@@ -115,8 +115,8 @@ def _grid(
     options: RunOptions, seeds: int, heterogeneity: Sequence[str] | None, lack_classes: Sequence[str] | None, jobs: int
 ) -> list[RunOptions]:
     """One set of options per level and seed."""
-    from sparsekit_fl.config import HETEROGENEITY
-    from sparsekit_fl.presets import preset_for
+    from sparsekit_fl.options.config import HETEROGENEITY
+    from sparsekit_fl.paper.presets import preset_for
 
     if seeds < 1:
         raise InvalidValueError(f"--seeds must be an integer >= 1, got {seeds}")
@@ -153,11 +153,11 @@ def _listed(texts: Sequence[str] | None, flag: str, read: Callable[[str], Value]
     return list(values) or [None]
 
 
-def _plans(methods: dict[str, str], grid: Sequence[RunOptions], out: Path | None) -> list[CellPlan]:
-    from sparsekit_fl.cli.cells import CellPlan
+def _plans(methods: dict[str, str], grid: Sequence[RunOptions], out: Path | None) -> list[TrialPlan]:
+    from sparsekit_fl.cli.trials import TrialPlan
 
     return [
-        CellPlan(method=text, name=name, options=options, folder=None if out is None else out / _folder(name, options))
+        TrialPlan(method=text, name=name, options=options, folder=None if out is None else out / _folder(name, options))
         for options in grid
         for name, text in methods.items()
     ]
@@ -169,12 +169,12 @@ def _folder(name: str, options: RunOptions) -> str:
     return re.sub(r"[^\w.+-]+", "_", name) + f"{level}{lack}-seed{options.seed}"
 
 
-def _run(plans: Sequence[CellPlan], jobs: int, *, quiet: bool) -> list[Cell]:
-    from sparsekit_fl.cli.cells import run_here
+def _run(plans: Sequence[TrialPlan], jobs: int, *, quiet: bool) -> list[Trial]:
     from sparsekit_fl.cli.jobs import run_at_once
-    from sparsekit_fl.cli.progress import CellsProgress
+    from sparsekit_fl.cli.progress import TrialsProgress
+    from sparsekit_fl.cli.trials import run_here
 
-    with CellsProgress(len(plans), quiet=quiet) as board:
+    with TrialsProgress(len(plans), quiet=quiet) as board:
         running = run_here(plans, board) if jobs == 1 else run_at_once(plans, board, jobs=jobs)
         # Closed here and not when it is collected, so that no process outlives the command.
         with closing(running):

@@ -33,7 +33,7 @@ def write_app(folder: Path) -> list[Path]:
         InvalidValueError: a file is there already; nothing was written.
     """
     # Here: help texts need no torch.
-    from sparsekit_fl.engines.flower.plan import Plan
+    from sparsekit_fl.deployment.plan import Plan
 
     taken = [name for name in _FILES if (folder / name).exists()]
     if taken:
@@ -44,7 +44,7 @@ def write_app(folder: Path) -> list[Path]:
         "@HERE@": here.as_posix(),
         "@CONFIG@": "\n".join(f"{name} = {_toml(value)}" for name, value in Plan().to_run_config().items()),
     }
-    template = files("sparsekit_fl").joinpath("engines/flower/template")
+    template = files("sparsekit_fl").joinpath("deployment/template")
     written = []
     for name in _FILES:
         text = template.joinpath(_SOURCES.get(name, name)).read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""run_at_once: cells of a comparison in several processes, watched from this one."""
+"""run_at_once: trials of a comparison in several processes, watched from this one."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from sparsekit.errors import SparsekitError
-from sparsekit_fl.cli.cells import CellPlan, Task, failed_cell, run_cell, tasks
-from sparsekit_fl.cli.progress import CellsProgress, Events
-from sparsekit_fl.context import one_thread
+from sparsekit_fl.cli.progress import Events, TrialsProgress
+from sparsekit_fl.cli.trials import Task, TrialPlan, failed_trial, run_trial, tasks
+from sparsekit_fl.client.worker import one_thread
 from sparsekit_fl.errors import ResumeError, RunInterrupted, WorkerDiedError
-from sparsekit_fl.report.cells import Cell
+from sparsekit_fl.report.trials import Trial
 
 __all__ = ["run_at_once"]
 
 _PATIENCE_SECONDS = 3.0
 
 
-def run_at_once(plans: Sequence[CellPlan], board: CellsProgress, *, jobs: int) -> Generator[Cell]:
-    """Run what is not finished, several cells at a time.
+def run_at_once(plans: Sequence[TrialPlan], board: TrialsProgress, *, jobs: int) -> Generator[Trial]:
+    """Run what is not finished, several trials at a time.
 
     Args:
         plans: Those of one level and seed beside each other.
@@ -36,12 +36,12 @@ def run_at_once(plans: Sequence[CellPlan], board: CellsProgress, *, jobs: int) -
         jobs: How many at a time.
 
     Yields:
-        One cell per plan, in the order in which they end.
+        One trial per plan, in the order in which they end.
 
     Raises:
-        ResumeError: a folder holds a cell of other settings.
+        ResumeError: a folder holds a trial of other settings.
         RunInterrupted: Ctrl-C; all that is finished is kept.
-        SparsekitError: the very first cell cannot be set up, so the options are wrong.
+        SparsekitError: the very first trial cannot be set up, so the options are wrong.
     """
     # Before the first operation: threads of torch do not survive a fork.
     one_thread()
@@ -66,7 +66,7 @@ class _Sayings(logging.Handler):
 
 
 def _child(task: Task, connection: Connection, others: Sequence[Connection]) -> None:
-    """The life of a process that runs one cell."""
+    """The life of a process that runs one trial."""
     for other in others:
         # A forked process inherits the ends of its siblings; while it holds them, nobody sees a pipe close.
         other.close()
@@ -74,26 +74,26 @@ def _child(task: Task, connection: Connection, others: Sequence[Connection]) -> 
     for package in ("sparsekit", "sparsekit_fl"):
         logging.getLogger(package).handlers = [_Sayings(connection)]
     warnings.showwarning = lambda message, *_, **__: _send(connection, {"said": f"warning: {message}"})
-    # Where nobody listens any more, the cell stops; it goes on when its command line is given again.
+    # Where nobody listens any more, the trial stops; it goes on when its command line is given again.
     with contextlib.suppress(BrokenPipeError):
         try:
-            cell = run_cell(task, [Events(lambda event: _send(connection, event))])
-            _send(connection, {"result": cell.result})
+            trial = run_trial(task, [Events(lambda event: _send(connection, event))])
+            _send(connection, {"result": trial.result})
         except (RunInterrupted, KeyboardInterrupt) as error:
             _send(connection, {"interrupted": str(error) or "stopped by the user"})
         except ResumeError as error:
             _send(connection, {"refused": str(error)})
         except BrokenPipeError:
             raise
-        except Exception as error:  # noqa: BLE001 - anybody's method may fail in any way; the other cells go on
+        except Exception as error:  # noqa: BLE001 - anybody's method may fail in any way; the other trials go on
             text = str(error) if isinstance(error, SparsekitError) else f"{type(error).__name__}: {error}"
             _send(connection, {"failed": text})
 
 
 class _Jobs:
-    """Processes, each with a cell."""
+    """Processes, each with a trial."""
 
-    def __init__(self, jobs: int, board: CellsProgress) -> None:
+    def __init__(self, jobs: int, board: TrialsProgress) -> None:
         self._jobs = jobs
         self._board = board
         self._busy: dict[Connection, tuple[Task, Any]] = {}
@@ -124,24 +124,24 @@ class _Jobs:
         for process in processes:
             process.join()
 
-    def run(self, pending: Iterator[Task]) -> Iterator[Cell]:
-        """Start cells as processes become free; yield each as it ends."""
+    def run(self, pending: Iterator[Task]) -> Iterator[Trial]:
+        """Start trials as processes become free; yield each as it ends."""
         more = True
         while more or self._busy:
             while more and len(self._busy) < self._jobs:
                 task = next(pending, None)
                 if task is None:
                     more = False
-                elif task.cell is None:
+                elif task.trial is None:
                     self._start(task)
                 else:
-                    self._board.end(task.plan.label, task.cell, ran=False)
-                    yield task.cell
+                    self._board.end(task.plan.label, task.trial, ran=False)
+                    yield task.trial
             for connection in wait(list(self._busy), timeout=0.25):
                 assert isinstance(connection, Connection)
-                cell = self._receive(connection)
-                if cell is not None:
-                    yield cell
+                trial = self._receive(connection)
+                if trial is not None:
+                    yield trial
             self._board.tick()
 
     def _start(self, task: Task) -> None:
@@ -156,8 +156,8 @@ class _Jobs:
         self._busy[ours] = task, process
         self._board.begin(task.plan.label)
 
-    def _receive(self, connection: Connection) -> Cell | None:
-        """Read one event; the cell, if it was the last."""
+    def _receive(self, connection: Connection) -> Trial | None:
+        """Read one event; the trial, if it was the last."""
         task, process = self._busy[connection]
         try:
             event = json.loads(connection.recv_bytes())
@@ -167,21 +167,21 @@ class _Jobs:
                 f"its process was killed (exit code {process.exitcode}); it goes on where it stopped when the same"
                 " command is given again"
             )
-            return self._end(connection, failed_cell(task.plan, task.described, error))
+            return self._end(connection, failed_trial(task.plan, task.described, error))
         if "refused" in event:
             raise ResumeError(event["refused"])
         if "interrupted" in event:
             raise RunInterrupted(event["interrupted"])
         if "result" in event:
-            return self._end(connection, Cell.of(event["result"]))
+            return self._end(connection, Trial.of(event["result"]))
         if "failed" in event:
-            return self._end(connection, failed_cell(task.plan, task.described, SparsekitError(event["failed"])))
+            return self._end(connection, failed_trial(task.plan, task.described, SparsekitError(event["failed"])))
         self._board.event(task.plan.label, event)
         return None
 
-    def _end(self, connection: Connection, cell: Cell) -> Cell:
+    def _end(self, connection: Connection, trial: Trial) -> Trial:
         task, process = self._busy.pop(connection)
         connection.close()
         process.join()
-        self._board.end(task.plan.label, cell, ran=True)
-        return cell
+        self._board.end(task.plan.label, trial, ran=True)
+        return trial

@@ -27,7 +27,7 @@ KINDS = {
     "datasets": "sparsekit_fl.datasets:datasets",
     "models": "sparsekit_fl.models:models",
     "partitions": "sparsekit_fl.partition:partitions",
-    "patterns": "sparsekit.patterns:registry",
+    "patterns": "sparsekit.criteria:registry",
     "engines": "sparsekit_fl.engines:registry",
     "bandits": "sparsekit.bandit:registry",
 }

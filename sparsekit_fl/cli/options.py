@@ -24,12 +24,12 @@ from sparsekit.registry import load_object
 if TYPE_CHECKING:
     import click
 
-    from sparsekit_fl.client import Client
-    from sparsekit_fl.config import RunConfig
     from sparsekit_fl.engines.base import Engine
-    from sparsekit_fl.method import Method
-    from sparsekit_fl.presets import Preset
-    from sparsekit_fl.problem import Problem
+    from sparsekit_fl.methods.method import Method
+    from sparsekit_fl.options.config import RunConfig
+    from sparsekit_fl.paper.presets import Preset
+    from sparsekit_fl.problem.clients import Client
+    from sparsekit_fl.problem.problem import Problem
 
 __all__ = ["DefaultsCommand", "Experiment", "RunOptions", "command_app", "cores", "make_method", "takes_options"]
 
@@ -218,7 +218,7 @@ class DefaultsCommand(TyperCommand):
     """A command whose help ends with the presets, read from where they are defined."""
 
     def format_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        from sparsekit_fl.presets import DEFAULT, PRESETS
+        from sparsekit_fl.paper.presets import DEFAULT, PRESETS
 
         lines = [self.epilog or "", "Defaults, by preset; a data set brings its own:"]
         lines += [f"{name}{' (with no option)' if name == DEFAULT else ''}: {_text(PRESETS[name])}" for name in PRESETS]
@@ -230,7 +230,7 @@ def _text(preset: Preset) -> str:
     training = preset.training
     more = "".join(f", {name.replace('_', ' ')} {value}" for name, value in preset.options.items())
     return escape(
-        f"{preset.model} on {preset.dataset}, {preset.rounds} rounds, {preset.clients_per_round} of {preset.clients} clients,"
+        f"{preset.model} on {preset.dataset}, {preset.rounds} rounds, {preset.cohort} of {preset.clients} clients,"
         f" {training.local_epochs} local epochs, batches of {training.batch_size}, lr {training.lr:g};"
         f" {preset.partition or 'natural'}{more}; capability {preset.capability}"
     )
@@ -262,8 +262,8 @@ def make_method(text: str, *, bandit: str | None = None) -> Method:
         UnknownNameError: no such method or bandit.
         InvalidValueError: what was found does not make a Method, or no bandit decides its ratio.
     """
-    from sparsekit_fl.method import Method
     from sparsekit_fl.methods import registry
+    from sparsekit_fl.methods.method import Method
 
     name, _, wanted = text.partition("@")
     found = load_object(name) if ":" in name else registry[name]
@@ -310,7 +310,7 @@ class Experiment:
         Raises:
             SparsekitError: an option that is not allowed, or data that are missing or do not fit.
         """
-        from sparsekit_fl.presets import build_problem, preset_for
+        from sparsekit_fl.paper.presets import build_problem, preset_for
 
         _check(options)
         if sys.stderr.isatty() and not (options.quiet or options.json):
@@ -388,18 +388,18 @@ def _check_device(device: str) -> None:
 
 
 def _config(options: RunOptions, preset: Preset, clients: int) -> RunConfig:
-    from sparsekit_fl.config import RunConfig
+    from sparsekit_fl.options.config import RunConfig
 
     given = {name: getattr(options, name) for name in ("lr", "batch_size", "local_epochs")}
     training = replace(preset.training, **{name: value for name, value in given.items() if value is not None})
     values: dict[str, Any] = {
         "rounds": preset.rounds,
-        "clients_per_round": min(preset.clients_per_round, clients),
+        "cohort": min(preset.cohort, clients),
         "capability": preset.capability,
     }
     said = {
         "rounds": options.rounds,
-        "clients_per_round": options.cohort,
+        "cohort": options.cohort,
         "capability": options.capability,
         "seed": options.seed,
         "eval_every": options.eval_every,
@@ -411,13 +411,13 @@ def _config(options: RunOptions, preset: Preset, clients: int) -> RunConfig:
     said.update({name: getattr(options, name) for name in same})
     values.update({name: value for name, value in said.items() if value is not None})
     config = RunConfig(training=training, capability_levels=_levels(options.heterogeneity, preset), **values)
-    if config.clients_per_round > clients:
-        raise InvalidValueError(f"--cohort is {config.clients_per_round}, but there are {clients} clients; lower it")
+    if config.cohort > clients:
+        raise InvalidValueError(f"--cohort is {config.cohort}, but there are {clients} clients; lower it")
     return config
 
 
 def _levels(heterogeneity: str | None, preset: Preset) -> tuple[float, ...]:
-    from sparsekit_fl.config import HETEROGENEITY
+    from sparsekit_fl.options.config import HETEROGENEITY
 
     if heterogeneity is None:
         return preset.capability_levels

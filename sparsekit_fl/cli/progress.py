@@ -1,4 +1,4 @@
-"""Live progress on stderr, drawn with rich: of one run, or of the cells of a comparison. Silent where nobody looks."""
+"""Live progress on stderr, drawn with rich: of one run, or of the trials of a comparison. Silent where nobody looks."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from sparsekit_fl.report.table import flops_text, seconds_text, share_text
-from sparsekit_fl.results import Observer, RoundRecord, RunStart
+from sparsekit_fl.results.records import Observer, RoundRecord, RunStart
 
 if TYPE_CHECKING:
-    from sparsekit_fl.messages import Evaluation, Update
-    from sparsekit_fl.report.cells import Cell
-    from sparsekit_fl.results import RunResult
+    from sparsekit_fl.report.trials import Trial
+    from sparsekit_fl.results.records import RunResult
+    from sparsekit_fl.wire.messages import Evaluation, Update
 
-__all__ = ["CellsProgress", "Events", "LiveProgress"]
+__all__ = ["Events", "LiveProgress", "TrialsProgress"]
 
 
 class LiveProgress(Observer, AbstractContextManager["LiveProgress"]):
@@ -66,7 +66,7 @@ class LiveProgress(Observer, AbstractContextManager["LiveProgress"]):
 
     def on_start(self, start: RunStart) -> None:
         """Draw the bar; a resumed run starts in its middle."""
-        self._cohort, self._rounds = start.config.clients_per_round, start.config.rounds
+        self._cohort, self._rounds = start.config.cohort, start.config.rounds
         self._label = self._label or start.method
         self._progress.update(self._task, total=self._rounds * self._cohort, completed=start.round * self._cohort, facts="")
         self._doing(start.round + 1)
@@ -110,7 +110,7 @@ class Events(Observer):
 
     def on_start(self, start: RunStart) -> None:
         """How much there is to do, and how much of it is done."""
-        rounds, cohort = start.config.rounds, start.config.clients_per_round
+        rounds, cohort = start.config.rounds, start.config.cohort
         self._send({"rounds": rounds, "cohort": cohort, "done": start.round})
 
     def on_client(self, round: int, client_id: int, update: Update | None) -> None:
@@ -123,21 +123,21 @@ class Events(Observer):
         self._send({"round": record.round, "accuracy": scores.get("accuracy")})
 
 
-class CellsProgress(AbstractContextManager["CellsProgress"]):
-    """A bar over all cells with the time left, a bar for each that runs, and a line for each that ended.
+class TrialsProgress(AbstractContextManager["TrialsProgress"]):
+    """A bar over all trials with the time left, a bar for each that runs, and a line for each that ended.
 
     It has no thread of its own: a process that forks while another thread holds a lock would hang.
 
     Args:
-        cells: How many there are.
+        trials: How many there are.
         quiet: Draw nothing.
         console: Where to draw; None takes stderr.
     """
 
-    def __init__(self, cells: int, *, quiet: bool = False, console: Console | None = None) -> None:
+    def __init__(self, trials: int, *, quiet: bool = False, console: Console | None = None) -> None:
         self._console = Console(stderr=True) if console is None else console
         self._quiet = quiet
-        self._cells = cells
+        self._trials = trials
         self._ended = 0
         self._shown = 0.0
         self._running: dict[str, _Running] = {}
@@ -155,9 +155,9 @@ class CellsProgress(AbstractContextManager["CellsProgress"]):
             expand=True,
             speed_estimate_period=3600,
         )
-        self._all = self._progress.add_task(f"0/{cells} cells", total=cells, facts="")
+        self._all = self._progress.add_task(f"0/{trials} trials", total=trials, facts="")
 
-    def __enter__(self) -> CellsProgress:
+    def __enter__(self) -> TrialsProgress:
         self._progress.start()
         return self
 
@@ -165,17 +165,17 @@ class CellsProgress(AbstractContextManager["CellsProgress"]):
         self._progress.stop()
 
     def begin(self, label: str) -> None:
-        """A cell starts."""
+        """A trial starts."""
         task = self._progress.add_task(escape(f"{label}, preparing"), total=None, facts="")
         self._running[label] = _Running(task, time.monotonic())
         self._refresh()
 
     def event(self, label: str, event: Mapping[str, Any]) -> None:
-        """Something happened in a cell.
+        """Something happened in a trial.
 
         Args:
-            label: Of the cell.
-            event: From `Events`, or what the cell says under "said".
+            label: Of the trial.
+            event: From `Events`, or what the trial says under "said".
         """
         running = self._running[label]
         if "said" in event:
@@ -193,28 +193,28 @@ class CellsProgress(AbstractContextManager["CellsProgress"]):
         self._progress.update(running.task, description=escape(text), total=1.0, completed=running.share, facts=running.facts)
         self._refresh()
 
-    def end(self, label: str, cell: Cell, *, ran: bool) -> None:
-        """A cell ended.
+    def end(self, label: str, trial: Trial, *, ran: bool) -> None:
+        """A trial ended.
 
         Args:
-            label: Of the cell.
-            cell: What came of it.
+            label: Of the trial.
+            trial: What came of it.
             ran: False where it was finished before.
         """
         self._ended += 1
         running = self._running.pop(label, None)
         if running is not None:
             self._progress.remove_task(running.task)
-        if cell.result is None:
-            text = f"failed: {cell.error}"
+        if trial.result is None:
+            text = f"failed: {trial.error}"
         else:
-            accuracy = (cell.result["final"].get("personal") or {}).get("accuracy")
+            accuracy = (trial.result["final"].get("personal") or {}).get("accuracy")
             text = "finished before" if not ran else "finished"
             text += "" if accuracy is None else f", accuracy {share_text(accuracy)}"
             if running is not None:
                 text += f", {seconds_text(time.monotonic() - running.began)}"
-        self._say(f"{self._ended}/{self._cells} {label}: {text}")
-        self._progress.update(self._all, description=f"{self._ended}/{self._cells} cells")
+        self._say(f"{self._ended}/{self._trials} {label}: {text}")
+        self._progress.update(self._all, description=f"{self._ended}/{self._trials} trials")
         self._refresh(now=True)
 
     def tick(self) -> None:
@@ -235,7 +235,7 @@ class CellsProgress(AbstractContextManager["CellsProgress"]):
 
 
 class _Running:
-    """What is known of a cell that runs."""
+    """What is known of a trial that runs."""
 
     def __init__(self, task: TaskID, began: float) -> None:
         self.task = task

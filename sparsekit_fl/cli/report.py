@@ -30,7 +30,7 @@ def _report(
     Runs of different data, models or settings stand in sections of their own. A file reasons.json in the folder says, in
     your words, why a number differs from the published one.
     """
-    from sparsekit_fl.report.published import beside_published, show_published
+    from sparsekit_fl.paper.published import beside_published, show_published
     from sparsekit_fl.report.write import read_comparisons, write_report
 
     errors = Console(stderr=True)

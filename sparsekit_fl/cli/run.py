@@ -20,9 +20,9 @@ INTERRUPTED = 130
 def _run(method_name: str, options: RunOptions) -> None:
     from sparsekit_fl.cli.progress import LiveProgress
     from sparsekit_fl.errors import RunInterrupted
-    from sparsekit_fl.privacy import privacy_line
     from sparsekit_fl.report.table import result_table
-    from sparsekit_fl.runner import run as run_rounds
+    from sparsekit_fl.server.loop import run as run_rounds
+    from sparsekit_fl.server.privacy import privacy_line
 
     method = make_method(method_name, bandit=options.bandit)
     if method.capability is not None and options.capability not in (None, method.capability):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sparsekit.errors import DataError
-from sparsekit_fl.data import TensorData, Transform
+from sparsekit_fl.problem.data import TensorData, Transform
 
 __all__ = ["DataSource", "Load"]
 

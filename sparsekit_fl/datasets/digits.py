@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from sparsekit_fl.data import TensorData
 from sparsekit_fl.datasets.base import DataSource
 from sparsekit_fl.datasets.files import require
+from sparsekit_fl.problem.data import TensorData
 
 __all__ = ["load"]
 

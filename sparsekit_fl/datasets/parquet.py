@@ -11,10 +11,10 @@ import numpy as np
 import torch
 
 from sparsekit.errors import DataError
-from sparsekit_fl.data import TensorData
 from sparsekit_fl.datasets.base import DataSource
 from sparsekit_fl.datasets.cache import cached_arrays
 from sparsekit_fl.datasets.files import find_split_files, require
+from sparsekit_fl.problem.data import TensorData
 
 __all__ = ["load_images", "read_images"]
 

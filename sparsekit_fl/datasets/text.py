@@ -9,9 +9,9 @@ import numpy as np
 import torch
 
 from sparsekit.errors import DataError
-from sparsekit_fl.data import TensorData
 from sparsekit_fl.datasets.base import DataSource
-from sparsekit_fl.metrics import IGNORED
+from sparsekit_fl.problem.data import TensorData
+from sparsekit_fl.problem.metrics import IGNORED
 
 __all__ = ["PADDING", "UNKNOWN", "Sentences", "token_source", "vocabulary_of"]
 

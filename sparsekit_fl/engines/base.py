@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from sparsekit.state import StateDict
-from sparsekit_fl.client import Client
-from sparsekit_fl.context import Setup
-from sparsekit_fl.messages import Assignment, Evaluation, Update
-from sparsekit_fl.results import RunResult
-from sparsekit_fl.store import ClientStore, Versions
+from sparsekit.graph.state import StateDict
+from sparsekit_fl.client.spec import RunSpec
+from sparsekit_fl.problem.clients import Client
+from sparsekit_fl.results.records import RunResult
+from sparsekit_fl.state.store import ClientStore, Versions
+from sparsekit_fl.wire.messages import Assignment, Evaluation, Update
 
 __all__ = ["ClientPool", "Engine", "Reply", "Unscored"]
 
@@ -95,7 +95,7 @@ class Engine(Protocol):
         self,
         rounds: Callable[[ClientPool], RunResult],
         *,
-        setup: Setup,
+        spec: RunSpec,
         clients: Mapping[int, Client],
         store: ClientStore,
     ) -> RunResult:
@@ -103,7 +103,7 @@ class Engine(Protocol):
 
         Args:
             rounds: The loop over rounds; it must be called exactly once.
-            setup: Of the run.
+            spec: Of the run.
             clients: Client id → client.
             store: Where client memories are.
         """

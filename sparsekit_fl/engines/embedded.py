@@ -17,13 +17,16 @@ import torch
 from torch import Tensor
 
 from sparsekit.errors import InvalidValueError
-from sparsekit.state import StateDict
-from sparsekit_fl.client import Client
-from sparsekit_fl.context import Setup, one_thread
+from sparsekit.graph.state import StateDict
+from sparsekit_fl.client.executor import ClientExecutor
+from sparsekit_fl.client.spec import RunSpec
+from sparsekit_fl.client.worker import one_thread
 from sparsekit_fl.engines.base import ClientPool, Reply
-from sparsekit_fl.engines.bench import Bench
 from sparsekit_fl.errors import ClientError, WorkerDiedError
-from sparsekit_fl.messages import (
+from sparsekit_fl.problem.clients import Client
+from sparsekit_fl.results.records import RunResult
+from sparsekit_fl.state.store import ClientStore, Versions
+from sparsekit_fl.wire.messages import (
     Assignment,
     Evaluation,
     decode_assignment,
@@ -31,8 +34,6 @@ from sparsekit_fl.messages import (
     encode_assignment,
     encode_update,
 )
-from sparsekit_fl.results import RunResult
-from sparsekit_fl.store import ClientStore, Versions
 
 __all__ = ["Embedded"]
 
@@ -40,14 +41,14 @@ __all__ = ["Embedded"]
 class _LocalPool:
     workers = 1
 
-    def __init__(self, bench: Bench) -> None:
-        self._bench = bench
+    def __init__(self, executor: ClientExecutor) -> None:
+        self._executor = executor
 
     def map(self, assignments: Sequence[Assignment], versions: Versions) -> Iterator[Reply]:
         for assignment in assignments:
             client_id = assignment.client_id
             try:
-                update, stored = self._bench.train(assignment, versions.get(client_id))
+                update, stored = self._executor.train(assignment, versions.get(client_id))
             except ClientError as error:
                 yield Reply(client_id=client_id, error=error)
             else:
@@ -64,7 +65,7 @@ class _LocalPool:
         export: Path | None,
     ) -> Iterator[Evaluation]:
         for client_id in ids:
-            yield self._bench.evaluate(
+            yield self._executor.evaluate(
                 state, client_id, versions.get(client_id), round=round, with_shared=with_shared, export=export
             )
 
@@ -81,7 +82,7 @@ def _receive(connection: Connection) -> tuple[dict[str, Any], bytes]:
 def _serve(
     connection: Connection,
     others: Sequence[Connection],
-    setup: Setup,
+    spec: RunSpec,
     clients: Mapping[int, Client],
     store: ClientStore,
     shared: dict[str, Tensor],
@@ -92,12 +93,12 @@ def _serve(
         other.close()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     one_thread()
-    bench = Bench(setup, clients, store)
+    executor = ClientExecutor(spec, clients, store)
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
         while True:
             header, payload = _receive(connection)
             try:
-                reply, answer = _answer(bench, header, payload, shared)
+                reply, answer = _answer(executor, header, payload, shared)
             except ClientError as error:
                 reply, answer = {"error": str(error), "traceback": traceback.format_exc()}, b""
             except Exception:  # noqa: BLE001 - sent to the main process, which raises it
@@ -105,13 +106,15 @@ def _serve(
             _send(connection, reply, answer)
 
 
-def _answer(bench: Bench, header: Mapping[str, Any], payload: bytes, shared: dict[str, Tensor]) -> tuple[dict[str, Any], bytes]:
+def _answer(
+    executor: ClientExecutor, header: Mapping[str, Any], payload: bytes, shared: dict[str, Tensor]
+) -> tuple[dict[str, Any], bytes]:
     if header["task"] == "train":
-        assignment = decode_assignment(payload, bench.setup.graph, state=shared)
-        update, stored = bench.train(assignment, header["version"])
+        assignment = decode_assignment(payload, executor.spec.graph, state=shared)
+        update, stored = executor.train(assignment, header["version"])
         return {"stored": stored}, encode_update(update)
     export = header["export"]
-    evaluation = bench.evaluate(
+    evaluation = executor.evaluate(
         shared,
         header["client"],
         header["version"],
@@ -129,16 +132,16 @@ class _Worker:
 
 
 class _ProcessPool:
-    def __init__(self, workers: int, context: Any, setup: Setup, clients: Mapping[int, Client], store: ClientStore) -> None:
+    def __init__(self, workers: int, context: Any, spec: RunSpec, clients: Mapping[int, Client], store: ClientStore) -> None:
         self.workers = workers
-        self._setup = setup
+        self._spec = spec
         self._loaded: StateDict | None = None
-        self._shared = {name: setup.initial[name].clone().share_memory_() for name in setup.shared_names()}
+        self._shared = {name: spec.initial[name].clone().share_memory_() for name in spec.shared_names()}
         self._workers: list[_Worker] = []
         for _ in range(workers):
             ours, theirs = context.Pipe()
             others = [worker.connection for worker in self._workers] + [ours] if context.get_start_method() == "fork" else []
-            process = context.Process(target=_serve, args=(theirs, others, setup, clients, store, self._shared), daemon=True)
+            process = context.Process(target=_serve, args=(theirs, others, spec, clients, store, self._shared), daemon=True)
             process.start()
             theirs.close()
             self._workers.append(_Worker(process, ours))
@@ -152,7 +155,7 @@ class _ProcessPool:
 
     def map(self, assignments: Sequence[Assignment], versions: Versions) -> Iterator[Reply]:
         self._load(assignments[0].state)
-        graph = self._setup.graph
+        graph = self._spec.graph
         tasks = []
         for assignment in assignments:
             client_id = assignment.client_id
@@ -269,7 +272,7 @@ class Embedded:
         self,
         rounds: Callable[[ClientPool], RunResult],
         *,
-        setup: Setup,
+        spec: RunSpec,
         clients: Mapping[int, Client],
         store: ClientStore,
     ) -> RunResult:
@@ -277,9 +280,9 @@ class Embedded:
         before = one_thread()
         try:
             if self.workers == 1:
-                return rounds(_LocalPool(Bench(setup, clients, store)))
-            method = self._start_method or ("fork" if sys.platform == "linux" and setup.config.device == "cpu" else "spawn")
-            pool = _ProcessPool(self.workers, multiprocessing.get_context(method), setup, clients, store)
+                return rounds(_LocalPool(ClientExecutor(spec, clients, store)))
+            method = self._start_method or ("fork" if sys.platform == "linux" and spec.config.device == "cpu" else "spawn")
+            pool = _ProcessPool(self.workers, multiprocessing.get_context(method), spec, clients, store)
             try:
                 return rounds(pool)
             finally:

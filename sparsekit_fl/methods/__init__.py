@@ -5,18 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from sparsekit.registry import Registry
-
-# Imported here and not when asked for: a submodule that is imported later would take its function's name.
-from sparsekit_fl.methods.ablations import (
-    fedlps_magnitude,
-    fedlps_ordered,
-    fedlps_random,
-    flst,
-    p_ucbv_dyn,
-    p_ucbv_fix,
-    rcr_dyn,
-    rcr_fix,
-)
 from sparsekit_fl.methods.cs import cs
 from sparsekit_fl.methods.depthfl import depthfl
 from sparsekit_fl.methods.ditto import ditto
@@ -39,6 +27,18 @@ from sparsekit_fl.methods.oort import oort
 from sparsekit_fl.methods.per_fedavg import per_fedavg
 from sparsekit_fl.methods.prunefl import prunefl
 from sparsekit_fl.methods.refl import refl
+
+# Imported here and not when asked for: a submodule that is imported later would take its function's name.
+from sparsekit_fl.paper.ablations import (
+    fedlps_magnitude,
+    fedlps_ordered,
+    fedlps_random,
+    flst,
+    p_ucbv_dyn,
+    p_ucbv_fix,
+    rcr_dyn,
+    rcr_fix,
+)
 
 __all__ = [
     "cs",
@@ -84,10 +84,10 @@ registry = Registry(
         "efd": "sparsekit_fl.methods.efd:efd",
         "fedavg": "sparsekit_fl.methods.fedavg:fedavg",
         "fedlps": "sparsekit_fl.methods.fedlps:fedlps",
-        "fedlps-magnitude": "sparsekit_fl.methods.ablations:fedlps_magnitude",
-        "fedlps-ordered": "sparsekit_fl.methods.ablations:fedlps_ordered",
+        "fedlps-magnitude": "sparsekit_fl.paper.ablations:fedlps_magnitude",
+        "fedlps-ordered": "sparsekit_fl.paper.ablations:fedlps_ordered",
         "fedlps-paper": "sparsekit_fl.methods.fedlps:fedlps_paper",
-        "fedlps-random": "sparsekit_fl.methods.ablations:fedlps_random",
+        "fedlps-random": "sparsekit_fl.paper.ablations:fedlps_random",
         "fedmp": "sparsekit_fl.methods.fedmp:fedmp",
         "fedp3": "sparsekit_fl.methods.fedp3:fedp3",
         "fedper": "sparsekit_fl.methods.fedper:fedper",
@@ -96,18 +96,18 @@ registry = Registry(
         "fedrolex": "sparsekit_fl.methods.fedrolex:fedrolex",
         "fedspa": "sparsekit_fl.methods.fedspa:fedspa",
         "fjord": "sparsekit_fl.methods.fjord:fjord",
-        "flst": "sparsekit_fl.methods.ablations:flst",
+        "flst": "sparsekit_fl.paper.ablations:flst",
         "hermes": "sparsekit_fl.methods.hermes:hermes",
         "heterofl": "sparsekit_fl.methods.heterofl:heterofl",
         "local": "sparsekit_fl.methods.local:local",
         "lotteryfl": "sparsekit_fl.methods.lotteryfl:lotteryfl",
         "oort": "sparsekit_fl.methods.oort:oort",
-        "p-ucbv-dyn": "sparsekit_fl.methods.ablations:p_ucbv_dyn",
-        "p-ucbv-fix": "sparsekit_fl.methods.ablations:p_ucbv_fix",
+        "p-ucbv-dyn": "sparsekit_fl.paper.ablations:p_ucbv_dyn",
+        "p-ucbv-fix": "sparsekit_fl.paper.ablations:p_ucbv_fix",
         "per-fedavg": "sparsekit_fl.methods.per_fedavg:per_fedavg",
         "prunefl": "sparsekit_fl.methods.prunefl:prunefl",
-        "rcr-dyn": "sparsekit_fl.methods.ablations:rcr_dyn",
-        "rcr-fix": "sparsekit_fl.methods.ablations:rcr_fix",
+        "rcr-dyn": "sparsekit_fl.paper.ablations:rcr_dyn",
+        "rcr-fix": "sparsekit_fl.paper.ablations:rcr_fix",
         "refl": "sparsekit_fl.methods.refl:refl",
     },
     group="sparsekit_fl.methods",

@@ -14,23 +14,24 @@ from typing import Literal
 
 from torch import Tensor
 
+from sparsekit.criteria.base import check_ratio
 from sparsekit.errors import InvalidValueError
-from sparsekit.masks.mask import WeightMask
-from sparsekit.masks.weight_mask import largest_weights
-from sparsekit.patterns.base import check_ratio
-from sparsekit.state import StateDict
-from sparsekit.units.graph import UnitGraph
-from sparsekit_fl.context import ClientContext, ServerContext
-from sparsekit_fl.messages import Update
-from sparsekit_fl.method import Method
+from sparsekit.graph.graph import UnitGraph
+from sparsekit.graph.mask import WeightMask
+from sparsekit.graph.state import StateDict
+from sparsekit_fl.context.client import ClientContext
+from sparsekit_fl.context.server import ServerContext
+from sparsekit_fl.methods.method import Method
 from sparsekit_fl.policies.aggregate import Accumulator, DeltaMean, Weighting
 from sparsekit_fl.policies.local import LocalResult, Sgd
 from sparsekit_fl.policies.mask import MaskPolicy
 from sparsekit_fl.policies.pruning import prunable_weights
 from sparsekit_fl.policies.ratio import Constant
 from sparsekit_fl.policies.share import SharePolicy
-from sparsekit_fl.problem import Problem
-from sparsekit_fl.sparse import Mask, mask_state
+from sparsekit_fl.policies.weight_masks import largest_weights
+from sparsekit_fl.problem.problem import Problem
+from sparsekit_fl.wire.kept import Mask, mask_state
+from sparsekit_fl.wire.messages import Update
 
 __all__ = ["ChangeMean", "Complement", "ComplementMean", "DenseFromSparse", "LargestChanges", "LargestOnServer", "cs"]
 

@@ -19,21 +19,22 @@ import torch
 from torch import Tensor
 
 from sparsekit.errors import InvalidValueError
-from sparsekit.masks.mask import WeightMask
-from sparsekit.state import StateDict
-from sparsekit.units.graph import UnitGraph
-from sparsekit.units.layers import prefix_entries
-from sparsekit_fl.context import ClientContext, CostModel, ServerContext, Work
-from sparsekit_fl.method import Method
-from sparsekit_fl.metrics import IGNORED
+from sparsekit.graph.graph import UnitGraph
+from sparsekit.graph.layers import prefix_entries
+from sparsekit.graph.mask import WeightMask
+from sparsekit.graph.state import StateDict
+from sparsekit_fl.context.client import ClientContext, CostModel, Work
+from sparsekit_fl.context.server import ServerContext
+from sparsekit_fl.methods.method import Method
 from sparsekit_fl.policies.aggregate import Accumulator, CoverageMean, Weighting
 from sparsekit_fl.policies.exits import ExitsFactory, WithExits
 from sparsekit_fl.policies.local import Adjust, Leaves, LocalPolicy, LocalResult, load_leaves, sgd_step
 from sparsekit_fl.policies.mask import MaskPolicy
 from sparsekit_fl.policies.ratio import ByCapability
-from sparsekit_fl.problem import Problem
-from sparsekit_fl.sparse import Mask
-from sparsekit_fl.training import Batch
+from sparsekit_fl.problem.metrics import IGNORED
+from sparsekit_fl.problem.problem import Problem
+from sparsekit_fl.training.loop import Batch
+from sparsekit_fl.wire.kept import Mask
 
 __all__ = [
     "DepthPrefix",
@@ -147,7 +148,7 @@ class ExitSgd(LocalPolicy):
         leaves = {name: leaf for name, leaf in load_leaves(ctx, start, None).items() if name in names}
         update = sgd_step(ctx.training, leaves)
         adjust = self._dynamic(ctx, leaves, start) if self.alpha else None
-        module, loss_of = ctx.session.module, ctx.problem.loss
+        module, loss_of = ctx.narrow_model.module, ctx.problem.loss
         assert isinstance(module, WithExits)
         ramp = self.ramp * ctx.rounds
         weight = math.exp(-5.0 * (1.0 - min(ctx.round, ramp) / ramp) ** 2) if self.distillation and depth > 1 else 0.0
@@ -161,7 +162,7 @@ class ExitSgd(LocalPolicy):
             return torch.stack([output.detach() for output in outputs]).mean(0), losses.mean()
 
         log = ctx.fit(module, ctx.batches(), step)
-        state = ctx.session.narrow_state()
+        state = ctx.narrow_model.narrow_state()
         if self.alpha:
             before = ctx.memory.get("drift", {})
             moved = {name: state[name].cpu() - start[name].cpu() for name in leaves}

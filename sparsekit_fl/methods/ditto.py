@@ -10,12 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from sparsekit.errors import InvalidValueError
-from sparsekit.state import StateDict
-from sparsekit_fl.context import ClientContext
-from sparsekit_fl.method import Method
+from sparsekit.graph.state import StateDict
+from sparsekit_fl.context.client import ClientContext
+from sparsekit_fl.methods.method import Method
 from sparsekit_fl.policies.local import LocalPolicy, LocalResult, load_leaves, pull_towards, sgd
 from sparsekit_fl.policies.personal import PersonalModel, PersonalPolicy
-from sparsekit_fl.sparse import Mask
+from sparsekit_fl.wire.kept import Mask
 
 __all__ = ["SecondModel", "TwoModels", "ditto"]
 
@@ -43,12 +43,12 @@ class TwoModels(LocalPolicy):
             raise InvalidValueError("TwoModels trains whole models; use it with the mask policy Dense()")
         batches = ctx.batches()
         log = sgd(ctx, load_leaves(ctx, start, None), batches)
-        trained = ctx.session.narrow_state()
+        trained = ctx.narrow_model.narrow_state()
         own: StateDict = ctx.memory.get("model", ctx.initial_state())
         leaves = load_leaves(ctx, own, None)
         anchors = [start[name].to(leaf) for name, leaf in leaves.items()]
         second = sgd(ctx, leaves, batches, [pull_towards(leaves, anchors, self.strength)] if self.strength else [])
-        ctx.memory["model"] = {name: tensor.cpu() for name, tensor in ctx.session.narrow_state().items()}
+        ctx.memory["model"] = {name: tensor.cpu() for name, tensor in ctx.narrow_model.narrow_state().items()}
         return LocalResult(state=trained, mask=None, log=log, work=ctx.work(None, log) + ctx.work(None, second))
 
 

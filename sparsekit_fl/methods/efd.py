@@ -8,12 +8,12 @@ Konečný, McMahan, Talwalkar: Expanding the Reach of Federated Learning by Redu
 
 from __future__ import annotations
 
-from sparsekit.patterns import Random
-from sparsekit_fl.method import Method
+from sparsekit.criteria import Random
+from sparsekit_fl.methods.method import Method
 from sparsekit_fl.policies.aggregate import CoverageMean
 from sparsekit_fl.policies.mask import ServerPattern
 from sparsekit_fl.policies.ratio import ByCapability
-from sparsekit_fl.policies.submodel import OwnStatistics, SubmodelSgd
+from sparsekit_fl.policies.submodel import RecalibratedBatchNorm, SubmodelSgd
 
 __all__ = ["efd"]
 
@@ -34,5 +34,5 @@ def efd(*, clip: float | None = 1.0, scaler: bool = True) -> Method:
         mask=ServerPattern(Random()),
         local=SubmodelSgd(clip=clip, scaler=scaler),
         aggregate=CoverageMean("examples"),
-        personal=OwnStatistics(),
+        personal=RecalibratedBatchNorm(),
     )

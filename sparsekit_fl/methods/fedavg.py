@@ -5,7 +5,7 @@ McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentra
 
 from __future__ import annotations
 
-from sparsekit_fl.method import Method
+from sparsekit_fl.methods.method import Method
 
 __all__ = ["fedavg"]
 

@@ -8,12 +8,12 @@ gradient reaches its importance, which stays sorted); that is not copied.
 
 from __future__ import annotations
 
-from sparsekit.masks.importance import ImportanceTerm
-from sparsekit_fl.method import Method
+from sparsekit.training.importance import ImportanceRegularizer
+from sparsekit_fl.methods.method import Method
 from sparsekit_fl.policies.aggregate import DeltaMean
 from sparsekit_fl.policies.bandit import BanditRatio
 from sparsekit_fl.policies.learnable import LearnableSgd
-from sparsekit_fl.policies.personal import OwnModel
+from sparsekit_fl.policies.personal import LocalModel
 
 __all__ = ["fedlps", "fedlps_paper"]
 
@@ -26,9 +26,9 @@ def fedlps() -> Method:
         name="fedlps",
         source=_SOURCE,
         ratio=BanditRatio(),
-        local=LearnableSgd(term=ImportanceTerm(target="standardised", reduction="sum"), importance_lr=0.02),
+        local=LearnableSgd(term=ImportanceRegularizer(target="standardised", reduction="sum"), importance_lr=0.02),
         aggregate=DeltaMean(),
-        personal=OwnModel(select="best"),
+        personal=LocalModel(select="best"),
     )
 
 
@@ -38,7 +38,7 @@ def fedlps_paper() -> Method:
         name="fedlps-paper",
         source=_SOURCE,
         ratio=BanditRatio(),
-        local=LearnableSgd(term=ImportanceTerm(target="absolute", reduction="mean"), noise=0.01),
+        local=LearnableSgd(term=ImportanceRegularizer(target="absolute", reduction="mean"), noise=0.01),
         aggregate=DeltaMean(),
-        personal=OwnModel(select="last"),
+        personal=LocalModel(select="last"),
     )

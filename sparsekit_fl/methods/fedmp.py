@@ -15,16 +15,17 @@ from typing import Any
 import numpy as np
 
 from sparsekit.bandit import EUCB, Interval, Pull
+from sparsekit.criteria import Magnitude
+from sparsekit.criteria.base import check_ratio
 from sparsekit.errors import InvalidValueError
-from sparsekit.patterns import Magnitude
-from sparsekit.patterns.base import check_ratio
-from sparsekit_fl.context import ClientContext, ServerContext
-from sparsekit_fl.messages import Assignment, Update, require_metrics
-from sparsekit_fl.method import Method
+from sparsekit_fl.context.client import ClientContext
+from sparsekit_fl.context.server import ServerContext
+from sparsekit_fl.methods.method import Method
 from sparsekit_fl.policies.aggregate import DeltaMean
 from sparsekit_fl.policies.mask import ServerPattern
 from sparsekit_fl.policies.ratio import RatioPolicy
-from sparsekit_fl.policies.submodel import OwnStatistics
+from sparsekit_fl.policies.submodel import RecalibratedBatchNorm
+from sparsekit_fl.wire.messages import Assignment, Update, require_metrics
 
 __all__ = ["TimelyRatio", "fedmp"]
 
@@ -85,7 +86,7 @@ class TimelyRatio(RatioPolicy):
         """The proposal, since the server has pruned the model to it."""
         return 1.0 if proposal is None else proposal
 
-    def vet(self, ctx: ServerContext, update: Update, assignment: Assignment) -> None:
+    def validate(self, ctx: ServerContext, update: Update, assignment: Assignment) -> None:
         """Raise UpdateError where the update has no loss."""
         require_metrics(update, "loss")
 
@@ -118,6 +119,6 @@ def fedmp(*, low: float = 0.2, capped: bool = False) -> Method:
         ratio=TimelyRatio(low=low, capped=capped),
         mask=ServerPattern(Magnitude()),
         aggregate=DeltaMean("uniform"),
-        personal=OwnStatistics(),
+        personal=RecalibratedBatchNorm(),
         note="" if capped else "Its ratios may exceed what a client can do; slowness, not a limit, keeps them low.",
     )

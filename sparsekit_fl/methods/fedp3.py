@@ -14,24 +14,25 @@ from dataclasses import dataclass
 
 import torch
 
+from sparsekit.criteria import Ordered, PatternView, select
+from sparsekit.criteria.base import check_ratio
 from sparsekit.errors import InvalidValueError
-from sparsekit.masks.mask import UnitMask, WeightMask, to_weights
-from sparsekit.masks.weight_mask import largest_weights
-from sparsekit.patterns import Ordered, PatternView, select
-from sparsekit.patterns.base import check_ratio
-from sparsekit.state import StateDict
-from sparsekit.units.graph import UnitGraph
-from sparsekit.units.layers import Layer, head_entries, layer_weights
-from sparsekit_fl.context import ClientContext, ServerContext
-from sparsekit_fl.method import Method
+from sparsekit.graph.graph import UnitGraph
+from sparsekit.graph.layers import Layer, head_entries, layer_weights
+from sparsekit.graph.mask import UnitMask, WeightMask, to_weights
+from sparsekit.graph.state import StateDict
+from sparsekit_fl.context.client import ClientContext
+from sparsekit_fl.context.server import ServerContext
+from sparsekit_fl.methods.method import Method
 from sparsekit_fl.policies.aggregate import CoverageMean
 from sparsekit_fl.policies.local import LocalResult
 from sparsekit_fl.policies.mask import MaskPolicy, require_units
-from sparsekit_fl.policies.personal import OwnModel
+from sparsekit_fl.policies.personal import LocalModel
 from sparsekit_fl.policies.ratio import ByCapability
-from sparsekit_fl.policies.share import ExceptHead
-from sparsekit_fl.problem import Problem
-from sparsekit_fl.sparse import Mask
+from sparsekit_fl.policies.share import PrivateHead
+from sparsekit_fl.policies.weight_masks import largest_weights
+from sparsekit_fl.problem.problem import Problem
+from sparsekit_fl.wire.kept import Mask
 
 __all__ = ["OwnLayers", "PrunedOthers", "fedp3", "own_layers"]
 
@@ -87,7 +88,7 @@ class PrunedOthers(MaskPolicy):
 
 
 @dataclass(frozen=True)
-class OwnLayers(ExceptHead):
+class OwnLayers(PrivateHead):
     """The trained part of the client's own layers goes up, and nothing else.
 
     Args:
@@ -132,5 +133,5 @@ def fedp3(*, layers: int | None = 2, keep: float = 0.9, private_head: bool = Tru
         mask=PrunedOthers(layers, keep, private_head),
         share=OwnLayers(count=layers, private_head=private_head),
         aggregate=CoverageMean("uniform"),
-        personal=OwnModel("last"),
+        personal=LocalModel("last"),
     )

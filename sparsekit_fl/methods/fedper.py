@@ -5,8 +5,8 @@ Arivazhagan, Aggarwal, Singh, Choudhary: Federated Learning with Personalization
 
 from __future__ import annotations
 
-from sparsekit_fl.method import Method
-from sparsekit_fl.policies.share import ExceptHead
+from sparsekit_fl.methods.method import Method
+from sparsekit_fl.policies.share import PrivateHead
 
 __all__ = ["fedper"]
 
@@ -18,4 +18,4 @@ def fedper(layers: int = 1) -> Method:
         layers: How many of the last layers are personal. The paper compares the classifier alone with the classifier and the
             last blocks; the classifier alone is what it is usually compared with.
     """
-    return Method(name="fedper", source="Arivazhagan et al., FedPer, arXiv 1912.00818", share=ExceptHead(layers))
+    return Method(name="fedper", source="Arivazhagan et al., FedPer, arXiv 1912.00818", share=PrivateHead(layers))

@@ -10,11 +10,11 @@ import dataclasses
 from dataclasses import dataclass
 
 from sparsekit.errors import InvalidValueError
-from sparsekit.state import StateDict
-from sparsekit_fl.context import ClientContext
-from sparsekit_fl.method import Method
+from sparsekit.graph.state import StateDict
+from sparsekit_fl.context.client import ClientContext
+from sparsekit_fl.methods.method import Method
 from sparsekit_fl.policies.local import LocalResult, Sgd
-from sparsekit_fl.sparse import Mask
+from sparsekit_fl.wire.kept import Mask
 
 __all__ = ["ProximalSgd", "fedprox"]
 

@@ -12,16 +12,16 @@ from dataclasses import dataclass
 from torch import nn
 
 from sparsekit.errors import InvalidValueError
-from sparsekit.state import StateDict
-from sparsekit.units.graph import UnitGraph
-from sparsekit.units.layers import head_entries
-from sparsekit_fl.context import ClientContext, Work
-from sparsekit_fl.method import Method
+from sparsekit.graph.graph import UnitGraph
+from sparsekit.graph.layers import head_entries
+from sparsekit.graph.state import StateDict
+from sparsekit_fl.context.client import ClientContext, Work
+from sparsekit_fl.methods.method import Method
 from sparsekit_fl.policies.local import LocalPolicy, LocalResult, load_leaves, sgd
-from sparsekit_fl.policies.share import ExceptHead
-from sparsekit_fl.problem import Problem
-from sparsekit_fl.sparse import Mask
-from sparsekit_fl.training import TrainingLog
+from sparsekit_fl.policies.share import PrivateHead
+from sparsekit_fl.problem.problem import Problem
+from sparsekit_fl.training.loop import TrainingLog
+from sparsekit_fl.wire.kept import Mask
 
 __all__ = ["HeadThenBody", "fedrep"]
 
@@ -61,7 +61,7 @@ class HeadThenBody(LocalPolicy):
         counted = ctx.work(None, before + after).flops_rowmask
         work = Work((whole + 2 * own) * before.examples + 3 * whole * after.examples, counted)
         return LocalResult(
-            state=ctx.session.narrow_state(), mask=None, log=before + after, work=work, module=ctx.session.module
+            state=ctx.narrow_model.narrow_state(), mask=None, log=before + after, work=work, module=ctx.narrow_model.module
         )
 
     def _phase(
@@ -77,7 +77,7 @@ class HeadThenBody(LocalPolicy):
 
     def check(self, problem: Problem, graph: UnitGraph) -> None:
         """Raise InvalidValueError where the model has no head of its own."""
-        ExceptHead(self.layers).check(problem, graph)
+        PrivateHead(self.layers).check(problem, graph)
 
 
 def fedrep(*, head_share: float = 0.4, layers: int = 1) -> Method:
@@ -91,5 +91,5 @@ def fedrep(*, head_share: float = 0.4, layers: int = 1) -> Method:
         name="fedrep",
         source="Collins et al., FedRep, ICML 2021, arXiv 2102.07078",
         local=HeadThenBody(head_share, layers),
-        share=ExceptHead(layers),
+        share=PrivateHead(layers),
     )

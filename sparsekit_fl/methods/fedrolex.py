@@ -9,12 +9,12 @@ window, and the inputs of a layer are the units that the layer before it kept.
 
 from __future__ import annotations
 
-from sparsekit.patterns import Rolling
-from sparsekit_fl.method import Method
+from sparsekit_fl.methods.method import Method
 from sparsekit_fl.policies.mask import ServerPattern
 from sparsekit_fl.policies.personal import GlobalModel
 from sparsekit_fl.policies.ratio import ByCapability
-from sparsekit_fl.policies.submodel import OwnedRowsMean, OwnStatistics, SubmodelSgd
+from sparsekit_fl.policies.rolling import Rolling
+from sparsekit_fl.policies.submodel import OwnedRowsMean, RecalibratedBatchNorm, SubmodelSgd
 
 __all__ = ["fedrolex"]
 
@@ -43,5 +43,5 @@ def fedrolex(
         mask=ServerPattern(Rolling(step)),
         local=SubmodelSgd(clip=clip, scaler=scaler, masked_loss=masked_loss),
         aggregate=OwnedRowsMean("uniform"),
-        personal=OwnStatistics() if static_norm else GlobalModel(),
+        personal=RecalibratedBatchNorm() if static_norm else GlobalModel(),
     )

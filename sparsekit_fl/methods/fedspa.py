@@ -18,20 +18,21 @@ import torch
 from torch import Tensor
 
 from sparsekit.errors import InvalidValueError
-from sparsekit.masks.mask import WeightMask
-from sparsekit.masks.weight_mask import keep_largest_entries, layer_densities, random_weights
+from sparsekit.graph.graph import UnitGraph
+from sparsekit.graph.mask import WeightMask
+from sparsekit.graph.state import StateDict
 from sparsekit.rng import torch_generator
-from sparsekit.state import StateDict
-from sparsekit.units.graph import UnitGraph
-from sparsekit_fl.context import ClientContext, ServerContext, Work
-from sparsekit_fl.method import Method
-from sparsekit_fl.packing import unpack_mask
+from sparsekit_fl.context.client import ClientContext, Work
+from sparsekit_fl.context.server import ServerContext
+from sparsekit_fl.methods.method import Method
 from sparsekit_fl.policies.aggregate import DeltaMean
 from sparsekit_fl.policies.local import LocalResult, Sgd
 from sparsekit_fl.policies.pruning import RememberedMask, UnderOwnMask, prunable_weights, recall_mask, remember_mask
 from sparsekit_fl.policies.ratio import Constant
-from sparsekit_fl.problem import Problem
-from sparsekit_fl.sparse import Mask
+from sparsekit_fl.policies.weight_masks import keep_largest_entries, layer_densities, random_weights
+from sparsekit_fl.problem.problem import Problem
+from sparsekit_fl.wire.kept import Mask
+from sparsekit_fl.wire.packing import unpack_mask
 
 __all__ = ["MovingMask", "SparseToSparseSgd", "fedspa", "move_mask"]
 
@@ -127,7 +128,7 @@ class SparseToSparseSgd(Sgd):
 
     def _screen(self, ctx: ClientContext, mask: WeightMask) -> tuple[StateDict, int]:
         """Gradients of one batch in evaluation mode, and its size."""
-        module, leaves = ctx.session.module, ctx.session.named_parameters()
+        module, leaves = ctx.narrow_model.module, ctx.narrow_model.named_parameters()
         batch = next(next(iter(ctx.batches(epochs=1))))
         module.eval()
         loss = ctx.problem.loss(module(*batch.inputs), batch.targets)

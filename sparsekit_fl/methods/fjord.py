@@ -14,27 +14,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparsekit.criteria import Ordered, PatternView, select
+from sparsekit.criteria.base import check_ratio
 from sparsekit.errors import InvalidValueError
-from sparsekit.masks.mask import UnitMask
-from sparsekit.nested import NestedModule
-from sparsekit.patterns import Ordered, PatternView, select
-from sparsekit.patterns.base import check_ratio
-from sparsekit.session import CompactSession
-from sparsekit.state import StateDict
-from sparsekit.units.graph import UnitGraph
-from sparsekit_fl.client import CAPABILITY_LEVELS
-from sparsekit_fl.config import TrainingConfig
-from sparsekit_fl.context import ClientContext, Work
-from sparsekit_fl.method import Method
-from sparsekit_fl.metrics import IGNORED
+from sparsekit.graph.graph import UnitGraph
+from sparsekit.graph.mask import UnitMask
+from sparsekit.graph.state import StateDict
+from sparsekit.training.narrow_model import NarrowModel
+from sparsekit_fl.context.client import ClientContext, Work
+from sparsekit_fl.methods.method import Method
+from sparsekit_fl.options.config import TrainingConfig
 from sparsekit_fl.policies.aggregate import CoverageMean
 from sparsekit_fl.policies.local import Adjust, LocalPolicy, LocalResult, sgd_step
 from sparsekit_fl.policies.mask import ServerPattern, require_units
 from sparsekit_fl.policies.ratio import ByCapability
-from sparsekit_fl.policies.submodel import OwnStatistics
-from sparsekit_fl.problem import Loss, Problem
-from sparsekit_fl.sparse import Mask
-from sparsekit_fl.training import Batch, SgdStep
+from sparsekit_fl.policies.submodel import RecalibratedBatchNorm
+from sparsekit_fl.problem.clients import CAPABILITY_LEVELS
+from sparsekit_fl.problem.metrics import IGNORED
+from sparsekit_fl.problem.problem import Loss, Problem
+from sparsekit_fl.training.loop import Batch, SgdStep
+from sparsekit_fl.training.nested import NestedModule
+from sparsekit_fl.wire.kept import Mask
 
 __all__ = ["OrderedDropoutSgd", "fjord"]
 
@@ -52,8 +52,8 @@ def _soft_cross_entropy(outputs: Any, teacher: Any, targets: Tensor) -> Tensor:
 class _Width:
     """A width below the client's own: its module, and its optimiser, both on the memory of the widest."""
 
-    def __init__(self, session: CompactSession, widest: SgdStep, training: TrainingConfig, mask: UnitMask) -> None:
-        self.nested = NestedModule(session, mask)
+    def __init__(self, narrow_model: NarrowModel, widest: SgdStep, training: TrainingConfig, mask: UnitMask) -> None:
+        self.nested = NestedModule(narrow_model, mask)
         self.nested.module.train()
         self._step = sgd_step(training, self.nested.leaves)
         # Of the leaves that train: their places among all, as `NestedModule` counts them.
@@ -127,21 +127,21 @@ class OrderedDropoutSgd(LocalPolicy):
 
     def train(self, ctx: ClientContext, start: StateDict, mask: Mask | None, ratio: float) -> LocalResult:
         """Train the prefix that `mask` keeps, at ever changing widths."""
-        session, training = ctx.session, ctx.training
+        narrow_model, training = ctx.narrow_model, ctx.training
         widest = select(Ordered(), ctx.graph, ratio, PatternView())
         if mask not in (None, widest):
             raise InvalidValueError("OrderedDropoutSgd trains prefixes; use it with ServerPattern(Ordered()) or with Dense()")
-        session.load(start, widest)
+        narrow_model.load(start, widest)
         widths = sorted({*(level for level in self.levels if level < ratio), ratio})
         masks = [select(Ordered(), ctx.graph, width, PatternView()) for width in widths]
-        update = sgd_step(training, session.named_parameters())
-        narrower = [_Width(session, update, training, mask) for mask in masks[:-1]]
+        update = sgd_step(training, narrow_model.named_parameters())
+        narrower = [_Width(narrow_model, update, training, mask) for mask in masks[:-1]]
         batches = ctx.batches()
         steps = len(batches.bounds) * training.local_epochs
         # With one width nothing is drawn, so that the run is FedAvg's to the bit.
         drawn = iter(ctx.rng.integers(len(widths), size=steps).tolist() if narrower else [0] * steps)
         counts, examples = [0] * len(widths), [0] * len(widths)
-        module, loss_of = session.module, ctx.problem.loss
+        module, loss_of = narrow_model.module, ctx.problem.loss
 
         def step(batch: Batch) -> tuple[Any, Tensor]:
             place = next(drawn)
@@ -163,7 +163,7 @@ class OrderedDropoutSgd(LocalPolicy):
         # Each step's batch counted as full, as the paper counts; with one width to the digit.
         padded = sum(3 * costs.rowmask_flops(mask) * count for mask, count in zip(masks, counts, strict=True))
         work = Work(compact, padded * log.padded_examples // steps)
-        return LocalResult(state=session.narrow_state(), mask=masks[-1], log=log, narrow=True, work=work, module=module)
+        return LocalResult(state=narrow_model.narrow_state(), mask=masks[-1], log=log, narrow=True, work=work, module=module)
 
 
 def fjord(*, levels: tuple[float, ...] = CAPABILITY_LEVELS, distillation: bool = False) -> Method:
@@ -182,5 +182,5 @@ def fjord(*, levels: tuple[float, ...] = CAPABILITY_LEVELS, distillation: bool =
         mask=ServerPattern(Ordered()),
         local=OrderedDropoutSgd(levels=levels, distillation=distillation),
         aggregate=CoverageMean("examples"),
-        personal=OwnStatistics(pattern=Ordered()),
+        personal=RecalibratedBatchNorm(pattern=Ordered()),
     )

@@ -15,20 +15,20 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from sparsekit.criteria.base import keep_count, keep_largest
+from sparsekit.criteria.magnitudes import unit_magnitudes
 from sparsekit.errors import InvalidValueError
-from sparsekit.masks.mask import UnitMask
-from sparsekit.patterns.base import keep_count, keep_largest
-from sparsekit.state import StateDict
-from sparsekit.units.graph import UnitGraph, group_order
-from sparsekit.units.magnitudes import unit_magnitudes
-from sparsekit_fl.context import ClientContext
-from sparsekit_fl.method import Method
+from sparsekit.graph.graph import UnitGraph, group_order
+from sparsekit.graph.mask import UnitMask
+from sparsekit.graph.state import StateDict
+from sparsekit_fl.context.client import ClientContext
+from sparsekit_fl.methods.method import Method
 from sparsekit_fl.policies.aggregate import CoverageMean
 from sparsekit_fl.policies.local import Adjust, Leaves, LocalResult, Sgd
 from sparsekit_fl.policies.mask import require_units
 from sparsekit_fl.policies.pruning import GatedPruning, UnderOwnMask
-from sparsekit_fl.problem import Problem
-from sparsekit_fl.sparse import Mask
+from sparsekit_fl.problem.problem import Problem
+from sparsekit_fl.wire.kept import Mask
 
 __all__ = ["GroupLassoSgd", "Subnetworks", "hermes"]
 
@@ -69,11 +69,11 @@ def _unit_rows(ctx: ClientContext, leaves: Leaves) -> Mapping[int, tuple[int, Te
 
     Units are numbered through all groups; one more number stands for positions that make no unit.
     """
-    session, graph = ctx.session, ctx.graph
-    offsets, kept = group_order(graph.groups.values()), graph.kept_indices(session.mask)
+    narrow_model, graph = ctx.narrow_model, ctx.graph
+    offsets, kept = group_order(graph.groups.values()), graph.kept_indices(narrow_model.mask)
     found: dict[int, tuple[int, Tensor]] = {}
     for place, (name, leaf) in enumerate(leaves.items()):
-        key = session.key_of(name)
+        key = narrow_model.key_of(name)
         pieces = [(group, piece) for group, piece in graph.slices_of.get(key, ()) if piece.side == "out"]
         if leaf.dim() < 2 or not pieces:
             continue

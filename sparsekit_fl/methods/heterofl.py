@@ -10,12 +10,12 @@ seeds) it lowers the accuracy from 0.76 to 0.65.
 
 from __future__ import annotations
 
-from sparsekit.patterns import Ordered
-from sparsekit_fl.method import Method
+from sparsekit.criteria import Ordered
+from sparsekit_fl.methods.method import Method
 from sparsekit_fl.policies.mask import ServerPattern
 from sparsekit_fl.policies.personal import GlobalModel
 from sparsekit_fl.policies.ratio import ByCapability
-from sparsekit_fl.policies.submodel import OwnedRowsMean, OwnStatistics, SubmodelSgd
+from sparsekit_fl.policies.submodel import OwnedRowsMean, RecalibratedBatchNorm, SubmodelSgd
 
 __all__ = ["heterofl"]
 
@@ -36,5 +36,5 @@ def heterofl(*, clip: float | None = 1.0, scaler: bool = True, masked_loss: bool
         mask=ServerPattern(Ordered()),
         local=SubmodelSgd(clip=clip, scaler=scaler, masked_loss=masked_loss),
         aggregate=OwnedRowsMean("uniform"),
-        personal=OwnStatistics() if static_norm else GlobalModel(),
+        personal=RecalibratedBatchNorm() if static_norm else GlobalModel(),
     )

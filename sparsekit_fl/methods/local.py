@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-from sparsekit_fl.method import Method
-from sparsekit_fl.policies.personal import GlobalModel, OwnModel
+from sparsekit_fl.methods.method import Method
+from sparsekit_fl.policies.personal import GlobalModel, LocalModel
 from sparsekit_fl.policies.share import Nothing
 
 __all__ = ["local"]
@@ -20,5 +20,5 @@ def local(select: Literal["last", "best"] = "last") -> Method:
     Args:
         select: Which of a client's own models it deploys: the last, or the best on its own validation data.
     """
-    personal = GlobalModel() if select == "last" else OwnModel(select=select)
+    personal = GlobalModel() if select == "last" else LocalModel(select=select)
     return Method(name="local", source="no federation", share=Nothing(), personal=personal)

@@ -13,17 +13,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from sparsekit.masks.mask import WeightMask
-from sparsekit.masks.weight_mask import largest_weights
-from sparsekit.state import StateDict
-from sparsekit.units.graph import UnitGraph
-from sparsekit_fl.context import ClientContext
-from sparsekit_fl.method import Method
+from sparsekit.graph.graph import UnitGraph
+from sparsekit.graph.mask import WeightMask
+from sparsekit.graph.state import StateDict
+from sparsekit_fl.context.client import ClientContext
+from sparsekit_fl.methods.method import Method
 from sparsekit_fl.policies.aggregate import CoverageMean
 from sparsekit_fl.policies.local import LocalResult, Sgd
 from sparsekit_fl.policies.pruning import GatedPruning, UnderOwnMask, prunable_weights
-from sparsekit_fl.problem import Problem
-from sparsekit_fl.sparse import Mask
+from sparsekit_fl.policies.weight_masks import largest_weights
+from sparsekit_fl.problem.problem import Problem
+from sparsekit_fl.wire.kept import Mask
 
 __all__ = ["RewindingSgd", "Tickets", "lotteryfl"]
 

@@ -18,14 +18,15 @@ import torch
 from torch import Tensor
 
 from sparsekit.errors import InvalidValueError
-from sparsekit.state import StateDict
-from sparsekit_fl.context import ClientContext, ClientInfo, ServerContext
-from sparsekit_fl.messages import Assignment, Update, require_metrics
-from sparsekit_fl.method import Method
+from sparsekit.graph.state import StateDict
+from sparsekit_fl.context.client import ClientContext
+from sparsekit_fl.context.server import ClientInfo, ServerContext
+from sparsekit_fl.methods.method import Method
 from sparsekit_fl.policies.local import LocalResult, Sgd
 from sparsekit_fl.policies.sampling import SamplingPolicy
-from sparsekit_fl.problem import Loss
-from sparsekit_fl.sparse import Mask
+from sparsekit_fl.problem.problem import Loss
+from sparsekit_fl.wire.kept import Mask
+from sparsekit_fl.wire.messages import Assignment, Update, require_metrics
 
 __all__ = ["GuidedSampling", "SampleLossSgd", "oort"]
 
@@ -141,17 +142,17 @@ class GuidedSampling(SamplingPolicy):
         }
         share = max(self.least, memory.get("exploration", self.exploration) * self.decay) if fresh else 0.0
         memory["exploration"] = share
-        exploited = self._exploit(scores, min(int(ctx.cohort_size * (1.0 - share)), len(scores)), ctx.rng)
-        explored = self._explore(fresh, min(ctx.cohort_size - len(exploited), len(fresh)), ctx.rng)
+        exploited = self._exploit(scores, min(int(ctx.cohort * (1.0 - share)), len(scores)), ctx.rng)
+        explored = self._explore(fresh, min(ctx.cohort - len(exploited), len(fresh)), ctx.rng)
         memory["exploited"] = exploited
         cohort = [*exploited, *explored]
         rest = [client_id for client_id in roster if client_id not in cohort]
-        missing = ctx.cohort_size - len(cohort)
+        missing = ctx.cohort - len(cohort)
         if missing > 0:
             cohort += [rest[int(place)] for place in ctx.rng.choice(len(rest), size=missing, replace=False)]
         return sorted(cohort)
 
-    def vet(self, ctx: ServerContext, update: Update, assignment: Assignment) -> None:
+    def validate(self, ctx: ServerContext, update: Update, assignment: Assignment) -> None:
         """Raise UpdateError where the update has no mean square of the loss."""
         require_metrics(update, _SQUARES)
 

@@ -16,15 +16,15 @@ import torch
 from torch import Tensor
 
 from sparsekit.errors import InvalidValueError
-from sparsekit.state import StateDict
-from sparsekit_fl.config import TrainingConfig
-from sparsekit_fl.context import ClientContext, Work
-from sparsekit_fl.method import Method
+from sparsekit.graph.state import StateDict
+from sparsekit_fl.context.client import ClientContext, Work
+from sparsekit_fl.methods.method import Method
+from sparsekit_fl.options.config import TrainingConfig
 from sparsekit_fl.policies.aggregate import WeightedMean
 from sparsekit_fl.policies.local import Leaves, LocalPolicy, LocalResult, load_leaves, sgd_step
 from sparsekit_fl.policies.personal import PersonalModel, PersonalPolicy
-from sparsekit_fl.sparse import Mask
-from sparsekit_fl.training import Batch, Batches, SgdStep
+from sparsekit_fl.training.loop import Batch, Batches, SgdStep
+from sparsekit_fl.wire.kept import Mask
 
 __all__ = ["AdaptedModel", "MetaSgd", "per_fedavg"]
 
@@ -82,18 +82,18 @@ class MetaSgd(LocalPolicy):
         batches = ctx.batches()
         others = _forever(lambda: ctx.batches(epochs=1))
         step = _MetaStep(ctx, leaves, others, rate, self.delta if self.variant == "hessian-free" else None)
-        log = ctx.fit(ctx.session.module, batches, step)
+        log = ctx.fit(ctx.narrow_model.module, batches, step)
         once = ctx.work(None, log)
         extra = Work(3 * ctx.costs.forward_flops(None) * step.further_examples, once.flops_rowmask * step.gradients_per_batch)
-        state = ctx.session.narrow_state()
-        return LocalResult(state=state, mask=None, log=log, work=once + extra, module=ctx.session.module)
+        state = ctx.narrow_model.narrow_state()
+        return LocalResult(state=state, mask=None, log=log, work=once + extra, module=ctx.narrow_model.module)
 
 
 class _MetaStep:
     """One step; counts the examples of the gradients besides the one that FedAvg would take."""
 
     def __init__(self, ctx: ClientContext, leaves: Leaves, others: Iterator[Batch], rate: float, delta: float | None) -> None:
-        self._module, self._loss = ctx.session.module, ctx.problem.loss
+        self._module, self._loss = ctx.narrow_model.module, ctx.problem.loss
         self._parameters: list[Tensor] = list(leaves.values())
         self._update, self._adapt = sgd_step(ctx.training, leaves), _adaptation(ctx.training, leaves, rate)
         self._others, self._rate, self._delta = others, rate, delta
@@ -158,13 +158,13 @@ class AdaptedModel(PersonalPolicy):
     def model(self, ctx: ClientContext, state: StateDict) -> PersonalModel:
         """The adapted model."""
         rate = 0.1 * ctx.training.lr if self.adaptation_lr is None else self.adaptation_lr
-        adapt, module = _adaptation(ctx.training, load_leaves(ctx, state, None), rate), ctx.session.module
+        adapt, module = _adaptation(ctx.training, load_leaves(ctx, state, None), rate), ctx.narrow_model.module
         # Statistics of batch norm stay those of the server: a few steps are too few to learn them anew.
         module.eval()
         batches = _forever(lambda: ctx.batches(epochs=1, batch_size=min(self.largest_batch, len(ctx.client.data.train))))
         for _, batch in zip(range(self.steps), batches, strict=False):
             adapt(ctx.problem.loss(module(*batch.inputs), batch.targets))
-        return PersonalModel(state=ctx.session.narrow_state())
+        return PersonalModel(state=ctx.narrow_model.narrow_state())
 
 
 def per_fedavg(

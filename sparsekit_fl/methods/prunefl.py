@@ -20,23 +20,24 @@ import torch
 from torch import Tensor
 
 from sparsekit.errors import InvalidValueError
-from sparsekit.masks.mask import WeightMask
-from sparsekit.masks.weight_mask import search_weights
-from sparsekit.state import StateDict
-from sparsekit.units.graph import UnitGraph
-from sparsekit_fl.client import Capability
-from sparsekit_fl.context import ClientContext, CostModel, ServerContext, Work
+from sparsekit.graph.graph import UnitGraph
+from sparsekit.graph.mask import WeightMask
+from sparsekit.graph.state import StateDict
+from sparsekit_fl.context.client import ClientContext, CostModel, Work
+from sparsekit_fl.context.server import ServerContext
 from sparsekit_fl.errors import UpdateError
-from sparsekit_fl.messages import Assignment, Update, require_metrics
-from sparsekit_fl.method import Method
+from sparsekit_fl.methods.method import Method
 from sparsekit_fl.policies.aggregate import Accumulator, DeltaMean
 from sparsekit_fl.policies.local import Adjust, Leaves, LocalResult, Sgd, freeze_dropped, load_leaves, sgd
 from sparsekit_fl.policies.mask import MaskPolicy
 from sparsekit_fl.policies.pruning import prunable_weights, recall_mask, remember_mask
 from sparsekit_fl.policies.sampling import SamplingPolicy
-from sparsekit_fl.problem import Problem
-from sparsekit_fl.sparse import Mask, mask_state
-from sparsekit_fl.training import TrainingLog
+from sparsekit_fl.policies.weight_masks import search_weights
+from sparsekit_fl.problem.clients import Capability
+from sparsekit_fl.problem.problem import Problem
+from sparsekit_fl.training.loop import TrainingLog
+from sparsekit_fl.wire.kept import Mask, mask_state
+from sparsekit_fl.wire.messages import Assignment, Update, require_metrics
 
 __all__ = ["FirstAlone", "MaskedMean", "Search", "SearchedMask", "SearchingSgd", "prunefl", "weight_seconds"]
 
@@ -155,7 +156,7 @@ class SearchedMask(MaskPolicy):
             remember_mask(memory, search_weights(ctx.state, mask, squares, seconds, share=share, overhead=self.search.overhead))
         return recall_mask(memory)
 
-    def vet(self, ctx: ServerContext, update: Update, assignment: Assignment) -> None:
+    def validate(self, ctx: ServerContext, update: Update, assignment: Assignment) -> None:
         """Raise UpdateError where the mask of the initial pruning, or the gradients, are not of these weights."""
         names = set(prunable_weights(ctx.graph, "PruneFL"))
         who = f"the update of client {update.client_id}"
@@ -228,8 +229,8 @@ class SearchingSgd(Sgd):
             log = sgd(ctx, leaves, ctx.batches(), [gradients, *self.adjusts(ctx, leaves, mask)])
             extra = gradients.squares(log.examples)
             metrics = {_PROCESSED: float(log.examples)}
-            state = ctx.session.narrow_state()
-            result = LocalResult(state=state, mask=mask, log=log, extra=extra, metrics=metrics, module=ctx.session.module)
+            state = ctx.narrow_model.narrow_state()
+            result = LocalResult(state=state, mask=mask, log=log, extra=extra, metrics=metrics, module=ctx.narrow_model.module)
         return replace(result, ratio=_density(mask))
 
     def _prune_alone(self, ctx: ClientContext, start: StateDict) -> LocalResult:
@@ -242,7 +243,7 @@ class SearchingSgd(Sgd):
             adjusts: list[Adjust] = [gradients, freeze_dropped(leaves, mask)]
             part = sgd(ctx, leaves, ctx.batches(), adjusts)
             log, work = log + part, work + ctx.work(mask, part)
-            state = ctx.session.narrow_state()
+            state = ctx.narrow_model.narrow_state()
             seconds = weight_seconds(ctx.costs, ctx.graph.shapes, names, part.examples)
             squares = gradients.squares(part.examples)
             before, mask = mask, search_weights(state, mask, squares, seconds, share=search.share, overhead=search.overhead)
@@ -262,7 +263,7 @@ def _density(mask: WeightMask | None) -> float:
 class MaskedMean(DeltaMean):
     """The mean of the changes; what the round's mask drops becomes zero, so that a weight that comes back begins there."""
 
-    def vet(self, ctx: ServerContext, update: Update, assignment: Assignment) -> None:
+    def validate(self, ctx: ServerContext, update: Update, assignment: Assignment) -> None:
         """Raise UpdateError where the update has another mask than the one that was sent."""
         if assignment.mask is not None and update.mask != assignment.mask:
             raise UpdateError(f"the update of client {update.client_id} has another mask than the one that it was sent")

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from sparsekit.errors import InvalidValueError
-from sparsekit.state import StateDict
-from sparsekit_fl.context import ServerContext
-from sparsekit_fl.messages import Update
-from sparsekit_fl.method import Method
+from sparsekit.graph.state import StateDict
+from sparsekit_fl.context.server import ServerContext
+from sparsekit_fl.methods.method import Method
 from sparsekit_fl.policies.aggregate import Accumulator, WeightedMean, Weighting
 from sparsekit_fl.policies.sampling import SamplingPolicy
+from sparsekit_fl.wire.messages import Update
 
 __all__ = ["Availability", "LeastAvailable", "StaleMean", "refl"]
 
@@ -122,7 +122,7 @@ class LeastAvailable(SamplingPolicy):
             [p for p in free if here[p] and p in rested and likely[p]],
             [p for p in free if here[p] and p not in rested],
         ]
-        wanted = ctx.cohort_size
+        wanted = ctx.cohort
         if self.adaptive and "window" in memory:
             soon = memory["clock"] + memory["window"]
             wanted = max(1, wanted - sum(item["arrives"] <= soon for item in late))

@@ -7,9 +7,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from sparsekit.errors import DataError, InvalidValueError
-from sparsekit_fl.client import ClientData
-from sparsekit_fl.data import TensorData
 from sparsekit_fl.datasets.base import DataSource
+from sparsekit_fl.problem.clients import ClientData
+from sparsekit_fl.problem.data import TensorData
 
 __all__ = ["Indices", "Partition", "check_clients", "hold_out", "labelled_pools", "rows_by_class"]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from sparsekit.errors import DataError, InvalidValueError
-from sparsekit_fl.client import ClientData
 from sparsekit_fl.datasets.base import DataSource
 from sparsekit_fl.partition.base import Indices, check_clients, hold_out, labelled_pools, rows_by_class
+from sparsekit_fl.problem.clients import ClientData
 
 __all__ = ["dirichlet"]
 
@@ -61,13 +61,13 @@ def dirichlet(
             f" with at least {min_examples} and 1 each at alpha={alpha};"
             " use fewer clients, a larger alpha or a smaller min_examples"
         )
-    hands = []
+    splits = []
     for mine, scored in dealt:
         kept, held = hold_out(rng.permutation(mine))
-        hands.append(
+        splits.append(
             ClientData(train=train.take(np.sort(kept)), val=train.take(np.sort(held)), test=test.take(np.sort(scored)))
         )
-    return hands
+    return splits
 
 
 def _deal(

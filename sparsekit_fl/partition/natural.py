@@ -7,9 +7,9 @@ from typing import Literal
 import numpy as np
 
 from sparsekit.errors import DataError, InvalidValueError
-from sparsekit_fl.client import ClientData
 from sparsekit_fl.datasets.base import DataSource
 from sparsekit_fl.partition.base import check_clients
+from sparsekit_fl.problem.clients import ClientData
 
 __all__ = ["natural"]
 
@@ -61,10 +61,10 @@ def natural(
         chosen = rng.choice(fitting, size=clients, replace=False)
     order = np.argsort(owners, kind="stable").astype(np.int64)
     ends = np.cumsum(sizes)
-    hands = []
+    splits = []
     for owner in np.sort(chosen):
         rows = order[ends[owner] - sizes[owner] : ends[owner]]
         tenth = max(1, int(len(rows) * 0.1 + 0.5))
         train, val, test = np.split(rows, [len(rows) - 2 * tenth, len(rows) - tenth])
-        hands.append(ClientData(train=source.train.take(train), val=source.train.take(val), test=source.train.take(test)))
-    return hands
+        splits.append(ClientData(train=source.train.take(train), val=source.train.take(val), test=source.train.take(test)))
+    return splits

@@ -10,9 +10,9 @@ from typing import Any, Literal
 import numpy as np
 
 from sparsekit.errors import DataError, InvalidValueError
-from sparsekit_fl.client import ClientData
 from sparsekit_fl.datasets.base import DataSource
 from sparsekit_fl.partition.base import Indices, check_clients, hold_out, labelled_pools, rows_by_class
+from sparsekit_fl.problem.clients import ClientData
 
 __all__ = ["lacking", "pathological"]
 
@@ -74,15 +74,15 @@ def pathological(
     shards = [_cut(members, size) for members in rows]
 
     redeal = sum(map(len, shards)) < clients * classes_per_client
-    hands: list[ClientData] = []
+    splits: list[ClientData] = []
     short: set[int] = set()
-    decks = [_shuffled(shard, rng) for shard in shards]
+    remaining = [_shuffled(shard, rng) for shard in shards]
     for _ in range(clients):
-        if redeal and sum(map(bool, decks)) < min(classes_per_client, sum(map(bool, shards))):
-            decks = [_shuffled(shard, rng) for shard in shards]
+        if redeal and sum(map(bool, remaining)) < min(classes_per_client, sum(map(bool, shards))):
+            remaining = [_shuffled(shard, rng) for shard in shards]
         owned: dict[int, list[Indices]] = {}
-        for label in _draw_classes([len(deck) for deck in decks], classes_per_client, rng, distinct=distinct):
-            owned.setdefault(label, []).append(decks[label].pop())
+        for label in _draw_classes([len(shards_left) for shards_left in remaining], classes_per_client, rng, distinct=distinct):
+            owned.setdefault(label, []).append(remaining[label].pop())
         split = [hold_out(shard) for label in sorted(owned) for shard in owned[label]]
         scored = []
         for label in sorted(owned):
@@ -93,7 +93,7 @@ def pathological(
             raise DataError(
                 f"{source.name!r} has no test example of the classes {sorted(owned)}; give every class test examples"
             )
-        hands.append(
+        splits.append(
             ClientData(
                 train=train.take(np.concatenate([kept for kept, _ in split])),
                 val=train.take(np.concatenate([held for _, held in split])),
@@ -104,7 +104,7 @@ def pathological(
         _log.warning(
             "%s: %d classes have fewer than %d test examples; all of them are used", source.name, len(short), images_per_class
         )
-    return hands
+    return splits
 
 
 def lacking(lack: int, classes: int, keywords: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,12 +5,12 @@ from sparsekit_fl.policies.bandit import BanditRatio
 from sparsekit_fl.policies.learnable import LearnableSgd
 from sparsekit_fl.policies.local import LocalPolicy, LocalResult, Sgd
 from sparsekit_fl.policies.mask import Dense, MaskPolicy, ServerPattern, UnitPattern
-from sparsekit_fl.policies.personal import GlobalModel, OwnModel, PersonalModel, PersonalPolicy
+from sparsekit_fl.policies.personal import GlobalModel, LocalModel, PersonalModel, PersonalPolicy
 from sparsekit_fl.policies.pruning import GatedPruning, RememberedMask, UnderOwnMask
 from sparsekit_fl.policies.ratio import ByCapability, Constant, Full, RatioPolicy
 from sparsekit_fl.policies.sampling import SamplingPolicy, Uniform
-from sparsekit_fl.policies.share import Everything, ExceptHead, Nothing, SharePolicy
-from sparsekit_fl.policies.submodel import OwnedRowsMean, OwnStatistics, SubmodelSgd
+from sparsekit_fl.policies.share import Everything, Nothing, PrivateHead, SharePolicy
+from sparsekit_fl.policies.submodel import OwnedRowsMean, RecalibratedBatchNorm, SubmodelSgd
 
 __all__ = [
     "AggregatePolicy",
@@ -21,21 +21,21 @@ __all__ = [
     "DeltaMean",
     "Dense",
     "Everything",
-    "ExceptHead",
     "Full",
     "GatedPruning",
     "GlobalModel",
     "LearnableSgd",
+    "LocalModel",
     "LocalPolicy",
     "LocalResult",
     "MaskPolicy",
     "Nothing",
-    "OwnModel",
-    "OwnStatistics",
     "OwnedRowsMean",
     "PersonalModel",
     "PersonalPolicy",
+    "PrivateHead",
     "RatioPolicy",
+    "RecalibratedBatchNorm",
     "RememberedMask",
     "SamplingPolicy",
     "ServerPattern",

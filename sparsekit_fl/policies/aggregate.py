@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from sparsekit.errors import InvalidValueError
-from sparsekit.state import StateDict
-from sparsekit_fl.context import ServerContext
+from sparsekit.graph.state import StateDict
+from sparsekit_fl.context.server import ServerContext
 from sparsekit_fl.errors import UpdateError
-from sparsekit_fl.messages import Assignment, Update
 from sparsekit_fl.policies.robust import Rule
-from sparsekit_fl.sparse import Kept
+from sparsekit_fl.wire.kept import Kept
+from sparsekit_fl.wire.messages import Assignment, Update
 
 __all__ = ["Accumulator", "AggregatePolicy", "CoverageMean", "DeltaMean", "WeightedMean", "Weighting"]
 
@@ -60,7 +60,7 @@ class AggregatePolicy:
     mean_only: ClassVar[str] = ""
     """Why the changes cannot be combined by another rule than the mean; empty where they can."""
 
-    def vet(self, ctx: ServerContext, update: Update, assignment: Assignment) -> None:
+    def validate(self, ctx: ServerContext, update: Update, assignment: Assignment) -> None:
         """Raise UpdateError where this policy cannot use an update; called before anything is changed."""
 
     def broadcast(self, ctx: ServerContext, client_id: int) -> StateDict:
@@ -169,7 +169,7 @@ class WeightedMean(AggregatePolicy):
     def __post_init__(self) -> None:
         _check(self.weighting)
 
-    def vet(self, ctx: ServerContext, update: Update, assignment: Assignment) -> None:
+    def validate(self, ctx: ServerContext, update: Update, assignment: Assignment) -> None:
         """Raise UpdateError where the update holds only a part of some entry."""
         if update.mask is not None:
             raise UpdateError(self._masked(update))

@@ -10,13 +10,15 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from sparsekit.bandit import Bandit, Interval, Pull, make_bandit, registry
+from sparsekit.criteria.base import check_ratio
 from sparsekit.errors import InvalidValueError
-from sparsekit.patterns.base import check_ratio
-from sparsekit.units.graph import UnitGraph
-from sparsekit_fl.context import ClientContext, Memory, ServerContext
-from sparsekit_fl.messages import Assignment, Update, require_metrics
+from sparsekit.graph.graph import UnitGraph
+from sparsekit_fl.context.client import ClientContext
+from sparsekit_fl.context.memory import Memory
+from sparsekit_fl.context.server import ServerContext
 from sparsekit_fl.policies.ratio import RatioPolicy
-from sparsekit_fl.problem import Problem
+from sparsekit_fl.problem.problem import Problem
+from sparsekit_fl.wire.messages import Assignment, Update, require_metrics
 
 __all__ = ["BanditRatio", "utility"]
 
@@ -91,7 +93,7 @@ class BanditRatio(RatioPolicy):
         bandit = make_bandit(
             self.bandit,
             Interval(self.low, 1.0),
-            horizon=ctx.rounds / ctx.cohort_size,
+            horizon=ctx.rounds / ctx.cohort,
             rng=np.random.default_rng(seed),
             **own,
         )
@@ -122,7 +124,7 @@ class BanditRatio(RatioPolicy):
         limit = ctx.capability.ratio
         return limit if proposal is None else min(limit, proposal)
 
-    def vet(self, ctx: ServerContext, update: Update, assignment: Assignment) -> None:
+    def validate(self, ctx: ServerContext, update: Update, assignment: Assignment) -> None:
         """Raise UpdateError where the update has no accuracy."""
         require_metrics(update, "accuracy")
 

@@ -16,10 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from sparsekit.cost import trace_cost
 from sparsekit.errors import InvalidValueError
-from sparsekit.units.graph import UnitGraph
-from sparsekit.units.layers import Layer, prefix_entries, trace_layers
+from sparsekit.graph.graph import UnitGraph
+from sparsekit.graph.layers import Layer, prefix_entries
+from sparsekit.measure.cost import trace_cost
+from sparsekit.tracing.layer_order import trace_layers
 
 __all__ = ["ExitHead", "ExitsFactory", "WithExits", "place_exits"]
 

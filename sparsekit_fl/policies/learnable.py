@@ -9,31 +9,31 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from sparsekit.criteria import PatternView, TopImportance, select
+from sparsekit.criteria.magnitudes import unit_magnitudes
 from sparsekit.errors import InvalidValueError
-from sparsekit.masks.dense import GateProbe
-from sparsekit.masks.fused import FusedUnits
-from sparsekit.masks.importance import ImportanceLearner, ImportanceTerm
-from sparsekit.masks.mask import UnitMask
-from sparsekit.patterns import PatternView, TopImportance, select
-from sparsekit.session import CompactSession, HasState
-from sparsekit.state import StateDict
-from sparsekit.units.graph import UnitGraph
-from sparsekit.units.magnitudes import unit_magnitudes
-from sparsekit_fl.config import TrainingConfig
-from sparsekit_fl.context import ClientContext, Work
+from sparsekit.graph.graph import UnitGraph
+from sparsekit.graph.mask import UnitMask
+from sparsekit.graph.state import StateDict
+from sparsekit.training.dense import GateProbe
+from sparsekit.training.importance import ImportanceLearner, ImportanceRegularizer
+from sparsekit.training.narrow_model import HasState, NarrowModel
+from sparsekit.training.unit_vectors import UnitVectors
+from sparsekit_fl.context.client import ClientContext, Work
+from sparsekit_fl.options.config import TrainingConfig
 from sparsekit_fl.policies.local import LocalPolicy, LocalResult
 from sparsekit_fl.policies.mask import require_units
-from sparsekit_fl.problem import Problem
-from sparsekit_fl.sparse import Mask
-from sparsekit_fl.training import Batch, SgdStep
+from sparsekit_fl.problem.problem import Problem
+from sparsekit_fl.training.loop import Batch, SgdStep
+from sparsekit_fl.wire.kept import Mask
 
 __all__ = ["LearnableSgd", "LearnableStep"]
 
 
 class _Anchors:
-    """The round's start at the narrow entries: follows a re-key as optimiser state does, but begins at the start."""
+    """The round's start at the narrow entries: follows a remask as optimiser state does, but begins at the start."""
 
-    def __init__(self, leaves: Iterable[Tensor], session: CompactSession, start: StateDict) -> None:
+    def __init__(self, leaves: Iterable[Tensor], narrow_model: NarrowModel, start: StateDict) -> None:
         self.state: dict[Tensor, dict[str, Tensor]] = {leaf: {"anchor": leaf.detach().clone()} for leaf in leaves}
         self._start = start
 
@@ -66,7 +66,7 @@ class LearnableSgd(LocalPolicy):
     """
 
     importance_lr: float | None = None
-    term: ImportanceTerm = field(default_factory=ImportanceTerm)
+    term: ImportanceRegularizer = field(default_factory=ImportanceRegularizer)
     proximal: float = 1.0
     proximal_reduction: Literal["mean", "sum"] = "mean"
     explore_every: int = 0
@@ -106,17 +106,17 @@ class LearnableSgd(LocalPolicy):
         """
         if mask is not None:
             raise InvalidValueError("LearnableSgd learns its own mask; use it with the mask policy Dense()")
-        session = ctx.session
-        metrics = self._first_scores(ctx, session)
-        importance = self._initial(ctx, session, start)
+        narrow_model = ctx.narrow_model
+        metrics = self._first_scores(ctx, narrow_model)
+        importance = self._initial(ctx, narrow_model, start)
         sizes = [group.size for group in ctx.graph.groups.values()]
         view = PatternView(round=ctx.round, importance=dict(zip(ctx.graph.groups, torch.split(importance, sizes), strict=True)))
-        session.load(start, select(TopImportance(), ctx.graph, ratio, view))
-        fused = FusedUnits(session)
+        narrow_model.load(start, select(TopImportance(), ctx.graph, ratio, view))
+        fused = UnitVectors(narrow_model)
         learner = ImportanceLearner(fused, importance, lr=self._importance_lr(ctx), term=self.term)
-        pull = 2.0 * self.proximal / self._scale(start, session)
+        pull = 2.0 * self.proximal / self._scale(start, narrow_model)
         step = LearnableStep(
-            session,
+            narrow_model,
             learner,
             start,
             loss=ctx.problem.loss,
@@ -124,37 +124,37 @@ class LearnableSgd(LocalPolicy):
             pull=pull,
             explore_every=self.explore_every,
         )
-        log = ctx.fit(session.module, ctx.batches(), step)
+        log = ctx.fit(narrow_model.module, ctx.batches(), step)
         ctx.memory["importance"] = learner.importance.cpu()
-        final = UnitMask(dict(session.mask))
+        final = UnitMask(dict(narrow_model.mask))
         explored = Work(
             3 * step.explored_examples * ctx.costs.forward_flops(None),
             3 * step.explored_examples * ctx.costs.rowmask_flops(None),
         )
         return LocalResult(
-            state=session.narrow_state(),
+            state=narrow_model.narrow_state(),
             mask=final,
             log=log,
             narrow=True,
             metrics=metrics,
             work=ctx.work(final, log) + explored,
-            module=session.module,
+            module=narrow_model.module,
         )
 
-    def _first_scores(self, ctx: ClientContext, session: CompactSession) -> Mapping[str, float]:
+    def _first_scores(self, ctx: ClientContext, narrow_model: NarrowModel) -> Mapping[str, float]:
         if "importance" in ctx.memory:
             return {}
-        session.load(ctx.initial_state(), None)
-        score, weight = ctx.score(session.module, "train").get("accuracy", (0.0, 0.0))
+        narrow_model.load(ctx.initial_state(), None)
+        score, weight = ctx.score(narrow_model.module, "train").get("accuracy", (0.0, 0.0))
         return {"initial_accuracy": score / weight} if weight else {}
 
-    def _initial(self, ctx: ClientContext, session: CompactSession, start: StateDict) -> Tensor:
+    def _initial(self, ctx: ClientContext, narrow_model: NarrowModel, start: StateDict) -> Tensor:
         """The client's importance, at first its target: float (J,)."""
         kept = ctx.memory.get("importance")
         if kept is not None:
             return torch.as_tensor(kept).to(ctx.device)
         groups = ctx.graph.groups.values()
-        own = {name: start[name] for name in session.named_parameters()}
+        own = {name: start[name] for name in narrow_model.named_parameters()}
         magnitudes = torch.cat([unit_magnitudes(group, own) for group in groups]).to(ctx.device)
         targets = self.term.targets(magnitudes, [group.size for group in groups])
         if self.noise:
@@ -164,17 +164,17 @@ class LearnableSgd(LocalPolicy):
     def _importance_lr(self, ctx: ClientContext) -> float:
         return ctx.training.lr if self.importance_lr is None else self.importance_lr
 
-    def _scale(self, start: StateDict, session: CompactSession) -> int:
+    def _scale(self, start: StateDict, narrow_model: NarrowModel) -> int:
         if self.proximal_reduction == "sum":
             return 1
-        return max(1, sum(start[name].numel() for name in session.named_parameters()))
+        return max(1, sum(start[name].numel() for name in narrow_model.named_parameters()))
 
 
 class LearnableStep:
     """One step of weights and importance, and a look at the pattern.
 
     Args:
-        session: The narrow model, loaded.
+        narrow_model: The narrow model, loaded.
         learner: Its importance.
         start: The dense state that the proximal term pulls to.
         loss: (outputs, targets) → scalar.
@@ -185,7 +185,7 @@ class LearnableStep:
 
     def __init__(
         self,
-        session: CompactSession,
+        narrow_model: NarrowModel,
         learner: ImportanceLearner,
         start: StateDict,
         *,
@@ -194,10 +194,10 @@ class LearnableStep:
         pull: float,
         explore_every: int = 0,
     ) -> None:
-        self._module, self._loss = session.module, loss
+        self._module, self._loss = narrow_model.module, loss
         self._learner = learner
         self._sgd = SgdStep(
-            session.parameters(),
+            narrow_model.parameters(),
             lr=training.lr,
             momentum=training.momentum,
             weight_decay=training.weight_decay,
@@ -207,10 +207,10 @@ class LearnableStep:
         self._lr = training.lr
         # Without momentum, clipping and weight decay the proximal step is one interpolation in place.
         self._interpolates = not (training.momentum or training.weight_decay or training.clip)
-        self._anchors = _Anchors(self._sgd.parameters, session, start) if pull else None
+        self._anchors = _Anchors(self._sgd.parameters, narrow_model, start) if pull else None
         self._followers: list[HasState] = [self._sgd, *([self._anchors] if self._anchors is not None else [])]
         self._explore_every = explore_every
-        self._probe = GateProbe(session) if explore_every else None
+        self._probe = GateProbe(narrow_model) if explore_every else None
         self._steps = 0
         self.explored_examples = 0
         """Examples that went through the dense model."""

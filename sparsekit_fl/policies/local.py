@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from sparsekit.errors import InvalidValueError
-from sparsekit.masks.mask import UnitMask, WeightMask
-from sparsekit.state import StateDict
-from sparsekit.units.graph import UnitGraph
-from sparsekit_fl.config import TrainingConfig
-from sparsekit_fl.context import ClientContext, Work
-from sparsekit_fl.problem import Problem
-from sparsekit_fl.sparse import Mask, mask_state
-from sparsekit_fl.training import Batch, Batches, SgdStep, TrainingLog
+from sparsekit.graph.graph import UnitGraph
+from sparsekit.graph.mask import UnitMask, WeightMask
+from sparsekit.graph.state import StateDict
+from sparsekit_fl.context.client import ClientContext, Work
+from sparsekit_fl.options.config import TrainingConfig
+from sparsekit_fl.problem.problem import Problem
+from sparsekit_fl.training.loop import Batch, Batches, SgdStep, TrainingLog
+from sparsekit_fl.wire.kept import Mask, mask_state
 
 __all__ = [
     "Adjust",
@@ -86,7 +86,7 @@ Adjust = Callable[[list[Tensor], list[int]], list[Tensor]]
 """Changes the gradients of a step: (gradients, places of their leaves) → gradients; see `SgdStep`."""
 
 Leaves = Mapping[str, nn.Parameter]
-"""State-dict key → leaf of the session's narrow module, in the order of the state."""
+"""State-dict key → leaf of the narrow_model's narrow module, in the order of the state."""
 
 
 def pull_towards(
@@ -132,7 +132,7 @@ def freeze_dropped(leaves: Leaves, mask: WeightMask) -> Adjust:
 
 
 def load_leaves(ctx: ClientContext, start: StateDict, mask: Mask | None) -> dict[str, nn.Parameter]:
-    """Put a start into the session; units outside a unit mask are not there, entries outside a weight mask are zero.
+    """Put a start into the narrow_model; units outside a unit mask are not there, entries outside a weight mask are zero.
 
     Args:
         ctx: The client's.
@@ -143,10 +143,10 @@ def load_leaves(ctx: ClientContext, start: StateDict, mask: Mask | None) -> dict
         The leaves that train.
     """
     if isinstance(mask, WeightMask):
-        ctx.session.load(mask_state(ctx.graph, mask, start), None)
+        ctx.narrow_model.load(mask_state(ctx.graph, mask, start), None)
     else:
-        ctx.session.load(start, mask)
-    return {name: leaf for name, leaf in ctx.session.named_parameters().items() if leaf.requires_grad}
+        ctx.narrow_model.load(start, mask)
+    return {name: leaf for name, leaf in ctx.narrow_model.named_parameters().items() if leaf.requires_grad}
 
 
 def sgd_step(training: TrainingConfig, leaves: Leaves) -> SgdStep:
@@ -161,7 +161,7 @@ def sgd_step(training: TrainingConfig, leaves: Leaves) -> SgdStep:
 
 
 def sgd(ctx: ClientContext, leaves: Leaves, batches: Batches, adjusts: Sequence[Adjust] = ()) -> TrainingLog:
-    """Train leaves of the session's module.
+    """Train leaves of the narrow_model's module.
 
     Args:
         ctx: The client's.
@@ -169,7 +169,7 @@ def sgd(ctx: ClientContext, leaves: Leaves, batches: Batches, adjusts: Sequence[
         batches: The epochs.
         adjusts: Changes of the gradients, one after the other, before clipping.
     """
-    module, loss_of = ctx.session.module, ctx.problem.loss
+    module, loss_of = ctx.narrow_model.module, ctx.problem.loss
     update = sgd_step(ctx.training, leaves)
 
     def adjust(gradients: list[Tensor], places: list[int]) -> list[Tensor]:
@@ -220,8 +220,8 @@ class Sgd(LocalPolicy):
         return found
 
     def train(self, ctx: ClientContext, start: StateDict, mask: Mask | None, ratio: float) -> LocalResult:
-        """Train the session's module; units outside a unit mask are not there, entries outside a weight mask are zero."""
+        """Train the narrow_model's module; units outside a unit mask are not there, entries outside a weight mask are zero."""
         leaves = load_leaves(ctx, start, mask)
         log = sgd(ctx, leaves, ctx.batches(), self.adjusts(ctx, leaves, mask))
-        state = ctx.session.narrow_state()
-        return LocalResult(state=state, mask=mask, log=log, narrow=isinstance(mask, UnitMask), module=ctx.session.module)
+        state = ctx.narrow_model.narrow_state()
+        return LocalResult(state=state, mask=mask, log=log, narrow=isinstance(mask, UnitMask), module=ctx.narrow_model.module)

@@ -6,15 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from sparsekit.criteria.base import Pattern, PatternView, select
 from sparsekit.errors import NoUnitsError
-from sparsekit.patterns.base import Pattern, PatternView, select
+from sparsekit.graph.graph import UnitGraph
+from sparsekit.graph.state import StateDict
 from sparsekit.rng import torch_generator
-from sparsekit.state import StateDict
-from sparsekit.units.graph import UnitGraph
-from sparsekit_fl.context import ClientContext, ServerContext
-from sparsekit_fl.messages import Assignment, Update
-from sparsekit_fl.problem import Problem
-from sparsekit_fl.sparse import Mask
+from sparsekit_fl.context.client import ClientContext
+from sparsekit_fl.context.server import ServerContext
+from sparsekit_fl.problem.problem import Problem
+from sparsekit_fl.wire.kept import Mask
+from sparsekit_fl.wire.messages import Assignment, Update
 
 if TYPE_CHECKING:
     from sparsekit_fl.policies.local import LocalResult
@@ -58,7 +59,7 @@ class MaskPolicy:
     def keep(self, ctx: ClientContext, result: LocalResult) -> None:
         """After training, on the client: put into `ctx.memory` what the next `choose` will need."""
 
-    def vet(self, ctx: ServerContext, update: Update, assignment: Assignment) -> None:
+    def validate(self, ctx: ServerContext, update: Update, assignment: Assignment) -> None:
         """Raise UpdateError where this policy cannot learn from an update; called before anything is changed."""
 
     def observe(self, ctx: ServerContext, updates: Sequence[Update]) -> None:
@@ -72,7 +73,7 @@ class Dense(MaskPolicy):
 
 @dataclass(frozen=True)
 class UnitPattern(MaskPolicy):
-    """A pattern of `sparsekit.patterns` at the client's ratio, fresh each round.
+    """A pattern of `sparsekit.criteria` at the client's ratio, fresh each round.
 
     Args:
         pattern: The rule.
@@ -92,7 +93,7 @@ class UnitPattern(MaskPolicy):
 
 @dataclass(frozen=True)
 class ServerPattern(MaskPolicy):
-    """A pattern of `sparsekit.patterns` that the server applies to the global model: it sends the submodel alone.
+    """A pattern of `sparsekit.criteria` that the server applies to the global model: it sends the submodel alone.
 
     Args:
         pattern: The rule; it sees the round, the global weights and the server's generator.

@@ -9,14 +9,14 @@ from typing import Any, Literal
 from torch import nn
 
 from sparsekit.errors import InvalidValueError
-from sparsekit.masks.mask import UnitMask
-from sparsekit.state import StateDict
-from sparsekit_fl.context import ClientContext
-from sparsekit_fl.messages import Scores, pack_mask, unpack_mask
+from sparsekit.graph.mask import UnitMask
+from sparsekit.graph.state import StateDict
+from sparsekit_fl.context.client import ClientContext
 from sparsekit_fl.policies.local import LocalResult
-from sparsekit_fl.sparse import Mask
+from sparsekit_fl.wire.kept import Mask
+from sparsekit_fl.wire.messages import Scores, pack_mask, unpack_mask
 
-__all__ = ["GlobalModel", "OwnModel", "PersonalModel", "PersonalPolicy"]
+__all__ = ["GlobalModel", "LocalModel", "PersonalModel", "PersonalPolicy"]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -86,7 +86,7 @@ def _quality(validation: Scores, training: Scores) -> list[float]:
 
 
 @dataclass(frozen=True)
-class OwnModel(PersonalPolicy):
+class LocalModel(PersonalPolicy):
     """The client's own trained model, kept compact. A client that never trained deploys the global model.
 
     Args:
@@ -124,8 +124,8 @@ class OwnModel(PersonalPolicy):
             return result.module
         if result.narrow:
             raise InvalidValueError("a local policy that returns a narrow state must return the module that holds it")
-        ctx.session.load(result.state, result.mask if isinstance(result.mask, UnitMask) else None)
-        return ctx.session.module
+        ctx.narrow_model.load(result.state, result.mask if isinstance(result.mask, UnitMask) else None)
+        return ctx.narrow_model.module
 
     def model(self, ctx: ClientContext, state: StateDict) -> PersonalModel:
         """The kept model, or the global one before the first participation."""

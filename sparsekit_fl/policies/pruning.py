@@ -7,20 +7,22 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from sparsekit.errors import InvalidValueError, SparsekitError
-from sparsekit.masks.mask import UnitMask
-from sparsekit.state import StateDict
-from sparsekit.units.graph import UnitGraph
-from sparsekit.units.layers import layer_weights
-from sparsekit_fl.context import ClientContext, Memory, ServerContext
+from sparsekit.graph.graph import UnitGraph
+from sparsekit.graph.layers import layer_weights
+from sparsekit.graph.mask import UnitMask
+from sparsekit.graph.state import StateDict
+from sparsekit_fl.context.client import ClientContext
+from sparsekit_fl.context.memory import Memory
+from sparsekit_fl.context.server import ServerContext
 from sparsekit_fl.errors import UpdateError
-from sparsekit_fl.messages import Assignment, Update
-from sparsekit_fl.packing import pack_mask, unpack_mask
 from sparsekit_fl.policies.local import LocalResult
 from sparsekit_fl.policies.mask import MaskPolicy
 from sparsekit_fl.policies.personal import PersonalModel
-from sparsekit_fl.policies.submodel import OwnStatistics
-from sparsekit_fl.problem import Problem
-from sparsekit_fl.sparse import Kept, Mask, mask_state
+from sparsekit_fl.policies.submodel import RecalibratedBatchNorm
+from sparsekit_fl.problem.problem import Problem
+from sparsekit_fl.wire.kept import Kept, Mask, mask_state
+from sparsekit_fl.wire.messages import Assignment, Update
+from sparsekit_fl.wire.packing import pack_mask, unpack_mask
 
 __all__ = ["GatedPruning", "RememberedMask", "UnderOwnMask", "prunable_weights", "recall_mask", "remember_mask"]
 
@@ -70,7 +72,7 @@ class RememberedMask(MaskPolicy):
         """Keep the mask on the client too, which deploys what it keeps."""
         remember_mask(ctx.memory, self.following(result.mask, result.extra))
 
-    def vet(self, ctx: ServerContext, update: Update, assignment: Assignment) -> None:
+    def validate(self, ctx: ServerContext, update: Update, assignment: Assignment) -> None:
         """Raise UpdateError where the mask of the client's next participation cannot be read."""
         try:
             mask = self.following(update.mask, update.extra)
@@ -137,13 +139,13 @@ class GatedPruning(RememberedMask):
         return mask
 
     def _accuracy(self, ctx: ClientContext, state: StateDict, mask: Mask | None) -> float:
-        ctx.session.load(state, mask if isinstance(mask, UnitMask) else None)
-        score, weight = ctx.score(ctx.session.module, "val").get("accuracy", (0.0, 0.0))
+        ctx.narrow_model.load(state, mask if isinstance(mask, UnitMask) else None)
+        score, weight = ctx.score(ctx.narrow_model.module, "val").get("accuracy", (0.0, 0.0))
         return score / weight if weight else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class UnderOwnMask(OwnStatistics):
+class UnderOwnMask(RecalibratedBatchNorm):
     """The global model under the client's own mask; a client that never trained deploys the whole of it.
 
     Batch norm statistics are taken from the client's training data, since those of the server are averages over many masks.

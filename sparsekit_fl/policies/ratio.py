@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sparsekit.patterns.base import check_ratio
-from sparsekit.units.graph import UnitGraph
-from sparsekit_fl.context import ClientContext, ServerContext
-from sparsekit_fl.messages import Assignment, Update
-from sparsekit_fl.problem import Problem
+from sparsekit.criteria.base import check_ratio
+from sparsekit.graph.graph import UnitGraph
+from sparsekit_fl.context.client import ClientContext
+from sparsekit_fl.context.server import ServerContext
+from sparsekit_fl.problem.problem import Problem
+from sparsekit_fl.wire.messages import Assignment, Update
 
 __all__ = ["ByCapability", "Constant", "Full", "RatioPolicy"]
 
@@ -28,7 +29,7 @@ class RatioPolicy:
         """The executed ratio, in (0, 1]; it is reported with the update."""
         return 1.0
 
-    def vet(self, ctx: ServerContext, update: Update, assignment: Assignment) -> None:
+    def validate(self, ctx: ServerContext, update: Update, assignment: Assignment) -> None:
         """Raise UpdateError where this policy cannot learn from an update; called before anything is changed."""
 
     def observe(self, ctx: ServerContext, update: Update) -> None:

@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparsekit.state import StateDict
-from sparsekit_fl.config import RunConfig
-from sparsekit_fl.messages import Update
-from sparsekit_fl.sparse import Kept
+from sparsekit.graph.state import StateDict
+from sparsekit_fl.options.config import RunConfig
+from sparsekit_fl.wire.kept import Kept
+from sparsekit_fl.wire.messages import Update
 
 if TYPE_CHECKING:
     from sparsekit_fl.policies.aggregate import Accumulator

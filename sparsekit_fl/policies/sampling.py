@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sparsekit_fl.context import ServerContext
-from sparsekit_fl.messages import Assignment, Update
+from sparsekit_fl.context.server import ServerContext
+from sparsekit_fl.wire.messages import Assignment, Update
 
 __all__ = ["SamplingPolicy", "Uniform"]
 
@@ -18,13 +18,13 @@ class SamplingPolicy:
         """The cohort of this round.
 
         Args:
-            ctx: `ctx.cohort_size` clients are wanted, out of `ctx.roster`.
+            ctx: `ctx.cohort` clients are wanted, out of `ctx.roster`.
 
         Returns:
             Distinct client ids; updates are added up in this order.
         """
         ids = list(ctx.roster)
-        return sorted(int(ids[place]) for place in ctx.rng.choice(len(ids), size=ctx.cohort_size, replace=False))
+        return sorted(int(ids[place]) for place in ctx.rng.choice(len(ids), size=ctx.cohort, replace=False))
 
     def arrivals(self, ctx: ServerContext, updates: Sequence[Update]) -> list[tuple[Update, int]]:
         """The updates that are aggregated now, with their age in rounds.
@@ -40,7 +40,7 @@ class SamplingPolicy:
         """
         return None
 
-    def vet(self, ctx: ServerContext, update: Update, assignment: Assignment) -> None:
+    def validate(self, ctx: ServerContext, update: Update, assignment: Assignment) -> None:
         """Raise UpdateError where this policy cannot learn from an update; called before anything is changed."""
 
     def observe(self, ctx: ServerContext, updates: Sequence[Update]) -> None:

@@ -6,16 +6,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from sparsekit.errors import InvalidValueError
-from sparsekit.units.graph import UnitGraph
-from sparsekit.units.layers import head_entries
-from sparsekit_fl.context import ClientContext
-from sparsekit_fl.problem import Problem
-from sparsekit_fl.sparse import Mask
+from sparsekit.graph.graph import UnitGraph
+from sparsekit.graph.layers import head_entries
+from sparsekit_fl.context.client import ClientContext
+from sparsekit_fl.problem.problem import Problem
+from sparsekit_fl.wire.kept import Mask
 
 if TYPE_CHECKING:
     from sparsekit_fl.policies.local import LocalResult
 
-__all__ = ["Everything", "ExceptHead", "Nothing", "SharePolicy"]
+__all__ = ["Everything", "Nothing", "PrivateHead", "SharePolicy"]
 
 
 class SharePolicy:
@@ -53,7 +53,7 @@ class Nothing(SharePolicy):
 
 
 @dataclass(frozen=True)
-class ExceptHead(SharePolicy):
+class PrivateHead(SharePolicy):
     """Everything but the last layers, which each client keeps and trains for itself; at first they are those of round 0.
 
     An entry that an earlier layer reads too is shared: of a decoder tied to its embedding only the bias is private.

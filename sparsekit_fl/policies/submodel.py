@@ -1,4 +1,4 @@
-"""SubmodelSgd, OwnedRowsMean, OwnStatistics: training submodels of several widths, averaging and scoring them.
+"""SubmodelSgd, OwnedRowsMean, RecalibratedBatchNorm: training submodels of several widths, averaging and scoring them.
 
 Three measures of HeteroFL against what goes wrong when widths mix: activations of another size, classes that a client
 has never seen, and batch norm statistics that belong to no width.
@@ -16,18 +16,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sparsekit.criteria.base import Pattern, PatternView, select
 from sparsekit.errors import InvalidValueError
-from sparsekit.patterns.base import Pattern, PatternView, select
-from sparsekit.state import StateDict
-from sparsekit_fl.context import ClientContext, ServerContext
-from sparsekit_fl.messages import Update
+from sparsekit.graph.state import StateDict
+from sparsekit_fl.context.client import ClientContext
+from sparsekit_fl.context.server import ServerContext
 from sparsekit_fl.policies.aggregate import CoverageMean
 from sparsekit_fl.policies.local import LocalResult, Sgd
 from sparsekit_fl.policies.personal import PersonalModel, PersonalPolicy
-from sparsekit_fl.problem import Loss
-from sparsekit_fl.sparse import Kept, Mask
+from sparsekit_fl.problem.problem import Loss
+from sparsekit_fl.wire.kept import Kept, Mask
+from sparsekit_fl.wire.messages import Update
 
-__all__ = ["OwnStatistics", "OwnedRowsMean", "SubmodelSgd"]
+__all__ = ["OwnedRowsMean", "RecalibratedBatchNorm", "SubmodelSgd"]
 
 _OWNED = "owned_classes"
 _LARGEST_BATCH = 256
@@ -63,7 +64,7 @@ def _scaled(ctx: ClientContext, ratio: float) -> Iterator[None]:
     if ratio < 1.0:
         for name, pieces in ctx.graph.slices_of.items():
             owner, _, attribute = name.rpartition(".")
-            module = ctx.session.module.get_submodule(owner)
+            module = ctx.narrow_model.module.get_submodule(owner)
             layer = isinstance(module, (nn.Linear, nn.modules.conv._ConvNd)) and attribute == "weight"
             if layer and any(piece.side == "out" for _, piece in pieces):
                 handles.append(module.register_forward_hook(divide))
@@ -142,7 +143,7 @@ class OwnedRowsMean(CoverageMean):
 
 
 @dataclass(frozen=True, kw_only=True)
-class OwnStatistics(PersonalPolicy):
+class RecalibratedBatchNorm(PersonalPolicy):
     """The global model, its batch norm statistics taken anew from the client's training data.
 
     Statistics averaged over submodels of several widths are those of no model. HeteroFL passes the data of all clients

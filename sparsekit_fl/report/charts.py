@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from sparsekit_fl.report.cells import Level
 from sparsekit_fl.report.comparison import Comparison, Row
 from sparsekit_fl.report.figure import curves_of
 from sparsekit_fl.report.table import Spread
+from sparsekit_fl.report.trials import Level
 
 __all__ = ["Chart", "Series", "Unit", "charts_of"]
 
@@ -92,7 +92,7 @@ _ACCURACY = "mean personal accuracy on test data"
 
 def _curves(comparison: Comparison, level: Level) -> list[Chart]:
     section = comparison.section
-    results = [cell.result for method in section.methods for cell in section.of(method, level) if cell.result is not None]
+    results = [trial.result for method in section.methods for trial in section.of(method, level) if trial.result is not None]
     curves = [curve for curve in curves_of(results) if len(curve.rounds)] if results else []
     kinds: tuple[tuple[str, str, str, Unit, Callable[[Any], Any]], ...] = (
         ("accuracy-flops", "Accuracy against FLOPs", "FLOPs of all clients so far (compact submodels)", "flops", _flops),

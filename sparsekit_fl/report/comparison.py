@@ -16,8 +16,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from sparsekit.errors import InvalidValueError
-from sparsekit_fl.report.cells import Cell, Level, Section
 from sparsekit_fl.report.table import COLUMNS, Column, Spread, seconds_to, share_text, spread, value_of
+from sparsekit_fl.report.trials import Level, Section, Trial
 
 __all__ = ["Comparison", "Row", "check_target"]
 
@@ -61,7 +61,7 @@ class Comparison:
     """The table of a section.
 
     Args:
-        section: Its cells.
+        section: Its trials.
         target: Accuracy whose time is a column; None takes nine tenths of the best method's, in whole per cent.
     """
 
@@ -93,7 +93,7 @@ class Comparison:
     def _plain(self) -> list[dict[str, Spread]]:
         return [
             {
-                column.name: spread([value_of(cell.result or {}, column) for cell in self.section.of(*place)])
+                column.name: spread([value_of(trial.result or {}, column) for trial in self.section.of(*place)])
                 for column in COLUMNS
             }
             for place in self._places
@@ -102,7 +102,7 @@ class Comparison:
     @cached_property
     def notes(self) -> tuple[str, ...]:
         """Footnotes, each once, in the order of their numbers."""
-        found = [cell.note for method, level in self._places for cell in self.section.of(method, level) if cell.note]
+        found = [trial.note for method, level in self._places for trial in self.section.of(method, level) if trial.note]
         return tuple(dict.fromkeys(found))
 
     @cached_property
@@ -110,15 +110,15 @@ class Comparison:
         """One for each method and level that has a finished run."""
         rows = []
         for (method, level), plain in zip(self._places, self._plain, strict=True):
-            cells = self.section.of(method, level)
-            reached = spread([seconds_to(cell.result or {"rounds": []}, self.goal) for cell in cells])
+            trials = self.section.of(method, level)
+            reached = spread([seconds_to(trial.result or {"rounds": []}, self.goal) for trial in trials])
             rows.append(
                 Row(
                     method=method,
                     level=level,
                     label=", ".join(part for part in (method, self.section.level_text(level)) if part),
                     numbers={**plain, TARGET: reached},
-                    notes=tuple(sorted({self.notes.index(cell.note) + 1 for cell in cells if cell.note})),
+                    notes=tuple(sorted({self.notes.index(trial.note) + 1 for trial in trials if trial.note})),
                 )
             )
         return tuple(rows)
@@ -135,29 +135,29 @@ class Comparison:
             "methods": list(self.section.methods),
             "seeds": list(self.section.seeds),
             "target": self.goal,
-            "cells": [self._cell(cell) for cell in self.section.finished],
-            "failed": [{**_identity(cell), "error": cell.error} for cell in self.section.failed],
+            "trials": [self._trial(trial) for trial in self.section.finished],
+            "failed": [{**_identity(trial), "error": trial.error} for trial in self.section.failed],
             "summary": {
                 row.label: {name: asdict(found) for name, found in row.numbers.items()} for row in self.rows
             },
             "notes": {row.label: [self.notes[number - 1] for number in row.notes] for row in self.rows if row.notes},
         }  # fmt: skip
 
-    def runs(self, method: str, level: Level) -> list[tuple[Cell, dict[str, float | None]]]:
+    def runs(self, method: str, level: Level) -> list[tuple[Trial, dict[str, float | None]]]:
         """Every finished run of a row, with its numbers by column name."""
-        return [(cell, self._numbers(cell)) for cell in self.section.of(method, level)]
+        return [(trial, self._numbers(trial)) for trial in self.section.of(method, level)]
 
-    def _numbers(self, cell: Cell) -> dict[str, float | None]:
-        result = cell.result or {"rounds": []}
+    def _numbers(self, trial: Trial) -> dict[str, float | None]:
+        result = trial.result or {"rounds": []}
         return {**{column.name: value_of(result, column) for column in COLUMNS}, TARGET: seconds_to(result, self.goal)}
 
-    def _cell(self, cell: Cell) -> dict[str, Any]:
-        return {**_identity(cell), **self._numbers(cell)}
+    def _trial(self, trial: Trial) -> dict[str, Any]:
+        return {**_identity(trial), **self._numbers(trial)}
 
     def to_csv(self) -> str:
-        """One line per finished cell."""
+        """One line per finished trial."""
         text = io.StringIO()
-        rows = [self._cell(cell) for cell in self.section.finished]
+        rows = [self._trial(trial) for trial in self.section.finished]
         writer = csv.DictWriter(text, fieldnames=list(rows[0]) if rows else ["method", "seed"], lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
@@ -178,8 +178,8 @@ class Comparison:
         console.print(self.seeds_text())
         for number, note in enumerate(self.notes, 1):
             console.print(f"{str(number).translate(_SIGNS)} {escape(note)}", soft_wrap=True)
-        for cell in self.section.failed:
-            console.print(f"failed: {escape(self.section.name_of(cell))}: {escape(cell.error or '')}", soft_wrap=True)
+        for trial in self.section.failed:
+            console.print(f"failed: {escape(self.section.name_of(trial))}: {escape(trial.error or '')}", soft_wrap=True)
 
     def _parts(self, width: int, labels: list[str], texts: Mapping[str, list[str]]) -> list[list[Column]]:
         """Columns in their order, as many per table as fit."""
@@ -196,10 +196,10 @@ class Comparison:
         return parts
 
 
-def _identity(cell: Cell) -> dict[str, Any]:
+def _identity(trial: Trial) -> dict[str, Any]:
     return {
-        "method": cell.method,
-        "seed": cell.seed,
-        "heterogeneity": cell.level.heterogeneity,
-        "lack_classes": cell.level.lack_classes,
+        "method": trial.method,
+        "seed": trial.seed,
+        "heterogeneity": trial.level.heterogeneity,
+        "lack_classes": trial.level.lack_classes,
     }

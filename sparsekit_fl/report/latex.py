@@ -37,7 +37,7 @@ def latex_table(comparison: Comparison) -> str:
         if level is not None and row.level != level:
             body.append(r"    \midrule")
         level = row.level
-        body.append("    " + " & ".join([_label(row), *(_cell(column, row) for column in columns)]) + r" \\")
+        body.append("    " + " & ".join([_label(row), *(_trial(column, row) for column in columns)]) + r" \\")
     caption = latex_escape(f"{comparison.section.title}; {comparison.seeds_text()}.")
     notes = [
         rf"  \par\smallskip\footnotesize \textsuperscript{{{number}}}~{latex_escape(note)}"
@@ -72,7 +72,7 @@ def _label(row: Row) -> str:
     return latex_escape(row.label) + notes
 
 
-def _cell(column: Column, row: Row) -> str:
+def _trial(column: Column, row: Row) -> str:
     # Numbers keep their sign and unit; a thousand is set apart by a thin space.
     text = latex_escape(column.spread_text(row.numbers[column.name]))
     return re.sub(r"(?<=\d),(?=\d{3})", r"\\,", text)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from sparsekit_fl.paper.published import PUBLISHED_LEVELS, Beside
 from sparsekit_fl.report.comparison import Comparison
-from sparsekit_fl.report.published import PUBLISHED_LEVELS, Beside
 
 __all__ = ["markdown_table"]
 
@@ -24,11 +24,11 @@ def markdown_table(comparison: Comparison, beside: Sequence[Beside] = ()) -> str
     lines = [head, ["---", *["---:"] * (len(head) - 1)]]
     for row in comparison.rows:
         notes = f" ({', '.join(map(str, row.notes))})" if row.notes else ""
-        cells = [f"{row.label}{notes}", *(column.spread_text(row.numbers[column.name]) for column in comparison.columns)]
+        trials = [f"{row.label}{notes}", *(column.spread_text(row.numbers[column.name]) for column in comparison.columns)]
         if published:
-            cells += _published(published.get((row.method, row.level)))
-        lines.append(cells)
-    table = "\n".join(f"| {' | '.join(_escape(cell) for cell in line)} |" for line in lines)
+            trials += _published(published.get((row.method, row.level)))
+        lines.append(trials)
+    table = "\n".join(f"| {' | '.join(_escape(trial) for trial in line)} |" for line in lines)
     notes_below = "".join(f"\n- ({number}) {note}" for number, note in enumerate(comparison.notes, 1))
     title = f"**{comparison.section.title}; {comparison.seeds_text()}.**"
     return f"{title}\n\n{table}\n" + (f"{notes_below}\n" if notes_below else "")

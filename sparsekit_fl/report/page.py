@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from html import escape
 from importlib.resources import files
 
-from sparsekit_fl.report.cells import Level
+from sparsekit_fl.paper.published import UNEXPLAINED, Beside, Figure, published_source
 from sparsekit_fl.report.comparison import Comparison, Row
 from sparsekit_fl.report.drawing import series_style
-from sparsekit_fl.report.published import UNEXPLAINED, Beside, Figure, published_source
 from sparsekit_fl.report.table import Column
+from sparsekit_fl.report.trials import Level
 
 __all__ = ["PagePart", "page"]
 
@@ -75,12 +75,12 @@ def _section(part: PagePart, *, alone: bool) -> str:
 
 def _protocol(comparison: Comparison) -> str:
     """What all its runs have in common, in one line."""
-    config = next((cell.config for cell in comparison.section.cells if cell.config), {})
+    config = next((trial.config for trial in comparison.section.trials if trial.config), {})
     about, training = config.get("experiment", {}), config.get("training", {})
     dealt = {**about.get("partition_options", {})}
     dealt.pop("lack_classes", None)
     parts = [
-        f"{config['clients_per_round']} clients a round" if "clients_per_round" in config else "",
+        f"{config['cohort']} clients a round" if "cohort" in config else "",
         f"{training['local_epochs']} local epochs of batches of {training['batch_size']}, learning rate {training['lr']:g}"
         if training
         else "",
@@ -92,13 +92,14 @@ def _protocol(comparison: Comparison) -> str:
 
 
 def _failed(comparison: Comparison) -> str:
-    cells = comparison.section.failed
-    if not cells:
+    trials = comparison.section.failed
+    if not trials:
         return ""
     lines = "".join(
-        f"<li><strong>{escape(comparison.section.name_of(cell))}</strong>: {escape(cell.error or '')}</li>" for cell in cells
+        f"<li><strong>{escape(comparison.section.name_of(trial))}</strong>: {escape(trial.error or '')}</li>"
+        for trial in trials
     )
-    return f'<details class="failed" open><summary class="flag">{len(cells)} failed</summary><ul>{lines}</ul></details>\n'
+    return f'<details class="failed" open><summary class="flag">{len(trials)} failed</summary><ul>{lines}</ul></details>\n'
 
 
 def _chips(comparison: Comparison) -> str:
@@ -120,11 +121,11 @@ def _chips(comparison: Comparison) -> str:
 
 
 def _head(titles: Sequence[tuple[str, bool]]) -> str:
-    cells = "".join(
+    trials = "".join(
         f'<th scope="col" tabindex="0" aria-sort="none"{" data-words" if words else ""}>{escape(title)}</th>'
         for title, words in titles
     )
-    return f"<thead><tr>{cells}</tr></thead>"
+    return f"<thead><tr>{trials}</tr></thead>"
 
 
 def _table(comparison: Comparison) -> str:
@@ -141,16 +142,16 @@ def _table(comparison: Comparison) -> str:
 
 def _row(comparison: Comparison, row: Row, columns: Sequence[Column]) -> str:
     signs = f"<sup>{escape(','.join(map(str, row.notes)))}</sup>" if row.notes else ""
-    cells = []
+    trials = []
     for column in columns:
         found = row.numbers[column.name]
         text, _, rest = column.spread_text(found).partition(" ± ")
         value = "" if found.mean is None else repr(found.mean)
         best = ' class="best"' if found.mean is not None and found.mean == _best(comparison, column) else ""
         deviation = f" <small>± {escape(rest)}</small>" if rest else ""
-        cells.append(f'<td data-value="{value}"{best}>{escape(text)}{deviation}</td>')
+        trials.append(f'<td data-value="{value}"{best}>{escape(text)}{deviation}</td>')
     head = _name(comparison, row.method, row.level, signs)
-    return f'<tr data-method="{escape(row.method)}">{head}{"".join(cells)}</tr>'
+    return f'<tr data-method="{escape(row.method)}">{head}{"".join(trials)}</tr>'
 
 
 def _name(comparison: Comparison, method: str, level: Level, signs: str = "") -> str:
@@ -223,15 +224,15 @@ def _runs(comparison: Comparison) -> str:
     rows = []
     for method in comparison.section.methods:
         for level in comparison.section.levels:
-            for cell, numbers in comparison.runs(method, level):
-                cells = "".join(
+            for trial, numbers in comparison.runs(method, level):
+                trials = "".join(
                     f'<td data-value="{"" if numbers[column.name] is None else repr(numbers[column.name])}">'
                     f"{escape(column.text(numbers[column.name]))}</td>"
                     for column in columns
                 )
                 rows.append(
                     f'<tr data-method="{escape(method)}">{_name(comparison, method, level)}'
-                    f'<td data-value="{cell.seed}">{cell.seed}</td>{cells}</tr>'
+                    f'<td data-value="{trial.seed}">{trial.seed}</td>{trials}</tr>'
                 )
     table = f"<table>{head}<tbody>{''.join(rows)}</tbody></table>"
     return f'<details><summary>Every run</summary><div class="scroll">{table}</div></details>\n'

@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from sparsekit.errors import MissingDependencyError
-from sparsekit_fl.report.cells import collect, sections_of
+from sparsekit_fl.paper.published import beside_published, in_published_order, published_csv
 from sparsekit_fl.report.charts import charts_of
 from sparsekit_fl.report.comparison import Comparison, check_target
 from sparsekit_fl.report.drawing import draw_chart, inline_svg
 from sparsekit_fl.report.latex import latex_table
 from sparsekit_fl.report.markdown import markdown_table
 from sparsekit_fl.report.page import PagePart, page
-from sparsekit_fl.report.published import beside_published, in_published_order, published_csv
-from sparsekit_fl.storage import write_atomically
+from sparsekit_fl.report.trials import collect, sections_of
+from sparsekit_fl.state.storage import write_atomically
 
 __all__ = ["read_comparisons", "write_report"]
 
@@ -41,10 +41,10 @@ def read_comparisons(folder: Path | str, *, target: float | None = None, order: 
     """
     check_target(target)
     earlier = _earlier(Path(folder) / _SUMMARY)
-    cells = collect(folder)
-    wanted = [*order, *earlier.get("methods", []), *in_published_order(dict.fromkeys(cell.method for cell in cells))]
+    trials = collect(folder)
+    wanted = [*order, *earlier.get("methods", []), *in_published_order(dict.fromkeys(trial.method for trial in trials))]
     goal = target if target is not None else earlier.get("asked_target")
-    return [Comparison(section, goal) for section in sections_of(cells, order=list(dict.fromkeys(wanted)))]
+    return [Comparison(section, goal) for section in sections_of(trials, order=list(dict.fromkeys(wanted)))]
 
 
 def _earlier(path: Path) -> dict[str, Any]:

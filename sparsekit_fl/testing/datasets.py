@@ -7,10 +7,10 @@ import pickle
 import numpy as np
 import torch
 
-from sparsekit_fl.client import ClientData
-from sparsekit_fl.data import TensorData
 from sparsekit_fl.datasets.base import DataSource
-from sparsekit_fl.metrics import IGNORED
+from sparsekit_fl.problem.clients import ClientData
+from sparsekit_fl.problem.data import TensorData
+from sparsekit_fl.problem.metrics import IGNORED
 
 __all__ = ["DatasetContract", "PartitionContract"]
 
@@ -83,9 +83,9 @@ class PartitionContract:
         return source, self.deal(source, self.clients, np.random.default_rng(seed))
 
     def test_every_client_gets_examples_of_every_split(self) -> None:
-        _, hands = self._dealt()
-        assert len(hands) == self.clients
-        assert all(len(hand.train) and len(hand.val) and len(hand.test) for hand in hands)
+        _, splits = self._dealt()
+        assert len(splits) == self.clients
+        assert all(len(hand.train) and len(hand.val) and len(hand.test) for hand in splits)
 
     def test_one_seed_deals_the_same_twice(self) -> None:
         for first, second in zip(self._dealt(7)[1], self._dealt(7)[1], strict=True):
@@ -104,6 +104,6 @@ class PartitionContract:
         assert len(rows) == len(set(rows))
 
     def test_clients_share_the_tensors_of_the_source(self) -> None:
-        source, hands = self._dealt()
+        source, splits = self._dealt()
         storage = source.train.inputs[0].data_ptr()
-        assert all(hand.train.inputs[0].data_ptr() == storage for hand in hands)
+        assert all(hand.train.inputs[0].data_ptr() == storage for hand in splits)

@@ -8,19 +8,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from sparsekit.state import StateDict
-from sparsekit_fl.context import ClientContext
+from sparsekit.graph.state import StateDict
+from sparsekit_fl.context.client import ClientContext
 from sparsekit_fl.engines.base import Engine
 from sparsekit_fl.errors import ClientError
-from sparsekit_fl.messages import Update
-from sparsekit_fl.method import Method
 from sparsekit_fl.methods.local import local
+from sparsekit_fl.methods.method import Method
 from sparsekit_fl.policies.local import LocalPolicy, LocalResult, Sgd
-from sparsekit_fl.policies.personal import OwnModel
-from sparsekit_fl.results import Observer, RunResult
-from sparsekit_fl.runner import run
-from sparsekit_fl.sparse import Mask
+from sparsekit_fl.policies.personal import LocalModel
+from sparsekit_fl.results.records import Observer, RunResult
+from sparsekit_fl.server.loop import run
 from sparsekit_fl.testing.tiny import tiny_clients, tiny_config, tiny_problem
+from sparsekit_fl.wire.kept import Mask
+from sparsekit_fl.wire.messages import Update
 
 __all__ = ["CountingSgd", "EngineContract", "FailingSgd"]
 
@@ -119,7 +119,7 @@ class EngineContract:
             _run(Method(name="failing", source="", local=FailingSgd()), engine=engine)
 
     def test_personal_models_are_written_where_they_differ_from_the_global_one(self, engine: Engine, tmp_path: Path) -> None:
-        method = Method(name="own", source="", personal=OwnModel())
+        method = Method(name="own", source="", personal=LocalModel())
         result = _run(method, engine=engine, out=tmp_path)
         trained = {client_id for record in result.rounds for client_id in record.cohort}
         written = {int(path.stem.split("-")[1]) for path in (tmp_path / "models").glob("client-*.safetensors")}

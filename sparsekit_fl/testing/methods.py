@@ -10,9 +10,9 @@ import pytest
 
 from sparsekit_fl.engines.embedded import Embedded
 from sparsekit_fl.errors import RunInterrupted
-from sparsekit_fl.method import Method
-from sparsekit_fl.results import Observer, RoundRecord, RunResult
-from sparsekit_fl.runner import run
+from sparsekit_fl.methods.method import Method
+from sparsekit_fl.results.records import Observer, RoundRecord, RunResult
+from sparsekit_fl.server.loop import run
 from sparsekit_fl.testing.tiny import tiny_clients, tiny_config, tiny_problem
 
 __all__ = ["MethodContract", "StopAfter"]

@@ -6,10 +6,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from sparsekit_fl.client import Capability, Client, ClientData
-from sparsekit_fl.config import RunConfig, TrainingConfig
-from sparsekit_fl.data import TensorData
-from sparsekit_fl.problem import Problem
+from sparsekit_fl.options.config import RunConfig, TrainingConfig
+from sparsekit_fl.problem.clients import Capability, Client, ClientData
+from sparsekit_fl.problem.data import TensorData
+from sparsekit_fl.problem.problem import Problem
 
 __all__ = ["TinyNet", "tiny_client", "tiny_clients", "tiny_config", "tiny_problem"]
 
@@ -58,7 +58,7 @@ def tiny_config(*, rounds: int = 4, seed: int = 3) -> RunConfig:
     """Four clients a round, two epochs, evaluation every second round."""
     return RunConfig(
         rounds=rounds,
-        clients_per_round=4,
+        cohort=4,
         training=TrainingConfig(local_epochs=2, batch_size=8, lr=0.1),
         seed=seed,
         eval_every=2,

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from sparsekit_fl.methods import registry
-from sparsekit_fl.runner import run
+from sparsekit_fl.server.loop import run
 from sparsekit_fl.testing.tiny import tiny_clients, tiny_config, tiny_problem
 
 FILE = Path(__file__).with_name("methods.json")

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 import sparsekit as sk
-from sparsekit.units.inputs import find_tensors
-from sparsekit.units.rebuild import copy_with
+from sparsekit.surgery.rebuild import copy_with
+from sparsekit.tracing.inputs import find_tensors
 
 pytestmark = pytest.mark.filterwarnings("ignore:The tensor attributes .* were assigned during export")  # of every nn.LSTM
 
@@ -194,8 +194,8 @@ def test_onnx_runtime_gives_the_same_outputs(name: str) -> None:
     assert program is not None
     buffer = io.BytesIO()
     program.save(buffer)
-    session = runtime.InferenceSession(buffer.getvalue(), providers=["CPUExecutionProvider"])
-    (found,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+    narrow_model = runtime.InferenceSession(buffer.getvalue(), providers=["CPUExecutionProvider"])
+    (found,) = narrow_model.run(None, {narrow_model.get_inputs()[0].name: x.numpy()})
     torch.testing.assert_close(torch.from_numpy(found), small(x).detach(), rtol=1e-4, atol=1e-5)
 
 

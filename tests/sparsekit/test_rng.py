@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from sparsekit.errors import InvalidValueError
-from sparsekit.rng import Streams, torch_generator, torch_scope
+from sparsekit.rng import torch_generator, torch_scope
+from sparsekit_fl.streams import Streams
 
 
 def _first(generator: np.random.Generator) -> int:

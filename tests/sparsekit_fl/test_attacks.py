@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from sparsekit_fl.config import RunConfig
 from sparsekit_fl.methods import registry
-from sparsekit_fl.results import Observer
-from sparsekit_fl.runner import run
+from sparsekit_fl.options.config import RunConfig
+from sparsekit_fl.results.records import Observer
+from sparsekit_fl.server.loop import run
 from sparsekit_fl.testing.tiny import tiny_clients, tiny_config, tiny_problem
 
 FILE = Path(__file__).parents[2] / "benchmarks" / "attacks.py"
@@ -61,7 +61,7 @@ def test_a_method_without_hostile_clients_is_the_method(bench):
 
 def test_robust_rules_beat_the_mean_where_clients_are_alike_and_some_are_loud(bench):
     clients = tiny_clients(8, examples=60)
-    config = RunConfig(rounds=4, clients_per_round=8, training=tiny_config().training, eval_every=4)
+    config = RunConfig(rounds=4, cohort=8, training=tiny_config().training, eval_every=4)
     accuracy = {}
     for rule, changes in bench.RULES.items():
         result = bench._run("fedavg", -10.0, frozenset({3}), (tiny_problem(), clients, config), **changes)

@@ -17,10 +17,15 @@ from hypothesis import strategies as st
 from safetensors.torch import save
 
 from sparsekit.errors import DataError
-from sparsekit.masks.mask import UnitMask, WeightMask
-from sparsekit.state import digest
-from sparsekit_fl.context import Setup, by_id
-from sparsekit_fl.messages import (
+from sparsekit.graph.mask import UnitMask, WeightMask
+from sparsekit.graph.state import digest
+from sparsekit_fl.client.spec import RunSpec, by_id
+from sparsekit_fl.methods.method import Method
+from sparsekit_fl.policies import DeltaMean
+from sparsekit_fl.server.server import Server
+from sparsekit_fl.testing.tiny import tiny_clients, tiny_config, tiny_problem
+from sparsekit_fl.wire.kept import Kept
+from sparsekit_fl.wire.messages import (
     Assignment,
     Evaluation,
     Update,
@@ -30,16 +35,11 @@ from sparsekit_fl.messages import (
     encode_assignment,
     encode_update,
 )
-from sparsekit_fl.method import Method
-from sparsekit_fl.packing import pack
-from sparsekit_fl.policies import DeltaMean
-from sparsekit_fl.server import Server
-from sparsekit_fl.sparse import Kept
-from sparsekit_fl.testing.tiny import tiny_clients, tiny_config, tiny_problem
+from sparsekit_fl.wire.packing import pack
 
 FUZZ = settings(max_examples=300, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 
-SETUP = Setup.build(Method(name="m", source="", aggregate=DeltaMean()), tiny_problem(), tiny_config())
+SETUP = RunSpec.build(Method(name="m", source="", aggregate=DeltaMean()), tiny_problem(), tiny_config())
 CLIENTS = by_id(tiny_clients())
 MASK = UnitMask({"first": torch.tensor([True, False, True, True, False, False, True, True])})
 
@@ -211,8 +211,8 @@ def test_no_bytes_crash_the_decoder_or_move_the_model_beyond_a_valid_update(orig
         server = Server(SETUP, CLIENTS)
         server.assign(1)
         server._assignments = {0: Assignment(round=1, client_id=0, state=server.shared())}
-        absorbed = server.absorb([update])
-        if absorbed.updates:
+        aggregated = server.aggregate([update])
+        if aggregated.updates:
             # What is left valid after a mutation is an update as a client may send it: right shapes, finite numbers.
             counts["valid"] += 1
             assert all(bool(torch.isfinite(tensor).all()) for tensor in server.state.state.values())
@@ -337,10 +337,10 @@ def refusal(change):
     server = Server(SETUP, CLIENTS)
     assignment = server.assign(1)[0]
     before = digest(server.state.state)
-    absorbed = server.absorb([change(honest(assignment.client_id, None))])
-    assert absorbed.updates == ()
+    aggregated = server.aggregate([change(honest(assignment.client_id, None))])
+    assert aggregated.updates == ()
     assert digest(server.state.state) == before
-    return str(absorbed.refused[0][1])
+    return str(aggregated.refused[0][1])
 
 
 def with_delta(update, name, tensor):
@@ -363,10 +363,10 @@ def test_what_no_honest_client_sends_is_refused(change, message):
 
 
 def test_finite_changes_that_would_overflow_the_model_are_refused():
-    config = replace(tiny_config(), clients_per_round=1)
-    setup = replace(SETUP, config=config)
-    setup = replace(setup, initial={**setup.initial, "last.bias": torch.full((3,), 3e38)})
-    server = Server(setup, CLIENTS)
+    config = replace(tiny_config(), cohort=1)
+    spec = replace(SETUP, config=config)
+    spec = replace(spec, initial={**spec.initial, "last.bias": torch.full((3,), 3e38)})
+    server = Server(spec, CLIENTS)
     assignment = server.assign(1)[0]
     update = with_delta(honest(assignment.client_id, None), "last.bias", torch.full((3,), 3e38))
-    assert "beyond the largest" in str(server.absorb([update]).refused[0][1])
+    assert "beyond the largest" in str(server.aggregate([update]).refused[0][1])

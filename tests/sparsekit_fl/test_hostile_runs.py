@@ -7,19 +7,19 @@ from dataclasses import replace
 import pytest
 import torch
 
-from sparsekit.masks.mask import WeightMask
-from sparsekit_fl.context import Setup
-from sparsekit_fl.engines.bench import Bench
-from sparsekit_fl.method import Method
+from sparsekit.graph.mask import WeightMask
+from sparsekit_fl.client.executor import ClientExecutor
+from sparsekit_fl.client.spec import RunSpec
 from sparsekit_fl.methods import registry
+from sparsekit_fl.methods.method import Method
 from sparsekit_fl.methods.prunefl import Search, prunefl
-from sparsekit_fl.results import Observer
-from sparsekit_fl.runner import run
-from sparsekit_fl.sparse import Kept
+from sparsekit_fl.results.records import Observer
+from sparsekit_fl.server.loop import run
 from sparsekit_fl.testing.tiny import tiny_clients, tiny_config, tiny_problem
+from sparsekit_fl.wire.kept import Kept
 
 HOSTILE = (1, 4)
-GRAPH = Setup.build(Method(name="m", source=""), tiny_problem(), tiny_config()).graph
+GRAPH = RunSpec.build(Method(name="m", source=""), tiny_problem(), tiny_config()).graph
 
 
 class Dropped(Observer):
@@ -37,13 +37,13 @@ def spoiled(monkeypatch):
     """Runs a method of which two clients change what they send; returns why they were refused."""
 
     def start(method, change, rounds=3):
-        train = Bench.train
+        train = ClientExecutor.train
 
         def hostile(self, assignment, *args, **kwargs):
             update, stored = train(self, assignment, *args, **kwargs)
             return (change(update) if assignment.client_id in HOSTILE else update), stored
 
-        monkeypatch.setattr(Bench, "train", hostile)
+        monkeypatch.setattr(ClientExecutor, "train", hostile)
         watch = Dropped()
         config = replace(tiny_config(rounds=rounds), eval_every=rounds)
         result = run(method, tiny_problem(), tiny_clients(), config, observers=[watch])

@@ -7,13 +7,14 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from sparsekit import UnitGraph, UnitMask, compact, select, trace_units
-from sparsekit.cost import trace_cost
-from sparsekit.masks.weight_mask import largest_weights
-from sparsekit.patterns import Ordered, PatternView, Random
-from sparsekit.units.layers import layer_weights, trace_layers
+from sparsekit.criteria import Ordered, PatternView, Random
+from sparsekit.graph.layers import layer_weights
+from sparsekit.measure.cost import trace_cost
+from sparsekit.tracing.layer_order import trace_layers
 from sparsekit_fl.models import models
 from sparsekit_fl.models.base import InputShape
-from sparsekit_fl.presets import PRESETS
+from sparsekit_fl.paper.presets import PRESETS
+from sparsekit_fl.policies.weight_masks import largest_weights
 
 SHAPES = {
     "mnist": ((1, 28, 28), 10, 180),
@@ -32,7 +33,7 @@ def costed(name: str):
     x = takes.zeros()[0]
     graph = trace_units(model, x)
     batches = -(-examples // preset.training.batch_size)
-    passes = preset.rounds * preset.clients_per_round * preset.training.local_epochs * batches * preset.training.batch_size
+    passes = preset.rounds * preset.cohort * preset.training.local_epochs * batches * preset.training.batch_size
     return passes, graph, trace_cost(model, x, graph=graph), model, x
 
 

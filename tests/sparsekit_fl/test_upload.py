@@ -8,17 +8,17 @@ import pytest
 import torch
 
 from sparsekit.errors import InvalidValueError
-from sparsekit_fl.context import Setup, by_id
+from sparsekit_fl.client.spec import RunSpec, by_id
 from sparsekit_fl.engines.embedded import Embedded
-from sparsekit_fl.messages import Update, decode_update, encode_update, update_bytes
-from sparsekit_fl.method import Method
 from sparsekit_fl.methods import registry
-from sparsekit_fl.packing import upload_dtype
+from sparsekit_fl.methods.method import Method
 from sparsekit_fl.policies import DeltaMean
-from sparsekit_fl.results import Observer
-from sparsekit_fl.runner import run
-from sparsekit_fl.server import Server
+from sparsekit_fl.results.records import Observer
+from sparsekit_fl.server.loop import run
+from sparsekit_fl.server.server import Server
 from sparsekit_fl.testing.tiny import tiny_clients, tiny_config, tiny_problem
+from sparsekit_fl.wire.messages import Update, decode_update, encode_update, update_bytes
+from sparsekit_fl.wire.packing import upload_dtype
 
 ROUNDED = replace(tiny_config(), upload="bfloat16")
 
@@ -72,15 +72,15 @@ def test_a_rounded_update_survives_the_wire_bit_for_bit():
 
 @pytest.mark.parametrize(("config", "sent"), [(ROUNDED, torch.float32), (tiny_config(), torch.bfloat16)])
 def test_what_is_sent_otherwise_than_asked_for_is_refused(config, sent):
-    setup = Setup.build(Method(name="m", source="", aggregate=DeltaMean()), tiny_problem(), config)
-    server = Server(setup, by_id(tiny_clients()))
+    spec = RunSpec.build(Method(name="m", source="", aggregate=DeltaMean()), tiny_problem(), config)
+    server = Server(spec, by_id(tiny_clients()))
     assignment = server.assign(1)[0]
     examples = len(tiny_clients()[assignment.client_id].data.train)
     delta = {n: torch.zeros_like(t, dtype=sent if t.is_floating_point() else t.dtype) for n, t in assignment.state.items()}
     update = Update(round=1, client_id=assignment.client_id, examples=examples, delta=delta)
-    absorbed = server.absorb([update])
-    assert absorbed.updates == ()
-    assert f"as {sent}" in str(absorbed.refused[0][1])
+    aggregated = server.aggregate([update])
+    assert aggregated.updates == ()
+    assert f"as {sent}" in str(aggregated.refused[0][1])
 
 
 def test_another_type_is_refused():

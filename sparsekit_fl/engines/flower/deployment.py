@@ -12,15 +12,16 @@ from flwr.app import Message
 from flwr.serverapp import Grid
 
 from sparsekit.errors import SparsekitError
-from sparsekit_fl.client import Client
-from sparsekit_fl.context import Setup, one_thread
+from sparsekit_fl.client.spec import RunSpec
+from sparsekit_fl.client.worker import one_thread
 from sparsekit_fl.engines.base import ClientPool
-from sparsekit_fl.engines.flower.introduction import read_clients
 from sparsekit_fl.engines.flower.pool import GridPool
 from sparsekit_fl.engines.flower.wire import content
 from sparsekit_fl.errors import ClientError, WorkerDiedError
-from sparsekit_fl.results import RunResult
-from sparsekit_fl.store import ClientStore
+from sparsekit_fl.problem.clients import Client
+from sparsekit_fl.results.records import RunResult
+from sparsekit_fl.state.store import ClientStore
+from sparsekit_fl.wire.introduction import read_clients
 
 __all__ = ["Deployment", "Nodes"]
 
@@ -197,7 +198,7 @@ class Deployment:
         self,
         rounds: Callable[[ClientPool], RunResult],
         *,
-        setup: Setup,
+        spec: RunSpec,
         clients: Mapping[int, Client],
         store: ClientStore,
     ) -> RunResult:
@@ -208,7 +209,7 @@ class Deployment:
             return rounds(
                 GridPool(
                     self._nodes,
-                    setup,
+                    spec,
                     store,
                     memory=self._memory,
                     workers=len(self._nodes),

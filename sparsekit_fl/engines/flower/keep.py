@@ -6,10 +6,10 @@ import hashlib
 from pathlib import Path
 
 from sparsekit.errors import DataError
-from sparsekit_fl.context import Memory
+from sparsekit_fl.context.memory import Memory
 from sparsekit_fl.errors import LostMemoryError
-from sparsekit_fl.storage import sync_folder, write_atomically
-from sparsekit_fl.store import CarriedMemory
+from sparsekit_fl.state.storage import sync_folder, write_atomically
+from sparsekit_fl.state.store import CarriedMemory
 
 __all__ = ["NodeStore"]
 

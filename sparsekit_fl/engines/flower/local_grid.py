@@ -19,14 +19,14 @@ from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_conte
 from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
-from sparsekit_fl.client import Client
-from sparsekit_fl.context import Setup
+from sparsekit_fl.client.executor import ClientExecutor
+from sparsekit_fl.client.spec import RunSpec
 from sparsekit_fl.engines.base import ClientPool
-from sparsekit_fl.engines.bench import Bench
 from sparsekit_fl.engines.flower.node import Node, make_app
 from sparsekit_fl.engines.flower.pool import GridPool
-from sparsekit_fl.results import RunResult
-from sparsekit_fl.store import ClientStore
+from sparsekit_fl.problem.clients import Client
+from sparsekit_fl.results.records import RunResult
+from sparsekit_fl.state.store import ClientStore
 
 __all__ = ["Fault", "InProcess", "LocalGrid", "over_the_wire"]
 
@@ -152,12 +152,12 @@ class InProcess:
         self,
         rounds: Callable[[ClientPool], RunResult],
         *,
-        setup: Setup,
+        spec: RunSpec,
         clients: Mapping[int, Client],
         store: ClientStore,
     ) -> RunResult:
         """Run the loop over a grid of this process."""
-        node = Node(Bench(setup, clients, store))
+        node = Node(ClientExecutor(spec, clients, store))
         grid = LocalGrid(
             make_app(lambda _: node),
             nodes=self._nodes or len(clients),
@@ -167,7 +167,7 @@ class InProcess:
         )
         self.grid = grid
         carrier = _Fixed(grid, sorted(grid.get_node_ids()), {id: place for place, id in enumerate(sorted(clients))})
-        return rounds(GridPool(carrier, setup, store, workers=1, **self._options))
+        return rounds(GridPool(carrier, spec, store, workers=1, **self._options))
 
 
 @dataclasses.dataclass

@@ -12,14 +12,14 @@ from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
 from sparsekit.errors import DataError
-from sparsekit.state import StateDict
-from sparsekit_fl.context import one_thread
-from sparsekit_fl.engines.bench import Bench
+from sparsekit.graph.state import StateDict
+from sparsekit_fl.client.executor import ClientExecutor
+from sparsekit_fl.client.worker import one_thread
 from sparsekit_fl.engines.flower.wire import content, read
 from sparsekit_fl.errors import ClientError, LostMemoryError
-from sparsekit_fl.messages import decode_assignment, encode_update
-from sparsekit_fl.packing import unpack
-from sparsekit_fl.store import CarriedMemory
+from sparsekit_fl.state.store import CarriedMemory
+from sparsekit_fl.wire.messages import decode_assignment, encode_update
+from sparsekit_fl.wire.packing import unpack
 
 __all__ = ["Node", "make_app"]
 
@@ -28,11 +28,11 @@ class Node:
     """Answers tasks. Whatever goes wrong becomes a reply, so that the server can tell whose fault it was.
 
     Args:
-        bench: Trains and scores.
+        executor: Trains and scores.
     """
 
-    def __init__(self, bench: Bench) -> None:
-        self._bench = bench
+    def __init__(self, executor: ClientExecutor) -> None:
+        self._executor = executor
 
     def answer(self, header: Mapping[str, Any], payloads: Mapping[str, bytes]) -> tuple[dict[str, Any], dict[str, bytes]]:
         """The tasks of one message, each answered for itself.
@@ -74,16 +74,16 @@ class Node:
 
     def _train(self, header: Mapping[str, Any], payloads: Mapping[str, bytes]) -> tuple[dict[str, Any], dict[str, bytes]]:
         memory = self._memory(header, payloads)
-        assignment = decode_assignment(payloads["body"], self._bench.setup.graph)
+        assignment = decode_assignment(payloads["body"], self._executor.spec.graph)
         if (assignment.client_id, assignment.round) != (header["client"], header["round"]):
             raise DataError("header and assignment are of different clients or rounds")
         try:
-            update, stored = self._bench.train(assignment, header["version"], store=memory)
+            update, stored = self._executor.train(assignment, header["version"], store=memory)
             note = ""
         except LostMemoryError as error:
             # Better a client that starts afresh, and says so, than one that never takes part again.
             note = f"{error}; it started afresh"
-            update, stored = self._bench.train(assignment, None, store=memory)
+            update, stored = self._executor.train(assignment, None, store=memory)
         return {"stored": stored, "note": note}, {"body": encode_update(update), "memory": memory.written if memory else b""}
 
     def _evaluate(self, header: Mapping[str, Any], payloads: Mapping[str, bytes]) -> tuple[dict[str, Any], dict[str, bytes]]:
@@ -98,7 +98,7 @@ class Node:
         self, state: StateDict, header: Mapping[str, Any], payloads: Mapping[str, bytes], version: int | None
     ) -> tuple[dict[str, Any], dict[str, bytes]]:
         with tempfile.TemporaryDirectory(prefix="sparsekit-") as folder:
-            evaluation = self._bench.evaluate(
+            evaluation = self._executor.evaluate(
                 state,
                 header["client"],
                 version,

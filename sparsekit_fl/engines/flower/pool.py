@@ -12,15 +12,15 @@ from flwr.app import Message
 from flwr.serverapp import Grid
 
 from sparsekit.errors import DataError, InvalidValueError
-from sparsekit.state import StateDict
-from sparsekit_fl.context import Setup
+from sparsekit.graph.state import StateDict
+from sparsekit_fl.client.spec import RunSpec
 from sparsekit_fl.engines.base import Reply, Unscored
 from sparsekit_fl.engines.flower.wire import content, read
 from sparsekit_fl.errors import ClientError, WorkerDiedError
-from sparsekit_fl.messages import Assignment, Evaluation, decode_update, encode_assignment
-from sparsekit_fl.packing import pack
-from sparsekit_fl.storage import write_atomically
-from sparsekit_fl.store import ClientStore, Versions
+from sparsekit_fl.state.storage import write_atomically
+from sparsekit_fl.state.store import ClientStore, Versions
+from sparsekit_fl.wire.messages import Assignment, Evaluation, decode_update, encode_assignment
+from sparsekit_fl.wire.packing import pack
 
 __all__ = ["Carrier", "GridDiedError", "GridPool", "Task"]
 
@@ -105,7 +105,7 @@ class GridPool:
 
     Args:
         carrier: The grid.
-        setup: Of the run.
+        spec: Of the run.
         store: Where memories are that travel.
         memory: "nodes" keep the memories of their clients; the "server" does, and sends them along.
         workers: How many clients train at once, for the record.
@@ -120,7 +120,7 @@ class GridPool:
     def __init__(
         self,
         carrier: Carrier,
-        setup: Setup,
+        spec: RunSpec,
         store: ClientStore,
         *,
         memory: Literal["nodes", "server"],
@@ -135,11 +135,11 @@ class GridPool:
             raise InvalidValueError(f"timeout_seconds must be a positive number or None, got {timeout_seconds}")
         self.workers = workers
         self._carrier = carrier
-        self._setup = setup
+        self._spec = spec
         self._store = store
         self._carried = memory == "server"
         self._timeout = timeout_seconds
-        dense = sum(tensor.numel() * tensor.element_size() for tensor in setup.initial.values())
+        dense = sum(tensor.numel() * tensor.element_size() for tensor in spec.initial.values())
         self._most = max(4 * dense, 2**24) if max_reply_bytes is None else max_reply_bytes
         self._exports = export
         self._grouped = grouped
@@ -216,7 +216,7 @@ class GridPool:
             "version": version,
             "carried": self._carried,
         }
-        body = encode_assignment(assignment, self._setup.graph)
+        body = encode_assignment(assignment, self._spec.graph)
         payloads = {"body": body, **self._memory(assignment.client_id, version)}
         return Task(kind="train", client_id=assignment.client_id, header=header, payloads=payloads)
 
@@ -235,7 +235,7 @@ class GridPool:
                 raise WorkerDiedError(text)
             return Reply(client_id=assignment.client_id, error=ClientError(text[:_MOST_TEXT]))
         try:
-            update = decode_update(answer.payloads.get("body", b""), self._setup.graph)
+            update = decode_update(answer.payloads.get("body", b""), self._spec.graph)
         except DataError as error:
             return Reply(client_id=assignment.client_id, error=ClientError(f"{who} sent no valid update: {error}"))
         stored = answer.header.get("stored") is True

@@ -17,12 +17,12 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 from flwr.simulation import run_simulation
 
-from sparsekit_fl.client import Client
-from sparsekit_fl.context import Setup
-from sparsekit_fl.engines.bench import Bench
+from sparsekit_fl.client.executor import ClientExecutor
+from sparsekit_fl.client.spec import RunSpec
 from sparsekit_fl.engines.flower.node import Node, make_app
 from sparsekit_fl.errors import WorkerDiedError
-from sparsekit_fl.store import CarriedMemory, ClientStore, MemoryStore
+from sparsekit_fl.problem.clients import Client
+from sparsekit_fl.state.store import CarriedMemory, ClientStore, MemoryStore
 
 __all__ = ["Bundle", "Session"]
 
@@ -38,12 +38,12 @@ class Bundle:
     """What an actor needs once; it goes to every machine once, through Ray's object store.
 
     Args:
-        setup: Of the run.
+        spec: Of the run.
         clients: All of them.
         folder: Where memories are; None where they travel with the messages.
     """
 
-    setup: Setup
+    spec: RunSpec
     clients: Mapping[int, Client]
     folder: str | None
 
@@ -58,7 +58,7 @@ def _node_of(reference: Any) -> Node:
     if _node is None or _node[0] != key:
         bundle: Bundle = ray.get(reference)
         store: MemoryStore = CarriedMemory() if bundle.folder is None else ClientStore(Path(bundle.folder), durable=False)
-        _node = (key, Node(Bench(bundle.setup, bundle.clients, store)))
+        _node = (key, Node(ClientExecutor(bundle.spec, bundle.clients, store)))
     return _node[1]
 
 
@@ -163,7 +163,7 @@ class Session:
         raise WorkerDiedError(f"only {len(ids)} of {self._nodes} nodes came up within {_START_SECONDS:g} seconds")
 
     def _gpus(self) -> float:
-        return 1.0 / self.actors if self._bundle.setup.config.device.startswith("cuda") else 0.0
+        return 1.0 / self.actors if self._bundle.spec.config.device.startswith("cuda") else 0.0
 
     def _start_ray(self) -> None:
         if ray.is_initialized():

@@ -8,13 +8,14 @@ from pathlib import Path
 import torch
 
 from sparsekit.errors import InvalidValueError
-from sparsekit_fl.client import Client
-from sparsekit_fl.context import Setup, one_thread
+from sparsekit_fl.client.spec import RunSpec
+from sparsekit_fl.client.worker import one_thread
 from sparsekit_fl.engines.base import ClientPool
 from sparsekit_fl.engines.flower.pool import GridPool
 from sparsekit_fl.engines.flower.session import Bundle, Session
-from sparsekit_fl.results import RunResult
-from sparsekit_fl.store import ClientStore
+from sparsekit_fl.problem.clients import Client
+from sparsekit_fl.results.records import RunResult
+from sparsekit_fl.state.store import ClientStore
 
 __all__ = ["Flower"]
 
@@ -66,7 +67,7 @@ class Flower:
         self,
         rounds: Callable[[ClientPool], RunResult],
         *,
-        setup: Setup,
+        spec: RunSpec,
         clients: Mapping[int, Client],
         store: ClientStore,
     ) -> RunResult:
@@ -75,7 +76,7 @@ class Flower:
         # Actors on this machine write memories where the run keeps them; others cannot.
         folder = None if self.ray_address is not None else str(Path(store.folder).resolve())
         session = Session(
-            Bundle(setup=setup, clients=clients, folder=folder),
+            Bundle(spec=spec, clients=clients, folder=folder),
             nodes=self.supernodes or min(len(clients), _NODES),
             workers=self.workers,
             ray_address=self.ray_address,
@@ -86,7 +87,7 @@ class Flower:
             session.start()
             pool = GridPool(
                 session,
-                setup,
+                spec,
                 store,
                 memory="server" if folder is None else "nodes",
                 workers=session.actors,

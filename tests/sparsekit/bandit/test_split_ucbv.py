@@ -16,10 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparsekit.bandit.base import Interval, Pull
+from sparsekit.bandit.drift import Watch
 from sparsekit.bandit.rule import Rule
 from sparsekit.bandit.space import Box, BoxPull
 from sparsekit.bandit.split_ucbv import SplitUCBV
-from sparsekit.bandit.watch import Watch
 from sparsekit.errors import InvalidValueError
 from sparsekit.testing.bandits import BanditContract, MakeBandit
 

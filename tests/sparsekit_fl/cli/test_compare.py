@@ -1,4 +1,4 @@
-"""`sparsekit compare`: cells, reuse, and the numbers in table and files."""
+"""`sparsekit compare`: trials, reuse, and the numbers in table and files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from sparsekit.cli import execute
+from sparsekit.cli.main import execute
 
 TINY = ["--rounds", "2", "--clients", "4", "--cohort", "2", "--local-epochs", "1", "--workers", "1"]
 
@@ -32,8 +32,8 @@ def test_methods_times_seeds_with_mean_and_deviation(tmp_path: Path, capsys: pyt
     assert report["methods"] == ["fedavg", "local"]
     assert report["seeds"] == [5, 6]
     assert sorted(_numbers(tmp_path)) == [f"{m}-seed{s}/result.json" for m in ("fedavg", "local") for s in (5, 6)]
-    cells = [json.loads((tmp_path / f"fedavg-seed{seed}/result.json").read_text()) for seed in (5, 6)]
-    found = [cell["final"]["personal"]["accuracy"] for cell in cells]
+    trials = [json.loads((tmp_path / f"fedavg-seed{seed}/result.json").read_text()) for seed in (5, 6)]
+    found = [trial["final"]["personal"]["accuracy"] for trial in trials]
     summary = report["summary"]["fedavg"]["personal_accuracy"]
     assert summary["mean"] == pytest.approx(statistics.fmean(found))
     assert summary["deviation"] == pytest.approx(statistics.stdev(found))
@@ -45,7 +45,7 @@ def test_methods_times_seeds_with_mean_and_deviation(tmp_path: Path, capsys: pyt
     before = _numbers(tmp_path)
     assert execute([*command, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["summary"] == report["summary"]
-    assert _numbers(tmp_path) == before, "finished cells are not run again"
+    assert _numbers(tmp_path) == before, "finished trials are not run again"
 
     assert execute([*command[:4], *command[4:], "--lr", "0.01"]) == 2
     assert "config.training.lr: was 0.1, now 0.01" in capsys.readouterr().err
@@ -128,7 +128,7 @@ def test_a_failed_cell_is_recorded_loses_no_other_and_is_tried_again(
     assert recorded["config"]["rounds"] == 2
     assert "no such luck" in (tmp_path / "out/report.html").read_text()
 
-    # The text of the policy is unchanged, so the cell goes on under the same settings.
+    # The text of the policy is unchanged, so the trial goes on under the same settings.
     (tmp_path / "mended").touch()
     assert execute(command) == 0
     captured = capsys.readouterr()
@@ -155,10 +155,10 @@ def test_several_at_a_time_give_the_same_numbers_and_survive_a_killed_process(
 
     assert execute(["compare", "fedavg", "local", "--seeds", "1", *TINY, "--json"]) == 0
     alone = json.loads(capsys.readouterr().out)
-    for cells in (at_once["cells"], alone["cells"]):
-        for cell in cells:
-            assert cell.pop("wall_seconds") > 0
-    assert at_once["cells"] == alone["cells"]
+    for trials in (at_once["trials"], alone["trials"]):
+        for trial in trials:
+            assert trial.pop("wall_seconds") > 0
+    assert at_once["trials"] == alone["trials"]
 
     # Its first round was saved, so only the second is run.
     (tmp_path / "mended").touch()
@@ -189,7 +189,7 @@ def test_levels_of_devices_and_data_are_an_axis(tmp_path: Path, capsys: pytest.C
     assert "fedavg, heterogeneity low, lacks 4" in text
     assert (out / "fedavg-low-lack8-seed0/result.json").exists()
     report = json.loads((out / "compare.json").read_text())
-    assert [(cell["method"], cell["heterogeneity"], cell["lack_classes"]) for cell in report["cells"]] == [
+    assert [(trial["method"], trial["heterogeneity"], trial["lack_classes"]) for trial in report["trials"]] == [
         (method, level, lack) for level in ("low", "high") for lack in (4, 8) for method in ("fedavg", "local")
     ]
     figures = {path.name for path in (out / "figures").iterdir()}
@@ -244,7 +244,16 @@ def test_clients_are_scored_ten_times_unless_said_otherwise(capsys: pytest.Captu
 
 @pytest.mark.parametrize("jobs", [1, 2])
 def test_ctrl_c_keeps_what_is_done_and_says_how_to_go_on(jobs: int, tmp_path: Path) -> None:
-    command = [sys.executable, "-c", "from sparsekit.cli import main; main()", "compare", "fedavg", "local", "--seeds", "1"]
+    command = [
+        sys.executable,
+        "-c",
+        "from sparsekit.cli.main import main; main()",
+        "compare",
+        "fedavg",
+        "local",
+        "--seeds",
+        "1",
+    ]
     command += ["--rounds", "400", "--clients", "4", "--cohort", "2", "--local-epochs", "1", "--workers", "1"]
     command += ["--jobs", str(jobs), "--out", str(tmp_path)]
     # A shell that starts something in the background may have told it to ignore Ctrl-C.

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from sparsekit.cli import execute
+from sparsekit.cli.main import execute
 from sparsekit_fl import methods
 from sparsekit_fl.cli.listing import KINDS
 

@@ -1,4 +1,4 @@
-"""LiveProgress and CellsProgress: draw on a terminal, and no bars anywhere else."""
+"""LiveProgress and TrialsProgress: draw on a terminal, and no bars anywhere else."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import pytest
 from rich.console import Console
 from saved_results import result
 
-from sparsekit_fl.cli.progress import CellsProgress, Events, LiveProgress
-from sparsekit_fl.config import RunConfig
-from sparsekit_fl.messages import WorkCost
-from sparsekit_fl.report.cells import Cell
-from sparsekit_fl.results import RoundRecord, RoundScores, RunStart
+from sparsekit_fl.cli.progress import Events, LiveProgress, TrialsProgress
+from sparsekit_fl.options.config import RunConfig
+from sparsekit_fl.report.trials import Trial
+from sparsekit_fl.results.records import RoundRecord, RoundScores, RunStart
+from sparsekit_fl.wire.messages import WorkCost
 
 
 def _watch(console: Console, *, quiet: bool = False) -> None:
-    config = RunConfig(rounds=2, clients_per_round=2)
+    config = RunConfig(rounds=2, cohort=2)
     cost = WorkCost(flops_compact=53 * 10**10)
     scores = RoundScores(personal={"accuracy": 0.984}, validation={})
     with LiveProgress(quiet=quiet, console=console) as progress:
@@ -47,11 +47,11 @@ def test_it_is_silent_where_nobody_looks_or_when_told(terminal: bool, quiet: boo
     assert text.getvalue() == ""
 
 
-def _cells(console: Console, *, quiet: bool = False) -> None:
-    config = RunConfig(rounds=2, clients_per_round=2)
+def _trials(console: Console, *, quiet: bool = False) -> None:
+    config = RunConfig(rounds=2, cohort=2)
     scores = RoundScores(personal={"accuracy": 0.984}, validation={})
-    with CellsProgress(3, quiet=quiet, console=console) as board:
-        board.end("fedavg, seed 0", Cell.of(result("fedavg", accuracies={100: 0.75})), ran=False)
+    with TrialsProgress(3, quiet=quiet, console=console) as board:
+        board.end("fedavg, seed 0", Trial.of(result("fedavg", accuracies={100: 0.75})), ran=False)
         board.begin("fedlps, seed 0")
         # As it comes through a pipe.
         events = Events(lambda event: board.event("fedlps, seed 0", json.loads(json.dumps(event))))
@@ -67,8 +67,8 @@ def _cells(console: Console, *, quiet: bool = False) -> None:
             )  # fmt: skip
         board.event("fedlps, seed 0", {"said": "[a warning]"})
         board.tick()
-        board.end("fedlps, seed 0", Cell.of(result("fedlps")), ran=True)
-        board.end("local, seed 0", Cell(method="local", seed=0, config={}, error="it [broke]"), ran=True)
+        board.end("fedlps, seed 0", Trial.of(result("fedlps")), ran=True)
+        board.end("local, seed 0", Trial(method="local", seed=0, config={}, error="it [broke]"), ran=True)
 
 
 def test_a_comparison_shows_all_cells_those_that_run_and_a_line_for_each_that_ended(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,22 +76,22 @@ def test_a_comparison_shows_all_cells_those_that_run_and_a_line_for_each_that_en
     ticking = itertools.count()
     monkeypatch.setattr("sparsekit_fl.cli.progress.time.monotonic", lambda: float(next(ticking)))
     text = io.StringIO()
-    _cells(Console(file=text, force_terminal=True, width=160))
+    _trials(Console(file=text, force_terminal=True, width=160))
     for part in (
         "1/3 fedavg, seed 0: finished before, accuracy 75.0%", "fedlps, seed 0, preparing", "fedlps, seed 0, round 2/2",
         "accuracy 98.4%", "2/3 fedlps, seed 0: finished, accuracy 75.0%, ", "fedlps, seed 0: [a warning]",
-        "3/3 local, seed 0: failed: it [broke]", "2/3 cells", "left",
+        "3/3 local, seed 0: failed: it [broke]", "2/3 trials", "left",
     ):  # fmt: skip
         assert part in text.getvalue(), part
 
 
 def test_where_nobody_watches_only_the_lines_are_left_and_quiet_takes_these_too() -> None:
     text = io.StringIO()
-    _cells(Console(file=text, force_terminal=False, width=160))
+    _trials(Console(file=text, force_terminal=False, width=160))
     lines = text.getvalue().splitlines()
     assert [line.split(":")[0] for line in lines] == [
         "1/3 fedavg, seed 0", "fedlps, seed 0", "2/3 fedlps, seed 0", "3/3 local, seed 0"
     ]  # fmt: skip
     text = io.StringIO()
-    _cells(Console(file=text, force_terminal=True, width=160), quiet=True)
+    _trials(Console(file=text, force_terminal=True, width=160), quiet=True)
     assert text.getvalue() == ""

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from saved_results import result, save
 
-from sparsekit.cli import execute
+from sparsekit.cli.main import execute
 
 
 def test_it_prints_the_tables_and_says_where_the_page_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from sparsekit.cli import execute
+from sparsekit.cli.main import execute
 
 TINY = ["--rounds", "2", "--clients", "4", "--cohort", "2", "--local-epochs", "1", "--workers", "1"]
 
@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from sparsekit_fl import Client, ClientData, Method, Problem, TensorData
 from sparsekit_fl.policies import ByCapability, CoverageMean, UnitPattern
-from sparsekit.patterns import Ordered
+from sparsekit.criteria import Ordered
 
 def net():
     return nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 2))
@@ -85,7 +85,7 @@ def test_json_is_the_result_and_nothing_else(capsys: pytest.CaptureFixture[str])
     assert set(result) >= {"method", "config", "seed", "final", "cost", "rounds", "environment"}
     assert result["seed"] == 3
     assert result["config"]["rounds"] == 2
-    assert result["config"]["clients_per_round"] == 2
+    assert result["config"]["cohort"] == 2
     assert result["config"]["training"]["lr"] == 0.05
     assert result["config"]["training"]["batch_size"] == 8
     assert result["config"]["training"]["local_epochs"] == 1
@@ -229,7 +229,9 @@ def test_ctrl_c_ends_cleanly_and_the_run_resumes_to_the_same_bits(tmp_path: Path
     whole = _json(options, capsys)
     out = tmp_path / "run"
     # A shell that starts tests in the background lets them ignore SIGINT, and children inherit that.
-    program = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler);from sparsekit.cli import main; main()"
+    program = (
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler);from sparsekit.cli.main import main; main()"
+    )
     process = subprocess.Popen(
         [sys.executable, "-c", program, *options, "--out", str(out)],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from sparsekit.cli import execute
+from sparsekit.cli.main import execute
 
 TINY = ["--rounds", "1", "--clients", "4", "--cohort", "3", "--local-epochs", "1", "--workers", "1", "--quiet"]
 

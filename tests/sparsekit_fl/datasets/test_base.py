@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from sparsekit.errors import DataError
-from sparsekit_fl.data import TensorData
 from sparsekit_fl.datasets.base import DataSource
+from sparsekit_fl.problem.data import TensorData
 
 IMAGES = TensorData((torch.zeros(4, 1, 8, 8, dtype=torch.uint8),), torch.tensor([0, 1, 2, 1]))
 

@@ -11,7 +11,7 @@ from sparsekit_fl.datasets.base import DataSource
 from sparsekit_fl.datasets.reddit import read_leaf
 from sparsekit_fl.datasets.shakespeare import speeches
 from sparsekit_fl.datasets.text import token_source, vocabulary_of
-from sparsekit_fl.metrics import IGNORED
+from sparsekit_fl.problem.metrics import IGNORED
 from sparsekit_fl.testing.datasets import DatasetContract
 
 PLAY = "ANNA:\nTo be, or not to be.\n\nBERT:\nI'll go!\n\nANNA:\nGo then.\nAnd go well.\n"

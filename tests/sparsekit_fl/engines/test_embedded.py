@@ -12,10 +12,10 @@ import torch
 from sparsekit.errors import InvalidValueError
 from sparsekit_fl.engines.embedded import Embedded
 from sparsekit_fl.errors import WorkerDiedError
-from sparsekit_fl.method import Method
+from sparsekit_fl.methods.method import Method
 from sparsekit_fl.policies.local import LocalPolicy, Sgd
-from sparsekit_fl.problem import Problem
-from sparsekit_fl.runner import run
+from sparsekit_fl.problem.problem import Problem
+from sparsekit_fl.server.loop import run
 from sparsekit_fl.testing.engines import EngineContract
 from sparsekit_fl.testing.tiny import TinyNet, tiny_clients, tiny_config, tiny_problem
 

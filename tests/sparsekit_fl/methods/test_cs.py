@@ -10,11 +10,11 @@ from personal import STATE, combine, equals, server_context, update, watched
 from torch import nn
 
 from sparsekit.errors import InvalidValueError
-from sparsekit.masks.mask import WeightMask
+from sparsekit.graph.mask import WeightMask
 from sparsekit_fl.methods import cs, fedavg
 from sparsekit_fl.methods.cs import ChangeMean, ComplementMean, LargestOnServer
-from sparsekit_fl.problem import Problem
-from sparsekit_fl.runner import run
+from sparsekit_fl.problem.problem import Problem
+from sparsekit_fl.server.loop import run
 from sparsekit_fl.testing.methods import MethodContract
 from sparsekit_fl.testing.tiny import tiny_clients, tiny_config, tiny_problem
 
@@ -87,7 +87,7 @@ def test_the_released_variant_without_pruning_is_fedavg_bit_for_bit() -> None:
 
 
 def test_a_run_counts_one_dense_round_and_then_sparse_ones_while_it_computes_densely() -> None:
-    config = dataclasses.replace(tiny_config(rounds=3), clients_per_round=4)
+    config = dataclasses.replace(tiny_config(rounds=3), cohort=4)
     clients = equals()
     result, plain = run(cs(), tiny_problem(), clients, config), run(fedavg(), tiny_problem(), clients, config)
     # 2 · 48 of the hidden matrix, half of them in two rounds out of three; the rest is 8 + 48 + 3.

@@ -13,19 +13,13 @@ from personal import combine, deep_problem, server_context, update, watched
 from torch import nn
 
 from sparsekit.errors import InvalidValueError
-from sparsekit_fl.context import Setup, Workspace
+from sparsekit_fl.client.spec import RunSpec
+from sparsekit_fl.client.worker import WorkerState
 from sparsekit_fl.methods import depthfl, fedavg
-from sparsekit_fl.methods.depthfl import (
-    DynamicMean,
-    ExitSgd,
-    affordable_depth,
-    depth_entries,
-    depth_flops,
-    distillation_loss,
-)
-from sparsekit_fl.metrics import IGNORED
-from sparsekit_fl.problem import Problem
-from sparsekit_fl.runner import run
+from sparsekit_fl.methods.depthfl import DynamicMean, ExitSgd, affordable_depth, depth_entries, depth_flops, distillation_loss
+from sparsekit_fl.problem.metrics import IGNORED
+from sparsekit_fl.problem.problem import Problem
+from sparsekit_fl.server.loop import run
 from sparsekit_fl.testing.methods import MethodContract
 from sparsekit_fl.testing.tiny import tiny_clients, tiny_config
 
@@ -52,30 +46,30 @@ def _long() -> nn.Module:
 
 
 def test_depth_follows_capability() -> None:
-    setup = Setup.build(depthfl(), long_problem(), tiny_config())
-    entries = depth_entries(setup.graph)
+    spec = RunSpec.build(depthfl(), long_problem(), tiny_config())
+    entries = depth_entries(spec.graph)
     assert len(entries) == 5
     assert all(smaller < larger for smaller, larger in itertools.pairwise(entries))
-    work = depth_flops(setup.graph, setup.costs)
+    work = depth_flops(spec.graph, spec.costs)
     # Six layers of 36 weights, of 6 inputs and 3 outputs the last and every exit, at two FLOPs each.
     assert work[0] < work[1]
     assert work[-1] == 2 * (6 * 36 + 5 * 18)
-    assert [affordable_depth(setup.graph, setup.costs, flops / work[-1]) for flops in work] == [1, 2, 3, 4, 5]
-    assert affordable_depth(setup.graph, setup.costs, 1e-6) == 1
-    assert affordable_depth(setup.graph, setup.costs, 0.9999) == 4
+    assert [affordable_depth(spec.graph, spec.costs, flops / work[-1]) for flops in work] == [1, 2, 3, 4, 5]
+    assert affordable_depth(spec.graph, spec.costs, 1e-6) == 1
+    assert affordable_depth(spec.graph, spec.costs, 0.9999) == 4
 
 
 def test_clients_receive_train_and_send_a_prefix() -> None:
     result, updates = watched(depthfl(), problem=long_problem())
-    setup = Setup.build(depthfl(), long_problem(), tiny_config())
-    entries = depth_entries(setup.graph)
+    spec = RunSpec.build(depthfl(), long_problem(), tiny_config())
+    entries = depth_entries(spec.graph)
     seen = set()
     for item in updates:
-        depth = affordable_depth(setup.graph, setup.costs, item.ratio)
+        depth = affordable_depth(spec.graph, spec.costs, item.ratio)
         seen.add(depth)
-        for name in setup.graph.shapes:
+        for name in spec.graph.shapes:
             assert (item.delta[name].numel() > 0) == (name in entries[depth - 1])
-        assert item.cost.flops_compact == 3 * depth_flops(setup.graph, setup.costs)[depth - 1] * 2 * item.examples
+        assert item.cost.flops_compact == 3 * depth_flops(spec.graph, spec.costs)[depth - 1] * 2 * item.examples
     assert len(seen) > 1
     plain = watched(dataclasses.replace(depthfl(), mask=fedavg().mask, ratio=fedavg().ratio), problem=long_problem())[0]
     assert result.cost.flops_compact < plain.cost.flops_compact
@@ -125,25 +119,23 @@ def test_positions_without_a_target_teach_nothing() -> None:
 def context(method, *, round=1, ratio=1.0, memory=None):
     base = tiny_config(rounds=10)
     config = dataclasses.replace(base, training=dataclasses.replace(base.training, local_epochs=1, batch_size=64))
-    setup = Setup.build(method, deep_problem(), config)
+    spec = RunSpec.build(method, deep_problem(), config)
     client = tiny_clients(1)[0]
-    workspace = Workspace(setup)
-    ctx = workspace.context(
-        client=client, round=round, capability=client.capability, memory=memory if memory is not None else {}
-    )
-    return setup, client, ctx.scoped("local")
+    worker = WorkerState(spec)
+    ctx = worker.context(client=client, round=round, capability=client.capability, memory=memory if memory is not None else {})
+    return spec, client, ctx.scoped("local")
 
 
 def test_one_step_by_hand() -> None:
     """Cross-entropies, weighted distillation and both terms of FedDyn."""
     drift = 0.05
-    setup, client, ctx = context(depthfl(), round=2)
-    parameters = [name for name in setup.initial if setup.initial[name].is_floating_point()]
-    ctx.memory["drift"] = {name: torch.full_like(setup.initial[name], drift) for name in parameters}
-    start = {name: tensor.clone() for name, tensor in setup.initial.items()}
+    spec, client, ctx = context(depthfl(), round=2)
+    parameters = [name for name in spec.initial if spec.initial[name].is_floating_point()]
+    ctx.memory["drift"] = {name: torch.full_like(spec.initial[name], drift) for name in parameters}
+    start = {name: tensor.clone() for name, tensor in spec.initial.items()}
     result = ExitSgd().train(ctx, start, None, 1.0)
-    model = setup.problem.model()
-    model.load_state_dict(setup.initial)
+    model = spec.problem.model()
+    model.load_state_dict(spec.initial)
     data = client.data.train
     outputs = model.outputs(data.inputs[0])
     weight = math.exp(-5 * (1 - 2 / 3) ** 2)
@@ -153,23 +145,23 @@ def test_one_step_by_hand() -> None:
         # At the start the quadratic term has no gradient.
         expected = value - 0.1 * (value.grad - drift)
         assert torch.allclose(result.state[name], expected, atol=1e-6), name
-        moved = drift - 0.1 * (result.state[name] - setup.initial[name])
+        moved = drift - 0.1 * (result.state[name] - spec.initial[name])
         assert torch.allclose(ctx.memory["drift"][name], moved, atol=1e-6), name
 
 
 def test_a_shallow_client_leaves_the_rest_alone() -> None:
-    setup, _, ctx = context(depthfl())
-    result = ExitSgd().train(ctx, setup.initial, None, 0.01)
-    held = depth_entries(setup.graph)[0]
-    for name, tensor in setup.initial.items():
+    spec, _, ctx = context(depthfl())
+    result = ExitSgd().train(ctx, spec.initial, None, 0.01)
+    held = depth_entries(spec.graph)[0]
+    for name, tensor in spec.initial.items():
         assert torch.equal(result.state[name], tensor) == (name not in held)
     assert set(ctx.memory["drift"]) == set(held)
 
 
 def test_the_mean_of_all_exits_is_scored() -> None:
     result, _ = watched(depthfl(), problem=deep_problem())
-    setup = Setup.build(depthfl(), deep_problem(), tiny_config())
-    model = setup.problem.model()
+    spec = RunSpec.build(depthfl(), deep_problem(), tiny_config())
+    model = spec.problem.model()
     model.load_state_dict(result.state)
     client = tiny_clients()[0]
     with torch.no_grad():

@@ -7,10 +7,11 @@ import torch
 from personal import watched
 
 from sparsekit.errors import InvalidValueError
-from sparsekit_fl.context import Setup, Workspace
+from sparsekit_fl.client.spec import RunSpec
+from sparsekit_fl.client.worker import WorkerState
 from sparsekit_fl.methods import ditto, fedavg, local
 from sparsekit_fl.methods.ditto import TwoModels
-from sparsekit_fl.runner import run
+from sparsekit_fl.server.loop import run
 from sparsekit_fl.testing.methods import MethodContract
 from sparsekit_fl.testing.tiny import tiny_clients, tiny_config, tiny_problem
 
@@ -36,11 +37,11 @@ def test_without_a_pull_the_personal_models_are_those_of_local_training() -> Non
 
 def test_a_pull_holds_the_personal_model_near_the_global_one() -> None:
     def distance(strength):
-        setup = Setup.build(ditto(strength), tiny_problem(), tiny_config())
+        spec = RunSpec.build(ditto(strength), tiny_problem(), tiny_config())
         client = tiny_clients(1)[0]
-        ctx = Workspace(setup).context(client=client, round=1, capability=client.capability, memory={}).scoped("local")
-        TwoModels(strength).train(ctx, setup.initial, None, 1.0)
-        return float((ctx.memory["model"]["first.weight"] - setup.initial["first.weight"]).norm())
+        ctx = WorkerState(spec).context(client=client, round=1, capability=client.capability, memory={}).scoped("local")
+        TwoModels(strength).train(ctx, spec.initial, None, 1.0)
+        return float((ctx.memory["model"]["first.weight"] - spec.initial["first.weight"]).norm())
 
     assert distance(5.0) < 0.7 * distance(0.0)
 
@@ -51,18 +52,18 @@ def test_one_step_by_hand() -> None:
 
     base = tiny_config()
     config = dataclasses.replace(base, training=dataclasses.replace(base.training, local_epochs=1, batch_size=64))
-    setup = Setup.build(ditto(0.5), tiny_problem(), config)
+    spec = RunSpec.build(ditto(0.5), tiny_problem(), config)
     client = tiny_clients(1)[0]
-    ctx = Workspace(setup).context(client=client, round=1, capability=client.capability, memory={}).scoped("local")
-    own = {name: tensor + 0.1 if tensor.is_floating_point() else tensor for name, tensor in setup.initial.items()}
+    ctx = WorkerState(spec).context(client=client, round=1, capability=client.capability, memory={}).scoped("local")
+    own = {name: tensor + 0.1 if tensor.is_floating_point() else tensor for name, tensor in spec.initial.items()}
     ctx.memory["model"] = own
-    TwoModels(0.5).train(ctx, setup.initial, None, 1.0)
+    TwoModels(0.5).train(ctx, spec.initial, None, 1.0)
     model = tiny_problem().model()
     model.load_state_dict(own)
     data = client.data.train
     torch.nn.functional.cross_entropy(model(data.inputs[0]), data.targets).backward()
     for name, value in model.named_parameters():
-        expected = value - 0.1 * (value.grad + 0.5 * (value - setup.initial[name]))
+        expected = value - 0.1 * (value.grad + 0.5 * (value - spec.initial[name]))
         assert torch.allclose(ctx.memory["model"][name], expected, atol=1e-6), name
 
 

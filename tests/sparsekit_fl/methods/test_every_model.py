@@ -8,15 +8,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sparsekit_fl.client import Capability, Client, ClientData
-from sparsekit_fl.config import RunConfig, TrainingConfig
-from sparsekit_fl.data import TensorData
 from sparsekit_fl.methods import registry
 from sparsekit_fl.models.cnn import Cnn
 from sparsekit_fl.models.lstm import NextWordLstm
 from sparsekit_fl.models.vgg import Vgg
-from sparsekit_fl.problem import Problem
-from sparsekit_fl.runner import run
+from sparsekit_fl.options.config import RunConfig, TrainingConfig
+from sparsekit_fl.problem.clients import Capability, Client, ClientData
+from sparsekit_fl.problem.data import TensorData
+from sparsekit_fl.problem.problem import Problem
+from sparsekit_fl.server.loop import run
 
 NAMES = (
     "efd", "fedmp", "fedprox", "fedrolex", "fjord", "heterofl", "oort", "refl",
@@ -63,7 +63,7 @@ def trained(name: str, model: str):
     ]
     problem = Problem(model=make, example_inputs=(draw(2),))
     training = TrainingConfig(local_epochs=1, batch_size=3, lr=0.01)
-    config = RunConfig(rounds=2, clients_per_round=2, training=training, eval_every=2)
+    config = RunConfig(rounds=2, cohort=2, training=training, eval_every=2)
     return run(registry[name](), problem, clients, config)
 
 

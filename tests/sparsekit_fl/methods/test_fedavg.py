@@ -7,10 +7,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from sparsekit.rng import Streams, torch_scope
-from sparsekit_fl.context import rngs_by_kind
+from sparsekit.rng import torch_scope
+from sparsekit_fl.context.memory import rngs_by_kind
 from sparsekit_fl.methods import fedavg
-from sparsekit_fl.runner import run
+from sparsekit_fl.server.loop import run
+from sparsekit_fl.streams import Streams
 from sparsekit_fl.testing.methods import MethodContract
 from sparsekit_fl.testing.tiny import TinyNet, tiny_clients, tiny_config, tiny_problem
 

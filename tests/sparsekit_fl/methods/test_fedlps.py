@@ -13,23 +13,23 @@ from torch import nn
 
 from sparsekit import trace_units
 from sparsekit.errors import InvalidValueError, NoUnitsError
-from sparsekit.masks.importance import ImportanceTerm
-from sparsekit_fl.client import Capability, Client, ClientData
-from sparsekit_fl.config import RunConfig, TrainingConfig
-from sparsekit_fl.context import ClientInfo, ServerContext
-from sparsekit_fl.data import TensorData
-from sparsekit_fl.messages import Update, WorkCost
+from sparsekit.training.importance import ImportanceRegularizer
+from sparsekit_fl.context.server import ClientInfo, ServerContext
 from sparsekit_fl.methods import fedavg
 from sparsekit_fl.methods.fedlps import fedlps, fedlps_paper
-from sparsekit_fl.metrics import accuracy, log_loss
+from sparsekit_fl.options.config import RunConfig, TrainingConfig
 from sparsekit_fl.policies.bandit import BanditRatio, utility
 from sparsekit_fl.policies.learnable import LearnableSgd
 from sparsekit_fl.policies.personal import GlobalModel
 from sparsekit_fl.policies.ratio import Constant, Full
-from sparsekit_fl.problem import Problem
-from sparsekit_fl.runner import run
+from sparsekit_fl.problem.clients import Capability, Client, ClientData
+from sparsekit_fl.problem.data import TensorData
+from sparsekit_fl.problem.metrics import accuracy, log_loss
+from sparsekit_fl.problem.problem import Problem
+from sparsekit_fl.server.loop import run
 from sparsekit_fl.testing.methods import MethodContract
 from sparsekit_fl.testing.tiny import tiny_clients, tiny_config, tiny_problem
+from sparsekit_fl.wire.messages import Update, WorkCost
 
 
 class TestFedLps(MethodContract):
@@ -49,7 +49,10 @@ def test_the_whole_model_without_its_terms_is_fedavg_bit_for_bit(momentum) -> No
     training = dataclasses.replace(tiny_config(rounds=3).training, momentum=momentum)
     config = dataclasses.replace(tiny_config(rounds=3), training=training)
     plain = dataclasses.replace(
-        fedlps(), ratio=Full(), personal=GlobalModel(), local=LearnableSgd(proximal=0.0, term=ImportanceTerm(strength=0.0))
+        fedlps(),
+        ratio=Full(),
+        personal=GlobalModel(),
+        local=LearnableSgd(proximal=0.0, term=ImportanceRegularizer(strength=0.0)),
     )
     ours = run(plain, tiny_problem(), tiny_clients(), config)
     reference = run(fedavg(), tiny_problem(), tiny_clients(), config)
@@ -96,7 +99,7 @@ def test_over_a_round_the_learned_pattern_becomes_the_units_that_serve() -> None
     problem = Problem(
         model=OneUseful, example_inputs=(torch.zeros(1, 8),), loss=F.cross_entropy, metrics={"accuracy": accuracy}
     )
-    config = RunConfig(rounds=1, clients_per_round=1, training=TrainingConfig(local_epochs=20, batch_size=20, lr=0.1))
+    config = RunConfig(rounds=1, cohort=1, training=TrainingConfig(local_epochs=20, batch_size=20, lr=0.1))
     method = dataclasses.replace(fedlps(), ratio=Constant(0.25))
     masks = {}
 
@@ -136,7 +139,7 @@ def server(round: int, capability: float, memory: dict, *, seed: int = 0) -> Ser
         round=round,
         rounds=100,
         roster={7: ClientInfo(examples=10, capability=Capability(ratio=capability))},
-        cohort_size=10,
+        cohort=10,
         rngs={"ratio": np.random.default_rng([seed, round])},
         kind="ratio",
         memory=memory,

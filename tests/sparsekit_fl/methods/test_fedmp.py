@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 
 from sparsekit.errors import InvalidValueError
-from sparsekit_fl.client import Capability
-from sparsekit_fl.context import ClientInfo, ServerContext
-from sparsekit_fl.messages import Update, WorkCost
+from sparsekit_fl.context.server import ClientInfo, ServerContext
 from sparsekit_fl.methods import fedmp
 from sparsekit_fl.methods.fedmp import TimelyRatio
 from sparsekit_fl.policies.aggregate import DeltaMean
-from sparsekit_fl.results import Observer
-from sparsekit_fl.runner import run
+from sparsekit_fl.problem.clients import Capability
+from sparsekit_fl.results.records import Observer
+from sparsekit_fl.server.loop import run
 from sparsekit_fl.testing.methods import MethodContract
 from sparsekit_fl.testing.tiny import tiny_clients, tiny_config, tiny_problem
+from sparsekit_fl.wire.messages import Update, WorkCost
 
 
 class TestFedMp(MethodContract):
@@ -32,7 +32,7 @@ def context(round: int, memory: dict, *, capability: float = 1.0, clients: int =
         round=round,
         rounds=100,
         roster={k: ClientInfo(examples=10, capability=Capability(ratio=capability)) for k in range(clients)},
-        cohort_size=clients,
+        cohort=clients,
         rngs={"ratio": np.random.default_rng([5, round])},
         kind="ratio",
         memory=memory,

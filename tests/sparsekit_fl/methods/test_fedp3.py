@@ -9,17 +9,17 @@ import torch
 from personal import combine, deep_problem, equals, update, watched
 from torch import nn
 
+from sparsekit.criteria.base import keep_count
 from sparsekit.errors import InvalidValueError, NoUnitsError
-from sparsekit.masks.mask import UnitMask, WeightMask
-from sparsekit.patterns.base import keep_count
-from sparsekit_fl.context import Setup
+from sparsekit.graph.mask import UnitMask, WeightMask
+from sparsekit_fl.client.spec import RunSpec
 from sparsekit_fl.methods import fedavg, fedp3
 from sparsekit_fl.methods.fedp3 import PrunedOthers, own_layers
 from sparsekit_fl.policies.aggregate import CoverageMean
 from sparsekit_fl.policies.ratio import Full
-from sparsekit_fl.problem import Problem
-from sparsekit_fl.runner import run
-from sparsekit_fl.server import Server
+from sparsekit_fl.problem.problem import Problem
+from sparsekit_fl.server.loop import run
+from sparsekit_fl.server.server import Server
 from sparsekit_fl.testing.methods import MethodContract
 from sparsekit_fl.testing.tiny import tiny_clients, tiny_config, tiny_problem
 
@@ -40,7 +40,7 @@ def _four() -> nn.Module:
 
 
 def test_layers_are_dealt_cyclically() -> None:
-    graph = Setup.build(fedp3(), four(), tiny_config()).graph
+    graph = RunSpec.build(fedp3(), four(), tiny_config()).graph
 
     def names(client_id, count, private_head=True):
         return [layer.name for layer in own_layers(graph, client_id, count, private_head=private_head)]
@@ -59,13 +59,13 @@ def test_layers_are_averaged_over_those_who_send_them() -> None:
 
 
 def test_own_layers_come_whole_others_pruned_and_the_head_never() -> None:
-    setup = Setup.build(fedp3(), four(), tiny_config())
-    server = Server(setup, {client.id: client for client in tiny_clients()})
+    spec = RunSpec.build(fedp3(), four(), tiny_config())
+    server = Server(spec, {client.id: client for client in tiny_clients()})
     for assignment in server.assign(1):
         assert "6.weight" not in assignment.state
-        own = {layer.name for layer in own_layers(setup.graph, assignment.client_id, 2, private_head=True)}
+        own = {layer.name for layer in own_layers(spec.graph, assignment.client_id, 2, private_head=True)}
         (other,) = {"0", "2", "4"} - own
-        size = setup.graph.shapes[f"{other}.weight"].numel()
+        size = spec.graph.shapes[f"{other}.weight"].numel()
         assert assignment.mask.counts() == {f"{other}.weight": keep_count(0.9, size)}
 
 
@@ -108,12 +108,12 @@ def test_with_all_layers_shared_it_is_fedavg_bit_for_bit(problem) -> None:
 
 
 def test_the_client_trains_a_prefix_of_the_units() -> None:
-    setup = Setup.build(fedp3(), tiny_problem(), tiny_config())
-    from sparsekit_fl.context import Workspace
+    spec = RunSpec.build(fedp3(), tiny_problem(), tiny_config())
+    from sparsekit_fl.client.worker import WorkerState
 
     client = tiny_clients(3)[2]
-    ctx = Workspace(setup).context(client=client, round=1, capability=client.capability, memory={}).scoped("mask")
-    mask = PrunedOthers().choose(ctx, 0.25, setup.initial)
+    ctx = WorkerState(spec).context(client=client, round=1, capability=client.capability, memory={}).scoped("mask")
+    mask = PrunedOthers().choose(ctx, 0.25, spec.initial)
     assert isinstance(mask, UnitMask)
     assert mask["first"].tolist() == [True, True, *[False] * 6]
 

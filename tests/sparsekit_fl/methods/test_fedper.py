@@ -11,12 +11,13 @@ from personal import watched
 from torch import nn
 
 from sparsekit.errors import InvalidValueError
-from sparsekit_fl.context import Setup, Workspace
+from sparsekit_fl.client.spec import RunSpec
+from sparsekit_fl.client.worker import WorkerState
 from sparsekit_fl.methods import fedavg, fedper, fedrep, local
 from sparsekit_fl.methods.fedrep import HeadThenBody
 from sparsekit_fl.policies.share import Everything
-from sparsekit_fl.problem import Problem
-from sparsekit_fl.runner import run
+from sparsekit_fl.problem.problem import Problem
+from sparsekit_fl.server.loop import run
 from sparsekit_fl.testing.methods import MethodContract
 from sparsekit_fl.testing.tiny import tiny_clients, tiny_config, tiny_problem
 
@@ -65,40 +66,40 @@ def test_heads_live_from_round_to_round() -> None:
 
 
 def context(method, config):
-    setup = Setup.build(method, tiny_problem(), config)
+    spec = RunSpec.build(method, tiny_problem(), config)
     client = tiny_clients(1)[0]
-    ctx = Workspace(setup).context(client=client, round=1, capability=client.capability, memory={}).scoped("local")
-    return setup, ctx
+    ctx = WorkerState(spec).context(client=client, round=1, capability=client.capability, memory={}).scoped("local")
+    return spec, ctx
 
 
 def test_fedrep_trains_the_head_first_and_the_body_after() -> None:
     base = tiny_config()
     config = dataclasses.replace(base, training=dataclasses.replace(base.training, local_epochs=5))
-    setup, ctx = context(fedrep(), config)
+    spec, ctx = context(fedrep(), config)
     seen = []
 
     class Spy(HeadThenBody):
         def _phase(self, ctx, trained, frozen, epochs):
-            before = {name: leaf.detach().clone() for name, leaf in ctx.session.named_parameters().items()}
+            before = {name: leaf.detach().clone() for name, leaf in ctx.narrow_model.named_parameters().items()}
             log = super()._phase(ctx, trained, frozen, epochs)
-            moved = {n for n, leaf in ctx.session.named_parameters().items() if not torch.equal(before[n], leaf)}
+            moved = {n for n, leaf in ctx.narrow_model.named_parameters().items() if not torch.equal(before[n], leaf)}
             seen.append((moved, epochs, log.examples))
             return log
 
-    result = Spy().train(ctx, setup.initial, None, 1.0)
+    result = Spy().train(ctx, spec.initial, None, 1.0)
     assert [(epochs, examples) for _, epochs, examples in seen] == [(2, 48), (3, 72)]
     assert seen[0][0] == HEAD
     # A bias in front of batch norm has no gradient.
     assert seen[1][0] | {"first.bias"} == set(dict(tiny_problem().model().named_parameters())) - HEAD
-    assert all(leaf.requires_grad for leaf in ctx.session.parameters())
+    assert all(leaf.requires_grad for leaf in ctx.narrow_model.parameters())
     assert len(result.log.loss) == 5
 
 
 def test_fedreps_head_epochs_cost_a_forward_pass_and_the_head() -> None:
     base = tiny_config()
     config = dataclasses.replace(base, training=dataclasses.replace(base.training, local_epochs=5))
-    setup, ctx = context(fedrep(), config)
-    work = HeadThenBody().train(ctx, setup.initial, None, 1.0).work
+    spec, ctx = context(fedrep(), config)
+    work = HeadThenBody().train(ctx, spec.initial, None, 1.0).work
     whole, head = 2 * (48 + 24), 2 * 24
     assert work.flops_compact == (whole + 2 * head) * 48 + 3 * whole * 72
     # As published: five whole epochs of three full batches.
@@ -108,8 +109,8 @@ def test_fedreps_head_epochs_cost_a_forward_pass_and_the_head() -> None:
 def test_a_single_epoch_becomes_one_of_each() -> None:
     base = tiny_config()
     config = dataclasses.replace(base, training=dataclasses.replace(base.training, local_epochs=1))
-    setup, ctx = context(fedrep(), config)
-    assert len(HeadThenBody().train(ctx, setup.initial, None, 1.0).log.loss) == 2
+    spec, ctx = context(fedrep(), config)
+    assert len(HeadThenBody().train(ctx, spec.initial, None, 1.0).log.loss) == 2
 
 
 class TiedWithoutBias(nn.Module):

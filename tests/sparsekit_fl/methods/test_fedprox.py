@@ -9,8 +9,8 @@ import torch
 
 from sparsekit.errors import InvalidValueError
 from sparsekit_fl.methods import fedavg, fedprox
-from sparsekit_fl.results import Observer
-from sparsekit_fl.runner import run
+from sparsekit_fl.results.records import Observer
+from sparsekit_fl.server.loop import run
 from sparsekit_fl.testing.methods import MethodContract
 from sparsekit_fl.testing.tiny import tiny_clients, tiny_config, tiny_problem
 

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from personal import combine, deep_problem, equals, server_context, update, watched
 
 from sparsekit.errors import InvalidValueError
-from sparsekit.masks.mask import WeightMask
+from sparsekit.graph.mask import WeightMask
 from sparsekit_fl.methods import fedavg, fedspa
 from sparsekit_fl.methods.fedspa import MovingMask, move_mask
 from sparsekit_fl.policies.aggregate import DeltaMean
-from sparsekit_fl.runner import run
+from sparsekit_fl.server.loop import run
 from sparsekit_fl.testing.methods import MethodContract
 from sparsekit_fl.testing.tiny import tiny_config
 

@@ -9,19 +9,20 @@ import torch
 from personal import deep_problem, equals, watched
 from torch import nn
 
+from sparsekit.criteria import Magnitude, Ordered, PatternView, select
+from sparsekit.criteria.base import keep_count
 from sparsekit.errors import InvalidValueError, NoUnitsError
-from sparsekit.masks.mask import UnitMask
-from sparsekit.patterns import Magnitude, Ordered, PatternView, select
-from sparsekit.patterns.base import keep_count
-from sparsekit_fl.context import Setup, Workspace
+from sparsekit.graph.mask import UnitMask
+from sparsekit_fl.client.spec import RunSpec
+from sparsekit_fl.client.worker import WorkerState
 from sparsekit_fl.methods import fedavg, hermes
 from sparsekit_fl.methods.hermes import GroupLassoSgd
-from sparsekit_fl.packing import unpack
 from sparsekit_fl.policies.local import Sgd, load_leaves
-from sparsekit_fl.problem import Problem
-from sparsekit_fl.runner import run
+from sparsekit_fl.problem.problem import Problem
+from sparsekit_fl.server.loop import run
 from sparsekit_fl.testing.methods import MethodContract
 from sparsekit_fl.testing.tiny import tiny_clients, tiny_config, tiny_problem
+from sparsekit_fl.wire.packing import unpack
 
 
 class TestHermes(MethodContract):
@@ -59,8 +60,8 @@ def test_subnetworks_are_monotone_and_stop_at_the_target() -> None:
 
 def test_the_first_pruning_keeps_the_units_of_largest_norm() -> None:
     _, updates = watched(hermes(threshold=0.0), config=tiny_config(rounds=1))
-    setup = Setup.build(hermes(), tiny_problem(), tiny_config())
-    expected = select(Magnitude(), setup.graph, 0.9, PatternView(weights=setup.initial))
+    spec = RunSpec.build(hermes(), tiny_problem(), tiny_config())
+    expected = select(Magnitude(), spec.graph, 0.9, PatternView(weights=spec.initial))
     pruned = [item for item in updates if item.mask is not None]
     assert pruned
     assert all(item.mask == expected for item in pruned)
@@ -105,11 +106,11 @@ def mixed() -> Problem:
 
 @pytest.mark.parametrize("ratio", [1.0, 0.5])
 def test_the_lassos_gradient_is_autograds(ratio) -> None:
-    setup = Setup.build(hermes(), mixed(), tiny_config())
+    spec = RunSpec.build(hermes(), mixed(), tiny_config())
     client = tiny_clients(1)[0]
-    ctx = Workspace(setup).context(client=client, round=1, capability=client.capability, memory={}).scoped("local")
-    mask = select(Ordered(), setup.graph, ratio, PatternView())
-    leaves = load_leaves(ctx, setup.initial, mask)
+    ctx = WorkerState(spec).context(client=client, round=1, capability=client.capability, memory={}).scoped("local")
+    mask = select(Ordered(), spec.graph, ratio, PatternView())
+    leaves = load_leaves(ctx, spec.initial, mask)
     lasso = GroupLassoSgd(lasso=0.3)
     (adjust,) = lasso.adjusts(ctx, leaves, mask)
     zeros = [torch.zeros_like(leaf) for leaf in leaves.values()]
@@ -117,7 +118,7 @@ def test_the_lassos_gradient_is_autograds(ratio) -> None:
     # Against the plain definition on the narrow tensors, unit by unit.
     penalty = torch.zeros(())
     for group, count in mask.counts().items():
-        pieces = [p for p in setup.graph.groups[group].slices if p.side == "out" and setup.initial[p.name].dim() > 1]
+        pieces = [p for p in spec.graph.groups[group].slices if p.side == "out" and spec.initial[p.name].dim() > 1]
         for unit in range(count):
             square = torch.zeros(())
             for piece in pieces:
@@ -140,10 +141,10 @@ def test_a_lasso_makes_units_smaller() -> None:
 
 
 def test_zero_units_get_no_gradient_from_the_lasso() -> None:
-    setup = Setup.build(hermes(), deep_problem(), tiny_config())
+    spec = RunSpec.build(hermes(), deep_problem(), tiny_config())
     client = tiny_clients(1)[0]
-    ctx = Workspace(setup).context(client=client, round=1, capability=client.capability, memory={}).scoped("local")
-    state = {name: torch.zeros_like(tensor) for name, tensor in setup.initial.items()}
+    ctx = WorkerState(spec).context(client=client, round=1, capability=client.capability, memory={}).scoped("local")
+    state = {name: torch.zeros_like(tensor) for name, tensor in spec.initial.items()}
     result = GroupLassoSgd(lasso=1.0).train(ctx, state, None, 1.0)
     assert all(bool(torch.isfinite(tensor).all()) for tensor in result.state.values())
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import sparsekit_fl
-from sparsekit_fl.context import Setup
+from sparsekit_fl.client.spec import RunSpec
 from sparsekit_fl.methods import local
-from sparsekit_fl.runner import run
+from sparsekit_fl.server.loop import run
 from sparsekit_fl.testing.methods import MethodContract
 from sparsekit_fl.testing.tiny import tiny_clients, tiny_config, tiny_problem
 
@@ -22,7 +22,7 @@ class TestLocal(MethodContract):
 def test_the_global_model_never_moves_and_personal_models_learn():
     config = tiny_config(rounds=8)
     result = run(local(), tiny_problem(), tiny_clients(), config)
-    initial = Setup.build(local(), tiny_problem(), config).initial
+    initial = RunSpec.build(local(), tiny_problem(), config).initial
     assert all(torch.equal(result.state[name], initial[name]) for name in initial)
     assert result.final.personal["accuracy"] > result.final.shared["accuracy"]
 

@@ -10,13 +10,14 @@ import torch
 from personal import combine, deep_problem, equals, server_context, update, watched
 
 from sparsekit.errors import InvalidValueError
-from sparsekit.masks.mask import WeightMask
-from sparsekit.masks.weight_mask import weight_count
-from sparsekit_fl.context import Setup, Workspace
+from sparsekit.graph.mask import WeightMask
+from sparsekit_fl.client.spec import RunSpec
+from sparsekit_fl.client.worker import WorkerState
 from sparsekit_fl.methods import fedavg, lotteryfl
 from sparsekit_fl.methods.lotteryfl import Tickets
 from sparsekit_fl.policies.aggregate import CoverageMean
-from sparsekit_fl.runner import run
+from sparsekit_fl.policies.weight_masks import weight_count
+from sparsekit_fl.server.loop import run
 from sparsekit_fl.testing.methods import MethodContract
 from sparsekit_fl.testing.tiny import tiny_clients, tiny_config, tiny_problem
 
@@ -79,56 +80,56 @@ def test_the_ticket_comes_down_and_nothing_else() -> None:
 
 
 def trained(*, received, mask, state):
-    setup = Setup.build(lotteryfl(), deep_problem(), tiny_config())
+    spec = RunSpec.build(lotteryfl(), deep_problem(), tiny_config())
     client = tiny_clients(1)[0]
-    ctx = Workspace(setup).context(client=client, round=3, capability=client.capability, memory={}, received=received)
-    return setup, setup.method.local.train(ctx.scoped("local"), state(setup), mask, 1.0)
+    ctx = WorkerState(spec).context(client=client, round=3, capability=client.capability, memory={}, received=received)
+    return spec, spec.method.local.train(ctx.scoped("local"), state(spec), mask, 1.0)
 
 
 def test_a_client_that_pruned_starts_from_round_0_and_others_from_the_global_values() -> None:
     keep = torch.arange(48).view(8, 6) % 2 == 0
     mask = WeightMask({"0.weight": keep})
 
-    def doubled(setup):
-        return {name: 2 * tensor for name, tensor in setup.initial.items()}
+    def doubled(spec):
+        return {name: 2 * tensor for name, tensor in spec.initial.items()}
 
-    setup, rewound = trained(received=None, mask=mask, state=doubled)
-    _, expected = trained(received=mask, mask=mask, state=lambda setup: setup.initial)
-    assert all(torch.equal(rewound.state[name], expected.state[name]) for name in setup.initial)
+    spec, rewound = trained(received=None, mask=mask, state=doubled)
+    _, expected = trained(received=mask, mask=mask, state=lambda spec: spec.initial)
+    assert all(torch.equal(rewound.state[name], expected.state[name]) for name in spec.initial)
     _, onward = trained(received=mask, mask=mask, state=doubled)
     assert not torch.equal(onward.state["4.bias"], rewound.state["4.bias"])
     assert not bool(rewound.state["0.weight"][~keep].any())
 
 
 def test_without_rewinding_a_client_that_pruned_goes_on_from_the_global_values() -> None:
-    setup = Setup.build(lotteryfl(rewind=False), deep_problem(), tiny_config())
+    spec = RunSpec.build(lotteryfl(rewind=False), deep_problem(), tiny_config())
     client = tiny_clients(1)[0]
     mask = WeightMask({"0.weight": torch.arange(48).view(8, 6) % 2 == 0})
-    state = {name: 2 * tensor for name, tensor in setup.initial.items()}
+    state = {name: 2 * tensor for name, tensor in spec.initial.items()}
     found = []
     for received in (None, mask):
-        ctx = Workspace(setup).context(client=client, round=3, capability=client.capability, memory={}, received=received)
-        found.append(setup.method.local.train(ctx.scoped("local"), state, mask, 1.0).state)
+        ctx = WorkerState(spec).context(client=client, round=3, capability=client.capability, memory={}, received=received)
+        found.append(spec.method.local.train(ctx.scoped("local"), state, mask, 1.0).state)
     assert all(torch.equal(found[0][name], found[1][name]) for name in state)
 
 
 def test_the_gate_asks_the_received_model_on_validation_data() -> None:
-    setup = Setup.build(lotteryfl(threshold=0.4), tiny_problem(), tiny_config())
+    spec = RunSpec.build(lotteryfl(threshold=0.4), tiny_problem(), tiny_config())
     client = tiny_clients(1)[0]
     for shift, pruned in ((0.0, None), (100.0, True)):
         label = int(client.data.val.targets.mode().values)
-        state = {name: tensor.clone() for name, tensor in setup.initial.items()}
+        state = {name: tensor.clone() for name, tensor in spec.initial.items()}
         state["last.bias"] = torch.zeros(3)
         state["last.bias"][label if shift else (label + 1) % 3] = 100.0
         share = float((client.data.val.targets == (label if shift else (label + 1) % 3)).float().mean())
-        ctx = Workspace(setup).context(client=client, round=1, capability=client.capability, memory={}).scoped("mask")
-        mask = setup.method.mask.choose(ctx, 1.0, state)
+        ctx = WorkerState(spec).context(client=client, round=1, capability=client.capability, memory={}).scoped("mask")
+        mask = spec.method.mask.choose(ctx, 1.0, state)
         assert (mask is not None) == (share > 0.4)
         assert pruned is None or share > 0.4
 
 
 def test_dropped_weights_of_a_personal_model_are_zero_and_the_others_global(tmp_path) -> None:
-    from sparsekit_fl.packing import unpack, unpack_mask
+    from sparsekit_fl.wire.packing import unpack, unpack_mask
 
     result, updates = watched(lotteryfl(threshold=0.0), out=tmp_path)
     last = {item.client_id: item.mask for item in updates}

@@ -12,15 +12,15 @@ import torch
 import torch.nn.functional as F
 
 from sparsekit.errors import InvalidValueError
-from sparsekit_fl.client import Capability
-from sparsekit_fl.context import ClientInfo, ServerContext
-from sparsekit_fl.messages import Update, WorkCost
+from sparsekit_fl.context.server import ClientInfo, ServerContext
 from sparsekit_fl.methods import fedavg, oort
 from sparsekit_fl.methods.oort import GuidedSampling, _RecordingLoss
-from sparsekit_fl.results import Observer
-from sparsekit_fl.runner import run
+from sparsekit_fl.problem.clients import Capability
+from sparsekit_fl.results.records import Observer
+from sparsekit_fl.server.loop import run
 from sparsekit_fl.testing.methods import MethodContract
 from sparsekit_fl.testing.tiny import tiny_clients, tiny_config, tiny_problem
+from sparsekit_fl.wire.messages import Update, WorkCost
 
 
 class TestOort(MethodContract):
@@ -32,7 +32,7 @@ class TestOort(MethodContract):
 def context(round: int, memory: dict, *, clients: int = 30, size: int = 6, speed=lambda _: 1e9) -> ServerContext:
     roster = {k: ClientInfo(examples=100, capability=Capability(flops_per_second=speed(k))) for k in range(clients)}
     return ServerContext(
-        round=round, rounds=1000, roster=roster, cohort_size=size, memory=memory, graph=None, state={},
+        round=round, rounds=1000, roster=roster, cohort=size, memory=memory, graph=None, state={},
         rngs={"sampling": np.random.default_rng([7, round])},
     )  # fmt: skip
 
@@ -47,7 +47,7 @@ def played(rounds: int, policy: GuidedSampling, *, loss=lambda _: 1.0, seconds=l
     for round in range(1, rounds + 1):
         ctx = context(round, memory, **options)
         cohort = policy.sample(ctx)
-        assert len(set(cohort)) == ctx.cohort_size
+        assert len(set(cohort)) == ctx.cohort
         policy.observe(ctx, [answer(k, loss=loss(k), seconds=seconds(k)) for k in cohort])
         counts[cohort] += 1
     return memory, counts

@@ -9,7 +9,8 @@ import torch
 from personal import deep_problem, equals, watched
 
 from sparsekit.errors import InvalidValueError
-from sparsekit_fl.context import Setup, Workspace
+from sparsekit_fl.client.spec import RunSpec
+from sparsekit_fl.client.worker import WorkerState
 from sparsekit_fl.methods import fedavg, per_fedavg
 from sparsekit_fl.methods.per_fedavg import AdaptedModel, MetaSgd
 from sparsekit_fl.testing.methods import MethodContract
@@ -43,9 +44,9 @@ def test_without_adaptation_it_is_fedavg_bit_for_bit(variant, momentum) -> None:
 def context(batch_size=64):
     base = tiny_config()
     config = dataclasses.replace(base, training=dataclasses.replace(base.training, local_epochs=1, batch_size=batch_size))
-    setup = Setup.build(per_fedavg(), deep_problem(), config)
+    spec = RunSpec.build(per_fedavg(), deep_problem(), config)
     client = tiny_clients(1)[0]
-    return setup, client, Workspace(setup).context(client=client, round=1, capability=client.capability, memory={})
+    return spec, client, WorkerState(spec).context(client=client, round=1, capability=client.capability, memory={})
 
 
 def gradient(weights, data):
@@ -61,9 +62,9 @@ def moved(weights, direction, rate):
 
 def test_a_first_order_step_by_hand() -> None:
     """One batch holds all examples, so D and D′ are the same and the order in them does not matter."""
-    setup, client, ctx = context()
-    result = MetaSgd(adaptation_lr=0.3).train(ctx.scoped("local"), setup.initial, None, 1.0)
-    data, start = client.data.train, dict(setup.initial)
+    spec, client, ctx = context()
+    result = MetaSgd(adaptation_lr=0.3).train(ctx.scoped("local"), spec.initial, None, 1.0)
+    data, start = client.data.train, dict(spec.initial)
     adapted = moved(start, gradient(start, data), 0.3)
     expected = moved(start, gradient(adapted, data), 0.1)
     for name, value in expected.items():
@@ -71,9 +72,9 @@ def test_a_first_order_step_by_hand() -> None:
 
 
 def test_a_hessian_free_step_by_hand() -> None:
-    setup, client, ctx = context()
-    result = MetaSgd(adaptation_lr=0.3, variant="hessian-free", delta=0.05).train(ctx.scoped("local"), setup.initial, None, 1.0)
-    data, start = client.data.train, dict(setup.initial)
+    spec, client, ctx = context()
+    result = MetaSgd(adaptation_lr=0.3, variant="hessian-free", delta=0.05).train(ctx.scoped("local"), spec.initial, None, 1.0)
+    data, start = client.data.train, dict(spec.initial)
     first = gradient(moved(start, gradient(start, data), 0.3), data)
     plus, minus = gradient(moved(start, first, -0.05), data), gradient(moved(start, first, 0.05), data)
     corrected = {name: first[name] - 0.3 * (plus[name] - minus[name]) / 0.1 for name in first}
@@ -85,7 +86,7 @@ def test_a_hessian_free_step_by_hand() -> None:
 def test_every_gradient_of_a_step_is_counted(variant, gradients) -> None:
     # Every batch of these clients is full, so that counted and executed work agree.
     clients = [client for client in tiny_clients() if len(client.data.train) == 24]
-    config = dataclasses.replace(tiny_config(), clients_per_round=2)
+    config = dataclasses.replace(tiny_config(), cohort=2)
     ours = watched(per_fedavg(variant=variant), clients=clients, config=config)[0]
     plain = watched(fedavg(), clients=clients, config=config)[0]
     assert ours.cost.flops_rowmask == gradients * plain.cost.flops_rowmask
@@ -93,12 +94,12 @@ def test_every_gradient_of_a_step_is_counted(variant, gradients) -> None:
 
 
 def test_the_deployed_model_is_one_step_away_from_the_global_one() -> None:
-    setup, client, ctx = context()
-    found = AdaptedModel(adaptation_lr=0.2).model(ctx.scoped("personal"), setup.initial)
-    expected = moved(dict(setup.initial), gradient(dict(setup.initial), client.data.train), 0.2)
+    spec, client, ctx = context()
+    found = AdaptedModel(adaptation_lr=0.2).model(ctx.scoped("personal"), spec.initial)
+    expected = moved(dict(spec.initial), gradient(dict(spec.initial), client.data.train), 0.2)
     for name, value in expected.items():
         assert torch.allclose(found.state[name], value, atol=1e-6), name
-    assert AdaptedModel(steps=0).model(ctx.scoped("personal"), setup.initial).state["0.weight"].equal(setup.initial["0.weight"])
+    assert AdaptedModel(steps=0).model(ctx.scoped("personal"), spec.initial).state["0.weight"].equal(spec.initial["0.weight"])
 
 
 def test_adapting_helps_on_the_clients_own_data() -> None:

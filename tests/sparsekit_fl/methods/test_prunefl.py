@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from personal import combine, deep_problem, equals, update, watched
 
 from sparsekit.errors import InvalidValueError
-from sparsekit.masks.mask import WeightMask
-from sparsekit.masks.weight_mask import search_weights
-from sparsekit_fl.client import Capability
-from sparsekit_fl.context import Setup
+from sparsekit.graph.mask import WeightMask
+from sparsekit_fl.client.spec import RunSpec
 from sparsekit_fl.methods import fedavg, prunefl
 from sparsekit_fl.methods.prunefl import MaskedMean, Search, weight_seconds
-from sparsekit_fl.runner import run
+from sparsekit_fl.policies.weight_masks import search_weights
+from sparsekit_fl.problem.clients import Capability
+from sparsekit_fl.server.loop import run
 from sparsekit_fl.testing.methods import MethodContract
 from sparsekit_fl.testing.tiny import tiny_config, tiny_problem
 
@@ -71,8 +71,8 @@ def test_what_the_mask_drops_becomes_zero_on_the_server() -> None:
 
 
 def test_seconds_per_weight_are_those_of_computing_and_sending_it() -> None:
-    setup = Setup.build(prunefl(), tiny_problem(), tiny_config())
-    seconds = weight_seconds(setup.costs, setup.graph.shapes, ["first.weight"], examples=100.0)
+    spec = RunSpec.build(prunefl(), tiny_problem(), tiny_config())
+    seconds = weight_seconds(spec.costs, spec.graph.shapes, ["first.weight"], examples=100.0)
     device = Capability()
     wire = 4 / device.uplink_bytes_per_second + 4 / device.downlink_bytes_per_second
     assert seconds["first.weight"] == pytest.approx(3 * 2 * 100 / 727e9 + wire)
@@ -112,19 +112,19 @@ def test_gradients_travel_in_due_rounds_only_and_the_mask_changes_after_them() -
 
 def test_the_gradients_are_squared_sums_of_dense_ones_times_examples() -> None:
     """One batch and one epoch: the sum is the gradient at the start, dropped entries included."""
-    from sparsekit_fl.context import Workspace
+    from sparsekit_fl.client.worker import WorkerState
     from sparsekit_fl.testing.tiny import tiny_clients
 
     base = tiny_config()
     config = dataclasses.replace(base, training=dataclasses.replace(base.training, local_epochs=1, batch_size=64))
     search = Search(every=2)
-    setup = Setup.build(prunefl(search), deep_problem(), config)
+    spec = RunSpec.build(prunefl(search), deep_problem(), config)
     client = tiny_clients(1)[0]
-    ctx = Workspace(setup).context(client=client, round=2, capability=client.capability, memory={}).scoped("local")
+    ctx = WorkerState(spec).context(client=client, round=2, capability=client.capability, memory={}).scoped("local")
     mask = WeightMask({"0.weight": torch.arange(48).view(8, 6) % 2 == 0})
-    result = setup.method.local.train(ctx, setup.initial, mask, 1.0)
+    result = spec.method.local.train(ctx, spec.initial, mask, 1.0)
     model = deep_problem().model()
-    model.load_state_dict(setup.initial)
+    model.load_state_dict(spec.initial)
     with torch.no_grad():
         model[0].weight *= mask["0.weight"]
     data = client.data.train

@@ -10,16 +10,17 @@ import pytest
 import torch
 
 from sparsekit.errors import InvalidValueError
-from sparsekit.units.graph import UnitGraph
-from sparsekit_fl.client import Capability
-from sparsekit_fl.context import ClientInfo, ServerContext, rngs_by_kind
-from sparsekit_fl.messages import Update, WorkCost
+from sparsekit.graph.graph import UnitGraph
+from sparsekit_fl.context.memory import rngs_by_kind
+from sparsekit_fl.context.server import ClientInfo, ServerContext
 from sparsekit_fl.methods import fedavg, refl
 from sparsekit_fl.methods.refl import Availability, LeastAvailable, StaleMean
 from sparsekit_fl.policies.aggregate import WeightedMean
-from sparsekit_fl.runner import run
+from sparsekit_fl.problem.clients import Capability
+from sparsekit_fl.server.loop import run
 from sparsekit_fl.testing.methods import MethodContract
 from sparsekit_fl.testing.tiny import tiny_clients, tiny_config, tiny_problem
+from sparsekit_fl.wire.messages import Update, WorkCost
 
 GRAPH = UnitGraph(groups={}, shapes={"w": torch.Size([3]), "n": torch.Size([])})
 STATE = {"w": torch.tensor([1.0, 2.0, 3.0]), "n": torch.tensor(10)}
@@ -70,7 +71,7 @@ def test_fewer_clients_are_asked_when_late_ones_are_about_to_answer() -> None:
 
 def context(round, memory, *, clients=10, size=4):
     return ServerContext(
-        round=round, rounds=100, roster={k: ClientInfo(10, Capability()) for k in range(clients)}, cohort_size=size,
+        round=round, rounds=100, roster={k: ClientInfo(10, Capability()) for k in range(clients)}, cohort=size,
         rngs=rngs_by_kind(np.random.default_rng([3, round])), memory=memory, graph=GRAPH, state=STATE,
     )  # fmt: skip
 

@@ -8,18 +8,20 @@ import itertools
 import pytest
 import torch
 
-from sparsekit import UnitMask, patterns, trace_units
+from sparsekit import UnitMask, trace_units
+from sparsekit import criteria as patterns
+from sparsekit.criteria.base import PatternView, keep_count, select
 from sparsekit.errors import NoUnitsError
-from sparsekit.patterns.base import PatternView, keep_count, select
-from sparsekit_fl.context import Setup, Workspace
+from sparsekit_fl.client.spec import RunSpec
+from sparsekit_fl.client.worker import WorkerState
 from sparsekit_fl.methods import efd, fedavg, fedmp, fedrolex, fjord, flst, heterofl, rcr_dyn
 from sparsekit_fl.methods.fjord import OrderedDropoutSgd
 from sparsekit_fl.policies.learnable import LearnableSgd
 from sparsekit_fl.policies.personal import GlobalModel
 from sparsekit_fl.policies.ratio import Full
-from sparsekit_fl.problem import Problem
-from sparsekit_fl.results import Observer
-from sparsekit_fl.runner import run
+from sparsekit_fl.problem.problem import Problem
+from sparsekit_fl.results.records import Observer
+from sparsekit_fl.server.loop import run
 from sparsekit_fl.testing.methods import MethodContract
 from sparsekit_fl.testing.tiny import TinyNet, tiny_clients, tiny_config, tiny_problem
 
@@ -133,7 +135,7 @@ def test_heterofl_never_touches_units_beyond_the_widest_client() -> None:
     config = dataclasses.replace(tiny_config(rounds=4), capability_levels=(0.5, 0.25))
     result, updates = watched(heterofl(), config=config)
     assert all(not bool(update.mask["first"][4:].any()) for update in updates)
-    start = Setup.build(heterofl(), tiny_problem(), config).initial
+    start = RunSpec.build(heterofl(), tiny_problem(), config).initial
     assert torch.equal(result.state["first.weight"][4:], start["first.weight"][4:])
     assert not torch.equal(result.state["first.weight"][:4], start["first.weight"][:4])
 
@@ -192,16 +194,16 @@ def test_fjord_equals_masked_training_written_by_hand(momentum, distillation) ->
     config = dataclasses.replace(base, training=dataclasses.replace(base.training, momentum=momentum))
     client = tiny_clients(1)[0]
     local = OrderedDropoutSgd(levels=(0.25, 0.5), distillation=distillation)
-    setup = Setup.build(dataclasses.replace(fjord(), local=local), norm_free(), config)
+    spec = RunSpec.build(dataclasses.replace(fjord(), local=local), norm_free(), config)
 
     def context():
-        workspace = Workspace(setup)
-        return workspace.context(client=client, round=1, capability=client.capability, memory={}).scoped("local")
+        worker = WorkerState(spec)
+        return worker.context(client=client, round=1, capability=client.capability, memory={}).scoped("local")
 
-    ours = local.train(context(), setup.initial, None, 1.0)
+    ours = local.train(context(), spec.initial, None, 1.0)
     ctx = context()
     model = norm_free().model()
-    model.load_state_dict(setup.initial)
+    model.load_state_dict(spec.initial)
     batches = ctx.batches()
     drawn = iter(ctx.rng.integers(3, size=len(batches.bounds) * 2).tolist())
     velocity = {name: torch.zeros_like(value) for name, value in model.named_parameters()}

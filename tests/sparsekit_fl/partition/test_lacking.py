@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparsekit.errors import InvalidValueError
+from sparsekit_fl.paper.presets import build_problem, preset_for
 from sparsekit_fl.partition.pathological import lacking
-from sparsekit_fl.presets import build_problem, preset_for
 
 
 @given(classes=st.integers(2, 200), per_client=st.integers(1, 20), images=st.integers(2, 200), data=st.data())

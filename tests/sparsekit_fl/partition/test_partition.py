@@ -5,13 +5,13 @@ import pytest
 import torch
 
 from sparsekit.errors import DataError, InvalidValueError
-from sparsekit_fl.client import ClientData
-from sparsekit_fl.data import TensorData
 from sparsekit_fl.datasets.base import DataSource
 from sparsekit_fl.partition.base import hold_out
 from sparsekit_fl.partition.dirichlet import dirichlet
 from sparsekit_fl.partition.natural import natural
 from sparsekit_fl.partition.pathological import pathological
+from sparsekit_fl.problem.clients import ClientData
+from sparsekit_fl.problem.data import TensorData
 from sparsekit_fl.testing.datasets import PartitionContract
 
 
@@ -76,8 +76,8 @@ def test_the_last_tenth_is_held_out() -> None:
 
 
 def test_each_client_has_its_number_of_classes_and_a_tenth_to_validate() -> None:
-    hands = pathological(pictures(), clients=10, rng=np.random.default_rng(0), images_per_class=10)
-    for hand in hands:
+    splits = pathological(pictures(), clients=10, rng=np.random.default_rng(0), images_per_class=10)
+    for hand in splits:
         classes = hand.train.labels().unique().tolist()
         assert len(classes) == 2
         assert hand.train.labels().bincount(minlength=5)[classes].tolist() == [9, 9]
@@ -97,15 +97,15 @@ def test_a_shard_is_consecutive_examples_of_one_class() -> None:
 
 
 def test_all_shards_can_be_dealt() -> None:
-    hands = pathological(pictures(), clients=10, rng=np.random.default_rng(5), images_per_class=10)
-    rows = [row for hand in hands for split in (hand.train, hand.val) for row in split.index.tolist()]
+    splits = pathological(pictures(), clients=10, rng=np.random.default_rng(5), images_per_class=10)
+    rows = [row for hand in splits for split in (hand.train, hand.val) for row in split.index.tolist()]
     assert len(set(rows)) == 200  # 5 classes × 4 shards × 10
 
 
 def test_two_shards_of_one_class_are_dealt_when_no_other_class_is_left() -> None:
-    hands = pathological(pictures(classes=2), clients=4, rng=np.random.default_rng(0), images_per_class=10)
-    assert all(len(hand.train) == 18 for hand in hands)
-    rows = [row for hand in hands for row in hand.train.index.tolist()]
+    splits = pathological(pictures(classes=2), clients=4, rng=np.random.default_rng(0), images_per_class=10)
+    assert all(len(hand.train) == 18 for hand in splits)
+    rows = [row for hand in splits for row in hand.train.index.tolist()]
     assert len(rows) == len(set(rows)) == 72
 
 
@@ -115,40 +115,40 @@ def test_too_few_shards_are_refused_with_what_would_do() -> None:
 
 
 def test_shards_shrink_on_request_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    hands = pathological(pictures(), clients=20, rng=np.random.default_rng(0), images_per_class=10, when_short="shrink")
-    assert {len(hand.train) + len(hand.val) for hand in hands} == {10}
+    splits = pathological(pictures(), clients=20, rng=np.random.default_rng(0), images_per_class=10, when_short="shrink")
+    assert {len(hand.train) + len(hand.val) for hand in splits} == {10}
     assert "shards of 5 are used" in caplog.text
     with pytest.raises(DataError, match="larger data set"):
         pathological(pictures(), clients=500, rng=np.random.default_rng(0), images_per_class=10, when_short="shrink")
 
 
 def test_shards_are_dealt_again_on_request_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    hands = pathological(
+    splits = pathological(
         pictures(), clients=33, rng=np.random.default_rng(0), classes_per_client=3, images_per_class=10, when_short="redeal"
     )
-    assert all(len(hand.train.labels().unique()) == 3 for hand in hands)
+    assert all(len(hand.train.labels().unique()) == 3 for hand in splits)
     assert "dealt again" in caplog.text
-    uses = np.bincount(np.concatenate([hand.train.index.numpy() for hand in hands]))
+    uses = np.bincount(np.concatenate([hand.train.index.numpy() for hand in splits]))
     assert uses.max() - uses[uses > 0].min() <= 3
 
 
 def test_fewer_test_examples_than_asked_for_are_all_used_and_said(caplog: pytest.LogCaptureFixture) -> None:
-    hands = pathological(pictures(tests=4), clients=2, rng=np.random.default_rng(0), images_per_class=10)
-    assert [len(hand.test) for hand in hands] == [8, 8]
+    splits = pathological(pictures(tests=4), clients=2, rng=np.random.default_rng(0), images_per_class=10)
+    assert [len(hand.test) for hand in splits] == [8, 8]
     assert "fewer than 10 test examples" in caplog.text
 
 
 def test_dirichlet_deals_every_example_once() -> None:
-    hands = dirichlet(pictures(), clients=6, rng=np.random.default_rng(0), alpha=0.3)
-    rows = sorted(row for hand in hands for split in (hand.train, hand.val) for row in split.index.tolist())
+    splits = dirichlet(pictures(), clients=6, rng=np.random.default_rng(0), alpha=0.3)
+    rows = sorted(row for hand in splits for split in (hand.train, hand.val) for row in split.index.tolist())
     assert rows == list(range(225))
-    assert sorted(row for hand in hands for row in hand.test.index.tolist()) == list(range(60))
+    assert sorted(row for hand in splits for row in hand.test.index.tolist()) == list(range(60))
 
 
 def test_a_small_alpha_is_less_even_than_a_large_one() -> None:
     def spread(alpha: float) -> float:
-        hands = dirichlet(pictures(per_class=200, tests=50), clients=5, rng=np.random.default_rng(0), alpha=alpha)
-        return float(np.mean([hand.train.labels().bincount(minlength=5).max() / len(hand.train) for hand in hands]))
+        splits = dirichlet(pictures(per_class=200, tests=50), clients=5, rng=np.random.default_rng(0), alpha=alpha)
+        return float(np.mean([hand.train.labels().bincount(minlength=5).max() / len(hand.train) for hand in splits]))
 
     assert spread(0.1) > spread(100.0) + 0.2
 
@@ -160,10 +160,10 @@ def test_dirichlet_refuses_what_cannot_be_dealt() -> None:
 
 def test_natural_takes_the_largest_owners_and_splits_by_position() -> None:
     source = texts()
-    hands = natural(source, clients=3, rng=np.random.default_rng(0))
-    owners = [source.owners[hand.train.index].unique().tolist() for hand in hands]  # type: ignore[index]
+    splits = natural(source, clients=3, rng=np.random.default_rng(0))
+    owners = [source.owners[hand.train.index].unique().tolist() for hand in splits]  # type: ignore[index]
     assert owners == [[1], [3], [4]]
-    first = hands[0]
+    first = splits[0]
     assert [split.index.tolist() for split in (first.train, first.val, first.test)] == [
         list(range(10, 42)), list(range(42, 46)), list(range(46, 50)),
     ]  # fmt: skip
@@ -206,8 +206,8 @@ def test_shards_may_share_a_class_only_where_that_is_asked_for() -> None:
     source = pictures(per_class=600, classes=10, tests=20)
 
     def classes(distinct: bool) -> list[int]:
-        hands = pathological(source, clients=100, rng=np.random.default_rng(0), images_per_class=20, distinct=distinct)
-        return [len(set(hand.train.labels().tolist())) for hand in hands]
+        splits = pathological(source, clients=100, rng=np.random.default_rng(0), images_per_class=20, distinct=distinct)
+        return [len(set(hand.train.labels().tolist())) for hand in splits]
 
     assert set(classes(True)) == {2}
     assert 3 <= classes(False).count(1) <= 20

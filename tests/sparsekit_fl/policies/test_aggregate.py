@@ -7,12 +7,13 @@ import pytest
 import torch
 
 from sparsekit.errors import InvalidValueError
-from sparsekit.masks.mask import UnitMask, WeightMask
-from sparsekit.units.graph import UnitGraph, UnitGroup, UnitSlice
-from sparsekit_fl.context import ServerContext, rngs_by_kind
-from sparsekit_fl.messages import Update
+from sparsekit.graph.graph import UnitGraph, UnitGroup, UnitSlice
+from sparsekit.graph.mask import UnitMask, WeightMask
+from sparsekit_fl.context.memory import rngs_by_kind
+from sparsekit_fl.context.server import ServerContext
 from sparsekit_fl.policies.aggregate import CoverageMean, DeltaMean, WeightedMean
-from sparsekit_fl.sparse import Kept
+from sparsekit_fl.wire.kept import Kept
+from sparsekit_fl.wire.messages import Update
 
 INDEX = torch.arange(3).view(3, 1)
 GRAPH = UnitGraph(
@@ -27,7 +28,7 @@ def context():
         round=1,
         rounds=1,
         roster={},
-        cohort_size=2,
+        cohort=2,
         rngs=rngs_by_kind(np.random.default_rng(0)),
         memory={},
         graph=GRAPH,

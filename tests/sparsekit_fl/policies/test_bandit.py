@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from sparsekit.bandit import registry
-from sparsekit.cli import execute
+from sparsekit.cli.main import execute
 from sparsekit.errors import InvalidValueError, UnknownNameError
 from sparsekit_fl.cli.options import make_method
 from sparsekit_fl.methods import fedlps
 from sparsekit_fl.policies.bandit import BanditRatio, utility
-from sparsekit_fl.runner import run
+from sparsekit_fl.server.loop import run
 from sparsekit_fl.testing.tiny import tiny_clients, tiny_config, tiny_problem
 
 TINY = ["--rounds", "2", "--clients", "4", "--cohort", "2", "--local-epochs", "1", "--workers", "1"]
@@ -47,7 +47,7 @@ def told(name: str) -> list[tuple[float, float]]:
     info = SimpleNamespace(capability=SimpleNamespace(ratio=1.0))
     for round, accuracy in ((1, 0.6), (2, 0.5)):
         ctx: Any = SimpleNamespace(
-            round=round, rounds=10, cohort_size=1, roster={7: info}, memory=memory, rng=np.random.default_rng(round)
+            round=round, rounds=10, cohort=1, roster={7: info}, memory=memory, rng=np.random.default_rng(round)
         )
         ratio = policy.propose(ctx, 7)
         update: Any = SimpleNamespace(

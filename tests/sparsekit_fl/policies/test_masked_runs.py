@@ -7,17 +7,17 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from sparsekit import patterns
-from sparsekit.masks.mask import UnitMask, WeightMask
-from sparsekit.patterns.base import PatternView, select
+from sparsekit import criteria as patterns
+from sparsekit.criteria.base import PatternView, select
+from sparsekit.graph.mask import UnitMask, WeightMask
 from sparsekit_fl import policies
-from sparsekit_fl.messages import Update
-from sparsekit_fl.method import Method
-from sparsekit_fl.packing import unpack
-from sparsekit_fl.results import Observer
-from sparsekit_fl.runner import run
+from sparsekit_fl.methods.method import Method
+from sparsekit_fl.results.records import Observer
+from sparsekit_fl.server.loop import run
 from sparsekit_fl.testing.methods import MethodContract
 from sparsekit_fl.testing.tiny import tiny_clients, tiny_config, tiny_problem
+from sparsekit_fl.wire.messages import Update
+from sparsekit_fl.wire.packing import unpack
 
 
 class Keep(Observer):
@@ -42,7 +42,7 @@ class PrefixFromServer(policies.MaskPolicy):
 
 
 @dataclass(frozen=True)
-class ExceptHead(policies.SharePolicy):
+class PrivateHead(policies.SharePolicy):
     def is_shared(self, name, graph):
         return not name.startswith("last.")
 
@@ -60,7 +60,7 @@ def half(**other):
         "ratio": policies.Constant(0.5),
         "mask": policies.UnitPattern(patterns.Random()),
         "aggregate": policies.DeltaMean(),
-        "personal": policies.OwnModel("best"),
+        "personal": policies.LocalModel("best"),
     }
     return Method(name="half", source="", **{**chosen, **other})
 
@@ -91,12 +91,12 @@ class TestMaskFromTheServer(MethodContract):
 class TestPrivateHead(MethodContract):
     @pytest.fixture
     def make(self):
-        return lambda: half(share=ExceptHead(), personal=policies.GlobalModel())
+        return lambda: half(share=PrivateHead(), personal=policies.GlobalModel())
 
 
 def test_full_masks_give_the_bits_of_fedavg_under_every_rule():
     clients = tiny_clients(examples=24)[::4]
-    config = replace(tiny_config(), clients_per_round=2)
+    config = replace(tiny_config(), cohort=2)
     plain = run(Method(name="fedavg", source=""), tiny_problem(), clients, config)
     for aggregate in (policies.DeltaMean(), policies.CoverageMean(), policies.CoverageMean("examples")):
         method = Method(name="m", source="", mask=policies.UnitPattern(patterns.Random()), aggregate=aggregate)
@@ -145,7 +145,7 @@ def test_entries_outside_a_weight_mask_neither_train_nor_travel():
 
 
 def test_private_entries_stay_on_the_client():
-    result, updates = watched(half(share=ExceptHead(), personal=policies.GlobalModel()))
+    result, updates = watched(half(share=PrivateHead(), personal=policies.GlobalModel()))
     assert all(not name.startswith("last.") for update in updates for name in update.delta)
     untouched, _ = watched(Method(name="m", source="", share=policies.Nothing()))
     assert torch.equal(result.state["last.weight"], untouched.state["last.weight"])
@@ -172,7 +172,7 @@ def test_own_models_are_kept_compact_with_mask_and_ratio(tmp_path):
 
 def test_best_is_never_worse_on_validation_than_last():
     best, _ = watched(half())
-    last, _ = watched(half(personal=policies.OwnModel("last")))
+    last, _ = watched(half(personal=policies.LocalModel("last")))
 
     def quality(result):
         return {s.client_id: s.validation["accuracy"][0] for s in result.final.per_client}

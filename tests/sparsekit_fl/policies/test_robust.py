@@ -9,21 +9,23 @@ import pytest
 import torch
 
 from sparsekit.errors import InvalidValueError
-from sparsekit.masks.mask import UnitMask, WeightMask
-from sparsekit.state import digest
-from sparsekit.units.graph import UnitGraph, UnitGroup, UnitSlice
-from sparsekit_fl.context import ServerContext, Setup, by_id, rngs_by_kind
+from sparsekit.graph.graph import UnitGraph, UnitGroup, UnitSlice
+from sparsekit.graph.mask import UnitMask, WeightMask
+from sparsekit.graph.state import digest
+from sparsekit_fl.client.spec import RunSpec, by_id
+from sparsekit_fl.context.memory import rngs_by_kind
+from sparsekit_fl.context.server import ServerContext
 from sparsekit_fl.engines.embedded import Embedded
-from sparsekit_fl.messages import Update
-from sparsekit_fl.method import Method
 from sparsekit_fl.methods import registry
+from sparsekit_fl.methods.method import Method
 from sparsekit_fl.policies import AggregatePolicy, CoverageMean, DeltaMean, WeightedMean
 from sparsekit_fl.policies.robust import Median, NormClipped, TrimmedMean, trimmed, update_norm
-from sparsekit_fl.results import Observer
-from sparsekit_fl.runner import run
-from sparsekit_fl.server import Server
-from sparsekit_fl.sparse import Kept
+from sparsekit_fl.results.records import Observer
+from sparsekit_fl.server.loop import run
+from sparsekit_fl.server.server import Server
 from sparsekit_fl.testing.tiny import tiny_clients, tiny_config, tiny_problem
+from sparsekit_fl.wire.kept import Kept
+from sparsekit_fl.wire.messages import Update
 
 INDEX = torch.arange(3).view(3, 1)
 GRAPH = UnitGraph(
@@ -38,7 +40,7 @@ def context():
         round=1,
         rounds=1,
         roster={},
-        cohort_size=2,
+        cohort=2,
         rngs=rngs_by_kind(np.random.default_rng(0)),
         memory={},
         graph=GRAPH,
@@ -164,16 +166,16 @@ RULES = {
 @pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize("policy", [DeltaMean(), CoverageMean()], ids=["delta", "coverage"])
 def test_the_order_of_arrival_changes_no_bit(name, policy):
-    setup = Setup.build(Method(name="m", source="", aggregate=policy), tiny_problem(), replace(tiny_config(), **RULES[name]))
+    spec = RunSpec.build(Method(name="m", source="", aggregate=policy), tiny_problem(), replace(tiny_config(), **RULES[name]))
     digests = set()
     for order in ([0, 1, 2, 3], [3, 1, 0, 2], [2, 3, 1, 0]):
-        server = Server(setup, by_id(tiny_clients()))
+        server = Server(spec, by_id(tiny_clients()))
         assignments = server.assign(1)
         rng = np.random.default_rng(0)
         updates = []
         for assignment in assignments:
             keep = UnitMask({"first": torch.from_numpy(rng.permutation(8) < 5)})
-            kept = Kept(setup.graph, keep)
+            kept = Kept(spec.graph, keep)
             delta = {
                 key: torch.as_tensor(rng.normal(size=kept.shape(key)) * (10 if value.is_floating_point() else 3)).to(
                     value.dtype
@@ -182,7 +184,7 @@ def test_the_order_of_arrival_changes_no_bit(name, policy):
             }
             examples = server._clients[assignment.client_id].data.train
             updates.append(Update(round=1, client_id=assignment.client_id, examples=len(examples), delta=delta, mask=keep))
-        assert len(server.absorb([updates[place] for place in order]).updates) == 4
+        assert len(server.aggregate([updates[place] for place in order]).updates) == 4
         digests.add(digest(server.state.state))
     assert len(digests) == 1
 

@@ -11,23 +11,26 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from sparsekit.criteria import Ordered
 from sparsekit.errors import InvalidValueError
-from sparsekit.masks.mask import UnitMask
-from sparsekit.patterns import Ordered
-from sparsekit.units.graph import UnitGraph, UnitGroup, UnitSlice
-from sparsekit_fl.client import Capability, Client, ClientData
-from sparsekit_fl.config import RunConfig, TrainingConfig
-from sparsekit_fl.context import ServerContext, Setup, Workspace, rngs_by_kind
-from sparsekit_fl.data import TensorData
-from sparsekit_fl.messages import Update
-from sparsekit_fl.method import Method
+from sparsekit.graph.graph import UnitGraph, UnitGroup, UnitSlice
+from sparsekit.graph.mask import UnitMask
+from sparsekit_fl.client.spec import RunSpec
+from sparsekit_fl.client.worker import WorkerState
+from sparsekit_fl.context.memory import rngs_by_kind
+from sparsekit_fl.context.server import ServerContext
 from sparsekit_fl.methods import fedavg, heterofl
+from sparsekit_fl.methods.method import Method
+from sparsekit_fl.options.config import RunConfig, TrainingConfig
 from sparsekit_fl.policies.local import Sgd
-from sparsekit_fl.policies.submodel import OwnedRowsMean, OwnStatistics, SubmodelSgd
-from sparsekit_fl.problem import Problem
-from sparsekit_fl.runner import run
-from sparsekit_fl.sparse import Kept
+from sparsekit_fl.policies.submodel import OwnedRowsMean, RecalibratedBatchNorm, SubmodelSgd
+from sparsekit_fl.problem.clients import Capability, Client, ClientData
+from sparsekit_fl.problem.data import TensorData
+from sparsekit_fl.problem.problem import Problem
+from sparsekit_fl.server.loop import run
 from sparsekit_fl.testing.tiny import tiny_clients, tiny_config, tiny_problem
+from sparsekit_fl.wire.kept import Kept
+from sparsekit_fl.wire.messages import Update
 
 # One hidden unit of three feeds two classes: "w" is the output layer's weight, units are its columns.
 GRAPH = UnitGraph(
@@ -47,7 +50,7 @@ def update(client_id, value, owned, keep):
 
 def combine(policy, *updates):
     ctx = ServerContext(
-        round=1, rounds=1, roster={}, cohort_size=2, rngs=rngs_by_kind(np.random.default_rng(0)), memory={},
+        round=1, rounds=1, roster={}, cohort=2, rngs=rngs_by_kind(np.random.default_rng(0)), memory={},
         graph=GRAPH, state=STATE,
     )  # fmt: skip
     acc = policy.init(ctx, STATE)
@@ -89,30 +92,30 @@ def one_client(labels, *, capability=0.5, model=Line, inputs=None):
     data = TensorData((x,), torch.tensor(labels))
     client = Client(id=0, data=ClientData(train=data, val=data, test=data), capability=Capability(ratio=capability))
     problem = Problem(model=model, example_inputs=(x[:2],))
-    config = RunConfig(rounds=1, clients_per_round=1, training=TrainingConfig(local_epochs=1, batch_size=2, lr=1.0))
+    config = RunConfig(rounds=1, cohort=1, training=TrainingConfig(local_epochs=1, batch_size=2, lr=1.0))
     return client, problem, config
 
 
 def trained(local, labels, *, ratio=0.5):
     client, problem, config = one_client(labels)
     method = dataclasses.replace(heterofl(), local=local)
-    setup = Setup.build(method, problem, config)
-    workspace = Workspace(setup)
-    ctx = workspace.context(client=client, round=1, capability=client.capability, memory={}).scoped("local")
+    spec = RunSpec.build(method, problem, config)
+    worker = WorkerState(spec)
+    ctx = worker.context(client=client, round=1, capability=client.capability, memory={}).scoped("local")
     keep = torch.tensor([True, ratio == 1.0])
-    result = local.train(ctx, setup.initial, UnitMask({"first": keep}), ratio)
-    return result, workspace
+    result = local.train(ctx, spec.initial, UnitMask({"first": keep}), ratio)
+    return result, worker
 
 
 def test_the_scaler_divides_what_hidden_layers_give_while_training() -> None:
     # Unit 0 alone is kept: it gives 1, the scaler makes it 2, and every logit is 2. The gradient of each logit is
     # 1/3 − [class], times the scaled activation.
-    result, workspace = trained(SubmodelSgd(clip=None, scaler=True), [0, 0])
+    result, worker = trained(SubmodelSgd(clip=None, scaler=True), [0, 0])
     expected = torch.ones(3, 1) - 2.0 * (torch.full((3, 1), 1 / 3) - torch.tensor([[1.0], [0.0], [0.0]]))
     assert torch.allclose(result.state["last.weight"], expected)
     plain, _ = trained(Sgd(), [0, 0])
     assert not torch.allclose(plain.state["last.weight"], expected)
-    hidden = workspace.session.module.first(torch.tensor([[1.0, 2.0]]))
+    hidden = worker.narrow_model.module.first(torch.tensor([[1.0, 2.0]]))
     assert torch.allclose(hidden, result.state["first.weight"] @ torch.tensor([1.0, 2.0]))
 
 
@@ -142,7 +145,7 @@ def test_targets_that_are_no_classes_are_left_alone() -> None:
         loss=F.mse_loss,
         metrics={"error": lambda outputs, targets: ((outputs - targets).square().sum(), torch.tensor(len(targets)))},
     )
-    config = dataclasses.replace(tiny_config(rounds=2), clients_per_round=2)
+    config = dataclasses.replace(tiny_config(rounds=2), cohort=2)
     result = run(heterofl(scaler=True, masked_loss=True), problem, clients, config)
     assert np.isfinite(result.final.personal["error"])
 
@@ -160,27 +163,29 @@ class Normed(nn.Module):
 def test_statistics_are_those_of_the_clients_own_training_data() -> None:
     x = torch.tensor([[1.0, 10.0], [3.0, 10.0], [5.0, 40.0], [7.0, 40.0]])
     client, problem, config = one_client([0, 1, 2, 0], model=Normed, inputs=x)
-    setup = Setup.build(fedavg(), problem, config)
-    workspace = Workspace(setup)
-    ctx = workspace.context(client=client, round=1, capability=client.capability, memory={}).scoped("personal")
-    module = workspace.session.module
-    OwnStatistics().calibrate(ctx, module)
+    spec = RunSpec.build(fedavg(), problem, config)
+    worker = WorkerState(spec)
+    ctx = worker.context(client=client, round=1, capability=client.capability, memory={}).scoped("personal")
+    module = worker.narrow_model.module
+    RecalibratedBatchNorm().calibrate(ctx, module)
     assert module.norm.running_mean.tolist() == [4.0, 25.0]
     assert torch.allclose(module.norm.running_var, x.var(0))
     assert module.norm.momentum == 0.1
     assert not module.norm.training
-    assert torch.equal(setup.initial["norm.running_mean"], torch.zeros(2))
+    assert torch.equal(spec.initial["norm.running_mean"], torch.zeros(2))
 
 
 def test_statistics_reach_both_scores_and_not_the_state() -> None:
     plain = run(fedavg(), tiny_problem(), tiny_clients(), tiny_config(rounds=2))
-    own = run(Method(name="own", source="", personal=OwnStatistics()), tiny_problem(), tiny_clients(), tiny_config(rounds=2))
+    own = run(
+        Method(name="own", source="", personal=RecalibratedBatchNorm()), tiny_problem(), tiny_clients(), tiny_config(rounds=2)
+    )
     assert own.final.state_sha256 == plain.final.state_sha256
     assert own.final.personal == own.final.shared != plain.final.personal
 
 
 def test_a_client_may_deploy_the_width_that_it_can_run() -> None:
-    method = Method(name="narrow", source="", personal=OwnStatistics(pattern=Ordered()))
+    method = Method(name="narrow", source="", personal=RecalibratedBatchNorm(pattern=Ordered()))
     result = run(method, tiny_problem(), tiny_clients(), tiny_config(rounds=2))
     whole = [score for score in result.final.per_client if score.ratio is None]
     narrow = [score for score in result.final.per_client if score.ratio is not None]
@@ -191,11 +196,11 @@ def test_a_client_may_deploy_the_width_that_it_can_run() -> None:
 
 def test_a_model_without_batch_norm_is_scored_as_it_stands() -> None:
     client, problem, config = one_client([0, 1])
-    workspace = Workspace(Setup.build(fedavg(), problem, config))
-    ctx = workspace.context(client=client, round=1, capability=client.capability, memory={}).scoped("personal")
-    before = workspace.session.narrow_state()
-    OwnStatistics().calibrate(ctx, workspace.session.module)
-    assert all(torch.equal(value, before[name]) for name, value in workspace.session.narrow_state().items())
+    worker = WorkerState(RunSpec.build(fedavg(), problem, config))
+    ctx = worker.context(client=client, round=1, capability=client.capability, memory={}).scoped("personal")
+    before = worker.narrow_model.narrow_state()
+    RecalibratedBatchNorm().calibrate(ctx, worker.narrow_model.module)
+    assert all(torch.equal(value, before[name]) for name, value in worker.narrow_model.narrow_state().items())
 
 
 def test_steps_are_clipped_at_the_smaller_of_both_norms() -> None:

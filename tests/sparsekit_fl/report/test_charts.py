@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 from saved_results import FLOPS, SECONDS, result
 
-from sparsekit_fl.report.cells import Cell, sections_of
 from sparsekit_fl.report.charts import Chart, charts_of
 from sparsekit_fl.report.comparison import Comparison
 from sparsekit_fl.report.drawing import draw_chart, inline_svg, series_style
+from sparsekit_fl.report.trials import Trial, sections_of
 
 
 def _charts(*results: dict[str, Any]) -> dict[str, Chart]:
-    (section,) = sections_of(map(Cell.of, results))
+    (section,) = sections_of(map(Trial.of, results))
     return {chart.name: chart for chart in charts_of(Comparison(section))}
 
 

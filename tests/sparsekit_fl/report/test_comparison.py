@@ -11,13 +11,13 @@ from rich.console import Console
 from saved_results import SECONDS, result
 
 from sparsekit.errors import InvalidValueError
-from sparsekit_fl.report.cells import Cell, sections_of
 from sparsekit_fl.report.comparison import Comparison, check_target
 from sparsekit_fl.report.table import seconds_to
+from sparsekit_fl.report.trials import Trial, sections_of
 
 
-def _compare(*results: dict[str, Any], target: float | None = None, failed: tuple[Cell, ...] = ()) -> Comparison:
-    (section,) = sections_of([*map(Cell.of, results), *failed])
+def _compare(*results: dict[str, Any], target: float | None = None, failed: tuple[Trial, ...] = ()) -> Comparison:
+    (section,) = sections_of([*map(Trial.of, results), *failed])
     return Comparison(section, target)
 
 
@@ -98,7 +98,7 @@ def test_no_line_is_wider_than_the_terminal_and_no_number_is_cut(width: int) -> 
 
 
 def test_failures_stand_below_the_table() -> None:
-    failed = Cell(method="b", seed=4, config=result("b")["config"], error="[red] it broke")
+    failed = Trial(method="b", seed=4, config=result("b")["config"], error="[red] it broke")
     comparison = _compare(result("a"), failed=(failed,))
     assert "failed: b, seed 4: [red] it broke" in _shown(comparison, 80)
     (entry,) = comparison.to_dict()["failed"]

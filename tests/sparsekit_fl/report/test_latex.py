@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 from saved_results import result
 
-from sparsekit_fl.report.cells import Cell, sections_of
 from sparsekit_fl.report.comparison import Comparison
 from sparsekit_fl.report.latex import latex_escape, latex_table
+from sparsekit_fl.report.trials import Trial, sections_of
 
 NASTY = "a_b & 100% of #1 {$x^2$} ~ <c> \\d ± – µ 木"
 
 
 def _table() -> str:
     results = [result(NASTY, seed, note=f"Note {NASTY}") for seed in (0, 1)] + [result("b", heterogeneity="low")]
-    (section,) = sections_of(map(Cell.of, results))
+    (section,) = sections_of(map(Trial.of, results))
     return latex_table(Comparison(section))
 
 

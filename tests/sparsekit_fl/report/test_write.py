@@ -84,7 +84,7 @@ def test_without_matplotlib_there_are_tables_and_a_page(
 def test_drawing_needs_no_torch(tmp_path: Path) -> None:
     save(tmp_path, result("fedavg"))
     program = (
-        "import sys\nfrom sparsekit.cli import execute\n"
+        "import sys\nfrom sparsekit.cli.main import execute\n"
         f"code = execute(['report', {str(tmp_path)!r}, '--quiet'])\n"
         "sys.exit('torch was imported' if 'torch' in sys.modules else code)"
     )

@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from sparsekit_fl.cli.flower_app import write_app
-from sparsekit_fl.engines.flower.plan import Plan
+from sparsekit_fl.deployment.plan import Plan
 from sparsekit_fl.engines.flower.quiet import QUIET
-from sparsekit_fl.results import RunResult
-from sparsekit_fl.runner import run
+from sparsekit_fl.results.records import RunResult
+from sparsekit_fl.server.loop import run
 from sparsekit_fl.testing.tiny import tiny_clients, tiny_problem
 
 PATIENCE_SECONDS = 600.0
@@ -78,7 +78,7 @@ class Deployment:
         write_app(self.app)
         if planted:
             project = self.app / "pyproject.toml"
-            project.write_text(project.read_text().replace("sparsekit_fl.engines.flower.apps:server", "fault_planted:server"))
+            project.write_text(project.read_text().replace("sparsekit_fl.deployment.apps:server", "fault_planted:server"))
         self._port = free_port()
         self._mark = uuid.uuid4().hex
         connections = self.app / "flwr-home" / "config.toml"

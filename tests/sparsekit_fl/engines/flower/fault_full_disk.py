@@ -13,9 +13,9 @@ from pathlib import Path
 
 from sparsekit_fl import policies
 from sparsekit_fl.errors import StorageError
-from sparsekit_fl.method import Method
-from sparsekit_fl.results import Observer, RoundRecord
-from sparsekit_fl.runner import run
+from sparsekit_fl.methods.method import Method
+from sparsekit_fl.results.records import Observer, RoundRecord
+from sparsekit_fl.server.loop import run
 from sparsekit_fl.testing.tiny import tiny_clients, tiny_config, tiny_problem
 
 
@@ -55,7 +55,7 @@ class Fill(Observer):
 
 def main(way: str, folder: Path) -> None:
     """Run, fail, resume."""
-    method = Method(name="full", source="", personal=policies.OwnModel("best"))
+    method = Method(name="full", source="", personal=policies.LocalModel("best"))
     arguments = (method, tiny_problem(), tiny_clients(), tiny_config(rounds=4))
     fill = Fill(way, folder)
     error = ""

@@ -18,7 +18,7 @@ from flwr.app import Context, Message
 from flwr.serverapp import Grid, ServerApp
 
 from sparsekit_fl import policies
-from sparsekit_fl.method import Method
+from sparsekit_fl.methods.method import Method
 from sparsekit_fl.policies.local import LocalPolicy, LocalResult, Sgd
 
 
@@ -55,7 +55,7 @@ class Obedient(LocalPolicy):
 
 def method() -> Method:
     """FedAvg over obedient clients, which also keep a model of their own."""
-    return Method(name="planted", source="", local=Obedient(), personal=policies.OwnModel("best"))
+    return Method(name="planted", source="", local=Obedient(), personal=policies.LocalModel("best"))
 
 
 class Twice:
@@ -81,7 +81,7 @@ server = ServerApp()
 @server.main()
 def main(grid: Grid, context: Context) -> None:
     """The server app of a deployment, which says how it ended."""
-    from sparsekit_fl.engines.flower.rounds_app import serve
+    from sparsekit_fl.deployment.rounds_app import serve
 
     try:
         serve(Twice(grid), context)  # type: ignore[arg-type]

@@ -47,7 +47,7 @@ ELSEWHERE = (
         "a run on one machine is killed",
         "`kill -9` at random calls, eight times in one run, with one worker process or two",
         "resumed each time, it ends with the bits and the files of a run never interrupted",
-        "test_runner.py::test_a_run_killed_at_random_moments_ends_with_the_same_bits",
+        "server/test_loop.py::test_a_run_killed_at_random_moments_ends_with_the_same_bits",
         True,
     ),
 )

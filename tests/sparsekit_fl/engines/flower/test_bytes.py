@@ -13,17 +13,17 @@ pytest.importorskip("flwr", reason="flwr is not installed; pip install 'sparseki
 from flwr.app import Message
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 
-from sparsekit_fl.client import Client, ClientData
-from sparsekit_fl.config import RunConfig, TrainingConfig
-from sparsekit_fl.data import TensorData
 from sparsekit_fl.engines.flower.local_grid import InProcess
-from sparsekit_fl.method import Method
 from sparsekit_fl.methods import registry
+from sparsekit_fl.methods.method import Method
 from sparsekit_fl.models.vgg import Vgg
+from sparsekit_fl.options.config import RunConfig, TrainingConfig
 from sparsekit_fl.policies.ratio import Constant
-from sparsekit_fl.problem import Problem
-from sparsekit_fl.results import RunResult
-from sparsekit_fl.runner import run
+from sparsekit_fl.problem.clients import Client, ClientData
+from sparsekit_fl.problem.data import TensorData
+from sparsekit_fl.problem.problem import Problem
+from sparsekit_fl.results.records import RunResult
+from sparsekit_fl.server.loop import run
 
 # Flower's share of a message: its types, its ids and our header; about 1,300 bytes.
 _MOST_DIFFERENCE = 0.03
@@ -62,7 +62,7 @@ def _clients(count: int, shape: tuple[int, ...], *, examples: int = 8) -> list[C
 def _run(method: Method, problem: Problem, clients: list[Client], *, batch: int, rounds: int = 1) -> tuple[RunResult, _Wire]:
     config = RunConfig(
         rounds=rounds,
-        clients_per_round=min(2, len(clients)),
+        cohort=min(2, len(clients)),
         training=TrainingConfig(local_epochs=1, batch_size=batch, lr=0.01),
         eval_every=rounds,
         capability="dynamic",

@@ -11,8 +11,8 @@ pytest.importorskip("flwr", reason="flwr is not installed; pip install 'sparseki
 from fault_deployment import Deployment, until
 from fault_table import shows
 
-from sparsekit_fl.engines.flower.plan import Plan
-from sparsekit_fl.runner import run
+from sparsekit_fl.deployment.plan import Plan
+from sparsekit_fl.server.loop import run
 from sparsekit_fl.testing.tiny import tiny_clients, tiny_problem
 
 pytestmark = [
@@ -42,7 +42,7 @@ def test_encrypted_supernodes_with_known_keys_give_the_bits_of_the_embedded_engi
                 method=name,
                 problem="sparsekit_fl.testing.tiny:tiny_problem",
                 rounds=2,
-                clients_per_round=6,
+                cohort=6,
                 seed=3,
                 eval_every=2,
                 local_epochs=1,

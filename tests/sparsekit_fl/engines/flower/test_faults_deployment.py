@@ -22,8 +22,8 @@ pytest.importorskip("flwr", reason="flwr is not installed; pip install 'sparseki
 from fault_deployment import Deployment, embedded, until
 from fault_table import shows
 
-from sparsekit_fl.engines.flower.plan import Plan
-from sparsekit_fl.results import RunResult
+from sparsekit_fl.deployment.plan import Plan
+from sparsekit_fl.results.records import RunResult
 
 pytestmark = [
     pytest.mark.slow,
@@ -57,7 +57,7 @@ def storm(tmp_path_factory: pytest.TempPathFactory) -> Storm:
         method="fault_planted:method",
         problem="sparsekit_fl.testing.tiny:tiny_problem",
         rounds=4,
-        clients_per_round=8,
+        cohort=8,
         seed=3,
         eval_every=4,
         local_epochs=1,

@@ -19,23 +19,23 @@ from flwr.supercore.task_identity import TaskIdentity
 
 from sparsekit.errors import InvalidValueError
 from sparsekit_fl.cli.options import Experiment, RunOptions
-from sparsekit_fl.client import Client, ClientData
+from sparsekit_fl.deployment.plan import Plan
 from sparsekit_fl.engines.base import Engine
 from sparsekit_fl.engines.embedded import Embedded
 from sparsekit_fl.engines.flower.deployment import Nodes
-from sparsekit_fl.engines.flower.introduction import described
 from sparsekit_fl.engines.flower.keep import NodeStore
 from sparsekit_fl.engines.flower.local_grid import InProcess
-from sparsekit_fl.engines.flower.plan import Plan
 from sparsekit_fl.engines.flower.wire import content, read
 from sparsekit_fl.errors import ClientError, TooFewRepliesError, UpdateError
-from sparsekit_fl.method import Method
+from sparsekit_fl.methods.method import Method
 from sparsekit_fl.policies.local import LocalPolicy, LocalResult, Sgd
-from sparsekit_fl.policies.personal import OwnModel
-from sparsekit_fl.results import RunResult
-from sparsekit_fl.runner import run
-from sparsekit_fl.store import ClientStore
+from sparsekit_fl.policies.personal import LocalModel
+from sparsekit_fl.problem.clients import Client, ClientData
+from sparsekit_fl.results.records import RunResult
+from sparsekit_fl.server.loop import run
+from sparsekit_fl.state.store import ClientStore
 from sparsekit_fl.testing.tiny import tiny_clients, tiny_config, tiny_problem
+from sparsekit_fl.wire.introduction import described
 
 ENGINES: dict[str, Callable[[], Engine]] = {"embedded": Embedded, "flower": lambda: InProcess(nodes=3, grouped=True)}
 _left: Counter[tuple[int, int]] = Counter()
@@ -66,7 +66,7 @@ def engine(request: pytest.FixtureRequest) -> Engine:
 
 
 def _run(engine: Engine | None = None, *, min_replies: int | None = None, **options: Any) -> RunResult:
-    method = Method(name="flaky", source="", local=Flaky(), personal=OwnModel("best"))
+    method = Method(name="flaky", source="", local=Flaky(), personal=LocalModel("best"))
     config = replace(tiny_config(), min_replies=min_replies)
     return run(method, tiny_problem(), tiny_clients(), config, engine=engine, **options)
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 from fault_deployment import Deployment, embedded
 from fault_table import shows
 
-from sparsekit_fl.engines.flower.plan import Plan
+from sparsekit_fl.deployment.plan import Plan
 
 pytestmark = [
     pytest.mark.slow,
@@ -35,7 +35,7 @@ def test_a_run_whose_superlink_was_killed_resumes_to_the_same_bits(tmp_path: Pat
         method="fault_planted:method",
         problem="sparsekit_fl.testing.tiny:tiny_problem",
         rounds=3,
-        clients_per_round=8,
+        cohort=8,
         seed=3,
         eval_every=3,
         local_epochs=1,

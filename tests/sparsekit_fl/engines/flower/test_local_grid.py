@@ -17,14 +17,14 @@ from sparsekit_fl.engines.embedded import Embedded
 from sparsekit_fl.engines.flower.local_grid import Fault, InProcess
 from sparsekit_fl.engines.flower.wire import content, read
 from sparsekit_fl.errors import ClientError, WorkerDiedError
-from sparsekit_fl.messages import decode_update, encode_update
-from sparsekit_fl.method import Method
 from sparsekit_fl.methods import registry
 from sparsekit_fl.methods.local import local
-from sparsekit_fl.results import RoundRecord, RunResult
-from sparsekit_fl.runner import run
+from sparsekit_fl.methods.method import Method
+from sparsekit_fl.results.records import RoundRecord, RunResult
+from sparsekit_fl.server.loop import run
 from sparsekit_fl.testing.engines import EngineContract, FailingSgd
 from sparsekit_fl.testing.tiny import tiny_clients, tiny_config, tiny_problem
+from sparsekit_fl.wire.messages import decode_update, encode_update
 
 
 @pytest.mark.parametrize("memory", ["server", "nodes"])

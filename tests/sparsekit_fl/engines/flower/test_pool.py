@@ -14,10 +14,10 @@ from flwr.app import Message
 from sparsekit_fl.engines.flower import pool
 from sparsekit_fl.engines.flower.local_grid import InProcess, LocalGrid
 from sparsekit_fl.engines.flower.wire import MAX_HEADER_BYTES
-from sparsekit_fl.messages import Evaluation
-from sparsekit_fl.method import Method
-from sparsekit_fl.runner import run
+from sparsekit_fl.methods.method import Method
+from sparsekit_fl.server.loop import run
 from sparsekit_fl.testing.tiny import tiny_clients, tiny_config, tiny_problem
+from sparsekit_fl.wire.messages import Evaluation
 
 _METHOD = Method(name="plain", source="")
 

@@ -20,8 +20,8 @@ from fault_deployment import free_port, program, until
 from sparsekit_fl.engines.flower import Flower
 from sparsekit_fl.methods import registry
 from sparsekit_fl.methods.local import local
-from sparsekit_fl.results import Observer, RoundRecord
-from sparsekit_fl.runner import run
+from sparsekit_fl.results.records import Observer, RoundRecord
+from sparsekit_fl.server.loop import run
 from sparsekit_fl.testing.tiny import tiny_clients, tiny_config, tiny_problem
 
 pytestmark = [pytest.mark.slow, pytest.mark.flower]

@@ -1,0 +1,303 @@
+"""The `sparsekit` command. The core has one command, `units`; other packages add theirs by entry point.
+
+An entry point in the group `sparsekit.commands` names a `typer.Typer` with one command; it is imported only when it is
+asked for or listed, so it should import little itself. One in the group `sparsekit.models` names a function without
+arguments that returns a module, or a module and its example inputs.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from importlib.metadata import EntryPoint, entry_points
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import click
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from typer.core import TyperGroup
+
+from sparsekit import __version__
+from sparsekit.errors import InvalidValueError, SparsekitError
+from sparsekit.registry import Registry, load_object
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from sparsekit.graph.graph import UnitGraph, UnitGroup
+
+__all__ = ["COMMANDS_GROUP", "app", "execute", "main", "models"]
+
+COMMANDS_GROUP = "sparsekit.commands"
+"""Entry points that add commands."""
+
+models = Registry("model", {}, group="sparsekit.models")
+"""Models by name, for `sparsekit units`."""
+
+INTERRUPTED = 130
+"""What a shell expects of a program that Ctrl-C ended."""
+
+
+class _Commands(TyperGroup):
+    """Our own commands and those of installed packages; one that cannot be loaded spoils only itself."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted({*super().list_commands(ctx), *_plugins()})
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        own = super().get_command(ctx, cmd_name)
+        point = _plugins().get(cmd_name)
+        if own is not None or point is None:
+            return own
+        try:
+            return _as_command(point)
+        except Exception as error:  # noqa: BLE001 - whatever a foreign package does must not break the other commands
+            return _broken_command(point, error)
+
+
+def _plugins() -> dict[str, EntryPoint]:
+    return {point.name: point for point in entry_points(group=COMMANDS_GROUP)}
+
+
+def _as_command(point: EntryPoint) -> click.Command:
+    found = load_object(point.value)
+    if not isinstance(found, typer.Typer):
+        raise InvalidValueError(f"{point.value} must be a typer.Typer, got {type(found).__name__}")
+    command = typer.main.get_command(found)
+    command.name = point.name
+    return command
+
+
+def _broken_command(point: EntryPoint, error: Exception) -> click.Command:
+    reason = f"the command {point.name!r} of {point.value} cannot be loaded: {error}"
+
+    def refuse(**_: Any) -> None:
+        raise InvalidValueError(f"{reason}; reinstall or remove the package that it comes from")
+
+    return click.Command(
+        point.name,
+        callback=refuse,
+        help=f"(not available: {error})",
+        context_settings={"ignore_unknown_options": True},
+        params=[click.Argument(["rest"], nargs=-1, type=click.UNPROCESSED)],
+    )
+
+
+app = typer.Typer(
+    cls=_Commands,
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"sparsekit {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Structured sparsity that is learned while a network trains."""
+
+
+@app.command(
+    epilog="Examples:\n\n$ sparsekit units vgg11\n\n$ sparsekit units mypackage.nets:make_net --example-shape 1,3,32,32\n\n"
+    "$ sparsekit units mypackage.nets:TextNet --example-shape 1,20:int64 --json"
+)
+def units(
+    model: Annotated[str, typer.Argument(help="A built-in model, or package.module:factory.")],
+    example_shape: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Shape of an example input, as in 1,3,32,32; with :int64 behind it for token ids. Once per input."
+            " Default: what the model brings along.",
+        ),
+    ] = None,
+    norm: Annotated[
+        Literal["fixed", "kept"],
+        typer.Option(help="'kept' also counts units under layer norms, which are then taken over the kept units."),
+    ] = "fixed",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout and nothing else.")] = False,
+) -> None:
+    """Show the unit groups of a model: all that can be removed exactly, and what stays whole and why.
+
+    A factory is called without arguments and returns the module, or the module and a tuple of example inputs.
+    """
+    from sparsekit.tracing.trace import FixedUnitsWarning, trace_units
+
+    module, inputs = _load_model(model, [_example(text) for text in example_shape or []])
+    with warnings.catch_warnings():
+        # The same facts are in the table.
+        warnings.simplefilter("ignore", FixedUnitsWarning)
+        graph = trace_units(module, *inputs, norm=norm)
+    report = _describe(model, module, graph)
+    if as_json:
+        typer.echo(json.dumps(report, indent=1))
+    else:
+        _print_units(report)
+
+
+def _example(text: str) -> Any:
+    import torch
+
+    shape, _, kind = text.partition(":")
+    dtype = getattr(torch, kind or "float32", None)
+    sizes = shape.split(",")
+    if not isinstance(dtype, torch.dtype) or not all(size.strip().isdigit() and int(size) > 0 for size in sizes):
+        raise InvalidValueError(
+            f"--example-shape must be positive integers with commas between, as in 1,3,32,32 or 1,20:int64, got {text!r}"
+        )
+    return torch.zeros([int(size) for size in sizes], dtype=dtype)
+
+
+def _load_model(name: str, inputs: list[Any]) -> tuple[nn.Module, tuple[Any, ...]]:
+    from torch import nn
+
+    factory = load_object(name) if ":" in name else models[name]
+    if isinstance(factory, nn.Module) or not callable(factory):
+        raise InvalidValueError(f"{name!r} must be a class or function that builds a model, got {type(factory).__name__}")
+    try:
+        made = factory()
+    except TypeError as error:
+        raise InvalidValueError(f"{name!r} cannot be called without arguments: {error}; wrap it in a function") from error
+    module, own = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    if not isinstance(module, nn.Module):
+        raise InvalidValueError(f"{name!r} must return a torch.nn.Module or (module, inputs), got {type(module).__name__}")
+    if inputs:
+        return module, tuple(inputs)
+    if own is None:
+        raise InvalidValueError(
+            f"no example input is known for {name!r}; pass --example-shape, as in --example-shape 1,3,32,32,"
+            " or let the factory return (module, (input, …))"
+        )
+    return module, own if isinstance(own, tuple) else (own,)
+
+
+def _entries_of(group: UnitGroup, graph: UnitGraph, keys: set[str]) -> int:
+    """Parameters that touch the units of a group; those between two groups count for both."""
+    indices: dict[str, dict[int, set[int]]] = {}
+    for piece in group.slices:
+        if piece.name in keys:
+            axes = indices.setdefault(piece.name, {})
+            axes.setdefault(piece.dim, set()).update(piece.index.reshape(-1).tolist())
+    total = 0
+    for name, axes in indices.items():
+        whole = rest = 1
+        for dim, size in enumerate(graph.shapes[name]):
+            whole *= size
+            rest *= size - len(axes.get(dim, ()))
+        total += whole - rest
+    return total
+
+
+def _describe(name: str, module: nn.Module, graph: UnitGraph) -> dict[str, Any]:
+    # Tied parameters appear once, under their first name.
+    parameters = {key: tensor.numel() for key, tensor in module.named_parameters()}
+    total = sum(parameters.values())
+    groups = []
+    for group in graph.groups.values():
+        count = _entries_of(group, graph, set(parameters))
+        groups.append(
+            {"name": group.name, "kind": group.kind, "size": group.size, "parameters": count, "share": count / max(1, total)}
+        )
+    fixed = [{"module": item.module, "size": item.size, "reason": item.reason} for item in graph.fixed]
+    return {"model": name, "parameters": total, "units": graph.units, "groups": groups, "fixed": fixed}
+
+
+def _print_units(report: dict[str, Any]) -> None:
+    console = Console()
+    number = len(report["groups"])
+    title = (
+        f"{report['model']}: {report['units']:,} units in {number} group{'s' if number > 1 else ''},"
+        f" {report['parameters']:,} parameters"
+    )
+    console.print(escape(title))
+    table = Table()
+    table.add_column("group")
+    table.add_column("kind")
+    for column in ("size", "parameters", "share"):
+        table.add_column(column, justify="right")
+    for group in report["groups"]:
+        table.add_row(
+            escape(group["name"]), group["kind"], str(group["size"]), f"{group['parameters']:,}", f"{group['share']:.1%}"
+        )
+    console.print(table)
+    console.print("Parameters between two groups count for both, so shares may add up to more than 100 %.")
+    if report["fixed"]:
+        console.print("\nKept whole:")
+        kept = Table()
+        kept.add_column("module")
+        kept.add_column("size", justify="right")
+        kept.add_column("reason")
+        for item in report["fixed"]:
+            kept.add_row(escape(item["module"]), str(item["size"]), escape(item["reason"]))
+        console.print(kept)
+
+
+class _StderrHandler(logging.Handler):
+    """Writes to whatever sys.stderr is now, which a progress display replaces while it draws."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        prefix = "" if record.levelno <= logging.INFO else f"{record.levelname.lower()}: "
+        typer.echo(prefix + record.getMessage(), err=True)
+
+
+def _prepare_process() -> None:
+    # A model or data set of the user is looked for where she stands too; last, so that nothing installed is hidden.
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    warnings.showwarning = lambda message, *_, **__: typer.echo(f"warning: {message}", err=True)
+    for package in ("sparsekit", "sparsekit_fl"):
+        logger = logging.getLogger(package)
+        if not logger.handlers:
+            logger.addHandler(_StderrHandler())
+            logger.propagate = False
+
+
+def execute(arguments: Sequence[str] | None = None) -> int:
+    """Run a command line.
+
+    Args:
+        arguments: Without the program's name; None takes those of the process.
+
+    Returns:
+        The exit code: 0, 2 for bad input or a failed run, 130 after Ctrl-C.
+    """
+    command = typer.main.get_command(app)
+    try:
+        code = command.main(None if arguments is None else list(arguments), prog_name="sparsekit", standalone_mode=False)
+        return code if isinstance(code, int) else 0
+    except (SparsekitError, OSError) as error:
+        typer.echo(f"error: {error}", err=True)
+        return 2
+    except click.ClickException as error:
+        from typer.rich_utils import rich_format_error
+
+        if type(error).__name__ == "NoArgsIsHelpError":  # older releases of click have no such class
+            error.show()
+            return 0
+        rich_format_error(error)
+        return error.exit_code
+    except (click.Abort, KeyboardInterrupt):
+        typer.echo("interrupted", err=True)
+        return INTERRUPTED
+
+
+def main() -> None:
+    """The console script `sparsekit`."""
+    _prepare_process()
+    sys.exit(execute())

@@ -1,0 +1,1 @@
+"""What can be removed from a model, as data: groups of units, index tables, masks."""

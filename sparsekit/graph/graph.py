@@ -1,0 +1,263 @@
+"""UnitSlice, UnitGroup, UnitGraph: what can be removed from a model, as data only.
+
+The graph is the one truth about structure. Gates, masks, magnitudes, compaction, expansion, costs and uploads all
+follow from its index tables; nothing here knows what a convolution is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from sparsekit.errors import ForeignMaskError, InvalidValueError
+from sparsekit.graph.layers import Layer
+from sparsekit.graph.norms import NormSite
+from sparsekit.graph.state import StateDict
+
+__all__ = ["FixedUnits", "Kind", "SizeAttribute", "UnitGraph", "UnitGroup", "UnitSlice"]
+
+Kind = Literal["channel", "feature", "cell", "head"]
+
+
+@dataclass(frozen=True, eq=False)
+class UnitSlice:
+    """Where the units of a group lie in one tensor.
+
+    Args:
+        name: State-dict key of the tensor.
+        dim: Axis of that tensor.
+        index: int64 (units, span); row j holds the positions along `dim` that belong to unit j. A flattened channel
+            spans H·W columns, an LSTM cell spans four gate rows.
+        side: "out" where the entries make the unit's value (filter rows, bias, norm scale and statistics), "in" where
+            they read it (the columns of its consumers).
+        gated: True where multiplying the entries by a gate multiplies all that the unit contributes by that gate;
+            False where the entries are only cut when compacting.
+    """
+
+    name: str
+    dim: int
+    index: Tensor
+    side: Literal["out", "in"]
+    gated: bool
+
+    @property
+    def span(self) -> int:
+        """Positions per unit."""
+        return int(self.index.shape[1])
+
+
+@dataclass(frozen=True, eq=False)
+class UnitGroup:
+    """Units that share their tensors: every slice that goes when one of them goes.
+
+    A convolution `conv1` of 8 filters with a norm `bn`, read by `conv2`, is one group of 8 channels with the slices
+    `conv1.weight` axis 0, `conv1.bias` axis 0, `bn.weight`, `bn.bias`, `bn.running_mean`, `bn.running_var` axis 0 (all
+    side "out") and `conv2.weight` axis 1 (side "in"). A residual sum of two convolutions puts both in one group.
+
+    Args:
+        name: Unique; the name of the first module that makes the units.
+        size: Number of units.
+        kind: What a unit is.
+        slices: Every tensor axis on which the units lie.
+    """
+
+    name: str
+    size: int
+    kind: Kind
+    slices: tuple[UnitSlice, ...]
+
+
+@dataclass(frozen=True)
+class FixedUnits:
+    """Units that stay whole, and why.
+
+    Args:
+        module: Qualified name of the module whose units stay.
+        size: How many.
+        reason: One sentence.
+    """
+
+    module: str
+    size: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class SizeAttribute:
+    """A plain integer of a module that follows the number of units kept: `num_heads` of hand-written attention.
+
+    Args:
+        module: Qualified name of the module.
+        name: Of its attribute.
+        group: Whose units it counts.
+        per_unit: What one unit adds to it.
+    """
+
+    module: str
+    name: str
+    group: str
+    per_unit: int
+
+
+@dataclass(frozen=True, eq=False)
+class UnitGraph:
+    """The groups of a model, in forward order, with the shape of every entry of its state.
+
+    Args:
+        groups: Group name → group.
+        shapes: State-dict key → shape, for the whole state.
+        ties: Sets of groups that must keep equally many units (the layers of a stacked LSTM have one hidden size).
+        fixed: What was found but cannot be removed exactly.
+        sizes: Integers of the model's own modules that follow the number of units.
+        norms: Calls that average over kept units only, found with norm="kept"; see `sparsekit.surgery.kept_norms`.
+        layers: Who reads which entries, in forward order, where somebody asked for it; see `sparsekit.tracing.layer_order`.
+    """
+
+    groups: Mapping[str, UnitGroup]
+    shapes: Mapping[str, torch.Size]
+    ties: tuple[tuple[str, ...], ...] = ()
+    fixed: tuple[FixedUnits, ...] = ()
+    sizes: tuple[SizeAttribute, ...] = ()
+    norms: tuple[NormSite, ...] = ()
+    layers: tuple[Layer, ...] = ()
+
+    @property
+    def units(self) -> int:
+        """Number of units of all groups, J in the paper."""
+        return sum(group.size for group in self.groups.values())
+
+    @cached_property
+    def slices_of(self) -> Mapping[str, tuple[tuple[str, UnitSlice], ...]]:
+        """State-dict key → the (group name, slice) pairs that touch it; keys without units are absent."""
+        found: dict[str, list[tuple[str, UnitSlice]]] = {}
+        for group in self.groups.values():
+            for piece in group.slices:
+                found.setdefault(piece.name, []).append((group.name, piece))
+        return {name: tuple(pieces) for name, pieces in found.items()}
+
+    @cached_property
+    def _axes(self) -> Mapping[str, Mapping[int, tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]]]:
+        """State-dict key → axis → (positions that belong to units, their units numbered through all groups)."""
+        found: dict[str, dict[int, list[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]]]] = {}
+        offsets = group_order(self.groups.values())
+        for name, pieces in self.slices_of.items():
+            axes = found.setdefault(name, {})
+            for group, piece in pieces:
+                index = piece.index.cpu().numpy()
+                units = np.arange(offsets[group], offsets[group] + index.shape[0], dtype=np.int64)
+                axes.setdefault(piece.dim, []).append((index.reshape(-1), units.repeat(index.shape[1])))
+        return {
+            name: {dim: (np.concatenate([p for p, _ in parts]), np.concatenate([u for _, u in parts]))
+                   for dim, parts in axes.items()}
+            for name, axes in found.items()
+        }  # fmt: skip
+
+    def check_counts(self, counts: Mapping[str, int]) -> None:
+        """Raise unless tied groups keep equally many units.
+
+        Raises:
+            InvalidValueError: two tied groups differ.
+        """
+        for tied in self.ties:
+            kept = {name: counts[name] for name in tied}
+            if len(set(kept.values())) > 1:
+                raise InvalidValueError(f"groups {', '.join(tied)} share one size and must keep equally many units, got {kept}")
+
+    def check_state(self, state: StateDict, *, what: str = "the state") -> None:
+        """Raise unless `state` has the keys and shapes of the model that was traced.
+
+        Raises:
+            ForeignMaskError: a key or a shape differs.
+        """
+        for name, shape in self.shapes.items():
+            if name not in state:
+                raise ForeignMaskError(f"{what} lacks {name!r}; pass the state of the model that the graph was traced from")
+            if state[name].shape != shape:
+                raise ForeignMaskError(
+                    f"{what} has {name!r} of shape {tuple(state[name].shape)}, the graph expects {tuple(shape)};"
+                    " a compacted state must be expanded first"
+                )
+
+    def gate(self, state: StateDict, gates: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Multiply each unit's contribution by its gate. Differentiable in the state and in the gates.
+
+        Args:
+            state: The dense state of the model.
+            gates: Group name → float (units,); groups left out keep gate 1.
+
+        Returns:
+            A new dict with every key of `state`; entries without gated units are passed through.
+        """
+        gated = dict(state)
+        for group_name, gate in gates.items():
+            if group_name not in self.groups:
+                raise ForeignMaskError(f"no group {group_name!r} in this graph; groups: {', '.join(self.groups)}")
+            group = self.groups[group_name]
+            if gate.shape != (group.size,):
+                raise ForeignMaskError(f"gates of {group_name!r} must have shape ({group.size},), got {tuple(gate.shape)}")
+            for piece in group.slices:
+                if piece.gated:
+                    entry = gated[piece.name]
+                    index = piece.index.to(entry.device)
+                    values = gate.to(entry.dtype).repeat_interleave(piece.span)
+                    vector = torch.ones(entry.shape[piece.dim], dtype=entry.dtype, device=entry.device)
+                    vector = vector.index_copy(0, index.reshape(-1), values)
+                    gated[piece.name] = entry * vector.view([-1 if d == piece.dim else 1 for d in range(entry.dim())])
+        return gated
+
+    def kept_indices(self, keep: Mapping[str, Tensor]) -> dict[str, dict[int, Tensor]]:
+        """Which positions stay along each axis that units touch.
+
+        Args:
+            keep: Group name → bool (units,), for every group.
+
+        Returns:
+            State-dict key → axis → int64 (kept,), ascending. Axes and keys that no unit touches are absent.
+        """
+        kept = np.concatenate([keep[name].cpu().numpy() for name in self.groups] or [np.zeros(0, dtype=bool)])
+        indices: dict[str, dict[int, Tensor]] = {}
+        for name, axes in self._axes.items():
+            found = indices[name] = {}
+            for dim, (positions, units) in axes.items():
+                stays = np.ones(self.shapes[name][dim], dtype=bool)
+                stays[positions[~kept[units]]] = False
+                found[dim] = torch.from_numpy(np.flatnonzero(stays))
+        return indices
+
+    def to_json(self) -> str:
+        """The graph as JSON text, exact; `from_json` is its inverse."""
+        from sparsekit.graph.json_format import dump
+
+        return dump(self)
+
+    @staticmethod
+    def from_json(text: str) -> UnitGraph:
+        """Read what `to_json` wrote.
+
+        Raises:
+            InvalidValueError: the text is not a graph of this format.
+        """
+        from sparsekit.graph.json_format import load
+
+        return load(text)
+
+    def fingerprint(self) -> tuple[tuple[str, int], ...]:
+        """Names and sizes of the groups: what a mask must agree with."""
+        return tuple((group.name, group.size) for group in self.groups.values())
+
+
+def group_order(groups: Iterable[UnitGroup]) -> dict[str, int]:
+    """Group name → offset of its first unit in a fused vector of all units."""
+    offsets: dict[str, int] = {}
+    total = 0
+    for group in groups:
+        offsets[group.name] = total
+        total += group.size
+    return offsets

@@ -1,0 +1,70 @@
+"""Layer: which module reads which entries, and what follows from the order of the layers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["Layer", "head_entries", "layer_weights", "prefix_entries"]
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A module that reads at least one entry of two or more axes, with what is read until the next such module.
+
+    Args:
+        name: Qualified name of the module.
+        entries: State-dict keys that this layer is the first to read; statistics that no pass reads are with their module.
+        reads: All that it reads. An entry that it shares with an earlier layer, as a decoder tied to an embedding, is among
+            its reads and among the other's entries.
+    """
+
+    name: str
+    entries: tuple[str, ...]
+    reads: tuple[str, ...]
+
+
+def head_entries(layers: Sequence[Layer], count: int = 1) -> tuple[str, ...]:
+    """State-dict keys of the output layer.
+
+    Args:
+        layers: Of the model, in forward order.
+        count: How many layers, from the last one.
+
+    Returns:
+        What no earlier layer reads: empty where the output layer shares all its entries with earlier ones.
+    """
+    return tuple(name for layer in layers[max(0, len(layers) - count) :] for name in layer.entries)
+
+
+def layer_weights(layers: Sequence[Layer], shapes: Mapping[str, torch.Size]) -> tuple[str, ...]:
+    """State-dict keys of the weight matrices that may be pruned by entry: all but those that the output layer reads.
+
+    Args:
+        layers: Of the model, in forward order.
+        shapes: State-dict key → shape.
+
+    Returns:
+        Keys with two or more axes and more than one entry, in forward order.
+    """
+    last = set(layers[-1].reads) if layers else set()
+    return tuple(
+        name
+        for layer in layers
+        for name in layer.reads
+        if name in layer.entries and name not in last and len(shapes[name]) > 1 and math.prod(shapes[name]) > 1
+    )
+
+
+def prefix_entries(layers: Sequence[Layer], count: int) -> frozenset[str]:
+    """State-dict keys that the first layers read and no later one does: what only a pass through these layers is spent on.
+
+    Args:
+        layers: Of the model, in forward order.
+        count: How many layers, from the first one.
+    """
+    later = {name for layer in layers[count:] for name in layer.reads}
+    return frozenset(name for layer in layers[:count] for name in layer.entries if name not in later)

@@ -1,0 +1,156 @@
+"""UnitMask and WeightMask: what is kept, by unit or by entry."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsekit.errors import ForeignMaskError, InvalidValueError
+from sparsekit.graph.graph import UnitGraph
+
+__all__ = ["UnitMask", "WeightMask", "to_weights"]
+
+
+def _checked(entries: Mapping[str, Tensor], what: str) -> dict[str, Tensor]:
+    checked: dict[str, Tensor] = {}
+    for name, keep in entries.items():
+        if keep.dtype != torch.bool:
+            if keep.is_floating_point() and bool(torch.isnan(keep).any()):
+                raise InvalidValueError(f"{what} of {name!r} holds NaN; a mask is boolean, True = kept")
+            raise InvalidValueError(
+                f"{what} of {name!r} must be boolean, True = kept, got {keep.dtype}; compare first: scores >= 0.5"
+            )
+        checked[name] = keep.detach()
+    return checked
+
+
+class _Mask(Mapping[str, Tensor]):
+    """Shared by both masks: an immutable mapping of boolean tensors that compares by value."""
+
+    _what = "the mask"
+
+    def __init__(self, entries: Mapping[str, Tensor]) -> None:
+        self._entries = _checked(entries, self._what)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._entries[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __eq__(self, other: object) -> bool:
+        if type(other) is not type(self):
+            return NotImplemented
+        assert isinstance(other, _Mask)
+        return list(self) == list(other) and all(torch.equal(self[name], other[name]) for name in self)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        kept = ", ".join(f"{name}: {int(keep.sum())}/{keep.numel()}" for name, keep in self.items())
+        return f"{type(self).__name__}({kept})"
+
+    def counts(self) -> dict[str, int]:
+        """Name → how many are kept."""
+        return {name: int(keep.sum()) for name, keep in self.items()}
+
+    def wire_bytes(self) -> int:
+        """Bytes of the mask when sent as bits, each entry padded to whole bytes."""
+        return sum(math.ceil(keep.numel() / 8) for keep in self.values())
+
+
+class UnitMask(_Mask):
+    """Group name → bool (units,), True = kept. Immutable; compares by value."""
+
+    _what = "the unit mask"
+
+    @staticmethod
+    def full(graph: UnitGraph) -> UnitMask:
+        """Every unit kept."""
+        return UnitMask({name: torch.ones(group.size, dtype=torch.bool) for name, group in graph.groups.items()})
+
+    def check(self, graph: UnitGraph) -> None:
+        """Raise unless the mask belongs to `graph` and keeps at least one unit of each group.
+
+        Raises:
+            ForeignMaskError: the groups or their sizes differ.
+            InvalidValueError: a group would lose all its units, or tied groups keep different numbers.
+        """
+        given = tuple((name, keep.numel()) for name, keep in self.items())
+        expected = graph.fingerprint()
+        if sorted(given) != sorted(expected):
+            strange = sorted(set(given) ^ set(expected))[:5]
+            raise ForeignMaskError(
+                f"the mask does not belong to this graph (differing groups and sizes: {strange});"
+                " make it with select(pattern, graph, ratio, view) or UnitMask.full(graph)"
+            )
+        for name, kept in self.counts().items():
+            if kept < 1:
+                raise InvalidValueError(f"the mask keeps no unit of group {name!r}; at least one must stay")
+        graph.check_counts(self.counts())
+
+    def density(self, graph: UnitGraph) -> float:
+        """Entries kept / all entries of the model's state, in (0, 1]. Measured, not the ratio that was asked for."""
+        self.check(graph)
+        indices = graph.kept_indices(self)
+        kept = total = 0
+        for name, shape in graph.shapes.items():
+            axes = indices.get(name, {})
+            kept += math.prod(len(axes[dim]) if dim in axes else size for dim, size in enumerate(shape))
+            total += math.prod(shape)
+        return kept / total
+
+
+class WeightMask(_Mask):
+    """State-dict key → bool, shaped like the entry, True = kept. Keys left out are kept whole."""
+
+    _what = "the weight mask"
+
+    def check(self, graph: UnitGraph) -> None:
+        """Raise unless every entry has the shape of the model's.
+
+        Raises:
+            ForeignMaskError: an unknown key or another shape.
+        """
+        for name, keep in self.items():
+            if graph.shapes.get(name) != keep.shape:
+                raise ForeignMaskError(
+                    f"the weight mask has {name!r} of shape {tuple(keep.shape)}, the model has {graph.shapes.get(name)}"
+                )
+
+    def density(self, graph: UnitGraph) -> float:
+        """Entries kept / all entries of the model's state."""
+        self.check(graph)
+        total = sum(math.prod(shape) for shape in graph.shapes.values())
+        dropped = sum(keep.numel() - int(keep.sum()) for keep in self.values())
+        return 1.0 - dropped / total
+
+
+def to_weights(graph: UnitGraph, mask: UnitMask) -> WeightMask:
+    """The same mask by entry: True where no axis belongs to a dropped unit.
+
+    Args:
+        graph: The graph that `mask` belongs to.
+        mask: What is kept.
+
+    Returns:
+        One entry for each state-dict key that units touch.
+    """
+    mask.check(graph)
+    entries: dict[str, Tensor] = {}
+    for name, axes in graph.kept_indices(mask).items():
+        shape = graph.shapes[name]
+        keep: Any = torch.ones(shape, dtype=torch.bool)
+        for dim, index in axes.items():
+            stays = torch.zeros(shape[dim], dtype=torch.bool)
+            stays[index] = True
+            keep = keep & stays.view([-1 if d == dim else 1 for d in range(len(shape))])
+        entries[name] = keep
+    return WeightMask(entries)

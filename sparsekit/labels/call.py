@@ -1,0 +1,96 @@
+"""One operator call of a trace, as its handler sees it."""
+
+from __future__ import annotations
+
+import linecache
+import os
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from sparsekit.labels.values import TensorLabels
+
+if TYPE_CHECKING:
+    from sparsekit.labels.tracer import Tracer
+
+__all__ = ["Call", "Handler", "Outputs", "table", "user_line"]
+
+Outputs: TypeAlias = TensorLabels | Sequence[TensorLabels | None] | None
+
+_LIBRARIES = tuple(os.path.dirname(os.path.abspath(path)) + os.sep for path in (torch.__file__, os.path.dirname(__file__)))
+
+
+def user_line(frames: Sequence[tuple[str, int]]) -> str:
+    """` at file.py:12 ("code")` for the innermost frame outside torch and this package, or an empty string.
+
+    Args:
+        frames: (file name, line number), innermost first.
+    """
+    for filename, line in frames:
+        if not filename.startswith(_LIBRARIES) and not filename.startswith("<"):
+            code = textwrap.shorten(linecache.getline(filename, line), 80, placeholder=" …")
+            return f" at {os.path.basename(filename)}:{line}" + (f" ({code})" if code else "")
+    return ""
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """One operator call as seen by its handler.
+
+    Args:
+        tracer: The trace.
+        func: The operator.
+        name: Its base name without the trailing underscore of in-place forms: `add` for `aten::add_.Tensor`.
+        arguments: Arguments by their schema names.
+        outputs: The tensors that it returned, in order.
+    """
+
+    tracer: Tracer
+    func: Any
+    name: str
+    arguments: Mapping[str, Any]
+    outputs: tuple[Tensor, ...]
+
+    def arg(self, name: str, default: Any = None) -> Any:
+        """An argument by schema name."""
+        value = self.arguments.get(name, default)
+        return default if value is None else value
+
+    def labels(self, name: str, *whole: int) -> TensorLabels | None:
+        """Labels of a tensor argument; an unlabelled tensor has an ordinary axis everywhere.
+
+        Args:
+            name: Of the argument.
+            whole: Axes that the operator needs whole: of joint labels another axis is then that of the units.
+        """
+        value = self.arguments.get(name)
+        return self.tracer.labels(value, *whole) if isinstance(value, Tensor) else None
+
+    def joint_labels(self, name: str) -> TensorLabels | None:
+        """Labels of a tensor argument, joint ones as they are."""
+        value = self.arguments.get(name)
+        return self.tracer.joint_labels(value) if isinstance(value, Tensor) else None
+
+    @cached_property
+    def tensors(self) -> list[Tensor]:
+        """All tensor arguments, those in lists included."""
+        return [leaf for leaf in tree_leaves(tuple(self.arguments.values())) if isinstance(leaf, Tensor)]
+
+    def freeze_inputs(self, reason: str, *, quiet: bool = False) -> None:
+        """Keep whole every unit that enters the call."""
+        for tensor in self.tensors:
+            self.tracer.freeze(self.tracer.labels(tensor), reason, quiet=quiet)
+
+
+Handler: TypeAlias = Callable[[Call], Outputs]
+
+
+def table(*pairs: tuple[str, Handler]) -> dict[str, Handler]:
+    """Operator name → handler, from (names separated by spaces, handler)."""
+    return {name: handler for names, handler in pairs for name in names.split()}

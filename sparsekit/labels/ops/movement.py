@@ -1,0 +1,260 @@
+"""Operators that rearrange one tensor: views, permutations, slices, splits and every other movement of values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sparsekit.labels.call import Call, Outputs, table
+from sparsekit.labels.joint import aligned, dropped, inserted, permuted
+from sparsekit.labels.ops.reshape import MOST_POSITIONS, one_axis, pack, unpack
+from sparsekit.labels.ops.stacked import slice_stacked
+from sparsekit.labels.values import IntArray, Joint, Labels, TensorLabels, uniform
+
+__all__ = ["HANDLERS"]
+
+_POSITIONS = frozenset({"roll", "index_select", "index"})  # say by number what goes where, so a removed unit shifts the rest
+
+
+def _same(call: Call) -> Outputs:
+    return call.joint_labels("self") or call.joint_labels("input")
+
+
+def _pick(call: Call, order: Sequence[int]) -> Outputs:
+    labels = call.joint_labels("self")
+    return None if labels is None else permuted(labels, order)
+
+
+def _permute(call: Call) -> Outputs:
+    rank = call.arguments["self"].dim()
+    return _pick(call, [d % rank for d in call.arg("dims")])
+
+
+def _transpose(call: Call) -> Outputs:
+    rank = call.arguments["self"].dim()
+    order = list(range(rank))
+    if call.name == "t":
+        order.reverse()
+    else:
+        a, b = call.arg("dim0") % rank, call.arg("dim1") % rank
+        order[a], order[b] = b, a
+    return _pick(call, order)
+
+
+def _unsqueeze(call: Call) -> Outputs:
+    labels = call.joint_labels("self")
+    return None if labels is None else inserted(labels, call.arg("dim", 0) % (len(labels.axes) + 1))
+
+
+def _squeeze(call: Call) -> Outputs:
+    labels, tensor = call.joint_labels("self"), call.arguments["self"]
+    if labels is None:
+        return None
+    given = call.arg("dim")
+    chosen = range(tensor.dim()) if given is None else [given] if isinstance(given, int) else given
+    gone = {d % max(tensor.dim(), 1) for d in chosen if tensor.dim() and tensor.shape[d] == 1}
+    for d in gone:
+        call.tracer.freeze(labels.axes[d], "an axis of units is squeezed away")
+    return dropped(labels, gone)
+
+
+def _expand(call: Call) -> Outputs:
+    labels, tensor, out = call.joint_labels("self"), call.arguments["self"], call.outputs[0]
+    if labels is None:
+        return None
+    new = out.dim() - tensor.dim()
+    axes: list[Labels | None] = [uniform(size) if size > 1 else None for size in out.shape[:new]]
+    for d in range(tensor.dim()):
+        axis, size = labels.axes[d], out.shape[new + d]
+        if tensor.shape[d] == 1 and size > 1:
+            call.tracer.freeze(axis, "a single unit is expanded")
+            axis = uniform(size)
+        axes.append(axis)
+    joint = labels.joint
+    if joint is not None:
+        joint = Joint(aligned(joint.nodes, out.dim()), aligned(joint.sources, out.dim()))
+    return TensorLabels(tuple(axes), labels.entry, joint=joint)
+
+
+def _tie_parts(call: Call, labels: Labels, size: int) -> None:
+    """Equal parts of an axis must lose the same positions, or the parts would differ in size."""
+    parts = labels.nodes.reshape(-1, size)
+    for part in parts[1:]:
+        call.tracer.unite(parts[0], part)
+
+
+def _slice(call: Call) -> Outputs:
+    labels, tensor = call.joint_labels("self"), call.arguments["self"]
+    if labels is not None and labels.parts is not None:
+        return slice_stacked(call, labels.parts)
+    dim: int = call.arg("dim", 0) % tensor.dim()
+    start, stop, step = slice(call.arg("start"), call.arg("end"), call.arg("step", 1)).indices(tensor.shape[dim])
+    length = len(range(start, stop, step))
+    if labels is None or length == tensor.shape[dim]:
+        return labels
+    labels = call.tracer.tie(labels, dim)
+    axis = labels.axes[dim]
+    if axis is None:
+        return labels
+    if not axis.is_uniform:
+        if step == 1 and length and axis.size % length == 0 and start % length == 0:
+            _tie_parts(call, axis, length)
+        else:
+            call.tracer.freeze(axis, "sliced at fixed positions")
+    return labels.with_axis(dim, axis.take(slice(start, stop, step)))
+
+
+def _split(call: Call) -> Outputs:
+    labels, tensor = call.joint_labels("self"), call.arguments["self"]
+    dim = call.arg("dim", 0) % tensor.dim()
+    if labels is not None and len(call.outputs) > 1:
+        labels = call.tracer.tie(labels, dim)
+    if labels is None or labels.axes[dim] is None:
+        return [labels] * len(call.outputs)
+    axis = labels.axes[dim]
+    assert axis is not None
+    sizes = [part.shape[dim] for part in call.outputs]
+    if not axis.is_uniform and len(sizes) > 1:
+        if len(set(sizes)) == 1:
+            _tie_parts(call, axis, sizes[0])
+        else:
+            call.tracer.freeze(axis, f"split into fixed sizes {sizes}")
+    ends = np.cumsum(sizes).tolist()
+    return [labels.with_axis(dim, axis.take(slice(end - size, end))) for size, end in zip(sizes, ends, strict=True)]
+
+
+def _select(call: Call) -> Outputs:
+    labels, tensor = call.joint_labels("self"), call.arguments["self"]
+    if labels is None:
+        return None
+    dim = call.arg("dim", 0) % tensor.dim()
+    labels = call.tracer.tie(labels, dim)
+    if labels.parts is not None:
+        if dim == 0:
+            chosen: TensorLabels = labels.parts[call.arg("index") % tensor.shape[0]]
+            return chosen
+        call.freeze_inputs("stacked states of several layers are cut across layers")
+        return None
+    axis = labels.axes[dim]
+    if axis is not None and not axis.is_uniform:
+        call.tracer.freeze(axis, "a single unit is selected by its position")
+    return dropped(labels, {dim})
+
+
+def _unbind(call: Call) -> Outputs:
+    labels, tensor = call.joint_labels("self"), call.arguments["self"]
+    if labels is None:
+        return None
+    dim = call.arg("dim", 0) % tensor.dim()
+    labels = call.tracer.tie(labels, dim)
+    if labels.parts is not None:
+        if dim == 0:
+            return list(labels.parts)
+        call.freeze_inputs("stacked states of several layers are cut across layers")
+        return None
+    axis = labels.axes[dim]
+    if axis is not None and not axis.is_uniform:
+        call.tracer.freeze(axis, "single units are taken apart")
+    return [dropped(labels, {dim})] * len(call.outputs)
+
+
+def _as_complex(call: Call) -> Outputs:
+    labels = call.labels("self", -1)
+    if labels is None:
+        return None
+    last = len(labels.axes) - 1
+    call.tracer.freeze(labels.axes[last], "single units are taken apart")
+    return dropped(labels, {last})
+
+
+def _as_real(call: Call) -> Outputs:
+    labels = call.joint_labels("self")
+    return None if labels is None else inserted(labels, len(labels.axes))
+
+
+def _moved(call: Call) -> Outputs:
+    """Any other rearrangement of one tensor: run it on the labels themselves and see where they went."""
+    labels, tensor = call.labels("self"), call.arguments["self"]
+    others = []
+    for other in call.tensors:
+        own = call.tracer.labels(other)
+        if other is not tensor and own.entry is not None and not own.entry.is_parameter:
+            call.tracer.freeze(own, f"positions for {call.name!r}", quiet=True)
+        elif other is not tensor and own.has_units:
+            others.append(other)
+    if labels is None or others or tensor.numel() > MOST_POSITIONS or any(o.numel() > MOST_POSITIONS for o in call.outputs):
+        call.freeze_inputs(f"rearranged by {call.name!r}")
+        return [None] * len(call.outputs)
+    axes: list[list[Labels | None]] = [[None] * out.dim() for out in call.outputs]
+    rest = {name: value for name, value in call.arguments.items() if name != "self"}
+    for dim, axis in enumerate(labels.axes):
+        if axis is None or axis.is_uniform:
+            continue
+        codes = torch.from_numpy(pack(axis)).to(tensor.device).view([-1 if d == dim else 1 for d in range(tensor.dim())])
+        moved = call.func(codes.expand(tensor.shape), **rest)
+        pieces = [moved] if isinstance(moved, Tensor) else list(moved)
+        for number, piece in enumerate(pieces):
+            if piece.numel() == 0:
+                call.tracer.freeze(axis, f"rearranged by {call.name!r}")
+                continue
+            array = piece.cpu().numpy()
+            found = one_axis(array)
+            found = _tied_axis(call, array) if found is None else found
+            if found is not None and call.name in _POSITIONS and not np.array_equal(found[1], pack(axis)):
+                call.tracer.freeze(axis, f"rearranged by {call.name!r} at fixed positions")
+                continue
+            if found is None or axes[number][found[0]] is not None:
+                call.tracer.freeze(axis, f"rearranged across units by {call.name!r}")
+                continue
+            axes[number][found[0]] = unpack(found[1])
+    return [TensorLabels(tuple(a), labels.entry) for a in axes]
+
+
+def _channel_shuffle(call: Call) -> Outputs:
+    """Only equal parts can be shuffled again, so every part loses the same positions."""
+    labels, groups = call.labels("self"), int(call.arguments["groups"])
+    axis = None if labels is None else labels.axes[1]
+    if axis is not None and not axis.is_uniform:
+        _tie_parts(call, axis, axis.size // groups)
+    return _moved(call)
+
+
+def _tied_axis(call: Call, codes: IntArray) -> tuple[int, IntArray] | None:
+    """The axis whose positions draw on disjoint sets of units (pixel shuffle: r² channels give one); those become one."""
+    for dim in range(codes.ndim):
+        rows = np.moveaxis(codes, dim, 0).reshape(codes.shape[dim], -1)
+        sets = [np.unique(row) for row in rows]
+        if (
+            len(sets) < 2
+            or len({s.size for s in sets}) > 1
+            or np.unique(np.concatenate(sets)).size != sum(s.size for s in sets)
+        ):
+            continue
+        for position in range(1, sets[0].size):
+            first, other = (unpack(np.array([s[k] for s in sets])) for k in (0, position))
+            call.tracer.unite(first.nodes, other.nodes)
+            if (first.sources != other.sources).any():
+                call.tracer.freeze(first, f"rearranged across units by {call.name!r}")
+        return dim, np.array([s[0] for s in sets], dtype=np.int64)
+    return None
+
+
+HANDLERS = table(
+    ("clone detach alias contiguous lift_fresh _to_copy lift view_as positive", _same),
+    ("permute", _permute),
+    ("transpose t", _transpose),
+    ("unsqueeze", _unsqueeze),
+    ("squeeze", _squeeze),
+    ("expand", _expand),
+    ("slice", _slice),
+    ("split split_with_sizes unsafe_split unsafe_split_with_sizes", _split),
+    ("select", _select),
+    ("unbind", _unbind),
+    ("view_as_complex", _as_complex),
+    ("view_as_real", _as_real),
+    ("flip roll index_select index unfold repeat pixel_shuffle pixel_unshuffle diagonal rot90", _moved),
+    ("channel_shuffle native_channel_shuffle", _channel_shuffle),
+)

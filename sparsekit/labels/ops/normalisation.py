@@ -1,0 +1,119 @@
+"""Operators that normalise: over a batch, over groups of channels, over the last axes, and softmax."""
+
+from __future__ import annotations
+
+import numpy as np
+from torch import Tensor
+
+from sparsekit.labels.call import Call, Outputs, table
+from sparsekit.labels.values import ALWAYS_ZERO, NOT_ZERO, Labels, TensorLabels
+from sparsekit.layers.parametrised import normed_weight
+
+__all__ = ["HANDLERS"]
+
+
+def _affine(call: Call, x: TensorLabels, *extra: str) -> Labels | None:
+    """Unite the channel axis with scale, shift and statistics; the value is zero where scale and shift are gated."""
+    tracer, channel = call.tracer, x.axes[1]
+    tensors = {name: call.arguments.get(name) for name in ("weight", "bias", *extra)}
+    pieces = {name: tracer.labels(t) for name, t in tensors.items() if isinstance(t, Tensor)}
+    if channel is None or channel.is_uniform:
+        for labels in pieces.values():
+            tracer.freeze(labels, "follows values that belong to no unit", quiet=labels.entry is not None)
+        return None
+    for labels in pieces.values():
+        axis = labels.axes[0]
+        if axis is None:
+            tracer.freeze(channel, f"normalised by {call.name!r} with values that belong to no unit")
+            return None
+        tracer.unite(channel.nodes, axis.nodes)
+        tracer.make(labels, 0)
+    sources = np.full(channel.size, NOT_ZERO, dtype=np.int64)
+    if "weight" in pieces:
+        weight = pieces["weight"].axes[0]
+        bias = pieces["bias"].axes[0] if "bias" in pieces else None
+        assert weight is not None
+        shift = bias.sources if bias is not None else np.full(channel.size, ALWAYS_ZERO, dtype=np.int64)
+        sources = tracer.ledger.both(weight.sources, shift)
+    return Labels(channel.nodes, sources)
+
+
+def _batch_norm(call: Call) -> Outputs:
+    x = call.labels("input")
+    assert x is not None
+    made = _affine(call, x, "running_mean", "running_var")
+    axes = [None if axis is None or axis.is_uniform else axis.without_zero() for axis in x.axes]
+    # Statistics over the batch or over space would mix units that lie on those axes.
+    for dim, axis in enumerate(axes):
+        if dim != 1 and axis is not None:
+            call.tracer.freeze(axis, f"normalised by {call.name!r} across an axis of units")
+    return [TensorLabels(tuple(made if d == 1 else axis for d, axis in enumerate(axes))), None, None, None][: len(call.outputs)]
+
+
+def _group_norm(call: Call) -> Outputs:
+    tracer, x = call.tracer, call.labels("input")
+    assert x is not None
+    groups = int(call.arg("group"))
+    for dim, axis in enumerate(x.axes):
+        if dim > 1:
+            tracer.freeze(axis, "normalised by 'group_norm' across an axis of units")
+    channel = x.axes[1]
+    if channel is not None and not channel.is_uniform:
+        if groups == 1:
+            tracer.freeze(channel, "normalised over all its units by 'group_norm'")
+        else:
+            # Part of a norm group cannot go (its statistics would change), a whole one can.
+            rows = channel.nodes.reshape(groups, -1)
+            for k in range(1, rows.shape[1]):
+                tracer.unite(rows[:, 0], rows[:, k])
+            counted = isinstance(call.arguments.get("weight"), Tensor) or tracer.count_groups(rows)
+            if not counted and groups != channel.size:
+                tracer.freeze(channel, "normalised by 'group_norm' with a fixed number of groups")
+    made = _affine(call, x)
+    first = None if x.axes[0] is None or x.axes[0].is_uniform else x.axes[0].without_zero()
+    return [TensorLabels((first, made, *([None] * (len(x.axes) - 2)))), None, None]
+
+
+def _layer_norm(call: Call) -> Outputs:
+    tracer, count = call.tracer, len(call.arg("normalized_shape", []))
+    whole = range(-count, 0)
+    x = call.labels("input", *whole) or call.labels("self", *whole)
+    assert x is not None
+    for axis in x.axes[len(x.axes) - count :]:
+        if axis is not None and not axis.is_uniform:
+            tracer.freeze(axis, "normalised over its units by 'layer_norm'")
+    for name in ("weight", "bias"):
+        if isinstance(call.arguments.get(name), Tensor):
+            tracer.freeze(call.labels(name), "scale of a norm over all units", quiet=True)
+    axes = (None if axis is None or axis.is_uniform else axis.without_zero() for axis in x.axes)
+    return [TensorLabels(tuple(axes))] + [None] * (len(call.outputs) - 1)
+
+
+def _softmax(call: Call) -> Outputs:
+    tensor = call.arguments["self"]
+    dim = call.arg("dim", -1) % max(tensor.dim(), 1)
+    x = call.labels("self", dim) if tensor.dim() else call.labels("self")
+    assert x is not None
+    axis = x.axes[dim]
+    if axis is not None and not axis.is_uniform:
+        call.tracer.freeze(axis, "passes through softmax over its units")
+    # The frozen axis keeps its labels: if it is the model's output, that is all there is to say.
+    return TensorLabels(tuple(None if a is None or a.is_uniform else a.without_zero() for a in x.axes))
+
+
+def _weight_norm(call: Call) -> Outputs:
+    direction, length = call.arguments["v"], call.arguments["g"]
+    return [normed_weight(call.tracer, direction, length, call.arg("dim", 0)), None]
+
+
+HANDLERS = table(
+    (
+        "native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_no_training cudnn_batch_norm batch_norm",
+        _batch_norm,
+    ),
+    ("_batch_norm_no_update miopen_batch_norm _batch_norm_with_update", _batch_norm),
+    ("native_group_norm", _group_norm),
+    ("_weight_norm_interface", _weight_norm),
+    ("native_layer_norm _fused_rms_norm", _layer_norm),
+    ("_softmax _log_softmax _safe_softmax", _softmax),
+)

@@ -1,0 +1,242 @@
+"""Operators that work position by position, with broadcasting: sums, products, activations."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sparsekit.labels.call import Call, Outputs, table
+from sparsekit.labels.joint import aligned
+from sparsekit.labels.ops.reshape import MOST_POSITIONS
+from sparsekit.labels.values import NOT_ZERO, IntArray, Joint, Labels, TensorLabels, uniform
+
+__all__ = ["HANDLERS", "combine", "is_pointwise", "spread"]
+
+_SUMS = frozenset({"add", "sub", "rsub", "maximum", "minimum", "where", "fmax", "fmin", "hypot"})
+
+
+def is_pointwise(func: Any) -> bool:
+    """True for operators that torch itself tags as element-wise."""
+    return torch.Tag.pointwise in func.tags
+
+
+def _keeps_zero(call: Call) -> bool:
+    """True if the operator, with its other arguments as given, maps zero to zero. Asked of the operator itself."""
+    arguments = dict(call.arguments)
+    for name, value in arguments.items():
+        if isinstance(value, Tensor):
+            arguments[name] = torch.zeros(1, dtype=value.dtype)
+    try:
+        made = torch.ops.aten.clone(call.func(**arguments))
+    except (RuntimeError, TypeError, NotImplementedError):
+        return False
+    return bool((made == 0).all())
+
+
+def _sources(call: Call, operands: Sequence[IntArray], size: int) -> IntArray:
+    """Sources of the result from those of the operands (NOT_ZERO everywhere for operands without units)."""
+    name = call.name
+    if name == "mul":
+        first = operands[0]
+        return np.where(first != NOT_ZERO, first, operands[1]) if len(operands) > 1 else first
+    if name == "div":
+        return operands[0] if call.arg("rounding_mode") is None else np.full(size, NOT_ZERO, dtype=np.int64)
+    if name in _SUMS:
+        if len(operands) == 1:
+            return operands[0] if _keeps_zero(call) else np.full(size, NOT_ZERO, dtype=np.int64)
+        return call.tracer.ledger.both(operands[0], operands[1])
+    if len(operands) == 1 and _keeps_zero(call):
+        return operands[0]
+    return np.full(size, NOT_ZERO, dtype=np.int64)
+
+
+def combine(call: Call, owners: Sequence[TensorLabels], shapes: Sequence[Sequence[int]], shape: Sequence[int]) -> TensorLabels:
+    """Labels of an element-wise result.
+
+    Args:
+        call: The operator.
+        owners: Labels of the operands.
+        shapes: Their shapes, which broadcast to `shape`.
+        shape: Shape of the result.
+    """
+    rank = len(shape)
+    owners, joint = _meet(call, owners, shapes, rank)
+    axes: list[Labels | None] = []
+    for d, size in enumerate(shape):
+        pieces: list[tuple[Labels, TensorLabels]] = []
+        ordinary = False
+        sources: list[IntArray] = []
+        for owner, own_shape in zip(owners, shapes, strict=True):
+            k = d - (rank - len(own_shape))
+            own = owner.axes[k] if k >= 0 else None
+            own_size = own_shape[k] if k >= 0 else 1
+            if own is not None and own_size != size:
+                call.tracer.freeze(own, f"a single unit is broadcast by {call.name!r}", quiet=owner.entry is not None)
+                own = None
+            sources.append(own.sources if own is not None else np.full(size, NOT_ZERO, dtype=np.int64))
+            if own is not None:
+                pieces.append((own, owner))
+            ordinary = ordinary or (own is None and own_size > 1)
+        axes.append(_one(call, pieces, ordinary, sources, size, broadcast=len(pieces) < len(owners)))
+    return TensorLabels(tuple(axes), joint=joint)
+
+
+def _meet(
+    call: Call, owners: Sequence[TensorLabels], shapes: Sequence[Sequence[int]], rank: int
+) -> tuple[list[TensorLabels], Joint | None]:
+    """Joint labels of an element-wise result, and the operands with those that the result keeps taken out.
+
+    An axis along which another operand has ordinary values stays whole; where another operand has units along one axis,
+    that axis is the one of the units.
+    """
+    met = list(owners)
+    while True:  # ends, since every round but the last ties an axis
+        joints = [k for k, labels in enumerate(met) if labels.joint is not None]
+        if not joints:
+            return met, None
+        before = list(met)
+        for k in joints:
+            met[k] = _fitting(call, met, shapes, rank, k)
+        if all(old is new for old, new in zip(before, met, strict=True)):
+            full = np.broadcast_shapes(*(aligned(j.nodes, rank).shape for labels in met if (j := labels.joint) is not None))
+            if math.prod(full) <= MOST_POSITIONS:
+                break
+            met = [call.tracer.settle(labels) for labels in met]
+    codes = [(aligned(j.nodes, rank), aligned(j.sources, rank)) for labels in met if (j := labels.joint) is not None]
+    spread = [np.broadcast_to(nodes, full) for nodes, _ in codes]
+    for other in spread[1:]:
+        call.tracer.unite(spread[0].reshape(-1), other.reshape(-1))
+    rest = iter(codes)
+    unknown = np.full(full, NOT_ZERO, dtype=np.int64)
+    parts = [np.broadcast_to(next(rest)[1], full) if labels.joint is not None else unknown for labels in met]
+    sources = _sources(call, [part.reshape(-1) for part in parts], math.prod(full)).reshape(full)
+    for labels in met:
+        if labels.joint is not None and labels.entry is not None:
+            call.tracer.ledger.make(labels.joint.nodes.reshape(-1), call.tracer.module)
+    return [replace(labels, joint=None) for labels in met], Joint(spread[0], sources)
+
+
+def _fitting(
+    call: Call, owners: Sequence[TensorLabels], shapes: Sequence[Sequence[int]], rank: int, number: int
+) -> TensorLabels:
+    """Operand `number` with the axes of its joint labels tied that the other operands do not tell apart."""
+    labels, shift = owners[number], rank - len(shapes[number])
+    assert labels.joint is not None
+    ordinary, dims = None, labels.joint.dims
+    for dim in dims:
+        for other, shape in zip(owners, shapes, strict=True):
+            k = dim + shift - (rank - len(shape))
+            if other is labels or k < 0 or shape[k] == 1 or (other.joint is not None and other.joint.nodes.shape[k] > 1):
+                continue
+            axis = other.axes[k]
+            if axis is None:
+                ordinary = dim
+            elif not axis.is_uniform:
+                for rest in dims:
+                    labels = labels if rest == dim else call.tracer.tie(labels, rest)
+                return labels
+    return labels if ordinary is None else call.tracer.tie(labels, ordinary)
+
+
+def _one(
+    call: Call,
+    pieces: list[tuple[Labels, TensorLabels]],
+    ordinary: bool,
+    sources: list[IntArray],
+    size: int,
+    *,
+    broadcast: bool,
+) -> Labels | None:
+    held = [(axis, owner) for axis, owner in pieces if not axis.is_uniform]
+    if not held:
+        return None if ordinary or not pieces or (broadcast and size == 1) else uniform(size)
+    if ordinary:
+        for axis, owner in held:
+            reason = f"combined by {call.name!r} with values that belong to no unit"
+            call.tracer.freeze(axis, reason, quiet=owner.entry is not None)
+        # Frozen units keep their labels: what follows is frozen with them, and an output layer is known as such.
+        return held[0][0].without_zero()
+    first = held[0][0]
+    for axis, _ in held[1:]:
+        call.tracer.unite(first.nodes, axis.nodes)
+    for axis, owner in held:
+        if owner.entry is not None:
+            call.tracer.ledger.make(axis.nodes, call.tracer.module)
+    return Labels(first.nodes, _sources(call, sources, size))
+
+
+def spread(call: Call) -> Outputs:
+    """Any element-wise operator: units at one position are one."""
+    tensors = call.tensors
+    if call.name in ("where",):
+        tensors = [
+            call.arguments[name] for name in ("self", "other", "condition") if isinstance(call.arguments.get(name), Tensor)
+        ]
+    out = call.outputs[0] if call.outputs else call.arguments["self"]
+    owners = [call.tracer.joint_labels(t) for t in tensors]
+    labels = combine(call, owners, [tuple(t.shape) for t in tensors], tuple(out.shape))
+    return [labels] * max(1, len(call.outputs))
+
+
+def _masked_fill(call: Call) -> Outputs:
+    tensor, mask = call.arguments["self"], call.arguments["mask"]
+    owners = [call.tracer.labels(t) for t in (tensor, mask)]
+    shape = torch.broadcast_shapes(tensor.shape, mask.shape)
+    labels = combine(call, owners, [tuple(tensor.shape), tuple(mask.shape)], tuple(shape))
+    value = call.arg("value", 0)
+    if isinstance(value, Tensor) or value != 0:
+        return labels
+    axes = (
+        axis if axis is None or own is None or own.is_uniform else Labels(axis.nodes, own.sources)
+        for axis, own in zip(labels.axes, owners[0].axes, strict=False)
+    )
+    return TensorLabels(tuple(axes)) if len(owners[0].axes) == len(labels.axes) else labels
+
+
+def _prelu(call: Call) -> Outputs:
+    tensor, weight = call.arguments["self"], call.arguments["weight"]
+    own, slope = call.tracer.labels(tensor), call.tracer.labels(weight)
+    labels = combine(call, [own, slope], [tuple(tensor.shape), tuple(weight.shape)], tuple(tensor.shape))
+    axes = (a if a is None or b is None else Labels(a.nodes, b.sources) for a, b in zip(labels.axes, own.axes, strict=True))
+    return TensorLabels(tuple(axes))
+
+
+def _glu(call: Call) -> Outputs:
+    labels, tensor = call.labels("self"), call.arguments["self"]
+    dim = call.arg("dim", -1) % tensor.dim()
+    if labels is None or labels.axes[dim] is None:
+        return labels.computed() if labels is not None else None
+    axis = labels.axes[dim]
+    assert axis is not None
+    half = axis.size // 2
+    call.tracer.unite(axis.nodes[:half], axis.nodes[half:])
+    return labels.computed().with_axis(dim, axis.take(slice(0, half)))
+
+
+def _dropout(call: Call) -> Outputs:
+    labels = call.joint_labels("input")
+    return [labels.computed() if labels is not None else None] * len(call.outputs)
+
+
+def _draw(call: Call) -> Outputs:
+    """Random numbers, written over a tensor or drawn in its shape."""
+    labels = call.labels("self")
+    if labels is None:
+        return None
+    return TensorLabels(tuple(None if a is None or a.is_uniform else a.without_zero() for a in labels.axes))
+
+
+HANDLERS = table(
+    ("native_dropout", _dropout),
+    ("bernoulli uniform normal exponential random log_normal cauchy geometric", _draw),
+    ("masked_fill", _masked_fill),
+    ("_prelu_kernel prelu", _prelu),
+    ("glu", _glu),
+    ("where rrelu dropout hardswish hardsigmoid mish log_sigmoid_forward softplus", spread),
+)

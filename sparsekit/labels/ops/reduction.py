@@ -1,0 +1,101 @@
+"""Operators that reduce or resample axes: sums, means, extremes, pooling, interpolation; and packed sequences."""
+
+from __future__ import annotations
+
+from sparsekit.labels.call import Call, Outputs, table
+from sparsekit.labels.values import Labels, TensorLabels
+
+__all__ = ["HANDLERS"]
+
+_SUMS = frozenset({"sum", "linalg_vector_norm", "norm", "nansum"})
+_KEEP_ZERO = frozenset({"sum", "mean", "amax", "amin", "max", "min", "linalg_vector_norm", "norm", "std", "var"})
+
+
+def _reduce(call: Call) -> Outputs:
+    tensor = call.arguments["self"]
+    if not call.outputs:
+        call.freeze_inputs(f"reduced by {call.name!r}")
+        return None
+    rank = tensor.dim()
+    given = call.arg("dim")
+    chosen = list(range(rank)) if given is None or given == [] else [given] if isinstance(given, int) else list(given)
+    gone = {d % max(rank, 1) for d in chosen}
+    labels = call.labels("self", *gone) if rank else call.labels("self")
+    if labels is None:
+        return None
+    for d in gone:
+        axis = labels.axes[d] if d < rank else None
+        if axis is None or axis.is_uniform:
+            continue
+        if call.name in _SUMS:
+            call.tracer.read(axis, None)  # exact where the value of a dropped unit is zero
+        else:
+            call.tracer.freeze(axis, f"reduced over its units by {call.name!r}")
+    keep_zero = call.name in _KEEP_ZERO
+    axes: list[Labels | None] = []
+    keepdim = call.outputs[0].dim() == rank and rank > 0 and bool(gone)
+    for d, axis in enumerate(labels.axes):
+        if d in gone:
+            if keepdim:
+                axes.append(None)
+        elif axis is None or axis.is_uniform:
+            axes.append(None)
+        else:
+            axes.append(axis if keep_zero else axis.without_zero())
+    return [TensorLabels(tuple(axes)) if out.dim() == len(axes) else None for out in call.outputs]
+
+
+def _scan(call: Call) -> Outputs:
+    tensor = call.arguments["self"]
+    dim = call.arg("dim", -1) % max(tensor.dim(), 1)
+    labels = call.labels("self", dim) if tensor.dim() else call.labels("self")
+    if labels is None:
+        return None
+    axis = labels.axes[dim]
+    if axis is not None:
+        call.tracer.freeze(axis, f"ordered or accumulated over its units by {call.name!r}")
+    axes = [None if d == dim or a is None or a.is_uniform else a.without_zero() for d, a in enumerate(labels.axes)]
+    return [TensorLabels(tuple(axes))] * len(call.outputs)
+
+
+def _resample(call: Call) -> Outputs:
+    labels, tensor, out = call.labels("self") or call.labels("input"), call.tensors[0], call.outputs[0]
+    spatial = int("".join(c for c in call.name if c in "123")[:1] or 2)
+    if call.name == "im2col" or labels is None:
+        call.freeze_inputs(f"rearranged by {call.name!r}")
+        return None
+    lead = tensor.dim() - spatial
+    for axis in labels.axes[lead:]:
+        if axis is not None and not axis.is_uniform:
+            call.tracer.freeze(axis, f"resampled along an axis of units by {call.name!r}")
+    axes = [None if a is None or a.is_uniform else a for a in labels.axes[:lead]]
+    made = TensorLabels((*axes, *([None] * (out.dim() - lead))))
+    return [made] * len(call.outputs)
+
+
+def _packed(call: Call) -> Outputs:
+    labels = call.labels("input") if call.name == "_pack_padded_sequence" else call.labels("data")
+    if labels is None:
+        return None
+    for axis in labels.axes[:-1]:
+        call.tracer.freeze(axis, "an axis of units is packed into a sequence")
+    last, out = labels.axes[-1], call.outputs[0]
+    if last is not None and call.name == "_pad_packed_sequence" and call.arg("padding_value", 0) != 0:
+        last = last.without_zero()
+    return [TensorLabels((*([None] * (out.dim() - 1)), last)), None]
+
+
+HANDLERS = table(
+    ("sum mean amax amin max min var std prod any all argmax argmin norm linalg_vector_norm var_mean std_mean", _reduce),
+    ("logsumexp median mode nansum aminmax", _reduce),
+    ("cumsum cumprod cummax cummin sort topk logcumsumexp", _scan),
+    (
+        "max_pool2d_with_indices max_pool3d_with_indices max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d avg_pool3d",
+        _resample,
+    ),
+    ("adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d", _resample),
+    ("adaptive_avg_pool1d _adaptive_avg_pool2d _adaptive_avg_pool3d adaptive_avg_pool2d adaptive_avg_pool3d", _resample),
+    ("upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_linear1d upsample_bilinear2d", _resample),
+    ("upsample_trilinear3d upsample_bicubic2d _upsample_nearest_exact1d _upsample_nearest_exact2d", _resample),
+    ("_pack_padded_sequence _pad_packed_sequence", _packed),
+)

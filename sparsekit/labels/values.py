@@ -1,0 +1,176 @@
+"""Labels: which unit each position along an axis of a tensor belongs to.
+
+A *node* is one position along one axis of one state entry. Tensors in a trace carry, per axis, the node that each position
+stems from; the operators of the trace unite nodes, mark them as made or read, and freeze them. Units are what is
+connected in the end.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = [
+    "ALWAYS_ZERO",
+    "ANY",
+    "NOT_ZERO",
+    "Entry",
+    "IntArray",
+    "Joint",
+    "Labels",
+    "TensorLabels",
+    "uniform",
+]
+
+IntArray: TypeAlias = npt.NDArray[np.int64]
+
+NO_UNIT = -1  # a position that belongs to no unit, such as a raw input in a concatenation
+ANY = -2  # a position of an axis along which the value is constant, such as an expanded one: it fits any unit
+
+NOT_ZERO = 0  # source of a value that is not zero when its unit is gated away
+ALWAYS_ZERO = 1  # source of a value that is zero whatever is gated
+
+
+@dataclass(frozen=True, eq=False)
+class Labels:
+    """What the positions along one axis belong to.
+
+    Args:
+        nodes: int64 (size,); a node, NO_UNIT or ANY.
+        sources: int64 (size,); which state entries must be gated for the value to be exactly zero, as an id of
+            `LabelStore.source`; NOT_ZERO if no gate does it.
+    """
+
+    nodes: IntArray
+    sources: IntArray
+
+    @property
+    def size(self) -> int:
+        """Positions along the axis."""
+        return int(self.nodes.shape[0])
+
+    @property
+    def is_uniform(self) -> bool:
+        """True where the value is constant along the axis."""
+        return self.size > 0 and int(self.nodes[0]) == ANY
+
+    def take(self, positions: IntArray | slice) -> Labels:
+        """The labels at some positions."""
+        return Labels(self.nodes[positions], self.sources[positions])
+
+    def without_zero(self) -> Labels:
+        """The same units, whose values are no longer zero when gated away."""
+        return Labels(self.nodes, np.full(self.size, NOT_ZERO, dtype=np.int64))
+
+    def same(self, other: Labels) -> bool:
+        """Equal nodes and sources."""
+        return np.array_equal(self.nodes, other.nodes) and np.array_equal(self.sources, other.sources)
+
+
+def uniform(size: int, source: int = NOT_ZERO) -> Labels:
+    """Labels of an axis along which the value is constant."""
+    return Labels(np.full(size, ANY, dtype=np.int64), np.full(size, source, dtype=np.int64))
+
+
+@dataclass(frozen=True, eq=False)
+class Entry:
+    """One parameter or buffer, whatever names it has.
+
+    Args:
+        names: All its state-dict keys; more than one if it is tied.
+        shape: Of the dense tensor.
+        is_parameter: False for buffers, which are cut but never gated.
+        number: Position in the ledger.
+        first: First node of each axis; None where the axis has one position and hence nothing to remove.
+    """
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    is_parameter: bool
+    number: int
+    first: tuple[int | None, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Joint:
+    """Labels that vary along several axes at once: one axis of units, reshaped to (heads, head size).
+
+    Which of these axes is the one of the units, and which must stay whole, is said by the operators that follow: an axis
+    that is summed over, sliced or combined with ordinary values stays whole.
+
+    Args:
+        nodes: int64, of the rank of the tensor, of size 1 along every axis that does not tell units apart.
+        sources: int64, of the same shape, as in `Labels`.
+    """
+
+    nodes: IntArray
+    sources: IntArray
+
+    @property
+    def dims(self) -> tuple[int, ...]:
+        """The axes along which units differ."""
+        return tuple(dim for dim, size in enumerate(self.nodes.shape) if size > 1)
+
+
+@dataclass(frozen=True, eq=False)
+class TensorLabels:
+    """What is known about a tensor in a trace.
+
+    Args:
+        axes: Labels per axis; None for an ordinary axis such as batch, time or space, and for the axes of `joint`.
+        entry: Set if the tensor holds nothing but rearranged values of this entry.
+        parts: If set, the tensor is a stack along axis 0 of parts with different units (the last states of the layers
+            of an LSTM); `axes` are then all None.
+        joint: If set, labels that vary along two axes or more.
+        mixed: Nodes of units whose values are mixed in this tensor (weights averaged over heads): whoever uses it
+            keeps them whole.
+        from_state: True if the tensor was computed from entries alone, as the weight of a parametrised layer.
+    """
+
+    axes: tuple[Labels | None, ...]
+    entry: Entry | None = None
+    parts: tuple[TensorLabels, ...] | None = None
+    joint: Joint | None = None
+    mixed: IntArray | None = None
+    from_state: bool = False
+
+    @property
+    def has_units(self) -> bool:
+        """True if a position of some axis belongs to a unit."""
+        if self.parts is not None or self.joint is not None or self.mixed is not None:
+            return True
+        return any(axis is not None and not axis.is_uniform for axis in self.axes)
+
+    def all_nodes(self) -> IntArray:
+        """The nodes of all axes and parts."""
+        found = [axis.nodes for axis in self.axes if axis is not None]
+        found += [part.all_nodes() for part in self.parts or ()]
+        found += [] if self.joint is None else [self.joint.nodes.reshape(-1)]
+        found += [] if self.mixed is None else [self.mixed]
+        nodes: IntArray = np.concatenate(found) if found else np.zeros(0, dtype=np.int64)
+        return nodes[nodes >= 0]
+
+    def with_axis(self, dim: int, labels: Labels | None) -> TensorLabels:
+        """The same with one axis replaced."""
+        return replace(self, axes=tuple(labels if d == dim else axis for d, axis in enumerate(self.axes)))
+
+    def computed(self) -> TensorLabels:
+        """The same units on a tensor that is no mere rearrangement of an entry."""
+        return replace(self, entry=None)
+
+    def same(self, other: TensorLabels | None) -> bool:
+        """Equal labels on every axis."""
+        if other is None or len(self.axes) != len(other.axes) or self.parts is not None or other.parts is not None:
+            return False
+        if self.joint is None or other.joint is None:
+            if self.joint is not other.joint:
+                return False
+        elif not (
+            np.array_equal(self.joint.nodes, other.joint.nodes) and np.array_equal(self.joint.sources, other.joint.sources)
+        ):
+            return False
+        pairs = zip(self.axes, other.axes, strict=True)
+        return all(a is b or (a is not None and b is not None and a.same(b)) for a, b in pairs)

@@ -1,0 +1,158 @@
+"""`nn.MultiheadAttention`: the unit is a whole head, its rows of the three projections and its columns of the output's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+from torch import Tensor, nn
+
+from sparsekit.labels.values import NOT_ZERO, IntArray, Labels, TensorLabels
+from sparsekit.layers.base import LayerRule
+from sparsekit.layers.narrow_attention import NarrowMultiheadAttention
+
+if TYPE_CHECKING:
+    from sparsekit.labels.tracer import Tracer
+
+__all__ = ["MultiheadAttentionRule", "TransformerEncoderRule"]
+
+_ARGUMENTS = (
+    "query",
+    "key",
+    "value",
+    "key_padding_mask",
+    "need_weights",
+    "attn_mask",
+    "average_attn_weights",
+    "is_causal",
+)
+
+
+def _projections(module: nn.MultiheadAttention) -> list[Tensor]:
+    """Weights of queries, keys and values; one tensor if they are stacked."""
+    if module.in_proj_weight is not None:
+        return [module.in_proj_weight]
+    return [module.q_proj_weight, module.k_proj_weight, module.v_proj_weight]
+
+
+def _is_whole(module: nn.MultiheadAttention) -> bool:
+    """True if all heads together are as wide as the queries and the output, which is what torch's own forward needs."""
+    weights = _projections(module)
+    rows = weights[0].shape[0] // 3 if len(weights) == 1 else weights[0].shape[0]
+    return rows == weights[0].shape[1] == module.out_proj.weight.shape[0]
+
+
+class MultiheadAttentionRule(LayerRule):
+    """Inputs, heads and output are three spaces of units; only the heads are the layer's own."""
+
+    types: ClassVar[tuple[type[nn.Module], ...]] = (nn.MultiheadAttention,)
+    opaque: ClassVar[bool] = True
+
+    def resize(self, module: nn.Module) -> None:
+        """Set `num_heads`, `embed_dim`, `kdim` and `vdim`, and the class that can run with fewer heads."""
+        if type(module) not in (nn.MultiheadAttention, NarrowMultiheadAttention):
+            return  # a subclass may read its sizes in its own way, and so its heads stay
+        assert isinstance(module, nn.MultiheadAttention)
+        weights = _projections(module)
+        module.embed_dim, module.kdim, module.vdim = weights[0].shape[1], weights[-2:][0].shape[1], weights[-1].shape[1]
+        module.num_heads = weights[0].shape[0] // module.head_dim // (3 if len(weights) == 1 else 1)
+        whole = _is_whole(module)
+        module.__class__ = nn.MultiheadAttention if whole else NarrowMultiheadAttention
+        # False also keeps the fused path of a transformer layer away, which knows no heads but those of the square case.
+        module._qkv_same_embed_dim = whole and len(weights) == 1
+
+    def trace(
+        self, tracer: Tracer, module: nn.Module, run: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Label the output and the maps."""
+        assert isinstance(module, nn.MultiheadAttention)
+        outputs = run(*args, **kwargs)
+        given = dict(zip(_ARGUMENTS, args, strict=False)) | dict(kwargs)
+        inputs = [given[name] for name in ("query", "key", "value")]
+        own = [p for p in module.parameters() if p is not None]
+        if type(module) not in (nn.MultiheadAttention, NarrowMultiheadAttention) or any(tracer.entry(p) is None for p in own):
+            for tensor in [*own, *inputs]:
+                labels = tracer.labels(tensor)
+                tracer.freeze(labels, "a subclass of nn.MultiheadAttention, or one with computed weights, keeps its heads")
+                tracer.make(labels, 0)
+            return outputs
+        for tensor in inputs:
+            for axis in tracer.labels(tensor, *range(tensor.dim() - 1)).axes[:-1]:
+                tracer.freeze(axis, "an axis of units runs through attention as positions or batch")
+        weights = _projections(module)
+        columns = [tracer.labels(weight) for weight in weights] * (3 if len(weights) == 1 else 1)
+        for tensor, weight in zip(inputs, columns, strict=True):
+            tracer.contract(TensorLabels(tracer.labels(tensor).axes[-1:]), 0, weight, 1)
+        heads = self._heads(tracer, module)
+        self._masks(tracer, heads, given.get("attn_mask"), module)
+        self._label(tracer, module, heads, outputs, inputs[0])
+        return outputs
+
+    def _heads(self, tracer: Tracer, module: nn.MultiheadAttention) -> IntArray:
+        """Unite what belongs to one head; a node of each head."""
+        heads: IntArray | None = None
+        stacked = [module.in_proj_weight, module.in_proj_bias]
+        separate = [module.q_proj_weight, module.k_proj_weight, module.v_proj_weight]
+        for tensor, dim in [*((t, 0) for t in (*stacked, *separate)), (module.bias_k, 2), (module.bias_v, 2)]:
+            if tensor is None:
+                continue
+            labels = tracer.labels(tensor)
+            rows = labels.axes[dim]
+            assert rows is not None
+            tracer.make(labels, dim, "head")
+            blocks = rows.nodes.reshape(-1, module.num_heads, module.head_dim)
+            heads = blocks[0, :, 0] if heads is None else heads
+            tracer.unite(np.broadcast_to(heads[:, None], blocks.shape).reshape(-1), rows.nodes)
+        assert heads is not None
+        columns = tracer.labels(module.out_proj.weight).axes[1]
+        assert columns is not None
+        values = np.repeat(heads, module.head_dim)
+        tracer.unite(values, columns.nodes)
+        tracer.read(Labels(values, np.full(values.size, NOT_ZERO, dtype=np.int64)), columns.nodes)
+        return heads
+
+    def _masks(self, tracer: Tracer, heads: IntArray, mask: Tensor | None, module: nn.MultiheadAttention) -> None:
+        """A mask of its own for each head goes with the head, if it can."""
+        if mask is None or mask.dim() != 3:
+            return
+        axis = tracer.labels(mask, 1, 2).axes[0]
+        if axis is not None and not axis.is_uniform:
+            tracer.unite(np.tile(heads, axis.size // module.num_heads), axis.nodes)
+        elif axis is None:
+            tracer.freeze(heads, "attn_mask has a map for each head, which belongs to no unit")
+
+    def _label(self, tracer: Tracer, module: nn.MultiheadAttention, heads: IntArray, outputs: Any, query: Tensor) -> None:
+        attended, maps = outputs
+        projection = tracer.labels(module.out_proj.weight)
+        rows = projection.axes[0]
+        tracer.make(projection, 0)
+        if rows is not None and module.out_proj.bias is not None:
+            bias = tracer.labels(module.out_proj.bias)
+            shift = bias.axes[0]
+            assert shift is not None
+            tracer.unite(rows.nodes, shift.nodes)
+            tracer.make(bias, 0)
+            rows = Labels(rows.nodes, tracer.ledger.both(rows.sources, shift.sources))
+        tracer.set(attended, TensorLabels((*([None] * (attended.dim() - 1)), rows)))
+        if maps is None:
+            return
+        own = Labels(heads, np.full(heads.size, NOT_ZERO, dtype=np.int64))
+        by_head = maps.dim() == query.dim() + 1
+        axes = (*([None] * (maps.dim() - 3)), own, None, None) if by_head else (None,) * maps.dim()
+        tracer.set(maps, TensorLabels(axes, mixed=None if by_head else heads))
+
+
+class TransformerEncoderRule(LayerRule):
+    """`nn.TransformerEncoder`: with heads gone, padded batches must not be packed into nested tensors."""
+
+    types: ClassVar[tuple[type[nn.Module], ...]] = (nn.TransformerEncoder,)
+
+    def resize(self, module: nn.Module) -> None:
+        """Set `use_nested_tensor`, which is for the fused path and breaks every other one."""
+        layers = [m for m in module.modules() if isinstance(m, nn.MultiheadAttention)]
+        if not all(_is_whole(layer) for layer in layers):
+            module.__dict__.setdefault("_nested_when_whole", module.use_nested_tensor)
+            module.use_nested_tensor = False  # type: ignore[assignment]
+        elif "_nested_when_whole" in module.__dict__:
+            module.use_nested_tensor = module.__dict__.pop("_nested_when_whole")

@@ -1,0 +1,59 @@
+"""LayerRule: all that is known about one layer family."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from torch import nn
+
+if TYPE_CHECKING:
+    from sparsekit.labels.tracer import Tracer
+
+__all__ = ["LayerRule"]
+
+
+class LayerRule(ABC):
+    """What a trace cannot see about a family of layers.
+
+    Most layers need only `resize`: their operators say which units go together. A layer whose inside is one fused
+    operator (an LSTM) also sets `opaque` and describes its units in `trace`.
+    """
+
+    types: ClassVar[tuple[type[nn.Module], ...]] = ()
+    """The module types that the rule knows; subclasses of them are included."""
+
+    type_names: ClassVar[tuple[str, ...]] = ()
+    """The same as "package.module.Class", for packages that may not be installed."""
+
+    opaque: ClassVar[bool] = False
+    """True if `trace` describes the layer instead of its operators."""
+
+    @abstractmethod
+    def resize(self, module: nn.Module) -> None:
+        """Set `out_features` and the like from the shapes of the module's parameters, which have just changed.
+
+        Must change nothing on a module whose shapes are as it was built.
+
+        Args:
+            module: A module of one of `types`, with its narrow parameters in place.
+        """
+
+    def trace(
+        self, tracer: Tracer, module: nn.Module, run: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Run an opaque layer and say which units its outputs carry.
+
+        Args:
+            tracer: `labels`, `set`, `unite`, `read`, `make` and `freeze` are the words to describe units with.
+            module: The layer.
+            run: Its own forward; operators that it calls are not looked at.
+            args: Positional arguments of the call.
+            kwargs: Keyword arguments of the call.
+
+        Returns:
+            What `run(*args, **kwargs)` returned.
+        """
+        del tracer, module
+        return run(*args, **kwargs)

@@ -1,0 +1,114 @@
+"""Weights that are computed from other parameters: weight norm can be cut exactly, spectral norm and orthogonal ones cannot."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+from torch.nn.utils.spectral_norm import SpectralNorm
+
+from sparsekit.labels.store import Cause
+from sparsekit.labels.values import Labels, TensorLabels
+from sparsekit.layers.base import LayerRule
+
+if TYPE_CHECKING:
+    from sparsekit.labels.tracer import Tracer
+
+__all__ = ["WeightNormRule", "WholeWeightRule", "freeze_hooked", "normed_weight"]
+
+_SPECTRAL = "spectral_norm divides by a norm of the whole weight"
+
+
+def normed_weight(tracer: Tracer, direction: Tensor, length: Tensor, dim: int) -> TensorLabels | None:
+    """Labels of length · direction / ‖direction‖, with one length for each position along `dim`.
+
+    A unit along `dim` is silenced by its length; a direction of zero would be divided by zero. Along the other axes a unit
+    is silenced by its part of the direction, which then leaves the norm, as it does in the narrow weight.
+
+    Args:
+        tracer: The trace.
+        direction: v, with the shape of the weight.
+        length: g, of size 1 along every axis but `dim`.
+        dim: Axis of the lengths; -1 for one length of the whole weight.
+    """
+    v, g = tracer.labels(direction), tracer.labels(length)
+    tracer.used |= {labels.entry.number for labels in (v, g) if labels.entry is not None}
+    if v.entry is None or g.entry is None or dim == -1:
+        for labels in (v, g):
+            tracer.freeze(labels, "weight_norm over the whole weight" if dim == -1 else "weight_norm of computed values")
+        tracer.make(v, 0)
+        return v
+    rows, lengths = v.axes[dim], g.axes[dim]
+    tracer.make(v, dim)
+    if rows is None or lengths is None:
+        return v
+    tracer.unite(rows.nodes, lengths.nodes)
+    tracer.make(g, dim)
+    return v.with_axis(dim, lengths)
+
+
+class WeightNormRule(LayerRule):
+    """`torch.nn.utils.parametrizations.weight_norm`."""
+
+    types: ClassVar[tuple[type[nn.Module], ...]] = (parametrizations._WeightNorm,)
+    opaque: ClassVar[bool] = True
+
+    def resize(self, module: nn.Module) -> None:
+        """Nothing: it has no sizes."""
+
+    def trace(
+        self, tracer: Tracer, module: nn.Module, run: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Label the weight."""
+        weight = run(*args, **kwargs)
+        length, direction = args
+        tracer.set(weight, normed_weight(tracer, direction, length, module.dim))  # type: ignore[arg-type]
+        return weight
+
+
+class WholeWeightRule(LayerRule):
+    """Spectral norm and orthogonal weights: every entry depends on all the others, so all units stay."""
+
+    types: ClassVar[tuple[type[nn.Module], ...]] = (parametrizations._SpectralNorm, parametrizations._Orthogonal)
+    opaque: ClassVar[bool] = True
+
+    def resize(self, module: nn.Module) -> None:
+        """Nothing: its units stay."""
+
+    def trace(
+        self, tracer: Tracer, module: nn.Module, run: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Label the weight with units that stay."""
+        weight: Tensor = run(*args, **kwargs)
+        spectral = isinstance(module, parametrizations._SpectralNorm)
+        reason = _SPECTRAL if spectral else "rows and columns of an orthogonal weight depend on each other"
+        (original,) = args
+        labels = tracer.labels(original)
+        if labels.entry is not None:
+            tracer.used.add(labels.entry.number)
+        tracer.freeze(labels, reason)
+        tracer.make(labels, 0)
+        if weight.shape == original.shape:
+            tracer.set(weight, TensorLabels(tuple(_whole(axis) for axis in labels.axes), labels.entry))
+        return weight
+
+
+def _whole(axis: Labels | None) -> Labels | None:
+    return None if axis is None else Labels(axis.nodes, np.zeros_like(axis.sources))
+
+
+def freeze_hooked(tracer: Tracer, model: nn.Module) -> None:
+    """Keep the units of weights that the older `torch.nn.utils.spectral_norm` computes before each pass.
+
+    Args:
+        tracer: The trace.
+        model: The private copy that is traced, its state labelled.
+    """
+    for name, module in model.named_modules():
+        for hook in module._forward_pre_hooks.values():
+            if isinstance(hook, SpectralNorm):
+                labels = tracer.labels(module.get_parameter(f"{hook.name}_orig"))
+                tracer.ledger.freeze(labels.all_nodes(), Cause(name, _SPECTRAL, False))

@@ -1,0 +1,260 @@
+"""LSTM, GRU and Elman networks: hidden unit h owns row g·H + h of every gate g and column h of the recurrence.
+
+In an LSTM with a projection, what recurs and leaves the layer is projected from the cells, so there are two kinds of units:
+a cell owns gate rows and a column of the projection, a projected unit a row of the projection and a column of the recurrence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils._pytree import tree_leaves
+
+from sparsekit.labels.values import ALWAYS_ZERO, NOT_ZERO, IntArray, Labels, TensorLabels
+from sparsekit.layers.base import LayerRule
+from sparsekit.layers.narrow_lstm import NarrowProjectionLSTM
+
+if TYPE_CHECKING:
+    from sparsekit.labels.tracer import Tracer
+
+__all__ = ["CellRule", "RecurrentRule"]
+
+
+@dataclass(frozen=True, eq=False)
+class _Layer:
+    """Units of one layer; None where there is a single one, which cannot go.
+
+    Args:
+        state: What recurs and leaves the layer.
+        cells: What the gates make; the same as `state` without a projection.
+    """
+
+    state: Labels | None
+    cells: Labels | None
+
+
+def _gate_count(module: nn.RNNBase | nn.RNNCellBase) -> int:
+    return 4 if isinstance(module, (nn.LSTM, nn.LSTMCell)) else 3 if isinstance(module, (nn.GRU, nn.GRUCell)) else 1
+
+
+def _data(x: Any) -> Tensor:
+    tensor = x.data if isinstance(x, PackedSequence) else x
+    assert isinstance(tensor, Tensor)
+    return tensor
+
+
+def _states(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """The initial states that are passed in: none, the hidden state, or hidden state and cells."""
+    return [t for t in tree_leaves(args[1] if len(args) > 1 else kwargs.get("hx")) if isinstance(t, Tensor)]
+
+
+def _freeze_all(tracer: Tracer, tensors: Sequence[Tensor], reason: str) -> None:
+    for tensor in tensors:
+        tracer.freeze(tracer.labels(tensor), reason)
+
+
+def _units(tracer: Tracer, weights: Mapping[str, Tensor], gates: int) -> _Layer:
+    """Unite the gate rows of one layer and direction.
+
+    A unit whose rows and biases are all zero has state zero for ever, if it starts at zero.
+    """
+    first: IntArray | None = None
+    gated: set[tuple[int, int]] = set()
+    for name, tensor in weights.items():
+        labels = tracer.labels(tensor)
+        rows = labels.axes[0]
+        if name.startswith("weight_hr") or rows is None or rows.size == gates:
+            continue  # a single unit is no unit that could go
+        blocks = rows.nodes.reshape(gates, -1)
+        first = blocks[0] if first is None else first
+        for block in blocks:
+            tracer.unite(first, block)
+        tracer.make(labels, 0, "cell")
+        if labels.entry is not None:
+            gated.add((labels.entry.number, 0))
+    cells = None
+    if first is not None:
+        cells = Labels(first, np.full(first.size, tracer.ledger.source(gated), dtype=np.int64))
+    state = cells
+    projection = next((tracer.labels(t) for name, t in weights.items() if name.startswith("weight_hr")), None)
+    if projection is not None:
+        tracer.contract(TensorLabels((cells,)), 0, projection, 1)
+        tracer.make(projection, 0, "cell")
+        state = projection.axes[0]
+    recurrence = next(tracer.labels(t) for name, t in weights.items() if name.startswith("weight_hh"))
+    columns = recurrence.axes[1]
+    if state is not None and columns is not None:
+        tracer.unite(state.nodes, columns.nodes)
+        tracer.read(Labels(columns.nodes, np.full(columns.size, NOT_ZERO, dtype=np.int64)), columns.nodes)
+    return _Layer(state, cells)
+
+
+def _tied_directions(tracer: Tracer, directions: Sequence[Labels | None]) -> Labels | None:
+    """Both directions of a layer have one size, and their states end up in one tensor."""
+    first, last = directions[0], directions[-1]
+    if first is None or last is None:
+        return None
+    if first is not last:
+        tracer.unite(first.nodes, last.nodes)
+    return Labels(first.nodes, tracer.ledger.both(first.sources, last.sources))
+
+
+class RecurrentRule(LayerRule):
+    """`nn.LSTM`, `nn.GRU`, `nn.RNN`. Layers are separate groups that must keep equally many units; directions are tied.
+
+    Equally many, since torch's layers have one hidden size, their kernels run all layers at once, and their last states
+    are one tensor; what is left is then a plain module that can be exported.
+    """
+
+    types: ClassVar[tuple[type[nn.Module], ...]] = (nn.RNNBase,)
+    opaque: ClassVar[bool] = True
+
+    def resize(self, module: nn.Module) -> None:
+        """Set `input_size`, `hidden_size` and `proj_size`, and refresh the flat list of weights."""
+        assert isinstance(module, nn.RNNBase)
+        weight = module._parameters.get("weight_ih_l0")
+        if weight is None:
+            return
+        module.input_size, module.hidden_size = weight.shape[1], weight.shape[0] // _gate_count(module)
+        if module.proj_size and (projection := module._parameters.get("weight_hr_l0")) is not None:
+            module.proj_size = projection.shape[0]
+            if type(module) in (nn.LSTM, NarrowProjectionLSTM):
+                module.__class__ = nn.LSTM if module.hidden_size > module.proj_size else NarrowProjectionLSTM
+        if any(
+            flat is not module._parameters.get(name)
+            for flat, name in zip(module._flat_weights, module._flat_weights_names, strict=True)
+        ):
+            module._init_flat_weights()
+        else:
+            module.flatten_parameters()  # one block of memory again, for cuDNN
+
+    def trace(
+        self, tracer: Tracer, module: nn.Module, run: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Label the output sequence and the last states."""
+        assert isinstance(module, nn.RNNBase)
+        outputs = run(*args, **kwargs)
+        x, states = _data(args[0] if args else kwargs["input"]), _states(args, kwargs)
+        missing = [name for name in module._flat_weights_names if name not in module._parameters]
+        own = list(module.parameters())
+        if missing or any(tracer.entry(p) is None for p in own):
+            what = f"computed weights ({', '.join(missing[:2])})" if missing else "computed weights"
+            _freeze_all(tracer, [*own, x, *states], f"recurrent layers with {what} keep their units")
+            for name in module._flat_weights_names:
+                if (tensor := module._parameters.get(name)) is not None:
+                    tracer.make(tracer.labels(tensor), 0, "cell")
+            return outputs
+        layers = self._layers(tracer, module, x)
+        self._label(tracer, module, layers, outputs)
+        for state, kind in zip(states, ("state", "cells"), strict=False):
+            self._given(tracer, [getattr(layer, kind) for layer in layers], state)
+        for kind in ("state", "cells") if module.proj_size else ("state",):
+            runs = tuple(labels.nodes for layer in layers if (labels := getattr(layer, kind)) is not None)
+            if len(runs) > 1:
+                tracer.ledger.tied.append(runs)
+        return outputs
+
+    def _layers(self, tracer: Tracer, module: nn.RNNBase, x: Tensor) -> list[_Layer]:
+        """Unite rows, columns and inputs layer by layer."""
+        entering = tracer.labels(x, *range(x.dim() - 1))
+        for axis in entering.axes[:-1]:
+            tracer.freeze(axis, "an axis of units runs through a recurrent layer as time or batch")
+        inputs = TensorLabels(entering.axes[-1:])
+        found: list[_Layer] = []
+        for layer in range(module.num_layers):
+            directions = []
+            for suffix in ("", "_reverse") if module.bidirectional else ("",):
+                kinds = ("weight_ih", "weight_hh", "bias_ih", "bias_hh", "weight_hr")
+                names = [f"{kind}_l{layer}{suffix}" for kind in kinds]
+                weights = {name: getattr(module, name) for name in names if name in module._parameters}
+                tracer.contract(inputs, 0, tracer.labels(weights[names[0]]), 1)
+                directions.append(_units(tracer, weights, _gate_count(module)))
+            state = _tied_directions(tracer, [d.state for d in directions])
+            cells = _tied_directions(tracer, [d.cells for d in directions]) if module.proj_size else state
+            found.append(_Layer(state, cells))
+            inputs = TensorLabels((None if state is None else _joined([d.state for d in directions]),))
+        return found
+
+    def _label(self, tracer: Tracer, module: nn.RNNBase, layers: list[_Layer], outputs: Any) -> None:
+        sequence, states = outputs
+        directions = 2 if module.bidirectional else 1
+        data, last = _data(sequence), layers[-1].state
+        tracer.set(data, TensorLabels((*([None] * (data.dim() - 1)), None if last is None else _joined([last] * directions))))
+        for state, kind in zip(states if isinstance(states, tuple) else (states,), ("state", "cells"), strict=False):
+            rest = [None] * (state.dim() - 2)
+            units = [getattr(layer, kind) for layer in layers]
+            if len(units) == 1:
+                tracer.set(state, TensorLabels((None, *rest, units[0])))
+            elif None not in units:
+                parts = tuple(TensorLabels((*rest, layer)) for layer in units for _ in range(directions))
+                tracer.set(state, TensorLabels((None,) * state.dim(), parts=parts))
+
+    def _given(self, tracer: Tracer, layers: list[Labels | None], given: Tensor) -> None:
+        """Initial states that carry units of their own are united with ours; constant zeros fit; others freeze."""
+        units = [labels for labels in layers if labels is not None]
+        axis = tracer.labels(given).axes[-1]
+        if not units:
+            tracer.freeze(tracer.labels(given), "starts a recurrent layer of one unit")
+        elif axis is None or (len(layers) > 1 and not axis.is_uniform):
+            for labels in units:
+                tracer.freeze(labels, "starts from a state that is passed in")
+            tracer.freeze(tracer.labels(given), "starts a recurrent layer of several layers")
+        elif not axis.is_uniform:
+            tracer.unite(units[0].nodes, axis.nodes)
+            if (axis.sources == NOT_ZERO).any():
+                tracer.ledger.unsure.append(units[0].nodes)
+        elif int(axis.sources[0]) != ALWAYS_ZERO:
+            tracer.ledger.unsure.extend(labels.nodes for labels in units)
+
+
+def _joined(directions: Sequence[Labels | None]) -> Labels:
+    """Both directions side by side."""
+    known = [labels for labels in directions if labels is not None]
+    return Labels(np.concatenate([d.nodes for d in known]), np.concatenate([d.sources for d in known]))
+
+
+class CellRule(LayerRule):
+    """`nn.LSTMCell`, `nn.GRUCell`, `nn.RNNCell`."""
+
+    types: ClassVar[tuple[type[nn.Module], ...]] = (nn.RNNCellBase,)
+    opaque: ClassVar[bool] = True
+
+    def resize(self, module: nn.Module) -> None:
+        """Set `input_size` and `hidden_size`."""
+        assert isinstance(module, nn.RNNCellBase)
+        weight = module._parameters.get("weight_ih")
+        if weight is not None:
+            module.input_size, module.hidden_size = weight.shape[1], weight.shape[0] // _gate_count(module)
+
+    def trace(
+        self, tracer: Tracer, module: nn.Module, run: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Label the new state."""
+        assert isinstance(module, nn.RNNCellBase)
+        outputs = run(*args, **kwargs)
+        x, states = args[0] if args else kwargs["input"], _states(args, kwargs)
+        weights = dict(module.named_parameters(recurse=False))
+        if "weight_ih" not in weights or "weight_hh" not in weights or any(tracer.entry(p) is None for p in weights.values()):
+            _freeze_all(tracer, [*module.parameters(), x, *states], "recurrent cells with computed weights keep their units")
+            return outputs
+        entering = tracer.labels(x, *range(x.dim() - 1))
+        tracer.contract(TensorLabels(entering.axes[-1:]), 0, tracer.labels(weights["weight_ih"]), 1)
+        units = _units(tracer, weights, _gate_count(module)).state
+        for state in states:
+            axis = tracer.labels(state).axes[-1]
+            if axis is None or units is None:
+                tracer.freeze(units, "starts from a state that is passed in")
+                tracer.freeze(axis, "starts a recurrent cell of one unit")
+            elif not axis.is_uniform:
+                tracer.unite(units.nodes, axis.nodes)
+            if units is not None and axis is not None and (axis.sources == NOT_ZERO).any():
+                tracer.ledger.unsure.append(units.nodes)
+        for state in outputs if isinstance(outputs, tuple) else (outputs,):
+            batch = entering.axes[:1] if state.dim() > 1 else ()
+            tracer.set(state, TensorLabels((*batch, units)))
+        return outputs

@@ -1,1 +1,0 @@
-"""Masks: outcomes of a pattern, and the one that learns."""

@@ -1,0 +1,268 @@
+"""Cost, count_cost(), trace_cost(): FLOPs, parameters and bytes of a model under a mask.
+
+One multiply-add is 2 FLOPs. Two conventions, always both: `flops_compact` is what a physically small model executes
+(convolutions and matrix products, as `torch.utils.flop_counter` counts them); `flops_rowmask` is the convention of the
+FedLPS paper, in which only the rows of removed units vanish, the next layer's columns are still paid for, and a bias
+counts once per output position.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sparsekit.errors import InvalidValueError
+from sparsekit.graph.graph import UnitGraph
+from sparsekit.graph.mask import UnitMask, WeightMask
+from sparsekit.measure.flops import entry_keys, record_pass
+from sparsekit.surgery.rebuild import narrow_module
+
+__all__ = ["Cost", "CostModel", "CostTerm", "count_cost", "trace_cost"]
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a model costs.
+
+    Args:
+        flops_compact: FLOPs of one forward pass of the compact model on the example inputs.
+        flops_rowmask: The same in the paper's convention.
+        parameters: Trainable and frozen parameters kept.
+        bytes: Bytes of all entries kept, buffers included.
+    """
+
+    flops_compact: int
+    flops_rowmask: int
+    parameters: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class CostTerm:
+    """Multiply-adds of one use of a weight: each of its entries is used once per position.
+
+    Args:
+        weight: State-dict key.
+        positions: Output positions per pass: examples times spatial or time positions; a part of that where only a part of
+            the weight is used.
+        bias: State-dict key of the bias that is added at each position, if any.
+    """
+
+    weight: str
+    positions: Fraction
+    bias: str | None
+
+
+@dataclass(frozen=True, eq=False)
+class CostModel:
+    """FLOPs of a model as terms over its weights, so that the cost of any mask is arithmetic and no pass.
+
+    Args:
+        graph: The units.
+        terms: One for each use of a weight.
+        other_flops: FLOPs of products between activations in the dense model.
+        examples: Examples in the traced pass.
+        parameters: Keys that are parameters, tied ones once.
+        widths: State-dict key → bytes per entry, tied ones once.
+        unit_flops: Group → how many of `other_flops` go with each of its units: attention heads take their maps along.
+    """
+
+    graph: UnitGraph
+    terms: tuple[CostTerm, ...]
+    other_flops: int
+    examples: int
+    parameters: frozenset[str]
+    widths: Mapping[str, int]
+    unit_flops: Mapping[str, int] = field(default_factory=dict)
+
+    def _sizes(self, counts: Mapping[str, int], sides: frozenset[str]) -> dict[str, int]:
+        """State-dict key → entries left when only axes of the given sides are cut."""
+        sizes: dict[str, int] = {}
+        for name, shape in self.graph.shapes.items():
+            kept = list(shape)
+            for group, piece in self.graph.slices_of.get(name, ()):
+                if piece.side in sides:
+                    kept[piece.dim] -= piece.span * (self.graph.groups[group].size - counts[group])
+            sizes[name] = math.prod(kept)
+        return sizes
+
+    def _counts(self, mask: UnitMask | None) -> dict[str, int]:
+        if mask is None:
+            return {name: group.size for name, group in self.graph.groups.items()}
+        return mask.counts()
+
+    def forward_flops(self, mask: UnitMask | None = None) -> int:
+        """FLOPs of one example through the compact model; backward costs twice as much again.
+
+        Args:
+            mask: What is kept; None keeps all.
+        """
+        counts = self._counts(mask)
+        sizes = self._sizes(counts, frozenset({"out", "in"}))
+        flops = sum(2 * term.positions * sizes[term.weight] for term in self.terms) + self.other_flops
+        for group, each in self.unit_flops.items():
+            flops -= each * (self.graph.groups[group].size - counts[group])
+        return int(flops // self.examples)
+
+    def rowmask_flops(self, mask: UnitMask | WeightMask | None = None) -> int:
+        """FLOPs of one example in the paper's convention: (2 · nonzero weights + bias entries) per output position.
+
+        Products between activations count whole.
+
+        Args:
+            mask: Of a UnitMask only the rows of dropped units vanish; of a WeightMask the dropped entries.
+        """
+        if isinstance(mask, WeightMask):
+            sizes = {name: int(mask[name].sum()) if name in mask else math.prod(s) for name, s in self.graph.shapes.items()}
+        else:
+            sizes = self._sizes(self._counts(mask), frozenset({"out"}))
+        flops = Fraction(self.other_flops)
+        for term in self.terms:
+            bias = math.prod(self.graph.shapes[term.bias]) if term.bias is not None else 0
+            flops += term.positions * (2 * sizes[term.weight] + bias)
+        return int(flops // self.examples)
+
+    def part_flops(self, weights: Collection[str], *, bias: bool = False) -> int:
+        """FLOPs of one example spent on the uses of some weights of the whole model.
+
+        Args:
+            weights: State-dict keys; others than weights of convolutions and products cost nothing.
+            bias: Count bias entries once per output position too, as the paper's convention does.
+        """
+        flops = Fraction(0)
+        for term in self.terms:
+            if term.weight in weights:
+                added = math.prod(self.graph.shapes[term.bias]) if bias and term.bias is not None else 0
+                flops += term.positions * (2 * math.prod(self.graph.shapes[term.weight]) + added)
+        return int(flops // self.examples)
+
+    def entries(self, mask: UnitMask | WeightMask | None = None) -> dict[str, int]:
+        """State-dict key → entries kept, tied ones once."""
+        if isinstance(mask, WeightMask):
+            return {name: int(mask[name].sum()) if name in mask else math.prod(self.graph.shapes[name]) for name in self.widths}
+        sizes = self._sizes(self._counts(mask), frozenset({"out", "in"}))
+        return {name: sizes[name] for name in self.widths}
+
+    def cost(self, mask: UnitMask | WeightMask | None = None) -> Cost:
+        """All numbers for the traced pass."""
+        entries = self.entries(mask)
+        return Cost(
+            flops_compact=self.forward_flops(mask if isinstance(mask, UnitMask) else None) * self.examples,
+            flops_rowmask=self.rowmask_flops(mask) * self.examples,
+            parameters=sum(count for name, count in entries.items() if name in self.parameters),
+            bytes=sum(count * self.widths[name] for name, count in entries.items()),
+        )
+
+
+def _first_tensor(values: Any) -> Tensor | None:
+    if isinstance(values, Tensor):
+        return values
+    items = values.values() if isinstance(values, Mapping) else values if isinstance(values, (list, tuple)) else ()
+    return next((found for found in map(_first_tensor, items) if found is not None), None)
+
+
+def trace_cost(model: nn.Module, *example_inputs: Any, graph: UnitGraph, **example_kwargs: Any) -> CostModel:
+    """Run the model once and note which weight is used at how many positions.
+
+    Args:
+        model: The dense model; not changed.
+        *example_inputs: One call's inputs; the first axis of the first tensor counts the examples.
+        graph: Its units.
+        **example_kwargs: Keyword inputs.
+
+    Returns:
+        The cost model.
+
+    Raises:
+        TraceError: the model fails on the inputs.
+    """
+    copied = copy.deepcopy(model).eval()
+    state, keys = copied.state_dict(keep_vars=True), entry_keys(copied)
+    recorder = record_pass(copied, example_inputs, example_kwargs)
+    first = _first_tensor([*example_inputs, *example_kwargs.values()])
+    return CostModel(
+        graph=graph,
+        terms=tuple(CostTerm(name, positions, _bias_of(name, state)) for name, positions in recorder.terms),
+        other_flops=sum(recorder.products),
+        examples=max(1, first.shape[0]) if first is not None and first.dim() else 1,
+        parameters=frozenset(name for name in keys.values() if isinstance(state[name], nn.Parameter)),
+        widths={name: state[name].element_size() for name in keys.values()},
+        unit_flops=_unit_flops(copied, graph, recorder.products, example_inputs, example_kwargs),
+    )
+
+
+def _unit_flops(
+    model: nn.Module, graph: UnitGraph, dense: Sequence[int], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> dict[str, int]:
+    """Group → FLOPs of products between activations that each of its units takes along, measured on narrow models.
+
+    Every group has a number, and pass k leaves one unit to the groups whose number has bit k set: the passes in which a
+    product is cheaper spell the number of the group that it shrinks with. A product that shrinks with several groups is
+    taken for one that no mask changes.
+    """
+    if not dense or not graph.groups:
+        return {}
+    sets = {name: next((min(tied) for tied in graph.ties if name in tied), name) for name in graph.groups}
+    numbers = {name: k for k, name in enumerate(dict.fromkeys(sets.values()), start=1)}
+    passes: list[list[int]] = []
+    for bit in range(max(numbers.values()).bit_length()):
+        keep = {}
+        for name, group in graph.groups.items():
+            reduced = numbers[sets[name]] >> bit & 1
+            keep[name] = torch.arange(group.size) < (1 if reduced else group.size)
+        passes.append(record_pass(narrow_module(model, graph, keep), args, kwargs).products)
+    found: dict[str, int] = {}
+    by_number = {number: name for name, number in numbers.items()}
+    for call, flops in enumerate(dense):
+        costs = [products[call] if len(products) == len(dense) else flops for products in passes]
+        number = sum(1 << bit for bit, cost in enumerate(costs) if cost != flops)
+        less = {cost for cost in costs if cost != flops}
+        if number in by_number and len(less) == 1:
+            name = by_number[number]
+            found[name] = found.get(name, 0) + (flops - less.pop()) // (graph.groups[name].size - 1)
+    return found
+
+
+def _bias_of(weight: str, state: Mapping[str, Tensor]) -> str | None:
+    module, _, attribute = weight.rpartition(".")
+    bias = f"{module}.{attribute.replace('weight', 'bias')}" if module else attribute.replace("weight", "bias")
+    return bias if bias != weight and bias in state else None
+
+
+def count_cost(
+    model: nn.Module,
+    *example_inputs: Any,
+    graph: UnitGraph | None = None,
+    mask: UnitMask | WeightMask | None = None,
+    **example_kwargs: Any,
+) -> Cost:
+    """FLOPs, parameters and bytes of one forward pass under a mask.
+
+    Args:
+        model: The dense model; not changed.
+        *example_inputs: One call's inputs.
+        graph: Its units; needed with a mask.
+        mask: What is kept; None keeps all.
+        **example_kwargs: Keyword inputs.
+
+    Returns:
+        The cost of the pass, for all its examples together.
+
+    Raises:
+        InvalidValueError: a mask without a graph.
+        ForeignMaskError: the mask belongs to another graph.
+    """
+    if graph is None:
+        if mask is not None:
+            raise InvalidValueError("count_cost needs graph= to read a mask; pass the graph that the mask was made with")
+        graph = UnitGraph({}, {name: tensor.shape for name, tensor in model.state_dict().items()})
+    if mask is not None:
+        mask.check(graph)
+    return trace_cost(model, *example_inputs, graph=graph, **example_kwargs).cost(mask)

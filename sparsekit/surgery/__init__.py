@@ -1,0 +1,1 @@
+"""Cut units away and put them back: modules, states, optimisers, files."""

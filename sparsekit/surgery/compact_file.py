@@ -1,0 +1,121 @@
+"""The file behind save_compact(): tensors and a JSON description, as one safetensors file."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from sparsekit import __version__
+from sparsekit.errors import CompactFileError, SparsekitError
+from sparsekit.graph.graph import UnitGraph
+from sparsekit.graph.state import StateDict
+
+__all__ = ["damage", "digest", "pack_mask", "read_file", "unpack_mask", "write_file"]
+
+_KEY, _FORMAT = "sparsekit", 1
+
+
+def write_file(path: Path, entries: StateDict, spec: Mapping[str, Any]) -> None:
+    """Write the file, or leave an old one as it is.
+
+    Args:
+        path: Where.
+        entries: The tensors, tied ones once.
+        spec: Plain JSON values; the format and the version are added.
+    """
+    description = {"format": _FORMAT, "sparsekit": __version__, **spec}
+    header = {_KEY: json.dumps(description, separators=(",", ":"))}
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        save_file(_apart(entries), temporary, metadata=header)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _apart(entries: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The entries on the CPU; of those that lie in the same memory all but the first are copied, as the format wants."""
+    seen: set[int] = set()
+    tensors: dict[str, Tensor] = {}
+    for name, entry in entries.items():
+        tensor = entry.detach().cpu().contiguous()
+        place = tensor.untyped_storage().data_ptr()
+        tensors[name] = tensor.clone() if place in seen else tensor
+        seen.add(place)
+    return tensors
+
+
+def read_file(path: Path, *, tensors: bool = True) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The tensors and the description.
+
+    Args:
+        path: What `write_file` wrote.
+        tensors: False leaves the tensors out.
+
+    Raises:
+        CompactFileError: the file is damaged, of another format, or not ours.
+        OSError: it cannot be read.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            header = file.metadata() or {}
+            found = {name: file.get_tensor(name) for name in file.keys()} if tensors else {}  # noqa: SIM118
+    except SafetensorError as error:
+        raise CompactFileError(
+            f"{path} cannot be read: {error}; it is cut off, damaged or no safetensors file, so copy or save it again"
+        ) from error
+    if _KEY not in header:
+        raise CompactFileError(f"{path} was not written by save_compact: its header has no {_KEY!r}; save the model with it")
+    with damage(path):
+        spec = json.loads(header[_KEY])
+        if spec["format"] != _FORMAT:
+            raise CompactFileError(
+                f"{path} has format {spec['format']!r}, written by sparsekit {spec['sparsekit']}; this is {__version__}, which"
+                f" reads format {_FORMAT}: install that version, or save again with this one"
+            )
+    return found, spec
+
+
+@contextlib.contextmanager
+def damage(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Say of whatever a description lacks that the file is damaged."""
+    try:
+        yield
+    except SparsekitError:
+        raise
+    except (LookupError, TypeError, AttributeError, ValueError) as error:
+        raise CompactFileError(f"the description in {path} is damaged ({error!r}); save the model again") from error
+
+
+def pack_mask(keep: Tensor) -> str:
+    """A boolean vector as text."""
+    return base64.b64encode(np.packbits(keep.cpu().numpy()).tobytes()).decode("ascii")
+
+
+def unpack_mask(bits: str, size: int) -> Tensor:
+    """What `pack_mask` packed, bool (size,)."""
+    packed = np.frombuffer(base64.b64decode(bits), dtype=np.uint8)
+    return torch.from_numpy(np.unpackbits(packed, count=size).astype(bool))
+
+
+def digest(graph: UnitGraph) -> str:
+    """SHA-256 over all that a mask means: shapes, groups and their slices."""
+    sha = hashlib.sha256(repr([(name, tuple(shape)) for name, shape in graph.shapes.items()]).encode())
+    for group in graph.groups.values():
+        sha.update(repr((group.name, group.size)).encode())
+        for piece in group.slices:
+            sha.update(repr((piece.name, piece.dim)).encode())
+            sha.update(piece.index.cpu().contiguous().numpy().tobytes())
+    return sha.hexdigest()

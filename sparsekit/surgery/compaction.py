@@ -1,0 +1,119 @@
+"""compact() cuts masked units away, expand() puts them back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from sparsekit.errors import ForeignMaskError, InvalidValueError
+from sparsekit.graph.graph import UnitGraph
+from sparsekit.graph.mask import UnitMask
+from sparsekit.graph.state import StateDict
+from sparsekit.layers import LayerRule
+from sparsekit.surgery.rebuild import named_entries, narrow_module, narrow_state
+
+__all__ = ["compact", "compact_state", "expand", "scatter"]
+
+
+def compact(
+    model: nn.Module, graph: UnitGraph, mask: UnitMask, *, rules: Mapping[type[nn.Module], LayerRule] | None = None
+) -> nn.Module:
+    """A smaller, plain module that computes what `model` computes when the dropped units are gated away.
+
+    Args:
+        model: The dense model. Not changed; the result shares no memory with it.
+        graph: Its units.
+        mask: Which stay.
+        rules: Rules for layers of your own, as given to `trace_units`.
+
+    Returns:
+        A deep copy with narrow parameters and buffers. Tied parameters stay tied; size attributes (`out_features`,
+        `groups`, `hidden_size`, …), `requires_grad` flags and training modes are right.
+
+    Raises:
+        ForeignMaskError: the mask or the model does not belong to the graph.
+        InvalidValueError: the mask is no UnitMask.
+    """
+    if not isinstance(mask, UnitMask):
+        raise InvalidValueError(f"mask must be a UnitMask, got {type(mask).__name__}; UnitMask({{group: keep}}) makes one")
+    mask.check(graph)
+    graph.check_state(named_entries(model), what=f"the {type(model).__name__}")
+    return narrow_module(model, graph, mask, rules)
+
+
+def compact_state(state: StateDict, graph: UnitGraph, mask: UnitMask) -> dict[str, Tensor]:
+    """The state of the compacted model, gathered from a dense state.
+
+    Args:
+        state: Dense; float (as in `graph.shapes`). Not changed.
+        graph: The units.
+        mask: Which stay.
+
+    Returns:
+        A new dict with the keys of `state`; nothing in it shares memory with `state`.
+
+    Raises:
+        ForeignMaskError: the mask or the state does not belong to the graph.
+    """
+    mask.check(graph)
+    graph.check_state(state)
+    narrow = narrow_state(state, graph, mask)
+    return {name: narrow[name] if name in narrow else tensor.detach().clone() for name, tensor in state.items()}
+
+
+def expand(state: StateDict, graph: UnitGraph, mask: UnitMask, *, into: StateDict) -> dict[str, Tensor]:
+    """Put a compact state back into a dense one; the entries of dropped units keep the values of `into`.
+
+    `expand(compact_state(s, graph, m), graph, m, into=s)` equals `s` bit for bit.
+
+    Args:
+        state: Compact, with the shapes that `compact_state` gives for `mask`.
+        graph: The units.
+        mask: Which units `state` holds.
+        into: Dense. Not changed.
+
+    Returns:
+        A new dict with the keys of `into`, on the devices and in the dtypes of `into`.
+
+    Raises:
+        ForeignMaskError: a key or a shape does not fit.
+    """
+    mask.check(graph)
+    graph.check_state(into, what="`into`")
+    indices = graph.kept_indices(mask)
+    full: dict[str, Tensor] = {}
+    for name, dense in into.items():
+        if name not in state:
+            raise ForeignMaskError(f"the compact state lacks {name!r}; pass the state_dict() of the compacted model")
+        axes = indices.get(name, {})
+        expected = torch.Size(len(axes[d]) if d in axes else size for d, size in enumerate(dense.shape))
+        if state[name].shape != expected:
+            raise ForeignMaskError(
+                f"the compact state has {name!r} of shape {tuple(state[name].shape)}, this mask gives {tuple(expected)};"
+                " pass the mask that it was compacted with"
+            )
+        full[name] = scatter(state[name].detach(), dense.detach(), axes)
+    return full
+
+
+def scatter(narrow: Tensor, dense: Tensor, axes: Mapping[int, Tensor]) -> Tensor:
+    """`dense` with the cross product of the kept positions replaced by `narrow`: a new tensor.
+
+    Args:
+        narrow: The values to put.
+        dense: What stays elsewhere. Not changed.
+        axes: Axis → int64 (kept,), the positions that `narrow` holds; other axes are whole.
+    """
+    narrow = narrow.to(dtype=dense.dtype, device=dense.device)
+    cut = [dim for dim, index in axes.items() if index.numel() < dense.shape[dim]]
+    if not cut:
+        return narrow.clone()
+    # One axis at a time: each step widens one axis of a block that is gathered from the dense tensor on the others.
+    for position, dim in enumerate(cut):
+        block = dense
+        for other in cut[position + 1 :]:
+            block = block.index_select(other, axes[other].to(dense.device))
+        narrow = block.index_copy(dim, axes[dim].to(dense.device), narrow)
+    return narrow

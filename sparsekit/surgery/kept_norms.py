@@ -1,0 +1,155 @@
+"""NormSite, kept_norms(): norms over kept units only, so that a dense model under a mask equals the narrow one.
+
+A layer norm over 512 features of which 128 are kept is, in the narrow model, a norm over 128 numbers. For the dense model
+under the same mask to be the same function, its norm has to leave the dropped features out of its statistics. That is what
+norm="kept" means, and this file is the one place that says how it is done.
+"""
+
+from __future__ import annotations
+
+import functools
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from sparsekit.errors import TraceError
+from sparsekit.surgery.norm_calls import NormCall, read_norm_call
+
+if TYPE_CHECKING:
+    from sparsekit.graph.graph import UnitGraph
+
+__all__ = ["KeptNorms", "NormMode", "kept_norms"]
+
+
+class NormMode(TorchFunctionMode):
+    """Meets every averaging call of a model with the name of the module that makes it and its number in that module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._frames: list[tuple[str, list[int]]] = []
+        self._patched: list[tuple[nn.Module, Any]] = []
+
+    @abstractmethod
+    def meet(self, module: str, number: int, call: NormCall, plain: Callable[[], Any]) -> Any:
+        """Answer an averaging call; `plain()` is what it returns by itself."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        call = read_norm_call(func, args, kwargs) if self._frames else None
+        if call is None:
+            return func(*args, **kwargs)
+        module, counter = self._frames[-1]
+        counter[0] += 1
+        return self.meet(module, counter[0] - 1, call, lambda: func(*args, **kwargs))
+
+    @contextmanager
+    def frame(self, module: str) -> Iterator[None]:
+        """While a forward pass of `module` runs."""
+        self._frames.append((module, [0]))
+        try:
+            if len(self._frames) == 1:
+                with self:
+                    yield
+            else:
+                yield
+        finally:
+            self._frames.pop()
+
+    def patch(self, module: nn.Module, name: str) -> None:
+        """Let every forward pass of `module`, a private copy, be met under its name."""
+        before = module.__dict__.get("forward")
+        self._patched.append((module, before))
+        object.__setattr__(module, "forward", functools.partial(_framed, self, name, module, before))
+
+    def unpatch(self) -> None:
+        """Undo every `patch`."""
+        for module, before in reversed(self._patched):
+            if before is None:
+                module.__dict__.pop("forward", None)
+            else:
+                object.__setattr__(module, "forward", before)
+        self._patched = []
+
+
+def _framed(mode: NormMode, name: str, module: nn.Module, before: Any, *args: Any, **kwargs: Any) -> Any:
+    with mode.frame(name):
+        return type(module).forward(module, *args, **kwargs) if before is None else before(*args, **kwargs)
+
+
+# In inference these hand their weights to one fused kernel, past the modules inside, unless such a mode is active.
+_FUSED = (nn.TransformerEncoderLayer, nn.TransformerEncoder)
+
+
+class KeptNorms(NormMode):
+    """Lets the norms of a dense module leave dropped units out. Installed once; the mask can change from pass to pass.
+
+    Patched rather than active around a pass, so that checkpointed parts which run again in the backward pass obey too.
+
+    Args:
+        model: A dense module, a private copy, with the module names of the model that was traced.
+        graph: Its units.
+    """
+
+    def __init__(self, model: nn.Module, graph: UnitGraph) -> None:
+        super().__init__()
+        self._sites = {(site.module, site.call): site for site in graph.norms}
+        self._stays: dict[tuple[str, int], Tensor] = {}
+        owners = {site.module for site in graph.norms}
+        names = dict(model.named_modules())
+        roots = [
+            name
+            for name, module in names.items()
+            if name in owners or (isinstance(module, _FUSED) and any(_inside(owner, name) for owner in owners))
+        ]
+        for name, module in names.items():
+            # What runs inside an owner has calls of its own, which are not the owner's.
+            if any(_inside(name, root) for root in roots):
+                self.patch(module, name)
+
+    def set_mask(self, keep: Mapping[str, Tensor]) -> None:
+        """Say what is kept: group name → bool (units,)."""
+        self._stays = {key: site.stays(keep) for key, site in self._sites.items()}
+
+    def meet(self, module: str, number: int, call: NormCall, plain: Callable[[], Any]) -> Any:
+        """Compute over the kept positions where units were traced, else as ever."""
+        site, stays = self._sites.get((module, number)), self._stays.get((module, number))
+        if site is None or stays is None or bool(stays.all()):
+            return plain()
+        dim = call.x.dim() + site.dim
+        if call.name != site.function or dim not in call.dims or call.x.shape[dim] != site.size:
+            raise TraceError(
+                f"{module or 'the model'} calls {call.name} on {tuple(call.x.shape)} where it called {site.function} over"
+                f" {site.size} positions when its units were traced; trace it on inputs that take the same path"
+            )
+        mask = stays.to(call.x.device).view([-1 if d == dim else 1 for d in range(call.x.dim())])
+        return call.over(mask)
+
+
+def _inside(name: str, root: str) -> bool:
+    return name == root or not root or name.startswith(f"{root}.")
+
+
+@contextmanager
+def kept_norms(model: nn.Module, graph: UnitGraph, keep: Mapping[str, Tensor]) -> Iterator[None]:
+    """Run `model`, dense and with its dropped units gated, so that it equals the narrow model.
+
+    Args:
+        model: Dense. Changed inside the context only.
+        graph: Its units; one that was traced with norm="fixed" changes nothing.
+        keep: Group name → bool (units,).
+    """
+    if not graph.norms:
+        yield
+        return
+    norms = KeptNorms(model, graph)
+    norms.set_mask(keep)
+    try:
+        yield
+    finally:
+        norms.unpatch()

@@ -1,0 +1,166 @@
+"""Copies of a module with other tensors in place of its own: the base of compaction and of verification."""
+
+from __future__ import annotations
+
+import copy
+import copyreg
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sparsekit.errors import ForeignMaskError
+from sparsekit.graph.graph import UnitGraph
+from sparsekit.graph.state import StateDict
+from sparsekit.layers import LayerRule, resize
+from sparsekit.surgery.sizes import set_sizes
+
+__all__ = ["copy_with", "gather", "named_entries", "narrow_module", "narrow_state"]
+
+
+def named_entries(model: nn.Module) -> dict[str, Tensor]:
+    """State-dict key → the parameter or buffer itself (not a detached view); tied ones are the same object."""
+    found: dict[str, Tensor] = {}
+    keys = model.state_dict(keep_vars=True)
+    for name, value in keys.items():
+        if isinstance(value, Tensor):
+            found[name] = value
+    return found
+
+
+def copy_with(model: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
+    """A deep copy of `model` in which some state entries are replaced; everything else is copied.
+
+    The replaced tensors themselves are not copied, so this costs little where they are most of the model. Wherever the
+    model refers to an entry (a second, tied name, a list of flat weights), the copy refers to the replacement.
+
+    Args:
+        model: Not changed.
+        tensors: State-dict key → new tensor; of tied names the first one counts.
+
+    Returns:
+        The copy, with the `requires_grad` flags and training modes of the original.
+    """
+    memo: dict[int, object] = {}
+    for module in model.modules():
+        if isinstance(module, nn.RNNBase):
+            module._update_flat_weights()  # its list may be that of an earlier pass; copying a module does this too
+        for held in vars(module).values():
+            for value in held if isinstance(held, list) else (held,):
+                if isinstance(value, Tensor) and not value.is_leaf:
+                    memo[id(value)] = value.detach().clone()  # deepcopy refuses tensors that have a history
+    for name, own in named_entries(model).items():
+        if name in tensors and id(own) not in memo:
+            new = tensors[name].detach()
+            memo[id(own)] = nn.Parameter(new, requires_grad=own.requires_grad) if isinstance(own, nn.Parameter) else new
+    _copy_plain_modules(model, memo)
+    return copy.deepcopy(model, memo)
+
+
+_PROTOCOL = ("__deepcopy__", "__reduce_ex__", "__reduce__", "__getnewargs__", "__getnewargs_ex__", "__slots__")
+
+
+def _copy_plain_modules(model: nn.Module, memo: dict[int, object]) -> None:
+    """Do what deepcopy does to modules that follow its protocol as `nn.Module` does, and enter the copies into `memo`.
+
+    Most of what deepcopy meets in a module are a dozen empty tables of hooks, each rebuilt the long way.
+    """
+    for module in reversed(list(model.modules())):  # children first, so that their parents find them in `memo`
+        kind = type(module)
+        plain = all(getattr(kind, name, None) is getattr(nn.Module, name, None) for name in _PROTOCOL)
+        if id(module) in memo or not plain or kind in copyreg.dispatch_table:
+            continue
+        state: object = module.__getstate__()
+        if type(state) is dict:
+            twin = memo[id(module)] = kind.__new__(kind)
+            twin.__setstate__({name: _copied(value, memo) for name, value in state.items()})
+
+
+def _copied(value: Any, memo: dict[int, object]) -> Any:
+    kind = type(value)
+    if kind in _ATOMS or (kind is tuple and all(type(item) in _ATOMS for item in value)):
+        return value
+    if id(value) in memo:
+        return memo[id(value)]
+    if kind is OrderedDict and not value and not vars(value):
+        memo[id(value)] = OrderedDict()
+    elif kind is set and not value:
+        memo[id(value)] = set()
+    elif kind is dict and all(type(key) is str for key in value):
+        twin: dict[str, Any] = {}
+        memo[id(value)] = twin
+        twin.update((key, _copied(item, memo)) for key, item in value.items())
+    else:
+        return copy.deepcopy(value, memo)
+    return memo[id(value)]
+
+
+_ATOMS = frozenset((bool, int, float, str, type(None)))
+
+
+def narrow_state(
+    state: StateDict,
+    graph: UnitGraph,
+    keep: Mapping[str, Tensor],
+    indices: Mapping[str, Mapping[int, Tensor]] | None = None,
+) -> dict[str, Tensor]:
+    """The entries that units touch, without the positions of dropped units; other keys are absent.
+
+    Args:
+        state: Dense entries; keys that units touch must be present.
+        graph: Says what belongs to a unit.
+        keep: Group name → bool (units,).
+        indices: `graph.kept_indices(keep)`, if it is known.
+    """
+    narrow: dict[str, Tensor] = {}
+    done: dict[int, Tensor] = {}
+    for name, axes in (graph.kept_indices(keep) if indices is None else indices).items():
+        tensor = state[name]
+        if id(tensor) not in done:
+            piece = gather(tensor.detach(), axes)
+            done[id(tensor)] = piece.clone() if piece.data_ptr() == tensor.data_ptr() else piece
+        narrow[name] = done[id(tensor)]
+    return narrow
+
+
+def gather(tensor: Tensor, axes: Mapping[int, Tensor]) -> Tensor:
+    """The kept positions of a dense tensor; the tensor itself where nothing is cut.
+
+    Args:
+        tensor: Dense.
+        axes: Axis → int64 (kept,).
+    """
+    cut = {dim: index.to(tensor.device) for dim, index in axes.items() if index.numel() < tensor.shape[dim]}
+    if cut.keys() == {0, 1}:
+        return tensor[cut[0][:, None], cut[1]]  # both at once: one pass over what stays
+    for dim, index in sorted(cut.items()):
+        tensor = tensor.index_select(dim, index)
+    return tensor
+
+
+def narrow_module(
+    model: nn.Module, graph: UnitGraph, keep: Mapping[str, Tensor], rules: Mapping[type[nn.Module], LayerRule] | None = None
+) -> nn.Module:
+    """A copy of `model` without the dropped units, its size attributes set.
+
+    Raises:
+        ForeignMaskError: an entry of the copy does not have the shape that the graph expects.
+    """
+    indices = graph.kept_indices(keep)
+    small = copy_with(model, narrow_state(named_entries(model), graph, keep, indices))
+    resize(small, rules)
+    set_sizes(small, graph, {name: int(stays.sum()) for name, stays in keep.items()})
+    entries = named_entries(small)
+    # A fused kernel that is handed wrong shapes reads past its buffers, so nothing is left to chance here.
+    for name, dense in graph.shapes.items():
+        axes = indices.get(name, {})
+        expected = torch.Size(len(axes[d]) if d in axes else size for d, size in enumerate(dense))
+        if name not in entries or entries[name].shape != expected:
+            found = tuple(entries[name].shape) if name in entries else "nothing"
+            raise ForeignMaskError(
+                f"after compaction {name!r} has shape {found}, expected {tuple(expected)};"
+                " the model is not the one that the graph was traced from"
+            )
+    return small

@@ -1,0 +1,254 @@
+"""save_compact(), load_compact(): a compacted model as one safetensors file, rebuilt from your own code without pickle.
+
+The file is one `.safetensors` file: the narrow tensors, and in its header a JSON text that says what the modules are:
+their class names, their plain attributes (`out_channels`, `num_heads`, `eps`, …), which parameters are tied or do not
+train, and, where it is known, the mask. One file can be moved and renamed without losing a part, and every tool that
+reads safetensors reads the tensors. Nothing in it can run: the classes come from the factory that the reader passes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from sparsekit import __version__
+from sparsekit.errors import CompactFileError, ForeignMaskError, InvalidValueError
+from sparsekit.graph.graph import UnitGraph
+from sparsekit.graph.mask import UnitMask
+from sparsekit.layers import LayerRule, resize
+from sparsekit.registry import load_object
+from sparsekit.surgery.compact_file import damage, digest, pack_mask, read_file, unpack_mask, write_file
+from sparsekit.surgery.rebuild import copy_with, named_entries
+from sparsekit.training.learnable import LearnableMask
+
+__all__ = ["Factory", "load_compact", "load_mask", "save_compact"]
+
+Factory: TypeAlias = nn.Module | Callable[[], nn.Module | tuple[nn.Module, Any]] | str
+"""How the dense model is made: a module, a function that returns one (or it and its inputs), `"package.module:function"`."""
+
+_PLAIN = (bool, int, float, str, type(None))
+
+
+def save_compact(
+    model: nn.Module, path: str | os.PathLike[str], *, graph: UnitGraph | None = None, mask: UnitMask | None = None
+) -> None:
+    """Write a compacted model to one safetensors file.
+
+    Args:
+        model: What `compact` returned, trained on or not; or a `LearnableMask`, whose compact model and mask are saved.
+        path: The file, by custom with the ending `.safetensors`. An old one is replaced at once or not at all.
+        graph: The units of the dense model, so that the mask can be found again with `load_mask`; given with `mask`.
+        mask: What `model` keeps of the dense model.
+
+    Raises:
+        InvalidValueError: the model has state that is no tensor; or only one of graph and mask was given.
+        ForeignMaskError: graph and mask do not belong together, or `model` was not compacted with them.
+    """
+    if isinstance(model, LearnableMask):
+        if graph is not None or mask is not None:
+            raise InvalidValueError("a LearnableMask brings its own graph and mask; leave `graph` and `mask` out")
+        graph, mask, model = model.graph, model.unit_mask(), model.compact()
+    if (graph is None) != (mask is None):
+        raise InvalidValueError("pass graph and mask together, or neither; the mask means nothing without its graph")
+    model = _plain(model)
+    entries, ties = _entries(model)
+    if graph is not None and mask is not None:
+        _check_mask(named_entries(model), graph, mask)
+    spec = {
+        "model": type(model).__qualname__,
+        "modules": {name: [type(module).__qualname__, _attributes(module)] for name, module in model.named_modules()},
+        "ties": ties,
+        "fixed": [name for name, entry in entries.items() if isinstance(entry, nn.Parameter) and not entry.requires_grad],
+        "graph": None if graph is None else digest(graph),
+        "mask": None if mask is None else {name: pack_mask(keep) for name, keep in mask.items()},
+    }
+    write_file(Path(path), entries, spec)
+
+
+def load_compact(
+    path: str | os.PathLike[str], factory: Factory, *, rules: Mapping[type[nn.Module], LayerRule] | None = None
+) -> nn.Module:
+    """Rebuild a saved compact model from the code of the dense one.
+
+    Args:
+        path: What `save_compact` wrote.
+        factory: Makes the dense model; its weights do not matter. A string is imported because you passed it: nothing
+            that stands in the file is ever imported or run.
+        rules: Rules for layers of your own, as given to `trace_units`.
+
+    Returns:
+        A plain module, on the device of what the factory made, in the dtypes of the file.
+
+    Raises:
+        CompactFileError: the file is damaged or was not written by `save_compact`, or the factory makes another model.
+        InvalidValueError: the factory makes no module.
+        OSError: the file cannot be read.
+    """
+    model = _make(factory)
+    tensors, spec = read_file(Path(path))
+    entries = named_entries(model)
+    with damage(path):
+        tensors |= {alias: tensors[name] for alias, name in spec["ties"].items()}
+        _check_architecture(path, model, entries, tensors, spec)
+    small = copy_with(model, {name: tensors[name].to(own.device) for name, own in entries.items()})
+    resize(small, rules)
+    with damage(path):
+        _check_modules(path, small, spec["modules"])
+        for name, module in small.named_modules():
+            _set_attributes(module, spec["modules"][name][1])
+        fixed = set(spec["fixed"])
+    for name, entry in _entries(small)[0].items():
+        if isinstance(entry, nn.Parameter):
+            entry.requires_grad_(name not in fixed)
+    return small
+
+
+def load_mask(path: str | os.PathLike[str], graph: UnitGraph) -> UnitMask:
+    """The mask of a saved compact model, with which `expand` puts its state back into the dense one.
+
+    Args:
+        path: What `save_compact` wrote from a `LearnableMask`, or with a graph and a mask.
+        graph: The units of the dense model, traced again.
+
+    Returns:
+        Which units the saved model keeps.
+
+    Raises:
+        CompactFileError: the file is damaged, or holds no mask.
+        ForeignMaskError: `graph` is not the one that the model was saved with.
+        OSError: the file cannot be read.
+    """
+    _, spec = read_file(Path(path), tensors=False)
+    with damage(path):
+        if spec["mask"] is None:
+            raise CompactFileError(f"{path} holds no mask; save the LearnableMask itself, or pass graph= and mask= when saving")
+        if spec["graph"] != digest(graph):
+            raise ForeignMaskError(
+                f"the mask in {path} belongs to other units than this graph has; trace the model that it was saved from,"
+                f" with sparsekit {spec['sparsekit']} if the versions differ (this is {__version__})"
+            )
+        mask = UnitMask({name: unpack_mask(bits, graph.groups[name].size) for name, bits in spec["mask"].items()})
+        mask.check(graph)
+        return mask
+
+
+def _plain(model: nn.Module) -> nn.Module:
+    if not isinstance(model, nn.Module):
+        raise InvalidValueError(f"expected a torch.nn.Module, got {type(model).__name__}; pass what compact() returned")
+    inner = getattr(model, "_orig_mod", None)  # what torch.compile wraps
+    return inner if isinstance(inner, nn.Module) else model
+
+
+def _entries(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Every tensor of the state once, and second name → first name of the tied ones."""
+    strange = [name for name, value in model.state_dict(keep_vars=True).items() if not isinstance(value, Tensor)]
+    if strange:
+        raise InvalidValueError(
+            f"the state of {type(model).__name__} has {strange[0]!r}, which is no tensor and cannot be saved without pickle;"
+            " let get_extra_state return a tensor"
+        )
+    first: dict[int, str] = {}
+    entries: dict[str, Tensor] = {}
+    ties: dict[str, str] = {}
+    for name, entry in named_entries(model).items():
+        if id(entry) in first:
+            ties[name] = first[id(entry)]
+        else:
+            first[id(entry)] = name
+            entries[name] = entry
+    return entries, ties
+
+
+def _is_plain(value: object) -> bool:
+    return type(value) in _PLAIN or (isinstance(value, tuple | list) and all(_is_plain(item) for item in value))
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    return {name: value for name, value in vars(module).items() if not name.startswith("_") and _is_plain(value)}
+
+
+def _set_attributes(module: nn.Module, attributes: Mapping[str, Any]) -> None:
+    """Set what differs; only attributes that the module has, from plain value to plain value."""
+    own = _attributes(module)
+    for name, value in attributes.items():
+        if name in own and _is_plain(value) and (saved := _like(own[name], value)) != own[name]:
+            setattr(module, name, saved)
+
+
+def _like(own: Any, value: Any) -> Any:
+    """JSON has no tuples: a list becomes what the module has there."""
+    if not isinstance(value, list):
+        return value
+    kinds = own if isinstance(own, tuple | list) and len(own) == len(value) else [()] * len(value)
+    items = [_like(kind, item) for kind, item in zip(kinds, value, strict=True)]
+    return items if isinstance(own, list) else torch.Size(items) if isinstance(own, torch.Size) else tuple(items)
+
+
+def _check_mask(entries: Mapping[str, Tensor], graph: UnitGraph, mask: UnitMask) -> None:
+    mask.check(graph)
+    indices = graph.kept_indices(mask)
+    for name, dense in graph.shapes.items():
+        axes = indices.get(name, {})
+        expected = torch.Size(len(axes[d]) if d in axes else size for d, size in enumerate(dense))
+        found = entries[name].shape if name in entries else None
+        if found != expected:
+            raise ForeignMaskError(
+                f"{name!r} has shape {None if found is None else tuple(found)}, this graph and mask give {tuple(expected)};"
+                " pass those that the model was compacted with"
+            )
+
+
+def _make(factory: Factory) -> nn.Module:
+    made = load_object(factory) if isinstance(factory, str) else factory
+    if not isinstance(made, nn.Module):
+        made = made() if callable(made) else made
+        made = made[0] if isinstance(made, tuple) and made else made
+    if not isinstance(made, nn.Module):
+        raise InvalidValueError(
+            f"the factory must make a torch.nn.Module, got {type(made).__name__};"
+            " pass the dense model, a function that builds it, or 'package.module:function'"
+        )
+    return _plain(made)
+
+
+def _check_architecture(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    entries: Mapping[str, Tensor],
+    tensors: Mapping[str, Tensor],
+    spec: Mapping[str, Any],
+) -> None:
+    what = f"{path} holds a {spec['model']}, the factory makes a {type(model).__qualname__}"
+    missing, unknown = sorted(set(tensors) - set(entries)), sorted(set(entries) - set(tensors))
+    if missing or unknown:
+        raise CompactFileError(
+            f"{what} of other parts: only in the file {missing[:3] or 'nothing'}, only in the model {unknown[:3] or 'nothing'};"
+            " pass the factory of the dense model that was compacted"
+        )
+    for name, own in entries.items():
+        saved = tensors[name].shape
+        if len(saved) != own.dim() or any(a > b for a, b in zip(saved, own.shape, strict=True)):
+            raise CompactFileError(
+                f"{what}: {name!r} is saved as {tuple(saved)}, which is no part of {tuple(own.shape)};"
+                " pass the factory of the dense model that was compacted"
+            )
+    ties = _entries(model)[1]
+    if ties != spec["ties"]:
+        differing = sorted(set(ties.items()) ^ set(spec["ties"].items()))[0]
+        raise CompactFileError(f"{what} with other tied parameters: {differing[0]!r} and {differing[1]!r}")
+
+
+def _check_modules(path: str | os.PathLike[str], small: nn.Module, saved: Mapping[str, Any]) -> None:
+    own = {name: type(module).__qualname__ for name, module in small.named_modules()}
+    for name in sorted(set(own) | set(saved)):
+        there = saved[name][0] if name in saved else "nothing"
+        if own.get(name, "nothing") != there:
+            raise CompactFileError(
+                f"{path} holds another architecture: at {name or 'the top'!r} it has {there}, the factory makes"
+                f" {own.get(name, 'nothing')}; pass the factory of the dense model that was compacted"
+            )

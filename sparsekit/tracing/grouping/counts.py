@@ -1,0 +1,43 @@
+"""Sizes of layers that have no parameter to read them from: a norm without a scale still counts its channels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from sparsekit.graph.graph import SizeAttribute, UnitGroup
+from sparsekit.labels.store import Cause, LabelStore
+from sparsekit.labels.values import IntArray
+
+__all__ = ["find_counts"]
+
+
+def find_counts(
+    ledger: LabelStore, root: IntArray, group_of: Mapping[int, str], groups: Mapping[str, UnitGroup]
+) -> tuple[SizeAttribute, ...] | None:
+    """Attributes that follow the units of one group.
+
+    Args:
+        ledger: What a trace has learnt. Units that must be counted but lie in several groups are frozen in it.
+        root: The lowest node of each node's component.
+        group_of: Root → name of the group that it is a unit of.
+        groups: The groups.
+
+    Returns:
+        The attributes; None if units were frozen, so that groups must be built again.
+    """
+    found: dict[tuple[str, str], SizeAttribute] = {}
+    frozen = False
+    for nodes, module, size, needed in ledger.counts:
+        names = [group_of.get(int(root[node])) if node >= 0 else None for node in nodes]
+        if not any(names):
+            continue
+        group = names[0]
+        if group is not None and len(set(names)) == 1 and len(names) % groups[group].size == 0:
+            attribute = SizeAttribute(module, size, group, len(names) // groups[group].size)
+            if found.setdefault((module, size), attribute) == attribute:
+                continue
+        if needed:
+            frozen = True
+            reason = f"its {size!r} counts units of more than one kind and has no scale to be read from"
+            ledger.freeze(nodes, Cause(module, reason, False))
+    return None if frozen else tuple(found.values())

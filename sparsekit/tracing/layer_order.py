@@ -1,0 +1,126 @@
+"""Layer and trace_layers(): the layers of a model in the order in which one forward pass reads their entries.
+
+A graph of units says what can be removed; the layers say what comes before what. Methods that keep the output layer to
+themselves, that leave it out of pruning, or that train the first layers only, read it off here and from no name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from sparsekit.errors import TraceError
+from sparsekit.graph.layers import Layer
+
+__all__ = ["trace_layers"]
+
+
+class _Reads(TorchFunctionMode):
+    """Notes which entries each torch function reads, told by the memory that they lie in."""
+
+    def __init__(self, keys: Mapping[int, str]) -> None:
+        super().__init__()
+        self._keys = keys
+        self.events: list[list[str]] = []
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        # Looking at a shape or a dtype is no reading of values; a transposed view is noticed where it is used.
+        if getattr(func, "__name__", "") != "__get__":
+            found = [self._keys[place] for place in _places([*args, *(kwargs or {}).values()]) if place in self._keys]
+            if found:
+                self.events.append(found)
+        return func(*args, **(kwargs or {}))
+
+
+def _places(values: Iterable[Any]) -> Iterator[int]:
+    for value in values:
+        if isinstance(value, Tensor):
+            with torch._C.DisableTorchFunction():
+                yield value.untyped_storage().data_ptr()
+        elif isinstance(value, (list, tuple)):
+            yield from _places(value)
+
+
+def trace_layers(model: nn.Module, *example_inputs: Any, **example_kwargs: Any) -> tuple[Layer, ...]:
+    """Run the model once and note who reads what, in which order.
+
+    Args:
+        model: Its training modes and its state are as before afterwards.
+        *example_inputs: One call's inputs.
+        **example_kwargs: Keyword inputs.
+
+    Returns:
+        The layers in forward order; every key of the state belongs to exactly one, tied keys to that of the first.
+
+    Raises:
+        TraceError: the model fails on the inputs.
+    """
+    state = model.state_dict(keep_vars=True)
+    tensors = {name: tensor for name, tensor in state.items() if isinstance(tensor, Tensor)}
+    keys: dict[int, str] = {}
+    for name, tensor in tensors.items():
+        if tensor.numel():
+            keys.setdefault(tensor.untyped_storage().data_ptr(), name)
+    reads = _Reads(keys)
+    modes = [(module, module.training) for module in model.modules()]
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    model.eval()
+    try:
+        with torch.no_grad(), reads:
+            model(*example_inputs, **example_kwargs)
+    except Exception as error:
+        raise TraceError(f"the model failed on the example inputs: {error}") from error
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
+        for module, training in modes:
+            module.training = training
+    ties = {name: keys.get(tensor.untyped_storage().data_ptr(), name) for name, tensor in tensors.items()}
+    return _layers(reads.events, tensors, ties)
+
+
+def _layers(events: Sequence[Sequence[str]], tensors: Mapping[str, Tensor], ties: Mapping[str, str]) -> tuple[Layer, ...]:
+    found: list[tuple[str, list[str], list[str]]] = []
+    seen: set[str] = set()
+    for event in events:
+        wide = [name for name in event if tensors[name].dim() > 1]
+        owner = _owner(wide[0]) if wide else ""
+        # What comes before the first matrix, such as a norm of the inputs, belongs to the layer of that matrix.
+        begun = bool(found) and any(tensors[name].dim() > 1 for name in found[-1][2])
+        if not found or (wide and begun and owner != found[-1][0]):
+            found.append((owner, [], []))
+        elif wide and not begun:
+            found[-1] = (owner, *found[-1][1:])
+        _, entries, read = found[-1]
+        read += [name for name in event if name not in read]
+        entries += [name for name in dict.fromkeys(event) if name not in seen]
+        seen.update(event)
+    # A layer that is called again owns nothing new; only as the last one it matters, since it then makes the outputs.
+    found = [layer for place, layer in enumerate(found) if layer[1] or place == len(found) - 1]
+    _add_unread(found, tensors, ties)
+    return tuple(Layer(name, tuple(entries), tuple(read)) for name, entries, read in found)
+
+
+def _add_unread(found: list[tuple[str, list[str], list[str]]], tensors: Mapping[str, Tensor], ties: Mapping[str, str]) -> None:
+    """Give every key that no pass reads to the layer of its tied key or of its module, and what is left to the first."""
+    if not found:
+        found.append(("", [], []))
+    homes = {name: entries for _, entries, _ in found for name in entries}
+    owners: dict[str, list[str]] = {}
+    for _, entries, _ in found:
+        for name in entries:
+            owners.setdefault(_owner(name), entries)
+    for name in tensors:
+        if name not in homes:
+            home = homes.get(ties[name], owners.get(_owner(name), found[0][1]))
+            home.append(name)
+
+
+def _owner(name: str) -> str:
+    return name.rpartition(".")[0]

@@ -1,0 +1,173 @@
+"""NormRecorder: under norm="kept", notes while tracing which units each averaging call sees; find_sites() reads the notes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from sparsekit.graph.norms import NormSite
+from sparsekit.labels.store import Cause, LabelStore
+from sparsekit.labels.tracer import Tracer
+from sparsekit.labels.values import ALWAYS_ZERO, NOT_ZERO, IntArray, Labels, TensorLabels
+from sparsekit.surgery.kept_norms import NormMode
+from sparsekit.surgery.norm_calls import NormCall
+
+__all__ = ["NormNotes", "NormRecorder", "find_sites", "noted_nodes"]
+
+
+@dataclass(frozen=True, eq=False)
+class _Note:
+    """One averaging call over units."""
+
+    function: str
+    nodes: IntArray
+    dim: int
+    cause: Cause
+
+
+NormNotes: TypeAlias = dict[tuple[str, int], list[_Note | None]]
+"""(module, number of the call in a forward pass of it) → what each such call averaged over; None where no units."""
+
+
+class NormRecorder(NormMode):
+    """Labels the results of averages over units, which the operators' handlers would freeze, and takes notes.
+
+    Args:
+        tracer: The trace.
+        model: The private copy that is traced.
+        notes: Is added to.
+    """
+
+    def __init__(self, tracer: Tracer, model: nn.Module, notes: NormNotes) -> None:
+        super().__init__()
+        self.tracer, self.notes = tracer, notes
+        self._modules = dict(model.named_modules())
+        for name, module in self._modules.items():
+            self.patch(module, name)
+
+    def meet(self, module: str, number: int, call: NormCall, plain: Callable[[], Any]) -> Any:
+        """Take a note; label the results if exactly one axis of units is averaged over."""
+        tracer = self.tracer
+        labels = tracer.joint_labels(call.x) if tracer.watching else None
+        dim = None if labels is None else _unit_axis(labels, call.dims)
+        scales = [t for t in (call.weight, call.bias) if t is not None]
+        if dim is not None and any(tracer.joint_labels(t).axes[call.axis_of_scale(dim)] is None for t in scales):
+            dim = None
+        if labels is None or dim is None:
+            self.notes.setdefault((module, number), []).append(None)
+            return plain()
+        axis = labels.axes[dim]
+        assert axis is not None
+        cause = tracer.cause("averaged over by one call that sees other units from time to time")
+        self.notes.setdefault((module, number), []).append(_Note(call.name, axis.nodes, dim - call.x.dim(), cause))
+        self._count(module, call, axis.nodes)
+        tracer.watching = False
+        try:
+            outputs = plain()
+        finally:
+            tracer.watching = True
+        tracer.used |= {entry.number for t in (call.x, *scales) if (entry := tracer.entry(t)) is not None}
+        answer = self._norm(call, labels, dim, axis) if call.is_norm else _average(call, labels)
+        for tensor in tree_leaves(outputs):
+            if isinstance(tensor, Tensor):
+                tracer.set(tensor, answer if tensor.dim() == len(answer.axes) else _without(answer, call.dims))
+        return outputs
+
+    def _count(self, name: str, call: NormCall, nodes: IntArray) -> None:
+        """A layer norm without a scale has nothing but a number that could tell how many units are left."""
+        module = self._modules[name]
+        if isinstance(module, (nn.LayerNorm, nn.RMSNorm)) and call.weight is None and len(call.dims) == 1:
+            self.tracer.count(nodes, name, "normalized_shape")
+
+    def _norm(self, call: NormCall, x: TensorLabels, dim: int, axis: Labels) -> TensorLabels:
+        """The units pass through; where scale and shift are gated, the result is zero."""
+        tracer, sources = self.tracer, np.full(axis.size, NOT_ZERO, dtype=np.int64)
+        if call.name == "rms_norm":
+            sources = axis.sources  # zero stays zero
+        if call.weight is not None:
+            shift = np.full(axis.size, ALWAYS_ZERO, dtype=np.int64)
+            for tensor in (call.weight, call.bias):
+                if tensor is None:
+                    continue
+                labels, own = tracer.labels(tensor), call.axis_of_scale(dim)
+                scale = labels.axes[own]
+                assert scale is not None
+                quiet = tracer.cause("scale of values that belong to no unit", quiet=True)
+                tracer.ledger.unite(axis.nodes, scale.nodes, quiet)
+                tracer.make(labels, own)
+                shift = scale.sources if tensor is call.weight else tracer.ledger.both(shift, scale.sources)
+            sources = shift
+        axes = [None if a is None or a.is_uniform else a.without_zero() for a in x.axes]
+        axes[dim] = Labels(axis.nodes, sources)
+        return TensorLabels(tuple(axes))
+
+
+def noted_nodes(notes: NormNotes) -> IntArray:
+    """The nodes of all units that are averaged over."""
+    found = [note.nodes[note.nodes >= 0] for met in notes.values() for note in met if note is not None]
+    return np.concatenate([np.zeros(0, dtype=np.int64), *found])
+
+
+def _unit_axis(labels: TensorLabels, dims: tuple[int, ...]) -> int | None:
+    """The one axis of units among `dims`, or None if there is none or more than one."""
+    if labels.joint is not None or labels.parts is not None or labels.mixed is not None:
+        return None
+    found = [d for d in dims if (axis := labels.axes[d]) is not None and not axis.is_uniform]
+    return found[0] if len(found) == 1 else None
+
+
+def _average(call: NormCall, labels: TensorLabels) -> TensorLabels:
+    """Labels of an average that keeps `dims` with size 1; the average of zeros is zero, their spread too."""
+    axes = [None if d in call.dims or a is None or a.is_uniform else a for d, a in enumerate(labels.axes)]
+    return TensorLabels(tuple(axes))
+
+
+def _without(labels: TensorLabels, dims: tuple[int, ...]) -> TensorLabels:
+    return TensorLabels(tuple(a for d, a in enumerate(labels.axes) if d not in dims))
+
+
+def find_sites(
+    notes: NormNotes, ledger: LabelStore, root: IntArray, unit_of: Mapping[int, tuple[str, int]]
+) -> tuple[NormSite, ...] | None:
+    """The norms over units that stay in some group.
+
+    Args:
+        notes: What a trace noted.
+        ledger: Where one and the same call saw different units from time to time, these are frozen in it.
+        root: The lowest node of each node's component.
+        unit_of: Root → (name of the group, number of the unit).
+
+    Returns:
+        One site for each call that averages over units; None if units were frozen, so that groups must be built again.
+    """
+    sites, frozen = [], False
+    for (module, number), met in notes.items():
+        known = [note for note in met if note is not None]
+        units = [np.where(note.nodes >= 0, root[note.nodes], note.nodes) for note in known]
+        if not any(int(r) in unit_of for row in units for r in row):
+            continue
+        first = known[0]
+        agree = len(known) == len(met) and all(
+            note.function == first.function and note.dim == first.dim and np.array_equal(row, units[0])
+            for note, row in zip(known, units, strict=True)
+        )
+        if not agree:
+            frozen = True
+            for note in known:
+                ledger.freeze(note.nodes, note.cause)
+            continue
+        places: dict[str, tuple[list[int], list[int]]] = {}
+        for position, r in enumerate(units[0].tolist()):
+            if r in unit_of:
+                group, unit = unit_of[r]
+                places.setdefault(group, ([], []))[0].append(position)
+                places[group][1].append(unit)
+        tensors = {group: (torch.tensor(p), torch.tensor(u)) for group, (p, u) in places.items()}
+        sites.append(NormSite(module, number, first.function, first.dim, int(first.nodes.size), tensors))
+    return None if frozen else tuple(sites)

@@ -1,0 +1,93 @@
+"""What a model does differently in training: found by comparing the operators of a pass in eval mode and one in train mode."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from sparsekit.tracing.inputs import ModelInputs
+
+__all__ = ["WithoutDropout", "differs_in_training", "train_without_dropout"]
+
+
+def train_without_dropout(model: nn.Module) -> nn.Module:
+    """Put a private copy into train mode, but for dropout, which says nothing about units, and instance norms.
+
+    An instance norm keeps channels apart in both modes; in train mode it also writes its statistics by operators of its own.
+    """
+    model.train()
+    for module in model.modules():
+        if isinstance(module, _DropoutNd | _InstanceNorm):
+            module.eval()
+        elif isinstance(module, nn.MultiheadAttention | nn.RNNBase):
+            module.dropout = 0.0
+    return model
+
+
+class WithoutDropout(TorchFunctionMode):
+    """Makes functional dropout, and that inside attention, do nothing, as in eval mode."""
+
+    _FUNCTIONS = frozenset(
+        getattr(home, name)
+        for home in (torch, F)
+        for name in dir(home)
+        if name.rstrip("_123d").endswith("dropout") and not name.startswith(("_", "native"))
+    )
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in self._FUNCTIONS:
+            return args[0] if args else kwargs["input"]
+        if func is F.scaled_dot_product_attention:
+            args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
+            kwargs = {key: 0.0 if key == "dropout_p" else value for key, value in kwargs.items()}
+        return func(*args, **kwargs)
+
+
+class _OperatorList(TorchDispatchMode):
+    """Lists the operators that run, with the numbers that they are given; flags, by which a norm knows of training, aside."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.operators: list[tuple[Any, tuple[float, ...]]] = []
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # as for the tracer: the first call would import the compiler
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        counts = bool(args) and isinstance(args[0], Tensor) and args[0].dim() == 0 and not args[0].is_floating_point()
+        if not counts:  # a batch norm counts its batches in training
+            numbers = tuple(leaf for leaf in tree_leaves((args, kwargs)) if type(leaf) in (int, float))
+            self.operators.append((func, numbers))
+        return func(*args, **(kwargs or {}))
+
+
+def differs_in_training(model: nn.Module, inputs: ModelInputs) -> bool:
+    """Whether train mode runs other operators or gives them other numbers, dropout aside; False if it refuses the inputs.
+
+    Args:
+        model: A private copy, whose mode and statistics change.
+        inputs: What it is called on.
+    """
+    lists = []
+    with contextlib.suppress(Exception), torch.no_grad():  # a batch norm may refuse a single example
+        for training in (True, False):
+            model = train_without_dropout(model) if training else model.eval()
+            with WithoutDropout(), _OperatorList() as seen:
+                inputs.call(model)
+            lists.append(seen.operators)
+    return len(lists) == 2 and lists[0] != lists[1]

@@ -1,0 +1,253 @@
+"""Two ways to run a model under a unit mask: physically narrow, or dense with gates (the reference).
+
+Both define the same function, gradients and training: entries of dropped units, their optimiser state and their norm
+statistics stand still while they are dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.optim import Optimizer
+
+from sparsekit.criteria.magnitudes import unit_magnitudes
+from sparsekit.graph.graph import UnitGraph
+from sparsekit.graph.mask import UnitMask, to_weights
+from sparsekit.graph.state import StateDict
+from sparsekit.surgery.rebuild import copy_with, named_entries
+from sparsekit.training.dense import DenseModel, straight_through_gates
+from sparsekit.training.narrow_model import NarrowModel, first_value
+from sparsekit.training.unit_vectors import Reader, UnitVectors
+
+__all__ = ["CompactExecution", "Execution", "MaskedExecution"]
+
+
+class Execution(Protocol):
+    """How a learnable mask runs its model."""
+
+    module: nn.Module
+
+    @property
+    def mask(self) -> UnitMask:
+        """What is kept."""
+        ...
+
+    def call(self, scores: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], *, explore: float) -> Any:
+        """Run the sparse model.
+
+        The gradient of each kept unit's gate reaches `scores`, float (J,); those of dropped units too, times
+        `explore`, at the price of a dense pass, unless that is 0.
+        """
+        ...
+
+    def magnitudes(self) -> Tensor:
+        """Σ |θ| per unit: float (J,), no gradient."""
+        ...
+
+    def remask(self, mask: UnitMask, optimizers: Sequence[Optimizer]) -> None:
+        """Change the mask."""
+        ...
+
+    def slot_order(self) -> dict[str, Tensor]:
+        """Group name → the units in the order in which narrow entries hold them; empty where entries are dense."""
+        ...
+
+    def load(
+        self, state: StateDict, mask: UnitMask, order: Mapping[str, Tensor] | None, optimizers: Sequence[Optimizer]
+    ) -> None:
+        """Start from a dense state under a mask; narrow entries and optimiser state take the given order of units."""
+        ...
+
+    def dense_state(self) -> dict[str, Tensor]:
+        """The dense state as a new dict."""
+        ...
+
+    def before_step(self, optimizers: Sequence[Optimizer]) -> None:
+        """Before an optimiser changes the parameters."""
+        ...
+
+    def after_step(self, optimizers: Sequence[Optimizer]) -> None:
+        """After an optimiser changed the parameters."""
+        ...
+
+    def apply_to_tensors(self, function: Callable[[Tensor], Tensor]) -> None:
+        """Move tensors that are not parameters or buffers of `module`."""
+        ...
+
+
+class _GateGradient(torch.autograd.Function):
+    """Identity on a leaf; sends Σ gradient · weight of each unit's entries to the scores."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor, scores: Tensor, readers: list[Reader], units: list[Tensor]) -> Tensor:
+        ctx.save_for_backward(leaf)
+        ctx.readers, ctx.units, ctx.total = readers, units, scores.numel()
+        return leaf.view_as(leaf)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        (gradient,) = gradients
+        (leaf,) = ctx.saved_tensors
+        fused = leaf.new_zeros(ctx.total + 1)
+        for reader, units in zip(ctx.readers, ctx.units, strict=True):
+            fused.index_add_(0, units, reader.products(leaf, gradient))
+        return gradient, fused[:-1], None, None
+
+
+class CompactExecution:
+    """The narrow module of a narrow_model: fast, the default."""
+
+    def __init__(self, model: nn.Module, graph: UnitGraph) -> None:
+        self.graph = graph
+        self._dense: DenseModel | None = None
+        self.narrow_model = NarrowModel(model, graph)
+        self.fused = UnitVectors(self.narrow_model)
+        self.module = self.narrow_model.module
+
+    @property
+    def mask(self) -> UnitMask:
+        return self.narrow_model.mask
+
+    def call(self, scores: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], *, explore: float) -> Any:
+        if not (torch.is_grad_enabled() and scores.requires_grad):
+            return self.module(*args, **kwargs)
+        if explore:
+            return self._call_dense(scores, args, kwargs, explore)
+        apply: Any = _GateGradient.apply
+        gated = {name: apply(leaf, scores, readers, units) for name, leaf, readers, units in self.fused.gated_leaves()}
+        return functional_call(self.module, gated, args, kwargs)
+
+    def _call_dense(self, scores: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], explore: float) -> Any:
+        """The same function on the dense model, where dropped units have a gradient too."""
+        if self._dense is None:
+            self._dense = DenseModel(self.module, self.graph)
+        state = self.narrow_model.dense_tensors()
+        gated = self.graph.gate(state, straight_through_gates(self.graph, self.mask, scores, explore))
+        result = self._dense.call(gated, self.mask, self.module, args, kwargs)
+        with torch.no_grad():
+            self.narrow_model.store_buffers(gated)
+        return result
+
+    def magnitudes(self) -> Tensor:
+        return self.fused.magnitudes()
+
+    def remask(self, mask: UnitMask, optimizers: Sequence[Optimizer]) -> None:
+        self.fused.remask(mask, optimizers)
+
+    def slot_order(self) -> dict[str, Tensor]:
+        return self.narrow_model.slot_order()
+
+    def load(
+        self, state: StateDict, mask: UnitMask, order: Mapping[str, Tensor] | None, optimizers: Sequence[Optimizer]
+    ) -> None:
+        order = self._ascending(mask) if order is None else order
+        self.narrow_model.remask(mask, optimizers, order)
+        self.narrow_model.load(state, mask, order)
+        self.fused.reload()
+
+    def _ascending(self, mask: UnitMask) -> dict[str, Tensor]:
+        return {name: keep.cpu().nonzero().reshape(-1) for name, keep in mask.items()}
+
+    def dense_state(self) -> dict[str, Tensor]:
+        return self.narrow_model.dense_state()
+
+    def before_step(self, optimizers: Sequence[Optimizer]) -> None:
+        """Nothing: dropped entries are not there."""
+
+    def after_step(self, optimizers: Sequence[Optimizer]) -> None:
+        """Nothing: dropped entries are not there."""
+
+    def apply_to_tensors(self, function: Callable[[Tensor], Tensor]) -> None:
+        self.narrow_model.apply_to_tensors(function)
+        self.fused.apply_to_tensors(function)
+        self._dense = None  # may hold buffers that are not in the state
+
+
+class MaskedExecution:
+    """The dense module with gated entries: saves no time; the reference that compact execution is held against."""
+
+    def __init__(self, model: nn.Module, graph: UnitGraph) -> None:
+        self.graph = graph
+        self.module = copy_with(model, {})
+        self.mask = UnitMask.full(graph)
+        self._dense = DenseModel(self.module, graph)
+        self._saved: dict[int, Tensor] = {}
+
+    def _dropped_by_name(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+        """(name, bool of its dropped entries) for those of `names` that units touch."""
+        kept = to_weights(self.graph, self.mask)
+        device = next(self.module.parameters()).device
+        for name in names:
+            if name in kept:
+                yield name, ~kept[name].to(device)
+
+    def call(self, scores: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], *, explore: float) -> Any:
+        gates = straight_through_gates(self.graph, self.mask, scores, explore)
+        gated = self.graph.gate(dict(self.module.named_parameters(remove_duplicate=False)), gates)
+        # The forward pass writes statistics into copies, since autograd may need what it wrote, unchanged.
+        buffers = {name: tensor for name, tensor in named_entries(self.module).items() if name not in gated}
+        copies = {name: buffer.clone() for name, buffer in buffers.items()}
+        result = self._dense.call({**gated, **copies}, self.mask, self.module, args, kwargs)
+        dropped = dict(self._dropped_by_name(copies))
+        for name, buffer in buffers.items():
+            buffer.copy_(torch.where(dropped[name], buffer, copies[name]) if name in dropped else copies[name])
+        return result
+
+    def magnitudes(self) -> Tensor:
+        weights = {name: parameter.detach() for name, parameter in self.module.named_parameters()}
+        return torch.cat([unit_magnitudes(group, weights) for group in self.graph.groups.values()])
+
+    def remask(self, mask: UnitMask, optimizers: Sequence[Optimizer]) -> None:  # noqa: ARG002 - state needs no moving
+        mask.check(self.graph)
+        self.mask = mask
+        for parameter in self.module.parameters():
+            parameter.grad = None
+
+    def slot_order(self) -> dict[str, Tensor]:
+        return {}
+
+    def load(
+        self,
+        state: StateDict,
+        mask: UnitMask,
+        order: Mapping[str, Tensor] | None,  # noqa: ARG002 - dense entries have one order
+        optimizers: Sequence[Optimizer],  # noqa: ARG002 - state needs no moving
+    ) -> None:
+        self.graph.check_state(state)
+        mask.check(self.graph)
+        self.module.load_state_dict(dict(state))
+        self.mask = mask
+
+    def dense_state(self) -> dict[str, Tensor]:
+        return {name: tensor.detach().clone() for name, tensor in named_entries(self.module).items()}
+
+    def _standing(self, optimizers: Sequence[Optimizer]) -> Iterator[tuple[Tensor, Tensor, float]]:
+        """(tensor, bool of its dropped entries, first value): parameters, and optimiser state of their shape."""
+        parameters = dict(self.module.named_parameters())
+        for name, dropped in self._dropped_by_name(parameters):
+            parameter = parameters[name]
+            yield parameter.detach(), dropped, 0.0
+            for optimizer in optimizers:
+                for state_name, value in optimizer.state.get(parameter, {}).items():
+                    if isinstance(value, Tensor) and value.shape == parameter.shape and value.dim() > 0:
+                        yield value, dropped, first_value(optimizer, state_name)
+
+    def before_step(self, optimizers: Sequence[Optimizer]) -> None:
+        """Remember what must stand still."""
+        self._saved = {tensor.data_ptr(): tensor[dropped] for tensor, dropped, _ in self._standing(optimizers)}
+
+    def after_step(self, optimizers: Sequence[Optimizer]) -> None:
+        """Put back what must stand still; state that the step has just made takes its first value there."""
+        for tensor, dropped, first in self._standing(optimizers):
+            values = self._saved.get(tensor.data_ptr())
+            tensor[dropped] = first if values is None else values
+        self._saved = {}
+
+    def apply_to_tensors(self, function: Callable[[Tensor], Tensor]) -> None:
+        """Everything is a parameter or a buffer of the module, but for what the dense copy holds beside its state."""
+        del function
+        self._dense = DenseModel(self.module, self.graph)

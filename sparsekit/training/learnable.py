@@ -1,0 +1,358 @@
+"""LearnableMask: wraps any module, trains it sparse and physically small, and learns which units stay."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from sparsekit.criteria.base import Pattern, PatternView, check_ratio, select
+from sparsekit.criteria.importance import TopImportance
+from sparsekit.errors import ForeignMaskError, InvalidValueError, UnsupportedModelError
+from sparsekit.graph.graph import UnitGraph
+from sparsekit.graph.mask import UnitMask
+from sparsekit.rng import torch_generator
+from sparsekit.surgery.rebuild import copy_with
+from sparsekit.tracing.trace import trace_units
+from sparsekit.training.execution import CompactExecution, Execution, MaskedExecution
+from sparsekit.training.importance import ImportanceRegularizer
+from sparsekit.training.optimizer_hooks import OptimizerSet, watch
+
+__all__ = ["LearnableMask"]
+
+_PREFIX = "sparsekit."
+
+
+class LearnableMask(nn.Module):
+    """A model under a mask that is learned together with its weights.
+
+    The wrapped model is copied and never edited. Calling the mask runs the sparse model, by default as a physically
+    narrow network; `parameters()` are the narrow weights and one vector of importance, for any torch optimiser. After
+    a step that changed the order of importance, the next call remasks: dropped units put by their weights and
+    optimiser state, units that enter get theirs back.
+
+    ```python
+    masked = LearnableMask(model, (images[:1],), ratio=0.25)
+    optimizer = torch.optim.SGD(masked.parameters(), lr=0.1)
+    for x, y in loader:
+        loss = F.cross_entropy(masked(x), y) + masked.penalty()
+        optimizer.zero_grad(); loss.backward(); optimizer.step()
+    small = masked.compact()
+    ```
+
+    Parts of the model may be checkpointed, with `use_reentrant=False`: a reentrant checkpoint trains the weights inside of it
+    as ever, but the importance of units that are read only there then learns from the regulariser alone.
+
+    Args:
+        model: Any module; copied.
+        example_inputs: What `model` is called with once to find its units: a tuple of positional inputs, or a mapping
+            of keyword inputs. Not needed with `graph`.
+        graph: The units, if they were traced before.
+        norm: What becomes of units that a layer norm averages over, as in `trace_units`; not needed with `graph`.
+        pattern: Picks the units that stay. `TopImportance` is looked at after every step; any other pattern when the
+            ratio changes or `resample` is called.
+        ratio: Share of units kept in each group, in (0, 1].
+        execution: "compact", or "masked": the same training on a dense network, slow, for comparison.
+        term: The regulariser behind `penalty()`.
+        generator: For patterns that draw.
+        explore: Share of extra work, in [0, 1], that is spent on learning whether dropped units would serve: every
+            n-th training pass runs on the dense model, with n such that this costs about `explore` more. The outputs
+            are the same; dropped units then get the gradient of their gate, n times. 0 leaves them to the regulariser.
+
+    Raises:
+        InvalidValueError: a ratio outside (0, 1], an unknown execution, neither inputs nor graph.
+        TraceError: the model fails on the example inputs.
+        NoUnitsError: the model has no units that can be removed exactly.
+        ForeignMaskError: `graph` was traced from another model.
+        UnsupportedModelError: the model is a DataParallel or DistributedDataParallel; wrap the module inside.
+
+    Source: Xue et al., ICDE 2025 (arXiv 2412.07216), learnable sparse training; straight-through on kept units.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        example_inputs: tuple[Any, ...] | Mapping[str, Any] | Tensor | None = None,
+        *,
+        graph: UnitGraph | None = None,
+        norm: Literal["fixed", "kept"] = "fixed",
+        pattern: Pattern | None = None,
+        ratio: float = 1.0,
+        execution: Literal["compact", "masked"] = "compact",
+        term: ImportanceRegularizer | None = None,
+        generator: torch.Generator | None = None,
+        explore: float = 0.1,
+    ) -> None:
+        super().__init__()
+        self._ratio = check_ratio(ratio)
+        if execution not in ("compact", "masked"):
+            raise InvalidValueError(f"execution must be 'compact' or 'masked', got {execution!r}")
+        if not 0.0 <= explore <= 1.0:
+            raise InvalidValueError(f"explore must be in [0, 1], got {explore}; it is a share of extra work, 0.1 is 10 % more")
+        if pattern is not None and (isinstance(pattern, type) or not isinstance(pattern, Pattern)):
+            raise InvalidValueError(f"pattern must be an object with `keep`, such as pattern=Magnitude(), got {pattern!r}")
+        for name, module in model.named_modules():
+            if isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel):
+                inner = f"{name}.module".strip(".")
+                raise UnsupportedModelError(
+                    f"a learnable mask replaces weights at every call, which {type(module).__name__} does not allow;"
+                    f" wrap what is inside of it, model.{inner}"
+                )
+        if graph is None:
+            if example_inputs is None:
+                raise InvalidValueError("pass example_inputs=(x,), one call's worth of inputs, or a ready graph=")
+            graph = _trace(model, example_inputs, norm)
+        graph.check_state(model.state_dict(), what="the model")
+        self.graph = graph
+        self.pattern: Pattern = TopImportance() if pattern is None else pattern
+        self.term = ImportanceRegularizer() if term is None else term
+        self.generator = generator
+        self.explore = explore
+        self._passes = 0
+        self.optimizers = OptimizerSet()
+        executions: dict[str, Callable[[nn.Module, UnitGraph], Execution]]
+        executions = {"compact": CompactExecution, "masked": MaskedExecution}
+        self._execution = executions[execution](model, graph)
+        self.model = self._execution.module
+        self.scores = nn.Parameter(self._targets())
+        """Importance of every unit, float (J,), in the order of the graph's groups; `importance()` splits it."""
+        self._seen: tuple[object, ...] | None = None
+        self.resample()
+        self.register_load_state_dict_pre_hook(_load_dense)  # type: ignore[no-untyped-call]
+        watch(self)
+
+    @property
+    def ratio(self) -> float:
+        """Share of units kept in each group, in (0, 1]. Assign to change it; the next call remasks."""
+        return self._ratio
+
+    @ratio.setter
+    def ratio(self, ratio: float) -> None:
+        self._ratio = check_ratio(ratio)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the sparse model: the arguments and the result are those of the wrapped model."""
+        self.sync()
+        return self._execution.call(self.scores, args, kwargs, explore=self._exploration())
+
+    def _exploration(self) -> float:
+        """n on every n-th training pass while a learned pattern drops units, else 0."""
+        learned = isinstance(self.pattern, TopImportance) and self._ratio < 1.0 and self.explore > 0.0
+        if not (learned and self.training and torch.is_grad_enabled()):
+            return 0.0
+        self._passes += 1
+        # Work grows about as the entries do; dense work that costs `explore` of the narrow work done between.
+        every = math.ceil(1.0 / (self.explore * self._density))
+        return float(every) if self._passes % every == 0 else 0.0
+
+    def sync(self) -> None:
+        """Let the mask follow importance and ratio. `forward` and every reading method do this by themselves."""
+        seen = (self._ratio, self.scores._version, self.scores.data_ptr())
+        if seen == self._seen:
+            return
+        learned = isinstance(self.pattern, TopImportance)
+        ratio_stands = self._seen is not None and self._seen[0] == self._ratio
+        if ratio_stands and (not learned or self._stands()):
+            self._seen = seen
+            return
+        self.resample()
+
+    def resample(self) -> None:
+        """Ask the pattern again and change the mask to what it says."""
+        # What is made here outlives the call: tensors of inference mode could not be trained on later.
+        with torch.inference_mode(False), torch.no_grad():
+            self._resample()
+
+    def _resample(self) -> None:
+        view = PatternView(
+            importance=self._split(self.scores.detach()),
+            weights=None if isinstance(self.pattern, TopImportance) else self._execution.dense_state(),
+            previous=self._execution.mask,
+            generator=self.generator if self.generator is not None else torch_generator(_fixed_rng()),
+        )
+        mask = select(self.pattern, self.graph, self._ratio, view)
+        if mask != self._execution.mask:
+            self._execution.remask(mask, list(self.optimizers))
+        self._density = mask.density(self.graph)
+        self._seen = (self._ratio, self.scores._version, self.scores.data_ptr())
+
+    def _stands(self) -> bool:
+        execution = self._execution
+        return isinstance(execution, CompactExecution) and execution.fused.stands(self.scores.detach())
+
+    def _split(self, fused: Tensor) -> dict[str, Tensor]:
+        parts = fused.split([group.size for group in self.graph.groups.values()])
+        return dict(zip(self.graph.groups, parts, strict=True))
+
+    def _targets(self) -> Tensor:
+        return self.term.targets(self._execution.magnitudes(), [group.size for group in self.graph.groups.values()])
+
+    def penalty(self) -> Tensor:
+        """The regulariser: importance pulled towards its target, which follows the weights. Add it to the loss.
+
+        Returns:
+            A scalar that is differentiable in the importance and not in the weights.
+        """
+        self.sync()
+        with torch.no_grad():
+            targets = self._targets().to(self.scores.dtype)
+            weights = self.term.weights([group.size for group in self.graph.groups.values()]).to(self.scores)
+        return (weights * (self.scores - targets).square()).sum()
+
+    def unit_mask(self) -> UnitMask:
+        """What is kept now: hard, no gradient."""
+        self.sync()
+        return self._execution.mask
+
+    def importance(self) -> dict[str, Tensor]:
+        """Group name → float (units,): copies of the present importance."""
+        return {name: part.clone() for name, part in self._split(self.scores.detach()).items()}
+
+    def load_importance(self, importance: Mapping[str, Tensor]) -> None:
+        """Set the importance of some or all groups.
+
+        Raises:
+            ForeignMaskError: an unknown group or another number of units.
+            InvalidValueError: a value is NaN or infinite.
+        """
+        parts = self._split(self.scores.detach())
+        for name, values in importance.items():
+            if name not in parts or values.shape != parts[name].shape:
+                expected = {group.name: group.size for group in self.graph.groups.values()}
+                raise ForeignMaskError(f"importance of {name!r} has shape {tuple(values.shape)}; groups and sizes: {expected}")
+            if not bool(torch.isfinite(values).all()):
+                raise InvalidValueError(f"importance of {name!r} must be finite")
+        with torch.no_grad():
+            for name, values in importance.items():
+                parts[name].copy_(values)
+
+    def compact(self) -> nn.Module:
+        """The sparse model as a plain, smaller module with the same outputs; a copy."""
+        from sparsekit.surgery.compaction import compact
+
+        self.sync()
+        execution = self._execution
+        if isinstance(execution, CompactExecution):
+            small = copy_with(execution.module, {})
+            small.load_state_dict(execution.narrow_model.narrow_state())
+            for parameter in small.parameters():
+                parameter.grad = None
+            return small
+        return compact(execution.module, self.graph, execution.mask)
+
+    def dense_state(self) -> dict[str, Tensor]:
+        """The dense weights under the model's own keys: kept entries as trained, dropped ones as when last kept."""
+        return self._execution.dense_state()
+
+    def leaves(self) -> list[nn.Parameter]:
+        """The parameters whose optimisers follow a remask."""
+        return list(self.model.parameters())
+
+    def before_step(self) -> None:
+        """Called before a step of an optimiser over `parameters()`."""
+        self._execution.before_step(list(self.optimizers))
+
+    def after_step(self) -> None:
+        """Called after a step of an optimiser over `parameters()`."""
+        self._execution.after_step(list(self.optimizers))
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """The dense state under the model's own keys; importance, mask, order of slots and ratio under `sparsekit.` keys.
+
+        The order of slots is that of the narrow parameters, so that an optimiser's own state dict fits them after loading.
+        """
+        destination: dict[str, Any] | None = args[0] if args else kwargs.get("destination")
+        prefix: str = args[1] if len(args) > 1 else kwargs.get("prefix", "")
+        self.sync()
+        destination = {} if destination is None else destination
+        for name, tensor in self._execution.dense_state().items():
+            destination[prefix + name] = tensor
+        for name, scores in self.importance().items():
+            destination[f"{prefix}{_PREFIX}importance.{name}"] = scores
+        for name, keep in self._execution.mask.items():
+            destination[f"{prefix}{_PREFIX}mask.{name}"] = keep.clone()
+        for name, units in self._execution.slot_order().items():
+            destination[f"{prefix}{_PREFIX}slots.{name}"] = units
+        destination[f"{prefix}{_PREFIX}ratio"] = torch.tensor(self._ratio, dtype=torch.float64)
+        return destination
+
+    def _apply(self, fn: Any, recurse: bool = True) -> LearnableMask:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._execution.apply_to_tensors(fn)
+        return self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        watch(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LearnableMask:
+        twin = self.__class__.__new__(self.__class__)
+        memo[id(self)] = twin
+        nn.Module.__init__(twin)
+        for name, value in self.__dict__.items():
+            twin.__dict__[name] = copy.deepcopy(value, memo)
+        watch(twin)
+        return twin
+
+
+def _trace(
+    model: nn.Module,
+    example_inputs: tuple[Any, ...] | Mapping[str, Any] | Tensor,
+    norm: Literal["fixed", "kept"],
+) -> UnitGraph:
+    if isinstance(example_inputs, Mapping):
+        return trace_units(model, norm=norm, example_kwargs=example_inputs)
+    if isinstance(example_inputs, Tensor):
+        return trace_units(model, example_inputs, norm=norm)
+    if not isinstance(example_inputs, tuple | list):
+        raise InvalidValueError(
+            "example_inputs must be a tuple of positional inputs, a mapping of keyword inputs or one tensor,"
+            f" got {type(example_inputs).__name__}; pass (x,), one call's worth of inputs"
+        )
+    return trace_units(model, *example_inputs, norm=norm)
+
+
+def _fixed_rng() -> Any:
+    """What a pattern that draws uses when no generator was given: the same draws in every program."""
+    import numpy as np
+
+    return np.random.default_rng(0)
+
+
+def _load_dense(
+    module: nn.Module,
+    state: dict[str, Any],
+    prefix: str,
+    _metadata: Any,
+    strict: bool,
+    missing: list[str],
+    *_rest: Any,
+) -> None:
+    """Read a dense state; leave in `state` what torch expects of the narrow module, so that its own loading succeeds."""
+    assert isinstance(module, LearnableMask)
+    dense = {}
+    for name in module.graph.shapes:
+        if prefix + name in state:
+            dense[name] = state.pop(prefix + name)
+        elif strict:
+            missing.append(prefix + name)
+    present = module._execution.dense_state()
+    scores, entries = module.importance(), dict(module._execution.mask)
+    for name in module.graph.groups:
+        scores[name] = state.pop(f"{prefix}{_PREFIX}importance.{name}", scores[name])
+        entries[name] = state.pop(f"{prefix}{_PREFIX}mask.{name}", entries[name]).cpu()
+    saved = {name: state.pop(f"{prefix}{_PREFIX}slots.{name}", None) for name in module.graph.groups}
+    order = {name: units for name, units in saved.items() if units is not None}
+    ratio = state.pop(f"{prefix}{_PREFIX}ratio", None)
+    module._ratio = check_ratio(float(ratio)) if ratio is not None else module._ratio
+    module._execution.load({**present, **dense}, UnitMask(entries), order or None, list(module.optimizers))
+    module._density = module._execution.mask.density(module.graph)
+    module.load_importance(scores)
+    module._seen = (module._ratio, module.scores._version, module.scores.data_ptr())
+    state[prefix + "scores"] = module.scores.detach()
+    for name, tensor in module.model.state_dict().items():
+        state[f"{prefix}model.{name}"] = tensor

@@ -1,0 +1,356 @@
+"""NarrowModel: trains a physically narrow copy of a model while its mask changes.
+
+The narrow module's parameters are leaves, so a step costs what a step of a natively narrow network costs. When the
+mask changes, the narrow_model remasks: what leaves goes back into the dense copy, what enters is read from it. An entering
+unit takes the place ("slot") of a leaving one, so remasking touches only what changed; the narrow units are therefore
+not always in ascending order while training, and are sorted when a state is read out. While a unit is dropped, its
+entries and their optimiser state stand still.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from sparsekit.errors import ForeignMaskError
+from sparsekit.graph.graph import UnitGraph
+from sparsekit.graph.mask import UnitMask
+from sparsekit.graph.state import StateDict
+from sparsekit.layers import resize
+from sparsekit.surgery.rebuild import copy_with
+from sparsekit.surgery.sizes import set_sizes
+from sparsekit.training.slots import EntrySlots, GroupSlots, Move, build_slots
+
+__all__ = ["HasState", "NarrowModel", "first_value"]
+
+
+class HasState(Protocol):
+    """Whatever keeps tensors per leaf that must follow a remask: every torch optimiser does.
+
+    State of units that enter for the first time starts from `first_value`, or from `origin(key)` where the object has such a
+    method: the dense tensor for the entry of that state-dict key.
+    """
+
+    @property
+    def state(self) -> Mapping[Any, dict[str, Any]]:
+        """Leaf → name → value; tensors of the leaf's shape are remasked."""
+        ...
+
+
+class _Entry:
+    """One parameter or buffer of the narrow module, under all its state-dict keys."""
+
+    def __init__(self, names: list[str], owner: nn.Module, attribute: str, parameter: nn.Parameter | None) -> None:
+        self.names = names
+        self.owner = owner
+        self.attribute = attribute
+        self.parameter = parameter
+
+    @property
+    def tensor(self) -> Tensor:
+        value = self.owner._buffers[self.attribute] if self.parameter is None else self.parameter
+        assert value is not None
+        return value.detach()
+
+    def replace(self, tensor: Tensor) -> None:
+        if self.parameter is None:
+            self.owner._buffers[self.attribute] = tensor
+        else:
+            if tensor.shape != self.parameter.shape:
+                # A graph that is still referenced, such as that of the last loss, keeps the leaf's gradient accumulator
+                # alive, which remembers the old shape. Only a change of dtype makes torch forget it.
+                other = torch.float32 if tensor.dtype == torch.float64 else torch.float64
+                self.parameter.data = tensor.new_empty(0, dtype=other)
+            # The one way to give a leaf another shape while optimisers and modules keep their references to it.
+            self.parameter.data = tensor
+            self.parameter.grad = None
+
+
+def _find_entries(module: nn.Module) -> list[_Entry]:
+    state = module.state_dict(keep_vars=True)
+    entries: dict[int, _Entry] = {}
+    modules = dict(module.named_modules(remove_duplicate=False))
+    for name, tensor in state.items():
+        if not isinstance(tensor, Tensor):
+            continue
+        if id(tensor) in entries:
+            entries[id(tensor)].names.append(name)
+            continue
+        owner_name, _, attribute = name.rpartition(".")
+        parameter = tensor if isinstance(tensor, nn.Parameter) else None
+        entries[id(tensor)] = _Entry([name], modules[owner_name], attribute, parameter)
+    return list(entries.values())
+
+
+def first_value(owner: object, name: str) -> float:
+    """What a torch optimiser puts into the state of an entry that has not trained yet: zero but for two of them."""
+    if isinstance(owner, torch.optim.Adagrad) and name == "sum":
+        return float(owner.defaults["initial_accumulator_value"])
+    if isinstance(owner, torch.optim.Rprop) and name == "step_size":
+        return float(owner.defaults["lr"])
+    return 0.0
+
+
+def _forget_factored(leaf: nn.Parameter, shape: torch.Size, optimizers: Iterable[HasState]) -> None:
+    """Clear optimiser state of a leaf that had `shape`, if some of it has another shape, which cannot be followed."""
+    for optimizer in optimizers:
+        state = optimizer.state.get(leaf) or {}
+        if any(isinstance(value, Tensor) and value.dim() > 0 and value.shape != shape for value in state.values()):
+            state.clear()
+
+
+class NarrowModel:
+    """A narrow copy of a model that is remasked as its mask changes.
+
+    One narrow_model serves any number of starts: `load` gives the same narrow module another state and mask, without
+    copying the module again.
+
+    Args:
+        model: The dense model; never edited. Its current state is loaded under the full mask.
+        graph: Its units.
+    """
+
+    def __init__(self, model: nn.Module, graph: UnitGraph) -> None:
+        self.graph = graph
+        self.module = copy_with(model, {})
+        self._entries = _find_entries(self.module)
+        self._touched = [entry for entry in self._entries if any(name in graph.slices_of for name in entry.names)]
+        self._dense: dict[str, Tensor] = {}
+        self._owned: set[str] = set()
+        self._extra: WeakKeyDictionary[Any, dict[tuple[str, str], Tensor]] = WeakKeyDictionary()
+        self._groups: dict[str, GroupSlots] = {}
+        self._slots: dict[str, EntrySlots] = {}
+        self.version = 0
+        """Goes up at every load and remask: whoever caches something about the narrow layout compares it."""
+        self.layout = 0
+        """Goes up when narrow shapes change, not when units only swap slots."""
+        self.mask = UnitMask.full(graph)
+        self.load(model.state_dict(), None)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what belongs to optimisers, which a copy or another process does not have."""
+        return {name: value for name, value in vars(self).items() if name != "_extra"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._extra = WeakKeyDictionary()
+
+    def parameters(self) -> list[nn.Parameter]:
+        """The narrow leaves, tied ones once, in the order of the model's state."""
+        return [entry.parameter for entry in self._entries if entry.parameter is not None]
+
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        """First state-dict key → narrow leaf."""
+        return {entry.names[0]: entry.parameter for entry in self._entries if entry.parameter is not None}
+
+    def slots(self, name: str) -> EntrySlots:
+        """Which dense positions the narrow entry `name` holds (state-dict key of a touched entry)."""
+        return self._slots[name]
+
+    def group_units(self, group: str) -> Tensor:
+        """int64 (kept,): the unit in each slot of `group`, in slot order."""
+        return self._groups[group].units
+
+    def key_of(self, name: str) -> str:
+        """The key under which the narrow_model keeps the entry that `name` is one of the keys of."""
+        for entry in self._entries:
+            if name in entry.names:
+                return self._key(entry)
+        raise ForeignMaskError(f"no entry {name!r} in this model; entries: {', '.join(self.graph.shapes)[:200]}")
+
+    def _key(self, entry: _Entry) -> str:
+        return next((name for name in entry.names if name in self.graph.slices_of), entry.names[0])
+
+    def slot_order(self) -> dict[str, Tensor]:
+        """Group name → int64 (kept,): the unit in each slot, the order in which optimiser state lies."""
+        return {name: group.units.clone() for name, group in self._groups.items()}
+
+    def load(self, state: StateDict, mask: UnitMask | None, order: Mapping[str, Tensor] | None = None) -> None:
+        """Start afresh from a dense state under a mask.
+
+        Optimiser state that was kept for dropped units is forgotten; make a new optimiser after loading.
+
+        Args:
+            state: The dense state; never written to.
+            mask: What is kept; None keeps all.
+            order: Group name → the unit in each slot, from `slot_order`; ascending where not given.
+
+        Raises:
+            ForeignMaskError: the state, the mask or the order belongs to another model.
+        """
+        self.graph.check_state(state)
+        mask = UnitMask.full(self.graph) if mask is None else mask
+        mask.check(self.graph)
+        self._dense = {self._key(entry): state[self._key(entry)].detach() for entry in self._entries}
+        self._owned = set()
+        self._extra = WeakKeyDictionary()
+        self._place(mask, order)
+        self._fill()
+
+    def _place(self, mask: UnitMask, order: Mapping[str, Tensor] | None = None) -> None:
+        """Give every kept unit a slot, in ascending order unless another is given."""
+        groups, slots = build_slots(self.graph, mask)
+        moves: dict[str, Move] = {}
+        for name, units in (order or {}).items():
+            if name not in groups or not torch.equal(units.cpu().sort().values, groups[name].units):
+                raise ForeignMaskError(f"the order of slots of group {name!r} does not hold the units that the mask keeps")
+            if not torch.equal(units.cpu(), groups[name].units):
+                moves[name] = (torch.arange(units.numel()), units.cpu())
+        for entry in slots.values():
+            entry.reassign(moves)
+        for name, move in moves.items():
+            groups[name].apply(move)
+        self.mask, self._groups, self._slots = mask, groups, slots
+        self.version += 1
+        self.layout += 1
+
+    def _fill(self) -> None:
+        """Replace every narrow entry by what the dense copy holds for its slots."""
+        changed = set()
+        for entry in self._entries:
+            key = self._key(entry)
+            device = entry.tensor.device
+            dense = self._dense[key] = self._dense[key].to(device=device, dtype=entry.tensor.dtype)
+            narrow = self._slots[key].gather(dense) if key in self._slots else dense.clone()
+            if narrow.shape != entry.tensor.shape:
+                changed.add(id(entry.owner))
+            entry.replace(narrow)
+        if changed:
+            resize(self.module)
+            set_sizes(self.module, self.graph, self.mask.counts())
+
+    def _writable(self, key: str) -> Tensor:
+        if key not in self._owned:
+            self._dense[key] = self._dense[key].clone()
+            self._owned.add(key)
+        return self._dense[key]
+
+    def remask(self, mask: UnitMask, optimizers: Sequence[HasState] = (), order: Mapping[str, Tensor] | None = None) -> None:
+        """Change the mask; trained values and optimiser state of dropped units are put by, those of entering ones return.
+
+        Gradients are discarded, since they belong to the old mask.
+
+        Args:
+            mask: What is kept from now on.
+            optimizers: Every optimiser that holds narrow leaves; their per-entry state is remasked along. State of another
+                shape (the factored moments of Adafactor) starts anew where the leaf's shape changes.
+            order: The unit in each slot from now on, as from `slot_order`; where not given, units that stay keep theirs.
+
+        Raises:
+            ForeignMaskError: the mask or the order belongs to another graph.
+        """
+        mask.check(self.graph)
+        if mask == self.mask and order is None:
+            return
+        if order is not None or mask.counts() != self.mask.counts():
+            self._remask_shapes(mask, optimizers, order)
+        else:
+            self._remask_slots(mask, optimizers)
+
+    def _remask_shapes(self, mask: UnitMask, optimizers: Sequence[HasState], order: Mapping[str, Tensor] | None = None) -> None:
+        for entry in self._touched:
+            key = self._key(entry)
+            self._slots[key].scatter(entry.tensor, self._writable(key))
+            for owner, state, name in self._states(entry, optimizers):
+                self._slots[key].scatter(state[name], self._extra_for(owner, key, name, state[name]))
+        self._dense.update({self._key(e): e.tensor.clone() for e in self._entries if e not in self._touched})
+        states = {id(entry): list(self._states(entry, optimizers)) for entry in self._touched}
+        shapes = {id(entry): entry.tensor.shape for entry in self._touched}
+        self._place(mask, order)
+        self._fill()
+        for entry in self._touched:
+            key = self._key(entry)
+            if entry.parameter is not None and entry.parameter.shape != shapes[id(entry)]:
+                _forget_factored(entry.parameter, shapes[id(entry)], optimizers)
+            for owner, state, name in states[id(entry)]:
+                state[name] = self._slots[key].gather(self._extra[owner][key, name])
+
+    def _remask_slots(self, mask: UnitMask, optimizers: Sequence[HasState]) -> None:
+        moves = {name: group.moves(mask[name]) for name, group in self._groups.items()}
+        moves = {name: move for name, move in moves.items() if move[0].numel()}
+        for entry in self._touched:
+            key = self._key(entry)
+            slots = self._slots[key]
+            changed = slots.changed_positions(moves)
+            if not changed:
+                continue
+            pairs = [(entry.tensor, self._writable(key))]
+            for owner, state, name in self._states(entry, optimizers):
+                pairs.append((state[name], self._extra_for(owner, key, name, state[name])))
+            for narrow, dense in pairs:
+                slots.put_by(narrow, dense, changed)
+            slots.reassign(moves)
+            for narrow, dense in pairs:
+                slots.fetch(narrow, dense, changed)
+            if entry.parameter is not None:
+                entry.parameter.grad = None
+        for name, move in moves.items():
+            self._groups[name].apply(move)
+        self.mask = mask
+        self.version += 1
+
+    def _states(self, entry: _Entry, optimizers: Iterable[HasState]) -> Iterator[tuple[HasState, dict[str, Any], str]]:
+        """Per-entry state of a leaf: (whose, dict that holds it, its name in that dict)."""
+        if entry.parameter is None:
+            return
+        for optimizer in optimizers:
+            state = optimizer.state.get(entry.parameter) or {}
+            for name, value in state.items():
+                if isinstance(value, Tensor) and value.dim() > 0 and value.shape == entry.parameter.shape:
+                    yield optimizer, state, name
+
+    def _extra_for(self, owner: HasState, key: str, name: str, narrow: Tensor) -> Tensor:
+        """The dense copy of one kind of state of one owner; an owner that is gone takes its state with it."""
+        kept = self._extra.setdefault(owner, {})
+        if (key, name) not in kept:
+            origin = getattr(owner, "origin", None)
+            start = narrow.new_full(self.graph.shapes[key], first_value(owner, name)) if origin is None else origin(key)
+            kept[key, name] = start.to(device=narrow.device, dtype=narrow.dtype)
+        return kept[key, name]
+
+    def narrow_state(self) -> dict[str, Tensor]:
+        """Copies of the narrow entries under the model's keys, units in ascending order."""
+        result: dict[str, Tensor] = {}
+        for entry in self._entries:
+            key = self._key(entry)
+            tensor = entry.tensor
+            value = self._slots[key].sorted(tensor) if key in self._slots else tensor.clone()
+            result.update(dict.fromkeys(entry.names, value))
+        return {name: result[name] for name in self.graph.shapes if name in result}
+
+    def dense_state(self) -> dict[str, Tensor]:
+        """The dense state as a new dict: kept entries as trained, dropped ones as they were when last kept."""
+        with torch.no_grad():
+            return {name: tensor.detach() for name, tensor in self.dense_tensors().items()}
+
+    def dense_tensors(self) -> dict[str, Tensor]:
+        """The dense state as new tensors that are differentiable in the narrow leaves."""
+        result: dict[str, Tensor] = {}
+        for entry in self._entries:
+            key = self._key(entry)
+            value = entry.tensor if entry.parameter is None else entry.parameter
+            dense = self._slots[key].scatter(value, self._dense[key].clone()) if key in self._slots else value.clone()
+            result.update(dict.fromkeys(entry.names, dense))
+        return {name: result[name] for name in self.graph.shapes if name in result}
+
+    def store_buffers(self, state: StateDict) -> None:
+        """Take the kept entries of dense buffers, as a pass of the dense model left them; dropped ones stand still."""
+        for entry in self._entries:
+            if entry.parameter is None:
+                key = self._key(entry)
+                value = state[entry.names[0]].detach()
+                entry.tensor.copy_(self._slots[key].gather(value) if key in self._slots else value)
+
+    def dense_view(self) -> StateDict:
+        """The dense copy as it stands inside: exact for dropped entries, stale for kept ones. Read-only, no copies made."""
+        return self._dense
+
+    def apply_to_tensors(self, function: Any) -> None:
+        """Move what the narrow_model keeps beside the narrow module (dense copies, put-by state) with `function`."""
+        self._dense = {name: function(tensor) for name, tensor in self._dense.items()}
+        for kept in self._extra.values():
+            kept.update({key: function(tensor) for key, tensor in kept.items()})

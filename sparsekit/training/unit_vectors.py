@@ -1,0 +1,249 @@
+"""UnitVectors: importance gradient, magnitudes and pattern check of all groups as one vector.
+
+Many small steps are bound by Python and not by arithmetic, so whatever can be one operation over all units of a model
+is one. Vectors over all units have length J, in the order of the graph's groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from sparsekit.criteria.base import keep_largest
+from sparsekit.criteria.magnitudes import own_slices, unit_magnitudes
+from sparsekit.graph.graph import group_order
+from sparsekit.graph.mask import UnitMask
+from sparsekit.training.narrow_model import HasState, NarrowModel
+
+__all__ = ["Reader", "UnitVectors", "standardise"]
+
+
+class Reader:
+    """A leaf axis whose narrow positions belong to slots: sums over the other axes land on those slots."""
+
+    def __init__(self, leaf: nn.Parameter, dim: int) -> None:
+        self.leaf = leaf
+        self.dim = dim
+
+    def products(self, weight: Tensor, gradient: Tensor) -> Tensor:
+        """Σ gradient · weight at each position along the axis: (narrow size,)."""
+        product = gradient * weight
+        if product.dim() == 1:
+            return product
+        if self.dim == 0:
+            return product.flatten(1).sum(1)
+        if self.dim == 1:
+            # A matrix-vector product with ones runs at memory speed, where a strided reduction does not.
+            flat = product.reshape(product.shape[0], -1)
+            columns = torch.mv(flat.t(), flat.new_ones(flat.shape[0]))
+            return columns.reshape(product.shape[1], -1).sum(1) if product.dim() > 2 else columns
+        return product.sum([d for d in range(product.dim()) if d != self.dim])
+
+    def magnitudes(self) -> Tensor:
+        """Σ |weight| at each position along the axis."""
+        weight = self.leaf.detach()
+        if weight.dim() == 1:
+            return weight.abs()
+        if self.dim == 0:
+            weight = weight.flatten(1)
+        norms: Tensor = torch.linalg.vector_norm(weight, ord=1, dim=[d for d in range(weight.dim()) if d != self.dim])
+        return norms
+
+
+def standardise(values: Tensor, group_of: Tensor, sizes: Tensor | None = None) -> Tensor:
+    """Subtract each group's mean and divide by its standard deviation.
+
+    Args:
+        values: float (J,).
+        group_of: int64 (J,), the group of each value, from 0.
+        sizes: int64 (groups,), counted if not given.
+
+    Returns:
+        float (J,); 0 throughout a group whose values are all equal.
+    """
+    sizes = torch.bincount(group_of) if sizes is None else sizes
+    counts = sizes.to(values.dtype)
+    mean = values.new_zeros(sizes.numel()).index_add_(0, group_of, values) / counts
+    centred = values - mean[group_of]
+    variance = values.new_zeros(sizes.numel()).index_add_(0, group_of, centred * centred) / counts
+    return centred / (variance.sqrt() + 1e-12)[group_of]
+
+
+def _products(reader: Reader, gradients: Mapping[Tensor, Tensor] | None) -> Tensor:
+    weight = reader.leaf.detach()
+    gradient = reader.leaf.grad if gradients is None else gradients.get(reader.leaf)
+    return weight.new_zeros(weight.shape[reader.dim]) if gradient is None else reader.products(weight, gradient)
+
+
+class UnitVectors:
+    """What the learning of importance needs to know about the units of a narrow_model, kept in step with its mask.
+
+    Args:
+        narrow_model: The narrow model. Remask it through `remask`, and call `reload` after its `load`.
+    """
+
+    def __init__(self, narrow_model: NarrowModel) -> None:
+        self.narrow_model = narrow_model
+        graph = narrow_model.graph
+        self.offsets = group_order(graph.groups.values())
+        self.sizes = torch.tensor([group.size for group in graph.groups.values()])
+        self.total = graph.units
+        self.group_of = torch.repeat_interleave(torch.arange(len(graph.groups)), self.sizes)
+        self._leaves = {narrow_model.key_of(name): leaf for name, leaf in narrow_model.named_parameters().items()}
+        self._layout = -1
+        self.reload()
+
+    def split(self, fused: Tensor) -> dict[str, Tensor]:
+        """Views of a fused vector by group: group name → (units,)."""
+        return dict(zip(self.offsets, fused.split(self.sizes.tolist()), strict=True))
+
+    def fuse(self, values: Mapping[str, Tensor]) -> Tensor:
+        """One vector (J,) from group name → (units,)."""
+        return torch.cat([values[name] for name in self.offsets])
+
+    def remask(self, mask: UnitMask, optimizers: Sequence[HasState] = ()) -> None:
+        """Remask the narrow_model and follow it.
+
+        What the masks changes is which part of a unit's entries is narrow, not the entries: each unit's magnitude is
+        the same before and after, so nothing dense has to be read.
+        """
+        full = self.magnitudes()
+        self.narrow_model.remask(mask, optimizers)
+        self._follow(full)
+
+    def reload(self) -> None:
+        """Follow the narrow_model after `narrow_model.load`."""
+        dense = self.narrow_model.dense_view()
+        leaves = {name: dense[name] for name in self._leaves}
+        self._follow(torch.cat([unit_magnitudes(group, leaves) for group in self.narrow_model.graph.groups.values()]))
+
+    def _follow(self, full: Tensor) -> None:
+        narrow_model = self.narrow_model
+        if self._layout != narrow_model.layout:
+            self._build_layout()
+            self._layout = narrow_model.layout
+        self.slot_units = torch.cat([narrow_model.group_units(name) + offset for name, offset in self.offsets.items()])
+        self.slot_units = self.slot_units.to(self.group_of.device)
+        kept = torch.zeros(self.total, dtype=torch.bool, device=self.group_of.device)
+        kept[self.slot_units] = True
+        self.dropped_units = (~kept).nonzero().reshape(-1)
+        self._slot_group = self.group_of[self.slot_units]
+        self._dropped_group = self.group_of[self.dropped_units]
+        # A kept filter still has entries that read dropped inputs; they stand still until the next remask.
+        self._gated: list[tuple[str, nn.Parameter, list[Reader], list[Tensor]]] | None = None
+        self._full = full
+        self._still = full[self.slot_units] - self._narrow_magnitudes()
+
+    def _build_layout(self) -> None:
+        """Tables that stand while counts stand: which slot each narrow position of each reader belongs to."""
+        narrow_model, graph = self.narrow_model, self.narrow_model.graph
+        first_slot, total = {}, 0
+        for name in graph.groups:
+            first_slot[name] = total
+            total += narrow_model.group_units(name).numel()
+        self._slots = total
+        self._consumers, self._consumer_slots = self._readers(first_slot, gated=True)
+        self._producers, self._producer_slots = self._readers(first_slot, gated=False)
+
+    def _readers(self, first_slot: Mapping[str, int], *, gated: bool) -> tuple[list[Reader], Tensor]:
+        """Readers of the gated entries, or of the units' own parameters, and the slot of each of their positions.
+
+        Positions that belong to no unit go to an extra slot at the end.
+        """
+        narrow_model, graph = self.narrow_model, self.narrow_model.graph
+        wanted: dict[tuple[str, int], set[str]] = {}
+        for name, group in graph.groups.items():
+            own = set(own_slices(group, self._leaves))
+            for i, piece in enumerate(group.slices):
+                if piece.name in self._leaves and (piece.gated if gated else i in own):
+                    wanted.setdefault((piece.name, piece.dim), set()).add(name)
+        readers, maps = [], []
+        # Vectors after matrices, so that the vectors' values come from one fused call.
+        for (name, dim), owners in sorted(wanted.items(), key=lambda item: self._leaves[item[0][0]].dim() == 1):
+            leaf = self._leaves[name]
+            slot_of = torch.full((leaf.shape[dim],), self._slots, dtype=torch.int64)
+            for owner, piece, table in narrow_model.slots(name).tables:
+                if piece.dim == dim and owner in owners:
+                    slots = torch.arange(table.shape[0]) + first_slot[owner]
+                    slot_of[table.reshape(-1)] = slots.repeat_interleave(table.shape[1])
+            readers.append(Reader(leaf, dim))
+            maps.append(slot_of)
+        return readers, torch.cat(maps).to(self.group_of.device)
+
+    def _to_slots(self, values: list[Tensor], slot_of: Tensor) -> Tensor:
+        fused = torch.cat(values)
+        return fused.new_zeros(self._slots + 1).index_add_(0, slot_of, fused)[:-1]
+
+    def gate_gradient(self, gradients: Mapping[Tensor, Tensor] | None = None) -> Tensor:
+        """∂L/∂gate of each kept unit, in slot order: float (kept,).
+
+        Σ gradient · weight over the gated entries of the unit, which the backward pass has already computed.
+
+        Args:
+            gradients: Leaf → gradient; None reads `.grad` of the leaves.
+
+        Source: first-order Taylor importance, Molchanov et al., CVPR 2019; straight-through on kept units.
+        """
+        return self._to_slots([_products(reader, gradients) for reader in self._consumers], self._consumer_slots)
+
+    def gated_leaves(self) -> list[tuple[str, nn.Parameter, list[Reader], list[Tensor]]]:
+        """Leaves with gated entries: (module parameter name, leaf, readers, unit of each position; J where none)."""
+        if self._gated is None:
+            units = torch.cat([self.slot_units, self.slot_units.new_tensor([self.total])])
+            maps = self._consumer_slots.split([reader.leaf.shape[reader.dim] for reader in self._consumers])
+            by_leaf: dict[int, tuple[str, nn.Parameter, list[Reader], list[Tensor]]] = {}
+            names = {id(leaf): name for name, leaf in self.narrow_model.module.named_parameters()}
+            for reader, slot_of in zip(self._consumers, maps, strict=True):
+                found = by_leaf.setdefault(id(reader.leaf), (names[id(reader.leaf)], reader.leaf, [], []))
+                found[2].append(reader)
+                found[3].append(units[slot_of])
+            self._gated = list(by_leaf.values())
+        return self._gated
+
+    def apply_to_tensors(self, function: Callable[[Tensor], Tensor]) -> None:
+        """Move every table and value with `function` (the one that `nn.Module._apply` gets)."""
+        for name, value in vars(self).items():
+            if isinstance(value, Tensor):
+                setattr(self, name, function(value))
+        self._gated = None
+
+    def magnitudes(self) -> Tensor:
+        """Σ |θ| over each unit's own parameters in the dense copy, |θ|_J in the paper: float (J,).
+
+        Only the narrow entries are read; what is dropped cannot have changed since the last remask.
+        """
+        return self._full.index_copy(0, self.slot_units, self._narrow_magnitudes() + self._still)
+
+    def _narrow_magnitudes(self) -> Tensor:
+        """Σ |θ| over the narrow entries of each kept unit, in slot order: float (kept,)."""
+        vectors = [reader.leaf.detach() for reader in self._producers if reader.leaf.dim() == 1]
+        values = [reader.magnitudes() for reader in self._producers if reader.leaf.dim() > 1]
+        if vectors:
+            values.append(torch.cat(vectors).abs_())
+        return self._to_slots(values, self._producer_slots)
+
+    def stands(self, importance: Tensor) -> bool:
+        """Whether the mask is still that of the largest importance in every group, without sorting.
+
+        True while the least kept importance exceeds the largest dropped one. False also where they are equal, and
+        the caller then compares by index.
+
+        Args:
+            importance: float (J,).
+        """
+        if self.dropped_units.numel() == 0:
+            return True
+        groups = self.sizes.numel()
+        infinity = float("inf")
+        kept = importance.new_full((groups,), infinity)
+        kept.scatter_reduce_(0, self._slot_group, importance[self.slot_units], "amin")
+        dropped = importance.new_full((groups,), -infinity)
+        dropped.scatter_reduce_(0, self._dropped_group, importance[self.dropped_units], "amax")
+        return bool((kept > dropped).all())
+
+    def choose(self, importance: Tensor) -> UnitMask:
+        """The mask of the largest importance with the present counts; ties go to the lower index."""
+        counts = self.narrow_model.mask.counts()
+        return UnitMask({name: keep_largest(q, counts[name]) for name, q in self.split(importance).items()})

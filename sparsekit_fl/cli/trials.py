@@ -1,0 +1,178 @@
+"""Cells of a comparison: run those that are not finished, here or several at once in processes of their own.
+
+A finished trial is never run again, a half-finished one goes on, and one that fails is recorded and loses no other.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from sparsekit.errors import SparsekitError
+from sparsekit_fl.cli.options import Experiment, RunOptions, make_method
+from sparsekit_fl.cli.progress import Events, TrialsProgress
+from sparsekit_fl.errors import ResumeError, RunInterrupted
+from sparsekit_fl.report.table import read_result
+from sparsekit_fl.report.trials import TRIAL_FILE, Trial
+from sparsekit_fl.results.records import Observer
+from sparsekit_fl.server.checkpoint import differences
+from sparsekit_fl.server.loop import run
+from sparsekit_fl.state.storage import write_atomically
+
+__all__ = ["Task", "TrialPlan", "failed_trial", "run_here", "run_trial", "tasks"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrialPlan:
+    """What one trial runs.
+
+    Args:
+        method: As the user wrote it.
+        name: The method's own name.
+        options: With the seed and the level of this trial.
+        folder: Where its files go; None keeps nothing.
+    """
+
+    method: str
+    name: str
+    options: RunOptions
+    folder: Path | None
+
+    @property
+    def label(self) -> str:
+        """For people."""
+        lack = self.options.lack_classes
+        parts = [self.name, self.options.heterogeneity, None if lack is None else f"lacks {lack}", f"seed {self.options.seed}"]
+        return ", ".join(part for part in parts if part)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Task:
+    """A plan, and what there is of it.
+
+    Args:
+        plan: Of the trial.
+        described: What must be equal for a trial to be the same: `config` and `policies`, plain JSON values.
+        trial: The trial, where there is nothing to run: it is finished, or cannot even be set up.
+    """
+
+    plan: TrialPlan
+    described: Mapping[str, Any]
+    trial: Trial | None
+
+
+@lru_cache(maxsize=1)
+def _experiment(options: RunOptions) -> Experiment:
+    """Data and settings of a trial; the newest stay in memory, since neighbouring trials share them."""
+    return Experiment.of(options)
+
+
+def tasks(plans: Sequence[TrialPlan]) -> Iterator[Task]:
+    """Look at each plan's folder and data.
+
+    Args:
+        plans: Those of one level and seed beside each other.
+
+    Raises:
+        ResumeError: a folder holds a trial of other settings.
+        SparsekitError: the very first trial cannot be set up, so the options are wrong.
+    """
+    for place, plan in enumerate(plans):
+        try:
+            experiment = _experiment(plan.options)
+        except SparsekitError as error:
+            if place == 0:
+                raise
+            described: dict[str, Any] = {"config": {}, "policies": {}}
+            yield Task(plan=plan, described=described, trial=failed_trial(plan, described, error))
+            continue
+        method = make_method(plan.method)
+        config = {**method.configure(experiment.config).to_dict(), "experiment": dict(experiment.described)}
+        described = json.loads(json.dumps({"config": config, "policies": method.describe()}))
+        yield Task(plan=plan, described=described, trial=_finished(plan, described))
+
+
+def _finished(plan: TrialPlan, described: Mapping[str, Any]) -> Trial | None:
+    if plan.folder is None:
+        return None
+    if (plan.folder / "result.json").exists():
+        saved = read_result(plan.folder)
+    elif (plan.folder / TRIAL_FILE).exists() and (plan.folder / "checkpoint.safetensors").exists():
+        saved = json.loads((plan.folder / TRIAL_FILE).read_text(encoding="utf-8"))
+    else:
+        # Without a finished round there is nothing to lose.
+        return None
+    changed = differences({name: saved.get(name) for name in described}, described)
+    if changed:
+        raise ResumeError(
+            f"{plan.folder} holds {plan.label} with other settings ({'; '.join(changed)});"
+            " pass the options it was run with, or another --out"
+        )
+    return Trial.of(saved) if "final" in saved else None
+
+
+def _record(plan: TrialPlan, described: Mapping[str, Any], error: str | None) -> None:
+    if plan.folder is not None:
+        plan.folder.mkdir(parents=True, exist_ok=True)
+        raw = {"method": plan.name, "seed": plan.options.seed, **described, "error": error}
+        write_atomically(plan.folder / TRIAL_FILE, (json.dumps(raw, indent=1) + "\n").encode())
+
+
+def failed_trial(plan: TrialPlan, described: Mapping[str, Any], error: Exception) -> Trial:
+    """A trial that failed, recorded in its folder."""
+    text = str(error) if isinstance(error, SparsekitError) else f"{type(error).__name__}: {error}"
+    _record(plan, described, text)
+    return Trial(method=plan.name, seed=plan.options.seed or 0, **described, error=text)
+
+
+def run_trial(task: Task, observers: Sequence[Observer]) -> Trial:
+    """Run one trial in this process, on from where it stopped."""
+    plan, experiment = task.plan, _experiment(task.plan.options)
+    _record(plan, task.described, None)
+    result = run(
+        make_method(plan.method),
+        experiment.problem,
+        experiment.clients,
+        experiment.config,
+        engine=experiment.engine,
+        observers=observers,
+        out=plan.folder,
+        resume=plan.folder is not None,
+        experiment=experiment.described,
+    )
+    if plan.folder is not None:
+        (plan.folder / TRIAL_FILE).unlink()
+    return Trial.of(result.to_dict())
+
+
+def run_here(plans: Sequence[TrialPlan], board: TrialsProgress) -> Generator[Trial]:
+    """Run what is not finished in this process, one trial after the other.
+
+    Args:
+        plans: Those of one level and seed beside each other.
+        board: Told what happens.
+
+    Yields:
+        One trial per plan.
+
+    Raises:
+        ResumeError: a folder holds a trial of other settings.
+        RunInterrupted: Ctrl-C; all that is finished is kept.
+        SparsekitError: the very first trial cannot be set up, so the options are wrong.
+    """
+    for task in tasks(plans):
+        label, trial = task.plan.label, task.trial
+        if trial is None:
+            board.begin(label)
+            try:
+                trial = run_trial(task, [Events(lambda event, label=label: board.event(label, event))])  # type: ignore[misc]
+            except (RunInterrupted, ResumeError):
+                raise
+            except Exception as error:  # noqa: BLE001 - anybody's method may fail in any way; the other trials go on
+                trial = failed_trial(task.plan, task.described, error)
+        board.end(label, trial, ran=task.trial is None)
+        yield trial

@@ -1,0 +1,88 @@
+"""ClientExecutor: what a process of any engine does with a task. Sets up once, then trains and scores client after client."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from sparsekit.graph.state import StateDict
+from sparsekit_fl.client.round import client_evaluate, client_round
+from sparsekit_fl.client.spec import RunSpec
+from sparsekit_fl.client.worker import WorkerState
+from sparsekit_fl.context.memory import Memory
+from sparsekit_fl.context.server import Roster
+from sparsekit_fl.errors import ClientError, MemoryStateError
+from sparsekit_fl.problem.clients import Client
+from sparsekit_fl.state.store import MemoryStore
+from sparsekit_fl.wire.messages import Assignment, Evaluation, Update
+
+__all__ = ["ClientExecutor"]
+
+
+class ClientExecutor:
+    """Runs clients in the process that it is made in.
+
+    Args:
+        spec: Of the run.
+        clients: Client id → client, at least those that will be asked for.
+        store: Where their memories are; a call may bring another.
+    """
+
+    def __init__(self, spec: RunSpec, clients: Mapping[int, Client], store: MemoryStore) -> None:
+        self.spec = spec
+        self._workspace = WorkerState(spec)
+        self._clients = clients
+        self._store = store
+
+    def train(self, assignment: Assignment, version: int | None, *, store: MemoryStore | None = None) -> tuple[Update, bool]:
+        """Train one client for one round.
+
+        Args:
+            assignment: What the server sent.
+            version: Which memory counts; None for an empty one.
+            store: Another place of memories, for this call.
+
+        Returns:
+            The update, and whether a memory was written for this round.
+
+        Raises:
+            ClientError: the client failed; its memory is as it was.
+            DataError: its memory cannot be read.
+        """
+        store = store or self._store
+        memory = store.read(assignment.client_id, version)
+        update = client_round(self._workspace, assignment, self._clients[assignment.client_id], memory)
+        return update, self._save(store, assignment, memory)
+
+    def _save(self, store: MemoryStore, assignment: Assignment, memory: Memory) -> bool:
+        try:
+            return store.write(assignment.client_id, assignment.round, memory)
+        except MemoryStateError as error:
+            name = self.spec.method.name
+            raise ClientError(
+                f"client {assignment.client_id} failed in round {assignment.round} of method {name!r}: {error}"
+            ) from error
+
+    def evaluate(
+        self,
+        state: StateDict,
+        client_id: int,
+        version: int | None,
+        *,
+        round: int,
+        with_shared: bool,
+        export: Path | None,
+        store: MemoryStore | None = None,
+    ) -> Evaluation:
+        """Score one client; see `client_evaluate`."""
+        store = store or self._store
+        return client_evaluate(
+            self._workspace,
+            state,
+            self._clients[client_id],
+            store.read(client_id, version),
+            round=round,
+            capability=Roster(self._clients, self.spec.config, round)[client_id].capability,
+            with_shared=with_shared,
+            export=export,
+        )

@@ -1,0 +1,222 @@
+"""client_round() and client_evaluate(): what happens on a client, under every engine."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sparsekit.criteria.base import check_ratio
+from sparsekit.graph.mask import UnitMask
+from sparsekit.graph.state import StateDict
+from sparsekit_fl.client.worker import WorkerState
+from sparsekit_fl.context.client import ClientContext
+from sparsekit_fl.context.memory import Memory
+from sparsekit_fl.costs.clock import client_seconds
+from sparsekit_fl.errors import ClientError
+from sparsekit_fl.policies.local import LocalResult
+from sparsekit_fl.policies.personal import PersonalModel
+from sparsekit_fl.problem.clients import Capability, Client
+from sparsekit_fl.state.storage import write_atomically
+from sparsekit_fl.wire.kept import Kept, mask_state
+from sparsekit_fl.wire.messages import Assignment, Evaluation, Update, WorkCost, assignment_bytes, pack_mask, update_bytes
+from sparsekit_fl.wire.packing import pack, upload_dtype
+
+__all__ = ["client_evaluate", "client_round"]
+
+
+@contextmanager
+def _blame(method: str, policy: str, round: int, client_id: int) -> Iterator[None]:
+    try:
+        yield
+    except ClientError:
+        raise
+    except Exception as error:
+        raise ClientError(
+            f"client {client_id} failed in round {round} of method {method!r}, in its {policy} policy:"
+            f" {type(error).__name__}: {error}"
+        ) from error
+
+
+def _complete(worker: WorkerState, ctx: ClientContext, shared: StateDict) -> dict[str, Any]:
+    """The whole dense state: what came from the server and what stayed here, initially that of round 0."""
+    own = ctx.scoped("share").memory
+    return {name: shared[name] if name in shared else own.get(name, tensor) for name, tensor in worker.spec.initial.items()}
+
+
+def client_round(worker: WorkerState, assignment: Assignment, client: Client, memory: Memory) -> Update:
+    """Train one client for one round. The one function that every engine calls.
+
+    Args:
+        worker: Of this process.
+        assignment: What the server sent.
+        client: Its data.
+        memory: Of this client; written to. When this raises, throw the memory away.
+
+    Returns:
+        The update.
+
+    Raises:
+        ClientError: a policy failed; names it, and carries the cause.
+    """
+    began = time.perf_counter()
+    spec = worker.spec
+    method, graph = spec.method, spec.graph
+    round, capability = assignment.round, assignment.capability
+
+    def blame(policy: str) -> Any:
+        return _blame(method.name, policy, round, client.id)
+
+    ctx = worker.context(
+        client=client,
+        round=round,
+        capability=capability,
+        memory=memory,
+        extra=assignment.extra,
+        received=assignment.mask,
+    )
+    with blame("share"):
+        shared = mask_state(graph, assignment.mask, assignment.state)
+        start = _complete(worker, ctx, shared)
+    with blame("ratio"):
+        ratio = check_ratio(method.ratio.choose(ctx.scoped("ratio"), assignment.ratio))
+    with blame("mask"):
+        mask = method.mask.choose(ctx.scoped("mask"), ratio, start)
+        if mask is not None:
+            mask.check(graph)
+    with blame("local"):
+        result = _on_cpu(method.local.train(ctx.scoped("local"), start, mask, ratio))
+        ratio = ratio if result.ratio is None else check_ratio(result.ratio)
+    with blame("mask"):
+        method.mask.keep(ctx.scoped("mask"), result)
+    with blame("personal"):
+        method.personal.keep(ctx.scoped("personal"), result, ratio)
+    with blame("share"):
+        delta, upload = _upload(ctx, worker, result, start, shared)
+    work = result.work or ctx.work(result.mask, result.log)
+    update = Update(
+        round=round,
+        client_id=client.id,
+        examples=len(client.data.train),
+        delta=delta,
+        mask=upload,
+        ratio=ratio,
+        extra=result.extra,
+        metrics={**result.log.metrics(), **result.metrics},
+    )
+    cost = WorkCost(
+        flops_compact=work.flops_compact,
+        flops_rowmask=work.flops_rowmask,
+        uplink_bytes=update_bytes(update),
+        downlink_bytes=assignment_bytes(assignment, graph),
+        wall_seconds=time.perf_counter() - began,
+    )
+    cost = dataclasses.replace(cost, seconds=client_seconds(cost, capability))
+    return dataclasses.replace(update, cost=cost)
+
+
+def _on_cpu(result: LocalResult) -> LocalResult:
+    if all(tensor.device.type == "cpu" for tensor in result.state.values()):
+        return result
+    return dataclasses.replace(result, state={name: tensor.cpu() for name, tensor in result.state.items()})
+
+
+def _upload(
+    ctx: ClientContext, worker: WorkerState, result: LocalResult, start: StateDict, shared: StateDict
+) -> tuple[dict[str, torch.Tensor], Any]:
+    """Trained minus received, of the shared entries and what the upload mask keeps; the rest goes into memory."""
+    graph = ctx.graph
+    upload = worker.spec.method.share.upload_mask(ctx.scoped("share"), result)
+    private = [name for name in start if name not in shared]
+    trained, narrow = result.state, result.narrow
+    if narrow and (private or upload is not result.mask):
+        trained, narrow = Kept(graph, result.mask).scatter_all(trained, start), False
+    own = ctx.scoped("share").memory
+    own.update({name: trained[name] for name in private})
+    kept = Kept(graph, upload)
+    delta = {}
+    for name in shared:
+        value = trained[name] if narrow else kept.gather(name, trained[name])
+        change = value.detach() - kept.gather(name, start[name])
+        delta[name] = change.to(upload_dtype(change.dtype, worker.spec.config.upload))
+    return delta, upload
+
+
+def client_evaluate(
+    worker: WorkerState,
+    state: StateDict,
+    client: Client,
+    memory: Memory,
+    *,
+    round: int,
+    capability: Capability,
+    with_shared: bool = False,
+    export: Path | None = None,
+) -> Evaluation:
+    """Score a client's personal model, and the global one where asked, on the client's own data.
+
+    Args:
+        worker: Of this process.
+        state: The shared global state.
+        client: Its data.
+        memory: Of this client; not kept.
+        round: The last finished round.
+        capability: Of the client.
+        with_shared: Score the global model too.
+        export: Folder in which to write the personal model, where it differs from the global one.
+
+    Raises:
+        ClientError: the personal policy failed.
+    """
+    spec = worker.spec
+    personal = spec.method.personal
+    ctx = worker.context(client=client, round=round, capability=capability, memory=memory).scoped("personal")
+    whole = dataclasses.replace(ctx, memory=memory)
+    with _blame(spec.method.name, "personal", round, client.id):
+        full = _complete(worker, whole, state)
+        model = personal.model(ctx, full)
+        _load(worker, model)
+        module = worker.narrow_model.module
+        personal.calibrate(ctx, module)
+        predict = personal.predictor(ctx, module)
+        test = ctx.score(module, "test", predict=predict)
+        validation = ctx.score(module, "val", predict=predict)
+        is_global = model.state is full and model.mask is None and predict is module
+        shared = None
+        if with_shared:
+            shared = test
+            if not is_global or len(state) < len(full):
+                globally = {name: state.get(name, tensor) for name, tensor in spec.initial.items()}
+                worker.narrow_model.load(globally, None)
+                personal.calibrate(ctx, module)
+                shared = ctx.score(module, "test", predict=personal.predictor(ctx, module))
+        if export is not None and not (is_global and len(state) == len(full)):
+            _export(export, client.id, model)
+    return Evaluation(
+        client_id=client.id,
+        examples=len(client.data.test),
+        personal=test,
+        validation=validation,
+        shared=shared,
+        ratio=model.ratio,
+    )
+
+
+def _load(worker: WorkerState, model: PersonalModel) -> None:
+    graph, state = worker.spec.graph, model.state
+    if model.narrow:
+        # What is dropped never runs, so it may hold anything of the right shape.
+        state = Kept(graph, model.mask).scatter_all(state, worker.spec.initial)
+    worker.narrow_model.load(state, model.mask if isinstance(model.mask, UnitMask) else None)
+
+
+def _export(folder: Path, client_id: int, model: PersonalModel) -> None:
+    bits, description = pack_mask(model.mask)
+    meta = {"client": client_id, "ratio": model.ratio, "mask": description, "narrow": model.narrow}
+    tensors = {**{f"state:{name}": tensor for name, tensor in model.state.items()}, **bits}
+    write_atomically(folder / f"client-{client_id}.safetensors", pack(tensors, meta))

@@ -1,0 +1,98 @@
+"""RunSpec: what is fixed for a whole run and the same for every client."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from sparsekit.errors import NoUnitsError
+from sparsekit.graph.graph import UnitGraph
+from sparsekit.graph.state import StateDict, clone
+from sparsekit.rng import torch_scope
+from sparsekit_fl.options.config import RunConfig, TrainingConfig
+from sparsekit_fl.problem.clients import Client
+from sparsekit_fl.problem.problem import Problem
+from sparsekit_fl.streams import Streams
+
+if TYPE_CHECKING:
+    from sparsekit_fl.methods.method import Method
+from sparsekit_fl.context.client import CostModel
+from sparsekit_fl.methods.method import Method
+
+__all__ = ["RunSpec", "by_id"]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class RunSpec:
+    """What is fixed for a whole run and the same for every client.
+
+    Args:
+        method: The recipe.
+        problem: As `method.local.prepare` returned it.
+        graph: The units of the problem's model, and its layers.
+        costs: Its FLOPs.
+        config: The options, as the method left them.
+        initial: The global state of round 0, dense, on the CPU.
+    """
+
+    method: Method
+    problem: Problem
+    graph: UnitGraph
+    costs: CostModel
+    config: RunConfig
+    initial: StateDict
+
+    @staticmethod
+    def build(method: Method, problem: Problem, config: RunConfig, *, graph: UnitGraph | None = None) -> RunSpec:
+        """Make the model from the run's seed, trace its units and its costs.
+
+        Args:
+            method: The recipe.
+            problem: The user's.
+            config: The options.
+            graph: The units, where they are already known.
+        """
+        from sparsekit.measure.cost import trace_cost
+        from sparsekit.tracing.layer_order import trace_layers
+        from sparsekit.tracing.trace import trace_units
+
+        config = method.configure(config)
+        problem = method.local.prepare(problem)
+        with torch_scope(Streams(config.seed).model()):
+            model = problem.model()
+        if graph is None:
+            try:
+                graph = trace_units(model, *problem.example_inputs)
+            except NoUnitsError:
+                # Methods that train the whole model need no units; the others say so when they choose a mask.
+                graph = UnitGraph(groups={}, shapes={name: t.shape for name, t in model.state_dict().items()})
+        graph.check_state(model.state_dict())
+        graph = dataclasses.replace(graph, layers=trace_layers(model, *problem.example_inputs))
+        for policy in (method.ratio, method.mask, method.local, method.share):
+            policy.check(problem, graph)
+        costs = trace_cost(model, *problem.example_inputs, graph=graph)
+        return RunSpec(
+            method=method, problem=problem, graph=graph, costs=costs, config=config, initial=clone(model.state_dict())
+        )
+
+    def shared_names(self) -> list[str]:
+        """Keys of the state that travel, in the order of the state."""
+        return [name for name in self.initial if self.method.share.is_shared(name, self.graph)]
+
+    def for_clients(self) -> RunSpec:
+        """The same without what the server keeps to itself: the seed of a private run's noise."""
+        if self.config.dp_noise_seed is None:
+            return self
+        return dataclasses.replace(self, config=dataclasses.replace(self.config, dp_noise_seed=None))
+
+    def training(self, round: int) -> TrainingConfig:
+        """Options of training with the learning rate of this round."""
+        factor = self.config.lr_decay ** (round - 1)
+        return dataclasses.replace(self.config.training, lr=self.config.training.lr * factor)
+
+
+def by_id(clients: Sequence[Client]) -> dict[int, Client]:
+    """Client id → client, ascending."""
+    return {client.id: client for client in sorted(clients, key=lambda client: client.id)}

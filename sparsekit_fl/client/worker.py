@@ -1,0 +1,74 @@
+"""WorkerState: what one worker process keeps from client to client."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from sparsekit.graph.state import StateDict
+from sparsekit.rng import torch_scope
+from sparsekit.training.narrow_model import NarrowModel
+from sparsekit_fl.problem.clients import Capability, Client
+from sparsekit_fl.streams import Streams
+from sparsekit_fl.wire.kept import Mask
+
+if TYPE_CHECKING:
+    pass
+from sparsekit_fl.client.spec import RunSpec
+from sparsekit_fl.context.client import ClientContext
+from sparsekit_fl.context.memory import Memory, rngs_by_kind
+
+__all__ = ["WorkerState", "one_thread"]
+
+
+class WorkerState:
+    """What one worker process keeps from client to client: the spec and one compact narrow_model.
+
+    Args:
+        spec: Of the run.
+    """
+
+    def __init__(self, spec: RunSpec) -> None:
+        self.spec = spec
+        with torch_scope(Streams(spec.config.seed).model()):
+            model = spec.problem.model().to(spec.config.device)
+        self.narrow_model = NarrowModel(model, spec.graph)
+
+    def context(
+        self,
+        *,
+        client: Client,
+        round: int,
+        capability: Capability,
+        memory: Memory,
+        extra: StateDict | None = None,
+        received: Mask | None = None,
+    ) -> ClientContext:
+        """The context of one client in one round."""
+        spec = self.spec
+        return ClientContext(
+            round=round,
+            rounds=spec.config.rounds,
+            client=client,
+            capability=capability,
+            problem=spec.problem,
+            graph=spec.graph,
+            training=spec.training(max(round, 1)),
+            costs=spec.costs,
+            narrow_model=self.narrow_model,
+            device=spec.config.device,
+            rngs=rngs_by_kind(Streams(spec.config.seed).client(round, client.id)),
+            memory=memory,
+            extra=extra or {},
+            received=received,
+            initial_state=lambda: spec.initial,
+            cache={},
+        )
+
+
+def one_thread() -> int:
+    """Set torch to one thread, on which results must depend; returns the number before."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    return before

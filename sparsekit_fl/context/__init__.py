@@ -1,0 +1,1 @@
+"""What policies may look at."""

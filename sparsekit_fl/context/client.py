@@ -1,0 +1,154 @@
+"""ClientContext: what a policy may look at on a client."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import numpy as np
+from torch import nn
+
+from sparsekit.graph.graph import UnitGraph
+from sparsekit.graph.mask import UnitMask, WeightMask
+from sparsekit.graph.state import StateDict
+from sparsekit.training.narrow_model import NarrowModel
+from sparsekit_fl.options.config import TrainingConfig
+from sparsekit_fl.problem.clients import Capability, Client
+from sparsekit_fl.problem.problem import Problem
+from sparsekit_fl.training.loop import Batches, Examples, Step, TrainingLog, evaluate, fit
+from sparsekit_fl.wire.kept import Mask
+from sparsekit_fl.wire.messages import Scores
+
+if TYPE_CHECKING:
+    pass
+from sparsekit_fl.context.memory import Memory, PolicyKind
+
+__all__ = ["ClientContext", "CostModel", "Split", "Work"]
+
+
+Split = Literal["train", "val", "test"]
+
+
+class CostModel(Protocol):
+    """Forward FLOPs of one example under a mask; see `sparsekit.measure.cost`."""
+
+    @property
+    def parameters(self) -> frozenset[str]:
+        """State-dict keys of parameters, tied ones once."""
+        ...
+
+    def forward_flops(self, mask: UnitMask | None) -> int:
+        """Of the compact model; 2 per multiply-add."""
+        ...
+
+    def rowmask_flops(self, mask: UnitMask | WeightMask | None) -> int:
+        """By the paper's convention: only the rows of removed units vanish."""
+        ...
+
+    def part_flops(self, weights: Collection[str], *, bias: bool = False) -> int:
+        """Of the uses of some weights of the whole model, with the bias entries that the paper's convention counts."""
+        ...
+
+
+@dataclass(frozen=True)
+class Work:
+    """FLOPs of training, forward and backward; see `WorkCost` for the two conventions. Work adds up."""
+
+    flops_compact: int = 0
+    flops_rowmask: int = 0
+
+    def __add__(self, other: Work) -> Work:
+        return Work(self.flops_compact + other.flops_compact, self.flops_rowmask + other.flops_rowmask)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ClientContext:
+    """What a policy sees on a client.
+
+    Args:
+        round: The server round, counted from 1; when evaluating, the last finished one.
+        rounds: How many rounds there will be.
+        client: Id and data.
+        capability: What the client can do in this round.
+        problem: Model, loss, metrics.
+        graph: The units of the model.
+        training: Options, with the learning rate of this round.
+        costs: FLOPs of the model.
+        narrow_model: The narrow model of this process; load it before use.
+        device: Where the narrow_model trains.
+        rngs: Kind of policy → its generator for this client in this round; what one draws changes nothing for the others.
+        memory: Private to this kind of policy and this client; what is put here is there in the next round.
+        extra: Further tensors that the server sent.
+        received: The mask under which the server sent the state: what it drops came as zero; None: everything came.
+        initial_state: Gives the global state of round 0.
+        cache: For this call only: examples that were already read.
+        kind: Whose context this is.
+        root: The client's whole memory, of which `memory` is one part.
+    """
+
+    round: int
+    rounds: int
+    client: Client
+    capability: Capability
+    problem: Problem
+    graph: UnitGraph
+    training: TrainingConfig
+    costs: CostModel
+    narrow_model: NarrowModel
+    device: str
+    rngs: Mapping[str, np.random.Generator] = field(repr=False)
+    memory: Memory
+    extra: StateDict
+    initial_state: Callable[[], StateDict]
+    cache: dict[str, Examples] = field(repr=False)
+    received: Mask | None = None
+    kind: PolicyKind = "local"
+    root: Memory | None = field(default=None, repr=False)
+
+    def scoped(self, kind: PolicyKind) -> ClientContext:
+        """The same context with the memory and the generator of one kind of policy."""
+        root = self.memory if self.root is None else self.root
+        return dataclasses.replace(self, memory=root.setdefault(kind, {}), kind=kind, root=root)
+
+    def peek(self, kind: PolicyKind) -> Mapping[str, Any]:
+        """What another kind of policy of this client keeps, to be looked at and not changed."""
+        return MappingProxyType((self.memory if self.root is None else self.root).get(kind, {}))
+
+    @property
+    def rng(self) -> np.random.Generator:
+        """The generator of this kind of policy."""
+        return self.rngs[self.kind]
+
+    def examples(self, split: Split) -> Examples:
+        """One split of the client's data, decoded once per call of `client_round`."""
+        if split not in self.cache:
+            self.cache[split] = Examples(self.problem, getattr(self.client.data, split), device=self.device)
+        return self.cache[split]
+
+    def batches(self, *, epochs: int | None = None, batch_size: int | None = None) -> Batches:
+        """Shuffled training batches; the defaults are those of the run."""
+        return Batches(
+            self.examples("train"),
+            epochs=self.training.local_epochs if epochs is None else epochs,
+            batch_size=self.training.batch_size if batch_size is None else batch_size,
+            rng=self.rng,
+        )
+
+    def fit(self, module: nn.Module, batches: Batches, step: Step) -> TrainingLog:
+        """Run `step` over `batches`; see `training.fit`."""
+        return fit(module, batches, step, metrics=self.problem.metrics, rng=self.rng)
+
+    def work(self, mask: UnitMask | WeightMask | None, log: TrainingLog) -> Work:
+        """FLOPs of a fit under one mask: forward and a backward that costs twice as much.
+
+        A weight mask saves entries on the wire and nothing when computing, so its compact cost is that of the whole model.
+        """
+        compact = self.costs.forward_flops(mask if isinstance(mask, UnitMask) else None)
+        return Work(3 * compact * log.examples, 3 * self.costs.rowmask_flops(mask) * log.padded_examples)
+
+    def score(self, module: nn.Module, split: Split, *, predict: Callable[..., Any] | None = None) -> Scores:
+        """Scores of a module on one split of this client; empty where the split is."""
+        return evaluate(module, self.problem, self.examples(split), predict=predict)

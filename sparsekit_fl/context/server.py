@@ -1,0 +1,106 @@
+"""ServerContext: what a policy may look at on the server."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from sparsekit.graph.graph import UnitGraph
+from sparsekit.graph.state import StateDict
+from sparsekit_fl.options.config import RunConfig
+from sparsekit_fl.problem.clients import Capability, Client
+from sparsekit_fl.streams import Streams
+
+if TYPE_CHECKING:
+    pass
+from sparsekit_fl.context.client import CostModel
+from sparsekit_fl.context.memory import Memory, PolicyKind
+
+__all__ = ["ClientInfo", "Roster", "ServerContext"]
+
+
+@dataclass(frozen=True)
+class ClientInfo:
+    """What the server knows about a client.
+
+    Args:
+        examples: Training examples.
+        capability: In this round.
+    """
+
+    examples: int
+    capability: Capability
+
+
+class Roster(Mapping[int, ClientInfo]):
+    """Client id → `ClientInfo` of one round; levels are drawn when asked for, so ten thousand clients cost nothing.
+
+    Args:
+        clients: All clients of the run.
+        config: Decides whether and how capability levels are drawn.
+        round: The round, counted from 1.
+    """
+
+    def __init__(self, clients: Mapping[int, Client], config: RunConfig, round: int) -> None:
+        self._clients = clients
+        self._config = config
+        self._round = round
+
+    def __getitem__(self, client_id: int) -> ClientInfo:
+        client = self._clients[client_id]
+        capability = client.capability
+        levels = self._config.capability_levels
+        if levels is not None:
+            round = self._round if self._config.capability == "dynamic" else 0
+            rng = Streams(self._config.seed).capability(round, client_id)
+            level = levels[int(rng.integers(len(levels)))]
+            capability = capability.at(level)
+        return ClientInfo(len(client.data.train), capability)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._clients)
+
+    def __len__(self) -> int:
+        return len(self._clients)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ServerContext:
+    """What a policy sees on the server.
+
+    Args:
+        round: The round, counted from 1.
+        rounds: How many there will be.
+        roster: Every client: examples, capability of this round.
+        cohort: How many clients to sample, C.
+        rngs: Kind of policy → its generator in this round; what one draws changes nothing for the others.
+        memory: Private to this kind of policy.
+        graph: The units of the model.
+        state: The shared global state at the start of the round.
+        kind: Whose context this is.
+        costs: FLOPs of the model; None in a context that no run made.
+    """
+
+    round: int
+    rounds: int
+    roster: Mapping[int, ClientInfo]
+    cohort: int
+    rngs: Mapping[str, np.random.Generator] = field(repr=False)
+    memory: Memory
+    graph: UnitGraph
+    state: StateDict
+    kind: PolicyKind = "sampling"
+    costs: CostModel | None = None
+
+    def scoped(self, kind: PolicyKind) -> ServerContext:
+        """The same context with the memory and the generator of one kind of policy."""
+        return dataclasses.replace(self, memory=self.memory.setdefault(kind, {}), kind=kind)
+
+    @property
+    def rng(self) -> np.random.Generator:
+        """The generator of this kind of policy."""
+        return self.rngs[self.kind]

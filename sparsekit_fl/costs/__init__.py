@@ -1,0 +1,1 @@
+"""What work costs: simulated seconds, FLOPs by the paper's convention."""

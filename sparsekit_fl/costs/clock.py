@@ -1,0 +1,45 @@
+"""Simulated seconds from cost and capability; a round lasts as long as its slowest client, unless its method says otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from sparsekit_fl.problem.clients import Capability
+from sparsekit_fl.wire.messages import WorkCost
+
+__all__ = ["client_seconds", "round_cost"]
+
+
+def client_seconds(cost: WorkCost, capability: Capability) -> float:
+    """Seconds that a device of this capability needs: download, compute, upload, one after the other.
+
+    Args:
+        cost: Needs `flops_compact`, `downlink_bytes` and `uplink_bytes`.
+        capability: Of the client, in the round.
+    """
+    return (
+        cost.downlink_bytes / capability.downlink_bytes_per_second
+        + cost.flops_compact / capability.flops_per_second
+        + cost.uplink_bytes / capability.uplink_bytes_per_second
+    )
+
+
+def round_cost(costs: Iterable[WorkCost], *, wall_seconds: float, seconds: float | None = None) -> WorkCost:
+    """The cost of a round: everybody's work added up, the seconds of the slowest client.
+
+    Args:
+        costs: One per client.
+        wall_seconds: Measured for the whole round; the clients' own wall seconds overlap and are not added.
+        seconds: Simulated length of a round that does not wait for its slowest client.
+    """
+    costs = list(costs)
+    total = sum(costs, WorkCost())
+    return WorkCost(
+        flops_compact=total.flops_compact,
+        flops_rowmask=total.flops_rowmask,
+        uplink_bytes=total.uplink_bytes,
+        downlink_bytes=total.downlink_bytes,
+        seconds=max((cost.seconds for cost in costs), default=0.0) if seconds is None else seconds,
+        wall_seconds=wall_seconds,
+        memory_bytes=total.memory_bytes,
+    )

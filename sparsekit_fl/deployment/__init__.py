@@ -1,0 +1,1 @@
+"""The apps that Flower starts on a server and on devices."""

@@ -1,0 +1,63 @@
+"""What the server app of a deployment does."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from flwr.app import Context
+from flwr.serverapp import Grid
+
+from sparsekit_fl.deployment.plan import Plan
+from sparsekit_fl.engines.flower.deployment import Deployment, Nodes
+from sparsekit_fl.results.records import Observer, RoundRecord
+from sparsekit_fl.server.loop import run
+
+__all__ = ["serve"]
+
+_log = logging.getLogger("flwr")  # what Flower shows of an app
+
+# Of a round in the log; with thousands of clients there may be as many.
+_MOST_NOTES = 10
+
+
+class _Report(Observer):
+    def on_round(self, record: RoundRecord) -> None:
+        scores = record.evaluation
+        text = f"round {record.round}: loss {record.loss if record.loss is not None else float('nan'):.4f}"
+        if scores is not None:
+            text += "".join(f", {name} {value:.4f}" for name, value in scores.personal.items())
+        for client_id, reason in record.dropped:
+            text += f"; without client {client_id}: {reason}"
+        for note in record.notes[:_MOST_NOTES]:
+            text += f"; {note}"
+        if len(record.notes) > _MOST_NOTES:
+            text += f"; and {len(record.notes) - _MOST_NOTES} notes more, in rounds.jsonl"
+        _log.info(text)
+
+
+def serve(grid: Grid, context: Context) -> None:
+    """Wait for the SuperNodes, find out who their clients are, and run all rounds.
+
+    Args:
+        grid: Reaches the SuperNodes.
+        context: Has the run configuration, which is a `Plan`.
+    """
+    plan = Plan.of(context.run_config)
+    nodes = Nodes(grid, wanted=plan.nodes, wait_seconds=plan.wait_seconds)
+    clients = nodes.introduce()
+    problem, _ = plan.make_problem()
+    config = plan.make_config(len(clients))
+    described: dict[str, Any] = {"preset": None if plan.problem else plan.preset, "problem": plan.problem or None}
+    result = run(
+        plan.make_method(),
+        problem,
+        [clients[id] for id in sorted(clients)],
+        config,
+        engine=Deployment(nodes, memory=plan.memory, timeout_seconds=plan.timeout_seconds or None),
+        observers=[_Report()],
+        out=plan.out or None,
+        resume=plan.resume,
+        experiment={**described, "clients": len(clients)},
+    )
+    _log.info(f"final personal scores: {dict(result.final.personal)}; state {result.final.state_sha256}")

@@ -1,0 +1,1 @@
+"""The experiments of the FedLPS paper: presets, ablations, published tables."""

@@ -1,0 +1,135 @@
+"""The ablations of FedLPS: one of its parts is replaced, everything else is FedLPS.
+
+Xue et al., ICDE 2025 (arXiv 2412.07216), Table II and the comparison of sparse patterns. FLST replaces the bandit by one
+ratio for everybody, RCR by the capability of the client; "fix" and "dyn" draw that capability once or in every round.
+The pattern variants replace the learned pattern. In the paper's comparison of patterns all clients have one ratio, and
+heuristic patterns are scored with the global model while the learned one is scored with the personal model; here every
+variant reports both, and `ratio` gives all clients the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from sparsekit.criteria import Magnitude, Ordered, Random
+from sparsekit.criteria.base import Pattern
+from sparsekit.errors import InvalidValueError
+from sparsekit.graph.state import StateDict
+from sparsekit_fl.context.client import ClientContext
+from sparsekit_fl.methods.fedlps import fedlps
+from sparsekit_fl.methods.method import Method
+from sparsekit_fl.policies.local import LocalPolicy, LocalResult, Sgd
+from sparsekit_fl.policies.mask import UnitPattern
+from sparsekit_fl.policies.ratio import ByCapability, Constant
+from sparsekit_fl.wire.kept import Mask
+
+__all__ = [
+    "PatternSgd",
+    "fedlps_magnitude",
+    "fedlps_ordered",
+    "fedlps_random",
+    "flst",
+    "p_ucbv_dyn",
+    "p_ucbv_fix",
+    "rcr_dyn",
+    "rcr_fix",
+]
+
+
+_FIX = "Capabilities are drawn once, whatever the run says."
+_DYN = "Capabilities are drawn anew in every round, whatever the run says."
+
+
+def flst(ratio: float = 0.5) -> Method:
+    """FLST: one ratio for all clients, whatever they can do; the pattern is learned.
+
+    Args:
+        ratio: s; 0.5 in Table II.
+    """
+    return replace(fedlps(), name="flst", ratio=Constant(ratio), note=f"Its ratio is {ratio:g}, whatever a client can do.")
+
+
+def rcr_fix() -> Method:
+    """RCR-Fix: resource-controlled ratios, the client's capability, which is drawn once."""
+    return replace(fedlps(), name="rcr-fix", ratio=ByCapability(), capability="fixed", note=_FIX)
+
+
+def rcr_dyn() -> Method:
+    """RCR-Dyn: resource-controlled ratios, the client's capability, which is drawn anew in every round."""
+    return replace(fedlps(), name="rcr-dyn", ratio=ByCapability(), capability="dynamic", note=_DYN)
+
+
+def p_ucbv_fix() -> Method:
+    """P-UCBV-Fix: FedLPS where capabilities are drawn once."""
+    return replace(fedlps(), name="p-ucbv-fix", capability="fixed", note=_FIX)
+
+
+def p_ucbv_dyn() -> Method:
+    """P-UCBV-Dyn: FedLPS where capabilities are drawn anew in every round."""
+    return replace(fedlps(), name="p-ucbv-dyn", capability="dynamic", note=_DYN)
+
+
+@dataclass(frozen=True)
+class PatternSgd(LocalPolicy):
+    """SGD on task loss + μ · mean square distance to the round's start, under a pattern that was chosen before.
+
+    What is left of FedLPS's client where the pattern is not learned. The first time it reports `initial_accuracy`, as
+    that client does, so that the bandits learn from the same signals.
+
+    Args:
+        proximal: μ; 1 in the paper, the mean over the entries of the whole model as in `LearnableSgd`.
+
+    Source: Xue et al., ICDE 2025 (arXiv 2412.07216), equation of the local loss without its importance term.
+    """
+
+    proximal: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.proximal < float("inf"):
+            raise InvalidValueError(f"proximal must be a finite number >= 0, got {self.proximal}; 0 switches it off")
+
+    def train(self, ctx: ClientContext, start: StateDict, mask: Mask | None, ratio: float) -> LocalResult:
+        """Train under `mask`."""
+        metrics = {}
+        if "seen" not in ctx.memory:
+            ctx.memory["seen"] = True
+            ctx.narrow_model.load(ctx.initial_state(), None)
+            score, weight = ctx.score(ctx.narrow_model.module, "train").get("accuracy", (0.0, 0.0))
+            if weight:
+                metrics["initial_accuracy"] = score / weight
+        entries = sum(start[name].numel() for name in ctx.narrow_model.named_parameters())
+        result = Sgd(proximal=2.0 * self.proximal / max(1, entries)).train(ctx, start, mask, ratio)
+        return replace(result, metrics={**result.metrics, **metrics})
+
+
+def _with_pattern(name: str, pattern: Pattern, ratio: float | None) -> Method:
+    whole = fedlps()
+    chosen = whole.ratio if ratio is None else Constant(ratio)
+    return replace(whole, name=name, ratio=chosen, mask=UnitPattern(pattern), local=PatternSgd())
+
+
+def fedlps_random(ratio: float | None = None) -> Method:
+    """FedLPS with units drawn at random, anew for each client and round.
+
+    Args:
+        ratio: The same for all clients; None leaves it to the bandits, as in FedLPS.
+    """
+    return _with_pattern("fedlps-random", Random(), ratio)
+
+
+def fedlps_ordered(ratio: float | None = None) -> Method:
+    """FedLPS with the first units of every layer.
+
+    Args:
+        ratio: The same for all clients; None leaves it to the bandits, as in FedLPS.
+    """
+    return _with_pattern("fedlps-ordered", Ordered(), ratio)
+
+
+def fedlps_magnitude(ratio: float | None = None) -> Method:
+    """FedLPS with the units of largest absolute weights in the global model.
+
+    Args:
+        ratio: The same for all clients; None leaves it to the bandits, as in FedLPS.
+    """
+    return _with_pattern("fedlps-magnitude", Magnitude(), ratio)

@@ -1,0 +1,112 @@
+"""Client, ClientData, Capability: who takes part, with which examples and on what device. Nothing here changes in a run."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch.utils.data import Subset, TensorDataset
+
+from sparsekit.errors import DataError, InvalidValueError
+from sparsekit_fl.options.config import HETEROGENEITY
+from sparsekit_fl.problem.data import TensorData, as_tensor_data
+
+__all__ = ["CAPABILITY_LEVELS", "Capability", "Client", "ClientData"]
+
+CAPABILITY_LEVELS = HETEROGENEITY["high"]
+"""The five levels that the paper draws a device's capability from, uniformly."""
+
+_FULL_FLOPS_PER_SECOND = 727e9
+_MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Capability:
+    """What a device can do.
+
+    Args:
+        ratio: The largest ratio that the device can train, in (0, 1]; the paper's z.
+        flops_per_second: Speed; left out, 727e9 · ratio.
+        uplink_bytes_per_second: To the server.
+        downlink_bytes_per_second: From the server.
+
+    Raises:
+        InvalidValueError: a value outside its range.
+
+    Source: Xue et al., ICDE 2025 (arXiv 2412.07216): a full device does 727 GFLOP/s; links of 14.0 MiB/s up and
+        110.6 MiB/s down as in the authors' released code.
+    """
+
+    ratio: float = 1.0
+    flops_per_second: float = math.nan
+    uplink_bytes_per_second: float = 14.0 * _MIB
+    downlink_bytes_per_second: float = 110.6 * _MIB
+
+    def __post_init__(self) -> None:
+        if not 0 < self.ratio <= 1:
+            raise InvalidValueError(
+                f"capability ratio must be in (0, 1], got {self.ratio}; 1 is a device that can train the whole model"
+            )
+        if math.isnan(self.flops_per_second):
+            object.__setattr__(self, "flops_per_second", _FULL_FLOPS_PER_SECOND * self.ratio)
+        for name in ("flops_per_second", "uplink_bytes_per_second", "downlink_bytes_per_second"):
+            value = getattr(self, name)
+            if not 0 < value < math.inf:
+                raise InvalidValueError(f"{name} must be a positive number, got {value}")
+
+    def at(self, ratio: float) -> Capability:
+        """The same device at another ratio: the speed changes in proportion, the links stay."""
+        return replace(self, ratio=ratio, flops_per_second=self.flops_per_second / self.ratio * ratio)
+
+
+@dataclass(frozen=True, eq=False)
+class ClientData:
+    """The examples of one client.
+
+    Args:
+        train: What it learns from: TensorData, or any map-style data set that the problem's `read_batch` can read.
+        val: What it selects models by; never trained on.
+        test: What it is scored with, and nothing else.
+
+    Raises:
+        DataError: a split has no length or is empty.
+    """
+
+    train: Any
+    val: Any
+    test: Any
+
+    def __post_init__(self) -> None:
+        for name in ("train", "val", "test"):
+            split = getattr(self, name)
+            if not hasattr(split, "__len__"):
+                raise DataError(f"{name} must be TensorData or a map-style data set with a length, got {type(split).__name__}")
+            if len(split) == 0:
+                raise DataError(f"{name} is empty; every client needs examples to train on, to select by and to be scored with")
+            if isinstance(split, TensorDataset) or (
+                isinstance(split, Subset) and isinstance(split.dataset, TensorData | TensorDataset)
+            ):
+                object.__setattr__(self, name, as_tensor_data(split, what=name))
+
+
+@dataclass(frozen=True, eq=False)
+class Client:
+    """One participant.
+
+    Args:
+        id: Names it, an integer >= 0, different for every client of a run.
+        data: Its examples.
+        capability: Its device; a run with capability levels draws the ratio anew.
+
+    Raises:
+        InvalidValueError: the id is not an integer >= 0.
+    """
+
+    id: int
+    data: ClientData
+    capability: Capability = field(default_factory=Capability)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.id, bool) or not isinstance(self.id, int) or self.id < 0:
+            raise InvalidValueError(f"client id must be an integer >= 0, got {self.id!r}")

@@ -1,0 +1,172 @@
+"""Problem: the model, the loss, the metrics and how a batch is read. All that a method needs to know of a task."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from sparsekit.errors import DataError, InvalidValueError, TraceError
+from sparsekit.rng import torch_scope
+from sparsekit_fl.problem.clients import Client
+from sparsekit_fl.problem.data import Batch, Positions, TensorData, as_tensor_data
+from sparsekit_fl.problem.metrics import Metric, accuracy, cross_entropy
+
+__all__ = ["Loss", "Problem", "ReadBatch", "arranged", "check_fit", "read_tensor_batch"]
+
+Loss = Callable[[Any, Tensor], Tensor]
+"""(outputs, targets) → scalar, the mean over the batch."""
+
+ReadBatch = Callable[[Any, Positions], Batch]
+"""(a client's split, positions or None for all) → (the model's positional inputs, targets)."""
+
+
+def read_tensor_batch(split: Any, positions: Positions = None) -> Batch:
+    """The default reader: TensorData, or any map-style data set of `(input, …, target)`.
+
+    Args:
+        split: Examples.
+        positions: Which ones; None means all.
+
+    Returns:
+        `(inputs, targets)`.
+
+    Raises:
+        DataError: the items cannot be made into tensors.
+    """
+    return as_tensor_data(split).batch(positions)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Problem:
+    """A task, without its clients.
+
+    Args:
+        model: Builds a fresh model with random weights; called without arguments.
+        example_inputs: Positional inputs for one forward pass, as a batch of at least one example.
+        loss: (outputs, targets) → scalar mean.
+        metrics: Name → metric, each giving (sum, weight); `accuracy` is the one that methods and reports look for.
+        read_batch: (split, positions) → (inputs, targets); the default reads TensorData and map-style data sets.
+        channels_last: Feed inputs of four dimensions as torch.channels_last: the same numbers, laid out anew. On a CPU,
+            convolutions of few channels take half the time then, those of many hundred a little more; a model that calls
+            `view` on feature maps needs `flatten` or `reshape` instead.
+
+    Raises:
+        InvalidValueError: something of the wrong kind, with the remedy.
+    """
+
+    model: Callable[[], nn.Module]
+    example_inputs: tuple[Any, ...]
+    loss: Loss = cross_entropy
+    metrics: Mapping[str, Metric] = field(default_factory=lambda: {"accuracy": accuracy})
+    read_batch: ReadBatch = read_tensor_batch
+    channels_last: bool = False
+
+    def __post_init__(self) -> None:
+        if isinstance(self.model, nn.Module):
+            raise InvalidValueError(
+                f"model must build a new module at every call, got a ready {type(self.model).__name__};"
+                " pass its class, or a function that makes one"
+            )
+        for name in ("model", "loss", "read_batch"):
+            if not callable(getattr(self, name)):
+                raise InvalidValueError(f"{name} must be callable, got {type(getattr(self, name)).__name__}")
+        if isinstance(self.example_inputs, Tensor):
+            object.__setattr__(self, "example_inputs", (self.example_inputs,))
+        if not isinstance(self.example_inputs, tuple) or not self.example_inputs:
+            raise InvalidValueError(
+                "example_inputs must be a tuple with at least one input, as in (torch.zeros(1, 3, 32, 32),)"
+            )
+        if not self.metrics or not all(callable(metric) for metric in self.metrics.values()):
+            raise InvalidValueError(
+                f"metrics must map names to functions, got {self.metrics!r};"
+                " for example {'accuracy': sparsekit_fl.problem.metrics.accuracy}"
+            )
+        object.__setattr__(self, "metrics", dict(self.metrics))
+
+    def materialise(self, split: Any, device: torch.device | str = "cpu") -> TensorData:
+        """Read a whole split once, so that a batch afterwards is one `index_select`.
+
+        Args:
+            split: Examples of one client.
+            device: Where the tensors go.
+
+        Returns:
+            TensorData without index and transform.
+
+        Raises:
+            DataError: `read_batch` gave something else than (inputs, targets).
+        """
+        try:
+            inputs, targets = self.read_batch(split, None)
+        except (TypeError, IndexError, AttributeError, KeyError) as error:
+            raise DataError(
+                f"read_batch could not read a {type(split).__name__} with positions None, which means all: {error!r}"
+            ) from error
+        return TensorData(inputs, targets).materialise(device)
+
+
+def arranged(tensor: Tensor) -> Tensor:
+    """The same numbers with the channels of a batch of feature maps last in memory; other tensors as they are."""
+    # Not contiguous(): it takes images of one channel for arranged already, and convolutions look at the strides.
+    return tensor.to(memory_format=torch.channels_last) if tensor.ndim == 4 else tensor
+
+
+def check_fit(problem: Problem, client: Client) -> None:
+    """Run two training examples of a client through a fresh model, the loss and the metrics.
+
+    Args:
+        problem: The task.
+        client: Whose data to try.
+
+    Raises:
+        DataError: the data do not fit the model, the loss or a metric; the message says which and how.
+        TraceError: the model fails on its own example inputs.
+    """
+    with torch_scope(np.random.default_rng(0)), torch.no_grad():
+        model = problem.model().eval()
+        try:
+            model(*problem.example_inputs)
+        except Exception as error:
+            raise TraceError(
+                f"the model fails on example_inputs {[_shape(item) for item in problem.example_inputs]}: {error};"
+                " pass a model for these, or inputs that model(*example_inputs) takes"
+            ) from error
+        split = client.data.train
+        inputs, targets = problem.read_batch(split, list(range(min(2, len(split)))))
+        shapes = ", ".join(f"{tensor.dtype} {tuple(tensor.shape)}" for tensor in inputs)
+        try:
+            outputs = model(*(arranged(item) if problem.channels_last else item for item in inputs))
+        except Exception as error:
+            raise DataError(
+                f"the model does not take the data of client {client.id} ({shapes}): {error};"
+                " resize the data, or pass a model for this input"
+            ) from error
+        if isinstance(outputs, Tensor) and not targets.is_floating_point() and outputs.shape[:-1] == targets.shape:
+            labels = as_tensor_data(split).labels() if problem.read_batch is read_tensor_batch else targets
+            if int(labels.max()) >= outputs.shape[-1]:
+                raise DataError(
+                    f"client {client.id} has label {int(labels.max())}, but the model has {outputs.shape[-1]} outputs;"
+                    f" build it for at least {int(labels.max()) + 1} classes"
+                )
+        try:
+            loss = problem.loss(outputs, targets)
+            measured = {name: metric(outputs, targets) for name, metric in problem.metrics.items()}
+        except Exception as error:
+            raise DataError(
+                f"loss or metrics fail on outputs {_shape(outputs)} with targets {tuple(targets.shape)} of client "
+                f"{client.id}: {error}; pass a model with outputs that the loss takes, or a loss and metrics for these"
+            ) from error
+        if not isinstance(loss, Tensor) or loss.ndim:
+            raise DataError(f"loss must give a scalar tensor, got {_shape(loss)}; take the mean over the batch")
+        for name, value in measured.items():
+            if not isinstance(value, tuple) or len(value) != 2:
+                raise DataError(f"metric {name!r} must give (sum, weight), got {type(value).__name__}")
+
+
+def _shape(value: Any) -> str:
+    return str(tuple(value.shape)) if isinstance(value, Tensor) else type(value).__name__

@@ -1,0 +1,1 @@
+"""The server: assigning, checking and aggregating, and the loop over rounds."""

@@ -1,0 +1,275 @@
+"""Client-level differential privacy of the global models: clip each client's change, add Gaussian noise, account for both.
+
+What is protected is whether a client took part with all its data: two data sets are neighbours where one client's changes are
+absent from one of them. What is released is the sequence of global models. The noise has a seed of its own, as the run's seed
+is known to the clients: whoever knows the noise seed can take the noise off again. It is drawn once a run by the operating
+system and stays with the server and its checkpoint, so that a resumed run goes on to the same bits.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from sparsekit.errors import InvalidValueError, MissingDependencyError
+from sparsekit.graph.state import StateDict
+from sparsekit_fl.options.config import RunConfig
+from sparsekit_fl.policies.aggregate import Accumulator
+from sparsekit_fl.policies.mask import MaskPolicy
+from sparsekit_fl.policies.ratio import RatioPolicy
+from sparsekit_fl.policies.robust import Rule, update_norm
+from sparsekit_fl.policies.sampling import SamplingPolicy
+from sparsekit_fl.streams import Streams
+from sparsekit_fl.wire.messages import Update
+
+if TYPE_CHECKING:
+    from sparsekit_fl.methods.method import Method
+
+__all__ = [
+    "NoisyMean",
+    "PrivacySpent",
+    "check_private",
+    "epsilon_of",
+    "noise_seed_of",
+    "noisy_mean",
+    "privacy_line",
+    "privacy_of",
+]
+
+# As many as NumPy's generators take in.
+_SECRET_BITS = 128
+
+_ASSUMES = (
+    "The sampling of clients is accounted for as if each took part in a round by an independent coin of probability"
+    " sampling_rate (Poisson sampling); the run draws a cohort of fixed size without replacement, for which this is customary"
+    " and not proven. Whoever knows the seed of the run, as clients do, knows who was sampled. epsilon_unamplified needs no"
+    " assumption on the sampling. Both protect the sequence of global models alone, from those who do not know the seed of the"
+    " noise, which is in the checkpoint, and in this file where dp_noise_seed gave it: not the losses and scores of this file,"
+    " nor the models that clients deploy."
+)
+
+
+class NoisyMean(Rule):
+    """Clipped changes are added up, Gaussian noise is added, and the sum is divided by the number of *expected* clients.
+
+    Each change is scaled to norm C at most, over all floating-point entries that are sent, biases and norm statistics too.
+    Noise of standard deviation z · C is added to the sum of every such entry, also to entries that nobody held, so that it
+    shows nowhere who held what. All clients count equally. The divisor is the size of the cohort that was asked for, whoever
+    answered and whoever held an entry: with or without one client the sum differs by C at most, whatever masks clients
+    choose. A method that divides by the holders of an entry divides by the whole cohort here: the number of holders would
+    itself tell of clients, and an entry that one client holds would move by that client's whole change.
+
+    Integer entries, which count batches, do not move. Running variances are kept above a tenth of their old value, as noise
+    could make them negative; this is done to what is public already.
+
+    Args:
+        clip: C.
+        noise: z.
+        expected: Clients that were asked for.
+        streams: Of the noise alone; those of the run are known to the clients.
+        round: Which.
+
+    Source: McMahan, Ramage, Talwar, Zhang: Learning Differentially Private Recurrent Language Models, ICLR 2018, whose
+        fixed-denominator estimator this is.
+    """
+
+    counts_holders = False
+
+    def __init__(self, *, clip: float, noise: float, expected: int, streams: Streams, round: int) -> None:
+        self._clip, self._noise, self._expected = clip, noise, expected
+        self._streams, self._round = streams, round
+        self._scales: dict[int, float] = {}
+        self._state: StateDict = {}
+        self._places: dict[str, int] = {}
+
+    def begin(self, acc: Accumulator, updates: Sequence[Update], state: StateDict) -> None:
+        """Measure all updates; every entry counts as held by the whole cohort."""
+        norms = {update.client_id: update_norm(update) for update in updates}
+        self._scales = {client_id: self._clip / norm if norm > self._clip else 1.0 for client_id, norm in norms.items()}
+        self._state = state
+        self._places = {name: place for place, name in enumerate(sorted(state))}
+        acc.covered = dict.fromkeys(state, float(self._expected))
+
+    def weight(self, weight: float) -> float:
+        """All clients count equally, or a change of norm C could weigh more than C."""
+        return 1.0
+
+    def scale(self, update: Update) -> float:
+        """What brings it to norm C, or 1."""
+        return self._scales[update.client_id]
+
+    def change(self, acc: Accumulator, name: str, mean: Callable[[], Tensor | None], *, by_coverage: bool) -> Tensor | None:
+        """The noisy sum over the expected number; integer entries do not move."""
+        before = self._state[name]
+        if not before.is_floating_point():
+            return None
+        draw = self._streams.noise(self._round, self._places[name]).standard_normal(tuple(before.shape))
+        noise = torch.as_tensor(draw, dtype=torch.float64)
+        change = (acc.sums[name] + self._noise * self._clip * noise) / self._expected
+        if name.rpartition(".")[2] == "running_var":  # what PyTorch's norms call it
+            change = torch.maximum(change, -0.9 * before.to(torch.float64))
+        return change
+
+
+def _defines(policy: object, base: type, hook: str) -> type | None:
+    """The class below `base` that overrides a hook; None where none does."""
+    for kind in type(policy).__mro__:
+        if kind is base:
+            return None
+        if hook in vars(kind):
+            return kind
+    return None
+
+
+def check_private(method: Method) -> None:
+    """Raise where noise on the changes would not be all that stands between a client and the models.
+
+    A server that learns from updates by another way than their changes, as from losses that decide who is sampled next,
+    puts what no noise covers into the models to come. What it learns from one client may serve that client alone, which says
+    so by `learns_apart`.
+
+    Raises:
+        InvalidValueError: says which policy, and what it does.
+    """
+    if method.aggregate.mean_only:
+        raise InvalidValueError(f"method {method.name!r} cannot be made private: {method.aggregate.mean_only}")
+    if _defines(method.sampling, SamplingPolicy, "sample") is not None:
+        raise InvalidValueError(
+            f"method {method.name!r} cannot be made private: {type(method.sampling).__name__} does not sample uniformly, which"
+            " the accountant counts on"
+        )
+    hooks: tuple[tuple[object, type, tuple[str, ...]], ...] = (
+        (method.sampling, SamplingPolicy, ("observe", "arrivals")),
+        (method.ratio, RatioPolicy, ("observe", "observe_all")),
+        (method.mask, MaskPolicy, ("observe",)),
+    )
+    for policy, base, names in hooks:
+        for name in names:
+            owner = _defines(policy, base, name)
+            if owner is not None and not vars(owner).get("learns_apart", False):
+                raise InvalidValueError(
+                    f"method {method.name!r} cannot be made private: by {type(policy).__name__}.{name} its server learns from"
+                    " what clients report beside their changes, which no noise covers; choose another method, such as fedavg"
+                )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrivacySpent:
+    """What a run guarantees, once all its rounds are done.
+
+    Args:
+        epsilon: ε, with amplification by sampling; see `assumes`.
+        epsilon_unamplified: ε where a client may be in every round.
+        delta: δ.
+        clip: C.
+        noise: z.
+        sampling_rate: Cohort over clients.
+        rounds: How many models are released.
+        accountant: Which library, and how it counts.
+        assumes: What ε rests on.
+    """
+
+    epsilon: float
+    epsilon_unamplified: float
+    delta: float
+    clip: float
+    noise: float
+    sampling_rate: float
+    rounds: int
+    accountant: str
+    assumes: str = _ASSUMES
+
+
+@cache
+def epsilon_of(*, noise: float, sampling_rate: float, rounds: int, delta: float) -> float:
+    """ε of the subsampled Gaussian mechanism, by its Rényi divergences.
+
+    Args:
+        noise: z, the noise multiplier.
+        sampling_rate: Chance of a client to be in a round.
+        rounds: How often.
+        delta: δ.
+
+    Raises:
+        MissingDependencyError: Opacus is not installed.
+
+    Source: Mironov, Talwar, Zhang: Rényi Differential Privacy of the Sampled Gaussian Mechanism, 2019 (arXiv 1908.10530).
+    """
+    try:
+        from opacus.accountants import RDPAccountant
+    except ImportError as error:
+        raise MissingDependencyError(f'privacy needs Opacus: {error}; pip install "sparsekit[privacy]"') from error
+    # Beyond Opacus's own orders, whose ends are too close for very little and for very much noise.
+    orders = [1 + step / 100 for step in range(1, 10)] + [*RDPAccountant.DEFAULT_ALPHAS, 96, 128, 256, 512, 1024, 4096]
+    accountant = RDPAccountant()
+    accountant.history = [(noise, sampling_rate, rounds)]
+    epsilon = float(accountant.get_privacy_spent(delta=delta, alphas=orders)[0])
+    return epsilon if math.isfinite(epsilon) else math.inf
+
+
+def privacy_of(config: RunConfig, clients: int) -> PrivacySpent | None:
+    """What a run will have spent at its end; None where it is not private.
+
+    Args:
+        config: The options.
+        clients: K, how many there are.
+    """
+    if config.dp_clip is None or config.dp_noise is None:
+        return None
+    delta = min(1e-5, clients**-1.1) if config.dp_delta is None else config.dp_delta
+    rate = min(1.0, config.cohort / clients)
+
+    def epsilon(sampling_rate: float) -> float:
+        return epsilon_of(noise=config.dp_noise or 0.0, sampling_rate=sampling_rate, rounds=config.rounds, delta=delta)
+
+    return PrivacySpent(
+        epsilon=epsilon(rate),
+        epsilon_unamplified=epsilon(1.0),
+        delta=delta,
+        clip=config.dp_clip,
+        noise=config.dp_noise,
+        sampling_rate=rate,
+        rounds=config.rounds,
+        accountant=f"opacus {version('opacus')}, RDPAccountant",
+    )
+
+
+def noise_seed_of(config: RunConfig) -> int | None:
+    """The seed of a new run's noise: the one that was asked for, or a secret; None where the run is not private."""
+    if config.dp_clip is None:
+        return None
+    return secrets.randbits(_SECRET_BITS) if config.dp_noise_seed is None else config.dp_noise_seed
+
+
+def noisy_mean(config: RunConfig, round: int, *, noise_seed: int | None) -> NoisyMean | None:
+    """The rule of one round; None where the run is not private.
+
+    Args:
+        config: The options.
+        round: Which.
+        noise_seed: From `noise_seed_of`, the same for all rounds.
+    """
+    if config.dp_clip is None or config.dp_noise is None:
+        return None
+    assert noise_seed is not None, "a private run has a noise seed"
+    streams, expected = Streams(noise_seed), config.cohort
+    return NoisyMean(clip=config.dp_clip, noise=config.dp_noise, expected=expected, streams=streams, round=round)
+
+
+def privacy_line(raw: Mapping[str, Any]) -> str:
+    """A sentence about the `privacy` of a result."""
+    amplified, plain = (
+        "∞" if value is None or math.isinf(value) else f"{value:.3g}" for value in (raw["epsilon"], raw["epsilon_unamplified"])
+    )
+    return (
+        f"Client-level differential privacy of the global models: ε = {amplified} at δ = {raw['delta']:.3g}"
+        f" (Poisson sampling assumed; {plain} whatever the sampling)."
+    )

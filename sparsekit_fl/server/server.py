@@ -1,0 +1,280 @@
+"""Server: who gets what in a round, and which updates change the model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from sparsekit.criteria.base import check_ratio
+from sparsekit.errors import InvalidValueError, SparsekitError
+from sparsekit.graph.state import clone
+from sparsekit_fl.client.spec import RunSpec
+from sparsekit_fl.context.memory import Memory, rngs_by_kind
+from sparsekit_fl.context.server import Roster, ServerContext
+from sparsekit_fl.errors import UpdateError
+from sparsekit_fl.options.config import Upload
+from sparsekit_fl.policies.robust import make_rule
+from sparsekit_fl.problem.clients import Client
+from sparsekit_fl.server.privacy import check_private, noise_seed_of, noisy_mean, privacy_of
+from sparsekit_fl.streams import Streams
+from sparsekit_fl.wire.kept import Kept
+from sparsekit_fl.wire.messages import Assignment, Update
+from sparsekit_fl.wire.packing import upload_dtype
+
+__all__ = ["Aggregated", "Server", "ServerState", "check_update"]
+
+# More steps than any client takes between two rounds, and far from where integers wrap around.
+_MOST_COUNTED = 2**31
+
+
+@dataclass
+class ServerState:
+    """All that a checkpoint needs of the server.
+
+    Args:
+        round: The last finished round.
+        state: The whole dense global state; entries that are not shared stay as they were at first.
+        memory: Kind of policy → its memory.
+        noise_seed: Of a private run; known to the server alone.
+    """
+
+    round: int
+    state: dict[str, Tensor]
+    memory: Memory = field(default_factory=dict)
+    noise_seed: int | None = field(default=None, repr=False)
+
+
+@dataclass(frozen=True, eq=False)
+class Aggregated:
+    """What became of a round's updates.
+
+    Args:
+        updates: The valid ones, in assignment order.
+        refused: Client id and reason of the others.
+        seconds: Simulated length of the round, where the method does not wait for the slowest client.
+    """
+
+    updates: tuple[Update, ...]
+    refused: tuple[tuple[int, UpdateError], ...]
+    seconds: float | None = None
+
+
+def check_update(update: Update, assignment: Assignment, ctx: ServerContext, *, upload: Upload = "float32") -> None:
+    """Raise unless an update may touch the model.
+
+    Args:
+        update: What came.
+        assignment: What was sent to that client in that round.
+        ctx: The server's.
+        upload: What changes are sent as.
+
+    Raises:
+        UpdateError: says what is wrong; nothing was changed.
+    """
+    who = f"the update of client {update.client_id}"
+    if (update.round, update.client_id) != (assignment.round, assignment.client_id):
+        raise UpdateError(
+            f"{who} is for round {update.round}, expected round {assignment.round} of client {assignment.client_id}"
+        )
+    expected = ctx.roster[assignment.client_id].examples
+    if not isinstance(update.examples, int) or update.examples < 1 or update.examples != expected:
+        raise UpdateError(f"{who} claims {update.examples!r} training examples, the roster says {expected}")
+    try:
+        check_ratio(update.ratio)
+        if update.mask is not None:
+            update.mask.check(ctx.graph)
+    except SparsekitError as error:
+        raise UpdateError(f"{who} has a wrong ratio or mask: {error}") from error
+    if set(update.delta) != set(ctx.state):
+        strange = sorted(set(update.delta) ^ set(ctx.state))[:5]
+        raise UpdateError(f"{who} must hold exactly the shared entries; missing or unknown: {strange}")
+    kept = Kept(ctx.graph, update.mask)
+    # Entries come in any order, but what is said of an update must not depend on it, nor so on the engine.
+    changes = {name: update.delta[name] for name in ctx.state}
+    for name, delta in changes.items():
+        dtype = upload_dtype(ctx.state[name].dtype, upload)
+        if delta.dtype != dtype or tuple(delta.shape) != kept.shape(name):
+            raise UpdateError(f"{who} has {name!r} as {delta.dtype} {tuple(delta.shape)}, expected {dtype} {kept.shape(name)}")
+    for name, tensor in (*changes.items(), *sorted(update.extra.items())):
+        if (tensor.is_floating_point() or tensor.is_complex()) and not bool(torch.isfinite(tensor).all()):
+            raise UpdateError(f"{who} has values in {name!r} that are not finite; a lower learning rate or clipping may help")
+    for name, delta in changes.items():
+        _check_change(who, name, delta, kept.gather(name, ctx.state[name]))
+    for name, value in update.metrics.items():
+        if not abs(value) < float("inf"):
+            raise UpdateError(f"{who} reports {name} = {value!r}, which is not finite; a lower learning rate may help")
+    cost = update.cost
+    if min(cost.flops_compact, cost.flops_rowmask, cost.uplink_bytes, cost.downlink_bytes) < 0:
+        raise UpdateError(f"{who} reports a negative cost")
+    if not (0 <= cost.seconds < float("inf") and 0 <= cost.wall_seconds < float("inf")):
+        raise UpdateError(f"{who} reports a negative cost, or one without end")
+
+
+def _check_change(who: str, name: str, delta: Tensor, before: Tensor) -> None:
+    """Raise where the received values with this change are out of the range of their type, as no trained ones are."""
+    if delta.is_floating_point():
+        if not bool(torch.isfinite(before + delta.to(before.dtype)).all()):
+            raise UpdateError(f"{who} takes {name!r} beyond the largest {before.dtype}")
+    elif not delta.is_complex() and delta.numel() and max(-int(delta.min()), int(delta.max())) > _MOST_COUNTED:
+        raise UpdateError(f"{who} changes the integers in {name!r} by more than {_MOST_COUNTED}")
+
+
+class Server:
+    """Holds the global model. Policies keep their state in `state.memory`; nothing else lives from round to round.
+
+    Args:
+        spec: Of the run.
+        clients: Client id → client; only sizes and capabilities are looked at.
+        state: Where to go on from; None starts from the initial model.
+
+    Raises:
+        InvalidValueError: the method's changes cannot be combined, or made private, as the options say.
+        MissingDependencyError: privacy was asked for, and its accountant is not installed.
+    """
+
+    def __init__(self, spec: RunSpec, clients: Mapping[int, Client], state: ServerState | None = None) -> None:
+        self.spec = spec
+        self.state = state or ServerState(0, clone(spec.initial))
+        if self.state.noise_seed is None:
+            self.state.noise_seed = noise_seed_of(spec.config)
+        self._clients = clients
+        self._names = spec.shared_names()
+        self._ctx: ServerContext | None = None
+        self._assignments: dict[int, Assignment] = {}
+        method, config = spec.method, spec.config
+        if config.aggregation != "mean" and method.aggregate.mean_only:
+            raise InvalidValueError(
+                f"method {method.name!r} takes no aggregation but 'mean', got {config.aggregation!r}:"
+                f" {method.aggregate.mean_only}"
+            )
+        if config.dp_clip is not None:
+            check_private(method)
+        self.privacy = privacy_of(config, len(clients))
+
+    def shared(self) -> dict[str, Tensor]:
+        """The shared entries of the global state."""
+        return {name: self.state.state[name] for name in self._names}
+
+    def context(self, round: int) -> ServerContext:
+        """What policies see in a round."""
+        config = self.spec.config
+        return ServerContext(
+            round=round,
+            rounds=config.rounds,
+            roster=Roster(self._clients, config, round),
+            cohort=config.cohort,
+            rngs=rngs_by_kind(Streams(config.seed).server(round)),
+            memory=self.state.memory,
+            graph=self.spec.graph,
+            state=self.shared(),
+            costs=self.spec.costs,
+        )
+
+    def assign(self, round: int) -> list[Assignment]:
+        """Sample the cohort and write its assignments.
+
+        Args:
+            round: The next round, counted from 1.
+
+        Raises:
+            InvalidValueError: the sampling policy returned no client, a stranger, or one twice.
+        """
+        method = self.spec.method
+        ctx = self._ctx = self.context(round)
+        cohort = method.sampling.sample(ctx.scoped("sampling"))
+        if not cohort or len(set(cohort)) != len(cohort) or any(client_id not in ctx.roster for client_id in cohort):
+            raise InvalidValueError(
+                f"the sampling policy of {method.name!r} chose {cohort} in round {round};"
+                " it must choose distinct clients of the run"
+            )
+        assignments = []
+        for client_id in cohort:
+            proposal = method.ratio.propose(ctx.scoped("ratio"), client_id)
+            assignments.append(
+                Assignment(
+                    round=round,
+                    client_id=client_id,
+                    state=ctx.state,
+                    mask=method.mask.propose(ctx.scoped("mask"), client_id, proposal),
+                    ratio=None if proposal is None else check_ratio(proposal),
+                    extra=method.aggregate.broadcast(ctx.scoped("aggregate"), client_id),
+                    capability=ctx.roster[client_id].capability,
+                )
+            )
+        self._assignments = {assignment.client_id: assignment for assignment in assignments}
+        return assignments
+
+    def aggregate(self, updates: Iterable[Update], *, needed: int = 1) -> Aggregated:
+        """Check every update, aggregate the valid ones, and let the policies learn from them.
+
+        With fewer valid updates than are needed nothing changes, and the round is not counted.
+
+        Args:
+            updates: In any order.
+            needed: How many must be valid, at least one.
+
+        Returns:
+            Which were valid, and why the others were not. Of two updates of one client the first counts.
+        """
+        assert self._ctx is not None, "assign() comes before aggregate()"
+        ctx, method = self._ctx, self.spec.method
+        valid: list[Update] = []
+        refused: list[tuple[int, UpdateError]] = []
+        seen: set[int] = set()
+        for update in updates:
+            try:
+                if update.client_id not in self._assignments:
+                    raise UpdateError(f"client {update.client_id} has no assignment in round {ctx.round}")
+                if update.client_id in seen:
+                    raise UpdateError(f"client {update.client_id} sent a second update in round {ctx.round}")
+                self._check(ctx, update)
+            except UpdateError as error:
+                refused.append((update.client_id, error))
+                continue
+            seen.add(update.client_id)
+            # What was rounded on the way is added up as exactly as anything else.
+            delta = {name: tensor.to(ctx.state[name].dtype) for name, tensor in update.delta.items()}
+            valid.append(replace(update, delta=delta))
+        places = {client_id: place for place, client_id in enumerate(self._assignments)}
+        valid.sort(key=lambda update: places[update.client_id])
+        seconds = None
+        if len(valid) >= needed:
+            self._aggregate(ctx, valid)
+            seconds = method.sampling.seconds(ctx.scoped("sampling"))
+            method.ratio.observe_all(ctx.scoped("ratio"), valid)
+            method.mask.observe(ctx.scoped("mask"), valid)
+            method.sampling.observe(ctx.scoped("sampling"), valid)
+            self.state.round = ctx.round
+        return Aggregated(tuple(valid), tuple(refused), seconds)
+
+    def _check(self, ctx: ServerContext, update: Update) -> None:
+        """Raise UpdateError unless the update may touch the model, and every policy can use it."""
+        method, assignment = self.spec.method, self._assignments[update.client_id]
+        check_update(update, assignment, ctx, upload=self.spec.config.upload)
+        method.aggregate.validate(ctx.scoped("aggregate"), update, assignment)
+        method.ratio.validate(ctx.scoped("ratio"), update, assignment)
+        method.mask.validate(ctx.scoped("mask"), update, assignment)
+        method.sampling.validate(ctx.scoped("sampling"), update, assignment)
+
+    def _aggregate(self, ctx: ServerContext, valid: list[Update]) -> None:
+        method, config = self.spec.method, self.spec.config
+        arrivals = method.sampling.arrivals(ctx.scoped("sampling"), valid)
+        scoped = ctx.scoped("aggregate")
+        acc = method.aggregate.init(scoped, ctx.state)
+        rule = noisy_mean(config, ctx.round, noise_seed=self.state.noise_seed) or make_rule(config)
+        if rule is not None:
+            rule.begin(acc, [update for update, _ in arrivals], ctx.state)
+            acc.rule = rule
+        for update, age in arrivals:
+            method.aggregate.add(scoped, acc, update, age)
+        changed = method.aggregate.finish(scoped, ctx.state, acc)
+        if rule is not None and (acc.count != len(arrivals) or acc.asked != set(ctx.state)):
+            what = f"aggregation {config.aggregation!r}" if config.dp_clip is None else "differential privacy"
+            raise InvalidValueError(
+                f"{what} does not reach all that {type(method.aggregate).__name__} of method {method.name!r} adds up; let it"
+                " add updates by add_weighted() and take changes from AggregatePolicy.change(), or say why not by mean_only"
+            )
+        self.state.state = {**self.state.state, **changed}

@@ -1,0 +1,1 @@
+"""What lives from round to round, in memory and on disk."""

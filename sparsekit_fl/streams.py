@@ -1,0 +1,61 @@
+"""Streams: every generator of a run, derived from one seed and from what the numbers are for, never from order of use."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from sparsekit.errors import InvalidValueError
+
+__all__ = ["Streams"]
+
+
+# The first number of a spawn key says what the stream is for; the values are part of the file format of results.
+_MODEL, _DATA, _SERVER, _CLIENT, _CAPABILITY, _NOISE, _EVALUATION = range(7)
+
+
+@dataclass(frozen=True)
+class Streams:
+    """Independent generators for each part of a run.
+
+    Two calls with equal arguments give generators in equal states, so any engine, any order of clients and any
+    resumed run draw the same numbers.
+    """
+
+    seed: int
+
+    def __post_init__(self) -> None:
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or self.seed < 0:
+            raise InvalidValueError(f"seed must be an integer >= 0, got {self.seed!r}")
+
+    def _generator(self, *key: int) -> np.random.Generator:
+        return np.random.default_rng(np.random.SeedSequence(self.seed, spawn_key=key))
+
+    def model(self) -> np.random.Generator:
+        """For initial weights."""
+        return self._generator(_MODEL)
+
+    def data(self) -> np.random.Generator:
+        """For partitions and splits of the data."""
+        return self._generator(_DATA)
+
+    def server(self, round: int) -> np.random.Generator:
+        """For what the server draws in a round: the cohort, proposed ratios."""
+        return self._generator(_SERVER, round)
+
+    def client(self, round: int, id: int) -> np.random.Generator:
+        """For what one client draws in a round: batches, dropout, its own pattern."""
+        return self._generator(_CLIENT, round, id)
+
+    def capability(self, round: int, id: int) -> np.random.Generator:
+        """For the capability of one client in a round (round 0: drawn once for the whole run)."""
+        return self._generator(_CAPABILITY, round, id)
+
+    def noise(self, round: int, place: int) -> np.random.Generator:
+        """For the noise on one entry of the model in a round; entries are numbered in the order of their sorted names."""
+        return self._generator(_NOISE, round, place)
+
+    def evaluation(self, round: int) -> np.random.Generator:
+        """For who is scored after a round, where that is not everybody."""
+        return self._generator(_EVALUATION, round)

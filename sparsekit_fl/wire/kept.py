@@ -1,0 +1,124 @@
+"""Which entries of a state travel under a mask: gather them, put them back, add them up."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsekit.graph.graph import UnitGraph
+from sparsekit.graph.mask import UnitMask, WeightMask
+from sparsekit.graph.state import StateDict
+
+__all__ = ["Kept", "Mask", "mask_state"]
+
+Mask = UnitMask | WeightMask
+"""What is kept, by unit or by entry."""
+
+
+def _grid(axes: Mapping[int, Tensor], shape: torch.Size) -> tuple[Tensor, ...]:
+    """Broadcastable indices over the leading axes up to the last one that units touch."""
+    last = max(axes)
+    parts = [axes[dim] if dim in axes else torch.arange(shape[dim]) for dim in range(last + 1)]
+    return tuple(part.view([-1 if d == dim else 1 for d in range(last + 1)]) for dim, part in enumerate(parts))
+
+
+class Kept:
+    """The entries that a mask keeps, for every key of a model's state.
+
+    A unit mask keeps a narrow tensor (the shape that the compact model has), a weight mask a 1-D tensor of the kept
+    entries in row-major order, no mask everything; keys of which the mask drops nothing are kept whole, in their own shape.
+
+    Args:
+        graph: The units and shapes of the model.
+        mask: What is kept; None keeps all.
+    """
+
+    def __init__(self, graph: UnitGraph, mask: Mask | None) -> None:
+        self.graph = graph
+        self.mask = mask
+        self._axes: dict[str, dict[int, Tensor]] = {}
+        self._flat: dict[str, Tensor] = {}
+        if isinstance(mask, UnitMask):
+            # A full axis needs no index, so a mask that keeps everything costs what no mask costs.
+            for name, axes in graph.kept_indices(mask).items():
+                narrow = {dim: index for dim, index in axes.items() if index.numel() < graph.shapes[name][dim]}
+                if narrow:
+                    self._axes[name] = narrow
+        elif mask is not None:
+            # Likewise an entry of which nothing is dropped.
+            partial = {name: keep.cpu().reshape(-1) for name, keep in mask.items() if not bool(keep.all())}
+            self._flat = {name: keep.nonzero().reshape(-1) for name, keep in partial.items()}
+
+    def is_whole(self, name: str) -> bool:
+        """True where every entry of `name` is kept and its shape is the model's."""
+        return name not in self._axes and name not in self._flat
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of what is kept of `name`."""
+        full = self.graph.shapes[name]
+        if name in self._flat:
+            return (self._flat[name].numel(),)
+        axes = self._axes.get(name, {})
+        return tuple(axes[dim].numel() if dim in axes else size for dim, size in enumerate(full))
+
+    def gather(self, name: str, tensor: Tensor) -> Tensor:
+        """What is kept of the dense `tensor`; a view where everything is."""
+        if name in self._flat:
+            return tensor.reshape(-1).index_select(0, self._flat[name].to(tensor.device))
+        for dim, index in self._axes.get(name, {}).items():
+            tensor = tensor.index_select(dim, index.to(tensor.device))
+        return tensor
+
+    def scatter(self, name: str, kept: Tensor, into: Tensor) -> None:
+        """Write what is kept into the dense tensor `into`, in place."""
+        if name in self._flat:
+            into.view(-1)[self._flat[name]] = kept
+        elif name in self._axes:
+            into[_grid(self._axes[name], self.graph.shapes[name])] = kept
+        else:
+            into.copy_(kept)
+
+    def add(self, name: str, kept: Tensor | float, into: Tensor) -> None:
+        """Add to the kept entries of the dense tensor `into`, in place; a number is added to each."""
+        if name in self._flat:
+            into.view(-1)[self._flat[name]] += kept
+        elif name in self._axes:
+            into[_grid(self._axes[name], self.graph.shapes[name])] += kept
+        else:
+            into += kept
+
+    def gather_all(self, state: StateDict) -> dict[str, Tensor]:
+        """What is kept of each entry of a dense state."""
+        return {name: self.gather(name, tensor) for name, tensor in state.items()}
+
+    def scatter_all(self, kept: StateDict, into: StateDict) -> dict[str, Tensor]:
+        """A new dense state: `into` with the kept entries written over it."""
+        result: dict[str, Tensor] = {}
+        for name, tensor in kept.items():
+            if self.is_whole(name):
+                result[name] = tensor.detach().clone()
+            else:
+                result[name] = into[name].detach().clone()
+                self.scatter(name, tensor, result[name])
+        return result
+
+    def entries(self, names: Any) -> int:
+        """How many entries are kept of the given keys."""
+        return sum(math.prod(self.shape(name)) for name in names)
+
+
+def mask_state(graph: UnitGraph, mask: Mask | None, state: StateDict) -> dict[str, Tensor]:
+    """A dense state in which everything that `mask` drops is zero; untouched keys are the same tensors."""
+    kept = Kept(graph, mask)
+    result: dict[str, Tensor] = {}
+    for name, tensor in state.items():
+        if kept.is_whole(name):
+            result[name] = tensor
+        else:
+            result[name] = torch.zeros_like(tensor)
+            kept.scatter(name, kept.gather(name, tensor), result[name])
+    return result

@@ -1,0 +1,233 @@
+"""The `sparsekit` command: units, plug-in commands, errors and exit codes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import pytest
+import typer
+from torch import nn
+
+import sparsekit
+from sparsekit.cli import main as cli
+from sparsekit.errors import InvalidValueError, SparsekitError
+
+NETS = """
+import torch
+from torch import nn
+
+def plain():
+    return nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3))
+
+def with_input():
+    return plain(), (torch.zeros(1, 4),)
+
+def normed():
+    return nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3)), torch.zeros(1, 4)
+
+def tokens():
+    return nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 2))
+
+def no_units():
+    return nn.Linear(4, 3), torch.zeros(1, 4)
+
+def needs(argument):
+    return plain()
+
+ready = plain()
+
+def wrong():
+    return 3
+"""
+
+
+@pytest.fixture
+def nets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    name = f"nets_{abs(hash(str(tmp_path)))}"
+    (tmp_path / f"{name}.py").write_text(NETS)
+    monkeypatch.syspath_prepend(tmp_path)
+    return name
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.execute(["--version"]) == 0
+    assert capsys.readouterr().out == f"sparsekit {sparsekit.__version__}\n"
+
+
+def test_units_of_a_built_in_model_as_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.execute(["units", "cnn"]) == 0
+    out = capsys.readouterr().out
+    assert "cnn: 80 units in 3 groups, 21,840 parameters" in out
+    assert all(word in out for word in ("conv1", "conv2", "fc1", "channel", "feature", "fc2", "model output"))
+
+
+def test_units_of_a_factory_as_json(nets: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.execute(["units", f"{nets}:plain", "--example-shape", "2,4", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["parameters"] == 4 * 6 + 6 + 6 * 3 + 3
+    assert report["units"] == 6
+    # Six rows with their biases, and six columns of the next layer.
+    assert report["groups"] == [
+        {"name": "0", "kind": "feature", "size": 6, "parameters": 24 + 6 + 18, "share": pytest.approx(48 / 51)}
+    ]
+    assert [item["module"] for item in report["fixed"]] == ["2"]
+
+
+def test_a_factory_may_bring_its_inputs(nets: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.execute(["units", f"{nets}:with_input", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["units"] == 6
+
+
+def test_units_under_norms_are_shown_on_demand(nets: str, capsys: pytest.CaptureFixture[str]) -> None:
+    found = {}
+    for norm in ("fixed", "kept"):
+        assert cli.execute(["units", f"{nets}:normed", "--norm", norm, "--json"]) == 0
+        found[norm] = json.loads(capsys.readouterr().out)["units"]
+    assert found == {"fixed": 5, "kept": 11}
+
+
+def test_token_inputs_are_given_by_dtype(nets: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.execute(["units", f"{nets}:tokens", "--example-shape", "1,7:int64", "--json"]) == 0
+    assert {group["name"]: group["size"] for group in json.loads(capsys.readouterr().out)["groups"]} == {"0": 4, "1": 5}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["units", "vgg111"], "did you mean 'vgg11'"),
+        (["units", "NETS:plain"], "no example input is known"),
+        (["units", "NETS:plain", "--example-shape", "1,9"], "fails on the example inputs"),
+        (["units", "NETS:plain", "--example-shape", "1,x"], "--example-shape must be positive integers"),
+        (["units", "NETS:plain", "--example-shape", "1,4:int99"], "--example-shape must be positive integers"),
+        (["units", "NETS:plane", "--example-shape", "1,4"], "did you mean 'plain'"),
+        (["units", "NETS:no_units"], "can be removed exactly"),
+        (["units", "NETS:needs"], "cannot be called without arguments"),
+        (["units", "NETS:ready"], "class or function that builds a model"),
+        (["units", "NETS:wrong"], "must return a torch.nn.Module"),
+        (["units", "nowhere_at_all:Net"], "cannot import module"),
+        (["units"], "Missing argument"),
+        (["unitz"], "No such command"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_code_2(
+    nets: str, arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.execute([argument.replace("NETS", nets) for argument in arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert says.lower() in " ".join(captured.err.split()).lower()
+    assert "Traceback" not in captured.err
+
+
+def _plug_in(monkeypatch: pytest.MonkeyPatch, **values: str) -> None:
+    points = [EntryPoint(name, value, cli.COMMANDS_GROUP) for name, value in values.items()]
+    monkeypatch.setattr(cli, "entry_points", lambda group: points)
+
+
+hello = typer.Typer()
+
+
+@hello.command()
+def _hello(name: str = "you") -> None:
+    """Greet."""
+    typer.echo(f"hello {name}")
+
+
+failing = typer.Typer()
+
+
+@failing.command()
+def _fail(how: str) -> None:
+    """Fail."""
+    raise {"ours": InvalidValueError("a sentence"), "ctrl-c": KeyboardInterrupt(), "os": OSError(28, "No space left")}[how]
+
+
+def test_a_command_of_another_package_is_found(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "other_package", sys.modules[__name__])
+    _plug_in(monkeypatch, greet="other_package:hello")
+    assert cli.execute(["greet", "--name", "world"]) == 0
+    assert capsys.readouterr().out == "hello world\n"
+
+
+def test_a_broken_command_spoils_only_itself(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "other_package", sys.modules[__name__])
+    _plug_in(monkeypatch, greet="other_package:hello", broken="nowhere_at_all:app", odd="math:pi")
+    assert cli.execute(["--help"]) == 0
+    out = capsys.readouterr().out
+    assert all(name in out for name in ("greet", "broken", "odd", "units", "not available"))
+    assert cli.execute(["greet"]) == 0
+    capsys.readouterr()
+    assert cli.execute(["broken", "--whatever", "1"]) == 2
+    assert "nowhere_at_all" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "says"),
+    [("ours", 2, "error: a sentence"), ("os", 2, "No space left"), ("ctrl-c", 130, "")],
+)
+def test_exit_codes(
+    how: str, code: int, says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "other_package", sys.modules[__name__])
+    _plug_in(monkeypatch, fail="other_package:failing")
+    assert cli.execute(["fail", how]) == code
+    assert says in capsys.readouterr().err
+
+
+def test_help_imports_no_torch_and_names_every_command() -> None:
+    program = (
+        "import sys; from sparsekit.cli.main import execute; code = execute(['--help']);"
+        " sys.exit(code or ('torch' in sys.modules) or ('sklearn' in sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert all(name in done.stdout for name in ("units", "fedlps", "run", "compare", "list"))
+    assert "not available" not in done.stdout
+
+
+@pytest.mark.parametrize("command", ["units", "fedlps", "run", "compare", "list"])
+def test_every_help_has_examples(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.execute([command, "--help"]) == 0
+    out = capsys.readouterr().out
+    assert f"$ sparsekit {command}" in out
+    assert "--json" in out
+
+
+def test_a_factory_is_found_in_the_folder_where_the_user_stands(tmp_path: Path) -> None:
+    (tmp_path / "mynets.py").write_text(NETS)
+    program = "from sparsekit.cli.main import main; sys.argv = ['sparsekit', 'units', 'mynets:with_input', '--json']; main()"
+    # A console script does not look where it is started, unlike `python -c`.
+    program = f"import sys; sys.path[:] = [p for p in sys.path if p]; {program}"
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["units"] == 6
+
+
+def test_models_for_units_agree_with_those_for_runs() -> None:
+    from sparsekit_fl.models import models
+
+    assert set(cli.models) == set(models)
+    for name in ("cnn", "lstm"):
+        module, inputs = cli.models[name]()
+        assert isinstance(module, nn.Module)
+        assert isinstance(inputs, tuple)
+
+
+def test_the_error_family_is_what_main_catches() -> None:
+    assert issubclass(InvalidValueError, SparsekitError)
+
+
+def test_no_argument_shows_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.execute([]) == 0
+    captured = capsys.readouterr()
+    assert "Usage: sparsekit" in captured.out + captured.err
+
+
+def test_the_package_runs_as_a_module_too() -> None:
+    done = subprocess.run([sys.executable, "-m", "sparsekit", "units", "--help"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0
+    assert "Usage: sparsekit units" in done.stdout

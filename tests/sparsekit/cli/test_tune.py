@@ -1,0 +1,179 @@
+"""`sparsekit tune` as a user meets it: output, errors, Ctrl-C, kill -9 and going on."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sparsekit.cli.main import execute
+
+SCORE = "awk -v x={x} 'BEGIN { print \"score\", -(x - 0.3) ^ 2 }'"
+BASIC = ["tune", SCORE, "--space", "x=0:1", "--metric", r"score (\S+)", "--bandit", "p-ucbv"]
+SLOW = ["tune", f"sleep 0.15; {SCORE}", *BASIC[2:]]
+MAIN = "import sys; from sparsekit.cli.main import main; main()"
+
+
+def trials(folder: Path) -> list[dict[str, Any]]:
+    path = folder / "trials.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [{key: value for key, value in json.loads(line).items() if key != "seconds"} for line in lines]
+
+
+def test_a_search_ends_with_the_best_value_and_the_command_to_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert execute([*BASIC, "--trials", "4"]) == 0
+    captured = capsys.readouterr()
+    assert "4 trials; p-ucbv, more is better" in captured.out
+    assert "best seen: awk -v x=0." in captured.out
+    assert captured.err.count("trial ") == 4
+    assert "best" in captured.err
+
+
+def test_json_is_all_there_is_on_stdout(capsys: pytest.CaptureFixture[str]) -> None:
+    assert execute([*BASIC, "--trials", "3", "--minimize", "--json"]) == 0
+    captured = capsys.readouterr()
+    report = json.loads(captured.out)
+    assert captured.err == ""
+    assert (report["trials"], report["failed"], report["maximize"], report["out"]) == (3, 0, False, None)
+    assert report["best"]["command"].startswith("awk -v x=")
+    assert report["best"]["metric"] <= report["recommended"]["metric"]
+
+
+def test_a_folder_holds_the_trials_their_output_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert execute([*BASIC, "--trials", "3", "--out", str(tmp_path / "run")]) == 0
+    assert "are in" in capsys.readouterr().out
+    files = {path.relative_to(tmp_path / "run").as_posix() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    assert files == {".lock", "tune.json", "state.json", "trials.jsonl", "arms.png", *(
+        f"logs/000{n}.{kind}" for n in (1, 2, 3) for kind in ("out", "err"))}  # fmt: skip
+    assert (tmp_path / "run/logs/0001.out").read_text().startswith("score -")
+
+
+def test_going_on_needs_no_more_than_the_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = ["--out", str(tmp_path)]
+    assert execute([*BASIC, "--trials", "2", *out]) == 0
+    assert execute(["tune", "--resume", *out, "--trials", "5", "--json"]) == 0
+    assert len(trials(tmp_path)) == 5
+    assert execute([*BASIC, "--resume", *out, "-q"]) == 0
+    assert len(trials(tmp_path)) == 5
+
+
+def test_failures_are_counted_and_shown_with_their_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    command = "if [ {n} -gt 2 ]; then echo no room >&2; exit 7; fi; echo score {n}"
+    assert (
+        execute(["tune", command, "--space", "n=1:4:int", "--metric", r"score (\d)", "--bandit", "ucb-v", "--trials", "5"]) == 0
+    )
+    captured = capsys.readouterr()
+    assert "failed (exit code 7: no room)" in captured.err
+    assert "5 trials, " in captured.out
+    assert " failed; ucb-v" in captured.out
+
+
+def test_when_all_fail_the_last_reason_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert execute([*BASIC[:4], "--metric", "nothing (.)", "--trials", "2", "-q", "--out", str(tmp_path)]) == 2
+    assert "error: all 2 trials have failed; the last: the output has no match" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["tune"], "a command in quotes is missing"),
+        (["tune", "x {x}"], "--space NAME=LOW:HIGH is missing"),
+        (["tune", "x {x}", "--space", "x=0:1"], "--metric REGEX is missing"),
+        (["tune", "x", *BASIC[2:]], "is not in the command"),
+        ([*BASIC, "--trials", "0"], "--trials must be an integer >= 1, got 0"),
+        ([*BASIC, "--jobs", "0"], "--jobs must be an integer >= 1, got 0"),
+        ([*BASIC, "--timeout", "-1"], "--timeout must be a number of seconds above 0"),
+        ([*BASIC, "--seed", "-1"], "--seed must be an integer >= 0"),
+        ([*BASIC, "--resume"], "--resume needs --out DIR"),
+        ([*BASIC[:-1], "ucbv"], "did you mean 'ucb-v'"),
+    ],
+)
+def test_bad_input_is_refused_with_what_to_do(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert execute(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert message in captured.err
+
+
+def test_a_folder_is_neither_overwritten_nor_mixed_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = ["--out", str(tmp_path / "run")]
+    assert execute(["tune", "--resume", *out]) == 2
+    assert "holds no search to go on with" in capsys.readouterr().err
+    assert execute([*BASIC, "--trials", "1", *out, "-q"]) == 0
+    assert execute([*BASIC, "--trials", "1", *out]) == 2
+    assert "already holds a search; pass --resume" in capsys.readouterr().err
+    assert execute(["tune", "--resume", *out, "--seed", "3", "--minimize"]) == 2
+    assert "holds another search: maximize False (there True); seed 3 (there 0)" in capsys.readouterr().err
+    assert len(trials(tmp_path / "run")) == 1
+
+
+def test_a_folder_of_another_version_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert execute([*BASIC, "--trials", "1", "--out", str(tmp_path), "-q"]) == 0
+    path = tmp_path / "tune.json"
+    path.write_text(path.read_text().replace('"version": 1', '"version": 2'))
+    assert execute(["tune", "--resume", "--out", str(tmp_path)]) == 2
+    assert "has version 2" in capsys.readouterr().err
+    path.write_text('{"version": 1}')
+    assert execute(["tune", "--resume", "--out", str(tmp_path)]) == 2
+    assert "tune.json is damaged" in capsys.readouterr().err
+
+
+def start(arguments: list[str]) -> subprocess.Popen[str]:
+    return subprocess.Popen([sys.executable, "-c", MAIN, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def wait_for(folder: Path, count: int) -> None:
+    deadline = time.monotonic() + 60
+    while len(trials(folder)) < count:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def whole(tmp_path: Path) -> Path:
+    """The same search without interruption."""
+    assert execute([*SLOW, "--trials", "6", "--out", str(tmp_path / "whole"), "-q"]) == 0
+    return tmp_path / "whole"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_ends_cleanly_and_says_how_to_go_on(whole: Path, tmp_path: Path, number: signal.Signals) -> None:
+    folder = tmp_path / "it's here"
+    process = start([*SLOW, "--trials", "6", "--out", str(folder)])
+    wait_for(folder, 2)
+    process.send_signal(number)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 130, err
+    assert "of 6 trials; best so far" in err
+    assert f"go on with: sparsekit tune --resume --out '{tmp_path}/it'\"'\"'s here'" in err
+    assert "Traceback" not in err
+    assert 2 <= len(trials(folder)) < 6
+    assert execute(["tune", "--resume", "--out", str(folder), "-q"]) == 0
+    assert trials(folder) == trials(whole)
+
+
+def test_kill_9_loses_nothing(whole: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "killed"
+    for count in (1, 3):
+        arguments = ["tune", "--resume"] if count > 1 else SLOW
+        process = start([*arguments, "--trials", "6", "--out", str(folder)])
+        wait_for(folder, count)
+        os.kill(process.pid, signal.SIGKILL)
+        process.communicate(timeout=30)
+    assert len(trials(folder)) < 6
+    assert execute(["tune", "--resume", "--out", str(folder), "-q"]) == 0
+    assert trials(folder) == trials(whole)
+
+
+def test_the_help_has_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    assert execute(["tune", "--help"]) == 0
+    out = capsys.readouterr().out
+    assert "--space lr=1e-4:1e-1:log" in out.replace("\n ", "").replace("  ", " ")
+    assert all(option in out for option in ("--trials", "--metric", "--minimize", "--timeout", "--jobs", "--resume"))

@@ -1,0 +1,109 @@
+"""UnitGraph: gates, kept positions, JSON and checks follow from the index table."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from sparsekit.errors import ForeignMaskError, InvalidValueError
+from sparsekit.graph.graph import FixedUnits, UnitGraph, UnitGroup, UnitSlice, group_order
+
+
+def _graph() -> UnitGraph:
+    """Two channels, flattened to 2·2 columns of a linear layer: unit j spans columns 2j and 2j + 1."""
+    slices = (
+        UnitSlice("conv.weight", 0, torch.tensor([[0], [1]]), "out", gated=True),
+        UnitSlice("fc.weight", 1, torch.tensor([[0, 1], [2, 3]]), "in", gated=False),
+    )
+    shapes = {"conv.weight": torch.Size((2, 1)), "fc.weight": torch.Size((1, 4)), "fc.bias": torch.Size((1,))}
+    return UnitGraph({"conv": UnitGroup("conv", 2, "channel", slices)}, shapes, fixed=(FixedUnits("fc", 1, "model output"),))
+
+
+def _state() -> dict[str, torch.Tensor]:
+    return {
+        "conv.weight": torch.tensor([[3.0], [5.0]]),
+        "fc.weight": torch.tensor([[1.0, 2.0, 3.0, 4.0]]),
+        "fc.bias": torch.tensor([7.0]),
+    }
+
+
+def test_a_gate_multiplies_only_gated_slices() -> None:
+    gated = _graph().gate(_state(), {"conv": torch.tensor([1.0, 0.5])})
+    assert gated["conv.weight"].tolist() == [[3.0], [2.5]]
+    assert gated["fc.weight"].tolist() == [[1.0, 2.0, 3.0, 4.0]]
+
+
+def test_a_gate_is_differentiable_in_state_and_gates() -> None:
+    state, gate = (
+        {**_state(), "conv.weight": torch.tensor([[3.0], [5.0]], requires_grad=True)},
+        torch.ones(2, requires_grad=True),
+    )
+    _graph().gate(state, {"conv": gate})["conv.weight"].sum().backward()
+    assert gate.grad is not None
+    assert gate.grad.tolist() == [3.0, 5.0]
+    assert state["conv.weight"].grad is not None
+
+
+def test_a_gate_leaves_the_given_state_alone() -> None:
+    state = _state()
+    _graph().gate(state, {"conv": torch.zeros(2)})
+    assert state["conv.weight"].tolist() == [[3.0], [5.0]]
+
+
+def test_kept_positions_span_the_flattened_channel() -> None:
+    kept = _graph().kept_indices({"conv": torch.tensor([False, True])})
+    assert {name: {dim: index.tolist() for dim, index in axes.items()} for name, axes in kept.items()} == {
+        "conv.weight": {0: [1]},
+        "fc.weight": {1: [2, 3]},
+    }
+
+
+def test_json_and_back_is_exact() -> None:
+    text = _graph().to_json()
+    again = UnitGraph.from_json(text)
+    assert again.to_json() == text
+    assert again.groups["conv"].slices[1].index.tolist() == [[0, 1], [2, 3]]
+    assert again.fixed == _graph().fixed
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", json.dumps({"format": 99})])
+def test_text_that_is_no_graph_is_refused(text: str) -> None:
+    with pytest.raises(InvalidValueError):
+        UnitGraph.from_json(text)
+
+
+def test_units_span_and_fingerprint() -> None:
+    graph = _graph()
+    assert graph.units == 2
+    assert graph.groups["conv"].slices[1].span == 2
+    assert graph.fingerprint() == (("conv", 2),)
+    assert list(graph.slices_of) == ["conv.weight", "fc.weight"]
+
+
+def test_an_unknown_group_is_refused() -> None:
+    with pytest.raises(ForeignMaskError, match="no group 'fc'"):
+        _graph().gate(_state(), {"fc": torch.ones(1)})
+
+
+def test_gates_of_the_wrong_length_are_refused() -> None:
+    with pytest.raises(ForeignMaskError, match=r"shape \(2,\), got \(3,\)"):
+        _graph().gate(_state(), {"conv": torch.ones(3)})
+
+
+def test_a_state_without_a_key_is_refused() -> None:
+    state = _state()
+    del state["fc.bias"]
+    with pytest.raises(ForeignMaskError, match=r"lacks 'fc\.bias'"):
+        _graph().check_state(state)
+
+
+def test_a_compacted_state_is_told_to_be_expanded() -> None:
+    with pytest.raises(ForeignMaskError, match="expanded first"):
+        _graph().check_state({**_state(), "conv.weight": torch.ones(1, 1)}, what="this state")
+
+
+def test_offsets_of_a_fused_vector() -> None:
+    groups = [UnitGroup("a", 3, "feature", ()), UnitGroup("b", 5, "feature", ()), UnitGroup("c", 1, "feature", ())]
+    assert group_order(groups) == {"a": 0, "b": 3, "c": 8}

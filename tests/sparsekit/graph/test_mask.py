@@ -1,0 +1,106 @@
+"""UnitMask and WeightMask: immutable, compared by value, checked against their graph."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sparsekit.errors import ForeignMaskError, InvalidValueError
+from sparsekit.graph.graph import UnitGraph, UnitGroup, UnitSlice
+from sparsekit.graph.mask import UnitMask, WeightMask, to_weights
+
+
+def _rows(*rows: int) -> torch.Tensor:
+    return torch.tensor(rows).reshape(-1, 1)
+
+
+@pytest.fixture
+def graph() -> UnitGraph:
+    """Linear(2, 3) with bias, then Linear(3, 2) without: the hidden features are the units."""
+    slices = (
+        UnitSlice("a.weight", 0, _rows(0, 1, 2), "out", gated=True),
+        UnitSlice("a.bias", 0, _rows(0, 1, 2), "out", gated=True),
+        UnitSlice("b.weight", 1, _rows(0, 1, 2), "in", gated=False),
+    )
+    shapes = {"a.weight": torch.Size((3, 2)), "a.bias": torch.Size((3,)), "b.weight": torch.Size((2, 3))}
+    return UnitGraph({"a": UnitGroup("a", 3, "feature", slices)}, shapes)
+
+
+def _mask(*keep: int) -> UnitMask:
+    return UnitMask({"a": torch.tensor(keep, dtype=torch.bool)})
+
+
+def test_density_counts_the_entries_that_stay(graph: UnitGraph) -> None:
+    # One of three units: 2 of 6 weights, 1 of 3 biases, 2 of 6 columns.
+    assert _mask(0, 1, 0).density(graph) == 5 / 15
+
+
+def test_a_full_mask_has_density_one(graph: UnitGraph) -> None:
+    assert UnitMask.full(graph).density(graph) == 1.0
+
+
+def test_counts_and_bytes(graph: UnitGraph) -> None:
+    assert _mask(1, 0, 1).counts() == {"a": 2}
+    assert UnitMask({"x": torch.ones(9, dtype=torch.bool), "y": torch.ones(8, dtype=torch.bool)}).wire_bytes() == 2 + 1
+
+
+def test_masks_compare_by_value() -> None:
+    assert _mask(1, 0, 1) == _mask(1, 0, 1)
+    assert _mask(1, 0, 1) != _mask(1, 1, 0)
+    assert _mask(1, 0, 1) != WeightMask({"a": torch.tensor([True, False, True])})
+
+
+def test_the_repr_says_how_many_are_kept() -> None:
+    assert repr(_mask(1, 0, 1)) == "UnitMask(a: 2/3)"
+
+
+def test_masks_are_not_hashable() -> None:
+    with pytest.raises(TypeError):
+        hash(_mask(1, 1, 1))
+
+
+def test_by_entry_a_dropped_unit_loses_its_rows_and_the_columns_that_read_it(graph: UnitGraph) -> None:
+    weights = to_weights(graph, _mask(1, 0, 1))
+    assert weights["a.weight"].tolist() == [[True, True], [False, False], [True, True]]
+    assert weights["a.bias"].tolist() == [True, False, True]
+    assert weights["b.weight"].tolist() == [[True, False, True], [True, False, True]]
+    assert weights.density(graph) == pytest.approx(_mask(1, 0, 1).density(graph))
+
+
+def test_a_mask_without_a_unit_is_refused(graph: UnitGraph) -> None:
+    with pytest.raises(InvalidValueError, match="keeps no unit of group 'a'"):
+        _mask(0, 0, 0).check(graph)
+
+
+@pytest.mark.parametrize("entries", [{}, {"b": torch.ones(3, dtype=torch.bool)}, {"a": torch.ones(4, dtype=torch.bool)}])
+def test_a_mask_of_another_graph_is_refused(graph: UnitGraph, entries: dict[str, torch.Tensor]) -> None:
+    with pytest.raises(ForeignMaskError, match="does not belong to this graph"):
+        UnitMask(entries).check(graph)
+
+
+def test_tied_groups_must_keep_equally_many() -> None:
+    groups = {name: UnitGroup(name, 2, "cell", ()) for name in ("x", "y")}
+    graph = UnitGraph(groups, {}, ties=(("x", "y"),))
+    mask = UnitMask({"x": torch.tensor([True, True]), "y": torch.tensor([True, False])})
+    with pytest.raises(InvalidValueError, match="equally many"):
+        mask.check(graph)
+
+
+def test_numbers_are_no_mask() -> None:
+    with pytest.raises(InvalidValueError, match="must be boolean"):
+        UnitMask({"a": torch.tensor([1, 0, 1])})
+
+
+def test_nan_is_named() -> None:
+    with pytest.raises(InvalidValueError, match="NaN"):
+        UnitMask({"a": torch.tensor([1.0, float("nan"), 0.0])})
+
+
+@pytest.mark.parametrize("name", ["a.bias", "nothing"])
+def test_a_weight_mask_of_another_shape_is_refused(graph: UnitGraph, name: str) -> None:
+    with pytest.raises(ForeignMaskError):
+        WeightMask({name: torch.ones(4, dtype=torch.bool)}).check(graph)
+
+
+def test_keys_that_a_weight_mask_leaves_out_are_kept_whole(graph: UnitGraph) -> None:
+    assert WeightMask({"a.bias": torch.tensor([True, False, False])}).density(graph) == pytest.approx(13 / 15)

@@ -1,0 +1,68 @@
+"""State dicts: copies share nothing, digests see everything."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sparsekit.errors import ForeignMaskError
+from sparsekit.graph.state import check_same_keys, clone, count_bytes, digest, zeros_like
+
+STATE = {"a": torch.tensor([1.0, 2.0]), "n": torch.tensor(3)}
+
+
+def test_a_clone_shares_no_memory_and_no_graph() -> None:
+    weight = torch.ones(2, requires_grad=True)
+    copied = clone({"w": weight * 2})
+    assert not copied["w"].requires_grad
+    source = {"w": torch.ones(2)}
+    clone(source)["w"].add_(1)
+    assert source["w"].tolist() == [1.0, 1.0]
+
+
+def test_zeros_keep_shape_and_dtype() -> None:
+    zeros = zeros_like(STATE)
+    assert zeros["a"].tolist() == [0.0, 0.0]
+    assert zeros["n"].dtype == torch.int64
+    assert zeros["n"].shape == ()
+
+
+def test_bytes_are_counted_by_dtype() -> None:
+    assert count_bytes(STATE) == 2 * 4 + 8
+
+
+def test_equal_keys_pass_whatever_the_order() -> None:
+    assert check_same_keys(STATE, {"n": 0, "a": 0}, what="it") is None
+
+
+def test_different_keys_are_named() -> None:
+    with pytest.raises(ForeignMaskError, match=r"the update does not belong .* missing \['b'\], unknown \['n'\]"):
+        check_same_keys(STATE, {"a": 0, "b": 0}, what="the update")
+
+
+def test_the_digest_does_not_depend_on_order_or_memory_layout() -> None:
+    table = torch.arange(6.0).reshape(2, 3)
+    assert digest({"x": table, "y": table}) == digest({"y": table.clone(), "x": table.t().contiguous().t()})
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"b": torch.tensor([1.0, 2.0]), "n": torch.tensor(3)},
+        {"a": torch.tensor([1.0, 2.0 + 1e-6]), "n": torch.tensor(3)},
+        {"a": torch.tensor([[1.0, 2.0]]), "n": torch.tensor(3)},
+        {"a": torch.tensor([1.0, 2.0], dtype=torch.float64), "n": torch.tensor(3)},
+        {"a": torch.tensor([1.0, 2.0])},
+    ],
+    ids=["name", "value", "shape", "dtype", "missing"],
+)
+def test_the_digest_sees_every_difference(other: dict[str, torch.Tensor]) -> None:
+    assert digest(STATE) != digest(other)
+
+
+def test_the_digest_tells_negative_zero_from_zero() -> None:
+    assert digest({"a": torch.tensor([0.0])}) != digest({"a": torch.tensor([-0.0])})
+
+
+def test_the_digest_takes_half_precision_and_booleans() -> None:
+    assert len(digest({"h": torch.ones(3, dtype=torch.bfloat16), "b": torch.tensor([True])})) == 64

@@ -1,0 +1,230 @@
+"""Attention: whole heads go, exactly, at any ratio; while training too; and what cannot be cut says why."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import zoo
+import zoo_attention
+from laws import check_masked_equals_compact, check_nothing_is_lost, random_mask
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from sparsekit.errors import NoUnitsError
+from sparsekit.graph.graph import UnitGraph
+from sparsekit.graph.mask import UnitMask
+from sparsekit.layers.narrow_attention import NarrowMultiheadAttention
+from sparsekit.surgery.compaction import compact
+from sparsekit.tracing.inputs import find_tensors
+from sparsekit.tracing.trace import FixedUnitsWarning, trace_units
+from sparsekit.training.learnable import LearnableMask
+
+NAMES = [name for name, a in zoo.ZOO.items() if a.make.__module__ == zoo_attention.__name__]
+
+
+@functools.cache
+def traced(name: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any], UnitGraph]:
+    model, args, kwargs = zoo.build(name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return model, args, kwargs, trace_units(model, *args, **kwargs)
+
+
+def slices(graph: UnitGraph, group: str) -> dict[tuple[str, int], tuple[str, bool, int]]:
+    return {(s.name, s.dim): (s.side, s.gated, s.span) for s in graph.groups[group].slices}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_masked_equals_compact_at_every_ratio(name: str) -> None:
+    model, args, kwargs, graph = traced(name)
+    for seed, ratio in enumerate((0.1, 0.3, 0.7, 0.9)):
+        mask = random_mask(graph, ratio, seed)
+        check_masked_equals_compact(model, args, kwargs, graph, mask, train=bool(seed % 2))
+        check_nothing_is_lost(model, graph, mask)
+
+
+def test_a_head_takes_its_rows_of_three_projections_and_its_columns_of_the_output() -> None:
+    _, _, _, graph = traced("mha")
+    assert slices(graph, "attn") == {
+        ("attn.in_proj_weight", 0): ("out", False, 6),
+        ("attn.in_proj_bias", 0): ("out", False, 6),
+        ("attn.out_proj.weight", 1): ("in", True, 2),
+    }
+    assert graph.groups["attn"].kind == "head"
+    assert graph.groups["attn"].slices[0].index[1].tolist() == [2, 3, 10, 11, 18, 19]
+    assert ("attn.in_proj_weight", 1) in slices(graph, "inner")  # the width of the input is a space of its own
+
+
+def test_extra_keys_and_values_go_with_their_head() -> None:
+    _, _, _, graph = traced("mha-extra-keys")
+    assert slices(graph, "attn")["attn.bias_k", 2] == ("out", False, 2)
+    assert slices(graph, "attn")["attn.bias_v", 2] == ("out", False, 2)
+
+
+def test_heads_of_hand_written_attention_are_heads_and_set_its_attributes() -> None:
+    model, _, _, graph = traced("vit-fused-qkv")
+    group = graph.groups["blocks.0.attn.qkv"]
+    assert (group.kind, group.size) == ("head", 3)
+    assert slices(graph, group.name) == {
+        ("blocks.0.attn.qkv.weight", 0): ("out", False, 12),
+        ("blocks.0.attn.qkv.bias", 0): ("out", False, 12),
+        ("blocks.0.attn.proj.weight", 1): ("in", True, 4),
+    }
+    mask = UnitMask({name: torch.arange(g.size) < 2 for name, g in graph.groups.items()})
+    attention = compact(model, graph, mask).blocks[0].attn
+    assert (attention.num_heads, attention.attn_dim, attention.head_dim) == (2, 8, 4)
+    assert (model.blocks[0].attn.num_heads, model.blocks[0].attn.attn_dim) == (3, 12)
+
+
+def test_the_attributes_survive_the_graph_as_json() -> None:
+    _, _, _, graph = traced("vit-fused-qkv")
+    assert UnitGraph.from_json(graph.to_json()).sizes == graph.sizes != ()
+
+
+def test_key_and_value_heads_go_with_all_their_query_heads() -> None:
+    model, _, _, graph = traced("llama")
+    assert slices(graph, "attn.0.wq") == {
+        ("attn.0.wq.weight", 0): ("out", False, 8),
+        ("attn.0.wk.weight", 0): ("out", False, 4),
+        ("attn.0.wv.weight", 0): ("out", False, 4),
+        ("attn.0.wo.weight", 1): ("in", True, 8),
+    }
+    small = compact(model, graph, UnitMask({name: torch.arange(g.size) < 2 for name, g in graph.groups.items()}))
+    assert (small.attn[0].n_heads, small.attn[0].n_kv_heads, small.attn[0].n_rep) == (4, 2, 2)
+
+
+def test_a_learned_bias_and_a_fixed_slope_go_with_their_head() -> None:
+    _, _, _, graph = traced("alibi")
+    found = slices(graph, "buckets")
+    assert found["buckets.weight", 1] == ("out", False, 1)
+    assert found["slopes", 0] == ("out", False, 1)
+    _, _, _, graph = traced("swin-window")
+    assert slices(graph, "attn.qkv")["attn.table", 1] == ("out", False, 1)
+
+
+def test_the_width_of_the_model_taken_for_that_of_the_heads_is_told_with_the_users_line() -> None:
+    model, args, _ = zoo.build("gpt-hard-coded-width")
+    with pytest.warns(FixedUnitsWarning) as caught:
+        trace_units(model, *args)
+    told = [str(w.message) for w in caught if "c_attn" in str(w.message)]
+    assert len(told) == 1
+    assert "the compacted model fails: RuntimeError: shape" in told[0]
+    assert "zoo_attention.py" in told[0]
+
+
+class Scaled(zoo_attention.Separate):
+    """Scales by the number of heads that it reads from its attribute: without a head the others would change."""
+
+    def forward(self, x: Tensor, context: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+        return super().forward(x * self.num_heads, context, bias)
+
+
+def test_a_number_of_heads_that_does_more_than_count_keeps_them() -> None:
+    model = nn.Sequential(nn.Linear(3, 6), Scaled(6, 3, 2), nn.Linear(6, 2))
+    with pytest.warns(FixedUnitsWarning, match=r"'1.q' \(3 units\).* kept whole"):
+        graph = trace_units(model, torch.randn(2, 4, 3))
+    assert list(graph.groups) == ["0", "1.out"]
+
+
+def test_returned_averages_keep_the_heads_and_returned_maps_are_an_output() -> None:
+    model = zoo.Lambda(lambda m, x: m.attn(x, x, x), attn=nn.MultiheadAttention(6, 3))
+    with (
+        pytest.warns(FixedUnitsWarning, match=r"'attn' \(3 units\) kept whole: the model returns values averaged over them"),
+        pytest.raises(NoUnitsError),
+    ):
+        trace_units(model, torch.randn(2, 4, 6))
+    model = zoo.Lambda(lambda m, x: m.attn(x, x, x, average_attn_weights=False), attn=nn.MultiheadAttention(6, 3))
+    with pytest.raises(NoUnitsError, match=r"attn \(3\): model output"):
+        trace_units(model, torch.randn(2, 4, 6))
+
+
+def test_a_subclass_of_torchs_attention_keeps_its_heads() -> None:
+    class Own(nn.MultiheadAttention):
+        pass
+
+    model = zoo.Lambda(lambda m, x: m.head(m.attn(x, x, x)[0]), attn=Own(6, 3), head=nn.Linear(6, 5), tail=nn.Linear(5, 1))
+    with pytest.warns(FixedUnitsWarning, match="a subclass of nn.MultiheadAttention"), pytest.raises(NoUnitsError):
+        trace_units(model, torch.randn(2, 4, 6))
+
+
+def test_a_mask_for_each_head_that_is_no_unit_keeps_the_heads() -> None:
+    model = zoo.Lambda(
+        lambda m, x, mask: m.head(m.attn(x, x, x, attn_mask=mask)[0]),
+        attn=nn.MultiheadAttention(6, 3, batch_first=True),
+        head=nn.Linear(6, 2),
+    )
+    with pytest.warns(FixedUnitsWarning, match="attn_mask has a map for each head"):
+        graph = trace_units(model, torch.randn(2, 4, 6), torch.randn(6, 4, 4))
+    assert list(graph.groups) == ["attn.out_proj"]
+
+
+def test_a_padded_batch_runs_through_a_narrow_encoder_with_the_fused_path_on() -> None:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 4, 12, dropout=0.0, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2).eval()
+    x, padding = torch.randn(2, 5, 8), torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
+    graph = trace_units(model, x, src_key_padding_mask=padding)
+    keep = {name: torch.ones(group.size, dtype=torch.bool) for name, group in graph.groups.items()}
+    keep["layers.1.self_attn"][0] = False
+    assert model.use_nested_tensor
+    small = compact(model, graph, UnitMask(keep))
+    assert not small.use_nested_tensor
+    assert type(small.layers[0].self_attn) is nn.MultiheadAttention
+    assert type(small.layers[1].self_attn) is NarrowMultiheadAttention
+    with torch.no_grad():
+        fused = small(x, src_key_padding_mask=padding)
+    plain = small(x, src_key_padding_mask=padding)
+    torch.testing.assert_close(fused[~padding], plain[~padding], rtol=1e-5, atol=1e-5)
+    again = compact(model, graph, UnitMask.full(graph))
+    assert again.use_nested_tensor
+
+
+def test_a_narrow_transformer_can_be_traced_and_narrowed_again() -> None:
+    model, args, _, graph = traced("transformer-encoder")
+    small = compact(model, graph, random_mask(graph, 0.75, 0))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        again = trace_units(small, *args)
+    assert {name: group.size for name, group in again.groups.items()} == random_mask(graph, 0.75, 0).counts()
+    check_masked_equals_compact(small, args, {}, again, random_mask(again, 0.4, 1))
+
+
+@pytest.mark.parametrize("name", ["vit-fused-qkv", "mha", "transformer-encoder", "llama", "alibi", "heads-as-axis"])
+def test_learning_a_mask_over_heads_equals_masked_dense_training(name: str) -> None:
+    model, args, kwargs, graph = traced(name)
+    args = tree_map_only(Tensor, lambda t: t.double() if t.is_floating_point() else t, args)
+    pair = [
+        LearnableMask(model.double(), graph=graph, ratio=0.6, execution=execution)  # type: ignore[arg-type]
+        for execution in ("compact", "masked")
+    ]
+    model.float()
+    optimizers = [torch.optim.SGD(masked.parameters(), lr=0.05, momentum=0.9) for masked in pair]
+    generator, masks = torch.Generator().manual_seed(0), set()
+    for step in range(12):
+        if step == 8:
+            for masked in pair:
+                masked.ratio = 0.3
+        if step % 3 == 2:
+            shaken = {key: q + torch.randn(q.shape, generator=generator).to(q) for key, q in pair[0].importance().items()}
+            for masked in pair:
+                masked.load_importance(shaken)
+        losses = []
+        for masked, optimizer in zip(pair, optimizers, strict=True):
+            loss = sum(t.sin().square().mean() for t in find_tensors(masked(*args, **kwargs))) + 0.1 * masked.penalty()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        assert losses[0] == pytest.approx(losses[1], rel=1e-9)
+        masks.add(str({key: keep.tolist() for key, keep in pair[0].unit_mask().items()}))
+        assert pair[0].unit_mask() == pair[1].unit_mask()
+    assert len(masks) > 1
+    for key, importance in pair[0].importance().items():
+        torch.testing.assert_close(importance, pair[1].importance()[key], rtol=1e-8, atol=1e-9)
+    states = [masked.state_dict() for masked in pair]
+    for key in model.state_dict():
+        torch.testing.assert_close(states[0][key], states[1][key], rtol=1e-8, atol=1e-9)

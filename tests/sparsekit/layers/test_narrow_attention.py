@@ -1,0 +1,162 @@
+"""NarrowMultiheadAttention computes what nn.MultiheadAttention computes with its other heads silenced."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+import zoo
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from sparsekit.errors import InvalidValueError
+from sparsekit.graph.mask import UnitMask
+from sparsekit.layers.narrow_attention import NarrowMultiheadAttention
+from sparsekit.surgery.compaction import compact
+from sparsekit.tracing.trace import trace_units
+
+HEADS, SIZE = 4, 3
+WIDTH = HEADS * SIZE
+
+
+def attention(**options: Any) -> nn.MultiheadAttention:
+    torch.manual_seed(0)
+    module = nn.MultiheadAttention(WIDTH, HEADS, dtype=torch.float64, **options).eval()
+    for parameter in module.parameters():
+        nn.init.normal_(parameter)
+    return module
+
+
+def silenced(module: nn.MultiheadAttention, keep: Tensor) -> nn.MultiheadAttention:
+    quiet = copy.deepcopy(module)
+    with torch.no_grad():
+        quiet.out_proj.weight[:, ~keep.repeat_interleave(SIZE)] = 0.0
+    return quiet
+
+
+def narrowed(module: nn.MultiheadAttention, keep: Tensor, *inputs: Tensor) -> nn.MultiheadAttention:
+    model = zoo.Lambda(
+        lambda m, *x: m.head(m.attention(*x, need_weights=False)[0]), attention=module, head=nn.Linear(WIDTH, 1).double()
+    )
+    graph = trace_units(model, *inputs, verify=False)
+    mask = {name: keep if group.kind == "head" else torch.ones(group.size).bool() for name, group in graph.groups.items()}
+    return compact(model, graph, UnitMask(mask)).attention
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_equals_the_whole_module_with_heads_silenced(data: st.DataObject) -> None:
+    batch_first = data.draw(st.booleans())
+    other = data.draw(st.booleans())
+    options = {
+        "batch_first": batch_first,
+        "bias": data.draw(st.booleans()),
+        "add_bias_kv": data.draw(st.booleans()),
+        "add_zero_attn": data.draw(st.booleans()),
+        **({"kdim": 5, "vdim": 7} if other else {}),
+    }
+    module = attention(**options)
+    keep = torch.tensor(data.draw(st.lists(st.booleans(), min_size=HEADS, max_size=HEADS).filter(any)))
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
+    batched = data.draw(st.booleans())
+    targets, sources, batch = 4, data.draw(st.integers(1, 6)), 2
+
+    def draw(length: int, width: int) -> Tensor:
+        order = ((batch, length) if batch_first else (length, batch)) if batched else (length,)
+        return torch.randn(*order, width, dtype=torch.float64, generator=generator)
+
+    query, key, value = draw(targets, WIDTH), draw(sources, 5 if other else WIDTH), draw(sources, 7 if other else WIDTH)
+    padding = mask = None
+    if data.draw(st.booleans()):
+        padding = torch.rand(*((batch,) if batched else ()), sources, generator=generator) < 0.3
+        padding[..., 0] = False
+        padding = padding if data.draw(st.booleans()) else padding.double().masked_fill(padding, float("-inf"))
+    if data.draw(st.booleans()):
+        mask = torch.rand(targets, sources, generator=generator) < 0.3
+        mask[:, 0] = False
+        mask = mask if data.draw(st.booleans()) else torch.randn(targets, sources, dtype=torch.float64, generator=generator)
+    weights = data.draw(st.booleans())
+    arguments = {"key_padding_mask": padding, "attn_mask": mask, "need_weights": weights}
+    small = narrowed(module, keep, query, key, value)
+    expected, _ = silenced(module, keep)(query, key, value, **arguments)
+    found, maps = small(query, key, value, **arguments)
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+    assert (maps is not None) == weights
+    if weights:
+        _, all_maps = module(query, key, value, **arguments, average_attn_weights=False)
+        kept = all_maps[:, keep] if batched else all_maps[keep]
+        torch.testing.assert_close(maps, kept.mean(-3), rtol=1e-10, atol=1e-10)
+        _, own = small(query, key, value, **arguments, average_attn_weights=False)
+        torch.testing.assert_close(own, kept, rtol=1e-10, atol=1e-10)
+
+
+def square(count: int = 2, **options: Any) -> tuple[nn.MultiheadAttention, nn.MultiheadAttention, Tensor, Tensor]:
+    module, keep = attention(batch_first=True, **options), torch.arange(HEADS) < count
+    x = torch.randn(2, 5, WIDTH, dtype=torch.float64)
+    return module, narrowed(module, keep, x, x, x), x, keep
+
+
+def test_a_causal_hint_is_followed() -> None:
+    module, small, x, keep = square()
+    mask = nn.Transformer.generate_square_subsequent_mask(5, dtype=torch.float64)
+    for weights in (True, False):
+        arguments = {"attn_mask": mask, "is_causal": True, "need_weights": weights}
+        expected, _ = silenced(module, keep)(x, x, x, **arguments)
+        torch.testing.assert_close(small(x, x, x, **arguments)[0], expected, rtol=1e-10, atol=1e-10)
+    with pytest.raises(InvalidValueError, match="needs it; pass attn_mask too"):
+        small(x, x, x, is_causal=True)
+
+
+def test_a_mask_for_each_head_is_taken_for_the_heads_that_are_left() -> None:
+    module, small, x, keep = square()
+    mask = torch.randn(2, HEADS, 5, 5, dtype=torch.float64)
+    expected, _ = silenced(module, keep)(x, x, x, attn_mask=mask.flatten(0, 1))
+    found, _ = small(x, x, x, attn_mask=mask[:, keep].flatten(0, 1))
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+    with pytest.raises(InvalidValueError, match=r"with 2 heads left it must have \(5, 5\) or \(4, 5, 5\)"):
+        small(x, x, x, attn_mask=mask.flatten(0, 1))
+
+
+def test_padding_of_another_length_is_refused() -> None:
+    _, small, x, _ = square()
+    with pytest.raises(InvalidValueError, match=r"key_padding_mask has shape \(2, 4\), it must have \(2, 5\)"):
+        small(x, x, x, key_padding_mask=torch.zeros(2, 4, dtype=torch.bool))
+
+
+def test_dropout_acts_in_training_alone() -> None:
+    _, small, x, _ = square(dropout=0.5)
+    torch.manual_seed(0)
+    assert torch.equal(small(x, x, x)[0], small(x, x, x)[0])
+    small.train()
+    for weights in (True, False):
+        assert not torch.equal(small(x, x, x, need_weights=weights)[0], small(x, x, x, need_weights=weights)[0])
+
+
+def test_knows_its_sizes_and_keeps_the_names_of_its_parameters() -> None:
+    module, small, _, _ = square(count=3)
+    assert type(small) is NarrowMultiheadAttention
+    assert isinstance(small, nn.MultiheadAttention)
+    assert (small.num_heads, small.head_dim, small.embed_dim, small.kdim, small.vdim) == (3, SIZE, WIDTH, WIDTH, WIDTH)
+    assert list(small.state_dict()) == list(module.state_dict())
+    assert small.in_proj_weight.shape == (3 * 3 * SIZE, WIDTH)
+    assert (small.out_proj.in_features, small.out_proj.out_features) == (3 * SIZE, WIDTH)
+
+
+def test_can_be_copied_pickled_and_exported() -> None:
+    _, small, x, _ = square()
+    expected = small(x, x, x)[0]
+    assert torch.equal(copy.deepcopy(small)(x, x, x)[0], expected)
+    assert torch.equal(pickle.loads(pickle.dumps(small))(x, x, x)[0], expected)
+    exported = torch.export.export(small, (x, x, x), {"need_weights": False}).module()
+    torch.testing.assert_close(exported(x, x, x, need_weights=False)[0], expected, rtol=1e-10, atol=1e-10)
+
+
+def test_with_all_heads_it_is_torchs_own_class() -> None:
+    module, small, x, _ = square(count=HEADS)
+    assert type(small) is nn.MultiheadAttention
+    assert small._qkv_same_embed_dim
+    assert torch.equal(small(x, x, x)[0], module(x, x, x)[0])

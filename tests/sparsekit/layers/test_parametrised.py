@@ -1,0 +1,78 @@
+"""Weights that are computed: where gates of a normed weight act, and which weights keep their units."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from laws import check_masked_equals_compact, random_mask
+from torch import nn
+from torch.nn.utils import parametrizations
+
+from sparsekit.graph.mask import UnitMask
+from sparsekit.layers.shapes import weight_shape
+from sparsekit.surgery.compaction import compact
+from sparsekit.tracing.trace import FixedUnitsWarning, trace_units
+
+
+def test_a_normed_weight_is_cut_in_length_and_direction_and_gated_so_that_no_direction_is_zero() -> None:
+    model = nn.Sequential(nn.Linear(3, 6), nn.ReLU(), parametrizations.weight_norm(nn.Linear(6, 5)), nn.Linear(5, 2))
+    graph = trace_units(model, torch.randn(4, 3))
+    weight = "2.parametrizations.weight.original"
+    first = {(s.name, s.dim): s.gated for s in graph.groups["0"].slices}
+    assert first == {("0.weight", 0): False, ("0.bias", 0): False, (f"{weight}1", 1): True}
+    second = {(s.name, s.dim): (s.side, s.gated) for s in graph.groups["2"].slices}
+    assert second == {
+        (f"{weight}0", 0): ("out", False),
+        (f"{weight}1", 0): ("out", False),
+        ("2.bias", 0): ("out", False),
+        ("3.weight", 1): ("in", True),
+    }
+
+
+def test_units_that_are_summed_are_gated_by_their_length() -> None:
+    class Summed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = parametrizations.weight_norm(nn.Linear(3, 6, bias=False))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.a(x).relu().sum(-1, keepdim=True)
+
+    model = Summed()
+    graph = trace_units(model, torch.randn(4, 3))
+    gated = {(s.name, s.dim) for s in graph.groups["a"].slices if s.gated}
+    assert gated == {("a.parametrizations.weight.original0", 0)}
+    check_masked_equals_compact(model, (torch.randn(4, 3),), {}, graph, random_mask(graph, 0.5, 0), train=True)
+
+
+def test_sizes_follow_computed_weights() -> None:
+    model = nn.Sequential(
+        parametrizations.weight_norm(nn.Conv1d(2, 6, 3)), nn.ReLU(), parametrizations.weight_norm(nn.Conv1d(6, 2, 1))
+    )
+    graph = trace_units(model, torch.randn(2, 2, 5))
+    small = compact(model, graph, UnitMask({"0": torch.arange(6) < 4}))
+    assert (small[0].out_channels, small[2].in_channels, small[0].weight.shape) == (4, 4, (4, 2, 3))
+    assert type(small[0]).__name__ == "ParametrizedConv1d"
+
+
+@pytest.mark.parametrize("make", [parametrizations.spectral_norm, parametrizations.orthogonal])
+def test_what_depends_on_all_its_entries_stays_and_is_warned_of_once(make: object) -> None:
+    model = nn.Sequential(make(nn.Linear(3, 6)), nn.ReLU(), nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 2))  # type: ignore[operator]
+    with pytest.warns(FixedUnitsWarning) as caught:
+        graph = trace_units(model, torch.randn(4, 3))
+    messages = [str(w.message) for w in caught]
+    assert list(graph.groups) == ["2"]
+    assert len(messages) == 1
+    assert messages[0].startswith("'0' (6 units) kept whole")
+    assert [(item.module, item.size) for item in graph.fixed if item.module == "0"] == [("0", 6)]
+
+
+def test_shapes_are_read_from_what_a_weight_is_computed_of() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        old = [nn.utils.weight_norm(nn.Linear(3, 6)), nn.utils.spectral_norm(nn.Linear(3, 6))]
+    new = [make(nn.Linear(3, 6)) for make in (parametrizations.weight_norm, parametrizations.spectral_norm)]
+    assert [weight_shape(layer) for layer in (*old, *new, nn.Linear(3, 6))] == [(6, 3)] * 5
+    assert weight_shape(nn.ReLU()) is None

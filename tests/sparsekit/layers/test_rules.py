@@ -1,0 +1,225 @@
+"""Every built-in layer rule keeps the contract, and so does a user's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+from zoo import Lambda
+
+from sparsekit.errors import NoUnitsError
+from sparsekit.graph.mask import UnitMask
+from sparsekit.labels.tracer import Tracer
+from sparsekit.labels.values import TensorLabels
+from sparsekit.layers import LayerRule, find_rule, rules
+from sparsekit.surgery.compaction import compact
+from sparsekit.testing.rules import RuleContract
+from sparsekit.tracing.trace import trace_units
+
+
+def _sequence(module: nn.Module) -> nn.Module:
+    return Lambda(lambda m, x: m.head(m.rnn(m.embed(x))[0]), embed=nn.Linear(3, 6), rnn=module, head=nn.Linear(8, 2))
+
+
+NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "linear": (lambda: nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 6), nn.Linear(6, 2)), (4, 3)),
+    "prelu": (lambda: nn.Sequential(nn.Linear(3, 8), nn.PReLU(8), nn.Linear(8, 2)), (4, 3)),
+    "conv": (
+        lambda: nn.Sequential(
+            nn.Conv2d(1, 8, 3), nn.Conv2d(8, 8, 3, groups=8), nn.Conv2d(8, 12, 1, groups=2), nn.Conv2d(12, 2, 1)
+        ),
+        (2, 1, 6, 6),
+    ),
+    "batch-norm": (lambda: nn.Sequential(nn.Conv1d(1, 6, 3), nn.BatchNorm1d(6), nn.ReLU(), nn.Conv1d(6, 2, 1)), (3, 1, 6)),
+    "group-norm": (lambda: nn.Sequential(nn.Conv1d(1, 12, 3), nn.GroupNorm(6, 12), nn.ReLU(), nn.Conv1d(12, 2, 1)), (3, 1, 6)),
+    "attention": (
+        lambda: Lambda(
+            lambda m, x: m.head(m.attn(y := m.embed(x), y, y)[0]),
+            embed=nn.Linear(3, 12),
+            attn=nn.MultiheadAttention(12, 6),
+            head=nn.Linear(12, 2),
+        ),
+        (5, 2, 3),
+    ),
+    "instance-norm": (
+        lambda: nn.Sequential(nn.Conv1d(1, 6, 3), nn.InstanceNorm1d(6, affine=True), nn.ReLU(), nn.Conv1d(6, 2, 1)),
+        (3, 1, 6),
+    ),
+    "bilinear": (
+        lambda: Lambda(
+            lambda m, x: m.head(m.both(m.a(x), torch.tanh(m.b(x)))),
+            a=nn.Linear(3, 6),
+            b=nn.Linear(3, 5),
+            both=nn.Bilinear(6, 5, 4),
+            head=nn.Linear(4, 2),
+        ),
+        (4, 3),
+    ),
+    "recurrent": (lambda: _sequence(nn.LSTM(6, 4, num_layers=2, bidirectional=True)), (5, 2, 3)),
+    "recurrent-cell": (
+        lambda: Lambda(lambda m, x: m.head(m.b(m.a(x))), a=nn.GRUCell(3, 6), b=nn.RNNCell(6, 5), head=nn.Linear(5, 2)),
+        (4, 3),
+    ),
+}
+
+
+class TestBuiltInRules(RuleContract):
+    @pytest.fixture(params=list(NETWORKS))
+    def name(self, request: pytest.FixtureRequest) -> str:
+        return str(request.param)
+
+    @pytest.fixture
+    def rule(self, name: str) -> LayerRule:
+        found: LayerRule = rules[name]()
+        return found
+
+    @pytest.fixture
+    def network(self, name: str) -> nn.Module:
+        torch.manual_seed(0)
+        return NETWORKS[name][0]()
+
+    @pytest.fixture
+    def inputs(self, name: str) -> tuple[Any, ...]:
+        return (torch.randn(*NETWORKS[name][1]),)
+
+
+class TestEmbeddingRule(RuleContract):
+    @pytest.fixture
+    def rule(self) -> LayerRule:
+        found: LayerRule = rules["embedding"]()
+        return found
+
+    @pytest.fixture
+    def network(self) -> nn.Module:
+        return nn.Sequential(nn.Embedding(7, 6), nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 2))
+
+    @pytest.fixture
+    def inputs(self) -> tuple[Any, ...]:
+        return (torch.randint(7, (2, 3)),)
+
+
+class Spectral(nn.Module):
+    """A layer that the operators do not explain: it mixes time by a Fourier transform, unit by unit."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(width))
+        self.width = width
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert x.shape[-1] == self.width
+        return torch.fft.irfft(torch.fft.rfft(x, dim=1) * self.scale, n=x.shape[1], dim=1)
+
+
+class SpectralRule(LayerRule):
+    types: ClassVar[tuple[type[nn.Module], ...]] = (Spectral,)
+    opaque: ClassVar[bool] = True
+
+    def resize(self, module: nn.Module) -> None:
+        assert isinstance(module, Spectral)
+        module.width = module.scale.shape[0]
+
+    def trace(
+        self, tracer: Tracer, module: nn.Module, run: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        assert isinstance(module, Spectral)
+        out = run(*args, **kwargs)
+        entering, scale = tracer.labels(args[0]), tracer.labels(module.scale)
+        units, own = entering.axes[-1], scale.axes[0]
+        if units is None or own is None:
+            tracer.freeze(entering, "no units reach the layer")
+            tracer.freeze(scale, "no units reach the layer")
+            return out
+        tracer.unite(units.nodes, own.nodes)
+        tracer.make(scale, 0)
+        tracer.set(out, TensorLabels((None, None, own)))
+        return out
+
+
+class TestOwnRule(RuleContract):
+    @pytest.fixture
+    def rule(self) -> LayerRule:
+        return SpectralRule()
+
+    @pytest.fixture
+    def network(self) -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(3, 6), Spectral(6), nn.Linear(6, 2))
+
+    @pytest.fixture
+    def inputs(self) -> tuple[Any, ...]:
+        return (torch.randn(2, 5, 3),)
+
+
+def test_without_its_rule_a_strange_layer_keeps_units_whole() -> None:
+    model = nn.Sequential(nn.Linear(3, 6), Spectral(6), nn.Linear(6, 2))
+    with pytest.warns(UserWarning, match="fft"), pytest.raises(NoUnitsError):
+        trace_units(model, torch.randn(2, 5, 3))
+
+
+class Careless(SpectralRule):
+    """A rule that forgets that the scale goes with the units."""
+
+    def trace(
+        self, tracer: Tracer, module: nn.Module, run: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        out = run(*args, **kwargs)
+        tracer.set(out, tracer.labels(args[0]))
+        return out
+
+
+def test_a_wrong_rule_is_caught_by_the_verification() -> None:
+    model = nn.Sequential(nn.Linear(3, 6), Spectral(6), nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 2))
+    with pytest.warns(UserWarning, match=r"'0' \(6 units\) kept whole: the compacted model fails"):
+        graph = trace_units(model, torch.randn(2, 5, 3), rules={Spectral: Careless()})
+    assert list(graph.groups) == ["2"]
+
+
+def test_the_rule_of_the_nearest_type_is_found() -> None:
+    class MyLinear(nn.Linear):
+        pass
+
+    assert type(find_rule(MyLinear(2, 2))).__name__ == "LinearRule"
+    assert find_rule(nn.ReLU()) is None
+    own = SpectralRule()
+    assert find_rule(MyLinear(2, 2), {MyLinear: own}) is own
+
+
+@pytest.mark.parametrize(
+    ("groups", "kept", "expected"),
+    [(6, [0, 4], (2, 2, 4)), (3, [1], (1, 2, 2))],
+)
+def test_depthwise_sizes_follow_the_kept_groups(groups: int, kept: list[int], expected: tuple[int, int, int]) -> None:
+    from sparsekit.graph.mask import UnitMask
+    from sparsekit.surgery.compaction import compact
+
+    model = nn.Sequential(nn.Conv1d(1, groups, 1), nn.Conv1d(groups, 2 * groups, 3, groups=groups), nn.Conv1d(2 * groups, 1, 1))
+    graph = trace_units(model, torch.zeros(1, 1, 5))
+    keep = torch.zeros(groups, dtype=torch.bool)
+    keep[kept] = True
+    small = compact(model, graph, UnitMask({"0": keep}))[1]
+    assert (small.groups, small.out_channels // small.groups, small.out_channels) == expected
+
+
+def test_a_layer_of_a_package_that_is_not_imported_is_known_by_its_name() -> None:
+    class Conv1D(nn.Module):
+        """As in transformers."""
+
+        def __init__(self, nf: int, nx: int) -> None:
+            super().__init__()
+            self.nf, self.nx = nf, nx
+            self.weight, self.bias = nn.Parameter(torch.randn(nx, nf)), nn.Parameter(torch.randn(nf))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight).view(*x.size()[:-1], self.nf)
+
+    Conv1D.__module__, Conv1D.__qualname__ = "transformers.pytorch_utils", "Conv1D"
+    model = nn.Sequential(Conv1D(6, 3), nn.ReLU(), Conv1D(2, 6))
+    assert find_rule(model[0]) is not None
+    graph = trace_units(model, torch.randn(2, 4, 3))
+    assert {name: group.size for name, group in graph.groups.items()} == {"0": 6}
+    small = compact(model, graph, UnitMask({"0": torch.arange(6) < 4}))
+    assert (small[0].nf, small[0].nx, small[2].nx) == (4, 3, 4)

@@ -1,0 +1,195 @@
+"""Costs: exact numbers on small models, agreement with torch's own counter on compact ones."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+import zoo
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+import sparsekit as sk
+from sparsekit.criteria import PatternView, Random, select
+from sparsekit.errors import ForeignMaskError, InvalidValueError, TraceError
+from sparsekit.measure.cost import trace_cost
+
+
+def _mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3))
+
+
+def _conv() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(4 * 9, 5)
+    )
+
+
+def test_a_linear_layer_costs_two_flops_per_weight_and_example() -> None:
+    cost = sk.count_cost(_mlp(), torch.zeros(5, 4))
+    assert cost.flops_compact == 5 * 2 * (4 * 6 + 6 * 3)
+    # The paper's convention adds one per bias entry and position.
+    assert cost.flops_rowmask == 5 * (2 * (4 * 6 + 6 * 3) + 6 + 3)
+    assert cost.parameters == 4 * 6 + 6 + 6 * 3 + 3
+    assert cost.bytes == 4 * cost.parameters
+
+
+def test_a_mask_saves_rows_and_columns_when_compact_and_rows_alone_by_the_papers_count() -> None:
+    model = _mlp()
+    graph = sk.trace_units(model, torch.zeros(1, 4))
+    mask = sk.UnitMask({"0": torch.tensor([True, False, True, False, False, False])})
+    cost = sk.count_cost(model, torch.zeros(1, 4), graph=graph, mask=mask)
+    assert cost.flops_compact == 2 * (4 * 2 + 2 * 3)
+    assert cost.flops_rowmask == 2 * (4 * 2 + 6 * 3) + 6 + 3
+    assert cost.parameters == 4 * 2 + 2 + 2 * 3 + 3
+
+
+def test_a_convolution_costs_its_weights_at_every_position() -> None:
+    cost = sk.count_cost(_conv(), torch.zeros(1, 2, 6, 6))
+    assert cost.flops_compact == 2 * (36 * 4 * 2 * 9) + 2 * (36 * 5)
+
+
+def test_buffers_count_as_bytes_but_not_as_parameters() -> None:
+    model = _conv()
+    cost = sk.count_cost(model, torch.zeros(1, 2, 6, 6))
+    assert cost.parameters == sum(p.numel() for p in model.parameters())
+    assert cost.bytes == sum(t.numel() * t.element_size() for t in model.state_dict().values())
+
+
+@pytest.mark.parametrize(("make", "shape"), [(_mlp, (3, 4)), (_conv, (2, 2, 6, 6))])
+@pytest.mark.parametrize("ratio", [0.25, 0.5, 1.0])
+def test_compact_flops_are_what_torch_counts_on_the_compact_module(make: object, shape: tuple[int, ...], ratio: float) -> None:
+    model, inputs = make(), torch.zeros(shape)  # type: ignore[operator]
+    graph = sk.trace_units(model, inputs)
+    mask = select(Random(), graph, ratio, PatternView(generator=torch.Generator().manual_seed(0)))
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        sk.compact(model, graph, mask).eval()(inputs)
+    assert sk.count_cost(model, inputs, graph=graph, mask=mask).flops_compact == counter.get_total_flops()
+
+
+def test_a_recurrent_layer_costs_its_matrices_at_every_step() -> None:
+    cost = sk.count_cost(nn.LSTM(3, 5, batch_first=True), torch.zeros(2, 7, 3))
+    assert cost.flops_compact == 2 * 7 * 2 * (4 * 5 * 3 + 4 * 5 * 5)
+
+
+def test_a_weight_mask_counts_its_own_entries() -> None:
+    model = _mlp()
+    graph = sk.trace_units(model, torch.zeros(1, 4))
+    keep = torch.zeros(6, 4, dtype=torch.bool)
+    keep[0] = True
+    cost = sk.count_cost(model, torch.zeros(1, 4), graph=graph, mask=sk.WeightMask({"0.weight": keep}))
+    assert cost.flops_rowmask == 2 * (4 + 18) + 9
+    assert cost.parameters == 4 + 6 + 18 + 3
+
+
+def test_counting_changes_nothing() -> None:
+    model = _conv().train()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    sk.count_cost(model, torch.randn(2, 2, 6, 6))
+    assert model.training
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_a_mask_needs_its_graph() -> None:
+    with pytest.raises(InvalidValueError, match="graph="):
+        sk.count_cost(_mlp(), torch.zeros(1, 4), mask=sk.UnitMask({"0": torch.ones(6, dtype=torch.bool)}))
+
+
+def test_a_mask_of_another_graph_is_refused() -> None:
+    model = _mlp()
+    graph = sk.trace_units(model, torch.zeros(1, 4))
+    with pytest.raises(ForeignMaskError):
+        sk.count_cost(model, torch.zeros(1, 4), graph=graph, mask=sk.UnitMask({"0": torch.ones(7, dtype=torch.bool)}))
+
+
+def test_inputs_that_do_not_fit_are_named() -> None:
+    with pytest.raises(TraceError, match="failed on the example inputs"):
+        sk.count_cost(_mlp(), torch.zeros(1, 9))
+
+
+ATTENTION = ["vit-separate", "vit-fused-qkv", "gpt", "bert", "mha", "mha-other-widths", "transformer", "llama", "swin-window"]
+
+
+@pytest.mark.parametrize("name", [*ATTENTION, "linear-attention", "conv-attention"])
+@pytest.mark.parametrize("ratio", [0.3, 0.6, 1.0])
+def test_heads_take_the_products_of_their_maps_along(name: str, ratio: float) -> None:
+    model, args, kwargs = zoo.build(name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        graph = sk.trace_units(model, *args, **kwargs)
+    mask = select(Random(), graph, ratio, PatternView(generator=torch.Generator().manual_seed(0)))
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+            sk.compact(model, graph, mask)(*args, **kwargs)
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
+    assert sk.count_cost(model, *args, graph=graph, mask=mask, **kwargs).flops_compact == counter.get_total_flops()
+
+
+def test_one_attention_head_costs_its_projections_and_its_two_products() -> None:
+    model = nn.ModuleDict({"a": nn.MultiheadAttention(6, 3, batch_first=True, bias=False), "out": nn.Linear(6, 1)})
+    model = zoo.Lambda(lambda m, x: m.parts["out"](m.parts["a"](x, x, x)[0]), parts=model)
+    x = torch.zeros(1, 5, 6)
+    graph = sk.trace_units(model, x)
+    costs = []
+    for heads in (1, 2):
+        keep = {"parts.a": torch.arange(3) < heads, "parts.a.out_proj": torch.ones(6, dtype=torch.bool)}
+        costs.append(sk.count_cost(model, x, graph=graph, mask=sk.UnitMask(keep)).flops_compact)
+    projections, maps = 5 * 4 * 2 * 6, 2 * 5 * 5 * 2  # q, k, v and output of 2 features each; q k^T and its product with v
+    assert costs[1] - costs[0] == 2 * (projections + maps)
+
+
+def test_the_flops_of_a_part_are_those_of_its_weights() -> None:
+    model = _conv()
+    x = torch.zeros(3, 2, 6, 6)
+    costs = trace_cost(model, x, graph=sk.trace_units(model, x))
+    convolution, linear = 2 * 36 * 4 * 2 * 9, 2 * 36 * 5
+    assert costs.part_flops({"0.weight"}) == convolution
+    assert costs.part_flops({"5.weight", "5.bias", "1.weight"}) == linear
+    assert costs.part_flops({"0.weight"}, bias=True) == convolution + 36 * 4
+    assert costs.part_flops(model.state_dict()) == costs.forward_flops() == convolution + linear
+    assert costs.part_flops(model.state_dict(), bias=True) == costs.rowmask_flops()
+    assert costs.part_flops(()) == 0
+
+
+def test_what_hooks_of_a_recurrent_layer_multiply_is_counted() -> None:
+    """Exits of a model are run by hooks; those that come while the model runs, too."""
+
+    class Hooked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm, self.head, self.tail = nn.LSTM(3, 5, batch_first=True), nn.Linear(3, 11), nn.Linear(5, 13)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+            found: list[Tensor] = []
+            handles = [
+                self.lstm.register_forward_pre_hook(lambda _, inputs: found.append(self.head(inputs[0]))),
+                self.lstm.register_forward_hook(lambda _, __, output: found.append(self.tail(output[0]))),
+            ]
+            try:
+                self.lstm(x)
+            finally:
+                for handle in handles:
+                    handle.remove()
+            return tuple(found)
+
+    cost = sk.count_cost(Hooked(), torch.zeros(2, 7, 3))
+    assert cost.flops_compact == 2 * 2 * 7 * (4 * 5 * (3 + 5) + 3 * 11 + 5 * 13)
+
+
+def test_a_recurrent_layer_may_be_called_by_keyword() -> None:
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm = nn.LSTM(3, 5, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.lstm(input=x)[0]
+
+    model = Named()
+    assert sk.count_cost(model, torch.zeros(2, 7, 3)).flops_compact == 2 * 2 * 7 * 4 * 5 * (3 + 5)
+    assert "forward" not in vars(model.lstm)

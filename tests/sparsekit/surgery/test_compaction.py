@@ -1,0 +1,177 @@
+"""The laws of masks: gated equals compacted, in outputs and gradients, and nothing is lost on the way there and back."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import zoo
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from laws import check_masked_equals_compact, random_mask
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from sparsekit.errors import ForeignMaskError, InvalidValueError
+from sparsekit.graph.graph import UnitGraph
+from sparsekit.graph.mask import UnitMask
+from sparsekit.surgery.compaction import compact, compact_state, expand
+from sparsekit.tracing.trace import trace_units
+
+CUTTABLE = [name for name, architecture in zoo.ZOO.items() if architecture.groups]
+RATIOS = st.floats(0.1, 0.95)
+
+
+@functools.cache
+def traced(name: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any], UnitGraph]:
+    model, args, kwargs = zoo.build(name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return model, args, kwargs, trace_units(model, *args, **kwargs)
+
+
+def in_dtype(name: str, dtype: torch.dtype, train: bool) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any], UnitGraph]:
+    model, args, kwargs, graph = traced(name)
+    model = copy.deepcopy(model).to(dtype).train(train)
+    args, kwargs = tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, (args, kwargs))
+    return model, args, kwargs, graph
+
+
+def check_laws(name: str, ratio: float, seed: int, dtype: torch.dtype, train: bool) -> None:
+    model, args, kwargs, graph = traced(name)
+    mask = random_mask(graph, ratio, seed)
+    check_masked_equals_compact(model, args, kwargs, graph, mask, dtype=dtype, train=train, gradients=zoo.ZOO[name].trains)
+
+
+@pytest.mark.parametrize("name", CUTTABLE)
+@pytest.mark.parametrize("train", [False, True], ids=["eval", "train"])
+def test_gated_equals_compacted(name: str, train: bool) -> None:
+    check_laws(name, 0.5, 1, torch.float64, train)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.sampled_from(CUTTABLE), RATIOS, st.integers(0, 10_000), st.sampled_from([torch.float32, torch.float64]), st.booleans()
+)
+def test_gated_equals_compacted_for_any_mask_and_dtype(
+    name: str, ratio: float, seed: int, dtype: torch.dtype, train: bool
+) -> None:
+    check_laws(name, ratio, seed, dtype, train)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.sampled_from(CUTTABLE), RATIOS, RATIOS, st.integers(0, 10_000))
+def test_expand_undoes_compact_bit_for_bit(name: str, ratio: float, other: float, seed: int) -> None:
+    model, _, _, graph = traced(name)
+    state = model.state_dict()
+    first, second = random_mask(graph, ratio, seed), random_mask(graph, other, seed + 1)
+    narrow = compact_state(state, graph, first)
+    back = expand(narrow, graph, first, into=state)
+    assert all(torch.equal(back[key], state[key]) for key in state)
+    assert all(torch.equal(value, compact(model, graph, first).state_dict()[key]) for key, value in narrow.items())
+    # Through another mask and back: what the first mask kept is still there.
+    elsewhere = expand(
+        narrow, graph, first, into={key: torch.randn_like(v) if v.is_floating_point() else v for key, v in state.items()}
+    )
+    through = expand(compact_state(elsewhere, graph, second), graph, second, into=elsewhere)
+    again = compact_state(through, graph, first)
+    assert all(torch.equal(again[key], narrow[key]) for key in narrow)
+
+
+def test_compact_of_three_units_has_exactly_the_kept_numbers() -> None:
+    model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
+    with torch.no_grad():
+        model[0].weight.copy_(torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]))
+        model[0].bias.copy_(torch.tensor([7.0, 8.0, 9.0]))
+        model[2].weight.copy_(torch.tensor([[10.0, 11.0, 12.0]]))
+    graph = trace_units(model, torch.zeros(1, 2))
+    mask = UnitMask({"0": torch.tensor([True, False, True])})
+    small = compact(model, graph, mask)
+    assert small[0].weight.tolist() == [[1.0, 2.0], [5.0, 6.0]]
+    assert small[0].bias.tolist() == [7.0, 9.0]
+    assert small[2].weight.tolist() == [[10.0, 12.0]]
+    assert (small[0].out_features, small[2].in_features) == (2, 2)
+
+
+def test_expand_keeps_the_dropped_entries_of_into() -> None:
+    model = nn.Sequential(nn.Linear(1, 3, bias=False), nn.Linear(3, 1, bias=False))
+    graph = trace_units(model, torch.zeros(1, 1))
+    mask = UnitMask({"0": torch.tensor([False, True, False])})
+    into = {"0.weight": torch.tensor([[1.0], [2.0], [3.0]]), "1.weight": torch.tensor([[4.0, 5.0, 6.0]])}
+    full = expand({"0.weight": torch.tensor([[20.0]]), "1.weight": torch.tensor([[50.0]])}, graph, mask, into=into)
+    assert full["0.weight"].tolist() == [[1.0], [20.0], [3.0]]
+    assert full["1.weight"].tolist() == [[4.0, 50.0, 6.0]]
+    assert into["0.weight"].tolist() == [[1.0], [2.0], [3.0]]
+
+
+def test_compact_leaves_the_model_alone_and_shares_no_memory() -> None:
+    model, args, _, graph = in_dtype("vgg-small", torch.float32, True)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    small = compact(model, graph, random_mask(graph, 0.5, 0))
+    assert small.training
+    with torch.no_grad():
+        for parameter in small.parameters():
+            parameter.fill_(3.0)
+    small(*args)
+    assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
+    assert model[0].out_channels == 6
+
+
+def test_a_full_mask_copies_the_model_without_sharing() -> None:
+    model, args, _, graph = in_dtype("conv-flatten", torch.float32, False)
+    same = compact(model, graph, UnitMask.full(graph))
+    assert torch.equal(same(*args), model(*args))
+    assert not {p.data_ptr() for p in model.parameters()} & {p.data_ptr() for p in same.parameters()}
+
+
+def test_tied_parameters_stay_one_object() -> None:
+    model, _, _, graph = traced("tied-lstm")
+    small = compact(model, graph, random_mask(graph, 0.5, 0))
+    assert small.decoder.weight is small.embedding.weight
+    assert (small.rnn1.hidden_size, small.rnn2.input_size, small.rnn2.hidden_size) == (4, 4, 5)
+
+
+def test_frozen_parameters_stay_frozen() -> None:
+    model = nn.Sequential(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 1))
+    model[0].weight.requires_grad_(False)
+    graph = trace_units(model, torch.zeros(1, 2))
+    small = compact(model, graph, random_mask(graph, 0.5, 0))
+    assert [p.requires_grad for p in small.parameters()] == [False, True, True, True]
+    assert not model[0].weight.requires_grad
+
+
+def test_a_mask_of_another_graph_is_refused() -> None:
+    model, _, _, graph = traced("mlp")
+    with pytest.raises(ForeignMaskError, match="does not belong to this graph"):
+        compact(model, graph, UnitMask({"other": torch.tensor([True])}))
+
+
+def test_a_mask_that_keeps_nothing_is_refused() -> None:
+    model, _, _, graph = traced("mlp")
+    with pytest.raises(InvalidValueError, match="at least one must stay"):
+        compact(model, graph, UnitMask({"0": torch.zeros(8, dtype=torch.bool), "2": torch.ones(6, dtype=torch.bool)}))
+
+
+def test_a_model_of_other_shapes_is_refused() -> None:
+    _, _, _, graph = traced("mlp")
+    other = nn.Sequential(nn.Linear(5, 9), nn.ReLU(), nn.Linear(9, 6), nn.Tanh(), nn.Linear(6, 3))
+    with pytest.raises(ForeignMaskError, match=r"of shape \(9, 5\), the graph expects \(8, 5\)"):
+        compact(other, graph, UnitMask.full(graph))
+
+
+def test_a_dense_state_given_to_expand_is_refused() -> None:
+    model, _, _, graph = traced("mlp")
+    state = model.state_dict()
+    with pytest.raises(ForeignMaskError, match="pass the mask that it was compacted with"):
+        expand(state, graph, random_mask(graph, 0.5, 0), into=state)
+
+
+def test_stacked_layers_must_keep_equally_many_units() -> None:
+    model, _, _, graph = traced("lstm-stacked")
+    keep = {"rnn": torch.arange(6) < 3, "rnn#2": torch.arange(6) < 4}
+    with pytest.raises(InvalidValueError, match="must keep equally many units"):
+        compact(model, graph, UnitMask(keep))

@@ -1,0 +1,205 @@
+"""norm="kept": networks shrink in width, and a dense network under a mask stays the narrow network."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import pickle
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from laws import check_masked_equals_compact, check_nothing_is_lost, random_mask
+from torch import nn
+from zoo_base import hash_of
+from zoo_norms import KEPT
+
+from sparsekit.errors import InvalidValueError, NoUnitsError, TraceError
+from sparsekit.graph.graph import UnitGraph
+from sparsekit.graph.mask import UnitMask
+from sparsekit.surgery.compaction import compact
+from sparsekit.surgery.kept_norms import KeptNorms, kept_norms
+from sparsekit.tracing.trace import FixedUnitsWarning, trace_units
+
+CUTTABLE = [name for name, architecture in KEPT.items() if architecture.groups]
+
+
+@functools.cache
+def traced(name: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any], UnitGraph, list[str]]:
+    with torch.random.fork_rng(), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.manual_seed(hash_of(name))
+        model, args, kwargs = KEPT[name].make(), KEPT[name].inputs(), KEPT[name].kwargs()
+        graph = trace_units(model, *args, norm="kept", example_kwargs=kwargs)
+    return model, args, kwargs, graph, [str(w.message) for w in caught if issubclass(w.category, FixedUnitsWarning)]
+
+
+@pytest.mark.parametrize("name", CUTTABLE)
+def test_finds_the_expected_groups(name: str) -> None:
+    _, _, _, graph, messages = traced(name)
+    assert [(g.name, g.size) for g in graph.groups.values()] == list(KEPT[name].groups.items())
+    assert bool(messages) == bool(KEPT[name].frozen)
+    for part in KEPT[name].frozen:
+        assert any(part in message for message in messages)
+
+
+@pytest.mark.parametrize("name", [name for name, architecture in KEPT.items() if not architecture.groups])
+def test_says_why_units_stay_all_the_same(name: str) -> None:
+    architecture = KEPT[name]
+    with pytest.warns(FixedUnitsWarning), pytest.raises(NoUnitsError, match=architecture.frozen[0]):
+        trace_units(architecture.make(), *architecture.inputs(), norm="kept")
+
+
+@pytest.mark.parametrize("name", CUTTABLE)
+@pytest.mark.parametrize("train", [False, True], ids=["eval", "train"])
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+def test_masked_equals_compact(name: str, train: bool) -> None:
+    model, args, kwargs, graph, _ = traced(name)
+    for ratio, seed in ((0.1, 0), (0.5, 1), (0.9, 2)):
+        check_masked_equals_compact(model, args, kwargs, graph, random_mask(graph, ratio, seed), train=train)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.sampled_from(CUTTABLE), st.floats(0.1, 0.9), st.integers(0, 10_000))
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+def test_masked_equals_compact_for_any_mask(name: str, ratio: float, seed: int) -> None:
+    model, args, kwargs, graph, _ = traced(name)
+    check_masked_equals_compact(model, args, kwargs, graph, random_mask(graph, ratio, seed))
+    check_nothing_is_lost(model, graph, random_mask(graph, ratio, seed))
+
+
+def test_a_layer_norm_of_three_units_of_which_two_are_kept() -> None:
+    model = nn.Sequential(nn.Linear(1, 3), nn.LayerNorm(3, eps=1e-15), nn.Linear(3, 1, bias=False)).double()
+    with torch.no_grad():
+        model[0].weight.copy_(torch.tensor([[1.0], [3.0], [70.0]]))
+        model[0].bias.zero_()
+        model[2].weight.copy_(torch.tensor([[10.0, 100.0, 1000.0]]))
+    x = torch.ones(1, 1, dtype=torch.float64)
+    graph = trace_units(model, x, norm="kept")
+    mask = UnitMask({"0": torch.tensor([True, True, False])})
+    small = compact(model, graph, mask)
+    assert small[1].normalized_shape == (2,)
+    assert small(x).item() == pytest.approx(90.0, abs=1e-9)  # mean 2, deviation 1: -1 · 10 + 1 · 100
+    with kept_norms(model, graph, mask), torch.no_grad():
+        model[2].weight[0, 2] = 0.0
+        assert model(x).item() == pytest.approx(90.0, abs=1e-9)
+
+
+def test_frozen_is_the_default_and_names_the_norm() -> None:
+    model = nn.Sequential(nn.Linear(3, 6), nn.LayerNorm(6), nn.Linear(6, 2))
+    with pytest.warns(FixedUnitsWarning, match="layer_norm"), pytest.raises(NoUnitsError):
+        trace_units(model, torch.randn(4, 3))
+
+
+def test_an_unknown_norm_is_refused() -> None:
+    with pytest.raises(InvalidValueError, match="'frozen' or 'kept', got 'mean'"):
+        trace_units(nn.Linear(2, 2), torch.zeros(1, 2), norm="mean")  # type: ignore[arg-type]
+
+
+def test_the_context_leaves_the_model_as_it_was() -> None:
+    model, args, kwargs, graph, _ = traced("transformer-encoder")
+    before = {name: dict(vars(module)) for name, module in model.named_modules()}
+    with kept_norms(model, graph, random_mask(graph, 0.5, 0)):
+        model(*args, **kwargs)
+    assert {name: dict(vars(module)) for name, module in model.named_modules()} == before
+
+
+def test_the_mask_can_change_from_pass_to_pass() -> None:
+    model, args, _, graph, _ = traced("layer-norm")
+    dense = copy.deepcopy(model).double().eval()
+    norms = KeptNorms(dense, graph)
+    x = args[0].double()
+    outputs = []
+    for seed in (0, 1):
+        mask = random_mask(graph, 0.5, seed)
+        norms.set_mask(mask)
+        gates = {name: keep.double() for name, keep in mask.items()}
+        gated = graph.gate(dict(dense.named_parameters()), gates)
+        found = torch.func.functional_call(dense, gated, (x,))
+        torch.testing.assert_close(found, compact(model.double().eval(), graph, mask)(x), rtol=1e-9, atol=1e-9)
+        outputs.append(found)
+    assert not torch.allclose(*outputs)
+
+
+def test_in_inference_the_fused_transformer_kernel_does_not_pass_the_norms_by() -> None:
+    model, args, _, graph, _ = traced("transformer-encoder")
+    dense, mask = copy.deepcopy(model).eval(), random_mask(graph, 0.5, 0)
+    with torch.no_grad():
+        gates = {name: keep.float() for name, keep in mask.items()}
+        dense.load_state_dict(graph.gate(dense.state_dict(), gates))
+        with kept_norms(dense, graph, mask):
+            found = dense(*args)
+        torch.testing.assert_close(found, compact(dense, graph, mask)(*args), rtol=1e-4, atol=1e-5)
+
+
+def test_a_model_that_takes_another_path_than_when_it_was_traced_is_told() -> None:
+    class Fickle(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.head, self.swap = nn.Linear(3, 6), nn.Linear(6, 2), False
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = self.a(x)
+            h = h - h.var(-1, keepdim=True) if self.swap else h
+            out: torch.Tensor = self.head(h - h.mean(-1, keepdim=True))
+            return out
+
+    model = Fickle()
+    graph = trace_units(model, torch.randn(4, 3), norm="kept")
+    model.swap = True
+    with kept_norms(model, graph, random_mask(graph, 0.5, 0)), pytest.raises(TraceError, match=r"calls var .* called mean"):
+        model(torch.randn(4, 3))
+
+
+def test_norms_that_differ_in_training_are_frozen() -> None:
+    class Differs(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.head = nn.Linear(3, 6), nn.Linear(6, 5), nn.Linear(5, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = self.a(x)
+            if self.training:
+                h = h + x.mean()
+            out: torch.Tensor = self.head(torch.relu(self.b(h - h.mean(-1, keepdim=True))))
+            return out
+
+    with pytest.warns(FixedUnitsWarning, match="'a' .6 units. kept whole: averaged over by one call that sees other units"):
+        graph = trace_units(Differs(), torch.randn(4, 3), norm="kept")
+    assert list(graph.groups) == ["b"]
+
+
+def test_the_graph_with_its_norms_survives_json_and_pickle() -> None:
+    graph = traced("norm-of-a-concatenation")[3]
+    again = UnitGraph.from_json(graph.to_json())
+    assert again.to_json() == graph.to_json()
+    assert pickle.loads(pickle.dumps(graph)).to_json() == graph.to_json()
+    keep = random_mask(graph, 0.5, 3)
+    assert torch.equal(again.norms[0].stays(keep), graph.norms[0].stays(keep))
+    assert graph.norms[0].stays(keep).sum() == 3 + sum(keep.counts().values())  # three raw inputs always stay
+
+
+def test_a_reader_of_graphs_that_knows_no_kept_norms_is_not_misled() -> None:
+    assert '"format": 2' in traced("layer-norm")[3].to_json()
+    plain = trace_units(nn.Sequential(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 2)), torch.zeros(1, 2), norm="kept")
+    assert '"format": 1' in plain.to_json()
+
+
+def test_sizes_of_norms_without_a_scale_are_set() -> None:
+    model, args, _, graph, _ = traced("modulated")
+    small = compact(model, graph, UnitMask({"stem": torch.arange(6) < 4}))
+    assert small.norm.normalized_shape == (4,)
+    assert small.last.normalized_shape == (4,)
+    assert model.norm.normalized_shape == (6,)
+    assert small(*args).shape == (2, 4, 2)
+
+
+def test_frozen_norms_say_what_would_let_their_units_go() -> None:
+    model = nn.Sequential(nn.Linear(3, 6), nn.LayerNorm(6), nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 2))
+    with pytest.warns(FixedUnitsWarning, match='norm="kept" averages over the kept units instead'):
+        trace_units(model, torch.randn(4, 3))
+    with pytest.raises(NoUnitsError, match='norm="kept"'), pytest.warns(FixedUnitsWarning):
+        trace_units(nn.Sequential(nn.Linear(3, 6), nn.RMSNorm(6), nn.Linear(6, 2)), torch.randn(4, 3))

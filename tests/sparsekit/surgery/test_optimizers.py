@@ -1,0 +1,226 @@
+"""An optimiser that is remapped steps as it would have stepped the masked dense model."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+import zoo
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.optim import Optimizer
+
+import sparsekit as sk
+from sparsekit.errors import ForeignMaskError, InvalidValueError
+from sparsekit.surgery.rebuild import named_entries
+from sparsekit.tracing.inputs import find_tensors
+
+Make = Callable[[Iterable[Any]], Optimizer]
+
+OPTIMIZERS: dict[str, Make] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.05),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.02),
+    "adamw-amsgrad": lambda p: torch.optim.AdamW(p, lr=0.02, amsgrad=True),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, centered=True, momentum=0.5),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.05, initial_accumulator_value=0.1),
+    "adadelta": lambda p: torch.optim.Adadelta(p, lr=0.5),
+    "nadam": lambda p: torch.optim.NAdam(p, lr=0.01),
+    "radam": lambda p: torch.optim.RAdam(p, lr=0.01),
+    "rprop": lambda p: torch.optim.Rprop(p, lr=0.01),
+    "asgd": lambda p: torch.optim.ASGD(p, lr=0.01, t0=1),
+    "adamax": lambda p: torch.optim.Adamax(p, lr=0.01),
+}
+
+
+def random_mask(graph: sk.UnitGraph, ratio: float, seed: int) -> sk.UnitMask:
+    view = sk.PatternView(generator=torch.Generator().manual_seed(seed))
+    return sk.select(sk.patterns.Random(), graph, ratio, view)
+
+
+def problem(name: str) -> tuple[nn.Module, tuple[Any, ...], sk.UnitGraph]:
+    model, args, _ = zoo.build(name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        graph = sk.trace_units(model, *args)
+    return model.double(), tuple(x.double() if x.is_floating_point() else x for x in args), graph
+
+
+def loss_of(outputs: Any) -> Tensor:
+    total: Tensor = sum((t - 0.5).square().sum() for t in find_tensors(outputs))  # type: ignore[assignment]
+    return total
+
+
+class MaskedDense:
+    """The reference: a dense model under gates, in which what belongs to dropped units stands still."""
+
+    def __init__(self, model: nn.Module, graph: sk.UnitGraph, make: Make) -> None:
+        self.model, self.graph = model, graph
+        self.optimizer = make(model.parameters())
+
+    def step(self, mask: sk.UnitMask, args: tuple[Any, ...]) -> None:
+        entries = named_entries(self.model)
+        gates = {name: keep.double() for name, keep in mask.items()}
+        gated = self.graph.gate(entries, gates)
+        self.optimizer.zero_grad()
+        loss_of(functional_call(self.model, gated, args, tie_weights=False)).backward()
+        before = {key: value.detach().clone() for key, value in entries.items()}
+        states = {
+            key: {k: v.clone() for k, v in self.optimizer.state.get(value, {}).items() if isinstance(v, Tensor) and v.dim()}
+            for key, value in entries.items()
+        }
+        self.optimizer.step()
+        indices = self.graph.kept_indices(mask)
+        fresh = {"sum": 0.1, "step_size": 0.01}
+        for key, value in entries.items():
+            kept = torch.ones_like(value, dtype=torch.bool)
+            for dim, index in indices.get(key, {}).items():
+                stays = torch.zeros(value.shape[dim], dtype=torch.bool)
+                stays[index] = True
+                kept &= stays.view([-1 if d == dim else 1 for d in range(value.dim())])
+            with torch.no_grad():
+                value.copy_(torch.where(kept, value, before[key]))
+                for kind, tensor in self.optimizer.state.get(value, {}).items():
+                    if isinstance(tensor, Tensor) and tensor.dim():
+                        start = torch.full_like(tensor, fresh.get(kind, 0.0))
+                        tensor.copy_(torch.where(kept, tensor, states[key].get(kind, start)))
+
+
+@pytest.mark.parametrize("name", list(OPTIMIZERS))
+def test_steps_after_a_remap_equal_those_of_masked_dense_training(name: str) -> None:
+    check(name, "resnet-small")
+
+
+@pytest.mark.parametrize("architecture", ["tied-linear", "lstm-stacked", "grouped", "conv-flatten", "tied-autoencoder"])
+def test_tied_recurrent_and_grouped_layers_follow_too(architecture: str) -> None:
+    check("adam", architecture)
+
+
+def check(name: str, architecture: str) -> None:
+    model, args, graph = problem(architecture)
+    model.eval()
+    dense = zoo.build(architecture)[0].double().eval()
+    reference = MaskedDense(dense, graph, OPTIMIZERS[name])
+    masks = [random_mask(graph, ratio, seed) for seed, ratio in enumerate((0.6, 0.4, 0.9, 0.6))]
+    small = sk.compact(model, graph, masks[0])
+    optimizer = OPTIMIZERS[name](small.parameters())
+    kept: Any = None
+    for place, mask in enumerate(masks):
+        if place:
+            last = masks[place - 1]
+            model.load_state_dict(sk.expand(small.state_dict(), graph, last, into=model.state_dict()))
+            other = sk.compact(model, graph, mask)
+            kept = sk.remap_optimizer(optimizer, graph, small, other, old_mask=last, new_mask=mask, entering=kept)
+            small = other
+        for _ in range(3):
+            reference.step(mask, args)
+            optimizer.zero_grad()
+            loss_of(small(*args)).backward()
+            optimizer.step()
+    full = sk.expand(small.state_dict(), graph, masks[-1], into=model.state_dict())
+    for key, value in dense.state_dict().items():
+        torch.testing.assert_close(full[key], value, rtol=1e-10, atol=1e-12, msg=lambda m, k=key: f"{k}: {m}")
+
+
+def test_momentum_of_three_units_has_exactly_the_kept_numbers() -> None:
+    model = nn.Sequential(nn.Linear(1, 3, bias=False), nn.Linear(3, 1, bias=False))
+    graph = sk.trace_units(model, torch.zeros(1, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer.state[model[0].weight]["momentum_buffer"] = torch.tensor([[1.0], [2.0], [3.0]])
+    first, second = (sk.UnitMask({"0": torch.tensor(keep)}) for keep in ([True, False, True], [False, True, True]))
+    small = sk.compact(model, graph, first)
+    kept = sk.remap_optimizer(optimizer, graph, model, small, new_mask=first)
+    assert optimizer.state[small[0].weight]["momentum_buffer"].tolist() == [[1.0], [3.0]]
+    assert kept["0.weight"]["momentum_buffer"].tolist() == [[1.0], [2.0], [3.0]]
+    optimizer.state[small[0].weight]["momentum_buffer"].mul_(10)
+    other = sk.compact(model, graph, second)
+    fresh = sk.remap_optimizer(optimizer, graph, small, other, old_mask=first, new_mask=second)
+    assert optimizer.state[other[0].weight]["momentum_buffer"].tolist() == [[0.0], [30.0]]
+    sk.remap_optimizer(optimizer, graph, other, small, old_mask=second, new_mask=first, entering=kept)
+    assert optimizer.state[small[0].weight]["momentum_buffer"].tolist() == [[1.0], [30.0]]
+    assert fresh["0.weight"]["momentum_buffer"].tolist() == [[10.0], [0.0], [30.0]]
+    assert len(optimizer.state) == 1
+
+
+def test_parameter_groups_options_and_schedulers_stay_valid() -> None:
+    model, args, graph = problem("vgg-small")
+    mask = random_mask(graph, 0.5, 0)
+    extra = nn.Parameter(torch.ones(2, dtype=torch.float64))
+    weights = [p for p in model.parameters() if p.dim() > 1]
+    biases = [p for p in model.parameters() if p.dim() == 1]
+    optimizer = torch.optim.AdamW(
+        [{"params": weights, "lr": 0.1}, {"params": [*biases, extra], "weight_decay": 0.0, "lr": 0.2}]
+    )
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    loss_of(model(*args)).backward()
+    optimizer.step()
+    scheduler.step()
+    small = sk.compact(model, graph, mask)
+    groups = list(optimizer.param_groups)
+    sk.remap_optimizer(optimizer, graph, model, small, new_mask=mask)
+    scheduler.step()
+    assert all(a is b for a, b in zip(groups, optimizer.param_groups, strict=True))
+    assert [group["lr"] for group in groups] == [0.025, 0.05]
+    assert groups[1]["weight_decay"] == 0.0
+    assert groups[1]["params"][-1] is extra
+    assert {id(p) for group in groups for p in group["params"]} == {id(p) for p in [*small.parameters(), extra]}
+    assert all(p.dim() > 1 for p in groups[0]["params"])
+    assert all(float(optimizer.state[p]["step"]) == 1.0 for p in small.parameters())
+    loss_of(small(*args)).backward()
+    optimizer.step()
+    assert optimizer.state_dict()["state"].keys() == set(range(len(list(small.parameters()))))
+
+
+def test_an_optimiser_that_has_not_stepped_only_changes_its_parameters() -> None:
+    model, _, graph = problem("mlp")
+    mask = random_mask(graph, 0.5, 0)
+    small = sk.compact(model, graph, mask)
+    optimizer = torch.optim.Adam(model.parameters())
+    assert sk.remap_optimizer(optimizer, graph, model, small, new_mask=mask) == {}
+    assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(p) for p in small.parameters()]
+
+
+def test_lbfgs_is_refused() -> None:
+    model, _, graph = problem("mlp")
+    with pytest.raises(InvalidValueError, match="LBFGS keeps a history"):
+        sk.remap_optimizer(torch.optim.LBFGS(model.parameters()), graph, model, model)
+
+
+def test_factored_state_is_refused_and_nothing_is_changed() -> None:
+    model, args, graph = problem("mlp")
+    mask = random_mask(graph, 0.5, 0)
+    optimizer = torch.optim.Adafactor(model.parameters())
+    loss_of(model(*args)).backward()
+    optimizer.step()
+    with pytest.raises(InvalidValueError, match=r"Adafactor keeps '\w+' of '0.weight' in another shape"):
+        sk.remap_optimizer(optimizer, graph, model, sk.compact(model, graph, mask), new_mask=mask)
+    assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(p) for p in model.parameters()]
+
+
+def test_the_optimiser_of_another_model_is_refused() -> None:
+    model, _, graph = problem("mlp")
+    with pytest.raises(InvalidValueError, match="steps no parameter of the old Sequential"):
+        sk.remap_optimizer(torch.optim.SGD(nn.Linear(2, 2).parameters()), graph, model, model)
+
+
+def test_a_mask_that_the_model_was_not_cut_with_is_refused() -> None:
+    model, _, graph = problem("mlp")
+    mask = random_mask(graph, 0.5, 0)
+    small = sk.compact(model, graph, mask)
+    with pytest.raises(ForeignMaskError, match=r"the old Sequential has '0.weight' of shape \(4, 5\).*as old_mask"):
+        sk.remap_optimizer(torch.optim.SGD(small.parameters()), graph, small, model)
+
+
+def test_entering_state_of_another_shape_is_refused() -> None:
+    model, args, graph = problem("mlp")
+    mask = random_mask(graph, 0.5, 0)
+    small = sk.compact(model, graph, mask)
+    optimizer = torch.optim.Adam(small.parameters())
+    loss_of(small(*args)).backward()
+    optimizer.step()
+    narrow = {"0.weight": {"exp_avg": torch.zeros(4, 5)}}
+    with pytest.raises(ForeignMaskError, match=r"entering state 'exp_avg' of '0.weight' has shape \(4, 5\)"):
+        sk.remap_optimizer(optimizer, graph, small, model, old_mask=mask, entering=narrow)

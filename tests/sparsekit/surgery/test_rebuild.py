@@ -1,0 +1,132 @@
+"""Copies of modules with other tensors are what deepcopy would make of them, and cuts are the kept positions."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from typing import Any
+
+import pytest
+import torch
+import zoo
+from torch import Tensor, nn
+
+from sparsekit.surgery.rebuild import copy_with, gather, named_entries
+
+
+class Odd(nn.Module):
+    """Refers to itself, to its parent, to shared tables and to one tensor by several ways."""
+
+    def __init__(self, parent: list[nn.Module]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(3.0))
+        self.again = [self.weight]
+        self.parent = parent
+        self.me = [self]
+        self.table = {"a": [1], "b": self.weight}
+        self.same_table = self.table
+        self.ordered = OrderedDict(x=[2])
+        self.empty: OrderedDict[str, int] = OrderedDict()
+        self.empty.note = "kept"  # type: ignore[attr-defined]
+        self.numbers = {1, 2}
+        self.register_buffer("scale", torch.ones(2))
+
+
+class Own(nn.Module):
+    """Copies itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(2))
+        self.copies = 0
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Own:
+        twin = Own()
+        twin.weight = copy.deepcopy(self.weight, memo)
+        twin.copies = self.copies + 1
+        return twin
+
+
+class Stateful(nn.Module):
+    """Leaves out of its state what it can make again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(2))
+        self.cache: object = object()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in super().__getstate__().items() if key != "cache"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.cache = "made again"
+
+
+def test_references_inside_a_copy_stay_inside() -> None:
+    holder: list[nn.Module] = []
+    model = nn.ModuleDict({"odd": Odd(holder), "plain": nn.Linear(2, 2)})
+    holder.append(model)
+    new = torch.full((3,), 7.0)
+    twin = copy_with(model, {"odd.weight": new})
+    odd: Any = twin["odd"]
+    assert odd.parent[0] is twin
+    assert odd.me[0] is odd
+    assert odd.weight.data_ptr() == new.data_ptr()
+    assert odd.again[0] is odd.weight
+    assert odd.table["b"] is odd.weight
+    assert odd.same_table is odd.table
+    assert odd.table["a"] == [1]
+    assert odd.table["a"] is not model["odd"].table["a"]
+    assert (odd.ordered, odd.empty.note, odd.numbers) == (OrderedDict(x=[2]), "kept", {1, 2})
+    assert odd.numbers is not model["odd"].numbers
+    assert odd.scale.data_ptr() != model["odd"].scale.data_ptr()
+
+
+def test_modules_that_know_how_to_copy_themselves_do() -> None:
+    model = nn.Sequential(Own(), Stateful(), nn.LSTM(2, 3))
+    twin: Any = copy_with(model, {"0.weight": torch.ones(2)})
+    assert twin[0].copies == 1
+    assert twin[0].weight.tolist() == [1.0, 1.0]
+    assert twin[1].cache == "made again"
+    assert all(a is b for a, b in zip(twin[2]._flat_weights, twin[2].parameters(), strict=True))
+
+
+def test_a_module_with_two_names_stays_one() -> None:
+    layer = nn.Linear(2, 2)
+    twin: Any = copy_with(nn.ModuleList([layer, nn.Sequential(layer)]), {})
+    assert twin[0] is twin[1][0]
+
+
+def test_hooks_are_copied_and_the_original_keeps_its_own() -> None:
+    calls: list[str] = []
+    model = nn.Linear(2, 2)
+    model.register_forward_hook(lambda m, a, o: calls.append("seen"))
+    twin = copy_with(model, {})
+    twin.register_forward_hook(lambda m, a, o: calls.append("own"))
+    twin(torch.zeros(1, 2))
+    assert calls == ["seen", "own"]
+    assert len(model._forward_hooks) == 1
+
+
+@pytest.mark.parametrize("name", ["resnet-small", "tied-lstm", "gru-deep", "mha", "group-norm", "dict-input"])
+def test_a_copy_has_the_attributes_of_a_deepcopy(name: str) -> None:
+    model = zoo.build(name)[0]
+    expected, twin = copy.deepcopy(model), copy_with(model, {})
+    for a, b in zip(expected.modules(), twin.modules(), strict=True):
+        assert type(a) is type(b)
+        assert {k: type(v) for k, v in vars(a).items()} == {k: type(v) for k, v in vars(b).items()}
+    pointers = {t.data_ptr() for t in named_entries(model).values()}
+    assert not pointers & {t.data_ptr() for t in named_entries(twin).values()}
+    first = {k: id(v) for k, v in named_entries(twin).items()}
+    assert len(set(first.values())) == len({id(v) for v in named_entries(model).values()})
+
+
+@pytest.mark.parametrize("dims", [(0,), (1,), (0, 1), (0, 2), (0, 1, 2), ()])
+def test_gather_takes_the_kept_positions_of_every_axis(dims: tuple[int, ...]) -> None:
+    tensor = torch.arange(60.0).view(3, 4, 5)
+    chosen = {0: torch.tensor([0, 2]), 1: torch.tensor([1, 3]), 2: torch.tensor([0, 1, 4])}
+    expected: Tensor = tensor
+    for dim in dims:
+        expected = expected.index_select(dim, chosen[dim])
+    assert torch.equal(gather(tensor, {dim: chosen[dim] for dim in dims}), expected)

@@ -1,0 +1,295 @@
+"""A saved compact model comes back as it was, and whatever does not fit is refused with a reason."""
+
+from __future__ import annotations
+
+import functools
+import json
+import struct
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import zoo
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+import sparsekit as sk
+from sparsekit.errors import CompactFileError, ForeignMaskError, InvalidValueError
+from sparsekit.surgery.rebuild import named_entries
+from sparsekit.tracing.inputs import find_tensors
+
+CUTTABLE = [name for name, architecture in zoo.ZOO.items() if architecture.groups]
+
+
+@functools.cache
+def traced(name: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any], sk.UnitGraph]:
+    model, args, kwargs = zoo.build(name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return model.eval(), args, kwargs, sk.trace_units(model, *args, **kwargs)
+
+
+def half(graph: sk.UnitGraph, seed: int = 0) -> sk.UnitMask:
+    generator = torch.Generator().manual_seed(seed)
+    return sk.select(sk.patterns.Random(), graph, 0.5, sk.PatternView(generator=generator))
+
+
+def plain(module: nn.Module) -> list[dict[str, object]]:
+    kinds = (bool, int, float, str, tuple)
+    return [{key: value for key, value in vars(m).items() if isinstance(value, kinds)} for m in module.modules()]
+
+
+def edit_header(path: Path, change: Any) -> None:
+    """Rewrite the description in a saved file."""
+    raw = path.read_bytes()
+    (length,) = struct.unpack("<Q", raw[:8])
+    header = json.loads(raw[8 : 8 + length])
+    spec = json.loads(header["__metadata__"]["sparsekit"])
+    change(spec)
+    save_file(load_file(path), path, metadata={"sparsekit": json.dumps(spec)})
+
+
+@pytest.mark.parametrize("name", CUTTABLE)
+def test_a_compact_model_comes_back_bit_for_bit(name: str, tmp_path: Path) -> None:
+    model, args, kwargs, graph = traced(name)
+    small = sk.compact(model, graph, half(graph)).eval()
+    path = tmp_path / "small.safetensors"
+    sk.save_compact(small, path, graph=graph, mask=half(graph))
+    again = sk.load_compact(path, lambda: zoo.build(name)[0])
+    assert plain(again) == plain(small)
+    assert [type(m).__qualname__ for m in again.modules()] == [type(m).__qualname__ for m in small.modules()]
+    entries, expected = named_entries(again), named_entries(small)
+    assert list(entries) == list(expected)
+    assert all(torch.equal(entries[key], expected[key]) for key in expected)
+    assert [p.requires_grad for p in again.parameters()] == [p.requires_grad for p in small.parameters()]
+    for a, b in zip(find_tensors(small(*args, **kwargs)), find_tensors(again(*args, **kwargs)), strict=True):
+        assert torch.equal(a, b)
+    assert sk.load_mask(path, graph) == half(graph)
+
+
+def test_one_file_is_all_that_is_written(tmp_path: Path) -> None:
+    model, _, _, graph = traced("mlp")
+    sk.save_compact(sk.compact(model, graph, half(graph)), tmp_path / "a.safetensors")
+    assert [item.name for item in tmp_path.iterdir()] == ["a.safetensors"]
+    assert load_file(tmp_path / "a.safetensors")["0.weight"].shape == (4, 5)
+
+
+def test_a_learnable_mask_is_saved_as_its_compact_model_with_its_mask(tmp_path: Path) -> None:
+    model, (x,), _, _ = traced("vgg-small")
+    masked = sk.LearnableMask(model, (x,), ratio=0.5).eval()
+    sk.save_compact(masked, tmp_path / "m.safetensors")
+    small = sk.load_compact(tmp_path / "m.safetensors", lambda: zoo.build("vgg-small")[0])
+    torch.testing.assert_close(small(x), masked(x))
+    mask = sk.load_mask(tmp_path / "m.safetensors", sk.trace_units(model, x))
+    assert mask == masked.unit_mask()
+    full = sk.expand(small.state_dict(), masked.graph, mask, into=model.state_dict())
+    assert {key: value.shape for key, value in full.items()} == {key: v.shape for key, v in model.state_dict().items()}
+
+
+def test_training_goes_on_with_a_loaded_model(tmp_path: Path) -> None:
+    model, (x,), _, graph = traced("lstm")
+    small = sk.compact(model, graph, half(graph)).train()
+    sk.save_compact(small, tmp_path / "m.safetensors")
+    again = sk.load_compact(tmp_path / "m.safetensors", zoo.build("lstm")[0])
+    assert again.training
+    again(x).sum().backward()
+    assert again.rnn.weight_hh_l0.grad.shape == (12, 3)
+
+
+def test_frozen_parameters_dtypes_and_options_come_back(tmp_path: Path) -> None:
+    def make(eps: float = 1e-5) -> nn.Module:
+        return nn.Sequential(nn.Conv1d(1, 4, 3), nn.BatchNorm1d(4, eps=eps), nn.ReLU(), nn.Conv1d(4, 2, 1))
+
+    model = make(eps=0.25)
+    graph = sk.trace_units(model, torch.zeros(1, 1, 5))
+    model[0].weight.requires_grad_(False)
+    small = sk.compact(model, graph, half(graph)).to(torch.bfloat16).eval()
+    sk.save_compact(small, tmp_path / "m.safetensors")
+    again = sk.load_compact(tmp_path / "m.safetensors", make)
+    assert again[1].eps == 0.25
+    assert again[0].weight.dtype == torch.bfloat16
+    assert [p.requires_grad for p in again.parameters()] == [False, True, True, True, True, True]
+    assert not again.training
+    assert again[0].kernel_size == (3,)
+
+
+def test_a_factory_may_be_named_by_a_string_and_may_bring_inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+    graph = sk.trace_units(model, torch.zeros(1, 3))
+    sk.save_compact(sk.compact(model, graph, half(graph)), tmp_path / "m.safetensors")
+    (tmp_path / "nets_for_saving.py").write_text(
+        "import torch\nfrom torch import nn\n"
+        "def make():\n    return nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)), (torch.zeros(1, 3),)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    assert sk.load_compact(tmp_path / "m.safetensors", "nets_for_saving:make")[0].out_features == 2
+
+
+def test_the_model_of_the_factory_is_not_changed(tmp_path: Path) -> None:
+    model, _, _, graph = traced("mlp")
+    sk.save_compact(sk.compact(model, graph, half(graph)), tmp_path / "m.safetensors")
+    other = zoo.build("mlp")[0]
+    sk.load_compact(tmp_path / "m.safetensors", other)
+    assert other[0].weight.shape == (8, 5)
+
+
+def test_an_old_file_stays_when_saving_fails(tmp_path: Path) -> None:
+    path = tmp_path / "m.safetensors"
+    path.write_bytes(b"old")
+    model = nn.Linear(2, 2)
+    model.register_buffer("strange", torch.zeros(2).to_sparse())
+    with pytest.raises(Exception, match=r"(?i)sparse|strided|contiguous|layout"):
+        sk.save_compact(model, path)
+    assert [item.name for item in tmp_path.iterdir()] == ["m.safetensors"]
+    assert path.read_bytes() == b"old"
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    model, _, _, graph = traced("mlp")
+    path = tmp_path / "mlp.safetensors"
+    sk.save_compact(sk.compact(model, graph, half(graph)), path, graph=graph, mask=half(graph))
+    return path
+
+
+def mlp() -> nn.Module:
+    return zoo.build("mlp")[0]
+
+
+def test_another_architecture_is_refused(saved: Path) -> None:
+    with pytest.raises(CompactFileError, match=r"holds a Sequential, the factory makes a .*only in the file \['0.bias'"):
+        sk.load_compact(saved, lambda: zoo.build("lstm")[0])
+
+
+def test_a_model_too_small_for_the_file_is_refused(saved: Path) -> None:
+    small = nn.Sequential(nn.Linear(5, 2), nn.ReLU(), nn.Linear(2, 6), nn.Tanh(), nn.Linear(6, 3))
+    with pytest.raises(CompactFileError, match=r"'0.weight' is saved as \(4, 5\), which is no part of \(2, 5\)"):
+        sk.load_compact(saved, small)
+
+
+def test_the_same_keys_under_other_layers_are_refused(saved: Path) -> None:
+    other = nn.Sequential(nn.Linear(5, 8), nn.GELU(), nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 3))
+    with pytest.raises(CompactFileError, match=r"at '1' it has ReLU, the factory makes GELU"):
+        sk.load_compact(saved, other)
+
+
+def test_other_tied_parameters_are_refused(tmp_path: Path) -> None:
+    model, _, _, graph = traced("tied-lstm")
+    sk.save_compact(sk.compact(model, graph, half(graph)), tmp_path / "m.safetensors")
+    untied = zoo.build("tied-lstm")[0]
+    untied.decoder.weight = nn.Parameter(untied.decoder.weight.detach().clone())
+    with pytest.raises(CompactFileError, match=r"other tied parameters: 'decoder.weight' and 'embedding.weight'"):
+        sk.load_compact(tmp_path / "m.safetensors", untied)
+
+
+@pytest.mark.parametrize("length", [0, 5, 200, -10])
+def test_a_file_that_was_cut_off_is_refused(saved: Path, length: int) -> None:
+    saved.write_bytes(saved.read_bytes()[:length])
+    with pytest.raises(CompactFileError, match="cut off, damaged or no safetensors file"):
+        sk.load_compact(saved, mlp)
+
+
+def test_a_plain_safetensors_file_is_refused(tmp_path: Path) -> None:
+    save_file({"a": torch.zeros(1)}, tmp_path / "m.safetensors")
+    with pytest.raises(CompactFileError, match="was not written by save_compact"):
+        sk.load_compact(tmp_path / "m.safetensors", mlp)
+
+
+def test_a_missing_file_is_an_ordinary_error(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        sk.load_compact(tmp_path / "none.safetensors", mlp)
+
+
+def test_a_file_of_another_format_names_the_version_that_wrote_it(saved: Path) -> None:
+    edit_header(saved, lambda spec: spec.update(format=9, sparsekit="7.5"))
+    with pytest.raises(CompactFileError, match=r"format 9, written by sparsekit 7\.5.*reads format 1"):
+        sk.load_compact(saved, mlp)
+
+
+@pytest.mark.parametrize("key", ["modules", "ties", "fixed", "format"])
+def test_a_damaged_description_is_refused(saved: Path, key: str) -> None:
+    edit_header(saved, lambda spec: spec.pop(key))
+    with pytest.raises(CompactFileError, match="is damaged"):
+        sk.load_compact(saved, mlp)
+
+
+def test_a_missing_tensor_is_named(saved: Path) -> None:
+    header = {}
+
+    def keep(spec: dict[str, Any]) -> None:
+        header.update(spec)
+
+    edit_header(saved, keep)
+    tensors = load_file(saved)
+    del tensors["2.bias"]
+    save_file(tensors, saved, metadata={"sparsekit": json.dumps(header)})
+    with pytest.raises(CompactFileError, match=r"only in the model \['2.bias'\]"):
+        sk.load_compact(saved, mlp)
+
+
+def test_the_file_can_set_plain_values_of_known_attributes_only(saved: Path) -> None:
+    def change(spec: dict[str, Any]) -> None:
+        spec["modules"]["0"][1] |= {"forward": 3, "_parameters": [], "in_features": {"a": 1}, "unheard_of": 1}
+
+    edit_header(saved, change)
+    layer = sk.load_compact(saved, mlp)[0]
+    assert callable(layer.forward)
+    assert layer.in_features == 5
+    assert not hasattr(layer, "unheard_of")
+
+
+def test_a_mask_is_given_only_to_the_graph_that_it_belongs_to(saved: Path) -> None:
+    other = traced("lstm")[3]
+    with pytest.raises(ForeignMaskError, match="belongs to other units"):
+        sk.load_mask(saved, other)
+
+
+def test_a_file_without_a_mask_says_so(tmp_path: Path) -> None:
+    model, _, _, graph = traced("mlp")
+    sk.save_compact(sk.compact(model, graph, half(graph)), tmp_path / "m.safetensors")
+    with pytest.raises(CompactFileError, match="holds no mask"):
+        sk.load_mask(tmp_path / "m.safetensors", graph)
+
+
+def test_a_mask_that_the_model_was_not_cut_with_is_refused(tmp_path: Path) -> None:
+    model, _, _, graph = traced("mlp")
+    with pytest.raises(ForeignMaskError, match=r"'0.weight' has shape \(8, 5\), this graph and mask give \(4, 5\)"):
+        sk.save_compact(model, tmp_path / "m.safetensors", graph=graph, mask=half(graph))
+    with pytest.raises(InvalidValueError, match="together, or neither"):
+        sk.save_compact(model, tmp_path / "m.safetensors", graph=graph)
+
+
+def test_state_that_is_no_tensor_is_refused(tmp_path: Path) -> None:
+    class Extra(nn.Linear):
+        def get_extra_state(self) -> object:
+            return {"a": 1}
+
+    with pytest.raises(InvalidValueError, match=r"'_extra_state', which is no tensor"):
+        sk.save_compact(Extra(2, 2), tmp_path / "m.safetensors")
+
+
+def test_a_factory_that_makes_no_module_is_refused(saved: Path) -> None:
+    with pytest.raises(InvalidValueError, match=r"must make a torch\.nn\.Module, got int"):
+        sk.load_compact(saved, lambda: 3)  # type: ignore[arg-type, return-value]
+
+
+class Shared(nn.Module):
+    """Two buffers that lie in one piece of memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        both = torch.arange(4.0)
+        self.register_buffer("low", both[:2])
+        self.register_buffer("high", both[1:])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.low.sum() + self.high.sum()
+
+
+def test_entries_that_share_memory_are_saved_apart(tmp_path: Path) -> None:
+    sk.save_compact(Shared(), tmp_path / "m.safetensors")
+    again = sk.load_compact(tmp_path / "m.safetensors", Shared)
+    assert again.low.tolist() == [0.0, 1.0]
+    assert again.high.tolist() == [1.0, 2.0, 3.0]

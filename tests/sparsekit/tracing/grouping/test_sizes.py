@@ -1,0 +1,113 @@
+"""Integers that count heads are found by name and value, and given up when the model is wrong with them."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sparsekit.errors import ForeignMaskError
+from sparsekit.graph.graph import UnitGraph
+from sparsekit.graph.mask import UnitMask
+from sparsekit.surgery.compaction import compact
+from sparsekit.surgery.sizes import set_sizes
+from sparsekit.tracing.trace import trace_units
+
+
+class Attention(nn.Module):
+    """Three heads of two; how sizes are kept is up to `numbers`, and how they are used to `shape` and `width`."""
+
+    def __init__(self, shape: str = "self.heads, 2", width: str = "-1", **numbers: int) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.out = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+        self.shape, self.width = shape, width
+        for name, number in numbers.items():
+            setattr(self, name, number)
+
+    def forward(self, x: Tensor) -> Tensor:
+        shape = eval(f"({self.shape})")
+        q, k, v = (layer(x).view(*x.shape[:2], *shape).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        y = F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
+        return self.out(y.reshape(*x.shape[:2], eval(self.width)))
+
+
+def traced(attention: nn.Module) -> tuple[nn.Module, UnitGraph]:
+    model = nn.Sequential(nn.Linear(4, 6), attention, nn.Linear(6, 2))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return model, trace_units(model, torch.randn(2, 5, 4))
+
+
+def sizes(graph: UnitGraph) -> dict[str, int]:
+    return {size.name: size.per_unit for size in graph.sizes}
+
+
+@pytest.mark.parametrize("name", ["num_heads", "n_head", "nhead", "heads", "h", "_num_attention_heads", "n_heads"])
+def test_names_of_numbers_of_heads(name: str) -> None:
+    _, graph = traced(Attention(f"self.{name}, 2", **{name: 3}))
+    assert graph.groups["1.q"].size == 3
+    assert sizes(graph) == {name: 1}
+
+
+@pytest.mark.parametrize("name", ["inner_dim", "all_head_size", "attn_dim", "split_size", "embed_dim", "d"])
+def test_names_of_the_width_of_all_heads(name: str) -> None:
+    model, graph = traced(Attention(width=f"self.{name}", **{"heads": 3, name: 6}))
+    assert sizes(graph) == {"heads": 1, name: 2}
+    keep = {key: torch.arange(group.size) != 1 for key, group in graph.groups.items()}
+    small = compact(model, graph, UnitMask(keep))
+    assert (small[1].heads, getattr(small[1], name)) == (2, 4)
+
+
+def test_a_width_that_nothing_needs_is_left_alone_unless_it_is_named_after_the_heads() -> None:
+    _, graph = traced(Attention(heads=3, hidden_size=6, all_head_size=6))
+    assert sizes(graph) == {"heads": 1, "all_head_size": 2}
+
+
+def test_a_head_size_that_happens_to_be_the_number_of_heads_stays() -> None:
+    class Square(Attention):
+        def __init__(self) -> None:
+            super().__init__("self.heads, self.head_dim", heads=3, head_dim=3)
+            self.q, self.k, self.v, self.out = nn.Linear(6, 9), nn.Linear(6, 9), nn.Linear(6, 9), nn.Linear(9, 6)
+
+    _, graph = traced(Square())
+    assert sizes(graph) == {"heads": 1}
+
+
+def test_a_number_with_another_name_is_not_touched_and_keeps_the_heads() -> None:
+    _, graph = traced(Attention("self.many, 2", many=3))
+    assert list(graph.groups) == ["0", "1.out"]
+    assert graph.sizes == ()
+
+
+def test_no_attribute_is_needed_where_the_code_asks_the_tensor() -> None:
+    _, graph = traced(Attention("-1, 2"))
+    assert graph.groups["1.q"].size == 3
+    assert graph.sizes == ()
+
+
+def test_two_attentions_that_share_an_attribute_keep_equally_many_heads() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.heads = 3
+            self.a, self.b, self.out_a, self.out_b = (nn.Linear(6, 6) for _ in range(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            a, b = (layer(x).view(*x.shape[:2], self.heads, 2).transpose(1, 2) for layer in (self.a, self.b))
+            a, b = (F.scaled_dot_product_attention(y, y, y).transpose(1, 2).flatten(2) for y in (a, b))
+            return self.out_a(a) + self.out_b(b)
+
+    _, graph = traced(Two())
+    assert graph.ties == (("1.a", "1.b"),)
+    assert sizes(graph) == {"heads": 1}
+
+
+def test_a_model_without_the_module_is_refused() -> None:
+    _, graph = traced(Attention(heads=3))
+    counts: dict[str, Any] = {name: group.size for name, group in graph.groups.items()}
+    with pytest.raises(ForeignMaskError, match="no module '1' in this Identity"):
+        set_sizes(nn.Identity(), graph, counts)

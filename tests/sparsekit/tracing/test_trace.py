@@ -1,0 +1,485 @@
+"""trace_units: the groups of every architecture of the zoo, what is frozen and why, and what is refused."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import zoo
+from torch import Tensor, nn
+
+from sparsekit.errors import InvalidValueError, NoUnitsError, TraceError, UnsupportedModelError
+from sparsekit.graph.graph import UnitGraph
+from sparsekit.graph.mask import UnitMask
+from sparsekit.labels.ops import find_handler
+from sparsekit.surgery.compaction import compact
+from sparsekit.tracing.trace import FixedUnitsWarning, trace_units
+
+
+def trace(model: nn.Module, *args: Any, **kwargs: Any) -> tuple[UnitGraph, list[str]]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        graph = trace_units(model, *args, **kwargs)
+    return graph, [str(w.message) for w in caught if issubclass(w.category, FixedUnitsWarning)]
+
+
+@pytest.mark.parametrize("name", [name for name, a in zoo.ZOO.items() if a.groups])
+def test_finds_the_expected_groups(name: str) -> None:
+    model, args, kwargs = zoo.build(name)
+    expected = zoo.ZOO[name]
+    graph, messages = trace(model, *args, **kwargs)
+    assert [(g.name, g.size) for g in graph.groups.values()] == list(expected.groups.items())
+    assert graph.ties == expected.ties
+    assert bool(messages) == bool(expected.frozen)
+    for part in expected.frozen:
+        assert any(part in message for message in messages)
+
+
+@pytest.mark.parametrize("name", [name for name, a in zoo.ZOO.items() if not a.groups])
+def test_says_why_there_are_no_units(name: str) -> None:
+    model, args, kwargs = zoo.build(name)
+    with pytest.warns(FixedUnitsWarning), pytest.raises(NoUnitsError, match=zoo.ZOO[name].frozen[0]):
+        trace_units(model, *args, **kwargs)
+
+
+@pytest.mark.parametrize("name", list(zoo.ZOO))
+def test_leaves_the_model_as_it_was(name: str) -> None:
+    model, args, kwargs = zoo.build(name)
+    model.train()
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    attributes = {m: dict(vars(m)) for m in model.modules()}
+    hooks = {m: (dict(m._forward_hooks), dict(m._forward_pre_hooks)) for m in model.modules()}
+    pointers = [p.data_ptr() for p in model.parameters()]
+    random = torch.get_rng_state()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with contextlib.suppress(NoUnitsError):
+            trace_units(model, *args, **kwargs)
+    assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
+    assert pointers == [p.data_ptr() for p in model.parameters()]
+    assert all(vars(m).keys() == attributes[m].keys() and m.training for m in model.modules())
+    assert all((dict(m._forward_hooks), dict(m._forward_pre_hooks)) == hooks[m] for m in model.modules())
+    assert torch.equal(random, torch.get_rng_state())
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
+def slices(graph: UnitGraph, group: str) -> dict[tuple[str, int], tuple[str, bool, int]]:
+    return {(s.name, s.dim): (s.side, s.gated, s.span) for s in graph.groups[group].slices}
+
+
+def test_a_channel_takes_filter_bias_norm_and_the_columns_behind_a_flatten() -> None:
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(36, 2))
+    graph, _ = trace(model, torch.zeros(1, 1, 5, 5))
+    assert slices(graph, "0") == {
+        ("0.weight", 0): ("out", False, 1),
+        ("0.bias", 0): ("out", False, 1),
+        ("1.weight", 0): ("out", False, 1),
+        ("1.bias", 0): ("out", False, 1),
+        ("1.running_mean", 0): ("out", False, 1),
+        ("1.running_var", 0): ("out", False, 1),
+        ("4.weight", 1): ("in", True, 9),
+    }
+    assert graph.groups["0"].kind == "channel"
+    assert graph.groups["0"].slices[-1].index[2].tolist() == list(range(18, 27))
+
+
+def test_an_lstm_cell_takes_four_gate_rows_and_a_column_of_the_recurrence() -> None:
+    model, args, _ = zoo.build("lstm")
+    graph, _ = trace(model, *args)
+    assert slices(graph, "rnn") == {
+        ("rnn.weight_ih_l0", 0): ("out", False, 4),
+        ("rnn.weight_hh_l0", 0): ("out", False, 4),
+        ("rnn.bias_ih_l0", 0): ("out", False, 4),
+        ("rnn.bias_hh_l0", 0): ("out", False, 4),
+        ("rnn.weight_hh_l0", 1): ("in", True, 1),
+        ("head.weight", 1): ("in", True, 1),
+    }
+    assert graph.groups["rnn"].kind == "cell"
+    assert graph.groups["rnn"].slices[0].index[1].tolist() == [1, 7, 13, 19]
+
+
+def test_units_that_are_summed_are_gated_where_they_are_made_and_only_there() -> None:
+    model, args, _ = zoo.build("pooled-dot")
+    graph, _ = trace(model, *args)
+    gated = {key for key, (side, is_gated, _) in slices(graph, "a").items() if is_gated}
+    assert gated == {("a.weight", 0), ("a.bias", 0)}
+
+
+def test_both_names_of_a_tied_parameter_are_sliced() -> None:
+    body = nn.Linear(3, 6)
+    model = nn.ModuleDict({"one": body, "two": body, "head": nn.Linear(6, 2)})
+    wrapped = zoo.Lambda(lambda m, x: m.parts["head"](m.parts["one"](x).relu() + m.parts["two"](x).relu()), parts=model)
+    graph, _ = trace(wrapped, torch.zeros(1, 3))
+    assert {"parts.one.weight", "parts.two.weight"} <= {name for name, _ in slices(graph, "parts.one")}
+
+
+def test_groups_come_in_forward_order_not_in_order_of_registration() -> None:
+    model = zoo.Lambda(
+        lambda m, x: m.last(m.first(x).relu()),
+        last=nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 2)),
+        first=nn.Linear(3, 4),
+    )
+    graph, _ = trace(model, torch.zeros(1, 3))
+    assert list(graph.groups) == ["first", "last.0"]
+
+
+def test_the_output_layer_is_frozen_without_a_warning() -> None:
+    model, args, _ = zoo.build("mlp")
+    graph, messages = trace(model, *args)
+    assert messages == []
+    assert [(f.module, f.size, f.reason) for f in graph.fixed] == [("4", 3, "model output")]
+
+
+def test_a_warning_names_modules_reason_and_the_users_own_line() -> None:
+    model, args, _ = zoo.build("hard-coded-view")
+    _, messages = trace(model, *args)
+    assert len(messages) == 1
+    assert "'conv' (4 units) kept whole" in messages[0]
+    assert "zoo_wiring.py:" in messages[0]
+
+
+def test_one_warning_for_one_cause() -> None:
+    model = zoo.Lambda(
+        lambda m, x: m.head(torch.softmax(m.a(x) + m.b(x), -1)),
+        a=nn.Linear(3, 6),
+        b=nn.Linear(3, 6),
+        head=nn.Linear(6, 2),
+        c=nn.Linear(2, 2),
+    )
+    with pytest.warns(FixedUnitsWarning) as caught, pytest.raises(NoUnitsError):
+        trace_units(model, torch.zeros(1, 3))
+    assert len(caught) == 1
+
+
+def test_an_unknown_operator_keeps_its_inputs_whole() -> None:
+    model = zoo.Lambda(lambda m, x: m.head(torch.linalg.qr(m.a(x))[0]), a=nn.Linear(3, 6), head=nn.Linear(6, 2))
+    with pytest.warns(FixedUnitsWarning, match="linalg_qr"), pytest.raises(NoUnitsError, match="linalg_qr"):
+        trace_units(model, torch.randn(8, 3))
+
+
+def dropped_by_size(m: nn.Module, x: Tensor) -> Tensor:
+    h = m.a(x).relu()
+    return m.head(h) / h.shape[1]  # type: ignore[no-any-return]
+
+
+def branch_on_data(m: nn.Module, x: Tensor) -> Tensor:
+    h = m.a(x)
+    return m.head(h) if h.sum().item() > 0 else m.head(-h)  # type: ignore[no-any-return]
+
+
+def hidden_in_list(m: nn.Module, x: Tensor) -> Tensor:
+    h = m.a(x).relu()
+    return m.head(torch.tensor(h.tolist()))  # type: ignore[no-any-return]
+
+
+def rolled(m: nn.Module, x: Tensor) -> Tensor:
+    return m.head(m.a(x).relu().roll(1, -1))  # type: ignore[no-any-return]
+
+
+def permuted(m: nn.Module, x: Tensor) -> Tensor:
+    return m.head(m.a(x).relu()[:, torch.tensor([3, 1, 0, 2, 5, 4])])  # type: ignore[no-any-return]
+
+
+def cumulated(m: nn.Module, x: Tensor) -> Tensor:
+    return m.head(m.a(x).relu().cumsum(-1))  # type: ignore[no-any-return]
+
+
+def first_unit(m: nn.Module, x: Tensor) -> Tensor:
+    h = m.a(x).relu()
+    return m.head(h) + h[:, :1] + h[:, 0, None]  # type: ignore[no-any-return]
+
+
+def sorted_units(m: nn.Module, x: Tensor) -> Tensor:
+    return m.head(m.a(x).sort(-1)[0])  # type: ignore[no-any-return]
+
+
+def best_unit(m: nn.Module, x: Tensor) -> Tensor:
+    h = m.a(x)
+    return m.head(h) + h.amax(-1, keepdim=True)  # type: ignore[no-any-return]
+
+
+def wrote_state(m: nn.Module, x: Tensor) -> Tensor:
+    h = m.a(x).relu()
+    m.memory.copy_(h.mean(0))
+    return m.head(h * m.memory)  # type: ignore[no-any-return]
+
+
+def filled_slice(m: nn.Module, x: Tensor) -> Tensor:
+    h = m.a(x).relu()
+    h[:, 2] = 0.5
+    return m.head(h)  # type: ignore[no-any-return]
+
+
+def buffer_written_later(m: nn.Module, x: Tensor) -> Tensor:
+    buffer = x.new_zeros(x.shape[0], 6)
+    buffer[0, 0].fill_(3.0)
+    return m.head(m.a(x).relu() + buffer)  # type: ignore[no-any-return]
+
+
+@pytest.mark.filterwarnings("ignore::sparsekit.tracing.trace.FixedUnitsWarning")
+@pytest.mark.parametrize(
+    "forward",
+    [
+        dropped_by_size,
+        hidden_in_list,
+        rolled,
+        permuted,
+        cumulated,
+        first_unit,
+        sorted_units,
+        best_unit,
+        wrote_state,
+        filled_slice,
+        buffer_written_later,
+    ],
+)
+@pytest.mark.parametrize("verify", [True, False], ids=["verified", "unverified"])
+def test_what_cannot_be_cut_exactly_is_never_cut(forward: Callable[..., Tensor], verify: bool) -> None:
+    model = zoo.Lambda(forward, a=nn.Linear(3, 6), head=nn.Linear(6, 2), memory=torch.ones(6))
+    if not verify and forward is dropped_by_size:
+        pytest.skip("only the verification can see sizes that live in Python")
+    with pytest.raises(NoUnitsError):
+        trace_units(model, torch.randn(4, 3), verify=verify)
+
+
+def test_a_branch_on_the_sum_of_units_is_exact_if_they_are_gated_where_they_are_made() -> None:
+    model = zoo.Lambda(branch_on_data, a=nn.Linear(3, 6), head=nn.Linear(6, 2))
+    graph, _ = trace(model, torch.randn(4, 3))
+    assert {key for key, (_, gated, _) in slices(graph, "a").items() if gated} == {("a.weight", 0), ("a.bias", 0)}
+
+
+def test_a_model_that_fails_on_the_example_inputs_is_named_with_its_error() -> None:
+    with pytest.raises(TraceError, match=r"Sequential fails on the example inputs.*mat1 and mat2") as caught:
+        trace_units(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), torch.zeros(1, 5))
+    assert isinstance(caught.value.__cause__, RuntimeError)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_torchscript_is_refused() -> None:
+    class Plain(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x
+
+    scripted = torch.jit.trace(Plain(), torch.zeros(1, 2))
+    with pytest.raises(UnsupportedModelError, match="TorchScript"):
+        trace_units(scripted, torch.zeros(1, 2))
+
+
+def test_something_that_is_no_module_is_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match=r"expected a torch.nn.Module, got function"):
+        trace_units(lambda x: x, torch.zeros(1, 2))  # type: ignore[arg-type]
+
+
+def test_a_model_without_tensor_output_is_refused() -> None:
+    model = zoo.Lambda(lambda m, x: m.a(x).sum().item(), a=nn.Linear(2, 3))
+    with pytest.raises(UnsupportedModelError, match="returned no tensor"):
+        trace_units(model, torch.zeros(1, 2))
+
+
+def test_a_single_layer_has_no_units_and_says_what_to_do() -> None:
+    with pytest.raises(NoUnitsError, match="hidden layer"):
+        trace_units(nn.Linear(3, 2), torch.zeros(1, 3))
+
+
+def test_groups_of_one_unit_are_no_groups() -> None:
+    graph, messages = trace(
+        nn.Sequential(nn.Linear(3, 1), nn.ReLU(), nn.Linear(1, 4), nn.ReLU(), nn.Linear(4, 2)), torch.zeros(1, 3)
+    )
+    assert list(graph.groups) == ["2"]
+    assert messages == []
+
+
+def test_the_graph_survives_json() -> None:
+    model, args, _ = zoo.build("resnet-small")
+    graph, _ = trace(model, *args)
+    again = UnitGraph.from_json(graph.to_json())
+    assert again.fingerprint() == graph.fingerprint()
+    assert again.to_json() == graph.to_json()
+
+
+def test_two_traces_give_the_same_graph() -> None:
+    model, args, _ = zoo.build("densenet-small")
+    assert trace(model, *args)[0].to_json() == trace(copy.deepcopy(model).train(), *args)[0].to_json()
+
+
+def test_batch_size_and_constant_inputs_make_no_difference() -> None:
+    for name in ("vgg-small", "conv2d", "grouped", "instance-norm"):
+        model, (x,), _ = zoo.build(name)
+        graph, _ = trace(model, x)
+        assert trace(model, torch.zeros_like(x[:1]))[0].fingerprint() == graph.fingerprint()
+
+
+def test_frozen_parameters_and_inference_under_no_grad_make_no_difference() -> None:
+    model, args, _ = zoo.build("vgg-small")
+    expected = trace(model, *args)[0].fingerprint()
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    with torch.no_grad():
+        assert trace(model, *args)[0].fingerprint() == expected
+    assert not any(p.requires_grad for p in model.parameters())
+
+
+def test_a_model_with_tensors_that_have_a_history_can_be_traced() -> None:
+    model = nn.Sequential(nn.Linear(3, 6), nn.ReLU(), nn.Linear(6, 2))
+    model.cached = model[0].weight * 2  # type: ignore[assignment]
+    assert list(trace(model, torch.zeros(1, 3))[0].groups) == ["0"]
+
+
+class Auxiliary(nn.Module):
+    """A head that runs in training only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.head, self.side = nn.Linear(3, 6), nn.Linear(6, 2), nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        h = self.a(x).relu()
+        return (self.head(h), self.side(h)) if self.training else self.head(h)
+
+
+def test_readers_that_run_in_training_only_are_found() -> None:
+    graph, _ = trace(Auxiliary(), torch.zeros(2, 3))
+    assert ("side.weight", 1) in slices(graph, "a")
+
+
+def test_gate_gradients_equal_weight_times_gradient_of_the_gated_entries() -> None:
+    for name in ("vgg-small", "lstm", "pooled-dot", "residual"):
+        model, args, kwargs = zoo.build(name)
+        graph, _ = trace(model, *args, **kwargs)
+        parameters = {key for key, _ in model.named_parameters()}
+        state = {key: value.detach().double().requires_grad_(key in parameters) for key, value in model.state_dict().items()}
+        gates = {key: torch.ones(group.size, dtype=torch.float64, requires_grad=True) for key, group in graph.groups.items()}
+        inputs = tuple(x.double() for x in args)
+        out = torch.func.functional_call(model.double().eval(), graph.gate(state, gates), inputs)
+        out.square().sum().backward()
+        for key, group in graph.groups.items():
+            expected = torch.zeros(group.size, dtype=torch.float64)
+            for piece in group.slices:
+                if piece.gated:
+                    product = (state[piece.name] * state[piece.name].grad).movedim(piece.dim, 0)
+                    product = product.reshape(product.shape[0], -1).sum(1)
+                    expected += product[piece.index].sum(1)
+            torch.testing.assert_close(gates[key].grad, expected, rtol=1e-9, atol=1e-12)
+
+
+def test_no_buffer_is_gated_and_every_group_has_a_gate() -> None:
+    for name, architecture in zoo.ZOO.items():
+        if architecture.groups:
+            model, args, kwargs = zoo.build(name)
+            graph, _ = trace(model, *args, **kwargs)
+            parameters = dict(model.named_parameters(remove_duplicate=False))
+            for group in graph.groups.values():
+                gated = [piece.name for piece in group.slices if piece.gated]
+                assert gated
+                assert set(gated) <= set(parameters)
+
+
+def test_a_weight_that_is_computed_by_an_unknown_operator_is_named() -> None:
+    class Triangular(nn.Module):
+        def forward(self, weight: Tensor) -> Tensor:
+            return weight.tril()
+
+    lower = nn.utils.parametrize.register_parametrization(nn.Linear(6, 6), "weight", Triangular())
+    model = nn.Sequential(lower, nn.ReLU(), nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 2))
+    graph, messages = trace(model, torch.zeros(1, 6))
+    assert list(graph.groups) == ["2"]
+    assert len(messages) == 1
+    assert "'0' (6 units)" in messages[0]
+    assert "'tril'" in messages[0]
+
+
+def test_lazy_parameters_are_refused_with_what_to_do() -> None:
+    with pytest.raises(UnsupportedModelError, match="call the model once"):
+        trace_units(nn.Sequential(nn.LazyLinear(4), nn.ReLU(), nn.Linear(4, 2)), torch.zeros(1, 3))
+
+
+class Awkward(nn.Module):
+    """Arguments with the names of options of `trace_units`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.head = nn.Linear(3, 6), nn.Linear(6, 2)
+
+    def forward(self, x: Tensor, *, rules: Tensor, verify: bool, norm: Tensor) -> Tensor:
+        out: Tensor = self.head(self.a(x + rules).relu()) * norm
+        return out if verify else -out
+
+
+def test_keyword_inputs_may_have_the_names_of_options() -> None:
+    own = {"rules": torch.ones(4, 3), "verify": True, "norm": torch.ones(1)}
+    assert list(trace(Awkward(), torch.randn(4, 3), example_kwargs=own)[0].groups) == ["a"]
+
+
+def test_keyword_inputs_of_both_kinds_are_joined_and_none_may_come_twice() -> None:
+    model = zoo.Lambda(lambda m, *, x, scale: m.head(m.a(x).relu() * scale), a=nn.Linear(3, 6), head=nn.Linear(6, 2))
+    x, scale = torch.randn(4, 3), torch.rand(4, 1)
+    assert list(trace(model, example_kwargs={"x": x}, scale=scale)[0].groups) == ["a"]
+    with pytest.raises(InvalidValueError, match="given twice: scale"):
+        trace_units(model, example_kwargs={"x": x, "scale": scale}, scale=scale)
+
+
+def test_a_compiled_model_is_traced_as_it_was_written() -> None:
+    plain = nn.Sequential(nn.Linear(3, 6), nn.ReLU(), nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 2))
+    plain[2].compile()
+    compiled = torch.compile(plain)
+    before = torch._dynamo.utils.counters["frames"]["total"]
+    graph, messages = trace(compiled, torch.randn(4, 3))  # type: ignore[arg-type]
+    assert torch._dynamo.utils.counters["frames"]["total"] == before  # nothing was compiled on the way
+    assert messages == []
+    assert graph.fingerprint() == (("0", 6), ("2", 5))
+    assert {piece.name.split(".")[0] for group in graph.groups.values() for piece in group.slices} == {"_orig_mod"}
+    x = torch.randn(4, 3)
+    with torch.compiler.set_stance("force_eager"):
+        small = compact(compiled, graph, UnitMask({"0": torch.arange(6) < 4, "2": torch.arange(5) < 2}))  # type: ignore[arg-type]
+        assert small(x).shape == (4, 2)
+    assert small._orig_mod[2].in_features == 4
+    assert compiled._orig_mod is plain  # type: ignore[attr-defined]
+
+
+def test_a_model_with_too_many_steps_is_given_up_on_and_not_followed_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        h = m.a(x)
+        for _ in range(100):
+            h = torch.cat([h.relu(), -h.relu()], 1).chunk(2, 1)[0]
+        result: Tensor = m.head(h)
+        return result
+
+    met = []
+
+    def counted(func: Any, name: str) -> Any:
+        met.append(name)
+        return find_handler(func, name)
+
+    monkeypatch.setattr("sparsekit.tracing.trace.find_handler", counted)
+    monkeypatch.setattr("sparsekit.labels.tracer._MOST_WORK", 50_000)
+    model = zoo.Lambda(forward, a=nn.Linear(3, 6), head=nn.Linear(6, 2))
+    with pytest.warns(FixedUnitsWarning, match="too many steps at test_trace.py"), pytest.raises(NoUnitsError):
+        trace_units(model, torch.randn(4, 3))
+    assert 10 < len(met) < 60
+
+
+@pytest.mark.parametrize("steps", [100, 400])
+def test_long_loops_take_time_in_proportion(steps: int) -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        h = m.a(x)
+        for _ in range(steps):
+            h = torch.cumsum(h, 1) * 0.1 + m.b(h).softmax(-1)
+        result: Tensor = m.head(h)
+        return result
+
+    model = zoo.Lambda(forward, a=nn.Linear(3, 6), b=nn.Linear(6, 6), head=nn.Linear(6, 2))
+    with pytest.warns(FixedUnitsWarning) as caught, pytest.raises(NoUnitsError):
+        trace_units(model, torch.randn(4, 3))
+    assert len(caught) <= 2  # one cause is told once, however often it is met
+
+
+def test_reentrant_checkpoints_do_not_warn_of_missing_gradients() -> None:
+    model, args, _ = zoo.build("checkpointed-reentrant")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trace_units(model, *args)

@@ -1,0 +1,127 @@
+"""What a model does in training only is traced and verified too, and dropout is not mistaken for it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import zoo
+from laws import check_masked_equals_compact, random_mask
+from torch import Tensor, nn
+
+from sparsekit.graph.graph import UnitGraph
+from sparsekit.tracing.inputs import ModelInputs
+from sparsekit.tracing.trace import FixedUnitsWarning, trace_units
+from sparsekit.tracing.train_mode import differs_in_training
+
+
+def trace(model: nn.Module, *args: Any) -> tuple[UnitGraph, list[str]]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        graph = trace_units(model, *args)
+    return graph, [str(w.message) for w in caught if issubclass(w.category, FixedUnitsWarning)]
+
+
+def net(run: Callable[..., Any]) -> nn.Module:
+    return zoo.Lambda(run, a=nn.Linear(3, 6), b=nn.Linear(3, 5), c=nn.Linear(6, 2), d=nn.Linear(5, 2))
+
+
+def test_a_penalty_on_hidden_values_that_training_returns_keeps_them_whole() -> None:
+    def run(m: nn.Module, x: Tensor) -> Any:
+        h = F.relu(m.a(x))
+        out = m.c(h) + m.d(F.relu(m.b(x)))
+        return (out, h.mean()) if m.training else out
+
+    graph, messages = trace(net(run), torch.randn(4, 3))
+    assert list(graph.groups) == ["b"]
+    assert len(messages) == 1
+
+
+def test_a_size_that_only_training_reads_is_found_by_the_verification() -> None:
+    def run(m: nn.Module, x: Tensor) -> Any:
+        h = F.relu(m.a(x))
+        out = m.c(h) / (h.shape[1] if m.training else 1.0)
+        return out + m.d(F.relu(m.b(x)))
+
+    graph, messages = trace(net(run), torch.randn(4, 3))
+    assert list(graph.groups) == ["b"]
+    assert "in training, removing units changes the output" in messages[0]
+
+
+def dropped(m: nn.Module, x: Tensor) -> Tensor:
+    return m.c(F.dropout(F.relu(m.a(x)), 0.5, m.training)) + m.d(F.feature_alpha_dropout(m.b(x), 0.1, m.training))  # type: ignore[no-any-return]
+
+
+def test_dropout_is_no_difference() -> None:
+    model = net(dropped)
+    assert not differs_in_training(model, ModelInputs((torch.randn(4, 3),), {}))
+    assert dict(trace(model, torch.randn(4, 3))[0].fingerprint()) == {"a": 6, "b": 5}
+
+
+def test_dropout_inside_layers_is_no_difference() -> None:
+    model = nn.Sequential(
+        nn.Linear(3, 8), nn.TransformerEncoderLayer(8, 2, 12, dropout=0.5), nn.LSTM(8, 4, num_layers=2, dropout=0.5)
+    )
+    assert not differs_in_training(model, ModelInputs((torch.randn(4, 2, 3),), {}))
+
+
+def dropped_paths(m: nn.Module, x: Tensor) -> Tensor:
+    h = F.relu(m.a(x))
+    if m.training:
+        h = h * x.new_empty((x.shape[0], 1)).bernoulli_(0.5).div_(0.5)
+    out: Tensor = m.c(h)
+    if m.training:
+        keep = 0.5 + torch.rand((x.shape[0], 1), dtype=x.dtype)
+        out = out.div(0.5) * keep.floor_()
+    noise = torch.empty((x.shape[0], 1), dtype=x.dtype).bernoulli_(0.5) if m.training else 1.0
+    return out + m.d(torch.relu(m.b(x)) * noise)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("train", [False, True])
+def test_dropped_paths_keep_units_apart(train: bool) -> None:
+    model = net(dropped_paths)
+    x = torch.randn(4, 3)
+    assert differs_in_training(model, ModelInputs((x,), {}))
+    graph, messages = trace(model, x)
+    assert dict(graph.fingerprint()) == {"a": 6, "b": 5}
+    assert messages == []
+    check_masked_equals_compact(model, (x,), {}, graph, random_mask(graph, 0.5, 0), train=train)
+
+
+def noisy(m: nn.Module, x: Tensor) -> Tensor:
+    h = m.a(x)
+    if m.training:
+        h = h + 0.1 * torch.randn_like(h)
+    return m.c(h.relu()) + m.d(m.b(x))  # type: ignore[no-any-return]
+
+
+def test_noise_on_units_in_training_leaves_them_apart() -> None:
+    assert dict(trace(net(noisy), torch.randn(4, 3))[0].fingerprint()) == {"a": 6, "b": 5}
+
+
+def test_inputs_that_training_refuses_say_nothing() -> None:
+    model = nn.Sequential(nn.Linear(3, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 2))
+    assert not differs_in_training(model, ModelInputs((torch.randn(1, 3),), {}))
+    assert dict(trace(model, torch.randn(1, 3))[0].fingerprint()) == {"0": 6}
+
+
+def test_a_batch_norm_that_counts_its_batches_is_no_difference() -> None:
+    model = nn.Sequential(nn.Conv1d(1, 4, 3), nn.BatchNorm1d(4), nn.Conv1d(4, 2, 1))
+    assert not differs_in_training(model, ModelInputs((torch.randn(2, 1, 5),), {}))
+
+
+def test_statistics_do_not_leak_from_the_comparison_in_train_mode() -> None:
+    def run(m: nn.Module, x: Tensor) -> Any:
+        h = m.norm(m.a(x)).relu()
+        return (m.c(h), m.d(h)) if m.training else m.c(h)
+
+    model = zoo.Lambda(run, a=nn.Linear(3, 6), norm=nn.BatchNorm1d(6), c=nn.Linear(6, 2), d=nn.Linear(6, 2))
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    graph, messages = trace(model, torch.randn(4, 3))
+    assert {piece.name for piece in graph.groups["a"].slices} >= {"c.weight", "d.weight"}
+    assert messages == []
+    assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())

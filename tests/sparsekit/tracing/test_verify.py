@@ -1,0 +1,104 @@
+"""The verification finds the groups at fault among many, and lets exact ones pass."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+import zoo
+from torch import nn
+
+from sparsekit.errors import NoUnitsError
+from sparsekit.graph.graph import UnitGraph
+from sparsekit.tracing.inputs import ModelInputs
+from sparsekit.tracing.trace import trace_units
+from sparsekit.tracing.verify import Verifier
+
+
+def _net() -> tuple[nn.Module, UnitGraph, ModelInputs]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(layer for k in range(6) for layer in (nn.Linear(6, 6), nn.Tanh())), nn.Linear(6, 2)).eval()
+    x = torch.randn(4, 6)
+    return model, trace_units(model, x), ModelInputs((x,), {})
+
+
+def _spoiled(graph: UnitGraph, name: str) -> UnitGraph:
+    """The readers of one group in the wrong order."""
+    group = graph.groups[name]
+    slices = tuple(dataclasses.replace(s, index=s.index.flip(0)) if s.side == "in" else s for s in group.slices)
+    return dataclasses.replace(graph, groups={**graph.groups, name: dataclasses.replace(group, slices=slices)})
+
+
+def test_exact_groups_pass() -> None:
+    model, graph, inputs = _net()
+    assert Verifier(model, inputs).failures(graph) == {}
+
+
+def test_the_one_wrong_group_is_found_among_six() -> None:
+    model, graph, inputs = _net()
+    failures = Verifier(model, inputs).failures(_spoiled(graph, "4"))
+    assert list(failures) == ["4"]
+    assert "removing units changes the output" in failures["4"]
+
+
+def test_two_wrong_groups_are_both_found() -> None:
+    model, graph, inputs = _net()
+    assert sorted(Verifier(model, inputs).failures(_spoiled(_spoiled(graph, "0"), "8"))) == ["0", "8"]
+
+
+def test_verification_changes_neither_model_nor_inputs() -> None:
+    model, graph, inputs = _net()
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    x = inputs.args[0].clone()
+    Verifier(model, inputs).failures(graph)
+    assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
+    assert torch.equal(inputs.args[0], x)
+
+
+def test_a_model_that_fixes_its_dtype_is_compared_in_that_dtype() -> None:
+    model = zoo.Lambda(lambda m, x: m.head(m.a(x.float()).relu()), a=nn.Linear(3, 6), head=nn.Linear(6, 2))
+    assert list(trace_units(model, torch.randn(4, 3)).groups) == ["a"]
+
+
+def test_a_fresh_batch_norm_and_zero_scales_do_not_hide_an_error() -> None:
+    model = zoo.Lambda(
+        lambda m, x: m.head(m.a(x).relu()) + m.gain * m.a(x).relu().mean(-1, keepdim=True),
+        a=nn.Linear(3, 6),
+        head=nn.Linear(6, 2),
+        gain=nn.Parameter(torch.zeros(1)),
+    ).eval()
+    x = torch.randn(4, 3)
+    honest = zoo.Lambda(lambda m, y: m.head(m.a(y).relu()), a=model.a, head=model.head)
+    graph = trace_units(honest, x)
+    shapes = {name: value.shape for name, value in model.state_dict().items()}
+    failures = Verifier(model, ModelInputs((x,), {})).failures(dataclasses.replace(graph, shapes=shapes))
+    assert list(failures) == ["a"]
+
+
+def test_an_output_that_is_never_finite_lets_nothing_pass() -> None:
+    model = zoo.Lambda(lambda m, x: m.head(m.a(x).relu()) / 0.0 * 0.0, a=nn.Linear(3, 6), head=nn.Linear(6, 2)).eval()
+    x = torch.randn(4, 3)
+    graph = trace_units(model, x, verify=False)
+    assert "infinite or NaN" in Verifier(model, ModelInputs((x,), {})).failures(graph)["a"]
+
+
+def test_inputs_that_must_not_be_disturbed_are_kept() -> None:
+    model = zoo.Lambda(lambda m, x, p: m.head(m.a(x).relu()) + torch.log(0.5 - p), a=nn.Linear(3, 6), head=nn.Linear(6, 2))
+    graph = trace_units(model, torch.randn(4, 3), torch.zeros(4, 2))
+    assert list(graph.groups) == ["a"]
+
+
+def test_even_a_float64_model_is_compared_on_copies() -> None:
+    model, graph, inputs = _net()
+    model.double().register_buffer("steps", torch.tensor(3))
+    verifier = Verifier(model, inputs)
+    assert verifier.failures(graph) == {}
+    own = {entry.data_ptr() for entry in model.state_dict().values()}
+    assert not own & {entry.data_ptr() for entry in verifier._dense.state_dict().values()}
+
+
+def test_the_error_without_groups_says_what_was_found_and_why_it_stays() -> None:
+    with pytest.warns(UserWarning, match="softmax"), pytest.raises(NoUnitsError) as caught:
+        trace_units(nn.Sequential(nn.Linear(3, 6), nn.Softmax(-1), nn.Linear(6, 2)), torch.zeros(1, 3))
+    assert [(item.module, item.size) for item in caught.value.fixed] == [("0", 6), ("2", 2)]

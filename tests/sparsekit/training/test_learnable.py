@@ -1,0 +1,551 @@
+"""LearnableMask: compact and masked execution are the same training; importance is learned; the wrapper is a good module."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from sparsekit import LearnableMask, expand, trace_units
+from sparsekit.criteria import Magnitude, Ordered, Random
+from sparsekit.errors import (
+    ForeignMaskError,
+    InvalidValueError,
+    NoUnitsError,
+    SparsekitError,
+    TraceError,
+    UnsupportedModelError,
+)
+
+
+class ConvNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2),
+            nn.Conv2d(8, 12, 3, bias=False), nn.BatchNorm2d(12), nn.ReLU(), nn.Flatten(),
+            nn.Linear(12 * 9, 16), nn.ReLU(), nn.Linear(16, 4),
+        )  # fmt: skip
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.body(images)
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(5, 8, num_layers=2, batch_first=True)
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.lstm(x)[0][:, -1])
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 6, 3, padding=1)
+        self.conv = nn.Conv2d(6, 6, 3, padding=1, bias=False)  # a bias before a norm has a gradient of rounding noise
+        self.norm = nn.BatchNorm2d(6)
+        self.head = nn.Linear(6, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.stem(x))
+        return self.head((x + self.norm(self.conv(x))).mean((2, 3)))
+
+
+class Tied(nn.Module):
+    """Two layers share one matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(30, 7)
+        self.one, self.two = nn.Linear(7, 4), nn.Linear(7, 4)
+        self.two.weight = self.one.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.inner(x.flatten(1)))
+        return self.one(hidden) - self.two(hidden.square())
+
+
+def images(generator: torch.Generator) -> torch.Tensor:
+    return torch.randn(8, 3, 10, 10, dtype=torch.float64, generator=generator)
+
+
+def sequences(generator: torch.Generator) -> torch.Tensor:
+    return torch.randn(8, 6, 5, dtype=torch.float64, generator=generator)
+
+
+OPTIMIZERS = {
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=1e-3),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.01),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.003, momentum=0.5),
+}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(("model", "draw"), [(ConvNet, images), (Recurrent, sequences), (Residual, images), (Tied, sequences)])
+def test_compact_training_equals_masked_training_step_for_step(model, draw, optimizer) -> None:
+    generator = torch.Generator().manual_seed(1)
+    torch.manual_seed(0)
+    dense = model().double()
+    graph = trace_units(dense, draw(generator))
+    compact = LearnableMask(dense, graph=graph, ratio=0.5)
+    masked = LearnableMask(dense, graph=graph, ratio=0.5, execution="masked")
+    pairs = [(m, OPTIMIZERS[optimizer](m.parameters())) for m in (compact, masked)]
+    changes, previous = 0, compact.unit_mask()
+    for step in range(50):
+        x, y = draw(generator), torch.randint(0, 4, (8,), generator=generator)
+        if step == 20:
+            compact.ratio = masked.ratio = 0.3
+        if step == 35:
+            compact.ratio = masked.ratio = 0.8
+        if step % 10 == 5:
+            noise = {name: torch.randn(q.shape, generator=generator, dtype=q.dtype) for name, q in compact.importance().items()}
+            shaken = {name: q + noise[name] for name, q in compact.importance().items()}
+            for m, _ in pairs:
+                m.load_importance(shaken)
+        for m, opt in pairs:
+            loss = F.cross_entropy(m(x), y) + 0.1 * m.penalty()
+            opt.zero_grad()
+            loss.backward()
+            opt.step()
+        assert compact.unit_mask() == masked.unit_mask()
+        changes += compact.unit_mask() != previous
+        previous = compact.unit_mask()
+        left, right = compact.state_dict(), masked.state_dict()
+        for name in right:  # all but the order of the narrow units
+            assert torch.allclose(left[name].double(), right[name].double(), rtol=0, atol=1e-10), (step, name)
+    assert changes >= 5
+
+
+def test_compact_training_equals_a_hand_written_dense_loop() -> None:
+    """The reference here knows nothing of sessions: dense leaves, columns zeroed, dropped entries put back by hand."""
+    torch.manual_seed(0)
+    first, second = nn.Linear(4, 6).double(), nn.Linear(6, 2).double()
+    model = nn.Sequential(first, nn.ReLU(), second)
+    masked = LearnableMask(model, (torch.zeros(1, 4, dtype=torch.float64),), ratio=0.5, explore=0.0)
+    optimizer = torch.optim.SGD(masked.parameters(), lr=0.1, momentum=0.9)
+    values = {name: p.detach().clone() for name, p in model.named_parameters()}
+    moving = {name: torch.zeros_like(p) for name, p in values.items()}
+    scores, score_moving = masked.importance()["0"], torch.zeros(6, dtype=torch.float64)
+    masks = set()
+    for step in range(50):
+        generator = torch.Generator().manual_seed(step)
+        x = torch.randn(5, 4, dtype=torch.float64, generator=generator)
+        y = torch.randint(0, 2, (5,), generator=generator)
+        keep = torch.zeros(6, dtype=torch.bool)
+        keep[scores.sort(descending=True, stable=True).indices[:3]] = True
+        masks.add(tuple(keep.tolist()))
+        leaves = {name: value.clone().requires_grad_() for name, value in values.items()}
+        hidden = torch.relu(x @ leaves["0.weight"].T + leaves["0.bias"])
+        F.cross_entropy((hidden * keep) @ leaves["2.weight"].T + leaves["2.bias"], y).backward()
+        sums = values["0.weight"].abs().sum(1) + values["0.bias"].abs()
+        target = torch.sigmoid((sums - sums.mean()) / sums.std(correction=0))
+        task = (leaves["2.weight"].grad * values["2.weight"]).sum(0)
+        score_moving = 0.9 * score_moving + task + 2 * (scores - target)
+        scores = scores - 0.1 * score_moving
+        kept = {"0.weight": keep[:, None], "0.bias": keep, "2.weight": keep[None, :], "2.bias": torch.ones(2, dtype=torch.bool)}
+        for name in values:
+            moving[name] = torch.where(kept[name], 0.9 * moving[name] + leaves[name].grad, moving[name])
+            values[name] = torch.where(kept[name], values[name] - 0.1 * moving[name], values[name])
+        loss = F.cross_entropy(masked(x), y) + masked.penalty()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        state = masked.dense_state()
+        for name in values:
+            assert torch.allclose(state[name], values[name], rtol=0, atol=1e-10), (step, name)
+        assert torch.allclose(masked.importance()["0"], scores, rtol=0, atol=1e-10)
+    assert len(masks) > 1
+
+
+def test_the_task_loss_reaches_the_importance_and_finds_the_useful_units() -> None:
+    """Only units 1 and 4 of six can serve: all others read inputs that are always zero."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6, bias=False), nn.ReLU(), nn.Linear(6, 2, bias=False))
+    with torch.no_grad():
+        model[0].weight.copy_(torch.eye(6))
+        model[2].weight.copy_(0.5 * torch.ones(2, 6))
+        model[2].weight[0, 1] = model[2].weight[1, 4] = 0.6
+    masked = LearnableMask(model, (torch.zeros(1, 6),), ratio=1 / 3)
+    assert set(masked.unit_mask()["0"].nonzero().flatten().tolist()) != {1, 4}
+    optimizer = torch.optim.SGD(masked.parameters(), lr=0.1)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(400):
+        y = torch.randint(0, 2, (16,), generator=generator)
+        x = torch.zeros(16, 6)
+        x[torch.arange(16), torch.where(y == 0, 1, 4)] = 1.0
+        loss = F.cross_entropy(masked(x), y) + masked.penalty()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert masked.unit_mask()["0"].nonzero().flatten().tolist() == [1, 4]
+
+
+def test_the_users_module_is_never_edited() -> None:
+    model = ConvNet()
+    before, ids = copy.deepcopy(model.state_dict()), [id(p) for p in model.parameters()]
+    masked = LearnableMask(model, (torch.zeros(1, 3, 10, 10),), ratio=0.25)
+    optimizer = torch.optim.SGD(masked.parameters(), lr=0.1)
+    (masked(torch.randn(4, 3, 10, 10)).square().mean() + masked.penalty()).backward()
+    optimizer.step()
+    assert [id(p) for p in model.parameters()] == ids
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert model.training
+    assert not hasattr(model.body[0], "parametrizations")
+
+
+def test_state_dict_keeps_the_models_own_keys() -> None:
+    model = ConvNet()
+    masked = LearnableMask(model, (torch.zeros(1, 3, 10, 10),), ratio=0.25)
+    own = {name for name in masked.state_dict() if not name.startswith("sparsekit.")}
+    assert own == set(model.state_dict())
+    assert all(masked.state_dict()[name].shape == value.shape for name, value in model.state_dict().items())
+
+
+def test_state_dict_survives_saving_and_loading_also_inside_another_module() -> None:
+    x = torch.randn(4, 3, 10, 10)
+    outer = nn.Sequential(LearnableMask(ConvNet(), (x,), ratio=0.25), nn.Softmax(dim=-1))
+    optimizer = torch.optim.SGD(outer.parameters(), lr=0.1)
+    outer[0].load_importance({name: torch.rand_like(q) for name, q in outer[0].importance().items()})
+    outer(x).square().mean().backward()
+    optimizer.step()
+    buffer = io.BytesIO()
+    torch.save(outer.state_dict(), buffer)
+    buffer.seek(0)
+    twin = nn.Sequential(LearnableMask(ConvNet(), (x,), ratio=1.0), nn.Softmax(dim=-1))
+    twin.load_state_dict(torch.load(buffer, weights_only=True))
+    assert twin[0].ratio == 0.25
+    assert twin[0].unit_mask() == outer[0].unit_mask()
+    assert torch.equal(twin.eval()(x), outer.eval()(x))
+
+
+def test_loading_with_missing_keys_is_reported() -> None:
+    masked = LearnableMask(ConvNet(), (torch.zeros(1, 3, 10, 10),))
+    state = masked.state_dict()
+    del state["body.0.weight"]
+    with pytest.raises(RuntimeError, match=r"body\.0\.weight"):
+        masked.load_state_dict(state)
+
+
+def test_deepcopy_trains_apart_from_the_original() -> None:
+    x = torch.randn(4, 3, 10, 10)
+    masked = LearnableMask(ConvNet(), (x,), ratio=0.5)
+    optimizer = torch.optim.SGD(masked.parameters(), lr=0.1, momentum=0.9)
+    masked(x).square().mean().backward()
+    optimizer.step()
+    twin = copy.deepcopy(masked)
+    assert torch.equal(twin.eval()(x), masked.eval()(x))
+    before = masked.dense_state()
+    other = torch.optim.SGD(twin.parameters(), lr=0.1)
+    twin.ratio = 0.25
+    twin(x).square().mean().backward()
+    other.step()
+    assert all(torch.equal(before[name], value) for name, value in masked.dense_state().items())
+    assert not torch.equal(twin.dense_state()["body.10.weight"], before["body.10.weight"])
+
+
+def test_moving_to_another_dtype_moves_everything() -> None:
+    x = torch.randn(4, 3, 10, 10, dtype=torch.float64)
+    masked = LearnableMask(ConvNet(), (x.float(),), ratio=0.5).double()
+    optimizer = torch.optim.SGD(masked.parameters(), lr=0.1)
+    for _ in range(3):
+        masked.load_importance({name: torch.rand_like(q) for name, q in masked.importance().items()})
+        loss = masked(x).square().mean() + masked.penalty()
+        loss.backward()
+        optimizer.step()
+    assert loss.dtype == torch.float64
+    assert all(t.dtype == torch.float64 for t in masked.dense_state().values() if t.is_floating_point())
+
+
+def test_keyword_and_dict_inputs_work() -> None:
+    class Keywords(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 8), nn.Linear(8, 2)
+
+        def forward(self, *, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+            return {"logits": self.b(torch.relu(self.a(batch["x"])))}
+
+    batch = {"x": torch.randn(3, 4)}
+    masked = LearnableMask(Keywords(), {"batch": batch}, ratio=0.5)
+    assert masked(batch=batch)["logits"].shape == (3, 2)
+    assert masked.unit_mask()["a"].sum() == 4
+
+
+def test_compact_is_a_plain_smaller_module_with_the_same_outputs() -> None:
+    x = torch.randn(4, 3, 10, 10)
+    masked = LearnableMask(ConvNet(), (x,), ratio=0.25)
+    optimizer = torch.optim.SGD(masked.parameters(), lr=0.1)
+    for _ in range(5):
+        masked.load_importance({name: torch.rand_like(q) for name, q in masked.importance().items()})
+        masked(x).square().mean().backward()
+        optimizer.step()
+    small = masked.compact().eval()
+    assert type(small) is ConvNet
+    assert torch.allclose(small(x), masked.eval()(x), atol=1e-6)
+    assert small.body[0].out_channels == 2
+    full = expand(small.state_dict(), masked.graph, masked.unit_mask(), into=masked.dense_state())
+    assert all(torch.equal(full[name], value) for name, value in masked.dense_state().items())
+
+
+def test_a_new_optimizer_starts_without_the_old_ones_momentum() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+    masked = LearnableMask(model, (torch.zeros(1, 4),), ratio=0.5)
+    x = torch.randn(8, 4)
+
+    def train(optimizer: torch.optim.Optimizer, order: list[float]) -> None:
+        masked.load_importance({"0": torch.tensor(order)})
+        optimizer.zero_grad()
+        masked(x).square().mean().backward()
+        optimizer.step()
+
+    first = torch.optim.SGD(masked.parameters(), lr=0.1, momentum=0.9)
+    train(first, [4.0, 3.0, 2.0, 1.0])
+    train(first, [1.0, 2.0, 3.0, 4.0])
+    del first
+    second = torch.optim.SGD(masked.parameters(), lr=0.1, momentum=0.9)
+    train(second, [1.0, 2.0, 3.0, 4.0])
+    masked.load_importance({"0": torch.tensor([4.0, 3.0, 2.0, 1.0])})
+    masked.sync()
+    assert all((s["momentum_buffer"] == 0).all() for s in second.state.values() if s["momentum_buffer"].shape == (2, 4))
+
+
+def test_patterns_that_do_not_learn_are_redrawn_on_request_only() -> None:
+    x = torch.zeros(1, 3, 10, 10)
+    masked = LearnableMask(ConvNet(), (x,), pattern=Random(), ratio=0.5, generator=torch.Generator().manual_seed(0))
+    first = masked.unit_mask()
+    masked(x)
+    assert masked.unit_mask() == first
+    masked.resample()
+    assert masked.unit_mask() != first
+    ordered = LearnableMask(ConvNet(), (x,), pattern=Ordered(), ratio=0.5).unit_mask()
+    assert ordered["body.0"].tolist() == [True] * 4 + [False] * 4
+    assert LearnableMask(ConvNet(), (x,), pattern=Magnitude(), ratio=0.5).unit_mask().counts() == ordered.counts()
+
+
+@pytest.mark.parametrize("ratio", [0, 1.5, -0.1, float("nan"), True, "half"])
+def test_a_ratio_outside_its_range_is_refused(ratio) -> None:
+    with pytest.raises(InvalidValueError, match=r"ratio must be in \(0, 1\], got"):
+        LearnableMask(ConvNet(), (torch.zeros(1, 3, 10, 10),), ratio=ratio)
+
+
+def test_other_bad_input_says_what_to_do() -> None:
+    x = torch.zeros(1, 3, 10, 10)
+    with pytest.raises(InvalidValueError, match="pass example_inputs"):
+        LearnableMask(ConvNet())
+    with pytest.raises(InvalidValueError, match="execution must be 'compact' or 'masked', got 'fast'"):
+        LearnableMask(ConvNet(), (x,), execution="fast")  # type: ignore[arg-type]
+    with pytest.raises(TraceError, match="fails on the example inputs"):
+        LearnableMask(ConvNet(), (torch.zeros(1, 5, 10, 10),))
+    with pytest.raises(NoUnitsError):
+        LearnableMask(nn.Linear(3, 2), (torch.zeros(1, 3),))
+    with pytest.raises(ForeignMaskError):
+        LearnableMask(ConvNet(), graph=trace_units(Residual(), x))
+    masked = LearnableMask(ConvNet(), (x,))
+    with pytest.raises(InvalidValueError, match="finite"):
+        masked.load_importance({"body.0": torch.full((8,), float("nan"))})
+    with pytest.raises(ForeignMaskError, match="groups and sizes"):
+        masked.load_importance({"body.0": torch.zeros(7)})
+    assert issubclass(TraceError, SparsekitError)
+
+
+def test_training_on_after_nan_importance_is_an_error_and_not_a_silent_pattern() -> None:
+    x = torch.randn(2, 3, 10, 10)
+    masked = LearnableMask(ConvNet(), (x,), ratio=0.5)
+    with torch.no_grad():
+        masked.scores.fill_(float("nan"))
+    with pytest.raises(InvalidValueError, match="NaN"):
+        masked(x)
+
+
+def _classifier() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 3))
+    return model.double(), torch.randn(12, 6, dtype=torch.float64), torch.randint(3, (12,))
+
+
+def _step(masked: LearnableMask, optimizer: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    loss = F.cross_entropy(masked(x), y) + masked.penalty()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
+@pytest.mark.parametrize("name", ["SGD", "Adam", "Adagrad", "Rprop", "NAdam", "ASGD", "Adafactor"])
+def test_the_ratio_may_change_while_the_last_loss_is_still_referenced(name) -> None:
+    model, x, y = _classifier()
+    masked = LearnableMask(model, (x,), ratio=0.5)
+    optimizer = getattr(torch.optim, name)(masked.parameters(), lr=0.05)
+    for ratio in (0.5, 0.25, 1.0, 0.5):
+        masked.ratio = ratio
+        for _ in range(2):
+            loss = _step(masked, optimizer, x, y)  # keeps the graph of the step before alive during the next pass
+    assert torch.isfinite(loss)
+    assert masked.unit_mask().counts() == {"0": 4, "2": 6}
+
+
+def test_frozen_layers_stay_as_they_are_while_the_ratio_changes() -> None:
+    model, x, y = _classifier()
+    model[2].requires_grad_(False)
+    masked = LearnableMask(model, (x,), ratio=0.5)
+    optimizer = torch.optim.SGD([p for p in masked.parameters() if p.requires_grad], lr=0.5)
+    for ratio in (0.5, 0.25, 1.0):
+        masked.ratio = ratio
+        loss = _step(masked, optimizer, x, y)
+    assert torch.isfinite(loss)
+    state = masked.dense_state()
+    assert torch.equal(state["2.weight"], model[2].weight)
+    assert not torch.equal(state["4.weight"], model[4].weight)
+
+
+def test_a_mask_that_changed_in_inference_mode_trains_on() -> None:
+    model, x, y = _classifier()
+    masked = LearnableMask(model, (x,), ratio=0.5)
+    optimizer = torch.optim.SGD(masked.parameters(), lr=0.1, momentum=0.9)
+    _step(masked, optimizer, x, y)
+    for ratio in (0.25, 0.25, 0.5):
+        masked.ratio = ratio
+        masked.load_importance({name: -values for name, values in masked.importance().items()})
+        with torch.inference_mode():
+            masked(x)
+        loss = _step(masked, optimizer, x, y)
+    assert torch.isfinite(loss)
+    assert not any(tensor.is_inference() for tensor in masked.dense_state().values())
+
+
+def test_training_resumes_from_the_state_dicts_of_mask_and_optimizer() -> None:
+    model, x, y = _classifier()
+    masked = LearnableMask(model, (x,), ratio=0.5, explore=0.0)
+    optimizer = torch.optim.SGD(masked.parameters(), lr=0.1, momentum=0.9)
+    for seed in range(4):  # until narrow units are in another order than the model's
+        torch.manual_seed(seed)
+        masked.load_importance({name: torch.rand_like(values) for name, values in masked.importance().items()})
+        _step(masked, optimizer, x, y)
+    twin = LearnableMask(model, (x,), ratio=1.0, explore=0.0)
+    other = torch.optim.SGD(twin.parameters(), lr=0.1, momentum=0.9)
+    twin.load_state_dict(masked.state_dict())
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    _step(masked, optimizer, x, y)
+    _step(twin, other, x, y)
+    resumed = twin.dense_state()
+    for name, expected in masked.dense_state().items():
+        assert torch.allclose(resumed[name], expected, atol=1e-12), name
+
+
+def test_loading_another_ratio_leaves_a_running_optimizer_usable() -> None:
+    model, x, y = _classifier()
+    masked = LearnableMask(model, (x,), ratio=0.5)
+    optimizer = torch.optim.SGD(masked.parameters(), lr=0.1, momentum=0.9)
+    _step(masked, optimizer, x, y)
+    masked.load_state_dict(LearnableMask(model, (x,), ratio=0.25).state_dict())
+    assert torch.isfinite(_step(masked, optimizer, x, y))
+    assert masked.unit_mask().counts() == {"0": 2, "2": 3}
+
+
+def test_a_pickled_mask_trains_on_and_meets_its_optimizers() -> None:
+    model, x, y = _classifier()
+    masked = LearnableMask(model, (x,), ratio=0.5)
+    optimizer = torch.optim.SGD(masked.parameters(), lr=0.1, momentum=0.9)
+    _step(masked, optimizer, x, y)
+    twin = pickle.loads(pickle.dumps(masked))
+    assert torch.equal(twin(x), masked(x))
+    other = torch.optim.SGD(twin.parameters(), lr=0.1, momentum=0.9)
+    for ratio in (0.5, 0.25):
+        twin.ratio = ratio
+        _step(twin, other, x, y)
+    assert list(twin.optimizers) == [other]
+    assert masked.ratio == 0.5
+
+
+def test_a_pattern_or_inputs_of_the_wrong_kind_say_what_to_pass() -> None:
+    model, x, _ = _classifier()
+    for pattern in ("magnitude", Magnitude):
+        with pytest.raises(InvalidValueError, match=r"pattern=Magnitude\(\)"):
+            LearnableMask(model, (x,), pattern=pattern)
+    with pytest.raises(InvalidValueError, match=r"example_inputs must be .* got str"):
+        LearnableMask(model, "images")
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda p: torch.optim.Rprop(p, lr=0.01), lambda p: torch.optim.Adagrad(p, lr=0.01, initial_accumulator_value=0.1)],
+    ids=["rprop", "adagrad"],
+)
+def test_units_that_enter_take_the_first_state_of_their_optimizer(make) -> None:
+    model, x, y = _classifier()
+    pair = [LearnableMask(model, (x,), ratio=0.5, execution=execution) for execution in ("compact", "masked")]
+    optimizers = [make(masked.parameters()) for masked in pair]
+    for seed in range(8):
+        for masked, optimizer in zip(pair, optimizers, strict=True):
+            torch.manual_seed(seed)
+            masked.ratio = (0.5, 0.25, 1.0)[seed % 3]
+            masked.load_importance({name: torch.rand_like(values) for name, values in masked.importance().items()})
+            _step(masked, optimizer, x, y)
+    narrow, dense = (masked.dense_state() for masked in pair)
+    for name in dense:
+        assert torch.allclose(narrow[name], dense[name], rtol=0, atol=1e-10), name
+
+
+@pytest.mark.parametrize("execution", ["compact", "masked"])
+def test_a_frozen_layer_is_cut_but_not_trained(execution) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 2))
+    model[0].requires_grad_(False)
+    model[2].weight.requires_grad_(False)
+    masked = LearnableMask(model, (torch.randn(4, 3),), ratio=0.5, execution=execution, explore=1.0)
+    flags = [p.requires_grad for p in model.parameters()]
+    assert [p.requires_grad for p in masked.model.parameters()] == flags
+    optimizer = torch.optim.SGD([p for p in masked.parameters() if p.requires_grad], lr=0.1)
+    before = masked.dense_state()
+    for _ in range(3):
+        optimizer.zero_grad()
+        (masked(torch.randn(4, 3)).square().mean() + masked.penalty()).backward()
+        assert masked.scores.grad is not None
+        optimizer.step()
+    moved = {name for name, tensor in masked.dense_state().items() if not torch.equal(tensor, before[name])}
+    assert moved == {"2.bias", "4.weight", "4.bias"}
+    assert [p.requires_grad for p in masked.compact().parameters()] == flags
+
+
+def test_keyword_inputs_with_the_names_of_options_are_understood() -> None:
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.head = nn.Linear(3, 6), nn.Linear(6, 2)
+
+        def forward(self, model, norm):
+            return self.head(torch.relu(self.a(model))) * norm
+
+    masked = LearnableMask(Named(), {"model": torch.randn(4, 3), "norm": torch.ones(1)}, ratio=0.5)
+    assert masked(torch.randn(4, 3), torch.ones(1)).shape == (4, 2)
+
+
+def test_a_data_parallel_model_is_refused_with_what_to_wrap_instead() -> None:
+    model = nn.DataParallel(nn.Sequential(nn.Linear(3, 6), nn.ReLU(), nn.Linear(6, 2)))
+    with pytest.raises(UnsupportedModelError, match=r"DataParallel does not allow; wrap what is inside of it, model\.module"):
+        LearnableMask(model, (torch.randn(4, 3),))
+    assert LearnableMask(model.module, (torch.randn(4, 3),), ratio=0.5)(torch.randn(4, 3)).shape == (4, 2)
+
+
+@pytest.mark.slow
+def test_a_compiled_model_learns_its_mask() -> None:
+    torch.manual_seed(0)
+    compiled = torch.compile(nn.Sequential(nn.Linear(3, 6), nn.LayerNorm(6), nn.ReLU(), nn.Linear(6, 2)), backend="eager")
+    masked = LearnableMask(compiled, (torch.randn(4, 3),), norm="kept", ratio=0.5, explore=1.0)
+    with torch.compiler.set_stance("force_eager"):
+        optimizer = torch.optim.SGD(masked.parameters(), lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            (masked(torch.randn(4, 3)).square().mean() + masked.penalty()).backward()
+            optimizer.step()
+        x = torch.randn(4, 3)
+        torch.testing.assert_close(masked.compact()(x), masked(x))

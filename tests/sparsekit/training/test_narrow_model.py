@@ -1,0 +1,154 @@
+"""NarrowModel: remasking loses nothing, carries optimiser state, and always equals a fresh compaction."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from sparsekit import NarrowModel, UnitMask, compact, select, trace_units
+from sparsekit.criteria import PatternView, Random, TopImportance
+from sparsekit.errors import ForeignMaskError
+
+
+class Tied(nn.Module):
+    """An embedding that feeds a recurrent layer, and two heads that share their weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 6)
+        self.gru = nn.GRU(6, 7, num_layers=2, batch_first=True)
+        self.mid = nn.Linear(7, 9)
+        self.norm = nn.BatchNorm1d(9)
+        self.left = nn.Linear(9, 3)
+        self.right = nn.Linear(9, 3)
+        self.right.weight = self.left.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = torch.relu(self.norm(self.mid(self.gru(self.embedding(tokens))[0][:, -1])))
+        return self.left(hidden) + self.right(hidden)
+
+
+def convolutional() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(2, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 6, 3, groups=6), nn.ReLU(),
+        nn.Conv2d(6, 5, 3), nn.Flatten(), nn.Linear(5 * 4, 3),
+    )  # fmt: skip
+
+
+CASES = [
+    (Tied, lambda: torch.randint(0, 11, (4, 5))),
+    (convolutional, lambda: torch.randn(4, 2, 8, 8)),
+]
+TRACED = []
+for _make, _inputs in CASES:
+    torch.manual_seed(0)
+    _model = _make().double()
+    _x = _inputs()
+    _x = _x.double() if _x.is_floating_point() else _x
+    TRACED.append((_model, _x, trace_units(_model, _x)))
+
+
+def draw(graph, ratio: float, seed: int) -> UnitMask:
+    return select(Random(), graph, ratio, PatternView(generator=torch.Generator().manual_seed(seed)))
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    case=st.integers(0, len(TRACED) - 1),
+    ratios=st.lists(st.sampled_from([0.2, 0.5, 0.5, 0.5, 0.9, 1.0]), min_size=2, max_size=6),
+    seed=st.integers(0, 10_000),
+)
+def test_any_chain_of_rekeys_equals_a_fresh_compaction_and_loses_nothing(case, ratios, seed) -> None:
+    model, x, graph = TRACED[case]
+    narrow_model = NarrowModel(model, graph)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    for step, ratio in enumerate(ratios):
+        mask = draw(graph, ratio, seed + step)
+        narrow_model.remask(mask)
+        assert narrow_model.mask == mask
+        fresh = compact(model, graph, mask)
+        for name, value in fresh.state_dict().items():
+            assert torch.equal(narrow_model.narrow_state()[name], value), name
+        assert torch.allclose(narrow_model.module.eval()(x), fresh.eval()(x), rtol=1e-10, atol=1e-12)
+        assert all(torch.equal(narrow_model.dense_state()[name], value) for name, value in before.items())
+    assert all(torch.equal(model.state_dict()[name], value) for name, value in before.items())
+
+
+@pytest.mark.parametrize("case", range(len(TRACED)))
+def test_trained_values_and_momentum_of_dropped_units_return_with_them(case) -> None:
+    model, x, graph = TRACED[case]
+    narrow_model = NarrowModel(model, graph)
+    first, second = draw(graph, 0.5, 1), draw(graph, 0.5, 2)
+    assert first != second
+    narrow_model.load(model.state_dict(), first)
+    optimizer = torch.optim.SGD(narrow_model.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(3):
+        optimizer.zero_grad()
+        narrow_model.module.train()(x).square().mean().backward()
+        optimizer.step()
+
+    def snapshot() -> dict[str, torch.Tensor]:
+        moving = {}
+        for name, leaf in narrow_model.named_parameters().items():
+            value = optimizer.state[leaf].get("momentum_buffer")
+            if value is not None:
+                key = narrow_model.key_of(name)
+                moving[name] = narrow_model.slots(key).sorted(value) if key in graph.slices_of else value.clone()
+        return moving
+
+    trained, moving = narrow_model.narrow_state(), snapshot()
+    narrow_model.remask(second, [optimizer])
+    narrow_model.remask(first, [optimizer])
+    assert all(torch.equal(narrow_model.narrow_state()[name], value) for name, value in trained.items())
+    assert moving
+    assert all(torch.equal(snapshot()[name], value) for name, value in moving.items())
+    narrow_model.remask(UnitMask.full(graph), [optimizer])
+    narrow_model.remask(first, [optimizer])
+    assert all(torch.equal(narrow_model.narrow_state()[name], value) for name, value in trained.items())
+    assert all(torch.equal(snapshot()[name], value) for name, value in moving.items())
+
+
+def test_loading_another_state_reuses_the_module_and_never_writes_to_the_state() -> None:
+    model, x, graph = TRACED[1]
+    narrow_model = NarrowModel(model, graph)
+    module, leaves = narrow_model.module, narrow_model.parameters()
+    state = {name: value.detach().clone() * 2 for name, value in model.state_dict().items()}
+    kept = {name: value.clone() for name, value in state.items()}
+    narrow_model.load(state, draw(graph, 0.5, 3))
+    optimizer = torch.optim.SGD(narrow_model.parameters(), lr=0.1)
+    narrow_model.module(x).square().mean().backward()
+    optimizer.step()
+    narrow_model.remask(draw(graph, 0.5, 4), [optimizer])
+    narrow_model.module(x).square().mean().backward()
+    optimizer.step()
+    assert narrow_model.module is module
+    assert all(a is b for a, b in zip(leaves, narrow_model.parameters(), strict=True))
+    assert all(torch.equal(state[name], value) for name, value in kept.items())
+
+
+def test_a_mask_or_state_of_another_model_is_refused() -> None:
+    (model, _, graph), (_, _, other) = TRACED
+    narrow_model = NarrowModel(model, graph)
+    with pytest.raises(ForeignMaskError, match="does not belong to this graph"):
+        narrow_model.remask(UnitMask.full(other))
+    with pytest.raises(ForeignMaskError, match="lacks"):
+        narrow_model.load({}, None)
+    with pytest.raises(ForeignMaskError, match="no entry 'nothing'"):
+        narrow_model.key_of("nothing")
+
+
+def test_an_entering_unit_takes_the_place_of_a_leaving_one() -> None:
+    model, _, graph = TRACED[1]
+    narrow_model = NarrowModel(model, graph)
+    view = PatternView(importance={name: -torch.arange(float(g.size)) for name, g in graph.groups.items()})
+    narrow_model.load(model.state_dict(), select(TopImportance(), graph, 0.5, view))
+    layout = narrow_model.layout
+    entries = dict(narrow_model.mask)
+    name = next(iter(entries))
+    entries[name] = entries[name].roll(1)
+    narrow_model.remask(UnitMask(entries))
+    assert narrow_model.layout == layout
+    assert narrow_model.group_units(name).tolist() == [entries[name].nonzero().max().item(), 1, 2]

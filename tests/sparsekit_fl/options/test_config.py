@@ -1,0 +1,76 @@
+"""Options: validated, and the same after a trip through plain values or TOML."""
+
+from __future__ import annotations
+
+import pytest
+
+from sparsekit.errors import InvalidValueError, UnknownNameError
+from sparsekit_fl.options.config import HETEROGENEITY, RunConfig, TrainingConfig
+from sparsekit_fl.problem.clients import CAPABILITY_LEVELS
+
+FULL = RunConfig(
+    rounds=7,
+    cohort=3,
+    training=TrainingConfig(lr=8, momentum=0.5, clip=1.0),
+    seed=4,
+    capability="dynamic",
+    capability_levels=(1.0, 0.5),
+    lr_decay=0.998,
+)
+
+
+def test_levels_of_heterogeneity_are_those_of_the_paper():
+    assert HETEROGENEITY == {"low": (1, 0.5), "median": (1, 0.5, 0.25), "high": (1, 0.5, 0.25, 0.125, 0.0625)}
+    assert HETEROGENEITY["high"] == CAPABILITY_LEVELS
+
+
+def test_plain_values_come_back_equal():
+    assert RunConfig.from_dict(FULL.to_dict()) == FULL
+    assert RunConfig.from_dict({"rounds": 2}) == RunConfig(rounds=2)
+
+
+def test_toml_is_read(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text(
+        'rounds = 7\ncohort = 3\nseed = 4\ncapability = "dynamic"\ncapability_levels = [1.0, 0.5]\n'
+        "lr_decay = 0.998\n"
+        "[training]\nlr = 8\nmomentum = 0.5\nclip = 1.0\n"
+    )
+    assert RunConfig.from_toml(path) == FULL
+
+
+def test_unknown_keys_name_the_nearest():
+    with pytest.raises(UnknownNameError, match="unknown option 'round' of the run; did you mean 'rounds'"):
+        RunConfig.from_dict({"round": 3})
+    with pytest.raises(UnknownNameError, match="unknown option 'epochs' of training"):
+        RunConfig.from_dict({"rounds": 3, "training": {"epochs": 1}})
+
+
+def test_text_that_is_not_toml_is_refused(tmp_path):
+    (tmp_path / "x.toml").write_text("rounds =")
+    with pytest.raises(InvalidValueError, match="is not TOML"):
+        RunConfig.from_toml(tmp_path / "x.toml")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rounds": 0}, "rounds must be an integer >= 1, got 0"),
+        ({"rounds": True}, "rounds must be an integer"),
+        ({"rounds": 1, "cohort": 0}, "cohort"),
+        ({"rounds": 1, "seed": -1}, "seed must be an integer >= 0"),
+        ({"rounds": 1, "lr_decay": 1.5}, "lr_decay must be > 0 and <= 1"),
+        ({"rounds": 1, "capability": "random"}, "'fixed' or 'dynamic', got 'random'"),
+        ({"rounds": 1, "capability_levels": ()}, "must not be empty"),
+        ({"rounds": 1, "capability_levels": (0.0,)}, "a capability level must be > 0"),
+        ({"rounds": 1, "training": {"lr": float("nan")}}, "lr must be a finite number, got nan"),
+        ({"rounds": 1, "training": {"lr": -1}}, "lr must be >= 0"),
+        ({"rounds": 1, "training": {"batch_size": 0}}, "batch_size"),
+        ({"rounds": 1, "training": {"momentum": 1.0}}, "momentum"),
+        ({"rounds": 1, "training": {"clip": 0.0}}, "clip must be > 0"),
+        ({}, "lacks 'rounds'"),
+    ],
+)
+def test_values_that_are_not_allowed_are_refused(options, message):
+    with pytest.raises(InvalidValueError, match=message):
+        RunConfig.from_dict(options)

@@ -1,0 +1,173 @@
+"""The ablations: the contract, and which one part of FedLPS each replaces."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from sparsekit.errors import InvalidValueError
+from sparsekit.training.importance import ImportanceRegularizer
+from sparsekit_fl.client.spec import RunSpec
+from sparsekit_fl.methods import (
+    fedavg,
+    fedlps,
+    fedlps_magnitude,
+    fedlps_ordered,
+    fedlps_random,
+    flst,
+    p_ucbv_dyn,
+    p_ucbv_fix,
+    rcr_dyn,
+    rcr_fix,
+)
+from sparsekit_fl.paper.ablations import PatternSgd
+from sparsekit_fl.policies.learnable import LearnableSgd
+from sparsekit_fl.policies.personal import GlobalModel
+from sparsekit_fl.policies.ratio import Full
+from sparsekit_fl.results.records import Observer
+from sparsekit_fl.server.loop import run
+from sparsekit_fl.testing.methods import MethodContract
+from sparsekit_fl.testing.tiny import tiny_clients, tiny_config, tiny_problem
+
+PATTERNS = [fedlps_random, fedlps_ordered, fedlps_magnitude]
+
+
+class TestFlst(MethodContract):
+    @pytest.fixture
+    def make(self):
+        return flst
+
+
+class TestRcrFix(MethodContract):
+    @pytest.fixture
+    def make(self):
+        return rcr_fix
+
+
+class TestPUcbvFix(MethodContract):
+    @pytest.fixture
+    def make(self):
+        return p_ucbv_fix
+
+
+class TestFedLpsRandom(MethodContract):
+    @pytest.fixture
+    def make(self):
+        return fedlps_random
+
+
+class TestFedLpsMagnitude(MethodContract):
+    @pytest.fixture
+    def make(self):
+        return fedlps_magnitude
+
+
+class Updates(Observer):
+    def __init__(self) -> None:
+        self.all = []
+
+    def on_client(self, round, client_id, update) -> None:
+        self.all.append(update)
+
+
+def watched(method, config=None):
+    updates = Updates()
+    result = run(method, tiny_problem(), tiny_clients(), config or tiny_config(rounds=6), observers=[updates])
+    return result, updates.all
+
+
+@pytest.mark.parametrize(
+    ("method", "changed"),
+    [
+        (flst, {"ratio"}),
+        (rcr_fix, {"ratio"}),
+        (rcr_dyn, {"ratio"}),
+        (p_ucbv_fix, set()),
+        (p_ucbv_dyn, set()),
+        *((pattern, {"mask", "local"}) for pattern in PATTERNS),
+    ],
+)
+def test_only_the_named_part_differs_from_fedlps(method, changed) -> None:
+    ours, whole = method().describe(), fedlps().describe()
+    assert {kind for kind in whole if ours[kind] != whole[kind]} == changed | {"name"}
+
+
+def test_flst_has_one_ratio_whatever_clients_can_do() -> None:
+    _, updates = watched(flst())
+    assert {update.ratio for update in updates} == {0.5}
+    assert {update.ratio for update in watched(flst(0.25))[1]} == {0.25}
+
+
+@pytest.mark.parametrize(("method", "fixed"), [(rcr_fix, True), (rcr_dyn, False)])
+def test_a_clients_capability_is_drawn_once_or_in_every_round(method, fixed) -> None:
+    # The run says the opposite of the method, which has the last word.
+    config = dataclasses.replace(tiny_config(rounds=8), capability="dynamic" if fixed else "fixed")
+    result, updates = watched(method(), config)
+    ratios: dict[int, set[float]] = {}
+    for update in updates:
+        ratios.setdefault(update.client_id, set()).add(update.ratio)
+    assert all(len(found) == 1 for found in ratios.values()) == fixed
+    assert result.config.capability == ("fixed" if fixed else "dynamic")
+
+
+def test_p_ucbv_dyn_is_fedlps_under_redrawn_capabilities() -> None:
+    dynamic, _ = watched(p_ucbv_dyn())
+    fixed, _ = watched(p_ucbv_fix(), dataclasses.replace(tiny_config(rounds=6), capability="fixed"))
+    whole, _ = watched(fedlps())
+    assert dynamic.final.state_sha256 == whole.final.state_sha256 != fixed.final.state_sha256
+
+
+def test_a_capability_that_is_no_such_word_is_refused() -> None:
+    with pytest.raises(InvalidValueError, match="must be None, 'fixed' or 'dynamic'"):
+        dataclasses.replace(fedlps(), capability="sometimes")
+
+
+@pytest.mark.parametrize("method", PATTERNS)
+def test_pattern_variants_take_one_ratio_for_all_or_leave_it_to_the_bandits(method) -> None:
+    _, free = watched(method())
+    _, bound = watched(method(0.5))
+    assert len({update.ratio for update in free}) > 3
+    assert {update.ratio for update in bound} == {0.5}
+    first = {}
+    for update in free:
+        first.setdefault(update.client_id, update)
+    assert all(("initial_accuracy" in update.metrics) == (first[update.client_id] is update) for update in free)
+
+
+def test_ordered_units_are_the_first_ones_and_random_ones_change() -> None:
+    _, ordered = watched(fedlps_ordered(0.5))
+    assert all(update.mask["first"].nonzero().flatten().tolist() == [0, 1, 2, 3] for update in ordered)
+    _, random = watched(fedlps_random(0.5))
+    assert len({tuple(update.mask["first"].tolist()) for update in random}) > 10
+
+
+def test_magnitude_keeps_the_units_of_largest_weights_in_the_global_model() -> None:
+    _, updates = watched(fedlps_magnitude(0.25), tiny_config(rounds=1))
+    state = RunSpec.build(fedavg(), tiny_problem(), tiny_config()).initial
+    own = state["first.weight"].abs().sum(1) + state["first.bias"].abs() + state["norm.weight"] + state["norm.bias"]
+    top = set(own.topk(2).indices.tolist())
+    assert all(set(update.mask["first"].nonzero().flatten().tolist()) == top for update in updates)
+
+
+def test_a_full_pattern_without_the_proximal_term_is_fedavg_bit_for_bit() -> None:
+    plain = dataclasses.replace(fedlps_random(), ratio=Full(), local=PatternSgd(proximal=0.0), personal=GlobalModel())
+    ours, _ = watched(plain)
+    reference, _ = watched(fedavg())
+    assert ours.final.state_sha256 == reference.final.state_sha256
+
+
+def test_the_proximal_term_is_that_of_the_learning_client() -> None:
+    config = tiny_config(rounds=1)
+    ours = dataclasses.replace(fedlps_ordered(), ratio=Full(), local=PatternSgd(proximal=500.0))
+    learning = dataclasses.replace(
+        fedlps(), ratio=Full(), local=LearnableSgd(proximal=500.0, term=ImportanceRegularizer(strength=0.0))
+    )
+    mine, theirs = watched(ours, config)[0].state, watched(learning, config)[0].state
+    assert all(torch.allclose(mine[name].double(), theirs[name].double(), atol=1e-5) for name in theirs)
+
+
+def test_a_negative_pull_is_refused() -> None:
+    with pytest.raises(InvalidValueError, match="proximal"):
+        PatternSgd(-1.0)

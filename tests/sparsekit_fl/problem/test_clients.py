@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.data import Subset, TensorDataset
+
+from sparsekit.errors import DataError, InvalidValueError
+from sparsekit_fl.problem.clients import Capability, Client, ClientData
+from sparsekit_fl.problem.data import TensorData
+
+SPLIT = TensorData((torch.zeros(2, 1),), torch.zeros(2, dtype=torch.int64))
+
+
+def test_a_full_device_has_the_figures_of_the_paper() -> None:
+    full = Capability()
+    assert full.flops_per_second == 727e9
+    assert full.uplink_bytes_per_second == 14 * 2**20
+    assert full.downlink_bytes_per_second == 110.6 * 2**20
+
+
+def test_speed_follows_the_ratio_unless_it_is_given() -> None:
+    assert Capability(ratio=0.25).flops_per_second == 727e9 / 4
+    assert Capability(ratio=0.25, flops_per_second=1e9).flops_per_second == 1e9
+    assert Capability(ratio=0.5, flops_per_second=1e9).at(0.25).flops_per_second == 0.5e9
+
+
+@pytest.mark.parametrize("wrong", [{"ratio": 0}, {"ratio": 1.5}, {"ratio": float("nan")}, {"uplink_bytes_per_second": -1}])
+def test_impossible_devices_are_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(InvalidValueError, match=next(iter(wrong))):
+        Capability(**wrong)
+
+
+def test_an_empty_split_is_refused() -> None:
+    with pytest.raises(DataError, match="val is empty"):
+        ClientData(train=SPLIT, val=[], test=SPLIT)
+    with pytest.raises(DataError, match="test must be"):
+        ClientData(train=SPLIT, val=SPLIT, test=iter([1]))
+
+
+def test_subsets_of_a_tensor_data_set_become_views_at_once() -> None:
+    whole = TensorDataset(torch.rand(4, 2), torch.arange(4))
+    data = ClientData(train=Subset(whole, [0, 1]), val=Subset(whole, [2]), test=Subset(whole, [3]))
+    assert isinstance(data.train, TensorData)
+    assert data.train.inputs[0] is whole.tensors[0]
+
+
+@pytest.mark.parametrize("wrong", [-1, "a", True, 1.0])
+def test_an_id_is_a_natural_number(wrong: object) -> None:
+    with pytest.raises(InvalidValueError, match="client id"):
+        Client(id=wrong, data=ClientData(SPLIT, SPLIT, SPLIT))  # type: ignore[arg-type]

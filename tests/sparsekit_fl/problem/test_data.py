@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Dataset, Subset, TensorDataset
+
+from sparsekit.errors import DataError
+from sparsekit_fl.problem.data import TensorData, as_tensor_data
+
+
+def pool(rows: int = 6) -> TensorData:
+    return TensorData((torch.arange(rows * 2).reshape(rows, 2),), torch.arange(rows))
+
+
+class Pairs(Dataset):
+    def __init__(self, items: list) -> None:
+        self.items = items
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, i: int) -> object:
+        return self.items[i]
+
+
+def test_batch_reads_the_rows_of_the_view_in_the_order_asked_for() -> None:
+    view = pool().take([4, 2, 5])
+    (inputs,), targets = view.batch([2, 0])
+    assert targets.tolist() == [5, 4]
+    assert inputs.tolist() == [[10, 11], [8, 9]]
+
+
+@pytest.mark.parametrize("positions", [[1, 2], np.array([1, 2]), torch.tensor([1, 2]), slice(1, 3)])
+def test_positions_may_be_a_list_an_array_a_tensor_or_a_slice(positions: object) -> None:
+    assert pool().batch(positions)[1].tolist() == [1, 2]
+    assert pool().take([5, 4, 3]).batch(positions)[1].tolist() == [4, 3]
+
+
+def test_no_positions_means_everything() -> None:
+    assert pool().take([3, 1]).batch()[1].tolist() == [3, 1]
+
+
+def test_a_view_of_a_view_points_into_the_same_tensor() -> None:
+    whole = pool()
+    view = whole.take([5, 4, 3, 2]).take([1, 3])
+    assert view.index is not None
+    assert view.index.tolist() == [4, 2]
+    assert view.inputs[0] is whole.inputs[0]
+    assert len(view) == 2
+
+
+def test_the_transform_runs_when_a_batch_is_read_and_once_when_materialised() -> None:
+    calls = []
+
+    def double(rows: torch.Tensor) -> torch.Tensor:
+        calls.append(len(rows))
+        return rows * 2.0
+
+    view = TensorData(pool().inputs, pool().targets, torch.tensor([1, 3]), double)
+    ready = view.materialise()
+    assert ready.transform is None
+    assert ready.index is None
+    assert ready.batch([1])[0][0].tolist() == [[12.0, 14.0]]
+    assert calls == [2]
+
+
+def test_an_item_is_input_and_target_as_torch_data_sets_give_it() -> None:
+    x, y = pool().take([3])[-1]
+    assert (x.tolist(), int(y)) == ([6, 7], 3)
+    with pytest.raises(IndexError):
+        pool()[6]
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: TensorData((torch.zeros(3, 1),), torch.zeros(2)), "rows"),
+        (lambda: TensorData((torch.zeros(3),), torch.zeros(3), torch.tensor([3])), r"\[0, 3\)"),
+        (lambda: TensorData((torch.zeros(3),), torch.zeros(3), torch.tensor([0.0])), "int64"),
+        (lambda: TensorData(([1, 2],), torch.zeros(2)), "tensors"),  # type: ignore[arg-type]
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused(build: object, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        build()  # type: ignore[operator]
+
+
+def test_a_tensor_data_set_and_its_subset_are_views() -> None:
+    images, labels = torch.rand(5, 2), torch.arange(5)
+    whole = TensorDataset(images, labels)
+    view = as_tensor_data(Subset(Subset(whole, [4, 3, 2]), [0, 2]))
+    assert view.inputs[0] is images
+    assert view.labels().tolist() == [4, 2]
+
+
+def test_a_map_style_data_set_is_stacked() -> None:
+    data = as_tensor_data(Pairs([(np.ones(3), 1), (np.zeros(3), 0)]))
+    assert data.inputs[0].dtype == torch.get_default_dtype()
+    assert data.labels().tolist() == [1, 0]
+    assert data.targets.dtype == torch.int64
+
+
+@pytest.mark.parametrize(
+    ("dataset", "message"),
+    [
+        (Pairs([]), "empty"),
+        (Pairs([{"x": 1}]), "input, …, target"),
+        (Pairs([(object(), 1)]), "holds a object"),
+        (Pairs([(torch.zeros(2), 1), (torch.zeros(3), 1)]), "differ in shape"),
+        (iter([1]), "map-style"),
+        (TensorDataset(torch.zeros(2)), "inputs, targets"),
+    ],
+)
+def test_what_cannot_be_read_is_refused_with_the_reason(dataset: object, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        as_tensor_data(dataset)

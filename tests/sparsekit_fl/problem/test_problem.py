@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from sparsekit.errors import DataError, InvalidValueError, TraceError
+from sparsekit_fl.problem.clients import Client, ClientData
+from sparsekit_fl.problem.data import TensorData
+from sparsekit_fl.problem.metrics import accuracy
+from sparsekit_fl.problem.problem import Problem, check_fit
+
+
+def linear() -> nn.Module:
+    return nn.Linear(3, 2)
+
+
+def client(width: int = 3, label: int = 1) -> Client:
+    split = TensorData((torch.zeros(4, width),), torch.tensor([0, label, 0, 1]))
+    return Client(id=5, data=ClientData(split, split, split))
+
+
+def problem(**changes: Any) -> Problem:
+    return Problem(**{"model": linear, "example_inputs": (torch.zeros(1, 3),), **changes})
+
+
+def test_a_fitting_problem_passes_and_leaves_the_global_generator_alone() -> None:
+    before = torch.random.get_rng_state()
+    check_fit(problem(loss=F.cross_entropy, metrics={"accuracy": accuracy}), client())
+    assert torch.equal(before, torch.random.get_rng_state())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model": linear()}, "ready Linear"),
+        ({"loss": "mse"}, "loss must be callable"),
+        ({"example_inputs": ()}, "example_inputs"),
+        ({"metrics": {}}, "metrics must map"),
+    ],
+)
+def test_a_problem_of_wrong_parts_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidValueError, match=message):
+        problem(**changes)
+
+
+def test_a_single_tensor_is_taken_for_one_example_input() -> None:
+    assert len(problem(example_inputs=torch.zeros(1, 3)).example_inputs) == 1
+
+
+def test_a_model_that_fails_on_its_example_inputs_is_named() -> None:
+    with pytest.raises(TraceError, match="example_inputs"):
+        check_fit(problem(example_inputs=(torch.zeros(1, 4),)), client())
+
+
+@pytest.mark.parametrize(
+    ("changes", "who", "message"),
+    [
+        ({}, client(width=4), r"does not take the data of client 5 .*\(2, 4\)"),
+        ({}, client(label=2), "label 2, but the model has 2 outputs"),
+        ({"loss": lambda outputs, targets: outputs}, client(), "scalar"),
+        ({"loss": F.binary_cross_entropy}, client(), "loss or metrics fail"),
+        ({"metrics": {"accuracy": lambda outputs, targets: 0.5}}, client(), r"\(sum, weight\)"),
+    ],
+)
+def test_data_that_do_not_fit_are_refused_with_the_reason(changes: dict[str, Any], who: Client, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        check_fit(problem(**changes), who)
+
+
+def test_a_reader_of_ones_own_is_used_for_any_kind_of_split() -> None:
+    def read(split: list[float], positions: Any) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+        chosen = split if positions is None else [split[i] for i in positions]
+        return (torch.tensor(chosen)[:, None].expand(-1, 3),), torch.zeros(len(chosen), dtype=torch.int64)
+
+    own = problem(read_batch=read)
+    data = ClientData(train=[1.0, 2.0], val=[1.0], test=[1.0])
+    check_fit(own, Client(id=0, data=data))
+    assert own.materialise(data.train).inputs[0].tolist() == [[1.0] * 3, [2.0] * 3]
+
+
+def test_a_reader_that_cannot_read_all_is_named() -> None:
+    with pytest.raises(DataError, match="positions None"):
+        problem(read_batch=lambda split, positions: split[positions]).materialise([1, 2])

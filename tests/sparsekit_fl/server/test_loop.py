@@ -1,0 +1,323 @@
+"""The loop over rounds: records, results, resuming, and what it refuses."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import multiprocessing
+import os
+import random
+import signal
+import sys
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import nn
+
+from sparsekit import criteria as patterns
+from sparsekit.errors import InvalidValueError, NoUnitsError
+from sparsekit.graph.state import digest
+from sparsekit_fl import policies
+from sparsekit_fl.engines.embedded import Embedded
+from sparsekit_fl.errors import ClientError, ResumeError, RunInterrupted, UpdateError
+from sparsekit_fl.methods import fedavg, fedlps, local
+from sparsekit_fl.methods.method import Method
+from sparsekit_fl.options.config import RunConfig, TrainingConfig
+from sparsekit_fl.problem.clients import Client, ClientData
+from sparsekit_fl.problem.data import TensorData
+from sparsekit_fl.problem.problem import Problem
+from sparsekit_fl.results.records import Observer, RoundRecord
+from sparsekit_fl.server.loop import run
+from sparsekit_fl.testing.methods import StopAfter
+from sparsekit_fl.testing.tiny import tiny_clients, tiny_config, tiny_problem
+from sparsekit_fl.wire.packing import unpack
+
+
+def tiny_run(method=None, **options):
+    config = options.pop("config", tiny_config())
+    return run(method or fedavg(), tiny_problem(), tiny_clients(), config, **options)
+
+
+def test_result_json_has_what_scripts_rely_on(tmp_path):
+    result = tiny_run(out=tmp_path, experiment={"dataset": "tiny"})
+    raw = json.loads((tmp_path / "result.json").read_text())
+    assert set(raw) == {"method", "policies", "config", "seed", "final", "cost", "rounds", "environment"}
+    assert raw["method"] == "fedavg"
+    assert raw["config"]["training"]["lr"] == 0.1
+    assert raw["config"]["experiment"] == {"dataset": "tiny"}
+    assert raw["seed"] == 3
+    assert set(raw["final"]) == {"personal", "global", "per_client", "state_sha256"}
+    assert set(raw["final"]["per_client"][0]) == {"id", "examples", "personal", "global", "ratio"}
+    assert raw["final"]["personal"]["accuracy"] == result.final.metrics["accuracy"]
+    assert raw["final"]["state_sha256"] == digest(result.state)
+    assert set(raw["cost"]) == {
+        "flops_compact",
+        "flops_rowmask",
+        "uplink_bytes",
+        "downlink_bytes",
+        "simulated_seconds",
+        "wall_seconds",
+    }
+    names = {"python", "torch", "numpy", "sparsekit", "threads", "workers", "device", "platform"}
+    assert set(raw["environment"]) == names
+    assert raw["environment"]["threads"] == 1
+    assert len(raw["rounds"]) == 4
+    assert raw == result.to_dict()
+
+
+def test_the_folder_holds_a_line_per_round_and_the_global_model(tmp_path):
+    result = tiny_run(out=tmp_path)
+    lines = [json.loads(line) for line in (tmp_path / "rounds.jsonl").read_text().splitlines()]
+    assert [RoundRecord.from_dict(line) for line in lines] == list(result.rounds)
+    tensors, meta = unpack((tmp_path / "models" / "global.safetensors").read_bytes())
+    assert digest(tensors) == result.final.state_sha256
+    assert meta == {"method": "fedavg", "round": 4}
+
+
+def test_rounds_are_evaluated_as_often_as_asked_and_at_the_end():
+    result = tiny_run(config=replace(tiny_config(rounds=5), eval_every=2))
+    assert [record.round for record in result.rounds if record.evaluation is not None] == [2, 4, 5]
+    assert result.rounds[1].evaluation.shared is None
+    assert result.rounds[4].evaluation.shared == result.final.shared
+    mean = sum(score.personal["accuracy"][0] / 12 for score in result.final.per_client) / 8
+    assert result.final.personal["accuracy"] == pytest.approx(mean)
+
+
+class Scored(Observer):
+    def __init__(self):
+        self.by_round = {}
+
+    def on_evaluation(self, round, client_id, evaluation):
+        self.by_round.setdefault(round, []).append(client_id)
+
+
+def test_a_sample_of_clients_is_scored_before_the_end_and_everybody_at_the_end(tmp_path):
+    config = replace(tiny_config(rounds=6), eval_clients=3)
+    seen, others = Scored(), Scored()
+    result = run(fedlps(), tiny_problem(), tiny_clients(), config, observers=[seen], out=tmp_path)
+    whole = run(fedlps(), tiny_problem(), tiny_clients(), replace(config, eval_clients=None))
+    assert [len(seen.by_round[round]) for round in (2, 4, 6)] == [3, 3, 8]
+    assert seen.by_round[2] == sorted(set(seen.by_round[2])) != seen.by_round[4]
+    lines = [json.loads(line) for line in (tmp_path / "rounds.jsonl").read_text().splitlines()]
+    assert [line["evaluation"] and line["evaluation"]["clients"] for line in lines] == [None, 3, None, 3, None, 8]
+    # Scoring changes nothing, and what it scores is the same for any method.
+    assert result.final == whole.final
+    assert all("clients" not in (record["evaluation"] or {}) for record in whole.to_dict()["rounds"])
+    run(local(), tiny_problem(), tiny_clients(), config, observers=[others], engine=Embedded(2))
+    assert others.by_round == seen.by_round
+
+
+def test_a_sample_of_more_clients_than_there_are_is_all_of_them():
+    result = run(local(), tiny_problem(), tiny_clients(), replace(tiny_config(rounds=3), eval_clients=1000))
+    assert result.rounds[1].evaluation.clients == 8
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, True])
+def test_a_sample_of_no_clients_is_refused(value):
+    with pytest.raises(InvalidValueError, match="eval_clients must be an integer >= 1"):
+        replace(tiny_config(), eval_clients=value)
+
+
+def test_observers_see_everything_in_order():
+    seen = []
+
+    class Watch(Observer):
+        def on_start(self, start):
+            seen.append(("start", start.round, start.clients))
+
+        def on_client(self, round, client_id, update):
+            seen.append("client")
+
+        def on_round(self, record):
+            seen.append(("round", record.round))
+
+        def on_evaluation(self, round, client_id, evaluation):
+            seen.append("evaluation")
+
+        def on_end(self, result):
+            seen.append("end")
+
+    tiny_run(config=tiny_config(rounds=2), observers=[Watch()])
+    expected = [("start", 0, 8), *["client"] * 4, ("round", 1), *["client"] * 4, *["evaluation"] * 8, ("round", 2), "end"]
+    assert seen == expected
+
+
+def test_costs_of_the_paper_come_out_to_the_digit():
+    """1000 client-rounds of 5 epochs over 180 images in batches of 32 by the row-mask convention: 2.788128e12."""
+
+    class Cnn(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Conv2d(1, 10, 5), nn.Conv2d(10, 20, 5)
+            self.hidden, self.last = nn.Linear(320, 50), nn.Linear(50, 10)
+
+        def forward(self, x):
+            x = torch.relu(torch.max_pool2d(self.first(x), 2))
+            x = torch.relu(torch.max_pool2d(self.second(x), 2))
+            return self.last(torch.relu(self.hidden(x.flatten(1))))
+
+    data = TensorData((torch.zeros(180, 1, 28, 28),), torch.zeros(180, dtype=torch.int64))
+    small = data.take([0, 1])
+    config = RunConfig(rounds=1, cohort=1, training=TrainingConfig(local_epochs=5, batch_size=32, lr=0.0))
+    problem = Problem(model=Cnn, example_inputs=(torch.zeros(1, 1, 28, 28),))
+    result = run(fedavg(), problem, [Client(id=0, data=ClientData(data, small, small))], config)
+    assert result.cost.flops_rowmask == 2_788_128_000_000 // 1000
+    assert result.cost.flops_compact == 3 * 2 * 480_500 * 5 * 180
+
+
+def test_a_changed_option_is_refused_on_resume_and_named(tmp_path):
+    with pytest.raises(RunInterrupted, match=r"after round 1 of 4; the state is in .*--resume"):
+        tiny_run(out=tmp_path, observers=[StopAfter(1)])
+    changed = replace(tiny_config(), training=replace(tiny_config().training, lr=0.2))
+    with pytest.raises(ResumeError, match=r"config.training.lr: was 0.1, now 0.2"):
+        tiny_run(out=tmp_path, resume=True, config=changed)
+    with pytest.raises(ResumeError, match=r"config.rounds: was 4, now 5.*plan its course"):
+        tiny_run(out=tmp_path, resume=True, config=tiny_config(rounds=5))
+    with pytest.raises(ResumeError, match=r"method.aggregate: was .*WeightedMean.* now .*DeltaMean"):
+        tiny_run(replace(fedavg(), aggregate=policies.DeltaMean()), out=tmp_path, resume=True)
+    with pytest.raises(ResumeError, match=r"clients.count: was 8, now 9"):
+        run(fedavg(), tiny_problem(), tiny_clients(9), tiny_config(), out=tmp_path, resume=True)
+    with pytest.raises(ResumeError, match="already holds a run"):
+        tiny_run(out=tmp_path)
+    assert len(tiny_run(out=tmp_path, resume=True).rounds) == 4
+
+
+def test_a_finished_run_may_be_resumed_and_reports_the_same(tmp_path):
+    first = tiny_run(out=tmp_path)
+    again = tiny_run(out=tmp_path, resume=True)
+    assert again.final == first.final
+    assert again.cost == first.cost
+
+
+def test_wall_seconds_add_up_over_interruptions(tmp_path):
+    with pytest.raises(RunInterrupted):
+        tiny_run(out=tmp_path, observers=[StopAfter(2)])
+    before = json.loads((tmp_path / "rounds.jsonl").read_text().splitlines()[-1])["cost"]["wall_seconds"]
+    assert tiny_run(out=tmp_path, resume=True).cost.wall_seconds > before > 0
+
+
+def test_old_memories_are_removed_once_a_newer_checkpoint_is_there(tmp_path):
+    result = tiny_run(replace(fedavg(), personal=policies.LocalModel()), out=tmp_path)
+    newest = {client_id: record.round for record in result.rounds for client_id in record.cohort}
+    assert {path.name for path in (tmp_path / "clients").iterdir()} == {f"{i}-{r}.safetensors" for i, r in newest.items()}
+
+
+@dataclass(frozen=True)
+class Exploding(policies.LocalPolicy):
+    round: int
+
+    def train(self, ctx, start, mask, ratio):
+        result = policies.Sgd().train(ctx, start, mask, ratio)
+        if ctx.round == self.round:
+            bias = result.state["first.bias"] * float("nan")
+            return replace(result, state={**result.state, "first.bias": bias})
+        return result
+
+
+def test_a_run_in_which_every_update_is_refused_stops_with_the_reason_and_can_go_on(tmp_path):
+    method = replace(fedavg(), local=Exploding(3))
+    with pytest.raises(UpdateError, match="not finite; a lower learning rate"):
+        tiny_run(method, out=tmp_path)
+    assert len((tmp_path / "rounds.jsonl").read_text().splitlines()) == 2
+
+
+@dataclass(frozen=True)
+class Forgetful(policies.LocalPolicy):
+    def train(self, ctx, start, mask, ratio):
+        ctx.memory["module"] = nn.Linear(1, 1)
+        return policies.Sgd().train(ctx, start, mask, ratio)
+
+
+def test_memory_that_cannot_be_saved_is_an_error_of_the_client():
+    with pytest.raises(ClientError, match=r"memory 'local.module' holds a Linear"):
+        tiny_run(replace(fedavg(), local=Forgetful()))
+
+
+def test_bad_arguments_are_refused():
+    with pytest.raises(InvalidValueError, match="only 8 clients"):
+        tiny_run(config=replace(tiny_config(), cohort=9))
+    with pytest.raises(InvalidValueError, match="ids must be distinct"):
+        run(fedavg(), tiny_problem(), tiny_clients()[:1] * 2, replace(tiny_config(), cohort=1))
+    with pytest.raises(InvalidValueError, match="resume needs out"):
+        tiny_run(resume=True)
+
+
+def test_a_model_without_units_can_still_be_averaged():
+    problem = Problem(model=lambda: nn.Linear(6, 3), example_inputs=(torch.zeros(2, 6),))
+    result = run(fedavg(), problem, tiny_clients(), tiny_config())
+    assert result.final.personal["accuracy"] > 0.3
+    sparse = replace(fedavg(), mask=policies.UnitPattern(patterns.Ordered()), aggregate=policies.DeltaMean())
+    with pytest.raises(NoUnitsError, match="nothing to choose from"):
+        run(sparse, problem, tiny_clients(), tiny_config())
+
+
+def half_run(folder, *, resume, workers):
+    method = Method(
+        name="m",
+        source="",
+        ratio=policies.Constant(0.5),
+        mask=policies.UnitPattern(patterns.Random()),
+        aggregate=policies.DeltaMean(),
+        personal=policies.LocalModel("best"),
+    )
+    config = tiny_config(rounds=20)
+    return run(method, tiny_problem(), tiny_clients(), config, out=folder, resume=resume, engine=Embedded(workers))
+
+
+def half_run_until(call, folder, **options):
+    """The run, killed by -9 at the ``call``-th Python call of its main process: a moment that no machine's speed moves."""
+    calls = itertools.count()
+
+    def watch(*_):
+        if next(calls) == call:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.setprofile(watch)
+    half_run(folder, **options)
+
+
+def count_calls(work):
+    """The result of ``work()`` and the number of events that a profiler sees in it."""
+    calls = itertools.count()
+    sys.setprofile(lambda *_: next(calls))
+    try:
+        return work(), next(calls)
+    finally:
+        sys.setprofile(None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_run_killed_at_random_moments_ends_with_the_same_bits(tmp_path, workers):
+    whole, calls = count_calls(lambda: half_run(tmp_path / "whole", resume=False, workers=workers))
+    dice, kills = random.Random(workers), 0
+    for attempt in range(8):
+        options = {"resume": attempt > 0, "workers": workers}
+        moment = dice.randrange(calls // 8, calls // 3)
+        target = multiprocessing.get_context("fork").Process(
+            target=half_run_until, args=(moment, tmp_path / "killed"), kwargs=options
+        )
+        target.start()
+        target.join()
+        kills += target.exitcode == -signal.SIGKILL
+    assert kills >= 3
+    resumed = half_run(tmp_path / "killed", resume=True, workers=workers)
+    assert resumed.final == whole.final
+    assert [record.loss for record in resumed.rounds] == [record.loss for record in whole.rounds]
+    assert resumed.cost.flops_compact == whole.cost.flops_compact
+    left = {folder: sorted(p.name for p in (tmp_path / folder).rglob("*")) for folder in ("whole", "killed")}
+    assert left["killed"] == left["whole"]
+
+
+def test_a_method_that_was_not_called_is_refused() -> None:
+    with pytest.raises(InvalidValueError, match=r"call the function: fl\.methods\.fedlps\(\)"):
+        run(fedavg, tiny_problem(), tiny_clients(), tiny_config())  # type: ignore[arg-type]
+
+
+def test_files_that_a_kill_left_half_written_are_removed_on_resume(tmp_path) -> None:
+    half_run(tmp_path, resume=False, workers=1)
+    for left_over in (tmp_path / ".result.json.7.tmp", tmp_path / "models" / ".client-1.safetensors.7.tmp"):
+        left_over.touch()
+    half_run(tmp_path, resume=True, workers=1)
+    assert not list(tmp_path.rglob("*.tmp"))

@@ -1,0 +1,318 @@
+"""Client-level differential privacy: sums exact to the last number, sensitivity bounded, ε by the book, runs repeatable."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+
+from sparsekit.errors import InvalidValueError, MissingDependencyError
+from sparsekit.graph.mask import UnitMask
+from sparsekit.graph.state import digest
+from sparsekit_fl.client.spec import RunSpec, by_id
+from sparsekit_fl.engines.embedded import Embedded
+from sparsekit_fl.errors import ResumeError, RunInterrupted
+from sparsekit_fl.methods import registry
+from sparsekit_fl.methods.method import Method
+from sparsekit_fl.policies import CoverageMean, DeltaMean, SamplingPolicy, WeightedMean
+from sparsekit_fl.results.records import Observer
+from sparsekit_fl.server.loop import run
+from sparsekit_fl.server.privacy import check_private, epsilon_of, noise_seed_of, privacy_line, privacy_of
+from sparsekit_fl.server.server import Server
+from sparsekit_fl.streams import Streams
+from sparsekit_fl.testing.tiny import tiny_clients, tiny_config, tiny_problem
+from sparsekit_fl.wire.kept import Kept
+from sparsekit_fl.wire.messages import Update
+
+pytest.importorskip("opacus", reason="opacus is not installed; pip install 'sparsekit[privacy]'")
+
+PRIVATE = replace(tiny_config(), dp_clip=0.5, dp_noise=1.5, dp_noise_seed=11)
+SECRET = replace(PRIVATE, dp_noise_seed=None)
+POLICIES = [WeightedMean(), DeltaMean(), CoverageMean(), CoverageMean("examples")]
+
+
+def make_server(policy, config=PRIVATE):
+    spec = RunSpec.build(Method(name="m", source="", aggregate=policy), tiny_problem(), config)
+    return Server(spec, by_id(tiny_clients()))
+
+
+def update_of(server, assignment, value, mask=None):
+    kept = Kept(server.spec.graph, mask)
+    examples = len(server._clients[assignment.client_id].data.train)
+    delta = {
+        name: torch.full(kept.shape(name), value).to(tensor.dtype) if tensor.is_floating_point() else torch.tensor(7)
+        for name, tensor in assignment.state.items()
+    }
+    return Update(round=assignment.round, client_id=assignment.client_id, examples=examples, delta=delta, mask=mask)
+
+
+def moved(server):
+    """Change of the global model since its first round, without the noise, times the expected number of clients."""
+    config = server.spec.config
+    result = {}
+    for place, name in enumerate(sorted(server.spec.initial)):
+        before, after = server.spec.initial[name].double(), server.state.state[name].double()
+        noise = np.zeros(tuple(before.shape))
+        if server.spec.initial[name].is_floating_point():
+            noise = Streams(config.dp_noise_seed).noise(1, place).standard_normal(tuple(before.shape))
+        result[name] = (after - before) * config.cohort - config.dp_noise * config.dp_clip * torch.as_tensor(noise)
+    return result
+
+
+def norm(state):
+    return math.sqrt(sum(float(tensor.square().sum()) for name, tensor in state.items() if "num_batches" not in name))
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=repr)
+def test_every_client_moves_the_sum_by_the_clipping_norm_at_most_and_the_divisor_is_fixed(policy):
+    server = make_server(policy)
+    assignments = server.assign(1)
+    # One of four answers; still the divisor is four, and the sum moves by C, however loud the client.
+    server.aggregate([update_of(server, assignments[0], 1e6)])
+    sums = {name: tensor for name, tensor in moved(server).items() if "running_var" not in name}
+    assert norm(sums) <= 0.5 + 1e-5
+    floats = [t for t in server.spec.initial.values() if t.is_floating_point()]
+    each = 0.5 / math.sqrt(sum(t.numel() for t in floats))
+    assert torch.allclose(sums["last.bias"], torch.full((3,), each, dtype=torch.float64), atol=1e-6)
+
+
+@pytest.mark.parametrize("policy", POLICIES[1:], ids=repr)
+def test_who_holds_what_leaves_the_divisor_alone_and_every_entry_gets_noise(policy):
+    mask = UnitMask({"first": torch.tensor([True] * 2 + [False] * 6)})
+    server = make_server(policy)
+    assignments = server.assign(1)
+    server.aggregate([update_of(server, assignments[0], 1e-3, mask)])
+    sums = moved(server)
+    # Below the norm nothing is clipped; one of four clients holds the first two units, nobody the others.
+    assert torch.allclose(sums["first.bias"][:2], torch.full((2,), 1e-3, dtype=torch.float64), atol=1e-6)
+    assert torch.allclose(sums["first.bias"][2:], torch.zeros(6, dtype=torch.float64), atol=1e-6)
+    assert not torch.equal(server.state.state["first.bias"][2:], server.spec.initial["first.bias"][2:])
+
+
+def test_examples_do_not_weigh():
+    server = make_server(WeightedMean())
+    assignments = server.assign(1)
+    server.aggregate([update_of(server, assignment, 1e-3) for assignment in assignments])
+    assert len({len(client.data.train) for client in tiny_clients()}) > 1
+    assert torch.allclose(moved(server)["last.bias"], torch.full((3,), 4e-3, dtype=torch.float64), atol=1e-6)
+
+
+def test_counts_stay_and_variances_stay_positive():
+    server = make_server(WeightedMean(), replace(PRIVATE, dp_noise=100.0))
+    server.aggregate([update_of(server, assignment, 1e-3) for assignment in server.assign(1)])
+    state = server.state.state
+    assert torch.equal(state["norm.num_batches_tracked"], server.spec.initial["norm.num_batches_tracked"])
+    assert float(state["norm.running_var"].min()) == pytest.approx(0.1)
+    assert float(state["norm.running_mean"].min()) < -1
+
+
+def test_the_noise_has_the_stated_size():
+    server = make_server(WeightedMean(), replace(PRIVATE, dp_clip=2.0, dp_noise=3.0))
+    server.aggregate([update_of(server, assignment, 0.0) for assignment in server.assign(1)])
+    drawn = torch.cat(
+        [
+            (server.state.state[name] - tensor).flatten()
+            for name, tensor in server.spec.initial.items()
+            if tensor.is_floating_point() and "running_var" not in name
+        ]
+    )
+    assert drawn.numel() > 90
+    assert float(drawn.std()) == pytest.approx(3.0 * 2.0 / 4, rel=0.2)
+    assert abs(float(drawn.mean())) < 0.5
+
+
+def test_the_noise_differs_from_round_to_round_entry_to_entry_and_seed_to_seed():
+    draws = [Streams(seed).noise(round, place).normal() for seed in (0, 1) for round in (1, 2) for place in (0, 1)]
+    assert len(set(draws)) == 8
+    assert Streams(1).noise(2, 0).normal() == draws[6]
+
+
+@pytest.mark.parametrize(
+    ("noise", "rate", "rounds", "delta", "expected"),
+    [
+        # σ = 1.1, q = 256 / 60000, 60 epochs: the tutorial of TensorFlow Privacy says 3.01 by the older conversion from RDP.
+        (1.1, 256 / 60000, 14062, 1e-5, (2.4, 3.02)),
+        # q = 1, one round of σ = 1: the exact value is 4.38 (Balle and Wang 2018); RDP is a bound above it.
+        (1.0, 1.0, 1, 1e-5, (4.38, 4.9)),
+    ],
+)
+def test_epsilon_is_that_of_the_literature(noise, rate, rounds, delta, expected):
+    low, high = expected
+    assert low < epsilon_of(noise=noise, sampling_rate=rate, rounds=rounds, delta=delta) < high
+
+
+def test_more_noise_fewer_rounds_and_fewer_clients_spend_less():
+    base = epsilon_of(noise=1.0, sampling_rate=0.1, rounds=50, delta=1e-5)
+    assert epsilon_of(noise=2.0, sampling_rate=0.1, rounds=50, delta=1e-5) < base
+    assert epsilon_of(noise=1.0, sampling_rate=0.05, rounds=50, delta=1e-5) < base
+    assert epsilon_of(noise=1.0, sampling_rate=0.1, rounds=100, delta=1e-5) > base
+    assert epsilon_of(noise=1.0, sampling_rate=1.0, rounds=50, delta=1e-5) > base
+
+
+def test_delta_is_that_of_the_number_of_clients_or_what_was_asked_for():
+    assert privacy_of(PRIVATE, 8).delta == 1e-5
+    assert privacy_of(PRIVATE, 10**6).delta == pytest.approx(10**-6.6)
+    assert privacy_of(replace(PRIVATE, dp_delta=1e-3), 8).delta == 1e-3
+    assert privacy_of(tiny_config(), 8) is None
+
+
+class Stop(Observer):
+    def on_round(self, record):
+        if record.round == 2:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("method", ["fedavg", "fedlps", "heterofl", "depthfl", "cs"])
+def test_processes_and_a_resumed_run_give_the_same_bits_and_the_result_says_what_was_spent(method, tmp_path):
+    problem, clients = tiny_problem(), tiny_clients()
+    whole = run(registry[method](), problem, clients, PRIVATE)
+    several = run(registry[method](), problem, clients, PRIVATE, engine=Embedded(workers=2))
+    with pytest.raises(RunInterrupted):
+        run(registry[method](), problem, clients, PRIVATE, observers=[Stop()], out=tmp_path)
+    resumed = run(registry[method](), problem, clients, PRIVATE, out=tmp_path, resume=True)
+    assert whole.final.state_sha256 == several.final.state_sha256 == resumed.final.state_sha256
+    other = run(registry[method](), problem, clients, replace(PRIVATE, dp_noise=1.6))
+    assert other.final.state_sha256 != whole.final.state_sha256
+    raw = json.loads((tmp_path / "result.json").read_text())["privacy"]
+    assert raw["epsilon"] == epsilon_of(noise=1.5, sampling_rate=0.5, rounds=4, delta=1e-5)
+    assert raw["epsilon"] < raw["epsilon_unamplified"]
+    assert (raw["clip"], raw["noise"], raw["sampling_rate"], raw["rounds"]) == (0.5, 1.5, 0.5, 4)
+    assert "Poisson" in raw["assumes"]
+    assert f"ε = {raw['epsilon']:.3g} at δ = 1e-05" in privacy_line(raw)
+
+
+def test_a_run_without_privacy_says_nothing_of_it():
+    assert "privacy" not in run(registry["fedavg"](), tiny_problem(), tiny_clients(), tiny_config(rounds=1)).to_dict()
+
+
+def test_methods_whose_server_learns_past_the_noise_are_refused_and_the_others_run():
+    refused = {}
+    for name in registry:
+        try:
+            check_private(registry[name]())
+        except InvalidValueError as error:
+            refused[name] = str(error)
+    assert set(refused) == {"oort", "refl", "prunefl", "fedmp"}
+    assert "does not sample uniformly" in refused["oort"]
+    assert "TimelyRatio.observe_all" in refused["fedmp"]
+
+
+def test_a_policy_says_itself_that_it_learns_apart():
+    @dataclass(frozen=True)
+    class Curious(SamplingPolicy):
+        def observe(self, ctx, updates):
+            ctx.memory["loss"] = updates[0].metrics["loss"]
+
+    method = Method(name="curious", source="", sampling=Curious())
+    with pytest.raises(InvalidValueError, match=r"by Curious.observe its server learns"):
+        run(method, tiny_problem(), tiny_clients(), PRIVATE)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dp_clip": 1.0}, "dp_clip needs dp_noise"),
+        ({"dp_noise": 1.0}, "dp_noise needs dp_clip"),
+        ({"dp_delta": 1e-5}, "dp_delta needs dp_clip"),
+        ({"dp_noise_seed": 1}, "dp_noise_seed needs dp_clip"),
+        ({"dp_clip": 1.0, "dp_noise": 1.0, "dp_noise_seed": -1}, "dp_noise_seed must be an integer >= 0"),
+        ({"dp_clip": 0.0, "dp_noise": 1.0}, "dp_clip must be > 0"),
+        ({"dp_clip": 1.0, "dp_noise": 0.0}, "dp_noise must be > 0"),
+        ({"dp_clip": 1.0, "dp_noise": 1.0, "dp_delta": 1.0}, r"dp_delta must be in \(0, 1\)"),
+        ({"dp_clip": 1.0, "dp_noise": 1.0, "aggregation": "median"}, "dp_clip needs aggregation 'mean', got 'median'"),
+    ],
+)
+def test_wrong_options_are_refused(options, message):
+    with pytest.raises(InvalidValueError, match=message):
+        replace(tiny_config(), **options)
+
+
+def test_without_opacus_the_error_comes_before_the_run_and_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "opacus.accountants", None)
+    with pytest.raises(MissingDependencyError, match=r'pip install "sparsekit\[privacy\]"'):
+        make_server(WeightedMean(), replace(PRIVATE, dp_noise=1.23456))
+
+
+def test_opacus_is_imported_only_where_privacy_is_asked_for():
+    program = (
+        "import sys, sparsekit_fl as fl\n"
+        "from sparsekit_fl.testing.tiny import *\n"
+        "fl.run(fl.methods.fedavg(), tiny_problem(), tiny_clients(), tiny_config(rounds=1))\n"
+        "sys.exit('opacus' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+def after_one_round(config):
+    server = make_server(WeightedMean(), config)
+    server.aggregate([update_of(server, assignment, 0.0) for assignment in server.assign(1)])
+    return server.state.state
+
+
+def test_the_model_of_a_private_run_is_the_same_for_equal_seeds_of_the_noise_alone():
+    digests = [digest(after_one_round(replace(PRIVATE, dp_noise_seed=seed))) for seed in (11, 11, 12)]
+    assert digests[0] == digests[1] != digests[2]
+
+
+def test_who_knows_the_seed_of_the_run_cannot_take_the_noise_off():
+    # Updates of zeros: whatever moved is noise.
+    initial = make_server(WeightedMean(), SECRET).spec.initial
+    place = sorted(initial).index("last.weight")
+    moved = [after_one_round(SECRET)["last.weight"] - initial["last.weight"] for _ in range(2)]
+    guess = 1.5 * 0.5 / 4 * torch.as_tensor(Streams(SECRET.seed).noise(1, place).standard_normal((3, 8)))
+    assert not torch.allclose(moved[0], moved[1], atol=1e-2)
+    assert not torch.allclose(moved[0].double(), guess, atol=1e-2)
+    known = replace(SECRET, dp_noise_seed=SECRET.seed)
+    assert torch.allclose((after_one_round(known)["last.weight"] - initial["last.weight"]).double(), guess, atol=1e-6)
+
+
+def test_the_secret_has_all_the_bits_that_generators_take_in():
+    seeds = [noise_seed_of(SECRET) for _ in range(64)]
+    assert len(set(seeds)) == 64
+    assert max(seeds).bit_length() > 120
+    assert noise_seed_of(PRIVATE) == 11
+    assert noise_seed_of(tiny_config()) is None
+
+
+class Spy(Embedded):
+    """Keeps what an engine is given for clients."""
+
+    def run(self, rounds, *, spec, clients, store):
+        self.given = spec
+        return super().run(rounds, spec=spec, clients=clients, store=store)
+
+
+@pytest.mark.parametrize("config", [PRIVATE, SECRET], ids=["given", "drawn"])
+def test_no_engine_is_told_the_seed_of_the_noise(config):
+    spy = Spy()
+    result = run(registry["fedavg"](), tiny_problem(), tiny_clients(), replace(config, rounds=1), engine=spy)
+    assert spy.given.config == replace(SECRET, rounds=1)
+    assert result.to_dict()["config"].get("dp_noise_seed") == config.dp_noise_seed
+
+
+def test_a_secret_seed_is_in_the_checkpoint_alone_and_a_resumed_run_goes_on_with_it(tmp_path, monkeypatch):
+    problem, clients, secret = tiny_problem(), tiny_clients(), 2**127 + 12345
+    monkeypatch.setattr("secrets.randbits", lambda bits: secret)
+    whole = run(registry["fedavg"](), problem, clients, SECRET)
+    with pytest.raises(RunInterrupted):
+        run(registry["fedavg"](), problem, clients, SECRET, observers=[Stop()], out=tmp_path)
+    monkeypatch.setattr("secrets.randbits", lambda bits: secret + 1)
+    resumed = run(registry["fedavg"](), problem, clients, SECRET, out=tmp_path, resume=True)
+    assert resumed.final.state_sha256 == whole.final.state_sha256
+    assert run(registry["fedavg"](), problem, clients, SECRET).final.state_sha256 != whole.final.state_sha256
+    holders = [path.name for path in tmp_path.rglob("*") if path.is_file() and str(secret).encode() in path.read_bytes()]
+    assert holders == ["checkpoint.safetensors"]
+
+
+def test_a_resumed_run_with_another_seed_of_the_noise_is_refused(tmp_path):
+    problem, clients = tiny_problem(), tiny_clients()
+    with pytest.raises(RunInterrupted):
+        run(registry["fedavg"](), problem, clients, PRIVATE, observers=[Stop()], out=tmp_path)
+    with pytest.raises(ResumeError, match="dp_noise_seed: was 11, now 12"):
+        run(registry["fedavg"](), problem, clients, replace(PRIVATE, dp_noise_seed=12), out=tmp_path, resume=True)
