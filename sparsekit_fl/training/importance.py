@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sparsekit.errors import InvalidValueError
-from sparsekit.training.narrow_model import HasState
+from sparsekit.surgery.optimizer_state import HasState
 from sparsekit.training.regularizer import ImportanceRegularizer, standardise
 from sparsekit.training.unit_vectors import UnitVectors
 
