@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 from torch import nn
@@ -14,7 +14,10 @@ from torch import nn
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.mask import UnitMask, WeightMask
 from sparsekit.graph.state import StateDict
+from sparsekit.measure.cost import CostModel
 from sparsekit.training.narrow_model import NarrowModel
+from sparsekit_fl.context.memory import Memory, PolicyKind
+from sparsekit_fl.costs.rowmask import rowmask_flops
 from sparsekit_fl.options.config import TrainingConfig
 from sparsekit_fl.problem.clients import Capability, Client
 from sparsekit_fl.problem.problem import Problem
@@ -22,35 +25,9 @@ from sparsekit_fl.training.loop import Batches, Examples, Step, TrainingLog, eva
 from sparsekit_fl.wire.kept import Mask
 from sparsekit_fl.wire.messages import Scores
 
-if TYPE_CHECKING:
-    pass
-from sparsekit_fl.context.memory import Memory, PolicyKind
-
-__all__ = ["ClientContext", "CostModel", "Split", "Work"]
-
+__all__ = ["ClientContext", "Split", "Work"]
 
 Split = Literal["train", "val", "test"]
-
-
-class CostModel(Protocol):
-    """Forward FLOPs of one example under a mask; see `sparsekit.measure.cost`."""
-
-    @property
-    def parameters(self) -> frozenset[str]:
-        """State-dict keys of parameters, tied ones once."""
-        ...
-
-    def forward_flops(self, mask: UnitMask | None) -> int:
-        """Of the compact model; 2 per multiply-add."""
-        ...
-
-    def rowmask_flops(self, mask: UnitMask | WeightMask | None) -> int:
-        """By the paper's convention: only the rows of removed units vanish."""
-        ...
-
-    def part_flops(self, weights: Collection[str], *, bias: bool = False) -> int:
-        """Of the uses of some weights of the whole model, with the bias entries that the paper's convention counts."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -142,12 +119,22 @@ class ClientContext:
         return fit(module, batches, step, metrics=self.problem.metrics, rng=self.rng)
 
     def work(self, mask: UnitMask | WeightMask | None, log: TrainingLog) -> Work:
-        """FLOPs of a fit under one mask: forward and a backward that costs twice as much.
+        """FLOPs of a fit under one mask; the paper's convention counts every batch as full."""
+        return self.work_on(log.examples, mask, padded_examples=log.padded_examples)
+
+    def work_on(self, examples: int, mask: UnitMask | WeightMask | None = None, *, padded_examples: int | None = None) -> Work:
+        """FLOPs of training on some examples: forward and a backward that costs twice as much.
 
         A weight mask saves entries on the wire and nothing when computing, so its compact cost is that of the whole model.
+
+        Args:
+            examples: Number of passes.
+            mask: What is trained; None for the whole model.
+            padded_examples: Number of passes by the paper's convention; None: `examples`.
         """
         compact = self.costs.forward_flops(mask if isinstance(mask, UnitMask) else None)
-        return Work(3 * compact * log.examples, 3 * self.costs.rowmask_flops(mask) * log.padded_examples)
+        padded = examples if padded_examples is None else padded_examples
+        return Work(3 * compact * examples, 3 * rowmask_flops(self.costs, mask) * padded)
 
     def score(self, module: nn.Module, split: Split, *, predict: Callable[..., Any] | None = None) -> Scores:
         """Scores of a module on one split of this client; empty where the split is."""

@@ -5,20 +5,16 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.state import StateDict
+from sparsekit.measure.cost import CostModel
+from sparsekit_fl.context.memory import Memory, PolicyKind
 from sparsekit_fl.options.config import RunConfig
 from sparsekit_fl.problem.clients import Capability, Client
 from sparsekit_fl.streams import Streams
-
-if TYPE_CHECKING:
-    pass
-from sparsekit_fl.context.client import CostModel
-from sparsekit_fl.context.memory import Memory, PolicyKind
 
 __all__ = ["ClientInfo", "Roster", "ServerContext"]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from sparsekit_fl.problem.clients import Capability
 from sparsekit_fl.wire.messages import WorkCost
@@ -33,13 +34,5 @@ def round_cost(costs: Iterable[WorkCost], *, wall_seconds: float, seconds: float
         seconds: Simulated length of a round that does not wait for its slowest client.
     """
     costs = list(costs)
-    total = sum(costs, WorkCost())
-    return WorkCost(
-        flops_compact=total.flops_compact,
-        flops_rowmask=total.flops_rowmask,
-        uplink_bytes=total.uplink_bytes,
-        downlink_bytes=total.downlink_bytes,
-        seconds=max((cost.seconds for cost in costs), default=0.0) if seconds is None else seconds,
-        wall_seconds=wall_seconds,
-        memory_bytes=total.memory_bytes,
-    )
+    slowest = max((cost.seconds for cost in costs), default=0.0)
+    return replace(sum(costs, WorkCost()), seconds=slowest if seconds is None else seconds, wall_seconds=wall_seconds)

@@ -22,11 +22,12 @@ from sparsekit.graph.state import StateDict
 from sparsekit_fl.context.client import ClientContext
 from sparsekit_fl.context.server import ServerContext
 from sparsekit_fl.methods.method import Method
-from sparsekit_fl.policies.aggregate import Accumulator, DeltaMean, Weighting
+from sparsekit_fl.policies.aggregate import DeltaMean, Weighting
 from sparsekit_fl.policies.local import LocalResult, Sgd
 from sparsekit_fl.policies.mask import MaskPolicy
 from sparsekit_fl.policies.pruning import prunable_weights
 from sparsekit_fl.policies.ratio import Constant
+from sparsekit_fl.policies.rule import Accumulator
 from sparsekit_fl.policies.share import SharePolicy
 from sparsekit_fl.policies.weight_masks import largest_weights
 from sparsekit_fl.problem.problem import Problem

@@ -23,14 +23,17 @@ from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.layers import prefix_entries
 from sparsekit.graph.mask import WeightMask
 from sparsekit.graph.state import StateDict
-from sparsekit_fl.context.client import ClientContext, CostModel, Work
+from sparsekit.measure.cost import CostModel
+from sparsekit_fl.context.client import ClientContext, Work
 from sparsekit_fl.context.server import ServerContext
+from sparsekit_fl.costs.rowmask import part_flops
 from sparsekit_fl.methods.method import Method
-from sparsekit_fl.policies.aggregate import Accumulator, CoverageMean, Weighting
+from sparsekit_fl.policies.aggregate import CoverageMean, Weighting
 from sparsekit_fl.policies.exits import ExitsFactory, WithExits
-from sparsekit_fl.policies.local import Adjust, Leaves, LocalPolicy, LocalResult, load_leaves, sgd_step
+from sparsekit_fl.policies.local import Adjust, Leaves, LocalPolicy, LocalResult, load_leaves, pull_towards, sgd_step
 from sparsekit_fl.policies.mask import MaskPolicy
 from sparsekit_fl.policies.ratio import ByCapability
+from sparsekit_fl.policies.rule import Accumulator
 from sparsekit_fl.problem.metrics import IGNORED
 from sparsekit_fl.problem.problem import Problem
 from sparsekit_fl.training.loop import Batch
@@ -67,7 +70,7 @@ def depth_flops(graph: UnitGraph, costs: CostModel, *, bias: bool = False) -> li
         costs: Of the same.
         bias: With the bias entries that the paper's convention counts.
     """
-    return [costs.part_flops(prefix_entries(graph.layers, end), bias=bias) for end in _ends(graph)]
+    return [part_flops(costs, prefix_entries(graph.layers, end), bias=bias) for end in _ends(graph)]
 
 
 def affordable_depth(graph: UnitGraph, costs: CostModel, ratio: float) -> int:
@@ -175,16 +178,12 @@ class ExitSgd(LocalPolicy):
 
     def _dynamic(self, ctx: ClientContext, leaves: Leaves, start: StateDict) -> Adjust:
         """Adds the gradient of FedDyn's two terms, −h + α (θ − ω)."""
-        parameters: list[Tensor] = list(leaves.values())
-        anchors = [start[name].to(leaf) for name, leaf in leaves.items()]
         kept = ctx.memory.get("drift", {})
         drifts = [kept[name].to(leaf) if name in kept else torch.zeros_like(leaf) for name, leaf in leaves.items()]
+        pull = pull_towards(leaves, [start[name].to(leaf) for name, leaf in leaves.items()], self.alpha)
 
         def adjust(gradients: list[Tensor], places: list[int]) -> list[Tensor]:
-            pull = torch._foreach_sub([parameters[place] for place in places], [anchors[place] for place in places])
-            pulled = torch._foreach_add(gradients, pull, alpha=self.alpha)
-            torch._foreach_sub_(pulled, [drifts[place] for place in places])
-            return list(pulled)
+            return list(torch._foreach_sub(pull(gradients, places), [drifts[place] for place in places]))
 
         return adjust
 

@@ -7,7 +7,7 @@ down, and it lives on from round to round, at first as the model of round 0.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph.state import StateDict
@@ -67,8 +67,5 @@ def ditto(strength: float = 0.1) -> Method:
     Args:
         strength: λ; 0 gives models that learn alone.
     """
-    return replace(
-        Method(name="ditto", source="Li et al., Ditto, ICML 2021, arXiv 2012.04221"),
-        local=TwoModels(strength),
-        personal=SecondModel(),
-    )
+    source = "Li et al., Ditto, ICML 2021, arXiv 2012.04221"
+    return Method(name="ditto", source=source, local=TwoModels(strength), personal=SecondModel())

@@ -16,6 +16,7 @@ from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.layers import head_entries
 from sparsekit.graph.state import StateDict
 from sparsekit_fl.context.client import ClientContext, Work
+from sparsekit_fl.costs.rowmask import part_flops
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.policies.local import LocalPolicy, LocalResult, load_leaves, sgd
 from sparsekit_fl.policies.share import PrivateHead
@@ -56,13 +57,11 @@ class HeadThenBody(LocalPolicy):
         first = min(epochs - 1, max(1, round(self.head_share * epochs)))
         before = self._phase(ctx, head, body, first)
         after = self._phase(ctx, body, head, epochs - first)
-        whole, own = ctx.costs.forward_flops(None), ctx.costs.part_flops(names)
+        whole, own = ctx.costs.forward_flops(None), part_flops(ctx.costs, names)
         # The row-mask count charges whole epochs, as the published one does.
         counted = ctx.work(None, before + after).flops_rowmask
         work = Work((whole + 2 * own) * before.examples + 3 * whole * after.examples, counted)
-        return LocalResult(
-            state=ctx.narrow_model.narrow_state(), mask=None, log=before + after, work=work, module=ctx.narrow_model.module
-        )
+        return LocalResult.of(ctx, None, before + after, work=work)
 
     def _phase(
         self, ctx: ClientContext, trained: Mapping[str, nn.Parameter], frozen: Mapping[str, nn.Parameter], epochs: int

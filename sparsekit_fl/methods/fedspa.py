@@ -22,7 +22,7 @@ from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.mask import WeightMask
 from sparsekit.graph.state import StateDict
 from sparsekit.rng import torch_generator
-from sparsekit_fl.context.client import ClientContext, Work
+from sparsekit_fl.context.client import ClientContext
 from sparsekit_fl.context.server import ServerContext
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.policies.aggregate import DeltaMean
@@ -123,8 +123,8 @@ class SparseToSparseSgd(Sgd):
             return result
         gradients, examples = self._screen(ctx, mask)
         bits = [_pack_bits(keep) for keep in move_mask(mask, result.state, gradients, share).values()]
-        dense = Work(3 * examples * ctx.costs.forward_flops(None), 3 * examples * ctx.costs.rowmask_flops(None))
-        return replace(result, extra={**result.extra, _NEXT: torch.cat(bits)}, work=ctx.work(mask, result.log) + dense)
+        work = ctx.work(mask, result.log) + ctx.work_on(examples)
+        return replace(result, extra={**result.extra, _NEXT: torch.cat(bits)}, work=work)
 
     def _screen(self, ctx: ClientContext, mask: WeightMask) -> tuple[StateDict, int]:
         """Gradients of one batch in evaluation mode, and its size."""

@@ -22,6 +22,7 @@ from sparsekit.graph.mask import UnitMask
 from sparsekit.graph.state import StateDict
 from sparsekit.training.narrow_model import NarrowModel
 from sparsekit_fl.context.client import ClientContext, Work
+from sparsekit_fl.costs.rowmask import rowmask_flops
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.options.config import TrainingConfig
 from sparsekit_fl.policies.aggregate import CoverageMean
@@ -158,12 +159,11 @@ class OrderedDropoutSgd(LocalPolicy):
             return outputs, loss
 
         log = ctx.fit(module, batches, step)
-        costs = ctx.costs
-        compact = sum(3 * costs.forward_flops(mask) * count for mask, count in zip(masks, examples, strict=True))
+        compact = sum(3 * ctx.costs.forward_flops(mask) * count for mask, count in zip(masks, examples, strict=True))
         # Each step's batch counted as full, as the paper counts; with one width to the digit.
-        padded = sum(3 * costs.rowmask_flops(mask) * count for mask, count in zip(masks, counts, strict=True))
+        padded = sum(3 * rowmask_flops(ctx.costs, mask) * count for mask, count in zip(masks, counts, strict=True))
         work = Work(compact, padded * log.padded_examples // steps)
-        return LocalResult(state=narrow_model.narrow_state(), mask=masks[-1], log=log, narrow=True, work=work, module=module)
+        return LocalResult.of(ctx, masks[-1], log, work=work)
 
 
 def fjord(*, levels: tuple[float, ...] = CAPABILITY_LEVELS, distillation: bool = False) -> Method:

@@ -44,10 +44,6 @@ class Subnetworks(GatedPruning):
         step: Share of the remaining units that go at once.
     """
 
-    threshold: float = 0.5
-    target: float = 0.5
-    step: float = 0.1
-
     def check(self, problem: Problem, graph: UnitGraph) -> None:
         """Raise where there is no accuracy or there are no units."""
         super().check(problem, graph)

@@ -85,8 +85,7 @@ class MetaSgd(LocalPolicy):
         log = ctx.fit(ctx.narrow_model.module, batches, step)
         once = ctx.work(None, log)
         extra = Work(3 * ctx.costs.forward_flops(None) * step.further_examples, once.flops_rowmask * step.gradients_per_batch)
-        state = ctx.narrow_model.narrow_state()
-        return LocalResult(state=state, mask=None, log=log, work=once + extra, module=ctx.narrow_model.module)
+        return LocalResult.of(ctx, None, log, work=once + extra)
 
 
 class _MetaStep:

@@ -23,14 +23,17 @@ from sparsekit.errors import InvalidValueError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.mask import WeightMask
 from sparsekit.graph.state import StateDict
-from sparsekit_fl.context.client import ClientContext, CostModel, Work
+from sparsekit.measure.cost import CostModel
+from sparsekit_fl.context.client import ClientContext, Work
 from sparsekit_fl.context.server import ServerContext
+from sparsekit_fl.costs.rowmask import part_flops
 from sparsekit_fl.errors import UpdateError
 from sparsekit_fl.methods.method import Method
-from sparsekit_fl.policies.aggregate import Accumulator, DeltaMean
+from sparsekit_fl.policies.aggregate import DeltaMean
 from sparsekit_fl.policies.local import Adjust, Leaves, LocalResult, Sgd, freeze_dropped, load_leaves, sgd
 from sparsekit_fl.policies.mask import MaskPolicy
 from sparsekit_fl.policies.pruning import prunable_weights, recall_mask, remember_mask
+from sparsekit_fl.policies.rule import Accumulator
 from sparsekit_fl.policies.sampling import SamplingPolicy
 from sparsekit_fl.policies.weight_masks import search_weights
 from sparsekit_fl.problem.clients import Capability
@@ -108,7 +111,7 @@ def weight_seconds(
     device = Capability()
     link = _BYTES_PER_WEIGHT / device.uplink_bytes_per_second + _BYTES_PER_WEIGHT / device.downlink_bytes_per_second
     return {
-        name: link + 3 * costs.part_flops({name}) / shapes[name].numel() * examples / device.flops_per_second for name in names
+        name: link + 3 * part_flops(costs, {name}) / shapes[name].numel() * examples / device.flops_per_second for name in names
     }
 
 
@@ -227,10 +230,8 @@ class SearchingSgd(Sgd):
             leaves = load_leaves(ctx, start, mask)
             gradients = _Gradients(leaves, prunable_weights(ctx.graph, "PruneFL"))
             log = sgd(ctx, leaves, ctx.batches(), [gradients, *self.adjusts(ctx, leaves, mask)])
-            extra = gradients.squares(log.examples)
             metrics = {_PROCESSED: float(log.examples)}
-            state = ctx.narrow_model.narrow_state()
-            result = LocalResult(state=state, mask=mask, log=log, extra=extra, metrics=metrics, module=ctx.narrow_model.module)
+            result = LocalResult.of(ctx, mask, log, extra=gradients.squares(log.examples), metrics=metrics)
         return replace(result, ratio=_density(mask))
 
     def _prune_alone(self, ctx: ClientContext, start: StateDict) -> LocalResult:

@@ -21,7 +21,8 @@ from sparsekit.errors import InvalidValueError
 from sparsekit.graph.state import StateDict
 from sparsekit_fl.context.server import ServerContext
 from sparsekit_fl.methods.method import Method
-from sparsekit_fl.policies.aggregate import Accumulator, WeightedMean, Weighting
+from sparsekit_fl.policies.aggregate import WeightedMean, Weighting
+from sparsekit_fl.policies.rule import Accumulator
 from sparsekit_fl.policies.sampling import SamplingPolicy
 from sparsekit_fl.wire.messages import Update
 

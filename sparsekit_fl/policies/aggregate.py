@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from dataclasses import dataclass
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -12,44 +12,17 @@ from sparsekit.errors import InvalidValueError
 from sparsekit.graph.state import StateDict
 from sparsekit_fl.context.server import ServerContext
 from sparsekit_fl.errors import UpdateError
-from sparsekit_fl.policies.robust import Rule
+from sparsekit_fl.policies.base import Policy
+from sparsekit_fl.policies.rule import Accumulator
 from sparsekit_fl.wire.kept import Kept
 from sparsekit_fl.wire.messages import Assignment, Update
 
-__all__ = ["Accumulator", "AggregatePolicy", "CoverageMean", "DeltaMean", "WeightedMean", "Weighting"]
+__all__ = ["AggregatePolicy", "CoverageMean", "DeltaMean", "WeightedMean", "Weighting"]
 
 Weighting = Literal["examples", "uniform"]
 
 
-@dataclass
-class Accumulator:
-    """Sums over the updates of a round.
-
-    Args:
-        sums: State-dict key → Σ weight · delta, float64, dense.
-        weights: State-dict key → Σ weight of the updates that hold each entry, float64, dense; only keys that some
-            update holds in part.
-        weight: Σ weight of all updates.
-        unit: The first weight; all are divided by it, so that equal weights are exactly 1 under any rule.
-        covered: State-dict key → Σ weight of the updates that hold it whole.
-        count: How many updates.
-        extra: For subclasses.
-        rule: Combines the changes in place of the sums; None: the mean.
-        asked: Keys whose change was asked for.
-    """
-
-    sums: dict[str, Tensor]
-    weights: dict[str, Tensor] = field(default_factory=dict)
-    weight: float = 0.0
-    unit: float = 0.0
-    covered: dict[str, float] = field(default_factory=dict)
-    count: int = 0
-    extra: dict[str, Any] = field(default_factory=dict)
-    rule: Rule | None = None
-    asked: set[str] = field(default_factory=set)
-
-
-class AggregatePolicy:
+class AggregatePolicy(Policy):
     """How. The default is the mean of the changes, weighted by the number of examples, where an entry that a client did
     not train counts as unchanged."""
 
@@ -59,9 +32,6 @@ class AggregatePolicy:
 
     mean_only: ClassVar[str] = ""
     """Why the changes cannot be combined by another rule than the mean; empty where they can."""
-
-    def validate(self, ctx: ServerContext, update: Update, assignment: Assignment) -> None:
-        """Raise UpdateError where this policy cannot use an update; called before anything is changed."""
 
     def broadcast(self, ctx: ServerContext, client_id: int) -> StateDict:
         """Further tensors to send down with an assignment."""

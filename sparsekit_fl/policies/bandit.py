@@ -16,6 +16,7 @@ from sparsekit.graph.graph import UnitGraph
 from sparsekit_fl.context.client import ClientContext
 from sparsekit_fl.context.memory import Memory
 from sparsekit_fl.context.server import ServerContext
+from sparsekit_fl.policies.base import require_accuracy
 from sparsekit_fl.policies.ratio import RatioPolicy
 from sparsekit_fl.problem.problem import Problem
 from sparsekit_fl.wire.messages import Assignment, Update, require_metrics
@@ -80,11 +81,7 @@ class BanditRatio(RatioPolicy):
 
     def check(self, problem: Problem, graph: UnitGraph) -> None:
         """Raise InvalidValueError where there is no accuracy to learn from."""
-        if "accuracy" not in problem.metrics:
-            raise InvalidValueError(
-                f"BanditRatio learns from training accuracy, and the problem has the metrics {sorted(problem.metrics)};"
-                " give it one named 'accuracy', or choose another ratio policy"
-            )
+        require_accuracy(problem, f"{type(self).__name__} learns from training accuracy")
 
     def _bandit(self, ctx: ServerContext, memory: Memory, *, seed: int) -> Bandit:
         own: dict[str, Any] = {"arms": self.arms, "exploration": self.exploration} if self.bandit == "p-ucbv" else {}

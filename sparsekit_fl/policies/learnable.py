@@ -19,7 +19,7 @@ from sparsekit.training.dense import GateProbe
 from sparsekit.training.importance import ImportanceLearner, ImportanceRegularizer
 from sparsekit.training.narrow_model import HasState, NarrowModel
 from sparsekit.training.unit_vectors import UnitVectors
-from sparsekit_fl.context.client import ClientContext, Work
+from sparsekit_fl.context.client import ClientContext
 from sparsekit_fl.options.config import TrainingConfig
 from sparsekit_fl.policies.local import LocalPolicy, LocalResult
 from sparsekit_fl.policies.mask import require_units
@@ -127,19 +127,8 @@ class LearnableSgd(LocalPolicy):
         log = ctx.fit(narrow_model.module, ctx.batches(), step)
         ctx.memory["importance"] = learner.importance.cpu()
         final = UnitMask(dict(narrow_model.mask))
-        explored = Work(
-            3 * step.explored_examples * ctx.costs.forward_flops(None),
-            3 * step.explored_examples * ctx.costs.rowmask_flops(None),
-        )
-        return LocalResult(
-            state=narrow_model.narrow_state(),
-            mask=final,
-            log=log,
-            narrow=True,
-            metrics=metrics,
-            work=ctx.work(final, log) + explored,
-            module=narrow_model.module,
-        )
+        work = ctx.work(final, log) + ctx.work_on(step.explored_examples)
+        return LocalResult.of(ctx, final, log, metrics=metrics, work=work)
 
     def _first_scores(self, ctx: ClientContext, narrow_model: NarrowModel) -> Mapping[str, float]:
         if "importance" in ctx.memory:

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from sparsekit.errors import InvalidValueError
-from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.mask import UnitMask, WeightMask
 from sparsekit.graph.state import StateDict
 from sparsekit_fl.context.client import ClientContext, Work
 from sparsekit_fl.options.config import TrainingConfig
+from sparsekit_fl.policies.base import Policy
 from sparsekit_fl.problem.problem import Problem
 from sparsekit_fl.training.loop import Batch, Batches, SgdStep, TrainingLog
 from sparsekit_fl.wire.kept import Mask, mask_state
@@ -59,12 +59,23 @@ class LocalResult:
     module: nn.Module | None = None
     ratio: float | None = None
 
+    @staticmethod
+    def of(ctx: ClientContext, mask: Mask | None, log: TrainingLog, **others: Any) -> LocalResult:
+        """The result that the client's narrow model holds.
 
-class LocalPolicy:
+        Args:
+            ctx: The client's.
+            mask: What was trained; the state is narrow where it is a unit mask.
+            log: Of the training.
+            **others: The other fields.
+        """
+        model = ctx.narrow_model
+        narrow = isinstance(mask, UnitMask)
+        return LocalResult(state=model.narrow_state(), mask=mask, log=log, narrow=narrow, module=model.module, **others)
+
+
+class LocalPolicy(Policy):
     """How. A policy owns the step: it may take two batches, train a second model, or change its mask as it goes."""
-
-    def check(self, problem: Problem, graph: UnitGraph) -> None:
-        """Raise, before the run starts, where the policy cannot work with this problem. The default accepts all."""
 
     def prepare(self, problem: Problem) -> Problem:
         """Change the problem before the run, for methods that need another architecture. The default changes nothing."""
@@ -223,5 +234,4 @@ class Sgd(LocalPolicy):
         """Train the narrow_model's module; units outside a unit mask are not there, entries outside a weight mask are zero."""
         leaves = load_leaves(ctx, start, mask)
         log = sgd(ctx, leaves, ctx.batches(), self.adjusts(ctx, leaves, mask))
-        state = ctx.narrow_model.narrow_state()
-        return LocalResult(state=state, mask=mask, log=log, narrow=isinstance(mask, UnitMask), module=ctx.narrow_model.module)
+        return LocalResult.of(ctx, mask, log)

@@ -12,6 +12,7 @@ from sparsekit.errors import InvalidValueError
 from sparsekit.graph.mask import UnitMask
 from sparsekit.graph.state import StateDict
 from sparsekit_fl.context.client import ClientContext
+from sparsekit_fl.policies.base import Policy
 from sparsekit_fl.policies.local import LocalResult
 from sparsekit_fl.wire.kept import Mask
 from sparsekit_fl.wire.messages import Scores, pack_mask, unpack_mask
@@ -36,7 +37,7 @@ class PersonalModel:
     ratio: float | None = None
 
 
-class PersonalPolicy:
+class PersonalPolicy(Policy):
     """What is deployed. The default is the global model, with the client's own entries where some are not shared."""
 
     def keep(self, ctx: ClientContext, result: LocalResult, ratio: float) -> None:

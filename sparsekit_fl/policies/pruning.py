@@ -15,6 +15,7 @@ from sparsekit_fl.context.client import ClientContext
 from sparsekit_fl.context.memory import Memory
 from sparsekit_fl.context.server import ServerContext
 from sparsekit_fl.errors import UpdateError
+from sparsekit_fl.policies.base import require_accuracy
 from sparsekit_fl.policies.local import LocalResult
 from sparsekit_fl.policies.mask import MaskPolicy
 from sparsekit_fl.policies.personal import PersonalModel
@@ -106,8 +107,8 @@ class GatedPruning(RememberedMask):
         step: Share of what is left that one pruning removes.
     """
 
-    threshold: float
-    target: float
+    threshold: float = 0.5
+    target: float = 0.5
     step: float = 0.1
 
     def __post_init__(self) -> None:
@@ -119,11 +120,7 @@ class GatedPruning(RememberedMask):
 
     def check(self, problem: Problem, graph: UnitGraph) -> None:
         """Raise InvalidValueError where there is no accuracy to decide by."""
-        if "accuracy" not in problem.metrics:
-            raise InvalidValueError(
-                f"{type(self).__name__} decides by accuracy, and the problem has the metrics {sorted(problem.metrics)};"
-                " give it one named 'accuracy'"
-            )
+        require_accuracy(problem, f"{type(self).__name__} decides by accuracy")
 
     def prune(self, ctx: ClientContext, state: StateDict, mask: Mask | None, ratio: float) -> Mask:
         """What stays when `ratio` of each layer or group is kept, inside `mask`. To be overridden."""

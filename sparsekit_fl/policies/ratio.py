@@ -6,20 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sparsekit.criteria.base import check_ratio
-from sparsekit.graph.graph import UnitGraph
 from sparsekit_fl.context.client import ClientContext
 from sparsekit_fl.context.server import ServerContext
-from sparsekit_fl.problem.problem import Problem
-from sparsekit_fl.wire.messages import Assignment, Update
+from sparsekit_fl.policies.base import Policy
+from sparsekit_fl.wire.messages import Update
 
 __all__ = ["ByCapability", "Constant", "Full", "RatioPolicy"]
 
 
-class RatioPolicy:
+class RatioPolicy(Policy):
     """How large. The default trains the whole model."""
-
-    def check(self, problem: Problem, graph: UnitGraph) -> None:
-        """Raise, before the run starts, where the policy cannot work with this problem. The default accepts all."""
 
     def propose(self, ctx: ServerContext, client_id: int) -> float | None:
         """What the server proposes, in (0, 1]; None proposes nothing."""
@@ -28,9 +24,6 @@ class RatioPolicy:
     def choose(self, ctx: ClientContext, proposal: float | None) -> float:
         """The executed ratio, in (0, 1]; it is reported with the update."""
         return 1.0
-
-    def validate(self, ctx: ServerContext, update: Update, assignment: Assignment) -> None:
-        """Raise UpdateError where this policy cannot learn from an update; called before anything is changed."""
 
     def observe(self, ctx: ServerContext, update: Update) -> None:
         """Learn from a valid update: credit goes to the executed ratio, `update.ratio`."""

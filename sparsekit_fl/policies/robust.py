@@ -1,14 +1,10 @@
-"""Rules by which the updates of a round are combined otherwise than by a mean, for cohorts in which some clients lie.
-
-A rule takes the place of the sums in `AggregatePolicy`; what a method does around them, such as pruning the new model, stays.
-"""
+"""Byzantine-robust rules: combine the updates of a round by something other than the mean, where some clients are faulty."""
 
 from __future__ import annotations
 
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -16,13 +12,11 @@ from torch import Tensor
 
 from sparsekit.graph.state import StateDict
 from sparsekit_fl.options.config import RunConfig
+from sparsekit_fl.policies.rule import Accumulator, Rule
 from sparsekit_fl.wire.kept import Kept
 from sparsekit_fl.wire.messages import Update
 
-if TYPE_CHECKING:
-    from sparsekit_fl.policies.aggregate import Accumulator
-
-__all__ = ["Median", "NormClipped", "Rule", "TrimmedMean", "make_rule", "trimmed", "update_norm"]
+__all__ = ["Median", "NormClipped", "TrimmedMean", "make_rule", "trimmed", "update_norm"]
 
 # How many entries are sorted at once: bounds the memory of a round to little more than its updates.
 _CHUNK = 2**18
@@ -32,55 +26,6 @@ def update_norm(update: Update) -> float:
     """Euclidean norm of a change over all entries that are sent; integers, which count batches, have no part in it."""
     floats = [delta for delta in update.delta.values() if delta.is_floating_point()]
     return math.sqrt(math.fsum(float(delta.to(torch.float64).square().sum()) for delta in floats))
-
-
-class Rule:
-    """How the changes of one round are combined; made anew for every round. This one is the mean of scaled changes."""
-
-    counts_holders = True
-    """False where who holds an entry must have no influence."""
-
-    def begin(self, acc: Accumulator, updates: Sequence[Update], state: StateDict) -> None:
-        """Look at the round.
-
-        Args:
-            acc: Empty.
-            updates: All that will be added.
-            state: The shared state before the round.
-        """
-
-    def weight(self, weight: float) -> float:
-        """The weight of an update whose method gives it `weight`."""
-        return weight
-
-    def scale(self, update: Update) -> float:
-        """Factor on the changes of an update, its weight apart."""
-        return 1.0
-
-    def add(self, acc: Accumulator, name: str, kept: Kept, update: Update, covered: Tensor | None, weight: float) -> None:
-        """Add one entry of an update.
-
-        Args:
-            acc: To be written to.
-            name: State-dict key.
-            kept: Of the update's mask.
-            update: The update.
-            covered: Which positions count, as in `AggregatePolicy.coverage`.
-            weight: Over the first update's weight.
-        """
-        change = update.delta[name].to(torch.float64) * (weight * self.scale(update))
-        kept.add(name, change if covered is None else change * covered, acc.sums[name])
-
-    def change(self, acc: Accumulator, name: str, mean: Callable[[], Tensor | None], *, by_coverage: bool) -> Tensor | None:
-        """By how much an entry of the state moves; None: not at all.
-
-        Args:
-            acc: With all updates.
-            name: State-dict key.
-            mean: What the method's own mean of `acc` says.
-            by_coverage: Whether the method divides by the clients that hold an entry, and not by all.
-        """
-        return mean()
 
 
 class _ByEntry(Rule):

@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.layers import head_entries
 from sparsekit_fl.context.client import ClientContext
+from sparsekit_fl.policies.base import Policy
+from sparsekit_fl.policies.local import LocalResult
 from sparsekit_fl.problem.problem import Problem
 from sparsekit_fl.wire.kept import Mask
-
-if TYPE_CHECKING:
-    from sparsekit_fl.policies.local import LocalResult
 
 __all__ = ["Everything", "Nothing", "PrivateHead", "SharePolicy"]
 
 
-class SharePolicy:
+class SharePolicy(Policy):
     """What travels. The default shares every entry and uploads what was trained."""
-
-    def check(self, problem: Problem, graph: UnitGraph) -> None:
-        """Raise, before the run starts, where the policy cannot work with this problem. The default accepts all."""
 
     def is_shared(self, name: str, graph: UnitGraph) -> bool:
         """True where the entry travels; the others stay on the client from round to round.
