@@ -105,6 +105,7 @@ ONLY_IN = {
     "matplotlib": ("sparsekit.bandit.plot", "sparsekit_fl.report.*"),
     "optuna": ("sparsekit.bandit.optuna",),
     "opacus": ("sparsekit_fl.server.privacy",),
+    "pydantic": ("sparsekit_fl.*",),
     "pytest": ("sparsekit.testing.*", "sparsekit_fl.testing.*"),
     "hypothesis": ("sparsekit.testing.*", "sparsekit_fl.testing.*"),
     "pickle": ("sparsekit.testing.*", "sparsekit_fl.testing.*"),
