@@ -13,12 +13,12 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
-from sparsekit.errors import InvalidValueError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.layers import prefix_entries
 from sparsekit.graph.mask import WeightMask
@@ -28,6 +28,7 @@ from sparsekit_fl.context.client import ClientContext, Work
 from sparsekit_fl.context.server import ServerContext
 from sparsekit_fl.costs.rowmask import part_flops
 from sparsekit_fl.methods.method import Method
+from sparsekit_fl.options.checked import Hint, NonNegative, Ratio
 from sparsekit_fl.policies.aggregate import CoverageMean, Weighting
 from sparsekit_fl.policies.exits import ExitsFactory, WithExits
 from sparsekit_fl.policies.local import Adjust, Leaves, LocalPolicy, LocalResult, load_leaves, pull_towards, sgd_step
@@ -127,18 +128,10 @@ class ExitSgd(LocalPolicy):
         alpha: α of FedDyn; 0.1 in the baseline, 0 leaves FedDyn out.
     """
 
-    exits: int = 5
+    exits: Annotated[int, Field(ge=2), Hint("it counts the model's own output")] = 5
     distillation: bool = True
-    ramp: float = 0.3
-    alpha: float = 0.1
-
-    def __post_init__(self) -> None:
-        if self.exits < 2:
-            raise InvalidValueError(f"exits must be >= 2, got {self.exits!r}; it counts the model's own output")
-        if not 0.0 < self.ramp <= 1.0:
-            raise InvalidValueError(f"ramp must be in (0, 1], got {self.ramp!r}; it is a share of the rounds")
-        if not 0.0 <= self.alpha < float("inf"):
-            raise InvalidValueError(f"alpha must be a finite number >= 0, got {self.alpha!r}; 0 leaves FedDyn out")
+    ramp: Annotated[Ratio, Hint("it is a share of the rounds")] = 0.3
+    alpha: Annotated[NonNegative, Hint("0 leaves FedDyn out")] = 0.1
 
     def prepare(self, problem: Problem) -> Problem:
         """The same problem with exits in its model."""

@@ -15,8 +15,6 @@ from dataclasses import dataclass
 import torch
 
 from sparsekit.criteria import Ordered, PatternView, select
-from sparsekit.criteria.base import check_ratio
-from sparsekit.errors import InvalidValueError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.layers import Layer, head_entries, layer_weights
 from sparsekit.graph.mask import UnitMask, WeightMask, to_weights
@@ -24,6 +22,7 @@ from sparsekit.graph.state import StateDict
 from sparsekit_fl.context.client import ClientContext
 from sparsekit_fl.context.server import ServerContext
 from sparsekit_fl.methods.method import Method
+from sparsekit_fl.options.checked import Count, Ratio
 from sparsekit_fl.policies.aggregate import CoverageMean
 from sparsekit_fl.policies.local import LocalResult
 from sparsekit_fl.policies.mask import MaskPolicy, require_units
@@ -62,14 +61,9 @@ class PrunedOthers(MaskPolicy):
         private_head: The head stays with the client.
     """
 
-    layers: int | None = 2
-    kept: float = 0.9
+    layers: Count | None = 2
+    kept: Ratio = 0.9
     private_head: bool = True
-
-    def __post_init__(self) -> None:
-        check_ratio(self.kept)
-        if self.layers is not None and self.layers < 1:
-            raise InvalidValueError(f"layers must be None or >= 1, got {self.layers!r}")
 
     def check(self, problem: Problem, graph: UnitGraph) -> None:
         """Raise NoUnitsError where there are no units to drop on the client."""
@@ -96,7 +90,7 @@ class OwnLayers(PrivateHead):
         private_head: The head stays with the client; False answers for it as for any other layer.
     """
 
-    count: int | None = 2
+    count: Count | None = 2
     private_head: bool = True
 
     def check(self, problem: Problem, graph: UnitGraph) -> None:

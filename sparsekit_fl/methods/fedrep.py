@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Annotated
 
 from torch import nn
 
@@ -18,6 +19,7 @@ from sparsekit.graph.state import StateDict
 from sparsekit_fl.context.client import ClientContext, Work
 from sparsekit_fl.costs.rowmask import part_flops
 from sparsekit_fl.methods.method import Method
+from sparsekit_fl.options.checked import Fraction, Hint
 from sparsekit_fl.policies.local import LocalPolicy, LocalResult, load_leaves, sgd
 from sparsekit_fl.policies.share import PrivateHead
 from sparsekit_fl.problem.problem import Problem
@@ -38,12 +40,8 @@ class HeadThenBody(LocalPolicy):
         layers: How many layers make the head.
     """
 
-    head_share: float = 0.4
+    head_share: Annotated[Fraction, Hint("it is a share of the local epochs")] = 0.4
     layers: int = 1
-
-    def __post_init__(self) -> None:
-        if not 0.0 < self.head_share < 1.0:
-            raise InvalidValueError(f"head_share must be in (0, 1), got {self.head_share!r}; it is a share of the local epochs")
 
     def train(self, ctx: ClientContext, start: StateDict, mask: Mask | None, ratio: float) -> LocalResult:
         """Train both in turn. An epoch of the head is a forward pass and the backward pass of the head alone."""

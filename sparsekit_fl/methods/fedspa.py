@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from sparsekit.errors import InvalidValueError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.mask import WeightMask
 from sparsekit.graph.state import StateDict
@@ -25,6 +24,7 @@ from sparsekit.rng import torch_generator
 from sparsekit_fl.context.client import ClientContext
 from sparsekit_fl.context.server import ServerContext
 from sparsekit_fl.methods.method import Method
+from sparsekit_fl.options.checked import Hint, Share
 from sparsekit_fl.policies.aggregate import DeltaMean
 from sparsekit_fl.policies.local import LocalResult, Sgd
 from sparsekit_fl.policies.pruning import RememberedMask, UnderOwnMask, prunable_weights, recall_mask, remember_mask
@@ -48,10 +48,6 @@ class MovingMask(RememberedMask):
     """
 
     densities: Literal["erk", "uniform"] = "erk"
-
-    def __post_init__(self) -> None:
-        if self.densities not in ("erk", "uniform"):
-            raise InvalidValueError(f"densities must be 'erk' or 'uniform', got {self.densities!r}")
 
     def check(self, problem: Problem, graph: UnitGraph) -> None:
         """Raise InvalidValueError where there is nothing to prune."""
@@ -108,12 +104,7 @@ class SparseToSparseSgd(Sgd):
             random masks ("RSM" in the paper).
     """
 
-    anneal: float = 0.5
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0.0 <= self.anneal <= 1.0:
-            raise InvalidValueError(f"anneal must be in [0, 1], got {self.anneal!r}; 0 never moves the masks")
+    anneal: Annotated[Share, Hint("0 never moves the masks")] = 0.5
 
     def train(self, ctx: ClientContext, start: StateDict, mask: Mask | None, ratio: float) -> LocalResult:
         """Train, then say which mask comes next; the gradient of one batch of the dense model is counted as work."""

@@ -11,17 +11,18 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
+from pydantic import Field
 from torch import Tensor
 
-from sparsekit.errors import InvalidValueError
 from sparsekit.graph.state import StateDict
 from sparsekit_fl.context.client import ClientContext
 from sparsekit_fl.context.server import ClientInfo, ServerContext
 from sparsekit_fl.methods.method import Method
+from sparsekit_fl.options.checked import Count, NonNegative, Positive, Share
 from sparsekit_fl.policies.local import LocalResult, Sgd
 from sparsekit_fl.policies.sampling import SamplingPolicy
 from sparsekit_fl.problem.problem import Loss
@@ -106,25 +107,16 @@ class GuidedSampling(SamplingPolicy):
     Source: Lai et al., OSDI 2021, Algorithm 1; the reference code for what the paper leaves open.
     """
 
-    exploration: float = 0.9
-    decay: float = 0.98
-    least: float = 0.2
-    penalty: float = 2.0
-    percentile: float = 30.0
-    pace_step: float = 5.0
-    pace_rounds: int = 20
-    cut_off: float = 0.95
-    clip: float = 0.95
-    window: float = 5.0
-
-    def __post_init__(self) -> None:
-        for name in ("exploration", "decay", "least", "cut_off", "clip"):
-            if not 0.0 <= getattr(self, name) <= 1.0:
-                raise InvalidValueError(f"{name} must be in [0, 1], got {getattr(self, name)}")
-        if self.penalty < 0 or self.percentile <= 0 or self.pace_step < 0:
-            raise InvalidValueError("penalty and pace_step must be >= 0 and percentile > 0")
-        if self.pace_rounds < 1 or self.window < 1:
-            raise InvalidValueError(f"pace_rounds and window must be >= 1, got {self.pace_rounds} and {self.window}")
+    exploration: Share = 0.9
+    decay: Share = 0.98
+    least: Share = 0.2
+    penalty: NonNegative = 2.0
+    percentile: Positive = 30.0
+    pace_step: NonNegative = 5.0
+    pace_rounds: Count = 20
+    cut_off: Share = 0.95
+    clip: Share = 0.95
+    window: Annotated[float, Field(ge=1)] = 5.0
 
     def sample(self, ctx: ServerContext) -> list[int]:
         """The cohort: exploited, then explored clients; what is missing is drawn from all."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from sparsekit.errors import InvalidValueError
 from sparsekit.graph.state import StateDict
 from sparsekit_fl.context.client import ClientContext, Work
 from sparsekit_fl.methods.method import Method
+from sparsekit_fl.options.checked import Count, Hint, NonNegative, NonNegativeCount, Positive
 from sparsekit_fl.options.config import TrainingConfig
 from sparsekit_fl.policies.aggregate import WeightedMean
 from sparsekit_fl.policies.local import Leaves, LocalPolicy, LocalResult, load_leaves, sgd_step
@@ -29,11 +30,6 @@ from sparsekit_fl.wire.kept import Mask
 __all__ = ["AdaptedModel", "MetaSgd", "per_fedavg"]
 
 Variant = Literal["first-order", "hessian-free"]
-
-
-def _check_rate(rate: float | None) -> None:
-    if rate is not None and not 0.0 <= rate < float("inf"):
-        raise InvalidValueError(f"adaptation_lr must be None or a finite number >= 0, got {rate!r}; 0 does not adapt")
 
 
 def _adaptation(training: TrainingConfig, leaves: Leaves, rate: float) -> SgdStep:
@@ -62,16 +58,9 @@ class MetaSgd(LocalPolicy):
         delta: δ, half the distance of the two gradients; 0.001 in FL-bench.
     """
 
-    adaptation_lr: float | None = None
+    adaptation_lr: Annotated[NonNegative | None, Hint("0 does not adapt")] = None
     variant: Variant = "first-order"
-    delta: float = 1e-3
-
-    def __post_init__(self) -> None:
-        _check_rate(self.adaptation_lr)
-        if self.variant not in ("first-order", "hessian-free"):
-            raise InvalidValueError(f"variant must be 'first-order' or 'hessian-free', got {self.variant!r}")
-        if not 0.0 < self.delta < float("inf"):
-            raise InvalidValueError(f"delta must be a finite number > 0, got {self.delta!r}")
+    delta: Positive = 1e-3
 
     def train(self, ctx: ClientContext, start: StateDict, mask: Mask | None, ratio: float) -> LocalResult:
         """Train; the work of a step is two gradients (first-order) or four."""
@@ -143,16 +132,9 @@ class AdaptedModel(PersonalPolicy):
         largest_batch: A step sees all training examples of the client, or a batch of so many where it has more.
     """
 
-    steps: int = 1
-    adaptation_lr: float | None = None
-    largest_batch: int = 256
-
-    def __post_init__(self) -> None:
-        _check_rate(self.adaptation_lr)
-        if self.steps < 0:
-            raise InvalidValueError(f"steps must be >= 0, got {self.steps}; 0 deploys the global model")
-        if self.largest_batch < 1:
-            raise InvalidValueError(f"largest_batch must be >= 1, got {self.largest_batch}")
+    steps: Annotated[NonNegativeCount, Hint("0 deploys the global model")] = 1
+    adaptation_lr: Annotated[NonNegative | None, Hint("0 does not adapt")] = None
+    largest_batch: Count = 256
 
     def model(self, ctx: ClientContext, state: StateDict) -> PersonalModel:
         """The adapted model."""

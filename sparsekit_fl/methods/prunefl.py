@@ -15,8 +15,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Annotated
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from sparsekit.errors import InvalidValueError
@@ -29,6 +31,7 @@ from sparsekit_fl.context.server import ServerContext
 from sparsekit_fl.costs.rowmask import part_flops
 from sparsekit_fl.errors import UpdateError
 from sparsekit_fl.methods.method import Method
+from sparsekit_fl.options.checked import Checked, Count, Hint, NonNegative, NonNegativeCount
 from sparsekit_fl.policies.aggregate import DeltaMean
 from sparsekit_fl.policies.local import Adjust, Leaves, LocalResult, Sgd, freeze_dropped, load_leaves, sgd
 from sparsekit_fl.policies.mask import MaskPolicy
@@ -49,7 +52,7 @@ _BYTES_PER_WEIGHT = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class Search:
+class Search(Checked):
     """When and how the mask is reconfigured.
 
     Args:
@@ -65,24 +68,13 @@ class Search:
         settled_times: 5 in the reference code.
     """
 
-    every: int = 5
-    share: float = 0.3
-    half_lives: float = 1.0
-    overhead: float = 1.27
-    initial: int = 10
-    settled: float = 0.1
-    settled_times: int = 5
-
-    def __post_init__(self) -> None:
-        if self.every < 1 or self.initial < 0 or self.settled_times < 1:
-            raise InvalidValueError(
-                f"every and settled_times must be >= 1 and initial >= 0, got {self.every}, {self.settled_times}, {self.initial}"
-            )
-        if not 0.0 <= self.share < 1.0:
-            raise InvalidValueError(f"share must be in [0, 1), got {self.share!r}; it is what may be dropped at once")
-        for name in ("half_lives", "overhead", "settled"):
-            if not 0.0 <= getattr(self, name) < float("inf"):
-                raise InvalidValueError(f"{name} must be a finite number >= 0, got {getattr(self, name)!r}")
+    every: Count = 5
+    share: Annotated[float, Field(ge=0, lt=1), Hint("it is what may be dropped at once")] = 0.3
+    half_lives: NonNegative = 1.0
+    overhead: NonNegative = 1.27
+    initial: NonNegativeCount = 10
+    settled: NonNegative = 0.1
+    settled_times: Count = 5
 
     def due(self, round: int) -> bool:
         """Whether clients send gradients in this round; never in the first, which is that of the initial pruning."""

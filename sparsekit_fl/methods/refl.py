@@ -11,16 +11,18 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph.state import StateDict
 from sparsekit_fl.context.server import ServerContext
 from sparsekit_fl.methods.method import Method
+from sparsekit_fl.options.checked import Checked, Hint, NonNegativeCount, Ratio, Share
 from sparsekit_fl.policies.aggregate import WeightedMean, Weighting
 from sparsekit_fl.policies.rule import Accumulator
 from sparsekit_fl.policies.sampling import SamplingPolicy
@@ -30,7 +32,7 @@ __all__ = ["Availability", "LeastAvailable", "StaleMean", "refl"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Availability:
+class Availability(Checked):
     """Clients that come and go: a client is as it was in the round before with its own probability, drawn once.
 
     Args:
@@ -43,13 +45,12 @@ class Availability:
 
     stay_low: float = 0.5
     stay_high: float = 1.0
-    accuracy: float = 0.9
+    accuracy: Share = 0.9
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not 0.0 <= self.stay_low <= self.stay_high <= 1.0:
             raise InvalidValueError(f"stay_low and stay_high must be in order in [0, 1], got {self.stay_low}, {self.stay_high}")
-        if not 0.0 <= self.accuracy <= 1.0:
-            raise InvalidValueError(f"accuracy must be in [0, 1], got {self.accuracy}")
 
     def advance(self, memory: dict[str, Any], count: int, rng: np.random.Generator) -> tuple[list[bool], list[bool]]:
         """Go on by one round.
@@ -92,19 +93,11 @@ class LeastAvailable(SamplingPolicy):
     Source: Abdelmoniem et al., EuroSys 2023, intelligent participant selection and adaptive participant target.
     """
 
-    alpha: float = 0.25
-    target: float = 0.8
-    cool_down: int = 5
+    alpha: Annotated[float, Field(ge=0, lt=1), Hint("it is the weight of the past")] = 0.25
+    target: Annotated[Ratio, Hint("1 waits for everybody")] = 0.8
+    cool_down: NonNegativeCount = 5
     adaptive: bool = True
     availability: Availability | None = field(default_factory=Availability)
-
-    def __post_init__(self) -> None:
-        if not 0.0 <= self.alpha < 1.0:
-            raise InvalidValueError(f"alpha must be in [0, 1), got {self.alpha}; it is the weight of the past")
-        if not 0.0 < self.target <= 1.0:
-            raise InvalidValueError(f"target must be in (0, 1], got {self.target}; 1 waits for everybody")
-        if self.cool_down < 0:
-            raise InvalidValueError(f"cool_down must be >= 0, got {self.cool_down}")
 
     def sample(self, ctx: ServerContext) -> list[int]:
         """The least available, as many as are wanted and can be had."""
@@ -196,12 +189,7 @@ class StaleMean(WeightedMean):
     mean_only: ClassVar[str] = "StaleMean weighs late updates by how far they are from the mean of the fresh ones"
 
     weighting: Weighting = "uniform"
-    beta: float = 0.35
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0.0 <= self.beta <= 1.0:
-            raise InvalidValueError(f"beta must be in [0, 1], got {self.beta}")
+    beta: Share = 0.35
 
     def add(self, ctx: ServerContext, acc: Accumulator, update: Update, age: int) -> None:
         """Add a fresh update; late ones wait until all fresh ones are there."""

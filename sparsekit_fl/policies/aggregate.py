@@ -119,11 +119,6 @@ class AggregatePolicy(Policy):
         return torch.where(held > 0, acc.sums[name] / held.clamp(min=torch.finfo(torch.float64).tiny), 0.0)
 
 
-def _check(weighting: str) -> None:
-    if weighting not in ("examples", "uniform"):
-        raise InvalidValueError(f"weighting must be 'examples' or 'uniform', got {weighting!r}")
-
-
 @dataclass(frozen=True)
 class WeightedMean(AggregatePolicy):
     """Mean of the clients' models, for methods whose clients upload whole entries.
@@ -135,9 +130,6 @@ class WeightedMean(AggregatePolicy):
     """
 
     weighting: Weighting = "examples"
-
-    def __post_init__(self) -> None:
-        _check(self.weighting)
 
     def validate(self, ctx: ServerContext, update: Update, assignment: Assignment) -> None:
         """Raise UpdateError where the update holds only a part of some entry."""
@@ -173,9 +165,6 @@ class DeltaMean(AggregatePolicy):
 
     weighting: Weighting = "examples"
 
-    def __post_init__(self) -> None:
-        _check(self.weighting)
-
 
 @dataclass(frozen=True)
 class CoverageMean(AggregatePolicy):
@@ -189,6 +178,3 @@ class CoverageMean(AggregatePolicy):
 
     weighting: Weighting = "uniform"
     by_coverage = True
-
-    def __post_init__(self) -> None:
-        _check(self.weighting)

@@ -5,17 +5,16 @@ from __future__ import annotations
 import inspect
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 
 from sparsekit.bandit import Bandit, Interval, Pull, make_bandit, registry
-from sparsekit.criteria.base import check_ratio
-from sparsekit.errors import InvalidValueError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit_fl.context.client import ClientContext
 from sparsekit_fl.context.memory import Memory
 from sparsekit_fl.context.server import ServerContext
+from sparsekit_fl.options.checked import Fraction, Hint
 from sparsekit_fl.policies.base import require_accuracy
 from sparsekit_fl.policies.ratio import RatioPolicy
 from sparsekit_fl.problem.problem import Problem
@@ -59,7 +58,7 @@ class BanditRatio(RatioPolicy):
     learns_apart: ClassVar[bool] = True  # a bandit for each client
 
     bandit: str = "p-ucbv"
-    low: float = 1 / 16
+    low: Annotated[Fraction, Hint("the arms cover [low, 1]")] = 1 / 16
     arms: int = 5
     exploration: float = 0.5
     threshold: float = -0.05
@@ -68,13 +67,9 @@ class BanditRatio(RatioPolicy):
     discount: float | None = None
 
     def __post_init__(self) -> None:
-        if self.credit not in ("executed", "drawn"):
-            raise InvalidValueError(f"credit must be 'executed' or 'drawn', got {self.credit!r}")
+        super().__post_init__()
         if ":" not in self.bandit:
             registry[self.bandit]  # an unknown name raises, with those that are known
-        check_ratio(self.low)
-        if self.low >= 1.0:
-            raise InvalidValueError(f"low must be below 1, got {self.low}; the arms cover [low, 1]")
         if self.discount is not None:
             # A bandit that has none, or refuses this one, says so before the run.
             make_bandit(self.bandit, Interval(self.low, 1.0), rng=np.random.default_rng(0), discount=self.discount)

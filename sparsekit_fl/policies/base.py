@@ -5,14 +5,18 @@ from __future__ import annotations
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit_fl.context.server import ServerContext
+from sparsekit_fl.options.checked import Checked
 from sparsekit_fl.problem.problem import Problem
 from sparsekit_fl.wire.messages import Assignment, Update
 
 __all__ = ["Policy", "require_accuracy"]
 
 
-class Policy:
-    """One choice of a method: a frozen dataclass of options. What it learns is in the `memory` of its context."""
+class Policy(Checked):
+    """One choice of a method: a frozen dataclass of options, whose ranges are in their annotations.
+
+    What a policy learns is in the `memory` of its context.
+    """
 
     def check(self, problem: Problem, graph: UnitGraph) -> None:
         """Raise, before the run starts, where the policy cannot work with this problem. The default accepts all."""

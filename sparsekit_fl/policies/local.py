@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
 
-from sparsekit.errors import InvalidValueError
 from sparsekit.graph.mask import UnitMask, WeightMask
 from sparsekit.graph.state import StateDict
 from sparsekit_fl.context.client import ClientContext, Work
+from sparsekit_fl.options.checked import Hint, NonNegative
 from sparsekit_fl.options.config import TrainingConfig
 from sparsekit_fl.policies.base import Policy
 from sparsekit_fl.problem.problem import Problem
@@ -208,11 +208,7 @@ class Sgd(LocalPolicy):
     Source: McMahan et al., AISTATS 2017; the proximal term is FedProx (Li et al., MLSys 2020).
     """
 
-    proximal: float = 0.0
-
-    def __post_init__(self) -> None:
-        if not 0.0 <= self.proximal < float("inf"):
-            raise InvalidValueError(f"proximal must be >= 0, got {self.proximal!r}; 0 is plain SGD")
+    proximal: Annotated[NonNegative, Hint("0 is plain SGD")] = 0.0
 
     def adjusts(self, ctx: ClientContext, leaves: Leaves, mask: Mask | None) -> list[Adjust]:
         """Changes of every step's gradients; a method that adds a term to the loss adds its gradient here.

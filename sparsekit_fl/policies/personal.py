@@ -98,10 +98,6 @@ class LocalModel(PersonalPolicy):
 
     select: Literal["last", "best"] = "last"
 
-    def __post_init__(self) -> None:
-        if self.select not in ("last", "best"):
-            raise InvalidValueError(f"select must be 'last' or 'best', got {self.select!r}")
-
     def keep(self, ctx: ClientContext, result: LocalResult, ratio: float) -> None:
         """Keep the result, unless an earlier one was better."""
         if self.select == "best":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from sparsekit.errors import InvalidValueError, SparsekitError
 from sparsekit.graph.graph import UnitGraph
@@ -15,6 +15,7 @@ from sparsekit_fl.context.client import ClientContext
 from sparsekit_fl.context.memory import Memory
 from sparsekit_fl.context.server import ServerContext
 from sparsekit_fl.errors import UpdateError
+from sparsekit_fl.options.checked import Fraction, Hint, Share
 from sparsekit_fl.policies.base import require_accuracy
 from sparsekit_fl.policies.local import LocalResult
 from sparsekit_fl.policies.mask import MaskPolicy
@@ -107,16 +108,9 @@ class GatedPruning(RememberedMask):
         step: Share of what is left that one pruning removes.
     """
 
-    threshold: float = 0.5
-    target: float = 0.5
-    step: float = 0.1
-
-    def __post_init__(self) -> None:
-        for name in ("target", "step"):
-            if not 0.0 < getattr(self, name) < 1.0:
-                raise InvalidValueError(f"{name} must be in (0, 1), got {getattr(self, name)!r}; it is a share of what is kept")
-        if not 0.0 <= self.threshold <= 1.0:
-            raise InvalidValueError(f"threshold must be a fraction in [0, 1], got {self.threshold!r}; 1 never prunes")
+    threshold: Annotated[Share, Hint("it is an accuracy, and 1 never prunes")] = 0.5
+    target: Annotated[Fraction, Hint("it is a share of what is kept")] = 0.5
+    step: Annotated[Fraction, Hint("it is a share of what is kept")] = 0.1
 
     def check(self, problem: Problem, graph: UnitGraph) -> None:
         """Raise InvalidValueError where there is no accuracy to decide by."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sparsekit.criteria.base import check_ratio
 from sparsekit_fl.context.client import ClientContext
 from sparsekit_fl.context.server import ServerContext
+from sparsekit_fl.options.checked import Ratio
 from sparsekit_fl.policies.base import Policy
 from sparsekit_fl.wire.messages import Update
 
@@ -47,10 +47,7 @@ class Constant(RatioPolicy):
         ratio: Share of units kept, in (0, 1].
     """
 
-    ratio: float = 0.5
-
-    def __post_init__(self) -> None:
-        check_ratio(self.ratio)
+    ratio: Ratio = 0.5
 
     def propose(self, ctx: ServerContext, client_id: int) -> float | None:
         """The constant."""

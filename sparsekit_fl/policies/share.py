@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.layers import head_entries
 from sparsekit_fl.context.client import ClientContext
+from sparsekit_fl.options.checked import Count, Hint
 from sparsekit_fl.policies.base import Policy
 from sparsekit_fl.policies.local import LocalResult
 from sparsekit_fl.problem.problem import Problem
@@ -59,11 +61,7 @@ class PrivateHead(SharePolicy):
     Source: Arivazhagan et al., arXiv 1912.00818, personalization layers.
     """
 
-    layers: int = 1
-
-    def __post_init__(self) -> None:
-        if self.layers < 1:
-            raise InvalidValueError(f"layers must be >= 1, got {self.layers!r}; to share everything, use Everything()")
+    layers: Annotated[Count, Hint("to share everything, use Everything()")] = 1
 
     def check(self, problem: Problem, graph: UnitGraph) -> None:
         """Raise InvalidValueError where the model has no head of its own, or is nothing but a head."""
