@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from sparsekit.training.importance import ImportanceRegularizer
+from sparsekit.training.regularizer import ImportanceRegularizer
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.policies.aggregate import DeltaMean
 from sparsekit_fl.policies.bandit import BanditRatio
