@@ -65,7 +65,7 @@ class RunSpec:
                 graph = UnitGraph(groups={}, shapes={name: t.shape for name, t in model.state_dict().items()})
         graph.check_state(model.state_dict())
         graph = dataclasses.replace(graph, layers=trace_layers(model, *problem.example_inputs))
-        for policy in (method.ratio, method.mask, method.local, method.share):
+        for policy in method.policies().values():
             policy.check(problem, graph)
         costs = trace_cost(model, *problem.example_inputs, graph=graph)
         return RunSpec(

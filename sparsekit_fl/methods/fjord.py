@@ -59,26 +59,18 @@ class _Width:
         self._step = sgd_step(training, self.nested.leaves)
         # Of the leaves that train: their places among all, as `NestedModule` counts them.
         self._places = [place for place, leaf in enumerate(self.nested.leaves.values()) if leaf.requires_grad]
-        self._velocities: list[tuple[int, Tensor, Tensor]] = []
         for place, wide, narrow in zip(self._places, widest.parameters, self._step.parameters, strict=True):
             if training.momentum:
                 whole = widest.state.setdefault(wide, {}).setdefault("momentum_buffer", torch.zeros_like(wide))
-                part = self.nested.part(place, whole)
-                self._step.state[narrow] = {"momentum_buffer": part}
-                if place in self.nested.copied:
-                    self._velocities.append((place, whole, part))
+                self._step.state[narrow] = {"momentum_buffer": self.nested.share(place, whole)}
 
     def train(self, batch: Batch, loss_of: Loss) -> tuple[Any, Tensor]:
         """One step of this width alone."""
         self.nested.pull()
-        for place, whole, part in self._velocities:
-            part.copy_(self.nested.part(place, whole))
         outputs = self.nested.module(*batch.inputs)
         loss = loss_of(outputs, batch.targets)
         self._step(loss)
         self.nested.push()
-        for place, whole, part in self._velocities:
-            self.nested.write(place, part, whole)
         return outputs, loss
 
     def distil(self, batch: Batch, teacher: Any) -> Adjust:

@@ -22,7 +22,7 @@ class Policy(Checked):
         """Raise, before the run starts, where the policy cannot work with this problem. The default accepts all."""
 
     def validate(self, ctx: ServerContext, update: Update, assignment: Assignment) -> None:
-        """Raise UpdateError where this policy cannot use an update; called on the server before anything is changed."""
+        """Raise UpdateError where this policy cannot use an update: the server then leaves it out, and nothing is changed."""
 
 
 def require_accuracy(problem: Problem, who: str) -> None:
