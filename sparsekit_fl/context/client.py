@@ -1,4 +1,4 @@
-"""ClientContext: what a policy may look at on a client."""
+"""ClientContext: what a policy reads on a client, and where it keeps its state."""
 
 from __future__ import annotations
 
@@ -47,22 +47,22 @@ class ClientContext:
 
     Args:
         round: The server round, counted from 1; when evaluating, the last finished one.
-        rounds: How many rounds there will be.
+        rounds: Number of rounds of the run.
         client: Id and data.
-        capability: What the client can do in this round.
+        capability: What the device can do in this round.
         problem: Model, loss, metrics.
         graph: The units of the model.
         training: Options, with the learning rate of this round.
         costs: FLOPs of the model.
         narrow_model: The narrow model of this process; load it before use.
-        device: Where the narrow_model trains.
-        rngs: Kind of policy → its generator for this client in this round; what one draws changes nothing for the others.
-        memory: Private to this kind of policy and this client; what is put here is there in the next round.
+        device: Where the narrow model trains.
+        rngs: Kind of policy → its generator for this client in this round; the kinds draw independently.
+        memory: State of this kind of policy on this client, which lives from round to round.
         extra: Further tensors that the server sent.
-        received: The mask under which the server sent the state: what it drops came as zero; None: everything came.
+        received: The mask under which the server sent the state: entries that it drops are zero; None: all were sent.
         initial_state: Gives the global state of round 0.
-        cache: For this call only: examples that were already read.
-        kind: Whose context this is.
+        cache: Split → examples that were read in this call.
+        kind: The kind of policy that this context is for.
         root: The client's whole memory, of which `memory` is one part.
     """
 
@@ -86,12 +86,12 @@ class ClientContext:
     root: Memory | None = field(default=None, repr=False)
 
     def scoped(self, kind: PolicyKind) -> ClientContext:
-        """The same context with the memory and the generator of one kind of policy."""
+        """Return the same context with the memory and the generator of one kind of policy."""
         root = self.memory if self.root is None else self.root
         return dataclasses.replace(self, memory=root.setdefault(kind, {}), kind=kind, root=root)
 
     def peek(self, kind: PolicyKind) -> Mapping[str, Any]:
-        """What another kind of policy of this client keeps, to be looked at and not changed."""
+        """Return the memory of another kind of policy on this client, read-only."""
         return MappingProxyType((self.memory if self.root is None else self.root).get(kind, {}))
 
     @property
@@ -100,7 +100,7 @@ class ClientContext:
         return self.rngs[self.kind]
 
     def examples(self, split: Split) -> Examples:
-        """One split of the client's data, decoded once per call of `client_round`."""
+        """Return one split of the client's data, which is decoded once per call of `client_round`."""
         if split not in self.cache:
             self.cache[split] = Examples(self.problem, getattr(self.client.data, split), device=self.device)
         return self.cache[split]
@@ -137,5 +137,5 @@ class ClientContext:
         return Work(3 * compact * examples, 3 * rowmask_flops(self.costs, mask) * padded)
 
     def score(self, module: nn.Module, split: Split, *, predict: Callable[..., Any] | None = None) -> Scores:
-        """Scores of a module on one split of this client; empty where the split is."""
+        """Score a module on one split of this client; an empty split has no scores."""
         return evaluate(module, self.problem, self.examples(split), predict=predict)

@@ -16,7 +16,7 @@ def client_seconds(cost: WorkCost, capability: Capability) -> float:
 
     Args:
         cost: Needs `flops_compact`, `downlink_bytes` and `uplink_bytes`.
-        capability: Of the client, in the round.
+        capability: What the device can do in the round.
     """
     return (
         cost.downlink_bytes / capability.downlink_bytes_per_second
@@ -26,7 +26,7 @@ def client_seconds(cost: WorkCost, capability: Capability) -> float:
 
 
 def round_cost(costs: Iterable[WorkCost], *, wall_seconds: float, seconds: float | None = None) -> WorkCost:
-    """The cost of a round: everybody's work added up, the seconds of the slowest client.
+    """Add up the work of all clients; the seconds are those of the slowest one.
 
     Args:
         costs: One per client.

@@ -1,4 +1,4 @@
-"""DepthFL: a client trains as many of the first layers as it can afford, with an exit after each part, which teach each other.
+"""DepthFL: a client trains the first layers, as many as it can afford, with exits that learn from each other.
 
 Kim, Yu, Kim, Moon: DepthFL: Depthwise Federated Learning for Heterogeneous Clients, ICLR 2023. The server averages each
 entry over the clients that hold it, by the rule of FedDyn (Acar et al., ICLR 2021), and the mean of all exits' outputs
@@ -53,7 +53,7 @@ __all__ = [
 
 
 def _ends(graph: UnitGraph) -> list[int]:
-    """For each depth, from 1: how many layers a client of that depth runs, its exits among them."""
+    """For each depth, from 1: the number of layers that a client of that depth runs, exits included."""
     exits = [place for place, layer in enumerate(graph.layers, 1) if layer.name.split(".")[0] == "exits"]
     return [*exits, len(graph.layers)]
 
@@ -198,7 +198,7 @@ class DynamicMean(CoverageMean):
     alpha: float = 0.1
 
     def init(self, ctx: ServerContext, state: StateDict) -> Accumulator:
-        """An empty accumulator that knows h."""
+        """An empty accumulator with h."""
         acc = super().init(ctx, state)
         parameters = ctx.costs.parameters if ctx.costs is not None else frozenset(state)
         acc.extra = {"drift": ctx.memory.setdefault("drift", {}), "clients": len(ctx.roster), "parameters": parameters}

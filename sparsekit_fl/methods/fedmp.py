@@ -61,7 +61,7 @@ class TimelyRatio(RatioPolicy):
         return bandit
 
     def propose(self, ctx: ServerContext, client_id: int) -> float | None:
-        """The draw for this client. One that was never answered is proposed again."""
+        """Draw a ratio for this client. A draw without an answer is proposed again."""
         memory = ctx.memory.setdefault(str(client_id), {})
         seed = int(ctx.rng.integers(2**63 - 1))
         if memory.get("pull") is None:

@@ -37,7 +37,7 @@ class HeadThenBody(LocalPolicy):
         head_share: Part of the local epochs that train the head, rounded to the nearest number, at least one epoch each. The
             paper's experiments take 10 epochs of the head and 1 of the body; the published comparison of Xue et al., ICDE
             2025, has the cost of 5 in all, which at 0.4 are 2 and 3.
-        layers: How many layers make the head.
+        layers: Number of layers of the head.
     """
 
     head_share: Annotated[Fraction, Hint("it is a share of the local epochs")] = 0.4
@@ -82,7 +82,7 @@ def fedrep(*, head_share: float = 0.4, layers: int = 1) -> Method:
 
     Args:
         head_share: Part of the local epochs that train the head.
-        layers: How many of the last layers make the head.
+        layers: Number of last layers that make the head.
     """
     return Method(
         name="fedrep",

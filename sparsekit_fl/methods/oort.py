@@ -1,4 +1,4 @@
-"""Oort: clients are chosen by what their data still teach, and by how long they take.
+"""Oort: sample clients by the loss of their examples and by their speed.
 
 Lai, Zhu, Madhyastha, Chowdhury: Oort: Efficient Federated Learning via Guided Participant Selection, OSDI 2021
 (arXiv 2010.06081). Over-commitment and the blacklist of often chosen clients are left out: the first would give Oort
@@ -98,11 +98,11 @@ class GuidedSampling(SamplingPolicy):
         penalty: Exponent of the time penalty; 2 in both.
         percentile: Percentile of the times that T starts from; 30 in the code as FedScale and REFL run it. The default of
             the original code, 101, is no penalty at all.
-        pace_step: By how much the pacer moves the percentile; 5, likewise (10 in the original code).
+        pace_step: Step by which the pacer moves the percentile; 5, likewise (10 in the original code).
         pace_rounds: Rounds in a window of the pacer; 20 in the code.
         cut_off: 0.95 in the paper; its code has 0.7, later versions 0.05.
         clip: Quantile at which utilities are clipped; 0.95 in both.
-        window: Untried clients are drawn from so many times as many as are wanted, the best; 5 in the code.
+        window: Untried clients are drawn from the best N times the wanted number; N is 5 in the code.
 
     Source: Lai et al., OSDI 2021, Algorithm 1; the reference code for what the paper leaves open.
     """
@@ -122,7 +122,7 @@ class GuidedSampling(SamplingPolicy):
         """The cohort: exploited, then explored clients; what is missing is drawn from all."""
         memory = ctx.memory
         tried: dict[str, Any] = memory.setdefault("tried", {})
-        # Once, since whoever looks at a client draws what it can do in this round.
+        # Read once, since each access of the roster draws the client's capability.
         roster = dict(ctx.roster)
         seconds = _expected_seconds(roster, tried)
         preferred = self._preferred(memory, seconds)

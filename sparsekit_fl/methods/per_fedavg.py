@@ -45,7 +45,7 @@ def _forever(batches: Callable[[], Batches]) -> Iterator[Batch]:
 
 @dataclass(frozen=True, kw_only=True)
 class MetaSgd(LocalPolicy):
-    """Every step adapts to one batch and learns from what that does to another.
+    """Every step adapts to one batch and descends the loss of another.
 
     With independent batches D, D′, D″ of the size of the run: w̃ = w − α ∇f(w; D), g = ∇f(w̃; D′); then w ← w − β g
     (first-order), or w ← w − β (g − α (∇f(w + δg; D″) − ∇f(w − δg; D″)) / (2δ)) (Hessian-free). β is the learning rate of
@@ -127,9 +127,9 @@ class AdaptedModel(PersonalPolicy):
     """The global model after a few steps of gradient descent on the client's training data.
 
     Args:
-        steps: How many; one in the paper, which is what the initial model is trained for.
+        steps: Number of steps; one in the paper, which is what the initial model is trained for.
         adaptation_lr: α; None takes a tenth of the learning rate of the run.
-        largest_batch: A step sees all training examples of the client, or a batch of so many where it has more.
+        largest_batch: A step sees all training examples of the client, or a batch of this size where it has more.
     """
 
     steps: Annotated[NonNegativeCount, Hint("0 deploys the global model")] = 1

@@ -4,7 +4,7 @@ Jiang, Wang, Valls, Ko, Lee, Leung, Tassiulas: Model Pruning Enables Efficient F
 TNNLS 2022 (arXiv 1909.12326). As in the reference code: one client prunes the model first, by itself; from then on all
 train it, and every few rounds they also send the squares of their summed dense gradients, from which the server
 reconfigures the mask: the smallest active weights and all dropped ones compete by gradient² per second, and they are taken in
-while they raise the ratio of all gradient² to all time. How many weights stay is an outcome.
+while they raise the ratio of all gradient² to all time. The number of weights that stay is an outcome.
 
 What is ours: the initial pruning takes the first round, since a run has a fixed number of them; a client's gradients are
 those of the round in which they are asked for, and not of all rounds since the last reconfiguration, which would need a dense
@@ -60,8 +60,8 @@ class Search(Checked):
             are as many.
         share: Largest part of a layer's active weights that may go at once; 0.3 in the reference code.
         half_lives: How often `share` halves over the run; 1 in the reference code (10,000 of 10,000 rounds).
-        overhead: Time of a round that no weight is to blame for, over the time of all prunable ones. In the reference code's
-            configuration for VGG11 it is 17.4 s of its 31.1 s: 1.27.
+        overhead: Time of a round that does not depend on the mask, over the time of all prunable weights. In the reference
+            code's configuration for VGG11 it is 17.4 s of its 31.1 s: 1.27.
         initial: Most reconfigurations of the initial pruning, one after as many epochs as a round has; 0 leaves it out. It
             ends before when the density has changed by at most `settled` this often in a row.
         settled: 0.1 in the reference code.

@@ -1,4 +1,4 @@
-"""REFL: clients that will soon be gone are asked first, and updates that come late still count, for less.
+"""REFL: clients that will soon be unavailable are sampled first, and late updates still count, with a smaller weight.
 
 Abdelmoniem, Sahu, Canini, Fahmy: REFL: Resource-Efficient Federated Learning, EuroSys 2023 (arXiv 2111.01108). The
 paper replays traces of phones that come and go; here each client is a two-state chain that stays as it is from one
@@ -57,11 +57,11 @@ class Availability(Checked):
 
         Args:
             memory: Holds the chains, float or bool (count,).
-            count: How many clients.
+            count: Number of clients.
             rng: Draws.
 
         Returns:
-            Who is there now, and who is expected to be there in the next round.
+            Which clients are available now, and which are expected to be in the next round.
         """
         if "stay" not in memory:
             memory["stay"] = torch.from_numpy(rng.uniform(self.stay_low, self.stay_high, count))
@@ -75,7 +75,7 @@ class Availability(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class LeastAvailable(SamplingPolicy):
-    """Those first who are expected to be away next; a round ends before its stragglers have answered.
+    """Sample the clients first that are expected to be away next; a round ends before its stragglers have answered.
 
     A client is asked if it is there, is not still computing, and has rested; among those, the ones expected to be away in
     the next round come first, and ties are drawn. Where too few have rested, the others are asked too; where nobody is
@@ -87,7 +87,7 @@ class LeastAvailable(SamplingPolicy):
         target: Share of the cohort that a round waits for; 0.8 in the paper, 1 waits for everybody. A deadline at the
             moving average of the lengths themselves would only ever shrink, so it is not used.
         cool_down: Rounds before a client is asked again where others have rested; 5 in the reference code.
-        adaptive: Ask fewer clients by as many as late updates are expected within an average round.
+        adaptive: Sample one client less for each late update that is expected within an average round.
         availability: Who is there; None: everybody, always.
 
     Source: Abdelmoniem et al., EuroSys 2023, intelligent participant selection and adaptive participant target.
@@ -140,7 +140,7 @@ class LeastAvailable(SamplingPolicy):
         return fresh + [(_unpack(item), ctx.round - item["round"]) for item in ready]
 
     def seconds(self, ctx: ServerContext) -> float | None:
-        """Until the awaited share had answered."""
+        """Seconds until the awaited share had answered."""
         return float(ctx.memory["length"])
 
 

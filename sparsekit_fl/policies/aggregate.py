@@ -23,8 +23,11 @@ Weighting = Literal["examples", "uniform"]
 
 
 class AggregatePolicy(Policy):
-    """How. The default is the mean of the changes, weighted by the number of examples, where an entry that a client did
-    not train counts as unchanged."""
+    """How the server combines updates.
+
+    The default is the mean of the changes, weighted by the number of examples, where an entry that a client did not train
+    counts as unchanged.
+    """
 
     weighting: Weighting = "examples"
     by_coverage = False
@@ -34,7 +37,7 @@ class AggregatePolicy(Policy):
     """Why the changes cannot be combined by another rule than the mean; empty where they can."""
 
     def broadcast(self, ctx: ServerContext, client_id: int) -> StateDict:
-        """Further tensors to send down with an assignment."""
+        """Return further tensors to send with an assignment."""
         return {}
 
     def weight(self, update: Update, age: int) -> float:
@@ -45,7 +48,7 @@ class AggregatePolicy(Policy):
         """Which entries of `name`, inside the update's mask, the client trained, where that is not all of them.
 
         Args:
-            ctx: The server's.
+            ctx: The context of the server.
             name: State-dict key.
             update: The update.
 
@@ -101,7 +104,7 @@ class AggregatePolicy(Policy):
         return result
 
     def change(self, name: str, acc: Accumulator) -> Tensor | None:
-        """By how much an entry of the state moves; None: not at all."""
+        """Return the change of an entry of the state; None: it stays."""
         acc.asked.add(name)
         if acc.rule is None:
             return self._mean(name, acc)

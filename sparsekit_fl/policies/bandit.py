@@ -36,16 +36,16 @@ class BanditRatio(RatioPolicy):
     """A bandit per client in the server's memory, P-UCBV unless said; the client executes min(capability, proposal).
 
     The reward of a participation is (U(a) − U(a⁻)) / T: training accuracy a, that of the participation before a⁻ (at
-    first: of the global state of round 0), and the simulated seconds T of computing and sending. A bandit that knows of
-    costs is told the gain and the seconds apart.
+    first: of the global state of round 0), and the simulated seconds T of computing and sending. A bandit whose `tell` takes
+    a cost gets the gain and the seconds separately.
 
     Args:
         bandit: Its name in `sparsekit.bandit.registry`, or `package.module:object`.
         low: Least ratio, the lower end of the arms.
         arms: Initial arms of P-UCBV, I₀; the other bandits keep their own.
         exploration: ρ of P-UCBV, likewise.
-        discount: For a bandit that has such a setting, what each participation leaves of what earlier ones have taught;
-            None: its own. Gains shrink as a model learns, so what a ratio earned in early rounds it will not earn again.
+        discount: Factor on older rewards at each participation, for a bandit that has such a setting; None: its own. Gains
+            shrink as a model learns, so the rewards of early rounds are too high for later ones.
         threshold: Δ: when accuracy changed by less than this, ratios below the executed one are dropped for good.
         bounded: True: only arms below the client's capability are drawn from; False: any arm is, and what it draws is
             cut to the capability.
@@ -94,7 +94,7 @@ class BanditRatio(RatioPolicy):
         return bandit
 
     def propose(self, ctx: ServerContext, client_id: int) -> float | None:
-        """The draw for this client, never above its capability. A draw that was never answered is proposed again."""
+        """The draw for this client, never above its capability. A draw without an answer is proposed again."""
         memory = ctx.memory.setdefault(str(client_id), {})
         seed = int(ctx.rng.integers(2**63 - 1))
         capability = ctx.roster[client_id].capability.ratio

@@ -79,7 +79,7 @@ class WithExits(nn.Module):
 
     @property
     def depth(self) -> int:
-        """How many outputs there are: the exits, and the model's own."""
+        """Number of outputs: the exits, and the model's own."""
         return len(self._places) + 1
 
     def outputs(self, *inputs: Any, depth: int | None = None) -> list[Tensor]:

@@ -75,7 +75,7 @@ class LocalResult:
 
 
 class LocalPolicy(Policy):
-    """How. A policy owns the step: it may take two batches, train a second model, or change its mask as it goes."""
+    """How a client trains. A policy owns the step: it may take two batches, train a second model or change its mask."""
 
     def prepare(self, problem: Problem) -> Problem:
         """Change the problem before the run, for methods that need another architecture. The default changes nothing."""
@@ -97,7 +97,7 @@ Adjust = Callable[[list[Tensor], list[int]], list[Tensor]]
 """Changes the gradients of a step: (gradients, places of their leaves) → gradients; see `SgdStep`."""
 
 Leaves = Mapping[str, nn.Parameter]
-"""State-dict key → leaf of the narrow_model's narrow module, in the order of the state."""
+"""State-dict key → leaf of the narrow model, in the order of the state."""
 
 
 def pull_towards(
@@ -143,7 +143,7 @@ def freeze_dropped(leaves: Leaves, mask: WeightMask) -> Adjust:
 
 
 def load_leaves(ctx: ClientContext, start: StateDict, mask: Mask | None) -> dict[str, nn.Parameter]:
-    """Put a start into the narrow_model; units outside a unit mask are not there, entries outside a weight mask are zero.
+    """Load a state into the narrow model: units outside a unit mask are cut away, entries outside a weight mask are zero.
 
     Args:
         ctx: The client's.
@@ -172,11 +172,11 @@ def sgd_step(training: TrainingConfig, leaves: Leaves) -> SgdStep:
 
 
 def sgd(ctx: ClientContext, leaves: Leaves, batches: Batches, adjusts: Sequence[Adjust] = ()) -> TrainingLog:
-    """Train leaves of the narrow_model's module.
+    """Train leaves of the narrow model.
 
     Args:
         ctx: The client's.
-        leaves: What trains; the others stand still if they need no gradient.
+        leaves: What trains; leaves that are not given stay as they are.
         batches: The epochs.
         adjusts: Changes of the gradients, one after the other, before clipping.
     """
@@ -211,7 +211,7 @@ class Sgd(LocalPolicy):
     proximal: Annotated[NonNegative, Hint("0 is plain SGD")] = 0.0
 
     def adjusts(self, ctx: ClientContext, leaves: Leaves, mask: Mask | None) -> list[Adjust]:
-        """Changes of every step's gradients; a method that adds a term to the loss adds its gradient here.
+        """Return the changes to the gradients of each step: a method that adds a term to the loss adds its gradient here.
 
         Args:
             ctx: The client's.
@@ -227,7 +227,7 @@ class Sgd(LocalPolicy):
         return found
 
     def train(self, ctx: ClientContext, start: StateDict, mask: Mask | None, ratio: float) -> LocalResult:
-        """Train the narrow_model's module; units outside a unit mask are not there, entries outside a weight mask are zero."""
+        """Train the narrow model: units outside a unit mask are cut away, entries outside a weight mask are zero."""
         leaves = load_leaves(ctx, start, mask)
         log = sgd(ctx, leaves, ctx.batches(), self.adjusts(ctx, leaves, mask))
         return LocalResult.of(ctx, mask, log)

@@ -38,10 +38,10 @@ class PersonalModel:
 
 
 class PersonalPolicy(Policy):
-    """What is deployed. The default is the global model, with the client's own entries where some are not shared."""
+    """Which model a client deploys. The default is the global model, with the client's own entries where some are private."""
 
     def keep(self, ctx: ClientContext, result: LocalResult, ratio: float) -> None:
-        """After training: put into `ctx.memory` what `model` will need.
+        """Save what `model` needs in `ctx.memory`, after training.
 
         Args:
             ctx: The client's.

@@ -30,13 +30,13 @@ __all__ = ["GatedPruning", "RememberedMask", "UnderOwnMask", "prunable_weights",
 
 
 def remember_mask(memory: Memory, mask: Mask | None) -> None:
-    """Put a mask into a memory, as bits."""
+    """Save a mask in a memory, as bits."""
     bits, description = pack_mask(mask)
     memory.update(bits=dict(bits), description=description)
 
 
 def recall_mask(memory: Mapping[str, Any]) -> Mask | None:
-    """The mask that was put into a memory; None where there is none."""
+    """Return the mask that is saved in a memory; None where there is none."""
     return unpack_mask(memory.get("bits", {}), memory.get("description"))
 
 
@@ -44,7 +44,7 @@ def prunable_weights(graph: UnitGraph, who: str) -> tuple[str, ...]:
     """Keys of the weights that may be pruned by entry: all matrices but the output layer's, no bias and no norm.
 
     Raises:
-        InvalidValueError: there are none; `who` wanted them.
+        InvalidValueError: there are none; `who` is named in the message.
     """
     names = layer_weights(graph.layers, graph.shapes)
     if not names:
@@ -57,7 +57,7 @@ def prunable_weights(graph: UnitGraph, who: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class RememberedMask(MaskPolicy):
-    """Each client has a mask of its own, which the server knows from its updates: only what it keeps is sent down."""
+    """A mask per client, taken from its last update; the server sends only the entries that the mask keeps."""
 
     learns_apart: ClassVar[bool] = True  # a mask for each client
 
@@ -89,7 +89,7 @@ class RememberedMask(MaskPolicy):
             remember_mask(ctx.memory.setdefault(str(update.client_id), {}), self.following(update.mask, update.extra))
 
     def following(self, mask: Mask | None, extra: StateDict) -> Mask | None:
-        """The mask of the client's next participation. The default is that of this one.
+        """Return the mask of the client's next participation; by default that of this one.
 
         Args:
             mask: What was trained and uploaded.

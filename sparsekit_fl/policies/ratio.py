@@ -15,10 +15,10 @@ __all__ = ["ByCapability", "Constant", "Full", "RatioPolicy"]
 
 
 class RatioPolicy(Policy):
-    """How large. The default trains the whole model."""
+    """How large a share of its units a client trains. The default is the whole model."""
 
     def propose(self, ctx: ServerContext, client_id: int) -> float | None:
-        """What the server proposes, in (0, 1]; None proposes nothing."""
+        """Return the proposal of the server, in (0, 1]; None for no proposal."""
         return None
 
     def choose(self, ctx: ClientContext, proposal: float | None) -> float:
@@ -66,7 +66,7 @@ class ByCapability(RatioPolicy):
     """
 
     def propose(self, ctx: ServerContext, client_id: int) -> float | None:
-        """The client's capability, which the server knows too."""
+        """Return the client's capability in this round."""
         return ctx.roster[client_id].capability.ratio
 
     def choose(self, ctx: ClientContext, proposal: float | None) -> float:

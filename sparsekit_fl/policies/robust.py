@@ -18,7 +18,7 @@ from sparsekit_fl.wire.messages import Update
 
 __all__ = ["Median", "NormClipped", "TrimmedMean", "make_rule", "trimmed", "update_norm"]
 
-# How many entries are sorted at once: bounds the memory of a round to little more than its updates.
+# Number of entries that are sorted at once: it bounds the memory of a round to little more than its updates.
 _CHUNK = 2**18
 
 
@@ -43,7 +43,7 @@ class _ByEntry(Rule):
         self._updates = len(updates)
 
     def weight(self, weight: float) -> float:
-        """All clients count equally: who may claim a weight may claim a large one."""
+        """All clients count equally, since a faulty one could report a large weight."""
         return 1.0
 
     def add(self, acc: Accumulator, name: str, kept: Kept, update: Update, covered: Tensor | None, weight: float) -> None:
@@ -76,7 +76,7 @@ class _ByEntry(Rule):
 
         Args:
             ordered: Float64 (updates, entries), ascending along the updates; infinite from `count` on.
-            count: Int64 (entries,): how many clients hold each entry; where that is 0 the result is not looked at.
+            count: Int64 (entries,): number of clients that hold each entry; where it is 0 the result is not used.
         """
         raise AssertionError(f"{type(self).__name__} must override centre")
 
@@ -99,7 +99,7 @@ class Median(_ByEntry):
 
 
 def trimmed(share: float, holders: int) -> int:
-    """How many values go at each end: ⌈share · holders⌉, at most so many that one or two are left.
+    """Number of values that are dropped at each end: ⌈share · holders⌉, at most so many that one or two are left.
 
     Args:
         share: In [0, 0.5).
@@ -117,7 +117,7 @@ class TrimmedMean(_ByEntry):
     Equal values are alike, so it does not matter which of them goes. Clients count equally.
 
     Args:
-        share: Part of the values that goes at each end, in [0, 0.5): at least the share of clients that may lie.
+        share: Part of the values that goes at each end, in [0, 0.5): at least the share of faulty clients.
 
     Source: Yin et al., ICML 2018 (arXiv 1803.01498), definition 2, where share · holders is an integer; we round up, so
         that three clients outvote one, and take the holders of an entry.

@@ -30,10 +30,10 @@ class Accumulator:
         weight: Σ weight of all updates.
         unit: The first weight; all are divided by it, so that equal weights are exactly 1 under any rule.
         covered: State-dict key → Σ weight of the updates that hold it whole.
-        count: How many updates.
+        count: Number of updates.
         extra: For subclasses.
-        rule: Combines the changes in place of the sums; None: the mean.
-        asked: Keys whose change was asked for.
+        rule: Combines the changes instead of the sums; None: the mean.
+        asked: Keys whose change was computed.
     """
 
     sums: dict[str, Tensor]
@@ -51,14 +51,14 @@ class Rule:
     """How the changes of one round are combined; made anew for every round. This one is the mean of scaled changes."""
 
     counts_holders = True
-    """False where who holds an entry must have no influence."""
+    """False where the number of holders of an entry must have no influence."""
 
     def begin(self, acc: Accumulator, updates: Sequence[Update], state: StateDict) -> None:
-        """Look at the round.
+        """Prepare for the round.
 
         Args:
             acc: Empty.
-            updates: All that will be added.
+            updates: All updates that will be added.
             state: The shared state before the round.
         """
 
@@ -67,7 +67,7 @@ class Rule:
         return weight
 
     def scale(self, update: Update) -> float:
-        """Factor on the changes of an update, its weight apart."""
+        """Return the factor on the changes of an update, besides its weight."""
         return 1.0
 
     def add(self, acc: Accumulator, name: str, kept: Kept, update: Update, covered: Tensor | None, weight: float) -> None:
@@ -76,7 +76,7 @@ class Rule:
         Args:
             acc: To be written to.
             name: State-dict key.
-            kept: Of the update's mask.
+            kept: Gathers and scatters under the update's mask.
             update: The update.
             covered: Which positions count, as in `AggregatePolicy.coverage`.
             weight: Over the first update's weight.
@@ -85,12 +85,12 @@ class Rule:
         kept.add(name, change if covered is None else change * covered, acc.sums[name])
 
     def change(self, acc: Accumulator, name: str, mean: Callable[[], Tensor | None], *, by_coverage: bool) -> Tensor | None:
-        """By how much an entry of the state moves; None: not at all.
+        """Return the change of an entry of the state; None: it stays.
 
         Args:
             acc: With all updates.
             name: State-dict key.
-            mean: What the method's own mean of `acc` says.
+            mean: Returns the method's own mean of `acc`.
             by_coverage: Whether the method divides by the clients that hold an entry, and not by all.
         """
         return mean()

@@ -13,7 +13,7 @@ __all__ = ["SamplingPolicy", "Uniform"]
 
 
 class SamplingPolicy(Policy):
-    """Who trains. The default draws uniformly without replacement."""
+    """Which clients train. The default draws uniformly without replacement."""
 
     def sample(self, ctx: ServerContext) -> list[int]:
         """The cohort of this round.

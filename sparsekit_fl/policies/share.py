@@ -19,7 +19,7 @@ __all__ = ["Everything", "Nothing", "PrivateHead", "SharePolicy"]
 
 
 class SharePolicy(Policy):
-    """What travels. The default shares every entry and uploads what was trained."""
+    """Which entries travel. The default shares every entry and uploads what was trained."""
 
     def is_shared(self, name: str, graph: UnitGraph) -> bool:
         """True where the entry travels; the others stay on the client from round to round.
@@ -56,7 +56,7 @@ class PrivateHead(SharePolicy):
     An entry that an earlier layer reads too is shared: of a decoder tied to its embedding only the bias is private.
 
     Args:
-        layers: How many layers make the head.
+        layers: Number of layers of the head.
 
     Source: Arivazhagan et al., arXiv 1912.00818, personalization layers.
     """

@@ -1,4 +1,4 @@
-"""NestedModule: a narrower module inside the one a narrow_model trains, which learns in the same memory."""
+"""NestedModule: a narrower module inside a narrow model, with parameters in the same memory."""
 
 from __future__ import annotations
 
@@ -46,15 +46,15 @@ class _Part:
 
 
 class NestedModule:
-    """A narrower module inside a narrow_model's: it has its structure, and fewer of its units.
+    """A narrower module inside a narrow model: it has the same structure, and fewer of its units.
 
-    Its parameters lie in the memory of the narrow_model's leaves where that is possible, so that what one learns the other
-    knows, without copying; what cannot be a view (the gates of a recurrent layer) is a copy, which `pull` and `push` keep
-    up. Its buffers, such as the statistics of batch norms, are its own. It stands until the narrow_model is loaded or remasked.
+    Its parameters are views of the narrow model's leaves where possible, so that both train together without copying. What
+    cannot be a view (the gates of a recurrent layer) is a copy, which `pull` and `push` keep up to date. Its buffers, such as
+    the statistics of batch norms, are its own. It is valid until the narrow model is loaded or remasked.
 
     Args:
         narrow_model: Loaded with the wider mask.
-        mask: What the narrower module keeps; part of the narrow_model's mask.
+        mask: What the narrower module keeps; part of the narrow model's mask.
 
     Raises:
         ForeignMaskError: the mask keeps a unit that the narrow_model does not, or belongs to another graph.
@@ -125,7 +125,7 @@ class NestedModule:
 
 
 def _positions(narrow_model: NarrowModel, name: str, kept: dict[str, dict[int, Tensor]]) -> dict[int, Tensor]:
-    """Axis → where the kept dense positions of an entry lie in the narrow_model's narrow entry."""
+    """Axis → where the kept dense positions of an entry lie in the entry of the narrow model."""
     key = narrow_model.key_of(name)
     if key not in kept:
         return {}
