@@ -26,7 +26,7 @@ from sparsekit_fl.context.server import ServerContext
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.options.checked import Hint, Share
 from sparsekit_fl.policies.aggregate import DeltaMean
-from sparsekit_fl.policies.local import LocalResult, Sgd
+from sparsekit_fl.policies.local import LocalResult, Sgd, gradients_of
 from sparsekit_fl.policies.pruning import RememberedMask, UnderOwnMask, prunable_weights, recall_mask, remember_mask
 from sparsekit_fl.policies.ratio import Constant
 from sparsekit_fl.policies.weight_masks import keep_largest_entries, layer_densities, random_weights
@@ -123,12 +123,7 @@ class SparseToSparseSgd(Sgd):
         batch = next(next(iter(ctx.batches(epochs=1))))
         module.eval()
         loss = ctx.problem.loss(module(*batch.inputs), batch.targets)
-        found = torch.autograd.grad(loss, [leaves[name] for name in mask], allow_unused=True)
-        gradients = {
-            name: torch.zeros_like(leaves[name]) if gradient is None else gradient
-            for name, gradient in zip(mask, found, strict=True)
-        }
-        return gradients, batch.size
+        return dict(zip(mask, gradients_of(loss, [leaves[name] for name in mask]), strict=True)), batch.size
 
 
 def _pack_bits(keep: Tensor) -> Tensor:

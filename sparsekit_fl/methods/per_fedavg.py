@@ -8,7 +8,7 @@ left out) and Hessian-free (its product with the gradient is a difference of two
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -22,7 +22,7 @@ from sparsekit_fl.methods.method import Method
 from sparsekit_fl.options.checked import Count, Hint, NonNegative, NonNegativeCount, Positive
 from sparsekit_fl.options.config import TrainingConfig
 from sparsekit_fl.policies.aggregate import WeightedMean
-from sparsekit_fl.policies.local import Leaves, LocalPolicy, LocalResult, load_leaves, sgd_step
+from sparsekit_fl.policies.local import Leaves, LocalPolicy, LocalResult, gradients_of, load_leaves, sgd_step
 from sparsekit_fl.policies.personal import PersonalModel, PersonalPolicy
 from sparsekit_fl.training.loop import Batch, Batches, SgdStep
 from sparsekit_fl.wire.kept import Mask
@@ -32,8 +32,9 @@ __all__ = ["AdaptedModel", "MetaSgd", "per_fedavg"]
 Variant = Literal["first-order", "hessian-free"]
 
 
-def _adaptation(training: TrainingConfig, leaves: Leaves, rate: float) -> SgdStep:
-    """Plain gradient descent at a rate of its own, clipped as the run clips."""
+def _adaptation(training: TrainingConfig, leaves: Leaves, rate: float | None) -> SgdStep:
+    """Plain gradient descent at a rate of its own (None: a tenth of the run's), clipped as the run clips."""
+    rate = 0.1 * training.lr if rate is None else rate
     return sgd_step(dataclasses.replace(training, lr=rate, momentum=0.0, weight_decay=0.0), leaves)
 
 
@@ -67,10 +68,10 @@ class MetaSgd(LocalPolicy):
         if mask is not None:
             raise InvalidValueError("MetaSgd trains whole models; use it with the mask policy Dense()")
         leaves = load_leaves(ctx, start, None)
-        rate = 0.1 * ctx.training.lr if self.adaptation_lr is None else self.adaptation_lr
         batches = ctx.batches()
         others = _forever(lambda: ctx.batches(epochs=1))
-        step = _MetaStep(ctx, leaves, others, rate, self.delta if self.variant == "hessian-free" else None)
+        delta = self.delta if self.variant == "hessian-free" else None
+        step = _MetaStep(ctx, leaves, others, self.adaptation_lr, delta)
         log = ctx.fit(ctx.narrow_model.module, batches, step)
         once = ctx.work(None, log)
         extra = Work(3 * ctx.costs.forward_flops(None) * step.further_examples, once.flops_rowmask * step.gradients_per_batch)
@@ -80,11 +81,13 @@ class MetaSgd(LocalPolicy):
 class _MetaStep:
     """One step; counts the examples of the gradients besides the one that FedAvg would take."""
 
-    def __init__(self, ctx: ClientContext, leaves: Leaves, others: Iterator[Batch], rate: float, delta: float | None) -> None:
+    def __init__(
+        self, ctx: ClientContext, leaves: Leaves, others: Iterator[Batch], rate: float | None, delta: float | None
+    ) -> None:
         self._module, self._loss = ctx.narrow_model.module, ctx.problem.loss
         self._parameters: list[Tensor] = list(leaves.values())
         self._update, self._adapt = sgd_step(ctx.training, leaves), _adaptation(ctx.training, leaves, rate)
-        self._others, self._rate, self._delta = others, rate, delta
+        self._others, self._delta = others, delta
         self.gradients_per_batch = 1 if delta is None else 3
         self.further_examples = 0
 
@@ -111,15 +114,13 @@ class _MetaStep:
                 with torch.enable_grad():
                     ends.append(self._gradient(other))
             difference = torch._foreach_sub([ends[0][place] for place in places], [ends[1][place] for place in places])
-            gradients = list(torch._foreach_add(gradients, difference, alpha=-self._rate / (2 * self._delta)))
+            gradients = list(torch._foreach_add(gradients, difference, alpha=-self._adapt.lr / (2 * self._delta)))
         torch._foreach_copy_(self._parameters, before)
         return gradients
 
     def _gradient(self, batch: Batch) -> list[Tensor]:
         self.further_examples += batch.size
-        loss = self._loss(self._module(*batch.inputs), batch.targets)
-        found: Sequence[Tensor | None] = torch.autograd.grad(loss, self._parameters, allow_unused=True)
-        return [torch.zeros_like(p) if g is None else g for p, g in zip(self._parameters, found, strict=True)]
+        return gradients_of(self._loss(self._module(*batch.inputs), batch.targets), self._parameters)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,8 +139,8 @@ class AdaptedModel(PersonalPolicy):
 
     def model(self, ctx: ClientContext, state: StateDict) -> PersonalModel:
         """The adapted model."""
-        rate = 0.1 * ctx.training.lr if self.adaptation_lr is None else self.adaptation_lr
-        adapt, module = _adaptation(ctx.training, load_leaves(ctx, state, None), rate), ctx.narrow_model.module
+        adapt = _adaptation(ctx.training, load_leaves(ctx, state, None), self.adaptation_lr)
+        module = ctx.narrow_model.module
         # Statistics of batch norm stay those of the server: a few steps are too few to learn them anew.
         module.eval()
         batches = _forever(lambda: ctx.batches(epochs=1, batch_size=min(self.largest_batch, len(ctx.client.data.train))))

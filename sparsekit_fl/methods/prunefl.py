@@ -33,7 +33,7 @@ from sparsekit_fl.errors import UpdateError
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.options.checked import Checked, Count, Hint, NonNegative, NonNegativeCount
 from sparsekit_fl.policies.aggregate import DeltaMean
-from sparsekit_fl.policies.local import Adjust, Leaves, LocalResult, Sgd, freeze_dropped, load_leaves, sgd
+from sparsekit_fl.policies.local import Leaves, LocalResult, Sgd, load_leaves, sgd
 from sparsekit_fl.policies.mask import MaskPolicy
 from sparsekit_fl.policies.pruning import prunable_weights, recall_mask, remember_mask
 from sparsekit_fl.policies.rule import Accumulator
@@ -89,6 +89,11 @@ class Search(Checked):
         return float(self.share * 0.5 ** (self.half_lives * round / rounds))
 
 
+def _whole(graph: UnitGraph) -> WeightMask:
+    names = prunable_weights(graph, "PruneFL")
+    return WeightMask({name: torch.ones(graph.shapes[name], dtype=torch.bool) for name in names})
+
+
 def weight_seconds(
     costs: CostModel, shapes: Mapping[str, torch.Size], names: Sequence[str], examples: float
 ) -> dict[str, float]:
@@ -142,11 +147,10 @@ class SearchedMask(MaskPolicy):
         memory = ctx.memory
         if "squares" in memory:
             squares, round = memory.pop("squares"), memory.pop("round")
-            names = prunable_weights(ctx.graph, "PruneFL")
-            mask = recall_mask(memory) or WeightMask({n: torch.ones(ctx.graph.shapes[n], dtype=torch.bool) for n in names})
+            mask = recall_mask(memory) or _whole(ctx.graph)
             assert isinstance(mask, WeightMask)
             assert ctx.costs is not None, "the server of a run knows the costs"
-            seconds = weight_seconds(ctx.costs, ctx.graph.shapes, names, memory.pop("examples"))
+            seconds = weight_seconds(ctx.costs, ctx.graph.shapes, tuple(mask), memory.pop("examples"))
             share = self.search.share_at(round, ctx.rounds)
             remember_mask(memory, search_weights(ctx.state, mask, squares, seconds, share=share, overhead=self.search.overhead))
         return recall_mask(memory)
@@ -219,26 +223,25 @@ class SearchingSgd(Sgd):
         if not self.search.due(ctx.round):
             result = super().train(ctx, start, mask, ratio)
         else:
-            leaves = load_leaves(ctx, start, mask)
-            gradients = _Gradients(leaves, prunable_weights(ctx.graph, "PruneFL"))
-            log = sgd(ctx, leaves, ctx.batches(), [gradients, *self.adjusts(ctx, leaves, mask)])
-            metrics = {_PROCESSED: float(log.examples)}
-            result = LocalResult.of(ctx, mask, log, extra=gradients.squares(log.examples), metrics=metrics)
+            log, squares = self._measure(ctx, start, mask)
+            result = LocalResult.of(ctx, mask, log, extra=squares, metrics={_PROCESSED: float(log.examples)})
         return replace(result, ratio=_density(mask))
 
+    def _measure(self, ctx: ClientContext, start: StateDict, mask: WeightMask | None) -> tuple[TrainingLog, dict[str, Tensor]]:
+        """Train; the squares are those of the dense gradients, summed over the steps."""
+        leaves = load_leaves(ctx, start, mask)
+        gradients = _Gradients(leaves, prunable_weights(ctx.graph, "PruneFL"))
+        log = sgd(ctx, leaves, ctx.batches(), [gradients, *self.adjusts(ctx, leaves, mask)])
+        return log, gradients.squares(log.examples)
+
     def _prune_alone(self, ctx: ClientContext, start: StateDict) -> LocalResult:
-        search, names = self.search, prunable_weights(ctx.graph, "PruneFL")
-        mask = WeightMask({name: torch.ones(ctx.graph.shapes[name], dtype=torch.bool) for name in names})
+        search, mask = self.search, _whole(ctx.graph)
         state, log, work, unmoved = start, TrainingLog(), Work(), 0
         for _ in range(search.initial):
-            leaves = load_leaves(ctx, state, mask)
-            gradients = _Gradients(leaves, names)
-            adjusts: list[Adjust] = [gradients, freeze_dropped(leaves, mask)]
-            part = sgd(ctx, leaves, ctx.batches(), adjusts)
+            part, squares = self._measure(ctx, state, mask)
             log, work = log + part, work + ctx.work(mask, part)
             state = ctx.narrow_model.narrow_state()
-            seconds = weight_seconds(ctx.costs, ctx.graph.shapes, names, part.examples)
-            squares = gradients.squares(part.examples)
+            seconds = weight_seconds(ctx.costs, ctx.graph.shapes, tuple(mask), part.examples)
             before, mask = mask, search_weights(state, mask, squares, seconds, share=search.share, overhead=search.overhead)
             unmoved = unmoved + 1 if abs(_density(mask) / _density(before) - 1) <= search.settled else 0
             if unmoved == search.settled_times:

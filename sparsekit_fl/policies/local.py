@@ -26,6 +26,7 @@ __all__ = [
     "LocalResult",
     "Sgd",
     "freeze_dropped",
+    "gradients_of",
     "load_leaves",
     "pull_towards",
     "sgd",
@@ -158,6 +159,12 @@ def load_leaves(ctx: ClientContext, start: StateDict, mask: Mask | None) -> dict
     else:
         ctx.narrow_model.load(start, mask)
     return {name: leaf for name, leaf in ctx.narrow_model.named_parameters().items() if leaf.requires_grad}
+
+
+def gradients_of(loss: Tensor, leaves: Sequence[Tensor]) -> list[Tensor]:
+    """Return the gradient of a loss for each leaf, zeros where the loss does not depend on the leaf."""
+    found = torch.autograd.grad(loss, leaves, allow_unused=True)
+    return [torch.zeros_like(leaf) if gradient is None else gradient for leaf, gradient in zip(leaves, found, strict=True)]
 
 
 def sgd_step(training: TrainingConfig, leaves: Leaves) -> SgdStep:
