@@ -10,10 +10,10 @@ In a round:
 1. The server calls `sampling.sample`, and for each client of the cohort `ratio.propose`, `mask.propose`,
    `aggregate.broadcast`.
 2. Each client calls `ratio.choose`, `mask.choose`, `local.train`, `mask.keep`, `personal.keep`, `share.upload_mask`.
-3. For each update the server calls `validate` of `aggregate`, `ratio`, `mask`, `sampling`. An update that one of them
-   refuses changes nothing.
-4. With all valid updates it calls `sampling.arrivals`, `aggregate.init`, `aggregate.add` for each update (which asks for
-   `weight` and `coverage`), `aggregate.finish` (which asks for `change`), `sampling.seconds`.
+3. For each update the server calls `aggregate.validate`, `ratio.validate`, `mask.validate`, `sampling.validate`. An update
+   that one of them refuses changes nothing.
+4. With all valid updates it calls `sampling.arrivals`, `aggregate.init`, for each update `aggregate.add` (which asks for
+   `aggregate.weight` and `aggregate.coverage`), `aggregate.finish` (which asks for `aggregate.change`), `sampling.seconds`.
 5. Last it calls `ratio.observe_all` (which calls `ratio.observe` for each update), `mask.observe`, `sampling.observe`.
 
 To score a client: `personal.model`, `personal.calibrate`, `personal.predictor`.
