@@ -10,7 +10,7 @@ the dense values at these indices, the masked one the dense model with every oth
 float64 on the same input: "ok" where they agree to 1e-8 of the output, "silent" where both run and differ, "error" where
 pruning or running fails. Groups whose roots make the model's output are left out. Ours: the same question to every group of
 `trace_units`, cut by half. At most ten groups of an architecture, three draws of each on fresh copies, of which the worst
-counts; each side of each architecture has a time limit, since torch-pruning (`pip install "sparsekit[bench]"`) never
+counts; each side of each architecture has a time limit, since torch-pruning (`pip install "sparsekit-torch[bench]"`) never
 returns on some.
 """
 
@@ -161,10 +161,10 @@ def list_roots(name: str) -> list[str]:
 def output_modules(model: nn.Module, args: Any, kwargs: Any) -> set[str]:
     """Modules whose units are the model's output."""
     try:
-        frozen = trace_units(copy.deepcopy(model), *args, **kwargs).frozen
+        fixed = trace_units(copy.deepcopy(model), *args, **kwargs).fixed
     except NoUnitsError as error:
-        frozen = error.fixed
-    return {item.module for item in frozen if item.reason == "model output"}
+        fixed = error.fixed
+    return {item.module for item in fixed if item.reason == "model output"}
 
 
 def cut_theirs(name: str, number: int, draw: int) -> str:
