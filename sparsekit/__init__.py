@@ -10,10 +10,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from sparsekit import bandit, errors
-    from sparsekit import criteria as patterns
+    from sparsekit import allocation, bandit, criteria, errors
+    from sparsekit.allocation.base import Allocation
+    from sparsekit.allocation.choose import choose, select
     from sparsekit.bandit import PUCBV, Bandit, Box, Interval, Pull, SplitUCBV
-    from sparsekit.criteria.base import Pattern, PatternView, select
+    from sparsekit.criteria.base import Criterion, View
     from sparsekit.graph.graph import UnitGraph, UnitGroup, UnitSlice
     from sparsekit.graph.mask import UnitMask, WeightMask
     from sparsekit.measure.cost import Cost, count_cost
@@ -27,61 +28,67 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
+    "Allocation": "sparsekit.allocation.base",
     "Bandit": "sparsekit.bandit",
     "Box": "sparsekit.bandit",
     "NarrowModel": "sparsekit.training.narrow_model",
     "Cost": "sparsekit.measure.cost",
+    "Criterion": "sparsekit.criteria.base",
     "Interval": "sparsekit.bandit",
     "LearnableMask": "sparsekit.training.learnable",
     "PUCBV": "sparsekit.bandit",
-    "Pattern": "sparsekit.criteria.base",
-    "PatternView": "sparsekit.criteria.base",
     "Pull": "sparsekit.bandit",
     "SplitUCBV": "sparsekit.bandit",
     "UnitGraph": "sparsekit.graph.graph",
     "UnitGroup": "sparsekit.graph.graph",
     "UnitMask": "sparsekit.graph.mask",
     "UnitSlice": "sparsekit.graph.graph",
+    "View": "sparsekit.criteria.base",
     "WeightMask": "sparsekit.graph.mask",
+    "allocation": "sparsekit.allocation",
     "bandit": "sparsekit.bandit",
+    "choose": "sparsekit.allocation.choose",
     "compact": "sparsekit.surgery.compaction",
     "count_cost": "sparsekit.measure.cost",
+    "criteria": "sparsekit.criteria",
     "errors": "sparsekit.errors",
     "expand": "sparsekit.surgery.compaction",
     "load_compact": "sparsekit.surgery.saving",
     "load_mask": "sparsekit.surgery.saving",
-    "patterns": "sparsekit.criteria",
     "remap_optimizer": "sparsekit.surgery.optimizers",
     "save_compact": "sparsekit.surgery.saving",
-    "select": "sparsekit.criteria.base",
+    "select": "sparsekit.allocation.choose",
     "trace_units": "sparsekit.tracing.trace",
 }
 
 __all__ = [
     "PUCBV",
+    "Allocation",
     "Bandit",
     "Box",
     "Cost",
+    "Criterion",
     "Interval",
     "LearnableMask",
     "NarrowModel",
-    "Pattern",
-    "PatternView",
     "Pull",
     "SplitUCBV",
     "UnitGraph",
     "UnitGroup",
     "UnitMask",
     "UnitSlice",
+    "View",
     "WeightMask",
+    "allocation",
     "bandit",
+    "choose",
     "compact",
     "count_cost",
+    "criteria",
     "errors",
     "expand",
     "load_compact",
     "load_mask",
-    "patterns",
     "remap_optimizer",
     "save_compact",
     "select",

@@ -14,7 +14,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from sparsekit.criteria.base import check_ratio
+from sparsekit.allocation.uniform import check_ratio
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.mask import WeightMask

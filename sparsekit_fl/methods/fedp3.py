@@ -14,8 +14,9 @@ from dataclasses import dataclass
 
 import torch
 
-from sparsekit.criteria import Ordered, PatternView, select
-from sparsekit.criteria.base import check_ratio
+from sparsekit.allocation.choose import select
+from sparsekit.allocation.uniform import check_ratio
+from sparsekit.criteria import Ordered, View
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.layers import Layer, head_entries, layer_weights
@@ -84,7 +85,7 @@ class PrunedOthers(MaskPolicy):
 
     def choose(self, ctx: ClientContext, ratio: float, state: StateDict) -> Mask | None:
         """The first units of every group, as many as the client can train."""
-        return select(Ordered(), ctx.graph, ratio, PatternView())
+        return select(Ordered(), ctx.graph, ratio, View())
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ window, and the inputs of a layer are the units that the layer before it kept.
 from __future__ import annotations
 
 from sparsekit_fl.methods.method import Method
-from sparsekit_fl.policies.mask import ServerPattern
+from sparsekit_fl.policies.mask import ServerCriterion
 from sparsekit_fl.policies.personal import GlobalModel
 from sparsekit_fl.policies.ratio import ByCapability
 from sparsekit_fl.policies.rolling import Rolling
@@ -40,7 +40,7 @@ def fedrolex(
         name="fedrolex",
         source="Alam et al., FedRolex, NeurIPS 2022, arXiv 2212.01548",
         ratio=ByCapability(),
-        mask=ServerPattern(Rolling(step)),
+        mask=ServerCriterion(Rolling(step)),
         local=SubmodelSgd(clip=clip, scaler=scaler, masked_loss=masked_loss),
         aggregate=OwnedRowsMean("uniform"),
         personal=RecalibratedBatchNorm() if static_norm else GlobalModel(),

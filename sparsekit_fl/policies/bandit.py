@@ -9,8 +9,8 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
+from sparsekit.allocation.uniform import check_ratio
 from sparsekit.bandit import Bandit, Interval, Pull, make_bandit, registry
-from sparsekit.criteria.base import check_ratio
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit_fl.context.client import ClientContext

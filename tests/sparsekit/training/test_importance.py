@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from sparsekit import NarrowModel, select, trace_units
-from sparsekit.criteria import PatternView, Random, TopImportance
+from sparsekit import NarrowModel, choose, select, trace_units
+from sparsekit.criteria import Learned, Random, View
 from sparsekit.criteria.magnitudes import unit_magnitudes
 from sparsekit.errors import InvalidValueError
 from sparsekit.training.dense import GateProbe
@@ -33,9 +33,7 @@ def prepared(ratio: float) -> tuple[NarrowModel, UnitVectors]:
     graph = trace_units(model, X)
     narrow_model = NarrowModel(model, graph)
     fused = UnitVectors(narrow_model)
-    narrow_model.load(
-        model.state_dict(), select(Random(), graph, ratio, PatternView(generator=torch.Generator().manual_seed(1)))
-    )
+    narrow_model.load(model.state_dict(), select(Random(), graph, ratio, View(generator=torch.Generator().manual_seed(1))))
     fused.reload()
     return narrow_model, fused
 
@@ -82,7 +80,7 @@ def test_fused_magnitudes_are_those_of_the_dense_state_at_all_times(ratio) -> No
         F.cross_entropy(narrow_model.module(X), Y).backward()
         optimizer.step()
         check()
-        other = PatternView(generator=torch.Generator().manual_seed(step))
+        other = View(generator=torch.Generator().manual_seed(step))
         fused.remask(select(Random(), narrow_model.graph, 0.7 if step == 3 else ratio, other), [optimizer])
 
 
@@ -112,7 +110,7 @@ def test_one_update_is_a_gradient_step_on_task_loss_and_term() -> None:
     assert torch.allclose(learner.importance, expected, rtol=0, atol=1e-12)
 
 
-def test_the_pattern_is_followed_only_when_it_changed_and_ties_keep_the_lower_index() -> None:
+def test_the_mask_follows_only_when_it_changed_and_ties_keep_the_lower_index() -> None:
     narrow_model, fused = prepared(0.5)
     importance = torch.zeros(fused.total, dtype=torch.float64)
     learner = ImportanceLearner(fused, importance, lr=0.1, term=ImportanceRegularizer())
@@ -127,9 +125,7 @@ def test_the_pattern_is_followed_only_when_it_changed_and_ties_keep_the_lower_in
     learner.importance[5] = 2.0
     assert learner.follow()
     assert narrow_model.mask["0"].tolist() == [True, True, False, False, False, True]
-    assert narrow_model.mask == select(
-        TopImportance(), narrow_model.graph, 0.5, PatternView(importance=fused.split(learner.importance))
-    )
+    assert narrow_model.mask == select(Learned(), narrow_model.graph, 0.5, View(importance=fused.split(learner.importance)))
 
 
 def test_stands_agrees_with_sorting_on_random_importance() -> None:
@@ -139,7 +135,8 @@ def test_stands_agrees_with_sorting_on_random_importance() -> None:
     for _ in range(200):
         importance = torch.randn(fused.total, dtype=torch.float64, generator=generator)
         importance[fused.slot_units] += 1.5
-        assert fused.stands(importance) == (fused.choose(importance) == narrow_model.mask)
+        best = choose(narrow_model.graph, fused.split(importance), narrow_model.mask.counts())
+        assert fused.stands(importance) == (best == narrow_model.mask)
         agreed += fused.stands(importance)
     assert 0 < agreed < 200
 
