@@ -75,8 +75,8 @@ class TimeFilterRule(LayerRule):
         entering, gain = tracer.labels(args[0]), tracer.labels(module.gain)
         units, own = entering.axes[-1], gain.axes[0]
         if units is None or own is None:  # raw inputs, or a single feature
-            tracer.freeze(entering, "no units reach the filter")
-            tracer.freeze(gain, "no units reach the filter")
+            tracer.fix(entering, "no units reach the filter")
+            tracer.fix(gain, "no units reach the filter")
             return out
         tracer.unite(units.nodes, own.nodes)
         tracer.make(gain, 0)

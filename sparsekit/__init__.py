@@ -9,13 +9,16 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from sparsekit.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from sparsekit import allocation, bandit, criteria, errors
     from sparsekit.allocation.base import Allocation
     from sparsekit.allocation.choose import choose, select
     from sparsekit.bandit import PUCBV, Bandit, Box, Interval, Pull, SplitUCBV
     from sparsekit.criteria.base import Criterion, View
-    from sparsekit.graph.graph import UnitGraph, UnitGroup, UnitSlice
+    from sparsekit.graph.graph import UnitGraph
+    from sparsekit.graph.groups import UnitGroup, UnitSlice
     from sparsekit.graph.mask import UnitMask, WeightMask
     from sparsekit.measure.cost import Cost, count_cost
     from sparsekit.surgery.compaction import compact, expand
@@ -24,8 +27,6 @@ if TYPE_CHECKING:
     from sparsekit.tracing.trace import trace_units
     from sparsekit.training.learnable import LearnableMask
     from sparsekit.training.narrow_model import NarrowModel
-
-__version__ = "0.1.0"
 
 _HOME = {
     "Allocation": "sparsekit.allocation.base",
@@ -40,9 +41,9 @@ _HOME = {
     "Pull": "sparsekit.bandit",
     "SplitUCBV": "sparsekit.bandit",
     "UnitGraph": "sparsekit.graph.graph",
-    "UnitGroup": "sparsekit.graph.graph",
+    "UnitGroup": "sparsekit.graph.groups",
     "UnitMask": "sparsekit.graph.mask",
-    "UnitSlice": "sparsekit.graph.graph",
+    "UnitSlice": "sparsekit.graph.groups",
     "View": "sparsekit.criteria.base",
     "WeightMask": "sparsekit.graph.mask",
     "allocation": "sparsekit.allocation",

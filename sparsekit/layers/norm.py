@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.instancenorm import _InstanceNorm
 
+from sparsekit.labels.tracer import Tracer
 from sparsekit.labels.values import TensorLabels
 from sparsekit.layers.base import LayerRule
-
-if TYPE_CHECKING:
-    from sparsekit.labels.tracer import Tracer
 
 __all__ = ["BatchNormRule", "GroupNormRule", "InstanceNormRule", "LayerNormRule"]
 
@@ -51,10 +49,10 @@ class InstanceNormRule(BatchNormRule):
         channel = labels.axes[dim]
         for other, axis in enumerate(labels.axes):
             if other > dim:
-                tracer.freeze(axis, "normalised by an instance norm across an axis of units")
+                tracer.fix(axis, "normalised by an instance norm across an axis of units")
         if channel is None or channel.is_uniform:
             for entry in own:
-                tracer.freeze(entry, "follows values that belong to no unit", quiet=True)
+                tracer.fix(entry, "follows values that belong to no unit", quiet=True)
             return out
         for entry in own:
             if (axis := entry.axes[0]) is not None:
