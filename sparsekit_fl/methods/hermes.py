@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Annotated
 
 import torch
 from torch import Tensor
@@ -18,12 +19,12 @@ from torch import Tensor
 from sparsekit.allocation.choose import choose
 from sparsekit.allocation.uniform import Uniform
 from sparsekit.criteria.magnitudes import unit_magnitudes
-from sparsekit.errors import InvalidValueError
 from sparsekit.graph.graph import UnitGraph, group_order
 from sparsekit.graph.mask import UnitMask
 from sparsekit.graph.state import StateDict
 from sparsekit_fl.context.client import ClientContext
 from sparsekit_fl.methods.method import Method
+from sparsekit_fl.options.checked import Hint, NonNegative
 from sparsekit_fl.policies.aggregate import CoverageMean
 from sparsekit_fl.policies.local import Adjust, Leaves, LocalResult, Sgd
 from sparsekit_fl.policies.mask import require_units
@@ -44,10 +45,6 @@ class Subnetworks(GatedPruning):
         target: Share of units at which it stops; 0.5, 0.3, 0.3, 0.4 and 0.5 there.
         step: Share of the remaining units that go at once.
     """
-
-    threshold: float = 0.5
-    target: float = 0.5
-    step: float = 0.1
 
     def check(self, problem: Problem, graph: UnitGraph) -> None:
         """Raise where there is no accuracy or there are no units."""
@@ -125,12 +122,7 @@ class GroupLassoSgd(Sgd):
         lasso: λ; 0.001 in the released code of Xue et al., ICDE 2025, where its gradient is lost on the way.
     """
 
-    lasso: float = 0.001
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0.0 <= self.lasso < float("inf"):
-            raise InvalidValueError(f"lasso must be a finite number >= 0, got {self.lasso!r}; 0 switches it off")
+    lasso: Annotated[NonNegative, Hint("0 switches it off")] = 0.001
 
     def adjusts(self, ctx: ClientContext, leaves: Leaves, mask: Mask | None) -> list[Adjust]:
         """The lasso's gradient."""

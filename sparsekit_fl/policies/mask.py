@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from sparsekit.allocation.choose import select
 from sparsekit.criteria.base import Criterion, View
@@ -14,12 +13,11 @@ from sparsekit.graph.state import StateDict
 from sparsekit.rng import torch_generator
 from sparsekit_fl.context.client import ClientContext
 from sparsekit_fl.context.server import ServerContext
+from sparsekit_fl.policies.base import Policy
+from sparsekit_fl.policies.local import LocalResult
 from sparsekit_fl.problem.problem import Problem
 from sparsekit_fl.wire.kept import Mask
-from sparsekit_fl.wire.messages import Assignment, Update
-
-if TYPE_CHECKING:
-    from sparsekit_fl.policies.local import LocalResult
+from sparsekit_fl.wire.messages import Update
 
 __all__ = ["Dense", "MaskPolicy", "RoundView", "ServerCriterion", "UnitCriterion", "require_units"]
 
@@ -35,11 +33,8 @@ class RoundView(View):
     round: int
 
 
-class MaskPolicy:
+class MaskPolicy(Policy):
     """Which. The default keeps everything."""
-
-    def check(self, problem: Problem, graph: UnitGraph) -> None:
-        """Raise, before the run starts, where the policy cannot work with this problem. The default accepts all."""
 
     def propose(self, ctx: ServerContext, client_id: int, proposal: float | None) -> Mask | None:
         """A mask that the server chooses: only what it keeps is sent down. Unless `choose` says otherwise, the client trains
@@ -70,9 +65,6 @@ class MaskPolicy:
 
     def keep(self, ctx: ClientContext, result: LocalResult) -> None:
         """After training, on the client: put into `ctx.memory` what the next `choose` will need."""
-
-    def validate(self, ctx: ServerContext, update: Update, assignment: Assignment) -> None:
-        """Raise UpdateError where this policy cannot learn from an update; called before anything is changed."""
 
     def observe(self, ctx: ServerContext, updates: Sequence[Update]) -> None:
         """Learn from the round's valid updates, before the next round's masks."""

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 from sparsekit.allocation.choose import select
 from sparsekit.criteria.base import Criterion
-from sparsekit.errors import InvalidValueError
 from sparsekit.graph.state import StateDict
 from sparsekit_fl.context.client import ClientContext
 from sparsekit_fl.context.server import ServerContext
+from sparsekit_fl.options.checked import Positive
 from sparsekit_fl.policies.aggregate import CoverageMean
 from sparsekit_fl.policies.local import LocalResult, Sgd
 from sparsekit_fl.policies.mask import RoundView
@@ -96,14 +96,9 @@ class SubmodelSgd(Sgd):
     Source: Diao, Ding, Tarokh, HeteroFL, ICLR 2021; all are on in its reference code, and in that of FedRolex.
     """
 
-    clip: float | None = 1.0
+    clip: Positive | None = 1.0
     scaler: bool = True
     masked_loss: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.clip is not None and not 0.0 < self.clip < float("inf"):
-            raise InvalidValueError(f"clip must be a finite number > 0, or None, got {self.clip}")
 
     def train(self, ctx: ClientContext, start: StateDict, mask: Mask | None, ratio: float) -> LocalResult:
         """Train; with `masked_loss` the update carries which classes the client owns."""

@@ -60,7 +60,7 @@ class ImportanceLearner:
 
         Args:
             gradient: float (J,), of a `GateProbe`; what it says of kept units is not used.
-            scale: How many steps the probe stands for.
+            scale: Number of steps that the probe stands for.
         """
         dropped = self.fused.dropped_units
         self.importance.index_add_(0, dropped, gradient[dropped].to(self.importance), alpha=-self.lr * scale)

@@ -125,7 +125,22 @@ def test_a_part_can_be_added_to_the_whole() -> None:
             part = torch.full_like(inner[place], 2.0)
             nested.write(place, part, whole, add=True)
             assert whole.sum() == leaf.numel() + 2 * part.numel()
-            assert torch.equal(nested.part(place, whole), part + 1)
+            assert torch.equal(nested.share(place, whole), part + 1)
+
+
+def test_what_is_shared_follows_pull_and_push() -> None:
+    for pattern in (None, Random()):
+        _, _, narrow_model, mask, _ = made("lstm", 1.0, 0.5, pattern)
+        nested = NestedModule(narrow_model, mask)
+        for place, leaf in enumerate(narrow_model.parameters()):
+            whole = torch.zeros_like(leaf)
+            part = nested.share(place, whole)
+            part.fill_(1.0)
+            nested.push()
+            assert whole.sum() == part.numel()
+            whole.fill_(3.0)
+            nested.pull()
+            assert bool((part == 3.0).all())
 
 
 def test_a_unit_that_the_wider_module_lacks_is_refused() -> None:
