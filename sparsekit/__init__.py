@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 from sparsekit.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from sparsekit import bandit, errors
+    from sparsekit import bandit, errors, layers
     from sparsekit import criteria as patterns
     from sparsekit.bandit import PUCBV, Bandit, Box, Interval, Pull, SplitUCBV
     from sparsekit.criteria.base import Pattern, PatternView, select
     from sparsekit.graph.graph import UnitGraph
     from sparsekit.graph.groups import UnitGroup, UnitSlice
     from sparsekit.graph.mask import UnitMask, WeightMask
+    from sparsekit.layers import LayerRule
     from sparsekit.measure.cost import Cost, count_cost
     from sparsekit.surgery.compaction import compact, expand
     from sparsekit.surgery.optimizer_state import remap_optimizer
@@ -33,6 +34,7 @@ _HOME = {
     "NarrowModel": "sparsekit.training.narrow_model",
     "Cost": "sparsekit.measure.cost",
     "Interval": "sparsekit.bandit",
+    "LayerRule": "sparsekit.layers",
     "LearnableMask": "sparsekit.training.learnable",
     "PUCBV": "sparsekit.bandit",
     "Pattern": "sparsekit.criteria.base",
@@ -49,6 +51,7 @@ _HOME = {
     "count_cost": "sparsekit.measure.cost",
     "errors": "sparsekit.errors",
     "expand": "sparsekit.surgery.compaction",
+    "layers": "sparsekit.layers",
     "load_compact": "sparsekit.surgery.saving",
     "load_mask": "sparsekit.surgery.saving",
     "patterns": "sparsekit.criteria",
@@ -64,6 +67,7 @@ __all__ = [
     "Box",
     "Cost",
     "Interval",
+    "LayerRule",
     "LearnableMask",
     "NarrowModel",
     "Pattern",
@@ -80,6 +84,7 @@ __all__ = [
     "count_cost",
     "errors",
     "expand",
+    "layers",
     "load_compact",
     "load_mask",
     "patterns",
