@@ -58,7 +58,8 @@ FL_LAYERS = (
         "sparsekit_fl.deployment.rounds_app",
         "sparsekit_fl.deployment.plan",
     ),
-    ("sparsekit_fl.paper.presets",),
+    ("sparsekit_fl.paper", "sparsekit_fl.paper.*"),
+    ("sparsekit_fl.experiment", "sparsekit_fl.experiment.*"),
     ("sparsekit_fl.server.loop",),
     ("sparsekit_fl.engines", "sparsekit_fl.engines.*"),
     (

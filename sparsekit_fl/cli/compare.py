@@ -14,8 +14,9 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from sparsekit.errors import InvalidValueError
+from sparsekit.errors import InvalidValueError, MissingDependencyError
 from sparsekit_fl.cli.options import RunOptions, command_app, cores, make_method, takes_options
+from sparsekit_fl.cli.report import write_files
 
 if TYPE_CHECKING:
     from sparsekit_fl.cli.trials import TrialPlan
@@ -78,10 +79,12 @@ def _compare(
         kept = "nothing was kept, since there was no --out DIR" if options.out is None else "the same command line goes on"
         typer.echo(f"{found[0] if found else 'stopped by the user'}; {kept}", err=True)
         raise typer.Exit(INTERRUPTED) from None
-    order = [plan.name for plan in plans]
-    comparison = Comparison(sections_of(trials, order=order)[0], target)
+    comparison = Comparison(sections_of(trials, order=list(made))[0], target)
     if options.out is not None:
-        _write(options.out, target, list(made))
+        try:
+            write_files(options.out, target=target, order=list(made))
+        except MissingDependencyError as error:
+            typer.echo(f"warning: {error}; then `sparsekit report {options.out}` draws what is missing", err=True)
     if options.json:
         typer.echo(json.dumps(comparison.to_dict(), indent=1, allow_nan=False))
     else:
@@ -179,12 +182,6 @@ def _run(plans: Sequence[TrialPlan], jobs: int, *, quiet: bool) -> list[Trial]:
         # Closed here and not when it is collected, so that no process outlives the command.
         with closing(running):
             return list(running)
-
-
-def _write(out: Path, target: float | None, methods: Sequence[str]) -> None:
-    from sparsekit_fl.report.write import write_report
-
-    write_report(out, target=target, order=methods)
 
 
 def _where(out: Path | None) -> str:

@@ -1,4 +1,4 @@
-"""Cells of a comparison: run those that are not finished, here or several at once in processes of their own.
+"""Trials of a comparison: run those that are not finished, here or several at once in processes of their own.
 
 A finished trial is never run again, a half-finished one goes on, and one that fails is recorded and loses no other.
 """
@@ -17,7 +17,7 @@ from sparsekit_fl.cli.options import Experiment, RunOptions, make_method
 from sparsekit_fl.cli.progress import Events, TrialsProgress
 from sparsekit_fl.errors import ResumeError, RunInterrupted
 from sparsekit_fl.report.table import read_result
-from sparsekit_fl.report.trials import TRIAL_FILE, Trial
+from sparsekit_fl.report.trials import TRIAL_FILE, Trial, trial_file
 from sparsekit_fl.results.records import Observer
 from sparsekit_fl.server.checkpoint import differences
 from sparsekit_fl.server.loop import run
@@ -97,29 +97,38 @@ def tasks(plans: Sequence[TrialPlan]) -> Iterator[Task]:
 
 
 def _finished(plan: TrialPlan, described: Mapping[str, Any]) -> Trial | None:
+    """Return the finished trial in a plan's folder; None for one to run or to go on with."""
     if plan.folder is None:
         return None
+    unfinished = trial_file(plan.folder)
     if (plan.folder / "result.json").exists():
-        saved = read_result(plan.folder)
-    elif (plan.folder / TRIAL_FILE).exists() and (plan.folder / "checkpoint.safetensors").exists():
-        saved = json.loads((plan.folder / TRIAL_FILE).read_text(encoding="utf-8"))
+        saved = Trial.of(read_result(plan.folder))
+    elif unfinished is not None and (plan.folder / "checkpoint.safetensors").exists():
+        saved = Trial.of(json.loads(unfinished.read_text(encoding="utf-8")))
     else:
         # Without a finished round there is nothing to lose.
         return None
-    changed = differences({name: saved.get(name) for name in described}, described)
+    changed = differences({"config": dict(saved.config), "policies": dict(saved.policies)}, described)
     if changed:
         raise ResumeError(
             f"{plan.folder} holds {plan.label} with other settings ({'; '.join(changed)});"
             " pass the options it was run with, or another --out"
         )
-    return Trial.of(saved) if "final" in saved else None
+    return saved if saved.result is not None else None
 
 
 def _record(plan: TrialPlan, described: Mapping[str, Any], error: str | None) -> None:
     if plan.folder is not None:
         plan.folder.mkdir(parents=True, exist_ok=True)
+        _forget(plan.folder)
         raw = {"method": plan.name, "seed": plan.options.seed, **described, "error": error}
         write_atomically(plan.folder / TRIAL_FILE, (json.dumps(raw, indent=1) + "\n").encode())
+
+
+def _forget(folder: Path) -> None:
+    """Remove the file of an unfinished trial, under either name."""
+    while (path := trial_file(folder)) is not None:
+        path.unlink()
 
 
 def failed_trial(plan: TrialPlan, described: Mapping[str, Any], error: Exception) -> Trial:
@@ -145,7 +154,7 @@ def run_trial(task: Task, observers: Sequence[Observer]) -> Trial:
         experiment=experiment.described,
     )
     if plan.folder is not None:
-        (plan.folder / TRIAL_FILE).unlink()
+        _forget(plan.folder)
     return Trial.of(result.to_dict())
 
 
