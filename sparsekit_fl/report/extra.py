@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from sparsekit.errors import MissingDependencyError
+from sparsekit.errors import MissingDependencyError, install_hint
 
 __all__ = ["need"]
 
@@ -22,4 +22,4 @@ def need(package: str) -> Any:
     try:
         return importlib.import_module(package)
     except ImportError as error:
-        raise MissingDependencyError(f'a report needs {package}; pip install "sparsekit[report]"') from error
+        raise MissingDependencyError(f"a report needs {package}; {install_hint('report')}") from error

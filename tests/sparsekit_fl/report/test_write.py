@@ -81,7 +81,7 @@ def test_without_matplotlib_there_are_tables_and_a_page(
     monkeypatch.setattr(logger, "propagate", True)
     written = {path.name for path in write_files(tmp_path)[1]}
     assert written == {"compare.json", "compare.csv", "table.tex", "table.md", "published.csv", "report.html"}
-    assert 'pip install "sparsekit[report]"' in caplog.text
+    assert 'pip install "sparsekit-torch[report]"' in caplog.text
 
 
 @pytest.mark.parametrize("package", ["jinja2", "pandas"])
@@ -91,7 +91,7 @@ def test_without_a_package_of_the_extra_it_is_named_and_the_numbers_are_written(
     save(tmp_path, result("fedavg"))
     text._environment.cache_clear()
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(MissingDependencyError, match=rf'needs {package}; pip install "sparsekit\[report\]"'):
+    with pytest.raises(MissingDependencyError, match=rf'needs {package}; pip install "sparsekit-torch\[report\]"'):
         write_files(tmp_path)
     assert json.loads((tmp_path / "compare.json").read_text())["methods"] == ["fedavg"]
 
