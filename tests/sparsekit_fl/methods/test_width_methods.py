@@ -14,8 +14,9 @@ from sparsekit.criteria.base import PatternView, keep_count, select
 from sparsekit.errors import NoUnitsError
 from sparsekit_fl.client.spec import RunSpec
 from sparsekit_fl.client.worker import WorkerState
-from sparsekit_fl.methods import efd, fedavg, fedmp, fedrolex, fjord, flst, heterofl, rcr_dyn
+from sparsekit_fl.methods import efd, fedavg, fedmp, fedrolex, fjord, heterofl
 from sparsekit_fl.methods.fjord import OrderedDropoutSgd
+from sparsekit_fl.paper.ablations import flst, rcr_dyn
 from sparsekit_fl.policies.learnable import LearnableSgd
 from sparsekit_fl.policies.personal import GlobalModel
 from sparsekit_fl.policies.ratio import Full
