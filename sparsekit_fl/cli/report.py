@@ -39,7 +39,8 @@ def write_files(
     Returns:
         The comparisons, one per protocol, and the files.
     """
-    from sparsekit_fl.paper.published import in_published_order, page_of, published_beside
+    from sparsekit_fl.paper.published import in_published_order, published_beside
+    from sparsekit_fl.paper.tables import page_of
     from sparsekit_fl.report.write import read_comparisons, write_report
 
     comparisons = read_comparisons(folder, target=target, order=order, sort=in_published_order)
@@ -68,7 +69,8 @@ def _report(
     Runs of different data, models or settings stand in sections of their own. A file reasons.json in the folder says, in
     your words, why a number differs from the published one.
     """
-    from sparsekit_fl.paper.published import published_beside, show_published
+    from sparsekit_fl.paper.published import published_beside
+    from sparsekit_fl.paper.tables import show_published
 
     errors = Console(stderr=True)
     with errors.status("reading") as status:

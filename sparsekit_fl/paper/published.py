@@ -15,39 +15,28 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from rich import box
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
-
 from sparsekit.errors import DataError
-from sparsekit_fl.report.beside import Beside, Cell, Line, Sheet
 from sparsekit_fl.report.comparison import Comparison, Row
-from sparsekit_fl.report.extra import need
 from sparsekit_fl.report.table import Spread
 from sparsekit_fl.report.trials import Level
 
-__all__ = [
-    "UNEXPLAINED",
-    "Pair",
-    "Published",
-    "in_published_order",
-    "page_of",
-    "published_beside",
-    "published_csv",
-    "show_published",
-]
+__all__ = ["PUBLISHED_LEVELS", "UNEXPLAINED", "Pair", "Published", "in_published_order", "published_beside", "published_source"]
 
 _ROUNDING_E12 = 0.05
 _DEVIATIONS = 2.0
 UNEXPLAINED = "no reason is known"
 # Rows at other levels of heterogeneity have no published numbers.
-_PUBLISHED_LEVELS = (Level("high"), Level())
+PUBLISHED_LEVELS = (Level("high"), Level())
 
 
 @cache
 def _data(name: str) -> Any:
     return json.loads(files(__package__).joinpath(name).read_text(encoding="utf-8"))
+
+
+def published_source() -> str:
+    """Return the paper that the numbers are from."""
+    return str(_data("published.json")["source"])
 
 
 def _key(name: str) -> str:
@@ -127,7 +116,7 @@ def published_beside(comparison: Comparison, *, folder: Path | None = None) -> l
         DataError: the reader's file cannot be read.
     """
     data, dataset = _data("published.json"), comparison.section.dataset
-    rows = [row for row in comparison.rows if row.level in _PUBLISHED_LEVELS and _complete(row)]
+    rows = [row for row in comparison.rows if row.level in PUBLISHED_LEVELS and _complete(row)]
     also = {_key(ours): _key(theirs) for ours, theirs in data["also"].items()}
     reasons = [*_own_reasons(folder), *_data("reasons.json")]
     short = _shortfall(comparison)
@@ -206,112 +195,3 @@ def _reason(reasons: Sequence[Mapping[str, Any]], facts: Mapping[str, str], meth
 def _allows(allowed: str | Sequence[str], values: set[str]) -> bool:
     listed = [allowed] if isinstance(allowed, str) else allowed
     return not {"any", "*", *values}.isdisjoint(listed)
-
-
-def page_of(rows: Sequence[Published]) -> Beside | None:
-    """Make what stands beside a comparison in a report.
-
-    Args:
-        rows: From `published_beside`.
-
-    Returns:
-        Sheet of the page, columns of the Markdown table and `published.csv`; None without rows.
-    """
-    if not rows:
-        return None
-    flagged = sum(row.accuracy.flagged for row in rows)
-    lines = []
-    for row in rows:
-        accuracy, flops = row.accuracy, row.flops
-        cells = (
-            Cell(row.run, row.run),
-            Cell(f"{accuracy.published:.2f}", accuracy.published, f"± {accuracy.deviation:.2f}"),
-            Cell(f"{accuracy.mean:.2f}", accuracy.mean, "" if accuracy.spread is None else f"± {accuracy.spread:.2f}"),
-            Cell(f"{accuracy.difference:+.2f}", accuracy.difference, mark="flag" if accuracy.flagged else ""),
-            Cell(f"{flops.published:,.1f}", flops.published),
-            Cell(
-                f"{flops.mean:,.3f}",
-                flops.mean,
-                f"± {flops.spread:,.3f}" if flops.spread else "",
-                "flag" if flops.flagged else "",
-            ),
-            Cell(row.reason, mark="text"),
-        )
-        lines.append(Line(method=row.run, name=row.method, value=row.method, cells=cells))
-    return Beside(
-        title="Beside the published tables",
-        caption=f"{_data('published.json')['source']}. {flagged} of {len(rows)} accuracies differ by more than two deviations,"
-        " theirs and ours taken together; FLOPs are marked beyond rounding and two deviations.",
-        sheet=Sheet(
-            words=("method", "run"),
-            numbers=("published, %", "ours, %", "difference", "published, 10¹² FLOPs", "ours, row mask"),
-            prose=("why they differ",),
-            lines=tuple(lines),
-            alarm=UNEXPLAINED,
-        ),
-        columns=("published accuracy, %", "published FLOPs"),
-        texts={
-            (row.run, level): (_text(row.accuracy.published, row.accuracy.deviation), f"{row.flops.published:g}T")
-            for row in rows
-            for level in _PUBLISHED_LEVELS
-        },
-        files={"published.csv": published_csv(rows)},
-    )
-
-
-def _text(mean: float, deviation: float | None) -> str:
-    return f"{mean:.2f}" + ("" if deviation is None else f" ± {deviation:.2f}")
-
-
-def show_published(rows: Sequence[Published], console: Console) -> None:
-    """Print published and ours; below, each reason with its methods.
-
-    Args:
-        rows: From `published_beside`.
-        console: Console; 80 columns are enough.
-    """
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="beside the published tables", title_justify="left")
-    table.add_column("method", no_wrap=True)
-    for title in ("published, %", "ours, %", "", "e12 FLOPs", "ours, rows"):
-        table.add_column(title, justify="right", no_wrap=True)
-    why: dict[tuple[str, str], list[str]] = {}
-    for row in rows:
-        accuracy, flops = row.accuracy, row.flops
-        table.add_row(
-            escape(row.run),
-            _text(accuracy.published, accuracy.deviation),
-            _text(accuracy.mean, accuracy.spread),
-            f"{accuracy.difference:+.2f}{'*' if accuracy.flagged else ' '}",
-            f"{flops.published:.1f}",
-            f"{flops.mean:.3f}{'*' if flops.flagged else ' '}",
-        )
-        for quantity, pair in (("accuracy", accuracy), ("FLOPs", flops)):
-            if pair.flagged:
-                why.setdefault((quantity, pair.reason), []).append(row.run)
-    console.print(table)
-    if why:
-        console.print("* differs by more than two deviations, FLOPs also by more than rounding:")
-    for (quantity, reason), runs in sorted(why.items(), key=lambda item: item[0][1] == UNEXPLAINED):
-        console.print(f"  {quantity} of {escape(', '.join(dict.fromkeys(runs)))}: {escape(reason)}", soft_wrap=True)
-
-
-def published_csv(rows: Sequence[Published]) -> str:
-    """Return CSV with one line per published number that has a run."""
-    lines = [
-        {
-            "table": row.table,
-            "method": row.method,
-            "run": row.run,
-            "quantity": quantity,
-            "published": pair.published,
-            "published_deviation": pair.deviation,
-            "ours": pair.mean,
-            "our_deviation": pair.spread,
-            "difference": pair.difference,
-            "flagged": int(pair.flagged),
-            "reason": pair.reason,
-        }
-        for row in rows
-        for quantity, pair in (("accuracy_percent", row.accuracy), ("flops_e12", row.flops))
-    ]
-    return str(need("pandas").DataFrame(lines, dtype=object).to_csv(index=False, lineterminator="\n"))

@@ -16,13 +16,10 @@ from sparsekit.errors import DataError
 from sparsekit_fl.options.config import HETEROGENEITY
 from sparsekit_fl.report.table import read_result
 
-__all__ = ["TRIAL_FILE", "Level", "Section", "Trial", "collect", "level_of", "sections_of", "trial_file"]
+__all__ = ["TRIAL_FILES", "Level", "Section", "Trial", "collect", "level_of", "sections_of", "trial_file"]
 
-TRIAL_FILE = "trial.json"
-"""Beside a run's own files: what was to be run, and the error of a run that failed."""
-
-# The second is what version 0.1 wrote.
-_TRIAL_FILES = (TRIAL_FILE, "cell.json")
+TRIAL_FILES = ("trial.json", "cell.json")
+"""Beside a run's own files: what was to be run, and the error of a run that failed. The second is what version 0.1 wrote."""
 
 # What may differ between the trials of a section: the axes of the comparison, and what changes no number.
 _AXES = ("seed", "capability_levels", "eval_every", "device")
@@ -167,7 +164,7 @@ class Section:
 
 def trial_file(folder: Path) -> Path | None:
     """Find the file of a trial that is not finished, under its name of today or of version 0.1."""
-    return next((folder / name for name in _TRIAL_FILES if (folder / name).exists()), None)
+    return next((folder / name for name in TRIAL_FILES if (folder / name).exists()), None)
 
 
 def collect(folder: Path | str) -> list[Trial]:
@@ -182,7 +179,7 @@ def collect(folder: Path | str) -> list[Trial]:
     root = Path(folder)
     if not root.is_dir():
         raise DataError(f"{root} is not a folder; pass the --out folder of `compare`, or of a finished run")
-    own = ("result.json", *_TRIAL_FILES)
+    own = ("result.json", *TRIAL_FILES)
     copies = [_copy(path) for path in sorted(root.glob("*.json")) if path.name not in own]
     homes = {path.parent for name in own for path in root.rglob(name)}
     found = [*filter(None, copies), *(_trial(home) for home in sorted(homes))]

@@ -19,9 +19,8 @@ from sparsekit_fl.paper.published import (
     Published,
     in_published_order,
     published_beside,
-    published_csv,
-    show_published,
 )
+from sparsekit_fl.paper.tables import published_csv, show_published
 from sparsekit_fl.report.comparison import Comparison
 from sparsekit_fl.report.trials import Trial, sections_of
 

@@ -6,7 +6,8 @@ from typing import Any
 
 from saved_results import result
 
-from sparsekit_fl.paper.published import page_of, published_beside
+from sparsekit_fl.paper.published import published_beside
+from sparsekit_fl.paper.tables import page_of
 from sparsekit_fl.report.comparison import Comparison
 from sparsekit_fl.report.text import markdown_table
 from sparsekit_fl.report.trials import Trial, sections_of
