@@ -9,10 +9,10 @@ layer, so VGG gets one after each of its pools, the small CNN three in all and t
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Annotated, Any
 
 import torch
@@ -30,7 +30,7 @@ from sparsekit_fl.costs.rowmask import part_flops
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.options.checked import Hint, NonNegative, Ratio
 from sparsekit_fl.policies.aggregate import CoverageMean, Weighting
-from sparsekit_fl.policies.exits import ExitsFactory, WithExits
+from sparsekit_fl.policies.exits import WithExits, build_with_exits
 from sparsekit_fl.policies.local import Adjust, Leaves, LocalPolicy, LocalResult, load_leaves, pull_towards, sgd_step
 from sparsekit_fl.policies.mask import MaskPolicy
 from sparsekit_fl.policies.ratio import ByCapability
@@ -135,7 +135,7 @@ class ExitSgd(LocalPolicy):
 
     def prepare(self, problem: Problem) -> Problem:
         """Return the same problem with exits in its model."""
-        return dataclasses.replace(problem, model=ExitsFactory(problem.model, problem.example_inputs, self.exits))
+        return replace(problem, model=partial(build_with_exits, problem.model, problem.example_inputs, self.exits))
 
     def train(self, ctx: ClientContext, start: StateDict, mask: Mask | None, ratio: float) -> LocalResult:
         """Train to the depth that the client's ratio affords."""

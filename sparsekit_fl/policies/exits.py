@@ -23,7 +23,7 @@ from sparsekit.measure.cost import trace_cost
 from sparsekit.tracing.layer_order import trace_layers
 from sparsekit_fl.costs.rowmask import part_flops
 
-__all__ = ["ExitHead", "ExitsFactory", "WithExits", "place_exits"]
+__all__ = ["ExitHead", "WithExits", "build_with_exits", "place_exits"]
 
 
 _GRID = 4
@@ -239,20 +239,12 @@ def place_exits(model: nn.Module, inputs: tuple[Any, ...], *, exits: int = 5) ->
     return WithExits(model, places, heads)
 
 
-@dataclass(frozen=True)
-class ExitsFactory:
-    """Builds a model with exits.
+def build_with_exits(model: Callable[[], nn.Module], inputs: tuple[Any, ...], exits: int) -> WithExits:
+    """Build a model and give it exits, as a `partial` that is a problem's model.
 
     Args:
         model: Builds the model.
         inputs: One call's.
         exits: Most outputs.
     """
-
-    model: Callable[[], nn.Module]
-    inputs: tuple[Any, ...]
-    exits: int
-
-    def __call__(self) -> nn.Module:
-        """Build a fresh model with exits."""
-        return place_exits(self.model(), self.inputs, exits=self.exits)
+    return place_exits(model(), inputs, exits=exits)
