@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 from torch import Tensor, nn
 
+from sparsekit._torch import set_packed_projections
 from sparsekit.labels.tracer import Tracer
 from sparsekit.labels.values import NOT_ZERO, IntArray, Labels, TensorLabels
 from sparsekit.layers.base import LayerRule
@@ -58,7 +59,7 @@ class MultiheadAttentionRule(LayerRule):
         whole = _is_whole(module)
         module.__class__ = nn.MultiheadAttention if whole else NarrowMultiheadAttention
         # False also keeps the fused path of a transformer layer away, which knows no heads but those of the square case.
-        module._qkv_same_embed_dim = whole and len(weights) == 1
+        set_packed_projections(module, whole and len(weights) == 1)
 
     def trace(
         self, tracer: Tracer, module: nn.Module, run: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]

@@ -7,9 +7,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations
 from torch.nn.utils.spectral_norm import SpectralNorm
 
+from sparsekit._torch import ParametrizedOrthogonal, ParametrizedSpectralNorm, ParametrizedWeightNorm, pre_hooks
 from sparsekit.labels.store import Cause
 from sparsekit.labels.tracer import Tracer
 from sparsekit.labels.values import Labels, TensorLabels
@@ -51,7 +51,7 @@ def normed_weight(tracer: Tracer, direction: Tensor, length: Tensor, dim: int) -
 class WeightNormRule(LayerRule):
     """`torch.nn.utils.parametrizations.weight_norm`."""
 
-    types: ClassVar[tuple[type[nn.Module], ...]] = (parametrizations._WeightNorm,)
+    types: ClassVar[tuple[type[nn.Module], ...]] = (ParametrizedWeightNorm,)
     opaque: ClassVar[bool] = True
 
     def resize(self, module: nn.Module) -> None:
@@ -70,7 +70,7 @@ class WeightNormRule(LayerRule):
 class WholeWeightRule(LayerRule):
     """Spectral norm and orthogonal weights: every entry depends on all the others, so all units stay."""
 
-    types: ClassVar[tuple[type[nn.Module], ...]] = (parametrizations._SpectralNorm, parametrizations._Orthogonal)
+    types: ClassVar[tuple[type[nn.Module], ...]] = (ParametrizedSpectralNorm, ParametrizedOrthogonal)
     opaque: ClassVar[bool] = True
 
     def resize(self, module: nn.Module) -> None:
@@ -81,7 +81,7 @@ class WholeWeightRule(LayerRule):
     ) -> Any:
         """Label the weight with units that stay."""
         weight: Tensor = run(*args, **kwargs)
-        spectral = isinstance(module, parametrizations._SpectralNorm)
+        spectral = isinstance(module, ParametrizedSpectralNorm)
         reason = _SPECTRAL if spectral else "rows and columns of an orthogonal weight depend on each other"
         (original,) = args
         labels = tracer.labels(original)
@@ -106,7 +106,7 @@ def fix_hooked(tracer: Tracer, model: nn.Module) -> None:
         model: The private copy that is traced, its state labelled.
     """
     for name, module in model.named_modules():
-        for hook in module._forward_pre_hooks.values():
+        for hook in pre_hooks(module):
             if isinstance(hook, SpectralNorm):
                 labels = tracer.labels(module.get_parameter(f"{hook.name}_orig"))
                 tracer.store.fix(labels.all_nodes(), Cause(name, _SPECTRAL, False))

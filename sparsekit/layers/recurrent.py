@@ -13,8 +13,8 @@ from typing import Any, ClassVar
 import numpy as np
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils._pytree import tree_leaves
 
+from sparsekit._torch import flat_weights, parameters_of, reset_flat_weights, tree_leaves
 from sparsekit.labels.tracer import Tracer
 from sparsekit.labels.values import ALWAYS_ZERO, NOT_ZERO, IntArray, Labels, TensorLabels
 from sparsekit.layers.base import LayerRule
@@ -115,19 +115,16 @@ class RecurrentRule(LayerRule):
     def resize(self, module: nn.Module) -> None:
         """Set `input_size`, `hidden_size` and `proj_size`, and refresh the flat list of weights."""
         assert isinstance(module, nn.RNNBase)
-        weight = module._parameters.get("weight_ih_l0")
+        weight = parameters_of(module).get("weight_ih_l0")
         if weight is None:
             return
         module.input_size, module.hidden_size = weight.shape[1], weight.shape[0] // _gate_count(module)
-        if module.proj_size and (projection := module._parameters.get("weight_hr_l0")) is not None:
+        if module.proj_size and (projection := parameters_of(module).get("weight_hr_l0")) is not None:
             module.proj_size = projection.shape[0]
             if type(module) in (nn.LSTM, NarrowProjectionLSTM):
                 module.__class__ = nn.LSTM if module.hidden_size > module.proj_size else NarrowProjectionLSTM
-        if any(
-            flat is not module._parameters.get(name)
-            for flat, name in zip(module._flat_weights, module._flat_weights_names, strict=True)
-        ):
-            module._init_flat_weights()
+        if any(flat is not parameters_of(module).get(name) for name, flat in flat_weights(module).items()):
+            reset_flat_weights(module)
         else:
             module.flatten_parameters()  # one block of memory again, for cuDNN
 
@@ -138,13 +135,13 @@ class RecurrentRule(LayerRule):
         assert isinstance(module, nn.RNNBase)
         outputs = run(*args, **kwargs)
         x, states = _data(args[0] if args else kwargs["input"]), _states(args, kwargs)
-        missing = [name for name in module._flat_weights_names if name not in module._parameters]
+        missing = [name for name in flat_weights(module) if name not in parameters_of(module)]
         own = list(module.parameters())
         if missing or any(tracer.entry(p) is None for p in own):
             what = f"computed weights ({', '.join(missing[:2])})" if missing else "computed weights"
             _fix_all(tracer, [*own, x, *states], f"recurrent layers with {what} keep their units")
-            for name in module._flat_weights_names:
-                if (tensor := module._parameters.get(name)) is not None:
+            for name in flat_weights(module):
+                if (tensor := parameters_of(module).get(name)) is not None:
                     tracer.make(tracer.labels(tensor), 0, "cell")
             return outputs
         layers = self._layers(tracer, module, x)
@@ -169,7 +166,7 @@ class RecurrentRule(LayerRule):
             for suffix in ("", "_reverse") if module.bidirectional else ("",):
                 kinds = ("weight_ih", "weight_hh", "bias_ih", "bias_hh", "weight_hr")
                 names = [f"{kind}_l{layer}{suffix}" for kind in kinds]
-                weights = {name: getattr(module, name) for name in names if name in module._parameters}
+                weights = {name: getattr(module, name) for name in names if name in parameters_of(module)}
                 tracer.contract(inputs, 0, tracer.labels(weights[names[0]]), 1)
                 directions.append(_units(tracer, weights, _gate_count(module)))
             state = _tied_directions(tracer, [d.state for d in directions])
@@ -225,7 +222,7 @@ class CellRule(LayerRule):
     def resize(self, module: nn.Module) -> None:
         """Set `input_size` and `hidden_size`."""
         assert isinstance(module, nn.RNNCellBase)
-        weight = module._parameters.get("weight_ih")
+        weight = parameters_of(module).get("weight_ih")
         if weight is not None:
             module.input_size, module.hidden_size = weight.shape[1], weight.shape[0] // _gate_count(module)
 

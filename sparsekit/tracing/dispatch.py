@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from sparsekit._torch import DispatchMode, operator_schema, storage_id, tree_leaves
 from sparsekit.labels.tracer import Tracer
 from sparsekit.labels.values import IntArray, TensorLabels
 from sparsekit.labels.views import written_over
@@ -23,20 +22,15 @@ _MOST_WORK = 300_000_000  # positions looked at in one pass: some ten seconds; a
 _WORK_OF_A_CALL = 2_000  # positions that take as long as what is done for each call
 
 
-class Dispatcher(TorchDispatchMode):
+class Dispatcher(DispatchMode):
     """A dispatch mode that propagates labels. Units that enter an operator without a handler stay whole.
 
     Args:
         tracer: The labels of the trace.
     """
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        # Otherwise torch wraps the dispatcher so that its first call imports the compiler, which takes seconds.
-        return False
-
     def __init__(self, tracer: Tracer) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.tracer = tracer
         self.work, self.most_work = 0, _MOST_WORK
         self._viewed: set[int] = set()  # storages that have been looked at through a view
@@ -48,7 +42,7 @@ class Dispatcher(TorchDispatchMode):
         result = func(*args, **kwargs)
         if not self.tracer.watching:
             return result
-        schema = func._schema
+        schema = operator_schema(func)
         arguments = {argument.name: value for argument, value in zip(schema.arguments, args, strict=False)} | kwargs
         outputs = tuple(leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
         name = schema.name.split("::")[-1]
@@ -107,7 +101,7 @@ class Dispatcher(TorchDispatchMode):
     def _mutate(self, call: Call, after: TensorLabels | None) -> None:
         written = [
             call.arguments[argument.name]
-            for argument in call.func._schema.arguments
+            for argument in operator_schema(call.func).arguments
             if argument.alias_info is not None and argument.alias_info.is_write and argument.name in call.arguments
         ]
         for tensor in written:
@@ -117,7 +111,7 @@ class Dispatcher(TorchDispatchMode):
             before = self.tracer.known(tensor)
             if before is not None and before.entry is not None:
                 call.fix_inputs(f"the model's state is overwritten in place by {call.name!r}")
-            elif len(written) > 1 or tensor.untyped_storage()._cdata in self._viewed:
+            elif len(written) > 1 or storage_id(tensor) in self._viewed:
                 self._mutate_viewed(call, tensor, before, after)
             else:
                 self.tracer.set(tensor, None if after is None else after.computed())
@@ -126,8 +120,8 @@ class Dispatcher(TorchDispatchMode):
         # The other tensors on this memory change too. That is harmless only if the labels say nothing new.
         if before is not None and before.same(after) and not any(axis is not None and axis.is_uniform for axis in before.axes):
             return
-        storage = tensor.untyped_storage()._cdata
-        views = [other for other in self.tracer.alive if other.untyped_storage()._cdata == storage]
+        storage = storage_id(tensor)
+        views = [other for other in self.tracer.alive if storage_id(other) == storage]
         shared = [other for other in views if self.tracer.known(other) is not None]
         known = before is not None and after is not None and len(shared) == len(views)
         if known and after is not None and self._overwrite([*shared, tensor], tensor, after):
@@ -157,5 +151,5 @@ class Dispatcher(TorchDispatchMode):
 
     def _note_views(self, call: Call) -> None:
         for tensor in call.outputs:
-            self._viewed.add(tensor.untyped_storage()._cdata)
+            self._viewed.add(storage_id(tensor))
             self.tracer.alive.append(tensor)

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
+from sparsekit._torch import tree_leaves
 from sparsekit.labels.tracer import Tracer
 from sparsekit.labels.values import ALWAYS_ZERO, NOT_ZERO, IntArray, Labels, TensorLabels
 from sparsekit.surgery.kept_norms import NormMode

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from sparsekit._torch import without_fast_path
 from sparsekit.errors import InvalidValueError, NoUnitsError, TraceError, UnsupportedModelError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.groups import FixedUnits
@@ -127,19 +128,15 @@ def _check(model: nn.Module) -> None:
 @contextmanager
 def _plain_execution() -> Iterator[None]:
     """Switch off what bypasses the submodules or their operators, and put it back; leave random numbers as they were."""
-    before = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(torch.random.fork_rng(devices=[]))
-            stack.enter_context(warnings.catch_warnings())
-            # Reentrant checkpoints warn without gradients, which a trace does without.
-            warnings.filterwarnings("ignore", message="None of the inputs have requires_grad=True")
-            if "torch._dynamo" in sys.modules:  # only then can anything be compiled, and its import takes seconds
-                stack.enter_context(torch.compiler.set_stance("force_eager"))
-            yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(before)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(without_fast_path())
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        stack.enter_context(warnings.catch_warnings())
+        # Reentrant checkpoints warn without gradients, which a trace does without.
+        warnings.filterwarnings("ignore", message="None of the inputs have requires_grad=True")
+        if "torch._dynamo" in sys.modules:  # only then can anything be compiled, and its import takes seconds
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        yield
 
 
 def _joined(example: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,8 +8,8 @@ from functools import cached_property
 from typing import Any, TypeAlias
 
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
+from sparsekit._torch import tree_leaves
 from sparsekit.labels.tracer import Tracer
 from sparsekit.labels.values import TensorLabels
 
