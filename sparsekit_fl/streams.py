@@ -45,7 +45,7 @@ class Streams:
         return self._generator(_SERVER, round)
 
     def client(self, round: int, id: int) -> np.random.Generator:
-        """For what one client draws in a round: batches, dropout, its own pattern."""
+        """For what one client draws in a round: batches, dropout, its own units."""
         return self._generator(_CLIENT, round, id)
 
     def capability(self, round: int, id: int) -> np.random.Generator:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from sparsekit.criteria import Random
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.policies.aggregate import CoverageMean
-from sparsekit_fl.policies.mask import ServerPattern
+from sparsekit_fl.policies.mask import ServerCriterion
 from sparsekit_fl.policies.ratio import ByCapability
 from sparsekit_fl.policies.submodel import RecalibratedBatchNorm, SubmodelSgd
 
@@ -31,7 +31,7 @@ def efd(*, clip: float | None = 1.0, scaler: bool = True) -> Method:
         name="efd",
         source="Horváth et al., FjORD, NeurIPS 2021, arXiv 2102.13451, after Caldas et al., arXiv 1812.07210",
         ratio=ByCapability(),
-        mask=ServerPattern(Random()),
+        mask=ServerCriterion(Random()),
         local=SubmodelSgd(clip=clip, scaler=scaler),
         aggregate=CoverageMean("examples"),
         personal=RecalibratedBatchNorm(),

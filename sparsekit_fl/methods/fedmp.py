@@ -21,7 +21,7 @@ from sparsekit_fl.context.server import ServerContext
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.options.checked import Fraction, Hint, Positive, Ratio
 from sparsekit_fl.policies.aggregate import DeltaMean
-from sparsekit_fl.policies.mask import ServerPattern
+from sparsekit_fl.policies.mask import ServerCriterion
 from sparsekit_fl.policies.ratio import RatioPolicy
 from sparsekit_fl.policies.submodel import RecalibratedBatchNorm
 from sparsekit_fl.wire.messages import Assignment, Update, require_metrics
@@ -107,7 +107,7 @@ def fedmp(*, low: float = 0.2, capped: bool = False) -> Method:
         name="fedmp",
         source="Jiang et al., FedMP, ICDE 2022",
         ratio=TimelyRatio(low=low, capped=capped),
-        mask=ServerPattern(Magnitude()),
+        mask=ServerCriterion(Magnitude()),
         aggregate=DeltaMean("uniform"),
         personal=RecalibratedBatchNorm(),
         note="" if capped else "Its ratios may exceed what a client can do; slowness, not a limit, keeps them low.",

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
-from sparsekit.criteria import Ordered, PatternView, select
+from sparsekit.allocation.choose import select
+from sparsekit.criteria import Ordered, View
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.layers import Layer, head_entries, layer_weights
 from sparsekit.graph.mask import UnitMask, WeightMask, to_weights
@@ -78,7 +79,7 @@ class PrunedOthers(MaskPolicy):
 
     def choose(self, ctx: ClientContext, ratio: float, state: StateDict) -> Mask | None:
         """Return the first units of every group, as many as the client can train."""
-        return select(Ordered(), ctx.graph, ratio, PatternView())
+        return select(Ordered(), ctx.graph, ratio, View())
 
 
 @dataclass(frozen=True)

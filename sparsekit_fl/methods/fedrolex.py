@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from sparsekit_fl.methods.heterofl import heterofl
 from sparsekit_fl.methods.method import Method
-from sparsekit_fl.policies.mask import ServerPattern
+from sparsekit_fl.policies.mask import ServerCriterion
 from sparsekit_fl.policies.rolling import Rolling
 
 __all__ = ["fedrolex"]
@@ -40,5 +40,5 @@ def fedrolex(
         heterofl(clip=clip, scaler=scaler, masked_loss=masked_loss, static_norm=static_norm),
         name="fedrolex",
         source="Alam et al., FedRolex, NeurIPS 2022, arXiv 2212.01548",
-        mask=ServerPattern(Rolling(step)),
+        mask=ServerCriterion(Rolling(step)),
     )

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsekit.criteria import Ordered, PatternView, select
-from sparsekit.criteria.base import check_ratio
+from sparsekit.allocation.choose import select
+from sparsekit.allocation.uniform import check_ratio
+from sparsekit.criteria import Ordered, View
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.mask import UnitMask
@@ -27,7 +28,7 @@ from sparsekit_fl.methods.method import Method
 from sparsekit_fl.options.config import TrainingConfig
 from sparsekit_fl.policies.aggregate import CoverageMean
 from sparsekit_fl.policies.local import Adjust, LocalPolicy, LocalResult, sgd_step
-from sparsekit_fl.policies.mask import ServerPattern, require_units
+from sparsekit_fl.policies.mask import ServerCriterion, require_units
 from sparsekit_fl.policies.ratio import ByCapability
 from sparsekit_fl.policies.submodel import RecalibratedBatchNorm
 from sparsekit_fl.problem.clients import CAPABILITY_LEVELS
@@ -121,12 +122,12 @@ class OrderedDropoutSgd(LocalPolicy):
     def train(self, ctx: ClientContext, start: StateDict, mask: Mask | None, ratio: float) -> LocalResult:
         """Train the prefix that `mask` keeps, at a width drawn for each step."""
         narrow_model, training = ctx.narrow_model, ctx.training
-        widest = select(Ordered(), ctx.graph, ratio, PatternView())
+        widest = select(Ordered(), ctx.graph, ratio, View())
         if mask not in (None, widest):
-            raise InvalidValueError("OrderedDropoutSgd trains prefixes; use it with ServerPattern(Ordered()) or with Dense()")
+            raise InvalidValueError("OrderedDropoutSgd trains prefixes; use it with ServerCriterion(Ordered()) or with Dense()")
         narrow_model.load(start, widest)
         widths = sorted({*(level for level in self.levels if level < ratio), ratio})
-        masks = [select(Ordered(), ctx.graph, width, PatternView()) for width in widths]
+        masks = [select(Ordered(), ctx.graph, width, View()) for width in widths]
         update = sgd_step(training, narrow_model.named_parameters())
         narrower = [_Width(narrow_model, update, training, mask) for mask in masks[:-1]]
         batches = ctx.batches()
@@ -171,8 +172,8 @@ def fjord(*, levels: tuple[float, ...] = CAPABILITY_LEVELS, distillation: bool =
         name="fjord",
         source="Horváth et al., FjORD, NeurIPS 2021, arXiv 2102.13451",
         ratio=ByCapability(),
-        mask=ServerPattern(Ordered()),
+        mask=ServerCriterion(Ordered()),
         local=OrderedDropoutSgd(levels=levels, distillation=distillation),
         aggregate=CoverageMean("examples"),
-        personal=RecalibratedBatchNorm(pattern=Ordered()),
+        personal=RecalibratedBatchNorm(criterion=Ordered()),
     )

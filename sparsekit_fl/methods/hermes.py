@@ -16,7 +16,8 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from sparsekit.criteria.base import keep_count, keep_largest
+from sparsekit.allocation.choose import choose
+from sparsekit.allocation.uniform import Uniform
 from sparsekit.criteria.magnitudes import unit_magnitudes
 from sparsekit.graph.graph import UnitGraph, group_order
 from sparsekit.graph.mask import UnitMask
@@ -52,13 +53,12 @@ class Subnetworks(GatedPruning):
 
     def prune(self, ctx: ClientContext, state: StateDict, mask: Mask | None, ratio: float) -> Mask:
         """Return the units of largest norm, max(1, ⌈ratio · size⌉) of each group, among those alive."""
-        kept: dict[str, Tensor] = {}
+        norms: dict[str, Tensor] = {}
         for name, group in ctx.graph.groups.items():
-            norms = unit_magnitudes(group, state)
+            norms[name] = unit_magnitudes(group, state)
             if isinstance(mask, UnitMask):
-                norms = torch.where(mask[name], norms, -torch.ones_like(norms))
-            kept[name] = keep_largest(norms, keep_count(ratio, group.size))
-        return UnitMask(kept)
+                norms[name] = torch.where(mask[name], norms[name], -torch.ones_like(norms[name]))
+        return choose(ctx.graph, norms, Uniform(ratio).counts(ctx.graph, norms), source="norms")
 
 
 def _unit_rows(ctx: ClientContext, leaves: Leaves) -> Mapping[int, tuple[int, Tensor]]:

@@ -9,7 +9,9 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor
 
-from sparsekit.criteria import PatternView, TopImportance, select
+from sparsekit.allocation.choose import select
+from sparsekit.criteria.base import View
+from sparsekit.criteria.learned import Learned
 from sparsekit.criteria.magnitudes import unit_magnitudes
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph.graph import UnitGraph
@@ -52,8 +54,8 @@ class _Anchors:
 class LearnableSgd(LocalPolicy):
     """SGD on weights and importance: task loss + μ · distance to the round's start + the importance term.
 
-    The importance of a client's units lives in its memory from round to round and starts at its target. The pattern is
-    looked at after every step. Entries that were trained and then dropped within the round are not uploaded.
+    The importance of a client's units is kept in its memory from round to round and starts at its target. The mask
+    follows it after every step. Entries that were trained and then dropped within the round are not uploaded.
 
     Args:
         importance_lr: Learning rate of the importance; None takes that of the weights.
@@ -79,16 +81,16 @@ class LearnableSgd(LocalPolicy):
         require_units(graph, type(self).__name__)
 
     def train(self, ctx: ClientContext, start: StateDict, mask: Mask | None, ratio: float) -> LocalResult:
-        """Train under the learned pattern at `ratio`.
+        """Train under the learned mask at `ratio`.
 
         Args:
             ctx: The client's; its memory holds "importance", float (J,).
             start: The dense state to start from.
-            mask: Must be None: the pattern is learned here.
+            mask: Must be None: the mask is learned here.
             ratio: Share of units kept in each group.
 
         Returns:
-            The narrow state under the final pattern. The first time, the metric `initial_accuracy` is that of the
+            The narrow state under the final mask. The first time, the metric `initial_accuracy` is that of the
             global state of round 0 on the client's training data, a⁻¹ in the paper.
 
         Raises:
@@ -100,8 +102,8 @@ class LearnableSgd(LocalPolicy):
         metrics = self._first_scores(ctx, narrow_model)
         importance = self._initial(ctx, narrow_model, start)
         sizes = [group.size for group in ctx.graph.groups.values()]
-        view = PatternView(round=ctx.round, importance=dict(zip(ctx.graph.groups, torch.split(importance, sizes), strict=True)))
-        narrow_model.load(start, select(TopImportance(), ctx.graph, ratio, view))
+        view = View(importance=dict(zip(ctx.graph.groups, torch.split(importance, sizes), strict=True)))
+        narrow_model.load(start, select(Learned(), ctx.graph, ratio, view))
         fused = UnitVectors(narrow_model)
         learner = ImportanceLearner(fused, importance, lr=self._importance_lr(ctx), term=self.term)
         pull = 2.0 * self.proximal / self._scale(start, narrow_model)
@@ -150,7 +152,7 @@ class LearnableSgd(LocalPolicy):
 
 
 class LearnableStep:
-    """One step of weights and importance, and a look at the pattern.
+    """One step of weights and importance, after which the mask follows the importance.
 
     Args:
         narrow_model: The narrow model, loaded.

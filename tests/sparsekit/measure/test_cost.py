@@ -12,7 +12,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import sparsekit as sk
-from sparsekit.criteria import PatternView, Random, select
+from sparsekit.allocation.choose import select
+from sparsekit.criteria import Random, View
 from sparsekit.errors import ForeignMaskError, InvalidValueError, TraceError
 
 
@@ -59,7 +60,7 @@ def test_buffers_count_as_bytes_but_not_as_parameters() -> None:
 def test_compact_flops_are_what_torch_counts_on_the_compact_module(make: object, shape: tuple[int, ...], ratio: float) -> None:
     model, inputs = make(), torch.zeros(shape)  # type: ignore[operator]
     graph = sk.trace_units(model, inputs)
-    mask = select(Random(), graph, ratio, PatternView(generator=torch.Generator().manual_seed(0)))
+    mask = select(Random(), graph, ratio, View(generator=torch.Generator().manual_seed(0)))
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         sk.compact(model, graph, mask).eval()(inputs)
     assert sk.count_cost(model, inputs, graph=graph, mask=mask).flops_compact == counter.get_total_flops()
@@ -114,7 +115,7 @@ def test_heads_take_the_products_of_their_maps_along(name: str, ratio: float) ->
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         graph = sk.trace_units(model, *args, **kwargs)
-    mask = select(Random(), graph, ratio, PatternView(generator=torch.Generator().manual_seed(0)))
+    mask = select(Random(), graph, ratio, View(generator=torch.Generator().manual_seed(0)))
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:

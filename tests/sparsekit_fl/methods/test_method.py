@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from sparsekit import criteria as patterns
+from sparsekit import criteria
 from sparsekit.errors import InvalidValueError
 from sparsekit_fl import policies
 from sparsekit_fl.methods import method as module
@@ -24,9 +24,9 @@ class Plain(policies.LocalPolicy):
 
 
 def test_a_description_names_every_option_and_no_address():
-    method = Method(name="m", source="s", mask=policies.UnitPattern(patterns.Random()), local=Plain())
+    method = Method(name="m", source="s", mask=policies.UnitCriterion(criteria.Random()), local=Plain())
     described = method.describe()
-    assert described["mask"] == "UnitPattern(pattern=Random())"
+    assert described["mask"] == "UnitCriterion(criterion=Random())"
     assert described["aggregate"] == "WeightedMean(weighting='examples')"
     assert "0x" not in described["local"]
     assert described["name"] == "m"

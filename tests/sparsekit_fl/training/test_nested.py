@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from sparsekit import compact, select, trace_units
-from sparsekit.criteria import Ordered, PatternView, Random
+from sparsekit.criteria import Ordered, Random, View
 from sparsekit.errors import ForeignMaskError
 from sparsekit.training.narrow_model import NarrowModel
 from sparsekit_fl.models.cnn import Cnn
@@ -41,12 +41,12 @@ def made(name: str, outer: float, inner: float, pattern=None):
         inputs = inputs.double()
     graph = trace_units(model, inputs)
     narrow_model = NarrowModel(model, graph)
-    wide = select(Ordered(), graph, outer, PatternView())
+    wide = select(Ordered(), graph, outer, View())
     narrow_model.load(model.state_dict(), wide)
     if pattern is None:
-        mask = select(Ordered(), graph, inner, PatternView())
+        mask = select(Ordered(), graph, inner, View())
     else:
-        small = select(pattern, graph, 1.0, PatternView(generator=torch.Generator().manual_seed(1)))
+        small = select(pattern, graph, 1.0, View(generator=torch.Generator().manual_seed(1)))
         mask = type(small)({group: keep & wide[group] for group, keep in small.items()})
         mask = type(small)({group: _odd(keep) for group, keep in mask.items()})
     return model, graph, narrow_model, mask, inputs
@@ -146,4 +146,4 @@ def test_what_is_shared_follows_pull_and_push() -> None:
 def test_a_unit_that_the_wider_module_lacks_is_refused() -> None:
     _, graph, narrow_model, _, _ = made("cnn", 0.5, 0.25)
     with pytest.raises(ForeignMaskError, match="wider module"):
-        NestedModule(narrow_model, select(Ordered(), graph, 1.0, PatternView()))
+        NestedModule(narrow_model, select(Ordered(), graph, 1.0, View()))
