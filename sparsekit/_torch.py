@@ -34,6 +34,15 @@ __all__ = [
     "channel_axis",
     "eager",
     "flat_weights",
+    "foreach_add",
+    "foreach_add_",
+    "foreach_copy_",
+    "foreach_lerp_",
+    "foreach_mul",
+    "foreach_mul_",
+    "foreach_norm",
+    "foreach_sub",
+    "foreach_zero_",
     "identity",
     "operator_packet",
     "operator_schema",
@@ -54,6 +63,16 @@ __all__ = [
 ParametrizedWeightNorm = parametrizations._WeightNorm
 ParametrizedSpectralNorm = parametrizations._SpectralNorm
 ParametrizedOrthogonal = parametrizations._Orthogonal
+
+foreach_add = torch._foreach_add
+foreach_add_ = torch._foreach_add_
+foreach_copy_ = torch._foreach_copy_
+foreach_lerp_ = torch._foreach_lerp_
+foreach_mul = torch._foreach_mul
+foreach_mul_ = torch._foreach_mul_
+foreach_norm = torch._foreach_norm
+foreach_sub = torch._foreach_sub
+foreach_zero_ = torch._foreach_zero_
 
 
 class DispatchMode(TorchDispatchMode):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparsekit.graph.graph import UnitGroup
+from sparsekit.graph.groups import UnitGroup
 from sparsekit.graph.state import StateDict
 
 __all__ = ["own_slices", "unit_magnitudes"]

@@ -17,13 +17,13 @@ from torch import Tensor
 
 from sparsekit.errors import ForeignMaskError, InvalidValueError
 from sparsekit.graph import json_format
-from sparsekit.graph.groups import FixedUnits, Kind, SizeAttribute, UnitGroup, UnitSlice, group_order
+from sparsekit.graph.groups import FixedUnits, SizeAttribute, UnitGroup, UnitSlice, group_order
 from sparsekit.graph.index import gate
 from sparsekit.graph.layers import Layer
 from sparsekit.graph.norms import NormSite
 from sparsekit.graph.state import StateDict
 
-__all__ = ["FixedUnits", "Kind", "SizeAttribute", "UnitGraph", "UnitGroup", "UnitSlice", "group_order"]
+__all__ = ["UnitGraph"]
 
 
 @dataclass(frozen=True, eq=False)

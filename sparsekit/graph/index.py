@@ -56,6 +56,8 @@ def scatter(narrow: Tensor, dense: Tensor, axes: Axes) -> Tensor:
 
 def scatter_(narrow: Tensor, dense: Tensor, axes: Axes) -> Tensor:
     """Write `narrow` over the entries of `dense` at `axes`, in place, and return `dense`. Differentiable in `narrow`."""
+    if not axes:
+        return dense.copy_(narrow)
     if len(axes) == 1:
         [(dim, index)] = axes.items()
         return dense.index_copy_(dim, index.to(dense.device), narrow)
@@ -65,6 +67,8 @@ def scatter_(narrow: Tensor, dense: Tensor, axes: Axes) -> Tensor:
 
 def add_(part: Tensor | float, dense: Tensor, axes: Axes) -> Tensor:
     """Add `part` to the entries of `dense` at `axes`, in place, and return `dense`; a number is added to each of them."""
+    if not axes:
+        return dense.add_(part)
     dense[_mesh(dense, axes)] += part
     return dense
 

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from sparsekit.allocation.base import Allocation, CostModel
 from sparsekit.allocation.choose import choose
-from sparsekit.graph.graph import UnitGraph, UnitGroup, UnitSlice
+from sparsekit.graph.graph import UnitGraph
+from sparsekit.graph.groups import UnitGroup, UnitSlice
 
 __all__ = ["AllocationContract", "example_scores", "example_tied_graph"]
 

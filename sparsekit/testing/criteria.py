@@ -14,7 +14,8 @@ from torch import Tensor
 from sparsekit.allocation.choose import choose, select
 from sparsekit.allocation.uniform import Uniform
 from sparsekit.criteria.base import Criterion, Need, View, score_units
-from sparsekit.graph.graph import UnitGraph, UnitGroup, UnitSlice
+from sparsekit.graph.graph import UnitGraph
+from sparsekit.graph.groups import UnitGroup, UnitSlice
 from sparsekit.graph.mask import UnitMask
 
 __all__ = ["CriterionContract", "example_graph", "example_view"]

@@ -11,7 +11,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from sparsekit.graph.graph import UnitGraph, UnitSlice
+from sparsekit.graph.graph import UnitGraph
+from sparsekit.graph.groups import UnitSlice
 from sparsekit.graph.index import Axes, cut_axes, gather, places, scatter_
 from sparsekit.graph.mask import UnitMask
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsekit.criteria.magnitudes import own_slices, unit_magnitudes
-from sparsekit.graph.graph import group_order
+from sparsekit.graph.groups import group_order
 from sparsekit.graph.mask import UnitMask
 from sparsekit.surgery.optimizer_state import HasState
 from sparsekit.training.narrow_model import NarrowModel

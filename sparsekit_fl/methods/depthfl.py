@@ -19,6 +19,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from sparsekit._torch import foreach_sub
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.layers import prefix_entries
 from sparsekit.graph.mask import WeightMask
@@ -176,7 +177,7 @@ class ExitSgd(LocalPolicy):
         pull = pull_towards(leaves, [start[name].to(leaf) for name, leaf in leaves.items()], self.alpha)
 
         def adjust(gradients: list[Tensor], places: list[int]) -> list[Tensor]:
-            return list(torch._foreach_sub(pull(gradients, places), [drifts[place] for place in places]))
+            return list(foreach_sub(pull(gradients, places), [drifts[place] for place in places]))
 
         return adjust
 

@@ -19,7 +19,8 @@ from torch import Tensor
 from sparsekit.allocation.choose import choose
 from sparsekit.allocation.uniform import Uniform
 from sparsekit.criteria.magnitudes import unit_magnitudes
-from sparsekit.graph.graph import UnitGraph, group_order
+from sparsekit.graph.graph import UnitGraph
+from sparsekit.graph.groups import group_order
 from sparsekit.graph.mask import UnitMask
 from sparsekit.graph.state import StateDict
 from sparsekit_fl.context.client import ClientContext

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor
 
+from sparsekit._torch import foreach_add, foreach_copy_, foreach_sub
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph.state import StateDict
 from sparsekit_fl.context.client import ClientContext, Work
@@ -109,13 +110,13 @@ class _MetaStep:
             other = next(self._others)
             ends = []
             for sign in (self._delta, -self._delta):
-                torch._foreach_copy_(self._parameters, before)
-                torch._foreach_copy_(moved, torch._foreach_add(origin, gradients, alpha=sign))
+                foreach_copy_(self._parameters, before)
+                foreach_copy_(moved, foreach_add(origin, gradients, alpha=sign))
                 with torch.enable_grad():
                     ends.append(self._gradient(other))
-            difference = torch._foreach_sub([ends[0][place] for place in places], [ends[1][place] for place in places])
-            gradients = list(torch._foreach_add(gradients, difference, alpha=-self._adapt.lr / (2 * self._delta)))
-        torch._foreach_copy_(self._parameters, before)
+            difference = foreach_sub([ends[0][place] for place in places], [ends[1][place] for place in places])
+            gradients = list(foreach_add(gradients, difference, alpha=-self._adapt.lr / (2 * self._delta)))
+        foreach_copy_(self._parameters, before)
         return gradients
 
     def _gradient(self, batch: Batch) -> list[Tensor]:

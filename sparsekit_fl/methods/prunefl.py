@@ -21,6 +21,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from sparsekit._torch import foreach_add_, foreach_zero_
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.mask import WeightMask
@@ -194,13 +195,13 @@ class _Gradients:
     def __call__(self, gradients: list[Tensor], places: list[int]) -> list[Tensor]:
         found = [(at, self._places[place]) for at, place in enumerate(places) if place in self._places]
         if found:
-            torch._foreach_add_([self.sums[name] for _, name in found], [gradients[at] for at, _ in found])
+            foreach_add_([self.sums[name] for _, name in found], [gradients[at] for at, _ in found])
         return gradients
 
     def squares(self, examples: int) -> dict[str, Tensor]:
         """Return the squared sums times the number of examples processed, on the CPU; the sums start anew."""
         result = {name: (total.square() * examples).cpu() for name, total in self.sums.items()}
-        torch._foreach_zero_(list(self.sums.values()))
+        foreach_zero_(list(self.sums.values()))
         return result
 
 

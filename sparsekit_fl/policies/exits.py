@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from sparsekit._torch import ConvNd
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.layers import Layer, prefix_entries
@@ -132,7 +133,7 @@ class _Point:
 
     @property
     def is_convolution(self) -> bool:
-        return isinstance(self.module, nn.modules.conv._ConvNd)
+        return isinstance(self.module, ConvNd)
 
     @property
     def resolution(self) -> tuple[int, ...] | None:

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor
 
+from sparsekit._torch import foreach_add, foreach_lerp_, foreach_sub
 from sparsekit.allocation.choose import select
 from sparsekit.criteria.base import View
 from sparsekit.criteria.learned import Learned
@@ -211,6 +212,6 @@ class LearnableStep:
             return gradients
         anchors = self._anchors.of(leaves)
         if self._interpolates:
-            torch._foreach_lerp_(leaves, anchors, self._lr * self._pull)
+            foreach_lerp_(leaves, anchors, self._lr * self._pull)
             return gradients
-        return list(torch._foreach_add(gradients, torch._foreach_sub(leaves, anchors), alpha=self._pull))
+        return list(foreach_add(gradients, foreach_sub(leaves, anchors), alpha=self._pull))

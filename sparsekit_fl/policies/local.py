@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor, nn
 
+from sparsekit._torch import foreach_add, foreach_lerp_, foreach_mul, foreach_sub
 from sparsekit.graph.mask import UnitMask, WeightMask
 from sparsekit.graph.state import StateDict
 from sparsekit_fl.context.client import ClientContext, Work
@@ -119,10 +120,10 @@ def pull_towards(
     def adjust(gradients: list[Tensor], places: list[int]) -> list[Tensor]:
         if training is not None and interpolates:
             pulled: list[Tensor] = [parameters[place] for place in places]
-            torch._foreach_lerp_(pulled, [anchors[place] for place in places], training.lr * strength)
+            foreach_lerp_(pulled, [anchors[place] for place in places], training.lr * strength)
             return gradients
-        pull = torch._foreach_sub([parameters[place] for place in places], [anchors[place] for place in places])
-        return list(torch._foreach_add(gradients, pull, alpha=strength))
+        pull = foreach_sub([parameters[place] for place in places], [anchors[place] for place in places])
+        return list(foreach_add(gradients, pull, alpha=strength))
 
     return adjust
 
@@ -134,7 +135,7 @@ def freeze_dropped(leaves: Leaves, mask: WeightMask) -> Adjust:
     def adjust(gradients: list[Tensor], places: list[int]) -> list[Tensor]:
         masked = [at for at, place in enumerate(places) if place in kept]
         if masked:
-            products = torch._foreach_mul([gradients[at] for at in masked], [kept[places[at]] for at in masked])
+            products = foreach_mul([gradients[at] for at in masked], [kept[places[at]] for at in masked])
             gradients = list(gradients)
             for at, product in zip(masked, products, strict=True):
                 gradients[at] = product

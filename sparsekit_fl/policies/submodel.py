@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sparsekit._torch import ConvNd
 from sparsekit.allocation.choose import select
 from sparsekit.criteria.base import Criterion
 from sparsekit.graph.state import StateDict
@@ -67,7 +68,7 @@ def _scaled(ctx: ClientContext, ratio: float) -> Iterator[None]:
         for name, pieces in ctx.graph.slices_of.items():
             owner, _, attribute = name.rpartition(".")
             module = ctx.narrow_model.module.get_submodule(owner)
-            layer = isinstance(module, (nn.Linear, nn.modules.conv._ConvNd)) and attribute == "weight"
+            layer = isinstance(module, (nn.Linear, ConvNd)) and attribute == "weight"
             if layer and any(piece.side == "out" for _, piece in pieces):
                 handles.append(module.register_forward_hook(divide))
     try:

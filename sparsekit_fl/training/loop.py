@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from sparsekit._torch import foreach_add, foreach_add_, foreach_mul, foreach_mul_, foreach_norm
 from sparsekit.rng import torch_scope
 from sparsekit_fl.problem.problem import Problem, arranged
 from sparsekit_fl.wire.messages import Scores
@@ -175,16 +176,16 @@ class SgdStep:
         if not parameters:
             return
         if self._clip is not None:
-            norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
-            gradients = list(torch._foreach_mul(gradients, (self._clip / (norm + 1e-6)).clamp(max=1.0)))
+            norm = torch.linalg.vector_norm(torch.stack(foreach_norm(gradients)))
+            gradients = list(foreach_mul(gradients, (self._clip / (norm + 1e-6)).clamp(max=1.0)))
         if self._weight_decay:
-            gradients = list(torch._foreach_add(gradients, parameters, alpha=self._weight_decay))
+            gradients = list(foreach_add(gradients, parameters, alpha=self._weight_decay))
         if self._momentum:
             velocity = [self._velocity(parameter) for parameter in parameters]
-            torch._foreach_mul_(velocity, self._momentum)
-            torch._foreach_add_(velocity, gradients)
+            foreach_mul_(velocity, self._momentum)
+            foreach_add_(velocity, gradients)
             gradients = velocity
-        torch._foreach_add_(parameters, gradients, alpha=-self.lr)
+        foreach_add_(parameters, gradients, alpha=-self.lr)
 
     def _velocity(self, parameter: Tensor) -> Tensor:
         state = self.state.setdefault(parameter, {})

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from sparsekit.graph.graph import UnitGraph
+from sparsekit.graph.index import add_, cut_axes, gather, narrow_shape, scatter_
 from sparsekit.graph.mask import UnitMask, WeightMask
 from sparsekit.graph.state import StateDict
 
@@ -17,13 +17,6 @@ __all__ = ["Kept", "Mask", "mask_state"]
 
 Mask = UnitMask | WeightMask
 """What is kept, by unit or by entry."""
-
-
-def _grid(axes: Mapping[int, Tensor], shape: torch.Size) -> tuple[Tensor, ...]:
-    """Broadcastable indices over the leading axes up to the last one that units touch."""
-    last = max(axes)
-    parts = [axes[dim] if dim in axes else torch.arange(shape[dim]) for dim in range(last + 1)]
-    return tuple(part.view([-1 if d == dim else 1 for d in range(last + 1)]) for dim, part in enumerate(parts))
 
 
 class Kept:
@@ -44,10 +37,8 @@ class Kept:
         self._flat: dict[str, Tensor] = {}
         if isinstance(mask, UnitMask):
             # A full axis needs no index, so a mask that keeps everything costs what no mask costs.
-            for name, axes in graph.kept_indices(mask).items():
-                narrow = {dim: index for dim, index in axes.items() if index.numel() < graph.shapes[name][dim]}
-                if narrow:
-                    self._axes[name] = narrow
+            cut = {name: cut_axes(graph.shapes[name], axes) for name, axes in graph.kept_indices(mask).items()}
+            self._axes = {name: axes for name, axes in cut.items() if axes}
         elif mask is not None:
             # Likewise an entry of which nothing is dropped.
             partial = {name: keep.cpu().reshape(-1) for name, keep in mask.items() if not bool(keep.all())}
@@ -59,37 +50,29 @@ class Kept:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of what is kept of `name`."""
-        full = self.graph.shapes[name]
         if name in self._flat:
             return (self._flat[name].numel(),)
-        axes = self._axes.get(name, {})
-        return tuple(axes[dim].numel() if dim in axes else size for dim, size in enumerate(full))
+        return tuple(narrow_shape(self.graph.shapes[name], self._axes.get(name, {})))
 
     def gather(self, name: str, tensor: Tensor) -> Tensor:
         """What is kept of the dense `tensor`; a view where everything is."""
         if name in self._flat:
             return tensor.reshape(-1).index_select(0, self._flat[name].to(tensor.device))
-        for dim, index in self._axes.get(name, {}).items():
-            tensor = tensor.index_select(dim, index.to(tensor.device))
-        return tensor
+        return gather(tensor, self._axes.get(name, {}))
 
     def scatter(self, name: str, kept: Tensor, into: Tensor) -> None:
         """Write what is kept into the dense tensor `into`, in place."""
         if name in self._flat:
             into.view(-1)[self._flat[name]] = kept
-        elif name in self._axes:
-            into[_grid(self._axes[name], self.graph.shapes[name])] = kept
         else:
-            into.copy_(kept)
+            scatter_(kept, into, self._axes.get(name, {}))
 
     def add(self, name: str, kept: Tensor | float, into: Tensor) -> None:
         """Add to the kept entries of the dense tensor `into`, in place; a number is added to each."""
         if name in self._flat:
             into.view(-1)[self._flat[name]] += kept
-        elif name in self._axes:
-            into[_grid(self._axes[name], self.graph.shapes[name])] += kept
         else:
-            into += kept
+            add_(kept, into, self._axes.get(name, {}))
 
     def gather_all(self, state: StateDict) -> dict[str, Tensor]:
         """What is kept of each entry of a dense state."""

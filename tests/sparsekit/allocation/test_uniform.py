@@ -11,7 +11,8 @@ import torch
 from sparsekit.allocation import Uniform, registry
 from sparsekit.allocation.uniform import check_ratio, keep_count
 from sparsekit.errors import InvalidValueError
-from sparsekit.graph.graph import UnitGraph, UnitGroup
+from sparsekit.graph.graph import UnitGraph
+from sparsekit.graph.groups import UnitGroup
 from sparsekit.testing.allocations import AllocationContract
 
 

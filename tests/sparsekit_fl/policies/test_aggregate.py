@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from sparsekit.errors import InvalidValueError
-from sparsekit.graph.graph import UnitGraph, UnitGroup, UnitSlice
+from sparsekit.graph.graph import UnitGraph
+from sparsekit.graph.groups import UnitGroup, UnitSlice
 from sparsekit.graph.mask import UnitMask, WeightMask
 from sparsekit_fl.context.memory import rngs_by_kind
 from sparsekit_fl.context.server import ServerContext

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from sparsekit.errors import InvalidValueError
-from sparsekit.graph.graph import UnitGraph, UnitGroup, UnitSlice
+from sparsekit.graph.graph import UnitGraph
+from sparsekit.graph.groups import UnitGroup, UnitSlice
 from sparsekit.graph.mask import UnitMask, WeightMask
 from sparsekit.graph.state import digest
 from sparsekit_fl.client.spec import RunSpec, by_id

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from sparsekit import trace_units
-from sparsekit.graph.graph import UnitGraph, UnitGroup, UnitSlice
+from sparsekit.graph.graph import UnitGraph
+from sparsekit.graph.groups import UnitGroup, UnitSlice
 from sparsekit.graph.mask import UnitMask, WeightMask
 from sparsekit_fl.wire.kept import Kept, mask_state
 
