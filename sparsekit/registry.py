@@ -71,6 +71,15 @@ class Registry(Mapping[str, Any]):
             target = targets[name]
         return load_object(target)
 
+    def find(self, text: str) -> Any:
+        """What a user named: `package.module:object`, or a name of this registry.
+
+        Raises:
+            InvalidValueError: nothing of that path can be imported.
+            UnknownNameError: no such name.
+        """
+        return load_object(text) if ":" in text else self[text]
+
     def __iter__(self) -> Iterator[str]:
         return iter(sorted(self._targets()))
 

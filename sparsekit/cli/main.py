@@ -167,7 +167,7 @@ def _example(text: str) -> Any:
 def _load_model(name: str, inputs: list[Any]) -> tuple[nn.Module, tuple[Any, ...]]:
     from torch import nn
 
-    factory = load_object(name) if ":" in name else models[name]
+    factory = models.find(name)
     if isinstance(factory, nn.Module) or not callable(factory):
         raise InvalidValueError(f"{name!r} must be a class or function that builds a model, got {type(factory).__name__}")
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,7 +15,7 @@ from sparsekit_fl.datasets.base import DataSource
 from sparsekit_fl.datasets.transforms import ImageTransform, TokenTransform
 from sparsekit_fl.models import models
 from sparsekit_fl.models.base import ModelSpec, factory_spec
-from sparsekit_fl.options.config import TrainingConfig
+from sparsekit_fl.options.config import RunConfig, TrainingConfig
 from sparsekit_fl.partition import partitions
 from sparsekit_fl.partition.pathological import lacking
 from sparsekit_fl.problem.clients import CAPABILITY_LEVELS, Client
@@ -57,6 +57,23 @@ class Preset:
     capability: Literal["fixed", "dynamic"] = "dynamic"
     capability_levels: tuple[float, ...] = CAPABILITY_LEVELS
     source: str = ""
+
+    def config(self, given: Mapping[str, Any], clients: int) -> RunConfig:
+        """The options of a run.
+
+        Args:
+            given: Options of `RunConfig` and of its `TrainingConfig` by name, in place of the preset's.
+            clients: How many clients there are.
+        """
+        trains = {field.name for field in fields(TrainingConfig)}
+        training = replace(self.training, **{name: value for name, value in given.items() if name in trains})
+        own: dict[str, Any] = {
+            "rounds": self.rounds,
+            "cohort": min(self.cohort, clients),
+            "capability": self.capability,
+            "capability_levels": self.capability_levels,
+        }
+        return RunConfig(training=training, **own | {name: value for name, value in given.items() if name not in trains})
 
 
 # K, C, R, lr: Xue et al., ICDE 2025 (arXiv 2412.07216). What the paper does not state (local epochs, images per client, the
@@ -280,9 +297,7 @@ def _load(name: str, root: Path | None, seed: int) -> DataSource | tuple[Problem
 
 
 def _spec(name: str) -> ModelSpec:
-    if ":" in name:
-        return factory_spec(name, load_object(name))
-    return factory_spec(name, models[name])
+    return factory_spec(name, models.find(name))
 
 
 def _deal(
