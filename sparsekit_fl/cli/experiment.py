@@ -16,7 +16,7 @@ from sparsekit_fl.options.config import HETEROGENEITY, RunConfig, TrainingConfig
 
 if TYPE_CHECKING:
     from sparsekit_fl.engines.base import Engine
-    from sparsekit_fl.paper.presets import Preset
+    from sparsekit_fl.experiment.preset import Preset
     from sparsekit_fl.problem.clients import Client
     from sparsekit_fl.problem.problem import Problem
 
@@ -48,7 +48,8 @@ class Experiment:
         Raises:
             SparsekitError: an option that is not allowed, or data that are missing or do not fit.
         """
-        from sparsekit_fl.paper.presets import build_problem, preset_for
+        from sparsekit_fl.experiment.build import build_problem
+        from sparsekit_fl.paper.presets import preset_for
 
         if options.device is not None:
             _check_device(options.device)

@@ -23,7 +23,7 @@ from sparsekit_fl.options.schema import HOW, TRAIN, WHAT, Offer, Option, offers,
 if TYPE_CHECKING:
     import click
 
-    from sparsekit_fl.paper.presets import Preset
+    from sparsekit_fl.experiment.preset import Preset
 
 __all__ = ["MOST_WORKERS", "DefaultsCommand", "RunOptions", "command_app", "takes_options"]
 

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import Field
 
+from sparsekit.deprecations import RemovedIn0_3Warning
 from sparsekit.errors import InvalidValueError, UnknownNameError, nearest
 from sparsekit_fl.options.checked import Checked, Count, Fraction, Hint, NonNegative, NonNegativeCount, Positive
 from sparsekit_fl.options.schema import HOW, SAFE, TRAIN, WHAT, Option
@@ -60,7 +61,7 @@ def _takes_former_names(kind: Config) -> Config:
     def init(self: Any, **given: Any) -> None:
         for old in _FORMER.keys() & given.keys():
             text = f"{old} is now called {_FORMER[old]}; the old name goes with version 0.3"
-            warnings.warn(text, DeprecationWarning, stacklevel=2)
+            warnings.warn(text, RemovedIn0_3Warning, stacklevel=2)
             given[_FORMER[old]] = given.pop(old)
         made(self, **given)
 

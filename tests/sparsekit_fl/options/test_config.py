@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from sparsekit.deprecations import RemovedIn0_3Warning
 from sparsekit.errors import InvalidValueError, UnknownNameError
 from sparsekit_fl.options.config import HETEROGENEITY, RunConfig, TrainingConfig, current_names
 from sparsekit_fl.problem.clients import CAPABILITY_LEVELS
@@ -85,12 +86,12 @@ def test_values_that_are_not_allowed_are_refused(options, message):
 
 
 def test_the_former_name_of_the_cohort_is_taken_with_a_warning(tmp_path):
-    with pytest.warns(DeprecationWarning, match="clients_per_round is now called cohort"):
+    with pytest.warns(RemovedIn0_3Warning, match="clients_per_round is now called cohort"):
         assert RunConfig(rounds=1, clients_per_round=3) == RunConfig(rounds=1, cohort=3)
-    with pytest.warns(DeprecationWarning, match="clients_per_round"):
+    with pytest.warns(RemovedIn0_3Warning, match="clients_per_round"):
         assert replace(RunConfig(rounds=1), clients_per_round=3).cohort == 3
     (tmp_path / "run.toml").write_text("rounds = 1\nclients_per_round = 3\n")
-    with pytest.warns(DeprecationWarning, match="0.3"):
+    with pytest.warns(RemovedIn0_3Warning, match="0.3"):
         assert RunConfig.from_toml(tmp_path / "run.toml").cohort == 3
     assert current_names({"rounds": 1, "clients_per_round": 3}) == {"rounds": 1, "cohort": 3}
 
