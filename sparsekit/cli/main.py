@@ -14,7 +14,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from importlib.metadata import EntryPoint, entry_points
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import click
 import typer
@@ -23,6 +23,7 @@ from rich.markup import escape
 from rich.table import Table
 from typer.core import TyperGroup
 
+from sparsekit.deprecations import RemovedIn03Warning
 from sparsekit.errors import InvalidValueError, SparsekitError
 from sparsekit.registry import Registry, load_object
 from sparsekit.version import __version__
@@ -129,8 +130,11 @@ def units(
         ),
     ] = None,
     norm: Annotated[
-        Literal["fixed", "kept"],
-        typer.Option(help="'kept' also counts units under layer norms, which are then taken over the kept units."),
+        Literal["fixed", "kept", "frozen"],
+        typer.Option(
+            help="'kept' also counts units under layer norms, which are then taken over the kept units."
+            " 'frozen' is the old name of 'fixed'."
+        ),
     ] = "fixed",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout and nothing else.")] = False,
 ) -> None:
@@ -144,7 +148,7 @@ def units(
     with warnings.catch_warnings():
         # The same facts are in the table.
         warnings.simplefilter("ignore", FixedUnitsWarning)
-        graph = trace_units(module, *inputs, norm=norm)
+        graph = trace_units(module, *inputs, norm=cast(Literal["fixed", "kept"], norm))
     report = _describe(model, module, graph)
     if as_json:
         typer.echo(json.dumps(report, indent=1))
@@ -261,6 +265,7 @@ def _prepare_process() -> None:
     # A model or data set of the user is looked for where she stands too; last, so that nothing installed is hidden.
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
+    warnings.simplefilter("default", RemovedIn03Warning)
     warnings.showwarning = lambda message, *_, **__: typer.echo(f"warning: {message}", err=True)
     for package in ("sparsekit", "sparsekit_fl"):
         logger = logging.getLogger(package)

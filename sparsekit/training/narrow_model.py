@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from sparsekit.deprecations import renamed_attribute
 from sparsekit.errors import ForeignMaskError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.mask import UnitMask
@@ -228,6 +229,8 @@ class NarrowModel:
             self._dense[key] = self._dense[key].clone()
             self._owned.add(key)
         return self._dense[key]
+
+    rekey = renamed_attribute("rekey", "remask")
 
     def remask(self, mask: UnitMask, optimizers: Sequence[HasState] = (), order: Mapping[str, Tensor] | None = None) -> None:
         """Change the mask; trained values and optimiser state of dropped units are put by, those of entering ones return.
