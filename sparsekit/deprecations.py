@@ -11,7 +11,7 @@ from typing import Any, ParamSpec, TypeVar
 __all__ = [
     "RENAMED",
     "PatternCriterion",
-    "RemovedIn03Warning",
+    "RemovedIn0_3Warning",
     "find_renamed",
     "renamed_attribute",
     "renamed_keywords",
@@ -23,7 +23,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-class RemovedIn03Warning(DeprecationWarning):
+class RemovedIn0_3Warning(DeprecationWarning):
     """Something that works in sparsekit 0.2 and is gone in 0.3."""
 
 
@@ -38,7 +38,7 @@ RENAMED: Mapping[str, tuple[str, str]] = {
 
 def warn_renamed(old: str, new: str, *, stacklevel: int = 3) -> None:
     """Warn that `old` is called `new`; by default at the line that called the caller."""
-    warnings.warn(f"{old} is deprecated and goes with sparsekit 0.3; use {new}", RemovedIn03Warning, stacklevel=stacklevel)
+    warnings.warn(f"{old} is deprecated and goes with sparsekit 0.3; use {new}", RemovedIn0_3Warning, stacklevel=stacklevel)
 
 
 def find_renamed(package: str, name: str, renamed: Mapping[str, tuple[str, str]]) -> Any:
@@ -97,7 +97,7 @@ def renamed_attribute(old: str, new: str) -> Any:
     return property(read, doc=f"Deprecated: use `{new}`.")
 
 
-def renamed_value(what: str, value: R, renamed: Mapping[R, R], *, stacklevel: int = 3) -> R:
+def renamed_value(what: str, value: R, renamed: Mapping[Any, R], *, stacklevel: int = 3) -> R:
     """The new value of an option, with a warning where `value` is an old one.
 
     Args:

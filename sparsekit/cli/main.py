@@ -14,7 +14,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from importlib.metadata import EntryPoint, entry_points
-from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Any
 
 import click
 import typer
@@ -23,7 +23,7 @@ from rich.markup import escape
 from rich.table import Table
 from typer.core import TyperGroup
 
-from sparsekit.deprecations import RemovedIn03Warning
+from sparsekit.deprecations import RemovedIn0_3Warning
 from sparsekit.errors import InvalidValueError, SparsekitError
 from sparsekit.registry import Registry, load_object
 from sparsekit.version import __version__
@@ -130,10 +130,9 @@ def units(
         ),
     ] = None,
     norm: Annotated[
-        Literal["fixed", "kept", "frozen"],
+        str,
         typer.Option(
-            help="'kept' also counts units under layer norms, which are then taken over the kept units."
-            " 'frozen' is the old name of 'fixed'."
+            metavar="[fixed|kept]", help="'kept' also counts units under layer norms, which are then taken over the kept units."
         ),
     ] = "fixed",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout and nothing else.")] = False,
@@ -148,7 +147,7 @@ def units(
     with warnings.catch_warnings():
         # The same facts are in the table.
         warnings.simplefilter("ignore", FixedUnitsWarning)
-        graph = trace_units(module, *inputs, norm=cast(Literal["fixed", "kept"], norm))
+        graph = trace_units(module, *inputs, norm=norm)  # type: ignore[arg-type]  # a wrong name is refused there
     report = _describe(model, module, graph)
     if as_json:
         typer.echo(json.dumps(report, indent=1))
@@ -265,7 +264,7 @@ def _prepare_process() -> None:
     # A model or data set of the user is looked for where she stands too; last, so that nothing installed is hidden.
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
-    warnings.simplefilter("default", RemovedIn03Warning)
+    warnings.simplefilter("default", RemovedIn0_3Warning)
     warnings.showwarning = lambda message, *_, **__: typer.echo(f"warning: {message}", err=True)
     for package in ("sparsekit", "sparsekit_fl"):
         logger = logging.getLogger(package)

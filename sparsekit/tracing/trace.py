@@ -82,7 +82,7 @@ def trace_units(
     """
     _check(model)
     inputs = ModelInputs(example_inputs, _joined(example_kwargs or {}, more_kwargs))
-    norm = renamed_value("norm", norm, {"frozen": "fixed"})  # type: ignore[dict-item]
+    norm = renamed_value("norm", norm, {"frozen": "fixed"})
     if norm not in ("fixed", "kept"):
         raise InvalidValueError(f"norm must be 'fixed' or 'kept', got {norm!r}")
     notes: NormNotes | None = {} if norm == "kept" else None

@@ -17,7 +17,8 @@ from sparsekit.errors import InvalidValueError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.mask import UnitMask
 from sparsekit.graph.state import StateDict
-from sparsekit.training.narrow_model import HasState, NarrowModel
+from sparsekit.surgery.optimizer_state import HasState
+from sparsekit.training.narrow_model import NarrowModel
 from sparsekit.training.regularizer import ImportanceRegularizer
 from sparsekit.training.unit_vectors import UnitVectors
 from sparsekit_fl.context.client import ClientContext

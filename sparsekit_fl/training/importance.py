@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sparsekit.allocation.choose import choose
 from sparsekit.errors import InvalidValueError
-from sparsekit.training.narrow_model import HasState
+from sparsekit.surgery.optimizer_state import HasState
 from sparsekit.training.regularizer import ImportanceRegularizer, standardise
 from sparsekit.training.unit_vectors import UnitVectors
 

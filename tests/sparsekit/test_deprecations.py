@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import warnings
@@ -13,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 import sparsekit as sk
-from sparsekit import patterns
+from sparsekit import deprecations, patterns
 from sparsekit.criteria import registry
-from sparsekit.deprecations import RENAMED, PatternCriterion, RemovedIn03Warning
+from sparsekit.deprecations import RENAMED, PatternCriterion, RemovedIn0_3Warning
 from sparsekit.errors import InvalidValueError, NoUnitsError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.tracing.trace import trace_units
@@ -33,15 +34,21 @@ def _masked(**options: Any) -> sk.LearnableMask:
 
 def _warned(call: Callable[[], Any], message: str) -> Any:
     """What `call` returns; it must warn once, at this file."""
-    with pytest.warns(RemovedIn03Warning, match=message) as caught:
+    with pytest.warns(RemovedIn0_3Warning, match=message) as caught:
         found = call()
     assert [item.filename for item in caught] == [__file__]
     return found
 
 
-def test_what_0_3_removes_is_gone_in_0_3() -> None:
-    minor = tuple(int(part) for part in sk.__version__.split(".")[:2])
-    assert minor < (0, 3), "delete the two deprecations.py and sparsekit/patterns.py, and what uses them"
+@pytest.mark.parametrize("name", [name for name in dir(deprecations) if name.startswith("RemovedIn")])
+def test_no_old_name_outlives_the_release_that_was_named(name: str) -> None:
+    removed = tuple(int(part) for part in re.findall(r"\d+", name))
+    assert tuple(int(part) for part in sk.__version__.split(".")[:2]) < removed, f"remove what warns with {name}, and the class"
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_present_value_passes_without_a_warning() -> None:
+    assert deprecations.renamed_value("norm", "kept", {"frozen": "fixed"}) == "kept"
 
 
 @pytest.mark.parametrize("name", [name for name in RENAMED if name != "patterns"])  # a module warns when first imported
@@ -52,7 +59,7 @@ def test_every_old_name_is_found_and_warns(name: str) -> None:
 
 def test_old_names_are_the_new_objects() -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RemovedIn03Warning)
+        warnings.simplefilter("ignore", RemovedIn0_3Warning)
         assert sk.CompactSession is sk.NarrowModel
         assert issubclass(sk.PatternView, sk.View)
         assert sk.patterns.Magnitude is sk.criteria.Magnitude
@@ -78,14 +85,14 @@ def test_the_old_module_can_be_imported_and_each_of_its_names_warns(name: str) -
 def test_importing_the_old_module_warns_in_a_new_process() -> None:
     program = "import warnings; warnings.simplefilter('error', DeprecationWarning); import sparsekit; sparsekit.patterns"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert "RemovedIn03Warning: sparsekit.patterns is deprecated" in done.stderr
+    assert "RemovedIn0_3Warning: sparsekit.patterns is deprecated" in done.stderr
 
 
 def test_a_program_of_0_1_runs() -> None:
     model, x = _model()
     graph = sk.trace_units(model, x)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RemovedIn03Warning)
+        warnings.simplefilter("ignore", RemovedIn0_3Warning)
         mask = sk.select(sk.patterns.Magnitude(), graph, 0.5, sk.PatternView(weights=model.state_dict(), round=3))
         rolled = sk.select(sk.patterns.Rolling(), graph, 0.25, sk.PatternView(round=3))
     assert mask == sk.select(sk.criteria.Magnitude(), graph, 0.5, sk.View(weights=model.state_dict()))
@@ -109,7 +116,7 @@ def test_a_pattern_of_somebody_else_still_picks_its_units() -> None:
 
 
 def test_a_learnable_mask_takes_a_pattern_of_somebody_else_and_follows_its_ratio() -> None:
-    with pytest.warns(RemovedIn03Warning, match="use a criterion"):
+    with pytest.warns(RemovedIn0_3Warning, match="use a criterion"):
         masked = _masked(criterion=Last(), ratio=0.25)
     assert masked.unit_mask()["0"].tolist() == [False] * 6 + [True] * 2
     masked.ratio = 0.5

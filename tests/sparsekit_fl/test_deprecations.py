@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from sparsekit import criteria
-from sparsekit.deprecations import RemovedIn03Warning
+from sparsekit.deprecations import RemovedIn0_3Warning
 from sparsekit_fl import policies
 from sparsekit_fl.context.client import ClientContext
 from sparsekit_fl.context.server import ServerContext
@@ -18,7 +18,7 @@ from sparsekit_fl.deprecations import RENAMED_POLICIES
 def test_every_old_policy_is_found_and_warns(name: str) -> None:
     new = RENAMED_POLICIES[name][0].partition(":")[2]
     with pytest.warns(
-        RemovedIn03Warning, match=rf"sparsekit_fl.policies.{name} is deprecated .*; use sparsekit_fl.policies.{new}"
+        RemovedIn0_3Warning, match=rf"sparsekit_fl.policies.{name} is deprecated .*; use sparsekit_fl.policies.{new}"
     ):
         assert getattr(policies, name) is getattr(policies, new)
     assert name not in policies.__all__
@@ -32,12 +32,12 @@ def test_an_unknown_policy_is_an_error() -> None:
 @pytest.mark.parametrize("name", ["UnitCriterion", "ServerCriterion", "RecalibratedBatchNorm"])
 def test_policies_take_a_criterion_by_its_old_keyword(name: str) -> None:
     policy: Any = getattr(policies, name)
-    with pytest.warns(RemovedIn03Warning, match="the keyword 'pattern' .*; use 'criterion'"):
+    with pytest.warns(RemovedIn0_3Warning, match="the keyword 'pattern' .*; use 'criterion'"):
         assert policy(pattern=criteria.Random()) == policy(criterion=criteria.Random())
 
 
 def test_the_old_hook_of_a_policy_is_called() -> None:
-    with pytest.warns(RemovedIn03Warning, match=r"the hook Mine.vet is deprecated .*; use validate"):
+    with pytest.warns(RemovedIn0_3Warning, match=r"the hook Mine.vet is deprecated .*; use validate"):
 
         class Mine(policies.RatioPolicy):
             def vet(self, ctx: Any, update: Any, assignment: Any) -> None:
@@ -54,5 +54,5 @@ def test_the_old_hook_of_a_policy_is_called() -> None:
 def test_contexts_are_read_by_their_old_names(kind: Any, old: str, new: str) -> None:
     context = object.__new__(kind)
     object.__setattr__(context, new, "it")
-    with pytest.warns(RemovedIn03Warning, match=rf"{kind.__name__}.{old} is deprecated .*; use {new}"):
+    with pytest.warns(RemovedIn0_3Warning, match=rf"{kind.__name__}.{old} is deprecated .*; use {new}"):
         assert getattr(context, old) == "it"

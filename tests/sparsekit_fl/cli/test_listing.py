@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from sparsekit.cli.main import execute
-from sparsekit.deprecations import RemovedIn03Warning
+from sparsekit.deprecations import RemovedIn0_3Warning
 from sparsekit_fl import methods
 from sparsekit_fl.cli.listing import KINDS
 
@@ -48,7 +48,7 @@ def test_an_unknown_kind_gets_the_nearest(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_criteria_are_listed_by_their_old_name_with_a_note(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.warns(RemovedIn03Warning, match="sparsekit list='patterns' is deprecated .*; use 'criteria'"):
+    with pytest.warns(RemovedIn0_3Warning, match="sparsekit list='patterns' is deprecated .*; use 'criteria'"):
         assert execute(["list", "patterns", "--json"]) == 0
     names = [item["name"] for item in json.loads(capsys.readouterr().out)]
     assert names == ["learned", "magnitude", "ordered", "random", "rolling"]
