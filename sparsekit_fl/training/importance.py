@@ -36,7 +36,7 @@ class ImportanceLearner:
         self._pull = 2.0 * term.weights(fused.sizes.tolist()).to(self.importance)
 
     def targets(self) -> Tensor:
-        """The targets of the regulariser at the present weights: float (J,)."""
+        """Return the targets of the regulariser at the present weights: float (J,)."""
         magnitudes = self.fused.magnitudes()
         if self.term.target == "standardised":
             magnitudes = standardise(magnitudes, self.fused.group_of, self.fused.sizes)
