@@ -128,7 +128,7 @@ REGISTRIES = {
         {"arms", "base", "cells", "field", "ledger", "make", "moves", "noise", "optuna", "plot", "posterior", "rule", "space",
          "watch"},
     ),
-    "sparsekit_fl/methods": ("sparsekit_fl.methods", "registry", set()),
+    "sparsekit_fl/methods": ("sparsekit_fl.methods", "registry", {"method"}),
     "sparsekit_fl/datasets": (
         "sparsekit_fl.datasets", "datasets", {"base", "cache", "files", "parquet", "text", "transforms"},
     ),
