@@ -98,7 +98,7 @@ UPWARD = {
 # Third-party packages and the only places that may import them.
 ONLY_IN = {
     "flwr": ("sparsekit_fl.engines.flower.*",),
-    "ray": ("sparsekit_fl.engines.flower.session",),
+    "ray": ("sparsekit_fl.engines.flower.simulation",),
     "typer": ("sparsekit.cli.main", "sparsekit.cli.tune", "sparsekit_fl.cli.*"),
     "click": ("sparsekit.cli.main", "sparsekit_fl.cli.*"),
     "rich": ("sparsekit.cli.main", "sparsekit.tuning.*", "sparsekit_fl.cli.*", "sparsekit_fl.report.*"),

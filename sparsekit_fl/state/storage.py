@@ -1,4 +1,4 @@
-"""Files that are either old or new, never half-written; and policy memory as tensors plus JSON."""
+"""Memory as tensors plus JSON; and files that are either old or new, never half-written."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from sparsekit_fl.errors import MemoryStateError
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["flatten", "sync_folder", "unflatten", "write_atomically"]
+__all__ = ["Memory", "flatten", "sync_folder", "unflatten", "write_atomically"]
+
+Memory = dict[str, Any]
+"""State that lives from round to round: tensors, numbers, strings, None, and lists and string-keyed dicts of these."""
 
 _TENSOR = "$tensor"
 _FLOAT = "$float"
