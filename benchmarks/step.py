@@ -27,13 +27,14 @@ from torch import Tensor, nn
 
 from sparsekit import LearnableMask, NarrowModel, UnitGraph, UnitMask, compact, select, trace_units
 from sparsekit.criteria import PatternView, TopImportance, keep_count
-from sparsekit.training.importance import ImportanceLearner, ImportanceRegularizer
+from sparsekit.training.regularizer import ImportanceRegularizer
 from sparsekit.training.unit_vectors import UnitVectors
 from sparsekit_fl.models.cnn import Cnn
 from sparsekit_fl.models.lstm import NextWordLstm
 from sparsekit_fl.models.vgg import Vgg
 from sparsekit_fl.options.config import TrainingConfig
 from sparsekit_fl.policies.learnable import LearnableStep
+from sparsekit_fl.training.importance import ImportanceLearner
 from sparsekit_fl.training.loop import Batch
 
 LR = 1e-3

@@ -1,6 +1,6 @@
 """A federated method of your own in one file: slow clients train a random half of the units. Seconds, offline.
 
-Needs `pip install "sparsekit[fl]"`. Run it with `python examples/new_method.py`, or by name, with every option of the
+Needs `pip install "sparsekit-torch[fl]"`. Run it with `python examples/new_method.py`, or by name, with every option of the
 command line: `sparsekit run examples.new_method:fedhalf --rounds 10`. In a package of your own, the entry point
 
     [project.entry-points."sparsekit_fl.methods"]

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from sparsekit.graph.mask import UnitMask, WeightMask
     from sparsekit.measure.cost import Cost, count_cost
     from sparsekit.surgery.compaction import compact, expand
-    from sparsekit.surgery.optimizers import remap_optimizer
+    from sparsekit.surgery.optimizer_state import remap_optimizer
     from sparsekit.surgery.saving import load_compact, load_mask, save_compact
     from sparsekit.tracing.trace import trace_units
     from sparsekit.training.learnable import LearnableMask
@@ -51,7 +51,7 @@ _HOME = {
     "load_compact": "sparsekit.surgery.saving",
     "load_mask": "sparsekit.surgery.saving",
     "patterns": "sparsekit.criteria",
-    "remap_optimizer": "sparsekit.surgery.optimizers",
+    "remap_optimizer": "sparsekit.surgery.optimizer_state",
     "save_compact": "sparsekit.surgery.saving",
     "select": "sparsekit.criteria.base",
     "trace_units": "sparsekit.tracing.trace",

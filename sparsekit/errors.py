@@ -10,6 +10,7 @@ import difflib
 from collections.abc import Iterable
 
 __all__ = [
+    "DISTRIBUTION",
     "CompactFileError",
     "DataError",
     "ForeignMaskError",
@@ -21,8 +22,12 @@ __all__ = [
     "TraceError",
     "UnknownNameError",
     "UnsupportedModelError",
+    "install_hint",
     "nearest",
 ]
+
+DISTRIBUTION = "sparsekit-torch"
+"""The name by which pip installs this project; `sparsekit` on the public package index is another one."""
 
 
 class SparsekitError(Exception):
@@ -75,6 +80,18 @@ class CompactFileError(SparsekitError, ValueError):
 
 class DataError(SparsekitError, ValueError):
     """A data set is absent, malformed or does not fit the model."""
+
+
+def install_hint(extra: str) -> str:
+    """The commands that install an extra of this project.
+
+    Args:
+        extra: Its name, as in "report".
+
+    Returns:
+        For example `pip install "sparsekit-torch[report]"`, and the same for a checkout.
+    """
+    return f'pip install "{DISTRIBUTION}[{extra}]", or in a checkout pip install -e ".[{extra}]"'
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -12,7 +12,7 @@ from sparsekit.graph.mask import UnitMask
 from sparsekit.surgery.compaction import compact, compact_state, expand
 from sparsekit.surgery.rebuild import copy_with, named_entries
 from sparsekit.tracing.inputs import find_tensors, map_tensors
-from sparsekit.training.dense import DenseModel
+from sparsekit.training.dense_model import DenseModel
 
 __all__ = ["check_masked_equals_compact", "check_nothing_is_lost", "random_mask", "run_gated"]
 

@@ -105,6 +105,7 @@ ONLY_IN = {
     "matplotlib": ("sparsekit.bandit.plot", "sparsekit_fl.report.*"),
     "optuna": ("sparsekit.bandit.optuna",),
     "opacus": ("sparsekit_fl.server.privacy",),
+    "pydantic": ("sparsekit_fl.*",),
     "pytest": ("sparsekit.testing.*", "sparsekit_fl.testing.*"),
     "hypothesis": ("sparsekit.testing.*", "sparsekit_fl.testing.*"),
     "pickle": ("sparsekit.testing.*", "sparsekit_fl.testing.*"),
@@ -222,7 +223,7 @@ def test_importing_the_packages_loads_no_optional_package() -> None:
 
 
 def test_the_process_that_a_supernode_starts_for_a_message_loads_no_simulation() -> None:
-    pytest.importorskip("flwr", reason="flwr is not installed; pip install 'sparsekit[flower]'")
+    pytest.importorskip("flwr", reason="flwr is not installed; pip install 'sparsekit-torch[flower]'")
     needless = ("ray", "flwr.simulation", "sparsekit_fl.server.loop")
     program = (
         "import sys, sparsekit_fl.deployment.apps as apps\n"
@@ -255,7 +256,7 @@ def test_every_file_of_a_shelf_is_in_its_table(folder: str) -> None:
     present = ({path.stem for path in (ROOT / folder).glob("*.py")} | packages) - {"__init__"} - helpers
     assert listed == present
     if folder == "sparsekit_fl/engines":
-        pytest.importorskip("flwr", reason="flwr is not installed; pip install 'sparsekit[flower]'")
+        pytest.importorskip("flwr", reason="flwr is not installed; pip install 'sparsekit-torch[flower]'")
     assert all(registry[entry] is not None for entry in registry._table)
 
 

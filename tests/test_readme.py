@@ -60,7 +60,7 @@ def test_every_option_exists(option: str, capsys: pytest.CaptureFixture[str]) ->
 def test_every_dependency_has_its_reason() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     wanted = [*project["dependencies"], *(item for extra in project["optional-dependencies"].values() for item in extra)]
-    names = {re.split(r"[\s<>=\[!~;]", item)[0] for item in wanted} - {"sparsekit"}
+    names = {re.split(r"[\s<>=\[!~;]", item)[0] for item in wanted} - {project["name"]}
     section = TEXT.split("## Dependencies")[1].split("## ")[0]
     assert {name for name in names if name not in section} == set()
 
@@ -69,7 +69,7 @@ def test_every_dependency_is_pinned_for_the_tests() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     pinned = {line.split("==")[0] for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line}
     extras = [item for name, extra in project["optional-dependencies"].items() if name != "flower" for item in extra]
-    names = {re.split(r"[\s<>=\[!~;]", item)[0] for item in [*project["dependencies"], *extras]} - {"sparsekit"}
+    names = {re.split(r"[\s<>=\[!~;]", item)[0] for item in [*project["dependencies"], *extras]} - {project["name"]}
     assert names - pinned == set()
 
 

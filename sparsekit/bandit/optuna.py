@@ -13,7 +13,7 @@ import numpy as np
 from sparsekit.bandit.base import Bandit, Interval
 from sparsekit.bandit.make import DEFAULT, make_bandit, registry
 from sparsekit.bandit.space import Box
-from sparsekit.errors import InvalidValueError, MissingDependencyError
+from sparsekit.errors import InvalidValueError, MissingDependencyError, install_hint
 
 try:
     from optuna.distributions import BaseDistribution, FloatDistribution, IntDistribution
@@ -22,7 +22,7 @@ try:
     from optuna.study import Study, StudyDirection
     from optuna.trial import FrozenTrial, TrialState
 except ImportError as error:
-    raise MissingDependencyError('this sampler needs optuna; pip install "sparsekit[optuna]"') from error
+    raise MissingDependencyError(f"this sampler needs optuna; {install_hint('optuna')}") from error
 
 __all__ = ["BanditSampler"]
 

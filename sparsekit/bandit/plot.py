@@ -13,7 +13,7 @@ import numpy as np
 from sparsekit.bandit.base import Bandit, Interval
 from sparsekit.bandit.make import restore_bandit
 from sparsekit.bandit.space import Box
-from sparsekit.errors import InvalidValueError, MissingDependencyError
+from sparsekit.errors import InvalidValueError, MissingDependencyError, install_hint
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -60,7 +60,7 @@ def save_plot(
         import matplotlib as mpl
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise MissingDependencyError('a picture needs matplotlib; pip install "sparsekit[report]"') from error
+        raise MissingDependencyError(f"a picture needs matplotlib; {install_hint('report')}") from error
     known = restore_bandit(bandit) if isinstance(bandit, Mapping) else bandit
     sign = -1.0 if minimize else 1.0
     pulls = _pulls(known, sign, name)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from sparsekit.errors import ForeignMaskError, InvalidValueError
+from sparsekit.graph.index import gate
 from sparsekit.graph.layers import Layer
 from sparsekit.graph.norms import NormSite
 from sparsekit.graph.state import StateDict
@@ -196,20 +197,15 @@ class UnitGraph:
             A new dict with every key of `state`; entries without gated units are passed through.
         """
         gated = dict(state)
-        for group_name, gate in gates.items():
+        for group_name, values in gates.items():
             if group_name not in self.groups:
                 raise ForeignMaskError(f"no group {group_name!r} in this graph; groups: {', '.join(self.groups)}")
             group = self.groups[group_name]
-            if gate.shape != (group.size,):
-                raise ForeignMaskError(f"gates of {group_name!r} must have shape ({group.size},), got {tuple(gate.shape)}")
+            if values.shape != (group.size,):
+                raise ForeignMaskError(f"gates of {group_name!r} must have shape ({group.size},), got {tuple(values.shape)}")
             for piece in group.slices:
                 if piece.gated:
-                    entry = gated[piece.name]
-                    index = piece.index.to(entry.device)
-                    values = gate.to(entry.dtype).repeat_interleave(piece.span)
-                    vector = torch.ones(entry.shape[piece.dim], dtype=entry.dtype, device=entry.device)
-                    vector = vector.index_copy(0, index.reshape(-1), values)
-                    gated[piece.name] = entry * vector.view([-1 if d == piece.dim else 1 for d in range(entry.dim())])
+                    gated[piece.name] = gate(gated[piece.name], piece.dim, piece.index, values)
         return gated
 
     def kept_indices(self, keep: Mapping[str, Tensor]) -> dict[str, dict[int, Tensor]]:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from sparsekit.errors import ForeignMaskError, InvalidValueError
 from sparsekit.graph.graph import UnitGraph
+from sparsekit.graph.index import along, narrow_shape
 
 __all__ = ["UnitMask", "WeightMask", "to_weights"]
 
@@ -102,8 +103,7 @@ class UnitMask(_Mask):
         indices = graph.kept_indices(self)
         kept = total = 0
         for name, shape in graph.shapes.items():
-            axes = indices.get(name, {})
-            kept += math.prod(len(axes[dim]) if dim in axes else size for dim, size in enumerate(shape))
+            kept += math.prod(narrow_shape(shape, indices.get(name, {})))
             total += math.prod(shape)
         return kept / total
 
@@ -151,6 +151,6 @@ def to_weights(graph: UnitGraph, mask: UnitMask) -> WeightMask:
         for dim, index in axes.items():
             stays = torch.zeros(shape[dim], dtype=torch.bool)
             stays[index] = True
-            keep = keep & stays.view([-1 if d == dim else 1 for d in range(len(shape))])
+            keep = keep & along(stays, dim, len(shape))
         entries[name] = keep
     return WeightMask(entries)

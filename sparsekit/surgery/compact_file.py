@@ -40,6 +40,8 @@ def write_file(path: Path, entries: StateDict, spec: Mapping[str, Any]) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         save_file(_apart(entries), temporary, metadata=header)
+        with temporary.open("rb+") as file:
+            os.fsync(file.fileno())  # a power cut must not leave a name without its bytes
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -77,7 +79,11 @@ def read_file(path: Path, *, tensors: bool = True) -> tuple[dict[str, Tensor], d
             f"{path} cannot be read: {error}; it is cut off, damaged or no safetensors file, so copy or save it again"
         ) from error
     if _KEY not in header:
-        raise CompactFileError(f"{path} was not written by save_compact: its header has no {_KEY!r}; save the model with it")
+        raise CompactFileError(
+            f"{path} was not written by save_compact: its header has no {_KEY!r}; save the model with it. A file with tensors"
+            " named 'state:…' is a model that a federated run of an earlier version exported: run it again, or read it with"
+            " safetensors"
+        )
     with damage(path):
         spec = json.loads(header[_KEY])
         if spec["format"] != _FORMAT:

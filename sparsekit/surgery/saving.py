@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -24,23 +24,43 @@ from sparsekit.layers import LayerRule, resize
 from sparsekit.registry import load_object
 from sparsekit.surgery.compact_file import damage, digest, pack_mask, read_file, unpack_mask, write_file
 from sparsekit.surgery.rebuild import copy_with, named_entries
-from sparsekit.training.learnable import LearnableMask
 
-__all__ = ["Factory", "load_compact", "load_mask", "save_compact"]
+__all__ = ["Factory", "SparseModel", "load_compact", "load_mask", "save_compact"]
 
 Factory: TypeAlias = nn.Module | Callable[[], nn.Module | tuple[nn.Module, Any]] | str
 """How the dense model is made: a module, a function that returns one (or it and its inputs), `"package.module:function"`."""
+
+
+@runtime_checkable
+class SparseModel(Protocol):
+    """Anything that can say which units of a dense model it keeps and be cut down to them: a `LearnableMask`."""
+
+    graph: UnitGraph
+
+    def unit_mask(self) -> UnitMask:
+        """Which units are kept."""
+        ...
+
+    def compact(self) -> nn.Module:
+        """The kept units as a plain, smaller module."""
+        ...
+
 
 _PLAIN = (bool, int, float, str, type(None))
 
 
 def save_compact(
-    model: nn.Module, path: str | os.PathLike[str], *, graph: UnitGraph | None = None, mask: UnitMask | None = None
+    model: nn.Module | SparseModel,
+    path: str | os.PathLike[str],
+    *,
+    graph: UnitGraph | None = None,
+    mask: UnitMask | None = None,
 ) -> None:
     """Write a compacted model to one safetensors file.
 
     Args:
         model: What `compact` returned, trained on or not; or a `LearnableMask`, whose compact model and mask are saved.
+            So is whatever else has `graph`, `unit_mask()` and `compact()`.
         path: The file, by custom with the ending `.safetensors`. An old one is replaced at once or not at all.
         graph: The units of the dense model, so that the mask can be found again with `load_mask`; given with `mask`.
         mask: What `model` keeps of the dense model.
@@ -49,9 +69,9 @@ def save_compact(
         InvalidValueError: the model has state that is no tensor; or only one of graph and mask was given.
         ForeignMaskError: graph and mask do not belong together, or `model` was not compacted with them.
     """
-    if isinstance(model, LearnableMask):
+    if isinstance(model, SparseModel):
         if graph is not None or mask is not None:
-            raise InvalidValueError("a LearnableMask brings its own graph and mask; leave `graph` and `mask` out")
+            raise InvalidValueError(f"a {type(model).__name__} brings its own graph and mask; leave `graph` and `mask` out")
         graph, mask, model = model.graph, model.unit_mask(), model.compact()
     if (graph is None) != (mask is None):
         raise InvalidValueError("pass graph and mask together, or neither; the mask means nothing without its graph")
@@ -82,11 +102,11 @@ def load_compact(
         rules: Rules for layers of your own, as given to `trace_units`.
 
     Returns:
-        A plain module, on the device of what the factory made, in the dtypes of the file.
+        A plain module, on the device of what the factory made (on the CPU for the meta device), in the dtypes of the file.
 
     Raises:
         CompactFileError: the file is damaged or was not written by `save_compact`, or the factory makes another model.
-        InvalidValueError: the factory makes no module.
+        InvalidValueError: the factory makes no module, or one with a buffer on the meta device that the state lacks.
         OSError: the file cannot be read.
     """
     model = _make(factory)
@@ -95,7 +115,14 @@ def load_compact(
     with damage(path):
         tensors |= {alias: tensors[name] for alias, name in spec["ties"].items()}
         _check_architecture(path, model, entries, tensors, spec)
-    small = copy_with(model, {name: tensors[name].to(own.device) for name, own in entries.items()})
+    devices = {name: torch.device("cpu") if own.is_meta else own.device for name, own in entries.items()}
+    small = copy_with(model, {name: tensors[name].to(device) for name, device in devices.items()})
+    empty = sorted(name for name, entry in [*small.named_parameters(), *small.named_buffers()] if entry.is_meta)
+    if empty:
+        raise InvalidValueError(
+            f"the factory makes {empty[0]!r} on the meta device, without data, and it is no part of the saved state;"
+            " let the factory build the model on a real device"
+        )
     resize(small, rules)
     with damage(path):
         _check_modules(path, small, spec["modules"])
@@ -137,7 +164,7 @@ def load_mask(path: str | os.PathLike[str], graph: UnitGraph) -> UnitMask:
         return mask
 
 
-def _plain(model: nn.Module) -> nn.Module:
+def _plain(model: object) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise InvalidValueError(f"expected a torch.nn.Module, got {type(model).__name__}; pass what compact() returned")
     inner = getattr(model, "_orig_mod", None)  # what torch.compile wraps

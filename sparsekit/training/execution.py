@@ -18,8 +18,9 @@ from sparsekit.criteria.magnitudes import unit_magnitudes
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.mask import UnitMask, to_weights
 from sparsekit.graph.state import StateDict
+from sparsekit.surgery.compaction import compact
 from sparsekit.surgery.rebuild import copy_with, named_entries
-from sparsekit.training.dense import DenseModel, straight_through_gates
+from sparsekit.training.dense_model import DenseModel, straight_through_gates
 from sparsekit.training.narrow_model import NarrowModel, first_value
 from sparsekit.training.unit_vectors import Reader, UnitVectors
 
@@ -60,6 +61,10 @@ class Execution(Protocol):
         self, state: StateDict, mask: UnitMask, order: Mapping[str, Tensor] | None, optimizers: Sequence[Optimizer]
     ) -> None:
         """Start from a dense state under a mask; narrow entries and optimiser state take the given order of units."""
+        ...
+
+    def compact(self) -> nn.Module:
+        """The sparse model as a plain, smaller module; a copy."""
         ...
 
     def dense_state(self) -> dict[str, Tensor]:
@@ -152,6 +157,9 @@ class CompactExecution:
     def _ascending(self, mask: UnitMask) -> dict[str, Tensor]:
         return {name: keep.cpu().nonzero().reshape(-1) for name, keep in mask.items()}
 
+    def compact(self) -> nn.Module:
+        return self.narrow_model.compact()
+
     def dense_state(self) -> dict[str, Tensor]:
         return self.narrow_model.dense_state()
 
@@ -221,6 +229,9 @@ class MaskedExecution:
         mask.check(self.graph)
         self.module.load_state_dict(dict(state))
         self.mask = mask
+
+    def compact(self) -> nn.Module:
+        return compact(self.module, self.graph, self.mask)
 
     def dense_state(self) -> dict[str, Tensor]:
         return {name: tensor.detach().clone() for name, tensor in named_entries(self.module).items()}

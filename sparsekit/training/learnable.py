@@ -16,11 +16,10 @@ from sparsekit.errors import ForeignMaskError, InvalidValueError, UnsupportedMod
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.mask import UnitMask
 from sparsekit.rng import torch_generator
-from sparsekit.surgery.rebuild import copy_with
 from sparsekit.tracing.trace import trace_units
 from sparsekit.training.execution import CompactExecution, Execution, MaskedExecution
-from sparsekit.training.importance import ImportanceRegularizer
 from sparsekit.training.optimizer_hooks import OptimizerSet, watch
+from sparsekit.training.regularizer import ImportanceRegularizer
 
 __all__ = ["LearnableMask"]
 
@@ -232,17 +231,8 @@ class LearnableMask(nn.Module):
 
     def compact(self) -> nn.Module:
         """The sparse model as a plain, smaller module with the same outputs; a copy."""
-        from sparsekit.surgery.compaction import compact
-
         self.sync()
-        execution = self._execution
-        if isinstance(execution, CompactExecution):
-            small = copy_with(execution.module, {})
-            small.load_state_dict(execution.narrow_model.narrow_state())
-            for parameter in small.parameters():
-                parameter.grad = None
-            return small
-        return compact(execution.module, self.graph, execution.mask)
+        return self._execution.compact()
 
     def dense_state(self) -> dict[str, Tensor]:
         """The dense weights under the model's own keys: kept entries as trained, dropped ones as when last kept."""

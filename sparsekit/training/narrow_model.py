@@ -322,6 +322,14 @@ class NarrowModel:
             result.update(dict.fromkeys(entry.names, value))
         return {name: result[name] for name in self.graph.shapes if name in result}
 
+    def compact(self) -> nn.Module:
+        """The narrow module as a plain module of its own: a copy without gradients, units in ascending order."""
+        small = copy_with(self.module, {})
+        small.load_state_dict(self.narrow_state())
+        for parameter in small.parameters():
+            parameter.grad = None
+        return small
+
     def dense_state(self) -> dict[str, Tensor]:
         """The dense state as a new dict: kept entries as trained, dropped ones as they were when last kept."""
         with torch.no_grad():

@@ -17,7 +17,7 @@ from sparsekit.graph.graph import group_order
 from sparsekit.graph.mask import UnitMask
 from sparsekit.training.narrow_model import HasState, NarrowModel
 
-__all__ = ["Reader", "UnitVectors", "standardise"]
+__all__ = ["Reader", "UnitVectors"]
 
 
 class Reader:
@@ -50,25 +50,6 @@ class Reader:
             weight = weight.flatten(1)
         norms: Tensor = torch.linalg.vector_norm(weight, ord=1, dim=[d for d in range(weight.dim()) if d != self.dim])
         return norms
-
-
-def standardise(values: Tensor, group_of: Tensor, sizes: Tensor | None = None) -> Tensor:
-    """Subtract each group's mean and divide by its standard deviation.
-
-    Args:
-        values: float (J,).
-        group_of: int64 (J,), the group of each value, from 0.
-        sizes: int64 (groups,), counted if not given.
-
-    Returns:
-        float (J,); 0 throughout a group whose values are all equal.
-    """
-    sizes = torch.bincount(group_of) if sizes is None else sizes
-    counts = sizes.to(values.dtype)
-    mean = values.new_zeros(sizes.numel()).index_add_(0, group_of, values) / counts
-    centred = values - mean[group_of]
-    variance = values.new_zeros(sizes.numel()).index_add_(0, group_of, centred * centred) / counts
-    return centred / (variance.sqrt() + 1e-12)[group_of]
 
 
 def _products(reader: Reader, gradients: Mapping[Tensor, Tensor] | None) -> Tensor:

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from sparsekit.errors import InvalidValueError
+from sparsekit.errors import DISTRIBUTION, InvalidValueError
 from sparsekit_fl.cli.options import command_app
 
 __all__ = ["flower_app", "write_app"]
@@ -42,6 +42,7 @@ def write_app(folder: Path) -> list[Path]:
     words = {
         "@NAME@": re.sub(r"[^a-z0-9]+", "-", here.name.lower()).strip("-") or "sparsekit-app",
         "@HERE@": here.as_posix(),
+        "@DISTRIBUTION@": DISTRIBUTION,
         "@CONFIG@": "\n".join(f"{name} = {_toml(value)}" for name, value in Plan().to_run_config().items()),
     }
     template = files("sparsekit_fl").joinpath("deployment/template")

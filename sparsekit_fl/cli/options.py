@@ -18,7 +18,7 @@ import typer
 from rich.markup import escape
 from typer.core import TyperCommand
 
-from sparsekit.errors import InvalidValueError, MissingDependencyError
+from sparsekit.errors import InvalidValueError, MissingDependencyError, install_hint
 from sparsekit.registry import load_object
 
 if TYPE_CHECKING:
@@ -433,7 +433,7 @@ def _engine(options: RunOptions) -> Engine:
     try:
         make = registry[name]
     except ImportError as error:
-        raise MissingDependencyError(f'engine {name!r} needs a package: {error}; pip install "sparsekit[{name}]"') from error
+        raise MissingDependencyError(f"engine {name!r} needs a package: {error}; {install_hint(name)}") from error
     given = {"supernodes": options.supernodes, "ray_address": options.ray_address}
     given = {option: value for option, value in given.items() if value is not None}
     for option in given:

@@ -14,6 +14,8 @@ import torch
 from sparsekit.criteria.base import check_ratio
 from sparsekit.graph.mask import UnitMask
 from sparsekit.graph.state import StateDict
+from sparsekit.surgery.saving import save_compact
+from sparsekit.training.narrow_model import NarrowModel
 from sparsekit_fl.client.worker import WorkerState
 from sparsekit_fl.context.client import ClientContext
 from sparsekit_fl.context.memory import Memory
@@ -22,10 +24,9 @@ from sparsekit_fl.errors import ClientError
 from sparsekit_fl.policies.local import LocalResult
 from sparsekit_fl.policies.personal import PersonalModel
 from sparsekit_fl.problem.clients import Capability, Client
-from sparsekit_fl.state.storage import write_atomically
 from sparsekit_fl.wire.kept import Kept, mask_state
-from sparsekit_fl.wire.messages import Assignment, Evaluation, Update, WorkCost, assignment_bytes, pack_mask, update_bytes
-from sparsekit_fl.wire.packing import pack, upload_dtype
+from sparsekit_fl.wire.messages import Assignment, Evaluation, Update, WorkCost, assignment_bytes, update_bytes
+from sparsekit_fl.wire.packing import upload_dtype
 
 __all__ = ["client_evaluate", "client_round"]
 
@@ -196,7 +197,8 @@ def client_evaluate(
                 personal.calibrate(ctx, module)
                 shared = ctx.score(module, "test", predict=personal.predictor(ctx, module))
         if export is not None and not (is_global and len(state) == len(full)):
-            _export(export, client.id, model)
+            _load(worker, model)  # scoring may have calibrated it, or loaded the global one
+            _export(export, client.id, worker.narrow_model)
     return Evaluation(
         client_id=client.id,
         examples=len(client.data.test),
@@ -215,8 +217,6 @@ def _load(worker: WorkerState, model: PersonalModel) -> None:
     worker.narrow_model.load(state, model.mask if isinstance(model.mask, UnitMask) else None)
 
 
-def _export(folder: Path, client_id: int, model: PersonalModel) -> None:
-    bits, description = pack_mask(model.mask)
-    meta = {"client": client_id, "ratio": model.ratio, "mask": description, "narrow": model.narrow}
-    tensors = {**{f"state:{name}": tensor for name, tensor in model.state.items()}, **bits}
-    write_atomically(folder / f"client-{client_id}.safetensors", pack(tensors, meta))
+def _export(folder: Path, client_id: int, model: NarrowModel) -> None:
+    """Write a file for `load_compact`, with the mask; what a weight mask drops is saved as zeros."""
+    save_compact(model.compact(), folder / f"client-{client_id}.safetensors", graph=model.graph, mask=model.mask)

@@ -1,4 +1,4 @@
-"""Data sets by name: each file has `load(root) -> DataSource`."""
+"""Data sets by name: each entry is called with the user's data directory and returns a `DataSource`."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ datasets = Registry(
     "dataset",
     {
         "digits": "sparsekit_fl.datasets.digits:load",
-        "mnist": "sparsekit_fl.datasets.mnist:load",
-        "cifar10": "sparsekit_fl.datasets.cifar10:load",
-        "cifar100": "sparsekit_fl.datasets.cifar100:load",
-        "tiny-imagenet": "sparsekit_fl.datasets.tiny_imagenet:load",
+        "mnist": "sparsekit_fl.datasets.images:mnist",
+        "cifar10": "sparsekit_fl.datasets.images:cifar10",
+        "cifar100": "sparsekit_fl.datasets.images:cifar100",
+        "tiny-imagenet": "sparsekit_fl.datasets.images:tiny_imagenet",
         "reddit": "sparsekit_fl.datasets.reddit:load",
         "shakespeare": "sparsekit_fl.datasets.shakespeare:load",
     },

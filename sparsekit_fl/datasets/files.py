@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
-from sparsekit.errors import DataError, MissingDependencyError
+from sparsekit.errors import DataError, MissingDependencyError, install_hint
 
 __all__ = ["find_folder", "find_split_files", "require"]
 
@@ -33,7 +33,7 @@ def require(module: str, *, extra: str) -> ModuleType:
     except ImportError as error:
         raise MissingDependencyError(
             f"this needs the package {module.partition('.')[0]!r}, which cannot be imported ({error});"
-            f" install it with: pip install 'sparsekit[{extra}]'"
+            f" install it with: {install_hint(extra)}"
         ) from error
 
 
@@ -107,7 +107,7 @@ def find_split_files(
 def _both_ways(repo: str, layout: str) -> str:
     return (
         f"either pass --data-dir DIR with DIR/{layout} (the files of the hub data set {repo}),"
-        " or install the hub's client with pip install 'sparsekit[hub]' and leave --data-dir out, on a machine with a network"
+        f" or install the hub's client with {install_hint('hub')} and leave --data-dir out, on a machine with a network"
     )
 
 

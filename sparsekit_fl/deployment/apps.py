@@ -17,11 +17,11 @@ from sparsekit.errors import InvalidValueError
 from sparsekit_fl.client.executor import ClientExecutor
 from sparsekit_fl.client.spec import RunSpec
 from sparsekit_fl.deployment.plan import Plan, client_ids
+from sparsekit_fl.engines.flower.introduction import described
 from sparsekit_fl.engines.flower.node import make_app
 from sparsekit_fl.engines.flower.wire import content, read
 from sparsekit_fl.problem.clients import Client
 from sparsekit_fl.state.store import CarriedMemory, DeviceStore, MemoryStore
-from sparsekit_fl.wire.introduction import described
 
 __all__ = ["client", "server"]
 

@@ -8,7 +8,7 @@ gradient reaches its importance, which stays sorted); that is not copied.
 
 from __future__ import annotations
 
-from sparsekit.training.importance import ImportanceRegularizer
+from sparsekit.training.regularizer import ImportanceRegularizer
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.policies.aggregate import DeltaMean
 from sparsekit_fl.policies.bandit import BanditRatio

@@ -15,15 +15,16 @@ from sparsekit.errors import InvalidValueError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.mask import UnitMask
 from sparsekit.graph.state import StateDict
-from sparsekit.training.dense import GateProbe
-from sparsekit.training.importance import ImportanceLearner, ImportanceRegularizer
 from sparsekit.training.narrow_model import HasState, NarrowModel
+from sparsekit.training.regularizer import ImportanceRegularizer
 from sparsekit.training.unit_vectors import UnitVectors
 from sparsekit_fl.context.client import ClientContext, Work
 from sparsekit_fl.options.config import TrainingConfig
 from sparsekit_fl.policies.local import LocalPolicy, LocalResult
 from sparsekit_fl.policies.mask import require_units
 from sparsekit_fl.problem.problem import Problem
+from sparsekit_fl.training.gate_probe import GateProbe
+from sparsekit_fl.training.importance import ImportanceLearner
 from sparsekit_fl.training.loop import Batch, SgdStep
 from sparsekit_fl.wire.kept import Mask
 

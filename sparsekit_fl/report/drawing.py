@@ -12,7 +12,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from sparsekit.errors import MissingDependencyError
+from sparsekit.errors import MissingDependencyError, install_hint
 from sparsekit_fl.report.charts import Chart, Series, Unit
 from sparsekit_fl.report.table import flops_text
 
@@ -94,7 +94,7 @@ def _style() -> Any:
     try:
         import matplotlib as mpl
     except ImportError as error:
-        raise MissingDependencyError('a figure needs matplotlib; pip install "sparsekit[report]"') from error
+        raise MissingDependencyError(f"a figure needs matplotlib; {install_hint('report')}") from error
     return mpl.rc_context(
         {
             "font.family": "sans-serif",

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from sparsekit.errors import DataError, InvalidValueError, MissingDependencyError, SparsekitError
+from sparsekit.errors import DataError, InvalidValueError, MissingDependencyError, SparsekitError, install_hint
 from sparsekit_fl.report.table import flops_text, read_result, share_text
 
 __all__ = ["Curve", "curves_of", "draw", "main"]
@@ -113,7 +113,7 @@ def draw(results: Sequence[Mapping[str, Any]], path: Path | str, *, title: str |
         from matplotlib.figure import Figure
         from matplotlib.ticker import FuncFormatter
     except ImportError as error:
-        raise MissingDependencyError('a figure needs matplotlib; pip install "sparsekit[report]"') from error
+        raise MissingDependencyError(f"a figure needs matplotlib; {install_hint('report')}") from error
     curves = curves_of(results)
     fonts: dict[Any, Any] = {
         "font.size": 11,

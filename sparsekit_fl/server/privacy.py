@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from sparsekit.errors import InvalidValueError, MissingDependencyError
+from sparsekit.errors import InvalidValueError, MissingDependencyError, install_hint
 from sparsekit.graph.state import StateDict
 from sparsekit_fl.options.config import RunConfig
 from sparsekit_fl.policies.aggregate import Accumulator
@@ -206,7 +206,7 @@ def epsilon_of(*, noise: float, sampling_rate: float, rounds: int, delta: float)
     try:
         from opacus.accountants import RDPAccountant
     except ImportError as error:
-        raise MissingDependencyError(f'privacy needs Opacus: {error}; pip install "sparsekit[privacy]"') from error
+        raise MissingDependencyError(f"privacy needs Opacus: {error}; {install_hint('privacy')}") from error
     # Beyond Opacus's own orders, whose ends are too close for very little and for very much noise.
     orders = [1 + step / 100 for step in range(1, 10)] + [*RDPAccountant.DEFAULT_ALPHAS, 96, 128, 256, 512, 1024, 4096]
     accountant = RDPAccountant()

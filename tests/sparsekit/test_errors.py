@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import tomllib
+from pathlib import Path
+
 import pytest
 
 from sparsekit import errors
-from sparsekit.errors import SparsekitError, UnknownNameError, nearest
+from sparsekit.errors import DISTRIBUTION, SparsekitError, UnknownNameError, install_hint, nearest
 
-CLASSES = [getattr(errors, name) for name in errors.__all__ if name not in ("nearest", "SparsekitError")]
+NAMED = [getattr(errors, name) for name in errors.__all__ if name != "SparsekitError"]
+CLASSES = [kind for kind in NAMED if isinstance(kind, type)]
 
 
 @pytest.mark.parametrize("kind", CLASSES, ids=lambda kind: kind.__name__)
@@ -40,3 +44,9 @@ def test_nearest_without_a_close_name_lists_what_is_known() -> None:
 
 def test_nearest_of_nothing_says_none() -> None:
     assert nearest("cnn", []) == "known: none"
+
+
+def test_the_hint_for_an_extra_names_the_project_as_pip_does() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    assert project["name"] == DISTRIBUTION
+    assert install_hint("report") == 'pip install "sparsekit-torch[report]", or in a checkout pip install -e ".[report]"'

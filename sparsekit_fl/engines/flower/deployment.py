@@ -14,6 +14,7 @@ from flwr.serverapp import Grid
 from sparsekit.errors import SparsekitError
 from sparsekit_fl.client.spec import RunSpec
 from sparsekit_fl.engines.base import ClientPool
+from sparsekit_fl.engines.flower.introduction import read_clients
 from sparsekit_fl.engines.flower.pool import Carrier, GridPool
 from sparsekit_fl.engines.flower.wire import content
 from sparsekit_fl.errors import ClientError, WorkerDiedError
@@ -21,7 +22,6 @@ from sparsekit_fl.problem.clients import Client
 from sparsekit_fl.processes import one_thread
 from sparsekit_fl.results.records import RunResult
 from sparsekit_fl.state.store import ClientStore
-from sparsekit_fl.wire.introduction import read_clients
 
 __all__ = ["Deployment", "Nodes"]
 

@@ -72,7 +72,7 @@ def test_what_cannot_be_drawn_is_refused(tmp_path: Path) -> None:
 
 def test_without_matplotlib_the_error_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(MissingDependencyError, match=r"sparsekit\[report\]"):
+    with pytest.raises(MissingDependencyError, match=r"sparsekit-torch\[report\]"):
         save_plot(played("p-ucbv"), tmp_path / "a.png")
 
 

@@ -197,6 +197,49 @@ def test_a_plain_safetensors_file_is_refused(tmp_path: Path) -> None:
         sk.load_compact(tmp_path / "m.safetensors", mlp)
 
 
+def test_the_layout_that_federated_runs_once_exported_is_refused_with_a_word(tmp_path: Path) -> None:
+    save_file({"state:0.weight": torch.zeros(2, 2)}, tmp_path / "client-1.safetensors", metadata={"meta": '{"client":1}'})
+    with pytest.raises(CompactFileError, match="is a model that a federated run of an earlier version exported"):
+        sk.load_compact(tmp_path / "client-1.safetensors", nn.Linear(2, 2))
+
+
+def test_a_factory_on_the_meta_device_gives_a_model_with_the_data_of_the_file(saved: Path) -> None:
+    def factory() -> nn.Module:
+        with torch.device("meta"):
+            return mlp()
+
+    small, expected = sk.load_compact(saved, factory), sk.load_compact(saved, mlp)
+    assert all(torch.equal(value, expected.state_dict()[name]) for name, value in small.state_dict().items())
+    assert not any(value.is_meta for value in small.state_dict().values())
+
+
+def test_a_buffer_without_data_that_no_file_holds_is_refused(saved: Path) -> None:
+    def factory() -> nn.Module:
+        model = mlp()
+        model.register_buffer("turn", torch.empty(3, device="meta"), persistent=False)
+        return model
+
+    with pytest.raises(InvalidValueError, match="'turn' on the meta device"):
+        sk.load_compact(saved, factory)
+
+
+def test_whatever_has_a_graph_a_mask_and_a_compact_model_can_be_saved(tmp_path: Path) -> None:
+    class Pruned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model, _, _, self.graph = traced("mlp")
+
+        def unit_mask(self) -> sk.UnitMask:
+            return half(self.graph)
+
+        def compact(self) -> nn.Module:
+            return sk.compact(self.model, self.graph, half(self.graph))
+
+    pruned = Pruned()
+    sk.save_compact(pruned, tmp_path / "small.safetensors")
+    assert sk.load_mask(tmp_path / "small.safetensors", pruned.graph) == half(pruned.graph)
+
+
 def test_a_missing_file_is_an_ordinary_error(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         sk.load_compact(tmp_path / "none.safetensors", mlp)

@@ -30,7 +30,7 @@ def test_an_option_is_in_the_result_where_it_is_not_the_default(given, expected,
 
 
 def test_a_private_run_prints_what_it_spent_and_puts_it_into_the_result(tmp_path, capsys):
-    pytest.importorskip("opacus", reason="opacus is not installed; pip install 'sparsekit[privacy]'")
+    pytest.importorskip("opacus", reason="opacus is not installed; pip install 'sparsekit-torch[privacy]'")
     assert (
         execute(["run", "fedavg", *TINY, "--dp-clip", "1", "--dp-noise", "2", "--dp-noise-seed", "7", "--out", str(tmp_path)])
         == 0

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-pytest.importorskip("flwr", reason="flwr is not installed; pip install 'sparsekit[flower]'")
+pytest.importorskip("flwr", reason="flwr is not installed; pip install 'sparsekit-torch[flower]'")
 
 from sparsekit.errors import InvalidValueError, UnknownNameError
 from sparsekit_fl.cli.flower_app import write_app

@@ -13,7 +13,7 @@ from torch import nn
 
 from sparsekit import trace_units
 from sparsekit.errors import InvalidValueError, NoUnitsError
-from sparsekit.training.importance import ImportanceRegularizer
+from sparsekit.training.regularizer import ImportanceRegularizer
 from sparsekit_fl.context.server import ClientInfo, ServerContext
 from sparsekit_fl.methods import fedavg
 from sparsekit_fl.methods.fedlps import fedlps, fedlps_paper

@@ -9,6 +9,7 @@ import torch
 from personal import deep_problem, equals, watched
 from torch import nn
 
+from sparsekit import load_compact, load_mask, trace_units
 from sparsekit.criteria import Magnitude, Ordered, PatternView, select
 from sparsekit.criteria.base import keep_count
 from sparsekit.errors import InvalidValueError, NoUnitsError
@@ -21,8 +22,7 @@ from sparsekit_fl.policies.local import Sgd, load_leaves
 from sparsekit_fl.problem.problem import Problem
 from sparsekit_fl.server.loop import run
 from sparsekit_fl.testing.methods import MethodContract
-from sparsekit_fl.testing.tiny import tiny_clients, tiny_config, tiny_problem
-from sparsekit_fl.wire.packing import unpack
+from sparsekit_fl.testing.tiny import TinyNet, tiny_clients, tiny_config, tiny_problem
 
 
 class TestHermes(MethodContract):
@@ -78,10 +78,11 @@ def test_personal_models_are_compact_and_hold_global_values(tmp_path) -> None:
     last = {item.client_id: item.mask for item in updates if item.mask is not None}
     assert last
     for client_id, mask in last.items():
-        tensors, meta = unpack((tmp_path / "models" / f"client-{client_id}.safetensors").read_bytes())
-        assert meta["narrow"]
-        assert torch.equal(tensors["state:first.weight"], result.state["first.weight"][mask["first"]])
-        assert torch.equal(tensors["state:last.weight"], result.state["last.weight"][:, mask["first"]])
+        path = tmp_path / "models" / f"client-{client_id}.safetensors"
+        small = load_compact(path, TinyNet)
+        assert load_mask(path, trace_units(TinyNet(), torch.zeros(2, 6))) == mask
+        assert torch.equal(small.first.weight, result.state["first.weight"][mask["first"]])
+        assert torch.equal(small.last.weight, result.state["last.weight"][:, mask["first"]])
 
 
 class Mixed(nn.Module):

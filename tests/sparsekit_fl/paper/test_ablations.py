@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sparsekit.errors import InvalidValueError
-from sparsekit.training.importance import ImportanceRegularizer
+from sparsekit.training.regularizer import ImportanceRegularizer
 from sparsekit_fl.client.spec import RunSpec
 from sparsekit_fl.methods import (
     fedavg,

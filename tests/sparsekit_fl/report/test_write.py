@@ -78,7 +78,7 @@ def test_without_matplotlib_there_are_tables_and_a_page(
     monkeypatch.setattr(logger, "propagate", True)
     written = {path.name for path in write_report(tmp_path)}
     assert written == {"compare.json", "compare.csv", "table.tex", "table.md", "published.csv", "report.html"}
-    assert 'pip install "sparsekit[report]"' in caplog.text
+    assert 'pip install "sparsekit-torch[report]"' in caplog.text
 
 
 def test_drawing_needs_no_torch(tmp_path: Path) -> None:

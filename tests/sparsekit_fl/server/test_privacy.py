@@ -30,7 +30,7 @@ from sparsekit_fl.testing.tiny import tiny_clients, tiny_config, tiny_problem
 from sparsekit_fl.wire.kept import Kept
 from sparsekit_fl.wire.messages import Update
 
-pytest.importorskip("opacus", reason="opacus is not installed; pip install 'sparsekit[privacy]'")
+pytest.importorskip("opacus", reason="opacus is not installed; pip install 'sparsekit-torch[privacy]'")
 
 PRIVATE = replace(tiny_config(), dp_clip=0.5, dp_noise=1.5, dp_noise_seed=11)
 SECRET = replace(PRIVATE, dp_noise_seed=None)
@@ -235,7 +235,7 @@ def test_wrong_options_are_refused(options, message):
 
 def test_without_opacus_the_error_comes_before_the_run_and_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "opacus.accountants", None)
-    with pytest.raises(MissingDependencyError, match=r'pip install "sparsekit\[privacy\]"'):
+    with pytest.raises(MissingDependencyError, match=r'pip install "sparsekit-torch\[privacy\]"'):
         make_server(WeightedMean(), replace(PRIVATE, dp_noise=1.23456))
 
 

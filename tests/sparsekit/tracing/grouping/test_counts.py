@@ -11,7 +11,7 @@ from sparsekit.graph.graph import SizeAttribute
 from sparsekit.graph.mask import UnitMask
 from sparsekit.surgery.compaction import compact
 from sparsekit.tracing.trace import FixedUnitsWarning, trace_units
-from sparsekit.training.dense import dense_skeleton
+from sparsekit.training.dense_model import dense_skeleton
 from sparsekit.training.narrow_model import NarrowModel
 
 

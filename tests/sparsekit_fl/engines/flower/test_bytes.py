@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-pytest.importorskip("flwr", reason="flwr is not installed; pip install 'sparsekit[flower]'")
+pytest.importorskip("flwr", reason="flwr is not installed; pip install 'sparsekit-torch[flower]'")
 
 from flwr.app import Message
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects

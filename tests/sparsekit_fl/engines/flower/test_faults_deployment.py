@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("flwr", reason="flwr is not installed; pip install 'sparsekit[flower]'")
+pytest.importorskip("flwr", reason="flwr is not installed; pip install 'sparsekit-torch[flower]'")
 
 from fault_deployment import Deployment, embedded, until
 from fault_table import shows

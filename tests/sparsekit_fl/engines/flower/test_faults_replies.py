@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("flwr", reason="flwr is not installed; pip install 'sparsekit[flower]'")
+pytest.importorskip("flwr", reason="flwr is not installed; pip install 'sparsekit-torch[flower]'")
 
 from fault_table import shows
 from flwr.app import Error, Message
@@ -23,6 +23,7 @@ from sparsekit_fl.deployment.plan import Plan
 from sparsekit_fl.engines.base import Engine
 from sparsekit_fl.engines.embedded import Embedded
 from sparsekit_fl.engines.flower.deployment import Nodes
+from sparsekit_fl.engines.flower.introduction import described
 from sparsekit_fl.engines.flower.local_grid import InProcess
 from sparsekit_fl.engines.flower.wire import content, read
 from sparsekit_fl.errors import ClientError, TooFewRepliesError, UpdateError
@@ -34,7 +35,6 @@ from sparsekit_fl.results.records import RunResult
 from sparsekit_fl.server.loop import run
 from sparsekit_fl.state.store import ClientStore, DeviceStore
 from sparsekit_fl.testing.tiny import tiny_clients, tiny_config, tiny_problem
-from sparsekit_fl.wire.introduction import described
 
 ENGINES: dict[str, Callable[[], Engine]] = {"embedded": Embedded, "flower": lambda: InProcess(nodes=3, grouped=True)}
 _left: Counter[tuple[int, int]] = Counter()

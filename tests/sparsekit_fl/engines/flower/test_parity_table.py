@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("flwr", reason="flwr is not installed; pip install 'sparsekit[flower]'")
-pytest.importorskip("ray", reason="ray is not installed; pip install 'sparsekit[flower]'")
+pytest.importorskip("flwr", reason="flwr is not installed; pip install 'sparsekit-torch[flower]'")
+pytest.importorskip("ray", reason="ray is not installed; pip install 'sparsekit-torch[flower]'")
 
 from sparsekit_fl.methods import registry
 

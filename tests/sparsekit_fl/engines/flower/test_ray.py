@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("flwr", reason="flwr is not installed; pip install 'sparsekit[flower]'")
-pytest.importorskip("ray", reason="ray is not installed; pip install 'sparsekit[flower]'")
+pytest.importorskip("flwr", reason="flwr is not installed; pip install 'sparsekit-torch[flower]'")
+pytest.importorskip("ray", reason="ray is not installed; pip install 'sparsekit-torch[flower]'")
 
 from fault_deployment import free_port, program, until
 
@@ -77,7 +77,7 @@ def test_rays_actors_give_the_bits_of_the_embedded_engine(name: str) -> None:
 )
 def test_robust_and_private_runs_with_short_uploads_give_the_bits_of_the_embedded_engine(options: dict[str, Any]) -> None:
     if "dp_clip" in options:
-        pytest.importorskip("opacus", reason="opacus is not installed; pip install 'sparsekit[privacy]'")
+        pytest.importorskip("opacus", reason="opacus is not installed; pip install 'sparsekit-torch[privacy]'")
     config = replace(tiny_config(), min_replies=4, eval_clients=3, **options)
     here = run(registry["fedlps"](), tiny_problem(), tiny_clients(), config)
     there = run(registry["fedlps"](), tiny_problem(), tiny_clients(), config, engine=Flower(workers=2, supernodes=3))

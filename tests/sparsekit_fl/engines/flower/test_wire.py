@@ -7,7 +7,7 @@ import pickle
 
 import pytest
 
-pytest.importorskip("flwr", reason="flwr is not installed; pip install 'sparsekit[flower]'")
+pytest.importorskip("flwr", reason="flwr is not installed; pip install 'sparsekit-torch[flower]'")
 
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.supercore.task_identity import TaskIdentity

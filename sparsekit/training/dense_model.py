@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,9 +17,8 @@ from sparsekit.layers import resize
 from sparsekit.surgery.kept_norms import KeptNorms
 from sparsekit.surgery.rebuild import copy_with, named_entries
 from sparsekit.surgery.sizes import set_sizes
-from sparsekit.training.narrow_model import NarrowModel
 
-__all__ = ["DenseModel", "GateProbe", "dense_skeleton", "straight_through_gates"]
+__all__ = ["DenseModel", "dense_skeleton", "straight_through_gates"]
 
 
 def dense_skeleton(module: nn.Module, graph: UnitGraph) -> nn.Module:
@@ -101,33 +100,3 @@ def straight_through_gates(graph: UnitGraph, mask: UnitMask, scores: Tensor, exp
         hard = keep.to(score)
         gates[name] = hard + (hard + explore * (1.0 - hard)) * (score - score.detach())
     return gates
-
-
-class GateProbe:
-    """The gradient of every unit's gate, dropped ones included, by one pass of the dense model.
-
-    Args:
-        narrow_model: The narrow model; its sizes are looked at once, its state at each probe.
-    """
-
-    def __init__(self, narrow_model: NarrowModel) -> None:
-        self._narrow_model = narrow_model
-        self._dense = DenseModel(narrow_model.module, narrow_model.graph)
-        self._dtype = narrow_model.parameters()[0].dtype
-
-    def gradient(self, loss: Callable[[Callable[..., Any]], Tensor]) -> Tensor:
-        """∂L/∂gate at the present mask: float (J,). Nothing is trained and no statistics move.
-
-        Args:
-            loss: Gets the dense, gated model as a function of its inputs; returns the scalar loss.
-        """
-        narrow_model = self._narrow_model
-        state = narrow_model.dense_state()
-        device = next(iter(state.values())).device
-        gates = {name: keep.to(device, self._dtype).requires_grad_() for name, keep in narrow_model.mask.items()}
-
-        def model(*inputs: Any) -> Any:
-            return self._dense.call(narrow_model.graph.gate(state, gates), narrow_model.mask, narrow_model.module, inputs, {})
-
-        with torch.enable_grad():
-            return torch.cat(torch.autograd.grad(loss(model), list(gates.values())))

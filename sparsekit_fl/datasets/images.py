@@ -1,9 +1,10 @@
-"""Pictures and labels from parquet files in the layout of the hub's image data sets."""
+"""Image data sets in the parquet layout of the hub: one `ImageSet` a data set."""
 
 from __future__ import annotations
 
 import io
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,51 +17,108 @@ from sparsekit_fl.datasets.cache import cached_arrays
 from sparsekit_fl.datasets.files import find_split_files, require
 from sparsekit_fl.problem.data import TensorData
 
-__all__ = ["load_images", "read_images"]
+__all__ = ["ImageSet", "cifar10", "cifar100", "mnist", "read_images", "tiny_imagenet"]
 
 _IMAGE_COLUMNS = ("image", "img")
 _LABEL_COLUMNS = ("label", "fine_label")
 _MODES = {1: "L", 3: "RGB"}
 
 
-def load_images(
-    name: str,
-    root: Path | None,
-    *,
-    repo: str,
-    shape: tuple[int, int, int],
-    classes: int,
-    mean: tuple[float, ...],
-    std: tuple[float, ...],
-    aliases: Sequence[str] = (),
-    test_names: Sequence[str] = ("test",),
-) -> DataSource:
-    """An image data set from `<root>/<name>/*.parquet`, or from the hub.
+@dataclass(frozen=True, kw_only=True)
+class ImageSet:
+    """An image data set in parquet files, read from `<root>/<name>/**/*.parquet` or fetched once from the hub.
 
     Args:
-        name: The data set.
-        root: The user's data directory; None to fetch the hub's copy.
+        name: As the registry has it.
+        about: One sentence, for lists.
         repo: Its id on the hub.
         shape: `(C, H, W)` of every picture; other modes are converted, other sizes are an error.
         classes: Labels are in [0, classes).
-        mean: Per channel, in [0, 1].
+        mean: Per channel, of pixels scaled to [0, 1].
         std: Likewise.
         aliases: Other spellings of the folder.
-        test_names: How test files begin.
-
-    Returns:
-        The source; pictures stay uint8, in one array that all clients share.
-
-    Raises:
-        DataError: files are missing or malformed.
-        MissingDependencyError: pyarrow or Pillow is not installed.
+        test_names: How names of test files begin, in order of preference.
     """
-    splits = find_split_files(name, root, repo=repo, aliases=aliases, test_names=test_names)
-    pools = []
-    for split, files in zip(("train", "test"), splits, strict=True):
-        arrays = cached_arrays(f"{name}-{split}", files, lambda files=files: read_images(files, shape))  # type: ignore[misc]
-        pools.append(TensorData((torch.from_numpy(arrays["images"]),), torch.from_numpy(arrays["labels"])))
-    return DataSource(name=name, kind="image", train=pools[0], test=pools[1], classes=classes, mean=mean, std=std)
+
+    name: str
+    about: str
+    repo: str
+    shape: tuple[int, int, int]
+    classes: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    aliases: tuple[str, ...] = ()
+    test_names: tuple[str, ...] = ("test",)
+
+    def __post_init__(self) -> None:
+        # Lists of names show the documentation of what they name.
+        object.__setattr__(self, "__doc__", self.about)
+
+    def __call__(self, root: Path | None = None) -> DataSource:
+        """Load the data set.
+
+        Args:
+            root: The user's data directory; None to fetch the hub's copy.
+
+        Returns:
+            The source; pictures stay uint8, in one array that all clients share.
+
+        Raises:
+            DataError: files are missing or malformed; the message says how to get them.
+            MissingDependencyError: pyarrow or Pillow is not installed.
+        """
+        splits = find_split_files(self.name, root, repo=self.repo, aliases=self.aliases, test_names=self.test_names)
+        train, test = (self._pool(split, files) for split, files in zip(("train", "test"), splits, strict=True))
+        return DataSource(
+            name=self.name, kind="image", train=train, test=test, classes=self.classes, mean=self.mean, std=self.std
+        )
+
+    def _pool(self, split: str, files: Sequence[Path]) -> TensorData:
+        arrays = cached_arrays(f"{self.name}-{split}", files, lambda: read_images(files, self.shape))
+        return TensorData((torch.from_numpy(arrays["images"]),), torch.from_numpy(arrays["labels"]))
+
+
+mnist = ImageSet(
+    name="mnist",
+    about="60,000 + 10,000 handwritten digits.",
+    repo="ylecun/mnist",
+    shape=(1, 28, 28),
+    classes=10,
+    mean=(0.1307,),
+    std=(0.3081,),
+)
+
+cifar10 = ImageSet(
+    name="cifar10",
+    about="50,000 + 10,000 small photographs of ten kinds.",
+    repo="uoft-cs/cifar10",
+    shape=(3, 32, 32),
+    classes=10,
+    mean=(0.4914, 0.4822, 0.4465),
+    std=(0.2470, 0.2435, 0.2616),
+)
+
+cifar100 = ImageSet(
+    name="cifar100",
+    about="50,000 + 10,000 small photographs of a hundred kinds, with the fine labels.",
+    repo="uoft-cs/cifar100",
+    shape=(3, 32, 32),
+    classes=100,
+    mean=(0.5071, 0.4865, 0.4409),
+    std=(0.2673, 0.2564, 0.2762),
+)
+
+tiny_imagenet = ImageSet(
+    name="tiny-imagenet",
+    about="Photographs of 200 kinds; the validation split is the test set.",
+    repo="zh-plus/tiny-imagenet",
+    shape=(3, 64, 64),
+    classes=200,
+    mean=(0.4802, 0.4481, 0.3975),
+    std=(0.2770, 0.2691, 0.2821),
+    aliases=("tiny_imagenet",),
+    test_names=("valid", "val", "test"),  # the true test labels were never published
+)
 
 
 def read_images(files: Sequence[Path], shape: tuple[int, int, int]) -> dict[str, np.ndarray[Any, Any]]:

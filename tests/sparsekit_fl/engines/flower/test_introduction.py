@@ -8,18 +8,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("flwr", reason="flwr is not installed; pip install 'sparsekit[flower]'")
+pytest.importorskip("flwr", reason="flwr is not installed; pip install 'sparsekit-torch[flower]'")
 
 from flwr.app import Message
 from flwr.clientapp import ClientApp
 
 from sparsekit.errors import DataError
+from sparsekit_fl.engines.flower import introduction
 from sparsekit_fl.engines.flower.deployment import Nodes
+from sparsekit_fl.engines.flower.introduction import described, read_clients
 from sparsekit_fl.engines.flower.local_grid import LocalGrid, over_the_wire
 from sparsekit_fl.engines.flower.wire import content
 from sparsekit_fl.problem.clients import Capability, Client, ClientData
-from sparsekit_fl.wire import introduction
-from sparsekit_fl.wire.introduction import described, read_clients
 
 
 def _roster(count: int) -> list[Client]:

@@ -9,14 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from narrow import Rotary
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from zoo_base import Lambda, hash_of
 from zoo_norms import KEPT
 
 from sparsekit import LearnableMask, trace_units
-from sparsekit.training.dense import GateProbe
-from sparsekit.training.narrow_model import NarrowModel
 
 
 def train_both(
@@ -86,36 +85,10 @@ def test_checkpointed_parts_run_again_with_the_same_gates_and_norms(explore: flo
         torch.testing.assert_close(found[name], expected[name], rtol=0, atol=1e-9)
 
 
-class Rotary(nn.Module):
-    """A buffer that is not in the state."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.head = nn.Linear(3, 6), nn.Linear(6, 5), nn.Linear(5, 2)
-        self.register_buffer("turn", torch.linspace(0.5, 1.5, 4, dtype=torch.float64)[:, None], persistent=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.head(torch.tanh(self.b(torch.tanh(self.a(x)) * self.turn)))
-        return out
-
-
 @pytest.mark.parametrize("explore", [0.0, 1.0])
 def test_buffers_outside_the_state_are_there_in_dense_passes(explore: float) -> None:
     torch.manual_seed(0)
     train_both(Rotary().double(), rows, explore=explore)
-
-
-def test_a_gate_probe_sees_buffers_outside_the_state_and_kept_norms() -> None:
-    torch.manual_seed(0)
-    for model, draw in ((Rotary().double(), rows), (KEPT["convnext"].make().double(), pictures)):
-        example = draw(torch.Generator().manual_seed(0))
-        graph = trace_units(model, *example, norm="kept")
-        narrow_model = NarrowModel(model, graph)
-        keep = narrow_model.mask
-        gradient = GateProbe(narrow_model).gradient(lambda run, args=example: run(*args).square().mean())
-        assert gradient.shape == (graph.units,)
-        assert bool((gradient != 0).all())
-        assert narrow_model.mask == keep
 
 
 def test_modules_that_the_user_put_into_eval_stay_there_in_dense_passes() -> None:

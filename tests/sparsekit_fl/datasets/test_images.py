@@ -153,18 +153,18 @@ def test_a_hub_that_cannot_be_reached_says_both_ways(monkeypatch: pytest.MonkeyP
     hub = ModuleType("huggingface_hub")
     hub.list_repo_files = refuse  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
-    with pytest.raises(DataError, match=r"no route.*DIR/cifar10/train.parquet.*uoft-cs/cifar10.*sparsekit\[hub\]"):
+    with pytest.raises(DataError, match=r"no route.*DIR/cifar10/train.parquet.*uoft-cs/cifar10.*sparsekit-torch\[hub\]"):
         datasets["cifar10"](None)
 
 
 def test_without_directory_and_hub_the_error_says_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(DataError, match=r"--data-dir DIR with DIR/mnist/train.parquet.*pip install 'sparsekit\[hub\]'"):
+    with pytest.raises(DataError, match=r'--data-dir DIR with DIR/mnist/train.parquet.*pip install "sparsekit-torch\[hub\]"'):
         datasets["mnist"](None)
 
 
 def test_a_missing_package_says_which_extra_brings_it() -> None:
-    with pytest.raises(MissingDependencyError, match=r"'no_such_package'.*pip install 'sparsekit\[fl\]'"):
+    with pytest.raises(MissingDependencyError, match=r"'no_such_package'.*pip install \Wsparsekit-torch\[fl\]\W"):
         require("no_such_package.part", extra="fl")
 
 

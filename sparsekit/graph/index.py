@@ -1,0 +1,101 @@
+"""The arithmetic of index tables: gather a narrow tensor, put it back, gate units, tell narrow shapes.
+
+All functions take a tensor and `axes`: axis → int64 (kept,), positions along it without repeats, in any order. Axes left out
+are whole. What is selected is the cross product: of a 3×4 tensor, `{0: [2], 1: [1, 3]}` selects the entries (2, 1) and (2, 3)
+as a 1×2 tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+__all__ = ["Axes", "add_", "along", "cut_axes", "gate", "gather", "narrow_shape", "places", "scatter", "scatter_"]
+
+Axes: TypeAlias = Mapping[int, Tensor]
+"""Axis → int64 (kept,): the positions along that axis."""
+
+
+def narrow_shape(shape: Sequence[int], axes: Axes) -> torch.Size:
+    """The shape of what `gather` returns for a tensor of `shape`."""
+    return torch.Size(axes[dim].numel() if dim in axes else size for dim, size in enumerate(shape))
+
+
+def cut_axes(shape: Sequence[int], axes: Axes) -> dict[int, Tensor]:
+    """The axes that lose positions. With ascending positions the others need no index."""
+    return {dim: index for dim, index in axes.items() if index.numel() < shape[dim]}
+
+
+def places(index: Tensor, size: int) -> Tensor:
+    """The inverse of an index: int64 (size,), the place of each position in `index`, -1 for positions that are not in it.
+
+    Example: `places([4, 1], 5)` is `[-1, 1, -1, -1, 0]`.
+    """
+    found = torch.full((size,), -1, dtype=torch.int64)
+    found[index] = torch.arange(index.numel())
+    return found
+
+
+def gather(dense: Tensor, axes: Axes) -> Tensor:
+    """Select the entries at `axes`: a new tensor, or `dense` itself where `axes` is empty. Differentiable."""
+    narrow = dense
+    # The axis of which the least is kept goes first: the others are then looked at within what is left.
+    for dim in sorted(axes, key=lambda dim: (axes[dim].numel() / max(1, dense.shape[dim]), dim)):
+        narrow = narrow.index_select(dim, axes[dim].to(dense.device))
+    return narrow
+
+
+def scatter(narrow: Tensor, dense: Tensor, axes: Axes) -> Tensor:
+    """Return a copy of `dense`, on its device and in its dtype, with the entries at `axes` replaced by `narrow`."""
+    narrow = narrow.to(dense)
+    return scatter_(narrow, dense.clone(), axes) if axes else narrow.clone()
+
+
+def scatter_(narrow: Tensor, dense: Tensor, axes: Axes) -> Tensor:
+    """Write `narrow` over the entries of `dense` at `axes`, in place, and return `dense`. Differentiable in `narrow`."""
+    if len(axes) == 1:
+        [(dim, index)] = axes.items()
+        return dense.index_copy_(dim, index.to(dense.device), narrow)
+    dense[_mesh(dense, axes)] = narrow
+    return dense
+
+
+def add_(part: Tensor | float, dense: Tensor, axes: Axes) -> Tensor:
+    """Add `part` to the entries of `dense` at `axes`, in place, and return `dense`; a number is added to each of them."""
+    dense[_mesh(dense, axes)] += part
+    return dense
+
+
+def gate(dense: Tensor, dim: int, index: Tensor, gates: Tensor) -> Tensor:
+    """Multiply the positions of each unit by its gate. Differentiable in both.
+
+    Args:
+        dense: Any tensor.
+        dim: The axis on which the units lie.
+        index: int64 (units, span), the positions of each unit; others keep their values.
+        gates: float (units,).
+    """
+    values = gates.to(dense.dtype).repeat_interleave(index.shape[1])
+    vector = torch.ones(dense.shape[dim], dtype=dense.dtype, device=dense.device)
+    vector = vector.index_copy(0, index.reshape(-1).to(dense.device), values)
+    return dense * along(vector, dim, dense.dim())
+
+
+def along(vector: Tensor, dim: int, rank: int) -> Tensor:
+    """View a vector as a tensor of `rank` axes that broadcasts over all of them but `dim`."""
+    return vector.view([-1 if axis == dim % rank else 1 for axis in range(rank)])
+
+
+def _mesh(dense: Tensor, axes: Axes) -> tuple[Any, ...]:
+    """What `dense` is indexed with to reach the entries at `axes`.
+
+    Advanced indices with a slice between them would move their axes to the front, so whole axes between are spelt out.
+    Example: axes 0 and 2 of three give tensors of the shapes (k, 1, 1), (1, n, 1) and (1, 1, m).
+    """
+    first, last = min(axes, default=0), max(axes, default=-1)
+    block = [axes[dim] if dim in axes else torch.arange(dense.shape[dim]) for dim in range(first, last + 1)]
+    meshed = (along(index.to(dense.device), place, len(block)) for place, index in enumerate(block))
+    return (*[slice(None)] * first, *meshed, ...)

@@ -1,0 +1,87 @@
+"""ImportanceRegularizer: pulls the importance of units towards a target that follows the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from sparsekit.errors import InvalidValueError
+
+__all__ = ["ImportanceRegularizer", "standardise"]
+
+Target = Literal["standardised", "absolute"]
+Reduction = Literal["sum", "mean"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImportanceRegularizer:
+    """The regulariser that pulls importance to a target which follows the weights, λ‖Q − σ(|θ|_J)‖².
+
+    Args:
+        strength: λ in the paper.
+        target: "standardised": sigmoid of the absolute sums after each group's mean and deviation are removed;
+            "absolute": sigmoid of the absolute sums, as in the paper (close to 1 for every unit of a wide network).
+        reduction: "sum" over the units of a group, or their "mean".
+
+    Source: Xue et al., ICDE 2025 (arXiv 2412.07216), importance regularisation term; the standardised target is ours.
+    """
+
+    strength: float = 1.0
+    target: Target = "standardised"
+    reduction: Reduction = "sum"
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.strength < float("inf"):
+            raise InvalidValueError(f"strength must be a finite number >= 0, got {self.strength}")
+        if self.target not in ("standardised", "absolute"):
+            raise InvalidValueError(f"target must be 'standardised' or 'absolute', got {self.target!r}")
+        if self.reduction not in ("sum", "mean"):
+            raise InvalidValueError(f"reduction must be 'sum' or 'mean', got {self.reduction!r}")
+
+    def targets(self, magnitudes: Tensor, sizes: Sequence[int]) -> Tensor:
+        """The target of every unit, a constant for the gradient.
+
+        Args:
+            magnitudes: float (J,), Σ |θ| of each unit, groups one after the other.
+            sizes: Units of each group.
+
+        Returns:
+            float (J,) in [0, 1].
+        """
+        if self.target == "standardised":
+            magnitudes = standardise(magnitudes, _group_of(sizes).to(magnitudes.device))
+        return torch.sigmoid(magnitudes)
+
+    def weights(self, sizes: Sequence[int]) -> Tensor:
+        """λ, or λ divided by the size of the unit's group: float (J,)."""
+        if self.reduction == "sum":
+            return torch.full((sum(sizes),), self.strength)
+        counts = torch.tensor(sizes)
+        return self.strength / counts.to(torch.get_default_dtype()).repeat_interleave(counts)
+
+
+def _group_of(sizes: Sequence[int]) -> Tensor:
+    return torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
+
+
+def standardise(values: Tensor, group_of: Tensor, sizes: Tensor | None = None) -> Tensor:
+    """Subtract each group's mean and divide by its standard deviation.
+
+    Args:
+        values: float (J,).
+        group_of: int64 (J,), the group of each value, from 0.
+        sizes: int64 (groups,), counted if not given.
+
+    Returns:
+        float (J,); 0 throughout a group whose values are all equal.
+    """
+    sizes = torch.bincount(group_of) if sizes is None else sizes
+    counts = sizes.to(values.dtype)
+    mean = values.new_zeros(sizes.numel()).index_add_(0, group_of, values) / counts
+    centred = values - mean[group_of]
+    variance = values.new_zeros(sizes.numel()).index_add_(0, group_of, centred * centred) / counts
+    return centred / (variance.sqrt() + 1e-12)[group_of]

@@ -1,0 +1,212 @@
+"""Checked: dataclasses whose annotations say what their fields may hold; pydantic compares, and we word the error.
+
+A range is written once, as a type:
+
+    @dataclass(frozen=True)
+    class Sgd(LocalPolicy):                                        # LocalPolicy inherits Checked
+        proximal: Annotated[NonNegative, Hint("0 is plain SGD")] = 0.0
+        select: Literal["last", "best"] = "last"
+
+    Sgd(proximal=-1)  # InvalidValueError: proximal must be a finite number >= 0, got -1; 0 is plain SGD
+
+pydantic's own dataclasses would turn an integer that is given for a float into a float, and so change the `repr` by which
+saved results compare policies. Here every value stays as it was given, and the classes stay plain dataclasses.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache, cached_property
+from types import NoneType, SimpleNamespace, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic.fields import FieldInfo
+
+from sparsekit.errors import InvalidValueError
+
+__all__ = [
+    "Checked",
+    "Choice",
+    "Count",
+    "Fraction",
+    "Hint",
+    "NonNegative",
+    "NonNegativeCount",
+    "Positive",
+    "Ratio",
+    "Share",
+    "choices",
+    "described",
+]
+
+# Nothing is converted: "3" is no number, and True is neither 1 nor 1.0.
+_STRICT = ConfigDict(strict=True, allow_inf_nan=False, arbitrary_types_allowed=True)
+
+
+@dataclass(frozen=True)
+class Hint:
+    """What the error adds: what to do, or what a value stands for.
+
+    Args:
+        text: Ends the message, behind a semicolon; empty adds nothing.
+        name: Stands for the field's name in the message.
+    """
+
+    text: str = ""
+    name: str | None = None
+
+
+Count = Annotated[int, Field(ge=1)]
+"""An integer >= 1."""
+
+NonNegativeCount = Annotated[int, Field(ge=0)]
+"""An integer >= 0."""
+
+Positive = Annotated[float, Field(gt=0)]
+"""A finite number > 0."""
+
+NonNegative = Annotated[float, Field(ge=0)]
+"""A finite number >= 0."""
+
+Share = Annotated[float, Field(ge=0, le=1)]
+"""A number in [0, 1]."""
+
+Fraction = Annotated[float, Field(gt=0, lt=1)]
+"""A number in (0, 1)."""
+
+Ratio = Annotated[float, Field(gt=0, le=1), Hint("a ratio is the share kept, so to prune 30 % pass 0.7")]
+"""A share of units kept, in (0, 1]."""
+
+
+class Checked:
+    """Base of dataclasses that check their own fields, when made and when replaced.
+
+    A field is checked where its annotation has a range, a `Hint` or a `Literal`; its default is always allowed. Rules between
+    fields go into a `__post_init__` that calls this one first.
+
+    Raises:
+        InvalidValueError: a value outside of what its annotation allows.
+    """
+
+    def __post_init__(self) -> None:
+        kind: Any = type(self)
+        for choice in choices(kind):
+            value = getattr(self, choice.name)
+            default = choice.default
+            if not (value is default or (type(value) is type(default) and value == default)):
+                choice.check(value, name=self._called(choice.name))
+
+    @classmethod
+    def _called(cls, name: str) -> str:
+        """The name of a field in messages."""
+        return name
+
+
+@dataclass(frozen=True, eq=False)
+class Choice:
+    """A field that is checked.
+
+    Args:
+        name: The field's.
+        hint: Its type with the range, as in `Annotated[int, Field(ge=1)]`.
+        default: Allowed beside that; MISSING where there is none.
+    """
+
+    name: str
+    hint: Any
+    default: Any
+
+    @cached_property
+    def _adapter(self) -> TypeAdapter[Any]:
+        return TypeAdapter(self.hint, config=_STRICT)
+
+    def check(self, value: object, *, name: str | None = None) -> None:
+        """Raise where a value is not allowed.
+
+        Args:
+            value: What was given.
+            name: Stands for the field's in the message.
+
+        Raises:
+            InvalidValueError: it is not allowed; names the value, what is allowed, and what to do where there is a `Hint`.
+        """
+        try:
+            self._adapter.validate_python(value)
+        except ValidationError:
+            hints = [note for note in _notes(self.hint) if isinstance(note, Hint)]
+            called = next((hint.name for hint in hints if hint.name), name or self.name)
+            advice = next((f"; {hint.text}" for hint in hints if hint.text), "")
+            raise InvalidValueError(f"{called} must be {described(self.hint)}, got {value!r}{advice}") from None
+
+    def note(self, kind: type) -> Any:
+        """The first object of a class among what the annotation adds to its type; None where there is none."""
+        return next((note for note in _notes(self.hint) if isinstance(note, kind)), None)
+
+
+@cache
+def choices(kind: type) -> tuple[Choice, ...]:
+    """The checked fields of a dataclass, in its order."""
+    found = []
+    for field in dataclasses.fields(kind):
+        hint = _hint(kind, field.name)
+        if any(True for _ in _notes(hint)):
+            found.append(Choice(field.name, hint, field.default))
+    return tuple(found)
+
+
+def _hint(kind: type, name: str) -> Any:
+    """The annotation of a field; None where it names what only a type checker imports, which has no range."""
+    owner = next(base for base in kind.__mro__ if name in inspect.get_annotations(base))
+    alone = SimpleNamespace(__annotations__={name: inspect.get_annotations(owner)[name]})
+    try:
+        return get_type_hints(alone, vars(sys.modules[owner.__module__]), dict(vars(owner)), include_extras=True)[name]
+    except NameError:
+        return None
+
+
+def _notes(hint: Any) -> Iterator[Any]:
+    """What an annotation adds to its type, outermost first, through unions and tuples; a Literal stands for itself."""
+    if get_origin(hint) is Annotated:
+        kind, *notes = get_args(hint)
+        for note in reversed(notes):
+            yield from (*note.metadata, note) if isinstance(note, FieldInfo) else (note,)
+        yield from _notes(kind)
+    elif get_origin(hint) is Literal:
+        yield hint
+    elif get_origin(hint) in (Union, UnionType, tuple):
+        for part in get_args(hint):
+            yield from _notes(part)
+
+
+def described(hint: Any) -> str:
+    """What an annotated type allows, as in "an integer >= 1", "in (0, 1], or None" or "'last' or 'best'"."""
+    bounds = list(_notes(hint))
+    while get_origin(hint) is Annotated:
+        hint = get_args(hint)[0]
+    parts = [part for part in get_args(hint) if part is not NoneType]
+    if get_origin(hint) in (Union, UnionType):
+        return " or ".join(described(part) for part in parts) + (", or None" if NoneType in get_args(hint) else "")
+    if get_origin(hint) is Literal:
+        return " or ".join(map(repr, parts)) if len(parts) < 3 else f"one of {', '.join(map(str, parts))}"
+    if get_origin(hint) is tuple:
+        return f"a tuple that is not empty, of values that are each {described(parts[0])}"
+    if hint not in (int, float):
+        return f"a {getattr(hint, '__name__', hint)}"
+    return _range(hint, {type(note): note for note in bounds})
+
+
+def _range(kind: type, bounds: dict[type, Any]) -> str:
+    low = bounds[Ge].ge if Ge in bounds else bounds[Gt].gt if Gt in bounds else None
+    high = bounds[Le].le if Le in bounds else bounds[Lt].lt if Lt in bounds else None
+    if low is not None and high is not None:
+        ends = f"in {'[' if Ge in bounds else '('}{low:g}, {high:g}{']' if Le in bounds else ')'}"
+        return f"an integer {ends}" if kind is int else ends
+    end = "" if low is None else f" >= {low:g}" if Ge in bounds else f" > {low:g}"
+    end = end if high is None else f" <= {high:g}" if Le in bounds else f" < {high:g}"
+    return ("an integer" if kind is int else "a finite number") + end

@@ -1,0 +1,91 @@
+"""The arithmetic of index tables on small tensors, against plain advanced indexing."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import pytest
+import torch
+from torch import Tensor
+
+from sparsekit.graph.index import add_, along, cut_axes, gate, gather, narrow_shape, places, scatter, scatter_
+
+SHAPE = (3, 4, 5)
+POSITIONS = {0: torch.tensor([0, 2]), 1: torch.tensor([3, 0, 1]), 2: torch.tensor([4])}
+CHOICES = [{dim: POSITIONS[dim] for dim in dims} for n in range(4) for dims in combinations(POSITIONS, n)]
+
+every_choice = pytest.mark.parametrize("axes", CHOICES, ids=lambda axes: "-".join(map(str, axes)) or "whole")
+
+
+def _dense() -> Tensor:
+    return torch.arange(60.0).view(SHAPE)
+
+
+def _mesh(axes: dict[int, Tensor]) -> tuple[Tensor, ...]:
+    return torch.meshgrid(*(axes.get(dim, torch.arange(size)) for dim, size in enumerate(SHAPE)), indexing="ij")
+
+
+@every_choice
+def test_gathering_selects_the_cross_product_in_the_order_given(axes: dict[int, Tensor]) -> None:
+    narrow = gather(_dense(), axes)
+    assert torch.equal(narrow, _dense()[_mesh(axes)])
+    assert narrow.shape == narrow_shape(SHAPE, axes)
+
+
+def test_gathering_without_axes_copies_nothing() -> None:
+    dense = _dense()
+    assert gather(dense, {}) is dense
+
+
+@every_choice
+def test_scattering_replaces_the_cross_product_and_nothing_else(axes: dict[int, Tensor]) -> None:
+    narrow, expected = -1 - torch.rand(narrow_shape(SHAPE, axes)), _dense()
+    expected[_mesh(axes)] = narrow
+    dense = _dense()
+    assert torch.equal(scatter(narrow, dense, axes), expected)
+    assert torch.equal(dense, _dense())
+    assert scatter_(narrow, dense, axes) is dense
+    assert torch.equal(dense, expected)
+
+
+def test_scattering_takes_the_dtype_of_the_dense_tensor_and_shares_no_memory() -> None:
+    narrow = torch.zeros(SHAPE)
+    assert scatter(narrow, torch.ones(SHAPE, dtype=torch.float64), {}).dtype == torch.float64
+    assert scatter(narrow, torch.ones(SHAPE), {}) is not narrow
+
+
+@every_choice
+def test_what_is_scattered_gets_the_gradient_of_its_entries(axes: dict[int, Tensor]) -> None:
+    narrow = torch.rand(narrow_shape(SHAPE, axes), requires_grad=True)
+    (scatter_(narrow, _dense(), axes) * _dense()).sum().backward()
+    assert narrow.grad is not None
+    assert torch.equal(narrow.grad, gather(_dense(), axes))
+
+
+@every_choice
+@pytest.mark.parametrize("number", [True, False])
+def test_adding_adds_to_the_cross_product_and_nothing_else(axes: dict[int, Tensor], number: bool) -> None:
+    part: Tensor | float = 2.5 if number else torch.rand(narrow_shape(SHAPE, axes))
+    expected, dense = _dense(), _dense()
+    expected[_mesh(axes)] += part
+    assert add_(part, dense, axes) is dense
+    assert torch.equal(dense, expected)
+
+
+def test_axes_that_lose_nothing_are_not_cut() -> None:
+    axes = {0: torch.arange(3), 1: torch.tensor([1, 2])}
+    assert list(cut_axes(SHAPE, axes)) == [1]
+
+
+def test_places_invert_an_index() -> None:
+    assert places(torch.tensor([4, 1]), 5).tolist() == [-1, 1, -1, -1, 0]
+
+
+def test_a_gate_scales_every_position_of_its_unit() -> None:
+    gated = gate(torch.ones(2, 5), 1, torch.tensor([[0, 1], [2, 3]]), torch.tensor([0.0, 3.0]))
+    assert gated.tolist() == [[0.0, 0.0, 3.0, 3.0, 1.0]] * 2
+
+
+@pytest.mark.parametrize("dim", [1, -2])
+def test_a_vector_lies_along_its_axis(dim: int) -> None:
+    assert along(torch.arange(4), dim, 3).shape == (1, 4, 1)

@@ -1,0 +1,30 @@
+"""ImportanceRegularizer: exact targets and weights."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sparsekit.errors import InvalidValueError
+from sparsekit.training.regularizer import ImportanceRegularizer, standardise
+
+
+def test_targets_are_the_sigmoid_of_standardised_or_plain_sums() -> None:
+    sums = torch.tensor([1.0, 2.0, 3.0, 5.0, 5.0])
+    plain = ImportanceRegularizer(target="absolute").targets(sums, [3, 2])
+    assert torch.equal(plain, torch.sigmoid(sums))
+    deviation = (2 / 3) ** 0.5
+    ours = ImportanceRegularizer().targets(sums, [3, 2])
+    assert torch.allclose(ours, torch.sigmoid(torch.tensor([-1 / deviation, 0.0, 1 / deviation, 0.0, 0.0])))
+    assert standardise(sums, torch.tensor([0, 0, 0, 1, 1]))[3:].tolist() == [0.0, 0.0]
+
+
+def test_the_weights_of_the_term_are_a_sum_or_a_mean_per_group() -> None:
+    assert ImportanceRegularizer(strength=2.0).weights([3, 2]).tolist() == [2.0] * 5
+    assert torch.allclose(ImportanceRegularizer(reduction="mean").weights([3, 2]), torch.tensor([1 / 3] * 3 + [0.5] * 2))
+
+
+def test_bad_values_are_refused() -> None:
+    for bad in ({"strength": -1.0}, {"target": "relative"}, {"reduction": "max"}):
+        with pytest.raises(InvalidValueError):
+            ImportanceRegularizer(**bad)

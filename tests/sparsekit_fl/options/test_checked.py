@@ -1,0 +1,123 @@
+"""Checked dataclasses: ranges in annotations, refused values in one sentence, and values that stay as they were given."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import pytest
+from pydantic import Field
+
+from sparsekit.errors import InvalidValueError
+from sparsekit_fl.options.checked import (
+    Checked,
+    Count,
+    Fraction,
+    Hint,
+    NonNegative,
+    NonNegativeCount,
+    Positive,
+    Ratio,
+    Share,
+    choices,
+    described,
+)
+
+if TYPE_CHECKING:
+    from nowhere import Unknown
+
+
+class Base(Checked):
+    """As a policy's base class: no dataclass itself."""
+
+
+@dataclass(frozen=True)
+class Policy(Base):
+    """One field of each kind."""
+
+    proximal: Annotated[NonNegative, Hint("0 is plain SGD")] = 0.0
+    clip: Positive | None = None
+    every: Count = 1
+    target: Fraction = 0.5
+    select: Literal["last", "best"] = "last"
+    rule: Literal["mean", "median", "krum"] = "mean"
+    levels: Annotated[tuple[Ratio, ...], Field(min_length=1)] = (1.0,)
+    anything: float = 0.0
+    unknown: Unknown = None
+
+
+@dataclass(frozen=True)
+class Ordered(Policy):
+    """With a rule between fields, and a field of its own."""
+
+    low: Share = 0.0
+    high: Share = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.low > self.high:
+            raise InvalidValueError(f"low must be at most high, got {self.low} and {self.high}")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"proximal": -1}, "proximal must be a finite number >= 0, got -1; 0 is plain SGD"),
+        ({"proximal": float("nan")}, "proximal must be a finite number >= 0, got nan; 0 is plain SGD"),
+        ({"proximal": "1"}, "proximal must be a finite number >= 0, got '1'; 0 is plain SGD"),
+        ({"clip": float("inf")}, "clip must be a finite number > 0, or None, got inf"),
+        ({"every": 0}, "every must be an integer >= 1, got 0"),
+        ({"every": True}, "every must be an integer >= 1, got True"),
+        ({"every": 1.0}, "every must be an integer >= 1, got 1.0"),
+        ({"target": 1.0}, "target must be in (0, 1), got 1.0"),
+        ({"select": "first"}, "select must be 'last' or 'best', got 'first'"),
+        ({"rule": "mode"}, "rule must be one of mean, median, krum, got 'mode'"),
+        (
+            {"levels": (0.5, 2.0)},
+            "levels must be a tuple that is not empty, of values that are each in (0, 1], got (0.5, 2.0); a ratio is the share"
+            " kept, so to prune 30 % pass 0.7",
+        ),
+    ],
+)
+def test_a_value_that_is_not_allowed_is_refused_with_what_is(given: dict[str, object], message: str) -> None:
+    with pytest.raises(InvalidValueError) as caught:
+        Policy(**given)
+    assert str(caught.value) == message
+
+
+def test_an_empty_tuple_is_refused_where_one_is_wanted() -> None:
+    with pytest.raises(InvalidValueError, match="levels must be a tuple that is not empty"):
+        Policy(levels=())
+
+
+def test_values_stay_as_they_were_given_since_saved_results_compare_texts() -> None:
+    assert repr(Policy(proximal=1, clip=2)).startswith("Policy(proximal=1, clip=2, every=1,")
+    assert Policy(anything="not checked", unknown=3).unknown == 3
+    assert pickle.loads(pickle.dumps(Ordered(low=0.2))) == Ordered(low=0.2)
+
+
+def test_a_replaced_value_is_checked_and_a_subclass_checks_what_it_inherits_and_adds() -> None:
+    with pytest.raises(InvalidValueError, match="clip must be"):
+        replace(Policy(), clip=0.0)
+    with pytest.raises(InvalidValueError, match="proximal must be"):
+        Ordered(proximal=-1.0)
+    with pytest.raises(InvalidValueError, match=r"high must be in \[0, 1\], got 2"):
+        Ordered(high=2)
+    with pytest.raises(InvalidValueError, match="low must be at most high"):
+        Ordered(low=0.8, high=0.2)
+
+
+def test_a_hint_may_name_the_field_otherwise() -> None:
+    @dataclass(frozen=True)
+    class Client(Checked):
+        id: Annotated[NonNegativeCount, Hint(name="client id")]
+
+    with pytest.raises(InvalidValueError, match="client id must be an integer >= 0, got -1"):
+        Client(-1)
+
+
+def test_only_fields_that_say_what_they_allow_are_choices() -> None:
+    assert [choice.name for choice in choices(Policy)][-1] == "levels"
+    assert described(Annotated[int, Field(ge=2, le=9)]) == "an integer in [2, 9]"
+    assert described(Annotated[float, Field(lt=1)]) == "a finite number < 1"
