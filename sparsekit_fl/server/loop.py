@@ -46,7 +46,7 @@ __all__ = ["run"]
 _log = logging.getLogger(__name__)
 _REPEATS = 2
 _MOST_REASONS = 5
-# What the system says when a file cannot grow, by whatever is full.
+# Errors of a file that cannot grow: the disk is full, or a quota, or the limit of a file's size.
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -76,10 +76,10 @@ def run(
         problem: Model, loss and metrics.
         clients: All clients; ids are distinct.
         config: The options.
-        engine: Who runs clients; None trains them in this process, one after the other.
-        observers: Told what happens.
+        engine: What runs clients; None trains them in this process, one after the other.
+        observers: Objects that are told what happens.
         out: Folder for the result, the rounds, the checkpoint and the models; None keeps nothing.
-        resume: Go on from the checkpoint in `out`; to the same bits as a run that was never interrupted.
+        resume: Go on from the checkpoint in `out`, to the same bits as a run that was never interrupted.
         graph: The units of the model, where they are already known.
         experiment: Plain JSON values that go into the result, such as the names of data set and model.
 
@@ -133,14 +133,14 @@ def run(
 
 
 class _Attempt(NamedTuple):
-    """What came back when a round's assignments were sent out once."""
+    """The replies to a round's assignments, sent out once."""
 
     replies: list[Reply]
     aggregated: Aggregated
     dropped: dict[int, Exception]
 
     def text(self, needed: int) -> str:
-        """Why too little came back; the first reasons in full."""
+        """Say why too little came back; the first reasons in full."""
         reasons = [f"client {client_id}: {str(error).rstrip('.')}" for client_id, error in self.dropped.items()]
         more = [f"and {len(reasons) - _MOST_REASONS} clients more"] if len(reasons) > _MOST_REASONS else []
         return (
@@ -179,7 +179,7 @@ class _Loop:
 
     @property
     def hint(self) -> str:
-        """How to go on."""
+        """Tell how to go on."""
         if self._folder is None:
             return "nothing was kept, since the run had no output folder (out=, --out DIR)"
         return f"the state is in {self._folder.path}; go on with resume=True (--resume)"
@@ -287,7 +287,7 @@ class _Loop:
         return stale
 
     def _evaluate(self, pool: ClientPool, round: int) -> tuple[list[Evaluation], list[str]]:
-        """Scores of all clients or of a sample, of all after the last round; and a text for each that could not be scored.
+        """Score a sample of the clients, or all; after the last round all. Return a text for each that could not be scored.
 
         Raises:
             ClientError: none could.
@@ -331,7 +331,7 @@ class _Loop:
         return self.spec.config.eval_clients is not None
 
     def _scored(self, round: int) -> list[int]:
-        """Whom to score before the last round; drawn from seed and round, so that it is the same for any engine and method."""
+        """Draw the clients to score before the last round, from seed and round: the same for any engine and method."""
         ids, most = list(self._clients), self.spec.config.eval_clients
         if most is None or most >= len(ids):
             return ids

@@ -1,4 +1,4 @@
-"""GridPool: runs clients by messages over a Flower grid, whatever is behind it."""
+"""GridPool: runs clients by messages over a Flower grid, of a simulation, of devices or of a test."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _MOST_OPEN = 50
 _MOST_TASKS = 1000
 # Flower's codes for a message, or a reply, that is no longer there.
 _EXPIRED = (3, 4)
-# A device may say what it likes of its failure, but not at any length.
+# A device's text about its failure is cut here.
 _MOST_TEXT = 4000
 # What Ray says of a process that was killed; Flower puts such an actor back to work, where it fails for ever.
 _DEAD_ACTOR = ("ActorDiedError", "RayActorError", "OutOfMemoryError", "WorkerCrashedError")
@@ -105,17 +105,17 @@ class GridPool:
     answer for, never by their order; memories are files of the nodes, or travel with the messages.
 
     Args:
-        carrier: The grid.
-        spec: Of the run.
-        store: Where memories are that travel.
-        memory: "nodes" keep the memories of their clients; the "server" does, and sends them along.
-        workers: How many clients train at once, for the record.
+        carrier: The grid, and the node of each client.
+        spec: The fixed parts of the run.
+        store: The memories, where they travel.
+        memory: "nodes" where nodes keep the memories of their clients; "server" where the server does, and sends them along.
+        workers: Number of clients that train at once, for the record.
         timeout_seconds: Replies that take longer are given up; None waits for twelve hours.
         max_reply_bytes: A longer reply is refused; None takes four times the dense state, and 16 MiB at least.
         export: Whether nodes send personal models to be written into the run's folder.
         grouped: Ask all clients of one node in one message, for nodes that start a process for each message.
-        trusted: Nodes are ours, so one that is broken stops the run, or is replaced. Otherwise its clients are dropped, for
-            whatever it says: no device can stop the others.
+        trusted: Nodes are ours, so one that is broken stops the run, or is replaced. Otherwise its clients are dropped,
+            whatever its message is: no device can stop the others.
     """
 
     def __init__(

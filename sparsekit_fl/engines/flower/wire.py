@@ -23,7 +23,7 @@ _STYPE = "sparsekit.raw"
 
 
 def content(header: Mapping[str, Any], **payloads: bytes) -> RecordDict:
-    """A message's content.
+    """Make the content of a message.
 
     Args:
         header: Plain JSON values.
@@ -36,14 +36,14 @@ def content(header: Mapping[str, Any], **payloads: bytes) -> RecordDict:
 
 
 def read(message: Message, *, max_bytes: int | None = None) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """The inverse of `content`.
+    """Undo `content`.
 
     Args:
         message: As it came, without an error.
-        max_bytes: More payload than this is refused.
+        max_bytes: Refuse more payload than this.
 
     Raises:
-        DataError: it is none of ours, or too large.
+        DataError: the message is not one of this package, or too large.
     """
     try:
         text = message.content["header"]["json"]
