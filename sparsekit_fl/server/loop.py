@@ -213,7 +213,9 @@ class _Loop:
         attempts = self._attempts(pool, round, assignments)
         replies, aggregated, dropped = attempts[-1]
         valid = {update.client_id for update in aggregated.updates}
-        stale = self._advance({reply.client_id: round for reply in replies if reply.stored and reply.client_id in valid})
+        newest = {reply.client_id: round for reply in replies if reply.stored and reply.client_id in valid}
+        stale = {client_id: self._versions[client_id] for client_id in newest if client_id in self._versions}
+        self._versions = {**self._versions, **newest}
         due = round % self.spec.config.eval_every == 0 or round == self.spec.config.rounds
         evaluations, unscored = self._evaluate(pool, round) if due else (None, [])
         cost = WorkCost()
@@ -222,6 +224,7 @@ class _Loop:
             cost += round_cost(done, wall_seconds=0.0, seconds=one.aggregated.seconds)
             cost += WorkCost(memory_bytes=sum(reply.memory_bytes for reply in one.replies))
         cost = replace(cost, wall_seconds=time.perf_counter() - began)
+        sampled = self.spec.config.eval_clients is not None
         record = RoundRecord(
             round=round,
             cohort=tuple(assignment.client_id for assignment in assignments),
@@ -231,7 +234,7 @@ class _Loop:
             ratios={update.client_id: update.ratio for update in aggregated.updates},
             cost=self._cost + cost,
             seconds=cost.seconds,
-            evaluation=None if evaluations is None else RoundScores.of(evaluations, sampled=self._samples),
+            evaluation=None if evaluations is None else RoundScores.of(evaluations, sampled=sampled),
             notes=(
                 *(f"repeated, since {one.text(self._needed(assignments))}" for one in attempts[:-1]),
                 *(reply.note for reply in replies if reply.note),
@@ -281,11 +284,6 @@ class _Loop:
             f" Nothing of that round counted; {self.hint}"
         ) from next(iter(attempts[-1].dropped.values()), None)
 
-    def _advance(self, newest: Mapping[int, int]) -> dict[int, int]:
-        stale = {client_id: self._versions[client_id] for client_id in newest if client_id in self._versions}
-        self._versions = {**self._versions, **newest}
-        return stale
-
     def _evaluate(self, pool: ClientPool, round: int) -> tuple[list[Evaluation], list[str]]:
         """Score a sample of the clients, or all; after the last round all. Return a text for each that could not be scored.
 
@@ -325,10 +323,6 @@ class _Loop:
                 f"no client could be scored after round {round}: {'; '.join(unscored[:_MOST_REASONS])}; {self.hint}"
             )
         return found, unscored
-
-    @property
-    def _samples(self) -> bool:
-        return self.spec.config.eval_clients is not None
 
     def _scored(self, round: int) -> list[int]:
         """Draw the clients to score before the last round, from seed and round: the same for any engine and method."""

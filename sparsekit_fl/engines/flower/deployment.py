@@ -15,7 +15,7 @@ from sparsekit.errors import SparsekitError
 from sparsekit_fl.client.spec import RunSpec
 from sparsekit_fl.engines.base import ClientPool
 from sparsekit_fl.engines.flower.introduction import read_clients
-from sparsekit_fl.engines.flower.pool import Carrier, GridPool
+from sparsekit_fl.engines.flower.pool import Carrier, GridPool, exchange
 from sparsekit_fl.engines.flower.wire import content
 from sparsekit_fl.errors import ClientError, WorkerDiedError
 from sparsekit_fl.problem.clients import Client
@@ -136,30 +136,26 @@ class Nodes(Carrier):
     def _ask(self, nodes: Iterable[int]) -> list[int]:
         """Ask nodes for their clients; returns those that answered."""
         asked = sorted(nodes)
-        if not asked:
-            return []
-        messages = [Message(content({"task": "introduce"}), node, "query", ttl=_QUERY_SECONDS) for node in asked]
-        open_ids = {id: node for id, node in zip(self.grid.push_messages(messages), asked, strict=True) if id}
-        answers: dict[int, Message] = {}
-        end = time.monotonic() + _QUERY_SECONDS
-        while open_ids and time.monotonic() < end:
-            for message in self.grid.pull_messages(list(open_ids)):
-                node = open_ids.pop(message.metadata.reply_to_message_id, None)
-                if node is not None:
-                    answers[node] = message
-            if open_ids:
-                time.sleep(0.1)
-        for node in asked:
-            if node not in answers:
+
+        def query(place: int) -> Message:
+            return Message(content({"task": "introduce"}), asked[place], "query", ttl=_QUERY_SECONDS)
+
+        replies = dict(exchange(self.grid, query, len(asked), most=len(asked), ttl=_QUERY_SECONDS))
+        answered = []
+        # By their ids, so that which of two nodes was first does not depend on the network.
+        for place, node in enumerate(asked):
+            reply = replies[place]
+            if isinstance(reply, str):
                 # It is asked again before the next round.
-                self._tell(f"SuperNode {node} did not say which clients it has within {_QUERY_SECONDS:g} seconds")
+                self._tell(f"SuperNode {node} did not say which clients it has: {reply}")
                 continue
+            answered.append(node)
             self._said[node] = {}
             try:
-                self._said[node] = read_clients(answers[node])
+                self._said[node] = read_clients(reply)
             except SparsekitError as error:
                 self._tell(f"SuperNode {node} is not used: {error}")
-        return [node for node in asked if node in answers]
+        return answered
 
 
 def _named(ids: Iterable[int]) -> str:

@@ -69,7 +69,6 @@ class LocalGrid(Grid):
         self._fault = fault
         self._twice = twice
         self._replies: dict[str, Message] = {}
-        self.bytes_down = 0
         self.bytes_up = 0
 
     def set_run(self, run: Run) -> None:
@@ -95,7 +94,6 @@ class LocalGrid(Grid):
         ids = []
         for sent in messages:
             message = over_the_wire(sent)
-            self.bytes_down += _wire_bytes(message)
             context = self._contexts[message.metadata.dst_node_id]
             try:
                 reply = self._app(message=message, context=context)

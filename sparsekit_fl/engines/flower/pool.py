@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -24,7 +24,7 @@ from sparsekit_fl.state.store import ClientStore, Versions
 from sparsekit_fl.wire.messages import Assignment, Evaluation, decode_update, encode_assignment
 from sparsekit_fl.wire.packing import pack
 
-__all__ = ["Carrier", "GridDiedError", "GridPool", "Task"]
+__all__ = ["Carrier", "GridPool", "exchange"]
 
 _POLL_SECONDS = 0.02
 _TTL_SECONDS = 12 * 3600.0
@@ -45,20 +45,16 @@ class GridDiedError(WorkerDiedError):
     """What runs the clients behind a grid is damaged, and must be started anew."""
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(frozen=True, eq=False)
 class Task:
     """What one client is asked.
 
     Args:
-        kind: Flower's type of the message.
-        client_id: The client.
-        header: Plain JSON values.
+        header: Plain JSON values: "task" ("train" or "evaluate", Flower's type of the message), "client", "round", …
         payloads: Bytes by name.
         shared: Bytes that are the same for all tasks of a call.
     """
 
-    kind: Literal["train", "evaluate"]
-    client_id: int
     header: Mapping[str, Any]
     payloads: Mapping[str, bytes]
     shared: bytes = b""
@@ -96,6 +92,42 @@ class Carrier(ABC):
             WorkerDiedError: that cannot help.
         """
         raise WorkerDiedError(reason)
+
+
+def exchange(
+    grid: Grid, message: Callable[[int], Message], count: int, *, most: int, ttl: float
+) -> Iterator[tuple[int, Message | str]]:
+    """Send messages, and yield the place of each and its reply, or why there is none, in the order in which they come.
+
+    Args:
+        grid: Flower's grid.
+        message: Makes the message of a place, once it is to be sent.
+        count: Number of messages; places are 0 to `count` - 1.
+        most: Number of messages that may be open at once.
+        ttl: Seconds after which a reply is given up.
+    """
+    late, waiting = f"no reply within {ttl:g} seconds", range(count)
+    open_ids: dict[str, tuple[float, int]] = {}
+    while waiting or open_ids:
+        room = most - len(open_ids)
+        fresh, waiting = waiting[:room], waiting[room:]
+        sent = time.monotonic()
+        for place, id in zip(fresh, grid.push_messages([message(place) for place in fresh]) if fresh else (), strict=True):
+            if id:
+                open_ids[id] = sent, place
+            else:
+                yield place, "its node is gone"
+        found = list(grid.pull_messages(list(open_ids))) if open_ids else []
+        for reply in found:
+            began, place = open_ids.pop(reply.metadata.reply_to_message_id, (0.0, -1))
+            over = time.monotonic() - began > 0.9 * ttl
+            if place >= 0:
+                # Flower's own words for a message that is over speak of databases.
+                yield place, late if over and reply.has_error() and reply.error.code in _EXPIRED else reply
+        for id in [id for id, (began, _) in open_ids.items() if time.monotonic() - began >= ttl]:
+            yield open_ids.pop(id)[1], late
+        if open_ids and not found:
+            time.sleep(_POLL_SECONDS)
 
 
 class GridPool:
@@ -179,21 +211,22 @@ class GridPool:
         yield from held
 
     def _scores(self, task: Task, answer: Answer, export: Path | None) -> Evaluation | Unscored:
+        client_id = task.header["client"]
         if answer.failure is not None:
-            return Unscored(task.client_id, answer.failure)
+            return Unscored(client_id, answer.failure)
         wrong = answer.header.get("error") or answer.header.get("broken")
         if wrong:
             if self._trusted:
-                raise ClientError(f"client {task.client_id} could not be scored: {wrong}")
-            return Unscored(task.client_id, str(wrong)[:_MOST_TEXT])
+                raise ClientError(f"client {client_id} could not be scored: {wrong}")
+            return Unscored(client_id, str(wrong)[:_MOST_TEXT])
         try:
             evaluation = Evaluation.from_dict(answer.header["evaluation"])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            return Unscored(task.client_id, f"it sent malformed scores: {error!r}")
-        if evaluation.client_id != task.client_id:
-            return Unscored(task.client_id, f"it sent the scores of client {evaluation.client_id}")
+            return Unscored(client_id, f"it sent malformed scores: {error!r}")
+        if evaluation.client_id != client_id:
+            return Unscored(client_id, f"it sent the scores of client {evaluation.client_id}")
         if export is not None and answer.payloads.get("model"):
-            write_atomically(export / f"client-{task.client_id}.safetensors", answer.payloads["model"])
+            write_atomically(export / f"client-{client_id}.safetensors", answer.payloads["model"])
         return evaluation
 
     def _task(
@@ -212,7 +245,7 @@ class GridPool:
         if self._carried and version is not None:
             with contextlib.suppress(FileNotFoundError):  # the node says that it did not come
                 payloads["memory"] = self._store.load(client_id, version)
-        return Task(kind=kind, client_id=client_id, header=header, payloads=payloads, shared=shared)
+        return Task(header, payloads, shared)
 
     def _reply(self, assignment: Assignment, answer: Answer) -> Reply:
         try:
@@ -267,7 +300,7 @@ class GridPool:
         by_node: dict[int, list[int]] = {}
         for place in places:
             try:
-                by_node.setdefault(self._carrier.node_of(tasks[place].client_id), []).append(place)
+                by_node.setdefault(self._carrier.node_of(tasks[place].header["client"]), []).append(place)
             except ClientError as error:
                 lost[place] = str(error)
         if not self._grouped:
@@ -277,44 +310,29 @@ class GridPool:
         return lost, [(node, asked[i : i + most]) for node, asked in by_node.items() for i in range(0, len(asked), most)]
 
     def _once(self, tasks: Sequence[Task], places: Iterable[int]) -> Iterator[tuple[int, Answer]]:
-        grid = self._carrier.grid
         ttl = _TTL_SECONDS if self._timeout is None else self._timeout
-        lost, waiting = self._by_node(tasks, places)
+        lost, groups = self._by_node(tasks, places)
         yield from ((place, Answer(failure=reason)) for place, reason in lost.items())
         # Nodes that start a process for each message get theirs at once: each is a device, and slow ones delay no other.
-        most = len(waiting) if self._grouped else max(_MOST_OPEN, 8 * self.workers)
-        open_ids: dict[str, tuple[float, list[int]]] = {}
-        while waiting or open_ids:
-            room = most - len(open_ids)
-            fresh, waiting = waiting[:room], waiting[room:]
-            messages = [self._message([tasks[place] for place in asked], node, ttl) for node, asked in fresh]
-            sent = time.monotonic()
-            for (_, asked), id in zip(fresh, grid.push_messages(messages) if messages else (), strict=True):
-                if id:
-                    open_ids[id] = sent, asked
-                else:
-                    yield from _failed(asked, "its node is gone")
-            found = list(grid.pull_messages(list(open_ids))) if open_ids else []
-            for message in found:
-                began, asked = open_ids.pop(message.metadata.reply_to_message_id, (0.0, []))
-                over = time.monotonic() - began > 0.9 * ttl
-                if over and message.has_error() and message.error.code in _EXPIRED:
-                    # Flower's own words for it speak of databases.
-                    yield from _failed(asked, _late(ttl))
-                elif asked:
-                    yield from zip(asked, self._answers(message, len(asked)), strict=True)
-            for id in [id for id, (began, _) in open_ids.items() if time.monotonic() - began >= ttl]:
-                yield from _failed(open_ids.pop(id)[1], _late(ttl))
-            if open_ids and not found:
-                time.sleep(_POLL_SECONDS)
+        most = len(groups) if self._grouped else max(_MOST_OPEN, 8 * self.workers)
+
+        def message(group: int) -> Message:
+            node, asked = groups[group]
+            return self._message([tasks[place] for place in asked], node, ttl)
+
+        for group, reply in exchange(self._carrier.grid, message, len(groups), most=most, ttl=ttl):
+            asked = groups[group][1]
+            yield from zip(asked, self._answers(reply, len(asked)), strict=True)
 
     def _message(self, tasks: Sequence[Task], node: int, ttl: float) -> Message:
         header = {"tasks": [task.header for task in tasks]}
         record = content(header, shared=tasks[0].shared, **join([task.payloads for task in tasks]))
-        return Message(record, node, tasks[0].kind, ttl=ttl, group_id=str(tasks[0].header["round"]))
+        return Message(record, node, tasks[0].header["task"], ttl=ttl, group_id=str(tasks[0].header["round"]))
 
-    def _answers(self, message: Message, count: int) -> list[Answer]:
-        """Return what a message answers to each of its `count` tasks."""
+    def _answers(self, message: Message | str, count: int) -> list[Answer]:
+        """Return what a reply answers to each of its `count` tasks."""
+        if isinstance(message, str):
+            return [Answer(failure=message)] * count
         if message.has_error():
             reason = f"{message.error.reason or 'no reason given'} (Flower's error {message.error.code})"
             if self._trusted and any(word in reason for word in _DEAD_ACTOR):
@@ -328,11 +346,3 @@ class GridPool:
         except DataError as error:
             return [Answer(failure=str(error))] * count
         return [Answer(reply, part(payloads, place)) for place, reply in enumerate(replies)]
-
-
-def _late(seconds: float) -> str:
-    return f"no reply within {seconds:g} seconds"
-
-
-def _failed(places: Sequence[int], reason: str) -> Iterator[tuple[int, Answer]]:
-    return ((place, Answer(failure=reason)) for place in places)
