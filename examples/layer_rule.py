@@ -75,8 +75,8 @@ class TimeFilterRule(LayerRule):
         entering, gain = tracer.labels(args[0]), tracer.labels(module.gain)
         units, own = entering.axes[-1], gain.axes[0]
         if units is None or own is None:  # raw inputs, or a single feature
-            tracer.freeze(entering, "no units reach the filter")
-            tracer.freeze(gain, "no units reach the filter")
+            tracer.fix(entering, "no units reach the filter")
+            tracer.fix(gain, "no units reach the filter")
             return out
         tracer.unite(units.nodes, own.nodes)
         tracer.make(gain, 0)
@@ -109,8 +109,8 @@ def main() -> None:
 
     graph = sk.trace_units(model, x, rules=RULES)
     print(f"with the rules: groups {dict(graph.fingerprint())}")
-    view = sk.PatternView(weights=model.state_dict())
-    mask = sk.select(sk.patterns.Magnitude(), graph, 0.25, view)
+    view = sk.View(weights=model.state_dict())
+    mask = sk.select(sk.criteria.Magnitude(), graph, 0.25, view)
     small = sk.compact(model, graph, mask, rules=RULES)
     print(f"compact: {small[2].in_features} features in and {small[2].out_features} out of the gated layer")
     with torch.no_grad():

@@ -23,14 +23,15 @@ from rich.markup import escape
 from rich.table import Table
 from typer.core import TyperGroup
 
-from sparsekit import __version__
 from sparsekit.errors import InvalidValueError, SparsekitError
 from sparsekit.registry import Registry, load_object
+from sparsekit.version import __version__
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from sparsekit.graph.graph import UnitGraph, UnitGroup
+    from sparsekit.graph.graph import UnitGraph
+    from sparsekit.graph.groups import UnitGroup
 
 __all__ = ["COMMANDS_GROUP", "app", "execute", "main", "models"]
 

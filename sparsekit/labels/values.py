@@ -1,7 +1,7 @@
 """Labels: which unit each position along an axis of a tensor belongs to.
 
 A *node* is one position along one axis of one state entry. Tensors in a trace carry, per axis, the node that each position
-stems from; the operators of the trace unite nodes, mark them as made or read, and freeze them. Units are what is
+stems from; the operators of the trace unite nodes, mark them as made or read, and fix them. Units are what is
 connected in the end.
 """
 
@@ -83,7 +83,7 @@ class Entry:
         names: All its state-dict keys; more than one if it is tied.
         shape: Of the dense tensor.
         is_parameter: False for buffers, which are cut but never gated.
-        number: Position in the ledger.
+        number: Position in the store.
         first: First node of each axis; None where the axis has one position and hence nothing to remove.
     """
 

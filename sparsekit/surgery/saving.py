@@ -16,7 +16,6 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from sparsekit import __version__
 from sparsekit.errors import CompactFileError, ForeignMaskError, InvalidValueError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.mask import UnitMask
@@ -24,6 +23,7 @@ from sparsekit.layers import LayerRule, resize
 from sparsekit.registry import load_object
 from sparsekit.surgery.compact_file import damage, digest, pack_mask, read_file, unpack_mask, write_file
 from sparsekit.surgery.rebuild import copy_with, named_entries
+from sparsekit.version import __version__
 
 __all__ = ["Factory", "SparseModel", "load_compact", "load_mask", "save_compact"]
 

@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from sparsekit.errors import NoUnitsError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.state import StateDict, clone
-from sparsekit.measure.cost import trace_cost
+from sparsekit.measure.cost import CostModel, trace_cost
 from sparsekit.rng import torch_scope
 from sparsekit.tracing.layer_order import trace_layers
 from sparsekit.tracing.trace import trace_units
-from sparsekit_fl.context.client import CostModel
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.options.config import RunConfig, TrainingConfig
 from sparsekit_fl.problem.clients import Client
@@ -65,7 +64,7 @@ class RunSpec:
                 graph = UnitGraph(groups={}, shapes={name: t.shape for name, t in model.state_dict().items()})
         graph.check_state(model.state_dict())
         graph = dataclasses.replace(graph, layers=trace_layers(model, *problem.example_inputs))
-        for policy in (method.ratio, method.mask, method.local, method.share):
+        for policy in method.policies().values():
             policy.check(problem, graph)
         costs = trace_cost(model, *problem.example_inputs, graph=graph)
         return RunSpec(

@@ -1,4 +1,4 @@
-"""Memory and generators of one kind of policy."""
+"""Memory, PolicyKind: the state and the generators of one kind of policy."""
 
 from __future__ import annotations
 
@@ -15,6 +15,6 @@ PolicyKind = Literal["sampling", "ratio", "mask", "local", "share", "aggregate",
 
 
 def rngs_by_kind(rng: np.random.Generator) -> dict[str, np.random.Generator]:
-    """An independent generator for each kind of policy."""
+    """Return an independent generator for each kind of policy."""
     kinds = get_args(PolicyKind)
     return dict(zip(kinds, rng.spawn(len(kinds)), strict=True))

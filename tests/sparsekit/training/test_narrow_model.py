@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from sparsekit import NarrowModel, UnitMask, compact, select, trace_units
-from sparsekit.criteria import PatternView, Random, TopImportance
+from sparsekit.criteria import Learned, Random, View
 from sparsekit.errors import ForeignMaskError
 
 
@@ -52,7 +52,7 @@ for _make, _inputs in CASES:
 
 
 def draw(graph, ratio: float, seed: int) -> UnitMask:
-    return select(Random(), graph, ratio, PatternView(generator=torch.Generator().manual_seed(seed)))
+    return select(Random(), graph, ratio, View(generator=torch.Generator().manual_seed(seed)))
 
 
 @settings(max_examples=25, deadline=None)
@@ -143,8 +143,8 @@ def test_a_mask_or_state_of_another_model_is_refused() -> None:
 def test_an_entering_unit_takes_the_place_of_a_leaving_one() -> None:
     model, _, graph = TRACED[1]
     narrow_model = NarrowModel(model, graph)
-    view = PatternView(importance={name: -torch.arange(float(g.size)) for name, g in graph.groups.items()})
-    narrow_model.load(model.state_dict(), select(TopImportance(), graph, 0.5, view))
+    view = View(importance={name: -torch.arange(float(g.size)) for name, g in graph.groups.items()})
+    narrow_model.load(model.state_dict(), select(Learned(), graph, 0.5, view))
     layout = narrow_model.layout
     entries = dict(narrow_model.mask)
     name = next(iter(entries))
