@@ -88,7 +88,7 @@ FL_LAYERS = (
         "sparsekit_fl.state.storage",
         "sparsekit_fl.problem.metrics",
     ),
-    ("sparsekit_fl.problem.data", "sparsekit_fl.options.config", "sparsekit_fl.errors"),
+    ("sparsekit_fl.problem.data", "sparsekit_fl.options.config", "sparsekit_fl.errors", "sparsekit_fl.processes"),
 )
 # Upward on purpose: the type of a method in the set-up of a run, and the progress display that watches it.
 UPWARD = {
