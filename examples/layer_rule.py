@@ -16,9 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import sparsekit as sk
-from sparsekit.labels.tracer import Tracer
-from sparsekit.labels.values import TensorLabels
-from sparsekit.layers import LayerRule
 
 
 class GatedLinear(nn.Module):
@@ -35,7 +32,7 @@ class GatedLinear(nn.Module):
         return values * torch.sigmoid(gates)
 
 
-class GatedLinearRule(LayerRule):
+class GatedLinearRule(sk.LayerRule):
     """The operators of the layer say which rows go together; only the sizes that it keeps must be set after a cut."""
 
     types: ClassVar[tuple[type[nn.Module], ...]] = (GatedLinear,)
@@ -57,7 +54,7 @@ class TimeFilter(nn.Module):
         return torch.fft.irfft(torch.fft.rfft(x, dim=1) * self.gain, n=x.shape[1], dim=1)
 
 
-class TimeFilterRule(LayerRule):
+class TimeFilterRule(sk.LayerRule):
     """Describes the layer instead of its operators: gain j scales feature j, and feature j comes out at place j."""
 
     types: ClassVar[tuple[type[nn.Module], ...]] = (TimeFilter,)
@@ -67,7 +64,12 @@ class TimeFilterRule(LayerRule):
         """The layer keeps no sizes."""
 
     def trace(
-        self, tracer: Tracer, module: nn.Module, run: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+        self,
+        tracer: sk.layers.Tracer,
+        module: nn.Module,
+        run: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
     ) -> Any:
         """Say that gain and features are one unit, made anew by the gain."""
         assert isinstance(module, TimeFilter)
@@ -80,11 +82,11 @@ class TimeFilterRule(LayerRule):
             return out
         tracer.unite(units.nodes, own.nodes)
         tracer.make(gain, 0)
-        tracer.set(out, TensorLabels((None, None, own)))
+        tracer.set(out, sk.layers.TensorLabels((None, None, own)))
         return out
 
 
-RULES: dict[type[nn.Module], LayerRule] = {GatedLinear: GatedLinearRule(), TimeFilter: TimeFilterRule()}
+RULES: dict[type[nn.Module], sk.LayerRule] = {GatedLinear: GatedLinearRule(), TimeFilter: TimeFilterRule()}
 
 
 def make_model() -> nn.Module:

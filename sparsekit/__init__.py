@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from sparsekit.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from sparsekit import allocation, bandit, criteria, errors
+    from sparsekit import allocation, bandit, criteria, errors, layers
     from sparsekit.allocation.base import Allocation
     from sparsekit.allocation.choose import choose, select
     from sparsekit.bandit import PUCBV, Bandit, Box, Interval, Pull, SplitUCBV
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from sparsekit.graph.graph import UnitGraph
     from sparsekit.graph.groups import UnitGroup, UnitSlice
     from sparsekit.graph.mask import UnitMask, WeightMask
+    from sparsekit.layers import LayerRule
     from sparsekit.measure.cost import Cost, count_cost
     from sparsekit.surgery.compaction import compact, expand
     from sparsekit.surgery.optimizer_state import remap_optimizer
@@ -36,6 +37,7 @@ _HOME = {
     "Cost": "sparsekit.measure.cost",
     "Criterion": "sparsekit.criteria.base",
     "Interval": "sparsekit.bandit",
+    "LayerRule": "sparsekit.layers",
     "LearnableMask": "sparsekit.training.learnable",
     "PUCBV": "sparsekit.bandit",
     "Pull": "sparsekit.bandit",
@@ -54,6 +56,7 @@ _HOME = {
     "criteria": "sparsekit.criteria",
     "errors": "sparsekit.errors",
     "expand": "sparsekit.surgery.compaction",
+    "layers": "sparsekit.layers",
     "load_compact": "sparsekit.surgery.saving",
     "load_mask": "sparsekit.surgery.saving",
     "remap_optimizer": "sparsekit.surgery.optimizer_state",
@@ -70,6 +73,7 @@ __all__ = [
     "Cost",
     "Criterion",
     "Interval",
+    "LayerRule",
     "LearnableMask",
     "NarrowModel",
     "Pull",
@@ -88,6 +92,7 @@ __all__ = [
     "criteria",
     "errors",
     "expand",
+    "layers",
     "load_compact",
     "load_mask",
     "remap_optimizer",

@@ -30,8 +30,11 @@ IntArray: TypeAlias = npt.NDArray[np.int64]
 NO_UNIT = -1  # a position that belongs to no unit, such as a raw input in a concatenation
 ANY = -2  # a position of an axis along which the value is constant, such as an expanded one: it fits any unit
 
-NOT_ZERO = 0  # source of a value that is not zero when its unit is gated away
-ALWAYS_ZERO = 1  # source of a value that is zero whatever is gated
+NOT_ZERO = 0
+"""Source of a value that is not zero when its unit is gated away."""
+
+ALWAYS_ZERO = 1
+"""Source of a value that is zero whatever is gated."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from sparsekit.errors import CompactFileError, ForeignMaskError, InvalidValueError
 from sparsekit.graph.graph import UnitGraph
+from sparsekit.graph.index import narrow_shape
 from sparsekit.graph.mask import UnitMask
 from sparsekit.layers import LayerRule, resize
 from sparsekit.registry import load_object
@@ -220,8 +221,7 @@ def _check_mask(entries: Mapping[str, Tensor], graph: UnitGraph, mask: UnitMask)
     mask.check(graph)
     indices = graph.kept_indices(mask)
     for name, dense in graph.shapes.items():
-        axes = indices.get(name, {})
-        expected = torch.Size(len(axes[d]) if d in axes else size for d, size in enumerate(dense))
+        expected = narrow_shape(dense, indices.get(name, {}))
         found = entries[name].shape if name in entries else None
         if found != expected:
             raise ForeignMaskError(

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from sparsekit._torch import without_fast_path
+from sparsekit.deprecations import renamed_value
 from sparsekit.errors import InvalidValueError, NoUnitsError, TraceError, UnsupportedModelError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.groups import FixedUnits
@@ -81,6 +82,7 @@ def trace_units(
     """
     _check(model)
     inputs = ModelInputs(example_inputs, _joined(example_kwargs or {}, more_kwargs))
+    norm = renamed_value("norm", norm, {"frozen": "fixed"})
     if norm not in ("fixed", "kept"):
         raise InvalidValueError(f"norm must be 'fixed' or 'kept', got {norm!r}")
     notes: NormNotes | None = {} if norm == "kept" else None

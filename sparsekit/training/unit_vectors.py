@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from sparsekit.criteria.magnitudes import own_slices, unit_magnitudes
 from sparsekit.graph.graph import group_order
 from sparsekit.graph.mask import UnitMask
-from sparsekit.training.narrow_model import HasState, NarrowModel
+from sparsekit.surgery.optimizer_state import HasState
+from sparsekit.training.narrow_model import NarrowModel
 
 __all__ = ["Reader", "UnitVectors"]
 

@@ -129,7 +129,7 @@ class OwnedRowsMean(CoverageMean):
     """
 
     def coverage(self, ctx: ServerContext, name: str, update: Update) -> Tensor | None:
-        """1 on the rows of owned classes; None for entries that are no output layer."""
+        """Return 1 on the rows of owned classes; None for entries that are no output layer."""
         owned = update.extra.get(_OWNED)
         shape = update.delta[name].shape
         if owned is None or owned.dtype != torch.bool or not shape or shape[0] != owned.numel():
@@ -157,7 +157,7 @@ class RecalibratedBatchNorm(PersonalPolicy):
     criterion: Criterion | None = None
 
     def model(self, ctx: ClientContext, state: StateDict) -> PersonalModel:
-        """The whole global model, or what the client can run of it."""
+        """Return the whole global model, or what the client can run of it."""
         ratio = ctx.capability.ratio
         if self.criterion is None or ratio == 1.0:
             return PersonalModel(state=state)

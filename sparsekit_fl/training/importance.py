@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sparsekit.allocation.choose import choose
 from sparsekit.errors import InvalidValueError
-from sparsekit.training.narrow_model import HasState
+from sparsekit.surgery.optimizer_state import HasState
 from sparsekit.training.regularizer import ImportanceRegularizer, standardise
 from sparsekit.training.unit_vectors import UnitVectors
 
@@ -36,7 +36,7 @@ class ImportanceLearner:
         self._pull = 2.0 * term.weights(fused.sizes.tolist()).to(self.importance)
 
     def targets(self) -> Tensor:
-        """The targets of the regulariser at the present weights: float (J,)."""
+        """Return the targets of the regulariser at the present weights: float (J,)."""
         magnitudes = self.fused.magnitudes()
         if self.term.target == "standardised":
             magnitudes = standardise(magnitudes, self.fused.group_of, self.fused.sizes)

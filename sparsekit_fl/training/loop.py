@@ -55,7 +55,7 @@ class Examples:
         return len(self._targets)
 
     def batches(self, order: Tensor | None, bounds: Sequence[tuple[int, int]]) -> Iterator[Batch]:
-        """The examples in `order` (None: as stored), cut at `bounds` [start, stop)."""
+        """Return the examples in `order` (None: as stored), cut at `bounds` [start, stop)."""
         inputs, targets = self._inputs, self._targets
         if order is not None:
             # One gather per epoch, then batches are views.

@@ -23,7 +23,7 @@ class _Part:
         self.is_view = all(torch.equal(index, torch.arange(index.numel())) for index in self._positions.values())
 
     def of(self, whole: Tensor) -> Tensor:
-        """The part of a tensor shaped like the leaf; shares its memory if `is_view`."""
+        """Return the part of a tensor shaped like the leaf; shares its memory if `is_view`."""
         for dim, index in self._positions.items():
             whole = whole.narrow(dim, 0, index.numel()) if self.is_view else whole.index_select(dim, index.to(whole.device))
         return whole

@@ -113,7 +113,7 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return name
 
 
-def test_a_failed_cell_is_recorded_loses_no_other_and_is_tried_again(
+def test_a_failed_trial_is_recorded_loses_no_other_and_is_tried_again(
     mine: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = ["compare", f"{mine}:broken", "fedavg", "--seeds", "1", *TINY, "--out", str(tmp_path / "out")]
@@ -123,7 +123,7 @@ def test_a_failed_cell_is_recorded_loses_no_other_and_is_tried_again(
     assert "RuntimeError: no such luck" in captured.out
     assert "1/2 broken, seed 0: failed" in captured.err
     assert "2/2 fedavg, seed 0: finished" in captured.err
-    recorded = json.loads((tmp_path / "out/broken-seed0/cell.json").read_text())
+    recorded = json.loads((tmp_path / "out/broken-seed0/trial.json").read_text())
     assert "no such luck" in recorded["error"]
     assert recorded["config"]["rounds"] == 2
     assert "no such luck" in (tmp_path / "out/report.html").read_text()
@@ -136,7 +136,7 @@ def test_a_failed_cell_is_recorded_loses_no_other_and_is_tried_again(
     assert "2/2 fedavg, seed 0: finished before" in captured.err
     assert "broken ¹" in captured.out
     assert "¹ It breaks." in captured.out
-    assert not (tmp_path / "out/broken-seed0/cell.json").exists()
+    assert not (tmp_path / "out/broken-seed0/trial.json").exists()
 
 
 def test_several_at_a_time_give_the_same_numbers_and_survive_a_killed_process(
@@ -168,7 +168,7 @@ def test_several_at_a_time_give_the_same_numbers_and_survive_a_killed_process(
     assert [json.loads(line)["round"] for line in rounds] == [1, 2]
 
 
-def test_a_half_finished_cell_of_other_settings_is_refused_before_it_runs(
+def test_a_half_finished_trial_of_other_settings_is_refused_before_it_runs(
     mine: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     command = ["compare", f"{mine}:broken", "--seeds", "1", *TINY, "--out", str(tmp_path / "out")]
