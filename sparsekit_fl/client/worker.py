@@ -7,9 +7,8 @@ from sparsekit.rng import torch_scope
 from sparsekit.training.narrow_model import NarrowModel
 from sparsekit_fl.client.spec import RunSpec
 from sparsekit_fl.context.client import ClientContext
-from sparsekit_fl.context.memory import rngs_by_kind
+from sparsekit_fl.context.memory import Memory, rngs_by_kind
 from sparsekit_fl.problem.clients import Capability, Client
-from sparsekit_fl.state.storage import Memory
 from sparsekit_fl.streams import Streams
 from sparsekit_fl.wire.kept import Mask
 

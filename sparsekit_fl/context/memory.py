@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 
-from sparsekit_fl.state.storage import Memory
-
 __all__ = ["Memory", "PolicyKind", "rngs_by_kind"]
 
+Memory = dict[str, Any]
+"""State that lives from round to round: tensors, numbers, strings, None, and lists and string-keyed dicts of these."""
 
 PolicyKind = Literal["sampling", "ratio", "mask", "local", "share", "aggregate", "personal"]
 

@@ -29,17 +29,17 @@ _BAR_INCHES = 0.27
 
 
 def series_style(place: int) -> tuple[str, tuple[float, ...], str]:
-    """Colour, dashes and marker of the method at a place; distinct for 32 of them."""
+    """Return colour, dashes and marker of the method at a place; distinct for 32 of them."""
     turn = place // len(_COLOURS)
     return _COLOURS[place % len(_COLOURS)], _DASHES[turn % len(_DASHES)], _MARKERS[(place + turn) % len(_MARKERS)]
 
 
 def draw_chart(chart: Chart, *paths: Path | str) -> None:
-    """Draw a chart with its title and legend into files; the ending says which kind.
+    """Draw a chart with its title and legend into files, whose endings decide the format.
 
     Args:
-        chart: What to draw.
-        paths: Where the pictures go.
+        chart: The chart.
+        paths: Files of the pictures.
 
     Raises:
         MissingDependencyError: matplotlib is not installed.
@@ -64,7 +64,7 @@ def draw_side_by_side(charts: Sequence[Chart], path: Path | str, *, title: str) 
 
     Args:
         charts: Charts of lines.
-        path: File of the picture; the ending says which kind.
+        path: File of the picture, whose ending decides the format.
         title: Title of all.
 
     Raises:
@@ -82,13 +82,13 @@ def draw_side_by_side(charts: Sequence[Chart], path: Path | str, *, title: str) 
 
 
 def inline_svg(chart: Chart, *, prefix: str) -> str:
-    """A chart as an SVG element for a page: no title, no legend, ink and grid from the page's CSS variables.
+    """Draw a chart as an SVG element for a page: no title, no legend, ink and grid from the page's CSS variables.
 
     Each series is a group with the attribute `data-method`, so that a page can hide it.
 
     Args:
-        chart: What to draw.
-        prefix: Of its ids, which must differ from those of other charts on the page.
+        chart: The chart.
+        prefix: Start of its ids, which must differ from those of other charts on the page.
 
     Raises:
         MissingDependencyError: matplotlib is not installed.

@@ -21,8 +21,8 @@ def draw(results: Sequence[Mapping[str, Any]], path: Path | str, *, title: str |
 
     Args:
         results: As in `result.json`; several seeds of a method become one curve with a band.
-        path: File of the picture; the ending says which kind.
-        title: Title; None says what was run.
+        path: File of the picture, whose ending decides the format.
+        title: Title; None names model, data set and clients.
 
     Raises:
         MissingDependencyError: matplotlib is not installed.

@@ -15,10 +15,7 @@ from sparsekit_fl.errors import MemoryStateError
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Memory", "flatten", "sync_folder", "unflatten", "write_atomically"]
-
-Memory = dict[str, Any]
-"""State that lives from round to round: tensors, numbers, strings, None, and lists and string-keyed dicts of these."""
+__all__ = ["flatten", "sync_folder", "unflatten", "write_atomically"]
 
 _TENSOR = "$tensor"
 _FLOAT = "$float"

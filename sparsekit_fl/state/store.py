@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from sparsekit.errors import DataError
+from sparsekit_fl.context.memory import Memory
 from sparsekit_fl.errors import LostMemoryError
-from sparsekit_fl.state.storage import Memory, flatten, sync_folder, unflatten, write_atomically
+from sparsekit_fl.state.storage import flatten, sync_folder, unflatten, write_atomically
 from sparsekit_fl.wire.packing import pack, unpack
 
 __all__ = ["CarriedMemory", "ClientStore", "DeviceStore", "MemoryStore", "Versions"]

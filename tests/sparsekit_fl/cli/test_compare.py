@@ -59,6 +59,34 @@ def test_one_seed_without_a_folder(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--out DIR" in out
 
 
+def test_without_the_extra_results_and_table_stay_and_it_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    assert execute(["compare", "fedavg", "--seeds", "1", *TINY, "--out", str(tmp_path)]) == 0
+    captured = capsys.readouterr()
+    assert "personal accuracy" in captured.out
+    assert 'pip install "sparsekit-torch[report]"' in captured.err
+    assert f"`sparsekit report {tmp_path}`" in captured.err
+    assert json.loads((tmp_path / "compare.json").read_text())["methods"] == ["fedavg"]
+    assert (tmp_path / "fedavg-seed0/result.json").exists()
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_runs_of_version_0_1_whose_cohort_has_another_name_are_not_repeated(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["compare", "fedavg", "--seeds", "1", *TINY, "--out", str(tmp_path)]
+    assert execute([*command, "--json"]) == 0
+    path = tmp_path / "fedavg-seed0/result.json"
+    saved = json.loads(path.read_text())
+    saved["config"]["clients_per_round"] = saved["config"].pop("cohort")
+    path.write_text(json.dumps(saved))
+    capsys.readouterr()
+    assert execute(command) == 0
+    assert "fedavg, seed 0: finished before" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
