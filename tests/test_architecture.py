@@ -93,7 +93,7 @@ REGISTRIES = {
         {"arms", "base", "cells", "drift", "field", "make", "moves", "noise", "optuna", "plot", "posterior", "pulls", "rule",
          "space"},
     ),
-    "sparsekit_fl/methods": ("sparsekit_fl.methods", "registry", {"method"}),
+    "sparsekit_fl/methods": ("sparsekit_fl.methods", "registry", {"method", "make"}),
     "sparsekit_fl/datasets": (
         "sparsekit_fl.datasets", "datasets", {"base", "cache", "files", "parquet", "text", "transforms"},
     ),

@@ -16,6 +16,7 @@ from typing import Any
 from sparsekit.errors import DataError
 from sparsekit_fl.client.spec import RunSpec
 from sparsekit_fl.errors import ResumeError
+from sparsekit_fl.options.config import current_names
 from sparsekit_fl.problem.clients import Client
 from sparsekit_fl.results.records import RoundRecord, plain
 from sparsekit_fl.server.server import ServerState
@@ -128,7 +129,7 @@ class RunFolder:
             raise ResumeError(f"the checkpoint in {self.path} is damaged: {error}; start afresh in another folder") from error
 
     def _refuse_changes(self, saved: Mapping[str, Any]) -> None:
-        changed = differences(saved, self._described)
+        changed = differences({**saved, "config": current_names(saved["config"])}, self._described)
         if changed:
             raise ResumeError(
                 f"cannot resume the run in {self.path}, since options changed ({'; '.join(changed)});"

@@ -18,7 +18,8 @@ from flwr.app import Error, Message
 from flwr.supercore.task_identity import TaskIdentity
 
 from sparsekit.errors import InvalidValueError
-from sparsekit_fl.cli.options import Experiment, RunOptions
+from sparsekit_fl.cli.experiment import Experiment
+from sparsekit_fl.cli.options import RunOptions
 from sparsekit_fl.deployment.plan import Plan
 from sparsekit_fl.engines.base import Engine
 from sparsekit_fl.engines.embedded import Embedded
