@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -333,10 +334,8 @@ def _trace(
     return trace_units(model, *example_inputs, norm=norm)
 
 
-def _fixed_rng() -> Any:
-    """What a criterion that draws uses when no generator was given: the same draws in every program."""
-    import numpy as np
-
+def _fixed_rng() -> np.random.Generator:
+    """Return what a criterion that draws uses when no generator was given: the same draws in every program."""
     return np.random.default_rng(0)
 
 
