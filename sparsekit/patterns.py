@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sparsekit.criteria.base import View
 from sparsekit.deprecations import find_renamed
-from sparsekit.graph.graph import UnitGroup
+from sparsekit.graph.groups import UnitGroup
 
 __all__: list[str] = []
 
