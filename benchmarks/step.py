@@ -26,7 +26,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sparsekit import LearnableMask, NarrowModel, UnitGraph, UnitMask, compact, select, trace_units
-from sparsekit.criteria import PatternView, TopImportance, keep_count
+from sparsekit.allocation.uniform import keep_count
+from sparsekit.criteria import Learned, View
 from sparsekit.training.regularizer import ImportanceRegularizer
 from sparsekit.training.unit_vectors import UnitVectors
 from sparsekit_fl.models.cnn import Cnn
@@ -82,9 +83,7 @@ def our_step(model: nn.Module, graph: UnitGraph, ratio: float, x: Tensor, y: Ten
     narrow_model = NarrowModel(model, graph)
     fused = UnitVectors(narrow_model)
     importance = torch.rand(graph.units)
-    narrow_model.load(
-        model.state_dict(), select(TopImportance(), graph, ratio, PatternView(importance=fused.split(importance)))
-    )
+    narrow_model.load(model.state_dict(), select(Learned(), graph, ratio, View(importance=fused.split(importance))))
     fused.reload()
     learner = ImportanceLearner(fused, importance, lr=0.1, term=ImportanceRegularizer())
     # The pattern is looked at in every step but must not change here: changes are timed on their own.

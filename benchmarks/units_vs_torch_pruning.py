@@ -161,10 +161,10 @@ def list_roots(name: str) -> list[str]:
 def output_modules(model: nn.Module, args: Any, kwargs: Any) -> set[str]:
     """Modules whose units are the model's output."""
     try:
-        frozen = trace_units(copy.deepcopy(model), *args, **kwargs).frozen
+        fixed = trace_units(copy.deepcopy(model), *args, **kwargs).fixed
     except NoUnitsError as error:
-        frozen = error.fixed
-    return {item.module for item in frozen if item.reason == "model output"}
+        fixed = error.fixed
+    return {item.module for item in fixed if item.reason == "model output"}
 
 
 def cut_theirs(name: str, number: int, draw: int) -> str:

@@ -16,9 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import sparsekit as sk
-from sparsekit.labels.tracer import Tracer
-from sparsekit.labels.values import TensorLabels
-from sparsekit.layers import LayerRule
 
 
 class GatedLinear(nn.Module):
@@ -35,7 +32,7 @@ class GatedLinear(nn.Module):
         return values * torch.sigmoid(gates)
 
 
-class GatedLinearRule(LayerRule):
+class GatedLinearRule(sk.LayerRule):
     """The operators of the layer say which rows go together; only the sizes that it keeps must be set after a cut."""
 
     types: ClassVar[tuple[type[nn.Module], ...]] = (GatedLinear,)
@@ -57,7 +54,7 @@ class TimeFilter(nn.Module):
         return torch.fft.irfft(torch.fft.rfft(x, dim=1) * self.gain, n=x.shape[1], dim=1)
 
 
-class TimeFilterRule(LayerRule):
+class TimeFilterRule(sk.LayerRule):
     """Describes the layer instead of its operators: gain j scales feature j, and feature j comes out at place j."""
 
     types: ClassVar[tuple[type[nn.Module], ...]] = (TimeFilter,)
@@ -67,7 +64,12 @@ class TimeFilterRule(LayerRule):
         """The layer keeps no sizes."""
 
     def trace(
-        self, tracer: Tracer, module: nn.Module, run: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+        self,
+        tracer: sk.layers.Tracer,
+        module: nn.Module,
+        run: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
     ) -> Any:
         """Say that gain and features are one unit, made anew by the gain."""
         assert isinstance(module, TimeFilter)
@@ -75,16 +77,16 @@ class TimeFilterRule(LayerRule):
         entering, gain = tracer.labels(args[0]), tracer.labels(module.gain)
         units, own = entering.axes[-1], gain.axes[0]
         if units is None or own is None:  # raw inputs, or a single feature
-            tracer.freeze(entering, "no units reach the filter")
-            tracer.freeze(gain, "no units reach the filter")
+            tracer.fix(entering, "no units reach the filter")
+            tracer.fix(gain, "no units reach the filter")
             return out
         tracer.unite(units.nodes, own.nodes)
         tracer.make(gain, 0)
-        tracer.set(out, TensorLabels((None, None, own)))
+        tracer.set(out, sk.layers.TensorLabels((None, None, own)))
         return out
 
 
-RULES: dict[type[nn.Module], LayerRule] = {GatedLinear: GatedLinearRule(), TimeFilter: TimeFilterRule()}
+RULES: dict[type[nn.Module], sk.LayerRule] = {GatedLinear: GatedLinearRule(), TimeFilter: TimeFilterRule()}
 
 
 def make_model() -> nn.Module:
@@ -109,8 +111,8 @@ def main() -> None:
 
     graph = sk.trace_units(model, x, rules=RULES)
     print(f"with the rules: groups {dict(graph.fingerprint())}")
-    view = sk.PatternView(weights=model.state_dict())
-    mask = sk.select(sk.patterns.Magnitude(), graph, 0.25, view)
+    view = sk.View(weights=model.state_dict())
+    mask = sk.select(sk.criteria.Magnitude(), graph, 0.25, view)
     small = sk.compact(model, graph, mask, rules=RULES)
     print(f"compact: {small[2].in_features} features in and {small[2].out_features} out of the gated layer")
     with torch.no_grad():

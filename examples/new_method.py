@@ -37,7 +37,7 @@ def fedhalf(threshold: float = 0.5) -> fl.Method:
         name="fedhalf",
         source="an example",
         ratio=HalfWhenSlow(threshold),
-        mask=fl.policies.UnitPattern(sk.patterns.Random()),
+        mask=fl.policies.UnitCriterion(sk.criteria.Random()),
         aggregate=fl.policies.CoverageMean(),
     )
 

@@ -9,13 +9,18 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from sparsekit.version import __version__ as __version__
+
 if TYPE_CHECKING:
-    from sparsekit import bandit, errors
-    from sparsekit import criteria as patterns
+    from sparsekit import allocation, bandit, criteria, errors, layers
+    from sparsekit.allocation.base import Allocation
+    from sparsekit.allocation.choose import choose, select
     from sparsekit.bandit import PUCBV, Bandit, Box, Interval, Pull, SplitUCBV
-    from sparsekit.criteria.base import Pattern, PatternView, select
-    from sparsekit.graph.graph import UnitGraph, UnitGroup, UnitSlice
+    from sparsekit.criteria.base import Criterion, View
+    from sparsekit.graph.graph import UnitGraph
+    from sparsekit.graph.groups import UnitGroup, UnitSlice
     from sparsekit.graph.mask import UnitMask, WeightMask
+    from sparsekit.layers import LayerRule
     from sparsekit.measure.cost import Cost, count_cost
     from sparsekit.surgery.compaction import compact, expand
     from sparsekit.surgery.optimizer_state import remap_optimizer
@@ -24,64 +29,72 @@ if TYPE_CHECKING:
     from sparsekit.training.learnable import LearnableMask
     from sparsekit.training.narrow_model import NarrowModel
 
-__version__ = "0.1.0"
-
 _HOME = {
+    "Allocation": "sparsekit.allocation.base",
     "Bandit": "sparsekit.bandit",
     "Box": "sparsekit.bandit",
     "NarrowModel": "sparsekit.training.narrow_model",
     "Cost": "sparsekit.measure.cost",
+    "Criterion": "sparsekit.criteria.base",
     "Interval": "sparsekit.bandit",
+    "LayerRule": "sparsekit.layers",
     "LearnableMask": "sparsekit.training.learnable",
     "PUCBV": "sparsekit.bandit",
-    "Pattern": "sparsekit.criteria.base",
-    "PatternView": "sparsekit.criteria.base",
     "Pull": "sparsekit.bandit",
     "SplitUCBV": "sparsekit.bandit",
     "UnitGraph": "sparsekit.graph.graph",
-    "UnitGroup": "sparsekit.graph.graph",
+    "UnitGroup": "sparsekit.graph.groups",
     "UnitMask": "sparsekit.graph.mask",
-    "UnitSlice": "sparsekit.graph.graph",
+    "UnitSlice": "sparsekit.graph.groups",
+    "View": "sparsekit.criteria.base",
     "WeightMask": "sparsekit.graph.mask",
+    "allocation": "sparsekit.allocation",
     "bandit": "sparsekit.bandit",
+    "choose": "sparsekit.allocation.choose",
     "compact": "sparsekit.surgery.compaction",
     "count_cost": "sparsekit.measure.cost",
+    "criteria": "sparsekit.criteria",
     "errors": "sparsekit.errors",
     "expand": "sparsekit.surgery.compaction",
+    "layers": "sparsekit.layers",
     "load_compact": "sparsekit.surgery.saving",
     "load_mask": "sparsekit.surgery.saving",
-    "patterns": "sparsekit.criteria",
     "remap_optimizer": "sparsekit.surgery.optimizer_state",
     "save_compact": "sparsekit.surgery.saving",
-    "select": "sparsekit.criteria.base",
+    "select": "sparsekit.allocation.choose",
     "trace_units": "sparsekit.tracing.trace",
 }
 
 __all__ = [
     "PUCBV",
+    "Allocation",
     "Bandit",
     "Box",
     "Cost",
+    "Criterion",
     "Interval",
+    "LayerRule",
     "LearnableMask",
     "NarrowModel",
-    "Pattern",
-    "PatternView",
     "Pull",
     "SplitUCBV",
     "UnitGraph",
     "UnitGroup",
     "UnitMask",
     "UnitSlice",
+    "View",
     "WeightMask",
+    "allocation",
     "bandit",
+    "choose",
     "compact",
     "count_cost",
+    "criteria",
     "errors",
     "expand",
+    "layers",
     "load_compact",
     "load_mask",
-    "patterns",
     "remap_optimizer",
     "save_compact",
     "select",

@@ -43,7 +43,7 @@ class ForeignMaskError(SparsekitError, ValueError):
 
 
 class MissingImportanceError(SparsekitError, ValueError):
-    """A pattern was asked to choose without the information that it chooses by."""
+    """A criterion was asked for scores without the information that it needs."""
 
 
 class TraceError(SparsekitError, RuntimeError):

@@ -49,7 +49,7 @@ class Registry(Mapping[str, Any]):
         """Set up a registry.
 
         Args:
-            kind: What the names stand for, in the singular, for error messages: "pattern".
+            kind: What the names stand for, in the singular, for error messages: "criterion".
             table: Name → `"module:object"` of what ships with the project.
             group: The entry-point group in which other packages add theirs.
         """

@@ -45,7 +45,7 @@ class Streams:
         return self._generator(_SERVER, round)
 
     def client(self, round: int, id: int) -> np.random.Generator:
-        """For what one client draws in a round: batches, dropout, its own pattern."""
+        """For what one client draws in a round: batches, dropout, its own units."""
         return self._generator(_CLIENT, round, id)
 
     def capability(self, round: int, id: int) -> np.random.Generator:
@@ -57,5 +57,5 @@ class Streams:
         return self._generator(_NOISE, round, place)
 
     def evaluation(self, round: int) -> np.random.Generator:
-        """For who is scored after a round, where that is not everybody."""
+        """For the choice of clients that are scored after a round, where not all are."""
         return self._generator(_EVALUATION, round)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsekit import NarrowModel, select, trace_units
-from sparsekit.criteria import PatternView, Random
+from sparsekit.criteria import Random, View
 from sparsekit.training.unit_vectors import UnitVectors
 
 
@@ -27,9 +27,7 @@ def prepared(ratio: float) -> tuple[NarrowModel, UnitVectors]:
     graph = trace_units(model, X)
     narrow_model = NarrowModel(model, graph)
     fused = UnitVectors(narrow_model)
-    narrow_model.load(
-        model.state_dict(), select(Random(), graph, ratio, PatternView(generator=torch.Generator().manual_seed(1)))
-    )
+    narrow_model.load(model.state_dict(), select(Random(), graph, ratio, View(generator=torch.Generator().manual_seed(1))))
     fused.reload()
     return narrow_model, fused
 

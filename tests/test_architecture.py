@@ -42,6 +42,7 @@ CORE_LAYERS = (
         "sparsekit.training.narrow_model",
         "sparsekit.training.slots",
     ),
+    ("sparsekit.allocation", "sparsekit.allocation.*"),
     ("sparsekit.criteria", "sparsekit.criteria.*"),
     ("sparsekit.masks", "sparsekit.graph.mask", "sparsekit_fl.policies.weight_masks"),
     ("sparsekit.units", "sparsekit.units.*", "sparsekit.bandit", "sparsekit.bandit.*"),
@@ -117,7 +118,8 @@ ONLY_IN = {
 BANDIT_EXTRAS = ("sparsekit.bandit.optuna", "sparsekit.bandit.plot")
 
 REGISTRIES = {
-    "sparsekit/patterns": ("sparsekit.criteria", "registry", {"base"}),
+    "sparsekit/criteria": ("sparsekit.criteria", "registry", {"base", "magnitudes"}),
+    "sparsekit/allocation": ("sparsekit.allocation", "registry", {"base", "choose"}),
     "sparsekit/bandit": (
         "sparsekit.bandit", "registry",
         {"arms", "base", "cells", "field", "ledger", "make", "moves", "noise", "optuna", "plot", "posterior", "rule", "space",

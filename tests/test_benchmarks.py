@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from sparsekit.criteria import Ordered, PatternView, select
+from sparsekit.allocation.choose import select
+from sparsekit.criteria import Ordered, View
 
 FILE = Path(__file__).parent.parent / "benchmarks" / "client_step.py"
 
@@ -39,7 +40,7 @@ def test_the_reference_does_the_work_that_the_method_reports(bench: ModuleType, 
 def test_who_says_submodel_and_runs_the_whole_is_measured_against_the_submodel(bench: ModuleType) -> None:
     case = bench.Case("fedavg", "cnn", 0.5, 1)
     graph, model = case.spec.graph, case.spec.problem.model()
-    mask = select(Ordered(), graph, 0.5, PatternView())
+    mask = select(Ordered(), graph, 0.5, View())
 
     def needed(mask: Any) -> int:
         module = bench.Reference._needed(case, model, SimpleNamespace(mask=mask))

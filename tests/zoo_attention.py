@@ -124,21 +124,21 @@ add(
     lambda: Vision(8, Block(8, Separate(8, 4, 2), 12), Block(8, Separate(8, 4, 2, fused=False), 10)),
     images(2, 1, 4, 4),
     {"blocks.0.attn.q": 4, "blocks.0.fc1": 12, "blocks.1.attn.q": 4, "blocks.1.fc1": 10},
-    frozen=NORMED,
+    fixed=NORMED,
 )
 add(
     "vit-fused-qkv",
     lambda: Vision(12, Block(12, Fused(12, 3), 10)),
     images(2, 1, 4, 4),
     {"blocks.0.attn.qkv": 3, "blocks.0.fc1": 10},
-    frozen=NORMED,
+    fixed=NORMED,
 )
 add(
     "gpt",
     lambda: Language(12, Block(12, Chunked(12, 4), 10), Block(12, Chunked(12, 2), 8)),
     tokens(11, 2, 6),
     {"blocks.0.attn.c_attn": 3, "blocks.0.fc1": 10, "blocks.1.attn.c_attn": 6, "blocks.1.fc1": 8},
-    frozen=NORMED,
+    fixed=NORMED,
 )
 
 
@@ -162,7 +162,7 @@ add(
     lambda: Language(8, Block(8, Hardcoded(8, 4), 10)),
     tokens(11, 2, 6),
     {"blocks.0.fc1": 10},
-    frozen=("zoo_attention.py",),
+    fixed=("zoo_attention.py",),
 )
 
 
@@ -204,7 +204,7 @@ add(
     ),
     lambda: (torch.randint(9, (2, 5)), torch.tensor([[False] * 5, [False] * 3 + [True] * 2])),
     {"attn.query": 4, "up": 12},
-    frozen=NORMED,
+    fixed=NORMED,
 )
 
 for _name, _more in {
@@ -272,7 +272,7 @@ add(
     ),
     images(2, 4, 6),
     {"attn.out_proj": 6},
-    frozen=("mixed over units",),
+    fixed=("mixed over units",),
 )
 add(
     "mha-unbatched",
@@ -291,7 +291,7 @@ add(
     ),
     images(2, 5, 3),
     {"1.layers.0.self_attn": 4, "1.layers.0.linear1": 12, "1.layers.1.self_attn": 4, "1.layers.1.linear1": 12},
-    frozen=NORMED,
+    fixed=NORMED,
 )
 add(
     "transformer-decoder",
@@ -392,7 +392,7 @@ add(
     Llama,
     tokens(11, 2, 5),
     {"attn.0.wq": 3, "gate.0": 10, "attn.1.wq": 4, "gate.1": 10},
-    frozen=("'mean'",),
+    fixed=("'mean'",),
 )
 
 
@@ -441,7 +441,7 @@ add(
     Perceiver,
     images(2, 7, 5),
     {"read.attn.q": 2, "read.fc1": 6, "think.attn.q": 4, "think.fc1": 6},
-    frozen=NORMED,
+    fixed=NORMED,
 )
 
 
@@ -596,7 +596,7 @@ add(
     ),
     images(2, 5, 6),
     {"q": 3},
-    frozen=("scaled by the size of its head",),
+    fixed=("scaled by the size of its head",),
 )
 add(
     "unflattened-channel-shuffle",

@@ -20,7 +20,7 @@ class Architecture:
         make: Builds the model.
         inputs: Builds the positional example inputs.
         groups: Group name → units, in forward order.
-        frozen: Part of the reason of each warning that must come.
+        fixed: Part of the reason of each warning that must come.
         kwargs: Builds the keyword inputs.
         trains: False if the gradient laws do not apply.
     """
@@ -28,7 +28,7 @@ class Architecture:
     make: Callable[[], nn.Module]
     inputs: Callable[[], tuple[Any, ...]]
     groups: Mapping[str, int]
-    frozen: tuple[str, ...] = ()
+    fixed: tuple[str, ...] = ()
     kwargs: Callable[[], dict[str, Any]] = dict
     trains: bool = True
     ties: tuple[tuple[str, ...], ...] = field(default=())

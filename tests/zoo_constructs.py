@@ -1,4 +1,4 @@
-"""The zoo, part four: constructs that are known to break structured pruning, by name, each exact or frozen with its reason."""
+"""The zoo, part four: constructs that are known to break structured pruning, by name, each exact or fixed with its reason."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class CellLoop(nn.Module):
 
 for _name, _cell in (("lstm", nn.LSTMCell), ("gru", nn.GRUCell), ("rnn", nn.RNNCell)):
     add(f"{_name}-cell-loop", lambda cell=_cell: CellLoop(cell(3, 6)), images(4, 2, 3), {"cell": 6})
-add("cell-of-fixed-width", lambda: CellLoop(nn.LSTMCell(3, 6), 6), images(4, 2, 3), {}, frozen=("zoo_constructs.py:",))
+add("cell-of-fixed-width", lambda: CellLoop(nn.LSTMCell(3, 6), 6), images(4, 2, 3), {}, fixed=("zoo_constructs.py:",))
 add(
     "packed-and-padded",
     lambda: Lambda(
@@ -158,7 +158,7 @@ add(
     ),
     images(5, 2, 3),
     {"up": 5},
-    frozen=("recurrent layers with computed weights (weight_hh_l0) keep their units",),
+    fixed=("recurrent layers with computed weights (weight_hh_l0) keep their units",),
 )
 
 # ---- weights that are computed
@@ -203,35 +203,35 @@ add(
     lambda: _behind(parametrizations.weight_norm(nn.Linear(3, 6), dim=None)),
     images(4, 3),
     {"2": 5},
-    frozen=("'0' (6 units) kept whole: weight_norm over the whole weight",),
+    fixed=("'0' (6 units) kept whole: weight_norm over the whole weight",),
 )
 add(
     "spectral-norm",
     lambda: _behind(parametrizations.spectral_norm(nn.Linear(3, 6))),
     images(4, 3),
     {"2": 5},
-    frozen=("'0' (6 units) kept whole: spectral_norm divides by a norm of the whole weight",),
+    fixed=("'0' (6 units) kept whole: spectral_norm divides by a norm of the whole weight",),
 )
 add(
     "spectral-norm-hook",
     lambda: _behind(_quietly(nn.utils.spectral_norm, nn.Linear(3, 6))),
     images(4, 3),
     {"2": 5},
-    frozen=("spectral_norm divides by a norm of the whole weight",),
+    fixed=("spectral_norm divides by a norm of the whole weight",),
 )
 add(
     "spectral-norm-behind",
     lambda: nn.Sequential(nn.Linear(3, 6), nn.ReLU(), parametrizations.spectral_norm(nn.Linear(6, 5)), nn.Linear(5, 2)),
     images(4, 3),
     {},
-    frozen=("spectral_norm divides by a norm of the whole weight",),
+    fixed=("spectral_norm divides by a norm of the whole weight",),
 )
 add(
     "orthogonal",
     lambda: _behind(parametrizations.orthogonal(nn.Linear(3, 6))),
     images(4, 3),
     {"2": 5},
-    frozen=("'0' (6 units) kept whole: rows and columns of an orthogonal weight depend on each other",),
+    fixed=("'0' (6 units) kept whole: rows and columns of an orthogonal weight depend on each other",),
 )
 
 
@@ -320,7 +320,7 @@ add(
     lambda: _normed(nn.GroupNorm(1, 8)),
     images(2, 1, 5, 5),
     {"3": 6},
-    frozen=("normalised over all its units by 'group_norm' in '1'",),
+    fixed=("normalised over all its units by 'group_norm' in '1'",),
 )
 add(
     "group-norm-of-features",
@@ -345,7 +345,7 @@ add(
     lambda: Lambda(lambda m, x: m.head(F.group_norm(m.a(x), 4)), a=nn.Linear(3, 8), head=nn.Linear(8, 2)),
     images(4, 3),
     {},
-    frozen=("a fixed number of groups at zoo_constructs.py",),
+    fixed=("a fixed number of groups at zoo_constructs.py",),
 )
 add("instance-norm-plain", lambda: _normed(nn.InstanceNorm2d(8)), images(2, 1, 5, 5), {"0": 8, "3": 6})
 add(
@@ -360,14 +360,14 @@ add(
     lambda: _normed(nn.LocalResponseNorm(3)),
     images(2, 1, 5, 5),
     {"3": 6},
-    frozen=("in '1'",),
+    fixed=("in '1'",),
 )
 add(
     "softmax-of-channels",
     lambda: _normed(nn.Softmax2d()),
     images(2, 1, 5, 5),
     {"3": 6},
-    frozen=("softmax over its units in '1'",),
+    fixed=("softmax over its units in '1'",),
 )
 
 # ---- splitting, joining, moving
@@ -395,7 +395,7 @@ add(
     lambda: C2f((4, 4)),
     images(2, 2, 5, 5),
     {"m.0": 4, "m.1": 4},
-    frozen=("'cv1' (4 units) kept whole: the compacted model fails",),
+    fixed=("'cv1' (4 units) kept whole: the compacted model fails",),
 )
 add(
     "split-unevenly",
@@ -408,7 +408,7 @@ add(
     ),
     images(4, 3),
     {"p": 5},
-    frozen=("split into fixed sizes [2, 4] at zoo_constructs.py",),
+    fixed=("split into fixed sizes [2, 4] at zoo_constructs.py",),
 )
 add("glu-of-channels", lambda: nn.Sequential(nn.Conv1d(2, 8, 3), nn.GLU(1), nn.Conv1d(4, 2, 1)), images(2, 2, 6), {"0": 4})
 add(
@@ -488,7 +488,7 @@ add(
     Mixer,
     images(2, 5, 3),
     {"embed": 8, "t1": 7, "c1": 12},
-    frozen=("'t2' (5 units) kept whole: combined by 'add' with values that belong to no unit",),
+    fixed=("'t2' (5 units) kept whole: combined by 'add' with values that belong to no unit",),
 )
 add(
     "unfold-and-fold",
@@ -533,7 +533,7 @@ add(
     ),
     images(4, 3),
     {},
-    frozen=("'gather'",),
+    fixed=("'gather'",),
 )
 add(
     "slots-of-fixed-size",
@@ -545,7 +545,7 @@ add(
     ),
     images(4, 3),
     {},
-    frozen=("written in place through a view by 'copy' at zoo_constructs.py",),
+    fixed=("written in place through a view by 'copy' at zoo_constructs.py",),
 )
 
 
@@ -589,7 +589,7 @@ add(
     ),
     images(4, 3),
     {"a": 4},
-    frozen=("'b' (2 units) kept whole",),
+    fixed=("'b' (2 units) kept whole",),
 )
 
 # ---- channels with parameters and buffers of their own
@@ -636,7 +636,7 @@ for _where in ("buffer", "attribute"):
         lambda attribute=_where == "attribute": Unsaved(attribute),
         images(4, 3),
         {"b": 5},
-        frozen=("'a' (6 units) kept whole: combined by 'mul' with values that belong to no unit at zoo_constructs.py",),
+        fixed=("'a' (6 units) kept whole: combined by 'mul' with values that belong to no unit at zoo_constructs.py",),
     )
 
 
@@ -745,7 +745,7 @@ add(
     ),
     images(4, 3),
     {"b": 5},
-    frozen=("'a' (6 units) kept whole",),
+    fixed=("'a' (6 units) kept whole",),
 )
 add(
     "distance-to-prototypes",
@@ -757,7 +757,7 @@ add(
     ),
     images(4, 3),
     {"b": 5},
-    frozen=("operator '_cdist_forward' is not known",),
+    fixed=("operator '_cdist_forward' is not known",),
 )
 add(
     "fourier",
@@ -769,7 +769,7 @@ add(
     ),
     images(2, 4, 3),
     {"b": 5},
-    frozen=("operator '_fft_r2c' is not known to keep units apart at zoo_constructs.py",),
+    fixed=("operator '_fft_r2c' is not known to keep units apart at zoo_constructs.py",),
 )
 
 
@@ -787,7 +787,7 @@ class TNet(nn.Module):
         return out
 
 
-add("t-net", TNet, images(2, 3, 9), {"a": 8, "b": 6}, frozen=("'turn'",))
+add("t-net", TNet, images(2, 3, 9), {"a": 8, "b": 6}, fixed=("'turn'",))
 
 # ---- what goes in and comes out
 

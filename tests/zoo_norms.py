@@ -23,10 +23,10 @@ def add(
     KEPT[name] = Architecture(make, inputs, groups, **more)
 
 
-def widened(name: str, groups: dict[str, int], frozen: tuple[str, ...] = ()) -> None:
+def widened(name: str, groups: dict[str, int], fixed: tuple[str, ...] = ()) -> None:
     """An architecture of the zoo with the groups that it has when norms are taken over kept units."""
     known = zoo.ZOO[name]
-    KEPT[name] = Architecture(known.make, known.inputs, groups, frozen=frozen, kwargs=known.kwargs)
+    KEPT[name] = Architecture(known.make, known.inputs, groups, fixed=fixed, kwargs=known.kwargs)
 
 
 widened("layer-norm", {"0": 6, "2": 5})
@@ -49,7 +49,7 @@ widened(
     },
 )
 widened("llama", {"embed": 8, "attn.0.wq": 3, "gate.0": 10, "attn.1.wq": 4, "gate.1": 10})
-widened("channel-mean", {"a": 6}, frozen=("nothing but an average over its units reads them",))
+widened("channel-mean", {"a": 6}, fixed=("nothing but an average over its units reads them",))
 
 
 class TiedGPT(nn.Module):
@@ -225,7 +225,7 @@ add(
     lambda: Lambda(lambda m, x: m.head(F.layer_norm(m.a(x), (6,))), a=nn.Linear(3, 6), head=nn.Linear(6, 2)),
     images(4, 3),
     {},
-    frozen=("zoo_norms.py",),
+    fixed=("zoo_norms.py",),
 )
 add(
     "sums-over-a-fixed-width",
@@ -249,7 +249,7 @@ add(
     ),
     images(4, 3),
     {},
-    frozen=("sees other units from time to time",),
+    fixed=("sees other units from time to time",),
 )
 add(
     "largest-of-the-normed",
@@ -262,5 +262,5 @@ add(
     ),
     images(4, 3),
     {"b": 5},
-    frozen=("reduced over its units by 'amax'",),
+    fixed=("reduced over its units by 'amax'",),
 )

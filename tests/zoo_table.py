@@ -72,10 +72,10 @@ def _groups(graph: UnitGraph) -> str:
     return ", ".join(parts)
 
 
-def _kept(frozen: Iterable[Any]) -> str:
+def _kept(fixed: Iterable[Any]) -> str:
     """What stays, by reason; without the source lines, which change whenever a file does."""
     causes: dict[str, list[str]] = {}
-    for item in frozen:
+    for item in fixed:
         reason = re.sub(r" at \S+\.py:\d+( \(.*\))?", "", item.reason)
         reason = re.sub(r"by [\d.]+e[+-]\d+ of its size", "", reason).strip()
         if item.reason != "model output":
@@ -108,13 +108,13 @@ def all_rows() -> dict[str, str]:
 
 def _row(name: str, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
     graph: UnitGraph | None = None
-    frozen: tuple[Any, ...] = ()
+    fixed: tuple[Any, ...] = ()
     try:
         graph = trace_units(model, *args, **kwargs)
-        frozen = graph.fixed
+        fixed = graph.fixed
     except NoUnitsError as error:
-        frozen = error.fixed
-    cells = (name, _groups(graph) if graph is not None else "none", f"{share(model, graph):.0%}", _kept(frozen))
+        fixed = error.fixed
+    cells = (name, _groups(graph) if graph is not None else "none", f"{share(model, graph):.0%}", _kept(fixed))
     return "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
 
 

@@ -223,21 +223,21 @@ add(
     lambda: nn.Sequential(nn.Linear(3, 6), nn.LayerNorm(6), nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 2)),
     images(4, 3),
     {"2": 5},
-    frozen=("layer_norm",),
+    fixed=("layer_norm",),
 )
 add(
     "rms-norm",
     lambda: nn.Sequential(nn.Linear(3, 6), nn.RMSNorm(6), nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 2)),
     images(4, 3),
     {"2": 5},
-    frozen=("'mean'",),
+    fixed=("'mean'",),
 )
 add(
     "softmax",
     lambda: nn.Sequential(nn.Linear(3, 6), nn.Softmax(-1), nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 2)),
     images(4, 3),
     {"2": 5},
-    frozen=("softmax",),
+    fixed=("softmax",),
 )
 add(
     "hard-coded-view",
@@ -249,14 +249,14 @@ add(
     ),
     images(2, 1, 5, 5),
     {"b": 5},
-    frozen=("zoo_wiring.py",),
+    fixed=("zoo_wiring.py",),
 )
 add(
     "constant-sum",
     lambda: Lambda(lambda m, x: m.head(F.relu(m.a(x) + x)), a=nn.Linear(6, 6), head=nn.Linear(6, 2)),
     images(4, 6),
     {},
-    frozen=("belong to no unit",),
+    fixed=("belong to no unit",),
 )
 add(
     "sum-of-sigmoids",
@@ -268,7 +268,7 @@ add(
     ),
     images(4, 3),
     {"b": 5},
-    frozen=("not zero",),
+    fixed=("not zero",),
 )
 add(
     "written-view",
@@ -281,7 +281,7 @@ add(
     ),
     images(4, 3),
     {"b": 5},
-    frozen=("in place",),
+    fixed=("in place",),
 )
 add(
     "buffer-mask",
@@ -294,7 +294,7 @@ add(
     lambda: nn.Sequential(nn.TransformerEncoderLayer(8, 2, 12, dropout=0.0, batch_first=True), nn.Linear(8, 2)),
     images(2, 3, 8),
     {"0.self_attn": 2, "0.linear1": 12},
-    frozen=("units",),
+    fixed=("units",),
 )
 add(
     "log-softmax",
@@ -312,7 +312,7 @@ add(
     ),
     images(4, 3),
     {"a": 6},
-    frozen=("reduced over its units by 'mean'",),
+    fixed=("reduced over its units by 'mean'",),
 )
 
 

@@ -92,11 +92,11 @@ class EUCB:
         }
         self._edges = edges
         self._rng = check_generator(rng)
-        self._ledger = PullRecords(space)
+        self._records = PullRecords(space)
 
     def _sums(self) -> tuple[np.ndarray, np.ndarray]:
         """N and Σ λ^(t−s) G_s of each arm, float (arms,)."""
-        told, count = self._ledger.told, len(self._edges) - 1
+        told, count = self._records.told, len(self._edges) - 1
         values = np.fromiter((pull.value for pull, _ in told), float, len(told))
         rewards = np.fromiter((reward for _, reward in told), float, len(told))
         weights = self.discount ** np.arange(len(told) - 1, -1, -1, dtype=float)
@@ -108,7 +108,7 @@ class EUCB:
     def arms(self) -> tuple[Arm, ...]:
         """The arms from low to high, with the plain number, mean and variance of the rewards pulled within each."""
         arms = [Arm(low, high) for low, high in pairwise(self._edges)]
-        for pull, reward in self._ledger.told:
+        for pull, reward in self._records.told:
             position, _ = hold(arms, pull.value, self.space)
             arms[position] = arms[position].rewarded(reward)
         return tuple(arms)
@@ -125,21 +125,21 @@ class EUCB:
 
     def ask(self, *, upper: float | None = None) -> Pull:
         """Propose a value from the arm of largest index; see `Bandit.ask`."""
-        bound = self._ledger.check_upper(upper)
+        bound = self._records.check_upper(upper)
         count = sum(low < bound for low in self._edges[:-1])
         if count == 0:
-            return self._ledger.propose(bound)
-        if self._ledger.told:
+            return self._records.propose(bound)
+        if self._records.told:
             indices = self.indices()[:count]
             chosen = indices.index(max(indices))
         else:
             chosen = int(self._rng.integers(count))
         low, high = self._edges[chosen], self._edges[chosen + 1]
-        return self._ledger.propose(draw(self.space, low, high, bound, rng=self._rng))
+        return self._records.propose(draw(self.space, low, high, bound, rng=self._rng))
 
     def tell(self, pull: Pull, reward: float, *, drop: Drop | None = None) -> None:
         """Note a reward, and split the arm that holds the executed value; see `Bandit.tell`. `drop` is ignored."""
-        value, _ = self._ledger.settle(pull, reward, drop)
+        value, _ = self._records.settle(pull, reward, drop)
         position = min(int(np.searchsorted(self._edges, value, side="right")) - 1, len(self._edges) - 2)
         low, high = self._edges[position], self._edges[position + 1]
         if may_split(self.space, low, value, high, min_width=self.min_width):
@@ -151,7 +151,7 @@ class EUCB:
         Raises:
             InvalidValueError: the pull is not open.
         """
-        self._ledger.forget(pull)
+        self._records.forget(pull)
 
     def best(self) -> Pull:
         """The told pull in the arm of largest discounted mean; within it the one of largest reward, then the newest.
@@ -159,7 +159,7 @@ class EUCB:
         Raises:
             InvalidValueError: nothing has been told.
         """
-        if not self._ledger.told:
+        if not self._records.told:
             raise InvalidValueError("no reward has been told yet, so no pull is best; tell() one first")
         counts, sums = self._sums()
         means = np.divide(sums, counts, out=np.full_like(sums, -math.inf), where=counts > 0.0)
@@ -170,14 +170,14 @@ class EUCB:
             position = min(int(np.searchsorted(self._edges, pull.value, side="right")) - 1, last)
             return float(means[position]), reward, pull.id
 
-        return max(self._ledger.told, key=merit)[0]
+        return max(self._records.told, key=merit)[0]
 
     def state_dict(self) -> dict[str, Any]:
         """All that it takes to go on: settings, edges, pulls and the generator, as plain JSON values."""
         return {
             "settings": {**self._settings, "space": dict(self._settings["space"])},
             "edges": list(self._edges),
-            "pulls": self._ledger.state_dict(),
+            "pulls": self._records.state_dict(),
             "generator": generator_state(self._rng),
         }
 
@@ -189,6 +189,6 @@ class EUCB:
             whole = len(edges) > 1 and [edges[0], edges[-1]] == [self.space.low, self.space.high]
             if not whole or any(a >= b for a, b in pairwise(edges)):
                 raise InvalidValueError(f"the edges of a state must rise from end to end of the space, got {edges!r}")
-            ledger = PullRecords.from_state(state["pulls"], self.space)
+            records = PullRecords.from_state(state["pulls"], self.space)
             rng = generator_from_state(state["generator"])
-        self._edges, self._ledger, self._rng = edges, ledger, rng
+        self._edges, self._records, self._rng = edges, records, rng

@@ -122,7 +122,7 @@ class PUCBV:
         }
         self._arms = [Arm(low, high) for low, high in pairwise(edges)]
         self._rng = check_generator(rng)
-        self._ledger = PullRecords(space)
+        self._records = PullRecords(space)
 
     @property
     def arms(self) -> tuple[Arm, ...]:
@@ -131,7 +131,7 @@ class PUCBV:
 
     def _schedule(self) -> tuple[float, int]:
         """ξ, and the rewards since which ε decays."""
-        told = len(self._ledger.told)
+        told = len(self._records.told)
         if self.horizon is not None:
             return self.horizon, told
         least = 2 * int(self._settings["arms"])
@@ -162,18 +162,18 @@ class PUCBV:
         Raises:
             InvalidValueError: `upper` is below `space.low`, or NaN.
         """
-        bound = self._ledger.check_upper(upper)
+        bound = self._records.check_upper(upper)
         # Not <=: an arm that begins at the bound would be pulled at one point for ever, since it cannot be split there.
         count = sum(arm.low < bound for arm in self._arms)
         if count == 0:
-            return self._ledger.propose(bound)
-        if self._ledger.told:
+            return self._records.propose(bound)
+        if self._records.told:
             indices = self.indices()[:count]
             chosen = indices.index(max(indices))
         else:
             chosen = int(self._rng.integers(count))
         arm = self._arms[chosen]
-        return self._ledger.propose(draw(self.space, arm.low, arm.high, bound, rng=self._rng))
+        return self._records.propose(draw(self.space, arm.low, arm.high, bound, rng=self._rng))
 
     def tell(self, pull: Pull, reward: float, *, drop: Drop | None = None) -> None:
         """Credit a reward to the arm that holds the executed value, and split the arm there.
@@ -188,7 +188,7 @@ class PUCBV:
             InvalidValueError: the pull is not open, its value is outside the space, the reward is NaN or infinite, or
                 `drop` is no such word; nothing has changed then and the pull stays open.
         """
-        value, gain = self._ledger.settle(pull, reward, drop)
+        value, gain = self._records.settle(pull, reward, drop)
         position, _ = hold(self._arms, value, self.space)
         arm = self._arms[position].rewarded(gain)
         parts = [arm]
@@ -203,7 +203,7 @@ class PUCBV:
         Raises:
             InvalidValueError: the pull is not open.
         """
-        self._ledger.forget(pull)
+        self._records.forget(pull)
 
     def best(self) -> Pull:
         """The told pull that lies in the arm of largest mean; within an arm, the one of largest reward, then the first.
@@ -216,7 +216,7 @@ class PUCBV:
         Raises:
             InvalidValueError: nothing has been told.
         """
-        if not self._ledger.told:
+        if not self._records.told:
             raise InvalidValueError("no reward has been told yet, so no pull is best; tell() one first")
 
         def merit(entry: tuple[Pull, float]) -> tuple[bool, float, float, int]:
@@ -224,14 +224,14 @@ class PUCBV:
             position, inside = hold(self._arms, pull.value, self.space)
             return inside, self._arms[position].mean, reward, -pull.id
 
-        return max(self._ledger.told, key=merit)[0]
+        return max(self._records.told, key=merit)[0]
 
     def state_dict(self) -> dict[str, Any]:
         """All that it takes to go on: settings, arms, pulls and the generator, as plain JSON values."""
         return {
             "settings": {**self._settings, "space": dict(self._settings["space"])},
             "arms": [list(astuple(arm)) for arm in self._arms],
-            "pulls": self._ledger.state_dict(),
+            "pulls": self._records.state_dict(),
             "generator": generator_state(self._rng),
         }
 
@@ -254,9 +254,9 @@ class PUCBV:
                 for low, high, pulls, mean, variance in state["arms"]
             ]
             self._check_arms(arms)
-            ledger = PullRecords.from_state(state["pulls"], self.space)
+            records = PullRecords.from_state(state["pulls"], self.space)
             rng = generator_from_state(state["generator"])
-        self._arms, self._ledger, self._rng = arms, ledger, rng
+        self._arms, self._records, self._rng = arms, records, rng
 
     def _check_arms(self, arms: list[Arm]) -> None:
         edges = [edge for arm in arms for edge in (arm.low, arm.high)]

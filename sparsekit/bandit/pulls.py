@@ -121,17 +121,17 @@ class PullRecords:
         Raises:
             InvalidValueError: an id stands twice or was never given out, or a value lies outside the space.
         """
-        ledger = cls(space)
-        ledger._next = int(state["next"])
-        ledger._open = {int(id): float(value) for id, value in state["open"]}
-        ledger.told = [(Pull(int(id), float(value)), float(reward)) for id, value, reward in state["told"]]
-        ids = [int(id) for id, _ in state["open"]] + [pull.id for pull, _ in ledger.told]
-        values = [*ledger._open.values(), *(pull.value for pull, _ in ledger.told)]
-        if len(set(ids)) < len(ids) or not all(0 <= id < ledger._next for id in ids):
+        records = cls(space)
+        records._next = int(state["next"])
+        records._open = {int(id): float(value) for id, value in state["open"]}
+        records.told = [(Pull(int(id), float(value)), float(reward)) for id, value, reward in state["told"]]
+        ids = [int(id) for id, _ in state["open"]] + [pull.id for pull, _ in records.told]
+        values = [*records._open.values(), *(pull.value for pull, _ in records.told)]
+        if len(set(ids)) < len(ids) or not all(0 <= id < records._next for id in ids):
             raise InvalidValueError("a pull stands twice in the state, or has an id that was never given out")
-        if not all(value in space for value in values) or not all(math.isfinite(reward) for _, reward in ledger.told):
+        if not all(value in space for value in values) or not all(math.isfinite(reward) for _, reward in records.told):
             raise InvalidValueError("a pull of the state lies outside the space, or its reward is not finite")
-        return ledger
+        return records
 
 
 def check_settings(mine: Mapping[str, Any], state: Mapping[str, Any]) -> None:

@@ -85,7 +85,7 @@ class UCBV:
         }
         self._arms = [Arm(point, point) for point in self._points]
         self._rng = check_generator(rng)
-        self._ledger = PullRecords(space)
+        self._records = PullRecords(space)
 
     @property
     def arms(self) -> tuple[Arm, ...]:
@@ -94,7 +94,7 @@ class UCBV:
 
     def indices(self) -> tuple[float, ...]:
         """The index U of each point, in the order of `arms`; infinity where there is no reward."""
-        log = self.exploration * math.log(max(1, len(self._ledger.told)))
+        log = self.exploration * math.log(max(1, len(self._records.told)))
         return tuple(
             arm.mean + math.sqrt(2.0 * arm.variance * log / arm.pulls) + 3.0 * self.reward_range * log / arm.pulls
             if arm.pulls
@@ -104,24 +104,24 @@ class UCBV:
 
     def ask(self, *, upper: float | None = None) -> Pull:
         """Propose the point of largest index; see `Bandit.ask`."""
-        bound = self._ledger.check_upper(upper)
+        bound = self._records.check_upper(upper)
         count = bisect_right(self._points, bound)
         new = [position for position in range(count) if not self._arms[position].pulls]
         if new:
-            opened = {self._nearest(value) for value in self._ledger.open_values()}
+            opened = {self._nearest(value) for value in self._records.open_values()}
             fresh = [position for position in new if position not in opened] or new
             chosen = fresh[int(self._rng.integers(len(fresh)))]
         else:
             indices = self.indices()[:count]
             chosen = indices.index(max(indices))
-        return self._ledger.propose(self._points[chosen])
+        return self._records.propose(self._points[chosen])
 
     def _nearest(self, value: float) -> int:
         return bisect_left(self._middles, value)
 
     def tell(self, pull: Pull, reward: float, *, drop: Drop | None = None) -> None:
         """Credit a reward to the point nearest to the executed value; see `Bandit.tell`. `drop` is ignored."""
-        value, gain = self._ledger.settle(pull, reward, drop)
+        value, gain = self._records.settle(pull, reward, drop)
         position = self._nearest(value)
         self._arms[position] = self._arms[position].rewarded(gain)
 
@@ -131,7 +131,7 @@ class UCBV:
         Raises:
             InvalidValueError: the pull is not open.
         """
-        self._ledger.forget(pull)
+        self._records.forget(pull)
 
     def best(self) -> Pull:
         """The told pull nearest to the point of largest mean; of several the one of largest reward, then the first.
@@ -139,20 +139,20 @@ class UCBV:
         Raises:
             InvalidValueError: nothing has been told.
         """
-        if not self._ledger.told:
+        if not self._records.told:
             raise InvalidValueError("no reward has been told yet, so no pull is best; tell() one first")
 
         def merit(entry: tuple[Pull, float]) -> tuple[float, float, int]:
             pull, reward = entry
             return self._arms[self._nearest(pull.value)].mean, reward, -pull.id
 
-        return max(self._ledger.told, key=merit)[0]
+        return max(self._records.told, key=merit)[0]
 
     def state_dict(self) -> dict[str, Any]:
         """All that it takes to go on: settings, pulls and the generator, as plain JSON values."""
         return {
             "settings": {**self._settings, "space": dict(self._settings["space"])},
-            "pulls": self._ledger.state_dict(),
+            "pulls": self._records.state_dict(),
             "generator": generator_state(self._rng),
         }
 
@@ -160,10 +160,10 @@ class UCBV:
         """Go on where `state_dict` was taken, with the same bits; see `Bandit.load_state_dict`."""
         with reading_state("UCBV"):
             check_settings(self._settings, state)
-            ledger = PullRecords.from_state(state["pulls"], self.space)
+            records = PullRecords.from_state(state["pulls"], self.space)
             rng = generator_from_state(state["generator"])
         arms = [Arm(point, point) for point in self._points]
-        for pull, reward in ledger.told:
+        for pull, reward in records.told:
             position = self._nearest(pull.value)
             arms[position] = arms[position].rewarded(reward)
-        self._arms, self._ledger, self._rng = arms, ledger, rng
+        self._arms, self._records, self._rng = arms, records, rng

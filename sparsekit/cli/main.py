@@ -14,7 +14,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from importlib.metadata import EntryPoint, entry_points
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import click
 import typer
@@ -23,14 +23,15 @@ from rich.markup import escape
 from rich.table import Table
 from typer.core import TyperGroup
 
-from sparsekit import __version__
 from sparsekit.errors import InvalidValueError, SparsekitError
 from sparsekit.registry import Registry, load_object
+from sparsekit.version import __version__
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from sparsekit.graph.graph import UnitGraph, UnitGroup
+    from sparsekit.graph.graph import UnitGraph
+    from sparsekit.graph.groups import UnitGroup
 
 __all__ = ["COMMANDS_GROUP", "app", "execute", "main", "models"]
 
@@ -128,8 +129,10 @@ def units(
         ),
     ] = None,
     norm: Annotated[
-        Literal["fixed", "kept"],
-        typer.Option(help="'kept' also counts units under layer norms, which are then taken over the kept units."),
+        str,
+        typer.Option(
+            metavar="[fixed|kept]", help="'kept' also counts units under layer norms, which are then taken over the kept units."
+        ),
     ] = "fixed",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout and nothing else.")] = False,
 ) -> None:
@@ -143,7 +146,7 @@ def units(
     with warnings.catch_warnings():
         # The same facts are in the table.
         warnings.simplefilter("ignore", FixedUnitsWarning)
-        graph = trace_units(module, *inputs, norm=norm)
+        graph = trace_units(module, *inputs, norm=norm)  # type: ignore[arg-type]  # a wrong name is refused there
     report = _describe(model, module, graph)
     if as_json:
         typer.echo(json.dumps(report, indent=1))

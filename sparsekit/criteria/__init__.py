@@ -1,28 +1,18 @@
-"""Patterns: rules that pick which units stay, given how many. One class per file; `registry` finds them by name."""
+"""Criteria: what a unit is worth. One class per file; `registry` finds them by name."""
 
-from sparsekit.criteria.base import Pattern, PatternView, keep_count, select
-from sparsekit.criteria.importance import TopImportance
+from sparsekit.criteria.base import Criterion, View
+from sparsekit.criteria.learned import Learned
 from sparsekit.criteria.magnitude import Magnitude
 from sparsekit.criteria.ordered import Ordered
 from sparsekit.criteria.random import Random
 from sparsekit.registry import Registry
 
-__all__ = [
-    "Magnitude",
-    "Ordered",
-    "Pattern",
-    "PatternView",
-    "Random",
-    "TopImportance",
-    "keep_count",
-    "registry",
-    "select",
-]
+__all__ = ["Criterion", "Learned", "Magnitude", "Ordered", "Random", "View", "registry"]
 
 registry = Registry(
-    "pattern",
+    "criterion",
     {
-        "importance": "sparsekit.criteria.importance:TopImportance",
+        "learned": "sparsekit.criteria.learned:Learned",
         "magnitude": "sparsekit.criteria.magnitude:Magnitude",
         "ordered": "sparsekit.criteria.ordered:Ordered",
         "random": "sparsekit.criteria.random:Random",

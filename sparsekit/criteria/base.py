@@ -1,125 +1,98 @@
-"""Pattern, PatternView and select(): from a ratio to the units that stay."""
+"""Criterion and View: what a unit is worth, and what the answer may depend on."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from numbers import Real
-from typing import Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from sparsekit.errors import InvalidValueError
-from sparsekit.graph.graph import UnitGraph, UnitGroup
+from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.mask import UnitMask
 from sparsekit.graph.state import StateDict
 
-__all__ = ["Pattern", "PatternView", "check_ratio", "keep_count", "keep_largest", "select"]
+__all__ = ["Criterion", "Need", "View", "check_scores", "score_units"]
+
+Need = Literal["weights", "gradients", "activations", "data"]
+"""What a criterion reads; all but the weights it brings along itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class PatternView:
-    """All that a pattern may look at.
+class View:
+    """What a criterion may look at.
 
     Args:
-        round: The server round, counted from 1; 0 is before training.
-        importance: Group name → float (units,), larger stays.
         weights: The dense state.
-        previous: The mask that stood before.
-        generator: For patterns that draw.
+        importance: Group name → float (units,), larger stays.
+        previous: The mask before this choice.
+        generator: The source of randomness of criteria that draw.
     """
 
-    round: int = 0
-    importance: Mapping[str, Tensor] | None = None
     weights: StateDict | None = None
+    importance: Mapping[str, Tensor] | None = None
     previous: UnitMask | None = None
     generator: torch.Generator | None = None
 
 
 @runtime_checkable
-class Pattern(Protocol):
-    """The rule that picks which units of a group stay."""
+class Criterion(Protocol):
+    """What a unit is worth. An allocation says how many units stay; `choose` keeps those of the largest scores."""
 
-    def keep(self, group: UnitGroup, count: int, view: PatternView) -> Tensor:
-        """Pick units.
+    @property
+    def learned(self) -> bool:
+        """Whether the scores follow `View.importance`; a learnable mask then asks for them after every step."""
+        ...
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        """What the scores are computed from. Without "weights" a view may lack them, which saves a copy."""
+        ...
+
+    def scores(self, graph: UnitGraph, view: View) -> Mapping[str, Tensor]:
+        """Score every unit.
 
         Args:
-            group: The units to choose from.
-            count: How many to keep, in [1, group.size].
-            view: What the choice may depend on.
+            graph: The groups.
+            view: What the scores may depend on.
 
         Returns:
-            bool (units,), exactly `count` of them True.
+            Group name → float (units,), for every group; larger stays, NaN is not allowed. Any device, any float dtype.
         """
         ...
 
 
-def check_ratio(ratio: float) -> float:
-    """Return `ratio` as a float, or raise.
+def check_scores(graph: UnitGraph, scores: Mapping[str, Tensor], source: str) -> None:
+    """Raise unless `scores` has a float vector of the right length for each group. Values are not read.
+
+    Args:
+        graph: The groups.
+        scores: Group name → float (units,).
+        source: Name of what made the scores, for the message.
 
     Raises:
-        InvalidValueError: not in (0, 1], or NaN.
+        InvalidValueError: a group is missing, or its scores have another shape or no float dtype.
     """
-    if isinstance(ratio, bool) or not isinstance(ratio, Real):
-        raise InvalidValueError(
-            f"ratio must be in (0, 1], got {ratio!r} of type {type(ratio).__name__}; pass a number, such as 0.5"
-        )
-    if not 0.0 < ratio <= 1.0:
-        advice = ""
-        if 1.0 < ratio <= 100.0:
-            advice = f"; a ratio is the share kept, so for {ratio:g} % pass {ratio / 100:g}"
-        elif ratio == 0:
-            advice = "; a ratio is the share kept, so to prune 30 % pass 0.7, and at least one unit of a group always stays"
-        else:
-            advice = "; a ratio is the share kept, so to prune 30 % pass 0.7"
-        raise InvalidValueError(f"ratio must be in (0, 1], got {ratio!r}{advice}")
-    return float(ratio)
+    for name, group in graph.groups.items():
+        found = scores.get(name)
+        if not isinstance(found, Tensor) or found.shape != (group.size,) or not found.is_floating_point():
+            given = f"{found.dtype} of shape {tuple(found.shape)}" if isinstance(found, Tensor) else repr(found)
+            raise InvalidValueError(
+                f"{source} of group {name!r} must be a float tensor of shape ({group.size},), one score a unit, got {given}"
+            )
 
 
-def keep_count(ratio: float, size: int) -> int:
-    """max(1, ⌈ratio · size⌉), safe against the last bit: ⌈0.1 · 10⌉ is 1.
-
-    Args:
-        ratio: Share kept, in (0, 1].
-        size: Number of units, J of the layer.
-    """
-    return max(1, min(size, math.ceil(check_ratio(ratio) * size - 1e-9)))
-
-
-def keep_largest(scores: Tensor, count: int) -> Tensor:
-    """bool (units,): the `count` largest scores; ties go to the lower index."""
-    order = torch.sort(scores.detach().cpu(), descending=True, stable=True).indices
-    keep = torch.zeros(scores.numel(), dtype=torch.bool)
-    keep[order[:count]] = True
-    return keep
-
-
-def select(pattern: Pattern, graph: UnitGraph, ratio: float, view: PatternView) -> UnitMask:
-    """Apply `pattern` to every group. The only place where a ratio becomes counts.
-
-    Args:
-        pattern: The rule.
-        graph: The groups.
-        ratio: Share of units kept in each group, in (0, 1]; max(1, ⌈ratio · size⌉) stay.
-        view: What the pattern may look at.
+def score_units(criterion: Criterion, graph: UnitGraph, view: View) -> dict[str, Tensor]:
+    """Ask `criterion` for its scores and check their shapes.
 
     Returns:
-        The mask.
+        Group name → float (units,), in the order of the graph.
 
     Raises:
-        InvalidValueError: a ratio outside (0, 1], or a pattern that kept another number than asked.
+        InvalidValueError: a group is missing, or its scores have another shape or no float dtype.
     """
-    check_ratio(ratio)
-    entries: dict[str, Tensor] = {}
-    for name, group in graph.groups.items():
-        count = keep_count(ratio, group.size)
-        keep = pattern.keep(group, count, view)
-        if keep.shape != (group.size,) or int(keep.sum()) != count:
-            raise InvalidValueError(
-                f"{type(pattern).__name__} kept {int(keep.sum())} of {tuple(keep.shape)} units in {name!r};"
-                f" it must return a bool tensor of shape ({group.size},) with exactly {count} True"
-            )
-        entries[name] = keep
-    return UnitMask(entries)
+    scores = criterion.scores(graph, view)
+    check_scores(graph, scores, f"{type(criterion).__name__} scores")
+    return {name: scores[name] for name in graph.groups}

@@ -1,33 +1,37 @@
-"""Magnitude: the units with the largest weights stay."""
+"""Magnitude: units with large weights are worth most."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
-from sparsekit.criteria.base import PatternView, keep_largest
+from sparsekit.criteria.base import Need, View
 from sparsekit.criteria.magnitudes import unit_magnitudes
 from sparsekit.errors import MissingImportanceError
-from sparsekit.graph.graph import UnitGroup
+from sparsekit.graph.graph import UnitGraph
 
 __all__ = ["Magnitude"]
 
 
 @dataclass(frozen=True)
 class Magnitude:
-    """Keep the units whose own parameters (filter rows, bias, norm scale) have the largest sum of absolute values."""
+    """The sum of absolute values of a unit's own parameters: filter rows, bias, norm scale."""
 
-    def keep(self, group: UnitGroup, count: int, view: PatternView) -> Tensor:
-        """Keep the `count` units of largest magnitude.
+    learned: ClassVar[bool] = False
+    needs: ClassVar[frozenset[Need]] = frozenset({"weights"})
+
+    def scores(self, graph: UnitGraph, view: View) -> Mapping[str, Tensor]:
+        """Sum up each unit's absolute weights.
 
         Args:
-            group: The units to choose from.
-            count: How many to keep, in [1, group.size].
+            graph: The groups.
             view: Needs `weights`, the dense state.
 
         Returns:
-            bool (units,), exactly `count` of them True; ties go to the lower index.
+            Group name → float (units,) in the dtype of the weights.
 
         Raises:
             MissingImportanceError: `view.weights` is None.
@@ -35,5 +39,5 @@ class Magnitude:
         Source: Li et al., Pruning Filters for Efficient ConvNets, ICLR 2017.
         """
         if view.weights is None:
-            raise MissingImportanceError("Magnitude needs the weights; pass PatternView(weights=model.state_dict())")
-        return keep_largest(unit_magnitudes(group, view.weights), count)
+            raise MissingImportanceError("Magnitude needs the weights; pass View(weights=model.state_dict())")
+        return {name: unit_magnitudes(group, view.weights) for name, group in graph.groups.items()}

@@ -1,33 +1,37 @@
-"""Ordered: the first units stay, so that smaller submodels nest inside larger ones."""
+"""Ordered: the first units are worth most, so that smaller submodels nest inside larger ones."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from sparsekit.criteria.base import PatternView
-from sparsekit.graph.graph import UnitGroup
+from sparsekit.criteria.base import Need, View
+from sparsekit.graph.graph import UnitGraph
 
 __all__ = ["Ordered"]
 
 
 @dataclass(frozen=True)
 class Ordered:
-    """Keep a prefix: units 0 to count − 1."""
+    """Keep a prefix of each group: units 0 to count − 1."""
 
-    def keep(self, group: UnitGroup, count: int, view: PatternView) -> Tensor:  # noqa: ARG002 - the protocol's signature
-        """Keep the first `count` units.
+    learned: ClassVar[bool] = False
+    needs: ClassVar[frozenset[Need]] = frozenset()
+
+    def scores(self, graph: UnitGraph, view: View) -> Mapping[str, Tensor]:  # noqa: ARG002 - the protocol's signature
+        """Score each unit by minus its index.
 
         Args:
-            group: The units to choose from.
-            count: How many to keep, in [1, group.size].
+            graph: The groups.
             view: Not looked at.
 
         Returns:
-            bool (units,), exactly `count` of them True.
+            Group name → float64 (units,).
 
         Source: Horváth et al., FjORD, NeurIPS 2021; Diao et al., HeteroFL, ICLR 2021.
         """
-        return torch.arange(group.size) < count
+        return {name: -torch.arange(group.size, dtype=torch.float64) for name, group in graph.groups.items()}

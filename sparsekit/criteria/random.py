@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from sparsekit.criteria.base import PatternView
+from sparsekit.criteria.base import Need, View
 from sparsekit.errors import MissingImportanceError
-from sparsekit.graph.graph import UnitGroup
+from sparsekit.graph.graph import UnitGraph
 
 __all__ = ["Random"]
 
@@ -18,24 +20,26 @@ __all__ = ["Random"]
 class Random:
     """Keep a uniformly random subset, fresh each time."""
 
-    def keep(self, group: UnitGroup, count: int, view: PatternView) -> Tensor:
-        """Draw `count` units.
+    learned: ClassVar[bool] = False
+    needs: ClassVar[frozenset[Need]] = frozenset()
+
+    def scores(self, graph: UnitGraph, view: View) -> Mapping[str, Tensor]:
+        """Draw an order of each group's units; the first drawn is worth most.
 
         Args:
-            group: The units to choose from.
-            count: How many to keep, in [1, group.size].
+            graph: The groups.
             view: Needs `generator`.
 
         Returns:
-            bool (units,), exactly `count` of them True.
+            Group name → float64 (units,), no two equal.
 
         Raises:
             MissingImportanceError: `view.generator` is None.
 
         Source: Caldas et al., Federated Dropout, arXiv 1812.07210.
         """
-        if view.generator is None:
-            raise MissingImportanceError("Random needs a generator; pass PatternView(generator=torch.Generator())")
-        keep = torch.zeros(group.size, dtype=torch.bool)
-        keep[torch.randperm(group.size, generator=view.generator)[:count]] = True
-        return keep
+        generator = view.generator
+        if generator is None:
+            raise MissingImportanceError("Random needs a generator; pass View(generator=torch.Generator())")
+        orders = {name: torch.randperm(group.size, generator=generator) for name, group in graph.groups.items()}
+        return {name: -torch.argsort(order).to(torch.float64) for name, order in orders.items()}

@@ -1,15 +1,14 @@
-"""UnitSlice, UnitGroup, UnitGraph: what can be removed from a model, as data only.
+"""UnitGraph: what can be removed from a model, as data only.
 
 The graph is the one truth about structure. Gates, masks, magnitudes, compaction, expansion, costs and uploads all
-follow from its index tables; nothing here knows what a convolution is.
+follow from its index tables; nothing here depends on the kind of layer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -17,94 +16,14 @@ import torch
 from torch import Tensor
 
 from sparsekit.errors import ForeignMaskError, InvalidValueError
+from sparsekit.graph import json_format
+from sparsekit.graph.groups import FixedUnits, Kind, SizeAttribute, UnitGroup, UnitSlice, group_order
 from sparsekit.graph.index import gate
 from sparsekit.graph.layers import Layer
 from sparsekit.graph.norms import NormSite
 from sparsekit.graph.state import StateDict
 
-__all__ = ["FixedUnits", "Kind", "SizeAttribute", "UnitGraph", "UnitGroup", "UnitSlice"]
-
-Kind = Literal["channel", "feature", "cell", "head"]
-
-
-@dataclass(frozen=True, eq=False)
-class UnitSlice:
-    """Where the units of a group lie in one tensor.
-
-    Args:
-        name: State-dict key of the tensor.
-        dim: Axis of that tensor.
-        index: int64 (units, span); row j holds the positions along `dim` that belong to unit j. A flattened channel
-            spans H·W columns, an LSTM cell spans four gate rows.
-        side: "out" where the entries make the unit's value (filter rows, bias, norm scale and statistics), "in" where
-            they read it (the columns of its consumers).
-        gated: True where multiplying the entries by a gate multiplies all that the unit contributes by that gate;
-            False where the entries are only cut when compacting.
-    """
-
-    name: str
-    dim: int
-    index: Tensor
-    side: Literal["out", "in"]
-    gated: bool
-
-    @property
-    def span(self) -> int:
-        """Positions per unit."""
-        return int(self.index.shape[1])
-
-
-@dataclass(frozen=True, eq=False)
-class UnitGroup:
-    """Units that share their tensors: every slice that goes when one of them goes.
-
-    A convolution `conv1` of 8 filters with a norm `bn`, read by `conv2`, is one group of 8 channels with the slices
-    `conv1.weight` axis 0, `conv1.bias` axis 0, `bn.weight`, `bn.bias`, `bn.running_mean`, `bn.running_var` axis 0 (all
-    side "out") and `conv2.weight` axis 1 (side "in"). A residual sum of two convolutions puts both in one group.
-
-    Args:
-        name: Unique; the name of the first module that makes the units.
-        size: Number of units.
-        kind: What a unit is.
-        slices: Every tensor axis on which the units lie.
-    """
-
-    name: str
-    size: int
-    kind: Kind
-    slices: tuple[UnitSlice, ...]
-
-
-@dataclass(frozen=True)
-class FixedUnits:
-    """Units that stay whole, and why.
-
-    Args:
-        module: Qualified name of the module whose units stay.
-        size: How many.
-        reason: One sentence.
-    """
-
-    module: str
-    size: int
-    reason: str
-
-
-@dataclass(frozen=True)
-class SizeAttribute:
-    """A plain integer of a module that follows the number of units kept: `num_heads` of hand-written attention.
-
-    Args:
-        module: Qualified name of the module.
-        name: Of its attribute.
-        group: Whose units it counts.
-        per_unit: What one unit adds to it.
-    """
-
-    module: str
-    name: str
-    group: str
-    per_unit: int
+__all__ = ["FixedUnits", "Kind", "SizeAttribute", "UnitGraph", "UnitGroup", "UnitSlice", "group_order"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -229,9 +148,17 @@ class UnitGraph:
 
     def to_json(self) -> str:
         """The graph as JSON text, exact; `from_json` is its inverse."""
-        from sparsekit.graph.json_format import dump
-
-        return dump(self)
+        return json_format.dump(
+            json_format.GraphFields(
+                groups=self.groups,
+                shapes=self.shapes,
+                ties=self.ties,
+                fixed=self.fixed,
+                sizes=self.sizes,
+                norms=self.norms,
+                layers=self.layers,
+            )
+        )
 
     @staticmethod
     def from_json(text: str) -> UnitGraph:
@@ -240,20 +167,8 @@ class UnitGraph:
         Raises:
             InvalidValueError: the text is not a graph of this format.
         """
-        from sparsekit.graph.json_format import load
-
-        return load(text)
+        return UnitGraph(**json_format.load(text))
 
     def fingerprint(self) -> tuple[tuple[str, int], ...]:
         """Names and sizes of the groups: what a mask must agree with."""
         return tuple((group.name, group.size) for group in self.groups.values())
-
-
-def group_order(groups: Iterable[UnitGroup]) -> dict[str, int]:
-    """Group name → offset of its first unit in a fused vector of all units."""
-    offsets: dict[str, int] = {}
-    total = 0
-    for group in groups:
-        offsets[group.name] = total
-        total += group.size
-    return offsets

@@ -3,39 +3,52 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, TypedDict
 
 import torch
 
 from sparsekit.errors import InvalidValueError
-from sparsekit.graph.graph import FixedUnits, SizeAttribute, UnitGraph, UnitGroup, UnitSlice
+from sparsekit.graph.groups import FixedUnits, SizeAttribute, UnitGroup, UnitSlice
 from sparsekit.graph.layers import Layer
 from sparsekit.graph.norms import NormSite
 
-__all__ = ["dump", "load"]
+__all__ = ["GraphFields", "dump", "load"]
 
 _PLAIN, _WITH_NORMS = 1, 2
 """Formats. A version that does not know of kept norms must refuse a graph that has some, or masks would mean another thing."""
 
 
-def dump(graph: UnitGraph) -> str:
-    """The graph as JSON text."""
+class GraphFields(TypedDict):
+    """The fields of a `UnitGraph`, which stands above this file."""
+
+    groups: Mapping[str, UnitGroup]
+    shapes: Mapping[str, torch.Size]
+    ties: tuple[tuple[str, ...], ...]
+    fixed: tuple[FixedUnits, ...]
+    sizes: tuple[SizeAttribute, ...]
+    norms: tuple[NormSite, ...]
+    layers: tuple[Layer, ...]
+
+
+def dump(graph: GraphFields) -> str:
+    """The fields of a graph as JSON text."""
     raw: dict[str, Any] = {
-        "format": _WITH_NORMS if graph.norms else _PLAIN,
-        "shapes": {name: list(shape) for name, shape in graph.shapes.items()},
-        "ties": [list(tied) for tied in graph.ties],
-        "frozen": [[item.module, item.size, item.reason] for item in graph.fixed],
-        "sizes": [[item.module, item.name, item.group, item.per_unit] for item in graph.sizes],
-        "groups": [_group(group) for group in graph.groups.values()],
+        "format": _WITH_NORMS if graph["norms"] else _PLAIN,
+        "shapes": {name: list(shape) for name, shape in graph["shapes"].items()},
+        "ties": [list(tied) for tied in graph["ties"]],
+        "fixed": [[item.module, item.size, item.reason] for item in graph["fixed"]],
+        "sizes": [[item.module, item.name, item.group, item.per_unit] for item in graph["sizes"]],
+        "groups": [_group(group) for group in graph["groups"].values()],
     }
-    if graph.layers:
-        raw["layers"] = [[layer.name, list(layer.entries), list(layer.reads)] for layer in graph.layers]
-    if graph.norms:
-        raw["norms"] = [_norm(site) for site in graph.norms]
+    if graph["layers"]:
+        raw["layers"] = [[layer.name, list(layer.entries), list(layer.reads)] for layer in graph["layers"]]
+    if graph["norms"]:
+        raw["norms"] = [_norm(site) for site in graph["norms"]]
     return json.dumps(raw)
 
 
-def load(text: str) -> UnitGraph:
+def load(text: str) -> GraphFields:
     """Read what `dump` wrote.
 
     Raises:
@@ -46,11 +59,11 @@ def load(text: str) -> UnitGraph:
         if raw["format"] not in (_PLAIN, _WITH_NORMS):
             raise InvalidValueError(f"unit graph of format {raw['format']!r}; this version reads {_PLAIN} and {_WITH_NORMS}")
         groups = [_read_group(g) for g in raw["groups"]]
-        return UnitGraph(
+        return GraphFields(
             groups={group.name: group for group in groups},
             shapes={name: torch.Size(shape) for name, shape in raw["shapes"].items()},
             ties=tuple(tuple(tied) for tied in raw["ties"]),
-            fixed=tuple(FixedUnits(*item) for item in raw["frozen"]),
+            fixed=tuple(FixedUnits(*item) for item in raw["fixed" if "fixed" in raw else "frozen"]),
             sizes=tuple(SizeAttribute(*item) for item in raw.get("sizes", ())),
             norms=tuple(_read_norm(n) for n in raw.get("norms", ())),
             layers=tuple(Layer(name, tuple(entries), tuple(reads)) for name, entries, reads in raw.get("layers", ())),

@@ -1,4 +1,4 @@
-"""The ledger: all that a trace has learnt about nodes, and which nodes are connected."""
+"""The label store: all that a trace has learnt about nodes, and which nodes are connected."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from sparsekit.graph.graph import Kind
+from sparsekit.graph.groups import Kind
 from sparsekit.labels.values import ALWAYS_ZERO, NO_UNIT, NOT_ZERO, Entry, IntArray, Labels, TensorLabels
 
 __all__ = ["OUTPUT", "Cause", "LabelStore", "Split", "components"]
@@ -55,7 +55,7 @@ class LabelStore:
         nodes: How many there are.
         entries: Parameters and buffers, in the order of the state.
         united: Pairs of node runs that are one unit, position by position.
-        frozen: Nodes whose units stay whole, with the cause.
+        fixed: Nodes whose units stay whole, with the cause.
         made: Nodes that make the values of their units, in forward order, with the module and the kind if it is known.
         columns: Nodes of parameter axes that multiply the units which they read.
         reads: (nodes, sources, cause) of every reader; the cause is set if nothing of a parameter multiplies the units.
@@ -71,7 +71,7 @@ class LabelStore:
     nodes: int = 0
     entries: list[Entry] = field(default_factory=list)
     united: list[tuple[IntArray, IntArray]] = field(default_factory=list)
-    frozen: list[tuple[IntArray, Cause]] = field(default_factory=list)
+    fixed: list[tuple[IntArray, Cause]] = field(default_factory=list)
     made: list[tuple[IntArray, str, Kind | None]] = field(default_factory=list)
     columns: list[IntArray] = field(default_factory=list)
     reads: list[tuple[IntArray, IntArray, Cause | None]] = field(default_factory=list)
@@ -130,19 +130,19 @@ class LabelStore:
         return out
 
     def unite(self, a: IntArray, b: IntArray, cause: Cause) -> None:
-        """Make the nodes of `a` and `b` one unit, position by position; freeze those that meet no unit."""
+        """Make the nodes of `a` and `b` one unit, position by position; fix those that meet no unit."""
         lonely = (a == NO_UNIT) != (b == NO_UNIT)
         if lonely.any():
-            self.freeze(np.maximum(a, b)[lonely], cause)
+            self.fix(np.maximum(a, b)[lonely], cause)
         pairs = (a >= 0) & (b >= 0) & (a != b)
         if pairs.any():
             self.united.append((a[pairs], b[pairs]))
 
-    def freeze(self, nodes: IntArray, cause: Cause) -> None:
+    def fix(self, nodes: IntArray, cause: Cause) -> None:
         """Keep the units of these nodes whole."""
         nodes = nodes[nodes >= 0]
         if nodes.size:
-            self.frozen.append((nodes, cause))
+            self.fixed.append((nodes, cause))
 
     def make(self, nodes: IntArray, module: str, kind: Kind | None = None) -> None:
         """Note that these entry positions make the values of their units."""

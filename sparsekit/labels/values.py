@@ -1,7 +1,7 @@
 """Labels: which unit each position along an axis of a tensor belongs to.
 
 A *node* is one position along one axis of one state entry. Tensors in a trace carry, per axis, the node that each position
-stems from; the operators of the trace unite nodes, mark them as made or read, and freeze them. Units are what is
+stems from; the operators of the trace unite nodes, mark them as made or read, and fix them. Units are what is
 connected in the end.
 """
 
@@ -30,8 +30,11 @@ IntArray: TypeAlias = npt.NDArray[np.int64]
 NO_UNIT = -1  # a position that belongs to no unit, such as a raw input in a concatenation
 ANY = -2  # a position of an axis along which the value is constant, such as an expanded one: it fits any unit
 
-NOT_ZERO = 0  # source of a value that is not zero when its unit is gated away
-ALWAYS_ZERO = 1  # source of a value that is zero whatever is gated
+NOT_ZERO = 0
+"""Source of a value that is not zero when its unit is gated away."""
+
+ALWAYS_ZERO = 1
+"""Source of a value that is zero whatever is gated."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,7 +86,7 @@ class Entry:
         names: All its state-dict keys; more than one if it is tied.
         shape: Of the dense tensor.
         is_parameter: False for buffers, which are cut but never gated.
-        number: Position in the ledger.
+        number: Position in the store.
         first: First node of each axis; None where the axis has one position and hence nothing to remove.
     """
 

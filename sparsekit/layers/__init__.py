@@ -1,4 +1,8 @@
-"""Layer rules: one file per family, found by the type of the module."""
+"""Layer rules: one file per family, found by the type of the module; and what a rule written outside needs.
+
+A rule is a `LayerRule`. The `trace` of an opaque layer gets the `Tracer` and describes the outputs with `TensorLabels`, one
+`Labels` for each axis that carries units; its sources are `NOT_ZERO` or `ALWAYS_ZERO` where no gate matters.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +11,22 @@ from functools import cache
 
 from torch import nn
 
+from sparsekit.labels.tracer import Tracer
+from sparsekit.labels.values import ALWAYS_ZERO, NOT_ZERO, Labels, TensorLabels
 from sparsekit.layers.base import LayerRule
 from sparsekit.registry import Registry
 
-__all__ = ["LayerRule", "find_rule", "resize", "rules"]
+__all__ = [
+    "ALWAYS_ZERO",
+    "NOT_ZERO",
+    "Labels",
+    "LayerRule",
+    "TensorLabels",
+    "Tracer",
+    "find_rule",
+    "resize",
+    "rules",
+]
 
 rules = Registry(
     "layer rule",

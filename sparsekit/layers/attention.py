@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 from torch import Tensor, nn
 
+from sparsekit._torch import set_packed_projections
+from sparsekit.labels.tracer import Tracer
 from sparsekit.labels.values import NOT_ZERO, IntArray, Labels, TensorLabels
 from sparsekit.layers.base import LayerRule
 from sparsekit.layers.narrow_attention import NarrowMultiheadAttention
-
-if TYPE_CHECKING:
-    from sparsekit.labels.tracer import Tracer
 
 __all__ = ["MultiheadAttentionRule", "TransformerEncoderRule"]
 
@@ -60,7 +59,7 @@ class MultiheadAttentionRule(LayerRule):
         whole = _is_whole(module)
         module.__class__ = nn.MultiheadAttention if whole else NarrowMultiheadAttention
         # False also keeps the fused path of a transformer layer away, which knows no heads but those of the square case.
-        module._qkv_same_embed_dim = whole and len(weights) == 1
+        set_packed_projections(module, whole and len(weights) == 1)
 
     def trace(
         self, tracer: Tracer, module: nn.Module, run: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -74,12 +73,12 @@ class MultiheadAttentionRule(LayerRule):
         if type(module) not in (nn.MultiheadAttention, NarrowMultiheadAttention) or any(tracer.entry(p) is None for p in own):
             for tensor in [*own, *inputs]:
                 labels = tracer.labels(tensor)
-                tracer.freeze(labels, "a subclass of nn.MultiheadAttention, or one with computed weights, keeps its heads")
+                tracer.fix(labels, "a subclass of nn.MultiheadAttention, or one with computed weights, keeps its heads")
                 tracer.make(labels, 0)
             return outputs
         for tensor in inputs:
             for axis in tracer.labels(tensor, *range(tensor.dim() - 1)).axes[:-1]:
-                tracer.freeze(axis, "an axis of units runs through attention as positions or batch")
+                tracer.fix(axis, "an axis of units runs through attention as positions or batch")
         weights = _projections(module)
         columns = [tracer.labels(weight) for weight in weights] * (3 if len(weights) == 1 else 1)
         for tensor, weight in zip(inputs, columns, strict=True):
@@ -120,7 +119,7 @@ class MultiheadAttentionRule(LayerRule):
         if axis is not None and not axis.is_uniform:
             tracer.unite(np.tile(heads, axis.size // module.num_heads), axis.nodes)
         elif axis is None:
-            tracer.freeze(heads, "attn_mask has a map for each head, which belongs to no unit")
+            tracer.fix(heads, "attn_mask has a map for each head, which belongs to no unit")
 
     def _label(self, tracer: Tracer, module: nn.MultiheadAttention, heads: IntArray, outputs: Any, query: Tensor) -> None:
         attended, maps = outputs
@@ -133,7 +132,7 @@ class MultiheadAttentionRule(LayerRule):
             assert shift is not None
             tracer.unite(rows.nodes, shift.nodes)
             tracer.make(bias, 0)
-            rows = Labels(rows.nodes, tracer.ledger.both(rows.sources, shift.sources))
+            rows = Labels(rows.nodes, tracer.store.both(rows.sources, shift.sources))
         tracer.set(attended, TensorLabels((*([None] * (attended.dim() - 1)), rows)))
         if maps is None:
             return

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from torch import nn
 
-if TYPE_CHECKING:
-    from sparsekit.labels.tracer import Tracer
+from sparsekit.labels.tracer import Tracer
 
 __all__ = ["LayerRule"]
 
@@ -46,7 +45,7 @@ class LayerRule(ABC):
         """Run an opaque layer and say which units its outputs carry.
 
         Args:
-            tracer: `labels`, `set`, `unite`, `read`, `make` and `freeze` are the words to describe units with.
+            tracer: `labels`, `set`, `unite`, `read`, `make` and `fix` are the words to describe units with.
             module: The layer.
             run: Its own forward; operators that it calls are not looked at.
             args: Positional arguments of the call.

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from torch import nn
 
+from sparsekit.labels.tracer import Tracer
 from sparsekit.labels.values import TensorLabels
 from sparsekit.layers.base import LayerRule
 from sparsekit.layers.shapes import weight_shape
-
-if TYPE_CHECKING:
-    from sparsekit.labels.tracer import Tracer
 
 __all__ = ["BilinearRule"]
 
@@ -41,17 +39,17 @@ class BilinearRule(LayerRule):
         inputs = [tracer.labels(given[name], *range(given[name].dim() - 1)) for name in ("input1", "input2")]
         if weight.entry is None:
             for labels in (weight, *inputs):
-                tracer.freeze(labels, "a bilinear layer with computed weights keeps its units")
+                tracer.fix(labels, "a bilinear layer with computed weights keeps its units")
             return out
         for dim, labels in enumerate(inputs, start=1):
             for axis in labels.axes[:-1]:
-                tracer.freeze(axis, "an axis of units runs through a bilinear layer as batch")
+                tracer.fix(axis, "an axis of units runs through a bilinear layer as batch")
             tracer.contract(TensorLabels(labels.axes[-1:]), 0, weight, dim)
         tracer.make(weight, 0)
         rows, bias = weight.axes[0], None if module.bias is None else tracer.labels(module.bias)
         if rows is not None and bias is not None and bias.axes[0] is not None:
             tracer.unite(rows.nodes, bias.axes[0].nodes)
             tracer.make(bias, 0)
-            rows = type(rows)(rows.nodes, tracer.ledger.both(rows.sources, bias.axes[0].sources))
+            rows = type(rows)(rows.nodes, tracer.store.both(rows.sources, bias.axes[0].sources))
         tracer.set(out, TensorLabels((*([None] * (out.dim() - 1)), rows)))
         return out

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import ClassVar
 
 from torch import nn
-from torch.nn.modules.conv import _ConvNd
 
+from sparsekit._torch import ConvNd
 from sparsekit.layers.base import LayerRule
 from sparsekit.layers.shapes import weight_shape
 
@@ -16,11 +16,11 @@ __all__ = ["ConvRule"]
 class ConvRule(LayerRule):
     """Filters make channels. Depthwise layers lose whole conv groups, other grouped layers the same position of each."""
 
-    types: ClassVar[tuple[type[nn.Module], ...]] = (_ConvNd,)
+    types: ClassVar[tuple[type[nn.Module], ...]] = (ConvNd,)
 
     def resize(self, module: nn.Module) -> None:
         """Set `out_channels`, `in_channels` and `groups`."""
-        assert isinstance(module, _ConvNd)
+        assert isinstance(module, ConvNd)
         shape = weight_shape(module)
         if shape is None:
             return

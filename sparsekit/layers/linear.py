@@ -6,6 +6,7 @@ from typing import ClassVar
 
 from torch import nn
 
+from sparsekit._torch import parameters_of
 from sparsekit.layers.base import LayerRule
 from sparsekit.layers.shapes import weight_shape
 
@@ -31,6 +32,6 @@ class PReLURule(LayerRule):
 
     def resize(self, module: nn.Module) -> None:
         """Set `num_parameters`."""
-        weight = module._parameters.get("weight")
+        weight = parameters_of(module).get("weight")
         if weight is not None:
             module.num_parameters = weight.shape[0]  # type: ignore[assignment]

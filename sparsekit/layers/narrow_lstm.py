@@ -7,6 +7,8 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from sparsekit._torch import flat_weights, refresh_flat_weights, set_flat_weights
+
 __all__ = ["NarrowProjectionLSTM"]
 
 
@@ -23,14 +25,15 @@ class NarrowProjectionLSTM(nn.LSTM):
         spare = self.proj_size + 1 - cells
         if hx is not None:
             hx = (hx[0], F.pad(hx[1], (0, spare)))
-        self._update_flat_weights()
-        weights = self._flat_weights
+        refresh_flat_weights(self)
+        weights = flat_weights(self)
         try:
             self.hidden_size = cells + spare
-            self._flat_weights = [self._widened(name, getattr(self, name), cells, spare) for name in self._flat_weights_names]
+            set_flat_weights(self, [self._widened(name, getattr(self, name), cells, spare) for name in weights])
             output, (state, cell) = super().forward(input, hx)
         finally:
-            self.hidden_size, self._flat_weights = cells, weights
+            self.hidden_size = cells
+            set_flat_weights(self, weights.values())
         return output, (state, cell[..., :cells])
 
     @staticmethod

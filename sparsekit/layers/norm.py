@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.modules.instancenorm import _InstanceNorm
 
+from sparsekit._torch import InstanceNorm, NormBase, buffers_of, channel_axis, parameters_of
+from sparsekit.labels.tracer import Tracer
 from sparsekit.labels.values import TensorLabels
 from sparsekit.layers.base import LayerRule
-
-if TYPE_CHECKING:
-    from sparsekit.labels.tracer import Tracer
 
 __all__ = ["BatchNormRule", "GroupNormRule", "InstanceNormRule", "LayerNormRule"]
 
@@ -21,13 +18,13 @@ __all__ = ["BatchNormRule", "GroupNormRule", "InstanceNormRule", "LayerNormRule"
 class BatchNormRule(LayerRule):
     """Batch and instance norms: scale, shift and running statistics go with their channel."""
 
-    types: ClassVar[tuple[type[nn.Module], ...]] = (_NormBase,)
+    types: ClassVar[tuple[type[nn.Module], ...]] = (NormBase,)
 
     def resize(self, module: nn.Module) -> None:
         """Set `num_features`; a norm without any tensor keeps its number, which its forward does not read."""
-        assert isinstance(module, _NormBase)
-        weight = module._parameters.get("weight")
-        known = weight if weight is not None else module._buffers.get("running_mean")
+        assert isinstance(module, NormBase)
+        weight = parameters_of(module).get("weight")
+        known = weight if weight is not None else buffers_of(module).get("running_mean")
         if known is not None:
             module.num_features = known.shape[0]
 
@@ -35,26 +32,30 @@ class BatchNormRule(LayerRule):
 class InstanceNormRule(BatchNormRule):
     """Instance norms: each channel of each example by itself, so channels go as they do behind a batch norm."""
 
-    types: ClassVar[tuple[type[nn.Module], ...]] = (_InstanceNorm,)
+    types: ClassVar[tuple[type[nn.Module], ...]] = (InstanceNorm,)
     opaque: ClassVar[bool] = True
 
     def trace(
         self, tracer: Tracer, module: nn.Module, run: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
         """Unite the channels with scale, shift and statistics; without any, the number of channels must be noted."""
-        assert isinstance(module, _InstanceNorm)
+        assert isinstance(module, InstanceNorm)
         out = run(*args, **kwargs)
         x = args[0] if args else kwargs["input"]
         labels = tracer.labels(x)
-        own = [tracer.labels(t) for t in (*module._parameters.values(), *module._buffers.values()) if t is not None and t.dim()]
-        dim = 0 if x.dim() == module._get_no_batch_dim() else 1
+        own = [
+            tracer.labels(t)
+            for t in (*parameters_of(module).values(), *buffers_of(module).values())
+            if t is not None and t.dim()
+        ]
+        dim = channel_axis(module, x.dim())
         channel = labels.axes[dim]
         for other, axis in enumerate(labels.axes):
             if other > dim:
-                tracer.freeze(axis, "normalised by an instance norm across an axis of units")
+                tracer.fix(axis, "normalised by an instance norm across an axis of units")
         if channel is None or channel.is_uniform:
             for entry in own:
-                tracer.freeze(entry, "follows values that belong to no unit", quiet=True)
+                tracer.fix(entry, "follows values that belong to no unit", quiet=True)
             return out
         for entry in own:
             if (axis := entry.axes[0]) is not None:
@@ -75,7 +76,7 @@ class GroupNormRule(LayerRule):
     def resize(self, module: nn.Module) -> None:
         """Set `num_channels` and `num_groups`."""
         assert isinstance(module, nn.GroupNorm)
-        weight = module._parameters.get("weight")
+        weight = parameters_of(module).get("weight")
         if weight is not None:
             # A single group over all channels stays one; of several, whole groups went.
             width = module.num_channels // module.num_groups
@@ -90,6 +91,6 @@ class LayerNormRule(LayerRule):
 
     def resize(self, module: nn.Module) -> None:
         """Set `normalized_shape`."""
-        weight = module._parameters.get("weight")
+        weight = parameters_of(module).get("weight")
         if weight is not None:
             module.normalized_shape = tuple(weight.shape)  # type: ignore[assignment]

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations
 from torch.nn.utils.spectral_norm import SpectralNorm
 
+from sparsekit._torch import ParametrizedOrthogonal, ParametrizedSpectralNorm, ParametrizedWeightNorm, pre_hooks
 from sparsekit.labels.store import Cause
+from sparsekit.labels.tracer import Tracer
 from sparsekit.labels.values import Labels, TensorLabels
 from sparsekit.layers.base import LayerRule
 
-if TYPE_CHECKING:
-    from sparsekit.labels.tracer import Tracer
-
-__all__ = ["WeightNormRule", "WholeWeightRule", "freeze_hooked", "normed_weight"]
+__all__ = ["WeightNormRule", "WholeWeightRule", "fix_hooked", "normed_weight"]
 
 _SPECTRAL = "spectral_norm divides by a norm of the whole weight"
 
@@ -38,7 +36,7 @@ def normed_weight(tracer: Tracer, direction: Tensor, length: Tensor, dim: int) -
     tracer.used |= {labels.entry.number for labels in (v, g) if labels.entry is not None}
     if v.entry is None or g.entry is None or dim == -1:
         for labels in (v, g):
-            tracer.freeze(labels, "weight_norm over the whole weight" if dim == -1 else "weight_norm of computed values")
+            tracer.fix(labels, "weight_norm over the whole weight" if dim == -1 else "weight_norm of computed values")
         tracer.make(v, 0)
         return v
     rows, lengths = v.axes[dim], g.axes[dim]
@@ -53,7 +51,7 @@ def normed_weight(tracer: Tracer, direction: Tensor, length: Tensor, dim: int) -
 class WeightNormRule(LayerRule):
     """`torch.nn.utils.parametrizations.weight_norm`."""
 
-    types: ClassVar[tuple[type[nn.Module], ...]] = (parametrizations._WeightNorm,)
+    types: ClassVar[tuple[type[nn.Module], ...]] = (ParametrizedWeightNorm,)
     opaque: ClassVar[bool] = True
 
     def resize(self, module: nn.Module) -> None:
@@ -72,7 +70,7 @@ class WeightNormRule(LayerRule):
 class WholeWeightRule(LayerRule):
     """Spectral norm and orthogonal weights: every entry depends on all the others, so all units stay."""
 
-    types: ClassVar[tuple[type[nn.Module], ...]] = (parametrizations._SpectralNorm, parametrizations._Orthogonal)
+    types: ClassVar[tuple[type[nn.Module], ...]] = (ParametrizedSpectralNorm, ParametrizedOrthogonal)
     opaque: ClassVar[bool] = True
 
     def resize(self, module: nn.Module) -> None:
@@ -83,13 +81,13 @@ class WholeWeightRule(LayerRule):
     ) -> Any:
         """Label the weight with units that stay."""
         weight: Tensor = run(*args, **kwargs)
-        spectral = isinstance(module, parametrizations._SpectralNorm)
+        spectral = isinstance(module, ParametrizedSpectralNorm)
         reason = _SPECTRAL if spectral else "rows and columns of an orthogonal weight depend on each other"
         (original,) = args
         labels = tracer.labels(original)
         if labels.entry is not None:
             tracer.used.add(labels.entry.number)
-        tracer.freeze(labels, reason)
+        tracer.fix(labels, reason)
         tracer.make(labels, 0)
         if weight.shape == original.shape:
             tracer.set(weight, TensorLabels(tuple(_whole(axis) for axis in labels.axes), labels.entry))
@@ -100,7 +98,7 @@ def _whole(axis: Labels | None) -> Labels | None:
     return None if axis is None else Labels(axis.nodes, np.zeros_like(axis.sources))
 
 
-def freeze_hooked(tracer: Tracer, model: nn.Module) -> None:
+def fix_hooked(tracer: Tracer, model: nn.Module) -> None:
     """Keep the units of weights that the older `torch.nn.utils.spectral_norm` computes before each pass.
 
     Args:
@@ -108,7 +106,7 @@ def freeze_hooked(tracer: Tracer, model: nn.Module) -> None:
         model: The private copy that is traced, its state labelled.
     """
     for name, module in model.named_modules():
-        for hook in module._forward_pre_hooks.values():
+        for hook in pre_hooks(module):
             if isinstance(hook, SpectralNorm):
                 labels = tracer.labels(module.get_parameter(f"{hook.name}_orig"))
-                tracer.ledger.freeze(labels.all_nodes(), Cause(name, _SPECTRAL, False))
+                tracer.store.fix(labels.all_nodes(), Cause(name, _SPECTRAL, False))

@@ -8,19 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils._pytree import tree_leaves
 
+from sparsekit._torch import flat_weights, parameters_of, reset_flat_weights, tree_leaves
+from sparsekit.labels.tracer import Tracer
 from sparsekit.labels.values import ALWAYS_ZERO, NOT_ZERO, IntArray, Labels, TensorLabels
 from sparsekit.layers.base import LayerRule
 from sparsekit.layers.narrow_lstm import NarrowProjectionLSTM
-
-if TYPE_CHECKING:
-    from sparsekit.labels.tracer import Tracer
 
 __all__ = ["CellRule", "RecurrentRule"]
 
@@ -53,9 +51,9 @@ def _states(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
     return [t for t in tree_leaves(args[1] if len(args) > 1 else kwargs.get("hx")) if isinstance(t, Tensor)]
 
 
-def _freeze_all(tracer: Tracer, tensors: Sequence[Tensor], reason: str) -> None:
+def _fix_all(tracer: Tracer, tensors: Sequence[Tensor], reason: str) -> None:
     for tensor in tensors:
-        tracer.freeze(tracer.labels(tensor), reason)
+        tracer.fix(tracer.labels(tensor), reason)
 
 
 def _units(tracer: Tracer, weights: Mapping[str, Tensor], gates: int) -> _Layer:
@@ -79,7 +77,7 @@ def _units(tracer: Tracer, weights: Mapping[str, Tensor], gates: int) -> _Layer:
             gated.add((labels.entry.number, 0))
     cells = None
     if first is not None:
-        cells = Labels(first, np.full(first.size, tracer.ledger.source(gated), dtype=np.int64))
+        cells = Labels(first, np.full(first.size, tracer.store.source(gated), dtype=np.int64))
     state = cells
     projection = next((tracer.labels(t) for name, t in weights.items() if name.startswith("weight_hr")), None)
     if projection is not None:
@@ -101,7 +99,7 @@ def _tied_directions(tracer: Tracer, directions: Sequence[Labels | None]) -> Lab
         return None
     if first is not last:
         tracer.unite(first.nodes, last.nodes)
-    return Labels(first.nodes, tracer.ledger.both(first.sources, last.sources))
+    return Labels(first.nodes, tracer.store.both(first.sources, last.sources))
 
 
 class RecurrentRule(LayerRule):
@@ -117,19 +115,16 @@ class RecurrentRule(LayerRule):
     def resize(self, module: nn.Module) -> None:
         """Set `input_size`, `hidden_size` and `proj_size`, and refresh the flat list of weights."""
         assert isinstance(module, nn.RNNBase)
-        weight = module._parameters.get("weight_ih_l0")
+        weight = parameters_of(module).get("weight_ih_l0")
         if weight is None:
             return
         module.input_size, module.hidden_size = weight.shape[1], weight.shape[0] // _gate_count(module)
-        if module.proj_size and (projection := module._parameters.get("weight_hr_l0")) is not None:
+        if module.proj_size and (projection := parameters_of(module).get("weight_hr_l0")) is not None:
             module.proj_size = projection.shape[0]
             if type(module) in (nn.LSTM, NarrowProjectionLSTM):
                 module.__class__ = nn.LSTM if module.hidden_size > module.proj_size else NarrowProjectionLSTM
-        if any(
-            flat is not module._parameters.get(name)
-            for flat, name in zip(module._flat_weights, module._flat_weights_names, strict=True)
-        ):
-            module._init_flat_weights()
+        if any(flat is not parameters_of(module).get(name) for name, flat in flat_weights(module).items()):
+            reset_flat_weights(module)
         else:
             module.flatten_parameters()  # one block of memory again, for cuDNN
 
@@ -140,13 +135,13 @@ class RecurrentRule(LayerRule):
         assert isinstance(module, nn.RNNBase)
         outputs = run(*args, **kwargs)
         x, states = _data(args[0] if args else kwargs["input"]), _states(args, kwargs)
-        missing = [name for name in module._flat_weights_names if name not in module._parameters]
+        missing = [name for name in flat_weights(module) if name not in parameters_of(module)]
         own = list(module.parameters())
         if missing or any(tracer.entry(p) is None for p in own):
             what = f"computed weights ({', '.join(missing[:2])})" if missing else "computed weights"
-            _freeze_all(tracer, [*own, x, *states], f"recurrent layers with {what} keep their units")
-            for name in module._flat_weights_names:
-                if (tensor := module._parameters.get(name)) is not None:
+            _fix_all(tracer, [*own, x, *states], f"recurrent layers with {what} keep their units")
+            for name in flat_weights(module):
+                if (tensor := parameters_of(module).get(name)) is not None:
                     tracer.make(tracer.labels(tensor), 0, "cell")
             return outputs
         layers = self._layers(tracer, module, x)
@@ -156,14 +151,14 @@ class RecurrentRule(LayerRule):
         for kind in ("state", "cells") if module.proj_size else ("state",):
             runs = tuple(labels.nodes for layer in layers if (labels := getattr(layer, kind)) is not None)
             if len(runs) > 1:
-                tracer.ledger.tied.append(runs)
+                tracer.store.tied.append(runs)
         return outputs
 
     def _layers(self, tracer: Tracer, module: nn.RNNBase, x: Tensor) -> list[_Layer]:
         """Unite rows, columns and inputs layer by layer."""
         entering = tracer.labels(x, *range(x.dim() - 1))
         for axis in entering.axes[:-1]:
-            tracer.freeze(axis, "an axis of units runs through a recurrent layer as time or batch")
+            tracer.fix(axis, "an axis of units runs through a recurrent layer as time or batch")
         inputs = TensorLabels(entering.axes[-1:])
         found: list[_Layer] = []
         for layer in range(module.num_layers):
@@ -171,7 +166,7 @@ class RecurrentRule(LayerRule):
             for suffix in ("", "_reverse") if module.bidirectional else ("",):
                 kinds = ("weight_ih", "weight_hh", "bias_ih", "bias_hh", "weight_hr")
                 names = [f"{kind}_l{layer}{suffix}" for kind in kinds]
-                weights = {name: getattr(module, name) for name in names if name in module._parameters}
+                weights = {name: getattr(module, name) for name in names if name in parameters_of(module)}
                 tracer.contract(inputs, 0, tracer.labels(weights[names[0]]), 1)
                 directions.append(_units(tracer, weights, _gate_count(module)))
             state = _tied_directions(tracer, [d.state for d in directions])
@@ -195,21 +190,21 @@ class RecurrentRule(LayerRule):
                 tracer.set(state, TensorLabels((None,) * state.dim(), parts=parts))
 
     def _given(self, tracer: Tracer, layers: list[Labels | None], given: Tensor) -> None:
-        """Initial states that carry units of their own are united with ours; constant zeros fit; others freeze."""
+        """Initial states that carry units of their own are united with ours; constant zeros fit; others fix."""
         units = [labels for labels in layers if labels is not None]
         axis = tracer.labels(given).axes[-1]
         if not units:
-            tracer.freeze(tracer.labels(given), "starts a recurrent layer of one unit")
+            tracer.fix(tracer.labels(given), "starts a recurrent layer of one unit")
         elif axis is None or (len(layers) > 1 and not axis.is_uniform):
             for labels in units:
-                tracer.freeze(labels, "starts from a state that is passed in")
-            tracer.freeze(tracer.labels(given), "starts a recurrent layer of several layers")
+                tracer.fix(labels, "starts from a state that is passed in")
+            tracer.fix(tracer.labels(given), "starts a recurrent layer of several layers")
         elif not axis.is_uniform:
             tracer.unite(units[0].nodes, axis.nodes)
             if (axis.sources == NOT_ZERO).any():
-                tracer.ledger.unsure.append(units[0].nodes)
+                tracer.store.unsure.append(units[0].nodes)
         elif int(axis.sources[0]) != ALWAYS_ZERO:
-            tracer.ledger.unsure.extend(labels.nodes for labels in units)
+            tracer.store.unsure.extend(labels.nodes for labels in units)
 
 
 def _joined(directions: Sequence[Labels | None]) -> Labels:
@@ -227,7 +222,7 @@ class CellRule(LayerRule):
     def resize(self, module: nn.Module) -> None:
         """Set `input_size` and `hidden_size`."""
         assert isinstance(module, nn.RNNCellBase)
-        weight = module._parameters.get("weight_ih")
+        weight = parameters_of(module).get("weight_ih")
         if weight is not None:
             module.input_size, module.hidden_size = weight.shape[1], weight.shape[0] // _gate_count(module)
 
@@ -240,7 +235,7 @@ class CellRule(LayerRule):
         x, states = args[0] if args else kwargs["input"], _states(args, kwargs)
         weights = dict(module.named_parameters(recurse=False))
         if "weight_ih" not in weights or "weight_hh" not in weights or any(tracer.entry(p) is None for p in weights.values()):
-            _freeze_all(tracer, [*module.parameters(), x, *states], "recurrent cells with computed weights keep their units")
+            _fix_all(tracer, [*module.parameters(), x, *states], "recurrent cells with computed weights keep their units")
             return outputs
         entering = tracer.labels(x, *range(x.dim() - 1))
         tracer.contract(TensorLabels(entering.axes[-1:]), 0, tracer.labels(weights["weight_ih"]), 1)
@@ -248,12 +243,12 @@ class CellRule(LayerRule):
         for state in states:
             axis = tracer.labels(state).axes[-1]
             if axis is None or units is None:
-                tracer.freeze(units, "starts from a state that is passed in")
-                tracer.freeze(axis, "starts a recurrent cell of one unit")
+                tracer.fix(units, "starts from a state that is passed in")
+                tracer.fix(axis, "starts a recurrent cell of one unit")
             elif not axis.is_uniform:
                 tracer.unite(units.nodes, axis.nodes)
             if units is not None and axis is not None and (axis.sources == NOT_ZERO).any():
-                tracer.ledger.unsure.append(units.nodes)
+                tracer.store.unsure.append(units.nodes)
         for state in outputs if isinstance(outputs, tuple) else (outputs,):
             batch = entering.axes[:1] if state.dim() > 1 else ()
             tracer.set(state, TensorLabels((*batch, units)))

@@ -6,6 +6,8 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
+from sparsekit._torch import buffers_of, parameters_of
+
 __all__ = ["weight_shape"]
 
 
@@ -17,16 +19,16 @@ def weight_shape(module: nn.Module, name: str = "weight") -> torch.Size | None:
         name: Of the weight. If it is parametrised, or computed by a hook, the shape is that of the parameter it is
             computed from: the direction of a normed weight, the weight before it was masked or divided.
     """
-    known = module._parameters.get(name)
+    known = parameters_of(module).get(name)
     if known is not None:
         return known.shape
     for suffix in ("_v", "_orig"):  # torch.nn.utils.weight_norm; torch.nn.utils.spectral_norm and prune
-        if (own := module._parameters.get(name + suffix)) is not None:
+        if (own := parameters_of(module).get(name + suffix)) is not None:
             return own.shape
     if parametrize.is_parametrized(module, name):
         chain = module.get_submodule(f"parametrizations.{name}")
         # The last one: `original`, or of a normed weight `original1`, its direction.
-        for tensor in [*list(chain._parameters.values())[-1:], *list(chain._buffers.values())[-1:]]:
+        for tensor in [*list(parameters_of(chain).values())[-1:], *list(buffers_of(chain).values())[-1:]]:
             if tensor is not None and tensor.dim() > 0:
                 return tensor.shape
     return None

@@ -6,6 +6,7 @@ from typing import ClassVar
 
 from torch import nn
 
+from sparsekit._torch import parameters_of
 from sparsekit.layers.base import LayerRule
 
 __all__ = ["TransposedLinearRule"]
@@ -18,6 +19,6 @@ class TransposedLinearRule(LayerRule):
 
     def resize(self, module: nn.Module) -> None:
         """Set `nx` and `nf`."""
-        weight = module._parameters.get("weight")
+        weight = parameters_of(module).get("weight")
         if weight is not None:
             module.nx, module.nf = weight.shape  # type: ignore[assignment]

@@ -1,9 +1,7 @@
 """Cost, count_cost(), trace_cost(): FLOPs, parameters and bytes of a model under a mask.
 
-One multiply-add is 2 FLOPs. Two conventions, always both: `flops_compact` is what a physically small model executes
-(convolutions and matrix products, as `torch.utils.flop_counter` counts them); `flops_rowmask` is the convention of the
-FedLPS paper, in which only the rows of removed units vanish, the next layer's columns are still paid for, and a bias
-counts once per output position.
+One multiply-add is 2 FLOPs. `flops_compact` is what a physically small model executes: convolutions and matrix products, as
+`torch.utils.flop_counter` counts them.
 """
 
 from __future__ import annotations
@@ -33,13 +31,11 @@ class Cost:
 
     Args:
         flops_compact: FLOPs of one forward pass of the compact model on the example inputs.
-        flops_rowmask: The same in the paper's convention.
         parameters: Trainable and frozen parameters kept.
         bytes: Bytes of all entries kept, buffers included.
     """
 
     flops_compact: int
-    flops_rowmask: int
     parameters: int
     bytes: int
 
@@ -82,8 +78,17 @@ class CostModel:
     widths: Mapping[str, int]
     unit_flops: Mapping[str, int] = field(default_factory=dict)
 
-    def _sizes(self, counts: Mapping[str, int], sides: frozenset[str]) -> dict[str, int]:
-        """State-dict key → entries left when only axes of the given sides are cut."""
+    def sizes(self, mask: UnitMask | None = None, *, sides: Collection[str] = ("out", "in")) -> dict[str, int]:
+        """Count the entries that stay.
+
+        Args:
+            mask: What is kept; None keeps all.
+            sides: Which axes are cut: "out", "in" or both, as in `UnitSlice.side`.
+
+        Returns:
+            State-dict key → entries.
+        """
+        counts = self._counts(mask)
         sizes: dict[str, int] = {}
         for name, shape in self.graph.shapes.items():
             kept = list(shape)
@@ -105,49 +110,17 @@ class CostModel:
             mask: What is kept; None keeps all.
         """
         counts = self._counts(mask)
-        sizes = self._sizes(counts, frozenset({"out", "in"}))
+        sizes = self.sizes(mask)
         flops = sum(2 * term.positions * sizes[term.weight] for term in self.terms) + self.other_flops
         for group, each in self.unit_flops.items():
             flops -= each * (self.graph.groups[group].size - counts[group])
-        return int(flops // self.examples)
-
-    def rowmask_flops(self, mask: UnitMask | WeightMask | None = None) -> int:
-        """FLOPs of one example in the paper's convention: (2 · nonzero weights + bias entries) per output position.
-
-        Products between activations count whole.
-
-        Args:
-            mask: Of a UnitMask only the rows of dropped units vanish; of a WeightMask the dropped entries.
-        """
-        if isinstance(mask, WeightMask):
-            sizes = {name: int(mask[name].sum()) if name in mask else math.prod(s) for name, s in self.graph.shapes.items()}
-        else:
-            sizes = self._sizes(self._counts(mask), frozenset({"out"}))
-        flops = Fraction(self.other_flops)
-        for term in self.terms:
-            bias = math.prod(self.graph.shapes[term.bias]) if term.bias is not None else 0
-            flops += term.positions * (2 * sizes[term.weight] + bias)
-        return int(flops // self.examples)
-
-    def part_flops(self, weights: Collection[str], *, bias: bool = False) -> int:
-        """FLOPs of one example spent on the uses of some weights of the whole model.
-
-        Args:
-            weights: State-dict keys; others than weights of convolutions and products cost nothing.
-            bias: Count bias entries once per output position too, as the paper's convention does.
-        """
-        flops = Fraction(0)
-        for term in self.terms:
-            if term.weight in weights:
-                added = math.prod(self.graph.shapes[term.bias]) if bias and term.bias is not None else 0
-                flops += term.positions * (2 * math.prod(self.graph.shapes[term.weight]) + added)
         return int(flops // self.examples)
 
     def entries(self, mask: UnitMask | WeightMask | None = None) -> dict[str, int]:
         """State-dict key → entries kept, tied ones once."""
         if isinstance(mask, WeightMask):
             return {name: int(mask[name].sum()) if name in mask else math.prod(self.graph.shapes[name]) for name in self.widths}
-        sizes = self._sizes(self._counts(mask), frozenset({"out", "in"}))
+        sizes = self.sizes(mask)
         return {name: sizes[name] for name in self.widths}
 
     def cost(self, mask: UnitMask | WeightMask | None = None) -> Cost:
@@ -155,7 +128,6 @@ class CostModel:
         entries = self.entries(mask)
         return Cost(
             flops_compact=self.forward_flops(mask if isinstance(mask, UnitMask) else None) * self.examples,
-            flops_rowmask=self.rowmask_flops(mask) * self.examples,
             parameters=sum(count for name, count in entries.items() if name in self.parameters),
             bytes=sum(count * self.widths[name] for name, count in entries.items()),
         )

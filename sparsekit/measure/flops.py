@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from sparsekit._torch import DispatchMode, operator_packet, without_fast_path
 from sparsekit.errors import TraceError
 
 __all__ = ["Recorder", "entry_keys", "record_pass"]
@@ -24,16 +24,11 @@ _PRODUCTS = {_aten.mm.default: 1, _aten.addmm.default: 2, _aten.bmm.default: 1, 
 _RECURRENT = (nn.RNNBase, nn.RNNCellBase)
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(DispatchMode):
     """Notes every convolution and matrix product and the weight it reads, found by the memory it lies in."""
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        # Otherwise torch wraps the dispatcher so that its first call imports the compiler, which takes seconds.
-        return False
-
     def __init__(self, keys: Mapping[int, str], numbers: Mapping[str, int]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.keys = keys  # where an entry lies in memory → its key
         self.numbers = numbers  # key → numbers in the entry
         self.terms: list[tuple[str, Fraction]] = []  # (key, positions) of each use of a weight
@@ -49,7 +44,7 @@ class Recorder(TorchDispatchMode):
         elif func in _PRODUCTS:
             right = _PRODUCTS[func]
             self._note([args[right], args[right - 1]], func, args, kwargs, result)
-        elif func._overloadpacket in flop_registry:
+        elif operator_packet(func) in flop_registry:
             self.products.append(self._registered(func, args, kwargs, result))
         return result
 
@@ -65,7 +60,7 @@ class Recorder(TorchDispatchMode):
 
     @staticmethod
     def _registered(func: Any, args: Any, kwargs: Any, result: Any) -> int:
-        count = flop_registry[func._overloadpacket]
+        count = flop_registry[operator_packet(func)]
         return int(count(*args, **(kwargs or {}), out_val=result))
 
 
@@ -132,13 +127,15 @@ def record_pass(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, An
     state = model.state_dict()
     recorder = Recorder(keys, {key: state[key].numel() for key in keys.values()})
     # Fused attention hides its products from a dispatcher.
-    fast = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
     try:
-        with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), _recurrent_terms(model, recorder, keys), recorder:
+        with (
+            torch.no_grad(),
+            without_fast_path(),
+            sdpa_kernel(SDPBackend.MATH),
+            _recurrent_terms(model, recorder, keys),
+            recorder,
+        ):
             model(*args, **kwargs)
     except Exception as error:
         raise TraceError(f"the model failed on the example inputs: {error}") from error
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fast)
     return recorder

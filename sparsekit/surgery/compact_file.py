@@ -17,10 +17,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from sparsekit import __version__
 from sparsekit.errors import CompactFileError, SparsekitError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.state import StateDict
+from sparsekit.version import __version__
 
 __all__ = ["damage", "digest", "pack_mask", "read_file", "unpack_mask", "write_file"]
 

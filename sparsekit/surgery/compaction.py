@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
 from torch import Tensor, nn
 
 from sparsekit.errors import ForeignMaskError, InvalidValueError
 from sparsekit.graph.graph import UnitGraph
+from sparsekit.graph.index import cut_axes, narrow_shape, scatter
 from sparsekit.graph.mask import UnitMask
 from sparsekit.graph.state import StateDict
 from sparsekit.layers import LayerRule
 from sparsekit.surgery.rebuild import named_entries, narrow_module, narrow_state
 
-__all__ = ["compact", "compact_state", "expand", "scatter"]
+__all__ = ["compact", "compact_state", "expand"]
 
 
 def compact(
@@ -87,8 +87,8 @@ def expand(state: StateDict, graph: UnitGraph, mask: UnitMask, *, into: StateDic
     for name, dense in into.items():
         if name not in state:
             raise ForeignMaskError(f"the compact state lacks {name!r}; pass the state_dict() of the compacted model")
-        axes = indices.get(name, {})
-        expected = torch.Size(len(axes[d]) if d in axes else size for d, size in enumerate(dense.shape))
+        axes = cut_axes(dense.shape, indices.get(name, {}))
+        expected = narrow_shape(dense.shape, axes)
         if state[name].shape != expected:
             raise ForeignMaskError(
                 f"the compact state has {name!r} of shape {tuple(state[name].shape)}, this mask gives {tuple(expected)};"
@@ -96,24 +96,3 @@ def expand(state: StateDict, graph: UnitGraph, mask: UnitMask, *, into: StateDic
             )
         full[name] = scatter(state[name].detach(), dense.detach(), axes)
     return full
-
-
-def scatter(narrow: Tensor, dense: Tensor, axes: Mapping[int, Tensor]) -> Tensor:
-    """`dense` with the cross product of the kept positions replaced by `narrow`: a new tensor.
-
-    Args:
-        narrow: The values to put.
-        dense: What stays elsewhere. Not changed.
-        axes: Axis → int64 (kept,), the positions that `narrow` holds; other axes are whole.
-    """
-    narrow = narrow.to(dtype=dense.dtype, device=dense.device)
-    cut = [dim for dim, index in axes.items() if index.numel() < dense.shape[dim]]
-    if not cut:
-        return narrow.clone()
-    # One axis at a time: each step widens one axis of a block that is gathered from the dense tensor on the others.
-    for position, dim in enumerate(cut):
-        block = dense
-        for other in cut[position + 1 :]:
-            block = block.index_select(other, axes[other].to(dense.device))
-        narrow = block.index_copy(dim, axes[dim].to(dense.device), narrow)
-    return narrow

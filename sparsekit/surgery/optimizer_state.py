@@ -1,9 +1,10 @@
-"""remap_optimizer(): a live optimiser follows a model from one mask to another."""
+"""The state of optimisers follows the units of a model: remap_optimizer(), and what narrow training shares with it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol, TypeAlias
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -11,16 +12,102 @@ from torch.optim import Optimizer
 
 from sparsekit.errors import ForeignMaskError, InvalidValueError
 from sparsekit.graph.graph import UnitGraph
+from sparsekit.graph.index import Axes, cut_axes, gather, narrow_shape, scatter_
 from sparsekit.graph.mask import UnitMask
 from sparsekit.graph.state import StateDict
-from sparsekit.surgery.compaction import scatter
-from sparsekit.surgery.rebuild import gather, named_entries
-from sparsekit.training.narrow_model import first_value
+from sparsekit.surgery.rebuild import named_entries
 
-__all__ = ["OptimizerState", "remap_optimizer"]
+__all__ = ["HasState", "OptimizerState", "SavedState", "first_value", "other_state", "remap_optimizer", "state_of_shape"]
 
 OptimizerState: TypeAlias = dict[str, dict[str, Tensor]]
 """State-dict key → name of the state (`momentum_buffer`, `exp_avg`, …) → dense tensor."""
+
+
+class HasState(Protocol):
+    """Whatever keeps tensors per leaf that must follow a change of mask: every torch optimiser does.
+
+    State of units that enter for the first time starts from `first_value`, or from `origin(key)` where the object has such a
+    method: the dense tensor for the entry of that state-dict key.
+    """
+
+    @property
+    def state(self) -> Mapping[Any, dict[str, Any]]:
+        """Leaf → name → value; tensors of the leaf's shape follow the units."""
+        ...
+
+
+def first_value(owner: object, name: str) -> float:
+    """Return what a torch optimiser puts into the state of an entry before its first step: zero but for two of them."""
+    if isinstance(owner, torch.optim.Adagrad) and name == "sum":
+        return float(owner.defaults["initial_accumulator_value"])
+    if isinstance(owner, torch.optim.Rprop) and name == "step_size":
+        return float(owner.defaults["lr"])
+    return 0.0
+
+
+def state_of_shape(owner: HasState, leaf: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, tensor) of the state that lies entry by entry, so that it can follow the units of `leaf`."""
+    for name, value in (owner.state.get(leaf) or {}).items():
+        if isinstance(value, Tensor) and value.dim() > 0 and value.shape == leaf.shape:
+            yield name, value
+
+
+def other_state(owner: HasState, leaf: Tensor, shape: torch.Size) -> list[str]:
+    """Name the state that cannot follow the units of `leaf`, which has or had `shape`: factored moments, histories."""
+    return [
+        name
+        for name, value in (owner.state.get(leaf) or {}).items()
+        if isinstance(value, list | tuple | dict) or (isinstance(value, Tensor) and value.dim() > 0 and value.shape != shape)
+    ]
+
+
+class SavedState:
+    """Dense copies of per-entry state: what a unit leaves behind, it finds again when it returns.
+
+    Args:
+        shapes: State-dict key → dense shape.
+        entering: What units find that enter for the first time; where not given, what a fresh optimiser starts from.
+    """
+
+    def __init__(self, shapes: Mapping[str, torch.Size], entering: Mapping[str, StateDict] | None = None) -> None:
+        self._shapes = shapes
+        self._entering = entering or {}
+        self._dense: WeakKeyDictionary[Any, dict[tuple[str, str], Tensor]] = WeakKeyDictionary()
+
+    def dense(self, owner: HasState, key: str, name: str, like: Tensor) -> Tensor:
+        """Return the dense copy of one kind of state, to be written to. An owner that is gone takes its copies with it.
+
+        Args:
+            owner: Whose state.
+            key: State-dict key of the entry.
+            name: The kind, such as `momentum_buffer`.
+            like: Says device and dtype of a copy that is made now.
+
+        Raises:
+            ForeignMaskError: the entering state has another shape than the dense model.
+        """
+        copies = self._dense.setdefault(owner, {})
+        if (key, name) not in copies:
+            copies[key, name] = self._start(owner, key, name, like).to(device=like.device, dtype=like.dtype)
+        return copies[key, name]
+
+    def _start(self, owner: HasState, key: str, name: str, like: Tensor) -> Tensor:
+        shape = self._shapes[key]
+        given = self._entering.get(key, {}).get(name)
+        if given is not None:
+            if given.shape != shape:
+                raise ForeignMaskError(
+                    f"entering state {name!r} of {key!r} has shape {tuple(given.shape)}, the dense model has {tuple(shape)};"
+                    " pass what an earlier remap_optimizer returned"
+                )
+            return given.detach().clone()
+        origin: Callable[[str], Tensor] | None = getattr(owner, "origin", None)
+        return like.new_full(shape, first_value(owner, name)) if origin is None else origin(key)
+
+    def apply_to_tensors(self, function: Callable[[Tensor], Tensor]) -> None:
+        """Move every copy with `function`."""
+        for copies in self._dense.values():
+            copies.update({key: function(tensor) for key, tensor in copies.items()})
 
 
 def remap_optimizer(
@@ -75,13 +162,13 @@ def remap_optimizer(
         raise InvalidValueError(
             f"the optimiser steps no parameter of the old {type(old).__name__}; pass the model that it was made for"
         )
+    saved = SavedState(graph.shapes, entering)
     found: dict[nn.Parameter, dict[str, Any]] = {}
     remembered: OptimizerState = {}
     for parameter in held:  # all is computed before anything is changed
         if id(parameter) in pairs.names and optimizer.state.get(parameter):
             name = pairs.names[id(parameter)]
-            given = (entering or {}).get(name, {})
-            found[parameter], remembered[name] = _remapped(optimizer, pairs, parameter, name, given)
+            found[parameter], remembered[name] = _remapped(optimizer, pairs, parameter, name, saved)
     for group in optimizer.param_groups:
         group["params"] = [pairs.successor(parameter) for parameter in group["params"]]
     for parameter, state in found.items():
@@ -96,7 +183,6 @@ class _Pairs:
     def __init__(
         self, graph: UnitGraph, old: nn.Module, new: nn.Module, old_mask: UnitMask | None, new_mask: UnitMask | None
     ) -> None:
-        self.shapes = graph.shapes
         self.before = _axes(graph, old, old_mask, "old")
         self.after = _axes(graph, new, new_mask, "new")
         entries = named_entries(new)
@@ -112,16 +198,16 @@ class _Pairs:
         return self._successors.get(id(parameter), parameter)
 
 
-def _axes(graph: UnitGraph, model: nn.Module, mask: UnitMask | None, which: str) -> dict[str, dict[int, Tensor]]:
-    """Where the entries of a compact model lie in the dense one: key → axis → positions, of axes that are cut."""
+def _axes(graph: UnitGraph, model: nn.Module, mask: UnitMask | None, which: str) -> dict[str, Axes]:
+    """Where the entries of a compact model lie in the dense one, by state-dict key; only axes that are cut."""
     mask = UnitMask.full(graph) if mask is None else mask
     mask.check(graph)
     indices = graph.kept_indices(mask)
     entries = named_entries(model)
-    axes: dict[str, dict[int, Tensor]] = {}
+    axes: dict[str, Axes] = {}
     for name, dense in graph.shapes.items():
-        axes[name] = {dim: index for dim, index in indices.get(name, {}).items() if index.numel() < dense[dim]}
-        expected = torch.Size(len(axes[name][d]) if d in axes[name] else size for d, size in enumerate(dense))
+        axes[name] = cut_axes(dense, indices.get(name, {}))
+        expected = narrow_shape(dense, axes[name])
         if name not in entries or entries[name].shape != expected:
             shape = tuple(entries[name].shape) if name in entries else None
             raise ForeignMaskError(
@@ -132,36 +218,19 @@ def _axes(graph: UnitGraph, model: nn.Module, mask: UnitMask | None, which: str)
 
 
 def _remapped(
-    optimizer: Optimizer, pairs: _Pairs, parameter: nn.Parameter, name: str, given: StateDict
+    optimizer: Optimizer, pairs: _Pairs, parameter: nn.Parameter, name: str, saved: SavedState
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The state of one parameter for its successor, and the dense state of that entry."""
-    state: dict[str, Any] = {}
-    remembered: dict[str, Tensor] = {}
-    successor = pairs.successor(parameter)
-    for kind, value in optimizer.state[parameter].items():
-        per_entry = isinstance(value, Tensor) and value.dim() > 0
-        if per_entry and value.shape == parameter.shape:
-            dense = _start(optimizer, pairs.shapes[name], name, kind, value, given)
-            remembered[kind] = scatter(value.detach(), dense, pairs.before[name])
-            state[kind] = gather(remembered[kind], pairs.after[name]).to(successor.device)
-            if state[kind].data_ptr() == remembered[kind].data_ptr():
-                state[kind] = state[kind].clone()
-        elif per_entry or isinstance(value, list | tuple | dict):
-            raise InvalidValueError(
-                f"{type(optimizer).__name__} keeps {kind!r} of {name!r} in another shape than the parameter, so it cannot"
-                " follow a change of mask; make a new optimiser over the new model's parameters"
-            )
-        else:
-            state[kind] = value
-    return state, remembered
-
-
-def _start(optimizer: Optimizer, shape: torch.Size, name: str, kind: str, like: Tensor, given: StateDict) -> Tensor:
-    if kind not in given:
-        return like.new_full(shape, first_value(optimizer, kind))
-    if given[kind].shape != shape:
-        raise ForeignMaskError(
-            f"entering state {kind!r} of {name!r} has shape {tuple(given[kind].shape)}, the dense model has {tuple(shape)};"
-            " pass what an earlier remap_optimizer returned"
+    if lost := other_state(optimizer, parameter, parameter.shape):
+        raise InvalidValueError(
+            f"{type(optimizer).__name__} keeps {lost[0]!r} of {name!r} in another shape than the parameter, so it cannot"
+            " follow a change of mask; make a new optimiser over the new model's parameters"
         )
-    return given[kind].detach().to(like)
+    state = dict(optimizer.state[parameter])
+    remembered: dict[str, Tensor] = {}
+    device = pairs.successor(parameter).device
+    for kind, value in state_of_shape(optimizer, parameter):
+        remembered[kind] = scatter_(value.detach(), saved.dense(optimizer, name, kind, value), pairs.before[name])
+        narrow = gather(remembered[kind], pairs.after[name])
+        state[kind] = (narrow.clone() if narrow is remembered[kind] else narrow).to(device)
+    return state, remembered

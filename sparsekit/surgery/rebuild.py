@@ -13,12 +13,13 @@ from torch import Tensor, nn
 
 from sparsekit.errors import ForeignMaskError
 from sparsekit.graph.graph import UnitGraph
+from sparsekit.graph.index import cut_axes, gather, narrow_shape
 from sparsekit.graph.state import StateDict
 from sparsekit.layers import LayerRule, resize
 from sparsekit.surgery.safe_convolution import guard_convolutions
 from sparsekit.surgery.sizes import set_sizes
 
-__all__ = ["copy_with", "gather", "named_entries", "narrow_module", "narrow_state"]
+__all__ = ["copy_with", "in_format", "memory_format", "named_entries", "narrow_module", "narrow_state"]
 
 
 def named_entries(model: nn.Module) -> dict[str, Tensor]:
@@ -101,6 +102,19 @@ def _copied(value: Any, memo: dict[int, object]) -> Any:
 _ATOMS = frozenset((bool, int, float, str, type(None)))
 
 
+def memory_format(tensor: Tensor) -> torch.memory_format | None:
+    """Return the channels-last format that a tensor has; None where its strides are the usual ones or fit both."""
+    for rank, found in ((4, torch.channels_last), (5, torch.channels_last_3d)):
+        if tensor.dim() == rank and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=found):
+            return found
+    return None
+
+
+def in_format(tensor: Tensor, wanted: torch.memory_format | None) -> Tensor:
+    """Return the tensor laid out in a memory format, which selecting positions loses; itself where that is None."""
+    return tensor if wanted is None else tensor.contiguous(memory_format=wanted)
+
+
 def narrow_state(
     state: StateDict,
     graph: UnitGraph,
@@ -120,25 +134,11 @@ def narrow_state(
     for name, axes in (graph.kept_indices(keep) if indices is None else indices).items():
         tensor = state[name]
         if id(tensor) not in done:
-            piece = gather(tensor.detach(), axes)
-            done[id(tensor)] = piece.clone() if piece.data_ptr() == tensor.data_ptr() else piece
+            whole = tensor.detach()
+            piece = gather(whole, cut_axes(whole.shape, axes))
+            done[id(tensor)] = in_format(piece.clone() if piece is whole else piece, memory_format(tensor))
         narrow[name] = done[id(tensor)]
     return narrow
-
-
-def gather(tensor: Tensor, axes: Mapping[int, Tensor]) -> Tensor:
-    """The kept positions of a dense tensor; the tensor itself where nothing is cut.
-
-    Args:
-        tensor: Dense.
-        axes: Axis → int64 (kept,).
-    """
-    cut = {dim: index.to(tensor.device) for dim, index in axes.items() if index.numel() < tensor.shape[dim]}
-    if cut.keys() == {0, 1}:
-        return tensor[cut[0][:, None], cut[1]]  # both at once: one pass over what stays
-    for dim, index in sorted(cut.items()):
-        tensor = tensor.index_select(dim, index)
-    return tensor
 
 
 def narrow_module(
@@ -157,8 +157,7 @@ def narrow_module(
     entries = named_entries(small)
     # A fused kernel that is handed wrong shapes reads past its buffers, so nothing is left to chance here.
     for name, dense in graph.shapes.items():
-        axes = indices.get(name, {})
-        expected = torch.Size(len(axes[d]) if d in axes else size for d, size in enumerate(dense))
+        expected = narrow_shape(dense, indices.get(name, {}))
         if name not in entries or entries[name].shape != expected:
             found = tuple(entries[name].shape) if name in entries else "nothing"
             raise ForeignMaskError(

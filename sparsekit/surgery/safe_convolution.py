@@ -20,9 +20,10 @@ LIMIT = 16  # the channels of one AVX-512 block; AVX2 needs 8
 class Conv2d(nn.Conv2d):
     """An `nn.Conv2d` with kernel 1 and a stride whose gradients are right in any layout; only `guard_convolutions` makes it."""
 
-    def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
+        """Convolve images, float (N, channels, height, width) or without N."""
         height, width = self.stride
-        return strided_pointwise(input, weight, bias, (height, width))
+        return strided_pointwise(input, self.weight, self.bias, (height, width))
 
 
 def guard_convolutions(model: nn.Module, *, wide: bool = False) -> None:

@@ -16,15 +16,16 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from sparsekit import __version__
 from sparsekit.errors import CompactFileError, ForeignMaskError, InvalidValueError
 from sparsekit.graph.graph import UnitGraph
+from sparsekit.graph.index import narrow_shape
 from sparsekit.graph.mask import UnitMask
 from sparsekit.layers import LayerRule, resize
 from sparsekit.registry import load_object
 from sparsekit.surgery.compact_file import damage, digest, pack_mask, read_file, unpack_mask, write_file
 from sparsekit.surgery.rebuild import copy_with, named_entries
 from sparsekit.surgery.safe_convolution import guard_convolutions
+from sparsekit.version import __version__
 
 __all__ = ["Factory", "SparseModel", "load_compact", "load_mask", "save_compact"]
 
@@ -222,8 +223,7 @@ def _check_mask(entries: Mapping[str, Tensor], graph: UnitGraph, mask: UnitMask)
     mask.check(graph)
     indices = graph.kept_indices(mask)
     for name, dense in graph.shapes.items():
-        axes = indices.get(name, {})
-        expected = torch.Size(len(axes[d]) if d in axes else size for d, size in enumerate(dense))
+        expected = narrow_shape(dense, indices.get(name, {}))
         found = entries[name].shape if name in entries else None
         if found != expected:
             raise ForeignMaskError(

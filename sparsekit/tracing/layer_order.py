@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from sparsekit._torch import plain_tensors, without_fast_path
 from sparsekit.errors import TraceError
 from sparsekit.graph.layers import Layer
 
@@ -41,7 +42,7 @@ class _Reads(TorchFunctionMode):
 def _places(values: Iterable[Any]) -> Iterator[int]:
     for value in values:
         if isinstance(value, Tensor):
-            with torch._C.DisableTorchFunction():
+            with plain_tensors():
                 yield value.untyped_storage().data_ptr()
         elif isinstance(value, (list, tuple)):
             yield from _places(value)
@@ -69,16 +70,13 @@ def trace_layers(model: nn.Module, *example_inputs: Any, **example_kwargs: Any) 
             keys.setdefault(tensor.untyped_storage().data_ptr(), name)
     reads = _Reads(keys)
     modes = [(module, module.training) for module in model.modules()]
-    fast = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
     model.eval()
     try:
-        with torch.no_grad(), reads:
+        with torch.no_grad(), without_fast_path(), reads:
             model(*example_inputs, **example_kwargs)
     except Exception as error:
         raise TraceError(f"the model failed on the example inputs: {error}") from error
     finally:
-        torch.backends.mha.set_fastpath_enabled(fast)
         for module, training in modes:
             module.training = training
     ties = {name: keys.get(tensor.untyped_storage().data_ptr(), name) for name, tensor in tensors.items()}

@@ -1,42 +1,25 @@
-"""NormRecorder: under norm="kept", notes while tracing which units each averaging call sees; find_sites() reads the notes."""
+"""NormRecorder: under norm="kept", notes while tracing which units each averaging call sees."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
-from sparsekit.graph.norms import NormSite
-from sparsekit.labels.store import Cause, LabelStore
+from sparsekit._torch import tree_leaves
 from sparsekit.labels.tracer import Tracer
 from sparsekit.labels.values import ALWAYS_ZERO, NOT_ZERO, IntArray, Labels, TensorLabels
 from sparsekit.surgery.kept_norms import NormMode
 from sparsekit.surgery.norm_calls import NormCall
+from sparsekit.tracing.grouping.norms import NormNote, NormNotes
 
-__all__ = ["NormNotes", "NormRecorder", "find_sites", "noted_nodes"]
-
-
-@dataclass(frozen=True, eq=False)
-class _Note:
-    """One averaging call over units."""
-
-    function: str
-    nodes: IntArray
-    dim: int
-    cause: Cause
-
-
-NormNotes: TypeAlias = dict[tuple[str, int], list[_Note | None]]
-"""(module, number of the call in a forward pass of it) → what each such call averaged over; None where no units."""
+__all__ = ["NormRecorder"]
 
 
 class NormRecorder(NormMode):
-    """Labels the results of averages over units, which the operators' handlers would freeze, and takes notes.
+    """Labels the results of averages over units, which the operators' handlers would fix, and takes notes.
 
     Args:
         tracer: The trace.
@@ -65,7 +48,7 @@ class NormRecorder(NormMode):
         axis = labels.axes[dim]
         assert axis is not None
         cause = tracer.cause("averaged over by one call that sees other units from time to time")
-        self.notes.setdefault((module, number), []).append(_Note(call.name, axis.nodes, dim - call.x.dim(), cause))
+        self.notes.setdefault((module, number), []).append(NormNote(call.name, axis.nodes, dim - call.x.dim(), cause))
         self._count(module, call, axis.nodes)
         tracer.watching = False
         try:
@@ -99,19 +82,13 @@ class NormRecorder(NormMode):
                 scale = labels.axes[own]
                 assert scale is not None
                 quiet = tracer.cause("scale of values that belong to no unit", quiet=True)
-                tracer.ledger.unite(axis.nodes, scale.nodes, quiet)
+                tracer.store.unite(axis.nodes, scale.nodes, quiet)
                 tracer.make(labels, own)
-                shift = scale.sources if tensor is call.weight else tracer.ledger.both(shift, scale.sources)
+                shift = scale.sources if tensor is call.weight else tracer.store.both(shift, scale.sources)
             sources = shift
         axes = [None if a is None or a.is_uniform else a.without_zero() for a in x.axes]
         axes[dim] = Labels(axis.nodes, sources)
         return TensorLabels(tuple(axes))
-
-
-def noted_nodes(notes: NormNotes) -> IntArray:
-    """The nodes of all units that are averaged over."""
-    found = [note.nodes[note.nodes >= 0] for met in notes.values() for note in met if note is not None]
-    return np.concatenate([np.zeros(0, dtype=np.int64), *found])
 
 
 def _unit_axis(labels: TensorLabels, dims: tuple[int, ...]) -> int | None:
@@ -130,44 +107,3 @@ def _average(call: NormCall, labels: TensorLabels) -> TensorLabels:
 
 def _without(labels: TensorLabels, dims: tuple[int, ...]) -> TensorLabels:
     return TensorLabels(tuple(a for d, a in enumerate(labels.axes) if d not in dims))
-
-
-def find_sites(
-    notes: NormNotes, ledger: LabelStore, root: IntArray, unit_of: Mapping[int, tuple[str, int]]
-) -> tuple[NormSite, ...] | None:
-    """The norms over units that stay in some group.
-
-    Args:
-        notes: What a trace noted.
-        ledger: Where one and the same call saw different units from time to time, these are frozen in it.
-        root: The lowest node of each node's component.
-        unit_of: Root → (name of the group, number of the unit).
-
-    Returns:
-        One site for each call that averages over units; None if units were frozen, so that groups must be built again.
-    """
-    sites, frozen = [], False
-    for (module, number), met in notes.items():
-        known = [note for note in met if note is not None]
-        units = [np.where(note.nodes >= 0, root[note.nodes], note.nodes) for note in known]
-        if not any(int(r) in unit_of for row in units for r in row):
-            continue
-        first = known[0]
-        agree = len(known) == len(met) and all(
-            note.function == first.function and note.dim == first.dim and np.array_equal(row, units[0])
-            for note, row in zip(known, units, strict=True)
-        )
-        if not agree:
-            frozen = True
-            for note in known:
-                ledger.freeze(note.nodes, note.cause)
-            continue
-        places: dict[str, tuple[list[int], list[int]]] = {}
-        for position, r in enumerate(units[0].tolist()):
-            if r in unit_of:
-                group, unit = unit_of[r]
-                places.setdefault(group, ([], []))[0].append(position)
-                places[group][1].append(unit)
-        tensors = {group: (torch.tensor(p), torch.tensor(u)) for group, (p, u) in places.items()}
-        sites.append(NormSite(module, number, first.function, first.dim, int(first.nodes.size), tensors))
-    return None if frozen else tuple(sites)

@@ -14,18 +14,22 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from sparsekit._torch import without_fast_path
+from sparsekit.deprecations import renamed_value
 from sparsekit.errors import InvalidValueError, NoUnitsError, TraceError, UnsupportedModelError
-from sparsekit.graph.graph import FixedUnits, UnitGraph
-from sparsekit.labels.ops import MAKE_CONSTANTS, find_handler
+from sparsekit.graph.graph import UnitGraph
+from sparsekit.graph.groups import FixedUnits
 from sparsekit.labels.store import OUTPUT, Cause, LabelStore
 from sparsekit.labels.tracer import Tracer
 from sparsekit.layers import LayerRule, find_rule
-from sparsekit.layers.parametrised import freeze_hooked
+from sparsekit.layers.parametrised import fix_hooked
 from sparsekit.surgery.rebuild import copy_with, named_entries
+from sparsekit.tracing.dispatch import Dispatcher
 from sparsekit.tracing.grouping.build import Built, build
+from sparsekit.tracing.grouping.norms import NormNotes
 from sparsekit.tracing.grouping.sizes import try_other_sizes
 from sparsekit.tracing.inputs import ModelInputs, find_tensors
-from sparsekit.tracing.norms import NormNotes, NormRecorder
+from sparsekit.tracing.norms import NormRecorder
 from sparsekit.tracing.train_mode import WithoutDropout, differs_in_training, train_without_dropout
 from sparsekit.tracing.verify import Verifier
 
@@ -59,7 +63,7 @@ def trace_units(
         rules: Module type → rule, for layers of your own; asked before the built-in ones.
         verify: Compare a masked and a compacted copy, and keep whole every group for which they differ.
         norm: What becomes of units that a layer norm, an RMS norm or a plain mean averages over, such as the width of a
-            transformer. "frozen" keeps them whole, since without some of them the statistics are others. "kept" lets
+            transformer. "fixed" keeps them whole, since without some of them the statistics are others. "kept" lets
             them go: a model under a mask then takes these statistics over the kept units, as the narrow model does.
         example_kwargs: Keyword arguments of the call.
         **more_kwargs: More of them, as long as their names are not taken above.
@@ -78,17 +82,18 @@ def trace_units(
     """
     _check(model)
     inputs = ModelInputs(example_inputs, _joined(example_kwargs or {}, more_kwargs))
+    norm = renamed_value("norm", norm, {"frozen": "fixed"})
     if norm not in ("fixed", "kept"):
-        raise InvalidValueError(f"norm must be 'frozen' or 'kept', got {norm!r}")
+        raise InvalidValueError(f"norm must be 'fixed' or 'kept', got {norm!r}")
     notes: NormNotes | None = {} if norm == "kept" else None
-    ledger = LabelStore()
+    store = LabelStore()
     with _plain_execution():
-        differs = _run(model, inputs, ledger, rules, notes)
+        differs = _run(model, inputs, store, rules, notes)
         shapes = {name: tensor.shape for name, tensor in model.state_dict().items() if isinstance(tensor, torch.Tensor)}
-        built = build(ledger, shapes, notes)
+        built = build(store, shapes, notes)
         if verify and built.graph.groups:
             verifier = Verifier(_in_eval_mode(model), inputs, rules, training=differs)
-            built = _verified(verifier, ledger, built, notes)
+            built = _verified(verifier, store, built, notes)
     hint = "" if norm == "kept" else '; norm="kept" averages over the kept units instead'
     _warn(built, hint)
     if not built.graph.groups:
@@ -125,19 +130,15 @@ def _check(model: nn.Module) -> None:
 @contextmanager
 def _plain_execution() -> Iterator[None]:
     """Switch off what bypasses the submodules or their operators, and put it back; leave random numbers as they were."""
-    before = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(torch.random.fork_rng(devices=[]))
-            stack.enter_context(warnings.catch_warnings())
-            # Reentrant checkpoints warn without gradients, which a trace does without.
-            warnings.filterwarnings("ignore", message="None of the inputs have requires_grad=True")
-            if "torch._dynamo" in sys.modules:  # only then can anything be compiled, and its import takes seconds
-                stack.enter_context(torch.compiler.set_stance("force_eager"))
-            yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(before)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(without_fast_path())
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        stack.enter_context(warnings.catch_warnings())
+        # Reentrant checkpoints warn without gradients, which a trace does without.
+        warnings.filterwarnings("ignore", message="None of the inputs have requires_grad=True")
+        if "torch._dynamo" in sys.modules:  # only then can anything be compiled, and its import takes seconds
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        yield
 
 
 def _joined(example: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
@@ -150,19 +151,19 @@ def _joined(example: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, An
 def _run(
     model: nn.Module,
     inputs: ModelInputs,
-    ledger: LabelStore,
+    store: LabelStore,
     rules: Mapping[type[nn.Module], LayerRule] | None,
     notes: NormNotes | None,
 ) -> bool:
-    """Fill ledger and notes from one pass in eval mode, and one in train mode if it may show something else.
+    """Fill store and notes from one pass in eval mode, and one in train mode if it may show something else.
 
     Returns:
         Whether the model does something else in training.
     """
     private = copy_with(model, {})
-    parameters = _enter(private, ledger)
+    parameters = _enter(private, store)
     try:
-        met = _pass(_twin(private).eval(), inputs, ledger, rules, notes)
+        met = _pass(_twin(private).eval(), inputs, store, rules, notes)
     except UnsupportedModelError:
         raise
     except Exception as error:
@@ -175,7 +176,7 @@ def _run(
         # Auxiliary heads run in training only; what they read must be known too, and norms are told apart by their number
         # in a pass, which must be the same in training. A batch norm may refuse the example.
         with contextlib.suppress(Exception), WithoutDropout():
-            _pass(train_without_dropout(_twin(private)), inputs, ledger, rules, notes)
+            _pass(train_without_dropout(_twin(private)), inputs, store, rules, notes)
     return differs
 
 
@@ -184,8 +185,8 @@ def _twin(model: nn.Module) -> nn.Module:
     return copy_with(model, named_entries(model))
 
 
-def _enter(model: nn.Module, ledger: LabelStore) -> set[int]:
-    """Enter the state into the ledger; the numbers of the parameters."""
+def _enter(model: nn.Module, store: LabelStore) -> set[int]:
+    """Enter the state into the store; the numbers of the parameters."""
     names: dict[int, list[str]] = {}
     entries = named_entries(model)
     for name, tensor in entries.items():
@@ -194,7 +195,7 @@ def _enter(model: nn.Module, ledger: LabelStore) -> set[int]:
     parameters = set()
     for aliases in names.values():
         tensor = entries[aliases[0]]
-        entry = ledger.add_entry(aliases, tensor.shape, is_parameter=isinstance(tensor, nn.Parameter))
+        entry = store.add_entry(aliases, tensor.shape, is_parameter=isinstance(tensor, nn.Parameter))
         parameters |= {entry.number} if entry.is_parameter else set()
     return parameters
 
@@ -202,21 +203,21 @@ def _enter(model: nn.Module, ledger: LabelStore) -> set[int]:
 def _pass(
     copy: nn.Module,
     inputs: ModelInputs,
-    ledger: LabelStore,
+    store: LabelStore,
     rules: Mapping[type[nn.Module], LayerRule] | None,
     notes: NormNotes | None,
 ) -> set[int]:
     """Run a private copy of the model under the tracer; the numbers of the entries that it used."""
-    tracer = Tracer(ledger, find_handler, MAKE_CONSTANTS)
+    tracer = Tracer(store)
     entries = named_entries(copy)
-    for entry in ledger.entries:
-        tracer.set(entries[entry.names[0]], ledger.labels_of(entry))
+    for entry in store.entries:
+        tracer.set(entries[entry.names[0]], store.labels_of(entry))
     for module in copy.modules():
         rule = find_rule(module, rules)
         if rule is not None and rule.opaque:
             object.__setattr__(module, "forward", functools.partial(_opaque, tracer, rule, module, module.forward))
     tracer.follow(copy)
-    freeze_hooked(tracer, copy)
+    fix_hooked(tracer, copy)
     if notes is not None:
         NormRecorder(tracer, copy, notes)
     outputs = run_traced(tracer, copy, inputs)
@@ -226,15 +227,15 @@ def _pass(
     for tensor in found:
         labels = tracer.labels(tensor)
         if labels.mixed is not None:
-            ledger.freeze(labels.mixed, Cause("", "the model returns values averaged over them", False))
+            store.fix(labels.mixed, Cause("", "the model returns values averaged over them", False))
         else:
-            ledger.freeze(labels.all_nodes(), OUTPUT)
+            store.fix(labels.all_nodes(), OUTPUT)
     return tracer.used
 
 
 def run_traced(tracer: Tracer, model: nn.Module, inputs: ModelInputs) -> Any:
     """Run the model under the tracer. Its name marks where the search for the user's own source line ends."""
-    with torch.no_grad(), tracer:
+    with torch.no_grad(), Dispatcher(tracer):
         return inputs.call(model)
 
 
@@ -254,15 +255,15 @@ def _in_eval_mode(model: nn.Module) -> nn.Module:
     return _twin(model).eval() if any(module.training for module in model.modules()) else model
 
 
-def _verified(verifier: Verifier, ledger: LabelStore, built: Built, notes: NormNotes | None) -> Built:
+def _verified(verifier: Verifier, store: LabelStore, built: Built, notes: NormNotes | None) -> Built:
     while built.graph.groups:
         failures = verifier.failures(built.graph)
         if not failures:
             break
         for name, reason in failures.items():
-            if not try_other_sizes(ledger, built.sizes, name):
-                ledger.freeze(built.nodes[name], Cause("", reason, False))
-        built = build(ledger, built.graph.shapes, notes)
+            if not try_other_sizes(store, built.sizes, name):
+                store.fix(built.nodes[name], Cause("", reason, False))
+        built = build(store, built.graph.shapes, notes)
     return built
 
 

@@ -8,12 +8,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.dropout import _DropoutNd
-from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from sparsekit._torch import DispatchMode, DropoutNd, InstanceNorm, tree_leaves
 from sparsekit.tracing.inputs import ModelInputs
 
 __all__ = ["WithoutDropout", "differs_in_training", "train_without_dropout"]
@@ -26,7 +23,7 @@ def train_without_dropout(model: nn.Module) -> nn.Module:
     """
     model.train()
     for module in model.modules():
-        if isinstance(module, _DropoutNd | _InstanceNorm):
+        if isinstance(module, DropoutNd | InstanceNorm):
             module.eval()
         elif isinstance(module, nn.MultiheadAttention | nn.RNNBase):
             module.dropout = 0.0
@@ -55,16 +52,12 @@ class WithoutDropout(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-class _OperatorList(TorchDispatchMode):
+class _OperatorList(DispatchMode):
     """Lists the operators that run, with the numbers that they are given; flags, by which a norm knows of training, aside."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.operators: list[tuple[Any, tuple[float, ...]]] = []
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # as for the tracer: the first call would import the compiler
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsekit.graph.graph import UnitGraph
-from sparsekit.labels.call import user_line
+from sparsekit.labels.source import user_line
 from sparsekit.layers import LayerRule
 from sparsekit.surgery.kept_norms import kept_norms
 from sparsekit.surgery.rebuild import copy_with, named_entries, narrow_module

@@ -96,7 +96,7 @@ def straight_through_gates(graph: UnitGraph, mask: UnitMask, scores: Tensor, exp
     """0 or 1 by the mask, with a straight-through gradient to the scores: (units,) for each group."""
     gates: dict[str, Tensor] = {}
     parts = torch.split(scores, [group.size for group in graph.groups.values()])
-    for (name, keep), score in zip(mask.items(), parts, strict=True):
-        hard = keep.to(score)
+    for name, score in zip(graph.groups, parts, strict=True):
+        hard = mask[name].to(score)
         gates[name] = hard + (hard + explore * (1.0 - hard)) * (score - score.detach())
     return gates

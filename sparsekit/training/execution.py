@@ -19,9 +19,10 @@ from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.mask import UnitMask, to_weights
 from sparsekit.graph.state import StateDict
 from sparsekit.surgery.compaction import compact
+from sparsekit.surgery.optimizer_state import first_value, state_of_shape
 from sparsekit.surgery.rebuild import copy_with, named_entries
 from sparsekit.training.dense_model import DenseModel, straight_through_gates
-from sparsekit.training.narrow_model import NarrowModel, first_value
+from sparsekit.training.narrow_model import NarrowModel
 from sparsekit.training.unit_vectors import Reader, UnitVectors
 
 __all__ = ["CompactExecution", "Execution", "MaskedExecution"]
@@ -243,9 +244,8 @@ class MaskedExecution:
             parameter = parameters[name]
             yield parameter.detach(), dropped, 0.0
             for optimizer in optimizers:
-                for state_name, value in optimizer.state.get(parameter, {}).items():
-                    if isinstance(value, Tensor) and value.shape == parameter.shape and value.dim() > 0:
-                        yield value, dropped, first_value(optimizer, state_name)
+                for state_name, value in state_of_shape(optimizer, parameter):
+                    yield value, dropped, first_value(optimizer, state_name)
 
     def before_step(self, optimizers: Sequence[Optimizer]) -> None:
         """Remember what must stand still."""

@@ -10,8 +10,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from sparsekit.criteria.base import Pattern, PatternView, check_ratio, select
-from sparsekit.criteria.importance import TopImportance
+from sparsekit.allocation.choose import choose
+from sparsekit.allocation.uniform import Uniform, check_ratio
+from sparsekit.criteria.base import Criterion, View, score_units
+from sparsekit.criteria.learned import Learned
 from sparsekit.errors import ForeignMaskError, InvalidValueError, UnsupportedModelError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.mask import UnitMask
@@ -52,12 +54,13 @@ class LearnableMask(nn.Module):
             of keyword inputs. Not needed with `graph`.
         graph: The units, if they were traced before.
         norm: What becomes of units that a layer norm averages over, as in `trace_units`; not needed with `graph`.
-        pattern: Picks the units that stay. `TopImportance` is looked at after every step; any other pattern when the
-            ratio changes or `resample` is called.
+        criterion: What a unit is worth. A learned one is asked once after every step, by default for the importance
+            itself; any other one when the ratio changes or `resample` is called.
         ratio: Share of units kept in each group, in (0, 1].
         execution: "compact", or "masked": the same training on a dense network, slow, for comparison.
         term: The regulariser behind `penalty()`.
-        generator: For patterns that draw.
+        generator: The source of randomness of criteria that draw; a learned one gets no other. Without it every `resample`
+            draws the same.
         explore: Share of extra work, in [0, 1], that is spent on learning whether dropped units would serve: every
             n-th training pass runs on the dense model, with n such that this costs about `explore` more. The outputs
             are the same; dropped units then get the gradient of their gate, n times. 0 leaves them to the regulariser.
@@ -79,7 +82,7 @@ class LearnableMask(nn.Module):
         *,
         graph: UnitGraph | None = None,
         norm: Literal["fixed", "kept"] = "fixed",
-        pattern: Pattern | None = None,
+        criterion: Criterion | None = None,
         ratio: float = 1.0,
         execution: Literal["compact", "masked"] = "compact",
         term: ImportanceRegularizer | None = None,
@@ -92,8 +95,11 @@ class LearnableMask(nn.Module):
             raise InvalidValueError(f"execution must be 'compact' or 'masked', got {execution!r}")
         if not 0.0 <= explore <= 1.0:
             raise InvalidValueError(f"explore must be in [0, 1], got {explore}; it is a share of extra work, 0.1 is 10 % more")
-        if pattern is not None and (isinstance(pattern, type) or not isinstance(pattern, Pattern)):
-            raise InvalidValueError(f"pattern must be an object with `keep`, such as pattern=Magnitude(), got {pattern!r}")
+        if criterion is not None and (isinstance(criterion, type) or not isinstance(criterion, Criterion)):
+            raise InvalidValueError(
+                "criterion must be an object with `scores`, `learned` and `needs`, such as criterion=Magnitude(),"
+                f" got {criterion!r}"
+            )
         for name, module in model.named_modules():
             if isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel):
                 inner = f"{name}.module".strip(".")
@@ -107,7 +113,7 @@ class LearnableMask(nn.Module):
             graph = _trace(model, example_inputs, norm)
         graph.check_state(model.state_dict(), what="the model")
         self.graph = graph
-        self.pattern: Pattern = TopImportance() if pattern is None else pattern
+        self.criterion: Criterion = Learned() if criterion is None else criterion
         self.term = ImportanceRegularizer() if term is None else term
         self.generator = generator
         self.explore = explore
@@ -139,8 +145,8 @@ class LearnableMask(nn.Module):
         return self._execution.call(self.scores, args, kwargs, explore=self._exploration())
 
     def _exploration(self) -> float:
-        """n on every n-th training pass while a learned pattern drops units, else 0."""
-        learned = isinstance(self.pattern, TopImportance) and self._ratio < 1.0 and self.explore > 0.0
+        """n on every n-th training pass while a learned criterion drops units, else 0."""
+        learned = self.criterion.learned and self._ratio < 1.0 and self.explore > 0.0
         if not (learned and self.training and torch.is_grad_enabled()):
             return 0.0
         self._passes += 1
@@ -153,35 +159,41 @@ class LearnableMask(nn.Module):
         seen = (self._ratio, self.scores._version, self.scores.data_ptr())
         if seen == self._seen:
             return
-        learned = isinstance(self.pattern, TopImportance)
         ratio_stands = self._seen is not None and self._seen[0] == self._ratio
-        if ratio_stands and (not learned or self._stands()):
+        if ratio_stands and not self.criterion.learned:
             self._seen = seen
-            return
-        self.resample()
+        else:
+            self._follow(unless_it_stands=ratio_stands)
 
     def resample(self) -> None:
-        """Ask the pattern again and change the mask to what it says."""
+        """Ask the criterion again and change the mask to what it says."""
+        self._follow(unless_it_stands=False)
+
+    def _follow(self, *, unless_it_stands: bool) -> None:
+        """Ask the criterion, once, and change the mask to its scores; in compact execution without sorting if it stands."""
         # What is made here outlives the call: tensors of inference mode could not be trained on later.
         with torch.inference_mode(False), torch.no_grad():
-            self._resample()
-
-    def _resample(self) -> None:
-        view = PatternView(
-            importance=self._split(self.scores.detach()),
-            weights=None if isinstance(self.pattern, TopImportance) else self._execution.dense_state(),
-            previous=self._execution.mask,
-            generator=self.generator if self.generator is not None else torch_generator(_fixed_rng()),
-        )
-        mask = select(self.pattern, self.graph, self._ratio, view)
-        if mask != self._execution.mask:
-            self._execution.remask(mask, list(self.optimizers))
-        self._density = mask.density(self.graph)
+            scores = score_units(self.criterion, self.graph, self._view())
+            execution = self._execution
+            compact = execution.fused if isinstance(execution, CompactExecution) else None
+            if not (unless_it_stands and compact is not None and compact.stands(compact.fuse(scores))):
+                counts = Uniform(self._ratio).counts(self.graph, scores)
+                mask = choose(self.graph, scores, counts, source=f"{type(self.criterion).__name__} scores")
+                if mask != execution.mask:
+                    execution.remask(mask, list(self.optimizers))
+                self._density = mask.density(self.graph)
         self._seen = (self._ratio, self.scores._version, self.scores.data_ptr())
 
-    def _stands(self) -> bool:
-        execution = self._execution
-        return isinstance(execution, CompactExecution) and execution.fused.stands(self.scores.detach())
+    def _view(self) -> View:
+        generator = self.generator
+        if generator is None and not self.criterion.learned:
+            generator = torch_generator(_fixed_rng())
+        return View(
+            importance=self._split(self.scores.detach()),
+            weights=self._execution.dense_state() if "weights" in self.criterion.needs else None,
+            previous=self._execution.mask,
+            generator=generator,
+        )
 
     def _split(self, fused: Tensor) -> dict[str, Tensor]:
         parts = fused.split([group.size for group in self.graph.groups.values()])
@@ -307,7 +319,7 @@ def _trace(
 
 
 def _fixed_rng() -> Any:
-    """What a pattern that draws uses when no generator was given: the same draws in every program."""
+    """What a criterion that draws uses when no generator was given: the same draws in every program."""
     import numpy as np
 
     return np.random.default_rng(0)

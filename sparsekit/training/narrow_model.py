@@ -9,9 +9,8 @@ entries and their optimiser state stand still.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
-from weakref import WeakKeyDictionary
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,25 +20,13 @@ from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.mask import UnitMask
 from sparsekit.graph.state import StateDict
 from sparsekit.layers import resize
-from sparsekit.surgery.rebuild import copy_with
+from sparsekit.surgery.optimizer_state import HasState, SavedState, other_state, state_of_shape
+from sparsekit.surgery.rebuild import copy_with, in_format, memory_format
 from sparsekit.surgery.safe_convolution import guard_convolutions
 from sparsekit.surgery.sizes import set_sizes
 from sparsekit.training.slots import EntrySlots, GroupSlots, Move, build_slots
 
-__all__ = ["HasState", "NarrowModel", "first_value"]
-
-
-class HasState(Protocol):
-    """Whatever keeps tensors per leaf that must follow a remask: every torch optimiser does.
-
-    State of units that enter for the first time starts from `first_value`, or from `origin(key)` where the object has such a
-    method: the dense tensor for the entry of that state-dict key.
-    """
-
-    @property
-    def state(self) -> Mapping[Any, dict[str, Any]]:
-        """Leaf → name → value; tensors of the leaf's shape are remasked."""
-        ...
+__all__ = ["NarrowModel"]
 
 
 class _Entry:
@@ -50,6 +37,7 @@ class _Entry:
         self.owner = owner
         self.attribute = attribute
         self.parameter = parameter
+        self._format: torch.memory_format | None = None
 
     @property
     def tensor(self) -> Tensor:
@@ -58,6 +46,10 @@ class _Entry:
         return value.detach()
 
     def replace(self, tensor: Tensor) -> None:
+        """Put another tensor, maybe of another shape, in place of the present one; channels last stays channels last."""
+        # Remembered, as the strides of few channels fit every format.
+        self._format = memory_format(self.tensor) or self._format
+        tensor = in_format(tensor, self._format)
         if self.parameter is None:
             self.owner._buffers[self.attribute] = tensor
         else:
@@ -87,21 +79,13 @@ def _find_entries(module: nn.Module) -> list[_Entry]:
     return list(entries.values())
 
 
-def first_value(owner: object, name: str) -> float:
-    """What a torch optimiser puts into the state of an entry that has not trained yet: zero but for two of them."""
-    if isinstance(owner, torch.optim.Adagrad) and name == "sum":
-        return float(owner.defaults["initial_accumulator_value"])
-    if isinstance(owner, torch.optim.Rprop) and name == "step_size":
-        return float(owner.defaults["lr"])
-    return 0.0
+class _Moving(NamedTuple):
+    """A narrow tensor that follows the units, and its dense copy; of an optimiser's state also the dict and name it is in."""
 
-
-def _forget_factored(leaf: nn.Parameter, shape: torch.Size, optimizers: Iterable[HasState]) -> None:
-    """Clear optimiser state of a leaf that had `shape`, if some of it has another shape, which cannot be followed."""
-    for optimizer in optimizers:
-        state = optimizer.state.get(leaf) or {}
-        if any(isinstance(value, Tensor) and value.dim() > 0 and value.shape != shape for value in state.values()):
-            state.clear()
+    narrow: Tensor
+    dense: Tensor
+    state: dict[str, Any] | None = None
+    name: str = ""
 
 
 class NarrowModel:
@@ -123,7 +107,7 @@ class NarrowModel:
         self._touched = [entry for entry in self._entries if any(name in graph.slices_of for name in entry.names)]
         self._dense: dict[str, Tensor] = {}
         self._owned: set[str] = set()
-        self._extra: WeakKeyDictionary[Any, dict[tuple[str, str], Tensor]] = WeakKeyDictionary()
+        self._saved = SavedState(graph.shapes)
         self._groups: dict[str, GroupSlots] = {}
         self._slots: dict[str, EntrySlots] = {}
         self.version = 0
@@ -135,11 +119,11 @@ class NarrowModel:
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what belongs to optimisers, which a copy or another process does not have."""
-        return {name: value for name, value in vars(self).items() if name != "_extra"}
+        return {name: value for name, value in vars(self).items() if name != "_saved"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._extra = WeakKeyDictionary()
+        self._saved = SavedState(self.graph.shapes)
 
     def parameters(self) -> list[nn.Parameter]:
         """The narrow leaves, tied ones once, in the order of the model's state."""
@@ -189,7 +173,7 @@ class NarrowModel:
         mask.check(self.graph)
         self._dense = {self._key(entry): state[self._key(entry)].detach() for entry in self._entries}
         self._owned = set()
-        self._extra = WeakKeyDictionary()
+        self._saved = SavedState(self.graph.shapes)
         self._place(mask, order)
         self._fill()
 
@@ -254,40 +238,39 @@ class NarrowModel:
             self._remask_slots(mask, optimizers)
 
     def _remask_shapes(self, mask: UnitMask, optimizers: Sequence[HasState], order: Mapping[str, Tensor] | None = None) -> None:
-        for entry in self._touched:
-            key = self._key(entry)
-            self._slots[key].scatter(entry.tensor, self._writable(key))
-            for owner, state, name in self._states(entry, optimizers):
-                self._slots[key].scatter(state[name], self._extra_for(owner, key, name, state[name]))
-        self._dense.update({self._key(e): e.tensor.clone() for e in self._entries if e not in self._touched})
-        states = {id(entry): list(self._states(entry, optimizers)) for entry in self._touched}
+        """Save everything, then lay everything out anew."""
+        moving = {id(entry): self._moving(entry, optimizers) for entry in self._touched}
         shapes = {id(entry): entry.tensor.shape for entry in self._touched}
+        for entry in self._touched:
+            for item in moving[id(entry)]:
+                self._slots[self._key(entry)].scatter(item.narrow, item.dense)
+        self._dense.update({self._key(e): e.tensor.clone() for e in self._entries if e not in self._touched})
         self._place(mask, order)
         self._fill()
         for entry in self._touched:
-            key = self._key(entry)
             if entry.parameter is not None and entry.parameter.shape != shapes[id(entry)]:
-                _forget_factored(entry.parameter, shapes[id(entry)], optimizers)
-            for owner, state, name in states[id(entry)]:
-                state[name] = self._slots[key].gather(self._extra[owner][key, name])
+                for owner in optimizers:
+                    if other_state(owner, entry.parameter, shapes[id(entry)]):
+                        owner.state[entry.parameter].clear()
+            for item in moving[id(entry)]:
+                if item.state is not None:
+                    item.state[item.name] = self._slots[self._key(entry)].gather(item.dense)
 
     def _remask_slots(self, mask: UnitMask, optimizers: Sequence[HasState]) -> None:
+        """Exchange the units of the slots that change; all others stay where they are."""
         moves = {name: group.moves(mask[name]) for name, group in self._groups.items()}
         moves = {name: move for name, move in moves.items() if move[0].numel()}
         for entry in self._touched:
-            key = self._key(entry)
-            slots = self._slots[key]
+            slots = self._slots[self._key(entry)]
             changed = slots.changed_positions(moves)
             if not changed:
                 continue
-            pairs = [(entry.tensor, self._writable(key))]
-            for owner, state, name in self._states(entry, optimizers):
-                pairs.append((state[name], self._extra_for(owner, key, name, state[name])))
-            for narrow, dense in pairs:
-                slots.put_by(narrow, dense, changed)
+            moving = self._moving(entry, optimizers)
+            for item in moving:
+                slots.save(item.narrow, item.dense, changed)
             slots.reassign(moves)
-            for narrow, dense in pairs:
-                slots.fetch(narrow, dense, changed)
+            for item in moving:
+                slots.fetch(item.narrow, item.dense, changed)
             if entry.parameter is not None:
                 entry.parameter.grad = None
         for name, move in moves.items():
@@ -295,24 +278,16 @@ class NarrowModel:
         self.mask = mask
         self.version += 1
 
-    def _states(self, entry: _Entry, optimizers: Iterable[HasState]) -> Iterator[tuple[HasState, dict[str, Any], str]]:
-        """Per-entry state of a leaf: (whose, dict that holds it, its name in that dict)."""
-        if entry.parameter is None:
-            return
-        for optimizer in optimizers:
-            state = optimizer.state.get(entry.parameter) or {}
-            for name, value in state.items():
-                if isinstance(value, Tensor) and value.dim() > 0 and value.shape == entry.parameter.shape:
-                    yield optimizer, state, name
-
-    def _extra_for(self, owner: HasState, key: str, name: str, narrow: Tensor) -> Tensor:
-        """The dense copy of one kind of state of one owner; an owner that is gone takes its state with it."""
-        kept = self._extra.setdefault(owner, {})
-        if (key, name) not in kept:
-            origin = getattr(owner, "origin", None)
-            start = narrow.new_full(self.graph.shapes[key], first_value(owner, name)) if origin is None else origin(key)
-            kept[key, name] = start.to(device=narrow.device, dtype=narrow.dtype)
-        return kept[key, name]
+    def _moving(self, entry: _Entry, optimizers: Iterable[HasState]) -> list[_Moving]:
+        """What of an entry follows the units: itself, and the state of its shape that optimisers keep for it."""
+        key = self._key(entry)
+        moving = [_Moving(entry.tensor, self._writable(key))]
+        if entry.parameter is not None:
+            for owner in optimizers:
+                for name, narrow in state_of_shape(owner, entry.parameter):
+                    dense = self._saved.dense(owner, key, name, narrow)
+                    moving.append(_Moving(narrow, dense, owner.state[entry.parameter], name))
+        return moving
 
     def narrow_state(self) -> dict[str, Tensor]:
         """Copies of the narrow entries under the model's keys, units in ascending order."""
@@ -362,5 +337,4 @@ class NarrowModel:
     def apply_to_tensors(self, function: Any) -> None:
         """Move what the narrow_model keeps beside the narrow module (dense copies, put-by state) with `function`."""
         self._dense = {name: function(tensor) for name, tensor in self._dense.items()}
-        for kept in self._extra.values():
-            kept.update({key: function(tensor) for key, tensor in kept.items()})
+        self._saved.apply_to_tensors(function)

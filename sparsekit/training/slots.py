@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from sparsekit.graph.graph import UnitGraph, UnitSlice
+from sparsekit.graph.index import Axes, cut_axes, gather, places, scatter_
 from sparsekit.graph.mask import UnitMask
 
 __all__ = ["EntrySlots", "GroupSlots", "Move", "build_slots"]
@@ -53,55 +54,24 @@ class EntrySlots:
         self.tables = tables
         self._ascending = True
 
-    def _axes(self, rank: int, dim: int | None = None, chosen: Tensor | None = None) -> tuple[object, ...]:
-        """Index that selects the cross product of this entry's positions; along `dim` only those `chosen`."""
-        index: list[object] = [slice(None)] * rank
-        dims = sorted(self.positions)
-        for place, axis in enumerate(dims):
-            values = self.positions[axis]
-            if axis == dim and chosen is not None:
-                values = values[chosen]
-            # Contiguous axes share one broadcast block; others are made so by full ranges in `_full`.
-            index[axis] = values.view([-1 if p == place else 1 for p in range(len(dims))])
-        return tuple(index)
-
-    def _full(self, shape: torch.Size, index: tuple[object, ...]) -> tuple[object, ...]:
-        """Advanced indices separated by slices would move axes to the front: turn such slices into ranges."""
-        dims = [axis for axis, value in enumerate(index) if isinstance(value, Tensor)]
-        if len(dims) < 2 or dims == list(range(dims[0], dims[-1] + 1)):
-            return index
-        span = range(dims[0], dims[-1] + 1)
-        out = list(index)
-        for axis in span:
-            value = index[axis]
-            vector = value.reshape(-1) if isinstance(value, Tensor) else torch.arange(shape[axis])
-            out[axis] = vector.view([-1 if a == axis else 1 for a in span])
-        return tuple(out)
+    def _axes(self, shape: torch.Size) -> Axes:
+        """The axes along which narrow and dense positions differ."""
+        return cut_axes(shape, self.positions) if self._ascending else self.positions
 
     def gather(self, dense: Tensor) -> Tensor:
         """The narrow entry: a new tensor."""
-        narrow = dense
-        for dim, positions in self.positions.items():
-            if positions.numel() < dense.shape[dim] or not self._ascending:
-                narrow = narrow.index_select(dim, positions.to(dense.device))
+        narrow = gather(dense, self._axes(dense.shape))
         return narrow.clone() if narrow is dense else narrow
 
     def scatter(self, narrow: Tensor, dense: Tensor) -> Tensor:
         """Write a narrow entry into `dense`, in place, and return `dense`."""
-        if len(self.positions) == 1:
-            dim, positions = next(iter(self.positions.items()))
-            return dense.index_copy_(dim, positions.to(dense.device), narrow)
-        index = self._full(dense.shape, self._axes(dense.dim()))
-        dense[index] = narrow  # type: ignore[index]
-        return dense
+        return scatter_(narrow, dense, self._axes(dense.shape))
 
     def sorted(self, narrow: Tensor) -> Tensor:
         """A copy of the narrow entry with its positions in ascending dense order."""
         if self._ascending:
             return narrow.clone()
-        for dim, positions in self.positions.items():
-            narrow = narrow.index_select(dim, positions.argsort().to(narrow.device))
-        return narrow
+        return gather(narrow, {dim: positions.argsort() for dim, positions in self.positions.items()})
 
     def changed_positions(self, moves: Mapping[str, Move]) -> dict[int, Tensor]:
         """Axis → narrow positions whose unit changes; empty where nothing changes."""
@@ -111,11 +81,10 @@ class EntrySlots:
                 found.setdefault(piece.dim, []).append(table[moves[group][0]].reshape(-1))
         return {dim: torch.cat(parts) for dim, parts in found.items()}
 
-    def put_by(self, narrow: Tensor, dense: Tensor, changed: Mapping[int, Tensor]) -> None:
+    def save(self, narrow: Tensor, dense: Tensor, changed: Axes) -> None:
         """Write the values at the `changed` narrow positions back into `dense`."""
         for dim, chosen in changed.items():
-            block = narrow.index_select(dim, chosen.to(narrow.device))
-            dense[self._full(dense.shape, self._axes(dense.dim(), dim, chosen))] = block  # type: ignore[index]
+            scatter_(gather(narrow, {dim: chosen}), dense, self._block(dense.shape, dim, chosen))
 
     def reassign(self, moves: Mapping[str, Move]) -> None:
         """Let the changed slots stand for their new units."""
@@ -130,8 +99,11 @@ class EntrySlots:
     def fetch(self, narrow: Tensor, dense: Tensor, changed: Mapping[int, Tensor]) -> None:
         """Read the values at the `changed` narrow positions from `dense`."""
         for dim, chosen in changed.items():
-            block = dense[self._full(dense.shape, self._axes(dense.dim(), dim, chosen))]  # type: ignore[index]
-            narrow.index_copy_(dim, chosen.to(narrow.device), block)
+            narrow.index_copy_(dim, chosen.to(narrow.device), gather(dense, self._block(dense.shape, dim, chosen)))
+
+    def _block(self, shape: torch.Size, dim: int, chosen: Tensor) -> Axes:
+        """Dense positions of the `chosen` narrow positions along `dim`, and of all narrow positions along other axes."""
+        return {**self._axes(shape), dim: self.positions[dim][chosen]}
 
 
 def build_slots(graph: UnitGraph, mask: UnitMask) -> tuple[dict[str, GroupSlots], dict[str, EntrySlots]]:
@@ -149,11 +121,7 @@ def build_slots(graph: UnitGraph, mask: UnitMask) -> tuple[dict[str, GroupSlots]
     entries: dict[str, EntrySlots] = {}
     for name, pieces in graph.slices_of.items():
         axes = indices[name]
-        narrow_of = {}
-        for dim, positions in axes.items():
-            lookup = torch.full((graph.shapes[name][dim],), -1, dtype=torch.int64)
-            lookup[positions] = torch.arange(positions.numel())
-            narrow_of[dim] = lookup
+        narrow_of = {dim: places(positions, graph.shapes[name][dim]) for dim, positions in axes.items()}
         tables = [(group, piece, narrow_of[piece.dim][piece.index[groups[group].units]]) for group, piece in pieces]
         entries[name] = EntrySlots(dict(axes), tables)
     return groups, entries

@@ -1,4 +1,4 @@
-"""UnitVectors: importance gradient, magnitudes and pattern check of all groups as one vector.
+"""UnitVectors: importance gradient, magnitudes and mask check of all groups as one vector.
 
 Many small steps are bound by Python and not by arithmetic, so whatever can be one operation over all units of a model
 is one. Vectors over all units have length J, in the order of the graph's groups.
@@ -11,11 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from sparsekit.criteria.base import keep_largest
 from sparsekit.criteria.magnitudes import own_slices, unit_magnitudes
 from sparsekit.graph.graph import group_order
 from sparsekit.graph.mask import UnitMask
-from sparsekit.training.narrow_model import HasState, NarrowModel
+from sparsekit.surgery.optimizer_state import HasState
+from sparsekit.training.narrow_model import NarrowModel
 
 __all__ = ["Reader", "UnitVectors"]
 
@@ -205,26 +205,24 @@ class UnitVectors:
             values.append(torch.cat(vectors).abs_())
         return self._to_slots(values, self._producer_slots)
 
-    def stands(self, importance: Tensor) -> bool:
-        """Whether the mask is still that of the largest importance in every group, without sorting.
+    def stands(self, scores: Tensor) -> bool:
+        """Whether the mask is still that of the largest scores in every group, without sorting.
 
-        True while the least kept importance exceeds the largest dropped one. False also where they are equal, and
+        True while the least kept score exceeds the largest dropped one. False also where they are equal, and
         the caller then compares by index.
 
         Args:
-            importance: float (J,).
+            scores: float (J,), on any device.
         """
         if self.dropped_units.numel() == 0:
             return True
+        scores = scores.to(self.group_of.device)
+        if scores.dtype.itemsize < 4:  # reductions over groups know float32 and float64 everywhere
+            scores = scores.float()
         groups = self.sizes.numel()
         infinity = float("inf")
-        kept = importance.new_full((groups,), infinity)
-        kept.scatter_reduce_(0, self._slot_group, importance[self.slot_units], "amin")
-        dropped = importance.new_full((groups,), -infinity)
-        dropped.scatter_reduce_(0, self._dropped_group, importance[self.dropped_units], "amax")
+        kept = scores.new_full((groups,), infinity)
+        kept.scatter_reduce_(0, self._slot_group, scores[self.slot_units], "amin")
+        dropped = scores.new_full((groups,), -infinity)
+        dropped.scatter_reduce_(0, self._dropped_group, scores[self.dropped_units], "amax")
         return bool((kept > dropped).all())
-
-    def choose(self, importance: Tensor) -> UnitMask:
-        """The mask of the largest importance with the present counts; ties go to the lower index."""
-        counts = self.narrow_model.mask.counts()
-        return UnitMask({name: keep_largest(q, counts[name]) for name, q in self.split(importance).items()})

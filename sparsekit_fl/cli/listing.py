@@ -27,7 +27,8 @@ KINDS = {
     "datasets": "sparsekit_fl.datasets:datasets",
     "models": "sparsekit_fl.models:models",
     "partitions": "sparsekit_fl.partition:partitions",
-    "patterns": "sparsekit.criteria:registry",
+    "criteria": "sparsekit.criteria:registry",
+    "allocations": "sparsekit.allocation:registry",
     "engines": "sparsekit_fl.engines:registry",
     "bandits": "sparsekit.bandit:registry",
 }
@@ -38,7 +39,7 @@ def _list(
     kind: Annotated[str, typer.Argument(help=f"One of {', '.join(KINDS)}.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout and nothing else.")] = False,
 ) -> None:
-    """List methods, datasets, models, partitions, patterns, engines or bandits: ours and those of installed packages."""
+    """List what options take, of one kind: our names and those of installed packages."""
     from sparsekit.registry import load_object
 
     if kind not in KINDS:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from sparsekit.criteria.base import check_ratio
+from sparsekit.allocation.uniform import check_ratio
 from sparsekit.graph.mask import UnitMask
 from sparsekit.graph.state import StateDict
 from sparsekit.surgery.saving import save_compact

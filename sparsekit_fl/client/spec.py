@@ -5,21 +5,17 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from sparsekit.errors import NoUnitsError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.state import StateDict, clone
+from sparsekit.measure.cost import CostModel, trace_cost
 from sparsekit.rng import torch_scope
+from sparsekit_fl.methods.method import Method
 from sparsekit_fl.options.config import RunConfig, TrainingConfig
 from sparsekit_fl.problem.clients import Client
 from sparsekit_fl.problem.problem import Problem
 from sparsekit_fl.streams import Streams
-
-if TYPE_CHECKING:
-    from sparsekit_fl.methods.method import Method
-from sparsekit_fl.context.client import CostModel
-from sparsekit_fl.methods.method import Method
 
 __all__ = ["RunSpec", "by_id"]
 
@@ -54,7 +50,6 @@ class RunSpec:
             config: The options.
             graph: The units, where they are already known.
         """
-        from sparsekit.measure.cost import trace_cost
         from sparsekit.tracing.layer_order import trace_layers
         from sparsekit.tracing.trace import trace_units
 
@@ -70,7 +65,7 @@ class RunSpec:
                 graph = UnitGraph(groups={}, shapes={name: t.shape for name, t in model.state_dict().items()})
         graph.check_state(model.state_dict())
         graph = dataclasses.replace(graph, layers=trace_layers(model, *problem.example_inputs))
-        for policy in (method.ratio, method.mask, method.local, method.share):
+        for policy in method.policies().values():
             policy.check(problem, graph)
         costs = trace_cost(model, *problem.example_inputs, graph=graph)
         return RunSpec(

@@ -1,1 +1,1 @@
-"""What policies may look at."""
+"""The contexts: what a policy reads, and the memory it writes to."""

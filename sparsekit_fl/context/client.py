@@ -1,12 +1,12 @@
-"""ClientContext: what a policy may look at on a client."""
+"""ClientContext: what a policy reads on a client, and where it keeps its state."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 from torch import nn
@@ -14,7 +14,10 @@ from torch import nn
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.mask import UnitMask, WeightMask
 from sparsekit.graph.state import StateDict
+from sparsekit.measure.cost import CostModel
 from sparsekit.training.narrow_model import NarrowModel
+from sparsekit_fl.context.memory import Memory, PolicyKind
+from sparsekit_fl.costs.rowmask import rowmask_flops
 from sparsekit_fl.options.config import TrainingConfig
 from sparsekit_fl.problem.clients import Capability, Client
 from sparsekit_fl.problem.problem import Problem
@@ -22,35 +25,9 @@ from sparsekit_fl.training.loop import Batches, Examples, Step, TrainingLog, eva
 from sparsekit_fl.wire.kept import Mask
 from sparsekit_fl.wire.messages import Scores
 
-if TYPE_CHECKING:
-    pass
-from sparsekit_fl.context.memory import Memory, PolicyKind
-
-__all__ = ["ClientContext", "CostModel", "Split", "Work"]
-
+__all__ = ["ClientContext", "Split", "Work"]
 
 Split = Literal["train", "val", "test"]
-
-
-class CostModel(Protocol):
-    """Forward FLOPs of one example under a mask; see `sparsekit.measure.cost`."""
-
-    @property
-    def parameters(self) -> frozenset[str]:
-        """State-dict keys of parameters, tied ones once."""
-        ...
-
-    def forward_flops(self, mask: UnitMask | None) -> int:
-        """Of the compact model; 2 per multiply-add."""
-        ...
-
-    def rowmask_flops(self, mask: UnitMask | WeightMask | None) -> int:
-        """By the paper's convention: only the rows of removed units vanish."""
-        ...
-
-    def part_flops(self, weights: Collection[str], *, bias: bool = False) -> int:
-        """Of the uses of some weights of the whole model, with the bias entries that the paper's convention counts."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -70,22 +47,22 @@ class ClientContext:
 
     Args:
         round: The server round, counted from 1; when evaluating, the last finished one.
-        rounds: How many rounds there will be.
+        rounds: Number of rounds of the run.
         client: Id and data.
-        capability: What the client can do in this round.
+        capability: What the device can do in this round.
         problem: Model, loss, metrics.
         graph: The units of the model.
         training: Options, with the learning rate of this round.
         costs: FLOPs of the model.
         narrow_model: The narrow model of this process; load it before use.
-        device: Where the narrow_model trains.
-        rngs: Kind of policy → its generator for this client in this round; what one draws changes nothing for the others.
-        memory: Private to this kind of policy and this client; what is put here is there in the next round.
+        device: Where the narrow model trains.
+        rngs: Kind of policy → its generator for this client in this round; the kinds draw independently.
+        memory: State of this kind of policy on this client, which lives from round to round.
         extra: Further tensors that the server sent.
-        received: The mask under which the server sent the state: what it drops came as zero; None: everything came.
+        received: The mask under which the server sent the state: entries that it drops are zero; None: all were sent.
         initial_state: Gives the global state of round 0.
-        cache: For this call only: examples that were already read.
-        kind: Whose context this is.
+        cache: Split → examples that were read in this call.
+        kind: The kind of policy that this context is for.
         root: The client's whole memory, of which `memory` is one part.
     """
 
@@ -109,12 +86,12 @@ class ClientContext:
     root: Memory | None = field(default=None, repr=False)
 
     def scoped(self, kind: PolicyKind) -> ClientContext:
-        """The same context with the memory and the generator of one kind of policy."""
+        """Return the same context with the memory and the generator of one kind of policy."""
         root = self.memory if self.root is None else self.root
         return dataclasses.replace(self, memory=root.setdefault(kind, {}), kind=kind, root=root)
 
     def peek(self, kind: PolicyKind) -> Mapping[str, Any]:
-        """What another kind of policy of this client keeps, to be looked at and not changed."""
+        """Return the memory of another kind of policy on this client, read-only."""
         return MappingProxyType((self.memory if self.root is None else self.root).get(kind, {}))
 
     @property
@@ -123,7 +100,7 @@ class ClientContext:
         return self.rngs[self.kind]
 
     def examples(self, split: Split) -> Examples:
-        """One split of the client's data, decoded once per call of `client_round`."""
+        """Return one split of the client's data, which is decoded once per call of `client_round`."""
         if split not in self.cache:
             self.cache[split] = Examples(self.problem, getattr(self.client.data, split), device=self.device)
         return self.cache[split]
@@ -142,13 +119,23 @@ class ClientContext:
         return fit(module, batches, step, metrics=self.problem.metrics, rng=self.rng)
 
     def work(self, mask: UnitMask | WeightMask | None, log: TrainingLog) -> Work:
-        """FLOPs of a fit under one mask: forward and a backward that costs twice as much.
+        """FLOPs of a fit under one mask; the paper's convention counts every batch as full."""
+        return self.work_on(log.examples, mask, padded_examples=log.padded_examples)
+
+    def work_on(self, examples: int, mask: UnitMask | WeightMask | None = None, *, padded_examples: int | None = None) -> Work:
+        """FLOPs of training on some examples: forward and a backward that costs twice as much.
 
         A weight mask saves entries on the wire and nothing when computing, so its compact cost is that of the whole model.
+
+        Args:
+            examples: Number of passes.
+            mask: What is trained; None for the whole model.
+            padded_examples: Number of passes by the paper's convention; None: `examples`.
         """
         compact = self.costs.forward_flops(mask if isinstance(mask, UnitMask) else None)
-        return Work(3 * compact * log.examples, 3 * self.costs.rowmask_flops(mask) * log.padded_examples)
+        padded = examples if padded_examples is None else padded_examples
+        return Work(3 * compact * examples, 3 * rowmask_flops(self.costs, mask) * padded)
 
     def score(self, module: nn.Module, split: Split, *, predict: Callable[..., Any] | None = None) -> Scores:
-        """Scores of a module on one split of this client; empty where the split is."""
+        """Score a module on one split of this client; an empty split has no scores."""
         return evaluate(module, self.problem, self.examples(split), predict=predict)

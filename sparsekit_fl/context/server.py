@@ -1,35 +1,31 @@
-"""ServerContext: what a policy may look at on the server."""
+"""ServerContext: what a policy reads on the server, and where it keeps its state."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.state import StateDict
+from sparsekit.measure.cost import CostModel
+from sparsekit_fl.context.memory import Memory, PolicyKind
 from sparsekit_fl.options.config import RunConfig
 from sparsekit_fl.problem.clients import Capability, Client
 from sparsekit_fl.streams import Streams
-
-if TYPE_CHECKING:
-    pass
-from sparsekit_fl.context.client import CostModel
-from sparsekit_fl.context.memory import Memory, PolicyKind
 
 __all__ = ["ClientInfo", "Roster", "ServerContext"]
 
 
 @dataclass(frozen=True)
 class ClientInfo:
-    """What the server knows about a client.
+    """A client as the server sees it.
 
     Args:
-        examples: Training examples.
-        capability: In this round.
+        examples: Number of training examples.
+        capability: What the device can do in this round.
     """
 
     examples: int
@@ -37,7 +33,7 @@ class ClientInfo:
 
 
 class Roster(Mapping[int, ClientInfo]):
-    """Client id → `ClientInfo` of one round; levels are drawn when asked for, so ten thousand clients cost nothing.
+    """Client id → `ClientInfo` of one round; levels are drawn on access, so ten thousand clients cost nothing.
 
     Args:
         clients: All clients of the run.
@@ -74,14 +70,14 @@ class ServerContext:
 
     Args:
         round: The round, counted from 1.
-        rounds: How many there will be.
-        roster: Every client: examples, capability of this round.
-        cohort: How many clients to sample, C.
-        rngs: Kind of policy → its generator in this round; what one draws changes nothing for the others.
-        memory: Private to this kind of policy.
+        rounds: Number of rounds of the run.
+        roster: Client id → examples and capability of this round.
+        cohort: Number of clients to sample, C.
+        rngs: Kind of policy → its generator in this round; the kinds draw independently.
+        memory: State of this kind of policy, which lives from round to round.
         graph: The units of the model.
         state: The shared global state at the start of the round.
-        kind: Whose context this is.
+        kind: The kind of policy that this context is for.
         costs: FLOPs of the model; None in a context that no run made.
     """
 
@@ -97,7 +93,7 @@ class ServerContext:
     costs: CostModel | None = None
 
     def scoped(self, kind: PolicyKind) -> ServerContext:
-        """The same context with the memory and the generator of one kind of policy."""
+        """Return the same context with the memory and the generator of one kind of policy."""
         return dataclasses.replace(self, memory=self.memory.setdefault(kind, {}), kind=kind)
 
     @property

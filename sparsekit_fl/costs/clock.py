@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from sparsekit_fl.problem.clients import Capability
 from sparsekit_fl.wire.messages import WorkCost
@@ -15,7 +16,7 @@ def client_seconds(cost: WorkCost, capability: Capability) -> float:
 
     Args:
         cost: Needs `flops_compact`, `downlink_bytes` and `uplink_bytes`.
-        capability: Of the client, in the round.
+        capability: What the device can do in the round.
     """
     return (
         cost.downlink_bytes / capability.downlink_bytes_per_second
@@ -25,7 +26,7 @@ def client_seconds(cost: WorkCost, capability: Capability) -> float:
 
 
 def round_cost(costs: Iterable[WorkCost], *, wall_seconds: float, seconds: float | None = None) -> WorkCost:
-    """The cost of a round: everybody's work added up, the seconds of the slowest client.
+    """Add up the work of all clients; the seconds are those of the slowest one.
 
     Args:
         costs: One per client.
@@ -33,13 +34,5 @@ def round_cost(costs: Iterable[WorkCost], *, wall_seconds: float, seconds: float
         seconds: Simulated length of a round that does not wait for its slowest client.
     """
     costs = list(costs)
-    total = sum(costs, WorkCost())
-    return WorkCost(
-        flops_compact=total.flops_compact,
-        flops_rowmask=total.flops_rowmask,
-        uplink_bytes=total.uplink_bytes,
-        downlink_bytes=total.downlink_bytes,
-        seconds=max((cost.seconds for cost in costs), default=0.0) if seconds is None else seconds,
-        wall_seconds=wall_seconds,
-        memory_bytes=total.memory_bytes,
-    )
+    slowest = max((cost.seconds for cost in costs), default=0.0)
+    return replace(sum(costs, WorkCost()), seconds=slowest if seconds is None else seconds, wall_seconds=wall_seconds)

@@ -10,11 +10,10 @@ layer is not pruned here, as in none of the methods that prune by entry, and as 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Annotated, Literal
 
 from torch import Tensor
 
-from sparsekit.criteria.base import check_ratio
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.mask import WeightMask
@@ -22,11 +21,13 @@ from sparsekit.graph.state import StateDict
 from sparsekit_fl.context.client import ClientContext
 from sparsekit_fl.context.server import ServerContext
 from sparsekit_fl.methods.method import Method
-from sparsekit_fl.policies.aggregate import Accumulator, DeltaMean, Weighting
+from sparsekit_fl.options.checked import Hint, Positive, Ratio
+from sparsekit_fl.policies.aggregate import DeltaMean, Weighting
 from sparsekit_fl.policies.local import LocalResult, Sgd
 from sparsekit_fl.policies.mask import MaskPolicy
 from sparsekit_fl.policies.pruning import prunable_weights
 from sparsekit_fl.policies.ratio import Constant
+from sparsekit_fl.policies.rule import Accumulator
 from sparsekit_fl.policies.share import SharePolicy
 from sparsekit_fl.policies.weight_masks import largest_weights
 from sparsekit_fl.problem.problem import Problem
@@ -94,14 +95,8 @@ class ComplementMean(DeltaMean):
     """
 
     weighting: Weighting = "examples"
-    rate: float = 1.5
-    ratio: float = 0.5
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_ratio(self.ratio)
-        if not 0.0 < self.rate < float("inf"):
-            raise InvalidValueError(f"rate must be a finite number > 0, got {self.rate!r}; 1 is a plain mean")
+    rate: Annotated[Positive, Hint("1 is a plain mean")] = 1.5
+    ratio: Ratio = 0.5
 
     def add(self, ctx: ServerContext, acc: Accumulator, update: Update, age: int) -> None:
         """Add one update, and note which entries it holds in part."""
@@ -127,7 +122,7 @@ class LargestChanges(DenseFromSparse):
         share: Part of each layer's changes that goes up.
     """
 
-    share: float = 0.5
+    share: Ratio = 0.5
 
     def train(self, ctx: ClientContext, start: StateDict, mask: Mask | None, ratio: float) -> LocalResult:
         """Train everything, and choose what goes up."""
@@ -146,7 +141,7 @@ class ChangeMean(DeltaMean):
     """
 
     weighting: Weighting = "uniform"
-    ratio: float = 0.5
+    ratio: Ratio = 0.5
 
     def finish(self, ctx: ServerContext, state: StateDict, acc: Accumulator) -> dict[str, Tensor]:
         """The new model, dense."""

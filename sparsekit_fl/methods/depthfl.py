@@ -1,4 +1,4 @@
-"""DepthFL: a client trains as many of the first layers as it can afford, with an exit after each part, which teach each other.
+"""DepthFL: a client trains the first layers, as many as it can afford, with exits that learn from each other.
 
 Kim, Yu, Kim, Moon: DepthFL: Depthwise Federated Learning for Heterogeneous Clients, ICLR 2023. The server averages each
 entry over the clients that hold it, by the rule of FedDyn (Acar et al., ICLR 2021), and the mean of all exits' outputs
@@ -13,24 +13,28 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
-from sparsekit.errors import InvalidValueError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.layers import prefix_entries
 from sparsekit.graph.mask import WeightMask
 from sparsekit.graph.state import StateDict
-from sparsekit_fl.context.client import ClientContext, CostModel, Work
+from sparsekit.measure.cost import CostModel
+from sparsekit_fl.context.client import ClientContext, Work
 from sparsekit_fl.context.server import ServerContext
+from sparsekit_fl.costs.rowmask import part_flops
 from sparsekit_fl.methods.method import Method
-from sparsekit_fl.policies.aggregate import Accumulator, CoverageMean, Weighting
+from sparsekit_fl.options.checked import Hint, NonNegative, Ratio
+from sparsekit_fl.policies.aggregate import CoverageMean, Weighting
 from sparsekit_fl.policies.exits import ExitsFactory, WithExits
-from sparsekit_fl.policies.local import Adjust, Leaves, LocalPolicy, LocalResult, load_leaves, sgd_step
+from sparsekit_fl.policies.local import Adjust, Leaves, LocalPolicy, LocalResult, load_leaves, pull_towards, sgd_step
 from sparsekit_fl.policies.mask import MaskPolicy
 from sparsekit_fl.policies.ratio import ByCapability
+from sparsekit_fl.policies.rule import Accumulator
 from sparsekit_fl.problem.metrics import IGNORED
 from sparsekit_fl.problem.problem import Problem
 from sparsekit_fl.training.loop import Batch
@@ -49,7 +53,7 @@ __all__ = [
 
 
 def _ends(graph: UnitGraph) -> list[int]:
-    """For each depth, from 1: how many layers a client of that depth runs, its exits among them."""
+    """For each depth, from 1: the number of layers that a client of that depth runs, exits included."""
     exits = [place for place, layer in enumerate(graph.layers, 1) if layer.name.split(".")[0] == "exits"]
     return [*exits, len(graph.layers)]
 
@@ -67,7 +71,7 @@ def depth_flops(graph: UnitGraph, costs: CostModel, *, bias: bool = False) -> li
         costs: Of the same.
         bias: With the bias entries that the paper's convention counts.
     """
-    return [costs.part_flops(prefix_entries(graph.layers, end), bias=bias) for end in _ends(graph)]
+    return [part_flops(costs, prefix_entries(graph.layers, end), bias=bias) for end in _ends(graph)]
 
 
 def affordable_depth(graph: UnitGraph, costs: CostModel, ratio: float) -> int:
@@ -124,18 +128,10 @@ class ExitSgd(LocalPolicy):
         alpha: α of FedDyn; 0.1 in the baseline, 0 leaves FedDyn out.
     """
 
-    exits: int = 5
+    exits: Annotated[int, Field(ge=2), Hint("it counts the model's own output")] = 5
     distillation: bool = True
-    ramp: float = 0.3
-    alpha: float = 0.1
-
-    def __post_init__(self) -> None:
-        if self.exits < 2:
-            raise InvalidValueError(f"exits must be >= 2, got {self.exits!r}; it counts the model's own output")
-        if not 0.0 < self.ramp <= 1.0:
-            raise InvalidValueError(f"ramp must be in (0, 1], got {self.ramp!r}; it is a share of the rounds")
-        if not 0.0 <= self.alpha < float("inf"):
-            raise InvalidValueError(f"alpha must be a finite number >= 0, got {self.alpha!r}; 0 leaves FedDyn out")
+    ramp: Annotated[Ratio, Hint("it is a share of the rounds")] = 0.3
+    alpha: Annotated[NonNegative, Hint("0 leaves FedDyn out")] = 0.1
 
     def prepare(self, problem: Problem) -> Problem:
         """The same problem with exits in its model."""
@@ -175,16 +171,12 @@ class ExitSgd(LocalPolicy):
 
     def _dynamic(self, ctx: ClientContext, leaves: Leaves, start: StateDict) -> Adjust:
         """Adds the gradient of FedDyn's two terms, −h + α (θ − ω)."""
-        parameters: list[Tensor] = list(leaves.values())
-        anchors = [start[name].to(leaf) for name, leaf in leaves.items()]
         kept = ctx.memory.get("drift", {})
         drifts = [kept[name].to(leaf) if name in kept else torch.zeros_like(leaf) for name, leaf in leaves.items()]
+        pull = pull_towards(leaves, [start[name].to(leaf) for name, leaf in leaves.items()], self.alpha)
 
         def adjust(gradients: list[Tensor], places: list[int]) -> list[Tensor]:
-            pull = torch._foreach_sub([parameters[place] for place in places], [anchors[place] for place in places])
-            pulled = torch._foreach_add(gradients, pull, alpha=self.alpha)
-            torch._foreach_sub_(pulled, [drifts[place] for place in places])
-            return list(pulled)
+            return list(torch._foreach_sub(pull(gradients, places), [drifts[place] for place in places]))
 
         return adjust
 
@@ -206,7 +198,7 @@ class DynamicMean(CoverageMean):
     alpha: float = 0.1
 
     def init(self, ctx: ServerContext, state: StateDict) -> Accumulator:
-        """An empty accumulator that knows h."""
+        """An empty accumulator with h."""
         acc = super().init(ctx, state)
         parameters = ctx.costs.parameters if ctx.costs is not None else frozenset(state)
         acc.extra = {"drift": ctx.memory.setdefault("drift", {}), "clients": len(ctx.roster), "parameters": parameters}

@@ -7,12 +7,14 @@ down, and it lives on from round to round, at first as the model of round 0.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Annotated
 
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph.state import StateDict
 from sparsekit_fl.context.client import ClientContext
 from sparsekit_fl.methods.method import Method
+from sparsekit_fl.options.checked import Hint, NonNegative
 from sparsekit_fl.policies.local import LocalPolicy, LocalResult, load_leaves, pull_towards, sgd
 from sparsekit_fl.policies.personal import PersonalModel, PersonalPolicy
 from sparsekit_fl.wire.kept import Mask
@@ -31,11 +33,7 @@ class TwoModels(LocalPolicy):
     Source: Li et al., ICML 2021, Algorithm 1.
     """
 
-    strength: float = 0.1
-
-    def __post_init__(self) -> None:
-        if not 0.0 <= self.strength < float("inf"):
-            raise InvalidValueError(f"strength must be a finite number >= 0, got {self.strength!r}; 0 trains alone")
+    strength: Annotated[NonNegative, Hint("0 trains alone")] = 0.1
 
     def train(self, ctx: ClientContext, start: StateDict, mask: Mask | None, ratio: float) -> LocalResult:
         """Train both models; the work is that of both."""
@@ -67,8 +65,5 @@ def ditto(strength: float = 0.1) -> Method:
     Args:
         strength: λ; 0 gives models that learn alone.
     """
-    return replace(
-        Method(name="ditto", source="Li et al., Ditto, ICML 2021, arXiv 2012.04221"),
-        local=TwoModels(strength),
-        personal=SecondModel(),
-    )
+    source = "Li et al., Ditto, ICML 2021, arXiv 2012.04221"
+    return Method(name="ditto", source=source, local=TwoModels(strength), personal=SecondModel())

@@ -2,7 +2,7 @@
 
 Defined as a baseline by Horváth et al., FjORD, NeurIPS 2021 (arXiv 2102.13451), where it extends Caldas,
 Konečný, McMahan, Talwalkar: Expanding the Reach of Federated Learning by Reducing Client Resource Requirements
-(arXiv 1812.07210), which drops the same share everywhere. FjORD also bounds how many distinct submodels are in use
+(arXiv 1812.07210), which drops the same share everywhere. FjORD also bounds the number of distinct submodels in use
 ("diversity parameter"); here every client draws its own each round, which is the unbounded case.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 from sparsekit.criteria import Random
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.policies.aggregate import CoverageMean
-from sparsekit_fl.policies.mask import ServerPattern
+from sparsekit_fl.policies.mask import ServerCriterion
 from sparsekit_fl.policies.ratio import ByCapability
 from sparsekit_fl.policies.submodel import RecalibratedBatchNorm, SubmodelSgd
 
@@ -23,7 +23,7 @@ def efd(*, clip: float | None = 1.0, scaler: bool = True) -> Method:
 
     Args:
         clip: Largest norm of a step's gradient, where the run does not ask for a smaller one; None leaves it to the run.
-            The papers do not clip; without it the model is thrown away within 20 rounds on MNIST (batches of 32, learning
+            The papers do not clip; without it training diverges within 20 rounds on MNIST (batches of 32, learning
             rate 0.1, ratios down to 1/16), so it is trained here as HeteroFL is.
         scaler: Divide activations by the ratio while training, as dropout does. It changes nothing before a batch norm.
     """
@@ -31,7 +31,7 @@ def efd(*, clip: float | None = 1.0, scaler: bool = True) -> Method:
         name="efd",
         source="Horváth et al., FjORD, NeurIPS 2021, arXiv 2102.13451, after Caldas et al., arXiv 1812.07210",
         ratio=ByCapability(),
-        mask=ServerPattern(Random()),
+        mask=ServerCriterion(Random()),
         local=SubmodelSgd(clip=clip, scaler=scaler),
         aggregate=CoverageMean("examples"),
         personal=RecalibratedBatchNorm(),

@@ -8,6 +8,8 @@ gradient reaches its importance, which stays sorted); that is not copied.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from sparsekit.training.regularizer import ImportanceRegularizer
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.policies.aggregate import DeltaMean
@@ -17,14 +19,12 @@ from sparsekit_fl.policies.personal import LocalModel
 
 __all__ = ["fedlps", "fedlps_paper"]
 
-_SOURCE = "Xue et al., Learnable Sparse Customization in Heterogeneous Edge Computing, ICDE 2025, arXiv 2412.07216"
-
 
 def fedlps() -> Method:
     """Our FedLPS: standardised importance target, summed regulariser, personal model chosen on validation data."""
     return Method(
         name="fedlps",
-        source=_SOURCE,
+        source="Xue et al., Learnable Sparse Customization in Heterogeneous Edge Computing, ICDE 2025, arXiv 2412.07216",
         ratio=BanditRatio(),
         local=LearnableSgd(term=ImportanceRegularizer(target="standardised", reduction="sum"), importance_lr=0.02),
         aggregate=DeltaMean(),
@@ -34,11 +34,9 @@ def fedlps() -> Method:
 
 def fedlps_paper() -> Method:
     """FedLPS as the paper words it: sigmoid of the plain absolute sums, mean regulariser, last personal model."""
-    return Method(
+    return replace(
+        fedlps(),
         name="fedlps-paper",
-        source=_SOURCE,
-        ratio=BanditRatio(),
         local=LearnableSgd(term=ImportanceRegularizer(target="absolute", reduction="mean"), noise=0.01),
-        aggregate=DeltaMean(),
         personal=LocalModel(select="last"),
     )

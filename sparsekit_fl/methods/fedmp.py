@@ -10,19 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
 from sparsekit.bandit import EUCB, Interval, Pull
 from sparsekit.criteria import Magnitude
-from sparsekit.criteria.base import check_ratio
-from sparsekit.errors import InvalidValueError
 from sparsekit_fl.context.client import ClientContext
 from sparsekit_fl.context.server import ServerContext
 from sparsekit_fl.methods.method import Method
+from sparsekit_fl.options.checked import Fraction, Hint, Positive, Ratio
 from sparsekit_fl.policies.aggregate import DeltaMean
-from sparsekit_fl.policies.mask import ServerPattern
+from sparsekit_fl.policies.mask import ServerCriterion
 from sparsekit_fl.policies.ratio import RatioPolicy
 from sparsekit_fl.policies.submodel import RecalibratedBatchNorm
 from sparsekit_fl.wire.messages import Assignment, Update, require_metrics
@@ -50,19 +49,10 @@ class TimelyRatio(RatioPolicy):
     Source: Jiang et al., ICDE 2022, algorithm E-UCB.
     """
 
-    low: float = 0.2
+    low: Annotated[Fraction, Hint("the arms cover [low, 1]")] = 0.2
     capped: bool = False
-    floor: float = 0.1
-    discount: float = 0.98
-
-    def __post_init__(self) -> None:
-        check_ratio(self.low)
-        if self.low >= 1.0:
-            raise InvalidValueError(f"low must be below 1, got {self.low}; the arms cover [low, 1]")
-        if not 0.0 < self.floor < float("inf"):
-            raise InvalidValueError(f"floor must be a finite number > 0, got {self.floor}")
-        if not 0.0 < self.discount <= 1.0:
-            raise InvalidValueError(f"discount must be in (0, 1], got {self.discount}; 1 forgets nothing")
+    floor: Positive = 0.1
+    discount: Annotated[Ratio, Hint("1 forgets nothing")] = 0.98
 
     def _bandit(self, memory: dict[str, Any], *, seed: int) -> EUCB:
         bandit = EUCB(Interval(self.low, 1.0), discount=self.discount, rng=np.random.default_rng(seed))
@@ -71,7 +61,7 @@ class TimelyRatio(RatioPolicy):
         return bandit
 
     def propose(self, ctx: ServerContext, client_id: int) -> float | None:
-        """The draw for this client. One that was never answered is proposed again."""
+        """Draw a ratio for this client. A draw without an answer is proposed again."""
         memory = ctx.memory.setdefault(str(client_id), {})
         seed = int(ctx.rng.integers(2**63 - 1))
         if memory.get("pull") is None:
@@ -117,7 +107,7 @@ def fedmp(*, low: float = 0.2, capped: bool = False) -> Method:
         name="fedmp",
         source="Jiang et al., FedMP, ICDE 2022",
         ratio=TimelyRatio(low=low, capped=capped),
-        mask=ServerPattern(Magnitude()),
+        mask=ServerCriterion(Magnitude()),
         aggregate=DeltaMean("uniform"),
         personal=RecalibratedBatchNorm(),
         note="" if capped else "Its ratios may exceed what a client can do; slowness, not a limit, keeps them low.",

@@ -1,7 +1,7 @@
-"""FedP3: each client answers for a few layers, gets the others pruned, trains a submodel, and sends its own layers back.
+"""FedP3: each client owns a few layers, receives the others pruned, trains a submodel, and sends its own layers back.
 
 Yi, Gazagnadou, Richtárik, Lyu: FedP3: Federated Personalized and Privacy-friendly Network Pruning under Model Heterogeneity,
-ICLR 2024 (arXiv 2404.09816). The layers are dealt as "OPU2" in the reference code: two that follow each other, cyclically
+ICLR 2024 (arXiv 2404.09816). The layers are assigned as by "OPU2" in the reference code: two that follow each other, cyclically
 (by group of clients there, by client here, since its groups are those of a five-layer network); the others come pruned by
 magnitude to 0.9 of their weights, and the head stays with the client. The reference code has no local pruning; of the
 paper's strategies we take ordered dropout at the client's capability. As in the reference code the weights that come as
@@ -14,9 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
-from sparsekit.criteria import Ordered, PatternView, select
-from sparsekit.criteria.base import check_ratio
-from sparsekit.errors import InvalidValueError
+from sparsekit.allocation.choose import select
+from sparsekit.criteria import Ordered, View
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.layers import Layer, head_entries, layer_weights
 from sparsekit.graph.mask import UnitMask, WeightMask, to_weights
@@ -24,6 +23,7 @@ from sparsekit.graph.state import StateDict
 from sparsekit_fl.context.client import ClientContext
 from sparsekit_fl.context.server import ServerContext
 from sparsekit_fl.methods.method import Method
+from sparsekit_fl.options.checked import Count, Ratio
 from sparsekit_fl.policies.aggregate import CoverageMean
 from sparsekit_fl.policies.local import LocalResult
 from sparsekit_fl.policies.mask import MaskPolicy, require_units
@@ -38,12 +38,12 @@ __all__ = ["OwnLayers", "PrunedOthers", "fedp3", "own_layers"]
 
 
 def own_layers(graph: UnitGraph, client_id: int, count: int | None, *, private_head: bool) -> tuple[Layer, ...]:
-    """The layers that a client answers for.
+    """Return the layers that a client owns.
 
     Args:
         graph: Of the model.
         client_id: Client k begins at layer k modulo their number.
-        count: How many, cyclically; None for all.
+        count: Number of layers, cyclically; None for all.
         private_head: Leave out the head, which nobody sends.
     """
     layers = graph.layers[:-1] if private_head else graph.layers
@@ -57,19 +57,14 @@ class PrunedOthers(MaskPolicy):
     """The client's own layers come down whole, the others with their largest weights; the client trains a prefix of the units.
 
     Args:
-        layers: How many layers a client answers for; None for all.
+        layers: Number of layers that a client owns; None for all.
         kept: Share of the weights of each other layer that comes down.
         private_head: The head stays with the client.
     """
 
-    layers: int | None = 2
-    kept: float = 0.9
+    layers: Count | None = 2
+    kept: Ratio = 0.9
     private_head: bool = True
-
-    def __post_init__(self) -> None:
-        check_ratio(self.kept)
-        if self.layers is not None and self.layers < 1:
-            raise InvalidValueError(f"layers must be None or >= 1, got {self.layers!r}")
 
     def check(self, problem: Problem, graph: UnitGraph) -> None:
         """Raise NoUnitsError where there are no units to drop on the client."""
@@ -84,7 +79,7 @@ class PrunedOthers(MaskPolicy):
 
     def choose(self, ctx: ClientContext, ratio: float, state: StateDict) -> Mask | None:
         """The first units of every group, as many as the client can train."""
-        return select(Ordered(), ctx.graph, ratio, PatternView())
+        return select(Ordered(), ctx.graph, ratio, View())
 
 
 @dataclass(frozen=True)
@@ -92,11 +87,11 @@ class OwnLayers(PrivateHead):
     """The trained part of the client's own layers goes up, and nothing else.
 
     Args:
-        count: How many layers a client answers for; None for all.
-        private_head: The head stays with the client; False answers for it as for any other layer.
+        count: Number of layers that a client owns; None for all.
+        private_head: The head stays with the client; False treats it as any other layer.
     """
 
-    count: int | None = 2
+    count: Count | None = 2
     private_head: bool = True
 
     def check(self, problem: Problem, graph: UnitGraph) -> None:
@@ -122,7 +117,7 @@ def fedp3(*, layers: int | None = 2, keep: float = 0.9, private_head: bool = Tru
     """Layer-wise sharing with pruning on both sides; each entry is averaged over the clients that send it.
 
     Args:
-        layers: How many layers a client answers for; 1, 2 and 3 are "LowerB", "OPU2" and "OPU3" of the reference code.
+        layers: Number of layers that a client owns; 1, 2 and 3 are "LowerB", "OPU2" and "OPU3" of the reference code.
         keep: Share of the weights of other layers that comes down; 0.9 in the reference code.
         private_head: The head stays with the client, as in the reference code.
     """

@@ -15,7 +15,7 @@ def fedper(layers: int = 1) -> Method:
     """FedAvg on all but the head.
 
     Args:
-        layers: How many of the last layers are personal. The paper compares the classifier alone with the classifier and the
+        layers: Number of last layers that are personal. The paper compares the classifier alone with the classifier and the
             last blocks; the classifier alone is what it is usually compared with.
     """
     return Method(name="fedper", source="Arivazhagan et al., FedPer, arXiv 1912.00818", share=PrivateHead(layers))

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Annotated
 
-from sparsekit.errors import InvalidValueError
 from sparsekit.graph.state import StateDict
 from sparsekit_fl.context.client import ClientContext
 from sparsekit_fl.methods.method import Method
+from sparsekit_fl.options.checked import Hint, NonNegative, Share
 from sparsekit_fl.policies.local import LocalResult, Sgd
 from sparsekit_fl.wire.kept import Mask
 
@@ -32,13 +33,8 @@ class ProximalSgd(Sgd):
     Source: Li et al., MLSys 2020, Algorithm 2; stragglers as in its experiments.
     """
 
-    proximal: float = 0.01
-    stragglers: float = 0.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0.0 <= self.stragglers <= 1.0:
-            raise InvalidValueError(f"stragglers must be in [0, 1], got {self.stragglers!r}; it is the share of slow clients")
+    proximal: Annotated[NonNegative, Hint("0 is plain SGD")] = 0.01
+    stragglers: Annotated[Share, Hint("it is the share of slow clients")] = 0.0
 
     def train(self, ctx: ClientContext, start: StateDict, mask: Mask | None, ratio: float) -> LocalResult:
         """Train, for fewer epochs on a straggler."""

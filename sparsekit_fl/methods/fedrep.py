@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Annotated
 
 from torch import nn
 
@@ -16,7 +17,9 @@ from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.layers import head_entries
 from sparsekit.graph.state import StateDict
 from sparsekit_fl.context.client import ClientContext, Work
+from sparsekit_fl.costs.rowmask import part_flops
 from sparsekit_fl.methods.method import Method
+from sparsekit_fl.options.checked import Fraction, Hint
 from sparsekit_fl.policies.local import LocalPolicy, LocalResult, load_leaves, sgd
 from sparsekit_fl.policies.share import PrivateHead
 from sparsekit_fl.problem.problem import Problem
@@ -34,15 +37,11 @@ class HeadThenBody(LocalPolicy):
         head_share: Part of the local epochs that train the head, rounded to the nearest number, at least one epoch each. The
             paper's experiments take 10 epochs of the head and 1 of the body; the published comparison of Xue et al., ICDE
             2025, has the cost of 5 in all, which at 0.4 are 2 and 3.
-        layers: How many layers make the head.
+        layers: Number of layers of the head.
     """
 
-    head_share: float = 0.4
+    head_share: Annotated[Fraction, Hint("it is a share of the local epochs")] = 0.4
     layers: int = 1
-
-    def __post_init__(self) -> None:
-        if not 0.0 < self.head_share < 1.0:
-            raise InvalidValueError(f"head_share must be in (0, 1), got {self.head_share!r}; it is a share of the local epochs")
 
     def train(self, ctx: ClientContext, start: StateDict, mask: Mask | None, ratio: float) -> LocalResult:
         """Train both in turn. An epoch of the head is a forward pass and the backward pass of the head alone."""
@@ -56,13 +55,11 @@ class HeadThenBody(LocalPolicy):
         first = min(epochs - 1, max(1, round(self.head_share * epochs)))
         before = self._phase(ctx, head, body, first)
         after = self._phase(ctx, body, head, epochs - first)
-        whole, own = ctx.costs.forward_flops(None), ctx.costs.part_flops(names)
+        whole, own = ctx.costs.forward_flops(None), part_flops(ctx.costs, names)
         # The row-mask count charges whole epochs, as the published one does.
         counted = ctx.work(None, before + after).flops_rowmask
         work = Work((whole + 2 * own) * before.examples + 3 * whole * after.examples, counted)
-        return LocalResult(
-            state=ctx.narrow_model.narrow_state(), mask=None, log=before + after, work=work, module=ctx.narrow_model.module
-        )
+        return LocalResult.of(ctx, None, before + after, work=work)
 
     def _phase(
         self, ctx: ClientContext, trained: Mapping[str, nn.Parameter], frozen: Mapping[str, nn.Parameter], epochs: int
@@ -85,7 +82,7 @@ def fedrep(*, head_share: float = 0.4, layers: int = 1) -> Method:
 
     Args:
         head_share: Part of the local epochs that train the head.
-        layers: How many of the last layers make the head.
+        layers: Number of last layers that make the head.
     """
     return Method(
         name="fedrep",

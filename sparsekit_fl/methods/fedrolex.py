@@ -9,12 +9,12 @@ window, and the inputs of a layer are the units that the layer before it kept.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from sparsekit_fl.methods.heterofl import heterofl
 from sparsekit_fl.methods.method import Method
-from sparsekit_fl.policies.mask import ServerPattern
-from sparsekit_fl.policies.personal import GlobalModel
-from sparsekit_fl.policies.ratio import ByCapability
+from sparsekit_fl.policies.mask import ServerCriterion
 from sparsekit_fl.policies.rolling import Rolling
-from sparsekit_fl.policies.submodel import OwnedRowsMean, RecalibratedBatchNorm, SubmodelSgd
 
 __all__ = ["fedrolex"]
 
@@ -36,12 +36,9 @@ def fedrolex(
         masked_loss: Leave classes that a client has no example of out of its loss and its vote.
         static_norm: Take batch norm statistics from training data before scoring; else the running ones.
     """
-    return Method(
+    return replace(
+        heterofl(clip=clip, scaler=scaler, masked_loss=masked_loss, static_norm=static_norm),
         name="fedrolex",
         source="Alam et al., FedRolex, NeurIPS 2022, arXiv 2212.01548",
-        ratio=ByCapability(),
-        mask=ServerPattern(Rolling(step)),
-        local=SubmodelSgd(clip=clip, scaler=scaler, masked_loss=masked_loss),
-        aggregate=OwnedRowsMean("uniform"),
-        personal=RecalibratedBatchNorm() if static_norm else GlobalModel(),
+        mask=ServerCriterion(Rolling(step)),
     )

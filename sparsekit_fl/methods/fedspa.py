@@ -11,22 +11,22 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from sparsekit.errors import InvalidValueError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.mask import WeightMask
 from sparsekit.graph.state import StateDict
 from sparsekit.rng import torch_generator
-from sparsekit_fl.context.client import ClientContext, Work
+from sparsekit_fl.context.client import ClientContext
 from sparsekit_fl.context.server import ServerContext
 from sparsekit_fl.methods.method import Method
+from sparsekit_fl.options.checked import Hint, Share
 from sparsekit_fl.policies.aggregate import DeltaMean
-from sparsekit_fl.policies.local import LocalResult, Sgd
+from sparsekit_fl.policies.local import LocalResult, Sgd, gradients_of
 from sparsekit_fl.policies.pruning import RememberedMask, UnderOwnMask, prunable_weights, recall_mask, remember_mask
 from sparsekit_fl.policies.ratio import Constant
 from sparsekit_fl.policies.weight_masks import keep_largest_entries, layer_densities, random_weights
@@ -48,10 +48,6 @@ class MovingMask(RememberedMask):
     """
 
     densities: Literal["erk", "uniform"] = "erk"
-
-    def __post_init__(self) -> None:
-        if self.densities not in ("erk", "uniform"):
-            raise InvalidValueError(f"densities must be 'erk' or 'uniform', got {self.densities!r}")
 
     def check(self, problem: Problem, graph: UnitGraph) -> None:
         """Raise InvalidValueError where there is nothing to prune."""
@@ -108,12 +104,7 @@ class SparseToSparseSgd(Sgd):
             random masks ("RSM" in the paper).
     """
 
-    anneal: float = 0.5
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0.0 <= self.anneal <= 1.0:
-            raise InvalidValueError(f"anneal must be in [0, 1], got {self.anneal!r}; 0 never moves the masks")
+    anneal: Annotated[Share, Hint("0 never moves the masks")] = 0.5
 
     def train(self, ctx: ClientContext, start: StateDict, mask: Mask | None, ratio: float) -> LocalResult:
         """Train, then say which mask comes next; the gradient of one batch of the dense model is counted as work."""
@@ -123,8 +114,8 @@ class SparseToSparseSgd(Sgd):
             return result
         gradients, examples = self._screen(ctx, mask)
         bits = [_pack_bits(keep) for keep in move_mask(mask, result.state, gradients, share).values()]
-        dense = Work(3 * examples * ctx.costs.forward_flops(None), 3 * examples * ctx.costs.rowmask_flops(None))
-        return replace(result, extra={**result.extra, _NEXT: torch.cat(bits)}, work=ctx.work(mask, result.log) + dense)
+        work = ctx.work(mask, result.log) + ctx.work_on(examples)
+        return replace(result, extra={**result.extra, _NEXT: torch.cat(bits)}, work=work)
 
     def _screen(self, ctx: ClientContext, mask: WeightMask) -> tuple[StateDict, int]:
         """Gradients of one batch in evaluation mode, and its size."""
@@ -132,12 +123,7 @@ class SparseToSparseSgd(Sgd):
         batch = next(next(iter(ctx.batches(epochs=1))))
         module.eval()
         loss = ctx.problem.loss(module(*batch.inputs), batch.targets)
-        found = torch.autograd.grad(loss, [leaves[name] for name in mask], allow_unused=True)
-        gradients = {
-            name: torch.zeros_like(leaves[name]) if gradient is None else gradient
-            for name, gradient in zip(mask, found, strict=True)
-        }
-        return gradients, batch.size
+        return dict(zip(mask, gradients_of(loss, [leaves[name] for name in mask]), strict=True)), batch.size
 
 
 def _pack_bits(keep: Tensor) -> Tensor:

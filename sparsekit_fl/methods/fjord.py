@@ -14,19 +14,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsekit.criteria import Ordered, PatternView, select
-from sparsekit.criteria.base import check_ratio
+from sparsekit.allocation.choose import select
+from sparsekit.allocation.uniform import check_ratio
+from sparsekit.criteria import Ordered, View
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.mask import UnitMask
 from sparsekit.graph.state import StateDict
 from sparsekit.training.narrow_model import NarrowModel
 from sparsekit_fl.context.client import ClientContext, Work
+from sparsekit_fl.costs.rowmask import rowmask_flops
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.options.config import TrainingConfig
 from sparsekit_fl.policies.aggregate import CoverageMean
 from sparsekit_fl.policies.local import Adjust, LocalPolicy, LocalResult, sgd_step
-from sparsekit_fl.policies.mask import ServerPattern, require_units
+from sparsekit_fl.policies.mask import ServerCriterion, require_units
 from sparsekit_fl.policies.ratio import ByCapability
 from sparsekit_fl.policies.submodel import RecalibratedBatchNorm
 from sparsekit_fl.problem.clients import CAPABILITY_LEVELS
@@ -58,26 +60,18 @@ class _Width:
         self._step = sgd_step(training, self.nested.leaves)
         # Of the leaves that train: their places among all, as `NestedModule` counts them.
         self._places = [place for place, leaf in enumerate(self.nested.leaves.values()) if leaf.requires_grad]
-        self._velocities: list[tuple[int, Tensor, Tensor]] = []
         for place, wide, narrow in zip(self._places, widest.parameters, self._step.parameters, strict=True):
             if training.momentum:
                 whole = widest.state.setdefault(wide, {}).setdefault("momentum_buffer", torch.zeros_like(wide))
-                part = self.nested.part(place, whole)
-                self._step.state[narrow] = {"momentum_buffer": part}
-                if place in self.nested.copied:
-                    self._velocities.append((place, whole, part))
+                self._step.state[narrow] = {"momentum_buffer": self.nested.share(place, whole)}
 
     def train(self, batch: Batch, loss_of: Loss) -> tuple[Any, Tensor]:
         """One step of this width alone."""
         self.nested.pull()
-        for place, whole, part in self._velocities:
-            part.copy_(self.nested.part(place, whole))
         outputs = self.nested.module(*batch.inputs)
         loss = loss_of(outputs, batch.targets)
         self._step(loss)
         self.nested.push()
-        for place, whole, part in self._velocities:
-            self.nested.write(place, part, whole)
         return outputs, loss
 
     def distil(self, batch: Batch, teacher: Any) -> Adjust:
@@ -128,12 +122,12 @@ class OrderedDropoutSgd(LocalPolicy):
     def train(self, ctx: ClientContext, start: StateDict, mask: Mask | None, ratio: float) -> LocalResult:
         """Train the prefix that `mask` keeps, at ever changing widths."""
         narrow_model, training = ctx.narrow_model, ctx.training
-        widest = select(Ordered(), ctx.graph, ratio, PatternView())
+        widest = select(Ordered(), ctx.graph, ratio, View())
         if mask not in (None, widest):
-            raise InvalidValueError("OrderedDropoutSgd trains prefixes; use it with ServerPattern(Ordered()) or with Dense()")
+            raise InvalidValueError("OrderedDropoutSgd trains prefixes; use it with ServerCriterion(Ordered()) or with Dense()")
         narrow_model.load(start, widest)
         widths = sorted({*(level for level in self.levels if level < ratio), ratio})
-        masks = [select(Ordered(), ctx.graph, width, PatternView()) for width in widths]
+        masks = [select(Ordered(), ctx.graph, width, View()) for width in widths]
         update = sgd_step(training, narrow_model.named_parameters())
         narrower = [_Width(narrow_model, update, training, mask) for mask in masks[:-1]]
         batches = ctx.batches()
@@ -158,12 +152,11 @@ class OrderedDropoutSgd(LocalPolicy):
             return outputs, loss
 
         log = ctx.fit(module, batches, step)
-        costs = ctx.costs
-        compact = sum(3 * costs.forward_flops(mask) * count for mask, count in zip(masks, examples, strict=True))
+        compact = sum(3 * ctx.costs.forward_flops(mask) * count for mask, count in zip(masks, examples, strict=True))
         # Each step's batch counted as full, as the paper counts; with one width to the digit.
-        padded = sum(3 * costs.rowmask_flops(mask) * count for mask, count in zip(masks, counts, strict=True))
+        padded = sum(3 * rowmask_flops(ctx.costs, mask) * count for mask, count in zip(masks, counts, strict=True))
         work = Work(compact, padded * log.padded_examples // steps)
-        return LocalResult(state=narrow_model.narrow_state(), mask=masks[-1], log=log, narrow=True, work=work, module=module)
+        return LocalResult.of(ctx, masks[-1], log, work=work)
 
 
 def fjord(*, levels: tuple[float, ...] = CAPABILITY_LEVELS, distillation: bool = False) -> Method:
@@ -179,8 +172,8 @@ def fjord(*, levels: tuple[float, ...] = CAPABILITY_LEVELS, distillation: bool =
         name="fjord",
         source="Horváth et al., FjORD, NeurIPS 2021, arXiv 2102.13451",
         ratio=ByCapability(),
-        mask=ServerPattern(Ordered()),
+        mask=ServerCriterion(Ordered()),
         local=OrderedDropoutSgd(levels=levels, distillation=distillation),
         aggregate=CoverageMean("examples"),
-        personal=RecalibratedBatchNorm(pattern=Ordered()),
+        personal=RecalibratedBatchNorm(criterion=Ordered()),
     )

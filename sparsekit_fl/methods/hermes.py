@@ -11,18 +11,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
-from sparsekit.criteria.base import keep_count, keep_largest
+from sparsekit.allocation.choose import choose
+from sparsekit.allocation.uniform import Uniform
 from sparsekit.criteria.magnitudes import unit_magnitudes
-from sparsekit.errors import InvalidValueError
 from sparsekit.graph.graph import UnitGraph, group_order
 from sparsekit.graph.mask import UnitMask
 from sparsekit.graph.state import StateDict
 from sparsekit_fl.context.client import ClientContext
 from sparsekit_fl.methods.method import Method
+from sparsekit_fl.options.checked import Hint, NonNegative
 from sparsekit_fl.policies.aggregate import CoverageMean
 from sparsekit_fl.policies.local import Adjust, Leaves, LocalResult, Sgd
 from sparsekit_fl.policies.mask import require_units
@@ -44,10 +46,6 @@ class Subnetworks(GatedPruning):
         step: Share of the remaining units that go at once.
     """
 
-    threshold: float = 0.5
-    target: float = 0.5
-    step: float = 0.1
-
     def check(self, problem: Problem, graph: UnitGraph) -> None:
         """Raise where there is no accuracy or there are no units."""
         super().check(problem, graph)
@@ -55,13 +53,12 @@ class Subnetworks(GatedPruning):
 
     def prune(self, ctx: ClientContext, state: StateDict, mask: Mask | None, ratio: float) -> Mask:
         """The units of largest norm, max(1, ⌈ratio · size⌉) of each group, among those alive."""
-        kept: dict[str, Tensor] = {}
+        norms: dict[str, Tensor] = {}
         for name, group in ctx.graph.groups.items():
-            norms = unit_magnitudes(group, state)
+            norms[name] = unit_magnitudes(group, state)
             if isinstance(mask, UnitMask):
-                norms = torch.where(mask[name], norms, -torch.ones_like(norms))
-            kept[name] = keep_largest(norms, keep_count(ratio, group.size))
-        return UnitMask(kept)
+                norms[name] = torch.where(mask[name], norms[name], -torch.ones_like(norms[name]))
+        return choose(ctx.graph, norms, Uniform(ratio).counts(ctx.graph, norms), source="norms")
 
 
 def _unit_rows(ctx: ClientContext, leaves: Leaves) -> Mapping[int, tuple[int, Tensor]]:
@@ -125,12 +122,7 @@ class GroupLassoSgd(Sgd):
         lasso: λ; 0.001 in the released code of Xue et al., ICDE 2025, where its gradient is lost on the way.
     """
 
-    lasso: float = 0.001
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0.0 <= self.lasso < float("inf"):
-            raise InvalidValueError(f"lasso must be a finite number >= 0, got {self.lasso!r}; 0 switches it off")
+    lasso: Annotated[NonNegative, Hint("0 switches it off")] = 0.001
 
     def adjusts(self, ctx: ClientContext, leaves: Leaves, mask: Mask | None) -> list[Adjust]:
         """The lasso's gradient."""

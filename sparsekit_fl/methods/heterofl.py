@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from sparsekit.criteria import Ordered
 from sparsekit_fl.methods.method import Method
-from sparsekit_fl.policies.mask import ServerPattern
+from sparsekit_fl.policies.mask import ServerCriterion
 from sparsekit_fl.policies.personal import GlobalModel
 from sparsekit_fl.policies.ratio import ByCapability
 from sparsekit_fl.policies.submodel import OwnedRowsMean, RecalibratedBatchNorm, SubmodelSgd
@@ -33,7 +33,7 @@ def heterofl(*, clip: float | None = 1.0, scaler: bool = True, masked_loss: bool
         name="heterofl",
         source="Diao, Ding, Tarokh, HeteroFL, ICLR 2021, arXiv 2010.01264",
         ratio=ByCapability(),
-        mask=ServerPattern(Ordered()),
+        mask=ServerCriterion(Ordered()),
         local=SubmodelSgd(clip=clip, scaler=scaler, masked_loss=masked_loss),
         aggregate=OwnedRowsMean("uniform"),
         personal=RecalibratedBatchNorm() if static_norm else GlobalModel(),

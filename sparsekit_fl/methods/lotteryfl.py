@@ -40,10 +40,6 @@ class Tickets(GatedPruning):
         step: Share of the remaining weights that go at once; `prune_percent` of the reference code, 10 %.
     """
 
-    threshold: float = 0.5
-    target: float = 0.5
-    step: float = 0.1
-
     def check(self, problem: Problem, graph: UnitGraph) -> None:
         """Raise InvalidValueError where there is no accuracy or nothing to prune."""
         super().check(problem, graph)

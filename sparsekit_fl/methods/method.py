@@ -1,4 +1,23 @@
-"""Method: a name, a source and seven policies. All defaults together are FedAvg."""
+"""Method: a name, a source and seven policies. All defaults together are FedAvg.
+
+The hooks of the policies, in the order in which a run calls them:
+
+Before the first round: `Method.configure`, `local.prepare`, then `check` of all policies, in the order of the fields below.
+`share.is_shared` splits the state into what travels and what stays on the client.
+
+In a round:
+
+1. The server calls `sampling.sample`, and for each client of the cohort `ratio.propose`, `mask.propose`,
+   `aggregate.broadcast`.
+2. Each client calls `ratio.choose`, `mask.choose`, `local.train`, `mask.keep`, `personal.keep`, `share.upload_mask`.
+3. For each update the server calls `aggregate.validate`, `ratio.validate`, `mask.validate`, `sampling.validate`. An update
+   that one of them refuses changes nothing.
+4. With all valid updates it calls `sampling.arrivals`, `aggregate.init`, for each update `aggregate.add` (which asks for
+   `aggregate.weight` and `aggregate.coverage`), `aggregate.finish` (which asks for `aggregate.change`), `sampling.seconds`.
+5. Last it calls `ratio.observe_all` (which calls `ratio.observe` for each update), `mask.observe`, `sampling.observe`.
+
+To score a client: `personal.model`, `personal.calibrate`, `personal.predictor`.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +29,7 @@ from typing import Any, Literal
 from sparsekit.errors import InvalidValueError
 from sparsekit_fl.options.config import RunConfig
 from sparsekit_fl.policies.aggregate import AggregatePolicy, WeightedMean
+from sparsekit_fl.policies.base import Policy
 from sparsekit_fl.policies.local import LocalPolicy, Sgd
 from sparsekit_fl.policies.mask import Dense, MaskPolicy
 from sparsekit_fl.policies.personal import GlobalModel, PersonalPolicy
@@ -19,7 +39,7 @@ from sparsekit_fl.policies.share import Everything, SharePolicy
 
 __all__ = ["Method"]
 
-_KINDS: dict[str, type] = {
+_KINDS: dict[str, type[Policy]] = {
     "sampling": SamplingPolicy,
     "ratio": RatioPolicy,
     "mask": MaskPolicy,
@@ -83,9 +103,14 @@ class Method:
         """The options of a run as this method leaves them."""
         return config if self.capability is None else dataclasses.replace(config, capability=self.capability)
 
+    def policies(self) -> dict[str, Policy]:
+        """Kind → policy, in the order of the fields."""
+        return {kind: getattr(self, kind) for kind in _KINDS}
+
     def describe(self) -> dict[str, str]:
         """Every policy and its options as text: equal for equal methods, in any process."""
-        described = {"name": self.name, "source": self.source} | {kind: _text(getattr(self, kind)) for kind in _KINDS}
+        policies = {kind: _text(policy) for kind, policy in self.policies().items()}
+        described = {"name": self.name, "source": self.source, **policies}
         # Only where a method decides it, so that a report can tell its choice from an option of the run.
         return described if self.capability is None else {**described, "capability": self.capability}
 

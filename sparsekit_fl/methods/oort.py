@@ -1,4 +1,4 @@
-"""Oort: clients are chosen by what their data still teach, and by how long they take.
+"""Oort: sample clients by the loss of their examples and by their speed.
 
 Lai, Zhu, Madhyastha, Chowdhury: Oort: Efficient Federated Learning via Guided Participant Selection, OSDI 2021
 (arXiv 2010.06081). Over-commitment and the blacklist of often chosen clients are left out: the first would give Oort
@@ -11,17 +11,18 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
+from pydantic import Field
 from torch import Tensor
 
-from sparsekit.errors import InvalidValueError
 from sparsekit.graph.state import StateDict
 from sparsekit_fl.context.client import ClientContext
 from sparsekit_fl.context.server import ClientInfo, ServerContext
 from sparsekit_fl.methods.method import Method
+from sparsekit_fl.options.checked import Count, NonNegative, Positive, Share
 from sparsekit_fl.policies.local import LocalResult, Sgd
 from sparsekit_fl.policies.sampling import SamplingPolicy
 from sparsekit_fl.problem.problem import Loss
@@ -97,40 +98,31 @@ class GuidedSampling(SamplingPolicy):
         penalty: Exponent of the time penalty; 2 in both.
         percentile: Percentile of the times that T starts from; 30 in the code as FedScale and REFL run it. The default of
             the original code, 101, is no penalty at all.
-        pace_step: By how much the pacer moves the percentile; 5, likewise (10 in the original code).
+        pace_step: Step by which the pacer moves the percentile; 5, likewise (10 in the original code).
         pace_rounds: Rounds in a window of the pacer; 20 in the code.
         cut_off: 0.95 in the paper; its code has 0.7, later versions 0.05.
         clip: Quantile at which utilities are clipped; 0.95 in both.
-        window: Untried clients are drawn from so many times as many as are wanted, the best; 5 in the code.
+        window: Untried clients are drawn from the best N times the wanted number; N is 5 in the code.
 
     Source: Lai et al., OSDI 2021, Algorithm 1; the reference code for what the paper leaves open.
     """
 
-    exploration: float = 0.9
-    decay: float = 0.98
-    least: float = 0.2
-    penalty: float = 2.0
-    percentile: float = 30.0
-    pace_step: float = 5.0
-    pace_rounds: int = 20
-    cut_off: float = 0.95
-    clip: float = 0.95
-    window: float = 5.0
-
-    def __post_init__(self) -> None:
-        for name in ("exploration", "decay", "least", "cut_off", "clip"):
-            if not 0.0 <= getattr(self, name) <= 1.0:
-                raise InvalidValueError(f"{name} must be in [0, 1], got {getattr(self, name)}")
-        if self.penalty < 0 or self.percentile <= 0 or self.pace_step < 0:
-            raise InvalidValueError("penalty and pace_step must be >= 0 and percentile > 0")
-        if self.pace_rounds < 1 or self.window < 1:
-            raise InvalidValueError(f"pace_rounds and window must be >= 1, got {self.pace_rounds} and {self.window}")
+    exploration: Share = 0.9
+    decay: Share = 0.98
+    least: Share = 0.2
+    penalty: NonNegative = 2.0
+    percentile: Positive = 30.0
+    pace_step: NonNegative = 5.0
+    pace_rounds: Count = 20
+    cut_off: Share = 0.95
+    clip: Share = 0.95
+    window: Annotated[float, Field(ge=1)] = 5.0
 
     def sample(self, ctx: ServerContext) -> list[int]:
         """The cohort: exploited, then explored clients; what is missing is drawn from all."""
         memory = ctx.memory
         tried: dict[str, Any] = memory.setdefault("tried", {})
-        # Once, since whoever looks at a client draws what it can do in this round.
+        # Read once, since each access of the roster draws the client's capability.
         roster = dict(ctx.roster)
         seconds = _expected_seconds(roster, tried)
         preferred = self._preferred(memory, seconds)

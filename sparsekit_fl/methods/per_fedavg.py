@@ -8,9 +8,9 @@ left out) and Hessian-free (its product with the gradient is a difference of two
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor
@@ -19,9 +19,10 @@ from sparsekit.errors import InvalidValueError
 from sparsekit.graph.state import StateDict
 from sparsekit_fl.context.client import ClientContext, Work
 from sparsekit_fl.methods.method import Method
+from sparsekit_fl.options.checked import Count, Hint, NonNegative, NonNegativeCount, Positive
 from sparsekit_fl.options.config import TrainingConfig
 from sparsekit_fl.policies.aggregate import WeightedMean
-from sparsekit_fl.policies.local import Leaves, LocalPolicy, LocalResult, load_leaves, sgd_step
+from sparsekit_fl.policies.local import Leaves, LocalPolicy, LocalResult, gradients_of, load_leaves, sgd_step
 from sparsekit_fl.policies.personal import PersonalModel, PersonalPolicy
 from sparsekit_fl.training.loop import Batch, Batches, SgdStep
 from sparsekit_fl.wire.kept import Mask
@@ -31,13 +32,9 @@ __all__ = ["AdaptedModel", "MetaSgd", "per_fedavg"]
 Variant = Literal["first-order", "hessian-free"]
 
 
-def _check_rate(rate: float | None) -> None:
-    if rate is not None and not 0.0 <= rate < float("inf"):
-        raise InvalidValueError(f"adaptation_lr must be None or a finite number >= 0, got {rate!r}; 0 does not adapt")
-
-
-def _adaptation(training: TrainingConfig, leaves: Leaves, rate: float) -> SgdStep:
-    """Plain gradient descent at a rate of its own, clipped as the run clips."""
+def _adaptation(training: TrainingConfig, leaves: Leaves, rate: float | None) -> SgdStep:
+    """Plain gradient descent at a rate of its own (None: a tenth of the run's), clipped as the run clips."""
+    rate = 0.1 * training.lr if rate is None else rate
     return sgd_step(dataclasses.replace(training, lr=rate, momentum=0.0, weight_decay=0.0), leaves)
 
 
@@ -49,7 +46,7 @@ def _forever(batches: Callable[[], Batches]) -> Iterator[Batch]:
 
 @dataclass(frozen=True, kw_only=True)
 class MetaSgd(LocalPolicy):
-    """Every step adapts to one batch and learns from what that does to another.
+    """Every step adapts to one batch and descends the loss of another.
 
     With independent batches D, D′, D″ of the size of the run: w̃ = w − α ∇f(w; D), g = ∇f(w̃; D′); then w ← w − β g
     (first-order), or w ← w − β (g − α (∇f(w + δg; D″) − ∇f(w − δg; D″)) / (2δ)) (Hessian-free). β is the learning rate of
@@ -62,41 +59,35 @@ class MetaSgd(LocalPolicy):
         delta: δ, half the distance of the two gradients; 0.001 in FL-bench.
     """
 
-    adaptation_lr: float | None = None
+    adaptation_lr: Annotated[NonNegative | None, Hint("0 does not adapt")] = None
     variant: Variant = "first-order"
-    delta: float = 1e-3
-
-    def __post_init__(self) -> None:
-        _check_rate(self.adaptation_lr)
-        if self.variant not in ("first-order", "hessian-free"):
-            raise InvalidValueError(f"variant must be 'first-order' or 'hessian-free', got {self.variant!r}")
-        if not 0.0 < self.delta < float("inf"):
-            raise InvalidValueError(f"delta must be a finite number > 0, got {self.delta!r}")
+    delta: Positive = 1e-3
 
     def train(self, ctx: ClientContext, start: StateDict, mask: Mask | None, ratio: float) -> LocalResult:
         """Train; the work of a step is two gradients (first-order) or four."""
         if mask is not None:
             raise InvalidValueError("MetaSgd trains whole models; use it with the mask policy Dense()")
         leaves = load_leaves(ctx, start, None)
-        rate = 0.1 * ctx.training.lr if self.adaptation_lr is None else self.adaptation_lr
         batches = ctx.batches()
         others = _forever(lambda: ctx.batches(epochs=1))
-        step = _MetaStep(ctx, leaves, others, rate, self.delta if self.variant == "hessian-free" else None)
+        delta = self.delta if self.variant == "hessian-free" else None
+        step = _MetaStep(ctx, leaves, others, self.adaptation_lr, delta)
         log = ctx.fit(ctx.narrow_model.module, batches, step)
         once = ctx.work(None, log)
         extra = Work(3 * ctx.costs.forward_flops(None) * step.further_examples, once.flops_rowmask * step.gradients_per_batch)
-        state = ctx.narrow_model.narrow_state()
-        return LocalResult(state=state, mask=None, log=log, work=once + extra, module=ctx.narrow_model.module)
+        return LocalResult.of(ctx, None, log, work=once + extra)
 
 
 class _MetaStep:
     """One step; counts the examples of the gradients besides the one that FedAvg would take."""
 
-    def __init__(self, ctx: ClientContext, leaves: Leaves, others: Iterator[Batch], rate: float, delta: float | None) -> None:
+    def __init__(
+        self, ctx: ClientContext, leaves: Leaves, others: Iterator[Batch], rate: float | None, delta: float | None
+    ) -> None:
         self._module, self._loss = ctx.narrow_model.module, ctx.problem.loss
         self._parameters: list[Tensor] = list(leaves.values())
         self._update, self._adapt = sgd_step(ctx.training, leaves), _adaptation(ctx.training, leaves, rate)
-        self._others, self._rate, self._delta = others, rate, delta
+        self._others, self._delta = others, delta
         self.gradients_per_batch = 1 if delta is None else 3
         self.further_examples = 0
 
@@ -123,15 +114,13 @@ class _MetaStep:
                 with torch.enable_grad():
                     ends.append(self._gradient(other))
             difference = torch._foreach_sub([ends[0][place] for place in places], [ends[1][place] for place in places])
-            gradients = list(torch._foreach_add(gradients, difference, alpha=-self._rate / (2 * self._delta)))
+            gradients = list(torch._foreach_add(gradients, difference, alpha=-self._adapt.lr / (2 * self._delta)))
         torch._foreach_copy_(self._parameters, before)
         return gradients
 
     def _gradient(self, batch: Batch) -> list[Tensor]:
         self.further_examples += batch.size
-        loss = self._loss(self._module(*batch.inputs), batch.targets)
-        found: Sequence[Tensor | None] = torch.autograd.grad(loss, self._parameters, allow_unused=True)
-        return [torch.zeros_like(p) if g is None else g for p, g in zip(self._parameters, found, strict=True)]
+        return gradients_of(self._loss(self._module(*batch.inputs), batch.targets), self._parameters)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,26 +128,19 @@ class AdaptedModel(PersonalPolicy):
     """The global model after a few steps of gradient descent on the client's training data.
 
     Args:
-        steps: How many; one in the paper, which is what the initial model is trained for.
+        steps: Number of steps; one in the paper, which is what the initial model is trained for.
         adaptation_lr: α; None takes a tenth of the learning rate of the run.
-        largest_batch: A step sees all training examples of the client, or a batch of so many where it has more.
+        largest_batch: A step sees all training examples of the client, or a batch of this size where it has more.
     """
 
-    steps: int = 1
-    adaptation_lr: float | None = None
-    largest_batch: int = 256
-
-    def __post_init__(self) -> None:
-        _check_rate(self.adaptation_lr)
-        if self.steps < 0:
-            raise InvalidValueError(f"steps must be >= 0, got {self.steps}; 0 deploys the global model")
-        if self.largest_batch < 1:
-            raise InvalidValueError(f"largest_batch must be >= 1, got {self.largest_batch}")
+    steps: Annotated[NonNegativeCount, Hint("0 deploys the global model")] = 1
+    adaptation_lr: Annotated[NonNegative | None, Hint("0 does not adapt")] = None
+    largest_batch: Count = 256
 
     def model(self, ctx: ClientContext, state: StateDict) -> PersonalModel:
         """The adapted model."""
-        rate = 0.1 * ctx.training.lr if self.adaptation_lr is None else self.adaptation_lr
-        adapt, module = _adaptation(ctx.training, load_leaves(ctx, state, None), rate), ctx.narrow_model.module
+        adapt = _adaptation(ctx.training, load_leaves(ctx, state, None), self.adaptation_lr)
+        module = ctx.narrow_model.module
         # Statistics of batch norm stay those of the server: a few steps are too few to learn them anew.
         module.eval()
         batches = _forever(lambda: ctx.batches(epochs=1, batch_size=min(self.largest_batch, len(ctx.client.data.train))))

@@ -4,7 +4,7 @@ Jiang, Wang, Valls, Ko, Lee, Leung, Tassiulas: Model Pruning Enables Efficient F
 TNNLS 2022 (arXiv 1909.12326). As in the reference code: one client prunes the model first, by itself; from then on all
 train it, and every few rounds they also send the squares of their summed dense gradients, from which the server
 reconfigures the mask: the smallest active weights and all dropped ones compete by gradient² per second, and they are taken in
-while they raise the ratio of all gradient² to all time. How many weights stay is an outcome.
+while they raise the ratio of all gradient² to all time. The number of weights that stay is an outcome.
 
 What is ours: the initial pruning takes the first round, since a run has a fixed number of them; a client's gradients are
 those of the round in which they are asked for, and not of all rounds since the last reconfiguration, which would need a dense
@@ -15,22 +15,28 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Annotated
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.mask import WeightMask
 from sparsekit.graph.state import StateDict
-from sparsekit_fl.context.client import ClientContext, CostModel, Work
+from sparsekit.measure.cost import CostModel
+from sparsekit_fl.context.client import ClientContext, Work
 from sparsekit_fl.context.server import ServerContext
+from sparsekit_fl.costs.rowmask import part_flops
 from sparsekit_fl.errors import UpdateError
 from sparsekit_fl.methods.method import Method
-from sparsekit_fl.policies.aggregate import Accumulator, DeltaMean
-from sparsekit_fl.policies.local import Adjust, Leaves, LocalResult, Sgd, freeze_dropped, load_leaves, sgd
+from sparsekit_fl.options.checked import Checked, Count, Hint, NonNegative, NonNegativeCount
+from sparsekit_fl.policies.aggregate import DeltaMean
+from sparsekit_fl.policies.local import Leaves, LocalResult, Sgd, load_leaves, sgd
 from sparsekit_fl.policies.mask import MaskPolicy
 from sparsekit_fl.policies.pruning import prunable_weights, recall_mask, remember_mask
+from sparsekit_fl.policies.rule import Accumulator
 from sparsekit_fl.policies.sampling import SamplingPolicy
 from sparsekit_fl.policies.weight_masks import search_weights
 from sparsekit_fl.problem.clients import Capability
@@ -46,7 +52,7 @@ _BYTES_PER_WEIGHT = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class Search:
+class Search(Checked):
     """When and how the mask is reconfigured.
 
     Args:
@@ -54,32 +60,21 @@ class Search:
             are as many.
         share: Largest part of a layer's active weights that may go at once; 0.3 in the reference code.
         half_lives: How often `share` halves over the run; 1 in the reference code (10,000 of 10,000 rounds).
-        overhead: Time of a round that no weight is to blame for, over the time of all prunable ones. In the reference code's
-            configuration for VGG11 it is 17.4 s of its 31.1 s: 1.27.
+        overhead: Time of a round that does not depend on the mask, over the time of all prunable weights. In the reference
+            code's configuration for VGG11 it is 17.4 s of its 31.1 s: 1.27.
         initial: Most reconfigurations of the initial pruning, one after as many epochs as a round has; 0 leaves it out. It
             ends before when the density has changed by at most `settled` this often in a row.
         settled: 0.1 in the reference code.
         settled_times: 5 in the reference code.
     """
 
-    every: int = 5
-    share: float = 0.3
-    half_lives: float = 1.0
-    overhead: float = 1.27
-    initial: int = 10
-    settled: float = 0.1
-    settled_times: int = 5
-
-    def __post_init__(self) -> None:
-        if self.every < 1 or self.initial < 0 or self.settled_times < 1:
-            raise InvalidValueError(
-                f"every and settled_times must be >= 1 and initial >= 0, got {self.every}, {self.settled_times}, {self.initial}"
-            )
-        if not 0.0 <= self.share < 1.0:
-            raise InvalidValueError(f"share must be in [0, 1), got {self.share!r}; it is what may be dropped at once")
-        for name in ("half_lives", "overhead", "settled"):
-            if not 0.0 <= getattr(self, name) < float("inf"):
-                raise InvalidValueError(f"{name} must be a finite number >= 0, got {getattr(self, name)!r}")
+    every: Count = 5
+    share: Annotated[float, Field(ge=0, lt=1), Hint("it is what may be dropped at once")] = 0.3
+    half_lives: NonNegative = 1.0
+    overhead: NonNegative = 1.27
+    initial: NonNegativeCount = 10
+    settled: NonNegative = 0.1
+    settled_times: Count = 5
 
     def due(self, round: int) -> bool:
         """Whether clients send gradients in this round; never in the first, which is that of the initial pruning."""
@@ -92,6 +87,11 @@ class Search:
     def share_at(self, round: int, rounds: int) -> float:
         """What may be dropped after `round`."""
         return float(self.share * 0.5 ** (self.half_lives * round / rounds))
+
+
+def _whole(graph: UnitGraph) -> WeightMask:
+    names = prunable_weights(graph, "PruneFL")
+    return WeightMask({name: torch.ones(graph.shapes[name], dtype=torch.bool) for name in names})
 
 
 def weight_seconds(
@@ -108,7 +108,7 @@ def weight_seconds(
     device = Capability()
     link = _BYTES_PER_WEIGHT / device.uplink_bytes_per_second + _BYTES_PER_WEIGHT / device.downlink_bytes_per_second
     return {
-        name: link + 3 * costs.part_flops({name}) / shapes[name].numel() * examples / device.flops_per_second for name in names
+        name: link + 3 * part_flops(costs, {name}) / shapes[name].numel() * examples / device.flops_per_second for name in names
     }
 
 
@@ -147,11 +147,10 @@ class SearchedMask(MaskPolicy):
         memory = ctx.memory
         if "squares" in memory:
             squares, round = memory.pop("squares"), memory.pop("round")
-            names = prunable_weights(ctx.graph, "PruneFL")
-            mask = recall_mask(memory) or WeightMask({n: torch.ones(ctx.graph.shapes[n], dtype=torch.bool) for n in names})
+            mask = recall_mask(memory) or _whole(ctx.graph)
             assert isinstance(mask, WeightMask)
             assert ctx.costs is not None, "the server of a run knows the costs"
-            seconds = weight_seconds(ctx.costs, ctx.graph.shapes, names, memory.pop("examples"))
+            seconds = weight_seconds(ctx.costs, ctx.graph.shapes, tuple(mask), memory.pop("examples"))
             share = self.search.share_at(round, ctx.rounds)
             remember_mask(memory, search_weights(ctx.state, mask, squares, seconds, share=share, overhead=self.search.overhead))
         return recall_mask(memory)
@@ -224,28 +223,25 @@ class SearchingSgd(Sgd):
         if not self.search.due(ctx.round):
             result = super().train(ctx, start, mask, ratio)
         else:
-            leaves = load_leaves(ctx, start, mask)
-            gradients = _Gradients(leaves, prunable_weights(ctx.graph, "PruneFL"))
-            log = sgd(ctx, leaves, ctx.batches(), [gradients, *self.adjusts(ctx, leaves, mask)])
-            extra = gradients.squares(log.examples)
-            metrics = {_PROCESSED: float(log.examples)}
-            state = ctx.narrow_model.narrow_state()
-            result = LocalResult(state=state, mask=mask, log=log, extra=extra, metrics=metrics, module=ctx.narrow_model.module)
+            log, squares = self._measure(ctx, start, mask)
+            result = LocalResult.of(ctx, mask, log, extra=squares, metrics={_PROCESSED: float(log.examples)})
         return replace(result, ratio=_density(mask))
 
+    def _measure(self, ctx: ClientContext, start: StateDict, mask: WeightMask | None) -> tuple[TrainingLog, dict[str, Tensor]]:
+        """Train; the squares are those of the dense gradients, summed over the steps."""
+        leaves = load_leaves(ctx, start, mask)
+        gradients = _Gradients(leaves, prunable_weights(ctx.graph, "PruneFL"))
+        log = sgd(ctx, leaves, ctx.batches(), [gradients, *self.adjusts(ctx, leaves, mask)])
+        return log, gradients.squares(log.examples)
+
     def _prune_alone(self, ctx: ClientContext, start: StateDict) -> LocalResult:
-        search, names = self.search, prunable_weights(ctx.graph, "PruneFL")
-        mask = WeightMask({name: torch.ones(ctx.graph.shapes[name], dtype=torch.bool) for name in names})
+        search, mask = self.search, _whole(ctx.graph)
         state, log, work, unmoved = start, TrainingLog(), Work(), 0
         for _ in range(search.initial):
-            leaves = load_leaves(ctx, state, mask)
-            gradients = _Gradients(leaves, names)
-            adjusts: list[Adjust] = [gradients, freeze_dropped(leaves, mask)]
-            part = sgd(ctx, leaves, ctx.batches(), adjusts)
+            part, squares = self._measure(ctx, state, mask)
             log, work = log + part, work + ctx.work(mask, part)
             state = ctx.narrow_model.narrow_state()
-            seconds = weight_seconds(ctx.costs, ctx.graph.shapes, names, part.examples)
-            squares = gradients.squares(part.examples)
+            seconds = weight_seconds(ctx.costs, ctx.graph.shapes, tuple(mask), part.examples)
             before, mask = mask, search_weights(state, mask, squares, seconds, share=search.share, overhead=search.overhead)
             unmoved = unmoved + 1 if abs(_density(mask) / _density(before) - 1) <= search.settled else 0
             if unmoved == search.settled_times:

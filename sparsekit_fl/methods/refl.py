@@ -1,4 +1,4 @@
-"""REFL: clients that will soon be gone are asked first, and updates that come late still count, for less.
+"""REFL: clients that will soon be unavailable are sampled first, and late updates still count, with a smaller weight.
 
 Abdelmoniem, Sahu, Canini, Fahmy: REFL: Resource-Efficient Federated Learning, EuroSys 2023 (arXiv 2111.01108). The
 paper replays traces of phones that come and go; here each client is a two-state chain that stays as it is from one
@@ -11,17 +11,20 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph.state import StateDict
 from sparsekit_fl.context.server import ServerContext
 from sparsekit_fl.methods.method import Method
-from sparsekit_fl.policies.aggregate import Accumulator, WeightedMean, Weighting
+from sparsekit_fl.options.checked import Checked, Hint, NonNegativeCount, Ratio, Share
+from sparsekit_fl.policies.aggregate import WeightedMean, Weighting
+from sparsekit_fl.policies.rule import Accumulator
 from sparsekit_fl.policies.sampling import SamplingPolicy
 from sparsekit_fl.wire.messages import Update
 
@@ -29,7 +32,7 @@ __all__ = ["Availability", "LeastAvailable", "StaleMean", "refl"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Availability:
+class Availability(Checked):
     """Clients that come and go: a client is as it was in the round before with its own probability, drawn once.
 
     Args:
@@ -42,24 +45,23 @@ class Availability:
 
     stay_low: float = 0.5
     stay_high: float = 1.0
-    accuracy: float = 0.9
+    accuracy: Share = 0.9
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not 0.0 <= self.stay_low <= self.stay_high <= 1.0:
             raise InvalidValueError(f"stay_low and stay_high must be in order in [0, 1], got {self.stay_low}, {self.stay_high}")
-        if not 0.0 <= self.accuracy <= 1.0:
-            raise InvalidValueError(f"accuracy must be in [0, 1], got {self.accuracy}")
 
     def advance(self, memory: dict[str, Any], count: int, rng: np.random.Generator) -> tuple[list[bool], list[bool]]:
         """Go on by one round.
 
         Args:
             memory: Holds the chains, float or bool (count,).
-            count: How many clients.
+            count: Number of clients.
             rng: Draws.
 
         Returns:
-            Who is there now, and who is expected to be there in the next round.
+            Which clients are available now, and which are expected to be in the next round.
         """
         if "stay" not in memory:
             memory["stay"] = torch.from_numpy(rng.uniform(self.stay_low, self.stay_high, count))
@@ -73,7 +75,7 @@ class Availability:
 
 @dataclass(frozen=True, kw_only=True)
 class LeastAvailable(SamplingPolicy):
-    """Those first who are expected to be away next; a round ends before its stragglers have answered.
+    """Sample the clients first that are expected to be away next; a round ends before its stragglers have answered.
 
     A client is asked if it is there, is not still computing, and has rested; among those, the ones expected to be away in
     the next round come first, and ties are drawn. Where too few have rested, the others are asked too; where nobody is
@@ -85,25 +87,17 @@ class LeastAvailable(SamplingPolicy):
         target: Share of the cohort that a round waits for; 0.8 in the paper, 1 waits for everybody. A deadline at the
             moving average of the lengths themselves would only ever shrink, so it is not used.
         cool_down: Rounds before a client is asked again where others have rested; 5 in the reference code.
-        adaptive: Ask fewer clients by as many as late updates are expected within an average round.
+        adaptive: Sample one client less for each late update that is expected within an average round.
         availability: Who is there; None: everybody, always.
 
     Source: Abdelmoniem et al., EuroSys 2023, intelligent participant selection and adaptive participant target.
     """
 
-    alpha: float = 0.25
-    target: float = 0.8
-    cool_down: int = 5
+    alpha: Annotated[float, Field(ge=0, lt=1), Hint("it is the weight of the past")] = 0.25
+    target: Annotated[Ratio, Hint("1 waits for everybody")] = 0.8
+    cool_down: NonNegativeCount = 5
     adaptive: bool = True
     availability: Availability | None = field(default_factory=Availability)
-
-    def __post_init__(self) -> None:
-        if not 0.0 <= self.alpha < 1.0:
-            raise InvalidValueError(f"alpha must be in [0, 1), got {self.alpha}; it is the weight of the past")
-        if not 0.0 < self.target <= 1.0:
-            raise InvalidValueError(f"target must be in (0, 1], got {self.target}; 1 waits for everybody")
-        if self.cool_down < 0:
-            raise InvalidValueError(f"cool_down must be >= 0, got {self.cool_down}")
 
     def sample(self, ctx: ServerContext) -> list[int]:
         """The least available, as many as are wanted and can be had."""
@@ -146,7 +140,7 @@ class LeastAvailable(SamplingPolicy):
         return fresh + [(_unpack(item), ctx.round - item["round"]) for item in ready]
 
     def seconds(self, ctx: ServerContext) -> float | None:
-        """Until the awaited share had answered."""
+        """Seconds until the awaited share had answered."""
         return float(ctx.memory["length"])
 
 
@@ -195,12 +189,7 @@ class StaleMean(WeightedMean):
     mean_only: ClassVar[str] = "StaleMean weighs late updates by how far they are from the mean of the fresh ones"
 
     weighting: Weighting = "uniform"
-    beta: float = 0.35
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0.0 <= self.beta <= 1.0:
-            raise InvalidValueError(f"beta must be in [0, 1], got {self.beta}")
+    beta: Share = 0.35
 
     def add(self, ctx: ServerContext, acc: Accumulator, update: Update, age: int) -> None:
         """Add a fresh update; late ones wait until all fresh ones are there."""

@@ -2,7 +2,7 @@
 
 Xue et al., ICDE 2025 (arXiv 2412.07216), Table II and the comparison of sparse patterns. FLST replaces the bandit by one
 ratio for everybody, RCR by the capability of the client; "fix" and "dyn" draw that capability once or in every round.
-The pattern variants replace the learned pattern. In the paper's comparison of patterns all clients have one ratio, and
+Three variants replace the learned criterion. In the paper's comparison of patterns all clients have one ratio, and
 heuristic patterns are scored with the global model while the learned one is scored with the personal model; here every
 variant reports both, and `ratio` gives all clients the same.
 """
@@ -12,19 +12,19 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from sparsekit.criteria import Magnitude, Ordered, Random
-from sparsekit.criteria.base import Pattern
+from sparsekit.criteria.base import Criterion
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph.state import StateDict
 from sparsekit_fl.context.client import ClientContext
 from sparsekit_fl.methods.fedlps import fedlps
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.policies.local import LocalPolicy, LocalResult, Sgd
-from sparsekit_fl.policies.mask import UnitPattern
+from sparsekit_fl.policies.mask import UnitCriterion
 from sparsekit_fl.policies.ratio import ByCapability, Constant
 from sparsekit_fl.wire.kept import Mask
 
 __all__ = [
-    "PatternSgd",
+    "ProximalSgd",
     "fedlps_magnitude",
     "fedlps_ordered",
     "fedlps_random",
@@ -70,10 +70,10 @@ def p_ucbv_dyn() -> Method:
 
 
 @dataclass(frozen=True)
-class PatternSgd(LocalPolicy):
-    """SGD on task loss + μ · mean square distance to the round's start, under a pattern that was chosen before.
+class ProximalSgd(LocalPolicy):
+    """SGD on task loss + μ · mean square distance to the round's start, under a mask that was chosen before.
 
-    What is left of FedLPS's client where the pattern is not learned. The first time it reports `initial_accuracy`, as
+    What is left of FedLPS's client where the mask is not learned. The first time it reports `initial_accuracy`, as
     that client does, so that the bandits learn from the same signals.
 
     Args:
@@ -102,10 +102,10 @@ class PatternSgd(LocalPolicy):
         return replace(result, metrics={**result.metrics, **metrics})
 
 
-def _with_pattern(name: str, pattern: Pattern, ratio: float | None) -> Method:
+def _with_criterion(name: str, criterion: Criterion, ratio: float | None) -> Method:
     whole = fedlps()
     chosen = whole.ratio if ratio is None else Constant(ratio)
-    return replace(whole, name=name, ratio=chosen, mask=UnitPattern(pattern), local=PatternSgd())
+    return replace(whole, name=name, ratio=chosen, mask=UnitCriterion(criterion), local=ProximalSgd())
 
 
 def fedlps_random(ratio: float | None = None) -> Method:
@@ -114,7 +114,7 @@ def fedlps_random(ratio: float | None = None) -> Method:
     Args:
         ratio: The same for all clients; None leaves it to the bandits, as in FedLPS.
     """
-    return _with_pattern("fedlps-random", Random(), ratio)
+    return _with_criterion("fedlps-random", Random(), ratio)
 
 
 def fedlps_ordered(ratio: float | None = None) -> Method:
@@ -123,7 +123,7 @@ def fedlps_ordered(ratio: float | None = None) -> Method:
     Args:
         ratio: The same for all clients; None leaves it to the bandits, as in FedLPS.
     """
-    return _with_pattern("fedlps-ordered", Ordered(), ratio)
+    return _with_criterion("fedlps-ordered", Ordered(), ratio)
 
 
 def fedlps_magnitude(ratio: float | None = None) -> Method:
@@ -132,4 +132,4 @@ def fedlps_magnitude(ratio: float | None = None) -> Method:
     Args:
         ratio: The same for all clients; None leaves it to the bandits, as in FedLPS.
     """
-    return _with_pattern("fedlps-magnitude", Magnitude(), ratio)
+    return _with_criterion("fedlps-magnitude", Magnitude(), ratio)

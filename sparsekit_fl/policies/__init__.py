@@ -4,7 +4,7 @@ from sparsekit_fl.policies.aggregate import AggregatePolicy, CoverageMean, Delta
 from sparsekit_fl.policies.bandit import BanditRatio
 from sparsekit_fl.policies.learnable import LearnableSgd
 from sparsekit_fl.policies.local import LocalPolicy, LocalResult, Sgd
-from sparsekit_fl.policies.mask import Dense, MaskPolicy, ServerPattern, UnitPattern
+from sparsekit_fl.policies.mask import Dense, MaskPolicy, RoundView, ServerCriterion, UnitCriterion
 from sparsekit_fl.policies.personal import GlobalModel, LocalModel, PersonalModel, PersonalPolicy
 from sparsekit_fl.policies.pruning import GatedPruning, RememberedMask, UnderOwnMask
 from sparsekit_fl.policies.ratio import ByCapability, Constant, Full, RatioPolicy
@@ -37,13 +37,14 @@ __all__ = [
     "RatioPolicy",
     "RecalibratedBatchNorm",
     "RememberedMask",
+    "RoundView",
     "SamplingPolicy",
-    "ServerPattern",
+    "ServerCriterion",
     "Sgd",
     "SharePolicy",
     "SubmodelSgd",
     "UnderOwnMask",
     "Uniform",
-    "UnitPattern",
+    "UnitCriterion",
     "WeightedMean",
 ]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from dataclasses import dataclass
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -12,46 +12,22 @@ from sparsekit.errors import InvalidValueError
 from sparsekit.graph.state import StateDict
 from sparsekit_fl.context.server import ServerContext
 from sparsekit_fl.errors import UpdateError
-from sparsekit_fl.policies.robust import Rule
+from sparsekit_fl.policies.base import Policy
+from sparsekit_fl.policies.rule import Accumulator
 from sparsekit_fl.wire.kept import Kept
 from sparsekit_fl.wire.messages import Assignment, Update
 
-__all__ = ["Accumulator", "AggregatePolicy", "CoverageMean", "DeltaMean", "WeightedMean", "Weighting"]
+__all__ = ["AggregatePolicy", "CoverageMean", "DeltaMean", "WeightedMean", "Weighting"]
 
 Weighting = Literal["examples", "uniform"]
 
 
-@dataclass
-class Accumulator:
-    """Sums over the updates of a round.
+class AggregatePolicy(Policy):
+    """How the server combines updates.
 
-    Args:
-        sums: State-dict key → Σ weight · delta, float64, dense.
-        weights: State-dict key → Σ weight of the updates that hold each entry, float64, dense; only keys that some
-            update holds in part.
-        weight: Σ weight of all updates.
-        unit: The first weight; all are divided by it, so that equal weights are exactly 1 under any rule.
-        covered: State-dict key → Σ weight of the updates that hold it whole.
-        count: How many updates.
-        extra: For subclasses.
-        rule: Combines the changes in place of the sums; None: the mean.
-        asked: Keys whose change was asked for.
+    The default is the mean of the changes, weighted by the number of examples, where an entry that a client did not train
+    counts as unchanged.
     """
-
-    sums: dict[str, Tensor]
-    weights: dict[str, Tensor] = field(default_factory=dict)
-    weight: float = 0.0
-    unit: float = 0.0
-    covered: dict[str, float] = field(default_factory=dict)
-    count: int = 0
-    extra: dict[str, Any] = field(default_factory=dict)
-    rule: Rule | None = None
-    asked: set[str] = field(default_factory=set)
-
-
-class AggregatePolicy:
-    """How. The default is the mean of the changes, weighted by the number of examples, where an entry that a client did
-    not train counts as unchanged."""
 
     weighting: Weighting = "examples"
     by_coverage = False
@@ -60,11 +36,8 @@ class AggregatePolicy:
     mean_only: ClassVar[str] = ""
     """Why the changes cannot be combined by another rule than the mean; empty where they can."""
 
-    def validate(self, ctx: ServerContext, update: Update, assignment: Assignment) -> None:
-        """Raise UpdateError where this policy cannot use an update; called before anything is changed."""
-
     def broadcast(self, ctx: ServerContext, client_id: int) -> StateDict:
-        """Further tensors to send down with an assignment."""
+        """Return further tensors to send with an assignment."""
         return {}
 
     def weight(self, update: Update, age: int) -> float:
@@ -75,7 +48,7 @@ class AggregatePolicy:
         """Which entries of `name`, inside the update's mask, the client trained, where that is not all of them.
 
         Args:
-            ctx: The server's.
+            ctx: The context of the server.
             name: State-dict key.
             update: The update.
 
@@ -131,7 +104,7 @@ class AggregatePolicy:
         return result
 
     def change(self, name: str, acc: Accumulator) -> Tensor | None:
-        """By how much an entry of the state moves; None: not at all."""
+        """Return the change of an entry of the state; None: it stays."""
         acc.asked.add(name)
         if acc.rule is None:
             return self._mean(name, acc)
@@ -149,11 +122,6 @@ class AggregatePolicy:
         return torch.where(held > 0, acc.sums[name] / held.clamp(min=torch.finfo(torch.float64).tiny), 0.0)
 
 
-def _check(weighting: str) -> None:
-    if weighting not in ("examples", "uniform"):
-        raise InvalidValueError(f"weighting must be 'examples' or 'uniform', got {weighting!r}")
-
-
 @dataclass(frozen=True)
 class WeightedMean(AggregatePolicy):
     """Mean of the clients' models, for methods whose clients upload whole entries.
@@ -165,9 +133,6 @@ class WeightedMean(AggregatePolicy):
     """
 
     weighting: Weighting = "examples"
-
-    def __post_init__(self) -> None:
-        _check(self.weighting)
 
     def validate(self, ctx: ServerContext, update: Update, assignment: Assignment) -> None:
         """Raise UpdateError where the update holds only a part of some entry."""
@@ -203,9 +168,6 @@ class DeltaMean(AggregatePolicy):
 
     weighting: Weighting = "examples"
 
-    def __post_init__(self) -> None:
-        _check(self.weighting)
-
 
 @dataclass(frozen=True)
 class CoverageMean(AggregatePolicy):
@@ -219,6 +181,3 @@ class CoverageMean(AggregatePolicy):
 
     weighting: Weighting = "uniform"
     by_coverage = True
-
-    def __post_init__(self) -> None:
-        _check(self.weighting)

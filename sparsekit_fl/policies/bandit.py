@@ -5,17 +5,17 @@ from __future__ import annotations
 import inspect
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 
 from sparsekit.bandit import Bandit, Interval, Pull, make_bandit, registry
-from sparsekit.criteria.base import check_ratio
-from sparsekit.errors import InvalidValueError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit_fl.context.client import ClientContext
 from sparsekit_fl.context.memory import Memory
 from sparsekit_fl.context.server import ServerContext
+from sparsekit_fl.options.checked import Fraction, Hint
+from sparsekit_fl.policies.base import require_accuracy
 from sparsekit_fl.policies.ratio import RatioPolicy
 from sparsekit_fl.problem.problem import Problem
 from sparsekit_fl.wire.messages import Assignment, Update, require_metrics
@@ -36,16 +36,16 @@ class BanditRatio(RatioPolicy):
     """A bandit per client in the server's memory, P-UCBV unless said; the client executes min(capability, proposal).
 
     The reward of a participation is (U(a) − U(a⁻)) / T: training accuracy a, that of the participation before a⁻ (at
-    first: of the global state of round 0), and the simulated seconds T of computing and sending. A bandit that knows of
-    costs is told the gain and the seconds apart.
+    first: of the global state of round 0), and the simulated seconds T of computing and sending. A bandit whose `tell` takes
+    a cost gets the gain and the seconds separately.
 
     Args:
         bandit: Its name in `sparsekit.bandit.registry`, or `package.module:object`.
         low: Least ratio, the lower end of the arms.
         arms: Initial arms of P-UCBV, I₀; the other bandits keep their own.
         exploration: ρ of P-UCBV, likewise.
-        discount: For a bandit that has such a setting, what each participation leaves of what earlier ones have taught;
-            None: its own. Gains shrink as a model learns, so what a ratio earned in early rounds it will not earn again.
+        discount: Factor on older rewards at each participation, for a bandit that has such a setting; None: its own. Gains
+            shrink as a model learns, so the rewards of early rounds are too high for later ones.
         threshold: Δ: when accuracy changed by less than this, ratios below the executed one are dropped for good.
         bounded: True: only arms below the client's capability are drawn from; False: any arm is, and what it draws is
             cut to the capability.
@@ -58,7 +58,7 @@ class BanditRatio(RatioPolicy):
     learns_apart: ClassVar[bool] = True  # a bandit for each client
 
     bandit: str = "p-ucbv"
-    low: float = 1 / 16
+    low: Annotated[Fraction, Hint("the arms cover [low, 1]")] = 1 / 16
     arms: int = 5
     exploration: float = 0.5
     threshold: float = -0.05
@@ -67,24 +67,16 @@ class BanditRatio(RatioPolicy):
     discount: float | None = None
 
     def __post_init__(self) -> None:
-        if self.credit not in ("executed", "drawn"):
-            raise InvalidValueError(f"credit must be 'executed' or 'drawn', got {self.credit!r}")
+        super().__post_init__()
         if ":" not in self.bandit:
             registry[self.bandit]  # an unknown name raises, with those that are known
-        check_ratio(self.low)
-        if self.low >= 1.0:
-            raise InvalidValueError(f"low must be below 1, got {self.low}; the arms cover [low, 1]")
         if self.discount is not None:
             # A bandit that has none, or refuses this one, says so before the run.
             make_bandit(self.bandit, Interval(self.low, 1.0), rng=np.random.default_rng(0), discount=self.discount)
 
     def check(self, problem: Problem, graph: UnitGraph) -> None:
         """Raise InvalidValueError where there is no accuracy to learn from."""
-        if "accuracy" not in problem.metrics:
-            raise InvalidValueError(
-                f"BanditRatio learns from training accuracy, and the problem has the metrics {sorted(problem.metrics)};"
-                " give it one named 'accuracy', or choose another ratio policy"
-            )
+        require_accuracy(problem, f"{type(self).__name__} learns from training accuracy")
 
     def _bandit(self, ctx: ServerContext, memory: Memory, *, seed: int) -> Bandit:
         own: dict[str, Any] = {"arms": self.arms, "exploration": self.exploration} if self.bandit == "p-ucbv" else {}
@@ -102,7 +94,7 @@ class BanditRatio(RatioPolicy):
         return bandit
 
     def propose(self, ctx: ServerContext, client_id: int) -> float | None:
-        """The draw for this client, never above its capability. A draw that was never answered is proposed again."""
+        """The draw for this client, never above its capability. A draw without an answer is proposed again."""
         memory = ctx.memory.setdefault(str(client_id), {})
         seed = int(ctx.rng.integers(2**63 - 1))
         capability = ctx.roster[client_id].capability.ratio

@@ -21,6 +21,7 @@ from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.layers import Layer, prefix_entries
 from sparsekit.measure.cost import trace_cost
 from sparsekit.tracing.layer_order import trace_layers
+from sparsekit_fl.costs.rowmask import part_flops
 
 __all__ = ["ExitHead", "ExitsFactory", "WithExits", "place_exits"]
 
@@ -78,7 +79,7 @@ class WithExits(nn.Module):
 
     @property
     def depth(self) -> int:
-        """How many outputs there are: the exits, and the model's own."""
+        """Number of outputs: the exits, and the model's own."""
         return len(self._places) + 1
 
     def outputs(self, *inputs: Any, depth: int | None = None) -> list[Tensor]:
@@ -218,7 +219,7 @@ def place_exits(model: nn.Module, inputs: tuple[Any, ...], *, exits: int = 5) ->
             f" {tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__}"
         )
     costs = trace_cost(model, *inputs, graph=UnitGraph({}, {name: tensor.shape for name, tensor in model.state_dict().items()}))
-    work = [costs.part_flops(prefix_entries(layers, place)) for place in range(len(layers))]
+    work = [part_flops(costs, prefix_entries(layers, place)) for place in range(len(layers))]
     shares = [flops / max(1, costs.forward_flops(None)) for flops in work]
     parameters = dict(model.named_parameters())
     features = (point for point in points if point.place > 0 and point.resolution is not None and work[point.place] > 0)

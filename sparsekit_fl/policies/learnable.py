@@ -4,28 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor
 
-from sparsekit.criteria import PatternView, TopImportance, select
+from sparsekit.allocation.choose import select
+from sparsekit.criteria.base import View
+from sparsekit.criteria.learned import Learned
 from sparsekit.criteria.magnitudes import unit_magnitudes
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.mask import UnitMask
 from sparsekit.graph.state import StateDict
-from sparsekit.training.narrow_model import HasState, NarrowModel
+from sparsekit.surgery.optimizer_state import HasState
+from sparsekit.training.narrow_model import NarrowModel
 from sparsekit.training.regularizer import ImportanceRegularizer
 from sparsekit.training.unit_vectors import UnitVectors
-from sparsekit_fl.context.client import ClientContext, Work
+from sparsekit_fl.context.client import ClientContext
+from sparsekit_fl.options.checked import Hint, NonNegative, NonNegativeCount
 from sparsekit_fl.options.config import TrainingConfig
-from sparsekit_fl.policies.local import LocalPolicy, LocalResult
+from sparsekit_fl.policies.local import LocalPolicy, LocalResult, sgd_step
 from sparsekit_fl.policies.mask import require_units
 from sparsekit_fl.problem.problem import Problem
 from sparsekit_fl.training.gate_probe import GateProbe
 from sparsekit_fl.training.importance import ImportanceLearner
-from sparsekit_fl.training.loop import Batch, SgdStep
+from sparsekit_fl.training.loop import Batch
 from sparsekit_fl.wire.kept import Mask
 
 __all__ = ["LearnableSgd", "LearnableStep"]
@@ -51,55 +55,43 @@ class _Anchors:
 class LearnableSgd(LocalPolicy):
     """SGD on weights and importance: task loss + μ · distance to the round's start + the importance term.
 
-    The importance of a client's units lives in its memory from round to round and starts at its target. The pattern is
-    looked at after every step. Entries that were trained and then dropped within the round are not uploaded.
+    The importance of a client's units is kept in its memory from round to round and starts at its target. The mask
+    follows it after every step. Entries that were trained and then dropped within the round are not uploaded.
 
     Args:
         importance_lr: Learning rate of the importance; None takes that of the weights.
         term: The importance regulariser, λ‖Q − σ(|θ|_J)‖².
         proximal: μ, strength of ‖θ − ω‖².
         proximal_reduction: "mean" over the entries of the whole model, or their "sum".
-        explore_every: Every so many steps the gate gradients of dropped units are measured by one pass of the dense
-            model, which is counted as work, and stand for all the steps between; 0 leaves dropped units to the term.
+        explore_every: Every N steps one pass of the dense model measures the gate gradients of dropped units, which then
+            stand for all N steps; the pass is counted as work. 0 leaves dropped units to the term.
         noise: Upper end of the uniform noise that the initial importance gets, so that equal targets do not tie.
 
     Source: Xue et al., ICDE 2025 (arXiv 2412.07216), learnable sparse training, Algorithm 1, lines 13 to 23.
     """
 
-    importance_lr: float | None = None
+    importance_lr: NonNegative | None = None
     term: ImportanceRegularizer = field(default_factory=ImportanceRegularizer)
-    proximal: float = 1.0
+    proximal: Annotated[NonNegative, Hint("0 switches it off")] = 1.0
     proximal_reduction: Literal["mean", "sum"] = "mean"
-    explore_every: int = 0
-    noise: float = 0.0
-
-    def __post_init__(self) -> None:
-        if self.importance_lr is not None and not 0.0 <= self.importance_lr < float("inf"):
-            raise InvalidValueError(f"importance_lr must be a finite number >= 0, got {self.importance_lr}")
-        if not 0.0 <= self.proximal < float("inf"):
-            raise InvalidValueError(f"proximal must be a finite number >= 0, got {self.proximal}; 0 switches it off")
-        if self.proximal_reduction not in ("mean", "sum"):
-            raise InvalidValueError(f"proximal_reduction must be 'mean' or 'sum', got {self.proximal_reduction!r}")
-        if self.explore_every < 0:
-            raise InvalidValueError(f"explore_every must be >= 0, got {self.explore_every}; 0 never explores")
-        if not 0.0 <= self.noise < float("inf"):
-            raise InvalidValueError(f"noise must be a finite number >= 0, got {self.noise}")
+    explore_every: Annotated[NonNegativeCount, Hint("0 never explores")] = 0
+    noise: NonNegative = 0.0
 
     def check(self, problem: Problem, graph: UnitGraph) -> None:
         """Raise NoUnitsError where the model has no units to learn."""
         require_units(graph, type(self).__name__)
 
     def train(self, ctx: ClientContext, start: StateDict, mask: Mask | None, ratio: float) -> LocalResult:
-        """Train under the learned pattern at `ratio`.
+        """Train under the learned mask at `ratio`.
 
         Args:
             ctx: The client's; its memory holds "importance", float (J,).
             start: The dense state to start from.
-            mask: Must be None: the pattern is learned here.
+            mask: Must be None: the mask is learned here.
             ratio: Share of units kept in each group.
 
         Returns:
-            The narrow state under the final pattern. The first time, the metric `initial_accuracy` is that of the
+            The narrow state under the final mask. The first time, the metric `initial_accuracy` is that of the
             global state of round 0 on the client's training data, a⁻¹ in the paper.
 
         Raises:
@@ -111,8 +103,8 @@ class LearnableSgd(LocalPolicy):
         metrics = self._first_scores(ctx, narrow_model)
         importance = self._initial(ctx, narrow_model, start)
         sizes = [group.size for group in ctx.graph.groups.values()]
-        view = PatternView(round=ctx.round, importance=dict(zip(ctx.graph.groups, torch.split(importance, sizes), strict=True)))
-        narrow_model.load(start, select(TopImportance(), ctx.graph, ratio, view))
+        view = View(importance=dict(zip(ctx.graph.groups, torch.split(importance, sizes), strict=True)))
+        narrow_model.load(start, select(Learned(), ctx.graph, ratio, view))
         fused = UnitVectors(narrow_model)
         learner = ImportanceLearner(fused, importance, lr=self._importance_lr(ctx), term=self.term)
         pull = 2.0 * self.proximal / self._scale(start, narrow_model)
@@ -128,19 +120,8 @@ class LearnableSgd(LocalPolicy):
         log = ctx.fit(narrow_model.module, ctx.batches(), step)
         ctx.memory["importance"] = learner.importance.cpu()
         final = UnitMask(dict(narrow_model.mask))
-        explored = Work(
-            3 * step.explored_examples * ctx.costs.forward_flops(None),
-            3 * step.explored_examples * ctx.costs.rowmask_flops(None),
-        )
-        return LocalResult(
-            state=narrow_model.narrow_state(),
-            mask=final,
-            log=log,
-            narrow=True,
-            metrics=metrics,
-            work=ctx.work(final, log) + explored,
-            module=narrow_model.module,
-        )
+        work = ctx.work(final, log) + ctx.work_on(step.explored_examples)
+        return LocalResult.of(ctx, final, log, metrics=metrics, work=work)
 
     def _first_scores(self, ctx: ClientContext, narrow_model: NarrowModel) -> Mapping[str, float]:
         if "importance" in ctx.memory:
@@ -172,7 +153,7 @@ class LearnableSgd(LocalPolicy):
 
 
 class LearnableStep:
-    """One step of weights and importance, and a look at the pattern.
+    """One step of weights and importance, after which the mask follows the importance.
 
     Args:
         narrow_model: The narrow model, loaded.
@@ -197,13 +178,7 @@ class LearnableStep:
     ) -> None:
         self._module, self._loss = narrow_model.module, loss
         self._learner = learner
-        self._sgd = SgdStep(
-            narrow_model.parameters(),
-            lr=training.lr,
-            momentum=training.momentum,
-            weight_decay=training.weight_decay,
-            clip=training.clip,
-        )
+        self._sgd = sgd_step(training, narrow_model.named_parameters())
         self._pull = pull
         self._lr = training.lr
         # Without momentum, clipping and weight decay the proximal step is one interpolation in place.

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
 
-from sparsekit.errors import InvalidValueError
-from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.mask import UnitMask, WeightMask
 from sparsekit.graph.state import StateDict
 from sparsekit_fl.context.client import ClientContext, Work
+from sparsekit_fl.options.checked import Hint, NonNegative
 from sparsekit_fl.options.config import TrainingConfig
+from sparsekit_fl.policies.base import Policy
 from sparsekit_fl.problem.problem import Problem
 from sparsekit_fl.training.loop import Batch, Batches, SgdStep, TrainingLog
 from sparsekit_fl.wire.kept import Mask, mask_state
@@ -26,6 +26,7 @@ __all__ = [
     "LocalResult",
     "Sgd",
     "freeze_dropped",
+    "gradients_of",
     "load_leaves",
     "pull_towards",
     "sgd",
@@ -59,12 +60,23 @@ class LocalResult:
     module: nn.Module | None = None
     ratio: float | None = None
 
+    @staticmethod
+    def of(ctx: ClientContext, mask: Mask | None, log: TrainingLog, **others: Any) -> LocalResult:
+        """The result that the client's narrow model holds.
 
-class LocalPolicy:
-    """How. A policy owns the step: it may take two batches, train a second model, or change its mask as it goes."""
+        Args:
+            ctx: The client's.
+            mask: What was trained; the state is narrow where it is a unit mask.
+            log: Of the training.
+            **others: The other fields.
+        """
+        model = ctx.narrow_model
+        narrow = isinstance(mask, UnitMask)
+        return LocalResult(state=model.narrow_state(), mask=mask, log=log, narrow=narrow, module=model.module, **others)
 
-    def check(self, problem: Problem, graph: UnitGraph) -> None:
-        """Raise, before the run starts, where the policy cannot work with this problem. The default accepts all."""
+
+class LocalPolicy(Policy):
+    """How a client trains. A policy owns the step: it may take two batches, train a second model or change its mask."""
 
     def prepare(self, problem: Problem) -> Problem:
         """Change the problem before the run, for methods that need another architecture. The default changes nothing."""
@@ -86,7 +98,7 @@ Adjust = Callable[[list[Tensor], list[int]], list[Tensor]]
 """Changes the gradients of a step: (gradients, places of their leaves) → gradients; see `SgdStep`."""
 
 Leaves = Mapping[str, nn.Parameter]
-"""State-dict key → leaf of the narrow_model's narrow module, in the order of the state."""
+"""State-dict key → leaf of the narrow model, in the order of the state."""
 
 
 def pull_towards(
@@ -132,7 +144,7 @@ def freeze_dropped(leaves: Leaves, mask: WeightMask) -> Adjust:
 
 
 def load_leaves(ctx: ClientContext, start: StateDict, mask: Mask | None) -> dict[str, nn.Parameter]:
-    """Put a start into the narrow_model; units outside a unit mask are not there, entries outside a weight mask are zero.
+    """Load a state into the narrow model: units outside a unit mask are cut away, entries outside a weight mask are zero.
 
     Args:
         ctx: The client's.
@@ -149,6 +161,12 @@ def load_leaves(ctx: ClientContext, start: StateDict, mask: Mask | None) -> dict
     return {name: leaf for name, leaf in ctx.narrow_model.named_parameters().items() if leaf.requires_grad}
 
 
+def gradients_of(loss: Tensor, leaves: Sequence[Tensor]) -> list[Tensor]:
+    """Return the gradient of a loss for each leaf, zeros where the loss does not depend on the leaf."""
+    found = torch.autograd.grad(loss, leaves, allow_unused=True)
+    return [torch.zeros_like(leaf) if gradient is None else gradient for leaf, gradient in zip(leaves, found, strict=True)]
+
+
 def sgd_step(training: TrainingConfig, leaves: Leaves) -> SgdStep:
     """The optimiser that the options of training ask for, over some leaves."""
     return SgdStep(
@@ -161,11 +179,11 @@ def sgd_step(training: TrainingConfig, leaves: Leaves) -> SgdStep:
 
 
 def sgd(ctx: ClientContext, leaves: Leaves, batches: Batches, adjusts: Sequence[Adjust] = ()) -> TrainingLog:
-    """Train leaves of the narrow_model's module.
+    """Train leaves of the narrow model.
 
     Args:
         ctx: The client's.
-        leaves: What trains; the others stand still if they need no gradient.
+        leaves: What trains; leaves that are not given stay as they are.
         batches: The epochs.
         adjusts: Changes of the gradients, one after the other, before clipping.
     """
@@ -197,14 +215,10 @@ class Sgd(LocalPolicy):
     Source: McMahan et al., AISTATS 2017; the proximal term is FedProx (Li et al., MLSys 2020).
     """
 
-    proximal: float = 0.0
-
-    def __post_init__(self) -> None:
-        if not 0.0 <= self.proximal < float("inf"):
-            raise InvalidValueError(f"proximal must be >= 0, got {self.proximal!r}; 0 is plain SGD")
+    proximal: Annotated[NonNegative, Hint("0 is plain SGD")] = 0.0
 
     def adjusts(self, ctx: ClientContext, leaves: Leaves, mask: Mask | None) -> list[Adjust]:
-        """Changes of every step's gradients; a method that adds a term to the loss adds its gradient here.
+        """Return the changes to the gradients of each step: a method that adds a term to the loss adds its gradient here.
 
         Args:
             ctx: The client's.
@@ -220,8 +234,7 @@ class Sgd(LocalPolicy):
         return found
 
     def train(self, ctx: ClientContext, start: StateDict, mask: Mask | None, ratio: float) -> LocalResult:
-        """Train the narrow_model's module; units outside a unit mask are not there, entries outside a weight mask are zero."""
+        """Train the narrow model: units outside a unit mask are cut away, entries outside a weight mask are zero."""
         leaves = load_leaves(ctx, start, mask)
         log = sgd(ctx, leaves, ctx.batches(), self.adjusts(ctx, leaves, mask))
-        state = ctx.narrow_model.narrow_state()
-        return LocalResult(state=state, mask=mask, log=log, narrow=isinstance(mask, UnitMask), module=ctx.narrow_model.module)
+        return LocalResult.of(ctx, mask, log)

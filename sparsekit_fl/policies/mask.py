@@ -4,30 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from sparsekit.criteria.base import Pattern, PatternView, select
+from sparsekit.allocation.choose import select
+from sparsekit.criteria.base import Criterion, View
 from sparsekit.errors import NoUnitsError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.state import StateDict
 from sparsekit.rng import torch_generator
 from sparsekit_fl.context.client import ClientContext
 from sparsekit_fl.context.server import ServerContext
+from sparsekit_fl.policies.base import Policy
+from sparsekit_fl.policies.local import LocalResult
 from sparsekit_fl.problem.problem import Problem
 from sparsekit_fl.wire.kept import Mask
-from sparsekit_fl.wire.messages import Assignment, Update
+from sparsekit_fl.wire.messages import Update
 
-if TYPE_CHECKING:
-    from sparsekit_fl.policies.local import LocalResult
-
-__all__ = ["Dense", "MaskPolicy", "ServerPattern", "UnitPattern", "require_units"]
+__all__ = ["Dense", "MaskPolicy", "RoundView", "ServerCriterion", "UnitCriterion", "require_units"]
 
 
-class MaskPolicy:
+@dataclass(frozen=True, kw_only=True)
+class RoundView(View):
+    """What a criterion may look at in a federated run.
+
+    Args:
+        round: The server round, counted from 1; 0 is before training.
+    """
+
+    round: int
+
+
+class MaskPolicy(Policy):
     """Which. The default keeps everything."""
-
-    def check(self, problem: Problem, graph: UnitGraph) -> None:
-        """Raise, before the run starts, where the policy cannot work with this problem. The default accepts all."""
 
     def propose(self, ctx: ServerContext, client_id: int, proposal: float | None) -> Mask | None:
         """A mask that the server chooses: only what it keeps is sent down. Unless `choose` says otherwise, the client trains
@@ -59,9 +66,6 @@ class MaskPolicy:
     def keep(self, ctx: ClientContext, result: LocalResult) -> None:
         """After training, on the client: put into `ctx.memory` what the next `choose` will need."""
 
-    def validate(self, ctx: ServerContext, update: Update, assignment: Assignment) -> None:
-        """Raise UpdateError where this policy cannot learn from an update; called before anything is changed."""
-
     def observe(self, ctx: ServerContext, updates: Sequence[Update]) -> None:
         """Learn from the round's valid updates, before the next round's masks."""
 
@@ -72,43 +76,43 @@ class Dense(MaskPolicy):
 
 
 @dataclass(frozen=True)
-class UnitPattern(MaskPolicy):
-    """A pattern of `sparsekit.criteria` at the client's ratio, fresh each round.
+class UnitCriterion(MaskPolicy):
+    """The units that a criterion ranks first at the client's ratio, chosen anew in each round.
 
     Args:
-        pattern: The rule.
+        criterion: What a unit is worth; it sees the round, the weights that the client starts from and the client's generator.
     """
 
-    pattern: Pattern
+    criterion: Criterion
 
     def check(self, problem: Problem, graph: UnitGraph) -> None:
         """Raise NoUnitsError where the model has no units to choose from."""
-        require_units(graph, type(self.pattern).__name__)
+        require_units(graph, type(self.criterion).__name__)
 
     def choose(self, ctx: ClientContext, ratio: float, state: StateDict) -> Mask | None:
-        """The pattern's mask for this client."""
-        view = PatternView(round=ctx.round, weights=state, generator=torch_generator(ctx.rng))
-        return select(self.pattern, ctx.graph, ratio, view)
+        """The criterion's mask for this client."""
+        view = RoundView(round=ctx.round, weights=state, generator=torch_generator(ctx.rng))
+        return select(self.criterion, ctx.graph, ratio, view)
 
 
 @dataclass(frozen=True)
-class ServerPattern(MaskPolicy):
-    """A pattern of `sparsekit.criteria` that the server applies to the global model: it sends the submodel alone.
+class ServerCriterion(MaskPolicy):
+    """The server chooses units of the global model by a criterion and sends the submodel alone.
 
     Args:
-        pattern: The rule; it sees the round, the global weights and the server's generator.
+        criterion: What a unit is worth; it sees the round, the global weights and the server's generator.
     """
 
-    pattern: Pattern
+    criterion: Criterion
 
     def check(self, problem: Problem, graph: UnitGraph) -> None:
         """Raise NoUnitsError where the model has no units to choose from."""
-        require_units(graph, type(self.pattern).__name__)
+        require_units(graph, type(self.criterion).__name__)
 
     def propose(self, ctx: ServerContext, client_id: int, proposal: float | None) -> Mask | None:
-        """The pattern's mask for this client at the proposed ratio; the whole model where none is proposed."""
-        view = PatternView(round=ctx.round, weights=ctx.state, generator=torch_generator(ctx.rng))
-        return select(self.pattern, ctx.graph, 1.0 if proposal is None else proposal, view)
+        """The criterion's mask for this client at the proposed ratio; the whole model where none is proposed."""
+        view = RoundView(round=ctx.round, weights=ctx.state, generator=torch_generator(ctx.rng))
+        return select(self.criterion, ctx.graph, 1.0 if proposal is None else proposal, view)
 
 
 def require_units(graph: UnitGraph, who: str) -> None:
@@ -116,5 +120,5 @@ def require_units(graph: UnitGraph, who: str) -> None:
     if not graph.groups:
         raise NoUnitsError(
             f"the model has no units, so {who} has nothing to choose from;"
-            " see what was frozen with `sparsekit units`, or run a method that trains the whole model"
+            " see what stays fixed with `sparsekit units`, or run a method that trains the whole model"
         )

@@ -12,6 +12,7 @@ from sparsekit.errors import InvalidValueError
 from sparsekit.graph.mask import UnitMask
 from sparsekit.graph.state import StateDict
 from sparsekit_fl.context.client import ClientContext
+from sparsekit_fl.policies.base import Policy
 from sparsekit_fl.policies.local import LocalResult
 from sparsekit_fl.wire.kept import Mask
 from sparsekit_fl.wire.messages import Scores, pack_mask, unpack_mask
@@ -36,11 +37,11 @@ class PersonalModel:
     ratio: float | None = None
 
 
-class PersonalPolicy:
-    """What is deployed. The default is the global model, with the client's own entries where some are not shared."""
+class PersonalPolicy(Policy):
+    """Which model a client deploys. The default is the global model, with the client's own entries where some are private."""
 
     def keep(self, ctx: ClientContext, result: LocalResult, ratio: float) -> None:
-        """After training: put into `ctx.memory` what `model` will need.
+        """Save what `model` needs in `ctx.memory`, after training.
 
         Args:
             ctx: The client's.
@@ -96,10 +97,6 @@ class LocalModel(PersonalPolicy):
     """
 
     select: Literal["last", "best"] = "last"
-
-    def __post_init__(self) -> None:
-        if self.select not in ("last", "best"):
-            raise InvalidValueError(f"select must be 'last' or 'best', got {self.select!r}")
 
     def keep(self, ctx: ClientContext, result: LocalResult, ratio: float) -> None:
         """Keep the result, unless an earlier one was better."""

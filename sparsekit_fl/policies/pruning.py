@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from sparsekit.errors import InvalidValueError, SparsekitError
 from sparsekit.graph.graph import UnitGraph
@@ -15,6 +15,8 @@ from sparsekit_fl.context.client import ClientContext
 from sparsekit_fl.context.memory import Memory
 from sparsekit_fl.context.server import ServerContext
 from sparsekit_fl.errors import UpdateError
+from sparsekit_fl.options.checked import Fraction, Hint, Share
+from sparsekit_fl.policies.base import require_accuracy
 from sparsekit_fl.policies.local import LocalResult
 from sparsekit_fl.policies.mask import MaskPolicy
 from sparsekit_fl.policies.personal import PersonalModel
@@ -28,13 +30,13 @@ __all__ = ["GatedPruning", "RememberedMask", "UnderOwnMask", "prunable_weights",
 
 
 def remember_mask(memory: Memory, mask: Mask | None) -> None:
-    """Put a mask into a memory, as bits."""
+    """Save a mask in a memory, as bits."""
     bits, description = pack_mask(mask)
     memory.update(bits=dict(bits), description=description)
 
 
 def recall_mask(memory: Mapping[str, Any]) -> Mask | None:
-    """The mask that was put into a memory; None where there is none."""
+    """Return the mask that is saved in a memory; None where there is none."""
     return unpack_mask(memory.get("bits", {}), memory.get("description"))
 
 
@@ -42,7 +44,7 @@ def prunable_weights(graph: UnitGraph, who: str) -> tuple[str, ...]:
     """Keys of the weights that may be pruned by entry: all matrices but the output layer's, no bias and no norm.
 
     Raises:
-        InvalidValueError: there are none; `who` wanted them.
+        InvalidValueError: there are none; `who` is named in the message.
     """
     names = layer_weights(graph.layers, graph.shapes)
     if not names:
@@ -55,7 +57,7 @@ def prunable_weights(graph: UnitGraph, who: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class RememberedMask(MaskPolicy):
-    """Each client has a mask of its own, which the server knows from its updates: only what it keeps is sent down."""
+    """A mask per client, taken from its last update; the server sends only the entries that the mask keeps."""
 
     learns_apart: ClassVar[bool] = True  # a mask for each client
 
@@ -87,7 +89,7 @@ class RememberedMask(MaskPolicy):
             remember_mask(ctx.memory.setdefault(str(update.client_id), {}), self.following(update.mask, update.extra))
 
     def following(self, mask: Mask | None, extra: StateDict) -> Mask | None:
-        """The mask of the client's next participation. The default is that of this one.
+        """Return the mask of the client's next participation; by default that of this one.
 
         Args:
             mask: What was trained and uploaded.
@@ -106,24 +108,13 @@ class GatedPruning(RememberedMask):
         step: Share of what is left that one pruning removes.
     """
 
-    threshold: float
-    target: float
-    step: float = 0.1
-
-    def __post_init__(self) -> None:
-        for name in ("target", "step"):
-            if not 0.0 < getattr(self, name) < 1.0:
-                raise InvalidValueError(f"{name} must be in (0, 1), got {getattr(self, name)!r}; it is a share of what is kept")
-        if not 0.0 <= self.threshold <= 1.0:
-            raise InvalidValueError(f"threshold must be a fraction in [0, 1], got {self.threshold!r}; 1 never prunes")
+    threshold: Annotated[Share, Hint("it is an accuracy, and 1 never prunes")] = 0.5
+    target: Annotated[Fraction, Hint("it is a share of what is kept")] = 0.5
+    step: Annotated[Fraction, Hint("it is a share of what is kept")] = 0.1
 
     def check(self, problem: Problem, graph: UnitGraph) -> None:
         """Raise InvalidValueError where there is no accuracy to decide by."""
-        if "accuracy" not in problem.metrics:
-            raise InvalidValueError(
-                f"{type(self).__name__} decides by accuracy, and the problem has the metrics {sorted(problem.metrics)};"
-                " give it one named 'accuracy'"
-            )
+        require_accuracy(problem, f"{type(self).__name__} decides by accuracy")
 
     def prune(self, ctx: ClientContext, state: StateDict, mask: Mask | None, ratio: float) -> Mask:
         """What stays when `ratio` of each layer or group is kept, inside `mask`. To be overridden."""

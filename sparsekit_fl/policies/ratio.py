@@ -5,32 +5,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sparsekit.criteria.base import check_ratio
-from sparsekit.graph.graph import UnitGraph
 from sparsekit_fl.context.client import ClientContext
 from sparsekit_fl.context.server import ServerContext
-from sparsekit_fl.problem.problem import Problem
-from sparsekit_fl.wire.messages import Assignment, Update
+from sparsekit_fl.options.checked import Ratio
+from sparsekit_fl.policies.base import Policy
+from sparsekit_fl.wire.messages import Update
 
 __all__ = ["ByCapability", "Constant", "Full", "RatioPolicy"]
 
 
-class RatioPolicy:
-    """How large. The default trains the whole model."""
-
-    def check(self, problem: Problem, graph: UnitGraph) -> None:
-        """Raise, before the run starts, where the policy cannot work with this problem. The default accepts all."""
+class RatioPolicy(Policy):
+    """How large a share of its units a client trains. The default is the whole model."""
 
     def propose(self, ctx: ServerContext, client_id: int) -> float | None:
-        """What the server proposes, in (0, 1]; None proposes nothing."""
+        """Return the proposal of the server, in (0, 1]; None for no proposal."""
         return None
 
     def choose(self, ctx: ClientContext, proposal: float | None) -> float:
         """The executed ratio, in (0, 1]; it is reported with the update."""
         return 1.0
-
-    def validate(self, ctx: ServerContext, update: Update, assignment: Assignment) -> None:
-        """Raise UpdateError where this policy cannot learn from an update; called before anything is changed."""
 
     def observe(self, ctx: ServerContext, update: Update) -> None:
         """Learn from a valid update: credit goes to the executed ratio, `update.ratio`."""
@@ -54,10 +47,7 @@ class Constant(RatioPolicy):
         ratio: Share of units kept, in (0, 1].
     """
 
-    ratio: float = 0.5
-
-    def __post_init__(self) -> None:
-        check_ratio(self.ratio)
+    ratio: Ratio = 0.5
 
     def propose(self, ctx: ServerContext, client_id: int) -> float | None:
         """The constant."""
@@ -76,7 +66,7 @@ class ByCapability(RatioPolicy):
     """
 
     def propose(self, ctx: ServerContext, client_id: int) -> float | None:
-        """The client's capability, which the server knows too."""
+        """Return the client's capability in this round."""
         return ctx.roster[client_id].capability.ratio
 
     def choose(self, ctx: ClientContext, proposal: float | None) -> float:

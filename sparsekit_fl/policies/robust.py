@@ -1,14 +1,10 @@
-"""Rules by which the updates of a round are combined otherwise than by a mean, for cohorts in which some clients lie.
-
-A rule takes the place of the sums in `AggregatePolicy`; what a method does around them, such as pruning the new model, stays.
-"""
+"""Byzantine-robust rules: combine the updates of a round by something other than the mean, where some clients are faulty."""
 
 from __future__ import annotations
 
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -16,15 +12,13 @@ from torch import Tensor
 
 from sparsekit.graph.state import StateDict
 from sparsekit_fl.options.config import RunConfig
+from sparsekit_fl.policies.rule import Accumulator, Rule
 from sparsekit_fl.wire.kept import Kept
 from sparsekit_fl.wire.messages import Update
 
-if TYPE_CHECKING:
-    from sparsekit_fl.policies.aggregate import Accumulator
+__all__ = ["Median", "NormClipped", "TrimmedMean", "make_rule", "trimmed", "update_norm"]
 
-__all__ = ["Median", "NormClipped", "Rule", "TrimmedMean", "make_rule", "trimmed", "update_norm"]
-
-# How many entries are sorted at once: bounds the memory of a round to little more than its updates.
+# Number of entries that are sorted at once: it bounds the memory of a round to little more than its updates.
 _CHUNK = 2**18
 
 
@@ -32,55 +26,6 @@ def update_norm(update: Update) -> float:
     """Euclidean norm of a change over all entries that are sent; integers, which count batches, have no part in it."""
     floats = [delta for delta in update.delta.values() if delta.is_floating_point()]
     return math.sqrt(math.fsum(float(delta.to(torch.float64).square().sum()) for delta in floats))
-
-
-class Rule:
-    """How the changes of one round are combined; made anew for every round. This one is the mean of scaled changes."""
-
-    counts_holders = True
-    """False where who holds an entry must have no influence."""
-
-    def begin(self, acc: Accumulator, updates: Sequence[Update], state: StateDict) -> None:
-        """Look at the round.
-
-        Args:
-            acc: Empty.
-            updates: All that will be added.
-            state: The shared state before the round.
-        """
-
-    def weight(self, weight: float) -> float:
-        """The weight of an update whose method gives it `weight`."""
-        return weight
-
-    def scale(self, update: Update) -> float:
-        """Factor on the changes of an update, its weight apart."""
-        return 1.0
-
-    def add(self, acc: Accumulator, name: str, kept: Kept, update: Update, covered: Tensor | None, weight: float) -> None:
-        """Add one entry of an update.
-
-        Args:
-            acc: To be written to.
-            name: State-dict key.
-            kept: Of the update's mask.
-            update: The update.
-            covered: Which positions count, as in `AggregatePolicy.coverage`.
-            weight: Over the first update's weight.
-        """
-        change = update.delta[name].to(torch.float64) * (weight * self.scale(update))
-        kept.add(name, change if covered is None else change * covered, acc.sums[name])
-
-    def change(self, acc: Accumulator, name: str, mean: Callable[[], Tensor | None], *, by_coverage: bool) -> Tensor | None:
-        """By how much an entry of the state moves; None: not at all.
-
-        Args:
-            acc: With all updates.
-            name: State-dict key.
-            mean: What the method's own mean of `acc` says.
-            by_coverage: Whether the method divides by the clients that hold an entry, and not by all.
-        """
-        return mean()
 
 
 class _ByEntry(Rule):
@@ -98,7 +43,7 @@ class _ByEntry(Rule):
         self._updates = len(updates)
 
     def weight(self, weight: float) -> float:
-        """All clients count equally: who may claim a weight may claim a large one."""
+        """All clients count equally, since a faulty one could report a large weight."""
         return 1.0
 
     def add(self, acc: Accumulator, name: str, kept: Kept, update: Update, covered: Tensor | None, weight: float) -> None:
@@ -131,7 +76,7 @@ class _ByEntry(Rule):
 
         Args:
             ordered: Float64 (updates, entries), ascending along the updates; infinite from `count` on.
-            count: Int64 (entries,): how many clients hold each entry; where that is 0 the result is not looked at.
+            count: Int64 (entries,): number of clients that hold each entry; where it is 0 the result is not used.
         """
         raise AssertionError(f"{type(self).__name__} must override centre")
 
@@ -154,7 +99,7 @@ class Median(_ByEntry):
 
 
 def trimmed(share: float, holders: int) -> int:
-    """How many values go at each end: ⌈share · holders⌉, at most so many that one or two are left.
+    """Number of values that are dropped at each end: ⌈share · holders⌉, at most so many that one or two are left.
 
     Args:
         share: In [0, 0.5).
@@ -172,7 +117,7 @@ class TrimmedMean(_ByEntry):
     Equal values are alike, so it does not matter which of them goes. Clients count equally.
 
     Args:
-        share: Part of the values that goes at each end, in [0, 0.5): at least the share of clients that may lie.
+        share: Part of the values that goes at each end, in [0, 0.5): at least the share of faulty clients.
 
     Source: Yin et al., ICML 2018 (arXiv 1803.01498), definition 2, where share · holders is an integer; we round up, so
         that three clients outvote one, and take the holders of an entry.

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from sparsekit.criteria.base import PatternView
-from sparsekit.errors import InvalidValueError
-from sparsekit.graph.graph import UnitGroup
+from sparsekit.criteria.base import Need, View
+from sparsekit.errors import InvalidValueError, MissingImportanceError
+from sparsekit.graph.graph import UnitGraph
 
 __all__ = ["Rolling"]
 
@@ -23,24 +25,32 @@ class Rolling:
     """
 
     step: int = 1
+    learned: ClassVar[bool] = False
+    needs: ClassVar[frozenset[Need]] = frozenset()
 
     def __post_init__(self) -> None:
         if self.step < 1:
             raise InvalidValueError(f"step must be at least 1, got {self.step}")
 
-    def keep(self, group: UnitGroup, count: int, view: PatternView) -> Tensor:
-        """Keep the window of this round.
+    def scores(self, graph: UnitGraph, view: View) -> Mapping[str, Tensor]:
+        """Score each unit by minus its distance from the start of this round's window.
 
         Args:
-            group: The units to choose from.
-            count: How many to keep, in [1, group.size].
-            view: Its `round` places the window.
+            graph: The groups.
+            view: A `RoundView`; its `round` places the window.
 
         Returns:
-            bool (units,), exactly `count` of them True.
+            Group name → float64 (units,), no two equal.
+
+        Raises:
+            MissingImportanceError: the view has no round.
 
         Source: Alam et al., FedRolex, NeurIPS 2022.
         """
-        keep = torch.zeros(group.size, dtype=torch.bool)
-        keep[(view.round * self.step + torch.arange(count)) % group.size] = True
-        return keep
+        round = getattr(view, "round", None)
+        if round is None:
+            raise MissingImportanceError("Rolling needs the round; pass RoundView(round=1)")
+        return {
+            name: -((torch.arange(group.size, dtype=torch.float64) - round * self.step) % group.size)
+            for name, group in graph.groups.items()
+        }

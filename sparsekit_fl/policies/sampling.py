@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sparsekit_fl.context.server import ServerContext
-from sparsekit_fl.wire.messages import Assignment, Update
+from sparsekit_fl.policies.base import Policy
+from sparsekit_fl.wire.messages import Update
 
 __all__ = ["SamplingPolicy", "Uniform"]
 
 
-class SamplingPolicy:
-    """Who trains. The default draws uniformly without replacement."""
+class SamplingPolicy(Policy):
+    """Which clients train. The default draws uniformly without replacement."""
 
     def sample(self, ctx: ServerContext) -> list[int]:
         """The cohort of this round.
@@ -39,9 +40,6 @@ class SamplingPolicy:
         A method that does not wait for everybody says here when its round ended.
         """
         return None
-
-    def validate(self, ctx: ServerContext, update: Update, assignment: Assignment) -> None:
-        """Raise UpdateError where this policy cannot learn from an update; called before anything is changed."""
 
     def observe(self, ctx: ServerContext, updates: Sequence[Update]) -> None:
         """Learn from the round's valid updates."""

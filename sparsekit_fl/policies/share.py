@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Annotated
 
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.layers import head_entries
 from sparsekit_fl.context.client import ClientContext
+from sparsekit_fl.options.checked import Count, Hint
+from sparsekit_fl.policies.base import Policy
+from sparsekit_fl.policies.local import LocalResult
 from sparsekit_fl.problem.problem import Problem
 from sparsekit_fl.wire.kept import Mask
-
-if TYPE_CHECKING:
-    from sparsekit_fl.policies.local import LocalResult
 
 __all__ = ["Everything", "Nothing", "PrivateHead", "SharePolicy"]
 
 
-class SharePolicy:
-    """What travels. The default shares every entry and uploads what was trained."""
-
-    def check(self, problem: Problem, graph: UnitGraph) -> None:
-        """Raise, before the run starts, where the policy cannot work with this problem. The default accepts all."""
+class SharePolicy(Policy):
+    """Which entries travel. The default shares every entry and uploads what was trained."""
 
     def is_shared(self, name: str, graph: UnitGraph) -> bool:
         """True where the entry travels; the others stay on the client from round to round.
@@ -59,16 +56,12 @@ class PrivateHead(SharePolicy):
     An entry that an earlier layer reads too is shared: of a decoder tied to its embedding only the bias is private.
 
     Args:
-        layers: How many layers make the head.
+        layers: Number of layers of the head.
 
     Source: Arivazhagan et al., arXiv 1912.00818, personalization layers.
     """
 
-    layers: int = 1
-
-    def __post_init__(self) -> None:
-        if self.layers < 1:
-            raise InvalidValueError(f"layers must be >= 1, got {self.layers!r}; to share everything, use Everything()")
+    layers: Annotated[Count, Hint("to share everything, use Everything()")] = 1
 
     def check(self, problem: Problem, graph: UnitGraph) -> None:
         """Raise InvalidValueError where the model has no head of its own, or is nothing but a head."""

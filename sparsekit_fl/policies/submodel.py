@@ -16,13 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sparsekit.criteria.base import Pattern, PatternView, select
-from sparsekit.errors import InvalidValueError
+from sparsekit.allocation.choose import select
+from sparsekit.criteria.base import Criterion
 from sparsekit.graph.state import StateDict
 from sparsekit_fl.context.client import ClientContext
 from sparsekit_fl.context.server import ServerContext
+from sparsekit_fl.options.checked import Positive
 from sparsekit_fl.policies.aggregate import CoverageMean
 from sparsekit_fl.policies.local import LocalResult, Sgd
+from sparsekit_fl.policies.mask import RoundView
 from sparsekit_fl.policies.personal import PersonalModel, PersonalPolicy
 from sparsekit_fl.problem.problem import Loss
 from sparsekit_fl.wire.kept import Kept, Mask
@@ -94,14 +96,9 @@ class SubmodelSgd(Sgd):
     Source: Diao, Ding, Tarokh, HeteroFL, ICLR 2021; all are on in its reference code, and in that of FedRolex.
     """
 
-    clip: float | None = 1.0
+    clip: Positive | None = 1.0
     scaler: bool = True
     masked_loss: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.clip is not None and not 0.0 < self.clip < float("inf"):
-            raise InvalidValueError(f"clip must be a finite number > 0, or None, got {self.clip}")
 
     def train(self, ctx: ClientContext, start: StateDict, mask: Mask | None, ratio: float) -> LocalResult:
         """Train; with `masked_loss` the update carries which classes the client owns."""
@@ -152,19 +149,19 @@ class RecalibratedBatchNorm(PersonalPolicy):
     without batch norm is the global model as it stands.
 
     Args:
-        pattern: Deploy the units that this pattern picks at the client's capability; None deploys the whole model.
+        criterion: Deploy the units that it ranks first, at the client's capability; None deploys the whole model.
 
     Source: Diao, Ding, Tarokh, HeteroFL, ICLR 2021, static batch normalisation; the client's own data are our choice.
     """
 
-    pattern: Pattern | None = None
+    criterion: Criterion | None = None
 
     def model(self, ctx: ClientContext, state: StateDict) -> PersonalModel:
         """The whole global model, or what the client can run of it."""
         ratio = ctx.capability.ratio
-        if self.pattern is None or ratio == 1.0:
+        if self.criterion is None or ratio == 1.0:
             return PersonalModel(state=state)
-        mask = select(self.pattern, ctx.graph, ratio, PatternView(round=ctx.round, weights=state))
+        mask = select(self.criterion, ctx.graph, ratio, RoundView(round=ctx.round, weights=state))
         return PersonalModel(state=Kept(ctx.graph, mask).gather_all(state), mask=mask, narrow=True, ratio=ratio)
 
     def calibrate(self, ctx: ClientContext, module: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""Which single weights stay: the largest, some at random, and how many of each layer.
+"""Masks of single weights: the largest ones, random ones, and the number that each layer keeps.
 
 A `WeightMask` saves entries on a wire or a disk. It saves no time: a network with scattered zeros executes what a whole
 one does. For that, drop units.

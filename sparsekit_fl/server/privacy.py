@@ -22,10 +22,10 @@ from torch import Tensor
 from sparsekit.errors import InvalidValueError, MissingDependencyError, install_hint
 from sparsekit.graph.state import StateDict
 from sparsekit_fl.options.config import RunConfig
-from sparsekit_fl.policies.aggregate import Accumulator
 from sparsekit_fl.policies.mask import MaskPolicy
 from sparsekit_fl.policies.ratio import RatioPolicy
-from sparsekit_fl.policies.robust import Rule, update_norm
+from sparsekit_fl.policies.robust import update_norm
+from sparsekit_fl.policies.rule import Accumulator, Rule
 from sparsekit_fl.policies.sampling import SamplingPolicy
 from sparsekit_fl.streams import Streams
 from sparsekit_fl.wire.messages import Update

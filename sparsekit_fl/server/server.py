@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from sparsekit.criteria.base import check_ratio
+from sparsekit.allocation.uniform import check_ratio
 from sparsekit.errors import InvalidValueError, SparsekitError
 from sparsekit.graph.state import clone
 from sparsekit_fl.client.spec import RunSpec

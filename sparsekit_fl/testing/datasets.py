@@ -66,44 +66,46 @@ class DatasetContract:
 
 
 class PartitionContract:
-    """What every partition promises. Override `make_source` and `deal`."""
+    """What every partition promises. Override `make_source` and `partition`."""
 
     def make_source(self) -> DataSource:
-        """A data set that the partition can deal."""
+        """Load a data set that the partition can split."""
         raise AssertionError(f"{type(self).__name__} must override make_source")
 
-    def deal(self, source: DataSource, clients: int, rng: np.random.Generator) -> list[ClientData]:  # noqa: ARG002
+    def partition(self, source: DataSource, clients: int, rng: np.random.Generator) -> list[ClientData]:  # noqa: ARG002
         """Call the partition."""
-        raise AssertionError(f"{type(self).__name__} must override deal")
+        raise AssertionError(f"{type(self).__name__} must override partition")
 
     clients = 4
 
-    def _dealt(self, seed: int = 0) -> tuple[DataSource, list[ClientData]]:
+    def _partitioned(self, seed: int = 0) -> tuple[DataSource, list[ClientData]]:
         source = self.make_source()
-        return source, self.deal(source, self.clients, np.random.default_rng(seed))
+        return source, self.partition(source, self.clients, np.random.default_rng(seed))
 
     def test_every_client_gets_examples_of_every_split(self) -> None:
-        _, splits = self._dealt()
+        _, splits = self._partitioned()
         assert len(splits) == self.clients
-        assert all(len(hand.train) and len(hand.val) and len(hand.test) for hand in splits)
+        assert all(len(client.train) and len(client.val) and len(client.test) for client in splits)
 
-    def test_one_seed_deals_the_same_twice(self) -> None:
-        for first, second in zip(self._dealt(7)[1], self._dealt(7)[1], strict=True):
+    def test_one_seed_gives_the_same_splits_twice(self) -> None:
+        for first, second in zip(self._partitioned(7)[1], self._partitioned(7)[1], strict=True):
             for split in ("train", "val", "test"):
                 assert torch.equal(getattr(first, split).index, getattr(second, split).index)
 
     def test_splits_of_a_client_are_disjoint(self) -> None:
-        for hand in self._dealt()[1]:
-            train, val = set(hand.train.index.tolist()), set(hand.val.index.tolist())
+        for client in self._partitioned()[1]:
+            train, val = set(client.train.index.tolist()), set(client.val.index.tolist())
             assert not train & val
-            if hand.test.targets is hand.train.targets:
-                assert not (train | val) & set(hand.test.index.tolist())
+            if client.test.targets is client.train.targets:
+                assert not (train | val) & set(client.test.index.tolist())
 
     def test_no_two_clients_train_on_one_example(self) -> None:
-        rows = [row for hand in self._dealt()[1] for split in (hand.train, hand.val) for row in split.index.tolist()]
+        rows = [
+            row for client in self._partitioned()[1] for split in (client.train, client.val) for row in split.index.tolist()
+        ]
         assert len(rows) == len(set(rows))
 
     def test_clients_share_the_tensors_of_the_source(self) -> None:
-        source, splits = self._dealt()
+        source, splits = self._partitioned()
         storage = source.train.inputs[0].data_ptr()
-        assert all(hand.train.inputs[0].data_ptr() == storage for hand in splits)
+        assert all(client.train.inputs[0].data_ptr() == storage for client in splits)

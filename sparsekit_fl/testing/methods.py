@@ -19,7 +19,7 @@ __all__ = ["MethodContract", "StopAfter"]
 
 
 class StopAfter(Observer):
-    """Presses Ctrl-C when a round is saved."""
+    """Raise KeyboardInterrupt, as Ctrl-C does, when a round is saved."""
 
     def __init__(self, round: int) -> None:
         self.round = round

@@ -35,10 +35,11 @@ class GateProbe:
         narrow_model = self._narrow_model
         state = narrow_model.dense_state()
         device = next(iter(state.values())).device
-        gates = {name: keep.to(device, self._dtype).requires_grad_() for name, keep in narrow_model.mask.items()}
+        mask = narrow_model.mask
+        gates = {name: mask[name].to(device, self._dtype).requires_grad_() for name in narrow_model.graph.groups}
 
         def model(*inputs: Any) -> Any:
-            return self._dense.call(narrow_model.graph.gate(state, gates), narrow_model.mask, narrow_model.module, inputs, {})
+            return self._dense.call(narrow_model.graph.gate(state, gates), mask, narrow_model.module, inputs, {})
 
         with torch.enable_grad():
             return torch.cat(torch.autograd.grad(loss(model), list(gates.values())))

@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from sparsekit.allocation.choose import choose
 from sparsekit.errors import InvalidValueError
-from sparsekit.training.narrow_model import HasState
+from sparsekit.surgery.optimizer_state import HasState
 from sparsekit.training.regularizer import ImportanceRegularizer, standardise
 from sparsekit.training.unit_vectors import UnitVectors
 
@@ -59,7 +60,7 @@ class ImportanceLearner:
 
         Args:
             gradient: float (J,), of a `GateProbe`; what it says of kept units is not used.
-            scale: How many steps the probe stands for.
+            scale: Number of steps that the probe stands for.
         """
         dropped = self.fused.dropped_units
         self.importance.index_add_(0, dropped, gradient[dropped].to(self.importance), alpha=-self.lr * scale)
@@ -81,8 +82,9 @@ class ImportanceLearner:
             return False
         if not bool(torch.isfinite(self.importance).all()):
             raise InvalidValueError("the importance became NaN or infinite; lower the learning rate of weights or importance")
-        mask = fused.choose(self.importance)
-        if mask == fused.narrow_model.mask:
+        present = fused.narrow_model.mask
+        mask = choose(fused.narrow_model.graph, fused.split(self.importance), present.counts())
+        if mask == present:
             return False
         fused.remask(mask, optimizers)
         return True

@@ -26,7 +26,7 @@ def _as_it_is(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Batch:
-    """One batch: the model's positional inputs, the targets, and how many examples."""
+    """One batch: the model's positional inputs, the targets, and the number of examples."""
 
     inputs: tuple[Tensor, ...]
     targets: Tensor
@@ -43,7 +43,7 @@ class Examples:
     Args:
         problem: Says how examples are read.
         data: The split.
-        device: Where they go.
+        device: Where the tensors are.
     """
 
     def __init__(self, problem: Problem, data: Any, *, device: str) -> None:
@@ -73,7 +73,7 @@ class Batches:
 
     Args:
         examples: Where the batches come from.
-        epochs: How many passes.
+        epochs: Number of passes.
         batch_size: Examples per batch.
         rng: Draws one permutation per epoch, all of them now, so that what is drawn later changes nothing.
     """
@@ -203,7 +203,7 @@ def fit(
         batches: The epochs.
         step: Learns from one batch.
         metrics: Of the problem; "accuracy" is recorded where it exists.
-        rng: Seeds what knows only torch's global generator, such as dropout.
+        rng: Seeds torch's global generator, from which dropout draws.
 
     Returns:
         Loss and accuracy per epoch, and counts.

@@ -1,4 +1,4 @@
-"""NestedModule: a narrower module inside the one a narrow_model trains, which learns in the same memory."""
+"""NestedModule: a narrower module inside a narrow model, with parameters in the same memory."""
 
 from __future__ import annotations
 
@@ -46,15 +46,15 @@ class _Part:
 
 
 class NestedModule:
-    """A narrower module inside a narrow_model's: it has its structure, and fewer of its units.
+    """A narrower module inside a narrow model: it has the same structure, and fewer of its units.
 
-    Its parameters lie in the memory of the narrow_model's leaves where that is possible, so that what one learns the other
-    knows, without copying; what cannot be a view (the gates of a recurrent layer) is a copy, which `pull` and `push` keep
-    up. Its buffers, such as the statistics of batch norms, are its own. It stands until the narrow_model is loaded or remasked.
+    Its parameters are views of the narrow model's leaves where possible, so that both train together without copying. What
+    cannot be a view (the gates of a recurrent layer) is a copy, which `pull` and `push` keep up to date. Its buffers, such as
+    the statistics of batch norms, are its own. It is valid until the narrow model is loaded or remasked.
 
     Args:
         narrow_model: Loaded with the wider mask.
-        mask: What the narrower module keeps; part of the narrow_model's mask.
+        mask: What the narrower module keeps; part of the narrow model's mask.
 
     Raises:
         ForeignMaskError: the mask keeps a unit that the narrow_model does not, or belongs to another graph.
@@ -86,35 +86,46 @@ class NestedModule:
             setattr(self.module.get_submodule(owner), attribute, made[id(tensor)])
         resize(self.module)
         outer = narrow_model.named_parameters()
-        self._outer = list(outer.values())
-        self._parts = [parts[id(leaf)] for leaf in self._outer]
+        self._parts = [parts[id(leaf)] for leaf in outer.values()]
         self.leaves: dict[str, nn.Parameter] = {name: made[id(leaf)] for name, leaf in outer.items()}  # type: ignore[misc]
         """State-dict key → leaf of this module, in the order of `narrow_model.named_parameters()`."""
-        self._inner = list(self.leaves.values())
         self.copied = [place for place, part in enumerate(self._parts) if not part.is_view]
         """Places of the leaves that are copies."""
+        whole, inner = list(outer.values()), list(self.leaves.values())
+        self._copies = [(place, whole[place].detach(), inner[place].detach()) for place in self.copied]
 
-    def part(self, place: int, whole: Tensor) -> Tensor:
-        """What belongs to this module of a tensor shaped like leaf `place` of the narrow_model; a view where it can be."""
-        return self._parts[place].of(whole)
+    def share(self, place: int, whole: Tensor) -> Tensor:
+        """Return the part of a tensor that belongs to this module.
+
+        Args:
+            place: The leaf of the narrow model whose shape the tensor has.
+            whole: For example that leaf's momentum.
+
+        Returns:
+            A view where it can be, else a copy, which `pull` and `push` keep up to date.
+        """
+        part = self._parts[place].of(whole)
+        if place in self.copied:
+            self._copies.append((place, whole, part))
+        return part
 
     def write(self, place: int, part: Tensor, into: Tensor, *, add: bool = False) -> None:
-        """Put such a part back into the whole tensor, or add it there."""
+        """Put a part into a tensor shaped like leaf `place`, or add it there."""
         self._parts[place].write(part, into, add=add)
 
     def pull(self) -> None:
-        """Bring copies up to date with the narrow_model's leaves, before a step."""
-        for place in self.copied:
-            self._inner[place].detach().copy_(self.part(place, self._outer[place].detach()))
+        """Bring copies up to date, before a step."""
+        for place, whole, part in self._copies:
+            part.copy_(self._parts[place].of(whole))
 
     def push(self) -> None:
-        """Write copies back into the narrow_model's leaves, after a step."""
-        for place in self.copied:
-            self.write(place, self._inner[place].detach(), self._outer[place].detach())
+        """Write copies back, after a step."""
+        for place, whole, part in self._copies:
+            self.write(place, part, whole)
 
 
 def _positions(narrow_model: NarrowModel, name: str, kept: dict[str, dict[int, Tensor]]) -> dict[int, Tensor]:
-    """Axis → where the kept dense positions of an entry lie in the narrow_model's narrow entry."""
+    """Axis → where the kept dense positions of an entry lie in the entry of the narrow model."""
     key = narrow_model.key_of(name)
     if key not in kept:
         return {}

@@ -32,8 +32,8 @@ def compacted(name: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         graph = sk.trace_units(model, *args, **kwargs)
-    view = sk.PatternView(generator=torch.Generator().manual_seed(3))
-    return sk.compact(model, graph, sk.select(sk.patterns.Random(), graph, 0.5, view)).eval(), args, kwargs
+    view = sk.View(generator=torch.Generator().manual_seed(3))
+    return sk.compact(model, graph, sk.select(sk.criteria.Random(), graph, 0.5, view)).eval(), args, kwargs
 
 
 def _conv(m: Any) -> nn.Module:
@@ -154,8 +154,8 @@ def small_model(name: str) -> tuple[nn.Module, Tensor]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         graph = sk.trace_units(model, x)
-    view = sk.PatternView(generator=torch.Generator().manual_seed(3))
-    small = sk.compact(model, graph, sk.select(sk.patterns.Random(), graph, 0.5, view))
+    view = sk.View(generator=torch.Generator().manual_seed(3))
+    small = sk.compact(model, graph, sk.select(sk.criteria.Random(), graph, 0.5, view))
     assert sum(p.numel() for p in small.parameters()) < sum(p.numel() for p in model.parameters())
     return small, x
 

@@ -7,10 +7,11 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from sparsekit import UnitGraph, UnitMask, compact, select, trace_units
-from sparsekit.criteria import Ordered, PatternView, Random
+from sparsekit.criteria import Ordered, Random, View
 from sparsekit.graph.layers import layer_weights
 from sparsekit.measure.cost import trace_cost
 from sparsekit.tracing.layer_order import trace_layers
+from sparsekit_fl.costs.rowmask import rowmask_flops
 from sparsekit_fl.models import models
 from sparsekit_fl.models.base import InputShape
 from sparsekit_fl.paper.presets import PRESETS
@@ -48,20 +49,20 @@ def costed(name: str):
 )
 def test_fedavgs_flops_are_those_of_table_one(name, flops) -> None:
     passes, _, costs, _, _ = costed(name)
-    assert 3 * passes * costs.rowmask_flops() == flops
+    assert 3 * passes * rowmask_flops(costs) == flops
 
 
 @pytest.mark.parametrize(("name", "flops"), [("mnist", 1_405_728_000_000), ("cifar10", 412_900_788_600_000)])
 def test_the_flops_of_a_constant_ratio_of_one_half_are_those_of_table_two(name, flops) -> None:
     passes, graph, costs, _, _ = costed(name)
-    mask = select(Ordered(), graph, 0.5, PatternView())
-    assert 3 * passes * costs.rowmask_flops(mask) == flops
+    mask = select(Ordered(), graph, 0.5, View())
+    assert 3 * passes * rowmask_flops(costs, mask) == flops
 
 
 def test_the_expected_cost_of_training_by_capability_is_the_papers() -> None:
     passes, graph, costs, _, _ = costed("cifar10")
-    masks = [select(Ordered(), graph, level, PatternView()) for level in (1, 1 / 2, 1 / 4, 1 / 8, 1 / 16)]
-    mean = sum(costs.rowmask_flops(mask) for mask in masks) / 5
+    masks = [select(Ordered(), graph, level, View()) for level in (1, 1 / 2, 1 / 4, 1 / 8, 1 / 16)]
+    mean = sum(rowmask_flops(costs, mask) for mask in masks) / 5
     assert 3 * passes * mean == pytest.approx(320.0964e12, rel=1e-6)
 
 
@@ -69,7 +70,7 @@ def test_the_expected_cost_of_training_by_capability_is_the_papers() -> None:
 @pytest.mark.parametrize("ratio", [1.0, 0.5, 0.3, 1 / 16])
 def test_compact_flops_are_what_torch_counts_on_the_compact_module(name, ratio) -> None:
     _, graph, costs, model, x = costed(name)
-    mask = select(Random(), graph, ratio, PatternView(generator=torch.Generator().manual_seed(0)))
+    mask = select(Random(), graph, ratio, View(generator=torch.Generator().manual_seed(0)))
     small = compact(model, graph, mask).eval()
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         small(x)
@@ -93,8 +94,8 @@ def test_a_mask_of_everything_costs_what_no_mask_costs() -> None:
 def test_a_width_costs_its_share_by_rows_and_its_square_when_compact(name, rows, compacted) -> None:
     """Of every method that trains as many units as a client's capability says: eFD, HeteroFL, FedRolex, RCR."""
     _, graph, costs, _, _ = costed(name)
-    masks = [select(Ordered(), graph, level, PatternView()) for level in (1, 1 / 2, 1 / 4, 1 / 8, 1 / 16)]
-    assert [costs.rowmask_flops(mask) / costs.rowmask_flops() for mask in masks] == pytest.approx(rows, abs=5e-5)
+    masks = [select(Ordered(), graph, level, View()) for level in (1, 1 / 2, 1 / 4, 1 / 8, 1 / 16)]
+    assert [rowmask_flops(costs, mask) / rowmask_flops(costs) for mask in masks] == pytest.approx(rows, abs=5e-5)
     assert [costs.forward_flops(mask) / costs.forward_flops() for mask in masks] == pytest.approx(compacted, abs=5e-5)
 
 
@@ -112,5 +113,5 @@ def test_one_dense_round_and_half_of_the_weights_in_the_others_cost_what_the_tab
     names = layer_weights(trace_layers(model, x), graph.shapes)
     mask = largest_weights(model.state_dict(), names, 0.5)
     rounds = PRESETS[name].rounds
-    counted = 3 * passes // rounds * (costs.rowmask_flops() + (rounds - 1) * costs.rowmask_flops(mask))
+    counted = 3 * passes // rounds * (rowmask_flops(costs) + (rounds - 1) * rowmask_flops(costs, mask))
     assert counted == flops if isinstance(flops, int) else counted == pytest.approx(flops, rel=1e-8)

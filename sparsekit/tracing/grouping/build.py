@@ -1,4 +1,4 @@
-"""From a ledger of nodes to groups of units: who is connected, who is frozen, and where gates act."""
+"""From a store of nodes to groups of units: who is connected, who is fixed, and where gates act."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from sparsekit.graph.graph import FixedUnits, Kind, SizeAttribute, UnitGraph, UnitGroup, UnitSlice
+from sparsekit.graph.graph import UnitGraph
+from sparsekit.graph.groups import FixedUnits, Kind, SizeAttribute, UnitGroup, UnitSlice
 from sparsekit.labels.store import OUTPUT, Cause, LabelStore, components
 from sparsekit.labels.values import NOT_ZERO, Entry, IntArray
 from sparsekit.tracing.grouping.counts import find_counts
+from sparsekit.tracing.grouping.norms import NormNotes, find_sites, noted_nodes
 from sparsekit.tracing.grouping.sizes import chosen_sizes, find_sizes, tie_splits
-from sparsekit.tracing.norms import NormNotes, find_sites, noted_nodes
 
 __all__ = ["Built", "build"]
 
@@ -44,12 +45,12 @@ class Built:
 class _Axes:
     """Every axis of every entry has a number; a node knows the number of its axis."""
 
-    def __init__(self, ledger: LabelStore) -> None:
+    def __init__(self, store: LabelStore) -> None:
         self.of: list[tuple[Entry, int]] = []
         self.number: dict[tuple[int, int], int] = {}
         self.start: list[int] = []
-        axis_of = np.zeros(ledger.nodes, dtype=np.int64)
-        for entry in ledger.entries:
+        axis_of = np.zeros(store.nodes, dtype=np.int64)
+        for entry in store.entries:
             for dim, first in enumerate(entry.first):
                 if first is not None:
                     axis_of[first : first + entry.shape[dim]] = len(self.of)
@@ -60,57 +61,57 @@ class _Axes:
 
 
 class _Builder:
-    def __init__(self, ledger: LabelStore, averaged: IntArray) -> None:
-        self.ledger, self.axes, self.averaged = ledger, _Axes(ledger), averaged
-        self.root = components(ledger.nodes, ledger.united)
-        while tie_splits(ledger, self.root):
-            self.root = components(ledger.nodes, ledger.united)
-        self.heads = np.unique(self.root[np.concatenate([np.zeros(0, dtype=np.int64), *ledger.heads])])
-        size = ledger.nodes
-        self.made_at = np.full(size, len(ledger.made), dtype=np.int64)  # first record that makes the node
-        for number in range(len(ledger.made) - 1, -1, -1):
-            self.made_at[ledger.made[number][0]] = number
-        self.made = self.made_at < len(ledger.made)
+    def __init__(self, store: LabelStore, averaged: IntArray) -> None:
+        self.store, self.axes, self.averaged = store, _Axes(store), averaged
+        self.root = components(store.nodes, store.united)
+        while tie_splits(store, self.root):
+            self.root = components(store.nodes, store.united)
+        self.heads = np.unique(self.root[np.concatenate([np.zeros(0, dtype=np.int64), *store.heads])])
+        size = store.nodes
+        self.made_at = np.full(size, len(store.made), dtype=np.int64)  # first record that makes the node
+        for number in range(len(store.made) - 1, -1, -1):
+            self.made_at[store.made[number][0]] = number
+        self.made = self.made_at < len(store.made)
         self.columns = np.zeros(size, dtype=bool)
-        for nodes in ledger.columns:
+        for nodes in store.columns:
             self.columns[nodes] = True
         self.gates: dict[int, frozenset[int]] = {}  # root → axes to gate, for units whose values must be zero
         self.cause = np.full(size, -1, dtype=np.int64)  # by root
         self.causes: list[Cause] = []
         self.cause_numbers: dict[Cause, int] = {}
         self.ranks = np.array([-1])
-        self._freeze_all()
+        self._fix_all()
 
     def _mark(self, nodes: IntArray, cause: Cause) -> None:
         roots = np.unique(self.root[nodes])
         number = self.cause_numbers.setdefault(cause, len(self.causes))
         if number == len(self.causes):
             self.causes.append(cause)
-            self.ranks = np.array([*self.ranks[:-1], _rank(cause), -1])  # the last stands for "not frozen"
+            self.ranks = np.array([*self.ranks[:-1], _rank(cause), -1])  # the last stands for "not fixed"
         self.cause[roots[self.ranks[self.cause[roots]] < _rank(cause)]] = number
 
-    def _freeze_all(self) -> None:
-        ledger = self.ledger
-        for nodes, cause in ledger.frozen:
+    def _fix_all(self) -> None:
+        store = self.store
+        for nodes, cause in store.fixed:
             self._mark(nodes, cause)
-        averaged = np.zeros(ledger.nodes, dtype=bool)
+        averaged = np.zeros(store.nodes, dtype=bool)
         averaged[self.root[self.averaged]] = True
-        for number in ledger.looked_up:
-            first = ledger.entries[number].first[1]
+        for number in store.looked_up:
+            first = store.entries[number].first[1]
             if first is not None:
-                own = np.arange(first, first + ledger.entries[number].shape[1])
+                own = np.arange(first, first + store.entries[number].shape[1])
                 # Who asks for kept norms asks for a narrower stream, the embedding and its decoder included.
                 self._mark(own[self.columns[own] & ~averaged[self.root[own]]], _DECODER)
-        read = np.zeros(ledger.nodes, dtype=bool)
-        for nodes, _, _ in ledger.reads:
+        read = np.zeros(store.nodes, dtype=bool)
+        for nodes, _, _ in store.reads:
             read[self.root[nodes]] = True
-        makes = np.zeros(ledger.nodes, dtype=bool)
+        makes = np.zeros(store.nodes, dtype=bool)
         makes[self.root[self.made]] = True
         unread = makes & ~read & (self.cause == -1)
         self._mark(np.flatnonzero(unread & averaged), _AVERAGED)
         self._mark(np.flatnonzero(unread & ~averaged), _UNREAD)
         self._choose_gates()
-        for runs in ledger.tied:
+        for runs in store.tied:
             if any((self.cause[self.root[nodes]] != -1).any() for nodes in runs):
                 for nodes in runs:
                     self._mark(nodes, _TIED)
@@ -118,17 +119,17 @@ class _Builder:
     def _choose_gates(self) -> None:
         """Units with a reader that has no weights are gated where they are made, if that makes them exactly zero."""
         needed: dict[int, Cause] = {}
-        for nodes, _, cause in self.ledger.reads:
+        for nodes, _, cause in self.store.reads:
             if cause is not None:
                 for root in np.unique(self.root[nodes]).tolist():
                     needed.setdefault(root, cause)
         if not needed:
             return
-        unsure = {root for nodes in self.ledger.unsure for root in self.root[nodes].tolist()}
-        wanted = np.zeros(self.ledger.nodes, dtype=bool)
+        unsure = {root for nodes in self.store.unsure for root in self.root[nodes].tolist()}
+        wanted = np.zeros(self.store.nodes, dtype=bool)
         wanted[list(needed)] = True
         sources: dict[int, set[int]] = {root: set() for root in needed}
-        for nodes, source, _ in self.ledger.reads:
+        for nodes, source, _ in self.store.reads:
             roots = self.root[nodes]
             for root, value in np.unique(np.stack([roots, source])[:, wanted[roots]], axis=1).T.tolist():
                 # A parameter that reads its own kind (columns of a recurrence) is silenced with the values that it reads.
@@ -139,12 +140,12 @@ class _Builder:
             if NOT_ZERO in sources[root] or root in unsure:
                 self._mark(np.array([root]), cause)
             else:
-                gated = frozenset().union(*(self.ledger.gated_by(s) for s in sources[root]))
+                gated = frozenset().union(*(self.store.gated_by(s) for s in sources[root]))
                 self.gates[root] = frozenset(self.axes.number[key] for key in gated if key in self.axes.number)
 
     def groups(self) -> list[list[int]]:
         """Roots of active units, grouped by signature, in forward order."""
-        size = self.ledger.nodes
+        size = self.store.nodes
         alive = np.zeros(size, dtype=bool)
         alive[self.root[self.made]] = True
         active = np.flatnonzero((self.cause[self.root] == -1) & alive[self.root])
@@ -180,7 +181,7 @@ class _Builder:
         record = int(self.made_at[nodes].min())
         first = nodes[0][self.made_at[nodes[0]].argmin()]
         entry, _ = self.axes.of[self.axes.axis_of[first]]
-        kind: Kind = self.ledger.made[record][2] or ("channel" if len(entry.shape) > 2 else "feature")
+        kind: Kind = self.store.made[record][2] or ("channel" if len(entry.shape) > 2 else "feature")
         if roots[0] in self.heads:
             kind = "head"
         base = _owner(entry)
@@ -202,17 +203,17 @@ class _Builder:
                 gated = axis in gates and holder.is_parameter
             index = torch.from_numpy(mine - self.axes.start[axis])
             side = "out" if made or not self.columns[mine].any() else "in"
-            when = int(self.made_at[mine].min()) if side == "out" else len(self.ledger.made) + axis
+            when = int(self.made_at[mine].min()) if side == "out" else len(self.store.made) + axis
             for key in holder.names:
                 pieces.append((when, UnitSlice(key, dim, index, side, gated)))  # type: ignore[arg-type]
         pieces.sort(key=lambda pair: pair[0])
         return UnitGroup(name, len(roots), kind, tuple(piece for _, piece in pieces))
 
-    def frozen(self) -> tuple[tuple[FixedUnits, Cause], ...]:
+    def fixed(self) -> tuple[tuple[FixedUnits, Cause], ...]:
         """What stays whole, by producing module and cause."""
         counts: dict[tuple[str, int], int] = {}
         made_roots: set[int] = set()
-        for nodes, _, _ in self.ledger.made:
+        for nodes, _, _ in self.store.made:
             fresh = [r for r in np.unique(self.root[nodes]).tolist() if r not in made_roots and self.cause[r] != -1]
             made_roots.update(fresh)
             if not fresh:
@@ -222,7 +223,7 @@ class _Builder:
             for root in fresh:
                 key = (module, int(self.cause[root]))
                 counts[key] = counts.get(key, 0) + 1
-        return tuple((_as_frozen(module, size, self.causes[c]), self.causes[c]) for (module, c), size in counts.items())
+        return tuple((_as_fixed(module, size, self.causes[c]), self.causes[c]) for (module, c), size in counts.items())
 
 
 def _owner(entry: Entry) -> str:
@@ -238,16 +239,16 @@ def _rank(cause: Cause) -> int:
     return 2 if cause is OUTPUT else 0 if cause.quiet else 1
 
 
-def _as_frozen(module: str, size: int, cause: Cause) -> FixedUnits:
+def _as_fixed(module: str, size: int, cause: Cause) -> FixedUnits:
     where = f" in {cause.module!r}" if cause.module and cause.module != module else ""
     return FixedUnits(module, size, f"{cause.reason}{where}")
 
 
-def build(ledger: LabelStore, shapes: Mapping[str, torch.Size], notes: NormNotes | None = None) -> Built:
+def build(store: LabelStore, shapes: Mapping[str, torch.Size], notes: NormNotes | None = None) -> Built:
     """Make the graph.
 
     Args:
-        ledger: What a trace has learnt.
+        store: What a trace has learnt.
         shapes: State-dict key → shape of the whole state.
         notes: Averages over units, where they are to be taken over the kept ones.
 
@@ -256,7 +257,7 @@ def build(ledger: LabelStore, shapes: Mapping[str, torch.Size], notes: NormNotes
     """
     notes = {} if notes is None else notes
     while True:
-        builder = _Builder(ledger, noted_nodes(notes))
+        builder = _Builder(store, noted_nodes(notes))
         taken: set[str] = set()
         groups: dict[str, UnitGroup] = {}
         nodes: dict[str, IntArray] = {}
@@ -266,7 +267,7 @@ def build(ledger: LabelStore, shapes: Mapping[str, torch.Size], notes: NormNotes
             groups[group.name], nodes[group.name] = group, np.array(roots, dtype=np.int64)
             group_of |= dict.fromkeys(roots, group.name)
         ties, broken = [], False
-        for runs in ledger.tied:
+        for runs in store.tied:
             names = [{group_of.get(r) for r in builder.root[run].tolist()} for run in runs]
             flat = [next(iter(found)) for found in names if len(found) == 1]
             if len(flat) == len(runs) and None not in flat and len({groups[str(name)].size for name in flat}) == 1:
@@ -275,15 +276,15 @@ def build(ledger: LabelStore, shapes: Mapping[str, torch.Size], notes: NormNotes
             elif any(None not in found for found in names):
                 broken = True
                 for run in runs:
-                    ledger.freeze(run, _TIED)
+                    store.fix(run, _TIED)
         unit_of = {root: (name, unit) for name, roots in nodes.items() for unit, root in enumerate(roots.tolist())}
-        norms, counted = find_sites(notes, ledger, builder.root, unit_of), find_counts(ledger, builder.root, group_of, groups)
+        norms, counted = find_sites(notes, store, builder.root, unit_of), find_counts(store, builder.root, group_of, groups)
         if not broken and norms is not None and counted is not None:
             break
-    frozen = builder.frozen()
+    fixed = builder.fixed()
     heads = {group.name: group.size for group in groups.values() if group.kind == "head"}
-    candidates = find_sizes(ledger, builder.root, group_of, heads)
-    sizes, shared = chosen_sizes(ledger, candidates)
-    whole = tuple(item for item, cause in frozen if cause is not _UNREAD)
+    candidates = find_sizes(store, builder.root, group_of, heads)
+    sizes, shared = chosen_sizes(store, candidates)
+    whole = tuple(item for item, cause in fixed if cause is not _UNREAD)
     graph = UnitGraph(groups, dict(shapes), (*ties, *shared), whole, (*sizes, *counted), norms)
-    return Built(graph, nodes, tuple((item, cause) for item, cause in frozen if not cause.quiet), candidates)
+    return Built(graph, nodes, tuple((item, cause) for item, cause in fixed if not cause.quiet), candidates)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from sparsekit.graph.graph import SizeAttribute, UnitGroup
+from sparsekit.graph.groups import SizeAttribute, UnitGroup
 from sparsekit.labels.store import Cause, LabelStore
 from sparsekit.labels.values import IntArray
 
@@ -12,22 +12,22 @@ __all__ = ["find_counts"]
 
 
 def find_counts(
-    ledger: LabelStore, root: IntArray, group_of: Mapping[int, str], groups: Mapping[str, UnitGroup]
+    store: LabelStore, root: IntArray, group_of: Mapping[int, str], groups: Mapping[str, UnitGroup]
 ) -> tuple[SizeAttribute, ...] | None:
     """Attributes that follow the units of one group.
 
     Args:
-        ledger: What a trace has learnt. Units that must be counted but lie in several groups are frozen in it.
+        store: What a trace has learnt. Units that must be counted but lie in several groups are fixed in it.
         root: The lowest node of each node's component.
         group_of: Root → name of the group that it is a unit of.
         groups: The groups.
 
     Returns:
-        The attributes; None if units were frozen, so that groups must be built again.
+        The attributes; None if units were fixed, so that groups must be built again.
     """
     found: dict[tuple[str, str], SizeAttribute] = {}
-    frozen = False
-    for nodes, module, size, needed in ledger.counts:
+    fixed = False
+    for nodes, module, size, needed in store.counts:
         names = [group_of.get(int(root[node])) if node >= 0 else None for node in nodes]
         if not any(names):
             continue
@@ -37,7 +37,7 @@ def find_counts(
             if found.setdefault((module, size), attribute) == attribute:
                 continue
         if needed:
-            frozen = True
+            fixed = True
             reason = f"its {size!r} counts units of more than one kind and has no scale to be read from"
-            ledger.freeze(nodes, Cause(module, reason, False))
-    return None if frozen else tuple(found.values())
+            store.fix(nodes, Cause(module, reason, False))
+    return None if fixed else tuple(found.values())

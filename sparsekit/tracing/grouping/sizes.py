@@ -12,7 +12,7 @@ from itertools import combinations
 
 import numpy as np
 
-from sparsekit.graph.graph import SizeAttribute
+from sparsekit.graph.groups import SizeAttribute
 from sparsekit.labels.store import LabelStore, Split
 from sparsekit.labels.values import IntArray
 
@@ -44,27 +44,27 @@ def _kind(name: str) -> str | None:
     return None
 
 
-def tie_splits(ledger: LabelStore, root: IntArray) -> bool:
+def tie_splits(store: LabelStore, root: IntArray) -> bool:
     """Tie positions where one axis of units was laid over several and nothing has said along which of them units differ.
 
     Code such as `view(batch, groups, -1)` wants equally many units in every group, so the last axis is the one of the units.
 
     Args:
-        ledger: What a trace has learnt; united further.
+        store: What a trace has learnt; united further.
         root: The lowest node of each node's component.
 
     Returns:
         True if anything was tied.
     """
     tied = False
-    for split in ledger.splits:
+    for split in store.splits:
         varying = _varying(split, root)
         for dim in varying[:-1]:
             first = np.broadcast_to(split.nodes.take([0], dim), split.nodes.shape)
             both = (first >= 0) & (split.nodes >= 0)
             apart = root[first[both]] != root[split.nodes[both]]
             if apart.any():
-                ledger.united.append((first[both][apart], split.nodes[both][apart]))
+                store.united.append((first[both][apart], split.nodes[both][apart]))
                 tied = True
     return tied
 
@@ -76,18 +76,18 @@ def _varying(split: Split, root: IntArray) -> list[int]:
 
 
 def find_sizes(
-    ledger: LabelStore, root: IntArray, group_of: Mapping[int, str], heads: Mapping[str, int]
+    store: LabelStore, root: IntArray, group_of: Mapping[int, str], heads: Mapping[str, int]
 ) -> tuple[SizeAttribute, ...]:
     """All integers of modules that may follow the heads kept.
 
     Args:
-        ledger: What a trace has learnt.
+        store: What a trace has learnt.
         root: The lowest node of each node's component.
         group_of: Root → name of the group that it is a unit of.
         heads: Groups of attention heads → number of heads.
     """
     found: dict[SizeAttribute, None] = {}
-    for split in ledger.splits:
+    for split in store.splits:
         varying = _varying(split, root) if split.numbers else []
         names = {group_of.get(int(r)) for r in np.unique(root[split.nodes[split.nodes >= 0]])} if varying else set()
         group = next(iter(names)) if len(names) == 1 else None
@@ -110,7 +110,7 @@ def _followers(split: Split, dim: int, group: str, units: int) -> Sequence[SizeA
 
 
 def chosen_sizes(
-    ledger: LabelStore, candidates: Sequence[SizeAttribute]
+    store: LabelStore, candidates: Sequence[SizeAttribute]
 ) -> tuple[tuple[SizeAttribute, ...], tuple[tuple[str, ...], ...]]:
     """Those integers that are taken to follow the heads, after the choices that have failed.
 
@@ -119,18 +119,18 @@ def chosen_sizes(
     """
     claims: dict[tuple[str, str], list[SizeAttribute]] = {}
     for size in candidates:
-        if _kind(size.name) in _CHOICES[ledger.attempts.get(size.module, 0)]:
+        if _kind(size.name) in _CHOICES[store.attempts.get(size.module, 0)]:
             claims.setdefault((size.module, size.name), []).append(size)
     agreed = [claim for claim in claims.values() if len({size.per_unit for size in claim}) == 1]
     shared = {tuple(size.group for size in claim) for claim in agreed if len(claim) > 1}
     return tuple(claim[0] for claim in agreed), tuple(sorted(shared))
 
 
-def try_other_sizes(ledger: LabelStore, candidates: Sequence[SizeAttribute], group: str) -> bool:
+def try_other_sizes(store: LabelStore, candidates: Sequence[SizeAttribute], group: str) -> bool:
     """Choose other integers to follow the heads of a group whose removal was not exact.
 
     Args:
-        ledger: Is told of the failure.
+        store: Is told of the failure.
         candidates: All that may follow.
         group: Name of the group.
 
@@ -141,9 +141,9 @@ def try_other_sizes(ledger: LabelStore, candidates: Sequence[SizeAttribute], gro
     changed = False
     for module in {size.module for size in mine}:
         kinds = {_kind(size.name) for size in mine if size.module == module}
-        now = ledger.attempts.get(module, 0)
+        now = store.attempts.get(module, 0)
         later = (n for n in range(now + 1, len(_CHOICES)) if _CHOICES[n] & kinds != _CHOICES[now] & kinds)
         following = next(later, None)
         if following is not None:
-            ledger.attempts[module], changed = following, True
+            store.attempts[module], changed = following, True
     return changed

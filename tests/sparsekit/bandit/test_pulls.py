@@ -13,19 +13,19 @@ from sparsekit.errors import InvalidValueError
 
 
 def test_a_pull_is_open_until_it_is_told() -> None:
-    ledger = PullRecords(Interval(0.0, 1.0))
-    first, second = ledger.propose(0.25), ledger.propose(0.75)
+    records = PullRecords(Interval(0.0, 1.0))
+    first, second = records.propose(0.25), records.propose(0.75)
     assert (first, second) == (Pull(0, 0.25), Pull(1, 0.75))
-    assert ledger.settle(Pull(1, 0.5), -2, "below") == (0.5, -2.0)
-    assert ledger.state_dict() == {"next": 2, "open": [[0, 0.25]], "told": [[1, 0.5, -2.0]]}
+    assert records.settle(Pull(1, 0.5), -2, "below") == (0.5, -2.0)
+    assert records.state_dict() == {"next": 2, "open": [[0, 0.25]], "told": [[1, 0.5, -2.0]]}
     with pytest.raises(InvalidValueError, match=r"pull 1 has already been told; open are \[0\]"):
-        ledger.settle(second, 0.0, None)
-    assert PullRecords.from_state(json.loads(json.dumps(ledger.state_dict())), ledger.space).propose(1.0) == Pull(2, 1.0)
+        records.settle(second, 0.0, None)
+    assert PullRecords.from_state(json.loads(json.dumps(records.state_dict())), records.space).propose(1.0) == Pull(2, 1.0)
 
 
 def test_a_bound_is_clipped_to_the_space() -> None:
-    ledger = PullRecords(Interval(0.25, 1.0))
-    assert [ledger.check_upper(upper) for upper in (None, 0.25, 0.5, 7)] == [1.0, 0.25, 0.5, 1.0]
+    records = PullRecords(Interval(0.25, 1.0))
+    assert [records.check_upper(upper) for upper in (None, 0.25, 0.5, 7)] == [1.0, 0.25, 0.5, 1.0]
 
 
 @pytest.mark.parametrize("name", ["MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64"])

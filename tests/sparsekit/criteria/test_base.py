@@ -1,71 +1,100 @@
-"""select() and the only rounding from a ratio to a count."""
+"""The checks of scores, the registry, and a criterion that was written elsewhere."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from fractions import Fraction
+from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from sparsekit.criteria import Ordered, PatternView, keep_count, registry, select
-from sparsekit.criteria.base import check_ratio, keep_largest
+from sparsekit.allocation import select
+from sparsekit.criteria import Criterion, Ordered, View, registry
+from sparsekit.criteria.base import Need, score_units
 from sparsekit.errors import InvalidValueError
-from sparsekit.graph.graph import UnitGroup
-from sparsekit.testing.patterns import example_graph
+from sparsekit.graph.graph import UnitGraph
+from sparsekit.testing.criteria import CriterionContract, example_graph, example_view
+
+
+@dataclass(frozen=True)
+class Neighbours:
+    """Importance smoothed over neighbouring units: the rule of somebody else, in double precision."""
+
+    learned: bool = True
+    needs: frozenset[Need] = frozenset()
+
+    def scores(self, graph: UnitGraph, view: View) -> Mapping[str, Tensor]:
+        assert view.importance is not None
+        return {
+            name: torch.nn.functional.avg_pool1d(view.importance[name].double().view(1, 1, -1), 3, 1, 1).view(-1)
+            for name in graph.groups
+        }
+
+
+class TestNeighbours(CriterionContract):
+    @pytest.fixture
+    def criterion(self) -> Neighbours:
+        return Neighbours()
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """Scores that are given."""
+
+    values: Any
+    learned: bool = False
+    needs: frozenset[Need] = frozenset()
+
+    def scores(self, graph: UnitGraph, view: View) -> Mapping[str, Tensor]:
+        return dict.fromkeys(graph.groups, self.values)
 
 
 @pytest.mark.parametrize(
-    ("ratio", "size", "count"),
+    ("values", "given"),
     [
-        (0.5, 10, 5),
-        (0.5, 5, 3),
-        (0.1, 10, 1),
-        (0.3, 10, 3),
-        (0.7, 10, 7),
-        (1e-9, 10, 1),
-        (1.0, 7, 7),
-        (1 / 16, 512, 32),
-        (1, 1, 1),
+        (torch.ones(6), r"torch.float32 of shape \(6,\)"),
+        (torch.ones(7, 1), r"torch.float32 of shape \(7, 1\)"),
+        (torch.ones(7, dtype=torch.bool), r"torch.bool of shape \(7,\)"),
+        (torch.arange(7), r"torch.int64 of shape \(7,\)"),
+        (None, "None"),
     ],
 )
-def test_the_count_is_rounded_up_and_at_least_one(ratio: float, size: int, count: int) -> None:
-    assert keep_count(ratio, size) == count
+def test_scores_that_do_not_fit_name_criterion_and_group(values: object, given: str) -> None:
+    expected = rf"Fixed scores of group 'first' must be a float tensor of shape \(7,\), one score a unit, got {given}"
+    with pytest.raises(InvalidValueError, match=expected):
+        score_units(Fixed(values), example_graph(), View())
 
 
-@pytest.mark.parametrize("ratio", [0, -0.5, 1.5, float("nan"), float("inf"), True, "0.5", None])
-def test_a_ratio_outside_the_range_is_refused(ratio: object) -> None:
-    with pytest.raises(InvalidValueError, match=r"ratio must be in \(0, 1\], got"):
-        check_ratio(ratio)  # type: ignore[arg-type]
+def test_a_group_that_was_forgotten_is_named() -> None:
+    class Forgetful(Neighbours):
+        def scores(self, graph: UnitGraph, view: View) -> Mapping[str, Tensor]:
+            return {"first": torch.ones(7)}
+
+    with pytest.raises(InvalidValueError, match="Forgetful scores of group 'second'"):
+        select(Forgetful(), example_graph(), 0.5, example_view())
 
 
-def test_a_ratio_in_per_cent_gets_the_right_advice() -> None:
-    with pytest.raises(InvalidValueError, match=r"for 30 % pass 0\.3"):
-        check_ratio(30)
+def test_scores_come_in_the_order_of_the_graph() -> None:
+    class Backwards(Ordered):
+        def scores(self, graph: UnitGraph, view: View) -> Mapping[str, Tensor]:
+            return dict(reversed(super().scores(graph, view).items()))
+
+    assert list(score_units(Backwards(), example_graph(), View())) == list(example_graph().groups)
 
 
-def test_ties_go_to_the_lower_index() -> None:
-    assert keep_largest(torch.tensor([1.0, 2.0, 1.0, 2.0]), 3).tolist() == [True, True, False, True]
+def test_an_object_without_the_three_parts_is_no_criterion() -> None:
+    class Half:
+        learned = True
+
+        def scores(self, graph: UnitGraph, view: View) -> Mapping[str, Tensor]:
+            return {}
+
+    assert isinstance(Ordered(), Criterion)
+    assert not isinstance(Half(), Criterion)
 
 
-def test_a_pattern_that_keeps_another_number_is_named() -> None:
-    @dataclass(frozen=True)
-    class Greedy:
-        def keep(self, group: UnitGroup, count: int, view: PatternView) -> Tensor:
-            return torch.ones(group.size, dtype=torch.bool)
-
-    with pytest.raises(InvalidValueError, match="Greedy kept 7"):
-        select(Greedy(), example_graph(), 0.5, PatternView())
-
-
-def test_patterns_are_found_by_name() -> None:
+def test_criteria_are_found_by_name() -> None:
     assert registry["ordered"] is Ordered
-    assert {"importance", "magnitude", "ordered", "random", "rolling"} <= set(registry)
-
-
-def test_a_ratio_may_be_any_real_number() -> None:
-    assert check_ratio(np.float32(0.5)) == 0.5
-    assert type(check_ratio(np.float64(0.25))) is float
-    assert check_ratio(Fraction(1, 4)) == 0.25
+    assert {"learned", "magnitude", "ordered", "random", "rolling"} <= set(registry)

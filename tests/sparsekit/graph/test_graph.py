@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from sparsekit.errors import ForeignMaskError, InvalidValueError
-from sparsekit.graph.graph import FixedUnits, UnitGraph, UnitGroup, UnitSlice, group_order
+from sparsekit.graph.graph import UnitGraph
+from sparsekit.graph.groups import FixedUnits, UnitGroup, UnitSlice, group_order
 
 
 def _graph() -> UnitGraph:

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from sparsekit.errors import ForeignMaskError, InvalidValueError
-from sparsekit.graph.graph import UnitGraph, UnitGroup, UnitSlice
+from sparsekit.graph.graph import UnitGraph
+from sparsekit.graph.groups import UnitGroup, UnitSlice
 from sparsekit.graph.mask import UnitMask, WeightMask, to_weights
 
 

@@ -1,4 +1,4 @@
-"""The ledger: connected components, sources, and what uniting does to positions without units."""
+"""The label store: connected components, sources, and what uniting does to positions without units."""
 
 from __future__ import annotations
 
@@ -42,39 +42,39 @@ def test_components_equal_those_of_a_plain_union_find(edges: list[tuple[int, int
 
 
 def test_every_axis_longer_than_one_gets_fresh_nodes() -> None:
-    ledger = LabelStore()
-    weight = ledger.add_entry(["a.weight"], (3, 1, 2), is_parameter=True)
-    bias = ledger.add_entry(["a.bias"], (3,), is_parameter=True)
+    store = LabelStore()
+    weight = store.add_entry(["a.weight"], (3, 1, 2), is_parameter=True)
+    bias = store.add_entry(["a.bias"], (3,), is_parameter=True)
     assert weight.first == (0, None, 3)
     assert bias.first == (5,)
-    assert ledger.nodes == 8
-    labels = ledger.labels_of(weight)
+    assert store.nodes == 8
+    labels = store.labels_of(weight)
     assert labels.axes[1] is None
     assert labels.axes[2] is not None
     assert labels.axes[2].nodes.tolist() == [3, 4]
 
 
 def test_a_buffer_is_never_a_source() -> None:
-    ledger = LabelStore()
-    buffer = ledger.add_entry(["mean"], (3,), is_parameter=False)
-    axis = ledger.labels_of(buffer).axes[0]
+    store = LabelStore()
+    buffer = store.add_entry(["mean"], (3,), is_parameter=False)
+    axis = store.labels_of(buffer).axes[0]
     assert axis is not None
     assert set(axis.sources.tolist()) == {NOT_ZERO}
 
 
 def test_a_sum_is_zero_only_where_both_terms_are() -> None:
-    ledger = LabelStore()
-    a, b = ledger.source({(0, 0)}), ledger.source({(1, 0)})
-    both = ledger.both(ints(a, a, NOT_ZERO, ALWAYS_ZERO), ints(b, NOT_ZERO, b, b))
-    assert ledger.gated_by(int(both[0])) == {(0, 0), (1, 0)}
+    store = LabelStore()
+    a, b = store.source({(0, 0)}), store.source({(1, 0)})
+    both = store.both(ints(a, a, NOT_ZERO, ALWAYS_ZERO), ints(b, NOT_ZERO, b, b))
+    assert store.gated_by(int(both[0])) == {(0, 0), (1, 0)}
     assert both[1:].tolist() == [NOT_ZERO, NOT_ZERO, b]
 
 
-def test_uniting_with_positions_without_units_freezes() -> None:
-    ledger = LabelStore(nodes=3)
-    ledger.unite(ints(0, 1, -1), ints(-1, 2, -1), LOUD)
-    assert [nodes.tolist() for nodes, _ in ledger.frozen] == [[0]]
-    assert [(a.tolist(), b.tolist()) for a, b in ledger.united] == [([1], [2])]
+def test_uniting_with_positions_without_units_fixes() -> None:
+    store = LabelStore(nodes=3)
+    store.unite(ints(0, 1, -1), ints(-1, 2, -1), LOUD)
+    assert [nodes.tolist() for nodes, _ in store.fixed] == [[0]]
+    assert [(a.tolist(), b.tolist()) for a, b in store.united] == [([1], [2])]
 
 
 @pytest.mark.parametrize("size", [1, 4])

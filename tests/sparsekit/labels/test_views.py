@@ -1,4 +1,4 @@
-"""Writing through views: an output that is filled step by step keeps its units, a write across units freezes them."""
+"""Writing through views: an output that is filled step by step keeps its units, a write across units fixes them."""
 
 from __future__ import annotations
 

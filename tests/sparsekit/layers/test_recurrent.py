@@ -65,7 +65,7 @@ def test_a_layer_of_one_unit_has_none_to_give(rnn: nn.RNNBase) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _no_frozen_units_unless_expected() -> Iterator[None]:
+def _no_fixed_units_unless_expected() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("error", FixedUnitsWarning)
         yield

@@ -130,8 +130,8 @@ class SpectralRule(LayerRule):
         entering, scale = tracer.labels(args[0]), tracer.labels(module.scale)
         units, own = entering.axes[-1], scale.axes[0]
         if units is None or own is None:
-            tracer.freeze(entering, "no units reach the layer")
-            tracer.freeze(scale, "no units reach the layer")
+            tracer.fix(entering, "no units reach the layer")
+            tracer.fix(scale, "no units reach the layer")
             return out
         tracer.unite(units.nodes, own.nodes)
         tracer.make(scale, 0)

@@ -41,15 +41,15 @@ def traced(name: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any], UnitG
 def test_finds_the_expected_groups(name: str) -> None:
     _, _, _, graph, messages = traced(name)
     assert [(g.name, g.size) for g in graph.groups.values()] == list(KEPT[name].groups.items())
-    assert bool(messages) == bool(KEPT[name].frozen)
-    for part in KEPT[name].frozen:
+    assert bool(messages) == bool(KEPT[name].fixed)
+    for part in KEPT[name].fixed:
         assert any(part in message for message in messages)
 
 
 @pytest.mark.parametrize("name", [name for name, architecture in KEPT.items() if not architecture.groups])
 def test_says_why_units_stay_all_the_same(name: str) -> None:
     architecture = KEPT[name]
-    with pytest.warns(FixedUnitsWarning), pytest.raises(NoUnitsError, match=architecture.frozen[0]):
+    with pytest.warns(FixedUnitsWarning), pytest.raises(NoUnitsError, match=architecture.fixed[0]):
         trace_units(architecture.make(), *architecture.inputs(), norm="kept")
 
 
@@ -88,14 +88,14 @@ def test_a_layer_norm_of_three_units_of_which_two_are_kept() -> None:
         assert model(x).item() == pytest.approx(90.0, abs=1e-9)
 
 
-def test_frozen_is_the_default_and_names_the_norm() -> None:
+def test_fixed_is_the_default_and_names_the_norm() -> None:
     model = nn.Sequential(nn.Linear(3, 6), nn.LayerNorm(6), nn.Linear(6, 2))
     with pytest.warns(FixedUnitsWarning, match="layer_norm"), pytest.raises(NoUnitsError):
         trace_units(model, torch.randn(4, 3))
 
 
 def test_an_unknown_norm_is_refused() -> None:
-    with pytest.raises(InvalidValueError, match="'frozen' or 'kept', got 'mean'"):
+    with pytest.raises(InvalidValueError, match="'fixed' or 'kept', got 'mean'"):
         trace_units(nn.Linear(2, 2), torch.zeros(1, 2), norm="mean")  # type: ignore[arg-type]
 
 
@@ -154,7 +154,7 @@ def test_a_model_that_takes_another_path_than_when_it_was_traced_is_told() -> No
         model(torch.randn(4, 3))
 
 
-def test_norms_that_differ_in_training_are_frozen() -> None:
+def test_norms_that_differ_in_training_are_fixed() -> None:
     class Differs(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -197,7 +197,7 @@ def test_sizes_of_norms_without_a_scale_are_set() -> None:
     assert small(*args).shape == (2, 4, 2)
 
 
-def test_frozen_norms_say_what_would_let_their_units_go() -> None:
+def test_fixed_norms_say_what_would_let_their_units_go() -> None:
     model = nn.Sequential(nn.Linear(3, 6), nn.LayerNorm(6), nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 2))
     with pytest.warns(FixedUnitsWarning, match='norm="kept" averages over the kept units instead'):
         trace_units(model, torch.randn(4, 3))

@@ -37,8 +37,8 @@ OPTIMIZERS: dict[str, Make] = {
 
 
 def random_mask(graph: sk.UnitGraph, ratio: float, seed: int) -> sk.UnitMask:
-    view = sk.PatternView(generator=torch.Generator().manual_seed(seed))
-    return sk.select(sk.patterns.Random(), graph, ratio, view)
+    view = sk.View(generator=torch.Generator().manual_seed(seed))
+    return sk.select(sk.criteria.Random(), graph, ratio, view)
 
 
 def problem(name: str) -> tuple[nn.Module, tuple[Any, ...], sk.UnitGraph]:

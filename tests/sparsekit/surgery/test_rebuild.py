@@ -11,7 +11,8 @@ import torch
 import zoo
 from torch import Tensor, nn
 
-from sparsekit.surgery.rebuild import copy_with, gather, named_entries
+from sparsekit.graph.index import gather
+from sparsekit.surgery.rebuild import copy_with, named_entries
 
 
 class Odd(nn.Module):

@@ -33,7 +33,7 @@ def traced(name: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any], sk.Un
 
 def half(graph: sk.UnitGraph, seed: int = 0) -> sk.UnitMask:
     generator = torch.Generator().manual_seed(seed)
-    return sk.select(sk.patterns.Random(), graph, 0.5, sk.PatternView(generator=generator))
+    return sk.select(sk.criteria.Random(), graph, 0.5, sk.View(generator=generator))
 
 
 def plain(module: nn.Module) -> list[dict[str, object]]:

@@ -1,4 +1,4 @@
-"""trace_units: the groups of every architecture of the zoo, what is frozen and why, and what is refused."""
+"""trace_units: the groups of every architecture of the zoo, what is fixed and why, and what is refused."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from sparsekit.errors import InvalidValueError, NoUnitsError, TraceError, UnsupportedModelError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.mask import UnitMask
-from sparsekit.labels.ops import find_handler
 from sparsekit.surgery.compaction import compact
+from sparsekit.tracing.ops import find_handler
 from sparsekit.tracing.trace import FixedUnitsWarning, trace_units
 
 
@@ -35,15 +35,15 @@ def test_finds_the_expected_groups(name: str) -> None:
     graph, messages = trace(model, *args, **kwargs)
     assert [(g.name, g.size) for g in graph.groups.values()] == list(expected.groups.items())
     assert graph.ties == expected.ties
-    assert bool(messages) == bool(expected.frozen)
-    for part in expected.frozen:
+    assert bool(messages) == bool(expected.fixed)
+    for part in expected.fixed:
         assert any(part in message for message in messages)
 
 
 @pytest.mark.parametrize("name", [name for name, a in zoo.ZOO.items() if not a.groups])
 def test_says_why_there_are_no_units(name: str) -> None:
     model, args, kwargs = zoo.build(name)
-    with pytest.warns(FixedUnitsWarning), pytest.raises(NoUnitsError, match=zoo.ZOO[name].frozen[0]):
+    with pytest.warns(FixedUnitsWarning), pytest.raises(NoUnitsError, match=zoo.ZOO[name].fixed[0]):
         trace_units(model, *args, **kwargs)
 
 
@@ -128,7 +128,7 @@ def test_groups_come_in_forward_order_not_in_order_of_registration() -> None:
     assert list(graph.groups) == ["first", "last.0"]
 
 
-def test_the_output_layer_is_frozen_without_a_warning() -> None:
+def test_the_output_layer_is_fixed_without_a_warning() -> None:
     model, args, _ = zoo.build("mlp")
     graph, messages = trace(model, *args)
     assert messages == []
@@ -455,8 +455,8 @@ def test_a_model_with_too_many_steps_is_given_up_on_and_not_followed_for_ever(mo
         met.append(name)
         return find_handler(func, name)
 
-    monkeypatch.setattr("sparsekit.tracing.trace.find_handler", counted)
-    monkeypatch.setattr("sparsekit.labels.tracer._MOST_WORK", 50_000)
+    monkeypatch.setattr("sparsekit.tracing.dispatch.find_handler", counted)
+    monkeypatch.setattr("sparsekit.tracing.dispatch._MOST_WORK", 50_000)
     model = zoo.Lambda(forward, a=nn.Linear(3, 6), head=nn.Linear(6, 2))
     with pytest.warns(FixedUnitsWarning, match="too many steps at test_trace.py"), pytest.raises(NoUnitsError):
         trace_units(model, torch.randn(4, 3))

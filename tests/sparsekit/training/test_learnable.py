@@ -318,17 +318,17 @@ def test_a_new_optimizer_starts_without_the_old_ones_momentum() -> None:
     assert all((s["momentum_buffer"] == 0).all() for s in second.state.values() if s["momentum_buffer"].shape == (2, 4))
 
 
-def test_patterns_that_do_not_learn_are_redrawn_on_request_only() -> None:
+def test_criteria_that_do_not_learn_are_asked_again_on_request_only() -> None:
     x = torch.zeros(1, 3, 10, 10)
-    masked = LearnableMask(ConvNet(), (x,), pattern=Random(), ratio=0.5, generator=torch.Generator().manual_seed(0))
+    masked = LearnableMask(ConvNet(), (x,), criterion=Random(), ratio=0.5, generator=torch.Generator().manual_seed(0))
     first = masked.unit_mask()
     masked(x)
     assert masked.unit_mask() == first
     masked.resample()
     assert masked.unit_mask() != first
-    ordered = LearnableMask(ConvNet(), (x,), pattern=Ordered(), ratio=0.5).unit_mask()
+    ordered = LearnableMask(ConvNet(), (x,), criterion=Ordered(), ratio=0.5).unit_mask()
     assert ordered["body.0"].tolist() == [True] * 4 + [False] * 4
-    assert LearnableMask(ConvNet(), (x,), pattern=Magnitude(), ratio=0.5).unit_mask().counts() == ordered.counts()
+    assert LearnableMask(ConvNet(), (x,), criterion=Magnitude(), ratio=0.5).unit_mask().counts() == ordered.counts()
 
 
 @pytest.mark.parametrize("ratio", [0, 1.5, -0.1, float("nan"), True, "half"])
@@ -357,7 +357,7 @@ def test_other_bad_input_says_what_to_do() -> None:
     assert issubclass(TraceError, SparsekitError)
 
 
-def test_training_on_after_nan_importance_is_an_error_and_not_a_silent_pattern() -> None:
+def test_training_on_after_nan_importance_is_an_error_and_not_a_silent_mask() -> None:
     x = torch.randn(2, 3, 10, 10)
     masked = LearnableMask(ConvNet(), (x,), ratio=0.5)
     with torch.no_grad():
@@ -466,11 +466,11 @@ def test_a_pickled_mask_trains_on_and_meets_its_optimizers() -> None:
     assert masked.ratio == 0.5
 
 
-def test_a_pattern_or_inputs_of_the_wrong_kind_say_what_to_pass() -> None:
+def test_a_criterion_or_inputs_of_the_wrong_kind_say_what_to_pass() -> None:
     model, x, _ = _classifier()
-    for pattern in ("magnitude", Magnitude):
-        with pytest.raises(InvalidValueError, match=r"pattern=Magnitude\(\)"):
-            LearnableMask(model, (x,), pattern=pattern)
+    for criterion in ("magnitude", Magnitude):
+        with pytest.raises(InvalidValueError, match=r"criterion=Magnitude\(\)"):
+            LearnableMask(model, (x,), criterion=criterion)
     with pytest.raises(InvalidValueError, match=r"example_inputs must be .* got str"):
         LearnableMask(model, "images")
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from sparsekit import NarrowModel, UnitMask, compact, select, trace_units
-from sparsekit.criteria import PatternView, Random, TopImportance
+from sparsekit import LearnableMask, NarrowModel, UnitMask, compact, select, trace_units
+from sparsekit.criteria import Learned, Random, View
 from sparsekit.errors import ForeignMaskError
 
 
@@ -52,7 +54,7 @@ for _make, _inputs in CASES:
 
 
 def draw(graph, ratio: float, seed: int) -> UnitMask:
-    return select(Random(), graph, ratio, PatternView(generator=torch.Generator().manual_seed(seed)))
+    return select(Random(), graph, ratio, View(generator=torch.Generator().manual_seed(seed)))
 
 
 @settings(max_examples=25, deadline=None)
@@ -143,8 +145,8 @@ def test_a_mask_or_state_of_another_model_is_refused() -> None:
 def test_an_entering_unit_takes_the_place_of_a_leaving_one() -> None:
     model, _, graph = TRACED[1]
     narrow_model = NarrowModel(model, graph)
-    view = PatternView(importance={name: -torch.arange(float(g.size)) for name, g in graph.groups.items()})
-    narrow_model.load(model.state_dict(), select(TopImportance(), graph, 0.5, view))
+    view = View(importance={name: -torch.arange(float(g.size)) for name, g in graph.groups.items()})
+    narrow_model.load(model.state_dict(), select(Learned(), graph, 0.5, view))
     layout = narrow_model.layout
     entries = dict(narrow_model.mask)
     name = next(iter(entries))
@@ -152,3 +154,33 @@ def test_an_entering_unit_takes_the_place_of_a_leaving_one() -> None:
     narrow_model.remask(UnitMask(entries))
     assert narrow_model.layout == layout
     assert narrow_model.group_units(name).tolist() == [entries[name].nonzero().max().item(), 1, 2]
+
+
+@pytest.mark.parametrize("execution", ["compact", "masked"])
+def test_a_mask_may_hold_its_groups_in_any_order(execution: Any) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    found = []
+    for turned in (False, True):
+        masked = LearnableMask(model, (torch.ones(2, 3).double(),), ratio=0.5, execution=execution)
+        entries = list(masked.unit_mask().items())
+        masked._execution.load(masked.dense_state(), UnitMask(dict(entries[::-1] if turned else entries)), None, [])
+        outputs = masked._execution.call(masked.scores, (torch.ones(2, 3).double(),), {}, explore=2.0)
+        outputs.square().sum().backward()
+        assert masked.scores.grad is not None
+        found.append(masked.scores.grad)
+    assert bool((found[0] != 0).any())
+    assert torch.equal(*found)
+
+
+def test_a_model_that_is_laid_out_channels_last_stays_so_at_every_remask() -> None:
+    torch.manual_seed(0)
+    layers = (nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 6, 3), nn.ReLU(), nn.Flatten(), nn.Linear(6 * 4 * 4, 3))
+    model = nn.Sequential(*layers).to(memory_format=torch.channels_last)
+    masked = LearnableMask(model, (torch.randn(1, 3, 8, 8),), ratio=0.5)
+    for ratio in (0.5, 0.25, 0.1, 1.0):
+        masked.ratio = ratio
+        masked.sync()
+        for module in (masked.model, masked.compact(), compact(model, masked.graph, masked.unit_mask())):
+            weights = [parameter for parameter in module.parameters() if parameter.dim() == 4]
+            assert all(weight.is_contiguous(memory_format=torch.channels_last) for weight in weights)

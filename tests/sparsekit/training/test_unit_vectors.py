@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from narrow import X, Y, network, prepared
 
-from sparsekit import select
-from sparsekit.criteria import PatternView, Random
+from sparsekit import choose, select
+from sparsekit.criteria import Random, View
 from sparsekit.criteria.magnitudes import unit_magnitudes
 
 
@@ -44,7 +44,7 @@ def test_fused_magnitudes_are_those_of_the_dense_state_at_all_times(ratio) -> No
         F.cross_entropy(narrow_model.module(X), Y).backward()
         optimizer.step()
         check()
-        other = PatternView(generator=torch.Generator().manual_seed(step))
+        other = View(generator=torch.Generator().manual_seed(step))
         fused.remask(select(Random(), narrow_model.graph, 0.7 if step == 3 else ratio, other), [optimizer])
 
 
@@ -55,6 +55,7 @@ def test_stands_agrees_with_sorting_on_random_importance() -> None:
     for _ in range(200):
         importance = torch.randn(fused.total, dtype=torch.float64, generator=generator)
         importance[fused.slot_units] += 1.5
-        assert fused.stands(importance) == (fused.choose(importance) == narrow_model.mask)
+        best = choose(narrow_model.graph, fused.split(importance), narrow_model.mask.counts())
+        assert fused.stands(importance) == (best == narrow_model.mask)
         agreed += fused.stands(importance)
     assert 0 < agreed < 200

@@ -47,7 +47,7 @@ def answer(client_id: int, loss: float, seconds: float) -> Update:
 
 
 def rewards(policy: TimelyRatio, memory: dict, client_id: int) -> list[float]:
-    return [reward for _, reward in policy._bandit(memory[str(client_id)], seed=0)._ledger.told]
+    return [reward for _, reward in policy._bandit(memory[str(client_id)], seed=0)._records.told]
 
 
 def test_the_reward_is_the_loss_decrease_over_the_gap_to_the_mean_time() -> None:

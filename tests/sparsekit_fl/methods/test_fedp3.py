@@ -9,7 +9,7 @@ import torch
 from personal import combine, deep_problem, equals, update, watched
 from torch import nn
 
-from sparsekit.criteria.base import keep_count
+from sparsekit.allocation.uniform import keep_count
 from sparsekit.errors import InvalidValueError, NoUnitsError
 from sparsekit.graph.mask import UnitMask, WeightMask
 from sparsekit_fl.client.spec import RunSpec

@@ -10,8 +10,9 @@ from personal import deep_problem, equals, watched
 from torch import nn
 
 from sparsekit import load_compact, load_mask, trace_units
-from sparsekit.criteria import Magnitude, Ordered, PatternView, select
-from sparsekit.criteria.base import keep_count
+from sparsekit.allocation.choose import select
+from sparsekit.allocation.uniform import keep_count
+from sparsekit.criteria import Magnitude, Ordered, View
 from sparsekit.errors import InvalidValueError, NoUnitsError
 from sparsekit.graph.mask import UnitMask
 from sparsekit_fl.client.spec import RunSpec
@@ -61,7 +62,7 @@ def test_subnetworks_are_monotone_and_stop_at_the_target() -> None:
 def test_the_first_pruning_keeps_the_units_of_largest_norm() -> None:
     _, updates = watched(hermes(threshold=0.0), config=tiny_config(rounds=1))
     spec = RunSpec.build(hermes(), tiny_problem(), tiny_config())
-    expected = select(Magnitude(), spec.graph, 0.9, PatternView(weights=spec.initial))
+    expected = select(Magnitude(), spec.graph, 0.9, View(weights=spec.initial))
     pruned = [item for item in updates if item.mask is not None]
     assert pruned
     assert all(item.mask == expected for item in pruned)
@@ -110,7 +111,7 @@ def test_the_lassos_gradient_is_autograds(ratio) -> None:
     spec = RunSpec.build(hermes(), mixed(), tiny_config())
     client = tiny_clients(1)[0]
     ctx = WorkerState(spec).context(client=client, round=1, capability=client.capability, memory={}).scoped("local")
-    mask = select(Ordered(), spec.graph, ratio, PatternView())
+    mask = select(Ordered(), spec.graph, ratio, View())
     leaves = load_leaves(ctx, spec.initial, mask)
     lasso = GroupLassoSgd(lasso=0.3)
     (adjust,) = lasso.adjusts(ctx, leaves, mask)

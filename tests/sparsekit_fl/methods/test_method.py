@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+from dataclasses import replace
+from typing import Any
 
-from sparsekit import criteria as patterns
+import pytest
+
+from sparsekit import criteria
+from sparsekit.errors import InvalidValueError
 from sparsekit_fl import policies
+from sparsekit_fl.methods import method as module
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.server.loop import run
 from sparsekit_fl.testing.tiny import tiny_clients, tiny_config, tiny_problem
@@ -17,9 +24,9 @@ class Plain(policies.LocalPolicy):
 
 
 def test_a_description_names_every_option_and_no_address():
-    method = Method(name="m", source="s", mask=policies.UnitPattern(patterns.Random()), local=Plain())
+    method = Method(name="m", source="s", mask=policies.UnitCriterion(criteria.Random()), local=Plain())
     described = method.describe()
-    assert described["mask"] == "UnitPattern(pattern=Random())"
+    assert described["mask"] == "UnitCriterion(criterion=Random())"
     assert described["aggregate"] == "WeightedMean(weighting='examples')"
     assert "0x" not in described["local"]
     assert described["name"] == "m"
@@ -47,3 +54,38 @@ def test_importing_the_package_needs_neither_flwr_nor_pyarrow_nor_pytest():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def _recorded(policy: Any, kind: str, hooks: list[str], calls: list[str]) -> Any:
+    """A policy like the given one, which notes each call of its hooks."""
+
+    def note(hook: str) -> Any:
+        def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
+            calls.append(f"{kind}.{hook}")
+            return getattr(super(type(self), self), hook)(*args, **kwargs)
+
+        return noted
+
+    return type("Recorded", (type(policy),), {hook: note(hook) for hook in hooks})()
+
+
+def test_a_run_calls_the_hooks_in_the_order_that_is_written_down():
+    written = re.findall(rf"`((?:{'|'.join(Method(name='m', source='').policies())})\.\w+)`", module.__doc__)
+    calls: list[str] = []
+    plain = Method(name="m", source="")
+    hooks = {kind: [name.split(".")[1] for name in written if name.startswith(f"{kind}.")] for kind in plain.policies()}
+    recorded = {kind: _recorded(policy, kind, hooks[kind], calls) for kind, policy in plain.policies().items()}
+    config = replace(tiny_config(rounds=1), cohort=1)
+    run(replace(plain, **recorded), tiny_problem(), tiny_clients(), config)
+    assert list(dict.fromkeys(calls)) == written
+
+
+def test_every_policy_may_refuse_a_problem_before_the_run():
+    for kind, policy in Method(name="m", source="").policies().items():
+
+        def refuse(self, problem, graph, kind=kind):
+            raise InvalidValueError(f"{kind} cannot work with this problem")
+
+        picky = type("Picky", (type(policy),), {"check": refuse})()
+        with pytest.raises(InvalidValueError, match=f"{kind} cannot work"):
+            run(replace(Method(name="m", source=""), **{kind: picky}), tiny_problem(), tiny_clients(), tiny_config(rounds=1))

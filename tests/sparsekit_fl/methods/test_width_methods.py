@@ -8,15 +8,17 @@ import itertools
 import pytest
 import torch
 
-from sparsekit import UnitMask, trace_units
-from sparsekit import criteria as patterns
-from sparsekit.criteria.base import PatternView, keep_count, select
+from sparsekit import UnitMask, criteria, trace_units
+from sparsekit.allocation.choose import select
+from sparsekit.allocation.uniform import keep_count
+from sparsekit.criteria.base import View
 from sparsekit.errors import NoUnitsError
 from sparsekit_fl.client.spec import RunSpec
 from sparsekit_fl.client.worker import WorkerState
 from sparsekit_fl.methods import efd, fedavg, fedmp, fedrolex, fjord, flst, heterofl, rcr_dyn
 from sparsekit_fl.methods.fjord import OrderedDropoutSgd
 from sparsekit_fl.policies.learnable import LearnableSgd
+from sparsekit_fl.policies.mask import RoundView
 from sparsekit_fl.policies.personal import GlobalModel
 from sparsekit_fl.policies.ratio import Full
 from sparsekit_fl.problem.problem import Problem
@@ -143,10 +145,10 @@ def test_heterofl_never_touches_units_beyond_the_widest_client() -> None:
 @pytest.mark.parametrize("ratio", [1.0, 0.5, 0.3, 1 / 16])
 def test_fedrolex_trains_every_unit_equally_often(ratio) -> None:
     graph = trace_units(TinyNet(), torch.zeros(2, 6))
-    pattern = fedrolex().mask.pattern
+    criterion = fedrolex().mask.criterion
     counts = torch.zeros(8, dtype=torch.int64)
     for round in range(1, 9):
-        counts += select(pattern, graph, ratio, PatternView(round=round))["first"]
+        counts += select(criterion, graph, ratio, RoundView(round=round))["first"]
     assert counts.tolist() == [keep_count(ratio, 8)] * 8
 
 
@@ -181,7 +183,7 @@ class TestDistillingFjord(MethodContract):
 
 def test_fjords_widths_are_nested() -> None:
     graph = trace_units(TinyNet(), torch.zeros(2, 6))
-    masks = [select(patterns.Ordered(), graph, width, PatternView())["first"] for width in (1 / 16, 0.25, 0.3, 0.5, 1.0)]
+    masks = [select(criteria.Ordered(), graph, width, View())["first"] for width in (1 / 16, 0.25, 0.3, 0.5, 1.0)]
     for small, large in itertools.pairwise(masks):
         assert not bool((small & ~large).any())
 

@@ -22,7 +22,7 @@ from sparsekit_fl.methods import (
     rcr_dyn,
     rcr_fix,
 )
-from sparsekit_fl.paper.ablations import PatternSgd
+from sparsekit_fl.paper.ablations import ProximalSgd
 from sparsekit_fl.policies.learnable import LearnableSgd
 from sparsekit_fl.policies.personal import GlobalModel
 from sparsekit_fl.policies.ratio import Full
@@ -152,7 +152,7 @@ def test_magnitude_keeps_the_units_of_largest_weights_in_the_global_model() -> N
 
 
 def test_a_full_pattern_without_the_proximal_term_is_fedavg_bit_for_bit() -> None:
-    plain = dataclasses.replace(fedlps_random(), ratio=Full(), local=PatternSgd(proximal=0.0), personal=GlobalModel())
+    plain = dataclasses.replace(fedlps_random(), ratio=Full(), local=ProximalSgd(proximal=0.0), personal=GlobalModel())
     ours, _ = watched(plain)
     reference, _ = watched(fedavg())
     assert ours.final.state_sha256 == reference.final.state_sha256
@@ -160,7 +160,7 @@ def test_a_full_pattern_without_the_proximal_term_is_fedavg_bit_for_bit() -> Non
 
 def test_the_proximal_term_is_that_of_the_learning_client() -> None:
     config = tiny_config(rounds=1)
-    ours = dataclasses.replace(fedlps_ordered(), ratio=Full(), local=PatternSgd(proximal=500.0))
+    ours = dataclasses.replace(fedlps_ordered(), ratio=Full(), local=ProximalSgd(proximal=500.0))
     learning = dataclasses.replace(
         fedlps(), ratio=Full(), local=LearnableSgd(proximal=500.0, term=ImportanceRegularizer(strength=0.0))
     )
@@ -170,4 +170,4 @@ def test_the_proximal_term_is_that_of_the_learning_client() -> None:
 
 def test_a_negative_pull_is_refused() -> None:
     with pytest.raises(InvalidValueError, match="proximal"):
-        PatternSgd(-1.0)
+        ProximalSgd(-1.0)

@@ -41,7 +41,7 @@ class TestPathologicalContract(PartitionContract):
     def make_source(self) -> DataSource:
         return pictures()
 
-    def deal(self, source: DataSource, clients: int, rng: np.random.Generator) -> list[ClientData]:
+    def partition(self, source: DataSource, clients: int, rng: np.random.Generator) -> list[ClientData]:
         return pathological(source, clients=clients, rng=rng, images_per_class=10)
 
 
@@ -49,7 +49,7 @@ class TestDirichletContract(PartitionContract):
     def make_source(self) -> DataSource:
         return pictures()
 
-    def deal(self, source: DataSource, clients: int, rng: np.random.Generator) -> list[ClientData]:
+    def partition(self, source: DataSource, clients: int, rng: np.random.Generator) -> list[ClientData]:
         return dirichlet(source, clients=clients, rng=rng)
 
 
@@ -57,14 +57,14 @@ class TestNaturalContract(PartitionContract):
     def make_source(self) -> DataSource:
         return texts()
 
-    def deal(self, source: DataSource, clients: int, rng: np.random.Generator) -> list[ClientData]:
+    def partition(self, source: DataSource, clients: int, rng: np.random.Generator) -> list[ClientData]:
         return natural(source, clients=clients, rng=rng)
 
 
 class TestRandomNaturalContract(TestNaturalContract):
     clients = 2
 
-    def deal(self, source: DataSource, clients: int, rng: np.random.Generator) -> list[ClientData]:
+    def partition(self, source: DataSource, clients: int, rng: np.random.Generator) -> list[ClientData]:
         return natural(source, clients=clients, rng=rng, choose="random")
 
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from sparsekit import criteria as patterns
-from sparsekit import load_compact, load_mask, trace_units
-from sparsekit.criteria.base import PatternView, select
+from sparsekit import criteria, load_compact, load_mask, trace_units
+from sparsekit.allocation.choose import select
+from sparsekit.criteria.base import View
 from sparsekit.graph.mask import UnitMask, WeightMask
 from sparsekit_fl import policies
 from sparsekit_fl.methods.method import Method
@@ -38,7 +38,7 @@ class TopHalfOfEntries(policies.MaskPolicy):
 @dataclass(frozen=True)
 class PrefixFromServer(policies.MaskPolicy):
     def propose(self, ctx, client_id, proposal):
-        return select(patterns.Ordered(), ctx.graph, proposal, PatternView(round=ctx.round))
+        return select(criteria.Ordered(), ctx.graph, proposal, View())
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class UploadFirstEntry(policies.SharePolicy):
 def half(**other):
     chosen = {
         "ratio": policies.Constant(0.5),
-        "mask": policies.UnitPattern(patterns.Random()),
+        "mask": policies.UnitCriterion(criteria.Random()),
         "aggregate": policies.DeltaMean(),
         "personal": policies.LocalModel("best"),
     }
@@ -99,7 +99,7 @@ def test_full_masks_give_the_bits_of_fedavg_under_every_rule():
     config = replace(tiny_config(), cohort=2)
     plain = run(Method(name="fedavg", source=""), tiny_problem(), clients, config)
     for aggregate in (policies.DeltaMean(), policies.CoverageMean(), policies.CoverageMean("examples")):
-        method = Method(name="m", source="", mask=policies.UnitPattern(patterns.Random()), aggregate=aggregate)
+        method = Method(name="m", source="", mask=policies.UnitCriterion(criteria.Random()), aggregate=aggregate)
         assert run(method, tiny_problem(), clients, config).final.state_sha256 == plain.final.state_sha256
 
 
@@ -131,7 +131,7 @@ def test_updates_are_narrow_and_narrow_work_is_cheaper():
 
 def test_a_mask_from_the_server_saves_downlink_bytes():
     sent, _ = watched(half(mask=PrefixFromServer(), ratio=policies.Constant(0.25)))
-    chosen, _ = watched(half(mask=policies.UnitPattern(patterns.Ordered()), ratio=policies.Constant(0.25)))
+    chosen, _ = watched(half(mask=policies.UnitCriterion(criteria.Ordered()), ratio=policies.Constant(0.25)))
     assert sent.cost.downlink_bytes < chosen.cost.downlink_bytes
     assert sent.cost.flops_compact == chosen.cost.flops_compact
 

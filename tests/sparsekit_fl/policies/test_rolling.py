@@ -1,35 +1,50 @@
-"""Rolling: exact choices, and the contract of patterns."""
+"""Rolling: exact choices, and the contract of criteria."""
 
 from __future__ import annotations
 
 import pytest
 
-from sparsekit.criteria import PatternView
-from sparsekit.errors import InvalidValueError
-from sparsekit.testing.patterns import PatternContract, example_graph
+from sparsekit.allocation import Uniform, choose, select
+from sparsekit.criteria import View
+from sparsekit.errors import InvalidValueError, MissingImportanceError
+from sparsekit.testing.criteria import CriterionContract, example_graph, example_view
+from sparsekit_fl.policies.mask import RoundView
 from sparsekit_fl.policies.rolling import Rolling
 
-GROUP = example_graph().groups["first"]  # 7 units
+
+def _kept(round: int, count: int, step: int = 1) -> list[int]:
+    """The units of the group of 7 that stay in a round."""
+    graph = example_graph()
+    scores = Rolling(step=step).scores(graph, RoundView(round=round))
+    return choose(graph, scores, {**Uniform(1.0).counts(graph, scores), "first": count})["first"].nonzero().flatten().tolist()
 
 
-class TestRolling(PatternContract):
+class TestRolling(CriterionContract):
     @pytest.fixture
-    def pattern(self) -> Rolling:
+    def criterion(self) -> Rolling:
         return Rolling()
+
+    def view(self, seed: int = 0) -> RoundView:
+        return RoundView(round=3 + seed, **vars(example_view(seed)))
 
 
 def test_the_window_advances_by_one_and_wraps_around() -> None:
-    kept = [Rolling().keep(GROUP, 3, PatternView(round=round)).nonzero().flatten().tolist() for round in (0, 1, 5, 7)]
+    kept = [_kept(round, 3) for round in (0, 1, 5, 7)]
     assert kept == [[0, 1, 2], [1, 2, 3], [0, 5, 6], [0, 1, 2]]
 
 
 def test_the_step_is_a_choice() -> None:
-    assert Rolling(step=3).keep(GROUP, 2, PatternView(round=2)).nonzero().flatten().tolist() == [0, 6]
+    assert _kept(2, 2, step=3) == [0, 6]
 
 
 def test_all_units_get_their_turn_equally_often() -> None:
-    hits = sum(Rolling().keep(GROUP, 3, PatternView(round=round)).int() for round in range(7))
-    assert hits.tolist() == [3] * 7
+    hits = [unit for round in range(7) for unit in _kept(round, 3)]
+    assert sorted(hits) == sorted(list(range(7)) * 3)
+
+
+def test_a_view_without_a_round_says_what_to_pass() -> None:
+    with pytest.raises(MissingImportanceError, match=r"pass RoundView\(round="):
+        select(Rolling(), example_graph(), 0.5, View())
 
 
 def test_a_step_below_one_is_refused() -> None:

@@ -185,7 +185,7 @@ def test_statistics_reach_both_scores_and_not_the_state() -> None:
 
 
 def test_a_client_may_deploy_the_width_that_it_can_run() -> None:
-    method = Method(name="narrow", source="", personal=RecalibratedBatchNorm(pattern=Ordered()))
+    method = Method(name="narrow", source="", personal=RecalibratedBatchNorm(criterion=Ordered()))
     result = run(method, tiny_problem(), tiny_clients(), tiny_config(rounds=2))
     whole = [score for score in result.final.per_client if score.ratio is None]
     narrow = [score for score in result.final.per_client if score.ratio is not None]

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from sparsekit import criteria as patterns
+from sparsekit import criteria
 from sparsekit.errors import InvalidValueError, NoUnitsError
 from sparsekit.graph.state import digest
 from sparsekit_fl import policies
@@ -247,7 +247,7 @@ def test_a_model_without_units_can_still_be_averaged():
     problem = Problem(model=lambda: nn.Linear(6, 3), example_inputs=(torch.zeros(2, 6),))
     result = run(fedavg(), problem, tiny_clients(), tiny_config())
     assert result.final.personal["accuracy"] > 0.3
-    sparse = replace(fedavg(), mask=policies.UnitPattern(patterns.Ordered()), aggregate=policies.DeltaMean())
+    sparse = replace(fedavg(), mask=policies.UnitCriterion(criteria.Ordered()), aggregate=policies.DeltaMean())
     with pytest.raises(NoUnitsError, match="nothing to choose from"):
         run(sparse, problem, tiny_clients(), tiny_config())
 
@@ -257,7 +257,7 @@ def half_run(folder, *, resume, workers):
         name="m",
         source="",
         ratio=policies.Constant(0.5),
-        mask=policies.UnitPattern(patterns.Random()),
+        mask=policies.UnitCriterion(criteria.Random()),
         aggregate=policies.DeltaMean(),
         personal=policies.LocalModel("best"),
     )

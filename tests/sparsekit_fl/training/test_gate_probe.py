@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from narrow import Rotary, X, Y, prepared
 from zoo_norms import KEPT
 
-from sparsekit import NarrowModel, trace_units
+from sparsekit import NarrowModel, UnitMask, trace_units
 from sparsekit_fl.training.gate_probe import GateProbe
 
 
@@ -32,3 +32,12 @@ def test_a_gate_probe_sees_buffers_outside_the_state_and_kept_norms() -> None:
         assert gradient.shape == (graph.units,)
         assert bool((gradient != 0).all())
         assert narrow_model.mask == keep
+
+
+def test_a_probe_reads_the_mask_by_name() -> None:
+    narrow_model, _ = prepared(0.5)
+    found = []
+    for entries in (list(narrow_model.mask.items()), list(narrow_model.mask.items())[::-1]):
+        narrow_model.load(narrow_model.dense_state(), UnitMask(dict(entries)))
+        found.append(GateProbe(narrow_model).gradient(lambda model: F.cross_entropy(model(X), Y)))
+    assert torch.equal(*found)

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from narrow import X, Y, prepared
 
 from sparsekit import select
-from sparsekit.criteria import PatternView, TopImportance
+from sparsekit.criteria import Learned, View
 from sparsekit.errors import InvalidValueError
 from sparsekit.training.regularizer import ImportanceRegularizer
 from sparsekit_fl.training.importance import ImportanceLearner
@@ -40,9 +40,7 @@ def test_the_pattern_is_followed_only_when_it_changed_and_ties_keep_the_lower_in
     learner.importance[5] = 2.0
     assert learner.follow()
     assert narrow_model.mask["0"].tolist() == [True, True, False, False, False, True]
-    assert narrow_model.mask == select(
-        TopImportance(), narrow_model.graph, 0.5, PatternView(importance=fused.split(learner.importance))
-    )
+    assert narrow_model.mask == select(Learned(), narrow_model.graph, 0.5, View(importance=fused.split(learner.importance)))
 
 
 def test_bad_values_are_refused() -> None:

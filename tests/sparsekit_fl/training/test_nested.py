@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from sparsekit import compact, select, trace_units
-from sparsekit.criteria import Ordered, PatternView, Random
+from sparsekit.criteria import Ordered, Random, View
 from sparsekit.errors import ForeignMaskError
 from sparsekit.training.narrow_model import NarrowModel
 from sparsekit_fl.models.cnn import Cnn
@@ -41,12 +41,12 @@ def made(name: str, outer: float, inner: float, pattern=None):
         inputs = inputs.double()
     graph = trace_units(model, inputs)
     narrow_model = NarrowModel(model, graph)
-    wide = select(Ordered(), graph, outer, PatternView())
+    wide = select(Ordered(), graph, outer, View())
     narrow_model.load(model.state_dict(), wide)
     if pattern is None:
-        mask = select(Ordered(), graph, inner, PatternView())
+        mask = select(Ordered(), graph, inner, View())
     else:
-        small = select(pattern, graph, 1.0, PatternView(generator=torch.Generator().manual_seed(1)))
+        small = select(pattern, graph, 1.0, View(generator=torch.Generator().manual_seed(1)))
         mask = type(small)({group: keep & wide[group] for group, keep in small.items()})
         mask = type(small)({group: _odd(keep) for group, keep in mask.items()})
     return model, graph, narrow_model, mask, inputs
@@ -125,10 +125,25 @@ def test_a_part_can_be_added_to_the_whole() -> None:
             part = torch.full_like(inner[place], 2.0)
             nested.write(place, part, whole, add=True)
             assert whole.sum() == leaf.numel() + 2 * part.numel()
-            assert torch.equal(nested.part(place, whole), part + 1)
+            assert torch.equal(nested.share(place, whole), part + 1)
+
+
+def test_what_is_shared_follows_pull_and_push() -> None:
+    for pattern in (None, Random()):
+        _, _, narrow_model, mask, _ = made("lstm", 1.0, 0.5, pattern)
+        nested = NestedModule(narrow_model, mask)
+        for place, leaf in enumerate(narrow_model.parameters()):
+            whole = torch.zeros_like(leaf)
+            part = nested.share(place, whole)
+            part.fill_(1.0)
+            nested.push()
+            assert whole.sum() == part.numel()
+            whole.fill_(3.0)
+            nested.pull()
+            assert bool((part == 3.0).all())
 
 
 def test_a_unit_that_the_wider_module_lacks_is_refused() -> None:
     _, graph, narrow_model, _, _ = made("cnn", 0.5, 0.25)
     with pytest.raises(ForeignMaskError, match="wider module"):
-        NestedModule(narrow_model, select(Ordered(), graph, 1.0, PatternView()))
+        NestedModule(narrow_model, select(Ordered(), graph, 1.0, View()))

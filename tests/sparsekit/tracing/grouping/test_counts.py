@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from zoo_base import Lambda
 
-from sparsekit.graph.graph import SizeAttribute
+from sparsekit.graph.groups import SizeAttribute
 from sparsekit.graph.mask import UnitMask
 from sparsekit.surgery.compaction import compact
 from sparsekit.tracing.trace import FixedUnitsWarning, trace_units
@@ -48,7 +48,7 @@ def test_units_of_two_kinds_under_one_norm_without_a_scale_stay() -> None:
     assert list(graph.groups) == ["up"]
 
 
-def test_a_norm_without_a_scale_over_frozen_units_is_left_alone() -> None:
+def test_a_norm_without_a_scale_over_fixed_units_is_left_alone() -> None:
     model = Lambda(
         lambda m, x: (m.norm(h := m.a(x)), m.head(m.b(h).relu())),
         a=nn.Linear(3, 8),

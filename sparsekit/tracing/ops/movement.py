@@ -8,11 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparsekit.labels.call import Call, Outputs, table
 from sparsekit.labels.joint import aligned, dropped, inserted, permuted
-from sparsekit.labels.ops.reshape import MOST_POSITIONS, one_axis, pack, unpack
-from sparsekit.labels.ops.stacked import slice_stacked
 from sparsekit.labels.values import IntArray, Joint, Labels, TensorLabels, uniform
+from sparsekit.tracing.ops.call import Call, Outputs, table
+from sparsekit.tracing.ops.reshape import MOST_POSITIONS, one_axis, pack, unpack
+from sparsekit.tracing.ops.stacked import slice_stacked
 
 __all__ = ["HANDLERS"]
 
@@ -57,7 +57,7 @@ def _squeeze(call: Call) -> Outputs:
     chosen = range(tensor.dim()) if given is None else [given] if isinstance(given, int) else given
     gone = {d % max(tensor.dim(), 1) for d in chosen if tensor.dim() and tensor.shape[d] == 1}
     for d in gone:
-        call.tracer.freeze(labels.axes[d], "an axis of units is squeezed away")
+        call.tracer.fix(labels.axes[d], "an axis of units is squeezed away")
     return dropped(labels, gone)
 
 
@@ -70,7 +70,7 @@ def _expand(call: Call) -> Outputs:
     for d in range(tensor.dim()):
         axis, size = labels.axes[d], out.shape[new + d]
         if tensor.shape[d] == 1 and size > 1:
-            call.tracer.freeze(axis, "a single unit is expanded")
+            call.tracer.fix(axis, "a single unit is expanded")
             axis = uniform(size)
         axes.append(axis)
     joint = labels.joint
@@ -103,7 +103,7 @@ def _slice(call: Call) -> Outputs:
         if step == 1 and length and axis.size % length == 0 and start % length == 0:
             _tie_parts(call, axis, length)
         else:
-            call.tracer.freeze(axis, "sliced at fixed positions")
+            call.tracer.fix(axis, "sliced at fixed positions")
     return labels.with_axis(dim, axis.take(slice(start, stop, step)))
 
 
@@ -121,7 +121,7 @@ def _split(call: Call) -> Outputs:
         if len(set(sizes)) == 1:
             _tie_parts(call, axis, sizes[0])
         else:
-            call.tracer.freeze(axis, f"split into fixed sizes {sizes}")
+            call.tracer.fix(axis, f"split into fixed sizes {sizes}")
     ends = np.cumsum(sizes).tolist()
     return [labels.with_axis(dim, axis.take(slice(end - size, end))) for size, end in zip(sizes, ends, strict=True)]
 
@@ -136,11 +136,11 @@ def _select(call: Call) -> Outputs:
         if dim == 0:
             chosen: TensorLabels = labels.parts[call.arg("index") % tensor.shape[0]]
             return chosen
-        call.freeze_inputs("stacked states of several layers are cut across layers")
+        call.fix_inputs("stacked states of several layers are cut across layers")
         return None
     axis = labels.axes[dim]
     if axis is not None and not axis.is_uniform:
-        call.tracer.freeze(axis, "a single unit is selected by its position")
+        call.tracer.fix(axis, "a single unit is selected by its position")
     return dropped(labels, {dim})
 
 
@@ -153,11 +153,11 @@ def _unbind(call: Call) -> Outputs:
     if labels.parts is not None:
         if dim == 0:
             return list(labels.parts)
-        call.freeze_inputs("stacked states of several layers are cut across layers")
+        call.fix_inputs("stacked states of several layers are cut across layers")
         return None
     axis = labels.axes[dim]
     if axis is not None and not axis.is_uniform:
-        call.tracer.freeze(axis, "single units are taken apart")
+        call.tracer.fix(axis, "single units are taken apart")
     return [dropped(labels, {dim})] * len(call.outputs)
 
 
@@ -166,7 +166,7 @@ def _as_complex(call: Call) -> Outputs:
     if labels is None:
         return None
     last = len(labels.axes) - 1
-    call.tracer.freeze(labels.axes[last], "single units are taken apart")
+    call.tracer.fix(labels.axes[last], "single units are taken apart")
     return dropped(labels, {last})
 
 
@@ -182,11 +182,11 @@ def _moved(call: Call) -> Outputs:
     for other in call.tensors:
         own = call.tracer.labels(other)
         if other is not tensor and own.entry is not None and not own.entry.is_parameter:
-            call.tracer.freeze(own, f"positions for {call.name!r}", quiet=True)
+            call.tracer.fix(own, f"positions for {call.name!r}", quiet=True)
         elif other is not tensor and own.has_units:
             others.append(other)
     if labels is None or others or tensor.numel() > MOST_POSITIONS or any(o.numel() > MOST_POSITIONS for o in call.outputs):
-        call.freeze_inputs(f"rearranged by {call.name!r}")
+        call.fix_inputs(f"rearranged by {call.name!r}")
         return [None] * len(call.outputs)
     axes: list[list[Labels | None]] = [[None] * out.dim() for out in call.outputs]
     rest = {name: value for name, value in call.arguments.items() if name != "self"}
@@ -198,16 +198,16 @@ def _moved(call: Call) -> Outputs:
         pieces = [moved] if isinstance(moved, Tensor) else list(moved)
         for number, piece in enumerate(pieces):
             if piece.numel() == 0:
-                call.tracer.freeze(axis, f"rearranged by {call.name!r}")
+                call.tracer.fix(axis, f"rearranged by {call.name!r}")
                 continue
             array = piece.cpu().numpy()
             found = one_axis(array)
             found = _tied_axis(call, array) if found is None else found
             if found is not None and call.name in _POSITIONS and not np.array_equal(found[1], pack(axis)):
-                call.tracer.freeze(axis, f"rearranged by {call.name!r} at fixed positions")
+                call.tracer.fix(axis, f"rearranged by {call.name!r} at fixed positions")
                 continue
             if found is None or axes[number][found[0]] is not None:
-                call.tracer.freeze(axis, f"rearranged across units by {call.name!r}")
+                call.tracer.fix(axis, f"rearranged across units by {call.name!r}")
                 continue
             axes[number][found[0]] = unpack(found[1])
     return [TensorLabels(tuple(a), labels.entry) for a in axes]
@@ -237,7 +237,7 @@ def _tied_axis(call: Call, codes: IntArray) -> tuple[int, IntArray] | None:
             first, other = (unpack(np.array([s[k] for s in sets])) for k in (0, position))
             call.tracer.unite(first.nodes, other.nodes)
             if (first.sources != other.sources).any():
-                call.tracer.freeze(first, f"rearranged across units by {call.name!r}")
+                call.tracer.fix(first, f"rearranged across units by {call.name!r}")
         return dim, np.array([s[0] for s in sets], dtype=np.int64)
     return None
 

@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sparsekit.errors import NoUnitsError
-from sparsekit.labels.ops import MAKE_CONSTANTS, find_handler
 from sparsekit.labels.store import LabelStore, components
 from sparsekit.labels.tracer import Tracer
 from sparsekit.labels.values import ALWAYS_ZERO, NOT_ZERO, Labels, TensorLabels
+from sparsekit.tracing.dispatch import Dispatcher
 from sparsekit.tracing.trace import FixedUnitsWarning, trace_units
 
 
@@ -22,16 +22,16 @@ class Traced:
     """A parameter of the given shape, a function of it, and what the trace learnt."""
 
     def __init__(self, shape: tuple[int, ...], run: Callable[[Tensor], Tensor]) -> None:
-        self.ledger = LabelStore()
-        tracer = Tracer(self.ledger, find_handler, MAKE_CONSTANTS)
+        self.store = LabelStore()
+        tracer = Tracer(self.store)
         tensor = torch.rand(shape) + 1.0
-        self.entry = self.ledger.add_entry(["p"], shape, is_parameter=True)
-        labels = self.ledger.labels_of(self.entry)
+        self.entry = self.store.add_entry(["p"], shape, is_parameter=True)
+        labels = self.store.labels_of(self.entry)
         # Only the last axis carries units, as in an activation (batch, features).
         axes: list[Labels | None] = [None] * len(shape)
         axes[-1] = labels.axes[-1]
         tracer.set(tensor, TensorLabels(tuple(axes)))
-        with torch.no_grad(), tracer:
+        with torch.no_grad(), Dispatcher(tracer):
             self.out = run(tensor)
         self.labels = tracer.labels(self.out)
 
@@ -40,14 +40,14 @@ class Traced:
         axis = self.labels.axes[dim]
         if axis is None:
             return None
-        root = components(self.ledger.nodes, self.ledger.united)
+        root = components(self.store.nodes, self.store.united)
         start = self.entry.first[-1]
         assert start is not None
         return [int(root[n]) - start if n >= 0 else int(n) for n in axis.nodes.tolist()]
 
     @property
-    def frozen(self) -> bool:
-        return any(not cause.quiet for _, cause in self.ledger.frozen)
+    def fixed(self) -> bool:
+        return any(not cause.quiet for _, cause in self.store.fixed)
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_labels_move_with_the_values(
 ) -> None:
     traced = Traced(shape, run)
     assert traced.units(dim) == units
-    assert not traced.frozen
+    assert not traced.fixed
 
 
 @pytest.mark.parametrize(
@@ -106,8 +106,8 @@ def test_labels_move_with_the_values(
         lambda x: torch.linalg.qr(x)[0],
     ],
 )
-def test_what_mixes_units_freezes_them(run: Callable[[Tensor], Tensor]) -> None:
-    assert Traced((2, 4), run).frozen
+def test_what_mixes_units_fixes_them(run: Callable[[Tensor], Tensor]) -> None:
+    assert Traced((2, 4), run).fixed
 
 
 @pytest.mark.parametrize(
@@ -146,11 +146,11 @@ def test_new_zeros_fit_any_unit_until_something_is_written_into_them() -> None:
         buffer[0, 1] = 5.0
         return x + buffer
 
-    assert not Traced((2, 3), untouched).frozen
-    assert Traced((2, 3), written).frozen
+    assert not Traced((2, 3), untouched).fixed
+    assert Traced((2, 3), written).fixed
 
 
-def test_in_place_activations_are_followed_and_writes_through_views_freeze() -> None:
+def test_in_place_activations_are_followed_and_writes_through_views_fix() -> None:
     assert Traced((2, 3), lambda x: x.clone().relu_().mul_(2)).units(1) == [0, 1, 2]
 
     def through_a_view(x: Tensor) -> Tensor:
@@ -158,7 +158,7 @@ def test_in_place_activations_are_followed_and_writes_through_views_freeze() -> 
         y[:, :].t()[1].fill_(1.0)
         return y
 
-    assert Traced((2, 3), through_a_view).frozen
+    assert Traced((2, 3), through_a_view).fixed
 
 
 def test_constants_are_always_zero_or_never() -> None:
@@ -216,7 +216,7 @@ def test_an_axis_laid_over_two_is_one_of_heads(
     shape: tuple[int, ...], run: Callable[[Tensor], Tensor], dim: int, units: list[int]
 ) -> None:
     traced = Traced(shape, run)
-    assert not traced.frozen
+    assert not traced.fixed
     assert traced.units(dim) == units
 
 
@@ -230,21 +230,21 @@ def test_an_axis_laid_over_two_is_one_of_heads(
         lambda x: heads(x) @ torch.rand(2, 2, 3, 5),
     ],
 )
-def test_heads_that_meet_what_is_not_theirs_are_frozen(run: Callable[[Tensor], Tensor]) -> None:
-    assert Traced((2, 4, 6), run).frozen
+def test_heads_that_meet_what_is_not_theirs_are_fixed(run: Callable[[Tensor], Tensor]) -> None:
+    assert Traced((2, 4, 6), run).fixed
 
 
 def test_key_heads_are_united_with_the_query_heads_that_they_serve() -> None:
-    ledger = LabelStore(nodes=12)
-    tracer = Tracer(ledger, find_handler, MAKE_CONSTANTS)
+    store = LabelStore(nodes=12)
+    tracer = Tracer(store)
     labels = Labels(np.arange(12), np.zeros(12, dtype=np.int64))
     q, k = torch.rand(2, 3, 8), torch.rand(2, 3, 4)
     tracer.set(q, TensorLabels((None, None, labels.take(slice(0, 8)))))
     tracer.set(k, TensorLabels((None, None, labels.take(slice(8, 12)))))
-    with torch.no_grad(), tracer:
+    with torch.no_grad(), Dispatcher(tracer):
         keys = k.unflatten(-1, (2, 2)).transpose(1, 2).repeat_interleave(2, 1)
         F.scaled_dot_product_attention(q.unflatten(-1, (4, 2)).transpose(1, 2), keys, keys)
-    assert components(12, ledger.united).tolist() == [0, 0, 0, 0, 4, 4, 4, 4, 0, 0, 4, 4]
+    assert components(12, store.united).tolist() == [0, 0, 0, 0, 4, 4, 4, 4, 0, 0, 4, 4]
 
 
 def test_code_that_lays_units_and_other_values_over_two_axes_keeps_them_and_ends() -> None:

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparsekit.labels.call import Call, Outputs, table
 from sparsekit.labels.joint import aligned
-from sparsekit.labels.ops.reshape import MOST_POSITIONS
 from sparsekit.labels.values import NOT_ZERO, IntArray, Joint, Labels, TensorLabels, uniform
+from sparsekit.tracing.ops.call import Call, Outputs, table
+from sparsekit.tracing.ops.reshape import MOST_POSITIONS
 
 __all__ = ["HANDLERS", "combine", "is_pointwise", "spread"]
 
@@ -50,7 +50,7 @@ def _sources(call: Call, operands: Sequence[IntArray], size: int) -> IntArray:
     if name in _SUMS:
         if len(operands) == 1:
             return operands[0] if _keeps_zero(call) else np.full(size, NOT_ZERO, dtype=np.int64)
-        return call.tracer.ledger.both(operands[0], operands[1])
+        return call.tracer.store.both(operands[0], operands[1])
     if len(operands) == 1 and _keeps_zero(call):
         return operands[0]
     return np.full(size, NOT_ZERO, dtype=np.int64)
@@ -77,7 +77,7 @@ def combine(call: Call, owners: Sequence[TensorLabels], shapes: Sequence[Sequenc
             own = owner.axes[k] if k >= 0 else None
             own_size = own_shape[k] if k >= 0 else 1
             if own is not None and own_size != size:
-                call.tracer.freeze(own, f"a single unit is broadcast by {call.name!r}", quiet=owner.entry is not None)
+                call.tracer.fix(own, f"a single unit is broadcast by {call.name!r}", quiet=owner.entry is not None)
                 own = None
             sources.append(own.sources if own is not None else np.full(size, NOT_ZERO, dtype=np.int64))
             if own is not None:
@@ -118,7 +118,7 @@ def _meet(
     sources = _sources(call, [part.reshape(-1) for part in parts], math.prod(full)).reshape(full)
     for labels in met:
         if labels.joint is not None and labels.entry is not None:
-            call.tracer.ledger.make(labels.joint.nodes.reshape(-1), call.tracer.module)
+            call.tracer.store.make(labels.joint.nodes.reshape(-1), call.tracer.module)
     return [replace(labels, joint=None) for labels in met], Joint(spread[0], sources)
 
 
@@ -159,15 +159,15 @@ def _one(
     if ordinary:
         for axis, owner in held:
             reason = f"combined by {call.name!r} with values that belong to no unit"
-            call.tracer.freeze(axis, reason, quiet=owner.entry is not None)
-        # Frozen units keep their labels: what follows is frozen with them, and an output layer is known as such.
+            call.tracer.fix(axis, reason, quiet=owner.entry is not None)
+        # Fixed units keep their labels: what follows is fixed with them, and an output layer is known as such.
         return held[0][0].without_zero()
     first = held[0][0]
     for axis, _ in held[1:]:
         call.tracer.unite(first.nodes, axis.nodes)
     for axis, owner in held:
         if owner.entry is not None:
-            call.tracer.ledger.make(axis.nodes, call.tracer.module)
+            call.tracer.store.make(axis.nodes, call.tracer.module)
     return Labels(first.nodes, _sources(call, sources, size))
 
 

@@ -1,4 +1,4 @@
-"""Last states of several layers: every way of laying them out that torch's documentation shows, and those that freeze."""
+"""Last states of several layers: every way of laying them out that torch's documentation shows, and those that fix."""
 
 from __future__ import annotations
 
@@ -53,6 +53,6 @@ def test_layers_are_told_apart(name: str) -> None:
     ],
     ids=["batch with direction", "some units", "units apart", "sum over layers"],
 )
-def test_what_lies_across_layers_freezes_them(read: Any) -> None:
+def test_what_lies_across_layers_fixes_them(read: Any) -> None:
     with pytest.warns(FixedUnitsWarning, match="stacked states of several layers"), pytest.raises(NoUnitsError):
         trace_units(model(read, 4), torch.randn(3, 5, 3))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from sparsekit.labels.call import Call, Outputs, table
 from sparsekit.labels.values import Labels, TensorLabels
+from sparsekit.tracing.ops.call import Call, Outputs, table
 
 __all__ = ["HANDLERS"]
 
@@ -14,7 +14,7 @@ _KEEP_ZERO = frozenset({"sum", "mean", "amax", "amin", "max", "min", "linalg_vec
 def _reduce(call: Call) -> Outputs:
     tensor = call.arguments["self"]
     if not call.outputs:
-        call.freeze_inputs(f"reduced by {call.name!r}")
+        call.fix_inputs(f"reduced by {call.name!r}")
         return None
     rank = tensor.dim()
     given = call.arg("dim")
@@ -30,7 +30,7 @@ def _reduce(call: Call) -> Outputs:
         if call.name in _SUMS:
             call.tracer.read(axis, None)  # exact where the value of a dropped unit is zero
         else:
-            call.tracer.freeze(axis, f"reduced over its units by {call.name!r}")
+            call.tracer.fix(axis, f"reduced over its units by {call.name!r}")
     keep_zero = call.name in _KEEP_ZERO
     axes: list[Labels | None] = []
     keepdim = call.outputs[0].dim() == rank and rank > 0 and bool(gone)
@@ -53,7 +53,7 @@ def _scan(call: Call) -> Outputs:
         return None
     axis = labels.axes[dim]
     if axis is not None:
-        call.tracer.freeze(axis, f"ordered or accumulated over its units by {call.name!r}")
+        call.tracer.fix(axis, f"ordered or accumulated over its units by {call.name!r}")
     axes = [None if d == dim or a is None or a.is_uniform else a.without_zero() for d, a in enumerate(labels.axes)]
     return [TensorLabels(tuple(axes))] * len(call.outputs)
 
@@ -62,12 +62,12 @@ def _resample(call: Call) -> Outputs:
     labels, tensor, out = call.labels("self") or call.labels("input"), call.tensors[0], call.outputs[0]
     spatial = int("".join(c for c in call.name if c in "123")[:1] or 2)
     if call.name == "im2col" or labels is None:
-        call.freeze_inputs(f"rearranged by {call.name!r}")
+        call.fix_inputs(f"rearranged by {call.name!r}")
         return None
     lead = tensor.dim() - spatial
     for axis in labels.axes[lead:]:
         if axis is not None and not axis.is_uniform:
-            call.tracer.freeze(axis, f"resampled along an axis of units by {call.name!r}")
+            call.tracer.fix(axis, f"resampled along an axis of units by {call.name!r}")
     axes = [None if a is None or a.is_uniform else a for a in labels.axes[:lead]]
     made = TensorLabels((*axes, *([None] * (out.dim() - lead))))
     return [made] * len(call.outputs)
@@ -78,7 +78,7 @@ def _packed(call: Call) -> Outputs:
     if labels is None:
         return None
     for axis in labels.axes[:-1]:
-        call.tracer.freeze(axis, "an axis of units is packed into a sequence")
+        call.tracer.fix(axis, "an axis of units is packed into a sequence")
     last, out = labels.axes[-1], call.outputs[0]
     if last is not None and call.name == "_pad_packed_sequence" and call.arg("padding_value", 0) != 0:
         last = last.without_zero()

@@ -1,4 +1,4 @@
-"""Moving values by index and by patches: exact along other axes than that of the units, frozen along it."""
+"""Moving values by index and by patches: exact along other axes than that of the units, fixed along it."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_moving_rows_leaves_units_apart(name: str) -> None:
     ids=["gather along units", "gather apart", "scatter apart", "index_add along units"],
 )
 @pytest.mark.parametrize("verify", [True, False])
-def test_moving_units_freezes_them(move: Any, verify: bool) -> None:
+def test_moving_units_fixes_them(move: Any, verify: bool) -> None:
     with pytest.warns(FixedUnitsWarning), pytest.raises(NoUnitsError):
         trace_units(model(move), torch.randn(4, 3), verify=verify)
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 from torch import Tensor
 
-from sparsekit.labels.call import Call, Outputs, table
-from sparsekit.labels.ops.attention import merge_heads
-from sparsekit.labels.ops.pointwise import combine
 from sparsekit.labels.values import Labels, TensorLabels
+from sparsekit.tracing.ops.attention import merge_heads
+from sparsekit.tracing.ops.call import Call, Outputs, table
+from sparsekit.tracing.ops.pointwise import combine
 
 __all__ = ["HANDLERS"]
 
@@ -73,7 +73,7 @@ def _convolution(call: Call) -> Outputs:
     assert w is not None
     groups, transposed = int(call.arg("groups", 1)), bool(call.arg("transposed", False))
     for axis in x.axes[2:]:
-        tracer.freeze(axis, "convolved along an axis of units")
+        tracer.fix(axis, "convolved along an axis of units")
     in_dim, out_dim = (0, 1) if transposed else (1, 0)
     made = _channels(call, x, w, groups, in_dim, out_dim)
     bias = call.arguments.get("bias")
@@ -102,8 +102,8 @@ def _channels(call: Call, x: TensorLabels, w: TensorLabels, groups: int, in_dim:
         return _depthwise(call, inputs, w, groups, transposed=in_dim == 0)
     weight_in = w.axes[in_dim]
     if inputs is None or weight_in is None:
-        tracer.freeze(inputs, "convolved with a weight that belongs to no unit")
-        tracer.freeze(weight_in, "reads values that belong to no unit", quiet=True)
+        tracer.fix(inputs, "convolved with a weight that belongs to no unit")
+        tracer.fix(weight_in, "reads values that belong to no unit", quiet=True)
     elif in_dim == 1:
         # Each group has its own channels but one axis of the weight serves all: a unit is one position of every group.
         for row in inputs.nodes.reshape(groups, per_group):
@@ -126,15 +126,15 @@ def _depthwise(call: Call, inputs: Labels | None, w: TensorLabels, groups: int, 
     """One input channel per group: the unit is the group, its input and all its outputs."""
     tracer, rows = call.tracer, w.axes[0]
     if rows is None:
-        tracer.freeze(inputs, "convolved with a weight that belongs to no unit")
+        tracer.fix(inputs, "convolved with a weight that belongs to no unit")
         return None
     multiplier = call.outputs[0].shape[1] // groups
     tracer.make(w, 0)
     if transposed:
-        tracer.freeze(w.axes[1], "outputs of one channel group", quiet=True)
+        tracer.fix(w.axes[1], "outputs of one channel group", quiet=True)
         rows = rows.take(np.repeat(np.arange(groups, dtype=np.int64), multiplier))
     if inputs is None:
-        tracer.freeze(rows, "follows values that belong to no unit", quiet=w.entry is not None)
+        tracer.fix(rows, "follows values that belong to no unit", quiet=w.entry is not None)
         return None
     tracer.unite(np.repeat(inputs.nodes, multiplier), rows.nodes)
     # The input passes through; the rows gate the outputs.
@@ -158,10 +158,10 @@ def _embedding(call: Call) -> Outputs:
     indices = call.arguments["indices"]
     for tensor in call.tensors:
         if tensor is not call.arguments["weight"]:
-            tracer.freeze(tracer.labels(tensor), f"used as an index by {call.name!r}")
-    tracer.freeze(w.axes[0], "vocabulary", quiet=True)
+            tracer.fix(tracer.labels(tensor), f"used as an index by {call.name!r}")
+    tracer.fix(w.axes[0], "vocabulary", quiet=True)
     if w.entry is not None and w.axes[1] is not None:
-        tracer.ledger.looked_up.add(w.entry.number)
+        tracer.store.looked_up.add(w.entry.number)
     column = _outer(call, w, 1)
     lead = indices.dim() if call.name == "embedding" else 1
     return [TensorLabels((*([None] * lead), column)), None, None, None][: max(1, len(call.outputs))]

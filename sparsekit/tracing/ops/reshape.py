@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from sparsekit.labels.call import Call, Outputs, table
 from sparsekit.labels.joint import collapsed, reshaped, without_repeats
-from sparsekit.labels.ops.stacked import reshape_stacked
 from sparsekit.labels.values import IntArray, Joint, Labels, TensorLabels, uniform
+from sparsekit.tracing.ops.call import Call, Outputs, table
+from sparsekit.tracing.ops.stacked import reshape_stacked
 
 __all__ = ["HANDLERS", "MOST_POSITIONS", "one_axis", "pack", "unpack"]
 
@@ -63,7 +63,7 @@ def _reshape(call: Call) -> Outputs:
     if labels is None:
         return None
     if 0 in before or call.func.name() == "aten::view.dtype":
-        call.freeze_inputs("reinterpreted memory or an empty tensor")
+        call.fix_inputs("reinterpreted memory or an empty tensor")
         return None
     if labels.parts is not None:
         return reshape_stacked(call, labels.parts)
@@ -91,11 +91,11 @@ def _reshape(call: Call) -> Outputs:
         for _, axis in held[1:]:
             # A cut along one of them leaves the others whole.
             reason = f"reshaped across units ({list(before)} to {list(after)})"
-            call.tracer.freeze(axis, reason, quiet=labels.entry is not None)
+            call.tracer.fix(axis, reason, quiet=labels.entry is not None)
         dim, axis = held[0]
         shape, new = [before[d] for d in mine], [after[d] for d in theirs]
         if math.prod(shape) > MOST_POSITIONS:
-            call.tracer.freeze(axis, f"reshaped across units ({list(before)} to {list(after)})")
+            call.tracer.fix(axis, f"reshaped across units ({list(before)} to {list(after)})")
             continue
         codes = np.broadcast_to(pack(axis).reshape([-1 if d == dim else 1 for d in mine]), shape)
         moved = one_axis(codes.reshape(new))
@@ -109,7 +109,7 @@ def _reshape(call: Call) -> Outputs:
             spread = unpack(full)
             joint = Joint(spread.nodes, spread.sources)
         else:
-            call.tracer.freeze(axis, f"reshaped across units ({list(before)} to {list(after)})")
+            call.tracer.fix(axis, f"reshaped across units ({list(before)} to {list(after)})")
     return collapsed(TensorLabels(tuple(axes), labels.entry, joint=joint))
 
 

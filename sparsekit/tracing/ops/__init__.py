@@ -1,11 +1,10 @@
-"""What each operator does to units: a table from operator names to handlers. An operator in no table freezes its inputs."""
+"""What each operator does to units: a table from operator names to handlers. An operator in no table fixes its inputs."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from sparsekit.labels.call import Handler
-from sparsekit.labels.ops import (
+from sparsekit.tracing.ops import (
     attention,
     contraction,
     joining,
@@ -16,6 +15,7 @@ from sparsekit.labels.ops import (
     reshape,
     scatter,
 )
+from sparsekit.tracing.ops.call import Handler
 
 __all__ = ["MAKE_CONSTANTS", "find_handler"]
 

@@ -5,22 +5,22 @@ from __future__ import annotations
 import numpy as np
 from torch import Tensor
 
-from sparsekit.labels.call import Call, Outputs, table
-from sparsekit.labels.ops.pointwise import combine
 from sparsekit.labels.values import Labels, TensorLabels
+from sparsekit.tracing.ops.call import Call, Outputs, table
+from sparsekit.tracing.ops.pointwise import combine
 
 __all__ = ["HANDLERS"]
 
 
 def _same_for_all_units(call: Call, index: Tensor, labels: TensorLabels, dim: int) -> bool:
-    """False if an index as wide as the units moves them apart; then they are frozen."""
+    """False if an index as wide as the units moves them apart; then they are fixed."""
     if index.dim() != len(labels.axes):
         return True
     along = call.tracer.labels(index)
     for d, axis in enumerate(labels.axes):
         own = along.axes[d]
         if d != dim and axis is not None and not axis.is_uniform and (own is None or not own.is_uniform):
-            call.freeze_inputs(f"moved by {call.name!r} with an index of its own for each unit")
+            call.fix_inputs(f"moved by {call.name!r} with an index of its own for each unit")
             return False
     return True
 
@@ -30,21 +30,21 @@ def _indexed(call: Call) -> Outputs:
     tracer, out = call.tracer, call.arguments["self"]
     source, index = call.arguments.get("source", call.arguments.get("src")), call.arguments.get("index")
     if not isinstance(source, Tensor) or not isinstance(index, Tensor) or source.dim() != out.dim() or not out.dim():
-        call.freeze_inputs(f"moved by {call.name!r}")
+        call.fix_inputs(f"moved by {call.name!r}")
         return None
     dim = call.arg("dim", 0) % out.dim()
     pieces = [tracer.labels(out, dim), tracer.labels(source, dim)]
     if not all(_same_for_all_units(call, index, labels, dim) for labels in pieces):
         return None
-    tracer.freeze(tracer.labels(index), f"used as an index by {call.name!r}")
+    tracer.fix(tracer.labels(index), f"used as an index by {call.name!r}")
     for labels in pieces:
         axis = labels.axes[dim]
         if axis is not None and not axis.is_uniform:
-            tracer.freeze(axis, f"moved by {call.name!r} along its units")
+            tracer.fix(axis, f"moved by {call.name!r} along its units")
     flat = [labels.with_axis(dim, None) for labels in pieces]
     shapes = [[size if d != dim else 1 for d, size in enumerate(t.shape)] for t in (out, source)]
     if shapes[0] != shapes[1]:
-        call.freeze_inputs(f"moved by {call.name!r}")
+        call.fix_inputs(f"moved by {call.name!r}")
         return None
     return combine(Call(tracer, call.func, "add", {}, call.outputs), flat, shapes, shapes[0])
 
@@ -56,12 +56,12 @@ def _gather(call: Call) -> Outputs:
     labels = tracer.labels(tensor, dim) if tensor.dim() else tracer.labels(tensor)
     if not _same_for_all_units(call, index, labels, dim):
         return None
-    tracer.freeze(tracer.labels(index), "used as an index by 'gather'")
+    tracer.fix(tracer.labels(index), "used as an index by 'gather'")
     axes: list[Labels | None] = []
     for d, axis in enumerate(labels.axes):
         held = axis is not None and not axis.is_uniform
         if held and (d == dim or index.shape[d] != tensor.shape[d]):
-            tracer.freeze(axis, "picked by 'gather' along its units")
+            tracer.fix(axis, "picked by 'gather' along its units")
         axes.append(axis if held and d != dim and index.shape[d] == tensor.shape[d] else None)
     return TensorLabels(tuple(axes))
 
@@ -74,7 +74,7 @@ def _patches(call: Call) -> Outputs:
     dim, places = out.dim() - 2, int(np.prod(kernel))
     for other, axis in enumerate(x.axes):
         if other > dim:
-            call.tracer.freeze(axis, "cut into patches along an axis of units")
+            call.tracer.fix(axis, "cut into patches along an axis of units")
     channel = x.axes[dim]
     axes: list[Labels | None] = [None] * out.dim()
     if channel is not None and not channel.is_uniform:
@@ -88,7 +88,7 @@ def _from_patches(call: Call) -> Outputs:
     if x is None:
         return None
     dim, places = out.dim() - 3, int(np.prod(kernel))
-    call.tracer.freeze(x.axes[-1], "an axis of units is laid out as patches")
+    call.tracer.fix(x.axes[-1], "an axis of units is laid out as patches")
     column = x.axes[dim]
     axes: list[Labels | None] = [None] * out.dim()
     if column is not None and not column.is_uniform:
@@ -97,7 +97,7 @@ def _from_patches(call: Call) -> Outputs:
         joint = sources[:, 0]
         for k in range(1, places):
             call.tracer.unite(rows[:, 0], rows[:, k])
-            joint = call.tracer.ledger.both(joint, sources[:, k])
+            joint = call.tracer.store.both(joint, sources[:, k])
         axes[dim] = Labels(rows[:, 0], joint)
     return TensorLabels(tuple(axes))
 

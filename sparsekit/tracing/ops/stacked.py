@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from sparsekit.labels.call import Call
 from sparsekit.labels.values import TensorLabels
+from sparsekit.tracing.ops.call import Call
 
 __all__ = ["reshape_stacked", "slice_stacked"]
 
@@ -25,14 +25,14 @@ def reshape_stacked(call: Call, parts: tuple[TensorLabels, ...]) -> TensorLabels
     before, after = tuple(call.arguments["self"].shape), tuple(call.outputs[0].shape)
     extra = len(after) - len(before)
     if extra < 0 or after[extra + 1 :] != before[1:] or math.prod(after[: extra + 1]) != before[0] or before[0] != len(parts):
-        call.freeze_inputs(_ACROSS)
+        call.fix_inputs(_ACROSS)
         return None
     if extra == 0:
         return _stack(parts)
     per = before[0] // after[0]
     blocks = [parts[k : k + per] for k in range(0, len(parts), per)]
     if any(not block[0].same(part) for block in blocks for part in block):
-        call.freeze_inputs(_ACROSS)
+        call.fix_inputs(_ACROSS)
         return None
     lead = (None,) * extra
     return _stack(tuple(TensorLabels((*lead, *block[0].axes)) for block in blocks))
@@ -48,5 +48,5 @@ def slice_stacked(call: Call, parts: tuple[TensorLabels, ...]) -> TensorLabels |
         return _stack(tuple(parts[k] for k in chosen))
     if len(chosen) == tensor.shape[dim] or all(part.axes[dim - 1] is None for part in parts):
         return _stack(parts)
-    call.freeze_inputs(_ACROSS)
+    call.fix_inputs(_ACROSS)
     return None

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 from torch import Tensor
 
-from sparsekit.labels.call import Call, Outputs, table
 from sparsekit.labels.joint import inserted
 from sparsekit.labels.values import ALWAYS_ZERO, NO_UNIT, NOT_ZERO, Labels, TensorLabels, uniform
+from sparsekit.tracing.ops.call import Call, Outputs, table
 
 __all__ = ["CREATORS", "HANDLERS", "merge"]
 
@@ -49,14 +49,14 @@ def merge(call: Call, pieces: Sequence[Labels | None], owners: Sequence[TensorLa
     if any(axis is None for axis in pieces):
         for axis, owner in zip(pieces, owners, strict=True):
             if axis is not None and not axis.is_uniform:
-                call.tracer.freeze(
+                call.tracer.fix(
                     axis, f"joined by {call.name!r} with values that belong to no unit", quiet=owner.entry is not None
                 )
         return None
     sources = pieces[0].sources if pieces[0] is not None else held[0].sources
     for axis in pieces[1:]:
         assert axis is not None
-        sources = call.tracer.ledger.both(sources, axis.sources)
+        sources = call.tracer.store.both(sources, axis.sources)
     for axis in held[1:]:
         call.tracer.unite(held[0].nodes, axis.nodes)
     return Labels(held[0].nodes, sources)
@@ -107,7 +107,7 @@ def _pad(call: Call) -> Outputs:
         if axis is None or (low == 0 and high == 0):
             continue
         if call.name != "constant_pad_nd" or low < 0 or high < 0:
-            call.tracer.freeze(axis, f"an axis of units is padded by {call.name!r}")
+            call.tracer.fix(axis, f"an axis of units is padded by {call.name!r}")
             axes[d] = None
         elif axis.is_uniform:
             axes[d] = None
@@ -127,7 +127,7 @@ def _copy(call: Call) -> Outputs:
     axes: list[Labels | None] = [uniform(size) if size > 1 else None for size in target.shape[: max(missing, 0)]]
     for axis, size in zip(source.axes, target.shape[max(missing, 0) :], strict=False):
         if axis is not None and axis.size != size:
-            call.tracer.freeze(axis, "a single unit is expanded")
+            call.tracer.fix(axis, "a single unit is expanded")
             axis = None
         axes.append(axis)
     return TensorLabels(tuple(axes))

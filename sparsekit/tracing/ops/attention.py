@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 from torch import Tensor
 
-from sparsekit.labels.call import Call, Outputs, table
-from sparsekit.labels.ops.joining import merge
-from sparsekit.labels.ops.pointwise import combine
 from sparsekit.labels.values import NOT_ZERO, Labels, TensorLabels
+from sparsekit.tracing.ops.call import Call, Outputs, table
+from sparsekit.tracing.ops.joining import merge
+from sparsekit.tracing.ops.pointwise import combine
 
 __all__ = ["HANDLERS", "merge_heads"]
 
@@ -24,7 +24,7 @@ def merge_heads(call: Call, pieces: Sequence[Labels | None], owners: Sequence[Te
     if merged is None or merged.is_uniform:
         return merged
     if all(owner.entry is None for owner in owners):
-        call.tracer.ledger.heads.append(merged.nodes[merged.nodes >= 0])
+        call.tracer.store.heads.append(merged.nodes[merged.nodes >= 0])
     sources = np.full(merged.size, NOT_ZERO, dtype=np.int64)
     for axis in pieces:
         assert axis is not None
@@ -49,9 +49,9 @@ def _attention(call: Call) -> Outputs:
     assert key is not None
     assert value is not None
     for labels in (query, key):
-        tracer.freeze(labels.axes[-1], "scaled by the size of its head")
+        tracer.fix(labels.axes[-1], "scaled by the size of its head")
     for labels in (query, key, value):
-        tracer.freeze(labels.axes[-2], "attended over an axis of units")
+        tracer.fix(labels.axes[-2], "attended over an axis of units")
     lead: list[Labels | None] = []
     for dim in range(rank - 2):
         pieces = [_repeated(labels.axes[dim], out.shape[dim]) for labels in (query, key, value)]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 from torch import Tensor
 
-from sparsekit.labels.call import Call, Outputs, table
 from sparsekit.labels.values import ALWAYS_ZERO, NOT_ZERO, Labels, TensorLabels
 from sparsekit.layers.parametrised import normed_weight
+from sparsekit.tracing.ops.call import Call, Outputs, table
 
 __all__ = ["HANDLERS"]
 
@@ -19,12 +19,12 @@ def _affine(call: Call, x: TensorLabels, *extra: str) -> Labels | None:
     pieces = {name: tracer.labels(t) for name, t in tensors.items() if isinstance(t, Tensor)}
     if channel is None or channel.is_uniform:
         for labels in pieces.values():
-            tracer.freeze(labels, "follows values that belong to no unit", quiet=labels.entry is not None)
+            tracer.fix(labels, "follows values that belong to no unit", quiet=labels.entry is not None)
         return None
     for labels in pieces.values():
         axis = labels.axes[0]
         if axis is None:
-            tracer.freeze(channel, f"normalised by {call.name!r} with values that belong to no unit")
+            tracer.fix(channel, f"normalised by {call.name!r} with values that belong to no unit")
             return None
         tracer.unite(channel.nodes, axis.nodes)
         tracer.make(labels, 0)
@@ -34,7 +34,7 @@ def _affine(call: Call, x: TensorLabels, *extra: str) -> Labels | None:
         bias = pieces["bias"].axes[0] if "bias" in pieces else None
         assert weight is not None
         shift = bias.sources if bias is not None else np.full(channel.size, ALWAYS_ZERO, dtype=np.int64)
-        sources = tracer.ledger.both(weight.sources, shift)
+        sources = tracer.store.both(weight.sources, shift)
     return Labels(channel.nodes, sources)
 
 
@@ -46,7 +46,7 @@ def _batch_norm(call: Call) -> Outputs:
     # Statistics over the batch or over space would mix units that lie on those axes.
     for dim, axis in enumerate(axes):
         if dim != 1 and axis is not None:
-            call.tracer.freeze(axis, f"normalised by {call.name!r} across an axis of units")
+            call.tracer.fix(axis, f"normalised by {call.name!r} across an axis of units")
     return [TensorLabels(tuple(made if d == 1 else axis for d, axis in enumerate(axes))), None, None, None][: len(call.outputs)]
 
 
@@ -56,11 +56,11 @@ def _group_norm(call: Call) -> Outputs:
     groups = int(call.arg("group"))
     for dim, axis in enumerate(x.axes):
         if dim > 1:
-            tracer.freeze(axis, "normalised by 'group_norm' across an axis of units")
+            tracer.fix(axis, "normalised by 'group_norm' across an axis of units")
     channel = x.axes[1]
     if channel is not None and not channel.is_uniform:
         if groups == 1:
-            tracer.freeze(channel, "normalised over all its units by 'group_norm'")
+            tracer.fix(channel, "normalised over all its units by 'group_norm'")
         else:
             # Part of a norm group cannot go (its statistics would change), a whole one can.
             rows = channel.nodes.reshape(groups, -1)
@@ -68,7 +68,7 @@ def _group_norm(call: Call) -> Outputs:
                 tracer.unite(rows[:, 0], rows[:, k])
             counted = isinstance(call.arguments.get("weight"), Tensor) or tracer.count_groups(rows)
             if not counted and groups != channel.size:
-                tracer.freeze(channel, "normalised by 'group_norm' with a fixed number of groups")
+                tracer.fix(channel, "normalised by 'group_norm' with a fixed number of groups")
     made = _affine(call, x)
     first = None if x.axes[0] is None or x.axes[0].is_uniform else x.axes[0].without_zero()
     return [TensorLabels((first, made, *([None] * (len(x.axes) - 2)))), None, None]
@@ -81,10 +81,10 @@ def _layer_norm(call: Call) -> Outputs:
     assert x is not None
     for axis in x.axes[len(x.axes) - count :]:
         if axis is not None and not axis.is_uniform:
-            tracer.freeze(axis, "normalised over its units by 'layer_norm'")
+            tracer.fix(axis, "normalised over its units by 'layer_norm'")
     for name in ("weight", "bias"):
         if isinstance(call.arguments.get(name), Tensor):
-            tracer.freeze(call.labels(name), "scale of a norm over all units", quiet=True)
+            tracer.fix(call.labels(name), "scale of a norm over all units", quiet=True)
     axes = (None if axis is None or axis.is_uniform else axis.without_zero() for axis in x.axes)
     return [TensorLabels(tuple(axes))] + [None] * (len(call.outputs) - 1)
 
@@ -96,8 +96,8 @@ def _softmax(call: Call) -> Outputs:
     assert x is not None
     axis = x.axes[dim]
     if axis is not None and not axis.is_uniform:
-        call.tracer.freeze(axis, "passes through softmax over its units")
-    # The frozen axis keeps its labels: if it is the model's output, that is all there is to say.
+        call.tracer.fix(axis, "passes through softmax over its units")
+    # The fixed axis keeps its labels: if it is the model's output, that is all there is to say.
     return TensorLabels(tuple(None if a is None or a.is_uniform else a.without_zero() for a in x.axes))
 
 

@@ -2,41 +2,20 @@
 
 from __future__ import annotations
 
-import linecache
-import os
-import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
-import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
+from sparsekit._torch import tree_leaves
+from sparsekit.labels.tracer import Tracer
 from sparsekit.labels.values import TensorLabels
 
-if TYPE_CHECKING:
-    from sparsekit.labels.tracer import Tracer
-
-__all__ = ["Call", "Handler", "Outputs", "table", "user_line"]
+__all__ = ["Call", "Handler", "Outputs", "table"]
 
 Outputs: TypeAlias = TensorLabels | Sequence[TensorLabels | None] | None
-
-_LIBRARIES = tuple(os.path.dirname(os.path.abspath(path)) + os.sep for path in (torch.__file__, os.path.dirname(__file__)))
-
-
-def user_line(frames: Sequence[tuple[str, int]]) -> str:
-    """` at file.py:12 ("code")` for the innermost frame outside torch and this package, or an empty string.
-
-    Args:
-        frames: (file name, line number), innermost first.
-    """
-    for filename, line in frames:
-        if not filename.startswith(_LIBRARIES) and not filename.startswith("<"):
-            code = textwrap.shorten(linecache.getline(filename, line), 80, placeholder=" …")
-            return f" at {os.path.basename(filename)}:{line}" + (f" ({code})" if code else "")
-    return ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,10 +61,10 @@ class Call:
         """All tensor arguments, those in lists included."""
         return [leaf for leaf in tree_leaves(tuple(self.arguments.values())) if isinstance(leaf, Tensor)]
 
-    def freeze_inputs(self, reason: str, *, quiet: bool = False) -> None:
+    def fix_inputs(self, reason: str, *, quiet: bool = False) -> None:
         """Keep whole every unit that enters the call."""
         for tensor in self.tensors:
-            self.tracer.freeze(self.tracer.labels(tensor), reason, quiet=quiet)
+            self.tracer.fix(self.tracer.labels(tensor), reason, quiet=quiet)
 
 
 Handler: TypeAlias = Callable[[Call], Outputs]

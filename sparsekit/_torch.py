@@ -1,0 +1,140 @@
+"""Every private name of torch that the package uses, each behind a small function or a public name.
+
+`tests/sparsekit/test_torch_names.py` fails, with the name and the version of torch, when torch moves one of them. No other
+file mentions a private name of torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase as NormBase
+from torch.nn.modules.conv import _ConvNd as ConvNd
+from torch.nn.modules.dropout import _DropoutNd as DropoutNd
+from torch.nn.modules.instancenorm import _InstanceNorm as InstanceNorm
+from torch.nn.utils import parametrizations
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+__all__ = [
+    "ConvNd",
+    "DispatchMode",
+    "DropoutNd",
+    "InstanceNorm",
+    "NormBase",
+    "ParametrizedOrthogonal",
+    "ParametrizedSpectralNorm",
+    "ParametrizedWeightNorm",
+    "buffers_of",
+    "channel_axis",
+    "flat_weights",
+    "operator_packet",
+    "operator_schema",
+    "parameters_of",
+    "plain_tensors",
+    "pre_hooks",
+    "refresh_flat_weights",
+    "reset_flat_weights",
+    "set_flat_weights",
+    "set_packed_projections",
+    "storage_id",
+    "tree_leaves",
+    "tree_map_only",
+    "without_fast_path",
+]
+
+ParametrizedWeightNorm = parametrizations._WeightNorm
+ParametrizedSpectralNorm = parametrizations._SpectralNorm
+ParametrizedOrthogonal = parametrizations._Orthogonal
+
+
+class DispatchMode(TorchDispatchMode):
+    """A mode that meets every operator and does not import torch's compiler."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Otherwise torch wraps the mode so that its first call imports the compiler, which takes seconds.
+        return False
+
+
+@contextmanager
+def without_fast_path() -> Iterator[None]:
+    """Switch off the fused kernels of attention, which bypass submodules and hide operators, and put the switch back."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+
+
+def plain_tensors() -> Any:
+    """A context in which tensors are read past every `__torch_function__`."""
+    return torch._C.DisableTorchFunction()
+
+
+def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """The module's own table of parameters: name → parameter, None where it was registered without one. May be changed."""
+    return module._parameters
+
+
+def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
+    """The module's own table of buffers. May be changed."""
+    return module._buffers
+
+
+def pre_hooks(module: nn.Module) -> list[Any]:
+    """The forward pre-hooks of a module."""
+    return list(module._forward_pre_hooks.values())
+
+
+def flat_weights(module: nn.RNNBase) -> dict[str, Tensor | None]:
+    """Name → tensor that a recurrent layer hands to its kernel, in the order of the kernel."""
+    return dict(zip(module._flat_weights_names, module._flat_weights, strict=True))
+
+
+def set_flat_weights(module: nn.RNNBase, tensors: Iterable[Tensor | None]) -> None:
+    """Hand other tensors to the kernel of a recurrent layer, in the order of `flat_weights`."""
+    module._flat_weights = list(tensors)
+
+
+def refresh_flat_weights(module: nn.RNNBase) -> None:
+    """Let a recurrent layer read its list of weights from its attributes again."""
+    module._update_flat_weights()
+
+
+def reset_flat_weights(module: nn.RNNBase) -> None:
+    """The same, and lay the weights out in one block of memory, as cuDNN wants them."""
+    module._init_flat_weights()
+
+
+def set_packed_projections(module: nn.MultiheadAttention, packed: bool) -> None:
+    """Say whether attention holds its three projections in one weight."""
+    module._qkv_same_embed_dim = packed
+
+
+def channel_axis(module: InstanceNorm, rank: int) -> int:
+    """The axis of channels of an input of `rank` axes, which may come without an axis of examples."""
+    return 0 if rank == module._get_no_batch_dim() else 1
+
+
+def storage_id(tensor: Tensor) -> int:
+    """What tells the memory of a tensor from that of others, as long as one of its tensors is alive."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def operator_schema(func: Any) -> Any:
+    """The schema of an operator: its name, its arguments, and which of them it writes to."""
+    return func._schema
+
+
+def operator_packet(func: Any) -> Any:
+    """The operator without its overload."""
+    return func._overloadpacket

@@ -1,0 +1,75 @@
+"""without() and only(): a graph with fewer groups, so that some units stay whole on purpose."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+
+from sparsekit.errors import InvalidValueError, UnknownNameError, nearest
+from sparsekit.graph.graph import UnitGraph
+from sparsekit.graph.groups import FixedUnits
+
+__all__ = ["only", "without"]
+
+_REASON = "left out on purpose"
+
+
+def without(graph: UnitGraph, groups: Collection[str]) -> UnitGraph:
+    """Return the graph without some groups: their units are fixed.
+
+    Args:
+        graph: Any graph. Not changed.
+        groups: Names of the groups to leave out. Tied groups are left out together or not at all.
+
+    Returns:
+        A new graph of the same model; masks of it have no entry for the groups that were left out.
+
+    Raises:
+        UnknownNameError: a name is not that of a group.
+        InvalidValueError: one of several tied groups is named and another is not, or `groups` is a single string.
+    """
+    left_out = _checked(graph, groups)
+    norms = (
+        replace(site, places={name: at for name, at in site.places.items() if name not in left_out}) for site in graph.norms
+    )
+    fixed = (FixedUnits(name, graph.groups[name].size, _REASON) for name in graph.groups if name in left_out)
+    return replace(
+        graph,
+        groups={name: group for name, group in graph.groups.items() if name not in left_out},
+        ties=tuple(tied for tied in graph.ties if not left_out & set(tied)),
+        fixed=(*graph.fixed, *fixed),
+        sizes=tuple(size for size in graph.sizes if size.group not in left_out),
+        norms=tuple(site for site in norms if site.places),
+    )
+
+
+def only(graph: UnitGraph, groups: Collection[str]) -> UnitGraph:
+    """Return the graph with some groups alone: the units of all others are fixed.
+
+    Args:
+        graph: Any graph. Not changed.
+        groups: Names of the groups to keep in the graph. Of tied groups all are named or none.
+
+    Returns:
+        A new graph of the same model, as from `without`.
+
+    Raises:
+        UnknownNameError: a name is not that of a group.
+        InvalidValueError: one of several tied groups is named and another is not, or `groups` is a single string.
+    """
+    return without(graph, graph.groups.keys() - _checked(graph, groups))
+
+
+def _checked(graph: UnitGraph, groups: Collection[str]) -> frozenset[str]:
+    if isinstance(groups, str):
+        raise InvalidValueError(f"groups must be a collection of names, got the string {groups!r}; pass [{groups!r}]")
+    for name in groups:
+        if name not in graph.groups:
+            raise UnknownNameError(f"no group {name!r} in this graph; {nearest(name, graph.groups)}")
+    named = frozenset(groups)
+    for tied in graph.ties:
+        if named & set(tied) and not named >= set(tied):
+            raise InvalidValueError(
+                f"groups {', '.join(tied)} share one size and must keep equally many units; name all of them or none"
+            )
+    return named

@@ -1,0 +1,155 @@
+"""Dispatcher: runs one forward pass operator by operator and hands each to the function that says what it does to units."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from sparsekit._torch import DispatchMode, operator_schema, storage_id, tree_leaves
+from sparsekit.labels.tracer import Tracer
+from sparsekit.labels.values import IntArray, TensorLabels
+from sparsekit.labels.views import written_over
+from sparsekit.tracing.ops import MAKE_CONSTANTS, find_handler
+from sparsekit.tracing.ops.call import Call, Outputs
+
+__all__ = ["Dispatcher"]
+
+_MOST_WORK = 300_000_000  # positions looked at in one pass: some ten seconds; a transformer of 7e9 parameters takes 5e7
+_WORK_OF_A_CALL = 2_000  # positions that take as long as what is done for each call
+
+
+class Dispatcher(DispatchMode):
+    """A dispatch mode that propagates labels. Units that enter an operator without a handler stay whole.
+
+    Args:
+        tracer: The labels of the trace.
+    """
+
+    def __init__(self, tracer: Tracer) -> None:
+        super().__init__()
+        self.tracer = tracer
+        self.work, self.most_work = 0, _MOST_WORK
+        self._viewed: set[int] = set()  # storages that have been looked at through a view
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if not self.tracer.watching:
+            return result
+        schema = operator_schema(func)
+        arguments = {argument.name: value for argument, value in zip(schema.arguments, args, strict=False)} | kwargs
+        outputs = tuple(leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
+        name = schema.name.split("::")[-1]
+        mutates = schema.is_mutable
+        call = Call(self.tracer, func, name.rstrip("_") if mutates else name, arguments, outputs)
+        if func.is_view:
+            self._note_views(call)
+        if mutates or call.name in MAKE_CONSTANTS or any(self.tracer.known(tensor) is not None for tensor in call.tensors):
+            self._propagate(call, mutates)
+        return result
+
+    def _propagate(self, call: Call, mutates: bool) -> None:
+        self.tracer.used |= {entry.number for tensor in call.tensors if (entry := self.tracer.entry(tensor)) is not None}
+        handler = find_handler(call.func, call.name)
+        entering = [self.tracer.joint_labels(tensor) for tensor in call.tensors]
+        if self._exhausted(entering):
+            return
+        stacked = any(labels.parts is not None for labels in entering)
+        units = any(labels.has_units for labels in entering)
+        for each in entering:
+            self.tracer.fix(each.mixed, f"mixed over units before they are used by {call.name!r}")
+        answer: Outputs
+        if stacked and call.name not in ("select", "unbind", "view", "_unsafe_view", "slice"):
+            call.fix_inputs(f"stacked states of several layers used as a whole by {call.name!r}")
+            answer = None
+        elif handler is None:
+            if units:
+                call.fix_inputs(f"operator {call.name!r} is not known to keep units apart")
+                for each in map(self.tracer.labels, call.tensors):
+                    if each.entry is not None and each.axes:
+                        self.tracer.make(each, 0)  # a weight that is computed from parameters: their rows are what stays
+            answer = None
+        else:
+            answer = handler(call)
+        found = list(answer) if isinstance(answer, Sequence) else [answer] * len(call.outputs)
+        if all(labels.entry is not None or labels.from_state for labels in entering):
+            found = [None if labels is None else replace(labels, from_state=True) for labels in found]
+        if not mutates:
+            for tensor, labels in zip(call.outputs, found, strict=False):
+                self.tracer.set(tensor, labels)
+            return
+        self._mutate(call, found[0] if found else None)
+
+    def _exhausted(self, entering: Sequence[TensorLabels]) -> bool:
+        """Count the work and give up on all units when there is too much of it, so that no model makes a trace hang."""
+        self.work += _WORK_OF_A_CALL + sum(axis.size for labels in entering for axis in labels.axes if axis is not None)
+        if self.work <= self.most_work:
+            return False
+        everything = np.arange(self.tracer.store.nodes, dtype=np.int64)
+        self.tracer.fix(
+            everything, f"following units through {self.work:,} positions was given up here; the model has too many steps"
+        )
+        self.tracer.watching = False
+        return True
+
+    def _mutate(self, call: Call, after: TensorLabels | None) -> None:
+        written = [
+            call.arguments[argument.name]
+            for argument in operator_schema(call.func).arguments
+            if argument.alias_info is not None and argument.alias_info.is_write and argument.name in call.arguments
+        ]
+        for tensor in written:
+            if not isinstance(tensor, Tensor):
+                call.fix_inputs(f"operator {call.name!r} writes into several tensors")
+                return
+            before = self.tracer.known(tensor)
+            if before is not None and before.entry is not None:
+                call.fix_inputs(f"the model's state is overwritten in place by {call.name!r}")
+            elif len(written) > 1 or storage_id(tensor) in self._viewed:
+                self._mutate_viewed(call, tensor, before, after)
+            else:
+                self.tracer.set(tensor, None if after is None else after.computed())
+
+    def _mutate_viewed(self, call: Call, tensor: Tensor, before: TensorLabels | None, after: TensorLabels | None) -> None:
+        # The other tensors on this memory change too. That is harmless only if the labels say nothing new.
+        if before is not None and before.same(after) and not any(axis is not None and axis.is_uniform for axis in before.axes):
+            return
+        storage = storage_id(tensor)
+        views = [other for other in self.tracer.alive if storage_id(other) == storage]
+        shared = [other for other in views if self.tracer.known(other) is not None]
+        known = before is not None and after is not None and len(shared) == len(views)
+        if known and after is not None and self._overwrite([*shared, tensor], tensor, after):
+            return
+        reason = f"written in place through a view by {call.name!r}"
+        if after is not None and after.has_units:
+            call.fix_inputs(reason)
+        for other in [*shared, tensor]:
+            self.tracer.fix(self.tracer.forget(other), reason)
+
+    def _overwrite(self, tensors: list[Tensor], target: Tensor, after: TensorLabels) -> bool:
+        """Label tensors on one memory after a write to one of them; False if that cannot be said exactly."""
+        found: list[tuple[Tensor, TensorLabels]] = []
+        pairs: list[tuple[IntArray, IntArray]] = []
+        tracer = self.tracer
+        for tensor in {id(t): t for t in tensors}.values():
+            before = tracer.joint_labels(tensor)
+            labels = written_over(tensor, before, target, after, lambda a, b: pairs.append((a, b)), tracer.store.both)
+            if labels is None:
+                return False
+            found.append((tensor, labels))
+        for a, b in pairs:
+            self.tracer.unite(a, b)
+        for tensor, labels in found:
+            self.tracer.set(tensor, labels)
+        return True
+
+    def _note_views(self, call: Call) -> None:
+        for tensor in call.outputs:
+            self._viewed.add(storage_id(tensor))
+            self.tracer.alive.append(tensor)

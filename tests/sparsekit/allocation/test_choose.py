@@ -1,0 +1,155 @@
+"""choose() and select(): how scores and counts become a mask."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from sparsekit.allocation import CostModel, Uniform, choose, select
+from sparsekit.criteria import Ordered, View
+from sparsekit.errors import InvalidValueError
+from sparsekit.graph.graph import UnitGraph
+from sparsekit.testing.allocations import example_tied_graph
+from sparsekit.testing.criteria import example_graph
+
+SIZES = {name: group.size for name, group in example_graph().groups.items()}
+FEW = {"first": 3, "second": 1, "third": 8}
+FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn]
+
+
+def _scores(**given: Tensor) -> dict[str, Tensor]:
+    return {**{name: torch.zeros(size) for name, size in SIZES.items()}, **given}
+
+
+def _kept(keep: Tensor) -> list[int]:
+    return [int(unit) for unit in keep.nonzero().flatten()]
+
+
+def test_ties_go_to_the_lower_index() -> None:
+    mask = choose(example_graph(), _scores(first=torch.tensor([1.0, 2, 1, 2, 0, 1, 0])), {**FEW, "first": 4})
+    assert _kept(mask["first"]) == [0, 1, 2, 3]
+
+
+@given(st.data())
+def test_exactly_the_count_stays_and_whoever_stays_beats_whoever_goes(data: st.DataObject) -> None:
+    values = {name: data.draw(st.lists(st.sampled_from([-1.5, -0.0, 0.0, 0.5, 2.0, float("inf")]), min_size=n, max_size=n))
+              for name, n in SIZES.items()}  # fmt: skip
+    counts = {name: data.draw(st.integers(1, size)) for name, size in SIZES.items()}
+    dtype = data.draw(st.sampled_from(FLOATS[:4]))
+    mask = choose(example_graph(), {name: torch.tensor(v, dtype=dtype) for name, v in values.items()}, counts)
+    assert mask.counts() == counts
+    for name, keep in mask.items():
+        order = sorted(range(SIZES[name]), key=lambda unit: (-values[name][unit], unit))
+        assert _kept(keep) == sorted(order[: counts[name]])
+
+
+@given(st.floats(min_value=0.001, max_value=1.0), st.integers(0, 99))
+def test_tied_groups_keep_equal_numbers(ratio: float, seed: int) -> None:
+    graph, generator = example_tied_graph(), torch.Generator().manual_seed(seed)
+    scores = {name: torch.rand(group.size, generator=generator) for name, group in graph.groups.items()}
+    mask = choose(graph, scores, Uniform(ratio).counts(graph, scores))
+    mask.check(graph)
+    assert mask.counts()["lower"] == mask.counts()["upper"]
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_any_float_dtype_will_do(dtype: torch.dtype) -> None:
+    mask = choose(example_graph(), _scores(first=torch.tensor([1.0, 8, 2, 8, 0, 4, 0]).to(dtype)), FEW)
+    assert _kept(mask["first"]) == [1, 3, 5]
+
+
+def test_scores_that_differ_in_double_precision_only_are_told_apart() -> None:
+    scores = torch.full((7,), 1.0, dtype=torch.float64)
+    scores[5] += 1e-12
+    assert _kept(choose(example_graph(), _scores(first=scores), {**FEW, "first": 1})["first"]) == [5]
+
+
+def test_scores_are_read_on_the_cpu_wherever_they_were_made() -> None:
+    moved = []
+    original = Tensor.cpu
+
+    def cpu(self: Tensor) -> Tensor:
+        moved.append(self.numel())
+        return original(self)
+
+    with mock.patch.object(Tensor, "cpu", cpu):
+        mask = choose(example_graph(), _scores(), FEW)
+    assert moved == list(SIZES.values())
+    assert all(keep.device.type == "cpu" for keep in mask.values())
+
+
+@pytest.mark.gpu
+def test_scores_of_a_gpu_make_the_same_mask() -> None:
+    scores = {name: torch.rand(size) for name, size in SIZES.items()}
+    assert choose(example_graph(), {name: s.cuda() for name, s in scores.items()}, FEW) == choose(example_graph(), scores, FEW)
+
+
+def test_a_mask_of_scores_with_gradients_has_none() -> None:
+    mask = choose(example_graph(), _scores(first=torch.rand(7, requires_grad=True)), FEW)
+    assert not mask["first"].requires_grad
+
+
+def test_nan_names_its_source_its_group_and_its_unit() -> None:
+    bad = torch.tensor([0.0, 1, float("nan"), 0, 0, 0, 0])
+    with pytest.raises(InvalidValueError, match="magic of group 'first' hold NaN, for unit 2 first"):
+        choose(example_graph(), _scores(first=bad), FEW, source="magic")
+
+
+@pytest.mark.parametrize("counts", [{"first": 0}, {"first": 8}, {"second": 2}, {"third": -1}])
+def test_counts_out_of_range_are_refused(counts: dict[str, int]) -> None:
+    (name,) = counts
+    with pytest.raises(
+        InvalidValueError, match=rf"count of group '{name}' must be in \[1, {SIZES[name]}\], got {counts[name]}"
+    ):
+        choose(example_graph(), _scores(), {**FEW, **counts})
+
+
+def test_a_missing_count_is_refused() -> None:
+    with pytest.raises(InvalidValueError, match=r"group 'third' must be in \[1, 16\], got None"):
+        choose(example_graph(), _scores(), {"first": 3, "second": 1})
+
+
+def test_different_counts_in_tied_groups_are_refused() -> None:
+    graph = example_tied_graph()
+    scores = {name: torch.zeros(group.size) for name, group in graph.groups.items()}
+    with pytest.raises(InvalidValueError, match="lower, upper share one size"):
+        choose(graph, scores, {"first": 1, "lower": 3, "second": 1, "upper": 4})
+
+
+@dataclass(frozen=True)
+class HalfOfTheCost:
+    """An allocation of somebody else: one unit less in turn, until half of the cost is left."""
+
+    def counts(self, graph: UnitGraph, scores: Mapping[str, Tensor], cost: CostModel | None = None) -> Mapping[str, int]:
+        assert cost is not None
+        counts = {name: group.size for name, group in graph.groups.items()}
+        half = cost.costs(counts)["parameters"] / 2
+        while cost.costs(counts)["parameters"] > half:
+            largest = max(counts, key=lambda name: counts[name])
+            counts[largest] -= 1
+        return counts
+
+
+class Parameters:
+    """Three parameters a unit."""
+
+    def costs(self, counts: Mapping[str, int]) -> Mapping[str, float]:
+        return {"parameters": 3.0 * sum(counts.values())}
+
+
+def test_an_allocation_of_somebody_else_gets_the_cost_model() -> None:
+    mask = select(Ordered(), example_graph(), HalfOfTheCost(), View(), cost=Parameters())
+    assert mask.counts() == {"first": 5, "second": 1, "third": 6}
+
+
+def test_a_number_is_a_ratio() -> None:
+    assert select(Ordered(), example_graph(), 0.5, View()) == select(Ordered(), example_graph(), Uniform(0.5), View())
+    with pytest.raises(InvalidValueError, match=r"for 50 % pass 0\.5"):
+        select(Ordered(), example_graph(), 50, View())

@@ -1,0 +1,68 @@
+"""Uniform: the only rounding from a ratio to a count, and the contract of allocations."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+
+from sparsekit.allocation import Uniform, registry
+from sparsekit.allocation.uniform import check_ratio, keep_count
+from sparsekit.errors import InvalidValueError
+from sparsekit.graph.graph import UnitGraph, UnitGroup
+from sparsekit.testing.allocations import AllocationContract
+
+
+class TestUniform(AllocationContract):
+    @pytest.fixture
+    def allocation(self) -> Uniform:
+        return Uniform(0.3)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "size", "count"),
+    [
+        (0.5, 10, 5),
+        (0.5, 5, 3),
+        (0.1, 10, 1),
+        (0.3, 10, 3),
+        (0.7, 10, 7),
+        (1e-9, 10, 1),
+        (1.0, 7, 7),
+        (1 / 16, 512, 32),
+        (1, 1, 1),
+    ],
+)
+def test_the_count_is_rounded_up_and_at_least_one(ratio: float, size: int, count: int) -> None:
+    assert keep_count(ratio, size) == count
+    assert Uniform(ratio).counts(UnitGraph({"only": UnitGroup("only", size, "feature", ())}, {}), {}) == {"only": count}
+
+
+@pytest.mark.parametrize("ratio", [0, -0.5, 1.5, float("nan"), float("inf"), True, "0.5", None])
+@pytest.mark.parametrize("check", [check_ratio, Uniform])
+def test_a_ratio_outside_the_range_is_refused(ratio: object, check: type[Uniform]) -> None:
+    with pytest.raises(InvalidValueError, match=r"ratio must be in \(0, 1\], got"):
+        check(ratio)  # type: ignore[arg-type]
+
+
+def test_a_ratio_in_per_cent_gets_the_right_advice() -> None:
+    with pytest.raises(InvalidValueError, match=r"for 30 % pass 0\.3"):
+        check_ratio(30)
+
+
+def test_a_ratio_may_be_any_real_number() -> None:
+    assert check_ratio(np.float32(0.5)) == 0.5
+    assert type(check_ratio(np.float64(0.25))) is float
+    assert check_ratio(Fraction(1, 4)) == 0.25
+
+
+def test_groups_tied_in_a_chain_take_the_least_of_their_counts() -> None:
+    groups = {name: UnitGroup(name, size, "feature", ()) for name, size in (("a", 9), ("b", 8), ("c", 6), ("d", 9))}
+    graph = UnitGraph(groups, {}, ties=(("a", "b"), ("b", "c")))
+    assert Uniform(0.5).counts(graph, {"a": torch.ones(9)}) == {"a": 3, "b": 3, "c": 3, "d": 5}
+
+
+def test_allocations_are_found_by_name() -> None:
+    assert registry["uniform"] is Uniform

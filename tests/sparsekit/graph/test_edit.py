@@ -1,0 +1,100 @@
+"""Graphs with fewer groups: what is left out stays whole, and everything else is as before."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import zoo_norms
+from torch import nn
+
+from sparsekit.errors import InvalidValueError, UnknownNameError
+from sparsekit.graph.edit import only, without
+from sparsekit.graph.graph import UnitGraph
+from sparsekit.graph.groups import FixedUnits
+from sparsekit.graph.mask import UnitMask
+from sparsekit.surgery.compaction import compact
+from sparsekit.tracing.trace import trace_units
+
+
+@pytest.fixture(scope="module")
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 2)).eval()
+
+
+@pytest.fixture(scope="module")
+def graph(model: nn.Module) -> UnitGraph:
+    return trace_units(model, torch.randn(3, 4))
+
+
+@pytest.fixture(scope="module")
+def stacked() -> UnitGraph:
+    """Two layers of one hidden size, whose groups are tied."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rnn, self.head = nn.LSTM(3, 4, num_layers=2, batch_first=True), nn.Linear(4, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.head(self.rnn(x)[0][:, -1])
+            return out
+
+    return trace_units(Net(), torch.randn(2, 5, 3))
+
+
+def test_what_is_left_out_is_fixed_with_a_reason(graph: UnitGraph) -> None:
+    smaller = without(graph, ["0"])
+    assert list(smaller.groups) == ["2"]
+    assert smaller.fixed[-1] == FixedUnits("0", 6, "left out on purpose")
+    assert smaller.shapes == graph.shapes
+
+
+def test_naming_what_stays_is_the_same_as_naming_what_goes(graph: UnitGraph) -> None:
+    assert only(graph, ["2"]).to_json() == without(graph, ["0"]).to_json()
+
+
+def test_the_given_graph_does_not_change(graph: UnitGraph) -> None:
+    text = graph.to_json()
+    without(graph, list(graph.groups))
+    assert graph.to_json() == text
+
+
+def test_leaving_nothing_out_changes_nothing(graph: UnitGraph) -> None:
+    assert without(graph, []).to_json() == graph.to_json()
+
+
+def test_a_compact_model_keeps_the_units_that_were_left_out(model: nn.Module, graph: UnitGraph) -> None:
+    smaller = without(graph, ["0"])
+    small = compact(model, smaller, UnitMask({"2": torch.arange(5) < 3}))
+    assert [small[0].out_features, small[2].out_features] == [6, 3]  # type: ignore[index]
+
+
+def test_an_unknown_name_is_refused_with_the_nearest(graph: UnitGraph) -> None:
+    with pytest.raises(UnknownNameError, match="no group '1' in this graph"):
+        without(graph, ["1"])
+
+
+def test_a_string_is_no_collection_of_names(graph: UnitGraph) -> None:
+    with pytest.raises(InvalidValueError, match=r"pass \['0'\]"):
+        only(graph, "0")
+
+
+@pytest.mark.parametrize("edit", [without, only])
+def test_tied_groups_are_left_out_together_or_not_at_all(edit: object, stacked: UnitGraph) -> None:
+    (tied,) = stacked.ties
+    with pytest.raises(InvalidValueError, match="share one size"):
+        edit(stacked, tied[:1])  # type: ignore[operator]
+    assert without(stacked, tied).ties == ()
+    assert only(stacked, tied).ties == stacked.ties
+
+
+def test_norms_and_sizes_of_what_is_left_out_go_too() -> None:
+    architecture = zoo_norms.KEPT["vit-separate"]
+    graph = trace_units(architecture.make(), *architecture.inputs(), norm="kept", **architecture.kwargs())
+    named = {name for site in graph.norms for name in site.places}
+    bare = without(graph, list(graph.groups))
+    assert named <= set(graph.groups)
+    assert named
+    assert graph.sizes
+    assert (bare.norms, bare.sizes, bare.ties) == ((), (), ())

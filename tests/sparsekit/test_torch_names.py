@@ -1,0 +1,88 @@
+"""A canary: private names of torch are where `sparsekit/_torch.py` expects them, and no other file uses one."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+ROOT = Path(__file__).parents[2]
+
+NAMES: dict[str, tuple[str, ...]] = {
+    "torch.utils._python_dispatch": ("TorchDispatchMode",),
+    "torch.utils._python_dispatch:TorchDispatchMode": ("_should_skip_dynamo",),
+    "torch.utils._pytree": ("tree_leaves", "tree_map_only"),
+    "torch.nn.modules.batchnorm": ("_NormBase",),
+    "torch.nn.modules.conv": ("_ConvNd",),
+    "torch.nn.modules.dropout": ("_DropoutNd",),
+    "torch.nn.modules.instancenorm": ("_InstanceNorm",),
+    "torch.nn.modules.instancenorm:_InstanceNorm": ("_get_no_batch_dim",),
+    "torch.nn.utils.parametrizations": ("_WeightNorm", "_SpectralNorm", "_Orthogonal"),
+    "torch:_C": ("DisableTorchFunction",),
+    "torch.backends.mha": ("get_fastpath_enabled", "set_fastpath_enabled"),
+    "torch.nn:RNNBase": ("_init_flat_weights", "_update_flat_weights"),
+}
+"""Module, or module:attribute → what it must have."""
+
+ATTRIBUTES: dict[str, tuple[Any, tuple[str, ...]]] = {
+    "a module": (nn.Linear(1, 1), ("_parameters", "_buffers", "_forward_pre_hooks")),
+    "a recurrent layer": (nn.LSTM(1, 1), ("_flat_weights", "_flat_weights_names")),
+    "multi-head attention": (nn.MultiheadAttention(2, 1), ("_qkv_same_embed_dim",)),
+    "a storage": (torch.zeros(1).untyped_storage(), ("_cdata",)),
+    "an operator": (torch.ops.aten.add.Tensor, ("_schema", "_overloadpacket")),
+}
+"""What is set on instances: a word for the error → (an instance, its private attributes)."""
+
+PRIVATE = {name for names in NAMES.values() for name in names if name.startswith("_")} | {
+    name for _, names in ATTRIBUTES.values() for name in names
+}
+
+
+@pytest.mark.parametrize("place", NAMES)
+def test_torch_has_the_private_names_where_they_are_looked_for(place: str) -> None:
+    module, _, attribute = place.partition(":")
+    found = importlib.import_module(module)
+    missing = [name for name in NAMES[place] if not hasattr(getattr(found, attribute) if attribute else found, name)]
+    assert missing == [], f"torch {torch.__version__} has no {', '.join(missing)} in {place}; mend sparsekit/_torch.py"
+
+
+@pytest.mark.parametrize("what", ATTRIBUTES)
+def test_instances_have_the_private_attributes(what: str) -> None:
+    instance, names = ATTRIBUTES[what]
+    missing = [name for name in names if not hasattr(instance, name)]
+    assert missing == [], f"torch {torch.__version__} gives {what} no {', '.join(missing)}; mend sparsekit/_torch.py"
+
+
+OPEN = {
+    *(f"sparsekit/{name}.py" for name in ("surgery/rebuild", "training/dense_model", "training/narrow_model")),
+    *(f"sparsekit_fl/methods/{name}.py" for name in ("depthfl", "per_fedavg", "prunefl")),
+    *(f"sparsekit_fl/policies/{name}.py" for name in ("exits", "learnable", "local", "submodel")),
+    "sparsekit_fl/training/loop.py",
+}
+"""Files that are still to be moved over."""
+
+
+def _private_uses(path: Path) -> list[str]:
+    """Private names of torch that a file imports, or reads from anything but `self`."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
+            private = [part for part in f"{node.module}.{'.'.join(a.name for a in node.names)}".split(".") if part[0] == "_"]
+            found += [f"{path.name}:{node.lineno} {name}" for name in private]
+        elif isinstance(node, ast.Attribute) and getattr(node.value, "id", "") not in ("self", "cls"):
+            of_torch = getattr(node.value, "id", "") in ("torch", "F", "nn") and node.attr.startswith("_")
+            if node.attr in PRIVATE or (of_torch and node.attr[1] != "_"):
+                found.append(f"{path.name}:{node.lineno} {node.attr}")
+    return found
+
+
+@pytest.mark.parametrize("package", ["sparsekit", "sparsekit_fl"])
+def test_no_other_file_uses_a_private_name_of_torch(package: str) -> None:
+    files = [path for path in sorted((ROOT / package).rglob("*.py")) if path != ROOT / "sparsekit/_torch.py"]
+    files = [path for path in files if str(path.relative_to(ROOT)) not in OPEN]
+    assert [use for path in files for use in _private_uses(path)] == []

@@ -1,0 +1,175 @@
+"""LearnableMask with learned criteria of somebody else: followed step by step, judged by their own scores."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sparsekit import LearnableMask
+from sparsekit.allocation import Uniform, choose
+from sparsekit.criteria import Learned, View
+from sparsekit.criteria.base import Need
+from sparsekit.errors import InvalidValueError
+from sparsekit.graph.graph import UnitGraph
+from sparsekit.graph.mask import UnitMask
+
+Execution = Literal["compact", "masked"]
+
+
+@dataclass(frozen=True)
+class Opposite:
+    """The least important units stay."""
+
+    dtype: torch.dtype = torch.float64
+    learned: bool = True
+    needs: frozenset[Need] = frozenset()
+
+    def scores(self, graph: UnitGraph, view: View) -> Mapping[str, Tensor]:
+        assert view.importance is not None
+        assert view.weights is None
+        return {name: (-view.importance[name]).to(self.dtype) for name in graph.groups}
+
+
+@dataclass
+class Smoothed:
+    """An exponential mean over the steps: it counts on being asked once a step."""
+
+    mean: dict[str, Tensor] = field(default_factory=dict)
+    asked: int = 0
+    learned: bool = True
+    needs: frozenset[Need] = frozenset()
+
+    def scores(self, graph: UnitGraph, view: View) -> Mapping[str, Tensor]:
+        assert view.importance is not None
+        self.asked += 1
+        for name, values in view.importance.items():
+            before = self.mean.get(name, values)
+            self.mean[name] = 0.9 * before + 0.1 * values
+        return self.mean
+
+
+@dataclass(frozen=True)
+class ByWeights:
+    """Importance times magnitude of the second layer's bias: needs the weights."""
+
+    learned: bool = True
+    needs: frozenset[Need] = frozenset({"weights"})
+
+    def scores(self, graph: UnitGraph, view: View) -> Mapping[str, Tensor]:
+        assert view.importance is not None
+        assert view.weights is not None
+        return {name: view.importance[name] + view.weights[f"{name}.bias"].abs() for name in graph.groups}
+
+
+def _problem() -> tuple[nn.Module, Tensor, Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 3)).double()
+    return model, torch.randn(12, 6, dtype=torch.float64), torch.randint(3, (12,))
+
+
+def _train(masked: LearnableMask, x: Tensor, y: Tensor, steps: int) -> list[UnitMask]:
+    """The mask after each step."""
+    optimizer = torch.optim.SGD(masked.parameters(), lr=0.5, momentum=0.9)
+    masks = []
+    for _ in range(steps):
+        loss = F.cross_entropy(masked(x), y) + masked.penalty()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        masks.append(masked.unit_mask())
+    return masks
+
+
+def _largest(graph: UnitGraph, scores: Mapping[str, Tensor]) -> UnitMask:
+    return choose(graph, scores, Uniform(0.5).counts(graph, scores))
+
+
+@pytest.mark.parametrize("execution", ["compact", "masked"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+def test_the_mask_follows_the_scores_and_not_the_importance(execution: Execution, dtype: torch.dtype) -> None:
+    model, x, y = _problem()
+    masked = LearnableMask(model, (x,), criterion=Opposite(dtype), ratio=0.5, execution=execution)
+    seen = []
+    optimizer = torch.optim.SGD(masked.parameters(), lr=0.5)
+    for _ in range(8):
+        loss = F.cross_entropy(masked(x), y) + masked.penalty()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        opposite = {name: (-values).to(dtype) for name, values in masked.importance().items()}
+        assert masked.unit_mask() == _largest(masked.graph, opposite)
+        seen.append(masked.unit_mask())
+    assert any(mask != seen[0] for mask in seen)
+
+
+def test_compact_and_masked_execution_follow_a_learned_criterion_alike() -> None:
+    for criterion in (Opposite, Smoothed, ByWeights, Learned):
+        model, x, y = _problem()
+        narrow, dense = (
+            LearnableMask(model, (x,), criterion=criterion(), ratio=0.5, execution=execution, explore=0.0)
+            for execution in ("compact", "masked")
+        )
+        masks = _train(narrow, x, y, 20)
+        assert masks == _train(dense, x, y, 20)
+        assert any(mask != masks[0] for mask in masks), criterion
+        for name, values in narrow.dense_state().items():
+            assert torch.allclose(values, dense.dense_state()[name], rtol=0, atol=1e-9), (criterion, name)
+
+
+@pytest.mark.parametrize("execution", ["compact", "masked"])
+def test_a_criterion_with_a_memory_is_asked_once_a_step(execution: Execution) -> None:
+    model, x, y = _problem()
+    criterion = Smoothed()
+    masked = LearnableMask(model, (x,), criterion=criterion, ratio=0.5, execution=execution)
+    assert criterion.asked == 1
+    _train(masked, x, y, 10)
+    assert criterion.asked == 11
+    masked.unit_mask()
+    masked(x)
+    assert criterion.asked == 11
+    assert masked.unit_mask() == _largest(masked.graph, criterion.mean)
+
+
+def test_a_mask_that_stands_by_the_scores_is_not_sorted_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x, _ = _problem()
+    masked = LearnableMask(model, (x,), criterion=Opposite(), ratio=0.5)
+    monkeypatch.setattr(torch, "sort", lambda *_, **__: pytest.fail("sorted"))
+    with torch.no_grad():
+        masked.scores.mul_(0.5)
+    masked.sync()
+
+
+def test_dropped_units_are_explored_for_any_learned_criterion() -> None:
+    model, x, y = _problem()
+    masked = LearnableMask(model, (x,), criterion=Opposite(), ratio=0.5, explore=1.0)
+    for _ in range(4):
+        F.cross_entropy(masked(x), y).backward()
+    assert masked.scores.grad is not None
+    dropped = ~torch.cat(list(masked.unit_mask().values()))
+    assert bool((masked.scores.grad[dropped] != 0).any())
+
+
+@pytest.mark.parametrize("execution", ["compact", "masked"])
+def test_scores_that_become_nan_are_an_error_by_name(execution: Execution) -> None:
+    model, x, _ = _problem()
+    masked = LearnableMask(model, (x,), criterion=Opposite(), ratio=0.5, execution=execution)
+    with torch.no_grad():
+        masked.scores[9] = float("nan")
+    with pytest.raises(InvalidValueError, match="Opposite scores of group '2' hold NaN, for unit 1 first"):
+        masked(x)
+
+
+def test_scores_of_the_wrong_shape_are_an_error_by_name() -> None:
+    class Short(Opposite):
+        def scores(self, graph: UnitGraph, view: View) -> Mapping[str, Tensor]:
+            return {name: values[1:] for name, values in super().scores(graph, view).items()}
+
+    model, x, _ = _problem()
+    with pytest.raises(InvalidValueError, match=r"Short scores of group '0' must be a float tensor of shape \(8,\)"):
+        LearnableMask(model, (x,), criterion=Short(), ratio=0.5)
