@@ -15,7 +15,8 @@ from dataclasses import dataclass
 
 import sparsekit as sk
 import sparsekit_fl as fl
-from sparsekit_fl.paper.presets import build_problem, preset_for
+from sparsekit_fl.experiment.build import build_problem
+from sparsekit_fl.paper.presets import preset_for
 
 ROUNDS = 10
 

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from sparsekit._torch import identity
 from sparsekit.allocation.choose import choose
 from sparsekit.allocation.uniform import Uniform, check_ratio
 from sparsekit.criteria.base import Criterion, View, score_units
@@ -33,8 +34,8 @@ class LearnableMask(nn.Module):
 
     The wrapped model is copied and never edited. Calling the mask runs the sparse model, by default as a physically
     narrow network; `parameters()` are the narrow weights and one vector of importance, for any torch optimiser. After
-    a step that changed the order of importance, the next call remasks: dropped units put by their weights and
-    optimiser state, units that enter get theirs back.
+    a step that changed the order of importance, the next call remasks: the weights and optimiser state of dropped units
+    are saved, those of entering units are restored.
 
     ```python
     masked = LearnableMask(model, (images[:1],), ratio=0.25)
@@ -45,8 +46,8 @@ class LearnableMask(nn.Module):
     small = masked.compact()
     ```
 
-    Parts of the model may be checkpointed, with `use_reentrant=False`: a reentrant checkpoint trains the weights inside of it
-    as ever, but the importance of units that are read only there then learns from the regulariser alone.
+    Parts of the model may be checkpointed, with `use_reentrant=False`. A reentrant checkpoint trains the weights inside it
+    as usual, but the importance of units that are read only there then learns from the regulariser alone.
 
     Args:
         model: Any module; copied.
@@ -61,9 +62,9 @@ class LearnableMask(nn.Module):
         term: The regulariser behind `penalty()`.
         generator: The source of randomness of criteria that draw; a learned one gets no other. Without it every `resample`
             draws the same.
-        explore: Share of extra work, in [0, 1], that is spent on learning whether dropped units would serve: every
-            n-th training pass runs on the dense model, with n such that this costs about `explore` more. The outputs
-            are the same; dropped units then get the gradient of their gate, n times. 0 leaves them to the regulariser.
+        explore: Share of extra work, in [0, 1], spent on learning whether dropped units would help. Every n-th training
+            pass runs on the dense model, with n such that this costs about `explore` more. The outputs are the same;
+            dropped units get the gradient of their gate, times n. With 0 they learn from the regulariser alone.
 
     Raises:
         InvalidValueError: a ratio outside (0, 1], an unknown execution, neither inputs nor graph.
@@ -145,7 +146,7 @@ class LearnableMask(nn.Module):
         return self._execution.call(self.scores, args, kwargs, explore=self._exploration())
 
     def _exploration(self) -> float:
-        """n on every n-th training pass while a learned criterion drops units, else 0."""
+        """Return n on every n-th training pass while a learned criterion drops units, else 0."""
         learned = self.criterion.learned and self._ratio < 1.0 and self.explore > 0.0
         if not (learned and self.training and torch.is_grad_enabled()):
             return 0.0
@@ -156,7 +157,7 @@ class LearnableMask(nn.Module):
 
     def sync(self) -> None:
         """Let the mask follow importance and ratio. `forward` and every reading method do this by themselves."""
-        seen = (self._ratio, self.scores._version, self.scores.data_ptr())
+        seen = (self._ratio, *identity(self.scores))
         if seen == self._seen:
             return
         ratio_stands = self._seen is not None and self._seen[0] == self._ratio
@@ -182,7 +183,7 @@ class LearnableMask(nn.Module):
                 if mask != execution.mask:
                     execution.remask(mask, list(self.optimizers))
                 self._density = mask.density(self.graph)
-        self._seen = (self._ratio, self.scores._version, self.scores.data_ptr())
+        self._seen = (self._ratio, *identity(self.scores))
 
     def _view(self) -> View:
         generator = self.generator
@@ -263,7 +264,9 @@ class LearnableMask(nn.Module):
         self._execution.after_step(list(self.optimizers))
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """The dense state under the model's own keys; importance, mask, order of slots and ratio under `sparsekit.` keys.
+        """Return the dense state under the model's own keys; all else that training goes on from under `sparsekit.` keys.
+
+        These are importance, mask, order of slots, ratio and the number of training passes, which says when to explore.
 
         The order of slots is that of the narrow parameters, so that an optimiser's own state dict fits them after loading.
         """
@@ -280,6 +283,7 @@ class LearnableMask(nn.Module):
         for name, units in self._execution.slot_order().items():
             destination[f"{prefix}{_PREFIX}slots.{name}"] = units
         destination[f"{prefix}{_PREFIX}ratio"] = torch.tensor(self._ratio, dtype=torch.float64)
+        destination[f"{prefix}{_PREFIX}passes"] = torch.tensor(self._passes)
         return destination
 
     def _apply(self, fn: Any, recurse: bool = True) -> LearnableMask:
@@ -351,10 +355,11 @@ def _load_dense(
     order = {name: units for name, units in saved.items() if units is not None}
     ratio = state.pop(f"{prefix}{_PREFIX}ratio", None)
     module._ratio = check_ratio(float(ratio)) if ratio is not None else module._ratio
+    module._passes = int(state.pop(f"{prefix}{_PREFIX}passes", module._passes))
     module._execution.load({**present, **dense}, UnitMask(entries), order or None, list(module.optimizers))
     module._density = module._execution.mask.density(module.graph)
     module.load_importance(scores)
-    module._seen = (module._ratio, module.scores._version, module.scores.data_ptr())
+    module._seen = (module._ratio, *identity(module.scores))
     state[prefix + "scores"] = module.scores.detach()
     for name, tensor in module.model.state_dict().items():
         state[f"{prefix}model.{name}"] = tensor

@@ -14,11 +14,11 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from sparsekit.errors import InvalidValueError
+from sparsekit.errors import InvalidValueError, MissingDependencyError
 from sparsekit_fl.cli.options import RunOptions, command_app, cores, make_method, takes_options
+from sparsekit_fl.cli.report import write_files
 
 if TYPE_CHECKING:
-    from sparsekit_fl.cli.trials import TrialPlan
     from sparsekit_fl.report.trials import Trial
 
 __all__ = ["compare"]
@@ -34,7 +34,7 @@ _AXES = "What is compared"
 def _compare(
     *,
     methods: Annotated[list[str], typer.Argument(help="Methods by name, or package.module:function; `all` for every one.")],
-    seeds: Annotated[int, typer.Option(help="How many seeds: --seed, --seed + 1, …", rich_help_panel=_AXES)] = 3,
+    seeds: Annotated[int, typer.Option(help="Number of seeds: --seed, --seed + 1, …", rich_help_panel=_AXES)] = 3,
     target: Annotated[
         float | None,
         typer.Option(
@@ -48,7 +48,7 @@ def _compare(
     ] = None,
     lack_classes: Annotated[
         list[str] | None,
-        typer.Option(help="How many classes every client lacks; several by commas, as in 2,4,6,8.", rich_help_panel=_AXES),
+        typer.Option(help="Number of classes every client lacks; several by commas, as in 2,4,6,8.", rich_help_panel=_AXES),
     ] = None,
     jobs: Annotated[
         int, typer.Option(help="Runs at a time, each with --workers processes.", rich_help_panel="How it is run")
@@ -57,9 +57,9 @@ def _compare(
 ) -> None:
     """Run several methods over several seeds, and print mean ± deviation.
 
-    With --out DIR every run has a folder in DIR; what is finished there is not run again, what was stopped goes on, and
-    DIR gets the table as CSV, JSON, Markdown and LaTeX, figures, and report.html. `sparsekit report DIR` draws these anew.
-    Clients are scored ten times in a run, at least every 10 rounds, unless --eval-every says otherwise.
+    With --out DIR every run has a folder in DIR: finished runs are not repeated, and interrupted ones go on. DIR also gets
+    the table as CSV, JSON, Markdown and LaTeX, figures, and report.html; `sparsekit report DIR` draws these anew.
+    Clients are evaluated ten times in a run, at least every 10 rounds, unless --eval-every is given.
     """
     # What trains is imported only now, so that --help is quick.
     from sparsekit_fl.errors import RunInterrupted
@@ -70,18 +70,20 @@ def _compare(
     made = _distinct(methods)
     if jobs < 1:
         raise InvalidValueError(f"--jobs must be an integer >= 1, got {jobs}")
-    plans = _plans(made, _grid(options, seeds, heterogeneity, lack_classes, jobs), options.out)
+    grid = _grid(options, seeds, heterogeneity, lack_classes, jobs)
     try:
-        trials = _run(plans, jobs, quiet=options.quiet or options.json)
+        trials = _run(made, grid, options.out, jobs=jobs, quiet=options.quiet or options.json)
     except (RunInterrupted, KeyboardInterrupt) as error:
         found = re.match(r"stopped by the user after round \d+ of \d+", str(error))
         kept = "nothing was kept, since there was no --out DIR" if options.out is None else "the same command line goes on"
         typer.echo(f"{found[0] if found else 'stopped by the user'}; {kept}", err=True)
         raise typer.Exit(INTERRUPTED) from None
-    order = [plan.name for plan in plans]
-    comparison = Comparison(sections_of(trials, order=order)[0], target)
+    comparison = Comparison(sections_of(trials, order=list(made))[0], target)
     if options.out is not None:
-        _write(options.out, target, list(made))
+        try:
+            write_files(options.out, target=target, order=list(made))
+        except MissingDependencyError as error:
+            typer.echo(f"warning: {error}; then `sparsekit report {options.out}` draws what is missing", err=True)
     if options.json:
         typer.echo(json.dumps(comparison.to_dict(), indent=1, allow_nan=False))
     else:
@@ -93,7 +95,7 @@ def _compare(
 
 
 def _distinct(texts: Sequence[str]) -> dict[str, str]:
-    """Name → as it was written, in the order given; `all` stands for those of the registry that are not named."""
+    """Map each method's name to the text it was given as; `all` adds those of the registry that are not named."""
     made: dict[str, str] = {}
     for text in texts:
         if text == ALL:
@@ -114,7 +116,7 @@ def _distinct(texts: Sequence[str]) -> dict[str, str]:
 def _grid(
     options: RunOptions, seeds: int, heterogeneity: Sequence[str] | None, lack_classes: Sequence[str] | None, jobs: int
 ) -> list[RunOptions]:
-    """One set of options per level and seed."""
+    """Return one set of options per level and seed."""
     from sparsekit_fl.options.config import HETEROGENEITY
     from sparsekit_fl.paper.presets import preset_for
 
@@ -140,7 +142,7 @@ def _grid(
 
 
 def _listed(texts: Sequence[str] | None, flag: str, read: Callable[[str], Value]) -> list[Value | None]:
-    """The values of an option that may be repeated and may hold commas; [None] where it was not given."""
+    """Split an option that may be repeated and may hold commas; [None] where it was not given."""
     parts = [part.strip() for text in texts or [] for part in text.split(",")]
     try:
         values = [read(part) for part in parts]
@@ -153,38 +155,27 @@ def _listed(texts: Sequence[str] | None, flag: str, read: Callable[[str], Value]
     return list(values) or [None]
 
 
-def _plans(methods: dict[str, str], grid: Sequence[RunOptions], out: Path | None) -> list[TrialPlan]:
-    from sparsekit_fl.cli.trials import TrialPlan
-
-    return [
-        TrialPlan(method=text, name=name, options=options, folder=None if out is None else out / _folder(name, options))
-        for options in grid
-        for name, text in methods.items()
-    ]
-
-
 def _folder(name: str, options: RunOptions) -> str:
     lack = "" if options.lack_classes is None else f"-lack{options.lack_classes}"
     level = "" if options.heterogeneity is None else f"-{options.heterogeneity}"
     return re.sub(r"[^\w.+-]+", "_", name) + f"{level}{lack}-seed{options.seed}"
 
 
-def _run(plans: Sequence[TrialPlan], jobs: int, *, quiet: bool) -> list[Trial]:
+def _run(methods: dict[str, str], grid: Sequence[RunOptions], out: Path | None, *, jobs: int, quiet: bool) -> list[Trial]:
     from sparsekit_fl.cli.jobs import run_at_once
     from sparsekit_fl.cli.progress import TrialsProgress
-    from sparsekit_fl.cli.trials import run_here
+    from sparsekit_fl.cli.trials import TrialPlan, run_here
 
+    plans = [
+        TrialPlan(method=text, name=name, options=options, folder=None if out is None else out / _folder(name, options))
+        for options in grid
+        for name, text in methods.items()
+    ]
     with TrialsProgress(len(plans), quiet=quiet) as board:
         running = run_here(plans, board) if jobs == 1 else run_at_once(plans, board, jobs=jobs)
         # Closed here and not when it is collected, so that no process outlives the command.
         with closing(running):
             return list(running)
-
-
-def _write(out: Path, target: float | None, methods: Sequence[str]) -> None:
-    from sparsekit_fl.report.write import write_report
-
-    write_report(out, target=target, order=methods)
 
 
 def _where(out: Path | None) -> str:

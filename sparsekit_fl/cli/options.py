@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     import click
 
     from sparsekit_fl.engines.base import Engine
+    from sparsekit_fl.experiment.preset import Preset
     from sparsekit_fl.methods.method import Method
     from sparsekit_fl.options.config import RunConfig
-    from sparsekit_fl.paper.presets import Preset
     from sparsekit_fl.problem.clients import Client
     from sparsekit_fl.problem.problem import Problem
 
@@ -310,7 +310,8 @@ class Experiment:
         Raises:
             SparsekitError: an option that is not allowed, or data that are missing or do not fit.
         """
-        from sparsekit_fl.paper.presets import build_problem, preset_for
+        from sparsekit_fl.experiment.build import build_problem
+        from sparsekit_fl.paper.presets import preset_for
 
         _check(options)
         if sys.stderr.isatty() and not (options.quiet or options.json):

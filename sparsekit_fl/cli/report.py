@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -12,13 +13,51 @@ from rich.markup import escape
 
 from sparsekit_fl.cli.options import command_app
 
-__all__ = ["report"]
+if TYPE_CHECKING:
+    from sparsekit_fl.report.comparison import Comparison
+
+__all__ = ["report", "write_files"]
+
+
+def write_files(
+    folder: Path,
+    *,
+    out: Path | None = None,
+    target: float | None = None,
+    order: Sequence[str] = (),
+    progress: Callable[[str], None] = lambda _: None,
+) -> tuple[list[Comparison], list[Path]]:
+    """Write the report of a folder with the published numbers beside ours.
+
+    Args:
+        folder: Folder of results.
+        out: Folder for the files; None takes `folder`.
+        target: Accuracy whose simulated time is a column.
+        order: Methods in the order of tables.
+        progress: Receives the name of each file before it is written.
+
+    Returns:
+        The comparisons, one per protocol, and the files.
+    """
+    from sparsekit_fl.paper.published import in_published_order, published_beside
+    from sparsekit_fl.paper.tables import page_of
+    from sparsekit_fl.report.write import read_comparisons, write_report
+
+    comparisons = read_comparisons(folder, target=target, order=order, sort=in_published_order)
+    written = write_report(
+        folder,
+        comparisons,
+        out=out,
+        beside=lambda comparison: page_of(published_beside(comparison, folder=folder)),
+        progress=progress,
+    )
+    return comparisons, written
 
 
 def _report(
     *,
     folder: Annotated[Path, typer.Argument(help="The --out folder of compare or run, or any folder of results.")],
-    out: Annotated[Path | None, typer.Option(help="Where the files go. Default: into the folder itself.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for the files. Default: the folder itself.")] = None,
     target: Annotated[
         float | None, typer.Option(help="Accuracy whose simulated time is a column. Default: that of the last report there.")
     ] = None,
@@ -30,15 +69,16 @@ def _report(
     Runs of different data, models or settings stand in sections of their own. A file reasons.json in the folder says, in
     your words, why a number differs from the published one.
     """
-    from sparsekit_fl.paper.published import beside_published, show_published
-    from sparsekit_fl.report.write import read_comparisons, write_report
+    from sparsekit_fl.paper.published import published_beside
+    from sparsekit_fl.paper.tables import show_published
 
     errors = Console(stderr=True)
     with errors.status("reading") as status:
         if quiet or as_json or not errors.is_terminal:
             status.stop()
-        written = write_report(folder, out=out, target=target, progress=lambda name: status.update(f"writing {escape(name)}"))
-    comparisons = read_comparisons(folder, target=target)
+        comparisons, written = write_files(
+            folder, out=out, target=target, progress=lambda name: status.update(f"writing {escape(name)}")
+        )
     if as_json:
         typer.echo(json.dumps([comparison.to_dict() for comparison in comparisons], indent=1, allow_nan=False))
         return
@@ -46,9 +86,9 @@ def _report(
     for comparison in comparisons:
         console.print(f"[bold]{escape(comparison.section.title)}[/bold]", soft_wrap=True)
         comparison.show(console)
-        beside = beside_published(comparison, folder=folder)
-        if beside:
-            show_published(beside, console)
+        rows = published_beside(comparison, folder=folder)
+        if rows:
+            show_published(rows, console)
     home = out or folder
     console.print(f"{len(written)} files in {escape(str(home))}; open {escape(str(home / 'report.html'))}", soft_wrap=True)
 

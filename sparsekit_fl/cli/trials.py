@@ -1,4 +1,4 @@
-"""Cells of a comparison: run those that are not finished, here or several at once in processes of their own.
+"""Trials of a comparison: run those that are not finished, here or several at once in processes of their own.
 
 A finished trial is never run again, a half-finished one goes on, and one that fails is recorded and loses no other.
 """
@@ -17,7 +17,7 @@ from sparsekit_fl.cli.options import Experiment, RunOptions, make_method
 from sparsekit_fl.cli.progress import Events, TrialsProgress
 from sparsekit_fl.errors import ResumeError, RunInterrupted
 from sparsekit_fl.report.table import read_result
-from sparsekit_fl.report.trials import TRIAL_FILE, Trial
+from sparsekit_fl.report.trials import TRIAL_FILES, Trial, trial_file
 from sparsekit_fl.results.records import Observer
 from sparsekit_fl.server.checkpoint import differences
 from sparsekit_fl.server.loop import run
@@ -28,13 +28,13 @@ __all__ = ["Task", "TrialPlan", "failed_trial", "run_here", "run_trial", "tasks"
 
 @dataclass(frozen=True, kw_only=True)
 class TrialPlan:
-    """What one trial runs.
+    """Method, options and folder of one trial.
 
     Args:
-        method: As the user wrote it.
+        method: The method as the user wrote it.
         name: The method's own name.
-        options: With the seed and the level of this trial.
-        folder: Where its files go; None keeps nothing.
+        options: Options with the seed and the level of this trial.
+        folder: Folder for its files; None keeps nothing.
     """
 
     method: str
@@ -44,20 +44,20 @@ class TrialPlan:
 
     @property
     def label(self) -> str:
-        """For people."""
+        """Method, level and seed, as in `fedavg, low, lacks 4, seed 0`."""
         lack = self.options.lack_classes
-        parts = [self.name, self.options.heterogeneity, None if lack is None else f"lacks {lack}", f"seed {self.options.seed}"]
-        return ", ".join(part for part in parts if part)
+        parts = (self.name, self.options.heterogeneity, None if lack is None else f"lacks {lack}", f"seed {self.options.seed}")
+        return ", ".join(filter(None, parts))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Task:
-    """A plan, and what there is of it.
+    """A plan and its state on disk.
 
     Args:
-        plan: Of the trial.
-        described: What must be equal for a trial to be the same: `config` and `policies`, plain JSON values.
-        trial: The trial, where there is nothing to run: it is finished, or cannot even be set up.
+        plan: Plan of the trial.
+        described: Settings that make a trial the same one: `config` and `policies`, plain JSON values.
+        trial: The trial, where there is nothing to run: it is finished, or cannot even be set up; else None.
     """
 
     plan: TrialPlan
@@ -67,15 +67,15 @@ class Task:
 
 @lru_cache(maxsize=1)
 def _experiment(options: RunOptions) -> Experiment:
-    """Data and settings of a trial; the newest stay in memory, since neighbouring trials share them."""
+    """Load data and settings of a trial; the newest stay in memory, since neighbouring trials share them."""
     return Experiment.of(options)
 
 
 def tasks(plans: Sequence[TrialPlan]) -> Iterator[Task]:
-    """Look at each plan's folder and data.
+    """Load each plan's data and read its folder.
 
     Args:
-        plans: Those of one level and seed beside each other.
+        plans: Plans, those of one level and seed beside each other.
 
     Raises:
         ResumeError: a folder holds a trial of other settings.
@@ -97,40 +97,42 @@ def tasks(plans: Sequence[TrialPlan]) -> Iterator[Task]:
 
 
 def _finished(plan: TrialPlan, described: Mapping[str, Any]) -> Trial | None:
+    """Return the finished trial in a plan's folder; None for one to run or to go on with."""
     if plan.folder is None:
         return None
+    unfinished = trial_file(plan.folder)
     if (plan.folder / "result.json").exists():
-        saved = read_result(plan.folder)
-    elif (plan.folder / TRIAL_FILE).exists() and (plan.folder / "checkpoint.safetensors").exists():
-        saved = json.loads((plan.folder / TRIAL_FILE).read_text(encoding="utf-8"))
+        saved = Trial.of(read_result(plan.folder))
+    elif unfinished is not None and (plan.folder / "checkpoint.safetensors").exists():
+        saved = Trial.of(json.loads(unfinished.read_text(encoding="utf-8")))
     else:
         # Without a finished round there is nothing to lose.
         return None
-    changed = differences({name: saved.get(name) for name in described}, described)
+    changed = differences({"config": dict(saved.config), "policies": dict(saved.policies)}, described)
     if changed:
         raise ResumeError(
             f"{plan.folder} holds {plan.label} with other settings ({'; '.join(changed)});"
             " pass the options it was run with, or another --out"
         )
-    return Trial.of(saved) if "final" in saved else None
+    return saved if saved.result is not None else None
 
 
 def _record(plan: TrialPlan, described: Mapping[str, Any], error: str | None) -> None:
     if plan.folder is not None:
         plan.folder.mkdir(parents=True, exist_ok=True)
         raw = {"method": plan.name, "seed": plan.options.seed, **described, "error": error}
-        write_atomically(plan.folder / TRIAL_FILE, (json.dumps(raw, indent=1) + "\n").encode())
+        write_atomically(plan.folder / TRIAL_FILES[0], (json.dumps(raw, indent=1) + "\n").encode())
 
 
 def failed_trial(plan: TrialPlan, described: Mapping[str, Any], error: Exception) -> Trial:
-    """A trial that failed, recorded in its folder."""
+    """Record a failed trial in its folder, and return it."""
     text = str(error) if isinstance(error, SparsekitError) else f"{type(error).__name__}: {error}"
     _record(plan, described, text)
     return Trial(method=plan.name, seed=plan.options.seed or 0, **described, error=text)
 
 
 def run_trial(task: Task, observers: Sequence[Observer]) -> Trial:
-    """Run one trial in this process, on from where it stopped."""
+    """Run one trial in this process, from its last checkpoint on."""
     plan, experiment = task.plan, _experiment(task.plan.options)
     _record(plan, task.described, None)
     result = run(
@@ -145,16 +147,17 @@ def run_trial(task: Task, observers: Sequence[Observer]) -> Trial:
         experiment=experiment.described,
     )
     if plan.folder is not None:
-        (plan.folder / TRIAL_FILE).unlink()
+        for name in TRIAL_FILES:
+            (plan.folder / name).unlink(missing_ok=True)
     return Trial.of(result.to_dict())
 
 
 def run_here(plans: Sequence[TrialPlan], board: TrialsProgress) -> Generator[Trial]:
-    """Run what is not finished in this process, one trial after the other.
+    """Run the unfinished trials in this process, one after the other.
 
     Args:
-        plans: Those of one level and seed beside each other.
-        board: Told what happens.
+        plans: Plans, those of one level and seed beside each other.
+        board: Display that receives their events.
 
     Yields:
         One trial per plan.

@@ -106,7 +106,7 @@ class ClientContext:
         return self.cache[split]
 
     def batches(self, *, epochs: int | None = None, batch_size: int | None = None) -> Batches:
-        """Shuffled training batches; the defaults are those of the run."""
+        """Return shuffled training batches; the defaults are those of the run."""
         return Batches(
             self.examples("train"),
             epochs=self.training.local_epochs if epochs is None else epochs,
@@ -119,11 +119,11 @@ class ClientContext:
         return fit(module, batches, step, metrics=self.problem.metrics, rng=self.rng)
 
     def work(self, mask: UnitMask | WeightMask | None, log: TrainingLog) -> Work:
-        """FLOPs of a fit under one mask; the paper's convention counts every batch as full."""
+        """Return the FLOPs of a fit under one mask; the paper's convention counts every batch as full."""
         return self.work_on(log.examples, mask, padded_examples=log.padded_examples)
 
     def work_on(self, examples: int, mask: UnitMask | WeightMask | None = None, *, padded_examples: int | None = None) -> Work:
-        """FLOPs of training on some examples: forward and a backward that costs twice as much.
+        """Return the FLOPs of training on some examples: forward and a backward that costs twice as much.
 
         A weight mask saves entries on the wire and nothing when computing, so its compact cost is that of the whole model.
 

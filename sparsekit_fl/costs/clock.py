@@ -12,7 +12,7 @@ __all__ = ["client_seconds", "round_cost"]
 
 
 def client_seconds(cost: WorkCost, capability: Capability) -> float:
-    """Seconds that a device of this capability needs: download, compute, upload, one after the other.
+    """Return the seconds that a device of this capability needs: download, compute, upload, one after the other.
 
     Args:
         cost: Needs `flops_compact`, `downlink_bytes` and `uplink_bytes`.

@@ -19,7 +19,7 @@ __all__ = ["part_flops", "rowmask_flops"]
 
 
 def rowmask_flops(costs: CostModel, mask: UnitMask | WeightMask | None = None) -> int:
-    """FLOPs of one example: (2 · nonzero weights + bias entries) per output position.
+    """Return the FLOPs of one example: (2 · nonzero weights + bias entries) per output position.
 
     Products between activations count whole.
 
@@ -38,7 +38,7 @@ def rowmask_flops(costs: CostModel, mask: UnitMask | WeightMask | None = None) -
 
 
 def part_flops(costs: CostModel, weights: Collection[str], *, bias: bool = False) -> int:
-    """FLOPs of one example spent on the uses of some weights of the whole model.
+    """Return the FLOPs of one example spent on the uses of some weights of the whole model.
 
     Args:
         costs: The model's terms.

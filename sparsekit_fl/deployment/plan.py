@@ -10,9 +10,10 @@ from typing import Any, Literal
 
 from sparsekit.errors import InvalidValueError, UnknownNameError, nearest
 from sparsekit.registry import load_object
+from sparsekit_fl.experiment.build import build_problem
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.options.config import Aggregation, RunConfig, Upload
-from sparsekit_fl.paper.presets import build_problem, preset_for
+from sparsekit_fl.paper.presets import preset_for
 from sparsekit_fl.problem.clients import Client, ClientData
 from sparsekit_fl.problem.problem import Problem
 

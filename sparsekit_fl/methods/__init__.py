@@ -1,7 +1,12 @@
-"""Methods: one file per paper. `registry` finds them by name; each is also a function of this module."""
+"""Methods: one file per paper. `registry` finds them, and those of the entry points, by name.
+
+Each file's function is also one of this module. They are imported here and not when asked for: a submodule that is imported
+later would take its function's name.
+"""
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 from sparsekit.registry import Registry
@@ -28,18 +33,6 @@ from sparsekit_fl.methods.per_fedavg import per_fedavg
 from sparsekit_fl.methods.prunefl import prunefl
 from sparsekit_fl.methods.refl import refl
 
-# Imported here and not when asked for: a submodule that is imported later would take its function's name.
-from sparsekit_fl.paper.ablations import (
-    fedlps_magnitude,
-    fedlps_ordered,
-    fedlps_random,
-    flst,
-    p_ucbv_dyn,
-    p_ucbv_fix,
-    rcr_dyn,
-    rcr_fix,
-)
-
 __all__ = [
     "cs",
     "depthfl",
@@ -47,10 +40,7 @@ __all__ = [
     "efd",
     "fedavg",
     "fedlps",
-    "fedlps_magnitude",
-    "fedlps_ordered",
     "fedlps_paper",
-    "fedlps_random",
     "fedmp",
     "fedp3",
     "fedper",
@@ -59,62 +49,31 @@ __all__ = [
     "fedrolex",
     "fedspa",
     "fjord",
-    "flst",
     "hermes",
     "heterofl",
     "local",
     "lotteryfl",
     "oort",
-    "p_ucbv_dyn",
-    "p_ucbv_fix",
     "per_fedavg",
     "prunefl",
-    "rcr_dyn",
-    "rcr_fix",
     "refl",
     "registry",
 ]
 
 registry = Registry(
     "method",
-    {
-        "cs": "sparsekit_fl.methods.cs:cs",
-        "depthfl": "sparsekit_fl.methods.depthfl:depthfl",
-        "ditto": "sparsekit_fl.methods.ditto:ditto",
-        "efd": "sparsekit_fl.methods.efd:efd",
-        "fedavg": "sparsekit_fl.methods.fedavg:fedavg",
-        "fedlps": "sparsekit_fl.methods.fedlps:fedlps",
-        "fedlps-magnitude": "sparsekit_fl.paper.ablations:fedlps_magnitude",
-        "fedlps-ordered": "sparsekit_fl.paper.ablations:fedlps_ordered",
-        "fedlps-paper": "sparsekit_fl.methods.fedlps:fedlps_paper",
-        "fedlps-random": "sparsekit_fl.paper.ablations:fedlps_random",
-        "fedmp": "sparsekit_fl.methods.fedmp:fedmp",
-        "fedp3": "sparsekit_fl.methods.fedp3:fedp3",
-        "fedper": "sparsekit_fl.methods.fedper:fedper",
-        "fedprox": "sparsekit_fl.methods.fedprox:fedprox",
-        "fedrep": "sparsekit_fl.methods.fedrep:fedrep",
-        "fedrolex": "sparsekit_fl.methods.fedrolex:fedrolex",
-        "fedspa": "sparsekit_fl.methods.fedspa:fedspa",
-        "fjord": "sparsekit_fl.methods.fjord:fjord",
-        "flst": "sparsekit_fl.paper.ablations:flst",
-        "hermes": "sparsekit_fl.methods.hermes:hermes",
-        "heterofl": "sparsekit_fl.methods.heterofl:heterofl",
-        "local": "sparsekit_fl.methods.local:local",
-        "lotteryfl": "sparsekit_fl.methods.lotteryfl:lotteryfl",
-        "oort": "sparsekit_fl.methods.oort:oort",
-        "p-ucbv-dyn": "sparsekit_fl.paper.ablations:p_ucbv_dyn",
-        "p-ucbv-fix": "sparsekit_fl.paper.ablations:p_ucbv_fix",
-        "per-fedavg": "sparsekit_fl.methods.per_fedavg:per_fedavg",
-        "prunefl": "sparsekit_fl.methods.prunefl:prunefl",
-        "rcr-dyn": "sparsekit_fl.paper.ablations:rcr_dyn",
-        "rcr-fix": "sparsekit_fl.paper.ablations:rcr_fix",
-        "refl": "sparsekit_fl.methods.refl:refl",
-    },
+    {name.replace("_", "-"): f"{globals()[name].__module__}:{name}" for name in __all__ if name != "registry"},
     group="sparsekit_fl.methods",
 )
 
 
 def __getattr__(name: str) -> Any:
-    if not name.startswith("_") and name.replace("_", "-") in registry:
-        return registry[name.replace("_", "-")]
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}; methods: {', '.join(registry)}")
+    known = name.replace("_", "-")
+    if name.startswith("_") or known not in registry:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; methods: {', '.join(registry)}")
+    warnings.warn(
+        f"sparsekit_fl.methods.{name} goes in version 0.3; use sparsekit_fl.methods.registry[{known!r}]",
+        DeprecationWarning,
+        stacklevel=2,
+    )
+    return registry[known]

@@ -50,11 +50,11 @@ class LargestOnServer(MaskPolicy):
         prunable_weights(graph, "CS")
 
     def propose(self, ctx: ServerContext, client_id: int, proposal: float | None) -> Mask | None:
-        """The largest weights at the proposed ratio; everything in the first round."""
+        """Return the largest weights at the proposed ratio; everything in the first round."""
         return None if ctx.round == 1 else _largest(ctx.graph, ctx.state, 1.0 if proposal is None else proposal)
 
     def choose(self, ctx: ClientContext, ratio: float, state: StateDict) -> Mask | None:
-        """None: weights that came as zero train too."""
+        """Return None: weights that arrive as zero train too."""
         return None
 
 
@@ -77,7 +77,7 @@ class Complement(SharePolicy):
     """Of the weights, those that the server had pruned go up; everything after a round without pruning."""
 
     def upload_mask(self, ctx: ClientContext, result: LocalResult) -> Mask | None:
-        """What did not come down."""
+        """Return the mask of what the server did not send."""
         received = ctx.received
         return WeightMask({name: ~keep for name, keep in received.items()}) if isinstance(received, WeightMask) else None
 
@@ -104,12 +104,12 @@ class ComplementMean(DeltaMean):
         acc.extra.setdefault("pruned", set()).update(update.mask or ())
 
     def change(self, name: str, acc: Accumulator) -> Tensor | None:
-        """The mean; of complements, times the rate. Weights that were sent down hold nothing of it and stay."""
+        """Return the mean, times the rate where the entry has a complement; weights that were sent down stay."""
         mean = super().change(name, acc)
         return mean if mean is None or name not in acc.extra["pruned"] else mean * self.rate
 
     def finish(self, ctx: ServerContext, state: StateDict, acc: Accumulator) -> dict[str, Tensor]:
-        """The new sparse model."""
+        """Return the new sparse model."""
         dense = super().finish(ctx, state, acc)
         return mask_state(ctx.graph, _largest(ctx.graph, dense, self.ratio), dense)
 
@@ -144,7 +144,7 @@ class ChangeMean(DeltaMean):
     ratio: Ratio = 0.5
 
     def finish(self, ctx: ServerContext, state: StateDict, acc: Accumulator) -> dict[str, Tensor]:
-        """The new model, dense."""
+        """Return the new model, dense."""
         sent = state if ctx.round == 1 else mask_state(ctx.graph, _largest(ctx.graph, state, self.ratio), state)
         return super().finish(ctx, sent, acc)
 

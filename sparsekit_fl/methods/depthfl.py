@@ -9,10 +9,10 @@ layer, so VGG gets one after each of its pools, the small CNN three in all and t
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Annotated, Any
 
 import torch
@@ -30,7 +30,7 @@ from sparsekit_fl.costs.rowmask import part_flops
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.options.checked import Hint, NonNegative, Ratio
 from sparsekit_fl.policies.aggregate import CoverageMean, Weighting
-from sparsekit_fl.policies.exits import ExitsFactory, WithExits
+from sparsekit_fl.policies.exits import WithExits, build_with_exits
 from sparsekit_fl.policies.local import Adjust, Leaves, LocalPolicy, LocalResult, load_leaves, pull_towards, sgd_step
 from sparsekit_fl.policies.mask import MaskPolicy
 from sparsekit_fl.policies.ratio import ByCapability
@@ -53,18 +53,18 @@ __all__ = [
 
 
 def _ends(graph: UnitGraph) -> list[int]:
-    """For each depth, from 1: the number of layers that a client of that depth runs, exits included."""
+    """Return, for each depth from 1, the number of layers that a client of that depth runs, exits included."""
     exits = [place for place, layer in enumerate(graph.layers, 1) if layer.name.split(".")[0] == "exits"]
     return [*exits, len(graph.layers)]
 
 
 def depth_entries(graph: UnitGraph) -> list[frozenset[str]]:
-    """For each depth, from 1: the state-dict keys that a client of that depth trains."""
+    """Return, for each depth from 1, the state-dict keys that a client of that depth trains."""
     return [frozenset(name for layer in graph.layers[:end] for name in layer.entries) for end in _ends(graph)]
 
 
 def depth_flops(graph: UnitGraph, costs: CostModel, *, bias: bool = False) -> list[int]:
-    """For each depth, from 1: FLOPs of one example through the layers and exits that a client of that depth runs.
+    """Return, for each depth from 1, the FLOPs of one example through the layers and exits that a client of that depth runs.
 
     Args:
         graph: Of the model with exits.
@@ -75,7 +75,7 @@ def depth_flops(graph: UnitGraph, costs: CostModel, *, bias: bool = False) -> li
 
 
 def affordable_depth(graph: UnitGraph, costs: CostModel, ratio: float) -> int:
-    """The largest depth whose work is at most `ratio` of that of the whole model with all its exits; 1 at least."""
+    """Return the largest depth, at least 1, whose work is at most `ratio` of that of the whole model with its exits."""
     work = depth_flops(graph, costs)
     return max([1, *(depth for depth, flops in enumerate(work, 1) if flops <= ratio * work[-1])])
 
@@ -85,7 +85,7 @@ class DepthPrefix(MaskPolicy):
     """The server sends the first layers and exits, as deep as the proposed ratio affords."""
 
     def propose(self, ctx: ServerContext, client_id: int, proposal: float | None) -> Mask | None:
-        """A mask that drops whole entries; None at full depth."""
+        """Return a mask that drops whole entries; None at full depth."""
         assert ctx.costs is not None, "the server of a run knows the costs"
         entries = depth_entries(ctx.graph)
         depth = affordable_depth(ctx.graph, ctx.costs, 1.0 if proposal is None else proposal)
@@ -134,8 +134,8 @@ class ExitSgd(LocalPolicy):
     alpha: Annotated[NonNegative, Hint("0 leaves FedDyn out")] = 0.1
 
     def prepare(self, problem: Problem) -> Problem:
-        """The same problem with exits in its model."""
-        return dataclasses.replace(problem, model=ExitsFactory(problem.model, problem.example_inputs, self.exits))
+        """Return the same problem with exits in its model."""
+        return replace(problem, model=partial(build_with_exits, problem.model, problem.example_inputs, self.exits))
 
     def train(self, ctx: ClientContext, start: StateDict, mask: Mask | None, ratio: float) -> LocalResult:
         """Train to the depth that the client's ratio affords."""
@@ -170,7 +170,7 @@ class ExitSgd(LocalPolicy):
         return LocalResult(state=state, mask=mask, log=log, work=work)
 
     def _dynamic(self, ctx: ClientContext, leaves: Leaves, start: StateDict) -> Adjust:
-        """Adds the gradient of FedDyn's two terms, −h + α (θ − ω)."""
+        """Return an adjust that adds the gradient of FedDyn's two terms, −h + α (θ − ω)."""
         kept = ctx.memory.get("drift", {})
         drifts = [kept[name].to(leaf) if name in kept else torch.zeros_like(leaf) for name, leaf in leaves.items()]
         pull = pull_towards(leaves, [start[name].to(leaf) for name, leaf in leaves.items()], self.alpha)
@@ -198,14 +198,14 @@ class DynamicMean(CoverageMean):
     alpha: float = 0.1
 
     def init(self, ctx: ServerContext, state: StateDict) -> Accumulator:
-        """An empty accumulator with h."""
+        """Return an empty accumulator with h."""
         acc = super().init(ctx, state)
         parameters = ctx.costs.parameters if ctx.costs is not None else frozenset(state)
         acc.extra = {"drift": ctx.memory.setdefault("drift", {}), "clients": len(ctx.roster), "parameters": parameters}
         return acc
 
     def change(self, name: str, acc: Accumulator) -> Tensor | None:
-        """By how much an entry moves."""
+        """Return the change of an entry: the mean, minus h / α for parameters."""
         mean, holders = super().change(name, acc), acc.covered.get(name, 0.0)
         if mean is None or not holders:
             return None

@@ -55,7 +55,7 @@ class SecondModel(PersonalPolicy):
     """The client's own model; that of round 0 before its first participation."""
 
     def model(self, ctx: ClientContext, state: StateDict) -> PersonalModel:
-        """What the local policy keeps."""
+        """Return the model in the memory of the local policy."""
         return PersonalModel(state=ctx.peek("local").get("model", ctx.initial_state()))
 
 

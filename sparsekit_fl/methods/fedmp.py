@@ -73,7 +73,7 @@ class TimelyRatio(RatioPolicy):
         return min(drawn, ctx.roster[client_id].capability.ratio) if self.capped else drawn
 
     def choose(self, ctx: ClientContext, proposal: float | None) -> float:
-        """The proposal, since the server has pruned the model to it."""
+        """Return the proposal, since the server has pruned the model to it."""
         return 1.0 if proposal is None else proposal
 
     def validate(self, ctx: ServerContext, update: Update, assignment: Assignment) -> None:

@@ -71,14 +71,14 @@ class PrunedOthers(MaskPolicy):
         require_units(graph, "FedP3")
 
     def propose(self, ctx: ServerContext, client_id: int, proposal: float | None) -> Mask | None:
-        """What comes down."""
+        """Return the mask of what the server sends."""
         own = own_layers(ctx.graph, client_id, self.layers, private_head=self.private_head)
         mine = {name for layer in own for name in layer.entries}
         names = [n for n in layer_weights(ctx.graph.layers, ctx.graph.shapes) if n not in mine and n in ctx.state]
         return largest_weights(ctx.state, names, self.kept) if names and self.kept < 1.0 else None
 
     def choose(self, ctx: ClientContext, ratio: float, state: StateDict) -> Mask | None:
-        """The first units of every group, as many as the client can train."""
+        """Return the first units of every group, as many as the client can train."""
         return select(Ordered(), ctx.graph, ratio, View())
 
 
@@ -100,11 +100,11 @@ class OwnLayers(PrivateHead):
             super().check(problem, graph)
 
     def is_shared(self, name: str, graph: UnitGraph) -> bool:
-        """False for a private head."""
+        """Return False for a private head."""
         return not self.private_head or name not in head_entries(graph.layers, self.layers)
 
     def upload_mask(self, ctx: ClientContext, result: LocalResult) -> Mask | None:
-        """By entry: the units that were trained, in the client's own layers."""
+        """Return a mask by entry: the units that were trained, in the client's own layers."""
         own = own_layers(ctx.graph, ctx.client.id, self.count, private_head=self.private_head)
         mine = {name for layer in own for name in layer.entries}
         shared = [name for name in ctx.graph.shapes if self.is_shared(name, ctx.graph)]

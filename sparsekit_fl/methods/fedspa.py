@@ -54,7 +54,7 @@ class MovingMask(RememberedMask):
         prunable_weights(graph, "FedSpa")
 
     def propose(self, ctx: ServerContext, client_id: int, proposal: float | None) -> Mask | None:
-        """The client's own mask, or the first one."""
+        """Return the client's own mask, or the first one."""
         memory = ctx.memory.setdefault("initial", {})
         if not memory:
             shapes = {name: ctx.graph.shapes[name] for name in prunable_weights(ctx.graph, "FedSpa")}
@@ -63,7 +63,7 @@ class MovingMask(RememberedMask):
         return super().propose(ctx, client_id, proposal) or recall_mask(memory)
 
     def following(self, mask: Mask | None, extra: StateDict) -> Mask | None:
-        """The mask that the client moved to."""
+        """Return the mask that the client moved to."""
         if _NEXT not in extra or mask is None:
             return mask
         shapes = [[name, list(keep.shape)] for name, keep in mask.items()]
@@ -71,7 +71,7 @@ class MovingMask(RememberedMask):
 
 
 def move_mask(mask: WeightMask, weights: StateDict, gradients: StateDict, share: float) -> WeightMask:
-    """Drop the smallest active weights of each layer and take in as many others, those of largest gradient.
+    """Drop the smallest active weights of each layer and activate as many others, those of largest gradient.
 
     Args:
         mask: What is active.
@@ -118,7 +118,7 @@ class SparseToSparseSgd(Sgd):
         return replace(result, extra={**result.extra, _NEXT: torch.cat(bits)}, work=work)
 
     def _screen(self, ctx: ClientContext, mask: WeightMask) -> tuple[StateDict, int]:
-        """Gradients of one batch in evaluation mode, and its size."""
+        """Return the gradients of one batch in evaluation mode, and its size."""
         module, leaves = ctx.narrow_model.module, ctx.narrow_model.named_parameters()
         batch = next(next(iter(ctx.batches(epochs=1))))
         module.eval()
@@ -127,7 +127,7 @@ class SparseToSparseSgd(Sgd):
 
 
 def _pack_bits(keep: Tensor) -> Tensor:
-    """One bit per entry, padded to whole bytes: uint8."""
+    """Return one bit per entry, padded to whole bytes: uint8."""
     return torch.from_numpy(np.packbits(keep.reshape(-1).numpy()))
 
 

@@ -42,7 +42,7 @@ __all__ = ["OrderedDropoutSgd", "fjord"]
 
 
 def _soft_cross_entropy(outputs: Any, teacher: Any, targets: Tensor) -> Tensor:
-    """Cross-entropy of `outputs` against the teacher's probabilities, classes last, where there is a target."""
+    """Return the cross-entropy of `outputs` against the teacher's probabilities, classes last, where there is a target."""
     if not isinstance(outputs, Tensor) or not isinstance(teacher, Tensor):
         raise InvalidValueError(
             f"distillation needs logits as one tensor, the model gives {type(outputs).__name__}; pass distillation=False"
@@ -66,7 +66,7 @@ class _Width:
                 self._step.state[narrow] = {"momentum_buffer": self.nested.share(place, whole)}
 
     def train(self, batch: Batch, loss_of: Loss) -> tuple[Any, Tensor]:
-        """One step of this width alone."""
+        """Take one step of this width alone."""
         self.nested.pull()
         outputs = self.nested.module(*batch.inputs)
         loss = loss_of(outputs, batch.targets)
@@ -75,7 +75,7 @@ class _Width:
         return outputs, loss
 
     def distil(self, batch: Batch, teacher: Any) -> Adjust:
-        """Adds the gradients of this width towards the teacher's outputs to those of the widest."""
+        """Return an adjust that adds the gradients of this width towards the teacher's outputs to those of the widest."""
         self.nested.pull()
         loss = _soft_cross_entropy(self.nested.module(*batch.inputs), teacher, batch.targets)
         mine = torch.autograd.grad(loss, self._step.parameters, allow_unused=True)
@@ -120,7 +120,7 @@ class OrderedDropoutSgd(LocalPolicy):
         require_units(graph, type(self).__name__)
 
     def train(self, ctx: ClientContext, start: StateDict, mask: Mask | None, ratio: float) -> LocalResult:
-        """Train the prefix that `mask` keeps, at ever changing widths."""
+        """Train the prefix that `mask` keeps, at a width drawn for each step."""
         narrow_model, training = ctx.narrow_model, ctx.training
         widest = select(Ordered(), ctx.graph, ratio, View())
         if mask not in (None, widest):

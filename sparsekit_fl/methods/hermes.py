@@ -52,7 +52,7 @@ class Subnetworks(GatedPruning):
         require_units(graph, "Hermes")
 
     def prune(self, ctx: ClientContext, state: StateDict, mask: Mask | None, ratio: float) -> Mask:
-        """The units of largest norm, max(1, ⌈ratio · size⌉) of each group, among those alive."""
+        """Return the units of largest norm, max(1, ⌈ratio · size⌉) of each group, among those alive."""
         norms: dict[str, Tensor] = {}
         for name, group in ctx.graph.groups.items():
             norms[name] = unit_magnitudes(group, state)
@@ -84,7 +84,7 @@ def _unit_rows(ctx: ClientContext, leaves: Leaves) -> Mapping[int, tuple[int, Te
 
 
 def _group_lasso(ctx: ClientContext, leaves: Leaves, strength: float) -> Adjust:
-    """Adds the gradient of strength · Σ ‖weights of a unit‖₂: strength · weight / norm of its unit."""
+    """Return an adjust that adds the gradient of strength · Σ ‖weights of a unit‖₂: strength · weight / norm of its unit."""
     parameters, rows = list(leaves.values()), _unit_rows(ctx, leaves)
     total = ctx.graph.units + 1
 
@@ -125,7 +125,7 @@ class GroupLassoSgd(Sgd):
     lasso: Annotated[NonNegative, Hint("0 switches it off")] = 0.001
 
     def adjusts(self, ctx: ClientContext, leaves: Leaves, mask: Mask | None) -> list[Adjust]:
-        """The lasso's gradient."""
+        """Return the lasso's gradient."""
         own = [_group_lasso(ctx, leaves, self.lasso)] if self.lasso else []
         return [*super().adjusts(ctx, leaves, mask), *own]
 

@@ -46,7 +46,7 @@ class Tickets(GatedPruning):
         prunable_weights(graph, "LotteryFL")
 
     def prune(self, ctx: ClientContext, state: StateDict, mask: Mask | None, ratio: float) -> Mask:
-        """The largest `ratio` of each layer, among those alive."""
+        """Return the largest `ratio` of each layer, among those alive."""
         alive = mask if isinstance(mask, WeightMask) else None
         return largest_weights(state, prunable_weights(ctx.graph, "LotteryFL"), ratio, within=alive)
 

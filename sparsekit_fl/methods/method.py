@@ -100,15 +100,15 @@ class Method:
             )
 
     def configure(self, config: RunConfig) -> RunConfig:
-        """The options of a run as this method leaves them."""
+        """Return the options of a run as this method leaves them."""
         return config if self.capability is None else dataclasses.replace(config, capability=self.capability)
 
     def policies(self) -> dict[str, Policy]:
-        """Kind → policy, in the order of the fields."""
+        """Return kind → policy, in the order of the fields."""
         return {kind: getattr(self, kind) for kind in _KINDS}
 
     def describe(self) -> dict[str, str]:
-        """Every policy and its options as text: equal for equal methods, in any process."""
+        """Return every policy and its options as text: equal for equal methods, in any process."""
         policies = {kind: _text(policy) for kind, policy in self.policies().items()}
         described = {"name": self.name, "source": self.source, **policies}
         # Only where a method decides it, so that a report can tell its choice from an option of the run.

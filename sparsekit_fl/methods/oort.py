@@ -35,7 +35,7 @@ _SQUARES = "mean_squared_loss"
 
 
 def _example(values: Any, place: int) -> Any:
-    """One example of a batch of outputs, still as a batch."""
+    """Return one example of a batch of outputs, still as a batch."""
     if isinstance(values, Tensor):
         return values[place : place + 1]
     if isinstance(values, Mapping):
@@ -119,7 +119,7 @@ class GuidedSampling(SamplingPolicy):
     window: Annotated[float, Field(ge=1)] = 5.0
 
     def sample(self, ctx: ServerContext) -> list[int]:
-        """The cohort: exploited, then explored clients; what is missing is drawn from all."""
+        """Sample exploited, then explored clients; if they are too few, the rest is drawn from all."""
         memory = ctx.memory
         tried: dict[str, Any] = memory.setdefault("tried", {})
         # Read once, since each access of the roster draws the client's capability.
@@ -220,12 +220,12 @@ class GuidedSampling(SamplingPolicy):
 
 
 def _relative_time(info: ClientInfo) -> float:
-    """What a client's time is in proportion to: its examples over its speed."""
+    """Return the number of examples over the speed of the device, to which its time is proportional."""
     return info.examples / info.capability.flops_per_second
 
 
 def _expected_seconds(roster: Mapping[int, ClientInfo], tried: Mapping[str, Any]) -> dict[int, float]:
-    """Client id → what it took last time, or what its examples and speed let expect from what the tried ones took."""
+    """Client id → its last time; before that, a time in proportion to its examples over its speed."""
     pace = float(np.mean([item["pace"] for item in tried.values()])) if tried else 1.0
     found = {}
     for client_id, info in roster.items():
@@ -235,7 +235,7 @@ def _expected_seconds(roster: Mapping[int, ClientInfo], tried: Mapping[str, Any]
 
 
 def _draw(weights: Mapping[int, float], count: int, rng: np.random.Generator) -> list[int]:
-    """`count` distinct ids, in proportion to their weights."""
+    """Draw `count` distinct ids, in proportion to their weights."""
     ids = sorted(weights)
     chances = np.array([weights[client_id] for client_id in ids])
     places = rng.choice(len(ids), size=count, replace=False, p=chances / chances.sum())

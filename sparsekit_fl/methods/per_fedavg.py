@@ -138,7 +138,7 @@ class AdaptedModel(PersonalPolicy):
     largest_batch: Count = 256
 
     def model(self, ctx: ClientContext, state: StateDict) -> PersonalModel:
-        """The adapted model."""
+        """Return the adapted model."""
         adapt = _adaptation(ctx.training, load_leaves(ctx, state, None), self.adaptation_lr)
         module = ctx.narrow_model.module
         # Statistics of batch norm stay those of the server: a few steps are too few to learn them anew.

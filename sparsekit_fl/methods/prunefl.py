@@ -77,15 +77,15 @@ class Search(Checked):
     settled_times: Count = 5
 
     def due(self, round: int) -> bool:
-        """Whether clients send gradients in this round; never in the first, which is that of the initial pruning."""
+        """Return whether clients send gradients in this round; never in the first, which is that of the initial pruning."""
         return round % self.every == 0 and not self.alone(round)
 
     def alone(self, round: int) -> bool:
-        """Whether the initial pruning takes this round."""
+        """Return whether the initial pruning takes this round."""
         return round == 1 and self.initial > 0
 
     def share_at(self, round: int, rounds: int) -> float:
-        """What may be dropped after `round`."""
+        """Return the share that may be dropped after `round`."""
         return float(self.share * 0.5 ** (self.half_lives * round / rounds))
 
 
@@ -97,7 +97,7 @@ def _whole(graph: UnitGraph) -> WeightMask:
 def weight_seconds(
     costs: CostModel, shapes: Mapping[str, torch.Size], names: Sequence[str], examples: float
 ) -> dict[str, float]:
-    """Seconds that one weight of each layer costs a full device in a round: computing with it, sending it both ways.
+    """Return the seconds that one weight of each layer costs a full device in a round: computing with it, sending it both ways.
 
     Args:
         costs: Of the model.
@@ -123,7 +123,7 @@ class FirstAlone(SamplingPolicy):
     search: Search = field(default_factory=Search)
 
     def sample(self, ctx: ServerContext) -> list[int]:
-        """One client, or the cohort."""
+        """Sample one client, or the cohort."""
         cohort = super().sample(ctx)
         return [cohort[int(ctx.rng.integers(len(cohort)))]] if self.search.alone(ctx.round) else cohort
 
@@ -143,7 +143,7 @@ class SearchedMask(MaskPolicy):
         prunable_weights(graph, "PruneFL")
 
     def propose(self, ctx: ServerContext, client_id: int, proposal: float | None) -> Mask | None:
-        """The mask, reconfigured first where gradients came with the last round's updates."""
+        """Return the mask, reconfigured first where gradients came with the last round's updates."""
         memory = ctx.memory
         if "squares" in memory:
             squares, round = memory.pop("squares"), memory.pop("round")
@@ -198,7 +198,7 @@ class _Gradients:
         return gradients
 
     def squares(self, examples: int) -> dict[str, Tensor]:
-        """The squared sums times the number of examples processed, on the CPU; the sums start anew."""
+        """Return the squared sums times the number of examples processed, on the CPU; the sums start anew."""
         result = {name: (total.square() * examples).cpu() for name, total in self.sums.items()}
         torch._foreach_zero_(list(self.sums.values()))
         return result
@@ -270,7 +270,7 @@ class MaskedMean(DeltaMean):
         acc.extra["mask"] = update.mask
 
     def finish(self, ctx: ServerContext, state: StateDict, acc: Accumulator) -> dict[str, Tensor]:
-        """The new sparse model."""
+        """Return the new sparse model."""
         return mask_state(ctx.graph, acc.extra.get("mask"), super().finish(ctx, state, acc))
 
 

@@ -100,7 +100,7 @@ class LeastAvailable(SamplingPolicy):
     availability: Availability | None = field(default_factory=Availability)
 
     def sample(self, ctx: ServerContext) -> list[int]:
-        """The least available, as many as are wanted and can be had."""
+        """Sample the least available clients, at most the wanted number."""
         memory = ctx.memory
         ids = list(ctx.roster)
         here, likely = [True] * len(ids), [True] * len(ids)
@@ -125,7 +125,7 @@ class LeastAvailable(SamplingPolicy):
         return sorted(ids[place] for place in cohort)
 
     def arrivals(self, ctx: ServerContext, updates: Sequence[Update]) -> list[tuple[Update, int]]:
-        """Those of this round that came in time, then the late ones of earlier rounds that are ready by its end."""
+        """Return the updates of this round that came in time, then the late ones of earlier rounds that are ready."""
         memory = ctx.memory
         start = memory.get("clock", 0.0)
         needed = max(1, math.ceil(self.target * len(updates) - 1e-9))
@@ -140,12 +140,12 @@ class LeastAvailable(SamplingPolicy):
         return fresh + [(_unpack(item), ctx.round - item["round"]) for item in ready]
 
     def seconds(self, ctx: ServerContext) -> float | None:
-        """Seconds until the awaited share had answered."""
+        """Return the seconds until the awaited share had answered."""
         return float(ctx.memory["length"])
 
 
 def _fill(tiers: Sequence[Sequence[int]], wanted: int, rng: np.random.Generator) -> list[int]:
-    """`wanted` places, or as many as there are: whole tiers first, then a draw from the one that is too large."""
+    """Choose `wanted` places, or all where they are fewer: whole tiers first, then a draw from the one that is too large."""
     chosen: list[int] = []
     for tier in tiers:
         size = min(wanted - len(chosen), len(set(tier) - set(chosen)))

@@ -41,11 +41,11 @@ class AggregatePolicy(Policy):
         return {}
 
     def weight(self, update: Update, age: int) -> float:
-        """Weight of an update, before dividing by their sum."""
+        """Return the weight of an update, before dividing by their sum."""
         return float(update.examples) if self.weighting == "examples" else 1.0
 
     def coverage(self, ctx: ServerContext, name: str, update: Update) -> Tensor | None:
-        """Which entries of `name`, inside the update's mask, the client trained, where that is not all of them.
+        """Return which entries of `name`, inside the update's mask, the client trained, where not all of them.
 
         Args:
             ctx: The context of the server.
@@ -58,7 +58,7 @@ class AggregatePolicy(Policy):
         return None
 
     def init(self, ctx: ServerContext, state: StateDict) -> Accumulator:
-        """An empty accumulator for the shared state."""
+        """Return an empty accumulator for the shared state."""
         return Accumulator({name: torch.zeros(tensor.shape, dtype=torch.float64) for name, tensor in state.items()})
 
     def add(self, ctx: ServerContext, acc: Accumulator, update: Update, age: int) -> None:
@@ -92,7 +92,7 @@ class AggregatePolicy(Policy):
         acc.count += 1
 
     def finish(self, ctx: ServerContext, state: StateDict, acc: Accumulator) -> dict[str, Tensor]:
-        """The new shared state; `state` is not written to. Integer entries are rounded to the nearest, halves to even."""
+        """Return the new shared state; `state` is read only. Integer entries are rounded to the nearest, halves to even."""
         result: dict[str, Tensor] = {}
         for name, tensor in state.items():
             change = self.change(name, acc)

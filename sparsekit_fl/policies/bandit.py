@@ -94,7 +94,7 @@ class BanditRatio(RatioPolicy):
         return bandit
 
     def propose(self, ctx: ServerContext, client_id: int) -> float | None:
-        """The draw for this client, never above its capability. A draw without an answer is proposed again."""
+        """Return the draw for this client, never above its capability. A draw without an answer is proposed again."""
         memory = ctx.memory.setdefault(str(client_id), {})
         seed = int(ctx.rng.integers(2**63 - 1))
         capability = ctx.roster[client_id].capability.ratio
@@ -112,7 +112,7 @@ class BanditRatio(RatioPolicy):
         return min(capability, float(memory["pull"][1]))
 
     def choose(self, ctx: ClientContext, proposal: float | None) -> float:
-        """The proposal, or the client's capability where that is less."""
+        """Return the proposal, or the client's capability where that is less."""
         limit = ctx.capability.ratio
         return limit if proposal is None else min(limit, proposal)
 

@@ -23,7 +23,7 @@ from sparsekit.measure.cost import trace_cost
 from sparsekit.tracing.layer_order import trace_layers
 from sparsekit_fl.costs.rowmask import part_flops
 
-__all__ = ["ExitHead", "ExitsFactory", "WithExits", "place_exits"]
+__all__ = ["ExitHead", "WithExits", "build_with_exits", "place_exits"]
 
 
 _GRID = 4
@@ -83,7 +83,7 @@ class WithExits(nn.Module):
         return len(self._places) + 1
 
     def outputs(self, *inputs: Any, depth: int | None = None) -> list[Tensor]:
-        """The outputs of the first `depth` exits; the last of all is the model's own.
+        """Return the outputs of the first `depth` exits; the last of all is the model's own.
 
         Args:
             *inputs: Of the model.
@@ -112,7 +112,7 @@ class WithExits(nn.Module):
         return self.model.get_submodule(self._places[place]).register_forward_pre_hook(before)
 
     def forward(self, *inputs: Any) -> Tensor:
-        """The mean of all outputs."""
+        """Return the mean of all outputs."""
         return torch.stack(self.outputs(*inputs)).mean(0)
 
 
@@ -143,7 +143,7 @@ class _Point:
 
 
 def _points(model: nn.Module, layers: Sequence[Layer], inputs: tuple[Any, ...]) -> tuple[list[_Point], Any]:
-    """Every layer that is a module called once with a tensor, and the outputs of the pass."""
+    """Return every layer that is a module called once with a tensor, and the outputs of the pass."""
     modules = dict(model.named_modules())
     calls: dict[int, list[Tensor]] = {}
 
@@ -173,7 +173,7 @@ def _points(model: nn.Module, layers: Sequence[Layer], inputs: tuple[Any, ...]) 
 
 
 def _depends(point: _Point, layers: Sequence[Layer], parameters: Mapping[str, nn.Parameter]) -> bool:
-    """Whether every layer before the point takes part in what arrives there: the model is a chain up to it."""
+    """Return whether the input of the point depends on every layer before it: the model is a chain up to there."""
     names = {name for layer in layers[: point.place] for name in layer.entries}
     before = [parameter for name, parameter in parameters.items() if name in names and parameter.requires_grad]
     if not before or not point.inputs.requires_grad:
@@ -183,7 +183,7 @@ def _depends(point: _Point, layers: Sequence[Layer], parameters: Mapping[str, nn
 
 
 def _thin(points: Sequence[_Point], shares: Sequence[float], count: int) -> list[_Point]:
-    """At most `count` points whose shares of the model's work are nearest to equal parts."""
+    """Return at most `count` points whose shares of the model's work are nearest to equal parts."""
     if len(points) <= count:
         return list(points)
     left = list(points)
@@ -239,20 +239,12 @@ def place_exits(model: nn.Module, inputs: tuple[Any, ...], *, exits: int = 5) ->
     return WithExits(model, places, heads)
 
 
-@dataclass(frozen=True)
-class ExitsFactory:
-    """Builds a model with exits.
+def build_with_exits(model: Callable[[], nn.Module], inputs: tuple[Any, ...], exits: int) -> WithExits:
+    """Build a model and give it exits, as a `partial` that is a problem's model.
 
     Args:
         model: Builds the model.
         inputs: One call's.
         exits: Most outputs.
     """
-
-    model: Callable[[], nn.Module]
-    inputs: tuple[Any, ...]
-    exits: int
-
-    def __call__(self) -> nn.Module:
-        """A fresh one."""
-        return place_exits(self.model(), self.inputs, exits=self.exits)
+    return place_exits(model(), inputs, exits=exits)

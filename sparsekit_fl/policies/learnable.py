@@ -43,11 +43,11 @@ class _Anchors:
         self._start = start
 
     def origin(self, key: str) -> Tensor:
-        """The dense values of entries that were dropped so far."""
+        """Return the dense values of entries that were dropped so far."""
         return self._start[key].detach().clone()
 
     def of(self, leaves: Iterable[Tensor]) -> list[Tensor]:
-        """One narrow tensor per leaf."""
+        """Return one narrow tensor per leaf."""
         return [self.state[leaf]["anchor"] for leaf in leaves]
 
 
@@ -131,7 +131,7 @@ class LearnableSgd(LocalPolicy):
         return {"initial_accuracy": score / weight} if weight else {}
 
     def _initial(self, ctx: ClientContext, narrow_model: NarrowModel, start: StateDict) -> Tensor:
-        """The client's importance, at first its target: float (J,)."""
+        """Return the client's importance, at first its target: float (J,)."""
         kept = ctx.memory.get("importance")
         if kept is not None:
             return torch.as_tensor(kept).to(ctx.device)

@@ -62,7 +62,7 @@ class LocalResult:
 
     @staticmethod
     def of(ctx: ClientContext, mask: Mask | None, log: TrainingLog, **others: Any) -> LocalResult:
-        """The result that the client's narrow model holds.
+        """Return the state of the client's narrow model as a result.
 
         Args:
             ctx: The client's.
@@ -168,7 +168,7 @@ def gradients_of(loss: Tensor, leaves: Sequence[Tensor]) -> list[Tensor]:
 
 
 def sgd_step(training: TrainingConfig, leaves: Leaves) -> SgdStep:
-    """The optimiser that the options of training ask for, over some leaves."""
+    """Build the optimiser of some leaves as the options of training say."""
     return SgdStep(
         leaves.values(),
         lr=training.lr,

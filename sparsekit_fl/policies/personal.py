@@ -50,7 +50,7 @@ class PersonalPolicy(Policy):
         """
 
     def model(self, ctx: ClientContext, state: StateDict) -> PersonalModel:
-        """The model that is deployed.
+        """Return the model that is deployed.
 
         Args:
             ctx: The client's.
@@ -67,7 +67,7 @@ class PersonalPolicy(Policy):
         """
 
     def predictor(self, ctx: ClientContext, module: nn.Module) -> Callable[..., Any]:
-        """What is called with a batch's inputs when scoring; a method with several exits combines them here."""
+        """Return the function that scores call with a batch's inputs; a method with several exits combines them here."""
         return module
 
 
@@ -77,7 +77,7 @@ class GlobalModel(PersonalPolicy):
 
 
 def _quality(validation: Scores, training: Scores) -> list[float]:
-    """Validation accuracy, where a problem has one, then minus the mean loss: the first that differs decides."""
+    """Return validation accuracy, where a problem has one, then minus the mean loss: the first that differs decides."""
     losses = [validation["loss"], training["loss"]] if "accuracy" in validation else [validation["loss"]]
     loss = sum(total for total, _ in losses) / max(sum(weight for _, weight in losses), 1e-12)
     if "accuracy" not in validation:
@@ -125,7 +125,7 @@ class LocalModel(PersonalPolicy):
         return ctx.narrow_model.module
 
     def model(self, ctx: ClientContext, state: StateDict) -> PersonalModel:
-        """The kept model, or the global one before the first participation."""
+        """Return the kept model, or the global one before the first participation."""
         memory = ctx.memory
         if "state" not in memory:
             return PersonalModel(state=state)

@@ -41,7 +41,7 @@ def recall_mask(memory: Mapping[str, Any]) -> Mask | None:
 
 
 def prunable_weights(graph: UnitGraph, who: str) -> tuple[str, ...]:
-    """Keys of the weights that may be pruned by entry: all matrices but the output layer's, no bias and no norm.
+    """Return the weights that may be pruned by entry: all matrices but the output layer's, no bias and no norm.
 
     Raises:
         InvalidValueError: there are none; `who` is named in the message.
@@ -62,11 +62,11 @@ class RememberedMask(MaskPolicy):
     learns_apart: ClassVar[bool] = True  # a mask for each client
 
     def propose(self, ctx: ServerContext, client_id: int, proposal: float | None) -> Mask | None:
-        """The mask that the client's last update named; None before the first."""
+        """Return the mask that the client's last update named; None before the first."""
         return recall_mask(ctx.memory.get(str(client_id), {}))
 
     def choose(self, ctx: ClientContext, ratio: float, state: StateDict) -> Mask | None:
-        """What the server sent; `ctx.memory["ratio"]` says at which ratio."""
+        """Return the mask that the server sent; its ratio goes into `ctx.memory["ratio"]`."""
         ctx.memory["ratio"] = ratio
         return ctx.received
 
@@ -117,11 +117,11 @@ class GatedPruning(RememberedMask):
         require_accuracy(problem, f"{type(self).__name__} decides by accuracy")
 
     def prune(self, ctx: ClientContext, state: StateDict, mask: Mask | None, ratio: float) -> Mask:
-        """What stays when `ratio` of each layer or group is kept, inside `mask`. To be overridden."""
+        """Return the mask that keeps `ratio` of each layer or group, inside `mask`. To be overridden."""
         raise AssertionError(f"{type(self).__name__} must override prune")
 
     def choose(self, ctx: ClientContext, ratio: float, state: StateDict) -> Mask | None:
-        """The client's mask, pruned further where the received model does well; `ctx.memory["ratio"]` says what is kept."""
+        """Return the client's mask, pruned further where the received model does well; its ratio goes into memory."""
         mask, kept = ctx.received, float(ctx.memory.get("ratio", 1.0))
         if kept > self.target and self._accuracy(ctx, state, mask) > self.threshold:
             kept *= 1.0 - self.step
@@ -143,7 +143,7 @@ class UnderOwnMask(RecalibratedBatchNorm):
     """
 
     def model(self, ctx: ClientContext, state: StateDict) -> PersonalModel:
-        """Global values, own mask; compact where units are dropped."""
+        """Return the global state under the client's mask; compact where units are dropped."""
         kept = ctx.peek("mask")
         mask, ratio = recall_mask(kept), kept.get("ratio")
         if mask is None:

@@ -22,7 +22,7 @@ class RatioPolicy(Policy):
         return None
 
     def choose(self, ctx: ClientContext, proposal: float | None) -> float:
-        """The executed ratio, in (0, 1]; it is reported with the update."""
+        """Return the executed ratio, in (0, 1]; it is reported with the update."""
         return 1.0
 
     def observe(self, ctx: ServerContext, update: Update) -> None:
@@ -50,11 +50,11 @@ class Constant(RatioPolicy):
     ratio: Ratio = 0.5
 
     def propose(self, ctx: ServerContext, client_id: int) -> float | None:
-        """The constant."""
+        """Return the constant."""
         return self.ratio
 
     def choose(self, ctx: ClientContext, proposal: float | None) -> float:
-        """The constant."""
+        """Return the constant."""
         return self.ratio
 
 
@@ -70,5 +70,5 @@ class ByCapability(RatioPolicy):
         return ctx.roster[client_id].capability.ratio
 
     def choose(self, ctx: ClientContext, proposal: float | None) -> float:
-        """The client's capability."""
+        """Return the client's capability."""
         return ctx.capability.ratio

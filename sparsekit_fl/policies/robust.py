@@ -23,7 +23,7 @@ _CHUNK = 2**18
 
 
 def update_norm(update: Update) -> float:
-    """Euclidean norm of a change over all entries that are sent; integers, which count batches, have no part in it."""
+    """Return the Euclidean norm of a change over all floating-point entries; integers, which count batches, are left out."""
     floats = [delta for delta in update.delta.values() if delta.is_floating_point()]
     return math.sqrt(math.fsum(float(delta.to(torch.float64).square().sum()) for delta in floats))
 
@@ -51,7 +51,7 @@ class _ByEntry(Rule):
         self._held.setdefault(name, []).append((kept, update.delta[name], covered))
 
     def change(self, acc: Accumulator, name: str, mean: Callable[[], Tensor | None], *, by_coverage: bool) -> Tensor | None:
-        """The centre."""
+        """Return the centre."""
         held = self._held.pop(name, [])
         if not held:
             return None
@@ -72,7 +72,7 @@ class _ByEntry(Rule):
         return result.view(shape)
 
     def centre(self, ordered: Tensor, count: Tensor) -> Tensor:
-        """The centre of each column.
+        """Return the centre of each column.
 
         Args:
             ordered: Float64 (updates, entries), ascending along the updates; infinite from `count` on.
@@ -92,14 +92,14 @@ class Median(_ByEntry):
     """
 
     def centre(self, ordered: Tensor, count: Tensor) -> Tensor:
-        """The middle."""
+        """Return the median."""
         low = ((count - 1).clamp(min=0) // 2).unsqueeze(0)
         high = (count // 2).clamp(max=ordered.shape[0] - 1).unsqueeze(0)
         return ((ordered.gather(0, low) + ordered.gather(0, high)) / 2).squeeze(0)
 
 
 def trimmed(share: float, holders: int) -> int:
-    """Number of values that are dropped at each end: ⌈share · holders⌉, at most so many that one or two are left.
+    """Return the number of values that are dropped at each end: ⌈share · holders⌉, or less, so that one or two are left.
 
     Args:
         share: In [0, 0.5).
@@ -128,7 +128,7 @@ class TrimmedMean(_ByEntry):
         self._share = share
 
     def centre(self, ordered: Tensor, count: Tensor) -> Tensor:
-        """The mean of what is left."""
+        """Return the mean of what is left."""
         rows = ordered.shape[0]
         cut = torch.tensor([trimmed(self._share, holders) for holders in range(rows + 1)])[count]
         place = torch.arange(rows).unsqueeze(1)
@@ -161,7 +161,7 @@ class NormClipped(Rule):
         self._scales = {client_id: limit / norm if norm > limit else 1.0 for client_id, norm in norms.items()}
 
     def scale(self, update: Update) -> float:
-        """What brings it to the limit, or 1."""
+        """Return the factor that brings an update to the limit, or 1."""
         return self._scales[update.client_id]
 
     def add(self, acc: Accumulator, name: str, kept: Kept, update: Update, covered: Tensor | None, weight: float) -> None:
@@ -172,13 +172,13 @@ class NormClipped(Rule):
             self._integers.add(acc, name, kept, update, covered, weight)
 
     def change(self, acc: Accumulator, name: str, mean: Callable[[], Tensor | None], *, by_coverage: bool) -> Tensor | None:
-        """The mean, or the median of integers."""
+        """Return the mean, or the median of integers."""
         integers = self._integers.change(acc, name, mean, by_coverage=by_coverage)
         return mean() if integers is None else integers
 
 
 def make_rule(config: RunConfig) -> Rule | None:
-    """What `config.aggregation` asks for; None for the method's own mean."""
+    """Build the rule that `config.aggregation` names; None for the method's own mean."""
     if config.aggregation == "median":
         return Median()
     if config.aggregation == "trimmed-mean":

@@ -63,7 +63,7 @@ class Rule:
         """
 
     def weight(self, weight: float) -> float:
-        """The weight of an update whose method gives it `weight`."""
+        """Return the weight of an update whose method gives it `weight`."""
         return weight
 
     def scale(self, update: Update) -> float:

@@ -16,7 +16,7 @@ class SamplingPolicy(Policy):
     """Which clients train. The default draws uniformly without replacement."""
 
     def sample(self, ctx: ServerContext) -> list[int]:
-        """The cohort of this round.
+        """Return the cohort of this round.
 
         Args:
             ctx: `ctx.cohort` clients are wanted, out of `ctx.roster`.
@@ -28,14 +28,14 @@ class SamplingPolicy(Policy):
         return sorted(int(ids[place]) for place in ctx.rng.choice(len(ids), size=ctx.cohort, replace=False))
 
     def arrivals(self, ctx: ServerContext, updates: Sequence[Update]) -> list[tuple[Update, int]]:
-        """The updates that are aggregated now, with their age in rounds.
+        """Return the updates that are aggregated now, with their age in rounds.
 
         A method whose clients may be late keeps late updates in `ctx.memory` and returns them in a later round.
         """
         return [(update, 0) for update in updates]
 
     def seconds(self, ctx: ServerContext) -> float | None:
-        """Simulated length of the round, after `arrivals`; None: until the slowest client has answered.
+        """Return the simulated length of the round, after `arrivals`; None: until the slowest client has answered.
 
         A method that does not wait for everybody says here when its round ended.
         """

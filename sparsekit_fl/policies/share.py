@@ -22,7 +22,7 @@ class SharePolicy(Policy):
     """Which entries travel. The default shares every entry and uploads what was trained."""
 
     def is_shared(self, name: str, graph: UnitGraph) -> bool:
-        """True where the entry travels; the others stay on the client from round to round.
+        """Return True where the entry travels; the others stay on the client from round to round.
 
         Args:
             name: State-dict key.
@@ -31,7 +31,7 @@ class SharePolicy(Policy):
         return True
 
     def upload_mask(self, ctx: ClientContext, result: LocalResult) -> Mask | None:
-        """What goes up, where that differs from what was trained under."""
+        """Return the mask of the upload; the default is the mask of the training."""
         return result.mask
 
 
@@ -45,7 +45,7 @@ class Nothing(SharePolicy):
     """No entry: each client goes on alone from its own last state."""
 
     def is_shared(self, name: str, graph: UnitGraph) -> bool:
-        """False."""
+        """Return False."""
         return False
 
 
@@ -79,5 +79,5 @@ class PrivateHead(SharePolicy):
             )
 
     def is_shared(self, name: str, graph: UnitGraph) -> bool:
-        """False for the entries of the head."""
+        """Return False for the entries of the head."""
         return name not in head_entries(graph.layers, self.layers)

@@ -43,7 +43,7 @@ class _OwnedClassesLoss:
         self._loss = loss
         self._labels = labels
         self.owned: Tensor | None = None
-        """bool (classes,), once a batch has shown how many classes there are; None where targets are no classes."""
+        """bool (classes,), once a batch has shown the number of classes; None where targets are no classes."""
 
     def __call__(self, outputs: Any, targets: Tensor) -> Tensor:
         if not isinstance(outputs, Tensor) or targets.is_floating_point() or outputs.shape[:-1] != targets.shape:
@@ -83,12 +83,12 @@ class SubmodelSgd(Sgd):
 
     Args:
         clip: Largest norm of the gradient of a step, where the run does not ask for a smaller one; None leaves it to the
-            run. Units that were trained in narrow company are too loud together: a wide client that starts from them may
-            meet a gradient that throws the model away. 1 in the reference codes of HeteroFL and FedRolex.
-        scaler: Divide the outputs of every layer that lost units by the ratio, while training, so that the layers after
-            it see the size that the whole model would give them. It changes nothing before a batch norm, and without one
-            it needs `clip`: at a ratio of 1/16 it multiplies by 16 in every layer. Recurrent layers have no such output and
-            are left alone.
+            run. Units that were trained in narrow models give too large sums in a wide one, whose first gradients may be
+            so large that training diverges. 1 in the reference codes of HeteroFL and FedRolex.
+        scaler: Divide the outputs of every layer that lost units by the ratio, while training, so that the next layers get
+            inputs of the size that the whole model would give them. It changes nothing before a batch norm. Without one it
+            needs `clip`: at a ratio of 1/16 it multiplies by 16 in every layer. Recurrent layers have no such output and are
+            left alone.
         masked_loss: Classes of which the client has no example count as logit 0 in the loss, so that it does not unlearn
             them. Meant for clients that are also scored among their own classes only. Where targets are no classes there is
             nothing to hide.
@@ -129,7 +129,7 @@ class OwnedRowsMean(CoverageMean):
     """
 
     def coverage(self, ctx: ServerContext, name: str, update: Update) -> Tensor | None:
-        """1 on the rows of owned classes; None for entries that are no output layer."""
+        """Return 1 on the rows of owned classes; None for entries that are no output layer."""
         owned = update.extra.get(_OWNED)
         shape = update.delta[name].shape
         if owned is None or owned.dtype != torch.bool or not shape or shape[0] != owned.numel():
@@ -157,7 +157,7 @@ class RecalibratedBatchNorm(PersonalPolicy):
     criterion: Criterion | None = None
 
     def model(self, ctx: ClientContext, state: StateDict) -> PersonalModel:
-        """The whole global model, or what the client can run of it."""
+        """Return the whole global model, or what the client can run of it."""
         ratio = ctx.capability.ratio
         if self.criterion is None or ratio == 1.0:
             return PersonalModel(state=state)

@@ -132,7 +132,7 @@ def layer_densities(shapes: Mapping[str, torch.Size], density: float, *, power: 
 def search_weights(
     weights: StateDict, mask: WeightMask, squares: StateDict, seconds: Mapping[str, float], *, share: float, overhead: float
 ) -> WeightMask:
-    """The mask that raises gradient² per second as far as it goes.
+    """Return the mask of largest gradient² per second.
 
     In each layer the smallest ⌊share · active⌋ active weights and all dropped ones are candidates; the others stay. The
     candidates are taken in by descending γ_j / t_j while that is above Γ = Σ γ / (c + Σ t) of what is in so far; ties go to

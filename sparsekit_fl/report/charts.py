@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
 
-from sparsekit_fl.report.comparison import Comparison, Row
-from sparsekit_fl.report.figure import curves_of
-from sparsekit_fl.report.table import Spread
+from sparsekit_fl.report.comparison import TARGET, Comparison
+from sparsekit_fl.report.curves import Curve, curves_of
 from sparsekit_fl.report.trials import Level
 
-__all__ = ["Chart", "Series", "Unit", "charts_of"]
+__all__ = ["Chart", "Series", "Unit", "charts_of", "curve_charts"]
 
 Unit = Literal["share", "flops", "seconds", "number"]
 
@@ -26,12 +25,13 @@ class Series:
     """One method in a chart.
 
     Args:
-        method: Its name.
-        place: Among the methods of the section; decides colour, dashes and marker in every chart.
+        method: Name of the method.
+        place: Its place among the methods of the section, which decides colour, dashes and marker in every chart.
         x: Numbers, or names of levels; a bar has none.
         y: As many.
         deviation: As many; zeros for a single run.
-        second: Of a bar: another value, drawn as a ring; None for none.
+        second: Second value of a bar, drawn as a ring; None for none.
+        label: Text of the legend; empty for the method.
     """
 
     method: str
@@ -40,6 +40,7 @@ class Series:
     y: tuple[float, ...]
     deviation: tuple[float, ...]
     second: float | None = None
+    label: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,13 +48,13 @@ class Chart:
     """One picture.
 
     Args:
-        name: Of its file.
-        title: Above it.
+        name: Name of its file.
+        title: Text above it.
         kind: "curve" and "level" are lines, "bar" is one bar per series.
-        series: What is drawn.
-        x: What the x axis shows; of a bar: what its length shows.
-        y: What the y axis shows; empty for bars.
-        unit: Of x for curves, of the length for bars, of y for levels.
+        series: Methods that are drawn.
+        x: Text of the x axis; for bars that of their length.
+        y: Text of the y axis; empty for bars.
+        unit: Unit of x for curves, of the length for bars, of y for levels.
     """
 
     name: str
@@ -65,156 +66,150 @@ class Chart:
     unit: Unit
 
 
-def charts_of(comparison: Comparison) -> list[Chart]:
-    """Every chart that a comparison has the data for.
-
-    Args:
-        comparison: With at least one row.
-    """
-    # What a comparison of levels was run for stands first.
-    charts = _levels(comparison)
-    for level in comparison.section.levels:
-        charts += _curves(comparison, level) + _bars(comparison, level)
-    return charts
-
-
-def _slug(text: str) -> str:
-    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
-
-
-def _named(comparison: Comparison, name: str, title: str, level: Level) -> tuple[str, str]:
-    text = comparison.section.level_text(level)
-    return (f"{name}-{_slug(text)}", f"{title} ({text})") if text else (name, title)
-
-
 _ACCURACY = "mean personal accuracy on test data"
-
-
-def _curves(comparison: Comparison, level: Level) -> list[Chart]:
-    section = comparison.section
-    results = [trial.result for method in section.methods for trial in section.of(method, level) if trial.result is not None]
-    curves = [curve for curve in curves_of(results) if len(curve.rounds)] if results else []
-    kinds: tuple[tuple[str, str, str, Unit, Callable[[Any], Any]], ...] = (
-        ("accuracy-flops", "Accuracy against FLOPs", "FLOPs of all clients so far (compact submodels)", "flops", _flops),
-        ("accuracy-time", "Accuracy against simulated time", "simulated seconds so far", "seconds", _seconds),
-        ("accuracy-rounds", "Accuracy against rounds", "round", "number", _rounds),
-    )
-    charts = []
-    for name, title, x, unit, read in kinds:
-        series = tuple(
-            Series(
-                method=curve.method,
-                place=section.methods.index(curve.method),
-                x=tuple(map(float, read(curve))),
-                y=tuple(map(float, curve.accuracy)),
-                deviation=tuple(map(float, curve.deviation)),
-            )
-            for curve in curves
-            if all(math.isfinite(value) for value in read(curve))
-        )
-        if any(len(one.x) > 1 for one in series):
-            name, title = _named(comparison, name, title, level)
-            charts.append(Chart(name=name, title=title, kind="curve", series=series, x=x, y=_ACCURACY, unit=unit))
-    return charts
-
-
-def _flops(curve: Any) -> Any:
-    return curve.flops
-
-
-def _seconds(curve: Any) -> Any:
-    return curve.seconds
-
-
-def _rounds(curve: Any) -> Any:
-    return curve.rounds
-
-
-def _bars(comparison: Comparison, level: Level) -> list[Chart]:
-    rows = [row for row in comparison.rows if row.level == level]
-    time = next(column for column in comparison.columns if column.name == "target_seconds")
-    kinds: tuple[tuple[str, str, str, Unit, str, str | None], ...] = (
-        ("bars-accuracy", "Accuracy per method", "personal accuracy; ring: of the global model", "share",
-         "personal_accuracy", "global_accuracy"),
-        ("bars-flops", "FLOPs per method", "FLOPs, compact; ring: by the row-mask convention", "flops",
-         "flops_compact", "flops_rowmask"),
-        ("bars-time", f"Simulated {time.title} accuracy", "seconds; no bar: never reached", "seconds", time.name, None),
-    )  # fmt: skip
-    charts = []
-    for name, title, x, unit, column, second in kinds:
-        series = tuple(_bar(comparison, row, row.numbers[column], row.numbers[second] if second else None) for row in rows)
-        if any(one.y for one in series):
-            name, title = _named(comparison, name, title, level)
-            charts.append(Chart(name=name, title=title, kind="bar", series=series, x=x, y="", unit=unit))
-    return charts
-
-
-def _bar(comparison: Comparison, row: Row, found: Spread, second: Spread | None) -> Series:
-    there = found.mean is not None
-    return Series(
-        method=row.method,
-        place=comparison.section.methods.index(row.method),
-        x=(),
-        y=(found.mean,) if found.mean is not None else (),
-        deviation=(found.deviation or 0.0,) if there else (),
-        second=None if second is None else second.mean,
-    )
-
-
+_CURVES: tuple[tuple[str, str, str, str, Unit], ...] = (
+    ("accuracy-flops", "Accuracy against FLOPs", "FLOPs of all clients so far (compact submodels)", "flops", "flops"),
+    ("accuracy-time", "Accuracy against simulated time", "simulated seconds so far", "seconds", "seconds"),
+    ("accuracy-rounds", "Accuracy against rounds", "round", "rounds", "number"),
+)
+_BARS: tuple[tuple[str, str, str, Unit, str, str | None], ...] = (
+    ("bars-accuracy", "Accuracy per method", "personal accuracy; ring: of the global model", "share",
+     "personal_accuracy", "global_accuracy"),
+    ("bars-flops", "FLOPs per method", "FLOPs, compact; ring: by the row-mask convention", "flops",
+     "flops_compact", "flops_rowmask"),
+    ("bars-time", "Simulated {target} accuracy", "seconds; no bar: never reached", "seconds", TARGET, None),
+)  # fmt: skip
 _AGAINST_DEVICES: tuple[tuple[str, str, str, str, Unit], ...] = (
     ("personal_accuracy", "accuracy", "Accuracy", _ACCURACY, "share"),
     ("simulated_seconds", "time", "Simulated time", "simulated seconds of the run", "seconds"),
-    ("target_seconds", "target-time", "Time to the target", "simulated seconds to the target", "seconds"),
+    (TARGET, "target-time", "Time to the target", "simulated seconds to the target", "seconds"),
 )
 
 
-def _levels(comparison: Comparison) -> list[Chart]:
-    """Against each axis of heterogeneity that has several values, for every value of the other."""
-    levels = comparison.section.levels
-    devices = list(dict.fromkeys(level.heterogeneity for level in levels if level.heterogeneity))
-    lacks = list(dict.fromkeys(level.lack_classes for level in sorted(levels, key=lambda level: level.order[1])))
+def charts_of(comparison: Comparison) -> list[Chart]:
+    """Make every chart that a comparison has the data for.
+
+    Args:
+        comparison: Rows of the charts.
+    """
+    # What a comparison of levels was run for stands first.
+    charts = _levels(comparison)
+    section = comparison.section
+    for level in section.levels:
+        results = [trial.result for method in section.methods for trial in section.of(method, level) if trial.result]
+        curves = [curve for curve in curves_of(results) if len(curve.rounds)]
+        found = [
+            *curve_charts(curves, {method: place for place, method in enumerate(section.methods)}),
+            *_bars(comparison, level),
+        ]
+        text = section.level_text(level)
+        if text:
+            slug = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
+            found = [replace(chart, name=f"{chart.name}-{slug}", title=f"{chart.title} ({text})") for chart in found]
+        charts += [chart for chart in found if _drawable(chart)]
+    return charts
+
+
+def _drawable(chart: Chart) -> bool:
+    return any(one.y if chart.kind == "bar" else len(one.x) > 1 for one in chart.series)
+
+
+def curve_charts(
+    curves: Sequence[Curve], places: Mapping[str, int], *, label: Callable[[Curve], str] = lambda curve: curve.method
+) -> list[Chart]:
+    """Make the charts of accuracy against FLOPs, simulated time and rounds, in this order.
+
+    Args:
+        curves: One per method.
+        places: Method → place, which decides its style.
+        label: Returns the legend's text for a curve.
+    """
     charts = []
-    if len(devices) > 1:
-        for lack in lacks:
-            along = [Level(name, lack) for name in devices]
-            more = f", clients lack {lack} classes" if lack is not None and len(lacks) > 1 else ""
-            for column, name, title, y, unit in _AGAINST_DEVICES:
-                series = _along(comparison, along, list(devices), column)
-                charts.append(
-                    Chart(
-                        name=f"{name}-heterogeneity" + (f"-lacks-{lack}" if more else ""),
-                        title=f"{title} against system heterogeneity{more}",
-                        kind="level",
-                        series=series,
-                        x="heterogeneity of the devices",
-                        y=y,
-                        unit=unit,
-                    )
+    for name, title, x, axis, unit in _CURVES:
+        series = [
+            Series(
+                method=curve.method,
+                place=places[curve.method],
+                x=tuple(map(float, getattr(curve, axis))),
+                y=tuple(map(float, curve.accuracy)),
+                deviation=tuple(map(float, curve.deviation)),
+                label=label(curve),
+            )
+            for curve in curves
+        ]
+        known = tuple(one for one in series if all(math.isfinite(value) for value in one.x if isinstance(value, float)))
+        charts.append(Chart(name=name, title=title, kind="curve", series=known, x=x, y=_ACCURACY, unit=unit))
+    return charts
+
+
+def _bars(comparison: Comparison, level: Level) -> list[Chart]:
+    target = next(column.title for column in comparison.columns if column.name == TARGET)
+    charts = []
+    for name, title, x, unit, column, second in _BARS:
+        series = []
+        for row in comparison.rows:
+            found = row.numbers[column]
+            if row.level == level:
+                one = Series(
+                    method=row.method,
+                    place=comparison.section.methods.index(row.method),
+                    x=(),
+                    y=() if found.mean is None else (found.mean,),
+                    deviation=() if found.mean is None else (found.deviation or 0.0,),
+                    second=row.numbers[second].mean if second else None,
                 )
+                series.append(one)
+        charts.append(
+            Chart(name=name, title=title.format(target=target), kind="bar", series=tuple(series), x=x, y="", unit=unit)
+        )
+    return charts
+
+
+def _levels(comparison: Comparison) -> list[Chart]:
+    """Make the charts against each axis of heterogeneity with several values, one for every value of the other."""
+    levels = comparison.section.levels
+    devices = list(dict.fromkeys(level.heterogeneity for level in levels))
+    named = [device for device in devices if device]
+    lacks = list(dict.fromkeys(level.lack_classes for level in sorted(levels, key=lambda level: level.order[1])))
     numbers = [lack for lack in lacks if lack is not None]
-    if len(numbers) > 1:
-        for device in dict.fromkeys(level.heterogeneity for level in levels):
-            more = f", heterogeneity {device}" if len(devices) > 1 else ""
-            series = _along(comparison, [Level(device, lack) for lack in numbers], list(map(str, numbers)), "personal_accuracy")
+    charts = []
+    for lack in lacks if len(named) > 1 else ():
+        along = {name: Level(name, lack) for name in named}
+        several = lack is not None and len(lacks) > 1
+        for column, name, title, y, unit in _AGAINST_DEVICES:
             charts.append(
                 Chart(
-                    name="accuracy-classes" + (f"-{device}" if more else ""),
-                    title=f"Accuracy against non-IID level{more}",
+                    name=f"{name}-heterogeneity" + (f"-lacks-{lack}" if several else ""),
+                    title=f"{title} against system heterogeneity" + (f", clients lack {lack} classes" if several else ""),
                     kind="level",
-                    series=series,
-                    x="classes that every client lacks",
-                    y=_ACCURACY,
-                    unit="share",
+                    series=_along(comparison, along, column),
+                    x="heterogeneity of the devices",
+                    y=y,
+                    unit=unit,
                 )
             )
-    return [chart for chart in charts if any(len(one.x) > 1 for one in chart.series)]
+    for device in devices if len(numbers) > 1 else ():
+        several = len(devices) > 1
+        charts.append(
+            Chart(
+                name="accuracy-classes" + (f"-{device}" if several else ""),
+                title="Accuracy against non-IID level" + (f", heterogeneity {device}" if several else ""),
+                kind="level",
+                series=_along(comparison, {str(lack): Level(device, lack) for lack in numbers}, "personal_accuracy"),
+                x="classes that every client lacks",
+                y=_ACCURACY,
+                unit="share",
+            )
+        )
+    return [chart for chart in charts if _drawable(chart)]
 
 
-def _along(comparison: Comparison, levels: Sequence[Level], names: Sequence[str], column: str) -> tuple[Series, ...]:
+def _along(comparison: Comparison, levels: Mapping[str, Level], column: str) -> tuple[Series, ...]:
+    """Return the series of each method over named levels."""
     found = {(row.method, row.level): row.numbers[column] for row in comparison.rows}
     series = []
     for place, method in enumerate(comparison.section.methods):
-        points = [(name, found[method, level]) for name, level in zip(names, levels, strict=True) if (method, level) in found]
+        points = [(name, found[method, level]) for name, level in levels.items() if (method, level) in found]
         known = [(name, value.mean, value.deviation or 0.0) for name, value in points if value.mean is not None]
         if known:
             x, y, deviation = zip(*known, strict=True)

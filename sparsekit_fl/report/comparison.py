@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -16,6 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from sparsekit.errors import InvalidValueError
+from sparsekit_fl.report.extra import need
 from sparsekit_fl.report.table import COLUMNS, Column, Spread, seconds_to, share_text, spread, value_of
 from sparsekit_fl.report.trials import Level, Section, Trial
 
@@ -37,8 +36,8 @@ class Row:
     """One method at one level.
 
     Args:
-        method: Its name.
-        level: Of heterogeneity.
+        method: Name of the method.
+        level: Level of heterogeneity.
         label: Both, as far as they distinguish rows.
         numbers: Column name → mean and deviation over seeds.
         notes: Numbers of the footnotes, from 1.
@@ -52,7 +51,7 @@ class Row:
 
     @property
     def signs(self) -> str:
-        """The footnotes' numbers as superscripts."""
+        """Numbers of the footnotes as superscripts."""
         return " ".join(str(number).translate(_SIGNS) for number in self.notes)
 
 
@@ -61,7 +60,7 @@ class Comparison:
     """The table of a section.
 
     Args:
-        section: Its trials.
+        section: The trials.
         target: Accuracy whose time is a column; None takes nine tenths of the best method's, in whole per cent.
     """
 
@@ -73,103 +72,90 @@ class Comparison:
         """The target accuracy."""
         if self.target is not None:
             return self.target
-        best = max((accuracy for row in self._plain if (accuracy := row["personal_accuracy"].mean) is not None), default=0.0)
+        accuracies = (
+            spread([value_of(trial.result or {}, COLUMNS[0]) for trial in trials]).mean for trials in self._places.values()
+        )
+        best = max((accuracy for accuracy in accuracies if accuracy is not None), default=0.0)
         return math.floor(90 * best) / 100 if best >= 0.02 else best
 
     @property
     def columns(self) -> tuple[Column, ...]:
-        """Of the table, the time to the target among them."""
-        last = len(COLUMNS) - 1
+        """Columns of the table, with the time to the target before the last."""
         wanted = Column(TARGET, f"time to {share_text(self.goal).replace('.0%', '%')}", (), "seconds")
-        return (*COLUMNS[:last], wanted, COLUMNS[last])
-
-    @property
-    def _places(self) -> list[tuple[str, Level]]:
-        section = self.section
-        found = [(method, level) for level in section.levels for method in section.methods]
-        return [place for place in found if section.of(*place)]
+        return (*COLUMNS[:-1], wanted, COLUMNS[-1])
 
     @cached_property
-    def _plain(self) -> list[dict[str, Spread]]:
-        return [
-            {
-                column.name: spread([value_of(trial.result or {}, column) for trial in self.section.of(*place)])
-                for column in COLUMNS
-            }
-            for place in self._places
-        ]
+    def _places(self) -> dict[tuple[str, Level], list[Trial]]:
+        section = self.section
+        found = {(method, level): section.of(method, level) for level in section.levels for method in section.methods}
+        return {place: trials for place, trials in found.items() if trials}
 
     @cached_property
     def notes(self) -> tuple[str, ...]:
         """Footnotes, each once, in the order of their numbers."""
-        found = [trial.note for method, level in self._places for trial in self.section.of(method, level) if trial.note]
-        return tuple(dict.fromkeys(found))
+        return tuple(dict.fromkeys(trial.note for trials in self._places.values() for trial in trials if trial.note))
 
     @cached_property
     def rows(self) -> tuple[Row, ...]:
-        """One for each method and level that has a finished run."""
+        """One row for each method and level with a finished run."""
         rows = []
-        for (method, level), plain in zip(self._places, self._plain, strict=True):
-            trials = self.section.of(method, level)
-            reached = spread([seconds_to(trial.result or {"rounds": []}, self.goal) for trial in trials])
+        for (method, level), trials in self._places.items():
+            numbers = [self.numbers(trial) for trial in trials]
             rows.append(
                 Row(
                     method=method,
                     level=level,
-                    label=", ".join(part for part in (method, self.section.level_text(level)) if part),
-                    numbers={**plain, TARGET: reached},
+                    label=", ".join(filter(None, (method, self.section.level_text(level)))),
+                    numbers={name: spread([own[name] for own in numbers]) for name in numbers[0]},
                     notes=tuple(sorted({self.notes.index(trial.note) + 1 for trial in trials if trial.note})),
                 )
             )
         return tuple(rows)
 
     def seeds_text(self) -> str:
-        """How many seeds the means are over."""
+        """Say over how many seeds the means are taken."""
         count = len(self.section.seeds)
         return f"mean ± sample deviation over {count} seeds" if count > 1 else "one seed"
 
+    def numbers(self, trial: Trial) -> dict[str, float | None]:
+        """Return the numbers of a finished trial by column name."""
+        result = trial.result or {"rounds": []}
+        return {**{column.name: value_of(result, column) for column in COLUMNS}, TARGET: seconds_to(result, self.goal)}
+
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values: the content of `compare.json`."""
+        """Return plain JSON values: the content of `compare.json`."""
         return {
             "title": self.section.title,
             "methods": list(self.section.methods),
             "seeds": list(self.section.seeds),
             "target": self.goal,
-            "trials": [self._trial(trial) for trial in self.section.finished],
+            "trials": self._records(),
             "failed": [{**_identity(trial), "error": trial.error} for trial in self.section.failed],
-            "summary": {
-                row.label: {name: asdict(found) for name, found in row.numbers.items()} for row in self.rows
-            },
+            "summary": {row.label: {name: asdict(found) for name, found in row.numbers.items()} for row in self.rows},
             "notes": {row.label: [self.notes[number - 1] for number in row.notes] for row in self.rows if row.notes},
-        }  # fmt: skip
+        }
 
-    def runs(self, method: str, level: Level) -> list[tuple[Trial, dict[str, float | None]]]:
-        """Every finished run of a row, with its numbers by column name."""
-        return [(trial, self._numbers(trial)) for trial in self.section.of(method, level)]
-
-    def _numbers(self, trial: Trial) -> dict[str, float | None]:
-        result = trial.result or {"rounds": []}
-        return {**{column.name: value_of(result, column) for column in COLUMNS}, TARGET: seconds_to(result, self.goal)}
-
-    def _trial(self, trial: Trial) -> dict[str, Any]:
-        return {**_identity(trial), **self._numbers(trial)}
+    def _records(self) -> list[dict[str, Any]]:
+        return [{**_identity(trial), **self.numbers(trial)} for trial in self.section.finished]
 
     def to_csv(self) -> str:
-        """One line per finished trial."""
-        text = io.StringIO()
-        rows = [self._trial(trial) for trial in self.section.finished]
-        writer = csv.DictWriter(text, fieldnames=list(rows[0]) if rows else ["method", "seed"], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-        return text.getvalue()
+        """Return CSV with one line per finished trial.
+
+        Raises:
+            MissingDependencyError: pandas is not installed.
+        """
+        frame = need("pandas").DataFrame(
+            self._records(), columns=None if self.section.finished else ["method", "seed"], dtype=object
+        )
+        return str(frame.to_csv(index=False, lineterminator="\n"))
 
     def show(self, console: Console) -> None:
         """Print the table, cut into several where the console is too narrow, then footnotes and failures."""
         labels = [escape(f"{row.label} {row.signs}".strip()) for row in self.rows]
         texts = {column.name: [column.spread_text(row.numbers[column.name]) for row in self.rows] for column in self.columns}
         for part in self._parts(console.width, labels, texts):
-            table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-            table.add_column("method", no_wrap=True)
+            table = Table("method", box=box.SIMPLE_HEAD, pad_edge=False)
+            table.columns[0].no_wrap = True
             for column in part:
                 table.add_column(column.title, justify="right", no_wrap=True)
             for place, label in enumerate(labels):
@@ -182,7 +168,7 @@ class Comparison:
             console.print(f"failed: {escape(self.section.name_of(trial))}: {escape(trial.error or '')}", soft_wrap=True)
 
     def _parts(self, width: int, labels: list[str], texts: Mapping[str, list[str]]) -> list[list[Column]]:
-        """Columns in their order, as many per table as fit."""
+        """Split the columns, in their order, into tables of at most `width` letters."""
         first = max([len("method"), *map(len, labels)]) + 3
         parts: list[list[Column]] = []
         left = 0
@@ -197,9 +183,4 @@ class Comparison:
 
 
 def _identity(trial: Trial) -> dict[str, Any]:
-    return {
-        "method": trial.method,
-        "seed": trial.seed,
-        "heterogeneity": trial.level.heterogeneity,
-        "lack_classes": trial.level.lack_classes,
-    }
+    return {"method": trial.method, "seed": trial.seed, **asdict(trial.level)}

@@ -8,15 +8,16 @@ from __future__ import annotations
 import io
 import math
 import re
+from collections.abc import Callable, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
 
-from sparsekit.errors import MissingDependencyError, install_hint
 from sparsekit_fl.report.charts import Chart, Series, Unit
+from sparsekit_fl.report.extra import need
 from sparsekit_fl.report.table import flops_text
 
-__all__ = ["draw_chart", "inline_svg", "series_style"]
+__all__ = ["draw_chart", "draw_side_by_side", "inline_svg", "series_style"]
 
 # Okabe and Ito's colours, which remain distinct to colour-blind readers, and two more that show on light and dark alike.
 _COLOURS = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6D4F", "#808080")
@@ -28,17 +29,17 @@ _BAR_INCHES = 0.27
 
 
 def series_style(place: int) -> tuple[str, tuple[float, ...], str]:
-    """Colour, dashes and marker of the method at a place; distinct for 32 of them."""
+    """Return colour, dashes and marker of the method at a place; distinct for 32 of them."""
     turn = place // len(_COLOURS)
     return _COLOURS[place % len(_COLOURS)], _DASHES[turn % len(_DASHES)], _MARKERS[(place + turn) % len(_MARKERS)]
 
 
 def draw_chart(chart: Chart, *paths: Path | str) -> None:
-    """Draw a chart with its title and legend into files; the ending says which kind.
+    """Draw a chart with its title and legend into files, whose endings decide the format.
 
     Args:
-        chart: What to draw.
-        paths: Where the pictures go.
+        chart: The chart.
+        paths: Files of the pictures.
 
     Raises:
         MissingDependencyError: matplotlib is not installed.
@@ -58,19 +59,41 @@ def draw_chart(chart: Chart, *paths: Path | str) -> None:
             figure.savefig(path, dpi=150, facecolor="white", metadata=metadata)
 
 
-def inline_svg(chart: Chart, *, prefix: str) -> str:
-    """A chart as an SVG element for a page: no title, no legend, ink and grid from the page's CSS variables.
-
-    Each series is a group with the attribute `data-method`, so that a page can hide it.
+def draw_side_by_side(charts: Sequence[Chart], path: Path | str, *, title: str) -> None:
+    """Draw charts of the same series beside each other, with one y axis, one title and one legend.
 
     Args:
-        chart: What to draw.
-        prefix: Of its ids, which must differ from those of other charts on the page.
+        charts: Charts of lines.
+        path: File of the picture, whose ending decides the format.
+        title: Title of all.
 
     Raises:
         MissingDependencyError: matplotlib is not installed.
     """
-    figure, _ = _figure(chart, 5.3, 3.7, size=10)
+    with _style():
+        figure = need("matplotlib.figure").Figure(figsize=(5.25 * len(charts), 4.4), layout="constrained")
+        for axes, chart in zip(figure.subplots(1, len(charts), sharey=True), charts, strict=True):
+            _fill(axes, chart)
+            axes.label_outer()
+        figure.suptitle(title, fontsize=13)
+        handles, labels = axes.get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", ncols=min(2, len(handles)), frameon=False)
+        figure.savefig(path, dpi=150, facecolor="white")
+
+
+def inline_svg(chart: Chart, *, prefix: str) -> str:
+    """Draw a chart as an SVG element for a page: no title, no legend, ink and grid from the page's CSS variables.
+
+    Each series is a group with the attribute `data-method`, so that a page can hide it.
+
+    Args:
+        chart: The chart.
+        prefix: Start of its ids, which must differ from those of other charts on the page.
+
+    Raises:
+        MissingDependencyError: matplotlib is not installed.
+    """
+    figure, _ = _figure(chart, 5.3, 3.7)
     text = io.StringIO()
     with _style():
         figure.savefig(text, format="svg", transparent=True, metadata={"Date": None})
@@ -85,49 +108,35 @@ def inline_svg(chart: Chart, *, prefix: str) -> str:
     svg = re.sub(_INK, "var(--ink)", svg, flags=re.I)
     svg = re.sub(_FAINT, "var(--line)", svg, flags=re.I)
     # The size is the page's; only the proportions are the picture's.
-    svg = re.sub(r'(<svg[^>]*?) width="[\d.]+pt"', r"\1", svg, count=1)
-    svg = re.sub(r'(<svg[^>]*?) height="[\d.]+pt"', r"\1", svg, count=1)
+    for side in ("width", "height"):
+        svg = re.sub(rf'(<svg[^>]*?) {side}="[\d.]+pt"', r"\1", svg, count=1)
     return svg.replace("<svg", f'<svg role="img" aria-label="{escape(chart.title)}"', 1).strip()
 
 
 def _style() -> Any:
-    try:
-        import matplotlib as mpl
-    except ImportError as error:
-        raise MissingDependencyError(f"a figure needs matplotlib; {install_hint('report')}") from error
-    return mpl.rc_context(
-        {
-            "font.family": "sans-serif",
-            "svg.fonttype": "none",
-            "svg.hashsalt": "sparsekit",
-            "text.color": _INK,
-            "axes.edgecolor": _INK,
-            "axes.labelcolor": _INK,
-            "xtick.color": _INK,
-            "ytick.color": _INK,
-        }
-    )
+    inked = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
+    plain = {"font.family": "sans-serif", "svg.fonttype": "none", "svg.hashsalt": "sparsekit"}
+    return need("matplotlib").rc_context({**plain, **dict.fromkeys(inked, _INK)})
 
 
-def _figure(chart: Chart, width: float, height: float, *, size: float = 10) -> tuple[Any, Any]:
+def _figure(chart: Chart, width: float, height: float) -> tuple[Any, Any]:
+    if chart.kind == "bar":
+        height = 0.9 + _BAR_INCHES * len(chart.series)
     with _style():
-        from matplotlib.figure import Figure
-
-        if chart.kind == "bar":
-            height = 0.9 + _BAR_INCHES * len(chart.series)
-        figure = Figure(figsize=(width, height), layout="constrained")
+        figure = need("matplotlib.figure").Figure(figsize=(width, height), layout="constrained")
         axes = figure.subplots()
-        axes.tick_params(labelsize=size)
-        axes.grid(visible=True, axis="x" if chart.kind == "bar" else "both", color=_FAINT, linewidth=0.8)
-        axes.set_axisbelow(True)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.set_xlabel(chart.x, fontsize=size)
-        axes.set_ylabel(chart.y, fontsize=size)
-        if chart.kind == "bar":
-            _bars(axes, chart)
-        else:
-            _lines(axes, chart)
+        _fill(axes, chart)
     return figure, axes
+
+
+def _fill(axes: Any, chart: Chart) -> None:
+    axes.tick_params(labelsize=10)
+    axes.grid(visible=True, axis="x" if chart.kind == "bar" else "both", color=_FAINT, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_xlabel(chart.x, fontsize=10)
+    axes.set_ylabel(chart.y, fontsize=10)
+    (_bars if chart.kind == "bar" else _lines)(axes, chart)
 
 
 def _lines(axes: Any, chart: Chart) -> None:
@@ -139,7 +148,7 @@ def _lines(axes: Any, chart: Chart) -> None:
         x = [order.index(value) for value in one.x] if order else one.x
         line = axes.plot(
             x, one.y, color=colour, linestyle=(0, dashes) if dashes else "-", marker=marker, markersize=4.5,
-            markevery=max(1, len(x) // 8), linewidth=1.8, label=one.method,
+            markevery=max(1, len(x) // 8), linewidth=1.8, label=one.label or one.method,
         )[0]  # fmt: skip
         line.set_gid(f"series-{one.place}")
         if bands and any(one.deviation):
@@ -161,21 +170,18 @@ def _lines(axes: Any, chart: Chart) -> None:
 
 
 def _logarithmic(axes: Any, chart: Chart) -> None:
-    from matplotlib.ticker import LogLocator, NullFormatter
-
+    ticker = need("matplotlib.ticker")
     values = [float(x) for one in chart.series for x in one.x if float(x) > 0]
     if len(values) < 2 or min(values) == max(values):
         return
     axes.set_xscale("log")
     # Over few decades the powers of ten alone are too few ticks.
     decades = math.log10(max(values) / min(values))
-    axes.xaxis.set_major_locator(LogLocator(subs=(1,) if decades > 4 else (1, 3) if decades > 1.7 else (1, 2, 5)))
-    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.xaxis.set_major_locator(ticker.LogLocator(subs=(1,) if decades > 4 else (1, 3) if decades > 1.7 else (1, 2, 5)))
+    axes.xaxis.set_minor_formatter(ticker.NullFormatter())
 
 
 def _bars(axes: Any, chart: Chart) -> None:
-    from matplotlib.ticker import MaxNLocator
-
     for place, one in enumerate(chart.series):
         colour = series_style(one.place)[0]
         for y, deviation in zip(one.y, one.deviation, strict=True):
@@ -189,22 +195,23 @@ def _bars(axes: Any, chart: Chart) -> None:
             ring.set_gid(f"series-{one.place}")
     axes.set_yticks(range(len(chart.series)), [one.method for one in chart.series])
     axes.set_ylim(len(chart.series) - 0.4, -0.6)
-    axes.xaxis.set_major_locator(MaxNLocator(5))
+    axes.xaxis.set_major_locator(need("matplotlib.ticker").MaxNLocator(5))
     _format(axes.xaxis, chart.unit)
     axes.set_xlim(left=0.0)
     if chart.unit == "share":
         axes.set_xlim(0.0, 1.02)
 
 
-def _format(axis: Any, unit: Unit) -> None:
-    from matplotlib.ticker import FuncFormatter
+_TICKS: dict[Unit, Callable[[float], str]] = {
+    "share": lambda value: f"{round(100 * value, 3):g}%" if value <= 1.0001 else "",
+    "flops": flops_text,
+    "seconds": lambda value: f"{value:g} s",
+}
 
-    if unit == "share":
-        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{round(100 * value, 3):g}%" if value <= 1.0001 else ""))
-    elif unit == "flops":
-        axis.set_major_formatter(FuncFormatter(lambda value, _: flops_text(value)))
-    elif unit == "seconds":
-        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g} s"))
+
+def _format(axis: Any, unit: Unit) -> None:
+    if unit in _TICKS:
+        axis.set_major_formatter(need("matplotlib.ticker").FuncFormatter(lambda value, _: _TICKS[unit](value)))
 
 
 def _limit(axes: Any, chart: Chart) -> None:

@@ -1,4 +1,4 @@
-"""Tables of saved results, and numbers as people read them. Only here are bytes written as MB."""
+"""Numbers of saved results as text: units, mean ± deviation, and the table of one run. Only here are bytes written as MB."""
 
 from __future__ import annotations
 
@@ -33,12 +33,15 @@ __all__ = [
 _STEPS = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
+def _step(flops: float) -> tuple[float, str]:
+    """Return the size and the letter of the prefix: `(1e12, "T")` from 1e11 on."""
+    return next(((size, letter) for size, letter in _STEPS if flops >= size / 10), (1.0, ""))
+
+
 def flops_text(flops: float) -> str:
     """For example `0.53T`: three digits and a prefix; below a tenth of a step the next smaller prefix."""
-    for size, letter in _STEPS:
-        if flops >= size / 10:
-            return f"{flops / size:.3g}{letter}"
-    return f"{flops:.0f}"
+    size, letter = _step(flops)
+    return f"{flops / size:.3g}{letter}" if letter else f"{flops:.0f}"
 
 
 def bytes_text(count: float) -> str:
@@ -56,7 +59,7 @@ def seconds_text(seconds: float) -> str:
 
 
 def share_text(share: float | None) -> str:
-    """A share of 1 in per cent; a dash for nothing."""
+    """For example `98.8%`; a dash for None and for numbers that are not finite."""
     return "–" if share is None or not math.isfinite(share) else f"{share:.1%}"
 
 
@@ -82,13 +85,40 @@ def read_result(path: Path | str) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
+class Spread:
+    """Mean and sample standard deviation over seeds.
+
+    Args:
+        mean: None where no run has a value.
+        deviation: None with fewer than two values.
+        count: Number of runs with a value.
+        of: Number of runs.
+    """
+
+    mean: float | None
+    deviation: float | None
+    count: int = 0
+    of: int = 0
+
+
+def spread(values: Sequence[float | None]) -> Spread:
+    """Return mean and deviation of the values that are there."""
+    found = [value for value in values if value is not None and math.isfinite(value)]
+    mean = statistics.fmean(found) if found else None
+    return Spread(mean, statistics.stdev(found) if len(found) > 1 else None, len(found), len(values))
+
+
+_TEXTS = {"share": share_text, "flops": flops_text, "bytes": bytes_text, "seconds": seconds_text}
+
+
+@dataclass(frozen=True)
 class Column:
     """One number of a result.
 
     Args:
-        name: In files.
-        title: In tables.
-        path: Where it is in a result.
+        name: Name in files.
+        title: Title in tables.
+        path: Keys that lead to it in a result.
         unit: "share", "flops", "bytes" or "seconds".
     """
 
@@ -98,33 +128,31 @@ class Column:
     unit: str
 
     def text(self, value: float | None) -> str:
-        """The value as people read it."""
-        if value is None:
-            return "–"
-        formats = {"share": share_text, "flops": flops_text, "bytes": bytes_text, "seconds": seconds_text}
-        return formats[self.unit](value)
+        """Write a value with its unit; a dash for None."""
+        return "–" if value is None else _TEXTS[self.unit](value)
 
     def spread_text(self, found: Spread) -> str:
-        """Mean ± deviation with one unit for both, as in `0.49 ± 0.01T`, and how many runs have a value if not all do."""
+        """Write mean ± deviation with one unit for both, as in `0.49 ± 0.01T`; add the number of runs if some have no value."""
         if found.mean is None:
             return "–"
-        text = self._one(found.mean) if found.deviation is None else self._both(found.mean, found.deviation)
+        mean, deviation = found.mean, found.deviation
+        if deviation is not None:
+            text = self._both(mean, deviation)
+        else:
+            # The second digit of a short simulated time matters.
+            text = f"{mean:.2f} s" if self.unit == "seconds" and mean < 10 else self.text(mean)
         return text if found.count == found.of else f"{text} ({found.count} of {found.of})"
-
-    def _one(self, mean: float) -> str:
-        # A short simulated time says something from its second digit on.
-        return f"{mean:.2f} s" if self.unit == "seconds" and mean < 10 else self.text(mean)
 
     def _both(self, mean: float, deviation: float) -> str:
         if self.unit == "seconds" and mean >= 120:
             return f"{seconds_text(mean)} ± {seconds_text(deviation)}"
         if self.unit == "flops":
-            size, letter = next(((size, letter) for size, letter in _STEPS if mean >= size / 10), (1.0, ""))
+            size, letter = _step(mean)
             # Three digits of the mean, and as many decimals of the deviation.
             decimals = max(0, 2 - math.floor(math.log10(mean / size))) if mean > 0 else 0
         else:
-            scale = {"share": (0.01, "%", 1), "bytes": (1e6, " MB", 1), "seconds": (1.0, " s", 2 if mean < 10 else 1)}
-            size, letter, decimals = scale[self.unit]
+            scales = {"share": (0.01, "%", 1), "bytes": (1e6, " MB", 1), "seconds": (1.0, " s", 2 if mean < 10 else 1)}
+            size, letter, decimals = scales[self.unit]
         return f"{mean / size:,.{decimals}f} ± {deviation / size:,.{decimals}f}{letter}"
 
 
@@ -141,7 +169,7 @@ COLUMNS = (
 
 
 def value_of(result: Mapping[str, Any], column: Column) -> float | None:
-    """A number of a result; None where it has none."""
+    """Return a number of a result; None where it has none."""
     found: Any = result
     for step in column.path:
         found = found.get(step) if isinstance(found, Mapping) else None
@@ -149,16 +177,16 @@ def value_of(result: Mapping[str, Any], column: Column) -> float | None:
 
 
 def seconds_to(result: Mapping[str, Any], target: float) -> float | None:
-    """Simulated seconds until the mean personal accuracy first reached a target.
+    """Return the simulated seconds until the mean personal accuracy first reached a target.
 
-    Rounds that were not scored cannot reach it, so the answer is no finer than the run's `eval_every`.
+    Only rounds that were evaluated can reach it, so the answer is no finer than the run's `eval_every`.
 
     Args:
         result: As in `result.json`.
         target: In (0, 1].
 
     Returns:
-        The seconds; None where no scored round reached it.
+        The seconds; None where no evaluated round reached it.
     """
     for record in result["rounds"]:
         accuracy = ((record["evaluation"] or {}).get("personal") or {}).get("accuracy")
@@ -168,7 +196,7 @@ def seconds_to(result: Mapping[str, Any], target: float) -> float | None:
 
 
 def result_table(result: Mapping[str, Any]) -> Table:
-    """The end of one run, a row per number.
+    """Make the table of one run, a row per number.
 
     Args:
         result: As in `result.json`.
@@ -183,27 +211,3 @@ def result_table(result: Mapping[str, Any]) -> Table:
     for column in COLUMNS:
         table.add_row(column.title, column.text(value_of(result, column)))
     return table
-
-
-@dataclass(frozen=True)
-class Spread:
-    """Mean and sample standard deviation over seeds.
-
-    Args:
-        mean: None where no run has a value.
-        deviation: None with fewer than two values.
-        count: How many runs have a value.
-        of: How many runs there are.
-    """
-
-    mean: float | None
-    deviation: float | None
-    count: int = 0
-    of: int = 0
-
-
-def spread(values: Sequence[float | None]) -> Spread:
-    """Mean and deviation of what is there."""
-    found = [value for value in values if value is not None and math.isfinite(value)]
-    mean = statistics.fmean(found) if found else None
-    return Spread(mean, statistics.stdev(found) if len(found) > 1 else None, len(found), len(values))

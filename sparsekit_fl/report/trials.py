@@ -1,4 +1,4 @@
-"""Cells and sections: what a folder of finished runs holds, grouped into comparisons that may stand in one table.
+"""Trials and sections: what a folder of finished runs holds, grouped into comparisons that may stand in one table.
 
 A trial is one method under one seed at one level of heterogeneity; a section is all trials that differ in nothing else.
 """
@@ -16,23 +16,25 @@ from sparsekit.errors import DataError
 from sparsekit_fl.options.config import HETEROGENEITY
 from sparsekit_fl.report.table import read_result
 
-__all__ = ["TRIAL_FILE", "Level", "Section", "Trial", "collect", "level_of", "sections_of"]
+__all__ = ["TRIAL_FILES", "Level", "Section", "Trial", "collect", "level_of", "sections_of", "trial_file"]
 
-TRIAL_FILE = "cell.json"
-"""Beside a run's own files: what was to be run, and the error of a run that failed."""
+TRIAL_FILES = ("trial.json", "cell.json")
+"""Beside a run's own files: what was to be run, and the error of a run that failed. The second is what version 0.1 wrote."""
 
 # What may differ between the trials of a section: the axes of the comparison, and what changes no number.
 _AXES = ("seed", "capability_levels", "eval_every", "device")
 _DECIDED = "capability"
+# Names of options in results of version 0.1.
+_RENAMED = {"clients_per_round": "cohort"}
 
 
 @dataclass(frozen=True)
 class Level:
-    """How different clients are, in device and data.
+    """Heterogeneity of the clients, in device and data.
 
     Args:
-        heterogeneity: A name in `config.HETEROGENEITY`; None where the capabilities are others.
-        lack_classes: How many classes every client lacks; None where the data were not dealt that way.
+        heterogeneity: A name in `options.config.HETEROGENEITY`; None for other capabilities.
+        lack_classes: Number of classes that every client lacks; None for other partitions.
     """
 
     heterogeneity: str | None = None
@@ -41,18 +43,15 @@ class Level:
     @property
     def order(self) -> tuple[int, int]:
         """From less to more different clients."""
-        names = list(HETEROGENEITY)
-        place = names.index(self.heterogeneity) if self.heterogeneity in names else -1
-        return place, -1 if self.lack_classes is None else self.lack_classes
+        names = [None, *HETEROGENEITY]
+        return names.index(self.heterogeneity), -1 if self.lack_classes is None else self.lack_classes
 
 
 def level_of(config: Mapping[str, Any]) -> Level:
-    """The level of a run, from the `config` of its result."""
-    levels = config.get("capability_levels")
-    named = None if levels is None else tuple(levels)
-    heterogeneity = next((name for name, drawn in HETEROGENEITY.items() if drawn == named), None)
-    options = config.get("experiment", {}).get("partition_options", {})
-    return Level(heterogeneity, options.get("lack_classes"))
+    """Return the level of a run, from the `config` of its result."""
+    drawn = tuple(config.get("capability_levels") or ())
+    heterogeneity = next((name for name, levels in HETEROGENEITY.items() if levels == drawn), None)
+    return Level(heterogeneity, config.get("experiment", {}).get("partition_options", {}).get("lack_classes"))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -60,12 +59,12 @@ class Trial:
     """One run of a comparison.
 
     Args:
-        method: Its name.
-        seed: Of the run.
+        method: Name of the method.
+        seed: Seed of the run.
         config: As in `result.json`; empty where the run could not even be set up.
         policies: As in `result.json`.
-        result: As in `result.json`; None where there is none.
-        error: Why there is none; None where the run is finished or only interrupted.
+        result: As in `result.json`; None for a run that is not finished.
+        error: Message of the error that ended the run; None where it is finished or only interrupted.
     """
 
     method: str
@@ -77,91 +76,102 @@ class Trial:
 
     @property
     def level(self) -> Level:
-        """Of heterogeneity."""
+        """Level of heterogeneity."""
         return level_of(self.config)
 
     @property
     def note(self) -> str:
-        """What the method says of its numbers."""
+        """Remark of the method on its numbers."""
         return str((self.result or {}).get("note", ""))
 
     @staticmethod
-    def of(result: Mapping[str, Any]) -> Trial:
-        """A finished trial, from `result.json`."""
-        config = result.get("config", {})
+    def of(saved: Mapping[str, Any]) -> Trial:
+        """Read a trial from the content of `result.json`, or of a `trial.json`, which has no "final"."""
+        config = {_RENAMED.get(name, name): value for name, value in saved.get("config", {}).items()}
         return Trial(
-            method=str(result["method"]),
-            seed=int(result["seed"]),
+            method=str(saved["method"]),
+            seed=int(saved["seed"]),
             config=config,
-            policies=result.get("policies", {}),
-            result=result,
+            policies=saved.get("policies", {}),
+            result=saved if "final" in saved else None,
+            error=saved.get("error"),
         )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Section:
-    """Cells under one protocol.
+    """Trials under one protocol.
 
     Args:
-        title: What was run, for people.
-        slug: The same, for file names.
-        dataset: Name of the data set, where it is known.
-        trials: Of all methods, seeds and levels.
-        methods: Their names, in the order of tables.
+        title: Model, data set and settings, in words.
+        trials: Trials of all methods, seeds and levels; at least one.
+        methods: Names of the methods, in the order of tables.
     """
 
     title: str
-    slug: str
-    dataset: str
     trials: tuple[Trial, ...]
     methods: tuple[str, ...]
 
     @property
+    def slug(self) -> str:
+        """The title as part of a file name."""
+        return re.sub(r"[^a-z0-9]+", "-", self.title.lower()).strip("-")
+
+    @property
+    def dataset(self) -> str:
+        """Name of the data set; empty where it is not known."""
+        return str(self.trials[0].config.get("experiment", {}).get("dataset", ""))
+
+    @property
     def finished(self) -> tuple[Trial, ...]:
-        """Cells that have a result."""
+        """Trials with a result."""
         return tuple(trial for trial in self.trials if trial.result is not None)
 
     @property
     def failed(self) -> tuple[Trial, ...]:
-        """Cells that ended with an error."""
+        """Trials that ended with an error."""
         return tuple(trial for trial in self.trials if trial.error is not None)
 
     @property
     def levels(self) -> tuple[Level, ...]:
-        """The levels that occur, from less to more different clients."""
+        """Levels that occur, from less to more different clients."""
         return tuple(sorted({trial.level for trial in self.finished}, key=lambda level: level.order))
 
     @property
     def seeds(self) -> tuple[int, ...]:
-        """The seeds that occur."""
+        """Seeds that occur."""
         return tuple(sorted({trial.seed for trial in self.finished}))
 
     def level_text(self, level: Level) -> str:
-        """What distinguishes a level from the others of this section; empty where there is one."""
-        parts = []
+        """Say how a level differs from the others of this section; empty where there is one."""
         levels = {trial.level for trial in self.trials if trial.config}
-        if len({other.heterogeneity for other in levels}) > 1:
-            parts.append(f"heterogeneity {level.heterogeneity or 'other'}")
-        if len({other.lack_classes for other in levels}) > 1:
-            parts.append(f"lacks {level.lack_classes}")
-        return ", ".join(parts)
+        parts = [
+            f"heterogeneity {level.heterogeneity or 'other'}" if len({each.heterogeneity for each in levels}) > 1 else "",
+            f"lacks {level.lack_classes}" if len({each.lack_classes for each in levels}) > 1 else "",
+        ]
+        return ", ".join(filter(None, parts))
 
     def name_of(self, trial: Trial) -> str:
-        """Method, level and seed of a trial, for people."""
+        """Join method, level and seed of a trial."""
         level = self.level_text(trial.level) if trial.config else ""
-        return ", ".join(part for part in (trial.method, level, f"seed {trial.seed}") if part)
+        return ", ".join(filter(None, (trial.method, level, f"seed {trial.seed}")))
 
     def of(self, method: str, level: Level) -> list[Trial]:
-        """Finished trials of a method at a level, by seed."""
+        """Return the finished trials of a method at a level, by seed."""
         found = [trial for trial in self.finished if trial.method == method and trial.level == level]
         return sorted(found, key=lambda trial: trial.seed)
 
 
+def trial_file(folder: Path) -> Path | None:
+    """Find the file of a trial that is not finished, under its name of today or of version 0.1."""
+    return next((folder / name for name in TRIAL_FILES if (folder / name).exists()), None)
+
+
 def collect(folder: Path | str) -> list[Trial]:
-    """All trials in a folder: its own result, those of its subfolders, and results under other names.
+    """Read all trials in a folder: its own result, those of its subfolders, and results under other names.
 
     Args:
-        folder: Of a run, of a comparison, or of copies of `result.json` under names of their own.
+        folder: Folder of a run, of a comparison, or of copies of `result.json` under names of their own.
 
     Raises:
         DataError: no such folder, a file that should be a result and is none, or nothing at all.
@@ -169,38 +179,32 @@ def collect(folder: Path | str) -> list[Trial]:
     root = Path(folder)
     if not root.is_dir():
         raise DataError(f"{root} is not a folder; pass the --out folder of `compare`, or of a finished run")
-    trials = [_copy(path) for path in sorted(root.glob("*.json")) if path.name not in ("result.json", TRIAL_FILE)]
-    homes = {path.parent for name in ("result.json", TRIAL_FILE) for path in root.rglob(name)}
-    trials += [_trial(home) for home in sorted(homes)]
-    found = [trial for trial in trials if trial is not None]
+    own = ("result.json", *TRIAL_FILES)
+    copies = [_copy(path) for path in sorted(root.glob("*.json")) if path.name not in own]
+    homes = {path.parent for name in own for path in root.rglob(name)}
+    found = [*filter(None, copies), *(_trial(home) for home in sorted(homes))]
     if not found:
         raise DataError(f"{root} holds no result; pass the --out folder of `compare`, or of a finished run")
     return found
 
 
 def _copy(path: Path) -> Trial | None:
-    """A result under another name; None for any other JSON file."""
+    """Read a result under another name; None for any other JSON file."""
     try:
         return Trial.of(read_result(path))
     except DataError:
         return None
 
 
-def _trial(home: Path) -> Trial | None:
-    if (home / "result.json").exists():
+def _trial(home: Path) -> Trial:
+    path = trial_file(home)
+    if path is None or (home / "result.json").exists():
         return Trial.of(read_result(home))
     try:
-        raw = json.loads((home / TRIAL_FILE).read_text(encoding="utf-8"))
-        config = raw["config"]
-        return Trial(
-            method=raw["method"],
-            seed=int(raw["seed"]),
-            config=config,
-            policies=raw["policies"],
-            error=raw.get("error"),
-        )
-    except (OSError, KeyError, TypeError, ValueError) as error:
-        raise DataError(f"{home / TRIAL_FILE} is damaged: {error}; remove it") from error
+        raw = json.loads(path.read_text(encoding="utf-8"))
+        return Trial.of({name: raw[name] for name in ("method", "seed", "config", "policies")} | {"error": raw.get("error")})
+    except (OSError, AttributeError, KeyError, TypeError, ValueError) as error:
+        raise DataError(f"{path} is damaged: {error}; remove it") from error
 
 
 def sections_of(trials: Iterable[Trial], *, order: Sequence[str] = ()) -> list[Section]:
@@ -213,44 +217,36 @@ def sections_of(trials: Iterable[Trial], *, order: Sequence[str] = ()) -> list[S
     groups = _groups(trials)
     sections = []
     for title, members in zip(_titles([members[0].config for members in groups]), groups, strict=True):
-        known = [name for name in order if any(trial.method == name for trial in members)]
-        methods = list(dict.fromkeys([*known, *(trial.method for trial in members)]))
-        members.sort(key=lambda trial, methods=methods: (trial.level.order, trial.seed, methods.index(trial.method)))  # type: ignore[misc]
-        sections.append(
-            Section(
-                title=title,
-                slug=re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-"),
-                dataset=str(members[0].config.get("experiment", {}).get("dataset", "")),
-                trials=tuple(members),
-                methods=tuple(methods),
-            )
-        )
+        present = dict.fromkeys(trial.method for trial in members)
+        methods = list(dict.fromkeys([*(name for name in order if name in present), *present]))
+        places = {name: place for place, name in enumerate(methods)}
+        ranks = {id(trial): (trial.level.order, trial.seed, places[trial.method]) for trial in members}
+        ranked = sorted(members, key=lambda trial, ranks=ranks: ranks[id(trial)])  # type: ignore[misc]
+        sections.append(Section(title=title, trials=tuple(ranked), methods=tuple(methods)))
     return sections
 
 
 def _groups(trials: Iterable[Trial]) -> list[list[Trial]]:
     groups: dict[str, list[Trial]] = {}
-    willed, orphans = [], []
-    for trial in trials:
+    # What decides an option itself, and what failed before it had a configuration, joins a group of the others.
+    for trial in sorted(trials, key=lambda trial: 2 if not trial.config else _DECIDED in trial.policies):
         if not trial.config:
-            orphans.append(trial)
+            key = next(iter(groups), "")
         elif _DECIDED in trial.policies:
-            willed.append(trial)
+            key = _key({**_protocol(trial.config), _DECIDED: None})
+            key = next((other for other in groups if _key({**json.loads(other), _DECIDED: None}) == key), key)
         else:
-            groups.setdefault(json.dumps(_protocol(trial.config), sort_keys=True), []).append(trial)
-    for trial in willed:
-        # A method that decides an option itself belongs to what was run beside it under the option's other value.
-        own = {**_protocol(trial.config), _DECIDED: None}
-        beside = (key for key in groups if {**json.loads(key), _DECIDED: None} == json.loads(json.dumps(own)))
-        groups.setdefault(next(beside, json.dumps(own, sort_keys=True)), []).append(trial)
-    if orphans:
-        # So does what failed before it had a configuration.
-        groups.setdefault(next(iter(groups), ""), []).extend(orphans)
+            key = _key(_protocol(trial.config))
+        groups.setdefault(key, []).append(trial)
     return list(groups.values())
 
 
+def _key(protocol: Mapping[str, Any]) -> str:
+    return json.dumps(protocol, sort_keys=True)
+
+
 def _protocol(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration without the axes of a comparison, and without options that were not used: older results lack them."""
+    """Drop the axes of a comparison from a configuration, and options that were not used: older results lack them."""
     kept = {name: value for name, value in config.items() if name not in _AXES and value is not None}
     level = level_of(config)
     if level.heterogeneity is None:
@@ -261,7 +257,7 @@ def _protocol(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _titles(configs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """One per section; equal ones are told apart by the settings that differ."""
+    """Return one title per section; equal ones are told apart by the settings that differ."""
     plain = [_title(config) for config in configs]
     settings = [_flat(_protocol(config)) if config else {} for config in configs]
     titles = []
@@ -273,6 +269,7 @@ def _titles(configs: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _flat(values: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+    """Flatten nested settings: `{"a": {"b": 1}}` becomes `{"a.b": 1}`."""
     found: dict[str, Any] = {}
     for name, value in values.items():
         found.update(_flat(value, f"{path}{name}.") if isinstance(value, Mapping) else {path + name: value})
@@ -281,9 +278,9 @@ def _flat(values: Mapping[str, Any], path: str = "") -> dict[str, Any]:
 
 def _title(config: Mapping[str, Any]) -> str:
     about = config.get("experiment", {})
-    parts = [f"{about['model']} on {about['dataset']}"] if {"model", "dataset"} <= set(about) else ["runs"]
-    if "clients" in about:
-        parts.append(f"{about['clients']} clients")
-    if "rounds" in config:
-        parts.append(f"{config['rounds']} rounds")
-    return ", ".join(parts)
+    parts = [
+        f"{about['model']} on {about['dataset']}" if {"model", "dataset"} <= set(about) else "runs",
+        f"{about['clients']} clients" if "clients" in about else "",
+        f"{config['rounds']} rounds" if "rounds" in config else "",
+    ]
+    return ", ".join(filter(None, parts))

@@ -68,6 +68,6 @@ def tiny_config(*, rounds: int = 4, seed: int = 3) -> RunConfig:
 
 
 def tiny_client(id: int, folder: str | None = None) -> Client:
-    """One of `tiny_clients`, as a node of a deployment loads it; there are no files, so `folder` is not looked at."""
+    """Return one of `tiny_clients`, as a node of a deployment loads it; there are no files, so `folder` is not used."""
     del folder
     return tiny_clients()[id]

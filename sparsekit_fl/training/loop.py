@@ -55,7 +55,7 @@ class Examples:
         return len(self._targets)
 
     def batches(self, order: Tensor | None, bounds: Sequence[tuple[int, int]]) -> Iterator[Batch]:
-        """The examples in `order` (None: as stored), cut at `bounds` [start, stop)."""
+        """Return the examples in `order` (None: as stored), cut at `bounds` [start, stop)."""
         inputs, targets = self._inputs, self._targets
         if order is not None:
             # One gather per epoch, then batches are views.
@@ -152,7 +152,7 @@ class SgdStep:
         self._weight_decay = weight_decay
         self._clip = clip
         self.state: dict[Tensor, dict[str, Tensor]] = {}
-        """Leaf → name → tensor, as in a torch optimiser, so that a narrow_model can remask it."""
+        """Leaf → name → tensor, as in a torch optimiser, so that a narrow model can remask it."""
 
     def __call__(self, loss: Tensor, *, adjust: Callable[[list[Tensor], list[int]], list[Tensor]] | None = None) -> None:
         """Take one step down `loss`.

@@ -23,7 +23,7 @@ class _Part:
         self.is_view = all(torch.equal(index, torch.arange(index.numel())) for index in self._positions.values())
 
     def of(self, whole: Tensor) -> Tensor:
-        """The part of a tensor shaped like the leaf; shares its memory if `is_view`."""
+        """Return the part of a tensor shaped like the leaf; shares its memory if `is_view`."""
         for dim, index in self._positions.items():
             whole = whole.narrow(dim, 0, index.numel()) if self.is_view else whole.index_select(dim, index.to(whole.device))
         return whole
@@ -57,7 +57,7 @@ class NestedModule:
         mask: What the narrower module keeps; part of the narrow model's mask.
 
     Raises:
-        ForeignMaskError: the mask keeps a unit that the narrow_model does not, or belongs to another graph.
+        ForeignMaskError: the mask keeps a unit that the narrow model does not, or belongs to another graph.
     """
 
     def __init__(self, narrow_model: NarrowModel, mask: UnitMask) -> None:

@@ -59,6 +59,34 @@ def test_one_seed_without_a_folder(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--out DIR" in out
 
 
+def test_without_the_extra_results_and_table_stay_and_it_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    assert execute(["compare", "fedavg", "--seeds", "1", *TINY, "--out", str(tmp_path)]) == 0
+    captured = capsys.readouterr()
+    assert "personal accuracy" in captured.out
+    assert 'pip install "sparsekit-torch[report]"' in captured.err
+    assert f"`sparsekit report {tmp_path}`" in captured.err
+    assert json.loads((tmp_path / "compare.json").read_text())["methods"] == ["fedavg"]
+    assert (tmp_path / "fedavg-seed0/result.json").exists()
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_runs_of_version_0_1_whose_cohort_has_another_name_are_not_repeated(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["compare", "fedavg", "--seeds", "1", *TINY, "--out", str(tmp_path)]
+    assert execute([*command, "--json"]) == 0
+    path = tmp_path / "fedavg-seed0/result.json"
+    saved = json.loads(path.read_text())
+    saved["config"]["clients_per_round"] = saved["config"].pop("cohort")
+    path.write_text(json.dumps(saved))
+    capsys.readouterr()
+    assert execute(command) == 0
+    assert "fedavg, seed 0: finished before" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -113,7 +141,7 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return name
 
 
-def test_a_failed_cell_is_recorded_loses_no_other_and_is_tried_again(
+def test_a_failed_trial_is_recorded_loses_no_other_and_is_tried_again(
     mine: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = ["compare", f"{mine}:broken", "fedavg", "--seeds", "1", *TINY, "--out", str(tmp_path / "out")]
@@ -123,7 +151,7 @@ def test_a_failed_cell_is_recorded_loses_no_other_and_is_tried_again(
     assert "RuntimeError: no such luck" in captured.out
     assert "1/2 broken, seed 0: failed" in captured.err
     assert "2/2 fedavg, seed 0: finished" in captured.err
-    recorded = json.loads((tmp_path / "out/broken-seed0/cell.json").read_text())
+    recorded = json.loads((tmp_path / "out/broken-seed0/trial.json").read_text())
     assert "no such luck" in recorded["error"]
     assert recorded["config"]["rounds"] == 2
     assert "no such luck" in (tmp_path / "out/report.html").read_text()
@@ -136,7 +164,7 @@ def test_a_failed_cell_is_recorded_loses_no_other_and_is_tried_again(
     assert "2/2 fedavg, seed 0: finished before" in captured.err
     assert "broken ¹" in captured.out
     assert "¹ It breaks." in captured.out
-    assert not (tmp_path / "out/broken-seed0/cell.json").exists()
+    assert not (tmp_path / "out/broken-seed0/trial.json").exists()
 
 
 def test_several_at_a_time_give_the_same_numbers_and_survive_a_killed_process(
@@ -168,7 +196,7 @@ def test_several_at_a_time_give_the_same_numbers_and_survive_a_killed_process(
     assert [json.loads(line)["round"] for line in rounds] == [1, 2]
 
 
-def test_a_half_finished_cell_of_other_settings_is_refused_before_it_runs(
+def test_a_half_finished_trial_of_other_settings_is_refused_before_it_runs(
     mine: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     command = ["compare", f"{mine}:broken", "--seeds", "1", *TINY, "--out", str(tmp_path / "out")]

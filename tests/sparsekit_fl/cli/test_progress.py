@@ -71,7 +71,7 @@ def _trials(console: Console, *, quiet: bool = False) -> None:
         board.end("local, seed 0", Trial(method="local", seed=0, config={}, error="it [broke]"), ran=True)
 
 
-def test_a_comparison_shows_all_cells_those_that_run_and_a_line_for_each_that_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_comparison_shows_all_trials_those_that_run_and_a_line_for_each_that_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     # Drawing is limited to a few times a second, and this takes none.
     ticking = itertools.count()
     monkeypatch.setattr("sparsekit_fl.cli.progress.time.monotonic", lambda: float(next(ticking)))

@@ -15,8 +15,9 @@ from sparsekit.criteria.base import View
 from sparsekit.errors import NoUnitsError
 from sparsekit_fl.client.spec import RunSpec
 from sparsekit_fl.client.worker import WorkerState
-from sparsekit_fl.methods import efd, fedavg, fedmp, fedrolex, fjord, flst, heterofl, rcr_dyn
+from sparsekit_fl.methods import efd, fedavg, fedmp, fedrolex, fjord, heterofl
 from sparsekit_fl.methods.fjord import OrderedDropoutSgd
+from sparsekit_fl.paper.ablations import flst, rcr_dyn
 from sparsekit_fl.policies.learnable import LearnableSgd
 from sparsekit_fl.policies.mask import RoundView
 from sparsekit_fl.policies.personal import GlobalModel

@@ -9,10 +9,11 @@ import torch
 
 from sparsekit.errors import InvalidValueError
 from sparsekit.training.regularizer import ImportanceRegularizer
+from sparsekit_fl import methods
 from sparsekit_fl.client.spec import RunSpec
-from sparsekit_fl.methods import (
-    fedavg,
-    fedlps,
+from sparsekit_fl.methods import fedavg, fedlps
+from sparsekit_fl.paper.ablations import (
+    ProximalSgd,
     fedlps_magnitude,
     fedlps_ordered,
     fedlps_random,
@@ -22,7 +23,6 @@ from sparsekit_fl.methods import (
     rcr_dyn,
     rcr_fix,
 )
-from sparsekit_fl.paper.ablations import ProximalSgd
 from sparsekit_fl.policies.learnable import LearnableSgd
 from sparsekit_fl.policies.personal import GlobalModel
 from sparsekit_fl.policies.ratio import Full
@@ -171,3 +171,10 @@ def test_the_proximal_term_is_that_of_the_learning_client() -> None:
 def test_a_negative_pull_is_refused() -> None:
     with pytest.raises(InvalidValueError, match="proximal"):
         ProximalSgd(-1.0)
+
+
+def test_they_are_found_by_name_like_the_methods_of_any_package() -> None:
+    assert methods.registry["flst"] is flst
+    assert "flst" not in methods.registry._table
+    with pytest.warns(DeprecationWarning, match=r"use sparsekit_fl\.methods\.registry\['fedlps-ordered'\]"):
+        assert methods.fedlps_ordered is fedlps_ordered

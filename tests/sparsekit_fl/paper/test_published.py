@@ -16,19 +16,18 @@ from sparsekit.errors import DataError
 from sparsekit_fl.methods import registry
 from sparsekit_fl.paper.published import (
     UNEXPLAINED,
-    Beside,
-    beside_published,
+    Published,
     in_published_order,
-    published_csv,
-    show_published,
+    published_beside,
 )
+from sparsekit_fl.paper.tables import published_csv, show_published
 from sparsekit_fl.report.comparison import Comparison
 from sparsekit_fl.report.trials import Trial, sections_of
 
 
-def _beside(*results: dict[str, Any], folder: Path | None = None) -> list[Beside]:
+def _beside(*results: dict[str, Any], folder: Path | None = None) -> list[Published]:
     (section,) = sections_of(map(Trial.of, results))
-    return beside_published(Comparison(section), folder=folder)
+    return published_beside(Comparison(section), folder=folder)
 
 
 def _fedavg(accuracy: float, seed: int = 0, **more: Any) -> dict[str, Any]:
@@ -58,13 +57,13 @@ def test_an_accuracy_is_flagged_beyond_two_deviations_of_both_together() -> None
     assert outside.accuracy.difference == pytest.approx(2.29)
     # Two seeds at 90 and 92 %: deviation 1.414, together 1.817, so 91 is within 88.15 ± 3.63.
     (spread,) = _beside(_fedavg(0.90), _fedavg(0.92, 1))
-    assert spread.accuracy.ours.mean == pytest.approx(91.0)
+    assert spread.accuracy.mean == pytest.approx(91.0)
     assert not spread.accuracy.flagged
 
 
 def test_flops_are_flagged_beyond_the_rounding_of_the_table() -> None:
     (exact,), (other,) = _beside(_fedavg(0.88)), _beside(_fedavg(0.88, flops_rowmask=2.86e12))
-    assert exact.flops.ours.mean == pytest.approx(2.788128)
+    assert exact.flops.mean == pytest.approx(2.788128)
     assert not exact.flops.flagged
     assert other.flops.flagged
     assert other.flops.reason == UNEXPLAINED
@@ -93,7 +92,7 @@ def test_other_data_and_other_levels_have_no_published_numbers() -> None:
     assert _beside(result("fedavg", dataset="digits")) == []
     assert _beside(result("fedavg", lack_classes=8)) == []
     low = _beside(result("fedavg", heterogeneity="low"), result("fedavg", accuracies={100: 0.8}))
-    assert [row.accuracy.ours.mean for row in low] == [80.0]
+    assert [row.accuracy.mean for row in low] == [80.0]
 
 
 def test_another_protocol_is_the_reason_before_any_other() -> None:

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparsekit.errors import InvalidValueError
-from sparsekit_fl.paper.presets import build_problem, preset_for
+from sparsekit_fl.experiment.build import build_problem
+from sparsekit_fl.paper.presets import preset_for
 from sparsekit_fl.partition.pathological import lacking
 
 

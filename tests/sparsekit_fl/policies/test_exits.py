@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from functools import partial
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from sparsekit.errors import InvalidValueError
 from sparsekit_fl.models.cnn import Cnn
 from sparsekit_fl.models.lstm import NextWordLstm
 from sparsekit_fl.models.vgg import vgg11
-from sparsekit_fl.policies.exits import ExitsFactory, WithExits, place_exits
+from sparsekit_fl.policies.exits import WithExits, build_with_exits, place_exits
 
 
 class Residual(nn.Module):
@@ -147,7 +148,7 @@ def test_models_without_a_place_are_refused(model, inputs, reason) -> None:
 
 
 def test_factories_and_models_can_be_copied_and_sent() -> None:
-    factory = ExitsFactory(Residual, (torch.zeros(2, 3, 8, 8),), 5)
+    factory = partial(build_with_exits, Residual, (torch.zeros(2, 3, 8, 8),), 5)
     again = pickle.loads(pickle.dumps(factory))()
     assert isinstance(again, WithExits)
     copied = copy.deepcopy(again)

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from sparsekit.errors import DataError, InvalidValueError
-from sparsekit_fl.report.figure import curves_of, draw, main
+from sparsekit_fl.report.curves import curves_of
+from sparsekit_fl.report.figure import draw, main
 
 
 def _result(method: str, seed: int, accuracies: dict[int, float]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import pytest
 from saved_results import result
 
 from sparsekit_fl.report.comparison import Comparison
-from sparsekit_fl.report.latex import latex_escape, latex_table
+from sparsekit_fl.report.text import latex_escape, latex_table
 from sparsekit_fl.report.trials import Trial, sections_of
 
 NASTY = "a_b & 100% of #1 {$x^2$} ~ <c> \\d ± – µ 木"

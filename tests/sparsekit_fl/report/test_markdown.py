@@ -6,27 +6,28 @@ from typing import Any
 
 from saved_results import result
 
-from sparsekit_fl.paper.published import beside_published
+from sparsekit_fl.paper.published import published_beside
+from sparsekit_fl.paper.tables import page_of
 from sparsekit_fl.report.comparison import Comparison
-from sparsekit_fl.report.markdown import markdown_table
+from sparsekit_fl.report.text import markdown_table
 from sparsekit_fl.report.trials import Trial, sections_of
 
 
 def _table(*results: dict[str, Any]) -> list[list[str]]:
     (section,) = sections_of(map(Trial.of, results))
     comparison = Comparison(section)
-    lines = markdown_table(comparison, beside_published(comparison)).splitlines()
-    return [[trial.strip() for trial in line.strip("|").split(" | ")] for line in lines if line.startswith("|")]
+    lines = markdown_table(comparison, page_of(published_beside(comparison))).splitlines()
+    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines if line.startswith("|")]
 
 
 def test_each_method_has_a_line_with_the_published_numbers_last() -> None:
     head, rule, *rows = _table(result("fedavg", 0), result("fedavg", 1), result("mine"))
     assert head[-2:] == ["published accuracy, %", "published FLOPs"]
     assert {len(line) for line in (head, rule, *rows)} == {len(head)}
-    trials = {row[0]: row for row in rows}
-    assert trials["fedavg"][-2:] == ["88.15 ± 1.14", "2.8T"]
-    assert trials["fedavg"][1] == "75.0 ± 0.0%"
-    assert trials["mine"][-2:] == ["–", "–"]
+    lines = {row[0]: row for row in rows}
+    assert lines["fedavg"][-2:] == ["88.15 ± 1.14", "2.8T"]
+    assert lines["fedavg"][1] == "75.0 ± 0.0%"
+    assert lines["mine"][-2:] == ["–", "–"]
 
 
 def test_other_levels_of_heterogeneity_were_not_published_in_it() -> None:

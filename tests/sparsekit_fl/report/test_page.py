@@ -11,7 +11,7 @@ import pytest
 from browser import Browser, chromium
 from saved_results import result, save
 
-from sparsekit_fl.report.write import write_report
+from sparsekit_fl.cli.report import write_files
 
 NASTY = "own<b>&\"'method"
 
@@ -27,7 +27,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save(folder, {**odd, "method": "odd"})
     path = next(folder.glob("odd-*")) / "result.json"
     path.write_text(path.read_text().replace('"odd"', '"own<b>&\\"\'method"', 1))
-    write_report(folder)
+    write_files(folder)
     return folder / "report.html"
 
 

@@ -1,4 +1,4 @@
-"""Cells and sections: what a folder holds, and what may stand in one table."""
+"""Trials and sections: what a folder holds, and what may stand in one table."""
 
 from __future__ import annotations
 
@@ -84,6 +84,13 @@ def test_a_result_saved_before_an_option_existed_stands_with_those_that_did_not_
     assert len(sections_of(map(Trial.of, (result("a"), used)))) == 2
 
 
+def test_a_result_that_counts_clients_per_round_stands_with_those_that_call_it_a_cohort() -> None:
+    older = result("a", 1)
+    older["config"]["clients_per_round"] = older["config"].pop("cohort")
+    (section,) = sections_of(map(Trial.of, (older, result("a"))))
+    assert [trial.config["cohort"] for trial in section.trials] == [10, 10]
+
+
 def test_results_under_other_names_and_a_single_run_are_found(tmp_path: Path) -> None:
     (tmp_path / "mnist-a.json").write_text(json.dumps(result("a")))
     (tmp_path / "compare.json").write_text("{}")
@@ -95,12 +102,13 @@ def test_results_under_other_names_and_a_single_run_are_found(tmp_path: Path) ->
     assert [trial.method for trial in collect(single)] == ["b"]
 
 
-def test_failed_and_unfinished_cells_are_told_apart(tmp_path: Path) -> None:
+@pytest.mark.parametrize("file", ["trial.json", "cell.json"])
+def test_failed_and_unfinished_trials_are_told_apart(file: str, tmp_path: Path) -> None:
     save(tmp_path, result("a"))
     for name, error in (("b", "it broke"), ("c", None)):
         (tmp_path / name).mkdir()
         raw = {"method": name, "seed": 0, "config": result(name)["config"], "policies": {}, "error": error}
-        (tmp_path / name / "cell.json").write_text(json.dumps(raw))
+        (tmp_path / name / file).write_text(json.dumps(raw))
     (section,) = sections_of(collect(tmp_path))
     assert [trial.method for trial in section.finished] == ["a"]
     assert [(trial.method, trial.error) for trial in section.failed] == [("b", "it broke")]
@@ -119,7 +127,7 @@ def test_what_failed_before_it_had_settings_stands_with_what_was_run_beside_it()
 def test_a_folder_without_results_or_with_damaged_ones_is_refused(content: str | None, tmp_path: Path) -> None:
     if content is not None:
         (tmp_path / "a").mkdir()
-        (tmp_path / "a/cell.json").write_text(content)
+        (tmp_path / "a/trial.json").write_text(content)
     with pytest.raises(DataError, match="holds no result" if content is None else "is damaged"):
         collect(tmp_path)
     with pytest.raises(DataError, match="is not a folder"):

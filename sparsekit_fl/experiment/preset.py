@@ -1,0 +1,44 @@
+"""Preset: the settings of one experiment, as names and numbers. Reading one imports neither data nor models."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from sparsekit_fl.options.config import HETEROGENEITY, TrainingConfig
+
+__all__ = ["Preset"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preset:
+    """The settings of one experiment.
+
+    Args:
+        name: The value of `--preset`.
+        dataset: Name in the registry of data sets, or `package.module:factory`.
+        model: Name in the registry of models, or `package.module:factory`.
+        clients: Number of clients, K.
+        cohort: Size of the cohort, C.
+        rounds: Number of rounds, R.
+        training: Options of a client's training.
+        partition: Name in the registry of partitions; None takes natural for data with owners, else pathological.
+        options: Keywords for the partition.
+        capability: Draw the clients' levels in every round, or once.
+        capability_levels: The levels to draw from.
+        source: Origin of the numbers.
+    """
+
+    name: str
+    dataset: str
+    model: str
+    clients: int
+    cohort: int = 10
+    rounds: int = 100
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    partition: str | None = "pathological"
+    options: Mapping[str, object] = field(default_factory=dict)
+    capability: Literal["fixed", "dynamic"] = "dynamic"
+    capability_levels: tuple[float, ...] = HETEROGENEITY["high"]
+    source: str = ""

@@ -1,0 +1,73 @@
+"""Curves of saved results: accuracy over rounds, FLOPs and simulated time, as means over seeds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from sparsekit.errors import DataError
+
+__all__ = ["Curve", "curves_of"]
+
+
+@dataclass(frozen=True, eq=False)
+class Curve:
+    """One method: means over its runs at the rounds in which all of them were evaluated.
+
+    Args:
+        method: Name of the method.
+        rounds: int (points,).
+        flops: float (points,), compact, of the run so far.
+        seconds: float (points,), simulated, of the run so far; NaN where the results have none.
+        accuracy: float (points,), personal, in [0, 1].
+        deviation: float (points,), over runs; zeros for a single one.
+        runs: Number of runs.
+    """
+
+    method: str
+    rounds: np.ndarray[Any, Any]
+    flops: np.ndarray[Any, Any]
+    seconds: np.ndarray[Any, Any]
+    accuracy: np.ndarray[Any, Any]
+    deviation: np.ndarray[Any, Any]
+    runs: int
+
+
+def _points(result: Mapping[str, Any]) -> dict[int, tuple[float, float, float]]:
+    """Map each evaluated round to (FLOPs so far, personal accuracy, simulated seconds so far)."""
+    found = {}
+    for record in result["rounds"]:
+        accuracy = ((record["evaluation"] or {}).get("personal") or {}).get("accuracy")
+        if accuracy is not None:
+            cost = record["cost"]
+            seconds = float(cost.get("simulated_seconds", math.nan))
+            found[int(record["round"])] = float(cost["flops_compact"]), float(accuracy), seconds
+    return found
+
+
+def curves_of(results: Sequence[Mapping[str, Any]]) -> list[Curve]:
+    """Group results by method, in the order in which methods first appear.
+
+    Args:
+        results: As in `result.json`.
+
+    Raises:
+        DataError: a method has no round in which all its runs were evaluated.
+    """
+    groups: dict[str, list[dict[int, tuple[float, float, float]]]] = {}
+    for result in results:
+        groups.setdefault(str(result["method"]), []).append(_points(result))
+    curves = []
+    for method, runs in groups.items():
+        rounds = sorted(set.intersection(*map(set, runs)))
+        if not rounds:
+            raise DataError(f"the runs of {method!r} have no scored round in common; run them with one --eval-every")
+        table = np.array([[run[round] for round in rounds] for run in runs])
+        flops, accuracy, seconds = table.mean(0).T
+        deviation = table[:, :, 1].std(0, ddof=1) if len(runs) > 1 else np.zeros(len(rounds))
+        curves.append(Curve(method, np.array(rounds), flops, seconds, accuracy, deviation, len(runs)))
+    return curves

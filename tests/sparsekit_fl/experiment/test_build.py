@@ -1,0 +1,139 @@
+"""build_problem: data, partition and model by name, from the registries or from a factory."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from sparsekit.errors import DataError, InvalidValueError
+from sparsekit_fl.datasets import datasets
+from sparsekit_fl.datasets.base import DataSource
+from sparsekit_fl.experiment.build import build_problem
+from sparsekit_fl.paper.presets import preset_for
+from sparsekit_fl.problem.clients import Client, ClientData
+from sparsekit_fl.problem.data import TensorData
+from sparsekit_fl.problem.problem import Problem
+
+
+@pytest.fixture
+def own(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    module = ModuleType("own_things")
+    monkeypatch.setitem(sys.modules, "own_things", module)
+    return module
+
+
+def test_without_options_the_digits_are_dealt_to_a_small_cnn() -> None:
+    problem, clients = build_problem(preset_for())
+    assert [client.id for client in clients] == list(range(20))
+    assert {len(client.data.train) for client in clients} == {44}
+    assert {len(client.data.val) for client in clients} == {6}
+    assert problem.example_inputs[0].shape == (1, 1, 28, 28)
+    outputs = problem.model()(*problem.materialise(clients[0].data.train).inputs)
+    assert outputs.shape == (44, 10)
+    assert {client.capability.ratio for client in clients} == {1.0}
+
+
+def test_the_digits_fit_vgg() -> None:
+    problem, clients = build_problem(preset_for(), model="vgg11")
+    assert problem.materialise(clients[0].data.val).inputs[0].shape == (6, 3, 32, 32)
+
+
+def test_the_seed_alone_decides_who_gets_what() -> None:
+    def rows(seed: int) -> list[list[int]]:
+        return [client.data.train.index.tolist() for client in build_problem(preset_for(), seed=seed)[1]]
+
+    assert rows(1) == rows(1)
+    assert rows(1) != rows(2)
+
+
+def test_more_clients_get_smaller_shards() -> None:
+    _, clients = build_problem(preset_for(), clients=50)
+    assert len(clients) == 50
+    assert len(clients[0].data.train) + len(clients[0].data.val) == 28
+
+
+def test_another_partition_starts_from_its_own_defaults() -> None:
+    _, clients = build_problem(preset_for(), partition="dirichlet", clients=5, options={"alpha": 10.0})
+    assert sum(len(client.data.train) + len(client.data.val) for client in clients) == 1437
+
+
+def test_a_thousand_clients_cost_their_indices() -> None:
+    source = DataSource(
+        name="big", kind="image", classes=10, mean=(0.5,), std=(0.5,),
+        train=TensorData((torch.zeros(20_000, 1, 8, 8, dtype=torch.uint8),), torch.arange(20_000) % 10),
+        test=TensorData((torch.zeros(500, 1, 8, 8, dtype=torch.uint8),), torch.arange(500) % 10),
+    )  # fmt: skip
+    module = ModuleType("big_things")
+    module.load = lambda: source  # type: ignore[attr-defined]
+    sys.modules["big_things"] = module
+    try:
+        _, clients = build_problem(preset_for(dataset="big_things:load"), clients=1000, model="cnn")
+    finally:
+        del sys.modules["big_things"]
+    assert {client.data.train.inputs[0].data_ptr() for client in clients} == {source.train.inputs[0].data_ptr()}
+    assert max(client.data.train.index.untyped_storage().nbytes() for client in clients) < 1000
+
+
+def test_an_option_that_the_partition_does_not_have_is_refused() -> None:
+    with pytest.raises(InvalidValueError, match="no option 'alfa'; did you mean 'alpha'"):
+        build_problem(preset_for(), partition="dirichlet", options={"alfa": 1})
+
+
+def test_a_model_for_other_data_is_refused() -> None:
+    with pytest.raises(DataError, match="'lstm' takes token ids, the data are images"):
+        build_problem(preset_for(), model="lstm")
+
+
+def test_a_model_factory_with_too_few_classes_is_refused(own: ModuleType) -> None:
+    own.build = lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 1))  # type: ignore[attr-defined]
+    with pytest.raises(DataError, match="but the model has 1 outputs"):
+        build_problem(preset_for(), model="own_things:build")
+    own.build = lambda classes: nn.Sequential(nn.Flatten(), nn.Linear(64, classes))  # type: ignore[attr-defined]
+    problem, _ = build_problem(preset_for(), model="own_things:build")
+    assert problem.example_inputs[0].shape == (1, 1, 8, 8)
+
+
+def test_a_data_factory_may_bring_problem_and_clients(own: ModuleType) -> None:
+    split = TensorData((torch.zeros(2, 3),), torch.tensor([0, 1]))
+    problem = Problem(model=lambda: nn.Linear(3, 2), example_inputs=(torch.zeros(1, 3),))
+
+    def load(root: Path | None, seed: int) -> tuple[Problem, list[Client]]:
+        assert (root, seed) == (Path("there"), 4)
+        return problem, [Client(id=0, data=ClientData(split, split, split))]
+
+    own.load = load  # type: ignore[attr-defined]
+    preset = preset_for(dataset="own_things:load")
+    assert build_problem(preset, data_dir="there", seed=4)[0] is problem
+    with pytest.raises(InvalidValueError, match="model, clients cannot be changed"):
+        build_problem(preset, data_dir="there", seed=4, model="cnn", clients=3)
+
+
+@pytest.mark.parametrize("wrong", [lambda: 3, lambda: (1, 2), 5])
+def test_a_data_factory_that_gives_something_else_is_refused(own: ModuleType, wrong: Any) -> None:
+    own.load = wrong  # type: ignore[attr-defined]
+    with pytest.raises(InvalidValueError, match=r"must (return|be a function)"):
+        build_problem(preset_for(dataset="own_things:load"))
+
+
+def test_a_source_with_owners_is_dealt_by_owner(own: ModuleType) -> None:
+    source = datasets["digits"](None)
+    own.load = lambda: DataSource(  # type: ignore[attr-defined]
+        name="owned", kind="image", train=source.train, test=None, classes=10, mean=source.mean, std=source.std,
+        owners=torch.arange(1437) % 30, owner_names=tuple(map(str, range(30))),
+    )  # fmt: skip
+    _, clients = build_problem(preset_for(dataset="own_things:load"), model="cnn")
+    assert [len(client.data.train) + len(client.data.val) + len(client.data.test) for client in clients] == [48] * 20
+
+
+def test_speakers_become_clients_of_the_lstm(data_dir: Path) -> None:
+    problem, clients = build_problem(preset_for(dataset="shakespeare"), data_dir=data_dir, clients=20)
+    data = problem.materialise(clients[0].data.train)
+    assert data.inputs[0].shape[1:] == data.targets.shape[1:] == (9,)
+    assert data.inputs[0].dtype == torch.int64
+    assert sum(parameter.numel() for parameter in problem.model().parameters()) == 2_845_392
