@@ -6,8 +6,9 @@ file mentions a private name of torch.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -31,7 +32,9 @@ __all__ = [
     "ParametrizedWeightNorm",
     "buffers_of",
     "channel_axis",
+    "eager",
     "flat_weights",
+    "identity",
     "operator_packet",
     "operator_schema",
     "parameters_of",
@@ -44,6 +47,7 @@ __all__ = [
     "storage_id",
     "tree_leaves",
     "tree_map_only",
+    "without_compiler",
     "without_fast_path",
 ]
 
@@ -123,6 +127,22 @@ def set_packed_projections(module: nn.MultiheadAttention, packed: bool) -> None:
 def channel_axis(module: InstanceNorm, rank: int) -> int:
     """The axis of channels of an input of `rank` axes, which may come without an axis of examples."""
     return 0 if rank == module._get_no_batch_dim() else 1
+
+
+def identity(tensor: Tensor) -> tuple[int, int]:
+    """What changes when the values of a tensor do: the number of its changes in place, and where it lies in memory."""
+    return tensor._version, tensor.data_ptr()
+
+
+def without_compiler(model: nn.Module) -> nn.Module:
+    """The module that torch.compile wraps, or the module itself."""
+    inner = getattr(model, "_orig_mod", None)
+    return inner if isinstance(inner, nn.Module) else model
+
+
+def eager() -> AbstractContextManager[Any]:
+    """A context in which compiled modules run as they are written; it does not import the compiler."""
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 def storage_id(tensor: Tensor) -> int:

@@ -48,7 +48,7 @@ def write_file(path: Path, entries: StateDict, spec: Mapping[str, Any]) -> None:
 
 
 def _apart(entries: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The entries on the CPU; of those that lie in the same memory all but the first are copied, as the format wants."""
+    """Return the entries on the CPU, without shared memory: the format allows none, so all but the first are copied."""
     seen: set[int] = set()
     tensors: dict[str, Tensor] = {}
     for name, entry in entries.items():
@@ -96,7 +96,7 @@ def read_file(path: Path, *, tensors: bool = True) -> tuple[dict[str, Tensor], d
 
 @contextlib.contextmanager
 def damage(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Say of whatever a description lacks that the file is damaged."""
+    """Turn every error in reading a description into one that says that the file is damaged."""
     try:
         yield
     except SparsekitError:
@@ -111,13 +111,13 @@ def pack_mask(keep: Tensor) -> str:
 
 
 def unpack_mask(bits: str, size: int) -> Tensor:
-    """What `pack_mask` packed, bool (size,)."""
+    """Read what `pack_mask` wrote: bool (size,)."""
     packed = np.frombuffer(base64.b64decode(bits), dtype=np.uint8)
     return torch.from_numpy(np.unpackbits(packed, count=size).astype(bool))
 
 
 def digest(graph: UnitGraph) -> str:
-    """SHA-256 over all that a mask means: shapes, groups and their slices."""
+    """Return the SHA-256 of all that gives a mask its meaning: shapes, groups and their slices."""
     sha = hashlib.sha256(repr([(name, tuple(shape)) for name, shape in graph.shapes.items()]).encode())
     for group in graph.groups.values():
         sha.update(repr((group.name, group.size)).encode())

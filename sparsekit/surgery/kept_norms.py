@@ -26,7 +26,7 @@ __all__ = ["KeptNorms", "NormMode", "kept_norms"]
 
 
 class NormMode(TorchFunctionMode):
-    """Meets every averaging call of a model with the name of the module that makes it and its number in that module."""
+    """Intercept every averaging call of a model, with the name of its module and its number within that module."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class NormMode(TorchFunctionMode):
 
     @abstractmethod
     def meet(self, module: str, number: int, call: NormCall, plain: Callable[[], Any]) -> Any:
-        """Answer an averaging call; `plain()` is what it returns by itself."""
+        """Compute an averaging call; `plain()` computes it as it stands."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -62,7 +62,7 @@ class NormMode(TorchFunctionMode):
             self._frames.pop()
 
     def patch(self, module: nn.Module, name: str) -> None:
-        """Let every forward pass of `module`, a private copy, be met under its name."""
+        """Intercept the calls in every forward pass of `module`, a private copy, under its name."""
         before = module.__dict__.get("forward")
         self._patched.append((module, before))
         object.__setattr__(module, "forward", functools.partial(_framed, self, name, module, before))
@@ -87,9 +87,9 @@ _FUSED = (nn.TransformerEncoderLayer, nn.TransformerEncoder)
 
 
 class KeptNorms(NormMode):
-    """Lets the norms of a dense module leave dropped units out. Installed once; the mask can change from pass to pass.
+    """Let the norms of a dense module leave out dropped units. Installed once; the mask can change between passes.
 
-    Patched rather than active around a pass, so that checkpointed parts which run again in the backward pass obey too.
+    Modules are patched, since checkpointed parts run again in the backward pass, where no context is active.
 
     Args:
         model: A dense module, a private copy, with the module names of the model that was traced.
@@ -113,11 +113,11 @@ class KeptNorms(NormMode):
                 self.patch(module, name)
 
     def set_mask(self, keep: Mapping[str, Tensor]) -> None:
-        """Say what is kept: group name → bool (units,)."""
+        """Set what is kept: group name → bool (units,)."""
         self._stays = {key: site.stays(keep) for key, site in self._sites.items()}
 
     def meet(self, module: str, number: int, call: NormCall, plain: Callable[[], Any]) -> Any:
-        """Compute over the kept positions where units were traced, else as ever."""
+        """Compute over the kept positions where units were traced, else plainly."""
         site, stays = self._sites.get((module, number)), self._stays.get((module, number))
         if site is None or stays is None or bool(stays.all()):
             return plain()

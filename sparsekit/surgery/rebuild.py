@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sparsekit._torch import refresh_flat_weights
 from sparsekit.errors import ForeignMaskError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.index import cut_axes, gather, narrow_shape
@@ -34,8 +35,8 @@ def named_entries(model: nn.Module) -> dict[str, Tensor]:
 def copy_with(model: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
     """A deep copy of `model` in which some state entries are replaced; everything else is copied.
 
-    The replaced tensors themselves are not copied, so this costs little where they are most of the model. Wherever the
-    model refers to an entry (a second, tied name, a list of flat weights), the copy refers to the replacement.
+    Replaced tensors are not copied, so that this is cheap where they are most of the model. Every reference to an entry (a
+    second, tied name, a list of flat weights) becomes a reference to its replacement.
 
     Args:
         model: Not changed.
@@ -47,7 +48,7 @@ def copy_with(model: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
     memo: dict[int, object] = {}
     for module in model.modules():
         if isinstance(module, nn.RNNBase):
-            module._update_flat_weights()  # its list may be that of an earlier pass; copying a module does this too
+            refresh_flat_weights(module)  # its list may be that of an earlier pass; copying a module does this too
         for held in vars(module).values():
             for value in held if isinstance(held, list) else (held,):
                 if isinstance(value, Tensor) and not value.is_leaf:
@@ -64,9 +65,9 @@ _PROTOCOL = ("__deepcopy__", "__reduce_ex__", "__reduce__", "__getnewargs__", "_
 
 
 def _copy_plain_modules(model: nn.Module, memo: dict[int, object]) -> None:
-    """Do what deepcopy does to modules that follow its protocol as `nn.Module` does, and enter the copies into `memo`.
+    """Copy modules that use the copy protocol of `nn.Module` as deepcopy would, and enter the copies into `memo`.
 
-    Most of what deepcopy meets in a module are a dozen empty tables of hooks, each rebuilt the long way.
+    A module is mostly a dozen empty tables of hooks, each of which deepcopy would rebuild the long way.
     """
     for module in reversed(list(model.modules())):  # children first, so that their parents find them in `memo`
         kind = type(module)
@@ -153,7 +154,7 @@ def narrow_module(
     resize(small, rules)
     set_sizes(small, graph, {name: int(stays.sum()) for name, stays in keep.items()})
     entries = named_entries(small)
-    # A fused kernel that is handed wrong shapes reads past its buffers, so nothing is left to chance here.
+    # A fused kernel that gets wrong shapes reads past its buffers, so all shapes are checked.
     for name, dense in graph.shapes.items():
         expected = narrow_shape(dense, indices.get(name, {}))
         if name not in entries or entries[name].shape != expected:

@@ -2,8 +2,8 @@
 
 The file is one `.safetensors` file: the narrow tensors, and in its header a JSON text that says what the modules are:
 their class names, their plain attributes (`out_channels`, `num_heads`, `eps`, …), which parameters are tied or do not
-train, and, where it is known, the mask. One file can be moved and renamed without losing a part, and every tool that
-reads safetensors reads the tensors. Nothing in it can run: the classes come from the factory that the reader passes.
+train, and, where it is known, the mask. A single file can be moved and renamed without losing a part, and every tool for
+safetensors can read the tensors. Nothing in the file can run: the classes come from the factory that the reader passes.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 import torch
 from torch import Tensor, nn
 
+from sparsekit._torch import without_compiler
 from sparsekit.errors import CompactFileError, ForeignMaskError, InvalidValueError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.index import narrow_shape
@@ -168,12 +169,11 @@ def load_mask(path: str | os.PathLike[str], graph: UnitGraph) -> UnitMask:
 def _plain(model: object) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise InvalidValueError(f"expected a torch.nn.Module, got {type(model).__name__}; pass what compact() returned")
-    inner = getattr(model, "_orig_mod", None)  # what torch.compile wraps
-    return inner if isinstance(inner, nn.Module) else model
+    return without_compiler(model)
 
 
 def _entries(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Every tensor of the state once, and second name → first name of the tied ones."""
+    """Return every tensor of the state once, and second name → first name of the tied ones."""
     strange = [name for name, value in model.state_dict(keep_vars=True).items() if not isinstance(value, Tensor)]
     if strange:
         raise InvalidValueError(
@@ -201,7 +201,7 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
 
 
 def _set_attributes(module: nn.Module, attributes: Mapping[str, Any]) -> None:
-    """Set what differs; only attributes that the module has, from plain value to plain value."""
+    """Set the attributes that differ, if the module has them and both values are plain."""
     own = _attributes(module)
     for name, value in attributes.items():
         if name in own and _is_plain(value) and (saved := _like(own[name], value)) != own[name]:

@@ -1,15 +1,14 @@
-"""Passes of the dense model from a compact narrow_model: what dropped units would do is only seen there."""
+"""DenseModel: passes of the dense model while its narrow copy trains; only there do dropped units have an effect."""
 
 from __future__ import annotations
 
-import contextlib
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from sparsekit._torch import buffers_of, eager, parameters_of, reset_flat_weights
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.mask import UnitMask
 from sparsekit.graph.state import StateDict
@@ -22,9 +21,9 @@ __all__ = ["DenseModel", "dense_skeleton", "straight_through_gates"]
 
 
 def dense_skeleton(module: nn.Module, graph: UnitGraph) -> nn.Module:
-    """A copy of a narrow module with the dense sizes and no memory for its state, which must be given at each call.
+    """Copy a narrow module with the dense sizes, but without memory for its state, which each call must bring.
 
-    What is not in the state (a buffer that is not saved, a tensor in an attribute) is copied.
+    Tensors outside the state (a buffer that is not saved, a tensor in an attribute) are copied.
     """
     entries = named_entries(module)
     dense = {name: torch.empty(shape, device="meta", dtype=entries[name].dtype) for name, shape in graph.shapes.items()}
@@ -37,8 +36,8 @@ def dense_skeleton(module: nn.Module, graph: UnitGraph) -> nn.Module:
 class DenseModel:
     """The dense model under a mask, as a function of its state.
 
-    The state of a call stays in place until the next one, so that checkpointed parts, which run again in the backward
-    pass, see the same gated entries; `torch.func.functional_call` would have put the module's own back by then.
+    The state of a call stays in place until the next call, so that checkpointed parts, which run again in the backward
+    pass, see the same gated entries. `torch.func.functional_call` restores the module's own state too early for that.
 
     Args:
         module: Narrow or dense; copied, with the names of the model that was traced.
@@ -54,21 +53,21 @@ class DenseModel:
             owner_name, _, attribute = name.rpartition(".")
             self._places[name] = modules[owner_name], attribute
         for owner, attribute in self._places.values():
-            owner._parameters.pop(attribute, None)
-            owner._buffers.pop(attribute, None)
+            parameters_of(owner).pop(attribute, None)
+            buffers_of(owner).pop(attribute, None)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the state of the last call, which belongs to a backward pass."""
+        """Leave out the state of the last call, which belongs to a backward pass."""
         for owner, attribute in self._places.values():
             owner.__dict__.pop(attribute, None)
-        self._refresh_recurrent()
+        self._sync_recurrent()
         return vars(self)
 
-    def _refresh_recurrent(self) -> None:
-        """Recurrent layers keep a list of their weights."""
+    def _sync_recurrent(self) -> None:
+        """Renew the list of weights that every recurrent layer keeps."""
         for module in self._module.modules():
             if isinstance(module, nn.RNNBase):
-                module._init_flat_weights()
+                reset_flat_weights(module)
 
     def call(self, state: StateDict, mask: UnitMask, like: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run the model.
@@ -76,7 +75,7 @@ class DenseModel:
         Args:
             state: Dense, gated. Its buffers are written to, as in any forward pass.
             mask: What is kept, for norms that leave out the rest.
-            like: The module whose training modes count.
+            like: A module of the same structure; its training modes are used.
             args: Positional arguments.
             kwargs: Keyword arguments.
         """
@@ -84,16 +83,15 @@ class DenseModel:
             own.training = other.training
         for name, (owner, attribute) in self._places.items():
             owner.__dict__[attribute] = state[name]
-        self._refresh_recurrent()
+        self._sync_recurrent()
         self._norms.set_mask(mask)
-        # A compiled module is compiled for its narrow sizes; the odd dense pass is not worth another compilation.
-        compiled = "torch._dynamo" in sys.modules
-        with torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext():
+        # A compiled module is compiled for its narrow sizes; a rare dense pass is not worth another compilation.
+        with eager():
             return self._module(*args, **kwargs)
 
 
 def straight_through_gates(graph: UnitGraph, mask: UnitMask, scores: Tensor, explore: float) -> dict[str, Tensor]:
-    """0 or 1 by the mask, with a straight-through gradient to the scores: (units,) for each group."""
+    """Return gates of 0 or 1 by the mask, with a straight-through gradient to the scores: group name → (units,)."""
     gates: dict[str, Tensor] = {}
     parts = torch.split(scores, [group.size for group in graph.groups.values()])
     for name, score in zip(graph.groups, parts, strict=True):

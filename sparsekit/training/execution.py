@@ -1,7 +1,7 @@
 """Two ways to run a model under a unit mask: physically narrow, or dense with gates (the reference).
 
-Both define the same function, gradients and training: entries of dropped units, their optimiser state and their norm
-statistics stand still while they are dropped.
+Both define the same function, gradients and training: while a unit is dropped, its entries, their optimiser state and
+their norm statistics do not change.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class _GateGradient(torch.autograd.Function):
 
 
 class CompactExecution:
-    """The narrow module of a narrow_model: fast, the default."""
+    """Run the narrow module of a `NarrowModel`: fast, the default."""
 
     def __init__(self, model: nn.Module, graph: UnitGraph) -> None:
         self.graph = graph
@@ -173,11 +173,11 @@ class CompactExecution:
     def apply_to_tensors(self, function: Callable[[Tensor], Tensor]) -> None:
         self.narrow_model.apply_to_tensors(function)
         self.fused.apply_to_tensors(function)
-        self._dense = None  # may hold buffers that are not in the state
+        self._dense = None  # it may hold buffers that are not in the state
 
 
 class MaskedExecution:
-    """The dense module with gated entries: saves no time; the reference that compact execution is held against."""
+    """Run the dense module with gated entries. It saves no time; it is the reference for compact execution."""
 
     def __init__(self, model: nn.Module, graph: UnitGraph) -> None:
         self.graph = graph
@@ -248,17 +248,17 @@ class MaskedExecution:
                     yield value, dropped, first_value(optimizer, state_name)
 
     def before_step(self, optimizers: Sequence[Optimizer]) -> None:
-        """Remember what must stand still."""
+        """Save the values of dropped entries."""
         self._saved = {tensor.data_ptr(): tensor[dropped] for tensor, dropped, _ in self._standing(optimizers)}
 
     def after_step(self, optimizers: Sequence[Optimizer]) -> None:
-        """Put back what must stand still; state that the step has just made takes its first value there."""
+        """Restore the values of dropped entries; state that the step has just created gets its first value there."""
         for tensor, dropped, first in self._standing(optimizers):
             values = self._saved.get(tensor.data_ptr())
             tensor[dropped] = first if values is None else values
         self._saved = {}
 
     def apply_to_tensors(self, function: Callable[[Tensor], Tensor]) -> None:
-        """Everything is a parameter or a buffer of the module, but for what the dense copy holds beside its state."""
+        """Make the dense copy anew: it may hold tensors outside its state; all others are the module's own."""
         del function
         self._dense = DenseModel(self.module, self.graph)

@@ -7,13 +7,16 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+from sparsekit._torch import identity
 from sparsekit.allocation.choose import choose
 from sparsekit.allocation.uniform import Uniform, check_ratio
 from sparsekit.criteria.base import Criterion, View, score_units
 from sparsekit.criteria.learned import Learned
+from sparsekit.deprecations import PatternCriterion, renamed_attribute, renamed_keywords
 from sparsekit.errors import ForeignMaskError, InvalidValueError, UnsupportedModelError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.mask import UnitMask
@@ -33,8 +36,8 @@ class LearnableMask(nn.Module):
 
     The wrapped model is copied and never edited. Calling the mask runs the sparse model, by default as a physically
     narrow network; `parameters()` are the narrow weights and one vector of importance, for any torch optimiser. After
-    a step that changed the order of importance, the next call remasks: dropped units put by their weights and
-    optimiser state, units that enter get theirs back.
+    a step that changed the order of importance, the next call remasks: the weights and optimiser state of dropped units
+    are saved, those of entering units are restored.
 
     ```python
     masked = LearnableMask(model, (images[:1],), ratio=0.25)
@@ -45,8 +48,8 @@ class LearnableMask(nn.Module):
     small = masked.compact()
     ```
 
-    Parts of the model may be checkpointed, with `use_reentrant=False`: a reentrant checkpoint trains the weights inside of it
-    as ever, but the importance of units that are read only there then learns from the regulariser alone.
+    Parts of the model may be checkpointed, with `use_reentrant=False`. A reentrant checkpoint trains the weights inside it
+    as usual, but the importance of units that are read only there then learns from the regulariser alone.
 
     Args:
         model: Any module; copied.
@@ -58,12 +61,12 @@ class LearnableMask(nn.Module):
             itself; any other one when the ratio changes or `resample` is called.
         ratio: Share of units kept in each group, in (0, 1].
         execution: "compact", or "masked": the same training on a dense network, slow, for comparison.
-        term: The regulariser behind `penalty()`.
+        regularizer: The regulariser behind `penalty()`.
         generator: The source of randomness of criteria that draw; a learned one gets no other. Without it every `resample`
             draws the same.
-        explore: Share of extra work, in [0, 1], that is spent on learning whether dropped units would serve: every
-            n-th training pass runs on the dense model, with n such that this costs about `explore` more. The outputs
-            are the same; dropped units then get the gradient of their gate, n times. 0 leaves them to the regulariser.
+        explore: Share of extra work, in [0, 1], spent on learning whether dropped units would help. Every n-th training
+            pass runs on the dense model, with n such that this costs about `explore` more. The outputs are the same;
+            dropped units get the gradient of their gate, times n. With 0 they learn from the regulariser alone.
 
     Raises:
         InvalidValueError: a ratio outside (0, 1], an unknown execution, neither inputs nor graph.
@@ -75,6 +78,12 @@ class LearnableMask(nn.Module):
     Source: Xue et al., ICDE 2025 (arXiv 2412.07216), learnable sparse training; straight-through on kept units.
     """
 
+    pattern = renamed_attribute("pattern", "criterion")
+    term = renamed_attribute("term", "regularizer")
+    refresh = renamed_attribute("refresh", "sync")
+    redraw = renamed_attribute("redraw", "resample")
+
+    @renamed_keywords(pattern="criterion", term="regularizer")
     def __init__(
         self,
         model: nn.Module,
@@ -85,7 +94,7 @@ class LearnableMask(nn.Module):
         criterion: Criterion | None = None,
         ratio: float = 1.0,
         execution: Literal["compact", "masked"] = "compact",
-        term: ImportanceRegularizer | None = None,
+        regularizer: ImportanceRegularizer | None = None,
         generator: torch.Generator | None = None,
         explore: float = 0.1,
     ) -> None:
@@ -95,6 +104,8 @@ class LearnableMask(nn.Module):
             raise InvalidValueError(f"execution must be 'compact' or 'masked', got {execution!r}")
         if not 0.0 <= explore <= 1.0:
             raise InvalidValueError(f"explore must be in [0, 1], got {explore}; it is a share of extra work, 0.1 is 10 % more")
+        if not isinstance(criterion, type) and hasattr(criterion, "keep") and not hasattr(criterion, "scores"):
+            criterion = PatternCriterion(criterion, self._counts)
         if criterion is not None and (isinstance(criterion, type) or not isinstance(criterion, Criterion)):
             raise InvalidValueError(
                 "criterion must be an object with `scores`, `learned` and `needs`, such as criterion=Magnitude(),"
@@ -114,7 +125,7 @@ class LearnableMask(nn.Module):
         graph.check_state(model.state_dict(), what="the model")
         self.graph = graph
         self.criterion: Criterion = Learned() if criterion is None else criterion
-        self.term = ImportanceRegularizer() if term is None else term
+        self.regularizer = ImportanceRegularizer() if regularizer is None else regularizer
         self.generator = generator
         self.explore = explore
         self._passes = 0
@@ -145,7 +156,7 @@ class LearnableMask(nn.Module):
         return self._execution.call(self.scores, args, kwargs, explore=self._exploration())
 
     def _exploration(self) -> float:
-        """n on every n-th training pass while a learned criterion drops units, else 0."""
+        """Return n on every n-th training pass while a learned criterion drops units, else 0."""
         learned = self.criterion.learned and self._ratio < 1.0 and self.explore > 0.0
         if not (learned and self.training and torch.is_grad_enabled()):
             return 0.0
@@ -156,7 +167,7 @@ class LearnableMask(nn.Module):
 
     def sync(self) -> None:
         """Let the mask follow importance and ratio. `forward` and every reading method do this by themselves."""
-        seen = (self._ratio, self.scores._version, self.scores.data_ptr())
+        seen = (self._ratio, *identity(self.scores))
         if seen == self._seen:
             return
         ratio_stands = self._seen is not None and self._seen[0] == self._ratio
@@ -177,12 +188,14 @@ class LearnableMask(nn.Module):
             execution = self._execution
             compact = execution.fused if isinstance(execution, CompactExecution) else None
             if not (unless_it_stands and compact is not None and compact.stands(compact.fuse(scores))):
-                counts = Uniform(self._ratio).counts(self.graph, scores)
-                mask = choose(self.graph, scores, counts, source=f"{type(self.criterion).__name__} scores")
+                mask = choose(self.graph, scores, self._counts(self.graph), source=f"{type(self.criterion).__name__} scores")
                 if mask != execution.mask:
                     execution.remask(mask, list(self.optimizers))
                 self._density = mask.density(self.graph)
-        self._seen = (self._ratio, self.scores._version, self.scores.data_ptr())
+        self._seen = (self._ratio, *identity(self.scores))
+
+    def _counts(self, graph: UnitGraph) -> Mapping[str, int]:
+        return Uniform(self._ratio).counts(graph, {})
 
     def _view(self) -> View:
         generator = self.generator
@@ -200,7 +213,7 @@ class LearnableMask(nn.Module):
         return dict(zip(self.graph.groups, parts, strict=True))
 
     def _targets(self) -> Tensor:
-        return self.term.targets(self._execution.magnitudes(), [group.size for group in self.graph.groups.values()])
+        return self.regularizer.targets(self._execution.magnitudes(), [group.size for group in self.graph.groups.values()])
 
     def penalty(self) -> Tensor:
         """The regulariser: importance pulled towards its target, which follows the weights. Add it to the loss.
@@ -211,7 +224,7 @@ class LearnableMask(nn.Module):
         self.sync()
         with torch.no_grad():
             targets = self._targets().to(self.scores.dtype)
-            weights = self.term.weights([group.size for group in self.graph.groups.values()]).to(self.scores)
+            weights = self.regularizer.weights([group.size for group in self.graph.groups.values()]).to(self.scores)
         return (weights * (self.scores - targets).square()).sum()
 
     def unit_mask(self) -> UnitMask:
@@ -263,7 +276,9 @@ class LearnableMask(nn.Module):
         self._execution.after_step(list(self.optimizers))
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """The dense state under the model's own keys; importance, mask, order of slots and ratio under `sparsekit.` keys.
+        """Return the dense state under the model's own keys; all else that training goes on from under `sparsekit.` keys.
+
+        These are importance, mask, order of slots, ratio and the number of training passes, which says when to explore.
 
         The order of slots is that of the narrow parameters, so that an optimiser's own state dict fits them after loading.
         """
@@ -280,6 +295,7 @@ class LearnableMask(nn.Module):
         for name, units in self._execution.slot_order().items():
             destination[f"{prefix}{_PREFIX}slots.{name}"] = units
         destination[f"{prefix}{_PREFIX}ratio"] = torch.tensor(self._ratio, dtype=torch.float64)
+        destination[f"{prefix}{_PREFIX}passes"] = torch.tensor(self._passes)
         return destination
 
     def _apply(self, fn: Any, recurse: bool = True) -> LearnableMask:
@@ -318,10 +334,8 @@ def _trace(
     return trace_units(model, *example_inputs, norm=norm)
 
 
-def _fixed_rng() -> Any:
-    """What a criterion that draws uses when no generator was given: the same draws in every program."""
-    import numpy as np
-
+def _fixed_rng() -> np.random.Generator:
+    """Return what a criterion that draws uses when no generator was given: the same draws in every program."""
     return np.random.default_rng(0)
 
 
@@ -351,10 +365,11 @@ def _load_dense(
     order = {name: units for name, units in saved.items() if units is not None}
     ratio = state.pop(f"{prefix}{_PREFIX}ratio", None)
     module._ratio = check_ratio(float(ratio)) if ratio is not None else module._ratio
+    module._passes = int(state.pop(f"{prefix}{_PREFIX}passes", module._passes))
     module._execution.load({**present, **dense}, UnitMask(entries), order or None, list(module.optimizers))
     module._density = module._execution.mask.density(module.graph)
     module.load_importance(scores)
-    module._seen = (module._ratio, module.scores._version, module.scores.data_ptr())
+    module._seen = (module._ratio, *identity(module.scores))
     state[prefix + "scores"] = module.scores.detach()
     for name, tensor in module.model.state_dict().items():
         state[f"{prefix}model.{name}"] = tensor

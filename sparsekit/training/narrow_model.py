@@ -1,10 +1,10 @@
 """NarrowModel: trains a physically narrow copy of a model while its mask changes.
 
-The narrow module's parameters are leaves, so a step costs what a step of a natively narrow network costs. When the
-mask changes, the narrow_model remasks: what leaves goes back into the dense copy, what enters is read from it. An entering
-unit takes the place ("slot") of a leaving one, so remasking touches only what changed; the narrow units are therefore
-not always in ascending order while training, and are sorted when a state is read out. While a unit is dropped, its
-entries and their optimiser state stand still.
+The narrow module's parameters are leaves, so a step costs what a step of a natively narrow network costs. A remask saves
+the weights of leaving units in the dense copy and reads those of entering units from it. An entering unit takes the place
+("slot") of a leaving one, so that a remask touches only what changes. The narrow units are therefore not always in
+ascending order while training; they are sorted when a state is read out. The entries of a dropped unit, and their
+optimiser state, do not change until it returns.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from sparsekit._torch import buffers_of
+from sparsekit.deprecations import renamed_attribute
 from sparsekit.errors import ForeignMaskError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.mask import UnitMask
@@ -40,7 +42,7 @@ class _Entry:
 
     @property
     def tensor(self) -> Tensor:
-        value = self.owner._buffers[self.attribute] if self.parameter is None else self.parameter
+        value = buffers_of(self.owner)[self.attribute] if self.parameter is None else self.parameter
         assert value is not None
         return value.detach()
 
@@ -50,7 +52,7 @@ class _Entry:
         self._format = memory_format(self.tensor) or self._format
         tensor = in_format(tensor, self._format)
         if self.parameter is None:
-            self.owner._buffers[self.attribute] = tensor
+            buffers_of(self.owner)[self.attribute] = tensor
         else:
             if tensor.shape != self.parameter.shape:
                 # A graph that is still referenced, such as that of the last loss, keeps the leaf's gradient accumulator
@@ -88,10 +90,9 @@ class _Moving(NamedTuple):
 
 
 class NarrowModel:
-    """A narrow copy of a model that is remasked as its mask changes.
+    """A narrow copy of a model that follows its mask.
 
-    One narrow_model serves any number of starts: `load` gives the same narrow module another state and mask, without
-    copying the module again.
+    One narrow model serves any number of trainings: `load` gives it another state and mask without copying the module again.
 
     Args:
         model: The dense model; never edited. Its current state is loaded under the full mask.
@@ -109,14 +110,14 @@ class NarrowModel:
         self._groups: dict[str, GroupSlots] = {}
         self._slots: dict[str, EntrySlots] = {}
         self.version = 0
-        """Goes up at every load and remask: whoever caches something about the narrow layout compares it."""
+        """Counts loads and remasks: compare it to see whether something cached about the slots is still true."""
         self.layout = 0
-        """Goes up when narrow shapes change, not when units only swap slots."""
+        """Counts changes of narrow shapes; units that only swap slots do not count."""
         self.mask = UnitMask.full(graph)
         self.load(model.state_dict(), None)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what belongs to optimisers, which a copy or another process does not have."""
+        """Leave out saved optimiser state: a copy, or another process, has other optimisers."""
         return {name: value for name, value in vars(self).items() if name != "_saved"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -132,7 +133,7 @@ class NarrowModel:
         return {entry.names[0]: entry.parameter for entry in self._entries if entry.parameter is not None}
 
     def slots(self, name: str) -> EntrySlots:
-        """Which dense positions the narrow entry `name` holds (state-dict key of a touched entry)."""
+        """Return the dense positions of a narrow entry; `name` is the state-dict key of an entry that units touch."""
         return self._slots[name]
 
     def group_units(self, group: str) -> Tensor:
@@ -140,7 +141,7 @@ class NarrowModel:
         return self._groups[group].units
 
     def key_of(self, name: str) -> str:
-        """The key under which the narrow_model keeps the entry that `name` is one of the keys of."""
+        """Return the key under which an entry is kept that may have several tied keys, `name` among them."""
         for entry in self._entries:
             if name in entry.names:
                 return self._key(entry)
@@ -156,7 +157,7 @@ class NarrowModel:
     def load(self, state: StateDict, mask: UnitMask | None, order: Mapping[str, Tensor] | None = None) -> None:
         """Start afresh from a dense state under a mask.
 
-        Optimiser state that was kept for dropped units is forgotten; make a new optimiser after loading.
+        The saved optimiser state of dropped units is discarded; make a new optimiser after loading.
 
         Args:
             state: The dense state; never written to.
@@ -213,16 +214,18 @@ class NarrowModel:
             self._owned.add(key)
         return self._dense[key]
 
+    rekey = renamed_attribute("rekey", "remask")
+
     def remask(self, mask: UnitMask, optimizers: Sequence[HasState] = (), order: Mapping[str, Tensor] | None = None) -> None:
-        """Change the mask; trained values and optimiser state of dropped units are put by, those of entering ones return.
+        """Change the mask: save the weights and optimiser state of dropped units, restore those of entering ones.
 
         Gradients are discarded, since they belong to the old mask.
 
         Args:
             mask: What is kept from now on.
-            optimizers: Every optimiser that holds narrow leaves; their per-entry state is remasked along. State of another
-                shape (the factored moments of Adafactor) starts anew where the leaf's shape changes.
-            order: The unit in each slot from now on, as from `slot_order`; where not given, units that stay keep theirs.
+            optimizers: Every optimiser that holds narrow leaves. Their state per entry follows; state of another shape (the
+                factored moments of Adafactor) starts anew where the leaf's shape changes.
+            order: The unit in each slot from now on, as from `slot_order`; where not given, units that stay keep their slots.
 
         Raises:
             ForeignMaskError: the mask or the order belongs to another graph.
@@ -277,7 +280,7 @@ class NarrowModel:
         self.version += 1
 
     def _moving(self, entry: _Entry, optimizers: Iterable[HasState]) -> list[_Moving]:
-        """What of an entry follows the units: itself, and the state of its shape that optimisers keep for it."""
+        """List what follows the units: the entry itself, and the state of its shape in each optimiser."""
         key = self._key(entry)
         moving = [_Moving(entry.tensor, self._writable(key))]
         if entry.parameter is not None:
@@ -306,7 +309,7 @@ class NarrowModel:
         return small
 
     def dense_state(self) -> dict[str, Tensor]:
-        """The dense state as a new dict: kept entries as trained, dropped ones as they were when last kept."""
+        """Return the dense state as a new dict: kept entries as trained, dropped ones as they were when last kept."""
         with torch.no_grad():
             return {name: tensor.detach() for name, tensor in self.dense_tensors().items()}
 
@@ -321,7 +324,7 @@ class NarrowModel:
         return {name: result[name] for name in self.graph.shapes if name in result}
 
     def store_buffers(self, state: StateDict) -> None:
-        """Take the kept entries of dense buffers, as a pass of the dense model left them; dropped ones stand still."""
+        """Copy the kept entries of dense buffers after a pass of the dense model; dropped entries do not change."""
         for entry in self._entries:
             if entry.parameter is None:
                 key = self._key(entry)
@@ -329,10 +332,10 @@ class NarrowModel:
                 entry.tensor.copy_(self._slots[key].gather(value) if key in self._slots else value)
 
     def dense_view(self) -> StateDict:
-        """The dense copy as it stands inside: exact for dropped entries, stale for kept ones. Read-only, no copies made."""
+        """Return the dense copy itself, to be read only: exact for dropped entries, out of date for kept ones."""
         return self._dense
 
     def apply_to_tensors(self, function: Any) -> None:
-        """Move what the narrow_model keeps beside the narrow module (dense copies, put-by state) with `function`."""
+        """Apply `function` to the tensors outside the narrow module: dense copies and saved state."""
         self._dense = {name: function(tensor) for name, tensor in self._dense.items()}
         self._saved.apply_to_tensors(function)

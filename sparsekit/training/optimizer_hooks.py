@@ -1,7 +1,7 @@
-"""Finds the optimisers that step a learnable mask's leaves, so that their state can follow a changed pattern.
+"""Find the optimisers that step the leaves of a learnable mask, so that their state can follow a change of the mask.
 
-A user makes any torch optimiser over `masked.parameters()` and tells nobody. torch calls a global hook around each
-optimiser's step; from there a mask learns which optimisers hold its leaves.
+Any torch optimiser over `masked.parameters()` is found without being registered: torch calls a global hook before and
+after each step of every optimiser, and the hook looks up whose leaves the optimiser holds.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ __all__ = ["OptimizerSet", "Watched", "watch"]
 
 
 class Watched(Protocol):
-    """What is told about steps of its optimisers."""
+    """An object whose methods are called before and after each step of an optimiser over its leaves."""
 
     optimizers: OptimizerSet
 
     def leaves(self) -> list[nn.Parameter]:
-        """The parameters whose optimisers matter."""
+        """The parameters whose optimisers are watched."""
         ...
 
     def before_step(self) -> None:
@@ -36,7 +36,7 @@ class Watched(Protocol):
 
 
 class OptimizerSet:
-    """Weak references to optimisers, in the order they were met. A copy of a mask starts with none."""
+    """Weak references to optimisers, in the order of their first steps. A copy of a mask starts with none."""
 
     def __init__(self) -> None:
         self._references: list[weakref.ref[Optimizer]] = []
@@ -48,7 +48,7 @@ class OptimizerSet:
         return any(found is optimizer for found in self)
 
     def add(self, optimizer: Optimizer) -> None:
-        """Remember `optimizer` for as long as it lives."""
+        """Add `optimizer`; it leaves the set when it is deleted."""
         if optimizer not in self:
             self._references = [r for r in self._references if r() is not None] + [weakref.ref(optimizer)]
 
@@ -65,7 +65,7 @@ _hooked = False
 
 
 def _owners(optimizer: Optimizer) -> list[Any]:
-    """The watched objects whose leaves `optimizer` holds; looked up again when it gains parameter groups."""
+    """Return the watched objects whose leaves `optimizer` holds; they are looked up again when it gains parameter groups."""
     groups = len(optimizer.param_groups)
     known = _known.get(optimizer)
     if known is None or known[0] != groups:
@@ -89,7 +89,7 @@ def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ARG00
 
 
 def watch(item: Watched) -> None:
-    """Tell `item` about steps of every optimiser that holds its leaves, for as long as it lives."""
+    """Call the methods of `item` around steps of every optimiser that holds its leaves, until `item` is deleted."""
     global _hooked
     if not _hooked:
         register_optimizer_step_pre_hook(_before)

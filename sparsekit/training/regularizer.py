@@ -19,7 +19,7 @@ Reduction = Literal["sum", "mean"]
 
 @dataclass(frozen=True, kw_only=True)
 class ImportanceRegularizer:
-    """The regulariser that pulls importance to a target which follows the weights, λ‖Q − σ(|θ|_J)‖².
+    """The regulariser λ‖Q − σ(|θ|_J)‖², which pulls importance towards a target that follows the weights.
 
     Args:
         strength: λ in the paper.

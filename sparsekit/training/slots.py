@@ -28,7 +28,7 @@ class GroupSlots:
         self.units = keep.nonzero().reshape(-1)
 
     def moves(self, keep: Tensor) -> Move:
-        """Which slots change when `keep`, bool (units,), replaces the current units. Entering units in ascending order."""
+        """Return the slots that change under `keep`, bool (units,), and their new units in ascending order."""
         stays = keep[self.units]
         slots = (~stays).nonzero().reshape(-1)
         entering = keep.clone()
@@ -87,7 +87,7 @@ class EntrySlots:
             scatter_(gather(narrow, {dim: chosen}), dense, self._block(dense.shape, dim, chosen))
 
     def reassign(self, moves: Mapping[str, Move]) -> None:
-        """Let the changed slots stand for their new units."""
+        """Give the changed slots the positions of their new units."""
         for group, piece, table in self.tables:
             if group in moves:
                 slots, units = moves[group]

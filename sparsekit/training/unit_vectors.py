@@ -1,7 +1,7 @@
 """UnitVectors: importance gradient, magnitudes and mask check of all groups as one vector.
 
-Many small steps are bound by Python and not by arithmetic, so whatever can be one operation over all units of a model
-is one. Vectors over all units have length J, in the order of the graph's groups.
+Small steps are limited by Python, not by arithmetic, so each operation runs once over all units of a model. Vectors over
+all units have length J, in the order of the graph's groups.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _products(reader: Reader, gradients: Mapping[Tensor, Tensor] | None) -> Tens
 
 
 class UnitVectors:
-    """What the learning of importance needs to know about the units of a narrow_model, kept in step with its mask.
+    """Vectors over the units of a narrow model, from which importance is learned; they follow its mask.
 
     Args:
         narrow_model: The narrow model. Remask it through `remask`, and call `reload` after its `load`.
@@ -85,17 +85,17 @@ class UnitVectors:
         return torch.cat([values[name] for name in self.offsets])
 
     def remask(self, mask: UnitMask, optimizers: Sequence[HasState] = ()) -> None:
-        """Remask the narrow_model and follow it.
+        """Remask the narrow model and follow it.
 
-        What the masks changes is which part of a unit's entries is narrow, not the entries: each unit's magnitude is
-        the same before and after, so nothing dense has to be read.
+        A mask moves entries between the narrow and the dense copy and changes none, so each unit keeps its magnitude and
+        nothing dense has to be read.
         """
         full = self.magnitudes()
         self.narrow_model.remask(mask, optimizers)
         self._follow(full)
 
     def reload(self) -> None:
-        """Follow the narrow_model after `narrow_model.load`."""
+        """Follow the narrow model after its `load`."""
         dense = self.narrow_model.dense_view()
         leaves = {name: dense[name] for name in self._leaves}
         self._follow(torch.cat([unit_magnitudes(group, leaves) for group in self.narrow_model.graph.groups.values()]))
@@ -112,13 +112,13 @@ class UnitVectors:
         self.dropped_units = (~kept).nonzero().reshape(-1)
         self._slot_group = self.group_of[self.slot_units]
         self._dropped_group = self.group_of[self.dropped_units]
-        # A kept filter still has entries that read dropped inputs; they stand still until the next remask.
+        # A kept filter still has entries that read dropped inputs; they do not change before the next remask.
         self._gated: list[tuple[str, nn.Parameter, list[Reader], list[Tensor]]] | None = None
         self._full = full
         self._still = full[self.slot_units] - self._narrow_magnitudes()
 
     def _build_layout(self) -> None:
-        """Tables that stand while counts stand: which slot each narrow position of each reader belongs to."""
+        """Build the tables that hold until the counts change: the slot of each narrow position of each reader."""
         narrow_model, graph = self.narrow_model, self.narrow_model.graph
         first_slot, total = {}, 0
         for name in graph.groups:
@@ -184,7 +184,7 @@ class UnitVectors:
         return self._gated
 
     def apply_to_tensors(self, function: Callable[[Tensor], Tensor]) -> None:
-        """Move every table and value with `function` (the one that `nn.Module._apply` gets)."""
+        """Apply `function`, as `nn.Module._apply` gets it, to every table and value."""
         for name, value in vars(self).items():
             if isinstance(value, Tensor):
                 setattr(self, name, function(value))

@@ -26,7 +26,7 @@ class TuneConfig:
         maximize: Whether a larger metric is better.
         bandit: By name.
         seed: Of the bandit.
-        horizon: About how many trials, for bandits that want to know.
+        horizon: Expected number of trials, for bandits that use it.
         deterministic: Whether equal command lines give equal metrics, so that none is run twice.
 
     Raises:

@@ -89,7 +89,7 @@ class Journal:
         (self.folder / "logs").mkdir(parents=True, exist_ok=True)
         self._lock = os.open(self.folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
         try:
-            # The kernel lets go of it when the process dies, however that happens.
+            # The kernel releases the lock when the process dies, however that happens.
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             self.close()
@@ -123,7 +123,7 @@ class Journal:
             raise DataError(f"{path} is damaged: {error}; remove the line, or the folder to begin anew") from error
 
     def append(self, record: Record) -> None:
-        """Note a finished trial, and wait until it is on the disk."""
+        """Append a finished trial, and wait until it is on the disk."""
         self.records.append(record)
         line = json.dumps(asdict(record), ensure_ascii=False, allow_nan=False) + "\n"
         with (self.folder / _TRIALS).open("ab") as file:
@@ -132,7 +132,7 @@ class Journal:
             os.fsync(file.fileno())
 
     def save(self, state: Mapping[str, Any]) -> None:
-        """Keep the state of the bandit, and how many records it knows."""
+        """Save the state of the bandit, and the number of records in it."""
         self.state = dict(state)
         self._write(_STATE, self.state)
 

@@ -26,7 +26,7 @@ class Knob:
         name: Stands in the command as `{name}`.
         low: The smallest value.
         high: The largest value, above `low`.
-        scale: "log" for what is told by its order of magnitude.
+        scale: "log" where the order of magnitude matters, else "linear".
         integer: Whole numbers only.
 
     Raises:

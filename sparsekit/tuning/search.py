@@ -33,10 +33,10 @@ class _Begun:
 
 
 class Observer:
-    """Is told what happens; the default does nothing."""
+    """Methods that are called as a search goes on; the defaults do nothing."""
 
     def on_start(self, search: Search, trials: int) -> None:
-        """The search begins, or goes on with what it knows."""
+        """The search begins, or is resumed."""
 
     def on_trial(self, search: Search, trial: int, values: Mapping[str, float]) -> None:
         """A trial begins."""
@@ -57,7 +57,7 @@ class Search:
     """
 
     def __init__(self, config: TuneConfig, journal: Journal) -> None:
-        """Take up what the journal knows.
+        """Read the journal.
 
         Args:
             config: Must be that of the journal, if it has one.
@@ -117,7 +117,7 @@ class Search:
         return metric if self.config.maximize else -metric
 
     def _rate(self, record: Record) -> list[tuple[Record, float]]:
-        """The records that this one lets the bandit be told of, with their rewards."""
+        """Return the records that can be reported to the bandit once this one is known, with their rewards."""
         if record.metric is not None:
             reward = self._reward(record.metric)
             self._worst = reward if self._worst is None else min(self._worst, reward)
@@ -153,13 +153,13 @@ class Search:
     def run(
         self, trials: int, *, jobs: int = 1, timeout_seconds: float | None = None, observer: Observer | None = None
     ) -> None:
-        """Run until there are so many finished trials.
+        """Run until the given number of trials has finished.
 
         Args:
             trials: Those of the journal included.
             jobs: How many at a time.
             timeout_seconds: Of one trial; then it is ended and has failed. None: no limit.
-            observer: Is told of every trial.
+            observer: Its methods are called for every trial.
 
         Raises:
             KeyboardInterrupt: the user stopped it. Commands that ran were ended, and will be run again; the journal is
@@ -245,7 +245,7 @@ class Search:
         return max(good, key=lambda record: (self._reward(record.metric or 0.0), -record.trial), default=None)
 
     def recommended(self) -> Record | None:
-        """The trial that the bandit would bet on: means count for more with it than one lucky metric.
+        """Return the trial that the bandit recommends: a mean counts for more than one lucky metric.
 
         Where there is no luck, as the command is deterministic, it is the best.
         """
@@ -256,7 +256,7 @@ class Search:
         return next((record for record in self.records if record.pull == id and record.metric is not None), best)
 
     def mean(self, record: Record) -> tuple[float, int]:
-        """The mean metric of the trials with the values of this one, and how many have not failed."""
+        """Return the mean metric of the trials with the values of this one, and the number of those that did not fail."""
         metrics = [r.metric for r in self.records if r.metric is not None and r.values == record.values]
         return sum(metrics) / len(metrics), len(metrics)
 

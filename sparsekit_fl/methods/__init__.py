@@ -62,31 +62,7 @@ __all__ = [
 
 registry = Registry(
     "method",
-    {
-        "cs": "sparsekit_fl.methods.cs:cs",
-        "depthfl": "sparsekit_fl.methods.depthfl:depthfl",
-        "ditto": "sparsekit_fl.methods.ditto:ditto",
-        "efd": "sparsekit_fl.methods.efd:efd",
-        "fedavg": "sparsekit_fl.methods.fedavg:fedavg",
-        "fedlps": "sparsekit_fl.methods.fedlps:fedlps",
-        "fedlps-paper": "sparsekit_fl.methods.fedlps:fedlps_paper",
-        "fedmp": "sparsekit_fl.methods.fedmp:fedmp",
-        "fedp3": "sparsekit_fl.methods.fedp3:fedp3",
-        "fedper": "sparsekit_fl.methods.fedper:fedper",
-        "fedprox": "sparsekit_fl.methods.fedprox:fedprox",
-        "fedrep": "sparsekit_fl.methods.fedrep:fedrep",
-        "fedrolex": "sparsekit_fl.methods.fedrolex:fedrolex",
-        "fedspa": "sparsekit_fl.methods.fedspa:fedspa",
-        "fjord": "sparsekit_fl.methods.fjord:fjord",
-        "hermes": "sparsekit_fl.methods.hermes:hermes",
-        "heterofl": "sparsekit_fl.methods.heterofl:heterofl",
-        "local": "sparsekit_fl.methods.local:local",
-        "lotteryfl": "sparsekit_fl.methods.lotteryfl:lotteryfl",
-        "oort": "sparsekit_fl.methods.oort:oort",
-        "per-fedavg": "sparsekit_fl.methods.per_fedavg:per_fedavg",
-        "prunefl": "sparsekit_fl.methods.prunefl:prunefl",
-        "refl": "sparsekit_fl.methods.refl:refl",
-    },
+    {name.replace("_", "-"): f"{globals()[name].__module__}:{name}" for name in __all__ if name != "registry"},
     group="sparsekit_fl.methods",
 )
 

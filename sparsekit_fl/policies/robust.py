@@ -99,7 +99,7 @@ class Median(_ByEntry):
 
 
 def trimmed(share: float, holders: int) -> int:
-    """Return the number of values that are dropped at each end: ⌈share · holders⌉, at most so many that one or two are left.
+    """Return the number of values that are dropped at each end: ⌈share · holders⌉, or less, so that one or two are left.
 
     Args:
         share: In [0, 0.5).

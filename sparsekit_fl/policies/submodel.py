@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from sparsekit.allocation.choose import select
 from sparsekit.criteria.base import Criterion
+from sparsekit.deprecations import renamed_keywords
 from sparsekit.graph.state import StateDict
 from sparsekit_fl.context.client import ClientContext
 from sparsekit_fl.context.server import ServerContext
@@ -43,7 +44,7 @@ class _OwnedClassesLoss:
         self._loss = loss
         self._labels = labels
         self.owned: Tensor | None = None
-        """bool (classes,), once a batch has shown how many classes there are; None where targets are no classes."""
+        """bool (classes,), once a batch has shown the number of classes; None where targets are no classes."""
 
     def __call__(self, outputs: Any, targets: Tensor) -> Tensor:
         if not isinstance(outputs, Tensor) or targets.is_floating_point() or outputs.shape[:-1] != targets.shape:
@@ -83,12 +84,12 @@ class SubmodelSgd(Sgd):
 
     Args:
         clip: Largest norm of the gradient of a step, where the run does not ask for a smaller one; None leaves it to the
-            run. Units that were trained in narrow company are too loud together: a wide client that starts from them may
-            meet a gradient that throws the model away. 1 in the reference codes of HeteroFL and FedRolex.
-        scaler: Divide the outputs of every layer that lost units by the ratio, while training, so that the layers after
-            it see the size that the whole model would give them. It changes nothing before a batch norm, and without one
-            it needs `clip`: at a ratio of 1/16 it multiplies by 16 in every layer. Recurrent layers have no such output and
-            are left alone.
+            run. Units that were trained in narrow models give too large sums in a wide one, whose first gradients may be
+            so large that training diverges. 1 in the reference codes of HeteroFL and FedRolex.
+        scaler: Divide the outputs of every layer that lost units by the ratio, while training, so that the next layers get
+            inputs of the size that the whole model would give them. It changes nothing before a batch norm. Without one it
+            needs `clip`: at a ratio of 1/16 it multiplies by 16 in every layer. Recurrent layers have no such output and are
+            left alone.
         masked_loss: Classes of which the client has no example count as logit 0 in the loss, so that it does not unlearn
             them. Meant for clients that are also scored among their own classes only. Where targets are no classes there is
             nothing to hide.
@@ -139,6 +140,7 @@ class OwnedRowsMean(CoverageMean):
         return owned.to(torch.float64).view(-1, *[1] * (len(shape) - 1))
 
 
+@renamed_keywords(pattern="criterion")
 @dataclass(frozen=True, kw_only=True)
 class RecalibratedBatchNorm(PersonalPolicy):
     """The global model, its batch norm statistics taken anew from the client's training data.

@@ -17,7 +17,7 @@ __all__ = ["ImportanceLearner"]
 
 
 class ImportanceLearner:
-    """Importance of all units of a narrow_model, updated after each backward pass.
+    """Importance of all units of a narrow model, updated after each backward pass.
 
     Args:
         fused: The units of the narrow_model.
@@ -66,10 +66,10 @@ class ImportanceLearner:
         self.importance.index_add_(0, dropped, gradient[dropped].to(self.importance), alpha=-self.lr * scale)
 
     def follow(self, optimizers: Sequence[HasState] = ()) -> bool:
-        """Remask the narrow_model if another set of units is now the most important.
+        """Remask the narrow model if another set of units is now the most important.
 
         Args:
-            optimizers: Optimisers over the narrow_model's leaves.
+            optimizers: Optimisers over the leaves of the narrow model.
 
         Returns:
             Whether the mask changed.

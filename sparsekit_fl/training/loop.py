@@ -152,7 +152,7 @@ class SgdStep:
         self._weight_decay = weight_decay
         self._clip = clip
         self.state: dict[Tensor, dict[str, Tensor]] = {}
-        """Leaf → name → tensor, as in a torch optimiser, so that a narrow_model can remask it."""
+        """Leaf → name → tensor, as in a torch optimiser, so that a narrow model can remask it."""
 
     def __call__(self, loss: Tensor, *, adjust: Callable[[list[Tensor], list[int]], list[Tensor]] | None = None) -> None:
         """Take one step down `loss`.

@@ -57,7 +57,7 @@ class NestedModule:
         mask: What the narrower module keeps; part of the narrow model's mask.
 
     Raises:
-        ForeignMaskError: the mask keeps a unit that the narrow_model does not, or belongs to another graph.
+        ForeignMaskError: the mask keeps a unit that the narrow model does not, or belongs to another graph.
     """
 
     def __init__(self, narrow_model: NarrowModel, mask: UnitMask) -> None:

@@ -441,6 +441,28 @@ def test_training_resumes_from_the_state_dicts_of_mask_and_optimizer() -> None:
         assert torch.allclose(resumed[name], expected, atol=1e-12), name
 
 
+def test_a_resumed_training_explores_at_the_same_steps() -> None:
+    model, x, y = _classifier()
+
+    def made() -> tuple[LearnableMask, torch.optim.Optimizer]:
+        masked = LearnableMask(model, (x,), ratio=0.5, explore=1.0)
+        return masked, torch.optim.SGD(masked.parameters(), lr=0.1)
+
+    masked, optimizer = made()
+    _step(masked, optimizer, x, y)
+    twin, other = made()
+    state = masked.state_dict()
+    twin.load_state_dict(state)
+    for _ in range(5):
+        _step(masked, optimizer, x, y)
+        _step(twin, other, x, y)
+        for name, expected in masked.importance().items():
+            torch.testing.assert_close(twin.importance()[name], expected, rtol=0, atol=1e-9)
+    del state["sparsekit.passes"]  # as an earlier version wrote it
+    twin.load_state_dict(state)
+    assert twin._passes == masked._passes
+
+
 def test_loading_another_ratio_leaves_a_running_optimizer_usable() -> None:
     model, x, y = _classifier()
     masked = LearnableMask(model, (x,), ratio=0.5)
