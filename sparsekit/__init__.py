@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from sparsekit.deprecations import RENAMED, find_renamed
 from sparsekit.version import __version__ as __version__
 
 if TYPE_CHECKING:
@@ -104,7 +105,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
-        raise AttributeError(f"module 'sparsekit' has no attribute {name!r}")
+        return find_renamed("sparsekit", name, RENAMED)
     module = importlib.import_module(_HOME[name])
     return getattr(module, name, module)
 

@@ -56,7 +56,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("datasets", "models"),
         ("problem",),
         ("options",),
-        ("errors", "streams"),
+        ("errors", "processes", "streams"),
     ),
 }
 # Upward on purpose: nothing.
@@ -65,7 +65,7 @@ UPWARD: set[tuple[str, str]] = set()
 # Third-party packages and the only places that may import them.
 ONLY_IN = {
     "flwr": ("sparsekit_fl.engines.flower.*", "sparsekit_fl.deployment.*"),
-    "ray": ("sparsekit_fl.engines.flower.session",),
+    "ray": ("sparsekit_fl.engines.flower.simulation",),
     "typer": ("sparsekit.cli.*", "sparsekit_fl.cli.*"),
     "click": ("sparsekit.cli.*", "sparsekit_fl.cli.*"),
     "rich": ("sparsekit.cli.*", "sparsekit.tuning.*", "sparsekit_fl.cli.*", "sparsekit_fl.report.*", "sparsekit_fl.paper.*"),
@@ -93,7 +93,7 @@ REGISTRIES = {
         {"arms", "base", "cells", "drift", "field", "make", "moves", "noise", "optuna", "plot", "posterior", "pulls", "rule",
          "space"},
     ),
-    "sparsekit_fl/methods": ("sparsekit_fl.methods", "registry", {"method"}),
+    "sparsekit_fl/methods": ("sparsekit_fl.methods", "registry", {"method", "make"}),
     "sparsekit_fl/datasets": (
         "sparsekit_fl.datasets", "datasets", {"base", "cache", "files", "parquet", "text", "transforms"},
     ),

@@ -11,7 +11,7 @@ import numpy as np
 from sparsekit.bandit.base import Bandit, Interval
 from sparsekit.bandit.space import Box
 from sparsekit.errors import InvalidValueError
-from sparsekit.registry import Registry, load_object
+from sparsekit.registry import Registry
 
 __all__ = ["DEFAULT", "make_bandit", "registry", "restore_bandit"]
 
@@ -48,7 +48,7 @@ def make_bandit(name: str, space: Any, *, rng: np.random.Generator, horizon: flo
         UnknownNameError: no such bandit.
         InvalidValueError: an option that it does not have, or a value that it refuses.
     """
-    found = load_object(name) if ":" in name else registry[name]
+    found = registry.find(name)
     if not callable(found):
         raise InvalidValueError(f"{name!r} must be a class or function that makes a bandit, got {type(found).__name__}")
     try:

@@ -23,6 +23,7 @@ from rich.markup import escape
 from rich.table import Table
 from typer.core import TyperGroup
 
+from sparsekit.deprecations import RemovedIn0_3Warning
 from sparsekit.errors import InvalidValueError, SparsekitError
 from sparsekit.registry import Registry, load_object
 from sparsekit.version import __version__
@@ -170,7 +171,7 @@ def _example(text: str) -> Any:
 def _load_model(name: str, inputs: list[Any]) -> tuple[nn.Module, tuple[Any, ...]]:
     from torch import nn
 
-    factory = load_object(name) if ":" in name else models[name]
+    factory = models.find(name)
     if isinstance(factory, nn.Module) or not callable(factory):
         raise InvalidValueError(f"{name!r} must be a class or function that builds a model, got {type(factory).__name__}")
     try:
@@ -263,6 +264,7 @@ def _prepare_process() -> None:
     # A model or data set of the user is looked for where she stands too; last, so that nothing installed is hidden.
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
+    warnings.simplefilter("default", RemovedIn0_3Warning)
     warnings.showwarning = lambda message, *_, **__: typer.echo(f"warning: {message}", err=True)
     for package in ("sparsekit", "sparsekit_fl"):
         logger = logging.getLogger(package)

@@ -18,4 +18,5 @@ registry = Registry(
         "random": "sparsekit.criteria.random:Random",
     },
     group="sparsekit.criteria",
+    renamed={"importance": "learned"},
 )

@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from sparsekit.deprecations import renamed_attribute, renamed_keywords
 from sparsekit.errors import ForeignMaskError, InvalidValueError
 from sparsekit.graph import json_format
 from sparsekit.graph.groups import FixedUnits, Kind, SizeAttribute, UnitGroup, UnitSlice, group_order
@@ -26,6 +27,7 @@ from sparsekit.graph.state import StateDict
 __all__ = ["FixedUnits", "Kind", "SizeAttribute", "UnitGraph", "UnitGroup", "UnitSlice", "group_order"]
 
 
+@renamed_keywords(frozen="fixed")
 @dataclass(frozen=True, eq=False)
 class UnitGraph:
     """The groups of a model, in forward order, with the shape of every entry of its state.
@@ -47,6 +49,8 @@ class UnitGraph:
     sizes: tuple[SizeAttribute, ...] = ()
     norms: tuple[NormSite, ...] = ()
     layers: tuple[Layer, ...] = ()
+
+    frozen = renamed_attribute("frozen", "fixed")
 
     @property
     def units(self) -> int:

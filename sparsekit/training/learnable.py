@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -15,6 +16,7 @@ from sparsekit.allocation.choose import choose
 from sparsekit.allocation.uniform import Uniform, check_ratio
 from sparsekit.criteria.base import Criterion, View, score_units
 from sparsekit.criteria.learned import Learned
+from sparsekit.deprecations import PatternCriterion, renamed_attribute, renamed_keywords
 from sparsekit.errors import ForeignMaskError, InvalidValueError, UnsupportedModelError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.mask import UnitMask
@@ -59,7 +61,7 @@ class LearnableMask(nn.Module):
             itself; any other one when the ratio changes or `resample` is called.
         ratio: Share of units kept in each group, in (0, 1].
         execution: "compact", or "masked": the same training on a dense network, slow, for comparison.
-        term: The regulariser behind `penalty()`.
+        regularizer: The regulariser behind `penalty()`.
         generator: The source of randomness of criteria that draw; a learned one gets no other. Without it every `resample`
             draws the same.
         explore: Share of extra work, in [0, 1], spent on learning whether dropped units would help. Every n-th training
@@ -76,6 +78,12 @@ class LearnableMask(nn.Module):
     Source: Xue et al., ICDE 2025 (arXiv 2412.07216), learnable sparse training; straight-through on kept units.
     """
 
+    pattern = renamed_attribute("pattern", "criterion")
+    term = renamed_attribute("term", "regularizer")
+    refresh = renamed_attribute("refresh", "sync")
+    redraw = renamed_attribute("redraw", "resample")
+
+    @renamed_keywords(pattern="criterion", term="regularizer")
     def __init__(
         self,
         model: nn.Module,
@@ -86,7 +94,7 @@ class LearnableMask(nn.Module):
         criterion: Criterion | None = None,
         ratio: float = 1.0,
         execution: Literal["compact", "masked"] = "compact",
-        term: ImportanceRegularizer | None = None,
+        regularizer: ImportanceRegularizer | None = None,
         generator: torch.Generator | None = None,
         explore: float = 0.1,
     ) -> None:
@@ -96,6 +104,8 @@ class LearnableMask(nn.Module):
             raise InvalidValueError(f"execution must be 'compact' or 'masked', got {execution!r}")
         if not 0.0 <= explore <= 1.0:
             raise InvalidValueError(f"explore must be in [0, 1], got {explore}; it is a share of extra work, 0.1 is 10 % more")
+        if not isinstance(criterion, type) and hasattr(criterion, "keep") and not hasattr(criterion, "scores"):
+            criterion = PatternCriterion(criterion, self._counts)
         if criterion is not None and (isinstance(criterion, type) or not isinstance(criterion, Criterion)):
             raise InvalidValueError(
                 "criterion must be an object with `scores`, `learned` and `needs`, such as criterion=Magnitude(),"
@@ -115,7 +125,7 @@ class LearnableMask(nn.Module):
         graph.check_state(model.state_dict(), what="the model")
         self.graph = graph
         self.criterion: Criterion = Learned() if criterion is None else criterion
-        self.term = ImportanceRegularizer() if term is None else term
+        self.regularizer = ImportanceRegularizer() if regularizer is None else regularizer
         self.generator = generator
         self.explore = explore
         self._passes = 0
@@ -178,12 +188,14 @@ class LearnableMask(nn.Module):
             execution = self._execution
             compact = execution.fused if isinstance(execution, CompactExecution) else None
             if not (unless_it_stands and compact is not None and compact.stands(compact.fuse(scores))):
-                counts = Uniform(self._ratio).counts(self.graph, scores)
-                mask = choose(self.graph, scores, counts, source=f"{type(self.criterion).__name__} scores")
+                mask = choose(self.graph, scores, self._counts(self.graph), source=f"{type(self.criterion).__name__} scores")
                 if mask != execution.mask:
                     execution.remask(mask, list(self.optimizers))
                 self._density = mask.density(self.graph)
         self._seen = (self._ratio, *identity(self.scores))
+
+    def _counts(self, graph: UnitGraph) -> Mapping[str, int]:
+        return Uniform(self._ratio).counts(graph, {})
 
     def _view(self) -> View:
         generator = self.generator
@@ -201,7 +213,7 @@ class LearnableMask(nn.Module):
         return dict(zip(self.graph.groups, parts, strict=True))
 
     def _targets(self) -> Tensor:
-        return self.term.targets(self._execution.magnitudes(), [group.size for group in self.graph.groups.values()])
+        return self.regularizer.targets(self._execution.magnitudes(), [group.size for group in self.graph.groups.values()])
 
     def penalty(self) -> Tensor:
         """The regulariser: importance pulled towards its target, which follows the weights. Add it to the loss.
@@ -212,7 +224,7 @@ class LearnableMask(nn.Module):
         self.sync()
         with torch.no_grad():
             targets = self._targets().to(self.scores.dtype)
-            weights = self.term.weights([group.size for group in self.graph.groups.values()]).to(self.scores)
+            weights = self.regularizer.weights([group.size for group in self.graph.groups.values()]).to(self.scores)
         return (weights * (self.scores - targets).square()).sum()
 
     def unit_mask(self) -> UnitMask:
@@ -322,10 +334,8 @@ def _trace(
     return trace_units(model, *example_inputs, norm=norm)
 
 
-def _fixed_rng() -> Any:
-    """What a criterion that draws uses when no generator was given: the same draws in every program."""
-    import numpy as np
-
+def _fixed_rng() -> np.random.Generator:
+    """Return what a criterion that draws uses when no generator was given: the same draws in every program."""
     return np.random.default_rng(0)
 
 

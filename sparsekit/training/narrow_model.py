@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsekit._torch import buffers_of
+from sparsekit.deprecations import renamed_attribute
 from sparsekit.errors import ForeignMaskError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.mask import UnitMask
@@ -214,6 +215,8 @@ class NarrowModel:
             self._dense[key] = self._dense[key].clone()
             self._owned.add(key)
         return self._dense[key]
+
+    rekey = renamed_attribute("rekey", "remask")
 
     def remask(self, mask: UnitMask, optimizers: Sequence[HasState] = (), order: Mapping[str, Tensor] | None = None) -> None:
         """Change the mask: save the weights and optimiser state of dropped units, restore those of entering ones.

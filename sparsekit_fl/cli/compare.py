@@ -6,7 +6,6 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
@@ -15,7 +14,8 @@ from rich.console import Console
 from rich.markup import escape
 
 from sparsekit.errors import InvalidValueError, MissingDependencyError
-from sparsekit_fl.cli.options import RunOptions, command_app, cores, make_method, takes_options
+from sparsekit_fl.cli.experiment import cores
+from sparsekit_fl.cli.options import RunOptions, command_app, takes_options
 from sparsekit_fl.cli.report import write_files
 
 if TYPE_CHECKING:
@@ -96,6 +96,8 @@ def _compare(
 
 def _distinct(texts: Sequence[str]) -> dict[str, str]:
     """Map each method's name to the text it was given as; `all` adds those of the registry that are not named."""
+    from sparsekit_fl.methods.make import make_method
+
     made: dict[str, str] = {}
     for text in texts:
         if text == ALL:
@@ -134,7 +136,7 @@ def _grid(
         every = max(1, min(10, rounds // 10))
     workers = options.workers if options.workers is not None or jobs == 1 else max(1, cores() // jobs)
     return [
-        replace(options, heterogeneity=level, lack_classes=lack, seed=seed, workers=workers, eval_every=every, out=None)
+        options.replaced(heterogeneity=level, lack_classes=lack, seed=seed, workers=workers, eval_every=every, out=None)
         for level in levels
         for lack in _listed(lack_classes, "--lack-classes", int)
         for seed in range(first, first + seeds)

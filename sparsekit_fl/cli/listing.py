@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from sparsekit.deprecations import renamed_value
 from sparsekit.errors import UnknownNameError, nearest
 from sparsekit_fl.cli.options import command_app
 
@@ -42,6 +43,7 @@ def _list(
     """List what options take, of one kind: our names and those of installed packages."""
     from sparsekit.registry import load_object
 
+    kind = renamed_value("sparsekit list", kind, {"patterns": "criteria"})
     if kind not in KINDS:
         raise UnknownNameError(f"cannot list {kind!r}; {nearest(kind, KINDS)}")
     found = list(_describe(load_object(KINDS[kind])))

@@ -10,7 +10,8 @@ from rich.console import Console
 from rich.markup import escape
 
 from sparsekit.errors import InvalidValueError
-from sparsekit_fl.cli.options import Experiment, RunOptions, command_app, make_method, takes_options
+from sparsekit_fl.cli.experiment import Experiment
+from sparsekit_fl.cli.options import RunOptions, command_app, takes_options
 
 __all__ = ["fedlps", "run"]
 
@@ -20,6 +21,7 @@ INTERRUPTED = 130
 def _run(method_name: str, options: RunOptions) -> None:
     from sparsekit_fl.cli.progress import LiveProgress
     from sparsekit_fl.errors import RunInterrupted
+    from sparsekit_fl.methods.make import make_method
     from sparsekit_fl.report.table import result_table
     from sparsekit_fl.server.loop import run as run_rounds
     from sparsekit_fl.server.privacy import privacy_line

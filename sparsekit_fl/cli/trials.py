@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from sparsekit.errors import SparsekitError
-from sparsekit_fl.cli.options import Experiment, RunOptions, make_method
+from sparsekit_fl.cli.experiment import Experiment
+from sparsekit_fl.cli.options import RunOptions
 from sparsekit_fl.cli.progress import Events, TrialsProgress
 from sparsekit_fl.errors import ResumeError, RunInterrupted
+from sparsekit_fl.methods.make import make_method
 from sparsekit_fl.report.table import read_result
 from sparsekit_fl.report.trials import TRIAL_FILES, Trial, trial_file
 from sparsekit_fl.results.records import Observer

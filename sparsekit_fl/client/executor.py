@@ -1,4 +1,4 @@
-"""ClientExecutor: what a process of any engine does with a task. Sets up once, then trains and scores client after client."""
+"""ClientExecutor: trains and scores client after client, in a process of any engine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from sparsekit.graph.state import StateDict
 from sparsekit_fl.client.round import client_evaluate, client_round
 from sparsekit_fl.client.spec import RunSpec
 from sparsekit_fl.client.worker import WorkerState
-from sparsekit_fl.context.memory import Memory
 from sparsekit_fl.context.server import Roster
 from sparsekit_fl.errors import ClientError, MemoryStateError
 from sparsekit_fl.problem.clients import Client
@@ -20,17 +19,17 @@ __all__ = ["ClientExecutor"]
 
 
 class ClientExecutor:
-    """Runs clients in the process that it is made in.
+    """Runs clients in the process that it is made in. The model is made once and used for all of them.
 
     Args:
-        spec: Of the run.
+        spec: The fixed parts of the run.
         clients: Client id → client, at least those that will be asked for.
-        store: Where their memories are; a call may bring another.
+        store: The memories of the clients; a call may bring another.
     """
 
     def __init__(self, spec: RunSpec, clients: Mapping[int, Client], store: MemoryStore) -> None:
         self.spec = spec
-        self._workspace = WorkerState(spec)
+        self._worker = WorkerState(spec)
         self._clients = clients
         self._store = store
 
@@ -38,12 +37,12 @@ class ClientExecutor:
         """Train one client for one round.
 
         Args:
-            assignment: What the server sent.
-            version: Which memory counts; None for an empty one.
-            store: Another place of memories, for this call.
+            assignment: The server's message.
+            version: The round of the memory that counts; None for an empty memory.
+            store: Another store of memories, for this call.
 
         Returns:
-            The update, and whether a memory was written for this round.
+            The update, and whether a memory was written.
 
         Raises:
             ClientError: the client failed; its memory is as it was.
@@ -51,17 +50,12 @@ class ClientExecutor:
         """
         store = store or self._store
         memory = store.read(assignment.client_id, version)
-        update = client_round(self._workspace, assignment, self._clients[assignment.client_id], memory)
-        return update, self._save(store, assignment, memory)
-
-    def _save(self, store: MemoryStore, assignment: Assignment, memory: Memory) -> bool:
+        update = client_round(self._worker, assignment, self._clients[assignment.client_id], memory)
         try:
-            return store.write(assignment.client_id, assignment.round, memory)
+            return update, store.write(assignment.client_id, assignment.round, memory)
         except MemoryStateError as error:
-            name = self.spec.method.name
-            raise ClientError(
-                f"client {assignment.client_id} failed in round {assignment.round} of method {name!r}: {error}"
-            ) from error
+            who = f"client {assignment.client_id} failed in round {assignment.round} of method {self.spec.method.name!r}"
+            raise ClientError(f"{who}: {error}") from error
 
     def evaluate(
         self,
@@ -77,7 +71,7 @@ class ClientExecutor:
         """Score one client; see `client_evaluate`."""
         store = store or self._store
         return client_evaluate(
-            self._workspace,
+            self._worker,
             state,
             self._clients[client_id],
             store.read(client_id, version),

@@ -1,4 +1,4 @@
-"""client_round() and client_evaluate(): what happens on a client, under every engine."""
+"""client_round() and client_evaluate(): the work of a client, the same under every engine."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _blame(method: str, policy: str, round: int, client_id: int) -> Iterator[Non
 
 
 def _complete(worker: WorkerState, ctx: ClientContext, shared: StateDict) -> dict[str, Any]:
-    """The whole dense state: what came from the server and what stayed here, initially that of round 0."""
+    """Return the whole dense state: entries from the server, and private ones, which are those of round 0 at first."""
     own = ctx.scoped("share").memory
     return {name: shared[name] if name in shared else own.get(name, tensor) for name, tensor in worker.spec.initial.items()}
 
@@ -54,10 +54,10 @@ def client_round(worker: WorkerState, assignment: Assignment, client: Client, me
     """Train one client for one round. The one function that every engine calls.
 
     Args:
-        worker: Of this process.
-        assignment: What the server sent.
-        client: Its data.
-        memory: Of this client; written to. When this raises, throw the memory away.
+        worker: The spec and the narrow model of this process.
+        assignment: The server's message.
+        client: The client, with its data.
+        memory: The client's memory; written to. When this raises, throw the memory away.
 
     Returns:
         The update.
@@ -130,7 +130,7 @@ def _on_cpu(result: LocalResult) -> LocalResult:
 def _upload(
     ctx: ClientContext, worker: WorkerState, result: LocalResult, start: StateDict, shared: StateDict
 ) -> tuple[dict[str, torch.Tensor], Any]:
-    """Trained minus received, of the shared entries and what the upload mask keeps; the rest goes into memory."""
+    """Return trained minus received, of the shared entries that the upload mask keeps; put private entries into memory."""
     graph = ctx.graph
     upload = worker.spec.method.share.upload_mask(ctx.scoped("share"), result)
     private = [name for name in start if name not in shared]
@@ -162,12 +162,12 @@ def client_evaluate(
     """Score a client's personal model, and the global one where asked, on the client's own data.
 
     Args:
-        worker: Of this process.
+        worker: The spec and the narrow model of this process.
         state: The shared global state.
-        client: Its data.
-        memory: Of this client; not kept.
+        client: The client, with its data.
+        memory: The client's memory; changes to it are not kept.
         round: The last finished round.
-        capability: Of the client.
+        capability: The client's capability in that round.
         with_shared: Score the global model too.
         export: Folder in which to write the personal model, where it differs from the global one.
 

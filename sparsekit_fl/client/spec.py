@@ -1,4 +1,4 @@
-"""RunSpec: what is fixed for a whole run and the same for every client."""
+"""RunSpec: the fixed parts of a run, the same for every client."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.state import StateDict, clone
 from sparsekit.measure.cost import CostModel, trace_cost
 from sparsekit.rng import torch_scope
+from sparsekit.tracing.layer_order import trace_layers
+from sparsekit.tracing.trace import trace_units
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.options.config import RunConfig, TrainingConfig
 from sparsekit_fl.problem.clients import Client
@@ -22,14 +24,14 @@ __all__ = ["RunSpec", "by_id"]
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class RunSpec:
-    """What is fixed for a whole run and the same for every client.
+    """The fixed parts of a run, the same for every client.
 
     Args:
         method: The recipe.
-        problem: As `method.local.prepare` returned it.
-        graph: The units of the problem's model, and its layers.
-        costs: Its FLOPs.
-        config: The options, as the method left them.
+        problem: Model, loss and metrics, as `method.local.prepare` returned them.
+        graph: The units of the model, and its layers.
+        costs: The FLOPs of the model.
+        config: The options, as `method.configure` returned them.
         initial: The global state of round 0, dense, on the CPU.
     """
 
@@ -46,13 +48,10 @@ class RunSpec:
 
         Args:
             method: The recipe.
-            problem: The user's.
+            problem: Model, loss and metrics, as the user gave them.
             config: The options.
-            graph: The units, where they are already known.
+            graph: The units of the model, where they are already known.
         """
-        from sparsekit.tracing.layer_order import trace_layers
-        from sparsekit.tracing.trace import trace_units
-
         config = method.configure(config)
         problem = method.local.prepare(problem)
         with torch_scope(Streams(config.seed).model()):
@@ -73,21 +72,21 @@ class RunSpec:
         )
 
     def shared_names(self) -> list[str]:
-        """Keys of the state that travel, in the order of the state."""
+        """Return the keys of the state that travel, in the order of the state."""
         return [name for name in self.initial if self.method.share.is_shared(name, self.graph)]
 
     def for_clients(self) -> RunSpec:
-        """The same without what the server keeps to itself: the seed of a private run's noise."""
+        """Return the same spec without the server's secret: the seed of a private run's noise."""
         if self.config.dp_noise_seed is None:
             return self
         return dataclasses.replace(self, config=dataclasses.replace(self.config, dp_noise_seed=None))
 
     def training(self, round: int) -> TrainingConfig:
-        """Options of training with the learning rate of this round."""
+        """Return the options of training, with the learning rate of this round."""
         factor = self.config.lr_decay ** (round - 1)
         return dataclasses.replace(self.config.training, lr=self.config.training.lr * factor)
 
 
 def by_id(clients: Sequence[Client]) -> dict[int, Client]:
-    """Client id → client, ascending."""
+    """Return the clients by id, ascending."""
     return {client.id: client for client in sorted(clients, key=lambda client: client.id)}

@@ -1,32 +1,25 @@
-"""WorkerState: what one worker process keeps from client to client."""
+"""WorkerState: the part of a worker process that lives from client to client."""
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
-import torch
 
 from sparsekit.graph.state import StateDict
 from sparsekit.rng import torch_scope
 from sparsekit.training.narrow_model import NarrowModel
+from sparsekit_fl.client.spec import RunSpec
+from sparsekit_fl.context.client import ClientContext
+from sparsekit_fl.context.memory import Memory, rngs_by_kind
 from sparsekit_fl.problem.clients import Capability, Client
 from sparsekit_fl.streams import Streams
 from sparsekit_fl.wire.kept import Mask
 
-if TYPE_CHECKING:
-    pass
-from sparsekit_fl.client.spec import RunSpec
-from sparsekit_fl.context.client import ClientContext
-from sparsekit_fl.context.memory import Memory, rngs_by_kind
-
-__all__ = ["WorkerState", "one_thread"]
+__all__ = ["WorkerState"]
 
 
 class WorkerState:
-    """What one worker process keeps from client to client: the spec and one compact narrow_model.
+    """The part of a worker process that lives from client to client: the spec and one narrow model.
 
     Args:
-        spec: Of the run.
+        spec: The fixed parts of the run.
     """
 
     def __init__(self, spec: RunSpec) -> None:
@@ -45,7 +38,7 @@ class WorkerState:
         extra: StateDict | None = None,
         received: Mask | None = None,
     ) -> ClientContext:
-        """The context of one client in one round."""
+        """Make the context of one client in one round."""
         spec = self.spec
         return ClientContext(
             round=round,
@@ -65,10 +58,3 @@ class WorkerState:
             initial_state=lambda: spec.initial,
             cache={},
         )
-
-
-def one_thread() -> int:
-    """Set torch to one thread, on which results must depend; returns the number before."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    return before

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import numpy as np
 from torch import nn
 
+from sparsekit.deprecations import renamed_attribute
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.mask import UnitMask, WeightMask
 from sparsekit.graph.state import StateDict
@@ -84,6 +85,8 @@ class ClientContext:
     received: Mask | None = None
     kind: PolicyKind = "local"
     root: Memory | None = field(default=None, repr=False)
+
+    session = renamed_attribute("session", "narrow_model")
 
     def scoped(self, kind: PolicyKind) -> ClientContext:
         """Return the same context with the memory and the generator of one kind of policy."""

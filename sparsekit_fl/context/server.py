@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from sparsekit.deprecations import renamed_attribute
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.state import StateDict
 from sparsekit.measure.cost import CostModel
@@ -91,6 +92,8 @@ class ServerContext:
     state: StateDict
     kind: PolicyKind = "sampling"
     costs: CostModel | None = None
+
+    cohort_size = renamed_attribute("cohort_size", "cohort")
 
     def scoped(self, kind: PolicyKind) -> ServerContext:
         """Return the same context with the memory and the generator of one kind of policy."""

@@ -16,14 +16,12 @@ from flwr.serverapp import Grid, ServerApp
 from sparsekit.errors import InvalidValueError
 from sparsekit_fl.client.executor import ClientExecutor
 from sparsekit_fl.client.spec import RunSpec
-from sparsekit_fl.client.worker import one_thread
 from sparsekit_fl.deployment.plan import Plan, client_ids
 from sparsekit_fl.engines.flower.introduction import described
-from sparsekit_fl.engines.flower.keep import NodeStore
-from sparsekit_fl.engines.flower.node import Node, make_app
+from sparsekit_fl.engines.flower.node import make_app
 from sparsekit_fl.engines.flower.wire import content, read
 from sparsekit_fl.problem.clients import Client
-from sparsekit_fl.state.store import CarriedMemory, MemoryStore
+from sparsekit_fl.state.store import CarriedMemory, DeviceStore, MemoryStore
 
 __all__ = ["client", "server"]
 
@@ -59,8 +57,7 @@ def _run_id(context: Context) -> str:
     return hashlib.sha256(json.dumps(settled, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
-def _node(context: Context) -> Node:
-    one_thread()
+def _executor(context: Context) -> ClientExecutor:
     spec, clients = _make(context)
     plan = Plan.of(context.run_config)
     store: MemoryStore = CarriedMemory()
@@ -71,11 +68,11 @@ def _node(context: Context) -> Node:
                 "this SuperNode has no place for the memories of its clients; start it with --node-config"
                 ' \'state-dir="FOLDER" …\', or run with memory="server"'
             )
-        store = NodeStore(Path(folder) / _run_id(context))
-    return Node(ClientExecutor(spec, clients, store))
+        store = DeviceStore(Path(folder) / _run_id(context))
+    return ClientExecutor(spec, clients, store)
 
 
-client: ClientApp = make_app(_node)
+client: ClientApp = make_app(_executor)
 
 
 def _introduce(message: Message, context: Context) -> Message:

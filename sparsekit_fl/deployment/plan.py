@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from sparsekit.errors import InvalidValueError, UnknownNameError, nearest
 from sparsekit.registry import load_object
 from sparsekit_fl.experiment.build import build_problem
+from sparsekit_fl.methods.make import make_method
 from sparsekit_fl.methods.method import Method
-from sparsekit_fl.options.config import Aggregation, RunConfig, Upload
+from sparsekit_fl.options.checked import Count, NonNegative
+from sparsekit_fl.options.config import RunConfig, TrainingConfig
+from sparsekit_fl.options.schema import Offer, Option, offers
 from sparsekit_fl.paper.presets import preset_for
 from sparsekit_fl.problem.clients import Client, ClientData
 from sparsekit_fl.problem.problem import Problem
@@ -21,81 +24,49 @@ __all__ = ["Plan", "client_ids"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
-    """The options of a deployed run. Empty text and zero stand for "as the preset says".
+@offers(TrainingConfig, RunConfig, without=("device", "capability", "dp_noise_seed"), zeros=True)
+class Plan(Offer):
+    """The options of a deployed run: those of `RunConfig` and `TrainingConfig`, and these.
 
-    Args:
-        method: A method by name, or `package.module:function`.
-        preset: Of the experiment; it decides model, training and, on a node, how the data are dealt.
-        problem: `package.module:function` that returns the Problem, for a model and data of your own; nodes then name the
-            data by their `data` option.
-        rounds: Server rounds.
-        cohort: Size of the cohort.
-        seed: Of all random numbers.
-        eval_every: Score clients each so many rounds, and at the end.
-        eval_clients: How many are scored before the end; zero: all. The end scores all.
-        local_epochs: Passes over a client's data per round.
-        batch_size: Examples per step.
-        lr: Learning rate.
-        data_dir: Folder of the data sets on the server, where the preset needs them to know the model's shape.
-        out: Folder on the server for result, records and checkpoint.
-        resume: Go on with the run in `out`.
-        nodes: How many SuperNodes to wait for.
-        wait_seconds: How long.
-        timeout_seconds: Replies that take longer are given up; zero waits.
-        min_replies: Valid updates that a round needs; zero stands for half of its cohort, rounded up.
-        aggregation: How changes are combined; see `RunConfig`, which has this and the next six by the same names.
-        trim_share: For "trimmed-mean".
-        clip_norm: For "norm-clipped"; zero takes the round's median norm.
-        dp_clip: Largest norm of a client's change, for privacy; zero: no privacy.
-        dp_noise: Noise multiplier.
-        dp_delta: δ; zero: by the number of clients. The seed of the noise is no option here, as every node gets the options:
-            the server draws it.
-        upload: What changes are sent as.
-        memory: "nodes": each keeps the memories of its clients in its `state-dir`; "server": they travel.
+    Empty text and zero stand for "as the preset says". The seed of the noise is no option here, as every node gets the options:
+    the server draws it.
+
+    Raises:
+        InvalidValueError: a value that is not allowed.
     """
 
-    method: str = "fedlps"
-    preset: str = "digits"
-    problem: str = ""
-    rounds: int = 0
-    cohort: int = 0
-    seed: int = 0
-    eval_every: int = 0
-    eval_clients: int = 0
-    local_epochs: int = 0
-    batch_size: int = 0
-    lr: float = 0.0
-    data_dir: str = ""
-    out: str = ""
-    resume: bool = False
-    nodes: int = 2
-    wait_seconds: float = 300.0
-    timeout_seconds: float = 0.0
-    min_replies: int = 0
-    aggregation: Aggregation = "mean"
-    trim_share: float = 0.2
-    clip_norm: float = 0.0
-    dp_clip: float = 0.0
-    dp_noise: float = 0.0
-    dp_delta: float = 0.0
-    upload: Upload = "float32"
-    memory: Literal["nodes", "server"] = "nodes"
+    method: Annotated[str, Option("A method by name, or `package.module:function`.")] = "fedlps"
+    preset: Annotated[str, Option("Of the experiment; it decides model, training and, on a node, how examples are split.")] = (
+        "digits"
+    )
+    problem: Annotated[
+        str,
+        Option(
+            "`package.module:function` that returns the Problem, for a model and data of your own; nodes then name the data by"
+            " their `data` option."
+        ),
+    ] = ""
+    data_dir: Annotated[
+        str, Option("Folder of the data sets on the server, where the preset needs them to know the model's shape.")
+    ] = ""
+    out: Annotated[str, Option("Folder on the server for result, records and checkpoint.")] = ""
+    resume: Annotated[bool, Option("Continue the run in `out`.")] = False
+    nodes: Annotated[Count, Option("Number of SuperNodes to wait for.")] = 2
+    wait_seconds: Annotated[NonNegative, Option("How long to wait for them.")] = 300.0
+    timeout_seconds: Annotated[NonNegative, Option("Replies that take longer are given up; zero waits.")] = 0.0
+    memory: Annotated[
+        Literal["nodes", "server"],
+        Option('"nodes": each keeps the memories of its clients in its `state-dir`; "server": they travel.'),
+    ] = "nodes"
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            wanted: tuple[type, ...] = (float, int) if isinstance(field.default, float) else (type(field.default),)
-            if not isinstance(value, wanted) or (isinstance(value, bool) and bool not in wanted):
-                raise InvalidValueError(f"{field.name.replace('_', '-')} must be a {wanted[0].__name__}, got {value!r}")
-            if isinstance(value, int | float) and not 0 <= value < float("inf"):
-                raise InvalidValueError(f"{field.name.replace('_', '-')} must be a finite number >= 0, got {value!r}")
-        if self.memory not in ("nodes", "server"):
-            raise InvalidValueError(f"memory must be 'nodes' or 'server', got {self.memory!r}")
-        if self.nodes < 1:
-            raise InvalidValueError(f"nodes must be an integer >= 1, got {self.nodes}")
+        super().__post_init__()
         if self.resume and not self.out:
             raise InvalidValueError("resume needs out, the folder of the run to go on with")
+
+    @classmethod
+    def _called(cls, name: str) -> str:
+        return name.replace("_", "-")
 
     @staticmethod
     def of(run_config: Mapping[str, Any]) -> Plan:
@@ -117,13 +88,7 @@ class Plan:
 
     def make_method(self) -> Method:
         """The method."""
-        from sparsekit_fl.methods import registry
-
-        made = load_object(self.method) if ":" in self.method else registry[self.method]
-        found = made() if callable(made) else made
-        if not isinstance(found, Method):
-            raise InvalidValueError(f"method {self.method!r} must be a function that returns a Method, got {found!r}")
-        return found
+        return make_method(self.method)
 
     def make_problem(self, data_dir: str | None = None) -> tuple[Problem, list[Client]]:
         """The problem, and all clients of the preset; none where the problem is the user's.
@@ -148,28 +113,11 @@ class Plan:
         Args:
             clients: How many clients there are.
         """
-        preset = preset_for(preset=self.preset)
-        said: dict[str, Any] = {"local_epochs": self.local_epochs, "batch_size": self.batch_size, "lr": self.lr}
-        training = replace(preset.training, **{name: value for name, value in said.items() if value})
-        return RunConfig(
-            rounds=self.rounds or preset.rounds,
-            cohort=self.cohort or min(preset.cohort, clients),
-            training=training,
-            seed=self.seed,
-            eval_every=self.eval_every or 10,
-            eval_clients=self.eval_clients or None,
-            min_replies=self.min_replies or None,
-            aggregation=self.aggregation,
-            trim_share=self.trim_share,
-            clip_norm=self.clip_norm or None,
-            dp_clip=self.dp_clip or None,
-            dp_noise=self.dp_noise or None,
-            dp_delta=self.dp_delta or None,
-            upload=self.upload,
+        given = self.given(TrainingConfig, RunConfig)
+        if self.problem:
             # A user's clients have capabilities of their own.
-            capability="fixed" if self.problem else preset.capability,
-            capability_levels=None if self.problem else preset.capability_levels,
-        )
+            given |= {"capability": "fixed", "capability_levels": None}
+        return preset_for(preset=self.preset).config(given, clients)
 
     def make_clients(self, ids: Iterable[int], node_config: Mapping[str, Any]) -> tuple[Problem, dict[int, Client]]:
         """The problem and the clients of a node, with their data.

@@ -1,11 +1,11 @@
-"""Engine and ClientPool: who runs clients. An engine knows processes and wires, and nothing of learning."""
+"""Engine and ClientPool: who runs clients. An engine handles processes and wires; learning is left to the client."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from sparsekit.graph.state import StateDict
 from sparsekit_fl.client.spec import RunSpec
@@ -14,20 +14,22 @@ from sparsekit_fl.results.records import RunResult
 from sparsekit_fl.state.store import ClientStore, Versions
 from sparsekit_fl.wire.messages import Assignment, Evaluation, Update
 
-__all__ = ["ClientPool", "Engine", "Reply", "Unscored"]
+__all__ = ["ClientPool", "Engine", "Reply", "Unscored", "in_order"]
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Reply:
-    """What came back for one assignment.
+    """The answer to one assignment.
 
     Args:
-        client_id: Of the assignment.
-        update: None where the client failed.
-        error: Why it failed; None where it did not.
+        client_id: The client of the assignment.
+        update: The update; None where the client failed.
+        error: The reason of the failure; None where it did not fail.
         stored: Whether a memory of this client was written for this round.
-        note: What the record of the round should say of it; empty for nothing.
-        memory_bytes: Of its memory, where that travelled, there and back.
+        note: A text for the record of the round; empty for none.
+        memory_bytes: Bytes of its memory, where that travelled, there and back.
     """
 
     client_id: int
@@ -40,11 +42,11 @@ class Reply:
 
 @dataclass(frozen=True)
 class Unscored:
-    """A client that could not be reached to be scored.
+    """A client that could not be scored.
 
     Args:
-        client_id: Which.
-        reason: Why not.
+        client_id: The client.
+        reason: Why it could not be reached, or what was wrong with its answer.
     """
 
     client_id: int
@@ -52,16 +54,16 @@ class Unscored:
 
 
 class ClientPool(Protocol):
-    """Runs clients. Both methods yield in the order given, whatever finishes first."""
+    """Runs clients. Both methods yield in the order given, whatever finishes first; `workers` goes into the result."""
 
     workers: int
 
     def map(self, assignments: Sequence[Assignment], versions: Versions) -> Iterator[Reply]:
-        """Train. All assignments of a call hold the same state.
+        """Train clients. All assignments of a call hold the same state.
 
         Args:
             assignments: One per client.
-            versions: Which memory of a client counts.
+            versions: The memory of each client that counts.
         """
         ...
 
@@ -75,12 +77,12 @@ class ClientPool(Protocol):
         with_shared: bool,
         export: Path | None,
     ) -> Iterator[Evaluation | Unscored]:
-        """Score personal models, and the global one where asked. A pool whose clients may be away says which were.
+        """Score personal models, and the global one where asked. A client that is away comes out as `Unscored`.
 
         Args:
             state: The shared global state.
-            ids: Which clients.
-            versions: Which memory of a client counts.
+            ids: The clients to score.
+            versions: The memory of each client that counts.
             round: The last finished round.
             with_shared: Score the global model too.
             export: Folder for personal models that differ from the global one; None writes none.
@@ -89,7 +91,7 @@ class ClientPool(Protocol):
 
 
 class Engine(Protocol):
-    """Provides a pool to a loop. It is handed the loop, because some frameworks call us and not we them."""
+    """Gives a pool to the loop over rounds. It is handed the loop, since some frameworks call the program they run."""
 
     def run(
         self,
@@ -103,8 +105,23 @@ class Engine(Protocol):
 
         Args:
             rounds: The loop over rounds; it must be called exactly once.
-            spec: Of the run.
+            spec: The fixed parts of the run.
             clients: Client id → client.
-            store: Where client memories are.
+            store: The memories of the clients.
         """
         ...
+
+
+def in_order(answers: Iterator[tuple[int, T]], count: int) -> Iterator[T]:
+    """Yield answers in the order of their tasks, each as soon as it and those before it are there.
+
+    Args:
+        answers: Place of a task → its answer, in any order; places are 0 to `count` - 1.
+        count: Number of tasks.
+    """
+    done: dict[int, T] = {}
+    for place in range(count):
+        while place not in done:
+            found, answer = next(answers)
+            done[found] = answer
+        yield done.pop(place)

@@ -69,7 +69,7 @@ def build_problem(
         check_fit(found[0], found[1][0])
         return found
     name = model or preset.model
-    spec = factory_spec(name, load_object(name) if ":" in name else models[name])
+    spec = factory_spec(name, models.find(name))
     takes = spec.input_shape(found.kind, tuple(found.shape))
     if takes.kind == "image":
         channels, *size = takes.shape

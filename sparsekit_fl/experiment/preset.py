@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal
 
-from sparsekit_fl.options.config import HETEROGENEITY, TrainingConfig
+from sparsekit_fl.options.config import HETEROGENEITY, RunConfig, TrainingConfig
 
 __all__ = ["Preset"]
 
@@ -42,3 +42,20 @@ class Preset:
     capability: Literal["fixed", "dynamic"] = "dynamic"
     capability_levels: tuple[float, ...] = HETEROGENEITY["high"]
     source: str = ""
+
+    def config(self, given: Mapping[str, Any], clients: int) -> RunConfig:
+        """Return the options of a run.
+
+        Args:
+            given: Options of `RunConfig` and of its `TrainingConfig` by name, in place of the preset's.
+            clients: Number of clients.
+        """
+        trains = {field.name for field in fields(TrainingConfig)}
+        training = replace(self.training, **{name: value for name, value in given.items() if name in trains})
+        own: dict[str, Any] = {
+            "rounds": self.rounds,
+            "cohort": min(self.cohort, clients),
+            "capability": self.capability,
+            "capability_levels": self.capability_levels,
+        }
+        return RunConfig(training=training, **own | {name: value for name, value in given.items() if name not in trains})

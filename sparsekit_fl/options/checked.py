@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property
 from types import NoneType, SimpleNamespace, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
 
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
@@ -43,6 +43,7 @@ __all__ = [
     "Share",
     "choices",
     "described",
+    "without_none",
 ]
 
 # Nothing is converted: "3" is no number, and True is neither 1 nor 1.0.
@@ -94,13 +95,15 @@ class Checked:
         InvalidValueError: a value outside of what its annotation allows.
     """
 
+    _names_none: ClassVar[bool] = True
+    """Whether messages name None where it is allowed."""
+
     def __post_init__(self) -> None:
         kind: Any = type(self)
         for choice in choices(kind):
             value = getattr(self, choice.name)
-            default = choice.default
-            if not (value is default or (type(value) is type(default) and value == default)):
-                choice.check(value, name=self._called(choice.name))
+            if not choice.is_default(value):
+                choice.check(value, name=self._called(choice.name), names_none=self._names_none)
 
     @classmethod
     def _called(cls, name: str) -> str:
@@ -126,12 +129,13 @@ class Choice:
     def _adapter(self) -> TypeAdapter[Any]:
         return TypeAdapter(self.hint, config=_STRICT)
 
-    def check(self, value: object, *, name: str | None = None) -> None:
+    def check(self, value: object, *, name: str | None = None, names_none: bool = True) -> None:
         """Raise where a value is not allowed.
 
         Args:
             value: What was given.
             name: Stands for the field's in the message.
+            names_none: Whether the message names None where it is allowed.
 
         Raises:
             InvalidValueError: it is not allowed; names the value, what is allowed, and what to do where there is a `Hint`.
@@ -142,7 +146,14 @@ class Choice:
             hints = [note for note in _notes(self.hint) if isinstance(note, Hint)]
             called = next((hint.name for hint in hints if hint.name), name or self.name)
             advice = next((f"; {hint.text}" for hint in hints if hint.text), "")
-            raise InvalidValueError(f"{called} must be {described(self.hint)}, got {value!r}{advice}") from None
+            allowed = described(self.hint if names_none else without_none(self.hint))
+            raise InvalidValueError(f"{called} must be {allowed}, got {value!r}{advice}") from None
+
+    def is_default(self, value: object) -> bool:
+        """Whether a value is the default; True is not 1."""
+        if value is self.default:
+            return True
+        return isinstance(value, int | float | str) and type(value) in (type(self.default), int) and value == self.default
 
     def note(self, kind: type) -> Any:
         """The first object of a class among what the annotation adds to its type; None where there is none."""
@@ -184,6 +195,16 @@ def _notes(hint: Any) -> Iterator[Any]:
             yield from _notes(part)
 
 
+def without_none(hint: Any) -> Any:
+    """An annotated type that does not allow None: `Annotated[int | None, …]` becomes `Annotated[int, …]`."""
+    if get_origin(hint) is Annotated:
+        kind, *notes = get_args(hint)
+        return Annotated[without_none(kind), *notes]
+    if get_origin(hint) in (Union, UnionType):
+        return Union[tuple(part for part in get_args(hint) if part is not NoneType)]  # noqa: UP007 - built from a list
+    return hint
+
+
 def described(hint: Any) -> str:
     """What an annotated type allows, as in "an integer >= 1", "in (0, 1], or None" or "'last' or 'best'"."""
     bounds = list(_notes(hint))
@@ -195,7 +216,7 @@ def described(hint: Any) -> str:
     if get_origin(hint) is Literal:
         return " or ".join(map(repr, parts)) if len(parts) < 3 else f"one of {', '.join(map(str, parts))}"
     if get_origin(hint) is tuple:
-        return f"a tuple that is not empty, of values that are each {described(parts[0])}"
+        return f"one or more values, each {described(parts[0])}"
     if hint not in (int, float):
         return f"a {getattr(hint, '__name__', hint)}"
     return _range(hint, {type(note): note for note in bounds})

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-import math
+import functools
 import tomllib
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
+from pydantic import Field
+
+from sparsekit.deprecations import RemovedIn0_3Warning
 from sparsekit.errors import InvalidValueError, UnknownNameError, nearest
+from sparsekit_fl.options.checked import Checked, Count, Fraction, Hint, NonNegative, NonNegativeCount, Positive
+from sparsekit_fl.options.schema import HOW, SAFE, TRAIN, WHAT, Option
 
-__all__ = ["AGGREGATIONS", "HETEROGENEITY", "UPLOADS", "Aggregation", "RunConfig", "TrainingConfig", "Upload"]
+__all__ = ["AGGREGATIONS", "HETEROGENEITY", "UPLOADS", "Aggregation", "RunConfig", "TrainingConfig", "Upload", "current_names"]
 
 HETEROGENEITY: Mapping[str, tuple[float, ...]] = {
     "low": (1.0, 1 / 2),
@@ -24,7 +30,6 @@ HETEROGENEITY: Mapping[str, tuple[float, ...]] = {
 Source: Xue et al., ICDE 2025 (arXiv 2412.07216), Effect of Heterogeneity (Q3); "high" is also that of its Table I.
 """
 
-
 Aggregation = Literal["mean", "trimmed-mean", "median", "norm-clipped"]
 AGGREGATIONS: tuple[str, ...] = get_args(Aggregation)
 """Names of the rules by which the server combines changes."""
@@ -33,179 +38,166 @@ Upload = Literal["float32", "bfloat16"]
 UPLOADS: tuple[str, ...] = get_args(Upload)
 """What changes are sent as."""
 
-_LATER = (
-    "eval_clients",
-    "aggregation",
-    "trim_share",
-    "clip_norm",
-    "dp_clip",
-    "dp_noise",
-    "dp_delta",
-    "dp_noise_seed",
+Config = TypeVar("Config", bound=type)
+
+_FORMER = {"clients_per_round": "cohort"}  # the old names go with version 0.3
+
+# Left out of plain values while they are what they were before there were such options, so that older runs can be resumed.
+_LATER = {
+    *("eval_clients", "aggregation", "trim_share", "clip_norm", "dp_clip", "dp_noise", "dp_delta", "dp_noise_seed"),
     "upload",
-)
+}
 
 
-def _choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise InvalidValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
+def current_names(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Saved options by their present names."""
+    return {_FORMER.get(name, name): value for name, value in raw.items()}
 
 
-def _integer(name: str, value: object, low: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < low:
-        raise InvalidValueError(f"{name} must be an integer >= {low}, got {value!r}")
+def _takes_former_names(kind: Config) -> Config:
+    made: Any = kind.__init__  # type: ignore[misc]
 
+    @functools.wraps(made)
+    def init(self: Any, **given: Any) -> None:
+        for old in _FORMER.keys() & given.keys():
+            text = f"{old} is now called {_FORMER[old]}; the old name goes with version 0.3"
+            warnings.warn(text, RemovedIn0_3Warning, stacklevel=2)
+            given[_FORMER[old]] = given.pop(old)
+        made(self, **given)
 
-def _number(name: str, value: object, low: float, *, open_low: bool = False, high: float = math.inf) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise InvalidValueError(f"{name} must be a finite number, got {value!r}")
-    if value < low or value > high or (open_low and value == low):
-        bounds = f"{'>' if open_low else '>='} {low:g}" + (f" and <= {high:g}" if math.isfinite(high) else "")
-        raise InvalidValueError(f"{name} must be {bounds}, got {value!r}")
+    kind.__init__ = init  # type: ignore[misc]
+    return kind
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainingConfig:
-    """How a client trains.
+class TrainingConfig(Checked):
+    """How a client trains. Each option has its meaning and its range where it is declared.
 
-    Args:
-        local_epochs: Passes over the client's training data per round, E in the papers.
-        batch_size: Examples per step, B in the papers.
-        lr: Learning rate of round 1.
-        momentum: Of SGD, in [0, 1).
-        weight_decay: Of SGD.
-        clip: Largest norm of the gradient of a step; None does not clip.
+    Raises:
+        InvalidValueError: a value that is not allowed.
     """
 
-    local_epochs: int = 5
-    batch_size: int = 20
-    lr: float = 0.1
-    momentum: float = 0.0
-    weight_decay: float = 0.0
-    clip: float | None = None
-
-    def __post_init__(self) -> None:
-        _integer("local_epochs", self.local_epochs, 1)
-        _integer("batch_size", self.batch_size, 1)
-        _number("lr", self.lr, 0.0)
-        _number("momentum", self.momentum, 0.0, high=0.999999)
-        _number("weight_decay", self.weight_decay, 0.0)
-        if self.clip is not None:
-            _number("clip", self.clip, 0.0, open_low=True)
+    local_epochs: Annotated[
+        Count, Option("Passes over a client's training data per round, E in the papers.", TRAIN, preset=True)
+    ] = 5
+    batch_size: Annotated[Count, Option("Examples per step, B in the papers.", TRAIN, preset=True)] = 20
+    lr: Annotated[NonNegative, Option("Learning rate of round 1.", TRAIN, preset=True)] = 0.1
+    momentum: Annotated[float, Field(ge=0, lt=1), Option("Momentum of SGD.")] = 0.0
+    weight_decay: Annotated[NonNegative, Option("Weight decay of SGD.")] = 0.0
+    clip: Annotated[Positive | None, Option("Largest norm of the gradient of a step; None does not clip.")] = None
 
 
+@_takes_former_names
 @dataclass(frozen=True, kw_only=True)
-class RunConfig:
+class RunConfig(Checked):
     """Everything that decides a run, beside method, problem and clients.
 
-    Args:
-        rounds: Server rounds, R in the papers.
-        cohort: Size of the cohort, C; at most the number of clients.
-        training: How a client trains.
-        seed: Of all random numbers.
-        eval_every: Evaluate clients each so many rounds, and after the last.
-        eval_clients: How many are evaluated before the last round, drawn for each; None, or more than there are: all. After
-            the last round it is always all.
-        device: Where clients train: "cpu", "cuda", "cuda:0", …
-        capability: "fixed": each client's level is drawn once; "dynamic": redrawn every round.
-        capability_levels: Levels to draw `Capability.ratio` from, uniformly; None keeps each client's own capability.
-        lr_decay: Factor on the learning rate after every round, in (0, 1].
-        min_replies: Valid updates that a round needs to count, in [1, cohort]; None takes half of the cohort,
-            rounded up. A round with fewer is repeated, at most twice, and then the run stops; see `run`.
-        aggregation: How changes are combined: by the method's own mean, or by a rule that bears clients who lie; see
-            `policies.robust`.
-        trim_share: For "trimmed-mean": part of the values that goes at each end, in [0, 0.5).
-        clip_norm: For "norm-clipped": longer changes are scaled to this norm; None takes the round's median norm.
-        dp_clip: Client-level differential privacy: largest norm of a client's change; see `privacy`. None: no privacy.
-        dp_noise: Noise multiplier, the noise's standard deviation over `dp_clip`; given with it.
-        dp_delta: δ; None takes 1e-5, or K^-1.1 for K clients where that is less.
-        dp_noise_seed: Of the noise, for runs that must repeat; it is written into the result, and whoever knows it can take
-            the noise off. None draws a secret one from the operating system. Clients get neither.
-        upload: "bfloat16" rounds the floating-point changes that go up to 16 bits; "float32" sends them as they are.
+    Each option has its meaning and its range where it is declared; `training` is how a client trains, and `clients_per_round`
+    is the former name of `cohort`.
+
+    Raises:
+        InvalidValueError: a value, or a combination of values, that is not allowed.
     """
 
-    rounds: int
-    cohort: int = 10
+    rounds: Annotated[Count, Option("Server rounds, R in the papers.", WHAT, preset=True)]
+    cohort: Annotated[
+        Count, Option("Clients per round, C in the papers; at most the number of clients.", WHAT, preset=True)
+    ] = 10
     training: TrainingConfig = field(default_factory=TrainingConfig)
-    seed: int = 0
-    eval_every: int = 10
-    eval_clients: int | None = None
-    device: str = "cpu"
-    capability: Literal["fixed", "dynamic"] = "fixed"
-    capability_levels: tuple[float, ...] | None = None
-    lr_decay: float = 1.0
-    min_replies: int | None = None
-    aggregation: Aggregation = "mean"
-    trim_share: float = 0.2
-    clip_norm: float | None = None
-    dp_clip: float | None = None
-    dp_noise: float | None = None
-    dp_delta: float | None = None
-    dp_noise_seed: int | None = None
-    upload: Upload = "float32"
+    seed: Annotated[NonNegativeCount, Option("Seed of all random numbers.", HOW)] = 0
+    eval_every: Annotated[Count, Option("Evaluate every N rounds, and after the last.", HOW)] = 10
+    eval_clients: Annotated[
+        Count | None,
+        Option(
+            "Number of clients that are evaluated before the last round, drawn anew each time; the last evaluates all.",
+            HOW,
+            unset="all",
+        ),
+    ] = None
+    device: Annotated[str, Option("Where clients train: cpu, cuda, cuda:0, …", HOW)] = "cpu"
+    capability: Annotated[
+        Literal["fixed", "dynamic"],
+        Option("Draw the clients' capability levels once (fixed) or every round (dynamic).", WHAT, preset=True),
+    ] = "fixed"
+    capability_levels: Annotated[
+        Annotated[tuple[Annotated[float, Field(gt=0, le=1)], ...], Field(min_length=1)] | None,
+        Hint("None keeps each client's own capability"),
+        Option("Levels to draw `Capability.ratio` from, uniformly; None keeps each client's own capability."),
+    ] = None
+    lr_decay: Annotated[float, Field(gt=0, le=1), Option("Factor on the learning rate after every round.")] = 1.0
+    min_replies: Annotated[
+        Count | None,
+        Option(
+            "Valid updates that a round needs, at most the cohort; with fewer it is repeated, twice at most, and then the"
+            " run stops.",
+            HOW,
+            unset="half of its cohort, rounded up",
+        ),
+    ] = None
+    aggregation: Annotated[
+        Aggregation,
+        Option(
+            "How changes are combined: by the method's own mean, or by a Byzantine-robust rule: trimmed-mean, median or"
+            " norm-clipped.",
+            SAFE,
+        ),
+    ] = "mean"
+    trim_share: Annotated[
+        float,
+        Field(ge=0, lt=0.5),
+        Hint("it goes at each end"),
+        Option("For trimmed-mean: share of the values that is left out at each end.", SAFE),
+    ] = 0.2
+    clip_norm: Annotated[
+        Positive | None,
+        Option("For norm-clipped: longer changes are scaled to this norm.", SAFE, unset="the median norm of the round"),
+    ] = None
+    dp_clip: Annotated[
+        Positive | None,
+        Option("Client-level differential privacy: largest norm of a client's change. Needs a noise multiplier.", SAFE),
+    ] = None
+    dp_noise: Annotated[Positive | None, Option("Noise multiplier: standard deviation over that norm.", SAFE)] = None
+    dp_delta: Annotated[Fraction | None, Option("δ it is for.", SAFE, unset="1e-5, or K^-1.1 for K clients if less")] = None
+    dp_noise_seed: Annotated[
+        NonNegativeCount | None,
+        Option(
+            "Seed of the noise, for runs that must repeat; who knows it can remove the noise, so keep it secret, and the"
+            " result that holds it. Clients get neither.",
+            SAFE,
+            unset="drawn from the operating system",
+        ),
+    ] = None
+    upload: Annotated[Upload, Option("Send changes up as float32, as they are, or rounded to 16 bits, as bfloat16.", HOW)] = (
+        "float32"
+    )
 
     def __post_init__(self) -> None:
-        _integer("rounds", self.rounds, 1)
-        _integer("cohort", self.cohort, 1)
-        _integer("seed", self.seed, 0)
-        _integer("eval_every", self.eval_every, 1)
-        if self.eval_clients is not None:
-            _integer("eval_clients", self.eval_clients, 1)
-        _number("lr_decay", self.lr_decay, 0.0, open_low=True, high=1.0)
+        if isinstance(self.capability_levels, list):
+            object.__setattr__(self, "capability_levels", tuple(self.capability_levels))
+        super().__post_init__()
         if not isinstance(self.training, TrainingConfig):
             raise InvalidValueError(f"training must be a TrainingConfig, got {type(self.training).__name__}")
-        if self.capability not in ("fixed", "dynamic"):
-            raise InvalidValueError(f"capability must be 'fixed' or 'dynamic', got {self.capability!r}")
-        if self.capability_levels is not None:
-            levels = tuple(self.capability_levels)
-            if not levels:
-                raise InvalidValueError("capability_levels must not be empty; pass None to keep each client's own capability")
-            for level in levels:
-                _number("a capability level", level, 0.0, open_low=True, high=1.0)
-            object.__setattr__(self, "capability_levels", levels)
-        if self.min_replies is not None:
-            _integer("min_replies", self.min_replies, 1)
-            if self.min_replies > self.cohort:
-                raise InvalidValueError(f"min_replies must be at most cohort ({self.cohort}), got {self.min_replies}")
-
-        _choice("upload", self.upload, UPLOADS)
-        self._check_aggregation()
+        if self.min_replies is not None and self.min_replies > self.cohort:
+            raise InvalidValueError(f"min_replies must be at most cohort ({self.cohort}), got {self.min_replies}")
+        if self.clip_norm is not None and self.aggregation != "norm-clipped":
+            raise InvalidValueError(f"clip_norm belongs to aggregation 'norm-clipped', got {self.aggregation!r}")
         self._check_privacy()
-
-    def _check_aggregation(self) -> None:
-        _choice("aggregation", self.aggregation, AGGREGATIONS)
-        _number("trim_share", self.trim_share, 0.0)
-        if self.trim_share >= 0.5:
-            raise InvalidValueError(f"trim_share must be in [0, 0.5), got {self.trim_share!r}; it goes at each end")
-        if self.clip_norm is not None:
-            _number("clip_norm", self.clip_norm, 0.0, open_low=True)
-            if self.aggregation != "norm-clipped":
-                raise InvalidValueError(f"clip_norm belongs to aggregation 'norm-clipped', got {self.aggregation!r}")
 
     def _check_privacy(self) -> None:
         if self.dp_clip is None:
             for name in ("dp_noise", "dp_delta", "dp_noise_seed"):
                 if getattr(self, name) is not None:
                     raise InvalidValueError(f"{name} needs dp_clip, the largest norm of a client's change")
-            return
-        _number("dp_clip", self.dp_clip, 0.0, open_low=True)
-        if self.dp_noise is None:
+        elif self.dp_noise is None:
             raise InvalidValueError("dp_clip needs dp_noise, the noise multiplier; aggregation 'norm-clipped' clips alone")
-        _number("dp_noise", self.dp_noise, 0.0, open_low=True)
-        if self.dp_delta is not None:
-            _number("dp_delta", self.dp_delta, 0.0, open_low=True)
-            if self.dp_delta >= 1.0:
-                raise InvalidValueError(f"dp_delta must be in (0, 1), got {self.dp_delta!r}")
-        if self.dp_noise_seed is not None:
-            _integer("dp_noise_seed", self.dp_noise_seed, 0)
-        if self.aggregation != "mean":
+        elif self.aggregation != "mean":
             raise InvalidValueError(
                 f"dp_clip needs aggregation 'mean', got {self.aggregation!r}: one client can move a trimmed mean or a median by"
                 " more than the noise hides, and dp_clip clips norms itself"
             )
 
     def needed_replies(self, cohort: int) -> int:
-        """How many valid updates a round of `cohort` clients needs to count."""
+        """Number of valid updates that a round of `cohort` clients needs to count."""
         return -(-cohort // 2) if self.min_replies is None else min(self.min_replies, cohort)
 
     def to_dict(self) -> dict[str, Any]:
@@ -213,7 +205,6 @@ class RunConfig:
         raw = dataclasses.asdict(self)
         if self.capability_levels is not None:
             raw["capability_levels"] = list(self.capability_levels)
-        # Left out while they are what they were before there were such options, so that older runs can be resumed.
         return {name: value for name, value in raw.items() if name not in _LATER or value != getattr(RunConfig, name)}
 
     @staticmethod
@@ -227,8 +218,6 @@ class RunConfig:
         values = _known(RunConfig, raw, "the run")
         if isinstance(values.get("training"), Mapping):
             values["training"] = TrainingConfig(**_known(TrainingConfig, values["training"], "training"))
-        if isinstance(values.get("capability_levels"), list):
-            values["capability_levels"] = tuple(values["capability_levels"])
         if "rounds" not in values:
             raise InvalidValueError("the run lacks 'rounds', the number of server rounds")
         return RunConfig(**values)
@@ -251,6 +240,6 @@ class RunConfig:
 def _known(kind: type, raw: Mapping[str, Any], where: str) -> dict[str, Any]:
     names = [f.name for f in dataclasses.fields(kind)]
     for key in raw:
-        if key not in names:
+        if _FORMER.get(key, key) not in names:
             raise UnknownNameError(f"unknown option {key!r} of {where}; {nearest(key, names)}")
     return dict(raw)

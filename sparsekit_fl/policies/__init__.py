@@ -1,5 +1,9 @@
 """The seven kinds of choice that make up a method; one file per kind, each opening with its base class."""
 
+from typing import Any
+
+from sparsekit.deprecations import find_renamed
+from sparsekit_fl.deprecations import RENAMED_POLICIES
 from sparsekit_fl.policies.aggregate import AggregatePolicy, CoverageMean, DeltaMean, WeightedMean
 from sparsekit_fl.policies.bandit import BanditRatio
 from sparsekit_fl.policies.learnable import LearnableSgd
@@ -48,3 +52,7 @@ __all__ = [
     "UnitCriterion",
     "WeightedMean",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    return find_renamed(__name__, name, RENAMED_POLICIES)

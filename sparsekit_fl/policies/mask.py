@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from sparsekit.allocation.choose import select
 from sparsekit.criteria.base import Criterion, View
+from sparsekit.deprecations import renamed_keywords
 from sparsekit.errors import NoUnitsError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.state import StateDict
@@ -75,6 +76,7 @@ class Dense(MaskPolicy):
     """The whole model."""
 
 
+@renamed_keywords(pattern="criterion")
 @dataclass(frozen=True)
 class UnitCriterion(MaskPolicy):
     """The units that a criterion ranks first at the client's ratio, chosen anew in each round.
@@ -95,6 +97,7 @@ class UnitCriterion(MaskPolicy):
         return select(self.criterion, ctx.graph, ratio, view)
 
 
+@renamed_keywords(pattern="criterion")
 @dataclass(frozen=True)
 class ServerCriterion(MaskPolicy):
     """The server chooses units of the global model by a criterion and sends the submodel alone.

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from sparsekit.allocation.choose import select
 from sparsekit.criteria.base import Criterion
+from sparsekit.deprecations import renamed_keywords
 from sparsekit.graph.state import StateDict
 from sparsekit_fl.context.client import ClientContext
 from sparsekit_fl.context.server import ServerContext
@@ -139,6 +140,7 @@ class OwnedRowsMean(CoverageMean):
         return owned.to(torch.float64).view(-1, *[1] * (len(shape) - 1))
 
 
+@renamed_keywords(pattern="criterion")
 @dataclass(frozen=True, kw_only=True)
 class RecalibratedBatchNorm(PersonalPolicy):
     """The global model, its batch norm statistics taken anew from the client's training data.

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from sparsekit.errors import DataError
-from sparsekit_fl.options.config import HETEROGENEITY
+from sparsekit_fl.options.config import HETEROGENEITY, current_names
 from sparsekit_fl.report.table import read_result
 
 __all__ = ["TRIAL_FILES", "Level", "Section", "Trial", "collect", "level_of", "sections_of", "trial_file"]
@@ -24,8 +24,6 @@ TRIAL_FILES = ("trial.json", "cell.json")
 # What may differ between the trials of a section: the axes of the comparison, and what changes no number.
 _AXES = ("seed", "capability_levels", "eval_every", "device")
 _DECIDED = "capability"
-# Names of options in results of version 0.1.
-_RENAMED = {"clients_per_round": "cohort"}
 
 
 @dataclass(frozen=True)
@@ -87,7 +85,7 @@ class Trial:
     @staticmethod
     def of(saved: Mapping[str, Any]) -> Trial:
         """Read a trial from the content of `result.json`, or of a `trial.json`, which has no "final"."""
-        config = {_RENAMED.get(name, name): value for name, value in saved.get("config", {}).items()}
+        config = current_names(saved.get("config", {}))
         return Trial(
             method=str(saved["method"]),
             seed=int(saved["seed"]),

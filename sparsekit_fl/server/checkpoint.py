@@ -1,4 +1,7 @@
-"""Checkpoint: everything that a run needs to go on after its last finished round, to the same bits."""
+"""Checkpoint: everything that a run needs to go on after its last finished round, to the same bits.
+
+It stands beside the server and not in `state/`, since records of rounds, which it holds, stand above that folder.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from typing import Any
 from sparsekit.errors import DataError
 from sparsekit_fl.client.spec import RunSpec
 from sparsekit_fl.errors import ResumeError
+from sparsekit_fl.options.config import current_names
 from sparsekit_fl.problem.clients import Client
 from sparsekit_fl.results.records import RoundRecord, plain
 from sparsekit_fl.server.server import ServerState
@@ -25,7 +29,7 @@ _FORMAT = 1
 
 
 def describe_run(spec: RunSpec, clients: Mapping[int, Client], experiment: Mapping[str, Any]) -> dict[str, Any]:
-    """All that must be equal for a run to be resumed, as plain JSON values."""
+    """Return all that must be equal for a run to be resumed, as plain JSON values."""
     sizes = [[c.id, len(c.data.train), len(c.data.val), len(c.data.test)] for c in clients.values()]
     shapes = [[name, str(tensor.dtype), list(tensor.shape)] for name, tensor in spec.initial.items()]
     groups = [list(pair) for pair in spec.graph.fingerprint()]
@@ -44,7 +48,7 @@ def describe_run(spec: RunSpec, clients: Mapping[int, Client], experiment: Mappi
 
 
 def differences(saved: Any, given: Any, path: str = "") -> list[str]:
-    """Where two plain JSON values differ, one text for each place, as in `lr: was 0.1, now 0.01`."""
+    """Return one text for each place where two plain JSON values differ, as in `lr: was 0.1, now 0.01`."""
     if isinstance(saved, dict) and isinstance(given, dict):
         found = []
         for key in sorted(set(saved) | set(given)):
@@ -55,12 +59,12 @@ def differences(saved: Any, given: Any, path: str = "") -> list[str]:
 
 @dataclass(frozen=True, eq=False)
 class Saved:
-    """What a run folder holds.
+    """The content of a checkpoint.
 
     Args:
         server: The server after the last finished round.
         versions: Client id → round of its newest memory.
-        records: Of the finished rounds.
+        records: One per finished round.
     """
 
     server: ServerState
@@ -73,7 +77,7 @@ class RunFolder:
 
     Args:
         path: The folder; made if absent.
-        described: Of the run, from `describe_run`.
+        described: What must be equal to resume the run, from `describe_run`.
     """
 
     def __init__(self, path: Path, described: Mapping[str, Any]) -> None:
@@ -125,7 +129,7 @@ class RunFolder:
             raise ResumeError(f"the checkpoint in {self.path} is damaged: {error}; start afresh in another folder") from error
 
     def _refuse_changes(self, saved: Mapping[str, Any]) -> None:
-        changed = differences(saved, self._described)
+        changed = differences({**saved, "config": current_names(saved["config"])}, self._described)
         if changed:
             raise ResumeError(
                 f"cannot resume the run in {self.path}, since options changed ({'; '.join(changed)});"

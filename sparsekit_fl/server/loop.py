@@ -46,7 +46,7 @@ __all__ = ["run"]
 _log = logging.getLogger(__name__)
 _REPEATS = 2
 _MOST_REASONS = 5
-# What the system says when a file cannot grow, by whatever is full.
+# Errors of a file that cannot grow: the disk is full, or a quota, or the limit of a file's size.
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -76,10 +76,10 @@ def run(
         problem: Model, loss and metrics.
         clients: All clients; ids are distinct.
         config: The options.
-        engine: Who runs clients; None trains them in this process, one after the other.
-        observers: Told what happens.
+        engine: What runs clients; None trains them in this process, one after the other.
+        observers: Objects that are told what happens.
         out: Folder for the result, the rounds, the checkpoint and the models; None keeps nothing.
-        resume: Go on from the checkpoint in `out`; to the same bits as a run that was never interrupted.
+        resume: Go on from the checkpoint in `out`, to the same bits as a run that was never interrupted.
         graph: The units of the model, where they are already known.
         experiment: Plain JSON values that go into the result, such as the names of data set and model.
 
@@ -133,14 +133,14 @@ def run(
 
 
 class _Attempt(NamedTuple):
-    """What came back when a round's assignments were sent out once."""
+    """The replies to a round's assignments, sent out once."""
 
     replies: list[Reply]
     aggregated: Aggregated
     dropped: dict[int, Exception]
 
     def text(self, needed: int) -> str:
-        """Why too little came back; the first reasons in full."""
+        """Say why too little came back; the first reasons in full."""
         reasons = [f"client {client_id}: {str(error).rstrip('.')}" for client_id, error in self.dropped.items()]
         more = [f"and {len(reasons) - _MOST_REASONS} clients more"] if len(reasons) > _MOST_REASONS else []
         return (
@@ -179,7 +179,7 @@ class _Loop:
 
     @property
     def hint(self) -> str:
-        """How to go on."""
+        """Tell how to go on."""
         if self._folder is None:
             return "nothing was kept, since the run had no output folder (out=, --out DIR)"
         return f"the state is in {self._folder.path}; go on with resume=True (--resume)"
@@ -213,7 +213,9 @@ class _Loop:
         attempts = self._attempts(pool, round, assignments)
         replies, aggregated, dropped = attempts[-1]
         valid = {update.client_id for update in aggregated.updates}
-        stale = self._advance({reply.client_id: round for reply in replies if reply.stored and reply.client_id in valid})
+        newest = {reply.client_id: round for reply in replies if reply.stored and reply.client_id in valid}
+        stale = {client_id: self._versions[client_id] for client_id in newest if client_id in self._versions}
+        self._versions = {**self._versions, **newest}
         due = round % self.spec.config.eval_every == 0 or round == self.spec.config.rounds
         evaluations, unscored = self._evaluate(pool, round) if due else (None, [])
         cost = WorkCost()
@@ -222,6 +224,7 @@ class _Loop:
             cost += round_cost(done, wall_seconds=0.0, seconds=one.aggregated.seconds)
             cost += WorkCost(memory_bytes=sum(reply.memory_bytes for reply in one.replies))
         cost = replace(cost, wall_seconds=time.perf_counter() - began)
+        sampled = self.spec.config.eval_clients is not None
         record = RoundRecord(
             round=round,
             cohort=tuple(assignment.client_id for assignment in assignments),
@@ -231,7 +234,7 @@ class _Loop:
             ratios={update.client_id: update.ratio for update in aggregated.updates},
             cost=self._cost + cost,
             seconds=cost.seconds,
-            evaluation=None if evaluations is None else RoundScores.of(evaluations, sampled=self._samples),
+            evaluation=None if evaluations is None else RoundScores.of(evaluations, sampled=sampled),
             notes=(
                 *(f"repeated, since {one.text(self._needed(assignments))}" for one in attempts[:-1]),
                 *(reply.note for reply in replies if reply.note),
@@ -281,13 +284,8 @@ class _Loop:
             f" Nothing of that round counted; {self.hint}"
         ) from next(iter(attempts[-1].dropped.values()), None)
 
-    def _advance(self, newest: Mapping[int, int]) -> dict[int, int]:
-        stale = {client_id: self._versions[client_id] for client_id in newest if client_id in self._versions}
-        self._versions = {**self._versions, **newest}
-        return stale
-
     def _evaluate(self, pool: ClientPool, round: int) -> tuple[list[Evaluation], list[str]]:
-        """Scores of all clients or of a sample, of all after the last round; and a text for each that could not be scored.
+        """Score a sample of the clients, or all; after the last round all. Return a text for each that could not be scored.
 
         Raises:
             ClientError: none could.
@@ -326,12 +324,8 @@ class _Loop:
             )
         return found, unscored
 
-    @property
-    def _samples(self) -> bool:
-        return self.spec.config.eval_clients is not None
-
     def _scored(self, round: int) -> list[int]:
-        """Whom to score before the last round; drawn from seed and round, so that it is the same for any engine and method."""
+        """Draw the clients to score before the last round, from seed and round: the same for any engine and method."""
         ids, most = list(self._clients), self.spec.config.eval_clients
         if most is None or most >= len(ids):
             return ids

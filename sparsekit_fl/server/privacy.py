@@ -1,9 +1,9 @@
 """Client-level differential privacy of the global models: clip each client's change, add Gaussian noise, account for both.
 
-What is protected is whether a client took part with all its data: two data sets are neighbours where one client's changes are
-absent from one of them. What is released is the sequence of global models. The noise has a seed of its own, as the run's seed
-is known to the clients: whoever knows the noise seed can take the noise off again. It is drawn once a run by the operating
-system and stays with the server and its checkpoint, so that a resumed run goes on to the same bits.
+Protected is whether a client took part with all its data: two data sets are neighbours where one client's changes are absent
+from one of them. Released is the sequence of global models. The noise has a seed of its own, since clients know the seed of the
+run, and whoever knows the noise seed can subtract the noise. It is drawn once a run by the operating system and stays with the
+server and its checkpoint, so that a resumed run goes on to the same bits.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ __all__ = [
     "privacy_of",
 ]
 
-# As many as NumPy's generators take in.
+# The number of bits that seed a generator of NumPy.
 _SECRET_BITS = 128
 
 _ASSUMES = (
@@ -58,7 +58,7 @@ _ASSUMES = (
 
 
 class NoisyMean(Rule):
-    """Clipped changes are added up, Gaussian noise is added, and the sum is divided by the number of *expected* clients.
+    """Add up clipped changes, add Gaussian noise, and divide the sum by the number of *expected* clients.
 
     Each change is scaled to norm C at most, over all floating-point entries that are sent, biases and norm statistics too.
     Noise of standard deviation z · C is added to the sum of every such entry, also to entries that nobody held, so that it
@@ -71,11 +71,11 @@ class NoisyMean(Rule):
     could make them negative; this is done to what is public already.
 
     Args:
-        clip: C.
-        noise: z.
-        expected: Clients that were asked for.
-        streams: Of the noise alone; those of the run are known to the clients.
-        round: Which.
+        clip: C, the largest norm of a client's change.
+        noise: z, the noise multiplier.
+        expected: Number of clients that were asked for.
+        streams: Streams of the noise alone; clients know those of the run.
+        round: The round.
 
     Source: McMahan, Ramage, Talwar, Zhang: Learning Differentially Private Recurrent Language Models, ICLR 2018, whose
         fixed-denominator estimator this is.
@@ -103,11 +103,11 @@ class NoisyMean(Rule):
         return 1.0
 
     def scale(self, update: Update) -> float:
-        """What brings it to norm C, or 1."""
+        """Return the factor that brings the update to norm C, or 1."""
         return self._scales[update.client_id]
 
     def change(self, acc: Accumulator, name: str, mean: Callable[[], Tensor | None], *, by_coverage: bool) -> Tensor | None:
-        """The noisy sum over the expected number; integer entries do not move."""
+        """Return the noisy sum over the expected number; integer entries do not move."""
         before = self._state[name]
         if not before.is_floating_point():
             return None
@@ -120,7 +120,7 @@ class NoisyMean(Rule):
 
 
 def _defines(policy: object, base: type, hook: str) -> type | None:
-    """The class below `base` that overrides a hook; None where none does."""
+    """Return the class below `base` that overrides a hook; None where none does."""
     for kind in type(policy).__mro__:
         if kind is base:
             return None
@@ -130,11 +130,11 @@ def _defines(policy: object, base: type, hook: str) -> type | None:
 
 
 def check_private(method: Method) -> None:
-    """Raise where noise on the changes would not be all that stands between a client and the models.
+    """Raise where something of a client reaches the models without noise.
 
-    A server that learns from updates by another way than their changes, as from losses that decide who is sampled next,
-    puts what no noise covers into the models to come. What it learns from one client may serve that client alone, which says
-    so by `learns_apart`.
+    A server may learn from updates by another way than their changes, as from losses that decide who is sampled next; then
+    later models hold what no noise covers. What a policy learns from one client may serve that client alone, which the policy
+    declares by `learns_apart`.
 
     Raises:
         InvalidValueError: says which policy, and what it does.
@@ -163,18 +163,18 @@ def check_private(method: Method) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class PrivacySpent:
-    """What a run guarantees, once all its rounds are done.
+    """The guarantee of a run, once all its rounds are done.
 
     Args:
         epsilon: ε, with amplification by sampling; see `assumes`.
         epsilon_unamplified: ε where a client may be in every round.
         delta: δ.
-        clip: C.
-        noise: z.
-        sampling_rate: Cohort over clients.
-        rounds: How many models are released.
-        accountant: Which library, and how it counts.
-        assumes: What ε rests on.
+        clip: C, the largest norm of a client's change.
+        noise: z, the noise multiplier.
+        sampling_rate: Size of the cohort / number of clients.
+        rounds: Number of models that are released.
+        accountant: The library that computed ε, and its method.
+        assumes: The assumptions behind ε.
     """
 
     epsilon: float
@@ -190,12 +190,12 @@ class PrivacySpent:
 
 @cache
 def epsilon_of(*, noise: float, sampling_rate: float, rounds: int, delta: float) -> float:
-    """ε of the subsampled Gaussian mechanism, by its Rényi divergences.
+    """Compute ε of the subsampled Gaussian mechanism, by its Rényi divergences.
 
     Args:
         noise: z, the noise multiplier.
-        sampling_rate: Chance of a client to be in a round.
-        rounds: How often.
+        sampling_rate: Probability that a client is in a round.
+        rounds: Number of rounds.
         delta: δ.
 
     Raises:
@@ -216,11 +216,11 @@ def epsilon_of(*, noise: float, sampling_rate: float, rounds: int, delta: float)
 
 
 def privacy_of(config: RunConfig, clients: int) -> PrivacySpent | None:
-    """What a run will have spent at its end; None where it is not private.
+    """Return the guarantee that a run will give at its end; None where it is not private.
 
     Args:
         config: The options.
-        clients: K, how many there are.
+        clients: K, the number of clients.
     """
     if config.dp_clip is None or config.dp_noise is None:
         return None
@@ -243,19 +243,19 @@ def privacy_of(config: RunConfig, clients: int) -> PrivacySpent | None:
 
 
 def noise_seed_of(config: RunConfig) -> int | None:
-    """The seed of a new run's noise: the one that was asked for, or a secret; None where the run is not private."""
+    """Return the seed of a new run's noise: the given one, or a secret; None where the run is not private."""
     if config.dp_clip is None:
         return None
     return secrets.randbits(_SECRET_BITS) if config.dp_noise_seed is None else config.dp_noise_seed
 
 
 def noisy_mean(config: RunConfig, round: int, *, noise_seed: int | None) -> NoisyMean | None:
-    """The rule of one round; None where the run is not private.
+    """Make the rule of one round; None where the run is not private.
 
     Args:
         config: The options.
-        round: Which.
-        noise_seed: From `noise_seed_of`, the same for all rounds.
+        round: The round.
+        noise_seed: The seed from `noise_seed_of`, the same for all rounds.
     """
     if config.dp_clip is None or config.dp_noise is None:
         return None
@@ -265,7 +265,7 @@ def noisy_mean(config: RunConfig, round: int, *, noise_seed: int | None) -> Nois
 
 
 def privacy_line(raw: Mapping[str, Any]) -> str:
-    """A sentence about the `privacy` of a result."""
+    """Write a sentence about the `privacy` of a result."""
     amplified, plain = (
         "∞" if value is None or math.isinf(value) else f"{value:.3g}" for value in (raw["epsilon"], raw["epsilon_unamplified"])
     )

@@ -1,4 +1,4 @@
-"""Server: who gets what in a round, and which updates change the model."""
+"""Server: assignments of a round, and the updates that change the model."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ _MOST_COUNTED = 2**31
 
 @dataclass
 class ServerState:
-    """All that a checkpoint needs of the server.
+    """The part of the server that goes into a checkpoint.
 
     Args:
         round: The last finished round.
         state: The whole dense global state; entries that are not shared stay as they were at first.
         memory: Kind of policy → its memory.
-        noise_seed: Of a private run; known to the server alone.
+        noise_seed: Seed of the noise of a private run; only the server has it.
     """
 
     round: int
@@ -49,11 +49,11 @@ class ServerState:
 
 @dataclass(frozen=True, eq=False)
 class Aggregated:
-    """What became of a round's updates.
+    """The outcome of a round's updates.
 
     Args:
-        updates: The valid ones, in assignment order.
-        refused: Client id and reason of the others.
+        updates: The valid updates, in the order of the assignments.
+        refused: Client id and reason of each update that is not valid.
         seconds: Simulated length of the round, where the method does not wait for the slowest client.
     """
 
@@ -66,10 +66,10 @@ def check_update(update: Update, assignment: Assignment, ctx: ServerContext, *, 
     """Raise unless an update may touch the model.
 
     Args:
-        update: What came.
-        assignment: What was sent to that client in that round.
-        ctx: The server's.
-        upload: What changes are sent as.
+        update: The client's update.
+        assignment: The assignment of that client in that round.
+        ctx: The server's context.
+        upload: The data type in which changes are sent.
 
     Raises:
         UpdateError: says what is wrong; nothing was changed.
@@ -92,7 +92,7 @@ def check_update(update: Update, assignment: Assignment, ctx: ServerContext, *, 
         strange = sorted(set(update.delta) ^ set(ctx.state))[:5]
         raise UpdateError(f"{who} must hold exactly the shared entries; missing or unknown: {strange}")
     kept = Kept(ctx.graph, update.mask)
-    # Entries come in any order, but what is said of an update must not depend on it, nor so on the engine.
+    # Entries come in any order, but the message about an update must depend neither on it nor on the engine.
     changes = {name: update.delta[name] for name in ctx.state}
     for name, delta in changes.items():
         dtype = upload_dtype(ctx.state[name].dtype, upload)
@@ -114,7 +114,7 @@ def check_update(update: Update, assignment: Assignment, ctx: ServerContext, *, 
 
 
 def _check_change(who: str, name: str, delta: Tensor, before: Tensor) -> None:
-    """Raise where the received values with this change are out of the range of their type, as no trained ones are."""
+    """Raise where the changed values leave the range of their type, which no training does."""
     if delta.is_floating_point():
         if not bool(torch.isfinite(before + delta.to(before.dtype)).all()):
             raise UpdateError(f"{who} takes {name!r} beyond the largest {before.dtype}")
@@ -126,9 +126,9 @@ class Server:
     """Holds the global model. Policies keep their state in `state.memory`; nothing else lives from round to round.
 
     Args:
-        spec: Of the run.
-        clients: Client id → client; only sizes and capabilities are looked at.
-        state: Where to go on from; None starts from the initial model.
+        spec: The fixed parts of the run.
+        clients: Client id → client; only sizes and capabilities are read.
+        state: The state to go on from; None starts from the initial model.
 
     Raises:
         InvalidValueError: the method's changes cannot be combined, or made private, as the options say.
@@ -155,11 +155,11 @@ class Server:
         self.privacy = privacy_of(config, len(clients))
 
     def shared(self) -> dict[str, Tensor]:
-        """The shared entries of the global state."""
+        """Return the shared entries of the global state."""
         return {name: self.state.state[name] for name in self._names}
 
     def context(self, round: int) -> ServerContext:
-        """What policies see in a round."""
+        """Make the context of a round, which policies see."""
         config = self.spec.config
         return ServerContext(
             round=round,
@@ -214,10 +214,10 @@ class Server:
 
         Args:
             updates: In any order.
-            needed: How many must be valid, at least one.
+            needed: Number of updates that must be valid, at least one.
 
         Returns:
-            Which were valid, and why the others were not. Of two updates of one client the first counts.
+            The valid updates, and the reason for each other one. Of two updates of one client the first counts.
         """
         assert self._ctx is not None, "assign() comes before aggregate()"
         ctx, method = self._ctx, self.spec.method

@@ -1,1 +1,1 @@
-"""What lives from round to round, in memory and on disk."""
+"""State that lives from round to round, in memory and on disk."""

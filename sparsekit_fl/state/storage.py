@@ -1,4 +1,4 @@
-"""Files that are either old or new, never half-written; and policy memory as tensors plus JSON."""
+"""Memory as tensors plus JSON; and files that are either old or new, never half-written."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _FLOAT = "$float"
 
 
 def sync_folder(folder: Path) -> None:
-    """Wait until the names of a folder are on the disk."""
+    """Wait until the names of the files in a folder are on the disk."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -35,9 +35,9 @@ def write_atomically(path: Path, payload: bytes, *, durable: bool = True, sync: 
 
     Args:
         path: The file; its folder must exist.
-        payload: Everything it will hold.
+        payload: The content.
         durable: Wait until the bytes are on the disk, so that a power cut cannot lose them either.
-        sync: Wait for the name too; False for who writes many files and calls `sync_folder` once.
+        sync: Wait for the name too; False where many files are written and `sync_folder` is called once.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -56,7 +56,7 @@ def write_atomically(path: Path, payload: bytes, *, durable: bool = True, sync: 
 
 
 def flatten(memory: Mapping[str, Any]) -> tuple[dict[str, Tensor], Any]:
-    """Memory as tensors by number, and a JSON skeleton that says where each goes.
+    """Split memory into numbered tensors and a JSON skeleton that says where each goes.
 
     Raises:
         MemoryStateError: something that is no tensor, number, string, None, list or string-keyed dict of these.
@@ -93,7 +93,7 @@ def flatten(memory: Mapping[str, Any]) -> tuple[dict[str, Tensor], Any]:
 
 
 def unflatten(tensors: Mapping[str, Tensor], skeleton: Any) -> Any:
-    """The inverse of `flatten`; tuples come back as lists.
+    """Undo `flatten`; tuples come back as lists.
 
     Raises:
         DataError: the skeleton names a tensor that is not there.

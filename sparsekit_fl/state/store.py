@@ -1,52 +1,83 @@
-"""ClientStore: client memories on disk, one file per client and round, so that a run holds only a round's clients."""
+"""MemoryStore: memories of clients, one version per client and round: in a run's folder, on a device, or in a message."""
 
 from __future__ import annotations
 
-import contextlib
+import hashlib
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
 
 from sparsekit.errors import DataError
 from sparsekit_fl.context.memory import Memory
+from sparsekit_fl.errors import LostMemoryError
 from sparsekit_fl.state.storage import flatten, sync_folder, unflatten, write_atomically
 from sparsekit_fl.wire.packing import pack, unpack
 
-__all__ = ["CarriedMemory", "ClientStore", "MemoryStore", "Versions"]
+__all__ = ["CarriedMemory", "ClientStore", "DeviceStore", "MemoryStore", "Versions"]
 
 Versions = Mapping[int, int]
 """Client id → round in which its newest memory was written; clients without memory are absent."""
 
+_DIGEST_BYTES = 32
 
-class MemoryStore(Protocol):
-    """Where whoever trains a client finds its memory, and leaves it."""
+
+class MemoryStore(ABC):
+    """Memories of clients. Subclasses say where the bytes are; what the bytes mean is here."""
+
+    failure: type[DataError] = DataError
+
+    @abstractmethod
+    def where(self, client_id: int, round: int) -> Path | str:
+        """Return where a memory is, for errors."""
+
+    @abstractmethod
+    def load(self, client_id: int, round: int) -> bytes:
+        """Return the bytes of a memory.
+
+        Raises:
+            OSError, DataError: they are missing or damaged.
+        """
+
+    @abstractmethod
+    def save(self, client_id: int, round: int, payload: bytes) -> None:
+        """Keep the bytes of a memory."""
 
     def read(self, client_id: int, round: int | None) -> Memory:
-        """The memory of a client as written in `round`; empty for None."""
-        ...
+        """Return the memory of a client as written in `round`; empty for None.
+
+        Raises:
+            DataError: it is missing or damaged.
+        """
+        if round is None:
+            return {}
+        try:
+            tensors, meta = unpack(self.load(client_id, round))
+            if "memory" not in meta:
+                raise DataError("no memory of a client: 'memory' is missing")
+            memory = unflatten(tensors, meta["memory"])
+            if not isinstance(memory, dict):
+                raise DataError("no memory of a client: it must be a dict")
+        except (OSError, DataError) as error:
+            where = self.where(client_id, round)
+            raise self.failure(
+                f"the memory of client {client_id} of round {round} cannot be read from {where}: {error}"
+            ) from error
+        return memory
 
     def write(self, client_id: int, round: int, memory: Memory) -> bool:
-        """Write a memory; returns False, and writes nothing, where it is empty."""
-        ...
+        """Write a memory; returns False, and writes nothing, where it is empty.
+
+        Raises:
+            MemoryStateError: it holds something that cannot be saved.
+        """
+        if not any(memory.values()):
+            return False
+        tensors, skeleton = flatten(memory)
+        self.save(client_id, round, pack(tensors, {"client": client_id, "round": round, "memory": skeleton}))
+        return True
 
 
-def _encode(client_id: int, round: int, memory: Memory) -> bytes:
-    tensors, skeleton = flatten(memory)
-    return pack(tensors, {"client": client_id, "round": round, "memory": skeleton})
-
-
-def _decode(payload: bytes) -> Memory:
-    tensors, meta = unpack(payload)
-    try:
-        memory = unflatten(tensors, meta["memory"])
-    except KeyError as error:
-        raise DataError(f"no memory of a client: {error} is missing") from error
-    if not isinstance(memory, dict):
-        raise DataError("no memory of a client: it must be a dict")
-    return memory
-
-
-class CarriedMemory:
+class CarriedMemory(MemoryStore):
     """The memory of one client that came with its message and goes back with the reply.
 
     Args:
@@ -57,32 +88,23 @@ class CarriedMemory:
         self._payload = payload
         self.written = b""
 
-    def read(self, client_id: int, round: int | None) -> Memory:
-        """What came.
+    def where(self, client_id: int, round: int) -> str:  # noqa: ARG002
+        """Name the message."""
+        return "its message"
 
-        Raises:
-            DataError: it is damaged, or none came although there is one.
-        """
-        if round is None:
-            return {}
+    def load(self, client_id: int, round: int) -> bytes:  # noqa: ARG002
+        """Return what came."""
         if not self._payload:
-            raise DataError(f"the memory of client {client_id} of round {round} did not come with its message")
-        return _decode(self._payload)
+            raise DataError("it did not come")
+        return self._payload
 
-    def write(self, client_id: int, round: int, memory: Memory) -> bool:
-        """Keep it for the reply, as `written`.
-
-        Raises:
-            MemoryStateError: it holds something that cannot be saved.
-        """
-        if not any(memory.values()):
-            return False
-        self.written = _encode(client_id, round, memory)
-        return True
+    def save(self, client_id: int, round: int, payload: bytes) -> None:  # noqa: ARG002
+        """Keep it for the reply, as `written`."""
+        self.written = payload
 
 
-class ClientStore:
-    """Memories of the clients of one run. Whoever trained a client writes its memory; the runner decides which count.
+class ClientStore(MemoryStore):
+    """Memories of the clients of one run, as files. Whoever trained a client writes its memory; the loop decides which count.
 
     A file that no checkpoint names yet is harmless: training that client again writes the same bytes.
 
@@ -96,46 +118,17 @@ class ClientStore:
         self._durable = durable
         folder.mkdir(parents=True, exist_ok=True)
 
-    def _path(self, client_id: int, round: int) -> Path:
+    def where(self, client_id: int, round: int) -> Path:
+        """Return the path of the file."""
         return self.folder / f"{client_id}-{round}.safetensors"
 
-    def read(self, client_id: int, round: int | None) -> Memory:
-        """The memory of a client as written in `round`; empty for None.
-
-        Raises:
-            DataError: the file is missing or damaged.
-        """
-        if round is None:
-            return {}
-        path = self._path(client_id, round)
-        try:
-            return _decode(path.read_bytes())
-        except (OSError, DataError) as error:
-            raise DataError(f"the memory of client {client_id} of round {round} cannot be read from {path}: {error}") from error
-
-    def write(self, client_id: int, round: int, memory: Memory) -> bool:
-        """Write a memory; returns False, and writes nothing, where it is empty.
-
-        Raises:
-            MemoryStateError: it holds something that cannot be saved.
-        """
-        if not any(memory.values()):
-            return False
-        self.save(client_id, round, _encode(client_id, round, memory))
-        return True
-
-    def has(self, client_id: int, round: int) -> bool:
-        """Whether the memory of that round is here."""
-        return self._path(client_id, round).exists()
-
-    def load(self, client_id: int, round: int | None) -> bytes:
-        """A memory as bytes, for `CarriedMemory`; empty where there is none."""
-        path = None if round is None else self._path(client_id, round)
-        return path.read_bytes() if path is not None and path.exists() else b""
+    def load(self, client_id: int, round: int) -> bytes:
+        """Read the file."""
+        return self.where(client_id, round).read_bytes()
 
     def save(self, client_id: int, round: int, payload: bytes) -> None:
-        """Write what `CarriedMemory` brought."""
-        write_atomically(self._path(client_id, round), payload, durable=self._durable, sync=False)
+        """Write the file; `sync` makes its name durable."""
+        write_atomically(self.where(client_id, round), payload, durable=self._durable, sync=False)
 
     def sync(self) -> None:
         """Wait until the names of the files are on the disk, where files must be durable; before a checkpoint names them."""
@@ -145,14 +138,51 @@ class ClientStore:
     def remove(self, versions: Versions) -> None:
         """Remove the named files; those already gone are no error."""
         for client_id, round in versions.items():
-            with contextlib.suppress(FileNotFoundError):
-                self._path(client_id, round).unlink()
+            self.where(client_id, round).unlink(missing_ok=True)
 
     def keep_only(self, versions: Versions) -> None:
         """Remove every file that is not named, such as those of a round that a crash cut off."""
-        named = {self._path(client_id, round).name for client_id, round in versions.items()}
-        for path in self.folder.glob("*.safetensors"):
+        named = {self.where(client_id, round).name for client_id, round in versions.items()}
+        for path in [*self.folder.glob("*.safetensors"), *self.folder.glob(".*.tmp")]:
             if path.name not in named:
                 path.unlink()
-        for path in self.folder.glob(".*.tmp"):
-            path.unlink()
+
+
+class DeviceStore(MemoryStore):
+    """Memories of the clients of one device and one run, as files with a digest, so that a damaged one is known to be lost.
+
+    Two memories of a client are kept: the newest, and the one that the server asked for when that was written. The server may
+    never get the reply that the newest belongs to, and then asks for the same one again.
+
+    Args:
+        folder: Where the files are; made if absent.
+    """
+
+    failure = LostMemoryError
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._asked: dict[int, int] = {}
+
+    def where(self, client_id: int, round: int) -> Path:
+        """Return the path of the file."""
+        return self._folder / f"client-{client_id}" / f"{round}.memory"
+
+    def load(self, client_id: int, round: int) -> bytes:
+        """Read the file, and check its digest."""
+        raw = self.where(client_id, round).read_bytes()
+        digest, payload = raw[:_DIGEST_BYTES], raw[_DIGEST_BYTES:]
+        if hashlib.sha256(payload).digest() != digest:
+            raise DataError("its digest is wrong")
+        self._asked[client_id] = round
+        return payload
+
+    def save(self, client_id: int, round: int, payload: bytes) -> None:
+        """Write the file durably, and remove all but the two that may be asked for."""
+        path = self.where(client_id, round)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, hashlib.sha256(payload).digest() + payload)
+        older = {int(file.stem) for file in path.parent.glob("*.memory")} - {round}
+        kept = self._asked.get(client_id, max(older, default=round))
+        for stale in older - {kept}:
+            self.where(client_id, stale).unlink(missing_ok=True)

@@ -8,19 +8,16 @@ from typing import TYPE_CHECKING, Any
 from sparsekit_fl.engines.flower.quiet import be_quiet
 
 if TYPE_CHECKING:
-    from sparsekit_fl.engines.flower.pool import GridPool
     from sparsekit_fl.engines.flower.simulation import Flower
 
 # Flower reads its switches when it is imported, so this comes before everything that imports it.
 be_quiet()
 
-# Imported when first used: a SuperNode starts a process for every message, which needs neither, nor Ray.
-_HOME = {"Flower": "simulation", "GridPool": "pool"}
-
-__all__ = ["Flower", "GridPool"]
+__all__ = ["Flower"]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+    # Imported when first used: a SuperNode starts a process for every message, which needs no simulation and no Ray.
+    if name == "Flower":
+        return importlib.import_module(f"{__name__}.simulation").Flower
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

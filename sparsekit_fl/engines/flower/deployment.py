@@ -1,25 +1,25 @@
-"""Deployment: the engine over SuperNodes that say themselves which clients they have."""
+"""Deployment: the engine over SuperNodes, each of which tells which clients it has."""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import KW_ONLY, dataclass
 from typing import Literal
 
-import torch
 from flwr.app import Message
 from flwr.serverapp import Grid
 
 from sparsekit.errors import SparsekitError
 from sparsekit_fl.client.spec import RunSpec
-from sparsekit_fl.client.worker import one_thread
 from sparsekit_fl.engines.base import ClientPool
 from sparsekit_fl.engines.flower.introduction import read_clients
-from sparsekit_fl.engines.flower.pool import GridPool
+from sparsekit_fl.engines.flower.pool import Carrier, GridPool, exchange
 from sparsekit_fl.engines.flower.wire import content
 from sparsekit_fl.errors import ClientError, WorkerDiedError
 from sparsekit_fl.problem.clients import Client
+from sparsekit_fl.processes import one_thread
 from sparsekit_fl.results.records import RunResult
 from sparsekit_fl.state.store import ClientStore
 
@@ -32,24 +32,24 @@ _QUERY_SECONDS = 120.0
 _MOST_NAMED = 20
 
 
-class Nodes:
-    """Which SuperNode has which clients. Ids of nodes change when a SuperNode starts again, so each new one is asked.
+class Nodes(Carrier):
+    """Finds the SuperNode of each client. Ids of nodes change when a SuperNode starts again, so each new one is asked.
 
-    A client that two nodes claim stays with the one that was there first. The other node waits: it takes the first one's
-    place when that is gone. So does a SuperNode that was killed and is back before Flower notices that it was away, which
-    takes up to a minute. All this is logged, and the record of the round says it.
+    A client that two nodes claim stays with the one that came first. The other node waits, and takes the first one's place
+    when that is gone. So does a SuperNode that was killed and is back before Flower notices that it was away, which takes up
+    to a minute. All this is logged, and stands in the record of the round.
 
     Args:
-        grid: Flower's.
-        wanted: How many SuperNodes to wait for.
-        wait_seconds: How long.
+        grid: Flower's grid.
+        wanted: Number of SuperNodes to wait for.
+        wait_seconds: Seconds to wait.
     """
 
     def __init__(self, grid: Grid, *, wanted: int, wait_seconds: float) -> None:
         self.grid = grid
         self._wanted = wanted
         self._wait_seconds = wait_seconds
-        # In order of arrival: what each node says that it has; nothing where it gave no usable answer.
+        # In order of arrival: the clients that each node claims; none where it gave no usable answer.
         self._said: dict[int, dict[int, Client]] = {}
         self._used: dict[int, int] = {}
         self._news: list[str] = []
@@ -77,7 +77,7 @@ class Nodes:
         return {client_id: self._said[node][client_id] for client_id, node in self._used.items()}
 
     def refresh(self) -> None:
-        """Look who is there now, and ask those who are new."""
+        """Look which nodes are there now, and ask the new ones."""
         here = set(self.grid.get_node_ids())
         for node in [node for node in self._said if node not in here]:
             lost = [client_id for client_id, used in self._used.items() if used == node]
@@ -89,12 +89,12 @@ class Nodes:
             self._tell(f"SuperNode {node} came, with the clients {_named(clients)}")
 
     def news(self) -> list[str]:
-        """What became of nodes since the last call."""
+        """Return what became of nodes since the last call."""
         told, self._news = self._news, []
         return told
 
     def node_of(self, client_id: int) -> int:
-        """The node that has this client.
+        """Return the node that has this client.
 
         Raises:
             ClientError: none has it now.
@@ -102,14 +102,6 @@ class Nodes:
         if client_id not in self._used:
             raise ClientError(f"no SuperNode has client {client_id} now")
         return self._used[client_id]
-
-    def restart(self, reason: str) -> None:
-        """SuperNodes are not ours to start.
-
-        Raises:
-            WorkerDiedError: always.
-        """
-        raise WorkerDiedError(reason)
 
     def __len__(self) -> int:
         return len(set(self._used.values()))
@@ -144,30 +136,26 @@ class Nodes:
     def _ask(self, nodes: Iterable[int]) -> list[int]:
         """Ask nodes for their clients; returns those that answered."""
         asked = sorted(nodes)
-        if not asked:
-            return []
-        messages = [Message(content({"task": "introduce"}), node, "query", ttl=_QUERY_SECONDS) for node in asked]
-        open_ids = {id: node for id, node in zip(self.grid.push_messages(messages), asked, strict=True) if id}
-        answers: dict[int, Message] = {}
-        end = time.monotonic() + _QUERY_SECONDS
-        while open_ids and time.monotonic() < end:
-            for message in self.grid.pull_messages(list(open_ids)):
-                node = open_ids.pop(message.metadata.reply_to_message_id, None)
-                if node is not None:
-                    answers[node] = message
-            if open_ids:
-                time.sleep(0.1)
-        for node in asked:
-            if node not in answers:
+
+        def query(place: int) -> Message:
+            return Message(content({"task": "introduce"}), asked[place], "query", ttl=_QUERY_SECONDS)
+
+        replies = dict(exchange(self.grid, query, len(asked), most=len(asked), ttl=_QUERY_SECONDS))
+        answered = []
+        # By their ids, so that which of two nodes was first does not depend on the network.
+        for place, node in enumerate(asked):
+            reply = replies[place]
+            if isinstance(reply, str):
                 # It is asked again before the next round.
-                self._tell(f"SuperNode {node} did not say which clients it has within {_QUERY_SECONDS:g} seconds")
+                self._tell(f"SuperNode {node} did not say which clients it has: {reply}")
                 continue
+            answered.append(node)
             self._said[node] = {}
             try:
-                self._said[node] = read_clients(answers[node])
+                self._said[node] = read_clients(reply)
             except SparsekitError as error:
                 self._tell(f"SuperNode {node} is not used: {error}")
-        return [node for node in asked if node in answers]
+        return answered
 
 
 def _named(ids: Iterable[int]) -> str:
@@ -178,47 +166,41 @@ def _named(ids: Iterable[int]) -> str:
     return f"[{', '.join(map(str, found[:_MOST_NAMED]))}, …], {len(found):,} in all"
 
 
+@dataclass(frozen=True)
 class Deployment:
     """Clients on SuperNodes.
 
     Args:
-        nodes: That have introduced their clients.
+        nodes: The nodes, which have introduced their clients.
         memory: Who keeps the clients' memories; see `GridPool`.
         timeout_seconds: Replies that take longer are given up; None waits.
     """
 
-    def __init__(
-        self, nodes: Nodes, *, memory: Literal["nodes", "server"] = "nodes", timeout_seconds: float | None = None
-    ) -> None:
-        self._nodes = nodes
-        self._memory: Literal["nodes", "server"] = memory
-        self._timeout = timeout_seconds
+    nodes: Nodes
+    _: KW_ONLY
+    memory: Literal["nodes", "server"] = "nodes"
+    timeout_seconds: float | None = None
 
     def run(
         self,
         rounds: Callable[[ClientPool], RunResult],
         *,
         spec: RunSpec,
-        clients: Mapping[int, Client],
+        clients: Mapping[int, Client],  # noqa: ARG002 - the nodes have them
         store: ClientStore,
     ) -> RunResult:
         """Run the loop; called by Flower's server app."""
-        del clients
-        before = one_thread()
-        try:
-            return rounds(
-                GridPool(
-                    self._nodes,
-                    spec,
-                    store,
-                    memory=self._memory,
-                    workers=len(self._nodes),
-                    timeout_seconds=self._timeout,
-                    # A personal model stays on the device.
-                    export=False,
-                    grouped=True,
-                    trusted=False,
-                )
-            )
-        finally:
-            torch.set_num_threads(before)
+        pool = GridPool(
+            self.nodes,
+            spec,
+            store,
+            memory=self.memory,
+            workers=len(self.nodes),
+            timeout_seconds=self.timeout_seconds,
+            # A personal model stays on the device.
+            export=False,
+            grouped=True,
+            trusted=False,
+        )
+        with one_thread():
+            return rounds(pool)

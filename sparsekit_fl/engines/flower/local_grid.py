@@ -6,8 +6,8 @@ shuffled; a fault can be planted in any of them.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,8 +22,8 @@ from flwr.supercore.task_identity import TaskIdentity
 from sparsekit_fl.client.executor import ClientExecutor
 from sparsekit_fl.client.spec import RunSpec
 from sparsekit_fl.engines.base import ClientPool
-from sparsekit_fl.engines.flower.node import Node, make_app
-from sparsekit_fl.engines.flower.pool import GridPool
+from sparsekit_fl.engines.flower.node import make_app
+from sparsekit_fl.engines.flower.pool import Carrier, GridPool
 from sparsekit_fl.problem.clients import Client
 from sparsekit_fl.results.records import RunResult
 from sparsekit_fl.state.store import ClientStore
@@ -31,7 +31,7 @@ from sparsekit_fl.state.store import ClientStore
 __all__ = ["Fault", "InProcess", "LocalGrid", "over_the_wire"]
 
 Fault = Callable[[Message, Message], Message | None]
-"""(message, reply) → the reply that arrives, or None for none; `reply` may also be raised over by returning an error reply."""
+"""(message, reply) → the reply that arrives, which may be an error of Flower; None for no reply."""
 
 
 def over_the_wire(message: Message) -> Message:
@@ -49,10 +49,10 @@ class LocalGrid(Grid):
 
     Args:
         app: Answers the messages.
-        nodes: How many there are.
+        nodes: Number of nodes.
         rng: Shuffles the replies.
         fault: Changes or drops replies; None for none.
-        twice: Every reply comes twice.
+        twice: Deliver every reply twice.
     """
 
     def __init__(
@@ -69,7 +69,6 @@ class LocalGrid(Grid):
         self._fault = fault
         self._twice = twice
         self._replies: dict[str, Message] = {}
-        self.bytes_down = 0
         self.bytes_up = 0
 
     def set_run(self, run: Run) -> None:
@@ -95,7 +94,6 @@ class LocalGrid(Grid):
         ids = []
         for sent in messages:
             message = over_the_wire(sent)
-            self.bytes_down += _wire_bytes(message)
             context = self._contexts[message.metadata.dst_node_id]
             try:
                 reply = self._app(message=message, context=context)
@@ -131,10 +129,10 @@ class InProcess:
     """An engine over a `LocalGrid`: what Flower does to messages, without what it costs.
 
     Args:
-        nodes: How many nodes the clients are dealt to; None gives each client one.
-        seed: Of the shuffling.
+        nodes: Number of nodes that share the clients; None gives each client one.
+        seed: Seed of the shuffling.
         fault: Changes or drops replies.
-        twice: Every reply comes twice.
+        twice: Deliver every reply twice.
         options: For the pool.
     """
 
@@ -142,10 +140,8 @@ class InProcess:
         self, *, nodes: int | None = None, seed: int = 0, fault: Fault | None = None, twice: bool = False, **options: Any
     ) -> None:
         self._nodes = nodes
-        self._seed = seed
-        self._fault = fault
-        self._twice = twice
-        self._options = {"memory": "server", **options}
+        self._grid_options: dict[str, Any] = {"rng": np.random.default_rng(seed), "fault": fault, "twice": twice}
+        self._options = {"memory": "server", "workers": 1, **options}
         self.grid: LocalGrid | None = None
 
     def run(
@@ -157,34 +153,17 @@ class InProcess:
         store: ClientStore,
     ) -> RunResult:
         """Run the loop over a grid of this process."""
-        node = Node(ClientExecutor(spec, clients, store))
-        grid = LocalGrid(
-            make_app(lambda _: node),
-            nodes=self._nodes or len(clients),
-            rng=np.random.default_rng(self._seed),
-            fault=self._fault,
-            twice=self._twice,
-        )
+        executor = ClientExecutor(spec, clients, store)
+        self.grid = LocalGrid(make_app(lambda _: executor), nodes=self._nodes or len(clients), **self._grid_options)
+        return rounds(GridPool(_Fixed(self.grid, sorted(clients)), spec, store, **self._options))
+
+
+class _Fixed(Carrier):
+    """Nodes that take turns with the clients, in the order of both ids, and never change."""
+
+    def __init__(self, grid: Grid, clients: Sequence[int]) -> None:
         self.grid = grid
-        carrier = _Fixed(grid, sorted(grid.get_node_ids()), {id: place for place, id in enumerate(sorted(clients))})
-        return rounds(GridPool(carrier, spec, store, workers=1, **self._options))
-
-
-@dataclasses.dataclass
-class _Fixed:
-    grid: Grid
-    nodes: list[int]
-    places: Mapping[int, int]
+        self._node_of = dict(zip(clients, itertools.cycle(sorted(grid.get_node_ids())), strict=False))
 
     def node_of(self, client_id: int) -> int:
-        return self.nodes[self.places[client_id] % len(self.nodes)]
-
-    def refresh(self) -> None:
-        """The nodes stay."""
-
-    def news(self) -> list[str]:
-        """None."""
-        return []
-
-    def restart(self, reason: str) -> None:
-        """The faults that need it are planted once."""
+        return self._node_of[client_id]

@@ -1,12 +1,14 @@
-"""GridPool: runs clients by messages over a Flower grid, whatever is behind it."""
+"""GridPool: runs clients by messages over a Flower grid, of a simulation, of devices or of a test."""
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from flwr.app import Message
 from flwr.serverapp import Grid
@@ -14,15 +16,15 @@ from flwr.serverapp import Grid
 from sparsekit.errors import DataError, InvalidValueError
 from sparsekit.graph.state import StateDict
 from sparsekit_fl.client.spec import RunSpec
-from sparsekit_fl.engines.base import Reply, Unscored
-from sparsekit_fl.engines.flower.wire import content, read
+from sparsekit_fl.engines.base import Reply, Unscored, in_order
+from sparsekit_fl.engines.flower.wire import content, join, part, read
 from sparsekit_fl.errors import ClientError, WorkerDiedError
 from sparsekit_fl.state.storage import write_atomically
 from sparsekit_fl.state.store import ClientStore, Versions
 from sparsekit_fl.wire.messages import Assignment, Evaluation, decode_update, encode_assignment
 from sparsekit_fl.wire.packing import pack
 
-__all__ = ["Carrier", "GridDiedError", "GridPool", "Task"]
+__all__ = ["Carrier", "GridPool", "exchange"]
 
 _POLL_SECONDS = 0.02
 _TTL_SECONDS = 12 * 3600.0
@@ -33,7 +35,7 @@ _MOST_OPEN = 50
 _MOST_TASKS = 1000
 # Flower's codes for a message, or a reply, that is no longer there.
 _EXPIRED = (3, 4)
-# A device may say what it likes of its failure, but not at any length.
+# A device's text about its failure is cut here.
 _MOST_TEXT = 4000
 # What Ray says of a process that was killed; Flower puts such an actor back to work, where it fails for ever.
 _DEAD_ACTOR = ("ActorDiedError", "RayActorError", "OutOfMemoryError", "WorkerCrashedError")
@@ -43,20 +45,16 @@ class GridDiedError(WorkerDiedError):
     """What runs the clients behind a grid is damaged, and must be started anew."""
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(frozen=True, eq=False)
 class Task:
     """What one client is asked.
 
     Args:
-        kind: Flower's type of the message.
-        client_id: For whom.
-        header: Plain JSON values.
+        header: Plain JSON values: "task" ("train" or "evaluate", Flower's type of the message), "client", "round", …
         payloads: Bytes by name.
         shared: Bytes that are the same for all tasks of a call.
     """
 
-    kind: Literal["train", "evaluate"]
-    client_id: int
     header: Mapping[str, Any]
     payloads: Mapping[str, bytes]
     shared: bytes = b""
@@ -66,35 +64,70 @@ class Task:
 class Answer:
     """What came back: header and payloads, or why nothing usable did."""
 
-    header: Mapping[str, Any]
-    payloads: Mapping[str, bytes]
+    header: Mapping[str, Any] = field(default_factory=dict)
+    payloads: Mapping[str, bytes] = field(default_factory=dict)
     failure: str | None = None
 
 
-class Carrier(Protocol):
-    """A grid, and which of its nodes serves a client."""
+class Carrier(ABC):
+    """A grid, and which of its nodes serves a client. The defaults are those of nodes that stay."""
 
     grid: Grid
 
+    @abstractmethod
     def node_of(self, client_id: int) -> int:
-        """The node that has this client; raises ClientError where none has."""
-        ...
+        """Return the node that has this client; raises ClientError where none has."""
 
-    def refresh(self) -> None:
+    def refresh(self) -> None:  # noqa: B027 - a hook
         """Look which nodes are there now; called before a round's messages are sent."""
-        ...
 
     def news(self) -> list[str]:
-        """What became of nodes since the last call, for the record of the round."""
-        ...
+        """Return what became of nodes since the last call, for the record of the round."""
+        return []
 
     def restart(self, reason: str) -> None:
-        """Replace the grid after it was damaged; raises where that cannot help."""
-        ...
+        """Replace the grid after it was damaged.
+
+        Raises:
+            WorkerDiedError: that cannot help.
+        """
+        raise WorkerDiedError(reason)
 
 
-def _late(seconds: float) -> str:
-    return f"no reply within {seconds:g} seconds"
+def exchange(
+    grid: Grid, message: Callable[[int], Message], count: int, *, most: int, ttl: float
+) -> Iterator[tuple[int, Message | str]]:
+    """Send messages, and yield the place of each and its reply, or why there is none, in the order in which they come.
+
+    Args:
+        grid: Flower's grid.
+        message: Makes the message of a place, once it is to be sent.
+        count: Number of messages; places are 0 to `count` - 1.
+        most: Number of messages that may be open at once.
+        ttl: Seconds after which a reply is given up.
+    """
+    late, waiting = f"no reply within {ttl:g} seconds", range(count)
+    open_ids: dict[str, tuple[float, int]] = {}
+    while waiting or open_ids:
+        room = most - len(open_ids)
+        fresh, waiting = waiting[:room], waiting[room:]
+        sent = time.monotonic()
+        for place, id in zip(fresh, grid.push_messages([message(place) for place in fresh]) if fresh else (), strict=True):
+            if id:
+                open_ids[id] = sent, place
+            else:
+                yield place, "its node is gone"
+        found = list(grid.pull_messages(list(open_ids))) if open_ids else []
+        for reply in found:
+            began, place = open_ids.pop(reply.metadata.reply_to_message_id, (0.0, -1))
+            over = time.monotonic() - began > 0.9 * ttl
+            if place >= 0:
+                # Flower's own words for a message that is over speak of databases.
+                yield place, late if over and reply.has_error() and reply.error.code in _EXPIRED else reply
+        for id in [id for id, (began, _) in open_ids.items() if time.monotonic() - began >= ttl]:
+            yield open_ids.pop(id)[1], late
+        if open_ids and not found:
+            time.sleep(_POLL_SECONDS)
 
 
 class GridPool:
@@ -104,17 +137,17 @@ class GridPool:
     answer for, never by their order; memories are files of the nodes, or travel with the messages.
 
     Args:
-        carrier: The grid.
-        spec: Of the run.
-        store: Where memories are that travel.
-        memory: "nodes" keep the memories of their clients; the "server" does, and sends them along.
-        workers: How many clients train at once, for the record.
+        carrier: The grid, and the node of each client.
+        spec: The fixed parts of the run.
+        store: The memories, where they travel.
+        memory: "nodes" where nodes keep the memories of their clients; "server" where the server does, and sends them along.
+        workers: Number of clients that train at once, for the record.
         timeout_seconds: Replies that take longer are given up; None waits for twelve hours.
         max_reply_bytes: A longer reply is refused; None takes four times the dense state, and 16 MiB at least.
         export: Whether nodes send personal models to be written into the run's folder.
         grouped: Ask all clients of one node in one message, for nodes that start a process for each message.
-        trusted: Nodes are ours, so one that is broken stops the run, or is replaced. Otherwise its clients are dropped, for
-            whatever it says: no device can stop the others.
+        trusted: Nodes are ours, so one that is broken stops the run, or is replaced. Otherwise its clients are dropped,
+            whatever its message is: no device can stop the others.
     """
 
     def __init__(
@@ -147,115 +180,107 @@ class GridPool:
 
     def map(self, assignments: Sequence[Assignment], versions: Versions) -> Iterator[Reply]:
         """Train; see `ClientPool.map`."""
-        tasks = [self._train_task(assignment, versions.get(assignment.client_id)) for assignment in assignments]
-        for assignment, task, answer in zip(assignments, tasks, self._in_order(tasks), strict=True):
+        tasks = [
+            self._task("train", a.client_id, versions.get(a.client_id), a.round, body=encode_assignment(a, self._spec.graph))
+            for a in assignments
+        ]
+        for assignment, (task, answer) in zip(assignments, self._in_order(tasks), strict=True):
             travelled = sum(len(payloads.get("memory", b"")) for payloads in (task.payloads, answer.payloads))
             reply = replace(self._reply(assignment, answer), memory_bytes=travelled)
             news = self._carrier.news()
             yield replace(reply, note="; ".join([*news, reply.note] if reply.note else news)) if news else reply
 
     def evaluate(
-        self,
-        state: StateDict,
-        ids: Sequence[int],
-        versions: Versions,
-        *,
-        round: int,
-        with_shared: bool,
-        export: Path | None,
+        self, state: StateDict, ids: Sequence[int], versions: Versions, *, round: int, with_shared: bool, export: Path | None
     ) -> Iterator[Evaluation | Unscored]:
         """Score; see `ClientPool.evaluate`. A client that does not answer is asked twice."""
         body = pack(dict(state), {"kind": "state", "round": round})
-        common = {"task": "evaluate", "round": round, "with_shared": with_shared, "carried": self._carried}
-        wanted = export is not None and self._exports
-        tasks = []
-        for client_id in ids:
-            version = versions.get(client_id)
-            header = {**common, "client": client_id, "version": version, "export": wanted}
-            memory = self._memory(client_id, version)
-            tasks.append(Task(kind="evaluate", client_id=client_id, header=header, payloads=memory, shared=body))
+        options: dict[str, Any] = {"with_shared": with_shared, "export": export is not None and self._exports}
+        tasks = [self._task("evaluate", i, versions.get(i), round, shared=body, **options) for i in ids]
         held: list[Evaluation | Unscored] = []  # from the first client on that is asked again
         silent: dict[int, Task] = {}
-        for task, answer in zip(tasks, self._in_order(tasks), strict=True):
+        for task, answer in self._in_order(tasks):
             if answer.failure is not None:
                 silent[len(held)] = task
             if silent:
                 held.append(self._scores(task, answer, export))
             else:
                 yield self._scores(task, answer, export)
-        for place, answer in zip(silent, self._in_order(list(silent.values())), strict=True):
-            held[place] = self._scores(silent[place], answer, export)
+        for place, (task, answer) in zip(silent, self._in_order(list(silent.values())), strict=True):
+            held[place] = self._scores(task, answer, export)
         yield from held
 
     def _scores(self, task: Task, answer: Answer, export: Path | None) -> Evaluation | Unscored:
+        client_id = task.header["client"]
         if answer.failure is not None:
-            return Unscored(task.client_id, answer.failure)
+            return Unscored(client_id, answer.failure)
         wrong = answer.header.get("error") or answer.header.get("broken")
         if wrong:
             if self._trusted:
-                raise ClientError(f"client {task.client_id} could not be scored: {wrong}")
-            return Unscored(task.client_id, str(wrong)[:_MOST_TEXT])
+                raise ClientError(f"client {client_id} could not be scored: {wrong}")
+            return Unscored(client_id, str(wrong)[:_MOST_TEXT])
         try:
             evaluation = Evaluation.from_dict(answer.header["evaluation"])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            return Unscored(task.client_id, f"it sent malformed scores: {error!r}")
-        if evaluation.client_id != task.client_id:
-            return Unscored(task.client_id, f"it sent the scores of client {evaluation.client_id}")
+            return Unscored(client_id, f"it sent malformed scores: {error!r}")
+        if evaluation.client_id != client_id:
+            return Unscored(client_id, f"it sent the scores of client {evaluation.client_id}")
         if export is not None and answer.payloads.get("model"):
-            write_atomically(export / f"client-{task.client_id}.safetensors", answer.payloads["model"])
+            write_atomically(export / f"client-{client_id}.safetensors", answer.payloads["model"])
         return evaluation
 
-    def _memory(self, client_id: int, version: int | None) -> dict[str, bytes]:
-        return {"memory": self._store.load(client_id, version)} if self._carried and version is not None else {}
-
-    def _train_task(self, assignment: Assignment, version: int | None) -> Task:
-        header = {
-            "task": "train",
-            "client": assignment.client_id,
-            "round": assignment.round,
-            "version": version,
-            "carried": self._carried,
-        }
-        body = encode_assignment(assignment, self._spec.graph)
-        payloads = {"body": body, **self._memory(assignment.client_id, version)}
-        return Task(kind="train", client_id=assignment.client_id, header=header, payloads=payloads)
+    def _task(
+        self,
+        kind: Literal["train", "evaluate"],
+        client_id: int,
+        version: int | None,
+        round: int,
+        *,
+        shared: bytes = b"",
+        body: bytes = b"",
+        **options: Any,
+    ) -> Task:
+        header = {"task": kind, "client": client_id, "round": round, "version": version, "carried": self._carried, **options}
+        payloads = {"body": body} if body else {}
+        if self._carried and version is not None:
+            with contextlib.suppress(FileNotFoundError):  # the node says that it did not come
+                payloads["memory"] = self._store.load(client_id, version)
+        return Task(header, payloads, shared)
 
     def _reply(self, assignment: Assignment, answer: Answer) -> Reply:
-        who = f"client {assignment.client_id} in round {assignment.round}"
-        if answer.failure is not None:
-            return Reply(client_id=assignment.client_id, error=ClientError(f"{who}: {answer.failure}"))
-        if "error" in answer.header:
-            error = ClientError(str(answer.header["error"])[:_MOST_TEXT])
-            error.add_note(f"On its node:\n{answer.header.get('traceback', '')}")
+        try:
+            return self._update(assignment, answer)
+        except ClientError as error:
             return Reply(client_id=assignment.client_id, error=error)
-        if "broken" in answer.header:
+
+    def _update(self, assignment: Assignment, answer: Answer) -> Reply:
+        """The update that a client sent; raises ClientError where it sent none."""
+        who, header = f"client {assignment.client_id} in round {assignment.round}", answer.header
+        if answer.failure is not None:
+            raise ClientError(f"{who}: {answer.failure}")
+        if "error" in header:
+            error = ClientError(str(header["error"])[:_MOST_TEXT])
+            error.add_note(f"On its node:\n{header.get('traceback', '')}")
+            raise error
+        if "broken" in header:
             # Not the client's fault: its memory cannot be read or written, or this package has a bug.
-            text = f"the node of {who} failed:\n{answer.header['broken']}"
-            if self._trusted:
-                raise WorkerDiedError(text)
-            return Reply(client_id=assignment.client_id, error=ClientError(text[:_MOST_TEXT]))
+            text = f"the node of {who} failed:\n{header['broken']}"
+            raise WorkerDiedError(text) if self._trusted else ClientError(text[:_MOST_TEXT])
         try:
             update = decode_update(answer.payloads.get("body", b""), self._spec.graph)
         except DataError as error:
-            return Reply(client_id=assignment.client_id, error=ClientError(f"{who} sent no valid update: {error}"))
-        stored = answer.header.get("stored") is True
+            raise ClientError(f"{who} sent no valid update: {error}") from None
+        stored = header.get("stored") is True
         if stored and self._carried:
             if not answer.payloads.get("memory"):
-                return Reply(client_id=assignment.client_id, error=ClientError(f"{who} sent its update without its memory"))
+                raise ClientError(f"{who} sent its update without its memory")
             self._store.save(assignment.client_id, assignment.round, answer.payloads["memory"])
-        note = answer.header.get("note")
+        note = header.get("note")
         text = note[:_MOST_TEXT] if isinstance(note, str) else ""
         return Reply(client_id=assignment.client_id, update=update, stored=stored, note=text)
 
-    def _in_order(self, tasks: Sequence[Task]) -> Iterator[Answer]:
-        """Answers in the order of the tasks, each as soon as it and those before it are there."""
-        done: dict[int, Answer] = {}
-        waiting = self._exchange(tasks)
-        for place in range(len(tasks)):
-            while place not in done:
-                found, answer = next(waiting)
-                done[found] = answer
-            yield done.pop(place)
+    def _in_order(self, tasks: Sequence[Task]) -> Iterator[tuple[Task, Answer]]:
+        return zip(tasks, in_order(self._exchange(tasks), len(tasks)), strict=True)
 
     def _exchange(self, tasks: Sequence[Task]) -> Iterator[tuple[int, Answer]]:
         """Send all, and yield what comes back; after a breakdown, send again what was not answered."""
@@ -269,73 +294,55 @@ class GridPool:
             except GridDiedError as error:
                 self._carrier.restart(str(error))
 
-    def _once(self, tasks: Sequence[Task], places: Iterable[int]) -> Iterator[tuple[int, Answer]]:
-        grid = self._carrier.grid
-        ttl = _TTL_SECONDS if self._timeout is None else self._timeout
-        groups: dict[Any, list[int]] = {}
-        nodes: dict[Any, int] = {}
-        counts: dict[int, int] = {}
+    def _by_node(self, tasks: Sequence[Task], places: Iterable[int]) -> tuple[dict[int, str], list[tuple[int, list[int]]]]:
+        """Return the tasks that no node can serve, with the reason; and node and tasks of each message."""
+        lost: dict[int, str] = {}
+        by_node: dict[int, list[int]] = {}
         for place in places:
             try:
-                node = self._carrier.node_of(tasks[place].client_id)
+                by_node.setdefault(self._carrier.node_of(tasks[place].header["client"]), []).append(place)
             except ClientError as error:
-                yield place, Answer({}, {}, str(error))
-                continue
-            counts[node] = counts.get(node, -1) + 1
-            key = (node, counts[node] // _MOST_TASKS) if self._grouped else (node, place)
-            nodes[key] = node
-            groups.setdefault(key, []).append(place)
+                lost[place] = str(error)
+        if not self._grouped:
+            alone = ((place, node) for node, asked in by_node.items() for place in asked)
+            return lost, [(node, [place]) for place, node in sorted(alone)]
+        most = _MOST_TASKS
+        return lost, [(node, asked[i : i + most]) for node, asked in by_node.items() for i in range(0, len(asked), most)]
+
+    def _once(self, tasks: Sequence[Task], places: Iterable[int]) -> Iterator[tuple[int, Answer]]:
+        ttl = _TTL_SECONDS if self._timeout is None else self._timeout
+        lost, groups = self._by_node(tasks, places)
+        yield from ((place, Answer(failure=reason)) for place, reason in lost.items())
         # Nodes that start a process for each message get theirs at once: each is a device, and slow ones delay no other.
         most = len(groups) if self._grouped else max(_MOST_OPEN, 8 * self.workers)
-        waiting = list(groups)
-        open_ids: dict[str, tuple[float, list[int]]] = {}
-        while waiting or open_ids:
-            fresh = waiting[: most - len(open_ids)]
-            waiting = waiting[len(fresh) :]
-            messages = [self._message([tasks[place] for place in groups[key]], nodes[key], ttl) for key in fresh]
-            sent = time.monotonic()
-            for key, id in zip(fresh, grid.push_messages(messages) if messages else (), strict=True):
-                if id:
-                    open_ids[id] = sent, groups[key]
-                else:
-                    yield from ((place, Answer({}, {}, "its node is gone")) for place in groups[key])
-            found = list(grid.pull_messages(list(open_ids))) if open_ids else []
-            for message in found:
-                began, asked = open_ids.pop(message.metadata.reply_to_message_id, (0.0, []))
-                over = time.monotonic() - began > 0.9 * ttl
-                if asked and over and message.has_error() and message.error.code in _EXPIRED:
-                    # Flower's own words for it speak of databases.
-                    yield from ((place, Answer({}, {}, _late(ttl))) for place in asked)
-                elif asked:
-                    yield from zip(asked, self._answers(message, len(asked)), strict=True)
-            for id in [id for id, (began, _) in open_ids.items() if time.monotonic() - began >= ttl]:
-                _, asked = open_ids.pop(id)
-                yield from ((place, Answer({}, {}, _late(ttl))) for place in asked)
-            if open_ids and not found:
-                time.sleep(_POLL_SECONDS)
+
+        def message(group: int) -> Message:
+            node, asked = groups[group]
+            return self._message([tasks[place] for place in asked], node, ttl)
+
+        for group, reply in exchange(self._carrier.grid, message, len(groups), most=most, ttl=ttl):
+            asked = groups[group][1]
+            yield from zip(asked, self._answers(reply, len(asked)), strict=True)
 
     def _message(self, tasks: Sequence[Task], node: int, ttl: float) -> Message:
-        payloads = {f"{place}/{name}": data for place, task in enumerate(tasks) for name, data in task.payloads.items()}
         header = {"tasks": [task.header for task in tasks]}
-        record = content(header, shared=tasks[0].shared, **payloads)
-        return Message(record, node, tasks[0].kind, ttl=ttl, group_id=str(tasks[0].header["round"]))
+        record = content(header, shared=tasks[0].shared, **join([task.payloads for task in tasks]))
+        return Message(record, node, tasks[0].header["task"], ttl=ttl, group_id=str(tasks[0].header["round"]))
 
-    def _answers(self, message: Message, count: int) -> list[Answer]:
-        """What a message answers to each of its `count` tasks."""
+    def _answers(self, message: Message | str, count: int) -> list[Answer]:
+        """Return what a reply answers to each of its `count` tasks."""
+        if isinstance(message, str):
+            return [Answer(failure=message)] * count
         if message.has_error():
             reason = f"{message.error.reason or 'no reason given'} (Flower's error {message.error.code})"
             if self._trusted and any(word in reason for word in _DEAD_ACTOR):
                 raise GridDiedError(f"a process that trains clients died: {reason.strip().splitlines()[-1]}")
-            return [Answer({}, {}, reason)] * count
+            return [Answer(failure=reason)] * count
         try:
             header, payloads = read(message, max_bytes=count * self._most)
             replies = header.get("replies")
             if not isinstance(replies, list) or len(replies) != count or not all(isinstance(one, dict) for one in replies):
                 raise DataError(f"expected {count} replies")
         except DataError as error:
-            return [Answer({}, {}, str(error))] * count
-        answers = []
-        for place, reply in enumerate(replies):
-            own = {name[len(f"{place}/") :]: data for name, data in payloads.items() if name.startswith(f"{place}/")}
-            answers.append(Answer(reply, own))
-        return answers
+            return [Answer(failure=str(error))] * count
+        return [Answer(reply, part(payloads, place)) for place, reply in enumerate(replies)]

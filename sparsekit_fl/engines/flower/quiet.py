@@ -1,4 +1,4 @@
-"""What must be in the environment before Flower or Ray is imported: no telemetry, usage reports or update checks."""
+"""Environment variables to set before Flower or Ray is imported: no telemetry, usage reports or update checks."""
 
 from __future__ import annotations
 

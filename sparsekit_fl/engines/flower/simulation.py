@@ -2,26 +2,73 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import itertools
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
+from typing import Any
 
-import torch
+import ray
+from flwr.app import Context
+from flwr.serverapp import Grid, ServerApp
+from flwr.simulation import run_simulation
 
 from sparsekit.errors import InvalidValueError
+from sparsekit_fl.client.executor import ClientExecutor
 from sparsekit_fl.client.spec import RunSpec
-from sparsekit_fl.client.worker import one_thread
 from sparsekit_fl.engines.base import ClientPool
-from sparsekit_fl.engines.flower.pool import GridPool
-from sparsekit_fl.engines.flower.session import Bundle, Session
+from sparsekit_fl.engines.flower.node import make_app
+from sparsekit_fl.engines.flower.pool import Carrier, GridPool
+from sparsekit_fl.errors import WorkerDiedError
 from sparsekit_fl.problem.clients import Client
+from sparsekit_fl.processes import one_thread
 from sparsekit_fl.results.records import RunResult
-from sparsekit_fl.state.store import ClientStore
+from sparsekit_fl.state.store import CarriedMemory, ClientStore, MemoryStore
 
 __all__ = ["Flower"]
 
+_log = logging.getLogger(__name__)
+# `run_simulation` is what Flower has for programs; it advises its command line instead, at every call.
+logging.getLogger("flwr").addFilter(lambda record: "DEPRECATED FEATURE" not in record.getMessage())
 _NODES = 100
+_START_SECONDS = 300.0
+_STOP_SECONDS = 60.0
 
 
+@dataclass(frozen=True, eq=False)
+class _Bundle:
+    """What an actor needs once; it goes to every machine once, through Ray's object store.
+
+    Args:
+        spec: The fixed parts of the run.
+        clients: All clients.
+        folder: The folder of the memories; None where they travel with the messages.
+    """
+
+    spec: RunSpec
+    clients: Mapping[int, Client]
+    folder: str | None
+
+
+_executor: tuple[bytes, ClientExecutor] | None = None
+
+
+def _executor_of(reference: Any) -> ClientExecutor:
+    """Return the executor of this process: made at the first message of a run, kept for the others."""
+    global _executor
+    key = reference.binary()
+    if _executor is None or _executor[0] != key:
+        bundle: _Bundle = ray.get(reference)
+        store: MemoryStore = CarriedMemory() if bundle.folder is None else ClientStore(Path(bundle.folder), durable=False)
+        _executor = (key, ClientExecutor(bundle.spec, bundle.clients, store))
+    return _executor[1]
+
+
+@dataclass(frozen=True)
 class Flower:
     """Clients in Flower's simulation: Ray actors, one torch thread each. Gives the same bits as the embedded engine.
 
@@ -32,36 +79,30 @@ class Flower:
         workers: Actors on this machine; not with `ray_address`, where the cluster's cores decide.
         supernodes: Virtual nodes; None gives each client one, up to 100. Flower looks through all open messages for each of
             them ten times a second, so more cost time. They take the clients of a round in turn.
-        ray_address: Of a running Ray cluster, "host:port"; None starts Ray on this machine. The package must be installed
-            on every machine of the cluster, and memories of clients then travel with the messages.
+        ray_address: Head of a running Ray cluster, "host:port"; None starts Ray on this machine. The package must be
+            installed on every machine of the cluster, and memories of clients then travel with the messages.
         timeout_seconds: Replies that take longer are given up; None waits.
-        restarts: How often the simulation is started anew before giving up.
-        object_store_bytes: Of Ray on this machine.
+        restarts: Number of times that the simulation is started anew before giving up.
+        object_store_bytes: Size of Ray's object store on this machine.
     """
 
-    def __init__(
-        self,
-        workers: int = 1,
-        *,
-        supernodes: int | None = None,
-        ray_address: str | None = None,
-        timeout_seconds: float | None = None,
-        restarts: int = 3,
-        object_store_bytes: int = 300 * 2**20,
-    ) -> None:
-        for name, value in (("workers", workers), ("supernodes", supernodes), ("object_store_bytes", object_store_bytes)):
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise InvalidValueError(f"{name} must be an integer >= 1, got {value!r}")
-        if isinstance(restarts, bool) or not isinstance(restarts, int) or restarts < 0:
-            raise InvalidValueError(f"restarts must be an integer >= 0, got {restarts!r}")
-        if ray_address is not None and ":" not in ray_address:
-            raise InvalidValueError(f"ray_address must be 'host:port' of a Ray cluster's head, got {ray_address!r}")
-        self.workers = workers
-        self.supernodes = supernodes
-        self.ray_address = ray_address
-        self._timeout = timeout_seconds
-        self._restarts = restarts
-        self._object_store_bytes = object_store_bytes
+    workers: int = 1
+    _: KW_ONLY
+    supernodes: int | None = None
+    ray_address: str | None = None
+    timeout_seconds: float | None = None
+    restarts: int = 3
+    object_store_bytes: int = 300 * 2**20
+
+    def __post_init__(self) -> None:
+        for name, low in (("workers", 1), ("supernodes", 1), ("object_store_bytes", 1), ("restarts", 0)):
+            value = getattr(self, name)
+            if name == "supernodes" and value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < low:
+                raise InvalidValueError(f"{name} must be an integer >= {low}, got {value!r}")
+        if self.ray_address is not None and ":" not in self.ray_address:
+            raise InvalidValueError(f"ray_address must be 'host:port' of a Ray cluster's head, got {self.ray_address!r}")
 
     def run(
         self,
@@ -72,28 +113,131 @@ class Flower:
         store: ClientStore,
     ) -> RunResult:
         """Run the loop in this thread, beside the simulation."""
-        before = one_thread()
         # Actors on this machine write memories where the run keeps them; others cannot.
         folder = None if self.ray_address is not None else str(Path(store.folder).resolve())
-        session = Session(
-            Bundle(spec=spec, clients=clients, folder=folder),
-            nodes=self.supernodes or min(len(clients), _NODES),
-            workers=self.workers,
-            ray_address=self.ray_address,
-            restarts=self._restarts,
-            object_store_bytes=self._object_store_bytes,
-        )
+        session = _Session(self, _Bundle(spec, clients, folder))
+        with one_thread():
+            try:
+                session.start()
+                pool = GridPool(
+                    session,
+                    spec,
+                    store,
+                    memory="server" if folder is None else "nodes",
+                    workers=session.actors,
+                    timeout_seconds=self.timeout_seconds,
+                )
+                return rounds(pool)
+            finally:
+                session.close()
+
+
+class _Session(Carrier):
+    """A simulation in a thread beside ours, and its grid. It is started anew when one of its processes dies.
+
+    Its processes are Ray's, which supervises them itself, so `processes.Children` has no part in it.
+
+    Args:
+        engine: The options.
+        bundle: What the actors need.
+    """
+
+    def __init__(self, engine: Flower, bundle: _Bundle) -> None:
+        self.actors = engine.workers
+        self._engine = engine
+        self._bundle = bundle
+        self._nodes = engine.supernodes or min(len(bundle.clients), _NODES)
+        self._left = engine.restarts
+        self._turns: Iterator[int] = iter(())
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._began_ray = False
+
+    def node_of(self, client_id: int) -> int:  # noqa: ARG002 - other carriers have to look at it
+        """Return a node. They are all alike, so they take turns and a cohort is spread over them."""
+        return next(self._turns)
+
+    def start(self) -> None:
+        """Start Ray and the simulation, and wait for its nodes.
+
+        Raises:
+            WorkerDiedError: it did not come up.
+        """
+        self._start_ray()
+        reference = ray.put(self._bundle)
+        ready: queue.Queue[Grid | BaseException] = queue.Queue()
+        self._stop = stop = threading.Event()
+        gpus = 1.0 / self.actors if self._bundle.spec.config.device.startswith("cuda") else 0.0
+        server = ServerApp()
+
+        def main(grid: Grid, _: Context) -> None:
+            ready.put(grid)
+            stop.wait()
+
+        server.main()(main)
+
+        def simulate() -> None:
+            try:
+                resources: Any = {"client_resources": {"num_cpus": 1, "num_gpus": gpus}}
+                run_simulation(server, make_app(lambda _: _executor_of(reference)), self._nodes, backend_config=resources)
+            except BaseException as error:  # noqa: BLE001 - handed to the thread that waits
+                ready.put(error)
+
+        self._thread = threading.Thread(target=simulate, name="flower-simulation", daemon=True)
+        self._thread.start()
         try:
-            session.start()
-            pool = GridPool(
-                session,
-                spec,
-                store,
-                memory="server" if folder is None else "nodes",
-                workers=session.actors,
-                timeout_seconds=self._timeout,
-            )
-            return rounds(pool)
-        finally:
-            session.close()
-            torch.set_num_threads(before)
+            found = ready.get(timeout=_START_SECONDS)
+        except queue.Empty:
+            raise WorkerDiedError(f"Flower's simulation did not start within {_START_SECONDS:g} seconds") from None
+        if isinstance(found, BaseException):
+            raise WorkerDiedError(f"Flower's simulation did not start: {found}") from found
+        self.grid = found
+        self._await_nodes(ready)
+
+    def _await_nodes(self, ready: queue.Queue[Any]) -> None:
+        # The server's side runs before the nodes are registered.
+        end = time.monotonic() + _START_SECONDS
+        while len(ids := sorted(self.grid.get_node_ids())) < self._nodes:
+            if not ready.empty():
+                error = ready.get()
+                raise WorkerDiedError(f"Flower's simulation stopped while starting: {error}") from error
+            if time.monotonic() > end:
+                raise WorkerDiedError(f"only {len(ids)} of {self._nodes} nodes came up within {_START_SECONDS:g} seconds")
+            time.sleep(0.05)
+        self._turns = itertools.cycle(ids)
+
+    def _start_ray(self) -> None:
+        address = self._engine.ray_address
+        # A Ray that runs already is the user's own; it is used, and Flower disconnects from it at the end.
+        self._began_ray = not ray.is_initialized()
+        if self._began_ray:
+            # Without "local" Ray would join a cluster that it finds on this machine, and refuse the other two.
+            here = {"address": "local", "num_cpus": self.actors, "object_store_memory": self._engine.object_store_bytes}
+            where: dict[str, Any] = here if address is None else {"address": address}
+            ray.init(include_dashboard=False, log_to_driver=False, configure_logging=False, **where)
+        if address is not None or not self._began_ray:
+            resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
+            self.actors = max(1, int(resources.get("CPU", 1)))
+
+    def restart(self, reason: str) -> None:
+        """Start anew after a process died.
+
+        Raises:
+            WorkerDiedError: that happened too often.
+        """
+        if self._left == 0:
+            raise WorkerDiedError(f"{reason}; Flower's simulation was started anew too often, so this is the end")
+        self._left -= 1
+        _log.warning("%s; Flower's simulation is started anew, and what was not answered is sent again", reason)
+        self.close()
+        self.start()
+
+    def close(self) -> None:
+        """End the simulation and, where it was started here, Ray."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join(timeout=_STOP_SECONDS)
+            self._thread = None
+        if self._began_ray and ray.is_initialized():
+            ray.shutdown()
+        self._began_ray = False

@@ -1,4 +1,4 @@
-"""What crosses Flower's wire: a header of plain JSON and a few named runs of bytes, each one array.
+"""Messages of Flower: a header of plain JSON and a few named payloads of bytes, each one array.
 
 One array, because every array costs Flower several requests; bytes of our own packing, because they are the bytes whose
 number is reported, and because Flower's arrays know no bfloat16. Nothing is ever unpickled.
@@ -7,14 +7,14 @@ number is reported, and because Flower's arrays know no bfloat16. Nothing is eve
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 
 from sparsekit.errors import DataError
 
-__all__ = ["MAX_HEADER_BYTES", "content", "payload_bytes", "read"]
+__all__ = ["MAX_HEADER_BYTES", "content", "join", "part", "read"]
 
 MAX_HEADER_BYTES = 2**20
 """A longer header is refused unread."""
@@ -23,7 +23,7 @@ _STYPE = "sparsekit.raw"
 
 
 def content(header: Mapping[str, Any], **payloads: bytes) -> RecordDict:
-    """A message's content.
+    """Make the content of a message.
 
     Args:
         header: Plain JSON values.
@@ -36,14 +36,14 @@ def content(header: Mapping[str, Any], **payloads: bytes) -> RecordDict:
 
 
 def read(message: Message, *, max_bytes: int | None = None) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """The inverse of `content`.
+    """Undo `content`.
 
     Args:
         message: As it came, without an error.
-        max_bytes: More payload than this is refused.
+        max_bytes: Refuse more payload than this.
 
     Raises:
-        DataError: it is none of ours, or too large.
+        DataError: the message is not one of this package, or too large.
     """
     try:
         text = message.content["header"]["json"]
@@ -68,7 +68,12 @@ def read(message: Message, *, max_bytes: int | None = None) -> tuple[dict[str, A
     return header, payloads
 
 
-def payload_bytes(message: Message) -> int:
-    """How many bytes of payload a message holds."""
-    arrays = message.content["payloads"]
-    return sum(len(array.data) for array in arrays.values()) if isinstance(arrays, ArrayRecord) else 0
+def join(parts: Sequence[Mapping[str, bytes]]) -> dict[str, bytes]:
+    """Name the payloads of several tasks by the place of each: "0/body", "0/memory", "1/body", …"""
+    return {f"{place}/{name}": data for place, payloads in enumerate(parts) for name, data in payloads.items()}
+
+
+def part(payloads: Mapping[str, bytes], place: int) -> dict[str, bytes]:
+    """Return the payloads of one task out of what `join` made."""
+    start = f"{place}/"
+    return {name.removeprefix(start): data for name, data in payloads.items() if name.startswith(start)}

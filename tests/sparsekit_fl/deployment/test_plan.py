@@ -15,9 +15,9 @@ pytest.importorskip("flwr", reason="flwr is not installed; pip install 'sparseki
 from sparsekit.errors import InvalidValueError, UnknownNameError
 from sparsekit_fl.cli.flower_app import write_app
 from sparsekit_fl.deployment.plan import Plan, client_ids
-from sparsekit_fl.engines.flower.keep import NodeStore
 from sparsekit_fl.errors import LostMemoryError
 from sparsekit_fl.problem.clients import Client
+from sparsekit_fl.state.store import DeviceStore
 
 
 def test_a_plan_survives_flowers_run_configuration() -> None:
@@ -75,7 +75,7 @@ def test_a_problem_of_ones_own_needs_a_loader_on_the_node() -> None:
 
 
 def test_a_node_keeps_the_newest_two_memories_of_a_client(tmp_path: Path) -> None:
-    store = NodeStore(tmp_path)
+    store = DeviceStore(tmp_path)
     for round in (1, 4, 6):
         assert store.write(3, round, {"local": {"count": torch.tensor(round)}})
     assert int(store.read(3, 6)["local"]["count"]) == 6
@@ -87,7 +87,7 @@ def test_a_node_keeps_the_newest_two_memories_of_a_client(tmp_path: Path) -> Non
 
 
 def test_a_damaged_memory_counts_as_lost(tmp_path: Path) -> None:
-    store = NodeStore(tmp_path)
+    store = DeviceStore(tmp_path)
     store.write(0, 1, {"local": {"count": torch.tensor(1)}})
     (path,) = tmp_path.rglob("*.memory")
     raw = bytearray(path.read_bytes())

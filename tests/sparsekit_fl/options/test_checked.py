@@ -75,8 +75,8 @@ class Ordered(Policy):
         ({"rule": "mode"}, "rule must be one of mean, median, krum, got 'mode'"),
         (
             {"levels": (0.5, 2.0)},
-            "levels must be a tuple that is not empty, of values that are each in (0, 1], got (0.5, 2.0); a ratio is the share"
-            " kept, so to prune 30 % pass 0.7",
+            "levels must be one or more values, each in (0, 1], got (0.5, 2.0); a ratio is the share kept, so to prune 30 %"
+            " pass 0.7",
         ),
     ],
 )
@@ -87,7 +87,7 @@ def test_a_value_that_is_not_allowed_is_refused_with_what_is(given: dict[str, ob
 
 
 def test_an_empty_tuple_is_refused_where_one_is_wanted() -> None:
-    with pytest.raises(InvalidValueError, match="levels must be a tuple that is not empty"):
+    with pytest.raises(InvalidValueError, match="levels must be one or more values"):
         Policy(levels=())
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from sparsekit.deprecations import RemovedIn0_3Warning
 from sparsekit.errors import InvalidValueError, UnknownNameError
-from sparsekit_fl.options.config import HETEROGENEITY, RunConfig, TrainingConfig
+from sparsekit_fl.options.config import HETEROGENEITY, RunConfig, TrainingConfig, current_names
 from sparsekit_fl.problem.clients import CAPABILITY_LEVELS
 
 FULL = RunConfig(
@@ -59,18 +62,48 @@ def test_text_that_is_not_toml_is_refused(tmp_path):
         ({"rounds": True}, "rounds must be an integer"),
         ({"rounds": 1, "cohort": 0}, "cohort"),
         ({"rounds": 1, "seed": -1}, "seed must be an integer >= 0"),
-        ({"rounds": 1, "lr_decay": 1.5}, "lr_decay must be > 0 and <= 1"),
+        ({"rounds": 1, "lr_decay": 1.5}, r"lr_decay must be in \(0, 1\], got 1.5"),
         ({"rounds": 1, "capability": "random"}, "'fixed' or 'dynamic', got 'random'"),
-        ({"rounds": 1, "capability_levels": ()}, "must not be empty"),
-        ({"rounds": 1, "capability_levels": (0.0,)}, "a capability level must be > 0"),
-        ({"rounds": 1, "training": {"lr": float("nan")}}, "lr must be a finite number, got nan"),
-        ({"rounds": 1, "training": {"lr": -1}}, "lr must be >= 0"),
+        (
+            {"rounds": 1, "capability_levels": ()},
+            r"capability_levels must be one or more values, each in \(0, 1\], or None, got \(\); None keeps each client's own",
+        ),
+        (
+            {"rounds": 1, "capability_levels": (0.0,)},
+            r"capability_levels must be one or more values, each in \(0, 1\], or None, got \(0.0,\)",
+        ),
+        ({"rounds": 1, "training": {"lr": float("nan")}}, "lr must be a finite number >= 0, got nan"),
+        ({"rounds": 1, "training": {"lr": -1}}, "lr must be a finite number >= 0, got -1"),
         ({"rounds": 1, "training": {"batch_size": 0}}, "batch_size"),
         ({"rounds": 1, "training": {"momentum": 1.0}}, "momentum"),
-        ({"rounds": 1, "training": {"clip": 0.0}}, "clip must be > 0"),
+        ({"rounds": 1, "training": {"clip": 0.0}}, "clip must be a finite number > 0, or None, got 0.0"),
         ({}, "lacks 'rounds'"),
     ],
 )
 def test_values_that_are_not_allowed_are_refused(options, message):
     with pytest.raises(InvalidValueError, match=message):
         RunConfig.from_dict(options)
+
+
+def test_the_former_name_of_the_cohort_is_taken_with_a_warning(tmp_path):
+    with pytest.warns(RemovedIn0_3Warning, match="clients_per_round is now called cohort"):
+        assert RunConfig(rounds=1, clients_per_round=3) == RunConfig(rounds=1, cohort=3)
+    with pytest.warns(RemovedIn0_3Warning, match="clients_per_round"):
+        assert replace(RunConfig(rounds=1), clients_per_round=3).cohort == 3
+    (tmp_path / "run.toml").write_text("rounds = 1\nclients_per_round = 3\n")
+    with pytest.warns(RemovedIn0_3Warning, match="0.3"):
+        assert RunConfig.from_toml(tmp_path / "run.toml").cohort == 3
+    assert current_names({"rounds": 1, "clients_per_round": 3}) == {"rounds": 1, "cohort": 3}
+
+
+def test_combinations_that_contradict_each_other_are_refused():
+    for given, message in (
+        ({"min_replies": 4, "cohort": 3}, "min_replies must be at most cohort"),
+        ({"clip_norm": 1.0}, "clip_norm belongs to aggregation 'norm-clipped', got 'mean'"),
+        ({"dp_delta": 0.1}, "dp_delta needs dp_clip"),
+        ({"dp_clip": 1.0}, "dp_clip needs dp_noise"),
+        ({"dp_clip": 1.0, "dp_noise": 1.0, "aggregation": "median"}, "dp_clip needs aggregation 'mean'"),
+        ({"training": {"lr": 1.0}}, "training must be a TrainingConfig, got dict"),
+    ):
+        with pytest.raises(InvalidValueError, match=message):
+            RunConfig(rounds=1, **given)

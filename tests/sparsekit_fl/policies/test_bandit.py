@@ -13,8 +13,8 @@ import pytest
 from sparsekit.bandit import registry
 from sparsekit.cli.main import execute
 from sparsekit.errors import InvalidValueError, UnknownNameError
-from sparsekit_fl.cli.options import make_method
 from sparsekit_fl.methods import fedlps
+from sparsekit_fl.methods.make import make_method
 from sparsekit_fl.policies.bandit import BanditRatio, utility
 from sparsekit_fl.server.loop import run
 from sparsekit_fl.testing.tiny import tiny_clients, tiny_config, tiny_problem

@@ -18,13 +18,13 @@ from flwr.app import Error, Message
 from flwr.supercore.task_identity import TaskIdentity
 
 from sparsekit.errors import InvalidValueError
-from sparsekit_fl.cli.options import Experiment, RunOptions
+from sparsekit_fl.cli.experiment import Experiment
+from sparsekit_fl.cli.options import RunOptions
 from sparsekit_fl.deployment.plan import Plan
 from sparsekit_fl.engines.base import Engine
 from sparsekit_fl.engines.embedded import Embedded
 from sparsekit_fl.engines.flower.deployment import Nodes
 from sparsekit_fl.engines.flower.introduction import described
-from sparsekit_fl.engines.flower.keep import NodeStore
 from sparsekit_fl.engines.flower.local_grid import InProcess
 from sparsekit_fl.engines.flower.wire import content, read
 from sparsekit_fl.errors import ClientError, TooFewRepliesError, UpdateError
@@ -34,7 +34,7 @@ from sparsekit_fl.policies.personal import LocalModel
 from sparsekit_fl.problem.clients import Client, ClientData
 from sparsekit_fl.results.records import RunResult
 from sparsekit_fl.server.loop import run
-from sparsekit_fl.state.store import ClientStore
+from sparsekit_fl.state.store import ClientStore, DeviceStore
 from sparsekit_fl.testing.tiny import tiny_clients, tiny_config, tiny_problem
 
 ENGINES: dict[str, Callable[[], Engine]] = {"embedded": Embedded, "flower": lambda: InProcess(nodes=3, grouped=True)}
@@ -283,9 +283,9 @@ def test_a_client_whose_memory_cannot_be_kept_is_dropped(monkeypatch: pytest.Mon
     real=False,
 )
 def test_the_memory_that_the_server_counts_on_outlives_any_number_of_lost_replies(tmp_path: Path) -> None:
-    NodeStore(tmp_path).write(0, 1, {"local": {"count": 1}})
+    DeviceStore(tmp_path).write(0, 1, {"local": {"count": 1}})
     for round in (2, 3, 4):
-        store = NodeStore(tmp_path)
+        store = DeviceStore(tmp_path)
         assert store.read(0, 1) == {"local": {"count": 1}}
         store.write(0, round, {"local": {"count": round}})
     assert sorted(path.stem for path in tmp_path.rglob("*.memory")) == ["1", "4"]

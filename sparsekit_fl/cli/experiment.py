@@ -1,0 +1,145 @@
+"""Experiment: what a command runs, from its options and a preset."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from sparsekit.errors import InvalidValueError, MissingDependencyError, install_hint
+from sparsekit_fl.cli.options import MOST_WORKERS, RunOptions
+from sparsekit_fl.options.config import HETEROGENEITY, RunConfig, TrainingConfig
+
+if TYPE_CHECKING:
+    from sparsekit_fl.engines.base import Engine
+    from sparsekit_fl.experiment.preset import Preset
+    from sparsekit_fl.problem.clients import Client
+    from sparsekit_fl.problem.problem import Problem
+
+__all__ = ["Experiment", "cores"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Experiment:
+    """All that `sparsekit_fl.run` wants, beside the method.
+
+    Args:
+        problem: The task.
+        clients: All of them.
+        config: The options of the run.
+        engine: Who runs clients.
+        described: Names of what was run, for the result.
+    """
+
+    problem: Problem
+    clients: list[Client]
+    config: RunConfig
+    engine: Engine
+    described: Mapping[str, Any]
+
+    @staticmethod
+    def of(options: RunOptions) -> Experiment:
+        """Load and deal the data, and fill in what was not said.
+
+        Raises:
+            SparsekitError: an option that is not allowed, or data that are missing or do not fit.
+        """
+        from sparsekit_fl.experiment.build import build_problem
+        from sparsekit_fl.paper.presets import preset_for
+
+        if options.device is not None:
+            _check_device(options.device)
+        if sys.stderr.isatty() and not (options.quiet or options.json):
+            # Reading a data set for the first time takes a while, and says so.
+            logging.getLogger("sparsekit_fl").setLevel(logging.INFO)
+        preset = preset_for(preset=options.preset, dataset=options.dataset)
+        engine = _engine(options)
+        # Checked before the data are read, which may take long.
+        _config(options, preset, options.clients or preset.clients)
+        deal = {"classes_per_client": options.classes_per_client, "alpha": options.alpha}
+        deal = {name: value for name, value in deal.items() if value is not None}
+        problem, clients = build_problem(
+            preset,
+            model=options.model,
+            clients=options.clients,
+            partition=options.partition,
+            options=deal or None,
+            lack_classes=options.lack_classes,
+            data_dir=options.data_dir,
+            seed=options.seed or 0,
+        )
+        kept = dict(preset.options) if options.partition in (None, preset.partition) else {}
+        if options.lack_classes is not None:
+            # It decides all that the preset says of shards, so what it overrides is not reported.
+            kept = {"lack_classes": options.lack_classes}
+        described = {
+            "preset": preset.name,
+            "dataset": preset.dataset,
+            "model": options.model or preset.model,
+            "clients": len(clients),
+            "partition": options.partition or preset.partition,
+            "partition_options": {**kept, **deal},
+        }
+        return Experiment(
+            problem=problem,
+            clients=clients,
+            config=_config(options, preset, len(clients)),
+            engine=engine,
+            described=described,
+        )
+
+
+def _check_device(device: str) -> None:
+    import torch
+
+    try:
+        kind = torch.device(device).type
+    except RuntimeError as error:
+        raise InvalidValueError(f"--device must be cpu, cuda or cuda:N, got {device!r}") from error
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise InvalidValueError("--device cuda: this torch sees no CUDA device; leave it out to run on the CPU")
+
+
+def _config(options: RunOptions, preset: Preset, clients: int) -> RunConfig:
+    given = options.given(TrainingConfig, RunConfig)
+    if options.heterogeneity is not None:
+        given["capability_levels"] = HETEROGENEITY[options.heterogeneity]
+    config = preset.config(given, clients)
+    if config.cohort > clients:
+        raise InvalidValueError(f"--cohort is {config.cohort}, but there are {clients} clients; lower it")
+    return config
+
+
+def _engine(options: RunOptions) -> Engine:
+    from sparsekit_fl.engines import registry
+
+    name = options.engine or "embedded"
+    try:
+        make = registry[name]
+    except ImportError as error:
+        raise MissingDependencyError(f"engine {name!r} needs a package: {error}; {install_hint(name)}") from error
+    given = {"supernodes": options.supernodes, "ray_address": options.ray_address}
+    given = {option: value for option, value in given.items() if value is not None}
+    for option in given:
+        if option not in inspect.signature(make).parameters:
+            raise InvalidValueError(
+                f"--{option.replace('_', '-')} is not for engine {name!r}; leave it out, or add --engine flower"
+            )
+    workers = options.workers
+    if workers is None:
+        # A GPU is shared best by one process.
+        on_cpu = options.device in (None, "cpu")
+        workers = min(cores(), MOST_WORKERS) if on_cpu else 1
+    engine: Engine = make(workers=workers, **given)
+    return engine
+
+
+def cores() -> int:
+    """How many this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

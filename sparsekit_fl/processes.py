@@ -1,0 +1,161 @@
+"""Children: processes of this machine whose death is seen at once; and the number of torch threads of each process."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+
+__all__ = ["Child", "Children", "one_thread", "start_method"]
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Use one torch thread meanwhile, so that results do not depend on the number of cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def start_method(device: str | None) -> str:
+    """Return how processes start.
+
+    Args:
+        device: Where models train; None for the default.
+
+    Returns:
+        "fork" on Linux for the CPU, where children share data with this process without copying and nothing must be
+        picklable; "spawn" elsewhere.
+    """
+    return "fork" if sys.platform == "linux" and device in (None, "cpu") else "spawn"
+
+
+@dataclass(eq=False)
+class Child:
+    """A process that this one started.
+
+    Args:
+        process: The process.
+        connection: This end of its pipe.
+        task: What it works on; None while it is idle.
+    """
+
+    process: Any
+    connection: Connection
+    task: Any = None
+
+    def ending(self) -> str:
+        """Wait for the end of the process, and describe it: its exit code, or the signal that killed it."""
+        self.process.join(timeout=5)
+        code = self.process.exitcode
+        if code is None or code >= 0:
+            return f"exit code {code}"
+        how = f"signal {-code} ({signal.Signals(-code).name})"
+        return f"{how}; often the system is out of memory: try fewer workers" if -code == signal.SIGKILL else how
+
+
+class Children:
+    """Processes that this one started, each with a pipe to it.
+
+    The executors of `concurrent.futures` and of loky say of a killed worker only that some worker died, neither which task it
+    had nor which signal ended it, and their tasks cannot send anything before they end. So this is our own.
+
+    Args:
+        start_method: One of `multiprocessing`'s.
+        goodbye: What `close` sends to those that are still alive, after so many seconds: (seconds, signal) pairs, ascending.
+        daemon: Whether the children end with this process; they then may not start processes of their own.
+    """
+
+    def __init__(self, start_method: str, goodbye: Sequence[tuple[float, signal.Signals]], *, daemon: bool) -> None:
+        self._context: Any = multiprocessing.get_context(start_method)
+        self._goodbye = goodbye
+        self._daemon = daemon
+        self._children: list[Child] = []
+
+    def __iter__(self) -> Iterator[Child]:
+        return iter(list(self._children))
+
+    def __len__(self) -> int:
+        return len(self._children)
+
+    def __enter__(self) -> Children:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def start(self, target: Callable[..., None], *arguments: Any, task: Any = None) -> Child:
+        """Start a process.
+
+        Args:
+            target: Is called in it with its end of the pipe, and with `arguments`.
+            arguments: Picklable, unless processes fork.
+            task: What it works on from the start.
+        """
+        ours, theirs = self._context.Pipe()
+        inherited = [child.connection for child in self] + [ours] if self._context.get_start_method() == "fork" else []
+        process = self._context.Process(target=_begin, args=(theirs, inherited, target, arguments), daemon=self._daemon)
+        process.start()
+        theirs.close()
+        child = Child(process, ours, task)
+        self._children.append(child)
+        return child
+
+    def poll(self, timeout: float | None = None) -> Iterator[tuple[Child, Any]]:
+        """Wait until a child that has a task sends something, or dies.
+
+        Args:
+            timeout: Seconds; None waits without end.
+
+        Yields:
+            Each child from which there is something, and what it sent; None where it died.
+        """
+        busy = {child.connection: child for child in self if child.task is not None}
+        for ready in wait(list(busy), timeout):
+            assert isinstance(ready, Connection)
+            try:
+                message = ready.recv()
+            except (EOFError, OSError):
+                message = None
+            yield busy[ready], message
+
+    def remove(self, child: Child) -> None:
+        """Wait for the end of a child that has nothing more to say."""
+        self._children.remove(child)
+        child.connection.close()
+        child.process.join()
+
+    def close(self) -> None:
+        """Close all pipes, end the children that do not end by themselves, and wait for all, so that no zombie is left."""
+        for child in self._children:
+            # Nobody reads any more; a child that still writes would wait for ever.
+            child.connection.close()
+        alive, began = [child.process for child in self._children], time.monotonic()
+        for seconds, number in self._goodbye:
+            while (alive := [process for process in alive if process.is_alive()]) and time.monotonic() - began < seconds:
+                time.sleep(0.01)
+            for process in alive:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process.pid, number)
+        while self._children:
+            self._children.pop().process.join()
+
+
+def _begin(connection: Connection, inherited: Sequence[Connection], target: Callable[..., None], arguments: Any) -> None:
+    for other in inherited:
+        # A forked process inherits the ends of its siblings; while it holds them, nobody sees a pipe close.
+        other.close()
+    torch.set_num_threads(1)
+    target(connection, *arguments)

@@ -1,0 +1,90 @@
+"""Children: a death is seen at once and named, no zombie is left, and siblings hold no pipe open."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+
+import pytest
+import torch
+
+from sparsekit_fl.processes import Child, Children, one_thread, start_method
+
+SOON = ((0.0, signal.SIGTERM), (0.3, signal.SIGKILL))
+
+
+def echo(connection):
+    with contextlib.suppress(EOFError, ConnectionResetError):
+        while True:
+            connection.send((os.getpid(), torch.get_num_threads(), connection.recv()))
+
+
+def stubborn(connection):
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    connection.send("ready")
+    while True:
+        time.sleep(60)
+
+
+def die(connection, how):
+    connection.recv()
+    os.kill(os.getpid(), how) if how else os._exit(3)
+
+
+def one_answer(children: Children):
+    return next(iter(children.poll(30)))
+
+
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
+def test_a_child_has_one_torch_thread_and_answers(method):
+    with Children(method, SOON, daemon=True) as children:
+        child = children.start(echo, task="any")
+        child.connection.send("hello")
+        assert one_answer(children) == (child, (child.process.pid, 1, "hello"))
+
+
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [(0, "exit code 3"), (signal.SIGTERM, r"signal 15 (SIGTERM)"), (signal.SIGKILL, "signal 9 (SIGKILL); often the system")],
+)
+def test_the_death_of_a_child_is_seen_at_once_though_its_siblings_live_and_is_named(how, text):
+    with Children("fork", SOON, daemon=True) as children:
+        victim = children.start(die, how, task="to die")
+        for _ in range(2):
+            children.start(echo)
+        victim.connection.send("now")
+        child, message = one_answer(children)
+        assert (child.task, message) == ("to die", None)
+        assert child.ending().startswith(text)
+
+
+def test_an_idle_child_is_not_waited_for():
+    with Children("fork", SOON, daemon=True) as children:
+        children.start(echo).connection.send("unasked")
+        assert list(children.poll(0.1)) == []
+
+
+def test_closing_leaves_no_process_and_no_zombie_even_of_a_child_that_ignores_its_signal():
+    with Children("fork", SOON, daemon=True) as children:
+        started: list[Child] = [children.start(echo), children.start(stubborn, task="none")]
+        assert one_answer(children)[1] == "ready"
+    for child in started:
+        with pytest.raises(ProcessLookupError):
+            os.kill(child.process.pid, 0)
+    assert started[1].process.exitcode == -signal.SIGKILL
+    assert len(children) == 0
+
+
+def test_processes_fork_for_the_cpu_alone():
+    assert {start_method(None), start_method("cpu")} <= {"fork", "spawn"}
+    assert start_method("cuda:0") == "spawn"
+
+
+def test_the_number_of_threads_is_put_back_after_an_error():
+    before = torch.get_num_threads()
+    with contextlib.suppress(ValueError), one_thread():
+        assert torch.get_num_threads() == 1
+        raise ValueError("wrong")
+    assert torch.get_num_threads() == before
