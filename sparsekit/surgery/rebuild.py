@@ -17,6 +17,7 @@ from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.index import cut_axes, gather, narrow_shape
 from sparsekit.graph.state import StateDict
 from sparsekit.layers import LayerRule, resize
+from sparsekit.surgery.safe_convolution import guard_convolutions
 from sparsekit.surgery.sizes import set_sizes
 
 __all__ = ["copy_with", "in_format", "memory_format", "named_entries", "narrow_module", "narrow_state"]
@@ -153,6 +154,7 @@ def narrow_module(
     small = copy_with(model, narrow_state(named_entries(model), graph, keep, indices))
     resize(small, rules)
     set_sizes(small, graph, {name: int(stays.sum()) for name, stays in keep.items()})
+    guard_convolutions(small)
     entries = named_entries(small)
     # A fused kernel that gets wrong shapes reads past its buffers, so all shapes are checked.
     for name, dense in graph.shapes.items():

@@ -25,6 +25,7 @@ from sparsekit.layers import LayerRule, resize
 from sparsekit.registry import load_object
 from sparsekit.surgery.compact_file import damage, digest, pack_mask, read_file, unpack_mask, write_file
 from sparsekit.surgery.rebuild import copy_with, named_entries
+from sparsekit.surgery.safe_convolution import guard_convolutions
 from sparsekit.version import __version__
 
 __all__ = ["Factory", "SparseModel", "load_compact", "load_mask", "save_compact"]
@@ -126,6 +127,7 @@ def load_compact(
             " let the factory build the model on a real device"
         )
     resize(small, rules)
+    guard_convolutions(small)
     with damage(path):
         _check_modules(path, small, spec["modules"])
         for name, module in small.named_modules():

@@ -24,6 +24,7 @@ from sparsekit.graph.state import StateDict
 from sparsekit.layers import resize
 from sparsekit.surgery.optimizer_state import HasState, SavedState, other_state, state_of_shape
 from sparsekit.surgery.rebuild import copy_with, in_format, memory_format
+from sparsekit.surgery.safe_convolution import guard_convolutions
 from sparsekit.surgery.sizes import set_sizes
 from sparsekit.training.slots import EntrySlots, GroupSlots, Move, build_slots
 
@@ -102,6 +103,7 @@ class NarrowModel:
     def __init__(self, model: nn.Module, graph: UnitGraph) -> None:
         self.graph = graph
         self.module = copy_with(model, {})
+        guard_convolutions(self.module, wide=True)
         self._entries = _find_entries(self.module)
         self._touched = [entry for entry in self._entries if any(name in graph.slices_of for name in entry.names)]
         self._dense: dict[str, Tensor] = {}

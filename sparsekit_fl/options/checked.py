@@ -150,8 +150,8 @@ class Choice:
             raise InvalidValueError(f"{called} must be {allowed}, got {value!r}{advice}") from None
 
     def is_default(self, value: object) -> bool:
-        """Whether a value is the default; True is not 1."""
-        if value is self.default:
+        """Whether a value is the default; True is not 1, and nan is nan."""
+        if value is self.default or (value != value and isinstance(value, float) and self.default != self.default):
             return True
         return isinstance(value, int | float | str) and type(value) in (type(self.default), int) and value == self.default
 

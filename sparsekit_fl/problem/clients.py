@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import Field
 from torch.utils.data import Subset, TensorDataset
 
-from sparsekit.errors import DataError, InvalidValueError
+from sparsekit.errors import DataError
+from sparsekit_fl.options.checked import Checked, Hint, NonNegativeCount, Positive
 from sparsekit_fl.options.config import HETEROGENEITY
 from sparsekit_fl.problem.data import TensorData, as_tensor_data
 
@@ -22,7 +24,7 @@ _MIB = 2**20
 
 
 @dataclass(frozen=True)
-class Capability:
+class Capability(Checked):
     """What a device can do.
 
     Args:
@@ -38,22 +40,17 @@ class Capability:
         110.6 MiB/s down as in the authors' released code.
     """
 
-    ratio: float = 1.0
-    flops_per_second: float = math.nan
-    uplink_bytes_per_second: float = 14.0 * _MIB
-    downlink_bytes_per_second: float = 110.6 * _MIB
+    ratio: Annotated[
+        float, Field(gt=0, le=1), Hint("1 is a device that can train the whole model", name="capability ratio")
+    ] = 1.0
+    flops_per_second: Positive = math.nan  # the default stands for what the ratio gives
+    uplink_bytes_per_second: Positive = 14.0 * _MIB
+    downlink_bytes_per_second: Positive = 110.6 * _MIB
 
     def __post_init__(self) -> None:
-        if not 0 < self.ratio <= 1:
-            raise InvalidValueError(
-                f"capability ratio must be in (0, 1], got {self.ratio}; 1 is a device that can train the whole model"
-            )
+        super().__post_init__()
         if math.isnan(self.flops_per_second):
             object.__setattr__(self, "flops_per_second", _FULL_FLOPS_PER_SECOND * self.ratio)
-        for name in ("flops_per_second", "uplink_bytes_per_second", "downlink_bytes_per_second"):
-            value = getattr(self, name)
-            if not 0 < value < math.inf:
-                raise InvalidValueError(f"{name} must be a positive number, got {value}")
 
     def at(self, ratio: float) -> Capability:
         """The same device at another ratio: the speed changes in proportion, the links stay."""
@@ -91,7 +88,7 @@ class ClientData:
 
 
 @dataclass(frozen=True, eq=False)
-class Client:
+class Client(Checked):
     """One participant.
 
     Args:
@@ -103,10 +100,6 @@ class Client:
         InvalidValueError: the id is not an integer >= 0.
     """
 
-    id: int
+    id: Annotated[NonNegativeCount, Hint(name="client id")]
     data: ClientData
     capability: Capability = field(default_factory=Capability)
-
-    def __post_init__(self) -> None:
-        if isinstance(self.id, bool) or not isinstance(self.id, int) or self.id < 0:
-            raise InvalidValueError(f"client id must be an integer >= 0, got {self.id!r}")

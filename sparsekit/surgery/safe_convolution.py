@@ -1,0 +1,87 @@
+"""A guard for strided 1×1 convolutions with few input channels, whose weight gradient oneDNN computes out of bounds.
+
+oneDNN (at least 3.4 to 3.13, in every supported torch) copies every second pixel of such an input to a work buffer before
+it computes the weight gradient. For channels-last input it books one place per channel, but advances by whole blocks of 8
+(AVX2) or 16 (AVX-512) channels, so that fewer channels make it write past the buffer: crashes, hangs, wrong gradients.
+A three-dimensional convolution over images of depth one is the same arithmetic without that copy. See docs/onednn.md.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+__all__ = ["Conv2d", "guard_convolutions", "strided_pointwise", "unguard_convolutions"]
+
+LIMIT = 16  # the channels of one AVX-512 block; AVX2 needs 8
+
+
+class Conv2d(nn.Conv2d):
+    """An `nn.Conv2d` with kernel 1 and a stride whose gradients are right in any layout; only `guard_convolutions` makes it."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Convolve images, float (N, channels, height, width) or without N."""
+        height, width = self.stride
+        return strided_pointwise(input, self.weight, self.bias, (height, width))
+
+
+def guard_convolutions(model: nn.Module, *, wide: bool = False) -> None:
+    """Guard the layers of `model` that oneDNN may get wrong, in place.
+
+    Only layers of the type `nn.Conv2d` itself are guarded, with kernel 1, a stride, no padding and one conv group.
+    Parameters, hooks and names stay as they are.
+
+    Args:
+        model: A narrow module.
+        wide: Guard layers of 16 or more input channels too, since they may get narrower later.
+    """
+    for module in model.modules():
+        if type(module) is nn.Conv2d and _is_candidate(module) and (wide or module.in_channels < LIMIT):
+            module.__class__ = Conv2d
+
+
+def unguard_convolutions(model: nn.Module) -> None:
+    """Make guarded layers of `model` plain `nn.Conv2d` again, in place."""
+    for module in model.modules():
+        if type(module) is Conv2d:
+            object.__setattr__(module, "__class__", nn.Conv2d)
+
+
+def _is_candidate(module: nn.Conv2d) -> bool:
+    one = module.kernel_size == (1, 1) and module.groups == 1
+    return one and module.stride != (1, 1) and module.padding in ((0, 0), "valid")
+
+
+def strided_pointwise(
+    images: Tensor, weight: Tensor, bias: Tensor | None, stride: tuple[int, int], limit: int = LIMIT
+) -> Tensor:
+    """Convolve with kernel 1 and a stride, by a three-dimensional convolution where oneDNN would get it wrong.
+
+    Args:
+        images: float (N, channels, height, width), or without N.
+        weight: float (outputs, channels, 1, 1).
+        bias: float (outputs,), or None.
+        stride: Of height and width.
+        limit: The number of channels from which on oneDNN is right.
+
+    Returns:
+        What `F.conv2d(images, weight, bias, stride)` returns, up to rounding.
+    """
+    batch = images.unsqueeze(0) if images.dim() == 3 else images
+    safe = weight.shape[1] >= limit or images.device.type != "cpu"
+    if safe or not (_is_channels_last(batch) or (weight.shape[1] > 1 and _is_channels_last(weight))):
+        return F.conv2d(images, weight, bias, stride)
+    deep = F.conv3d(images.unsqueeze(-3), weight.unsqueeze(2), bias, (1, stride[0], stride[1]))
+    return deep.squeeze(-3)
+
+
+torch.fx.wrap("strided_pointwise")  # a symbolic trace cannot look at strides
+
+
+def _is_channels_last(tensor: Tensor) -> bool:
+    """Whether torch may see a tensor of four axes as channels-last: of strides (8, 1, 4, 2), yes; of (8, 4, 2, 1), no.
+
+    Torch looks at the weight of a convolution as well as at its input, and at strides alone, whatever is contiguous.
+    """
+    return tensor.stride(3) >= tensor.stride(1) * tensor.shape[1]
