@@ -89,6 +89,20 @@ class ModelInputs:
         args, kwargs = map_tensors(lambda t: t.detach().clone(), (self.args, dict(self.kwargs)))
         return model(*args, **kwargs)
 
+    def doubled(self) -> ModelInputs:
+        """The same as a batch of two: every tensor with one row gets a second one, of floats the row in reverse.
+
+        A batch norm in train mode refuses a single row, and two equal ones would hide what it reads.
+        """
+
+        def one(tensor: Tensor) -> Tensor:
+            if tensor.dim() == 0 or tensor.shape[0] != 1:
+                return tensor
+            return torch.cat([tensor, tensor.flip(-1) if tensor.is_floating_point() else tensor])
+
+        args, kwargs = map_tensors(one, (self.args, dict(self.kwargs)))
+        return ModelInputs(args, kwargs)
+
     def prepared(self, dtype: torch.dtype | None, generator: torch.Generator | None) -> ModelInputs:
         """The same in another floating dtype; a constant input, such as zeros, becomes random.
 

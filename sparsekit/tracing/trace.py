@@ -30,10 +30,10 @@ from sparsekit.tracing.grouping.norms import NormNotes
 from sparsekit.tracing.grouping.sizes import try_other_sizes
 from sparsekit.tracing.inputs import ModelInputs, find_tensors
 from sparsekit.tracing.norms import NormRecorder
-from sparsekit.tracing.train_mode import WithoutDropout, differs_in_training, train_without_dropout
+from sparsekit.tracing.train_mode import TrainMode, WithoutDropout, compare_modes, train_without_dropout
 from sparsekit.tracing.verify import Verifier
 
-__all__ = ["FixedUnitsWarning", "trace_units"]
+__all__ = ["FixedUnitsWarning", "TrainModeWarning", "trace_units"]
 
 
 _AVERAGES = ("mean", "var", "std", "var_mean", "std_mean")
@@ -41,6 +41,10 @@ _AVERAGES = ("mean", "var", "std", "var_mean", "std_mean")
 
 class FixedUnitsWarning(UserWarning):
     """Some units stay whole because removing them would not be exact."""
+
+
+class TrainModeWarning(UserWarning):
+    """The model refuses the example inputs in train mode, so that what it does only there is not known."""
 
 
 def trace_units(
@@ -59,7 +63,8 @@ def trace_units(
 
     Args:
         model: Any module.
-        *example_inputs: What `model` is called on. Their values do not matter, their shapes should be typical.
+        *example_inputs: What `model` is called on. Their values do not matter, their shapes should be typical. One example
+            is enough: where train mode needs two, as a batch norm may, the example is doubled.
         rules: Module type → rule, for layers of your own; asked before the built-in ones.
         verify: Compare a masked and a compacted copy, and keep whole every group for which they differ.
         norm: What becomes of units that a layer norm, an RMS norm or a plain mean averages over, such as the width of a
@@ -79,6 +84,7 @@ def trace_units(
 
     Warns:
         FixedUnitsWarning: units stay whole; once per cause, naming the modules and the reason.
+        TrainModeWarning: the model fails in train mode, so parts that run only there (auxiliary heads) stay unknown.
     """
     _check(model)
     inputs = ModelInputs(example_inputs, _joined(example_kwargs or {}, more_kwargs))
@@ -88,14 +94,22 @@ def trace_units(
     notes: NormNotes | None = {} if norm == "kept" else None
     store = LabelStore()
     with _plain_execution():
-        differs = _run(model, inputs, store, rules, notes)
+        mode = _run(model, inputs, store, rules, notes)
         shapes = {name: tensor.shape for name, tensor in model.state_dict().items() if isinstance(tensor, torch.Tensor)}
         built = build(store, shapes, notes)
         if verify and built.graph.groups:
-            verifier = Verifier(_in_eval_mode(model), inputs, rules, training=differs)
+            verifier = Verifier(_in_eval_mode(model), inputs, rules, training=mode if mode.differs else None)
             built = _verified(verifier, store, built, notes)
     hint = "" if norm == "kept" else '; norm="kept" averages over the kept units instead'
     _warn(built, hint)
+    if mode.error is not None:
+        warnings.warn(
+            f"{type(model).__name__} fails on the example inputs in train mode ({type(mode.error).__name__}:"
+            f" {mode.error}), so what runs only in training, such as an auxiliary head, was not traced and would be trained"
+            " wrong; pass inputs that it accepts in both modes, such as a batch of two",
+            TrainModeWarning,
+            stacklevel=2,
+        )
     if not built.graph.groups:
         listed = (
             "; ".join(f"{item.module} ({item.size}): {item.reason}" for item in built.graph.fixed) or "no layer makes units"
@@ -154,12 +168,8 @@ def _run(
     store: LabelStore,
     rules: Mapping[type[nn.Module], LayerRule] | None,
     notes: NormNotes | None,
-) -> bool:
-    """Fill store and notes from one pass in eval mode, and one in train mode if it may show something else.
-
-    Returns:
-        Whether the model does something else in training.
-    """
+) -> TrainMode:
+    """Fill store and notes from one pass in eval mode, and one in train mode if it may show something else."""
     private = copy_with(model, {})
     parameters = _enter(private, store)
     try:
@@ -171,13 +181,16 @@ def _run(
             f"{type(model).__name__} fails on the example inputs: {type(error).__name__}: {error};"
             " pass inputs that model(*inputs) accepts"
         ) from error
-    differs = differs_in_training(_twin(private), inputs)
-    if differs or notes or not parameters <= met:
+    mode = compare_modes(_twin(private), inputs)
+    if mode.error is None and (mode.differs or notes or not parameters <= met):
         # Auxiliary heads run in training only; what they read must be known too, and norms are told apart by their number
-        # in a pass, which must be the same in training. A batch norm may refuse the example.
-        with contextlib.suppress(Exception), WithoutDropout():
-            _pass(train_without_dropout(_twin(private)), inputs, store, rules, notes)
-    return differs
+        # in a pass, which must be the same in training.
+        try:
+            with WithoutDropout():
+                _pass(train_without_dropout(_twin(private)), mode.inputs(inputs), store, rules, notes)
+        except Exception as error:  # noqa: BLE001 (the pass was accepted before, so this is rare)
+            return replace(mode, error=error)
+    return mode
 
 
 def _twin(model: nn.Module) -> nn.Module:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from sparsekit._torch import DispatchMode, DropoutNd, InstanceNorm, tree_leaves
 from sparsekit.tracing.inputs import ModelInputs
 
-__all__ = ["WithoutDropout", "differs_in_training", "train_without_dropout"]
+__all__ = ["TrainMode", "WithoutDropout", "compare_modes", "train_without_dropout"]
 
 
 def train_without_dropout(model: nn.Module) -> nn.Module:
@@ -69,18 +69,46 @@ class _OperatorList(DispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def differs_in_training(model: nn.Module, inputs: ModelInputs) -> bool:
-    """Whether train mode runs other operators or gives them other numbers, dropout aside; False if it refuses the inputs.
+@dataclass(frozen=True)
+class TrainMode:
+    """What a model does in train mode.
+
+    Args:
+        differs: Whether it runs other operators than in eval mode or gives them other numbers, dropout aside.
+        doubled: Whether it needs two rows of the example, which came with one.
+        error: Why it refuses the example inputs, even doubled; None if it does not.
+    """
+
+    differs: bool
+    doubled: bool = False
+    error: Exception | None = None
+
+    def inputs(self, inputs: ModelInputs) -> ModelInputs:
+        """The inputs to call it on in train mode."""
+        return inputs.doubled() if self.doubled else inputs
+
+
+def compare_modes(model: nn.Module, inputs: ModelInputs) -> TrainMode:
+    """Compare the operators of a pass in train mode with those of one in eval mode.
 
     Args:
         model: A private copy, whose mode and statistics change.
-        inputs: What it is called on.
+        inputs: What it is called on; doubled if train mode refuses them, since a batch norm refuses a single example.
     """
-    lists = []
-    with contextlib.suppress(Exception), torch.no_grad():  # a batch norm may refuse a single example
-        for training in (True, False):
-            model = train_without_dropout(model) if training else model.eval()
-            with WithoutDropout(), _OperatorList() as seen:
-                inputs.call(model)
-            lists.append(seen.operators)
-    return len(lists) == 2 and lists[0] != lists[1]
+    refused: Exception | None = None
+    for doubled in (False, True):
+        try:
+            lists = [_operators(model, inputs.doubled() if doubled else inputs, training) for training in (True, False)]
+        except Exception as error:  # noqa: BLE001 (whatever the user's code raises)
+            refused = refused or error
+        else:
+            return TrainMode(lists[0] != lists[1], doubled)
+    return TrainMode(differs=False, error=refused)
+
+
+def _operators(model: nn.Module, inputs: ModelInputs, training: bool) -> list[tuple[Any, tuple[float, ...]]]:
+    model = train_without_dropout(model) if training else model.eval()
+    seen = _OperatorList()
+    with torch.no_grad(), WithoutDropout(), seen:
+        inputs.call(model)
+    return seen.operators

@@ -19,7 +19,7 @@ from sparsekit.surgery.kept_norms import kept_norms
 from sparsekit.surgery.rebuild import copy_with, named_entries, narrow_module
 from sparsekit.tracing.inputs import ModelInputs, find_tensors
 from sparsekit.tracing.live import LiveEntries, gated_axes
-from sparsekit.tracing.train_mode import WithoutDropout, train_without_dropout
+from sparsekit.tracing.train_mode import TrainMode, WithoutDropout, train_without_dropout
 
 __all__ = ["Verifier"]
 
@@ -42,13 +42,13 @@ class Verifier:
         model: In eval mode; not changed.
         inputs: What it is called on.
         rules: The user's layer rules.
-        training: Compare in train mode too, dropout aside; for models that do something else there.
+        training: What the model does in train mode, to compare there too, dropout aside; None does not.
     """
 
     model: nn.Module
     inputs: ModelInputs
     rules: Mapping[type[nn.Module], LayerRule] | None = None
-    training: bool = False
+    training: TrainMode | None = None
 
     def __post_init__(self) -> None:
         self._generator = torch.Generator().manual_seed(20130)
@@ -92,8 +92,8 @@ class Verifier:
             self._bisect(graph, units, bad, functools.partial(self._trial, graph, ratio))
             if bad:
                 return bad
-        if self.training:
-            self._bisect(graph, units, bad, functools.partial(self._training_trial, graph))
+        if self.training is not None:
+            self._bisect(graph, units, bad, functools.partial(self._training_trial, graph, self.training))
         return bad
 
     def _bisect(
@@ -133,8 +133,9 @@ class Verifier:
             return f"the compacted model fails: {_described(error)}"
         return self._difference(expected, found)
 
-    def _training_trial(self, graph: UnitGraph, names: Sequence[str]) -> str | None:
+    def _training_trial(self, graph: UnitGraph, mode: TrainMode, names: Sequence[str]) -> str | None:
         """The same in train mode. A model that is random there, or refuses the inputs, is taken to be well."""
+        inputs, self._inputs = self._inputs, mode.inputs(self._inputs)
         try:
             train_without_dropout(self._dense)
             with WithoutDropout():
@@ -144,6 +145,7 @@ class Verifier:
                     return None
                 reason = None if self._difference(*runs) else self._trial(graph, _RATIOS[0], names)
         finally:
+            self._inputs = inputs
             self._dense.eval()
             self._live.restore_buffers()
         return reason and f"in training, {reason}"

@@ -41,7 +41,8 @@ class LearnableMask(nn.Module):
     are saved, those of entering units are restored.
 
     ```python
-    masked = LearnableMask(model, (images[:1],), ratio=0.25)
+    x, y = next(iter(loader))
+    masked = LearnableMask(model, (x[:2],), ratio=0.25)
     optimizer = torch.optim.SGD(masked.parameters(), lr=0.1)
     for x, y in loader:
         loss = F.cross_entropy(masked(x), y) + masked.penalty()

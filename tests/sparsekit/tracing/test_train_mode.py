@@ -15,8 +15,12 @@ from torch import Tensor, nn
 
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.tracing.inputs import ModelInputs
-from sparsekit.tracing.trace import FixedUnitsWarning, trace_units
-from sparsekit.tracing.train_mode import differs_in_training
+from sparsekit.tracing.trace import FixedUnitsWarning, TrainModeWarning, trace_units
+from sparsekit.tracing.train_mode import compare_modes
+
+
+def differs_in_training(model: nn.Module, inputs: ModelInputs) -> bool:
+    return compare_modes(model, inputs).differs
 
 
 def trace(model: nn.Module, *args: Any) -> tuple[UnitGraph, list[str]]:
@@ -103,10 +107,53 @@ def test_noise_on_units_in_training_leaves_them_apart() -> None:
     assert dict(trace(net(noisy), torch.randn(4, 3))[0].fingerprint()) == {"a": 6, "b": 5}
 
 
-def test_inputs_that_training_refuses_say_nothing() -> None:
+def refusing(m: nn.Module, x: Tensor) -> Tensor:
+    if m.training:
+        raise ValueError("targets must be given in training")
+    return m.c(m.a(x).relu()) + m.d(m.b(x))  # type: ignore[no-any-return]
+
+
+def test_inputs_that_training_refuses_are_warned_of() -> None:
+    model = net(refusing)
+    mode = compare_modes(model, ModelInputs((torch.randn(1, 3),), {}))
+    assert not mode.differs
+    assert isinstance(mode.error, ValueError)
+    with pytest.warns(TrainModeWarning, match="targets must be given in training.*batch of two"):
+        graph = trace_units(model.eval(), torch.randn(1, 3))
+    assert dict(graph.fingerprint()) == {"a": 6, "b": 5}
+
+
+def test_a_batch_norm_that_refuses_one_example_gets_two_and_nobody_is_warned() -> None:
     model = nn.Sequential(nn.Linear(3, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 2))
-    assert not differs_in_training(model, ModelInputs((torch.randn(1, 3),), {}))
-    assert dict(trace(model, torch.randn(1, 3))[0].fingerprint()) == {"0": 6}
+    mode = compare_modes(model, ModelInputs((torch.randn(1, 3),), {}))
+    assert (mode.differs, mode.doubled, mode.error) == (False, True, None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert dict(trace_units(model, torch.randn(1, 3)).fingerprint()) == {"0": 6}
+
+
+def with_head(m: nn.Module, x: Tensor) -> Any:
+    h = m.norm(m.a(x)).relu()
+    return (m.c(h), m.d(h)) if m.training else m.c(h)
+
+
+def test_an_auxiliary_head_of_training_behind_a_batch_norm_is_traced_from_one_example() -> None:
+    model = zoo.Lambda(with_head, a=nn.Linear(3, 6), norm=nn.BatchNorm1d(6), c=nn.Linear(6, 2), d=nn.Linear(6, 2))
+    graph, messages = trace(model, torch.randn(1, 3))
+    assert {piece.name for piece in graph.groups["a"].slices if piece.gated} == {"c.weight", "d.weight"}
+    assert messages == []
+    check_masked_equals_compact(model, (torch.randn(4, 3),), {}, graph, random_mask(graph, 0.5, 0), train=True)
+
+
+def test_what_training_reads_behind_a_batch_norm_is_verified_from_one_example() -> None:
+    def run(m: nn.Module, x: Tensor) -> Any:
+        h = m.norm(m.a(x)).relu()
+        return m.c(h) / (h.shape[1] if m.training else 1.0) + m.d(F.relu(m.b(x)))
+
+    parts = {"a": nn.Linear(3, 6), "norm": nn.BatchNorm1d(6), "b": nn.Linear(3, 5), "c": nn.Linear(6, 2), "d": nn.Linear(5, 2)}
+    graph, messages = trace(zoo.Lambda(run, **parts), torch.randn(1, 3))
+    assert list(graph.groups) == ["b"]
+    assert "in training, removing units changes the output" in messages[0]
 
 
 def test_a_batch_norm_that_counts_its_batches_is_no_difference() -> None:
