@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from sparsekit._torch import identity
 from sparsekit.allocation.choose import choose
 from sparsekit.allocation.uniform import Uniform, check_ratio
-from sparsekit.criteria.base import Criterion, View, score_units
+from sparsekit.criteria.base import Criterion, View, check_scores
 from sparsekit.criteria.learned import Learned
 from sparsekit.deprecations import PatternCriterion, renamed_attribute, renamed_keywords
 from sparsekit.errors import ForeignMaskError, InvalidValueError, UnsupportedModelError
@@ -204,11 +204,17 @@ class LearnableMask(nn.Module):
         """Ask the criterion, once, and change the mask to its scores; in compact execution without sorting if it stands."""
         # What is made here outlives the call: tensors of inference mode could not be trained on later.
         with torch.inference_mode(False), torch.no_grad():
-            scores = score_units(self.criterion, self.graph, self._view())
-            execution = self._execution
-            compact = execution.fused if isinstance(execution, CompactExecution) else None
-            if not (unless_it_stands and compact is not None and compact.stands(compact.fuse(scores))):
-                mask = choose(self.graph, scores, self._counts(self.graph), source=f"{type(self.criterion).__name__} scores")
+            execution, view = self._execution, self._view()
+            scores, source = self.criterion.scores(self.graph, view), f"{type(self.criterion).__name__} scores"
+            stands = False
+            if unless_it_stands and isinstance(execution, CompactExecution):
+                if scores is view.importance:
+                    stands = execution.fused.stands(self.scores.detach())  # most steps: nothing to check or to join
+                else:
+                    check_scores(self.graph, scores, source)
+                    stands = execution.fused.stands(execution.fused.fuse(scores))
+            if not stands:
+                mask = choose(self.graph, scores, self._counts(self.graph), source=source)
                 if mask != execution.mask:
                     execution.remask(mask, list(self.optimizers))
                 self._density = mask.density(self.graph)
