@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from sparsekit.criteria.magnitudes import unit_magnitudes
 from sparsekit.graph.graph import UnitGraph
+from sparsekit.graph.index import wide
 from sparsekit.graph.mask import UnitMask, to_weights
 from sparsekit.graph.state import StateDict
 from sparsekit.surgery.compaction import compact
@@ -98,7 +99,7 @@ class _GateGradient(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
         (gradient,) = gradients
         (leaf,) = ctx.saved_tensors
-        fused = leaf.new_zeros(ctx.total + 1)
+        fused = wide(leaf).new_zeros(ctx.total + 1)
         for reader, units in zip(ctx.readers, ctx.units, strict=True):
             fused.index_add_(0, units, reader.products(leaf, gradient))
         return gradient, fused[:-1], None, None

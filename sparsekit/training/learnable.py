@@ -137,7 +137,10 @@ class LearnableMask(nn.Module):
         self._execution = executions[execution](model, graph)
         self.model = self._execution.module
         self.scores = nn.Parameter(self._targets())
-        """Importance of every unit, float (J,), in the order of the graph's groups; `importance()` splits it."""
+        """Importance of every unit, float (J,), in the order of the graph's groups; `importance()` splits it.
+
+        It is float32 for models in bfloat16 or float16, and stays so when the mask is moved to such a dtype.
+        """
         self._seen: tuple[object, ...] | None = None
         self._stepped = False
         self._judged = self.scores.detach().clone()
@@ -328,7 +331,16 @@ class LearnableMask(nn.Module):
         return destination
 
     def _apply(self, fn: Any, recurse: bool = True) -> LearnableMask:
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        own = (self.scores, self.scores.grad)
+
+        def moved(tensor: Tensor) -> Tensor:
+            result: Tensor = fn(tensor)
+            # Steps of importance are smaller than bfloat16 and float16 can tell apart.
+            short = result.dtype.itemsize < 4 and any(tensor is mine for mine in own)
+            return tensor.to(result.device, torch.float32) if short else result
+
+        super()._apply(moved, recurse)  # type: ignore[no-untyped-call]
+        self._judged = fn(self._judged)
         self._execution.apply_to_tensors(fn)
         return self
 
