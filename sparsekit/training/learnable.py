@@ -10,11 +10,12 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from sparsekit._torch import identity
 from sparsekit.allocation.choose import choose
 from sparsekit.allocation.uniform import Uniform, check_ratio
-from sparsekit.criteria.base import Criterion, View, score_units
+from sparsekit.criteria.base import Criterion, View, check_scores
 from sparsekit.criteria.learned import Learned
 from sparsekit.deprecations import PatternCriterion, renamed_attribute, renamed_keywords
 from sparsekit.errors import ForeignMaskError, InvalidValueError, UnsupportedModelError
@@ -23,7 +24,7 @@ from sparsekit.graph.mask import UnitMask
 from sparsekit.rng import torch_generator
 from sparsekit.tracing.trace import trace_units
 from sparsekit.training.execution import CompactExecution, Execution, MaskedExecution
-from sparsekit.training.optimizer_hooks import OptimizerSet, watch
+from sparsekit.training.optimizer_hooks import OptimizerSet, holds, watch
 from sparsekit.training.regularizer import ImportanceRegularizer
 
 __all__ = ["LearnableMask"]
@@ -138,6 +139,8 @@ class LearnableMask(nn.Module):
         self.scores = nn.Parameter(self._targets())
         """Importance of every unit, float (J,), in the order of the graph's groups; `importance()` splits it."""
         self._seen: tuple[object, ...] | None = None
+        self._stepped = False
+        self._judged = self.scores.detach().clone()
         self.resample()
         self.register_load_state_dict_pre_hook(_load_dense)  # type: ignore[no-untyped-call]
         watch(self)
@@ -168,14 +171,30 @@ class LearnableMask(nn.Module):
 
     def sync(self) -> None:
         """Let the mask follow importance and ratio. `forward` and every reading method do this by themselves."""
-        seen = (self._ratio, *identity(self.scores))
-        if seen == self._seen:
-            return
+        if self._announced() or self._differs():
+            self._catch_up()
+
+    def _announced(self) -> bool:
+        """Whether the ratio, or a count of changes in place, or a step of an optimiser tells of a change."""
+        return self._stepped or (self._ratio, *identity(self.scores)) != self._seen
+
+    def _differs(self) -> bool:
+        """Whether importance has other values than when the mask was made: writes to `scores.data` leave no other trace."""
+        # Asked only where nothing was announced, so not in a training step.
+        return self.criterion.learned and not torch.equal(self.scores.detach(), self._judged)
+
+    def _catch_up(self) -> None:
         ratio_stands = self._seen is not None and self._seen[0] == self._ratio
         if ratio_stands and not self.criterion.learned:
-            self._seen = seen
+            self._mark_seen()
         else:
             self._follow(unless_it_stands=ratio_stands)
+
+    def _mark_seen(self) -> None:
+        self._seen = (self._ratio, *identity(self.scores))
+        self._stepped = False
+        if self.criterion.learned:
+            self._judged = self.scores.detach().clone()
 
     def resample(self) -> None:
         """Ask the criterion again and change the mask to what it says."""
@@ -185,15 +204,21 @@ class LearnableMask(nn.Module):
         """Ask the criterion, once, and change the mask to its scores; in compact execution without sorting if it stands."""
         # What is made here outlives the call: tensors of inference mode could not be trained on later.
         with torch.inference_mode(False), torch.no_grad():
-            scores = score_units(self.criterion, self.graph, self._view())
-            execution = self._execution
-            compact = execution.fused if isinstance(execution, CompactExecution) else None
-            if not (unless_it_stands and compact is not None and compact.stands(compact.fuse(scores))):
-                mask = choose(self.graph, scores, self._counts(self.graph), source=f"{type(self.criterion).__name__} scores")
+            execution, view = self._execution, self._view()
+            scores, source = self.criterion.scores(self.graph, view), f"{type(self.criterion).__name__} scores"
+            stands = False
+            if unless_it_stands and isinstance(execution, CompactExecution):
+                if scores is view.importance:
+                    stands = execution.fused.stands(self.scores.detach())  # most steps: nothing to check or to join
+                else:
+                    check_scores(self.graph, scores, source)
+                    stands = execution.fused.stands(execution.fused.fuse(scores))
+            if not stands:
+                mask = choose(self.graph, scores, self._counts(self.graph), source=source)
                 if mask != execution.mask:
                     execution.remask(mask, list(self.optimizers))
                 self._density = mask.density(self.graph)
-        self._seen = (self._ratio, *identity(self.scores))
+            self._mark_seen()
 
     def _counts(self, graph: UnitGraph) -> Mapping[str, int]:
         return Uniform(self._ratio).counts(graph, {})
@@ -222,7 +247,8 @@ class LearnableMask(nn.Module):
         Returns:
             A scalar that is differentiable in the importance and not in the weights.
         """
-        self.sync()
+        if self._announced():  # the call of the model has already compared the values
+            self._catch_up()
         with torch.no_grad():
             targets = self._targets().to(self.scores.dtype)
             weights = self.regularizer.weights([group.size for group in self.graph.groups.values()]).to(self.scores)
@@ -265,16 +291,18 @@ class LearnableMask(nn.Module):
         return self._execution.dense_state()
 
     def leaves(self) -> list[nn.Parameter]:
-        """The parameters whose optimisers follow a remask."""
-        return list(self.model.parameters())
+        """The parameters whose optimisers follow a remask, and the importance."""
+        return [*self.model.parameters(), self.scores]
 
-    def before_step(self) -> None:
+    def before_step(self, optimizer: Optimizer) -> None:  # noqa: ARG002 - for all optimisers alike
         """Called before a step of an optimiser over `parameters()`."""
         self._execution.before_step(list(self.optimizers))
 
-    def after_step(self) -> None:
+    def after_step(self, optimizer: Optimizer) -> None:
         """Called after a step of an optimiser over `parameters()`."""
         self._execution.after_step(list(self.optimizers))
+        # Fused optimisers, and those that write to `.data`, leave no trace in the count of changes in place.
+        self._stepped = self._stepped or holds(optimizer, self.scores)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Return the dense state under the model's own keys; all else that training goes on from under `sparsekit.` keys.
@@ -370,7 +398,7 @@ def _load_dense(
     module._execution.load({**present, **dense}, UnitMask(entries), order or None, list(module.optimizers))
     module._density = module._execution.mask.density(module.graph)
     module.load_importance(scores)
-    module._seen = (module._ratio, *identity(module.scores))
+    module._mark_seen()
     state[prefix + "scores"] = module.scores.detach()
     for name, tensor in module.model.state_dict().items():
         state[f"{prefix}model.{name}"] = tensor

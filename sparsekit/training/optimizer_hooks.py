@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-__all__ = ["OptimizerSet", "Watched", "watch"]
+__all__ = ["OptimizerSet", "Watched", "holds", "watch"]
 
 
 class Watched(Protocol):
@@ -26,12 +26,12 @@ class Watched(Protocol):
         """The parameters whose optimisers are watched."""
         ...
 
-    def before_step(self) -> None:
-        """Called before an optimiser changes the leaves."""
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Called before `optimizer` changes the leaves."""
         ...
 
-    def after_step(self) -> None:
-        """Called after an optimiser changed the leaves."""
+    def after_step(self, optimizer: Optimizer) -> None:
+        """Called after `optimizer` changed the leaves."""
         ...
 
 
@@ -64,6 +64,11 @@ _known: weakref.WeakKeyDictionary[Optimizer, tuple[int, list[weakref.ref[Any]]]]
 _hooked = False
 
 
+def holds(optimizer: Optimizer, leaf: nn.Parameter) -> bool:
+    """Whether `leaf` is among the parameters that `optimizer` steps."""
+    return any(parameter is leaf for group in optimizer.param_groups for parameter in group["params"])
+
+
 def _owners(optimizer: Optimizer) -> list[Any]:
     """Return the watched objects whose leaves `optimizer` holds; they are looked up again when it gains parameter groups."""
     groups = len(optimizer.param_groups)
@@ -80,12 +85,12 @@ def _owners(optimizer: Optimizer) -> list[Any]:
 
 def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ARG001 - torch's signature
     for item in _owners(optimizer):
-        item.before_step()
+        item.before_step(optimizer)
 
 
 def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ARG001 - torch's signature
     for item in _owners(optimizer):
-        item.after_step()
+        item.after_step(optimizer)
 
 
 def watch(item: Watched) -> None:

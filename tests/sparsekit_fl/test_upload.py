@@ -84,7 +84,7 @@ def test_what_is_sent_otherwise_than_asked_for_is_refused(config, sent):
 
 
 def test_another_type_is_refused():
-    with pytest.raises(InvalidValueError, match="upload must be one of float32, bfloat16, got 'int8'"):
+    with pytest.raises(InvalidValueError, match="upload must be 'float32' or 'bfloat16', got 'int8'"):
         replace(tiny_config(), upload="int8")
 
 

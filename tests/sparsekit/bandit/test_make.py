@@ -56,6 +56,6 @@ def no_bandit(space: Interval, *, rng: np.random.Generator) -> float:
 
 
 def test_a_function_that_makes_something_else_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sparsekit.bandit.make.load_object", lambda name: no_bandit)
+    monkeypatch.setattr("sparsekit.registry.load_object", lambda name: no_bandit)
     with pytest.raises(InvalidValueError, match="must make a bandit, with ask, tell, forget, best and a state, got float"):
         make_bandit("mine:no_bandit", UNIT, rng=rng())

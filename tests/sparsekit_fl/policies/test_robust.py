@@ -242,9 +242,9 @@ def test_a_policy_that_adds_up_by_itself_is_refused_and_not_silently_left_out():
     [
         ({"aggregation": "krum"}, "aggregation must be one of mean, trimmed-mean, median, norm-clipped, got 'krum'"),
         ({"trim_share": 0.5}, r"trim_share must be in \[0, 0.5\), got 0.5"),
-        ({"trim_share": -0.1}, "trim_share must be >= 0"),
+        ({r"trim_share": -0.1}, r"trim_share must be in \[0, 0.5\)"),
         ({"clip_norm": 1.0}, "clip_norm belongs to aggregation 'norm-clipped', got 'mean'"),
-        ({"clip_norm": 0.0, "aggregation": "norm-clipped"}, "clip_norm must be > 0"),
+        ({"clip_norm": 0.0, "aggregation": "norm-clipped"}, "clip_norm must be a finite number > 0"),
     ],
 )
 def test_wrong_options_are_refused(options, message):
