@@ -122,7 +122,7 @@ def _notice_restored() -> None:
         for item in list(_watched):
             _meet(optimizer, item)
 
-    Optimizer.__setstate__ = restore  # type: ignore[method-assign]
+    Optimizer.__setstate__ = restore  # type: ignore[assignment, method-assign]
 
 
 def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ARG001 - torch's signature
