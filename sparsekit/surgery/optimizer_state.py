@@ -98,6 +98,7 @@ class SavedState:
         shapes: State-dict key → dense shape.
         leaves: The parameters whose state is saved.
         entering: What units find that enter for the first time; where not given, what a fresh optimiser starts from.
+        unclaimed: Copies of an earlier run, for optimisers that take them with `claim`.
     """
 
     def __init__(
@@ -105,10 +106,12 @@ class SavedState:
         shapes: Mapping[str, torch.Size],
         leaves: Sequence[Tensor],
         entering: Mapping[str, StateDict] | None = None,
+        unclaimed: Mapping[str, StateDict] | None = None,
     ) -> None:
         self._shapes = shapes
         self._leaves = leaves
         self._entering = entering or {}
+        self._unclaimed = unclaimed or {}
         self._dense: WeakKeyDictionary[Any, dict[tuple[str, str], Tensor]] = WeakKeyDictionary()
         self._copies: WeakKeyDictionary[Any, dict[str, bool]] = WeakKeyDictionary()
 
@@ -154,8 +157,31 @@ class SavedState:
             return weights().detach().clone()
         return like.new_full(shape, first_value(owner, name))
 
+    def claim(self, owner: HasState, leaves: Mapping[str, Tensor]) -> None:
+        """Give `owner` the unclaimed copies of the state that it has; `leaves` are those of the entries, by key."""
+        for key, kinds in self._unclaimed.items():
+            for name in kinds:
+                value = (owner.state.get(leaves.get(key)) or {}).get(name)
+                if isinstance(value, Tensor) and kinds[name].shape == self._shapes[key]:
+                    copies = self._dense.setdefault(owner, {})
+                    copies[key, name] = kinds[name].to(device=value.device, dtype=value.dtype, copy=True)
+
+    def forget_unclaimed(self) -> None:
+        """Drop the unclaimed copies: a remask makes them out of date."""
+        self._unclaimed = {}
+
+    def state(self, leaves: Mapping[str, Tensor]) -> OptimizerState:
+        """Copies of all copies: exact for dropped units. Of several owners of one leaf the first one counts."""
+        found = {key: {name: value.clone() for name, value in kinds.items()} for key, kinds in self._unclaimed.items()}
+        for owner, copies in reversed(list(self._dense.items())):
+            for (key, name), value in copies.items():
+                if name in (owner.state.get(leaves.get(key)) or {}):
+                    found.setdefault(key, {})[name] = value.clone()
+        return found
+
     def apply_to_tensors(self, function: Callable[[Tensor], Tensor]) -> None:
         """Move every copy with `function`."""
+        self._unclaimed = {key: {n: function(value) for n, value in kinds.items()} for key, kinds in self._unclaimed.items()}
         for copies in self._dense.values():
             copies.update({key: function(tensor) for key, tensor in copies.items()})
 

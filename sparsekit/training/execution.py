@@ -20,7 +20,7 @@ from sparsekit.graph.index import wide
 from sparsekit.graph.mask import UnitMask, to_weights
 from sparsekit.graph.state import StateDict
 from sparsekit.surgery.compaction import compact
-from sparsekit.surgery.optimizer_state import copies_of_weights, first_value, state_of_shape
+from sparsekit.surgery.optimizer_state import OptimizerState, copies_of_weights, first_value, state_of_shape
 from sparsekit.surgery.rebuild import copy_with, named_entries
 from sparsekit.training.dense_model import DenseModel, straight_through_gates
 from sparsekit.training.narrow_model import NarrowModel
@@ -59,8 +59,21 @@ class Execution(Protocol):
         """Group name → the units in the order in which narrow entries hold them; empty where entries are dense."""
         ...
 
+    def saved_state(self) -> OptimizerState:
+        """Optimiser state of dropped units that the optimisers do not hold: state-dict key → name → dense tensor."""
+        ...
+
+    def claim_saved(self, optimizer: Optimizer) -> None:
+        """Let a restored optimiser take over the saved state that was loaded or copied."""
+        ...
+
     def load(
-        self, state: StateDict, mask: UnitMask, order: Mapping[str, Tensor] | None, optimizers: Sequence[Optimizer]
+        self,
+        state: StateDict,
+        mask: UnitMask,
+        order: Mapping[str, Tensor] | None,
+        optimizers: Sequence[Optimizer],
+        saved: OptimizerState | None = None,
     ) -> None:
         """Start from a dense state under a mask; narrow entries and optimiser state take the given order of units."""
         ...
@@ -148,12 +161,23 @@ class CompactExecution:
     def slot_order(self) -> dict[str, Tensor]:
         return self.narrow_model.slot_order()
 
+    def saved_state(self) -> OptimizerState:
+        return self.narrow_model.saved_state()
+
+    def claim_saved(self, optimizer: Optimizer) -> None:
+        self.narrow_model.claim_saved(optimizer)
+
     def load(
-        self, state: StateDict, mask: UnitMask, order: Mapping[str, Tensor] | None, optimizers: Sequence[Optimizer]
+        self,
+        state: StateDict,
+        mask: UnitMask,
+        order: Mapping[str, Tensor] | None,
+        optimizers: Sequence[Optimizer],
+        saved: OptimizerState | None = None,
     ) -> None:
         order = self._ascending(mask) if order is None else order
         self.narrow_model.remask(mask, optimizers, order)
-        self.narrow_model.load(state, mask, order)
+        self.narrow_model.load(state, mask, order, saved)
         self.fused.reload()
 
     def _ascending(self, mask: UnitMask) -> dict[str, Tensor]:
@@ -220,12 +244,19 @@ class MaskedExecution:
     def slot_order(self) -> dict[str, Tensor]:
         return {}
 
+    def saved_state(self) -> OptimizerState:
+        return {}
+
+    def claim_saved(self, optimizer: Optimizer) -> None:
+        """Nothing: an optimiser holds the state of all units."""
+
     def load(
         self,
         state: StateDict,
         mask: UnitMask,
         order: Mapping[str, Tensor] | None,  # noqa: ARG002 - dense entries have one order
         optimizers: Sequence[Optimizer],  # noqa: ARG002 - state needs no moving
+        saved: OptimizerState | None = None,  # noqa: ARG002 - optimisers hold the state of all units
     ) -> None:
         self.graph.check_state(state)
         mask.check(self.graph)

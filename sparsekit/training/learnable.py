@@ -22,6 +22,7 @@ from sparsekit.errors import ForeignMaskError, InvalidValueError, UnsupportedMod
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.mask import UnitMask
 from sparsekit.rng import torch_generator
+from sparsekit.surgery.optimizer_state import OptimizerState
 from sparsekit.tracing.trace import trace_units
 from sparsekit.training.execution import CompactExecution, Execution, MaskedExecution
 from sparsekit.training.optimizer_hooks import OptimizerSet, holds, just_restored, settle, watch
@@ -318,6 +319,7 @@ class LearnableMask(nn.Module):
 
     def after_restore(self, optimizer: Optimizer) -> None:
         """Called after an optimiser over `parameters()` was loaded, copied or unpickled."""
+        self._execution.claim_saved(optimizer)
 
     def before_step(self, optimizer: Optimizer) -> None:  # noqa: ARG002 - for all optimisers alike
         """Called before a step of an optimiser over `parameters()`."""
@@ -332,7 +334,9 @@ class LearnableMask(nn.Module):
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Return the dense state under the model's own keys; all else that training goes on from under `sparsekit.` keys.
 
-        These are importance, mask, order of slots, ratio and the number of training passes, which says when to explore.
+        These are importance, mask, order of slots, ratio, the number of training passes, which says when to explore, and the
+        sums of weights and the optimiser state of dropped units. Save the state dict of the optimiser beside it and load
+        both, in either order.
 
         The order of slots is that of the narrow parameters, so that an optimiser's own state dict fits them after loading.
         """
@@ -348,6 +352,11 @@ class LearnableMask(nn.Module):
             destination[f"{prefix}{_PREFIX}mask.{name}"] = keep.clone()
         for name, units in self._execution.slot_order().items():
             destination[f"{prefix}{_PREFIX}slots.{name}"] = units
+        for name, kinds in self._execution.saved_state().items():
+            for kind, values in kinds.items():
+                destination[f"{prefix}{_PREFIX}state.{kind}.{name}"] = values
+        if isinstance(self._execution, CompactExecution):
+            destination[f"{prefix}{_PREFIX}magnitudes"] = self._execution.fused.sums()
         destination[f"{prefix}{_PREFIX}ratio"] = torch.tensor(self._ratio, dtype=torch.float64)
         destination[f"{prefix}{_PREFIX}passes"] = torch.tensor(self._passes)
         return destination
@@ -402,6 +411,15 @@ def _fixed_rng() -> np.random.Generator:
     return np.random.default_rng(0)
 
 
+def _saved_state(state: dict[str, Any], prefix: str) -> OptimizerState:
+    """Take the optimiser state of dropped units out of a state dict, where it lies under prefix, kind and key."""
+    saved: OptimizerState = {}
+    for full in [name for name in state if name.startswith(prefix)]:
+        kind, _, name = full.removeprefix(prefix).partition(".")
+        saved.setdefault(name, {})[kind] = state.pop(full)
+    return saved
+
+
 def _load_dense(
     module: nn.Module,
     state: dict[str, Any],
@@ -431,7 +449,14 @@ def _load_dense(
     module._passes = int(state.pop(f"{prefix}{_PREFIX}passes", module._passes))
     # State that was just loaded comes from the same checkpoint and has its order of units already.
     following = [optimizer for optimizer in module.optimizers if not just_restored(optimizer)]
-    module._execution.load({**present, **dense}, UnitMask(entries), order or None, following)
+    saved = _saved_state(state, f"{prefix}{_PREFIX}state.")
+    module._execution.load({**present, **dense}, UnitMask(entries), order or None, following, saved)
+    sums = state.pop(f"{prefix}{_PREFIX}magnitudes", None)
+    if sums is not None and isinstance(module._execution, CompactExecution):
+        module._execution.fused.restore_sums(sums)
+    for optimizer in module.optimizers:
+        if just_restored(optimizer):
+            module._execution.claim_saved(optimizer)
     module._density = module._execution.mask.density(module.graph)
     module.load_importance(scores)
     module._mark_seen()

@@ -22,7 +22,7 @@ from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.mask import UnitMask
 from sparsekit.graph.state import StateDict
 from sparsekit.layers import resize
-from sparsekit.surgery.optimizer_state import HasState, SavedState, other_state, state_of_shape
+from sparsekit.surgery.optimizer_state import HasState, OptimizerState, SavedState, other_state, state_of_shape
 from sparsekit.surgery.rebuild import copy_with, in_format, memory_format
 from sparsekit.surgery.safe_convolution import guard_convolutions
 from sparsekit.surgery.sizes import set_sizes
@@ -119,12 +119,12 @@ class NarrowModel:
         self.load(model.state_dict(), None)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out saved optimiser state: a copy, or another process, has other optimisers."""
-        return {name: value for name, value in vars(self).items() if name != "_saved"}
+        """Keep saved optimiser state without its owners: a copy, or another process, has other optimisers."""
+        return {**vars(self), "_saved": self.saved_state()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._saved = SavedState(self.graph.shapes, self.parameters())
+        self._saved = SavedState(self.graph.shapes, self.parameters(), unclaimed=state["_saved"])
 
     def parameters(self) -> list[nn.Parameter]:
         """The narrow leaves, tied ones once, in the order of the model's state."""
@@ -156,7 +156,24 @@ class NarrowModel:
         """Group name → int64 (kept,): the unit in each slot, the order in which optimiser state lies."""
         return {name: group.units.clone() for name, group in self._groups.items()}
 
-    def load(self, state: StateDict, mask: UnitMask | None, order: Mapping[str, Tensor] | None = None) -> None:
+    def saved_state(self) -> OptimizerState:
+        """Return what dropped units left behind of their optimiser state: state-dict key → name → dense tensor."""
+        return self._saved.state(self._leaves())
+
+    def claim_saved(self, owner: HasState) -> None:
+        """Let an optimiser that was loaded or copied take over the saved state that came with the last `load` or copy."""
+        self._saved.claim(owner, self._leaves())
+
+    def _leaves(self) -> dict[str, Tensor]:
+        return {self._key(entry): entry.parameter for entry in self._entries if entry.parameter is not None}
+
+    def load(
+        self,
+        state: StateDict,
+        mask: UnitMask | None,
+        order: Mapping[str, Tensor] | None = None,
+        saved: OptimizerState | None = None,
+    ) -> None:
         """Start afresh from a dense state under a mask.
 
         The saved optimiser state of dropped units is discarded; make a new optimiser after loading.
@@ -165,6 +182,7 @@ class NarrowModel:
             state: The dense state; never written to.
             mask: What is kept; None keeps all.
             order: Group name → the unit in each slot, from `slot_order`; ascending where not given.
+            saved: Optimiser state of dropped units, from `saved_state`, for optimisers that take it with `claim_saved`.
 
         Raises:
             ForeignMaskError: the state, the mask or the order belongs to another model.
@@ -174,7 +192,7 @@ class NarrowModel:
         mask.check(self.graph)
         self._dense = {self._key(entry): state[self._key(entry)].detach() for entry in self._entries}
         self._owned = set()
-        self._saved = SavedState(self.graph.shapes, self.parameters())
+        self._saved = SavedState(self.graph.shapes, self.parameters(), unclaimed=saved)
         self._place(mask, order)
         self._fill()
 
@@ -235,6 +253,7 @@ class NarrowModel:
         mask.check(self.graph)
         if mask == self.mask and order is None:
             return
+        self._saved.forget_unclaimed()
         if order is not None or mask.counts() != self.mask.counts():
             self._remask_shapes(mask, optimizers, order)
         else:

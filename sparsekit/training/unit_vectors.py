@@ -204,6 +204,20 @@ class UnitVectors:
         """
         return self._full.index_copy(0, self.slot_units, self._narrow_magnitudes() + self._still)
 
+    def sums(self) -> Tensor:
+        """What magnitudes are computed from beside the narrow entries, rounding included: float (2, J), for `restore_sums`."""
+        return torch.stack([self._full, torch.zeros_like(self._full).index_copy_(0, self.slot_units, self._still)])
+
+    def restore_sums(self, sums: Tensor) -> None:
+        """Go on from the `sums` of an earlier run with the same bits, unless they belong to other weights."""
+        if sums.shape != (2, self.total):
+            return
+        own, magnitudes = (self._full, self._still), self.magnitudes()
+        self._full, still = sums.to(magnitudes)
+        self._still = still[self.slot_units]
+        if not torch.allclose(self.magnitudes(), magnitudes, rtol=1e-5, atol=1e-6 * float(magnitudes.max())):
+            self._full, self._still = own
+
     def _narrow_magnitudes(self) -> Tensor:
         """Σ |θ| over the narrow entries of each kept unit, in slot order: float (kept,)."""
         vectors = [wide(reader.leaf.detach()) for reader in self._producers if reader.leaf.dim() == 1]

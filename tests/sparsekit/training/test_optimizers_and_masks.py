@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import pickle
 
 import pytest
@@ -191,3 +192,65 @@ def test_an_optimizer_whose_state_was_filled_by_hand_can_be_tracked() -> None:
     assert {s["momentum_buffer"].shape for s in other.state.values()} >= {(2, 6), (3, 2), (3, 3)}
     with pytest.raises(InvalidValueError, match=r"steps no parameter of the mask; make it over masked\.parameters"):
         twin.track(optimizer)
+
+
+@pytest.mark.parametrize("penalty", [0.0, 1.0])
+@pytest.mark.parametrize("mask_first", [True, False])
+@pytest.mark.parametrize("name", MOMENTS)
+def test_a_resumed_training_equals_one_that_never_stopped_bit_for_bit(name: str, mask_first: bool, penalty: float) -> None:
+    """Also where dropped units return, with the moments that they left behind."""
+    make = MOMENTS[name]
+    model, x, y = _classifier()
+    masked = LearnableMask(model, (x,), ratio=0.5, explore=0.5)
+    optimizer = make(masked.parameters())
+
+    def shake(one: LearnableMask, other: torch.optim.Optimizer, seed: int) -> None:
+        torch.manual_seed(seed)
+        one.load_importance({group: torch.rand_like(values) for group, values in one.importance().items()})
+        other.zero_grad()
+        (F.cross_entropy(one(x), y) + penalty * one.penalty()).backward()
+        other.step()
+
+    for seed in range(6):
+        masked.ratio = (0.5, 0.75)[seed // 3]
+        shake(masked, optimizer, seed)
+    buffer = io.BytesIO()
+    torch.save({"mask": masked.state_dict(), "optimizer": optimizer.state_dict()}, buffer)
+    buffer.seek(0)
+    saved = torch.load(buffer, weights_only=True)
+    assert any(key.startswith("sparsekit.state.") for key in saved["mask"])
+    twin = LearnableMask(_classifier()[0], (x,), explore=0.5)
+    other = make(twin.parameters())
+    loading = [lambda: twin.load_state_dict(saved["mask"]), lambda: other.load_state_dict(saved["optimizer"])]
+    for load in loading if mask_first else reversed(loading):
+        load()
+    for seed in range(6, 14):
+        shake(masked, optimizer, seed)
+        shake(twin, other, seed)
+        expected = masked.state_dict()
+        assert expected.keys() == twin.state_dict().keys()
+        for key, value in twin.state_dict().items():
+            assert torch.equal(value, expected[key]), (seed, key)
+
+
+def test_a_fresh_optimizer_after_loading_takes_no_moments_of_the_saved_one() -> None:
+    masked, optimizer, x, y = _trained(MOMENTS["momentum"])
+    masked.load_importance({name: -values for name, values in masked.importance().items()})
+    _step(masked, optimizer, x, y)
+    twin = LearnableMask(_classifier(torch.float64)[0], (x,), explore=0.0)
+    twin.load_state_dict(masked.state_dict())
+    other = MOMENTS["momentum"](twin.parameters())
+    _step(twin, other, x, y)
+    twin.ratio = 1.0
+    twin.sync()
+    dropped = ~masked.unit_mask()["0"]
+    assert (other.state[twin.model[0].weight]["momentum_buffer"][dropped] == 0).all()
+
+
+@pytest.mark.parametrize("clone", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))], ids=["copy", "pickle"])
+def test_dropped_units_of_a_copied_training_find_their_moments_again(clone) -> None:
+    masked, optimizer, x, y = _trained(MOMENTS["AdamW"])
+    masked.load_importance({name: -values for name, values in masked.importance().items()})
+    _step(masked, optimizer, x, y)
+    twin, other = clone((masked, optimizer))
+    _assert_equal_training([(masked, optimizer), (twin, other)], x, y)
