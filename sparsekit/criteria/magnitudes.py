@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from sparsekit.graph.groups import UnitGroup
+from sparsekit.graph.index import wide
 from sparsekit.graph.state import StateDict
 
 __all__ = ["own_slices", "unit_magnitudes"]
@@ -32,14 +33,14 @@ def unit_magnitudes(group: UnitGroup, weights: StateDict) -> Tensor:
         weights: The dense state.
 
     Returns:
-        float (units,) in the dtype of the weights.
+        float (units,) in the dtype of the weights, float32 where that is shorter.
 
     Source: Xue et al., ICDE 2025 (arXiv 2412.07216), importance regularisation term.
     """
     total: Tensor | None = None
     for i in own_slices(group, weights):
         piece = group.slices[i]
-        entry = weights[piece.name].detach()
+        entry = wide(weights[piece.name].detach())
         others = [d for d in range(entry.dim()) if d != piece.dim]
         along = torch.linalg.vector_norm(entry, ord=1, dim=others) if others else entry.abs()
         part = along[piece.index.to(entry.device)].sum(1)

@@ -82,10 +82,16 @@ def gate(dense: Tensor, dim: int, index: Tensor, gates: Tensor) -> Tensor:
         index: int64 (units, span), the positions of each unit; others keep their values.
         gates: float (units,).
     """
-    values = gates.to(dense.dtype).repeat_interleave(index.shape[1])
-    vector = torch.ones(dense.shape[dim], dtype=dense.dtype, device=dense.device)
+    entries = wide(dense)  # the gradient of a gate is a sum over many entries
+    values = gates.to(entries.dtype).repeat_interleave(index.shape[1])
+    vector = torch.ones(dense.shape[dim], dtype=entries.dtype, device=dense.device)
     vector = vector.index_copy(0, index.reshape(-1).to(dense.device), values)
-    return dense * along(vector, dim, dense.dim())
+    return (entries * along(vector, dim, dense.dim())).to(dense.dtype)
+
+
+def wide(values: Tensor) -> Tensor:
+    """Return floats of fewer than 32 bits as float32, in which sums over many of them are exact enough; others as they are."""
+    return values.float() if values.is_floating_point() and values.dtype.itemsize < 4 else values
 
 
 def along(vector: Tensor, dim: int, rank: int) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 from weakref import WeakKeyDictionary
 
@@ -17,7 +17,16 @@ from sparsekit.graph.mask import UnitMask
 from sparsekit.graph.state import StateDict
 from sparsekit.surgery.rebuild import named_entries
 
-__all__ = ["HasState", "OptimizerState", "SavedState", "first_value", "other_state", "remap_optimizer", "state_of_shape"]
+__all__ = [
+    "HasState",
+    "OptimizerState",
+    "SavedState",
+    "copies_of_weights",
+    "first_value",
+    "other_state",
+    "remap_optimizer",
+    "state_of_shape",
+]
 
 OptimizerState: TypeAlias = dict[str, dict[str, Tensor]]
 """State-dict key → name of the state (`momentum_buffer`, `exp_avg`, …) → dense tensor."""
@@ -26,8 +35,9 @@ OptimizerState: TypeAlias = dict[str, dict[str, Tensor]]
 class HasState(Protocol):
     """Whatever keeps tensors per leaf that must follow a change of mask: every torch optimiser does.
 
-    State of units that enter for the first time starts from `first_value`, or from `origin(key)` where the object has such a
-    method: the dense tensor for the entry of that state-dict key.
+    State of units that enter for the first time starts from `first_value`; from the dense weights where it is a copy of the
+    weights (`copies_of_weights`); or from `origin(key)` where the object has such a method: the dense tensor for the entry of
+    that state-dict key.
     """
 
     @property
@@ -43,6 +53,26 @@ def first_value(owner: object, name: str) -> float:
     if isinstance(owner, torch.optim.Rprop) and name == "step_size":
         return float(owner.defaults["lr"])
     return 0.0
+
+
+def copies_of_weights(owner: HasState, leaves: Iterable[Tensor]) -> set[str]:
+    """Name the state that holds other weights: SAM's `old_p`, Lookahead's `slow`, the `z` of schedule-free optimisers.
+
+    Such state is nearer to the weights than half of their norm, over all `leaves` together. The optimisers of torch have none
+    that their steps read.
+    """
+    if not isinstance(owner, Optimizer) or type(owner).__module__.startswith("torch.optim."):
+        return set()
+    distance: dict[str, float] = {}
+    norm: dict[str, float] = {}
+    with torch.no_grad():
+        for leaf in leaves:
+            for name, value in state_of_shape(owner, leaf):
+                if value.is_floating_point():
+                    weights = leaf.detach().to(device=value.device)
+                    distance[name] = distance.get(name, 0.0) + float((value - weights).float().square().sum())
+                    norm[name] = norm.get(name, 0.0) + float(weights.float().square().sum())
+    return {name for name in distance if distance[name] < 0.25 * norm[name]}
 
 
 def state_of_shape(owner: HasState, leaf: Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -66,15 +96,23 @@ class SavedState:
 
     Args:
         shapes: State-dict key → dense shape.
+        leaves: The parameters whose state is saved.
         entering: What units find that enter for the first time; where not given, what a fresh optimiser starts from.
     """
 
-    def __init__(self, shapes: Mapping[str, torch.Size], entering: Mapping[str, StateDict] | None = None) -> None:
+    def __init__(
+        self,
+        shapes: Mapping[str, torch.Size],
+        leaves: Sequence[Tensor],
+        entering: Mapping[str, StateDict] | None = None,
+    ) -> None:
         self._shapes = shapes
+        self._leaves = leaves
         self._entering = entering or {}
         self._dense: WeakKeyDictionary[Any, dict[tuple[str, str], Tensor]] = WeakKeyDictionary()
+        self._copies: WeakKeyDictionary[Any, dict[str, bool]] = WeakKeyDictionary()
 
-    def dense(self, owner: HasState, key: str, name: str, like: Tensor) -> Tensor:
+    def dense(self, owner: HasState, key: str, name: str, like: Tensor, weights: Callable[[], Tensor]) -> Tensor:
         """Return the dense copy of one kind of state, to be written to. An owner that is gone takes its copies with it.
 
         Args:
@@ -82,16 +120,24 @@ class SavedState:
             key: State-dict key of the entry.
             name: The kind, such as `momentum_buffer`.
             like: Says device and dtype of a copy that is made now.
+            weights: Returns the dense weights of the entry, where units start that enter state of this kind.
 
         Raises:
             ForeignMaskError: the entering state has another shape than the dense model.
         """
         copies = self._dense.setdefault(owner, {})
         if (key, name) not in copies:
-            copies[key, name] = self._start(owner, key, name, like).to(device=like.device, dtype=like.dtype)
+            copies[key, name] = self._start(owner, key, name, like, weights).to(device=like.device, dtype=like.dtype)
         return copies[key, name]
 
-    def _start(self, owner: HasState, key: str, name: str, like: Tensor) -> Tensor:
+    def _holds_weights(self, owner: HasState, name: str) -> bool:
+        """Decide it once, when the first leaf moves: later ones are then compared as they were together."""
+        known = self._copies.setdefault(owner, {})
+        if name not in known:
+            known[name] = name in copies_of_weights(owner, self._leaves)
+        return known[name]
+
+    def _start(self, owner: HasState, key: str, name: str, like: Tensor, weights: Callable[[], Tensor]) -> Tensor:
         shape = self._shapes[key]
         given = self._entering.get(key, {}).get(name)
         if given is not None:
@@ -102,7 +148,11 @@ class SavedState:
                 )
             return given.detach().clone()
         origin: Callable[[str], Tensor] | None = getattr(owner, "origin", None)
-        return like.new_full(shape, first_value(owner, name)) if origin is None else origin(key)
+        if origin is not None:
+            return origin(key)
+        if self._holds_weights(owner, name):
+            return weights().detach().clone()
+        return like.new_full(shape, first_value(owner, name))
 
     def apply_to_tensors(self, function: Callable[[Tensor], Tensor]) -> None:
         """Move every copy with `function`."""
@@ -140,7 +190,8 @@ def remap_optimizer(
         old_mask: What `old` keeps; None for the dense model.
         new_mask: What `new` keeps; None for the dense model.
         entering: State of units that are in `new` and not in `old`, in the form of the result. Where nothing is given it
-            starts as that of a fresh optimiser: zero; for Adagrad and Rprop the value that they start from.
+            starts as that of a fresh optimiser: zero; for Adagrad and Rprop the value that they start from; for state that is a
+            copy of the weights (SAM, Lookahead) the weights of `new`.
 
     Returns:
         The dense state: entries of `old` as they are, the others from `entering` or as they start. A new dict; entries
@@ -162,7 +213,7 @@ def remap_optimizer(
         raise InvalidValueError(
             f"the optimiser steps no parameter of the old {type(old).__name__}; pass the model that it was made for"
         )
-    saved = SavedState(graph.shapes, entering)
+    saved = SavedState(graph.shapes, [parameter for parameter in held if id(parameter) in pairs.names], entering)
     found: dict[nn.Parameter, dict[str, Any]] = {}
     remembered: OptimizerState = {}
     for parameter in held:  # all is computed before anything is changed
@@ -183,6 +234,7 @@ class _Pairs:
     def __init__(
         self, graph: UnitGraph, old: nn.Module, new: nn.Module, old_mask: UnitMask | None, new_mask: UnitMask | None
     ) -> None:
+        self.shapes = graph.shapes
         self.before = _axes(graph, old, old_mask, "old")
         self.after = _axes(graph, new, new_mask, "new")
         entries = named_entries(new)
@@ -228,9 +280,14 @@ def _remapped(
         )
     state = dict(optimizer.state[parameter])
     remembered: dict[str, Tensor] = {}
-    device = pairs.successor(parameter).device
+    successor = pairs.successor(parameter).detach()
+    device = successor.device
+
+    def weights() -> Tensor:
+        return scatter_(successor, successor.new_zeros(pairs.shapes[name]), pairs.after[name])
+
     for kind, value in state_of_shape(optimizer, parameter):
-        remembered[kind] = scatter_(value.detach(), saved.dense(optimizer, name, kind, value), pairs.before[name])
+        remembered[kind] = scatter_(value.detach(), saved.dense(optimizer, name, kind, value, weights), pairs.before[name])
         narrow = gather(remembered[kind], pairs.after[name])
         state[kind] = (narrow.clone() if narrow is remembered[kind] else narrow).to(device)
     return state, remembered

@@ -16,10 +16,11 @@ from torch.optim import Optimizer
 
 from sparsekit.criteria.magnitudes import unit_magnitudes
 from sparsekit.graph.graph import UnitGraph
+from sparsekit.graph.index import wide
 from sparsekit.graph.mask import UnitMask, to_weights
 from sparsekit.graph.state import StateDict
 from sparsekit.surgery.compaction import compact
-from sparsekit.surgery.optimizer_state import first_value, state_of_shape
+from sparsekit.surgery.optimizer_state import copies_of_weights, first_value, state_of_shape
 from sparsekit.surgery.rebuild import copy_with, named_entries
 from sparsekit.training.dense_model import DenseModel, straight_through_gates
 from sparsekit.training.narrow_model import NarrowModel
@@ -98,7 +99,7 @@ class _GateGradient(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
         (gradient,) = gradients
         (leaf,) = ctx.saved_tensors
-        fused = leaf.new_zeros(ctx.total + 1)
+        fused = wide(leaf).new_zeros(ctx.total + 1)
         for reader, units in zip(ctx.readers, ctx.units, strict=True):
             fused.index_add_(0, units, reader.products(leaf, gradient))
         return gradient, fused[:-1], None, None
@@ -184,7 +185,7 @@ class MaskedExecution:
         self.module = copy_with(model, {})
         self.mask = UnitMask.full(graph)
         self._dense = DenseModel(self.module, graph)
-        self._saved: dict[int, Tensor] = {}
+        self._saved: dict[int, tuple[Tensor, Tensor]] = {}
 
     def _dropped_by_name(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
         """(name, bool of its dropped entries) for those of `names` that units touch."""
@@ -237,25 +238,28 @@ class MaskedExecution:
     def dense_state(self) -> dict[str, Tensor]:
         return {name: tensor.detach().clone() for name, tensor in named_entries(self.module).items()}
 
-    def _standing(self, optimizers: Sequence[Optimizer]) -> Iterator[tuple[Tensor, Tensor, float]]:
-        """(tensor, bool of its dropped entries, first value): parameters, and optimiser state of their shape."""
+    def _standing(self, optimizers: Sequence[Optimizer]) -> Iterator[tuple[Tensor, Tensor, Tensor | float]]:
+        """(tensor, bool of its dropped entries, their first values): parameters, and optimiser state of their shape."""
         parameters = dict(self.module.named_parameters())
+        copies = {optimizer: copies_of_weights(optimizer, list(parameters.values())) for optimizer in optimizers}
         for name, dropped in self._dropped_by_name(parameters):
             parameter = parameters[name]
             yield parameter.detach(), dropped, 0.0
             for optimizer in optimizers:
                 for state_name, value in state_of_shape(optimizer, parameter):
-                    yield value, dropped, first_value(optimizer, state_name)
+                    weights = state_name in copies[optimizer]
+                    yield value, dropped, parameter.detach()[dropped] if weights else first_value(optimizer, state_name)
 
     def before_step(self, optimizers: Sequence[Optimizer]) -> None:
-        """Save the values of dropped entries."""
-        self._saved = {tensor.data_ptr(): tensor[dropped] for tensor, dropped, _ in self._standing(optimizers)}
+        """Save the values of all entries: a step may call the model and so change which are dropped."""
+        # Each tensor is held, so that no tensor that the step makes can take its place in memory.
+        self._saved = {tensor.data_ptr(): (tensor, tensor.clone()) for tensor, _, _ in self._standing(optimizers)}
 
     def after_step(self, optimizers: Sequence[Optimizer]) -> None:
         """Restore the values of dropped entries; state that the step has just created gets its first value there."""
         for tensor, dropped, first in self._standing(optimizers):
-            values = self._saved.get(tensor.data_ptr())
-            tensor[dropped] = first if values is None else values
+            _, values = self._saved.get(tensor.data_ptr(), (None, None))
+            tensor[dropped] = first if values is None else values[dropped]
         self._saved = {}
 
     def apply_to_tensors(self, function: Callable[[Tensor], Tensor]) -> None:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from sparsekit._torch import identity
 from sparsekit.allocation.choose import choose
@@ -23,7 +24,7 @@ from sparsekit.graph.mask import UnitMask
 from sparsekit.rng import torch_generator
 from sparsekit.tracing.trace import trace_units
 from sparsekit.training.execution import CompactExecution, Execution, MaskedExecution
-from sparsekit.training.optimizer_hooks import OptimizerSet, watch
+from sparsekit.training.optimizer_hooks import OptimizerSet, holds, just_restored, settle, watch
 from sparsekit.training.regularizer import ImportanceRegularizer
 
 __all__ = ["LearnableMask"]
@@ -136,8 +137,13 @@ class LearnableMask(nn.Module):
         self._execution = executions[execution](model, graph)
         self.model = self._execution.module
         self.scores = nn.Parameter(self._targets())
-        """Importance of every unit, float (J,), in the order of the graph's groups; `importance()` splits it."""
+        """Importance of every unit, float (J,), in the order of the graph's groups; `importance()` splits it.
+
+        It is float32 for models in bfloat16 or float16, and stays so when the mask is moved to such a dtype.
+        """
         self._seen: tuple[object, ...] | None = None
+        self._stepped = False
+        self._judged = self.scores.detach().clone()
         self.resample()
         self.register_load_state_dict_pre_hook(_load_dense)  # type: ignore[no-untyped-call]
         watch(self)
@@ -168,14 +174,30 @@ class LearnableMask(nn.Module):
 
     def sync(self) -> None:
         """Let the mask follow importance and ratio. `forward` and every reading method do this by themselves."""
-        seen = (self._ratio, *identity(self.scores))
-        if seen == self._seen:
-            return
+        if self._announced() or self._differs():
+            self._catch_up()
+
+    def _announced(self) -> bool:
+        """Whether the ratio, or a count of changes in place, or a step of an optimiser tells of a change."""
+        return self._stepped or (self._ratio, *identity(self.scores)) != self._seen
+
+    def _differs(self) -> bool:
+        """Whether importance has other values than when the mask was made: writes to `scores.data` leave no other trace."""
+        # Asked only where nothing was announced, so not in a training step.
+        return self.criterion.learned and not torch.equal(self.scores.detach(), self._judged)
+
+    def _catch_up(self) -> None:
         ratio_stands = self._seen is not None and self._seen[0] == self._ratio
         if ratio_stands and not self.criterion.learned:
-            self._seen = seen
+            self._mark_seen()
         else:
             self._follow(unless_it_stands=ratio_stands)
+
+    def _mark_seen(self) -> None:
+        self._seen = (self._ratio, *identity(self.scores))
+        self._stepped = False
+        if self.criterion.learned:
+            self._judged = self.scores.detach().clone()
 
     def resample(self) -> None:
         """Ask the criterion again and change the mask to what it says."""
@@ -198,8 +220,9 @@ class LearnableMask(nn.Module):
                 mask = choose(self.graph, scores, self._counts(self.graph), source=source)
                 if mask != execution.mask:
                     execution.remask(mask, list(self.optimizers))
+                    settle(self.optimizers)
                 self._density = mask.density(self.graph)
-        self._seen = (self._ratio, *identity(self.scores))
+            self._mark_seen()
 
     def _counts(self, graph: UnitGraph) -> Mapping[str, int]:
         return Uniform(self._ratio).counts(graph, {})
@@ -228,7 +251,8 @@ class LearnableMask(nn.Module):
         Returns:
             A scalar that is differentiable in the importance and not in the weights.
         """
-        self.sync()
+        if self._announced():  # the call of the model has already compared the values
+            self._catch_up()
         with torch.no_grad():
             targets = self._targets().to(self.scores.dtype)
             weights = self.regularizer.weights([group.size for group in self.graph.groups.values()]).to(self.scores)
@@ -271,16 +295,39 @@ class LearnableMask(nn.Module):
         return self._execution.dense_state()
 
     def leaves(self) -> list[nn.Parameter]:
-        """The parameters whose optimisers follow a remask."""
-        return list(self.model.parameters())
+        """The parameters whose optimisers follow a remask, and the importance."""
+        return [*self.model.parameters(), self.scores]
 
-    def before_step(self) -> None:
+    def track(self, optimizer: Optimizer) -> None:
+        """Let the state of `optimizer` follow the mask from now on.
+
+        Torch optimisers need no such call: they are found at their first step, and when they are loaded, copied or
+        unpickled. Call it for an optimiser whose `state` was filled by other means before its first step.
+
+        Args:
+            optimizer: Steps some of `parameters()`; held weakly.
+
+        Raises:
+            InvalidValueError: `optimizer` steps none of them.
+        """
+        if not any(holds(optimizer, leaf) for leaf in self.leaves()):
+            raise InvalidValueError(
+                f"this {type(optimizer).__name__} steps no parameter of the mask; make it over masked.parameters()"
+            )
+        self.optimizers.add(optimizer)
+
+    def after_restore(self, optimizer: Optimizer) -> None:
+        """Called after an optimiser over `parameters()` was loaded, copied or unpickled."""
+
+    def before_step(self, optimizer: Optimizer) -> None:  # noqa: ARG002 - for all optimisers alike
         """Called before a step of an optimiser over `parameters()`."""
         self._execution.before_step(list(self.optimizers))
 
-    def after_step(self) -> None:
+    def after_step(self, optimizer: Optimizer) -> None:
         """Called after a step of an optimiser over `parameters()`."""
         self._execution.after_step(list(self.optimizers))
+        # Fused optimisers, and those that write to `.data`, leave no trace in the count of changes in place.
+        self._stepped = self._stepped or holds(optimizer, self.scores)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Return the dense state under the model's own keys; all else that training goes on from under `sparsekit.` keys.
@@ -306,7 +353,16 @@ class LearnableMask(nn.Module):
         return destination
 
     def _apply(self, fn: Any, recurse: bool = True) -> LearnableMask:
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        own = (self.scores, self.scores.grad)
+
+        def moved(tensor: Tensor) -> Tensor:
+            result: Tensor = fn(tensor)
+            # Steps of importance are smaller than bfloat16 and float16 can tell apart.
+            short = result.dtype.itemsize < 4 and any(tensor is mine for mine in own)
+            return tensor.to(result.device, torch.float32) if short else result
+
+        super()._apply(moved, recurse)  # type: ignore[no-untyped-call]
+        self._judged = fn(self._judged)
         self._execution.apply_to_tensors(fn)
         return self
 
@@ -373,10 +429,12 @@ def _load_dense(
     ratio = state.pop(f"{prefix}{_PREFIX}ratio", None)
     module._ratio = check_ratio(float(ratio)) if ratio is not None else module._ratio
     module._passes = int(state.pop(f"{prefix}{_PREFIX}passes", module._passes))
-    module._execution.load({**present, **dense}, UnitMask(entries), order or None, list(module.optimizers))
+    # State that was just loaded comes from the same checkpoint and has its order of units already.
+    following = [optimizer for optimizer in module.optimizers if not just_restored(optimizer)]
+    module._execution.load({**present, **dense}, UnitMask(entries), order or None, following)
     module._density = module._execution.mask.density(module.graph)
     module.load_importance(scores)
-    module._seen = (module._ratio, *identity(module.scores))
+    module._mark_seen()
     state[prefix + "scores"] = module.scores.detach()
     for name, tensor in module.model.state_dict().items():
         state[f"{prefix}model.{name}"] = tensor

@@ -108,7 +108,7 @@ class NarrowModel:
         self._touched = [entry for entry in self._entries if any(name in graph.slices_of for name in entry.names)]
         self._dense: dict[str, Tensor] = {}
         self._owned: set[str] = set()
-        self._saved = SavedState(graph.shapes)
+        self._saved = SavedState(graph.shapes, self.parameters())
         self._groups: dict[str, GroupSlots] = {}
         self._slots: dict[str, EntrySlots] = {}
         self.version = 0
@@ -124,7 +124,7 @@ class NarrowModel:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._saved = SavedState(self.graph.shapes)
+        self._saved = SavedState(self.graph.shapes, self.parameters())
 
     def parameters(self) -> list[nn.Parameter]:
         """The narrow leaves, tied ones once, in the order of the model's state."""
@@ -174,7 +174,7 @@ class NarrowModel:
         mask.check(self.graph)
         self._dense = {self._key(entry): state[self._key(entry)].detach() for entry in self._entries}
         self._owned = set()
-        self._saved = SavedState(self.graph.shapes)
+        self._saved = SavedState(self.graph.shapes, self.parameters())
         self._place(mask, order)
         self._fill()
 
@@ -288,7 +288,7 @@ class NarrowModel:
         if entry.parameter is not None:
             for owner in optimizers:
                 for name, narrow in state_of_shape(owner, entry.parameter):
-                    dense = self._saved.dense(owner, key, name, narrow)
+                    dense = self._saved.dense(owner, key, name, narrow, lambda: self._dense[key])
                     moving.append(_Moving(narrow, dense, owner.state[entry.parameter], name))
         return moving
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from sparsekit.errors import InvalidValueError
+from sparsekit.graph.index import wide
 
 __all__ = ["ImportanceRegularizer", "standardise"]
 
@@ -50,11 +51,11 @@ class ImportanceRegularizer:
             sizes: Units of each group.
 
         Returns:
-            float (J,) in [0, 1].
+            float (J,) in [0, 1], float32 at least.
         """
         if self.target == "standardised":
             magnitudes = standardise(magnitudes, _group_of(sizes).to(magnitudes.device))
-        return torch.sigmoid(magnitudes)
+        return torch.sigmoid(wide(magnitudes))
 
     def weights(self, sizes: Sequence[int]) -> Tensor:
         """λ, or λ divided by the size of the unit's group: float (J,)."""
@@ -77,8 +78,9 @@ def standardise(values: Tensor, group_of: Tensor, sizes: Tensor | None = None) -
         sizes: int64 (groups,), counted if not given.
 
     Returns:
-        float (J,); 0 throughout a group whose values are all equal.
+        float (J,), float32 at least; 0 throughout a group whose values are all equal.
     """
+    values = wide(values)
     sizes = torch.bincount(group_of) if sizes is None else sizes
     counts = sizes.to(values.dtype)
     mean = values.new_zeros(sizes.numel()).index_add_(0, group_of, values) / counts

@@ -13,7 +13,9 @@ from torch import Tensor, nn
 
 from sparsekit.criteria.magnitudes import own_slices, unit_magnitudes
 from sparsekit.graph.groups import group_order
+from sparsekit.graph.index import wide
 from sparsekit.graph.mask import UnitMask
+from sparsekit.graph.state import StateDict
 from sparsekit.surgery.optimizer_state import HasState
 from sparsekit.training.narrow_model import NarrowModel
 
@@ -29,7 +31,7 @@ class Reader:
 
     def products(self, weight: Tensor, gradient: Tensor) -> Tensor:
         """Σ gradient · weight at each position along the axis: (narrow size,)."""
-        product = gradient * weight
+        product = wide(gradient) * wide(weight)
         if product.dim() == 1:
             return product
         if self.dim == 0:
@@ -43,7 +45,7 @@ class Reader:
 
     def magnitudes(self) -> Tensor:
         """Σ |weight| at each position along the axis."""
-        weight = self.leaf.detach()
+        weight = wide(self.leaf.detach())
         if weight.dim() == 1:
             return weight.abs()
         if self.dim == 0:
@@ -55,7 +57,7 @@ class Reader:
 def _products(reader: Reader, gradients: Mapping[Tensor, Tensor] | None) -> Tensor:
     weight = reader.leaf.detach()
     gradient = reader.leaf.grad if gradients is None else gradients.get(reader.leaf)
-    return weight.new_zeros(weight.shape[reader.dim]) if gradient is None else reader.products(weight, gradient)
+    return wide(weight).new_zeros(weight.shape[reader.dim]) if gradient is None else reader.products(weight, gradient)
 
 
 class UnitVectors:
@@ -96,7 +98,9 @@ class UnitVectors:
 
     def reload(self) -> None:
         """Follow the narrow model after its `load`."""
-        dense = self.narrow_model.dense_view()
+        self._read(self.narrow_model.dense_view())
+
+    def _read(self, dense: StateDict) -> None:
         leaves = {name: dense[name] for name in self._leaves}
         self._follow(torch.cat([unit_magnitudes(group, leaves) for group in self.narrow_model.graph.groups.values()]))
 
@@ -185,10 +189,13 @@ class UnitVectors:
 
     def apply_to_tensors(self, function: Callable[[Tensor], Tensor]) -> None:
         """Apply `function`, as `nn.Module._apply` gets it, to every table and value."""
+        dtype = self._full.dtype
         for name, value in vars(self).items():
             if isinstance(value, Tensor):
                 setattr(self, name, function(value))
         self._gated = None
+        if self._full.dtype != dtype:  # the weights have been rounded; sums of them stay in float32 at least
+            self._read(self.narrow_model.dense_state())
 
     def magnitudes(self) -> Tensor:
         """Σ |θ| over each unit's own parameters in the dense copy, |θ|_J in the paper: float (J,).
@@ -199,7 +206,7 @@ class UnitVectors:
 
     def _narrow_magnitudes(self) -> Tensor:
         """Σ |θ| over the narrow entries of each kept unit, in slot order: float (kept,)."""
-        vectors = [reader.leaf.detach() for reader in self._producers if reader.leaf.dim() == 1]
+        vectors = [wide(reader.leaf.detach()) for reader in self._producers if reader.leaf.dim() == 1]
         values = [reader.magnitudes() for reader in self._producers if reader.leaf.dim() > 1]
         if vectors:
             values.append(torch.cat(vectors).abs_())

@@ -52,7 +52,7 @@ class ImportanceLearner:
         """
         fused = self.fused
         gradient = (self.importance - self.targets()).mul_(self._pull)
-        gradient.index_add_(0, fused.slot_units, fused.gate_gradient(gradients))
+        gradient.index_add_(0, fused.slot_units, fused.gate_gradient(gradients).to(gradient))
         self.importance.sub_(gradient, alpha=self.lr)
 
     def explore(self, gradient: Tensor, scale: float) -> None:

@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 import torch
 import zoo
+from optimizers import Lookahead
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.optim import Optimizer
 
 import sparsekit as sk
 from sparsekit.errors import ForeignMaskError, InvalidValueError
+from sparsekit.surgery.optimizer_state import copies_of_weights
 from sparsekit.surgery.rebuild import named_entries
 from sparsekit.tracing.inputs import find_tensors
 
@@ -224,3 +226,39 @@ def test_entering_state_of_another_shape_is_refused() -> None:
     narrow = {"0.weight": {"exp_avg": torch.zeros(4, 5)}}
     with pytest.raises(ForeignMaskError, match=r"entering state 'exp_avg' of '0.weight' has shape \(4, 5\)"):
         sk.remap_optimizer(optimizer, graph, small, model, old_mask=mask, entering=narrow)
+
+
+def test_slow_weights_of_units_that_enter_start_from_the_weights() -> None:
+    model, args, graph = problem("resnet-small")
+    masks = [random_mask(graph, 0.5, seed) for seed in (0, 1)]
+    small, other = (sk.compact(model, graph, mask) for mask in masks)
+    optimizer = Lookahead(small.parameters(), lr=0.01)
+    loss_of(small(*args)).backward()
+    optimizer.step()
+    assert copies_of_weights(optimizer, list(small.parameters())) == {"slow"}
+    sk.remap_optimizer(optimizer, graph, small, other, old_mask=masks[0], new_mask=masks[1])
+    before = sk.compact(model, graph, masks[1])  # the model did not change, so all slow weights are the model's
+    for parameter, start in zip(other.parameters(), before.parameters(), strict=True):
+        torch.testing.assert_close(optimizer.state[parameter]["slow"], start.detach(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", list(OPTIMIZERS))
+def test_no_optimiser_of_torch_has_copies_of_the_weights(name: str) -> None:
+    parameter = nn.Parameter(torch.ones(3))
+    optimizer = OPTIMIZERS[name]([parameter])
+    parameter.grad = torch.ones(3)
+    optimizer.step()
+    assert copies_of_weights(optimizer, [parameter]) == set()
+
+
+def test_momentum_of_an_optimiser_of_ones_own_is_no_copy_of_the_weights() -> None:
+    class Own(torch.optim.SGD):
+        pass
+
+    torch.manual_seed(0)
+    parameter = nn.Parameter(torch.randn(50))
+    optimizer = Own([parameter], lr=0.1, momentum=0.9, weight_decay=1e-2)
+    for _ in range(20):
+        parameter.grad = torch.randn(50)
+        optimizer.step()
+    assert copies_of_weights(optimizer, [parameter]) == set()

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from optimizers import Lookahead, Sam
 from torch import nn
 
 from sparsekit import LearnableMask, NarrowModel, UnitMask, compact, select, trace_units
@@ -184,3 +185,41 @@ def test_a_model_that_is_laid_out_channels_last_stays_so_at_every_remask() -> No
         for module in (masked.model, masked.compact(), compact(model, masked.graph, masked.unit_mask())):
             weights = [parameter for parameter in module.parameters() if parameter.dim() == 4]
             assert all(weight.is_contiguous(memory_format=torch.channels_last) for weight in weights)
+
+
+def noisy_importance(masked: LearnableMask, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    masked.load_importance({name: torch.rand(v.shape, generator=generator).to(v) for name, v in masked.importance().items()})
+
+
+def steps_with(make: Any, execution: Any, *, within: bool) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Take steps of an optimiser over a mask that changes between them, also in its ratio, and maybe `within` them."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 64), nn.Tanh(), nn.Linear(64, 3)).double()
+    x, y = torch.randn(16, 6, dtype=torch.float64), torch.randint(3, (16,))
+    masked = LearnableMask(model, (x,), ratio=0.5, execution=execution, explore=0.0)
+    optimizer = make(masked.parameters())
+    for step in range(9):
+        masked.ratio = 0.25 if step > 6 else 0.5
+
+        def closure(seed: int = step) -> torch.Tensor:
+            noisy_importance(masked, 100 + seed if within else seed)  # as an ascent of the importance changes it
+            return nn.functional.cross_entropy(masked(x), y)
+
+        noisy_importance(masked, step)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(masked(x), y).backward()
+        optimizer.step(closure)
+    return model.state_dict(), masked.dense_state()
+
+
+@pytest.mark.parametrize("within", [False, True])
+@pytest.mark.parametrize("make", [Sam, Lookahead])
+def test_units_that_enter_keep_their_weights_under_an_optimiser_that_holds_copies_of_them(make: Any, within: bool) -> None:
+    before, after = steps_with(make, "compact", within=within)
+    assert (after["0.weight"].norm(dim=1) / before["0.weight"].norm(dim=1)).min() > 0.8
+    _, reference = steps_with(make, "masked", within=within)
+    for name, tensor in after.items():
+        # A unit that leaves within a step of SAM keeps its ascent in compact execution.
+        tolerance = 0.5 if within and make is Sam else 1e-10
+        torch.testing.assert_close(tensor, reference[name], rtol=0, atol=tolerance)

@@ -1,0 +1,61 @@
+"""Two optimisers that keep other weights in their state, as users write them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["Lookahead", "Sam"]
+
+
+class Sam(torch.optim.Optimizer):
+    """Sharpness-aware minimisation over SGD: each step saves the weights, climbs, and steps from the saved weights.
+
+    Source: Foret et al., ICLR 2021 (arXiv 2010.01412).
+    """
+
+    def __init__(self, params: Iterable[Any], lr: float = 0.1, rho: float = 0.5) -> None:
+        super().__init__(params, {"lr": lr, "rho": rho})
+
+    def step(self, closure: Callable[[], Tensor]) -> None:  # type: ignore[override]
+        leaves = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.stack([p.grad.norm() for p in leaves]).norm()
+        with torch.no_grad():
+            for p in leaves:
+                self.state[p]["old_p"] = p.detach().clone()
+                p.add_(p.grad, alpha=float(self.defaults["rho"] / norm))
+        self.zero_grad()
+        with torch.enable_grad():
+            closure().backward()
+        with torch.no_grad():
+            for p in leaves:
+                p.copy_(self.state[p]["old_p"])
+                p.sub_(p.grad, alpha=self.defaults["lr"])
+
+
+class Lookahead(torch.optim.Optimizer):
+    """SGD whose weights are pulled halfway back to slow weights every `every` steps.
+
+    Source: Zhang et al., NeurIPS 2019 (arXiv 1907.08610).
+    """
+
+    def __init__(self, params: Iterable[Any], lr: float = 0.1, every: int = 3) -> None:
+        super().__init__(params, {"lr": lr})
+        self.every = every
+        self.steps = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.steps += 1
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                slow = self.state[p].setdefault("slow", p.detach().clone())
+                p.sub_(p.grad, alpha=group["lr"])
+                if self.steps % self.every == 0:
+                    slow.lerp_(p, 0.5)
+                    p.copy_(slow)
