@@ -24,7 +24,7 @@ from sparsekit.graph.mask import UnitMask
 from sparsekit.rng import torch_generator
 from sparsekit.tracing.trace import trace_units
 from sparsekit.training.execution import CompactExecution, Execution, MaskedExecution
-from sparsekit.training.optimizer_hooks import OptimizerSet, holds, watch
+from sparsekit.training.optimizer_hooks import OptimizerSet, holds, just_restored, settle, watch
 from sparsekit.training.regularizer import ImportanceRegularizer
 from sparsekit.training.wrappers import guard_wrappers
 
@@ -222,6 +222,7 @@ class LearnableMask(nn.Module):
                 mask = choose(self.graph, scores, self._counts(self.graph), source=source)
                 if mask != execution.mask:
                     execution.remask(mask, list(self.optimizers))
+                    settle(self.optimizers)
                 self._density = mask.density(self.graph)
             self._mark_seen()
 
@@ -304,6 +305,27 @@ class LearnableMask(nn.Module):
         """Number of times that the narrow parameters took other shapes, as they do with another ratio."""
         execution = self._execution
         return execution.narrow_model.shape_changes if isinstance(execution, CompactExecution) else 0
+
+    def track(self, optimizer: Optimizer) -> None:
+        """Let the state of `optimizer` follow the mask from now on.
+
+        Torch optimisers need no such call: they are found at their first step, and when they are loaded, copied or
+        unpickled. Call it for an optimiser whose `state` was filled by other means before its first step.
+
+        Args:
+            optimizer: Steps some of `parameters()`; held weakly.
+
+        Raises:
+            InvalidValueError: `optimizer` steps none of them.
+        """
+        if not any(holds(optimizer, leaf) for leaf in self.leaves()):
+            raise InvalidValueError(
+                f"this {type(optimizer).__name__} steps no parameter of the mask; make it over masked.parameters()"
+            )
+        self.optimizers.add(optimizer)
+
+    def after_restore(self, optimizer: Optimizer) -> None:
+        """Called after an optimiser over `parameters()` was loaded, copied or unpickled."""
 
     def before_step(self, optimizer: Optimizer) -> None:  # noqa: ARG002 - for all optimisers alike
         """Called before a step of an optimiser over `parameters()`."""
@@ -415,7 +437,9 @@ def _load_dense(
     ratio = state.pop(f"{prefix}{_PREFIX}ratio", None)
     module._ratio = check_ratio(float(ratio)) if ratio is not None else module._ratio
     module._passes = int(state.pop(f"{prefix}{_PREFIX}passes", module._passes))
-    module._execution.load({**present, **dense}, UnitMask(entries), order or None, list(module.optimizers))
+    # State that was just loaded comes from the same checkpoint and has its order of units already.
+    following = [optimizer for optimizer in module.optimizers if not just_restored(optimizer)]
+    module._execution.load({**present, **dense}, UnitMask(entries), order or None, following)
     module._density = module._execution.mask.density(module.graph)
     module.load_importance(scores)
     module._mark_seen()

@@ -1,20 +1,23 @@
 """Find the optimisers that step the leaves of a learnable mask, so that their state can follow a change of the mask.
 
 Any torch optimiser over `masked.parameters()` is found without being registered: torch calls a global hook before and
-after each step of every optimiser, and the hook looks up whose leaves the optimiser holds.
+after each step of every optimiser, and the hook looks up whose leaves the optimiser holds. An optimiser has state before
+its first step only if it was loaded, copied or unpickled. All three end in `Optimizer.__setstate__`, for which torch has no
+hook, so that method is wrapped.
 """
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-__all__ = ["OptimizerSet", "Watched", "holds", "watch"]
+__all__ = ["OptimizerSet", "Watched", "holds", "just_restored", "settle", "watch"]
 
 
 class Watched(Protocol):
@@ -34,9 +37,13 @@ class Watched(Protocol):
         """Called after `optimizer` changed the leaves."""
         ...
 
+    def after_restore(self, optimizer: Optimizer) -> None:
+        """Called after `optimizer` was loaded, copied or unpickled."""
+        ...
+
 
 class OptimizerSet:
-    """Weak references to optimisers, in the order of their first steps. A copy of a mask starts with none."""
+    """Weak references to optimisers, in the order in which they were found. A copy of a mask starts with none."""
 
     def __init__(self) -> None:
         self._references: list[weakref.ref[Optimizer]] = []
@@ -61,7 +68,19 @@ class OptimizerSet:
 
 _watched: weakref.WeakSet[Any] = weakref.WeakSet()
 _known: weakref.WeakKeyDictionary[Optimizer, tuple[int, list[weakref.ref[Any]]]] = weakref.WeakKeyDictionary()
+_restored: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 _hooked = False
+
+
+def just_restored(optimizer: Optimizer) -> bool:
+    """Whether `optimizer` was loaded, copied or unpickled, and has neither stepped nor followed a remask since."""
+    return optimizer in _restored
+
+
+def settle(optimizers: Iterable[Optimizer]) -> None:
+    """Say that the state of `optimizers` belongs to the present units, since it has followed a remask."""
+    for optimizer in optimizers:
+        _restored.discard(optimizer)
 
 
 def holds(optimizer: Optimizer, leaf: nn.Parameter) -> bool:
@@ -83,7 +102,31 @@ def _owners(optimizer: Optimizer) -> list[Any]:
     return [item for item in (reference() for reference in known[1]) if item is not None]
 
 
+def _meet(optimizer: Optimizer, item: Watched) -> None:
+    """Introduce a restored optimiser to an object whose leaves it may hold."""
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    if any(id(leaf) in held for leaf in item.leaves()):
+        _known.pop(optimizer, None)
+        item.optimizers.add(optimizer)
+        item.after_restore(optimizer)
+
+
+def _notice_restored() -> None:
+    """Wrap `Optimizer.__setstate__`, with which loading, copying and unpickling an optimiser end."""
+    original = Optimizer.__setstate__
+
+    @functools.wraps(original)
+    def restore(optimizer: Optimizer, state: dict[str, Any]) -> None:
+        original(optimizer, state)
+        _restored.add(optimizer)
+        for item in list(_watched):
+            _meet(optimizer, item)
+
+    Optimizer.__setstate__ = restore  # type: ignore[assignment, method-assign]
+
+
 def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ARG001 - torch's signature
+    _restored.discard(optimizer)
     for item in _owners(optimizer):
         item.before_step(optimizer)
 
@@ -94,10 +137,16 @@ def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ARG00
 
 
 def watch(item: Watched) -> None:
-    """Call the methods of `item` around steps of every optimiser that holds its leaves, until `item` is deleted."""
+    """Call the methods of `item` around steps of every optimiser that holds its leaves, until `item` is deleted.
+
+    Optimisers that were copied or unpickled before it, together with its leaves, are found too.
+    """
     global _hooked
     if not _hooked:
         register_optimizer_step_pre_hook(_before)
         register_optimizer_step_post_hook(_after)
+        _notice_restored()
         _hooked = True
     _watched.add(item)
+    for optimizer in list(_restored):
+        _meet(optimizer, item)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from sparsekit import LearnableMask
+from sparsekit.criteria import Ordered
+from sparsekit.errors import InvalidValueError
 
 
 def _classifier(dtype: torch.dtype = torch.float32) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
@@ -94,3 +99,95 @@ def test_a_training_step_does_not_compare_values_of_importance(monkeypatch: pyte
     _step(masked, optimizer, x, y)
     with pytest.raises(AssertionError, match="compared"):
         masked(x), masked(x)
+
+
+MOMENTS = {
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.01),
+    "fused AdamW": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+}
+
+
+def _trained(make: object, **settings: object) -> tuple[LearnableMask, torch.optim.Optimizer, torch.Tensor, torch.Tensor]:
+    model, x, y = _classifier(torch.float64)
+    masked = LearnableMask(model, (x,), **{"ratio": 0.5, "explore": 0.0, **settings})
+    optimizer = make(masked.parameters())
+    for _ in range(3):
+        _step(masked, optimizer, x, y)
+    return masked, optimizer, x, y
+
+
+def _assert_equal_training(pairs: list[tuple[LearnableMask, torch.optim.Optimizer]], x: torch.Tensor, y: torch.Tensor) -> None:
+    """Ratios and masks change at once, before the first step of restored optimisers."""
+    for ratio in (0.25, 0.25, 0.75):
+        for masked, optimizer in pairs:
+            masked.ratio = ratio
+            masked.load_importance({name: -values for name, values in masked.importance().items()})
+            _step(masked, optimizer, x, y)
+        first = pairs[0][0].state_dict()
+        for masked, _ in pairs[1:]:
+            for name, tensor in masked.state_dict().items():
+                torch.testing.assert_close(tensor, first[name], rtol=0, atol=1e-12, msg=name)
+
+
+@pytest.mark.parametrize("mask_first", [True, False])
+@pytest.mark.parametrize("name", MOMENTS)
+def test_a_loaded_optimizer_follows_a_remask_before_its_first_step(name: str, mask_first: bool) -> None:
+    make = MOMENTS[name]
+    masked, optimizer, x, y = _trained(make, criterion=Ordered())
+    twin = LearnableMask(_classifier(torch.float64)[0], (x,), criterion=Ordered(), ratio=1.0, explore=0.0)
+    other = make(twin.parameters())
+    loading = [
+        lambda: twin.load_state_dict(masked.state_dict()),
+        lambda: other.load_state_dict(copy.deepcopy(optimizer.state_dict())),
+    ]
+    for load in loading if mask_first else reversed(loading):
+        load()
+    assert list(twin.optimizers) == [other]
+    _assert_equal_training([(masked, optimizer), (twin, other)], x, y)
+
+
+@pytest.mark.parametrize("clone", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))], ids=["copy", "pickle"])
+@pytest.mark.parametrize("mask_first", [True, False])
+@pytest.mark.parametrize("name", MOMENTS)
+def test_a_copied_optimizer_follows_a_remask_before_its_first_step(name: str, mask_first: bool, clone) -> None:
+    masked, optimizer, x, y = _trained(MOMENTS[name], criterion=Ordered())
+    if mask_first:
+        twin, other = clone((masked, optimizer))
+    else:
+        other, twin = clone((optimizer, masked))
+    _assert_equal_training([(masked, optimizer), (twin, other)], x, y)
+
+
+def test_loading_both_into_a_running_training_goes_back_to_the_checkpoint_in_either_order() -> None:
+    results = []
+    for mask_first in (True, False):
+        masked, optimizer, x, y = _trained(MOMENTS["momentum"], criterion=Ordered())
+        saved = copy.deepcopy((masked.state_dict(), optimizer.state_dict()))
+        masked.ratio = 0.75
+        for _ in range(2):
+            _step(masked, optimizer, x, y)
+        loading = [lambda m=masked, s=saved: m.load_state_dict(s[0]), lambda o=optimizer, s=saved: o.load_state_dict(s[1])]
+        for load in loading if mask_first else reversed(loading):
+            load()
+        _step(masked, optimizer, x, y)
+        results.append(masked.dense_state())
+    masked, optimizer, x, y = _trained(MOMENTS["momentum"], criterion=Ordered())
+    _step(masked, optimizer, x, y)
+    for name, expected in masked.dense_state().items():
+        assert all(torch.allclose(result[name], expected, rtol=0, atol=1e-12) for result in results), name
+
+
+def test_an_optimizer_whose_state_was_filled_by_hand_can_be_tracked() -> None:
+    masked, optimizer, _, _ = _trained(MOMENTS["momentum"], criterion=Ordered())
+    model, x, _ = _classifier(torch.float64)
+    twin = LearnableMask(model, (x,), criterion=Ordered(), ratio=0.5, explore=0.0)
+    other = MOMENTS["momentum"](twin.parameters())
+    twin.track(other)
+    for mine, theirs in zip(masked.parameters(), twin.parameters(), strict=True):
+        other.state[theirs]["momentum_buffer"] = optimizer.state[mine]["momentum_buffer"].clone()
+    twin.ratio = 0.25
+    twin.sync()
+    assert {s["momentum_buffer"].shape for s in other.state.values()} >= {(2, 6), (3, 2), (3, 3)}
+    with pytest.raises(InvalidValueError, match=r"steps no parameter of the mask; make it over masked\.parameters"):
+        twin.track(optimizer)
