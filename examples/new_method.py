@@ -15,8 +15,6 @@ from dataclasses import dataclass
 
 import sparsekit as sk
 import sparsekit_fl as fl
-from sparsekit_fl.experiment.build import build_problem
-from sparsekit_fl.paper.presets import preset_for
 
 ROUNDS = 10
 
@@ -45,8 +43,8 @@ def fedhalf(threshold: float = 0.5) -> fl.Method:
 
 def main() -> None:
     """Run it beside FedAvg on scikit-learn's digits."""
-    preset = preset_for(dataset="digits")
-    problem, clients = build_problem(preset, seed=0)
+    preset = fl.preset_for(dataset="digits")
+    problem, clients = fl.build_problem(preset, seed=0)
     config = fl.RunConfig(
         rounds=ROUNDS,
         cohort=preset.cohort,

@@ -28,12 +28,14 @@ if TYPE_CHECKING:
     from sparsekit.surgery.saving import load_compact, load_mask, save_compact
     from sparsekit.tracing.trace import trace_units
     from sparsekit.training.learnable import LearnableMask
+    from sparsekit.training.moving_average import MovingAverage
     from sparsekit.training.narrow_model import NarrowModel
 
 _HOME = {
     "Allocation": "sparsekit.allocation.base",
     "Bandit": "sparsekit.bandit",
     "Box": "sparsekit.bandit",
+    "MovingAverage": "sparsekit.training.moving_average",
     "NarrowModel": "sparsekit.training.narrow_model",
     "Cost": "sparsekit.measure.cost",
     "Criterion": "sparsekit.criteria.base",
@@ -76,6 +78,7 @@ __all__ = [
     "Interval",
     "LayerRule",
     "LearnableMask",
+    "MovingAverage",
     "NarrowModel",
     "Pull",
     "SplitUCBV",

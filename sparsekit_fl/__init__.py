@@ -10,13 +10,15 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from sparsekit_fl import errors, methods, policies
+    from sparsekit_fl import engines, errors, methods, policies
     from sparsekit_fl.context.client import ClientContext
     from sparsekit_fl.context.server import ServerContext
     from sparsekit_fl.engines.base import ClientPool, Engine
     from sparsekit_fl.engines.embedded import Embedded
+    from sparsekit_fl.experiment.build import build_problem
     from sparsekit_fl.methods.method import Method
     from sparsekit_fl.options.config import RunConfig, TrainingConfig
+    from sparsekit_fl.paper.presets import preset_for
     from sparsekit_fl.policies import (
         AggregatePolicy,
         LocalPolicy,
@@ -66,10 +68,13 @@ _HOME = {
     "TrainingConfig": "sparsekit_fl.options.config",
     "Update": "sparsekit_fl.wire.messages",
     "WorkCost": "sparsekit_fl.wire.messages",
+    "build_problem": "sparsekit_fl.experiment.build",
+    "engines": "sparsekit_fl.engines",
     "errors": "sparsekit_fl.errors",
     "methods": "sparsekit_fl.methods",
     "metrics": "sparsekit_fl.problem.metrics",
     "policies": "sparsekit_fl.policies",
+    "preset_for": "sparsekit_fl.paper.presets",
     "run": "sparsekit_fl.server.loop",
 }
 
@@ -103,10 +108,13 @@ __all__ = [
     "TrainingConfig",
     "Update",
     "WorkCost",
+    "build_problem",
+    "engines",
     "errors",
     "methods",
     "metrics",
     "policies",
+    "preset_for",
     "run",
 ]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 import importlib.util
 import re
 import sys
@@ -14,7 +16,10 @@ import torch
 from torch import nn
 
 from sparsekit.layers import LayerRule
+from sparsekit.testing.allocations import AllocationContract
+from sparsekit.testing.criteria import CriterionContract
 from sparsekit.testing.rules import RuleContract
+from sparsekit_fl.testing.engines import EngineContract
 
 FOLDER = Path(__file__).parent.parent / "examples"
 
@@ -30,7 +35,17 @@ def _load(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def test_every_example_is_tested_here() -> None:
-    tested = {"layer_rule", "new_method", "own_data", "tune_database", "tune_drifting", "tune_lr", "wrap_module"}
+    tested = {
+        "layer_rule",
+        "new_method",
+        "own_criterion",
+        "own_data",
+        "own_engine",
+        "tune_database",
+        "tune_drifting",
+        "tune_lr",
+        "wrap_module",
+    }
     assert {path.stem for path in FOLDER.glob("*.py")} == tested
 
 
@@ -132,3 +147,50 @@ class TestRulesOfTheExample(RuleContract):
     @pytest.fixture
     def inputs(self) -> tuple[Any, ...]:
         return (torch.randn(2, 5, 3),)
+
+
+def test_own_criterion(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    _load("own_criterion", monkeypatch).main()
+    assert "kept {'0': 16, '2': 32, '4': 8}" in capsys.readouterr().out
+
+
+def test_own_engine(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    _load("own_engine", monkeypatch).main()
+    out = capsys.readouterr().out
+    assert "took longest" in out
+    assert "the same bits: True" in out
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.py")), ids=lambda path: path.stem)
+def test_examples_need_public_names_alone(path: Path) -> None:
+    """What is imported of ours are the two packages and the namespaces that they list."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        names = (
+            [node.module]
+            if isinstance(node, ast.ImportFrom)
+            else [a.name for a in node.names]
+            if isinstance(node, ast.Import)
+            else []
+        )
+        for name in names:
+            root, _, inner = (name or "").partition(".")
+            if root in ("sparsekit", "sparsekit_fl"):
+                assert not inner or inner in importlib.import_module(root).__all__, f"{path.name} imports {name}"
+
+
+class TestOwnCriterion(CriterionContract):
+    @pytest.fixture
+    def criterion(self, monkeypatch: pytest.MonkeyPatch) -> Any:
+        return _load("own_criterion", monkeypatch).Readers()
+
+
+class TestOwnAllocation(AllocationContract):
+    @pytest.fixture
+    def allocation(self, monkeypatch: pytest.MonkeyPatch) -> Any:
+        return _load("own_criterion", monkeypatch).WideMiddle()
+
+
+class TestOwnEngine(EngineContract):
+    @pytest.fixture
+    def engine(self, monkeypatch: pytest.MonkeyPatch) -> Any:
+        return _load("own_engine", monkeypatch).Timed()

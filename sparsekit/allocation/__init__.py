@@ -1,10 +1,10 @@
 """Allocation: how many units stay in each group, and which. One allocation per file; `registry` finds them by name."""
 
-from sparsekit.allocation.base import Allocation, CostModel
+from sparsekit.allocation.base import Allocation, CostModel, equal_in_ties
 from sparsekit.allocation.choose import choose, select
 from sparsekit.allocation.uniform import Uniform
 from sparsekit.registry import Registry
 
-__all__ = ["Allocation", "CostModel", "Uniform", "choose", "registry", "select"]
+__all__ = ["Allocation", "CostModel", "Uniform", "choose", "equal_in_ties", "registry", "select"]
 
 registry = Registry("allocation", {"uniform": "sparsekit.allocation.uniform:Uniform"}, group="sparsekit.allocations")

@@ -27,6 +27,7 @@ from sparsekit.tracing.trace import trace_units
 from sparsekit.training.execution import CompactExecution, Execution, MaskedExecution
 from sparsekit.training.optimizer_hooks import OptimizerSet, holds, just_restored, settle, watch
 from sparsekit.training.regularizer import ImportanceRegularizer
+from sparsekit.training.wrappers import guard_wrappers
 
 __all__ = ["LearnableMask"]
 
@@ -148,6 +149,7 @@ class LearnableMask(nn.Module):
         self.resample()
         self.register_load_state_dict_pre_hook(_load_dense)  # type: ignore[no-untyped-call]
         watch(self)
+        guard_wrappers(LearnableMask)
 
     @property
     def ratio(self) -> float:
@@ -298,6 +300,12 @@ class LearnableMask(nn.Module):
     def leaves(self) -> list[nn.Parameter]:
         """The parameters whose optimisers follow a remask, and the importance."""
         return [*self.model.parameters(), self.scores]
+
+    @property
+    def shape_changes(self) -> int:
+        """Number of times that the narrow parameters took other shapes, as they do with another ratio."""
+        execution = self._execution
+        return execution.narrow_model.shape_changes if isinstance(execution, CompactExecution) else 0
 
     def track(self, optimizer: Optimizer) -> None:
         """Let the state of `optimizer` follow the mask from now on.

@@ -115,6 +115,8 @@ class NarrowModel:
         """Counts loads and remasks: compare it to see whether something cached about the slots is still true."""
         self.layout = 0
         """Counts changes of narrow shapes; units that only swap slots do not count."""
+        self.shape_changes = 0
+        """Counts changes of the shape of any entry."""
         self.mask = UnitMask.full(graph)
         self.load(model.state_dict(), None)
 
@@ -225,6 +227,7 @@ class NarrowModel:
                 changed.add(id(entry.owner))
             entry.replace(narrow)
         if changed:
+            self.shape_changes += 1
             resize(self.module)
             set_sizes(self.module, self.graph, self.mask.counts())
 

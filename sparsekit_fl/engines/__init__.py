@@ -1,10 +1,29 @@
 """Engines: who runs clients. `registry` finds them by name."""
 
+from sparsekit.graph.state import StateDict
 from sparsekit.registry import Registry
-from sparsekit_fl.engines.base import ClientPool, Engine, Reply
+from sparsekit_fl.client.executor import ClientExecutor
+from sparsekit_fl.client.spec import RunSpec
+from sparsekit_fl.engines.base import ClientPool, Engine, Reply, Unscored
 from sparsekit_fl.engines.embedded import Embedded
+from sparsekit_fl.processes import one_thread
+from sparsekit_fl.state.store import ClientStore, Versions
 
-__all__ = ["ClientPool", "Embedded", "Engine", "Reply", "registry"]
+# With these an engine can be written elsewhere.
+__all__ = [
+    "ClientExecutor",
+    "ClientPool",
+    "ClientStore",
+    "Embedded",
+    "Engine",
+    "Reply",
+    "RunSpec",
+    "StateDict",
+    "Unscored",
+    "Versions",
+    "one_thread",
+    "registry",
+]
 
 registry = Registry(
     "engine",

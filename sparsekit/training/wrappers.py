@@ -1,0 +1,112 @@
+"""What happens when torch wraps a learnable mask: some wrappers need help, others would train or average it wrong.
+
+torch calls a global hook when a module becomes a part of another one, which is where wrappers are met.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
+
+from sparsekit.errors import UnsupportedModelError
+
+__all__ = ["Wrapped", "guard_wrappers"]
+
+
+class Wrapped(Protocol):
+    """A module whose narrow parameters belong to other units from step to step."""
+
+    model: nn.Module
+
+    @property
+    def shape_changes(self) -> int:
+        """Number of times that the parameters took other shapes."""
+        ...
+
+    def dense_state(self) -> dict[str, Tensor]:
+        """Return the dense weights."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the whole state."""
+        ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
+        """Load the whole state."""
+        ...
+
+    def sync(self) -> None:
+        """Let the mask follow importance and ratio."""
+        ...
+
+
+_kinds: set[type[nn.Module]] = set()
+
+
+def guard_wrappers(kind: type[nn.Module]) -> None:
+    """Meet every wrapper of modules of `kind`, which are `Wrapped`."""
+    if not _kinds:
+        register_module_module_registration_hook(_meet)
+    _kinds.add(kind)
+
+
+def _meet(wrapper: nn.Module, name: str, module: nn.Module | None) -> None:  # noqa: ARG001 - torch's signature
+    if isinstance(wrapper, AveragedModel | DistributedDataParallel) and module is not None:
+        for part in module.modules():
+            if isinstance(part, tuple(_kinds)):
+                if isinstance(wrapper, AveragedModel):
+                    _refuse_average()
+                else:
+                    _join(wrapper, part)
+
+
+def _refuse_average() -> None:
+    raise UnsupportedModelError(
+        "AveragedModel averages by place, where a learnable mask holds other units after every change of its mask; use"
+        " average = sparsekit.MovingAverage(masked), average.update() after each step and average.compact() at the end"
+    )
+
+
+def _join(wrapper: DistributedDataParallel, masked: Any) -> None:
+    """Give every rank the state of the first one, and refuse to train on after a change of shape."""
+    _broadcast(masked, wrapper.process_group)
+    before = masked.shape_changes
+
+    def check(*_: Any) -> None:
+        masked.sync()
+        if masked.shape_changes != before:
+            raise UnsupportedModelError(
+                "the shapes of the learnable mask's parameters changed (another ratio?) after it was wrapped in"
+                " DistributedDataParallel, which would no longer average their gradients; wrap it anew:"
+                " ddp = DistributedDataParallel(masked)"
+            )
+
+    wrapper.register_forward_pre_hook(check)
+
+
+def _broadcast(masked: Wrapped, group: Any) -> None:
+    """Load the first rank's state on all that differ: DistributedDataParallel itself broadcasts the narrow entries alone.
+
+    Buffers do not count as a difference: it broadcasts those before every pass.
+    """
+    distributed = torch.distributed
+    source = distributed.get_global_rank(group, 0)
+    state = masked.state_dict()
+    names = sorted(masked.dense_state())
+    dense = {name: state.pop(name).contiguous() for name in names}
+    own = {name: value.cpu() for name, value in state.items()}
+    box: list[Any] = [own]
+    distributed.broadcast_object_list(box, src=source, group=group)
+    first: dict[str, Tensor] = {}
+    for name in names:
+        first[name] = dense[name].clone()
+        distributed.broadcast(first[name], src=source, group=group)
+    buffers = {name for name, _ in masked.model.named_buffers(remove_duplicate=False)}
+    same = own.keys() == box[0].keys() and all(torch.equal(value, box[0][name]) for name, value in own.items())
+    if not same or any(not torch.equal(dense[name], first[name]) for name in names if name not in buffers):
+        masked.load_state_dict({**first, **box[0]})

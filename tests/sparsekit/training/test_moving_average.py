@@ -1,0 +1,97 @@
+"""MovingAverage averages each unit with itself, whichever slot it has."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from sparsekit import LearnableMask, MovingAverage
+from sparsekit.errors import ForeignMaskError, InvalidValueError
+
+
+def masked_model(dtype: torch.dtype = torch.float64, execution: str = "compact") -> tuple[LearnableMask, torch.Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 12), nn.BatchNorm1d(12), nn.Tanh(), nn.Linear(12, 3)).to(dtype)
+    x = torch.randn(16, 5).to(dtype)
+    return LearnableMask(model, (x,), ratio=0.5, explore=0.0, execution=execution), x  # type: ignore[arg-type]
+
+
+def step(masked: LearnableMask, optimizer: torch.optim.Optimizer, x: torch.Tensor, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    masked.load_importance({name: torch.rand(v.shape, generator=generator).to(v) for name, v in masked.importance().items()})
+    optimizer.zero_grad()
+    masked(x).square().sum().backward()
+    optimizer.step()
+
+
+def test_the_average_is_that_of_the_dense_weights_while_units_swap_slots() -> None:
+    masked, x = masked_model()
+    optimizer = torch.optim.SGD(masked.parameters(), lr=0.05)
+    average = MovingAverage(masked, decay=0.7)
+    expected = masked.dense_state()
+    for seed in range(6):
+        masked.ratio = 0.25 if seed == 4 else 0.5
+        step(masked, optimizer, x, seed)
+        average.update()
+        present = masked.dense_state()
+        for name, tensor in present.items():
+            is_weight = "running" not in name and "num" not in name
+            expected[name] = 0.7 * expected[name] + 0.3 * tensor if is_weight else tensor
+    for name, tensor in average.dense_state().items():
+        torch.testing.assert_close(tensor, expected[name], rtol=0, atol=1e-12)
+
+
+def test_the_compact_average_computes_what_a_copy_of_the_mask_with_the_average_does() -> None:
+    masked, x = masked_model()
+    optimizer = torch.optim.SGD(masked.parameters(), lr=0.05)
+    average = MovingAverage(masked, decay=0.5)
+    for seed in range(3):
+        step(masked, optimizer, x, seed)
+        average.update()
+    trained = masked.dense_state()
+    twin = copy.deepcopy(masked)
+    average.copy_to(twin)
+    small = average.compact()
+    torch.testing.assert_close(small.eval()(x), twin.eval()(x), rtol=0, atol=1e-12)
+    assert twin.unit_mask() == masked.unit_mask()
+    assert not torch.equal(trained["3.weight"], twin.dense_state()["3.weight"])
+    assert all(torch.equal(tensor, trained[name]) for name, tensor in masked.dense_state().items())
+
+
+def test_small_steps_count_in_bfloat16() -> None:
+    masked, _ = masked_model(torch.bfloat16)
+    average = MovingAverage(masked, decay=0.999)
+    before = average.state_dict()["3.weight"]
+    with torch.no_grad():
+        for parameter in masked.model.parameters():
+            parameter.mul_(2)
+    for _ in range(5):
+        average.update()
+    assert average.state_dict()["3.weight"].dtype == torch.float32
+    kept = masked.unit_mask()["0"]
+    moved = (average.state_dict()["3.weight"] / before)[:, kept]
+    torch.testing.assert_close(moved, torch.full_like(moved, 1 + (1 - 0.999**5)), rtol=1e-4, atol=0)
+    assert average.dense_state()["3.weight"].dtype == torch.bfloat16
+
+
+def test_an_average_goes_on_from_its_state() -> None:
+    masked, x = masked_model()
+    average = MovingAverage(masked, decay=0.5)
+    state = average.state_dict()
+    step(masked, torch.optim.SGD(masked.parameters(), lr=0.1), x, 0)
+    other = MovingAverage(masked, decay=0.5)
+    other.load_state_dict(state)
+    average.update()
+    other.update()
+    assert all(torch.equal(tensor, other.state_dict()[name]) for name, tensor in average.state_dict().items())
+    with pytest.raises(ForeignMaskError, match="another model"):
+        other.load_state_dict({})
+
+
+@pytest.mark.parametrize("decay", [-0.1, 1.0])
+def test_a_decay_outside_its_range_is_refused(decay: float) -> None:
+    with pytest.raises(InvalidValueError, match=r"decay must be in \[0, 1\)"):
+        MovingAverage(masked_model()[0], decay)

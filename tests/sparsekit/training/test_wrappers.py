@@ -1,0 +1,75 @@
+"""What wraps a learnable mask trains and averages the right units, or is refused."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
+
+from sparsekit import LearnableMask
+from sparsekit.errors import UnsupportedModelError
+
+
+def masked_model(seed: int = 0) -> LearnableMask:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(5, 12), nn.BatchNorm1d(12), nn.Tanh(), nn.Linear(12, 3)).double()
+    return LearnableMask(model, (torch.randn(4, 5, dtype=torch.float64),), ratio=0.5, explore=0.2)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_an_averaged_model_is_refused_with_what_to_use_instead(inside: bool) -> None:
+    masked = masked_model()
+    with pytest.raises(UnsupportedModelError, match=r"sparsekit\.MovingAverage\(masked\)"):
+        AveragedModel(nn.Sequential(masked) if inside else masked)
+    assert AveragedModel(masked.compact()).module is not None
+
+
+def _train_on_a_rank(rank: int, folder: str) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    try:
+        masked = masked_model(seed=rank)
+        ddp = DistributedDataParallel(masked)
+        optimizer = torch.optim.SGD(masked.parameters(), lr=0.05, momentum=0.5)
+        masks = []
+
+        def train(ddp: nn.Module, steps: int) -> None:
+            for step in range(steps):
+                torch.manual_seed(100 * rank + step)
+                optimizer.zero_grad()
+                (ddp(torch.randn(8, 5, dtype=torch.float64)).square().mean() + (9 * masked.scores).sin().sum()).backward()
+                optimizer.step()
+                masks.append(masked.unit_mask()["0"])
+
+        train(ddp, 10)
+        masked.ratio = 0.25
+        message = ""
+        try:
+            train(ddp, 1)
+        except UnsupportedModelError as error:
+            message = str(error)
+        train(DistributedDataParallel(masked), 3)
+        state = masked.state_dict()
+        buffers = {name for name in state if "running" in name}  # each rank's own, until the next pass
+        kept = {name: tensor for name, tensor in state.items() if name not in buffers}
+        torch.save({"state": kept, "message": message, "masks": masks}, f"{folder}/{rank}.pt")
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="torch was built without gloo")
+def test_ranks_that_start_from_other_weights_train_the_same_units_of_the_first_ranks_model(tmp_path: Path) -> None:
+    torch.multiprocessing.spawn(_train_on_a_rank, (str(tmp_path),), nprocs=2)
+    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
+    assert any(not torch.equal(a, b) for a, b in zip(first["masks"], first["masks"][1:], strict=False))  # it did change
+    for name, tensor in first["state"].items():
+        assert torch.equal(tensor, second["state"][name]), name
+    for found in (first, second):
+        assert "wrap it anew" in found["message"]
