@@ -22,8 +22,8 @@ from sparsekit.errors import ForeignMaskError, InvalidValueError, UnsupportedMod
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.mask import UnitMask
 from sparsekit.rng import torch_generator
-from sparsekit.surgery.optimizer_state import OptimizerState
-from sparsekit.tracing.trace import trace_units
+from sparsekit.surgery.optimizer_state import flat, take_flat
+from sparsekit.training.example import trace_example
 from sparsekit.training.execution import CompactExecution, Execution, MaskedExecution
 from sparsekit.training.optimizer_hooks import OptimizerSet, holds, just_restored, settle, watch
 from sparsekit.training.regularizer import ImportanceRegularizer
@@ -51,6 +51,8 @@ class LearnableMask(nn.Module):
         optimizer.zero_grad(); loss.backward(); optimizer.step()
     small = masked.compact()
     ```
+
+    Weight decay would pull importance towards 0: `param_groups()` keeps it out, and `weights()` is what to clip.
 
     Parts of the model may be checkpointed, with `use_reentrant=False`. A reentrant checkpoint trains the weights inside it
     as usual, but the importance of units that are read only there then learns from the regulariser alone.
@@ -125,7 +127,7 @@ class LearnableMask(nn.Module):
         if graph is None:
             if example_inputs is None:
                 raise InvalidValueError("pass example_inputs=(x,), one call's worth of inputs, or a ready graph=")
-            graph = _trace(model, example_inputs, norm)
+            graph = trace_example(model, example_inputs, norm)
         graph.check_state(model.state_dict(), what="the model")
         self.graph = graph
         self.criterion: Criterion = Learned() if criterion is None else criterion
@@ -222,10 +224,21 @@ class LearnableMask(nn.Module):
             if not stands:
                 mask = choose(self.graph, scores, self._counts(self.graph), source=source)
                 if mask != execution.mask:
+                    self._refuse_history()
                     execution.remask(mask, list(self.optimizers))
                     settle(self.optimizers)
                 self._density = mask.density(self.graph)
             self._mark_seen()
+
+    def _refuse_history(self) -> None:
+        """Raise where a history of whole steps, from one order of units, would be used with another."""
+        for optimizer in self.optimizers:
+            begun = isinstance(optimizer, torch.optim.LBFGS) and any(s.get("n_iter") for s in optimizer.state.values())
+            if begun and any(holds(optimizer, weight) for weight in self.weights()):
+                raise InvalidValueError(
+                    "LBFGS keeps a history of whole steps, which cannot follow a change of mask; use an optimiser with state"
+                    " per entry, such as SGD or Adam, or keep ratio and mask by a criterion that does not learn: Magnitude()"
+                )
 
     def _counts(self, graph: UnitGraph) -> Mapping[str, int]:
         return Uniform(self._ratio).counts(graph, {})
@@ -297,9 +310,48 @@ class LearnableMask(nn.Module):
         """The dense weights under the model's own keys: kept entries as trained, dropped ones as when last kept."""
         return self._execution.dense_state()
 
+    def weights(self) -> list[nn.Parameter]:
+        """The narrow weights: all `parameters()` but the importance, such as for `torch.nn.utils.clip_grad_norm_`."""
+        return list(self.model.parameters())
+
+    def param_groups(self, *, importance_lr: float | None = None, weight_decay: float | None = None) -> list[dict[str, Any]]:
+        """Parameter groups for an optimiser that keep importance out of weight decay.
+
+        An optimiser over plain `parameters()` decays importance as it does weights, and `clip_grad_norm_` over them counts
+        the gradients of importance.
+
+        ```python
+        optimizer = torch.optim.AdamW(masked.param_groups(importance_lr=0.01, weight_decay=0.05), lr=1e-3)
+        loss = F.cross_entropy(masked(x), y) + masked.penalty()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(masked.weights(), 1.0)
+        optimizer.step()
+        ```
+
+        Args:
+            importance_lr: Learning rate of the importance; None takes the optimiser's own.
+            weight_decay: Weight decay of the weights; None takes the optimiser's own. That of importance is 0.
+
+        Returns:
+            Two groups: the weights, then the importance.
+
+        Raises:
+            InvalidValueError: a number below 0, infinite or NaN.
+        """
+        for name, value in (("importance_lr", importance_lr), ("weight_decay", weight_decay)):
+            if value is not None and not 0.0 <= value < math.inf:
+                raise InvalidValueError(f"{name} must be a finite number >= 0 or None, got {value}")
+        weights: dict[str, Any] = {"params": self.weights()}
+        importance: dict[str, Any] = {"params": [self.scores], "weight_decay": 0.0}
+        if weight_decay is not None:
+            weights["weight_decay"] = weight_decay
+        if importance_lr is not None:
+            importance["lr"] = importance_lr
+        return [weights, importance]
+
     def leaves(self) -> list[nn.Parameter]:
         """The parameters whose optimisers follow a remask, and the importance."""
-        return [*self.model.parameters(), self.scores]
+        return [*self.weights(), self.scores]
 
     @property
     def shape_changes(self) -> int:
@@ -360,9 +412,7 @@ class LearnableMask(nn.Module):
             destination[f"{prefix}{_PREFIX}mask.{name}"] = keep.clone()
         for name, units in self._execution.slot_order().items():
             destination[f"{prefix}{_PREFIX}slots.{name}"] = units
-        for name, kinds in self._execution.saved_state().items():
-            for kind, values in kinds.items():
-                destination[f"{prefix}{_PREFIX}state.{kind}.{name}"] = values
+        destination.update(flat(self._execution.saved_state(), f"{prefix}{_PREFIX}state."))
         if isinstance(self._execution, CompactExecution):
             destination[f"{prefix}{_PREFIX}magnitudes"] = self._execution.fused.sums()
         destination[f"{prefix}{_PREFIX}ratio"] = torch.tensor(self._ratio, dtype=torch.float64)
@@ -397,35 +447,9 @@ class LearnableMask(nn.Module):
         return twin
 
 
-def _trace(
-    model: nn.Module,
-    example_inputs: tuple[Any, ...] | Mapping[str, Any] | Tensor,
-    norm: Literal["fixed", "kept"],
-) -> UnitGraph:
-    if isinstance(example_inputs, Mapping):
-        return trace_units(model, norm=norm, example_kwargs=example_inputs)
-    if isinstance(example_inputs, Tensor):
-        return trace_units(model, example_inputs, norm=norm)
-    if not isinstance(example_inputs, tuple | list):
-        raise InvalidValueError(
-            "example_inputs must be a tuple of positional inputs, a mapping of keyword inputs or one tensor,"
-            f" got {type(example_inputs).__name__}; pass (x,), one call's worth of inputs"
-        )
-    return trace_units(model, *example_inputs, norm=norm)
-
-
 def _fixed_rng() -> np.random.Generator:
     """Return what a criterion that draws uses when no generator was given: the same draws in every program."""
     return np.random.default_rng(0)
-
-
-def _saved_state(state: dict[str, Any], prefix: str) -> OptimizerState:
-    """Take the optimiser state of dropped units out of a state dict, where it lies under prefix, kind and key."""
-    saved: OptimizerState = {}
-    for full in [name for name in state if name.startswith(prefix)]:
-        kind, _, name = full.removeprefix(prefix).partition(".")
-        saved.setdefault(name, {})[kind] = state.pop(full)
-    return saved
 
 
 def _load_dense(
@@ -457,7 +481,7 @@ def _load_dense(
     module._passes = int(state.pop(f"{prefix}{_PREFIX}passes", module._passes))
     # State that was just loaded comes from the same checkpoint and has its order of units already.
     following = [optimizer for optimizer in module.optimizers if not just_restored(optimizer)]
-    saved = _saved_state(state, f"{prefix}{_PREFIX}state.")
+    saved = take_flat(state, f"{prefix}{_PREFIX}state.")
     module._execution.load({**present, **dense}, UnitMask(entries), order or None, following, saved)
     sums = state.pop(f"{prefix}{_PREFIX}magnitudes", None)
     if sums is not None and isinstance(module._execution, CompactExecution):
@@ -468,6 +492,7 @@ def _load_dense(
     module._density = module._execution.mask.density(module.graph)
     module.load_importance(scores)
     module._mark_seen()
-    state[prefix + "scores"] = module.scores.detach()
-    for name, tensor in module.model.state_dict().items():
+    # The parameters themselves: load_state_dict(assign=True) then puts each in its own place, and optimisers keep theirs.
+    state[prefix + "scores"] = module.scores
+    for name, tensor in module.model.state_dict(keep_vars=True).items():
         state[f"{prefix}model.{name}"] = tensor
