@@ -44,6 +44,8 @@ __all__ = [
     "foreach_sub",
     "foreach_zero_",
     "identity",
+    "in_transform",
+    "is_transformed",
     "operator_packet",
     "operator_schema",
     "parameters_of",
@@ -151,6 +153,16 @@ def channel_axis(module: InstanceNorm, rank: int) -> int:
 def identity(tensor: Tensor) -> tuple[int, int]:
     """What changes when the values of a tensor do: the number of its changes in place, and where it lies in memory."""
     return tensor._version, tensor.data_ptr()
+
+
+def in_transform() -> bool:
+    """Whether a transform of torch.func (grad, vmap, …) runs."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def is_transformed(tensor: Tensor) -> bool:
+    """Whether a tensor stands for another one inside a transform of torch.func; it has no memory of its own."""
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
 
 
 def without_compiler(model: nn.Module) -> nn.Module:

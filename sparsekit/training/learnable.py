@@ -27,7 +27,7 @@ from sparsekit.training.example import trace_example
 from sparsekit.training.execution import CompactExecution, Execution, MaskedExecution
 from sparsekit.training.optimizer_hooks import OptimizerSet, holds, just_restored, settle, watch
 from sparsekit.training.regularizer import ImportanceRegularizer
-from sparsekit.training.wrappers import guard_wrappers
+from sparsekit.training.wrappers import check_transforms, guard_wrappers
 
 __all__ = ["LearnableMask"]
 
@@ -164,6 +164,7 @@ class LearnableMask(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the sparse model: the arguments and the result are those of the wrapped model."""
+        check_transforms(self.scores, narrow=isinstance(self._execution, CompactExecution))
         self.sync()
         return self._execution.call(self.scores, args, kwargs, explore=self._exploration())
 

@@ -57,8 +57,9 @@ class _Entry:
         else:
             if tensor.shape != self.parameter.shape:
                 # A graph that is still referenced, such as that of the last loss, keeps the leaf's gradient accumulator
-                # alive, which remembers the old shape. Only a change of dtype makes torch forget it.
-                other = torch.float32 if tensor.dtype == torch.float64 else torch.float64
+                # alive, which remembers the old shape. Only a change of dtype makes torch forget it. Not every device has
+                # float64.
+                other = torch.float16 if tensor.dtype == torch.float32 else torch.float32
                 self.parameter.data = tensor.new_empty(0, dtype=other)
             # The one way to give a leaf another shape while optimisers and modules keep their references to it.
             self.parameter.data = tensor

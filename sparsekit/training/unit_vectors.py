@@ -31,6 +31,10 @@ class Reader:
 
     def products(self, weight: Tensor, gradient: Tensor) -> Tensor:
         """Σ gradient · weight at each position along the axis: (narrow size,)."""
+        kind = weight.device.type
+        if torch.is_autocast_enabled(kind):  # backward() under autocast: CUDA would sum in half precision
+            with torch.autocast(kind, enabled=False):
+                return self.products(weight, gradient)
         product = wide(gradient) * wide(weight)
         if product.dim() == 1:
             return product

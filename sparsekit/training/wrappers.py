@@ -1,4 +1,4 @@
-"""What happens when torch wraps a learnable mask: some wrappers need help, others would train or average it wrong.
+"""What wraps a learnable mask: some wrappers of torch need help, others cannot work, or would train or average it wrong.
 
 torch calls a global hook when a module becomes a part of another one, which is where wrappers are met.
 """
@@ -13,9 +13,10 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
+from sparsekit._torch import in_transform, is_transformed
 from sparsekit.errors import UnsupportedModelError
 
-__all__ = ["Wrapped", "guard_wrappers"]
+__all__ = ["Wrapped", "check_transforms", "guard_wrappers"]
 
 
 class Wrapped(Protocol):
@@ -43,6 +44,24 @@ class Wrapped(Protocol):
     def sync(self) -> None:
         """Let the mask follow importance and ratio."""
         ...
+
+
+def check_transforms(scores: Tensor, *, narrow: bool) -> None:
+    """Refuse to be differentiated inside torch.func.
+
+    Args:
+        scores: The importance.
+        narrow: Whether the model is narrow, so that the gradient of the scores is computed from that of the weights.
+
+    Raises:
+        UnsupportedModelError: a transform would have to read values, or differentiate what it cannot.
+    """
+    if in_transform() and (is_transformed(scores) or (narrow and torch.is_grad_enabled())):
+        raise UnsupportedModelError(
+            "a learnable mask cannot be differentiated inside torch.func (grad, vmap, …), which hands it tensors without"
+            " values to read the mask from; for gradients per example call backward() on one example at a time, or, for"
+            " those of the weights alone, masked.sync() and then torch.func over masked.model, the narrow module"
+        )
 
 
 _kinds: set[type[nn.Module]] = set()

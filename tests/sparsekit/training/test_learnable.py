@@ -571,3 +571,29 @@ def test_a_compiled_model_learns_its_mask() -> None:
             optimizer.step()
         x = torch.randn(4, 3)
         torch.testing.assert_close(masked.compact()(x), masked(x))
+
+
+@pytest.mark.parametrize("execution", ["compact", "masked"])
+def test_per_sample_gradients_of_torch_func_are_refused_with_the_way_out(execution) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(5, 6)
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+    masked = LearnableMask(model, (x,), ratio=0.5, execution=execution)
+    parameters = {name: parameter.detach() for name, parameter in masked.named_parameters()}
+
+    def loss(values, example):
+        return torch.func.functional_call(masked, values, (example[None],)).square().sum()
+
+    for transform in (torch.func.grad(loss), torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))):
+        with pytest.raises(UnsupportedModelError, match=r"torch\.func over masked\.model"):
+            transform(parameters, x)
+    masked.sync()
+    narrow = {name: parameter.detach() for name, parameter in masked.model.named_parameters()}
+
+    def inner(values, example):
+        return torch.func.functional_call(masked.model, values, (example[None],)).square().sum()
+
+    each = torch.func.vmap(torch.func.grad(inner), in_dims=(None, 0))(narrow, x)
+    assert each["0.weight"].shape == (5, *narrow["0.weight"].shape)
+    with torch.no_grad():
+        assert torch.func.vmap(masked)(x[:, None]).shape == (5, 1, 3)

@@ -12,6 +12,7 @@ from optimizers import Lookahead, Sam
 from torch import nn
 
 from sparsekit import LearnableMask, NarrowModel, UnitMask, compact, select, trace_units
+from sparsekit._torch import DispatchMode, tree_leaves
 from sparsekit.criteria import Learned, Random, View
 from sparsekit.errors import ForeignMaskError
 
@@ -223,3 +224,31 @@ def test_units_that_enter_keep_their_weights_under_an_optimiser_that_holds_copie
         # A unit that leaves within a step of SAM keeps its ascent in compact execution.
         tolerance = 0.5 if within and make is Sam else 1e-10
         torch.testing.assert_close(tensor, reference[name], rtol=0, atol=tolerance)
+
+
+class _Dtypes(DispatchMode):
+    """Notes the dtype of every tensor that an operator makes, but for single numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[torch.dtype] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.seen |= {leaf.dtype for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor) and leaf.dim()}
+        return result
+
+
+def test_training_a_float32_model_makes_no_float64_which_not_every_device_has() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(4, 6)
+    masked = LearnableMask(nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)), (x,), ratio=0.5, explore=0.5)
+    optimizer = torch.optim.Adam(masked.parameters(), lr=0.1)
+    with _Dtypes() as dtypes:
+        for step in range(6):
+            masked.ratio = 0.25 if step == 3 else 0.5
+            optimizer.zero_grad()
+            (masked(x).square().sum() + masked.penalty()).backward()
+            optimizer.step()
+    assert torch.float32 in dtypes.seen
+    assert torch.float64 not in dtypes.seen

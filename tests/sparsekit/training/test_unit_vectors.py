@@ -6,10 +6,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from narrow import X, Y, network, prepared
+from torch.overrides import TorchFunctionMode
 
-from sparsekit import choose, select
+from sparsekit import LearnableMask, choose, select
 from sparsekit.criteria import Random, View
 from sparsekit.criteria.magnitudes import unit_magnitudes
+from sparsekit.training.unit_vectors import Reader
 
 
 @pytest.mark.parametrize("ratio", [1.0, 0.5])
@@ -59,3 +61,42 @@ def test_stands_agrees_with_sorting_on_random_importance() -> None:
         assert fused.stands(importance) == (best == narrow_model.mask)
         agreed += fused.stands(importance)
     assert 0 < agreed < 200
+
+
+def test_the_gate_gradient_is_summed_outside_autocast_also_when_backward_runs_inside() -> None:
+    seen = []
+
+    class Watch(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            if func is torch.mv:
+                seen.append(torch.is_autocast_enabled("cpu"))  # CUDA casts this product, a CPU does not
+            return func(*args, **(kwargs or {}))
+
+    reader = Reader(torch.nn.Parameter(torch.randn(4, 6)), 1)
+    gradient = torch.randn(4, 6)
+    expected = reader.products(reader.leaf.detach(), gradient)
+    with torch.autocast("cpu", dtype=torch.bfloat16), Watch():
+        found = reader.products(reader.leaf.detach(), gradient)
+    assert seen == [False]
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_scores_have_a_gradient_in_their_own_dtype_when_backward_runs_under_autocast(dtype) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(8 * 4, 3))
+    x = torch.randn(4, 3, 4, 4)
+    masked = LearnableMask(model, (x,), ratio=0.5, explore=0.0)
+    found = []
+    for inside in (True, False):
+        masked.zero_grad()
+        with torch.autocast("cpu", dtype=dtype):
+            loss = masked(x).float().square().sum()
+            if inside:
+                loss.backward()
+        if not inside:
+            loss.backward()
+        assert masked.scores.grad is not None
+        assert masked.scores.grad.dtype == torch.float32
+        found.append(masked.scores.grad)
+    assert torch.equal(*found)
