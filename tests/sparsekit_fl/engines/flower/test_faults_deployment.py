@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,16 @@ class Storm:
     killed_pid: int
     counts: dict[str, str]
     deadline_seconds: float
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder into which a device may still be writing what it has just learnt."""
+    for _ in range(50):
+        shutil.rmtree(folder, ignore_errors=True)
+        if not folder.exists():
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"{folder} is still written to")
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +98,7 @@ def storm(tmp_path_factory: pytest.TempPathFactory) -> Storm:
         deployment.event("began-0-3")
         for client_id in (6, 7):
             deployment.event(f"done-{client_id}-3")
-        shutil.rmtree(deployment.state("late"))
+        _remove(deployment.state("late"))
         for name, clients in (("killed", "4,5"), ("claiming", "0")):
             deployment.start_node(name, clients)
         for name in ("killed", "claiming"):
