@@ -438,6 +438,7 @@ class LearnableMask(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         watch(self)
+        guard_wrappers(LearnableMask)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LearnableMask:
         twin = self.__class__.__new__(self.__class__)
