@@ -357,8 +357,7 @@ class LearnableMask(nn.Module):
     @property
     def shape_changes(self) -> int:
         """Number of times that the narrow parameters took other shapes, as they do with another ratio."""
-        execution = self._execution
-        return execution.narrow_model.shape_changes if isinstance(execution, CompactExecution) else 0
+        return self._execution.narrow_model.shape_changes if isinstance(self._execution, CompactExecution) else 0
 
     def track(self, optimizer: Optimizer) -> None:
         """Let the state of `optimizer` follow the mask from now on.
