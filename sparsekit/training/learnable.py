@@ -364,7 +364,8 @@ class LearnableMask(nn.Module):
         """Let the state of `optimizer` follow the mask from now on.
 
         Torch optimisers need no such call: they are found at their first step, and when they are loaded, copied or
-        unpickled. Call it for an optimiser whose `state` was filled by other means before its first step.
+        unpickled. Call it for an optimiser whose `state` is filled by other means than its `step`, such as SAM's
+        `first_step` and `second_step`.
 
         Args:
             optimizer: Steps some of `parameters()`; held weakly.
