@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from sparsekit._torch import identity
+from sparsekit._torch import identity, outside_compiler
 from sparsekit.allocation.choose import choose
 from sparsekit.allocation.uniform import Uniform, check_ratio
 from sparsekit.criteria.base import Criterion, View, check_scores
@@ -25,13 +26,14 @@ from sparsekit.rng import torch_generator
 from sparsekit.surgery.optimizer_state import flat, take_flat
 from sparsekit.training.example import trace_example
 from sparsekit.training.execution import CompactExecution, Execution, MaskedExecution
-from sparsekit.training.optimizer_hooks import OptimizerSet, holds, just_restored, settle, watch
+from sparsekit.training.optimizer_hooks import OptimizerSet, holds, just_restored, refuse_history, settle, watch
 from sparsekit.training.regularizer import ImportanceRegularizer
 from sparsekit.training.wrappers import check_transforms, guard_wrappers
 
 __all__ = ["LearnableMask"]
 
 _PREFIX = "sparsekit."
+_UNCOMPILED = "torch.compile leaves a LearnableMask out; compile the model inside: LearnableMask(torch.compile(model), ...)"
 
 
 class LearnableMask(nn.Module):
@@ -164,6 +166,14 @@ class LearnableMask(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the sparse model: the arguments and the result are those of the wrapped model."""
+        run = LearnableMask._run_uncompiled if torch.compiler.is_compiling() else LearnableMask._run
+        return outside_compiler(run)(self, args, kwargs)
+
+    def _run_uncompiled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        warnings.warn(_UNCOMPILED, stacklevel=2)
+        return self._run(args, kwargs)
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         check_transforms(self.scores, narrow=isinstance(self._execution, CompactExecution))
         self.sync()
         return self._execution.call(self.scores, args, kwargs, explore=self._exploration())
@@ -225,21 +235,11 @@ class LearnableMask(nn.Module):
             if not stands:
                 mask = choose(self.graph, scores, self._counts(self.graph), source=source)
                 if mask != execution.mask:
-                    self._refuse_history()
+                    refuse_history(self.optimizers, self.weights())
                     execution.remask(mask, list(self.optimizers))
                     settle(self.optimizers)
                 self._density = mask.density(self.graph)
             self._mark_seen()
-
-    def _refuse_history(self) -> None:
-        """Raise where a history of whole steps, from one order of units, would be used with another."""
-        for optimizer in self.optimizers:
-            begun = isinstance(optimizer, torch.optim.LBFGS) and any(s.get("n_iter") for s in optimizer.state.values())
-            if begun and any(holds(optimizer, weight) for weight in self.weights()):
-                raise InvalidValueError(
-                    "LBFGS keeps a history of whole steps, which cannot follow a change of mask; use an optimiser with state"
-                    " per entry, such as SGD or Adam, or keep ratio and mask by a criterion that does not learn: Magnitude()"
-                )
 
     def _counts(self, graph: UnitGraph) -> Mapping[str, int]:
         return Uniform(self._ratio).counts(graph, {})

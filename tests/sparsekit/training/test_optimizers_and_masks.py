@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -370,3 +371,37 @@ def test_second_derivatives_are_those_of_masked_execution() -> None:
     for compact, reference in zip(*found, strict=True):
         torch.testing.assert_close(compact, reference, rtol=1e-9, atol=1e-12)
         assert reference.abs().sum() > 0
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_compiler_around_a_mask_leaves_it_out_and_says_so(in_place: bool, inside: bool) -> None:
+    found = []
+    torch.compiler.reset()
+    for compiled in (False, True):
+        model, x, y = _classifier()
+        graphs: list[object] = []
+
+        def backend(graph: torch.fx.GraphModule, _: object, graphs: list[object] = graphs) -> object:
+            graphs.append(graph)
+            return graph.forward
+
+        model = torch.compile(model, backend=backend) if inside else model
+        masked = LearnableMask(model, (x,), ratio=0.5, explore=0.5)
+        optimizer = torch.optim.SGD(masked.parameters(), lr=0.5)
+        call = masked
+        if compiled and in_place:
+            masked.compile(backend=backend)
+        elif compiled:
+            call = torch.compile(masked, backend=backend)
+        for step in range(12):
+            with pytest.warns(UserWarning, match=r"LearnableMask\(torch\.compile\(model\)") if compiled else nullcontext():
+                loss = F.cross_entropy(call(x), y) + masked.penalty()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            assert len(graphs) <= (3 if inside else 0), step
+        assert bool(graphs) == inside
+        found.append(masked.state_dict())
+    for name, expected in found[0].items():
+        assert torch.equal(found[1][name], expected), name
