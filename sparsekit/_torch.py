@@ -7,7 +7,7 @@ file mentions a private name of torch.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -174,6 +174,18 @@ def without_compiler(model: nn.Module) -> nn.Module:
 def eager() -> AbstractContextManager[Any]:
     """A context in which compiled modules run as they are written; it does not import the compiler."""
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+
+
+_outside: dict[Callable[..., Any], Callable[..., Any]] = {}
+
+
+def outside_compiler(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function itself, which a compiler around its caller does not enter; it does not import the compiler."""
+    if "torch._dynamo" not in sys.modules:
+        return function
+    if function not in _outside:
+        _outside[function] = torch.compiler.disable(function)
+    return _outside[function]
 
 
 def storage_id(tensor: Tensor) -> int:

@@ -20,20 +20,29 @@ class Sam(torch.optim.Optimizer):
     def __init__(self, params: Iterable[Any], lr: float = 0.1, rho: float = 0.5) -> None:
         super().__init__(params, {"lr": lr, "rho": rho})
 
-    def step(self, closure: Callable[[], Tensor]) -> None:  # type: ignore[override]
-        leaves = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+    def _leaves(self) -> list[Tensor]:
+        return [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+
+    @torch.no_grad()
+    def first_step(self) -> None:
+        leaves = self._leaves()
         norm = torch.stack([p.grad.norm() for p in leaves]).norm()
-        with torch.no_grad():
-            for p in leaves:
-                self.state[p]["old_p"] = p.detach().clone()
-                p.add_(p.grad, alpha=float(self.defaults["rho"] / norm))
+        for p in leaves:
+            self.state[p]["old_p"] = p.detach().clone()
+            p.add_(p.grad, alpha=float(self.defaults["rho"] / norm))
         self.zero_grad()
+
+    @torch.no_grad()
+    def second_step(self) -> None:
+        for p in self._leaves():
+            p.copy_(self.state[p]["old_p"])
+            p.sub_(p.grad, alpha=self.defaults["lr"])
+
+    def step(self, closure: Callable[[], Tensor]) -> None:  # type: ignore[override]
+        self.first_step()
         with torch.enable_grad():
             closure().backward()
-        with torch.no_grad():
-            for p in leaves:
-                p.copy_(self.state[p]["old_p"])
-                p.sub_(p.grad, alpha=self.defaults["lr"])
+        self.second_step()
 
 
 class Lookahead(torch.optim.Optimizer):

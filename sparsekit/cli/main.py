@@ -144,6 +144,8 @@ def units(
     from sparsekit.tracing.trace import FixedUnitsWarning, trace_units
 
     module, inputs = _load_model(model, [_example(text) for text in example_shape or []])
+    if example_shape:
+        inputs = _with_tokens(module, inputs)
     with warnings.catch_warnings():
         # The same facts are in the table.
         warnings.simplefilter("ignore", FixedUnitsWarning)
@@ -166,6 +168,26 @@ def _example(text: str) -> Any:
             f"--example-shape must be positive integers with commas between, as in 1,3,32,32 or 1,20:int64, got {text!r}"
         )
     return torch.zeros([int(size) for size in sizes], dtype=dtype)
+
+
+def _with_tokens(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Draw the integers, always the same, from the ids that every embedding knows: a row of zeros may be padding."""
+    import numpy as np
+    import torch
+    from torch import nn
+
+    from sparsekit.rng import torch_generator
+
+    known = min(
+        (part.num_embeddings for part in module.modules() if isinstance(part, nn.Embedding | nn.EmbeddingBag)), default=2
+    )
+    generator = torch_generator(np.random.default_rng(0))
+    return tuple(
+        tensor
+        if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool
+        else torch.randint(min(known, 100), tensor.shape, generator=generator, dtype=tensor.dtype)
+        for tensor in inputs
+    )
 
 
 def _load_model(name: str, inputs: list[Any]) -> tuple[nn.Module, tuple[Any, ...]]:

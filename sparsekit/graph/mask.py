@@ -72,6 +72,15 @@ class UnitMask(_Mask):
 
     _what = "the unit mask"
 
+    def __init__(self, entries: Mapping[str, Tensor]) -> None:
+        """Take the entries to the CPU, from whichever device they were made on: the tables of a graph are there."""
+        meta = [name for name, keep in entries.items() if keep.is_meta]
+        if meta:
+            raise InvalidValueError(
+                f"{self._what} of {meta[0]!r} is on the meta device and has no values; make it from a model that has data"
+            )
+        super().__init__({name: keep.cpu() for name, keep in entries.items()})
+
     @staticmethod
     def full(graph: UnitGraph) -> UnitMask:
         """Every unit kept."""

@@ -6,7 +6,6 @@ One multiply-add is 2 FLOPs. `flops_compact` is what a physically small model ex
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +19,7 @@ from sparsekit.errors import InvalidValueError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.mask import UnitMask, WeightMask
 from sparsekit.measure.flops import entry_keys, record_pass
-from sparsekit.surgery.rebuild import narrow_module
+from sparsekit.surgery.rebuild import copy_with, narrow_module
 
 __all__ = ["Cost", "CostModel", "CostTerm", "count_cost", "trace_cost"]
 
@@ -155,7 +154,7 @@ def trace_cost(model: nn.Module, *example_inputs: Any, graph: UnitGraph, **examp
     Raises:
         TraceError: the model fails on the inputs.
     """
-    copied = copy.deepcopy(model).eval()
+    copied = copy_with(model, {}).eval()  # unlike a deep copy, it takes computed weights such as those of weight norm
     state, keys = copied.state_dict(keep_vars=True), entry_keys(copied)
     recorder = record_pass(copied, example_inputs, example_kwargs)
     first = _first_tensor([*example_inputs, *example_kwargs.values()])

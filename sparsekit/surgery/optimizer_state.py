@@ -23,13 +23,32 @@ __all__ = [
     "SavedState",
     "copies_of_weights",
     "first_value",
+    "flat",
     "other_state",
     "remap_optimizer",
     "state_of_shape",
+    "take_flat",
 ]
 
 OptimizerState: TypeAlias = dict[str, dict[str, Tensor]]
 """State-dict key → name of the state (`momentum_buffer`, `exp_avg`, …) → dense tensor."""
+
+_FACTORED = frozenset({"row_var", "col_var"})
+"""Adafactor's moments of rows and columns: those of a matrix of one row have its shape, and are none the less sums."""
+
+
+def flat(state: OptimizerState, prefix: str) -> dict[str, Tensor]:
+    """Return the tensors of `state` under prefix, name of the state and key, as in `exp_avg.body.0.weight`."""
+    return {f"{prefix}{kind}.{key}": value for key, kinds in state.items() for kind, value in kinds.items()}
+
+
+def take_flat(entries: dict[str, Any], prefix: str) -> OptimizerState:
+    """Move what `flat` made with the same prefix out of `entries`."""
+    state: OptimizerState = {}
+    for full in [name for name in entries if name.startswith(prefix)]:
+        kind, _, key = full.removeprefix(prefix).partition(".")
+        state.setdefault(key, {})[kind] = entries.pop(full)
+    return state
 
 
 class HasState(Protocol):
@@ -78,7 +97,7 @@ def copies_of_weights(owner: HasState, leaves: Iterable[Tensor]) -> set[str]:
 def state_of_shape(owner: HasState, leaf: Tensor) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, tensor) of the state that lies entry by entry, so that it can follow the units of `leaf`."""
     for name, value in (owner.state.get(leaf) or {}).items():
-        if isinstance(value, Tensor) and value.dim() > 0 and value.shape == leaf.shape:
+        if isinstance(value, Tensor) and value.dim() > 0 and value.shape == leaf.shape and name not in _FACTORED:
             yield name, value
 
 
@@ -87,7 +106,8 @@ def other_state(owner: HasState, leaf: Tensor, shape: torch.Size) -> list[str]:
     return [
         name
         for name, value in (owner.state.get(leaf) or {}).items()
-        if isinstance(value, list | tuple | dict) or (isinstance(value, Tensor) and value.dim() > 0 and value.shape != shape)
+        if isinstance(value, list | tuple | dict)
+        or (isinstance(value, Tensor) and value.dim() > 0 and (value.shape != shape or name in _FACTORED))
     ]
 
 

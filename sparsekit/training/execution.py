@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from sparsekit.criteria.magnitudes import unit_magnitudes
 from sparsekit.graph.graph import UnitGraph
-from sparsekit.graph.index import wide
+from sparsekit.graph.index import along, wide
 from sparsekit.graph.mask import UnitMask, to_weights
 from sparsekit.graph.state import StateDict
 from sparsekit.surgery.compaction import compact
@@ -105,17 +105,28 @@ class _GateGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, leaf: Tensor, scores: Tensor, readers: list[Reader], units: list[Tensor]) -> Tensor:
         ctx.save_for_backward(leaf)
-        ctx.readers, ctx.units, ctx.total = readers, units, scores.numel()
+        ctx.readers, ctx.units, ctx.scores = readers, units, scores
         return leaf.view_as(leaf)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
         (gradient,) = gradients
         (leaf,) = ctx.saved_tensors
-        fused = wide(leaf).new_zeros(ctx.total + 1)
-        for reader, units in zip(ctx.readers, ctx.units, strict=True):
-            fused.index_add_(0, units, reader.products(leaf, gradient))
-        return gradient, fused[:-1], None, None
+        twice = torch.is_grad_enabled()  # with create_graph=True, the gradients themselves depend on the gates
+        fused = wide(leaf).new_zeros(ctx.scores.numel() + 1)
+        for i, (reader, units) in enumerate(zip(ctx.readers, ctx.units, strict=True)):
+            entries = _through_gates(ctx, leaf, but=i) if twice else leaf
+            fused.index_add_(0, units, reader.products(entries, gradient))
+        return _through_gates(ctx, gradient) if twice else gradient, fused[:-1], None, None
+
+
+def _through_gates(ctx: Any, entries: Tensor, but: int | None = None) -> Tensor:
+    """Multiply by the gates of all readers `but` one, which are 1: the values stay, derivatives by the scores come in."""
+    gates = torch.cat([ctx.scores - ctx.scores.detach() + 1.0, ctx.scores.new_ones(1)]).to(entries.dtype)
+    for i, (reader, units) in enumerate(zip(ctx.readers, ctx.units, strict=True)):
+        if i != but:
+            entries = entries * along(gates[units], reader.dim, entries.dim())
+    return entries
 
 
 class CompactExecution:

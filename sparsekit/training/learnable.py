@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from sparsekit._torch import identity
+from sparsekit._torch import identity, outside_compiler
 from sparsekit.allocation.choose import choose
 from sparsekit.allocation.uniform import Uniform, check_ratio
 from sparsekit.criteria.base import Criterion, View, check_scores
@@ -22,16 +23,17 @@ from sparsekit.errors import ForeignMaskError, InvalidValueError, UnsupportedMod
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.mask import UnitMask
 from sparsekit.rng import torch_generator
-from sparsekit.surgery.optimizer_state import OptimizerState
-from sparsekit.tracing.trace import trace_units
+from sparsekit.surgery.optimizer_state import flat, take_flat
+from sparsekit.training.example import trace_example
 from sparsekit.training.execution import CompactExecution, Execution, MaskedExecution
-from sparsekit.training.optimizer_hooks import OptimizerSet, holds, just_restored, settle, watch
+from sparsekit.training.optimizer_hooks import OptimizerSet, holds, just_restored, refuse_history, settle, watch
 from sparsekit.training.regularizer import ImportanceRegularizer
 from sparsekit.training.wrappers import check_transforms, guard_wrappers
 
 __all__ = ["LearnableMask"]
 
 _PREFIX = "sparsekit."
+_UNCOMPILED = "torch.compile leaves a LearnableMask out; compile the model inside: LearnableMask(torch.compile(model), ...)"
 
 
 class LearnableMask(nn.Module):
@@ -51,6 +53,8 @@ class LearnableMask(nn.Module):
         optimizer.zero_grad(); loss.backward(); optimizer.step()
     small = masked.compact()
     ```
+
+    Weight decay would pull importance towards 0: `param_groups()` keeps it out, and `weights()` is what to clip.
 
     Parts of the model may be checkpointed, with `use_reentrant=False`. A reentrant checkpoint trains the weights inside it
     as usual, but the importance of units that are read only there then learns from the regulariser alone.
@@ -125,7 +129,7 @@ class LearnableMask(nn.Module):
         if graph is None:
             if example_inputs is None:
                 raise InvalidValueError("pass example_inputs=(x,), one call's worth of inputs, or a ready graph=")
-            graph = _trace(model, example_inputs, norm)
+            graph = trace_example(model, example_inputs, norm)
         graph.check_state(model.state_dict(), what="the model")
         self.graph = graph
         self.criterion: Criterion = Learned() if criterion is None else criterion
@@ -162,6 +166,14 @@ class LearnableMask(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the sparse model: the arguments and the result are those of the wrapped model."""
+        run = LearnableMask._run_uncompiled if torch.compiler.is_compiling() else LearnableMask._run
+        return outside_compiler(run)(self, args, kwargs)
+
+    def _run_uncompiled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        warnings.warn(_UNCOMPILED, stacklevel=2)
+        return self._run(args, kwargs)
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         check_transforms(self.scores, narrow=isinstance(self._execution, CompactExecution))
         self.sync()
         return self._execution.call(self.scores, args, kwargs, explore=self._exploration())
@@ -223,6 +235,7 @@ class LearnableMask(nn.Module):
             if not stands:
                 mask = choose(self.graph, scores, self._counts(self.graph), source=source)
                 if mask != execution.mask:
+                    refuse_history(self.optimizers, self.weights())
                     execution.remask(mask, list(self.optimizers))
                     settle(self.optimizers)
                 self._density = mask.density(self.graph)
@@ -298,21 +311,60 @@ class LearnableMask(nn.Module):
         """The dense weights under the model's own keys: kept entries as trained, dropped ones as when last kept."""
         return self._execution.dense_state()
 
+    def weights(self) -> list[nn.Parameter]:
+        """The narrow weights: all `parameters()` but the importance, such as for `torch.nn.utils.clip_grad_norm_`."""
+        return list(self.model.parameters())
+
+    def param_groups(self, *, importance_lr: float | None = None, weight_decay: float | None = None) -> list[dict[str, Any]]:
+        """Parameter groups for an optimiser that keep importance out of weight decay.
+
+        An optimiser over plain `parameters()` decays importance as it does weights, and `clip_grad_norm_` over them counts
+        the gradients of importance.
+
+        ```python
+        optimizer = torch.optim.AdamW(masked.param_groups(importance_lr=0.01, weight_decay=0.05), lr=1e-3)
+        loss = F.cross_entropy(masked(x), y) + masked.penalty()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(masked.weights(), 1.0)
+        optimizer.step()
+        ```
+
+        Args:
+            importance_lr: Learning rate of the importance; None takes the optimiser's own.
+            weight_decay: Weight decay of the weights; None takes the optimiser's own. That of importance is 0.
+
+        Returns:
+            Two groups: the weights, then the importance.
+
+        Raises:
+            InvalidValueError: a number below 0, infinite or NaN.
+        """
+        for name, value in (("importance_lr", importance_lr), ("weight_decay", weight_decay)):
+            if value is not None and not 0.0 <= value < math.inf:
+                raise InvalidValueError(f"{name} must be a finite number >= 0 or None, got {value}")
+        weights: dict[str, Any] = {"params": self.weights()}
+        importance: dict[str, Any] = {"params": [self.scores], "weight_decay": 0.0}
+        if weight_decay is not None:
+            weights["weight_decay"] = weight_decay
+        if importance_lr is not None:
+            importance["lr"] = importance_lr
+        return [weights, importance]
+
     def leaves(self) -> list[nn.Parameter]:
         """The parameters whose optimisers follow a remask, and the importance."""
-        return [*self.model.parameters(), self.scores]
+        return [*self.weights(), self.scores]
 
     @property
     def shape_changes(self) -> int:
         """Number of times that the narrow parameters took other shapes, as they do with another ratio."""
-        execution = self._execution
-        return execution.narrow_model.shape_changes if isinstance(execution, CompactExecution) else 0
+        return self._execution.narrow_model.shape_changes if isinstance(self._execution, CompactExecution) else 0
 
     def track(self, optimizer: Optimizer) -> None:
         """Let the state of `optimizer` follow the mask from now on.
 
         Torch optimisers need no such call: they are found at their first step, and when they are loaded, copied or
-        unpickled. Call it for an optimiser whose `state` was filled by other means before its first step.
+        unpickled. Call it for an optimiser whose `state` is filled by other means than its `step`, such as SAM's
+        `first_step` and `second_step`.
 
         Args:
             optimizer: Steps some of `parameters()`; held weakly.
@@ -361,9 +413,7 @@ class LearnableMask(nn.Module):
             destination[f"{prefix}{_PREFIX}mask.{name}"] = keep.clone()
         for name, units in self._execution.slot_order().items():
             destination[f"{prefix}{_PREFIX}slots.{name}"] = units
-        for name, kinds in self._execution.saved_state().items():
-            for kind, values in kinds.items():
-                destination[f"{prefix}{_PREFIX}state.{kind}.{name}"] = values
+        destination.update(flat(self._execution.saved_state(), f"{prefix}{_PREFIX}state."))
         if isinstance(self._execution, CompactExecution):
             destination[f"{prefix}{_PREFIX}magnitudes"] = self._execution.fused.sums()
         destination[f"{prefix}{_PREFIX}ratio"] = torch.tensor(self._ratio, dtype=torch.float64)
@@ -387,6 +437,7 @@ class LearnableMask(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         watch(self)
+        guard_wrappers(LearnableMask)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LearnableMask:
         twin = self.__class__.__new__(self.__class__)
@@ -398,35 +449,9 @@ class LearnableMask(nn.Module):
         return twin
 
 
-def _trace(
-    model: nn.Module,
-    example_inputs: tuple[Any, ...] | Mapping[str, Any] | Tensor,
-    norm: Literal["fixed", "kept"],
-) -> UnitGraph:
-    if isinstance(example_inputs, Mapping):
-        return trace_units(model, norm=norm, example_kwargs=example_inputs)
-    if isinstance(example_inputs, Tensor):
-        return trace_units(model, example_inputs, norm=norm)
-    if not isinstance(example_inputs, tuple | list):
-        raise InvalidValueError(
-            "example_inputs must be a tuple of positional inputs, a mapping of keyword inputs or one tensor,"
-            f" got {type(example_inputs).__name__}; pass (x,), one call's worth of inputs"
-        )
-    return trace_units(model, *example_inputs, norm=norm)
-
-
 def _fixed_rng() -> np.random.Generator:
     """Return what a criterion that draws uses when no generator was given: the same draws in every program."""
     return np.random.default_rng(0)
-
-
-def _saved_state(state: dict[str, Any], prefix: str) -> OptimizerState:
-    """Take the optimiser state of dropped units out of a state dict, where it lies under prefix, kind and key."""
-    saved: OptimizerState = {}
-    for full in [name for name in state if name.startswith(prefix)]:
-        kind, _, name = full.removeprefix(prefix).partition(".")
-        saved.setdefault(name, {})[kind] = state.pop(full)
-    return saved
 
 
 def _load_dense(
@@ -458,7 +483,7 @@ def _load_dense(
     module._passes = int(state.pop(f"{prefix}{_PREFIX}passes", module._passes))
     # State that was just loaded comes from the same checkpoint and has its order of units already.
     following = [optimizer for optimizer in module.optimizers if not just_restored(optimizer)]
-    saved = _saved_state(state, f"{prefix}{_PREFIX}state.")
+    saved = take_flat(state, f"{prefix}{_PREFIX}state.")
     module._execution.load({**present, **dense}, UnitMask(entries), order or None, following, saved)
     sums = state.pop(f"{prefix}{_PREFIX}magnitudes", None)
     if sums is not None and isinstance(module._execution, CompactExecution):
@@ -469,6 +494,7 @@ def _load_dense(
     module._density = module._execution.mask.density(module.graph)
     module.load_importance(scores)
     module._mark_seen()
-    state[prefix + "scores"] = module.scores.detach()
-    for name, tensor in module.model.state_dict().items():
+    # The parameters themselves: load_state_dict(assign=True) then puts each in its own place, and optimisers keep theirs.
+    state[prefix + "scores"] = module.scores
+    for name, tensor in module.model.state_dict(keep_vars=True).items():
         state[f"{prefix}model.{name}"] = tensor

@@ -279,7 +279,7 @@ class NarrowModel:
                     if other_state(owner, entry.parameter, shapes[id(entry)]):
                         owner.state[entry.parameter].clear()
             for item in moving[id(entry)]:
-                if item.state is not None:
+                if item.state:  # not where it was cleared: a step would take what is left for complete
                     item.state[item.name] = self._slots[self._key(entry)].gather(item.dense)
 
     def _remask_slots(self, mask: UnitMask, optimizers: Sequence[HasState]) -> None:

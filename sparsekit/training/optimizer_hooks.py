@@ -13,11 +13,14 @@ import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-__all__ = ["OptimizerSet", "Watched", "holds", "just_restored", "settle", "watch"]
+from sparsekit.errors import InvalidValueError
+
+__all__ = ["OptimizerSet", "Watched", "holds", "just_restored", "refuse_history", "settle", "watch"]
 
 
 class Watched(Protocol):
@@ -86,6 +89,21 @@ def settle(optimizers: Iterable[Optimizer]) -> None:
 def holds(optimizer: Optimizer, leaf: nn.Parameter) -> bool:
     """Whether `leaf` is among the parameters that `optimizer` steps."""
     return any(parameter is leaf for group in optimizer.param_groups for parameter in group["params"])
+
+
+def refuse_history(optimizers: Iterable[Optimizer], leaves: Iterable[nn.Parameter]) -> None:
+    """Raise where the mask changes below a history of whole steps: it belongs to the units before.
+
+    Raises:
+        InvalidValueError: one of `optimizers` is an LBFGS over some of `leaves` that has begun.
+    """
+    for optimizer in optimizers:
+        begun = isinstance(optimizer, torch.optim.LBFGS) and any(state.get("n_iter") for state in optimizer.state.values())
+        if begun and any(holds(optimizer, leaf) for leaf in leaves):
+            raise InvalidValueError(
+                "LBFGS keeps a history of whole steps, which cannot follow a change of mask; use an optimiser with state"
+                " per entry, such as SGD or Adam, or keep ratio and mask by a criterion that does not learn: Magnitude()"
+            )
 
 
 def _owners(optimizer: Optimizer) -> list[Any]:

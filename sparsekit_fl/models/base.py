@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from sparsekit.errors import DataError, InvalidValueError
+from sparsekit.rng import torch_generator
 
 __all__ = ["InputShape", "ModelSpec", "factory_spec"]
 
@@ -112,8 +114,12 @@ class ModelSpec:
         return partial(_build, self.build, {word: value for word, value in words.items() if word in accepted}, self.name)
 
     def example_inputs(self) -> tuple[Tensor]:
-        """One example of zeros for a network built by `factory()` with no data set in mind."""
-        return InputShape(self.kind or "image", self.example).zeros()
+        """One example for a network built by `factory()` with no data set in mind: zeros, or tokens drawn always the same."""
+        takes = InputShape(self.kind or "image", self.example)
+        if takes.kind == "image":
+            return takes.zeros()
+        generator = torch_generator(np.random.default_rng(0))
+        return (torch.randint(self.classes, (1, *takes.shape), generator=generator),)
 
     def demo(self) -> tuple[nn.Module, tuple[Tensor]]:
         """A network with no data set in mind and its example inputs: what `sparsekit units` shows."""

@@ -33,6 +33,16 @@ def normed():
 def tokens():
     return nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 2))
 
+class Padded(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.hidden, self.head = nn.Embedding(9, 4, padding_idx=0), nn.Linear(4, 5), nn.Linear(5, 2)
+
+    def forward(self, tokens):
+        if not (tokens != 0).any():
+            raise ValueError("all tokens are padding")
+        return self.head(self.hidden(self.embedding(tokens)).relu())
+
 def no_units():
     return nn.Linear(4, 3), torch.zeros(1, 4)
 
@@ -102,6 +112,15 @@ def test_the_old_name_of_fixed_norms_works_with_a_note(nets: str, capsys: pytest
 def test_token_inputs_are_given_by_dtype(nets: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.execute(["units", f"{nets}:tokens", "--example-shape", "1,7:int64", "--json"]) == 0
     assert {group["name"]: group["size"] for group in json.loads(capsys.readouterr().out)["groups"]} == {"0": 4, "1": 5}
+
+
+def test_tokens_are_drawn_as_a_row_of_zeros_may_be_padding(nets: str, capsys: pytest.CaptureFixture[str]) -> None:
+    found = []
+    for _ in range(2):
+        assert cli.execute(["units", f"{nets}:Padded", "--example-shape", "1,7:int64", "--json"]) == 0
+        found.append(capsys.readouterr().out)
+    assert found[0] == found[1]
+    assert {group["name"]: group["size"] for group in json.loads(found[0])["groups"]} == {"embedding": 4, "hidden": 5}
 
 
 @pytest.mark.parametrize(

@@ -105,3 +105,22 @@ def test_a_weight_mask_of_another_shape_is_refused(graph: UnitGraph, name: str) 
 
 def test_keys_that_a_weight_mask_leaves_out_are_kept_whole(graph: UnitGraph) -> None:
     assert WeightMask({"a.bias": torch.tensor([True, False, False])}).density(graph) == pytest.approx(13 / 15)
+
+
+def test_a_unit_mask_comes_to_the_cpu_and_one_without_values_is_refused() -> None:
+    class Elsewhere(torch.Tensor):
+        """Stands for a tensor of another device."""
+
+        def cpu(self) -> torch.Tensor:  # type: ignore[override]
+            return self.as_subclass(torch.Tensor)
+
+    mask = UnitMask({"a": torch.tensor([True, False]).as_subclass(Elsewhere)})
+    assert type(mask["a"]) is torch.Tensor
+    with pytest.raises(InvalidValueError, match="'a' is on the meta device and has no values"):
+        UnitMask({"a": torch.ones(2, dtype=torch.bool, device="meta")})
+
+
+@pytest.mark.gpu
+def test_a_unit_mask_made_on_a_gpu_equals_that_made_on_the_cpu() -> None:
+    keep = torch.tensor([True, False])
+    assert UnitMask({"a": keep.cuda()}) == UnitMask({"a": keep})

@@ -176,3 +176,17 @@ def test_a_recurrent_layer_may_be_called_by_keyword() -> None:
     model = Named()
     assert sk.count_cost(model, torch.zeros(2, 7, 3)).flops_compact == 2 * 2 * 7 * 4 * 5 * (3 + 5)
     assert "forward" not in vars(model.lstm)
+
+
+def test_both_kinds_of_weight_norm_cost_the_same() -> None:
+    x = torch.randn(2, 6)
+    costs = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the older one is deprecated
+        for norm in (nn.utils.weight_norm, nn.utils.parametrizations.weight_norm):
+            model = nn.Sequential(norm(nn.Linear(6, 8)), nn.ReLU(), nn.Linear(8, 3))
+            graph = sk.trace_units(model, x)
+            mask = select(Random(), graph, 0.5, View(generator=torch.Generator().manual_seed(0)))
+            costs.append([sk.count_cost(model, x, graph=graph, mask=chosen) for chosen in (None, mask)])
+    assert costs[0] == costs[1]
+    assert [cost.flops_compact for cost in costs[0]] == [2 * 2 * (6 * 8 + 8 * 3), 2 * 2 * (6 * 4 + 4 * 3)]

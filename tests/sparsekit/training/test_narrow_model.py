@@ -226,6 +226,23 @@ def test_units_that_enter_keep_their_weights_under_an_optimiser_that_holds_copie
         torch.testing.assert_close(tensor, reference[name], rtol=0, atol=tolerance)
 
 
+def test_an_optimiser_whose_step_is_never_called_is_followed_once_it_is_tracked() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 64), nn.Tanh(), nn.Linear(64, 3)).double()
+    x, y = torch.randn(16, 6, dtype=torch.float64), torch.randint(3, (16,))
+    masked = LearnableMask(model, (x,), ratio=0.5, explore=0.0)
+    optimizer = Sam(masked.parameters(), rho=0.1)
+    masked.track(optimizer)
+    for step in range(16):
+        noisy_importance(masked, step)
+        nn.functional.cross_entropy(masked(x), y).backward()
+        (optimizer.second_step if step % 2 else optimizer.first_step)()
+        optimizer.zero_grad()
+    norms = masked.dense_state()["0.weight"].norm(dim=1) / model[0].weight.detach().norm(dim=1)
+    assert norms.min() > 0.8
+    assert norms.max() < 1.2
+
+
 class _Dtypes(DispatchMode):
     """Notes the dtype of every tensor that an operator makes, but for single numbers."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from sparsekit import LearnableMask
-from sparsekit.criteria import Ordered
+from sparsekit.criteria import Magnitude, Ordered
 from sparsekit.errors import InvalidValueError
 
 
@@ -254,3 +255,153 @@ def test_dropped_units_of_a_copied_training_find_their_moments_again(clone) -> N
     _step(masked, optimizer, x, y)
     twin, other = clone((masked, optimizer))
     _assert_equal_training([(masked, optimizer), (twin, other)], x, y)
+
+
+def test_param_groups_keep_importance_out_of_weight_decay() -> None:
+    model, x, y = _classifier()
+    masked = LearnableMask(model, (x,), ratio=0.5)
+    optimizer = torch.optim.SGD(masked.param_groups(importance_lr=0.25, weight_decay=0.5), lr=0.1)
+    assert [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups] == [(0.1, 0.5), (0.25, 0.0)]
+    assert {id(p) for group in optimizer.param_groups for p in group["params"]} == {id(p) for p in masked.parameters()}
+    before, weight = masked.scores.detach().clone(), masked.model[4].bias.detach().clone()
+    for parameter in masked.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    assert torch.equal(masked.scores, before)
+    torch.testing.assert_close(masked.model[4].bias.detach(), 0.95 * weight)
+    _step(masked, optimizer, x, y)
+    assert list(masked.optimizers) == [optimizer]
+    plain = torch.optim.AdamW(masked.param_groups(), lr=0.3, weight_decay=0.1)
+    assert [(group["lr"], group["weight_decay"]) for group in plain.param_groups] == [(0.3, 0.1), (0.3, 0.0)]
+    with pytest.raises(InvalidValueError, match="weight_decay must be a finite number >= 0 or None, got -1"):
+        masked.param_groups(weight_decay=-1)
+
+
+def test_clipping_the_weights_leaves_importance_out() -> None:
+    model, x, y = _classifier()
+    masked = LearnableMask(model, (x,), ratio=0.5)
+    (F.cross_entropy(masked(x), y) + 100 * masked.penalty()).backward()
+    assert masked.scores.grad is not None
+    before = masked.scores.grad.clone()
+    expected = torch.cat([p.grad.flatten() for p in masked.model.parameters() if p.grad is not None]).norm()
+    norm = torch.nn.utils.clip_grad_norm_(masked.weights(), 1e-3)
+    assert torch.equal(masked.scores.grad, before)
+    torch.testing.assert_close(norm, expected)
+
+
+@pytest.mark.parametrize("ratios", [(0.5, 0.25, 1.0), (1 / 12, 0.5, 1 / 12)])
+def test_a_ratio_may_change_under_adafactor_where_the_head_has_one_output(ratios: tuple[float, ...]) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 1))
+    x = torch.randn(12, 6)
+    masked = LearnableMask(model, (x,), ratio=ratios[0])
+    optimizer = torch.optim.Adafactor(masked.parameters(), lr=0.05)
+    for ratio in ratios:
+        masked.ratio = ratio
+        for _ in range(3):
+            optimizer.zero_grad()
+            (masked(x).square().mean() + masked.penalty()).backward()
+            optimizer.step()
+            state = optimizer.state[masked.model[2].weight]
+            assert state["row_var"].shape == (1, 1)
+            assert state["col_var"].shape == masked.model[2].weight.shape
+
+
+@pytest.mark.parametrize("execution", ["compact", "masked"])
+def test_loading_with_assign_gives_the_same_training_as_without(execution: str) -> None:
+    results = []
+    for assign in (False, True):
+        masked, optimizer, x, y = _trained(MOMENTS["momentum"], execution=execution)
+        saved, moments = copy.deepcopy(masked.state_dict()), copy.deepcopy(optimizer.state_dict())
+        _step(masked, optimizer, x, y)
+        masked.load_state_dict(saved, assign=assign)
+        optimizer.load_state_dict(moments)
+        for ratio in (0.5, 0.25, 0.75):
+            masked.ratio = ratio
+            _step(masked, optimizer, x, y)
+        assert all(p is q for p, q in zip(masked.parameters(), optimizer.param_groups[0]["params"], strict=True))
+        results.append(masked.state_dict())
+    for name, expected in results[0].items():
+        assert torch.equal(results[1][name], expected), name
+
+
+@pytest.mark.parametrize("execution", ["compact", "masked"])
+def test_lbfgs_is_refused_when_the_mask_changes_and_only_then(execution: str) -> None:
+    model, x, y = _classifier(torch.float64)
+
+    def minimise(masked: LearnableMask, optimizer: torch.optim.Optimizer) -> None:
+        def loss() -> torch.Tensor:
+            optimizer.zero_grad()
+            value = F.cross_entropy(masked(x), y) + masked.penalty()
+            value.backward()
+            return value
+
+        optimizer.step(loss)
+
+    masked = LearnableMask(model, (x,), ratio=0.5, execution=execution)
+    optimizer = torch.optim.LBFGS(masked.parameters(), lr=0.5)
+    with pytest.raises(InvalidValueError, match="LBFGS keeps a history of whole steps, which cannot follow a change of mask"):
+        minimise(masked, optimizer)  # the first step moves importance
+    still = LearnableMask(model, (x,), ratio=0.5, execution=execution, criterion=Magnitude())
+    optimizer = torch.optim.LBFGS(still.weights(), lr=0.5)
+    for _ in range(2):
+        minimise(still, optimizer)
+    still.ratio = 0.25
+    with pytest.raises(InvalidValueError, match="LBFGS"):
+        still(x)
+
+
+def test_second_derivatives_are_those_of_masked_execution() -> None:
+    """Of importance, of weights and between both, with a penalty on the norm of all gradients."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 3)).double()
+    x, y = torch.randn(12, 6, dtype=torch.float64), torch.randint(3, (12,))
+    found = []
+    for execution in ("compact", "masked"):
+        masked = LearnableMask(model, (x,), ratio=0.5, execution=execution, explore=0.0)
+        bias, (scores,) = masked.model[4].bias, [masked.scores]
+        first = torch.autograd.grad(F.cross_entropy(masked(x), y), [scores, bias], create_graph=True)
+        plain = torch.autograd.grad(F.cross_entropy(masked(x), y), [scores, bias])
+        assert all(torch.equal(a, b) for a, b in zip(first, plain, strict=True))
+        second = torch.autograd.grad(sum(g.square().sum() for g in first), [scores, bias], create_graph=True)
+        third = torch.autograd.grad(sum(g.square().sum() for g in second), [scores, bias])
+        whole = torch.autograd.grad(F.cross_entropy(masked(x), y), masked.weights(), create_graph=True)
+        mixed = torch.autograd.grad(sum(g.square().sum() for g in whole), [scores, bias])
+        found.append([*first, *second, *third, *mixed])
+    for compact, reference in zip(*found, strict=True):
+        torch.testing.assert_close(compact, reference, rtol=1e-9, atol=1e-12)
+        assert reference.abs().sum() > 0
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_compiler_around_a_mask_leaves_it_out_and_says_so(in_place: bool, inside: bool) -> None:
+    found = []
+    torch.compiler.reset()
+    for compiled in (False, True):
+        model, x, y = _classifier()
+        graphs: list[object] = []
+
+        def backend(graph: torch.fx.GraphModule, _: object, graphs: list[object] = graphs) -> object:
+            graphs.append(graph)
+            return graph.forward
+
+        model = torch.compile(model, backend=backend) if inside else model
+        masked = LearnableMask(model, (x,), ratio=0.5, explore=0.5)
+        optimizer = torch.optim.SGD(masked.parameters(), lr=0.5)
+        call = masked
+        if compiled and in_place:
+            masked.compile(backend=backend)
+        elif compiled:
+            call = torch.compile(masked, backend=backend)
+        for step in range(12):
+            with pytest.warns(UserWarning, match=r"LearnableMask\(torch\.compile\(model\)") if compiled else nullcontext():
+                loss = F.cross_entropy(call(x), y) + masked.penalty()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            assert len(graphs) <= (3 if inside else 0), step
+        assert bool(graphs) == inside
+        found.append(masked.state_dict())
+    for name, expected in found[0].items():
+        assert torch.equal(found[1][name], expected), name

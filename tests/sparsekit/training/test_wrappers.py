@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from sparsekit import LearnableMask
 from sparsekit.errors import UnsupportedModelError
+from sparsekit.training import wrappers
 
 
 def masked_model(seed: int = 0) -> LearnableMask:
@@ -28,6 +30,15 @@ def test_an_averaged_model_is_refused_with_what_to_use_instead(inside: bool) -> 
     with pytest.raises(UnsupportedModelError, match=r"sparsekit\.MovingAverage\(masked\)"):
         AveragedModel(nn.Sequential(masked) if inside else masked)
     assert AveragedModel(masked.compact()).module is not None
+
+
+def test_a_mask_that_comes_to_another_process_is_guarded_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    pickled = pickle.dumps(masked_model())
+    hooks: list[object] = []
+    monkeypatch.setattr(wrappers, "_kinds", set())  # as in a process that has made no mask
+    monkeypatch.setattr(wrappers, "register_module_module_registration_hook", hooks.append)
+    assert isinstance(pickle.loads(pickled), LearnableMask)
+    assert len(hooks) == 1
 
 
 def _train_on_a_rank(rank: int, folder: str) -> None:

@@ -47,6 +47,14 @@ def test_the_lstm_has_one_tied_matrix() -> None:
     assert [name for name, entry in model.state_dict().items() if entry.shape == (10_000, 200)] == ["embedding.weight"]
 
 
+def test_example_tokens_are_many_and_always_the_same() -> None:
+    (first,), (second,) = (models["lstm"].example_inputs() for _ in range(2))
+    assert torch.equal(first, second)
+    assert first.unique().numel() > 5
+    assert int(first.min()) >= 0
+    assert int(first.max()) < 10_000
+
+
 def test_the_lstm_reads_from_left_to_right() -> None:
     model = NextWordLstm(vocabulary=11, width=4, hidden=5)
     tokens = torch.arange(9)[None]

@@ -1,0 +1,38 @@
+"""trace_example(): the units of a model from one call's worth of inputs, in whichever form they come."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from torch import Tensor, nn
+
+from sparsekit.errors import InvalidValueError
+from sparsekit.graph.graph import UnitGraph
+from sparsekit.tracing.trace import trace_units
+
+__all__ = ["trace_example"]
+
+
+def trace_example(
+    model: nn.Module,
+    example_inputs: tuple[Any, ...] | Mapping[str, Any] | Tensor,
+    norm: Literal["fixed", "kept"],
+) -> UnitGraph:
+    """Trace `model` on what it is called with once: a tuple of positional inputs, a mapping of keyword inputs or one tensor.
+
+    Raises:
+        InvalidValueError: inputs of another kind.
+        TraceError: the model fails on them.
+        NoUnitsError: the model has no units that can be removed exactly.
+    """
+    if isinstance(example_inputs, Mapping):
+        return trace_units(model, norm=norm, example_kwargs=example_inputs)
+    if isinstance(example_inputs, Tensor):
+        return trace_units(model, example_inputs, norm=norm)
+    if not isinstance(example_inputs, tuple | list):
+        raise InvalidValueError(
+            "example_inputs must be a tuple of positional inputs, a mapping of keyword inputs or one tensor,"
+            f" got {type(example_inputs).__name__}; pass (x,), one call's worth of inputs"
+        )
+    return trace_units(model, *example_inputs, norm=norm)
