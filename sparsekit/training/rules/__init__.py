@@ -1,0 +1,1 @@
+"""How importance is learned: the rules that a learnable mask can follow."""
