@@ -49,7 +49,7 @@ def _quantised(value: Tensor, leaf: Tensor) -> bool:
     """Whether a value holds codes of blocks of entries: torchao's subclasses, or bytes as those of bitsandbytes."""
     if value.shape != leaf.shape or value.dim() == 0:
         return False
-    return hasattr(value, "dequantize") and type(value) is not Tensor or value.dtype in (torch.uint8, torch.int8)
+    return type(value).dequantize is not Tensor.dequantize or value.dtype in (torch.uint8, torch.int8)
 
 
 def check_movable(optimizers: Iterable[object], leaves: Iterable[nn.Parameter]) -> None:

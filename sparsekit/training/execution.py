@@ -23,7 +23,7 @@ from sparsekit.graph.state import StateDict
 from sparsekit.surgery.compaction import compact
 from sparsekit.surgery.optimizer_state import OptimizerState, copies_of_weights, first_value, state_of_shape
 from sparsekit.surgery.rebuild import copy_with, named_entries
-from sparsekit.surgery.state_kinds import mixes_units
+from sparsekit.surgery.state_kinds import check_movable, mixes_units
 from sparsekit.training.dense_model import DenseModel, straight_through_gates
 from sparsekit.training.narrow_model import NarrowModel
 from sparsekit.training.unit_vectors import Reader, UnitVectors
@@ -303,14 +303,19 @@ class MaskedExecution:
         for optimizer in optimizers:
             if mixes_units(optimizer):
                 raise InvalidValueError(
-                    f"{type(optimizer).__name__} steps an entry by what the others of its matrix are, so masked execution, where"
-                    " dropped ones are zeros, would train otherwise than the narrow model; use execution='compact'"
+                    f"{type(optimizer).__name__} steps an entry by what the others of its matrix are, so masked execution,"
+                    " where dropped ones are zeros, would train otherwise than the narrow model; use execution='compact'"
                 )
         # Each tensor is held, so that no tensor that the step makes can take its place in memory.
         self._saved = {tensor.data_ptr(): (tensor, tensor.clone()) for tensor, _, _ in self._standing(optimizers)}
 
     def after_step(self, optimizers: Sequence[Optimizer]) -> None:
-        """Restore the values of dropped entries; state that the step has just created gets its first value there."""
+        """Restore the values of dropped entries; state that the step has just created gets its first value there.
+
+        Raises:
+            InvalidValueError: an optimiser whose state is quantised in blocks, dropped entries among them.
+        """
+        check_movable(optimizers, list(self.module.parameters()))
         for tensor, dropped, first in self._standing(optimizers):
             _, values = self._saved.get(tensor.data_ptr(), (None, None))
             tensor[dropped] = first if values is None else values[dropped]

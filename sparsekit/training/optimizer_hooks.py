@@ -23,6 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from sparsekit._torch import watch_optimizers
 from sparsekit.errors import InvalidValueError
+from sparsekit.training.fused_kernels import refuse_broken_kernels
 
 __all__ = ["OptimizerSet", "Watched", "holds", "just_restored", "refuse_history", "refuse_midway", "settle", "watch"]
 
@@ -216,6 +217,8 @@ def _hold(optimizer: Optimizer) -> Iterator[None]:
 def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     _restored.discard(optimizer)
     owners = _owners(optimizer)
+    if owners:
+        refuse_broken_kernels(optimizer)
     for item in owners:
         item.before_step(optimizer)
     # LBFGS calls its closure many times; a change of mask is refused at the first.

@@ -92,7 +92,7 @@ def test_the_mask_stands_still_from_first_step_to_second_step_and_moves_after_it
 
 
 def test_a_step_that_fails_does_not_hold_the_mask() -> None:
-    model, x, y = _task()
+    model, x, _ = _task()
     masked = LearnableMask(model, (x,), ratio=0.5)
     optimizer = torch.optim.SGD(masked.parameters(), lr=0.1)
 
