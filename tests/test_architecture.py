@@ -87,7 +87,7 @@ ONLY_IN = {
     "pytest": ("sparsekit.testing.*", "sparsekit_fl.testing.*"),
     "hypothesis": ("sparsekit.testing.*", "sparsekit_fl.testing.*"),
     "pickle": ("sparsekit.testing.*", "sparsekit_fl.testing.*"),
-    "torch_pruning": (),
+    "torch_pruning": ("sparsekit.criteria.torch_pruning",),
     "random": (),
 }
 

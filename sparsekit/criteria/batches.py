@@ -16,6 +16,7 @@ from sparsekit._torch import tree_leaves, without_fast_path
 from sparsekit.criteria.base import View
 from sparsekit.criteria.work import FlopCounter, Work
 from sparsekit.errors import DataError, InvalidValueError, MissingImportanceError
+from sparsekit.layers.narrow_attention import NarrowMultiheadAttention
 from sparsekit.progress import track
 
 __all__ = ["TARGETS", "Batch", "DataDriven", "Loss", "call_model", "check_finite", "example_count", "scoring", "split_batch"]
@@ -141,10 +142,12 @@ def _check_device(model: nn.Module, batch: Batch, place: int) -> None:
 def scoring(model: nn.Module, gradients: Iterable[nn.Parameter] = ()) -> Iterator[None]:
     """Run the model in eval mode, with gradients for some of its parameters; modes and flags are put back.
 
-    No copy is made, so that this costs a large model no memory.
+    No copy is made, so that this costs a large model no memory. Torch's own attention runs as the narrow one does, through
+    the forward pass of its output layer, whose inputs are the heads.
     """
     modes = [(module, module.training) for module in model.modules()]
     flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    attention: list[nn.Module] = [module for module, _ in modes if type(module) is nn.MultiheadAttention]
     recurrent = any(isinstance(module, nn.RNNBase) for module, _ in modes)
     with ExitStack() as stack:
         stack.enter_context(without_fast_path())
@@ -152,6 +155,8 @@ def scoring(model: nn.Module, gradients: Iterable[nn.Parameter] = ()) -> Iterato
         if recurrent and torch.backends.cudnn.is_available():
             stack.enter_context(torch.backends.cudnn.flags(enabled=False))  # it refuses a backward pass in eval mode
         try:
+            for module in attention:
+                module.__class__ = NarrowMultiheadAttention
             model.eval()
             for parameter, _ in flags:
                 parameter.requires_grad_(False)
@@ -159,6 +164,8 @@ def scoring(model: nn.Module, gradients: Iterable[nn.Parameter] = ()) -> Iterato
                 parameter.requires_grad_(True)
             yield
         finally:
+            for module in attention:
+                module.__class__ = nn.MultiheadAttention
             for module, training in modes:
                 module.training = training
             for parameter, flag in flags:
