@@ -88,7 +88,9 @@ BANDIT_EXTRAS = ("sparsekit.bandit.optuna", "sparsekit.bandit.plot")
 
 REGISTRIES = {
     "sparsekit/criteria": ("sparsekit.criteria", "registry", {"base", "magnitudes"}),
-    "sparsekit/allocation": ("sparsekit.allocation", "registry", {"base", "choose"}),
+    "sparsekit/allocation": (
+        "sparsekit.allocation", "registry", {"base", "choose", "limits", "rounding", "schedule", "walk", "worth"},
+    ),
     "sparsekit/bandit": (
         "sparsekit.bandit", "registry",
         {"arms", "base", "cells", "drift", "field", "make", "moves", "noise", "optuna", "plot", "posterior", "pulls", "rule",
