@@ -18,8 +18,8 @@ __all__ = ["Scale", "block_losses", "check_scale", "ranked_worth"]
 Scale = Literal["rest", "mean", "none"]
 """How scores of different groups are made comparable.
 
-"rest" takes the share of what is left of the group when the unit goes (as LAMP does for weights), once for each layer that makes
-the units; "mean" divides by the mean of the group; "none" compares scores as they are.
+"rest" takes the share of what is left of the group when the unit goes (as LAMP does for weights), once for each layer that
+makes the units; "mean" divides by the mean of the group; "none" compares scores as they are.
 """
 
 _HUGE = 1e30
