@@ -9,7 +9,7 @@ from typing import get_args
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from sparsekit.allocation.choose import choose, select
 from sparsekit.allocation.uniform import Uniform
@@ -18,7 +18,7 @@ from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.groups import UnitGroup, UnitSlice
 from sparsekit.graph.mask import UnitMask
 
-__all__ = ["CriterionContract", "example_graph", "example_view"]
+__all__ = ["CriterionContract", "ExampleModel", "example_batches", "example_graph", "example_loss", "example_view"]
 
 _SIZES = {"first": 7, "second": 1, "third": 16}
 
@@ -34,15 +34,44 @@ def example_graph() -> UnitGraph:
     return UnitGraph(groups, {f"{name}.weight": torch.Size((size, 3)) for name, size in _SIZES.items()})
 
 
+class ExampleModel(nn.Module):
+    """Three layers side by side, whose rows are the units of `example_graph()`; its outputs are their squares, summed up."""
+
+    def __init__(self, weights: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        for name, size in _SIZES.items():
+            layer = nn.utils.skip_init(nn.Linear, 3, size, bias=False)
+            layer.weight = nn.Parameter(weights[f"{name}.weight"].clone())
+            self.add_module(name, layer)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map float (examples, 3) to float (examples, 3)."""
+        return torch.stack([layer(x).square().sum(1) for layer in self.children()], 1)
+
+
+def example_loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    """The mean square of the differences."""
+    return (outputs - targets).square().mean()
+
+
+def example_batches() -> list[tuple[Tensor, Tensor]]:
+    """Two batches of four examples for `ExampleModel`."""
+    generator = torch.Generator().manual_seed(1)
+    return [(torch.randn(4, 3, generator=generator), torch.rand(4, 3, generator=generator)) for _ in range(2)]
+
+
 def example_view(seed: int = 0) -> View:
     """Everything that a criterion may look at, drawn from `seed`."""
     generator = torch.Generator().manual_seed(seed)
     graph = example_graph()
+    importance = {name: torch.rand(group.size, generator=generator) for name, group in graph.groups.items()}
+    weights = {name: torch.randn(shape, generator=generator) for name, shape in graph.shapes.items()}
     return View(
-        importance={name: torch.rand(group.size, generator=generator) for name, group in graph.groups.items()},
-        weights={name: torch.randn(shape, generator=generator) for name, shape in graph.shapes.items()},
+        importance=importance,
+        weights=weights,
         previous=UnitMask.full(graph),
         generator=generator,
+        model=ExampleModel(weights),
     )
 
 
@@ -107,6 +136,11 @@ class CriterionContract:
         assert _equal(view.importance, untouched.importance)
         assert _equal(view.weights, untouched.weights)
         assert view.previous == untouched.previous
+        assert isinstance(view.model, ExampleModel)
+        assert isinstance(untouched.model, ExampleModel)
+        assert _equal(view.model.state_dict(), untouched.model.state_dict())
+        assert all(parameter.grad is None and parameter.requires_grad for parameter in view.model.parameters())
+        assert view.model.training
 
     def test_no_state_is_kept_between_calls(self, criterion: Criterion) -> None:
         before = copy.deepcopy(criterion)
