@@ -98,7 +98,9 @@ REGISTRIES = {
     "sparsekit/criteria": (
         "sparsekit.criteria", "registry", {"base", "batches", "gate_gradients", "magnitudes", "weight_products", "work"},
     ),
-    "sparsekit/allocation": ("sparsekit.allocation", "registry", {"base", "choose"}),
+    "sparsekit/allocation": (
+        "sparsekit.allocation", "registry", {"base", "choose", "limits", "rounding", "schedule", "walk", "worth"},
+    ),
     "sparsekit/bandit": (
         "sparsekit.bandit", "registry",
         {"arms", "base", "cells", "drift", "field", "make", "moves", "noise", "optuna", "plot", "posterior", "pulls", "rule",
