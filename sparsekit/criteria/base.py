@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.mask import UnitMask
 from sparsekit.graph.state import StateDict
 
-__all__ = ["Criterion", "Need", "View", "check_scores", "score_units"]
+__all__ = ["Criterion", "Need", "View", "check_scores", "is_comparable", "score_units"]
 
 Need = Literal["weights", "gradients", "activations", "data"]
 """What a criterion reads; all but the weights it brings along itself."""
@@ -29,12 +29,14 @@ class View:
         importance: Group name → float (units,), larger stays.
         previous: The mask before this choice.
         generator: The source of randomness of criteria that draw.
+        model: The dense model, for criteria that run it on data. Its modes, flags and gradients are as before afterwards.
     """
 
     weights: StateDict | None = None
     importance: Mapping[str, Tensor] | None = None
     previous: UnitMask | None = None
     generator: torch.Generator | None = None
+    model: nn.Module | None = None
 
 
 @runtime_checkable
@@ -62,6 +64,14 @@ class Criterion(Protocol):
             Group name → float (units,), for every group; larger stays, NaN is not allowed. Any device, any float dtype.
         """
         ...
+
+
+def is_comparable(criterion: object) -> bool:
+    """Whether the scores of units of different groups mean the same, so that one ranking of all units makes sense.
+
+    A criterion says so with an attribute `comparable`; without one it is not. `Normalised` makes any criterion comparable.
+    """
+    return bool(getattr(criterion, "comparable", False))
 
 
 def check_scores(graph: UnitGraph, scores: Mapping[str, Tensor], source: str) -> None:
