@@ -33,7 +33,7 @@ def test_save_pretrained_of_a_cut_model_names_save_compact(execution: str, tmp_p
     masked = sk.LearnableMask(Pretrained(), (torch.randn(2, 4),), ratio=0.5, execution=execution)  # type: ignore[arg-type]
     small = masked.compact()
     for each in (small, copy.deepcopy(small)):
-        with pytest.raises(UnsupportedModelError, match="sparsekit.save_compact"):
+        with pytest.raises(UnsupportedModelError, match=r"sparsekit\.save_compact"):
             each.save_pretrained(tmp_path)
     Pretrained.save_pretrained(small, tmp_path)  # type: ignore[arg-type]
     sk.save_compact(masked, tmp_path / "small.safetensors")
