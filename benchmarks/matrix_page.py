@@ -1,7 +1,7 @@
 """Write docs/matrix.md from the cells that the tests of `tests/matrix` hold.
 
-    python benchmarks/matrix_page.py              # the table, from what the tests expect
-    python benchmarks/matrix_page.py --measure    # and the largest distance of every precision, measured (a minute)
+python benchmarks/matrix_page.py              # the table, from what the tests expect
+python benchmarks/matrix_page.py --measure    # and the largest distance of every precision, measured (a minute)
 """
 
 from __future__ import annotations
@@ -30,6 +30,45 @@ NOTES = {
 }
 
 
+BESIDE = [
+    (
+        "weight decay, clipping",
+        "`masked.param_groups(importance_lr=…, weight_decay=…)`, `clip_grad_norm_(masked.weights(), …)`",
+        "`test_optimizers_and_masks.py`",
+    ),
+    (
+        "SAM, in one call or in `first_step` and `second_step`",
+        "found when it is made; the mask stands still within a step",
+        "`test_steps_in_parts.py`",
+    ),
+    (
+        "averages of the weights",
+        "`MovingAverage(masked)`; torch's `AveragedModel` averages other units and is refused",
+        "`test_moving_average.py`",
+    ),
+    (
+        "DistributedDataParallel over a `LearnableMask`",
+        "masks are equal on all ranks; wrap anew after a change of ratio",
+        "`test_wrappers.py`, `tests/matrix/test_distributed.py`",
+    ),
+    (
+        "DistributedDataParallel, FSDP2 and `torch.distributed.checkpoint` over a compact model",
+        "it is a plain module",
+        "`tests/matrix/test_distributed.py`",
+    ),
+    (
+        "`torch.distributed.checkpoint` of a `LearnableMask`",
+        "save `masked.state_dict()` and the optimiser's; load into copies of both, then `load_state_dict`",
+        "`tests/matrix/test_distributed.py`",
+    ),
+    (
+        "`torch.compile`",
+        "`LearnableMask(torch.compile(model), …)`; around the mask it is left out, with a warning",
+        "`test_optimizers_and_masks.py`",
+    ),
+]
+
+
 def table() -> str:
     """Return the table of optimisers and precisions."""
     numbers = {reason: i + 1 for i, reason in enumerate(NOTES)}
@@ -56,23 +95,32 @@ def measure() -> str:
         if expected(cell) == "equal" and cell.compiler == "off":
             worst[cell.precision] = max(worst[cell.precision], distance(cell))
     rows = [f"| {name} | {worst[name]:.1g} | {TOLERANCE[name]:.0e} |" for name in PRECISIONS]
-    return "\n".join([f"With torch {torch.__version__} on a CPU:", "", "| precision | largest distance | tolerance |", "|---|---|---|", *rows])
+    return "\n".join(
+        [
+            f"With torch {torch.__version__} on a CPU:",
+            "",
+            "| precision | largest distance | tolerance |",
+            "|---|---|---|",
+            *rows,
+        ]
+    )
 
 
 def page(measured: str) -> str:
     """Return the page."""
     few, whole = len(pairwise(all_cells())), len(all_cells())
+    beside = "\n".join(["| with | how | test |", "|---|---|---|", *(f"| {' | '.join(row)} |" for row in BESIDE)])
     return f"""# What trains as it should
 
 `LearnableMask` trains a narrow network. The tests in `tests/matrix` compare it with masked dense training that is written down
-plainly (`tests/matrix/reference.py`): dense weights, zeros for dropped units, and an optimiser that sees the kept entries alone.
-A combination is *supported* where the two agree through a change of mask, a change of ratio, and saving and loading between two
-changes of mask. All other combinations raise an error that says what to use instead.
+plainly (`tests/matrix/reference.py`): dense weights, zeros for dropped units, and an optimiser that sees the kept entries
+alone. A combination is *supported* where the two agree through a change of mask, a change of ratio, and saving and loading
+between two changes of mask. All other combinations raise an error that says what to use instead.
 
-The axes: optimiser and its implementation; precision (weights in that dtype, or autocast over float32 weights; float16 with a
-`GradScaler`, one step of which overflows and is skipped); execution ({", ".join(EXECUTIONS)}); `torch.compile` of the model inside
-({", ".join(COMPILERS)}); change ({", ".join(CHANGES)}). "yes" holds for both executions, with and without the compiler, and for all
-three changes, but for the notes.
+The axes: optimiser and its implementation; precision (weights in that dtype, or autocast over float32 weights; float16 with
+a `GradScaler`, one step of which overflows and is skipped); execution ({", ".join(EXECUTIONS)}); `torch.compile` of the model
+inside ({", ".join(COMPILERS)}); change ({", ".join(CHANGES)}). "yes" holds for both executions, with and without the compiler,
+and for all three changes, but for the notes.
 
 {table()}
 
@@ -90,14 +138,7 @@ the state of an optimiser does not follow the mask, it is .06 to .46 (a test bre
 
 ## Beside optimisers
 
-| with | how | test |
-|---|---|---|
-| weight decay, clipping | `masked.param_groups(importance_lr=…, weight_decay=…)`, `clip_grad_norm_(masked.weights(), …)` | `test_optimizers_and_masks.py` |
-| SAM, in one call or in `first_step` and `second_step` | found when it is made; the mask stands still within a step | `test_steps_in_parts.py` |
-| averages of the weights | `MovingAverage(masked)`; torch's `AveragedModel` averages other units and is refused | `test_moving_average.py` |
-| DistributedDataParallel over a `LearnableMask` | masks are equal on all ranks; wrap anew after a change of ratio | `test_wrappers.py` |
-| DistributedDataParallel, FSDP2 and `torch.distributed.checkpoint` over a compact model | it is a plain module | `tests/matrix/test_distributed.py` |
-| `torch.compile` | `LearnableMask(torch.compile(model), …)`; around the mask it is left out, with a warning | `test_optimizers_and_masks.py` |
+{beside}
 
 ## Commands
 

@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from sparsekit.graph.groups import UnitGroup, UnitSlice
     from sparsekit.graph.mask import UnitMask, WeightMask
     from sparsekit.layers import LayerRule
+    from sparsekit.measure.budget import Budget, BudgetError
     from sparsekit.measure.cost import Cost, count_cost
+    from sparsekit.measure.model import cost_model
     from sparsekit.surgery.compaction import compact, expand
     from sparsekit.surgery.optimizer_state import remap_optimizer
     from sparsekit.surgery.saving import load_compact, load_mask, save_compact
@@ -35,6 +37,8 @@ _HOME = {
     "Allocation": "sparsekit.allocation.base",
     "Bandit": "sparsekit.bandit",
     "Box": "sparsekit.bandit",
+    "Budget": "sparsekit.measure.budget",
+    "BudgetError": "sparsekit.measure.budget",
     "MovingAverage": "sparsekit.training.moving_average",
     "NarrowModel": "sparsekit.training.narrow_model",
     "Cost": "sparsekit.measure.cost",
@@ -55,6 +59,7 @@ _HOME = {
     "bandit": "sparsekit.bandit",
     "choose": "sparsekit.allocation.choose",
     "compact": "sparsekit.surgery.compaction",
+    "cost_model": "sparsekit.measure.model",
     "count_cost": "sparsekit.measure.cost",
     "criteria": "sparsekit.criteria",
     "errors": "sparsekit.errors",
@@ -73,6 +78,8 @@ __all__ = [
     "Allocation",
     "Bandit",
     "Box",
+    "Budget",
+    "BudgetError",
     "Cost",
     "Criterion",
     "Interval",
@@ -92,6 +99,7 @@ __all__ = [
     "bandit",
     "choose",
     "compact",
+    "cost_model",
     "count_cost",
     "criteria",
     "errors",

@@ -47,6 +47,7 @@ __all__ = [
     "foreach_zero_",
     "identity",
     "in_transform",
+    "is_exporting",
     "is_transformed",
     "operator_packet",
     "operator_schema",
@@ -163,6 +164,13 @@ def in_transform() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
+def is_exporting() -> bool:
+    """Whether torch.export, an ONNX exporter or torch.jit.trace follows the code that runs now."""
+    exporting = getattr(torch.compiler, "is_exporting", None)  # since torch 2.7
+    tracing = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
+    return bool(tracing or torch.onnx.is_in_onnx_export() or (exporting is not None and exporting()))
+
+
 def is_transformed(tensor: Tensor) -> bool:
     """Whether a tensor stands for another one inside a transform of torch.func; it has no memory of its own."""
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
@@ -226,4 +234,4 @@ def watch_optimizers(*, made: Callable[[Optimizer], None], restored: Callable[[O
         made(optimizer)
 
     Optimizer.__setstate__ = restore  # type: ignore[assignment, method-assign]
-    Optimizer.add_param_group = grow  # type: ignore[method-assign]
+    Optimizer.add_param_group = grow  # type: ignore[assignment, method-assign]

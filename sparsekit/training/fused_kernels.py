@@ -30,8 +30,8 @@ def refuse_broken_kernels(optimizer: Optimizer) -> None:
             for kind in {(p.dtype, p.device.type) for p in group["params"] if p.dtype.itemsize < 4}:
                 if kind[1] == "cpu" and not _steps(kind[0]):
                     raise UnsupportedModelError(
-                        f"SGD(fused=True) of torch {torch.__version__} leaves most entries as they are in {kind[0]} on a CPU; use"
-                        " foreach=True, or parameters in float32 under torch.autocast"
+                        f"SGD(fused=True) of torch {torch.__version__} leaves most entries as they are in {kind[0]} on a CPU;"
+                        " use foreach=True, or parameters in float32 under torch.autocast"
                     )
 
 

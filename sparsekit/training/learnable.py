@@ -26,7 +26,7 @@ from sparsekit.rng import torch_generator
 from sparsekit.surgery.optimizer_state import flat, take_flat
 from sparsekit.training.example import trace_example
 from sparsekit.training.execution import CompactExecution, Execution, MaskedExecution
-from sparsekit.training.optimizer_hooks import OptimizerSet, holds, just_restored, refuse_history, refuse_midway, settle, watch
+from sparsekit.training.optimizer_hooks import OptimizerSet, holds, just_restored, refuse_history, settle, watch
 from sparsekit.training.regularizer import ImportanceRegularizer
 from sparsekit.training.wrappers import check_transforms, guard_wrappers
 
@@ -218,12 +218,7 @@ class LearnableMask(nn.Module):
             self._judged = self.scores.detach().clone()
 
     def resample(self) -> None:
-        """Ask the criterion again and change the mask to what it says.
-
-        Raises:
-            InvalidValueError: an optimiser is in the middle of a step.
-        """
-        refuse_midway(self.optimizers)
+        """Ask the criterion again and change the mask to what it says; not in the middle of an optimiser's step."""
         self._follow(unless_it_stands=False)
 
     def _follow(self, *, unless_it_stands: bool) -> None:

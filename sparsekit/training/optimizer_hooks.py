@@ -24,8 +24,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from sparsekit._torch import watch_optimizers
 from sparsekit.errors import InvalidValueError
 from sparsekit.training.fused_kernels import refuse_broken_kernels
+from sparsekit.training.wrappers import warn_of_eval_mode
 
-__all__ = ["OptimizerSet", "Watched", "holds", "just_restored", "refuse_history", "refuse_midway", "settle", "watch"]
+__all__ = ["OptimizerSet", "Watched", "holds", "just_restored", "refuse_history", "settle", "watch"]
 
 
 class Watched(Protocol):
@@ -110,11 +111,11 @@ def holds(optimizer: Optimizer, leaf: nn.Parameter) -> bool:
     return any(parameter is leaf for group in optimizer.param_groups for parameter in group["params"])
 
 
-def refuse_history(optimizers: Iterable[Optimizer], leaves: Iterable[nn.Parameter]) -> None:
-    """Raise where the mask changes below a history of whole steps: it belongs to the units before.
+def refuse_history(optimizers: OptimizerSet, leaves: Iterable[nn.Parameter]) -> None:
+    """Raise where the mask changes below a history of whole steps, or in the middle of a step: they belong to the units before.
 
     Raises:
-        InvalidValueError: one of `optimizers` is an LBFGS over some of `leaves` that has begun.
+        InvalidValueError: one of `optimizers` is an LBFGS over some of `leaves` that has begun, or is in the middle of a step.
     """
     for optimizer in optimizers:
         begun = isinstance(optimizer, torch.optim.LBFGS) and any(state.get("n_iter") for state in optimizer.state.values())
@@ -123,14 +124,6 @@ def refuse_history(optimizers: Iterable[Optimizer], leaves: Iterable[nn.Paramete
                 "LBFGS keeps a history of whole steps, which cannot follow a change of mask; use an optimiser with state"
                 " per entry, such as SGD or Adam, or keep ratio and mask by a criterion that does not learn: Magnitude()"
             )
-
-
-def refuse_midway(optimizers: OptimizerSet) -> None:
-    """Raise where a mask would have to change while an optimiser steps.
-
-    Raises:
-        InvalidValueError: one of `optimizers` is in the middle of a step.
-    """
     if optimizers.hold:
         raise InvalidValueError(
             "the mask cannot change in the middle of an optimiser's step, such as between SAM's first_step and second_step:"
@@ -220,6 +213,8 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | N
     if owners:
         refuse_broken_kernels(optimizer)
     for item in owners:
+        if isinstance(item, nn.Module):
+            warn_of_eval_mode(item)
         item.before_step(optimizer)
     # LBFGS calls its closure many times; a change of mask is refused at the first.
     if not owners or isinstance(optimizer, torch.optim.LBFGS) or not any(map(callable, [*args[1:], *kwargs.values()])):

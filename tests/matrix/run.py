@@ -93,7 +93,9 @@ def _masked(cell: Cell, device: str, backend: str) -> LearnableMask:
     return LearnableMask(model, (x,), ratio=0.5, explore=0.0, execution=cell.execution, criterion=criterion)  # type: ignore[arg-type]
 
 
-def distance(cell: Cell, *, device: str = "cpu", backend: str = "inductor", after_step: Callable[..., None] = lambda _: None) -> float:
+def distance(
+    cell: Cell, *, device: str = "cpu", backend: str = "inductor", after_step: Callable[..., None] = lambda _: None
+) -> float:
     """Train both through the change and compare weights and importance.
 
     Args:
@@ -153,7 +155,9 @@ def distance(cell: Cell, *, device: str = "cpu", backend: str = "inductor", afte
     return float((apart / way) ** 0.5)
 
 
-def _step(masked: LearnableMask, optimizer: torch.optim.Optimizer, scaler: Any, loss: Callable[..., Tensor], scale: float) -> None:
+def _step(
+    masked: LearnableMask, optimizer: torch.optim.Optimizer, scaler: Any, loss: Callable[..., Tensor], scale: float
+) -> None:
     def evaluate() -> Tensor:
         optimizer.zero_grad()
         value = loss(masked) * scale

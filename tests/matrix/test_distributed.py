@@ -15,9 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sparsekit import LearnableMask, UnitMask, compact, expand, trace_units
 
-pytestmark = pytest.mark.skipif(
-    not dist.is_available() or not dist.is_gloo_available(), reason="torch was built without gloo"
-)
+Found = list[dict[str, dict[str, Tensor]]]
+
+pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="torch was built without gloo")
 STEPS = 4
 
 
@@ -62,7 +62,9 @@ def _turn(masked: LearnableMask, seed: int) -> None:
     masked.load_importance({name: torch.rand(v.shape, generator=generator).to(v) for name, v in masked.importance().items()})
 
 
-def _train_masked(wrapped: nn.Module, masked: LearnableMask, optimizer: torch.optim.Optimizer, rank: int | None, steps: range) -> None:
+def _train_masked(
+    wrapped: nn.Module, masked: LearnableMask, optimizer: torch.optim.Optimizer, rank: int | None, steps: range
+) -> None:
     for step in steps:
         _turn(masked, step // 2)
         _train(wrapped, optimizer, rank, range(step, step + 1))
@@ -155,7 +157,7 @@ def _checkpoint(rank: int, folder: str) -> dict[str, dict[str, Tensor]]:
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, Tensor]]]:
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Found:
     """What each of two processes found."""
     folder = tmp_path_factory.mktemp("ranks")
     torch.multiprocessing.spawn(_on_a_rank, (str(folder),), nprocs=2)
@@ -169,7 +171,7 @@ def _assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize("wrapper", ["ddp", "fsdp", "fsdp resumed"])
-def test_a_compact_model_trains_in_two_processes_as_in_one(wrapper: str, ranks: list[dict[str, dict[str, Tensor]]]) -> None:
+def test_a_compact_model_trains_in_two_processes_as_in_one(wrapper: str, ranks: Found) -> None:
     small = _small()
     _train(small, _adam(small), None)
     for found in ranks:
@@ -180,13 +182,15 @@ def test_a_compact_model_trains_in_two_processes_as_in_one(wrapper: str, ranks: 
     assert expand(ranks[0][wrapper], graph, mask, into=model.state_dict())["4.weight"].shape == (3, 12)
 
 
-def test_a_learnable_mask_trains_in_two_processes_as_in_one_while_its_mask_changes(ranks: list[dict[str, dict[str, Tensor]]]) -> None:
+def test_a_learnable_mask_trains_in_two_processes_as_in_one_while_its_mask_changes(
+    ranks: Found,
+) -> None:
     masked = _masked()
     _train_masked(masked, masked, _adam(masked), None, range(STEPS))
     for found in ranks:
         _assert_same(found["ddp of a mask"], masked.dense_state())
 
 
-def test_a_learnable_mask_goes_on_from_a_distributed_checkpoint(ranks: list[dict[str, dict[str, Tensor]]]) -> None:
+def test_a_learnable_mask_goes_on_from_a_distributed_checkpoint(ranks: Found) -> None:
     for found in ranks:
         _assert_same(found["mask resumed"], found["mask"])
