@@ -196,7 +196,7 @@ def test_what_is_wrong_is_said(tmp_path: Path) -> None:
             _model(), [(torch.full((4, 6), float("nan")), torch.zeros(4, dtype=torch.int64))], F.cross_entropy, epochs=1
         )
     sk.finetune(_model(), _loader(), F.cross_entropy, epochs=1, checkpoint=tmp_path / "run")
-    with pytest.raises(InvalidValueError, match="is of another model: 0.bias"):
+    with pytest.raises(InvalidValueError, match=r"is of another model: 0\.bias"):
         sk.finetune(nn.Sequential(nn.Linear(6, 4)), _loader(), F.cross_entropy, epochs=1, checkpoint=tmp_path / "run")
     (tmp_path / "bad").write_bytes(b"nothing")
     with pytest.raises(SparsekitError, match="damaged"):
