@@ -27,7 +27,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
     "sparsekit": (
         ("__main__",),
         ("cli", "testing"),
-        ("training", "tuning", "patterns"),
+        ("finetuning", "training", "tuning", "patterns"),
         ("allocation",),
         ("criteria",),
         ("measure",),
