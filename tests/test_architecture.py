@@ -27,15 +27,16 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
     "sparsekit": (
         ("__main__",),
         ("cli", "testing"),
-        ("training", "tuning", "patterns"),
+        ("finetuning", "training", "tuning", "patterns"),
         ("allocation",),
-        ("criteria", "measure"),
+        ("criteria",),
+        ("measure",),
         ("tracing",),
         ("surgery",),
         ("layers",),
         ("labels",),
         ("graph", "bandit"),
-        ("_torch", "registry", "rng"),
+        ("_torch", "progress", "registry", "rng"),
         ("errors",),
         ("deprecations", "version"),
     ),
@@ -69,7 +70,14 @@ ONLY_IN = {
     "ray": ("sparsekit_fl.engines.flower.simulation",),
     "typer": ("sparsekit.cli.*", "sparsekit_fl.cli.*"),
     "click": ("sparsekit.cli.*", "sparsekit_fl.cli.*"),
-    "rich": ("sparsekit.cli.*", "sparsekit.tuning.*", "sparsekit_fl.cli.*", "sparsekit_fl.report.*", "sparsekit_fl.paper.*"),
+    "rich": (
+        "sparsekit.progress",
+        "sparsekit.cli.*",
+        "sparsekit.tuning.*",
+        "sparsekit_fl.cli.*",
+        "sparsekit_fl.report.*",
+        "sparsekit_fl.paper.*",
+    ),
     "jinja2": ("sparsekit_fl.report.*",),
     "pandas": ("sparsekit_fl.report.*", "sparsekit_fl.paper.*"),
     "matplotlib": ("sparsekit.bandit.plot", "sparsekit_fl.report.*"),
@@ -79,7 +87,7 @@ ONLY_IN = {
     "pytest": ("sparsekit.testing.*", "sparsekit_fl.testing.*"),
     "hypothesis": ("sparsekit.testing.*", "sparsekit_fl.testing.*"),
     "pickle": ("sparsekit.testing.*", "sparsekit_fl.testing.*"),
-    "torch_pruning": (),
+    "torch_pruning": ("sparsekit.criteria.torch_pruning",),
     "random": (),
 }
 
@@ -87,8 +95,12 @@ ONLY_IN = {
 BANDIT_EXTRAS = ("sparsekit.bandit.optuna", "sparsekit.bandit.plot")
 
 REGISTRIES = {
-    "sparsekit/criteria": ("sparsekit.criteria", "registry", {"base", "magnitudes"}),
-    "sparsekit/allocation": ("sparsekit.allocation", "registry", {"base", "choose"}),
+    "sparsekit/criteria": (
+        "sparsekit.criteria", "registry", {"base", "batches", "gate_gradients", "magnitudes", "weight_products", "work"},
+    ),
+    "sparsekit/allocation": (
+        "sparsekit.allocation", "registry", {"base", "choose", "limits", "rounding", "schedule", "walk", "worth"},
+    ),
     "sparsekit/bandit": (
         "sparsekit.bandit", "registry",
         {"arms", "base", "cells", "drift", "field", "make", "moves", "noise", "optuna", "plot", "posterior", "pulls", "rule",
