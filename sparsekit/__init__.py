@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from sparsekit.measure.budget import Budget, BudgetError
     from sparsekit.measure.cost import Cost, count_cost
     from sparsekit.measure.model import cost_model
+    from sparsekit.pruning.prune import prune
+    from sparsekit.pruning.report import PruneReport
+    from sparsekit.pruning.result import Pruned
     from sparsekit.surgery.compaction import compact, expand
     from sparsekit.surgery.optimizer_state import remap_optimizer
     from sparsekit.surgery.saving import load_compact, load_mask, save_compact
@@ -47,6 +50,8 @@ _HOME = {
     "LayerRule": "sparsekit.layers",
     "LearnableMask": "sparsekit.training.learnable",
     "PUCBV": "sparsekit.bandit",
+    "PruneReport": "sparsekit.pruning.report",
+    "Pruned": "sparsekit.pruning.result",
     "Pull": "sparsekit.bandit",
     "SplitUCBV": "sparsekit.bandit",
     "UnitGraph": "sparsekit.graph.graph",
@@ -67,6 +72,7 @@ _HOME = {
     "layers": "sparsekit.layers",
     "load_compact": "sparsekit.surgery.saving",
     "load_mask": "sparsekit.surgery.saving",
+    "prune": "sparsekit.pruning.prune",
     "remap_optimizer": "sparsekit.surgery.optimizer_state",
     "save_compact": "sparsekit.surgery.saving",
     "select": "sparsekit.allocation.choose",
@@ -87,6 +93,8 @@ __all__ = [
     "LearnableMask",
     "MovingAverage",
     "NarrowModel",
+    "PruneReport",
+    "Pruned",
     "Pull",
     "SplitUCBV",
     "UnitGraph",
@@ -107,6 +115,7 @@ __all__ = [
     "layers",
     "load_compact",
     "load_mask",
+    "prune",
     "remap_optimizer",
     "save_compact",
     "select",
