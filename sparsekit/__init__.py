@@ -13,11 +13,12 @@ from sparsekit.deprecations import RENAMED, find_renamed
 from sparsekit.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from sparsekit import allocation, bandit, criteria, errors, layers
+    from sparsekit import allocation, bandit, criteria, errors, finetuning, layers
     from sparsekit.allocation.base import Allocation
     from sparsekit.allocation.choose import choose, select
     from sparsekit.bandit import PUCBV, Bandit, Box, Interval, Pull, SplitUCBV
     from sparsekit.criteria.base import Criterion, View
+    from sparsekit.finetuning import compensate, finetune, recalibrate
     from sparsekit.graph.graph import UnitGraph
     from sparsekit.graph.groups import UnitGroup, UnitSlice
     from sparsekit.graph.mask import UnitMask, WeightMask
@@ -63,16 +64,20 @@ _HOME = {
     "allocation": "sparsekit.allocation",
     "bandit": "sparsekit.bandit",
     "choose": "sparsekit.allocation.choose",
+    "compensate": "sparsekit.finetuning",
     "compact": "sparsekit.surgery.compaction",
     "cost_model": "sparsekit.measure.model",
     "count_cost": "sparsekit.measure.cost",
     "criteria": "sparsekit.criteria",
     "errors": "sparsekit.errors",
     "expand": "sparsekit.surgery.compaction",
+    "finetune": "sparsekit.finetuning",
+    "finetuning": "sparsekit.finetuning",
     "layers": "sparsekit.layers",
     "load_compact": "sparsekit.surgery.saving",
     "load_mask": "sparsekit.surgery.saving",
     "prune": "sparsekit.pruning.prune",
+    "recalibrate": "sparsekit.finetuning",
     "remap_optimizer": "sparsekit.surgery.optimizer_state",
     "save_compact": "sparsekit.surgery.saving",
     "select": "sparsekit.allocation.choose",
@@ -107,15 +112,19 @@ __all__ = [
     "bandit",
     "choose",
     "compact",
+    "compensate",
     "cost_model",
     "count_cost",
     "criteria",
     "errors",
     "expand",
+    "finetune",
+    "finetuning",
     "layers",
     "load_compact",
     "load_mask",
     "prune",
+    "recalibrate",
     "remap_optimizer",
     "save_compact",
     "select",

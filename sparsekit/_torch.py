@@ -45,6 +45,7 @@ __all__ = [
     "foreach_zero_",
     "identity",
     "in_transform",
+    "is_exporting",
     "is_transformed",
     "operator_packet",
     "operator_schema",
@@ -158,6 +159,13 @@ def identity(tensor: Tensor) -> tuple[int, int]:
 def in_transform() -> bool:
     """Whether a transform of torch.func (grad, vmap, …) runs."""
     return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def is_exporting() -> bool:
+    """Whether torch.export, an ONNX exporter or torch.jit.trace follows the code that runs now."""
+    exporting = getattr(torch.compiler, "is_exporting", None)  # since torch 2.7
+    tracing = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
+    return bool(tracing or torch.onnx.is_in_onnx_export() or (exporting is not None and exporting()))
 
 
 def is_transformed(tensor: Tensor) -> bool:

@@ -28,7 +28,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("__main__",),
         ("cli", "testing"),
         ("pruning",),
-        ("training", "tuning", "patterns"),
+        ("finetuning", "training", "tuning", "patterns"),
         ("allocation",),
         ("criteria",),
         ("measure",),
@@ -88,7 +88,7 @@ ONLY_IN = {
     "pytest": ("sparsekit.testing.*", "sparsekit_fl.testing.*"),
     "hypothesis": ("sparsekit.testing.*", "sparsekit_fl.testing.*"),
     "pickle": ("sparsekit.testing.*", "sparsekit_fl.testing.*"),
-    "torch_pruning": (),
+    "torch_pruning": ("sparsekit.criteria.torch_pruning",),
     "random": (),
 }
 

@@ -21,6 +21,7 @@ from sparsekit.graph.mask import UnitMask, to_weights
 from sparsekit.graph.state import StateDict
 from sparsekit.surgery.compaction import compact
 from sparsekit.surgery.optimizer_state import OptimizerState, copies_of_weights, first_value, state_of_shape
+from sparsekit.surgery.pretrained import guard_pretrained
 from sparsekit.surgery.rebuild import copy_with, named_entries
 from sparsekit.training.dense_model import DenseModel, straight_through_gates
 from sparsekit.training.narrow_model import NarrowModel
@@ -195,7 +196,7 @@ class CompactExecution:
         return {name: keep.cpu().nonzero().reshape(-1) for name, keep in mask.items()}
 
     def compact(self) -> nn.Module:
-        return self.narrow_model.compact()
+        return guard_pretrained(self.narrow_model.compact(), cut=not all(bool(keep.all()) for keep in self.mask.values()))
 
     def dense_state(self) -> dict[str, Tensor]:
         return self.narrow_model.dense_state()

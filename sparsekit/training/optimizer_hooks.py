@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from sparsekit.errors import InvalidValueError
+from sparsekit.training.wrappers import warn_of_eval_mode
 
 __all__ = ["OptimizerSet", "Watched", "holds", "just_restored", "refuse_history", "settle", "watch"]
 
@@ -146,6 +147,8 @@ def _notice_restored() -> None:
 def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ARG001 - torch's signature
     _restored.discard(optimizer)
     for item in _owners(optimizer):
+        if isinstance(item, nn.Module):
+            warn_of_eval_mode(item)
         item.before_step(optimizer)
 
 

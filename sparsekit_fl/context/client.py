@@ -12,6 +12,7 @@ import numpy as np
 from torch import nn
 
 from sparsekit.deprecations import renamed_attribute
+from sparsekit.errors import DataError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.mask import UnitMask, WeightMask
 from sparsekit.graph.state import StateDict
@@ -103,9 +104,20 @@ class ClientContext:
         return self.rngs[self.kind]
 
     def examples(self, split: Split) -> Examples:
-        """Return one split of the client's data, which is decoded once per call of `client_round`."""
+        """Return one split of the client's data, which is decoded once per call of `client_round`.
+
+        Raises:
+            DataError: its inputs hold NaN.
+        """
         if split not in self.cache:
-            self.cache[split] = Examples(self.problem, getattr(self.client.data, split), device=self.device)
+            examples = Examples(self.problem, getattr(self.client.data, split), device=self.device)
+            bad = examples.with_nan()
+            if bad:
+                raise DataError(
+                    f"inputs of client {self.client.id} hold NaN, in {len(bad)} of {len(examples)} examples of {split},"
+                    f" in example {bad[0]} first; fill them in, or leave these examples out"
+                )
+            self.cache[split] = examples
         return self.cache[split]
 
     def batches(self, *, epochs: int | None = None, batch_size: int | None = None) -> Batches:

@@ -55,6 +55,12 @@ class Examples:
     def __len__(self) -> int:
         return len(self._targets)
 
+    def with_nan(self) -> list[int]:
+        """Return the positions of examples with NaN among their inputs, ascending."""
+        floats = [item for item in self._inputs if item.is_floating_point() and bool(torch.isnan(item).any())]
+        rows = {int(row) for item in floats for row in torch.isnan(item).reshape(len(item), -1).any(dim=1).nonzero()}
+        return sorted(rows)
+
     def batches(self, order: Tensor | None, bounds: Sequence[tuple[int, int]]) -> Iterator[Batch]:
         """Return the examples in `order` (None: as stored), cut at `bounds` [start, stop)."""
         inputs, targets = self._inputs, self._targets
