@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from sparsekit.measure.budget import Budget, BudgetError
     from sparsekit.measure.cost import Cost, count_cost
     from sparsekit.measure.model import cost_model
+    from sparsekit.pruning.prune import prune
+    from sparsekit.pruning.report import PruneReport
+    from sparsekit.pruning.result import Pruned
     from sparsekit.surgery.compaction import compact, expand
     from sparsekit.surgery.optimizer_state import remap_optimizer
     from sparsekit.surgery.saving import load_compact, load_mask, save_compact
@@ -48,6 +51,8 @@ _HOME = {
     "LayerRule": "sparsekit.layers",
     "LearnableMask": "sparsekit.training.learnable",
     "PUCBV": "sparsekit.bandit",
+    "PruneReport": "sparsekit.pruning.report",
+    "Pruned": "sparsekit.pruning.result",
     "Pull": "sparsekit.bandit",
     "SplitUCBV": "sparsekit.bandit",
     "UnitGraph": "sparsekit.graph.graph",
@@ -71,6 +76,7 @@ _HOME = {
     "layers": "sparsekit.layers",
     "load_compact": "sparsekit.surgery.saving",
     "load_mask": "sparsekit.surgery.saving",
+    "prune": "sparsekit.pruning.prune",
     "recalibrate": "sparsekit.finetuning",
     "remap_optimizer": "sparsekit.surgery.optimizer_state",
     "save_compact": "sparsekit.surgery.saving",
@@ -92,6 +98,8 @@ __all__ = [
     "LearnableMask",
     "MovingAverage",
     "NarrowModel",
+    "PruneReport",
+    "Pruned",
     "Pull",
     "SplitUCBV",
     "UnitGraph",
@@ -115,6 +123,7 @@ __all__ = [
     "layers",
     "load_compact",
     "load_mask",
+    "prune",
     "recalibrate",
     "remap_optimizer",
     "save_compact",

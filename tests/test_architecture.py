@@ -27,6 +27,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
     "sparsekit": (
         ("__main__",),
         ("cli", "testing"),
+        ("pruning",),
         ("finetuning", "training", "tuning", "patterns"),
         ("allocation",),
         ("criteria",),
