@@ -103,6 +103,11 @@ def score_units(criterion: Criterion, graph: UnitGraph, view: View) -> dict[str,
     Raises:
         InvalidValueError: a group is missing, or its scores have another shape or no float dtype.
     """
+    if not callable(getattr(criterion, "scores", None)) or isinstance(criterion, type):
+        raise InvalidValueError(
+            "criterion must be an object with `scores`, such as sparsekit.criteria.Magnitude() or, by name,"
+            f" sparsekit.criteria.registry['magnitude'](); got {criterion!r}"
+        )
     scores = criterion.scores(graph, view)
     check_scores(graph, scores, f"{type(criterion).__name__} scores")
     return {name: scores[name] for name in graph.groups}

@@ -316,9 +316,7 @@ class LearnableMask(nn.Module):
     def track(self, optimizer: Optimizer) -> None:
         """Let the state of `optimizer` follow the mask from now on.
 
-        Torch optimisers need no such call: they are found at their first step, and when they are loaded, copied or
-        unpickled. Call it for an optimiser whose `state` is filled by other means than its `step`, such as SAM's
-        `first_step` and `second_step`.
+        Subclasses of `torch.optim.Optimizer` need no such call: they are found when they are made, loaded, copied or unpickled.
 
         Args:
             optimizer: Steps some of `parameters()`; held weakly.

@@ -45,17 +45,40 @@ def flops_text(flops: float) -> str:
 
 
 def bytes_text(count: float) -> str:
-    """For example `12.3 MB`; a megabyte is 10⁶ bytes."""
-    return f"{count / 1e6:,.1f} MB"
+    """For example `12.3 MB`; below 0.1 MB in kilobytes, of 10³ bytes, and below 0.1 kB in bytes."""
+    size, unit, decimals = _bytes_scale(count)
+    return f"{count / size:,.{decimals}f}{unit}"
+
+
+def _bytes_scale(count: float) -> tuple[float, str, int]:
+    """Return size, unit and decimals: `(1e6, " MB", 1)` from 1e5 on, and for zero."""
+    if count >= 1e5 or count == 0:
+        return 1e6, " MB", 1
+    return (1e3, " kB", 1) if count >= 1e2 else (1.0, " bytes", 0)
+
+
+def _seconds_scale(seconds: float) -> tuple[float, str, int]:
+    """Return size, unit and decimals: milliseconds below a tenth of a second, where there are any."""
+    if 0 < seconds < 0.1:
+        return 1e-3, " ms", 0 if seconds >= 0.01 else 1
+    return 1.0, " s", 2 if seconds < 10 else 1
 
 
 def seconds_text(seconds: float) -> str:
-    """For example `12.3 s`, or `4 min 05 s` from two minutes on."""
+    """For example `12.3 s`, `4 min 05 s` from two minutes on, and `4.2 ms` below a tenth of a second."""
     if seconds < 120:
-        return f"{seconds:.1f} s"
+        size, unit, decimals = _seconds_scale(seconds)
+        return f"{seconds / size:.{min(decimals, 1)}f}{unit}"
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s"
+
+
+def _minutes_text(seconds: float) -> str:
+    """For example `1 min 24 s` beside minutes, where `84.3 s` would have to be converted; below a minute `24.3 s`."""
+    if seconds < 60:
+        return seconds_text(seconds)
+    return seconds_text(seconds) if seconds >= 120 else f"1 min {round(seconds) - 60:02d} s"
 
 
 def share_text(share: float | None) -> str:
@@ -140,18 +163,18 @@ class Column:
             text = self._both(mean, deviation)
         else:
             # The second digit of a short simulated time matters.
-            text = f"{mean:.2f} s" if self.unit == "seconds" and mean < 10 else self.text(mean)
+            text = f"{mean:.2f} s" if self.unit == "seconds" and 0.1 <= mean < 10 else self.text(mean)
         return text if found.count == found.of else f"{text} ({found.count} of {found.of})"
 
     def _both(self, mean: float, deviation: float) -> str:
         if self.unit == "seconds" and mean >= 120:
-            return f"{seconds_text(mean)} ± {seconds_text(deviation)}"
+            return f"{seconds_text(mean)} ± {_minutes_text(deviation)}"
         if self.unit == "flops":
             size, letter = _step(mean)
             # Three digits of the mean, and as many decimals of the deviation.
             decimals = max(0, 2 - math.floor(math.log10(mean / size))) if mean > 0 else 0
         else:
-            scales = {"share": (0.01, "%", 1), "bytes": (1e6, " MB", 1), "seconds": (1.0, " s", 2 if mean < 10 else 1)}
+            scales = {"share": (0.01, "%", 1), "bytes": _bytes_scale(mean), "seconds": _seconds_scale(mean)}
             size, letter, decimals = scales[self.unit]
         return f"{mean / size:,.{decimals}f} ± {deviation / size:,.{decimals}f}{letter}"
 
@@ -195,6 +218,10 @@ def seconds_to(result: Mapping[str, Any], target: float) -> float | None:
     return None
 
 
+def _rounds_text(rounds: int) -> str:
+    return f"{rounds} round{'' if rounds == 1 else 's'}"
+
+
 def result_table(result: Mapping[str, Any]) -> Table:
     """Make the table of one run, a row per number.
 
@@ -204,7 +231,7 @@ def result_table(result: Mapping[str, Any]) -> Table:
     config = result["config"]
     about = config.get("experiment", {})
     where = f" · {about['model']} on {about['dataset']}" if {"model", "dataset"} <= set(about) else ""
-    title = f"{result['method']}{where} · {config['rounds']} rounds · seed {result['seed']}"
+    title = f"{result['method']}{where} · {_rounds_text(config['rounds'])} · seed {result['seed']}"
     table = Table(title=escape(title), title_justify="left", show_header=False, min_width=len(title))
     table.add_column()
     table.add_column(justify="right")

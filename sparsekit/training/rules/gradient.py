@@ -120,6 +120,8 @@ class FollowScores:
         return host.criterion.learned and not torch.equal(host.scores.detach(), self._judged)
 
     def _catch_up(self, host: Host) -> None:
+        if host.optimizers.hold:  # in the middle of a step
+            return
         ratio_stands = self._seen is not None and self._seen[0] == host.ratio
         if ratio_stands and not host.criterion.learned:
             self._mark_seen(host)

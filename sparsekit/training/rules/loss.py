@@ -1,11 +1,11 @@
 """LossImportance: a unit is worth what the loss would lose without it, or gain with it; the mask changes by swaps.
 
 One loop, told once. Most steps are plain steps of the narrow network. Every fourth also reads the gradient of each kept unit's
-gate, which the backward pass computes anyway. Some steps, as many as `explore` pays for, run on a network widened by the dropped
-units of one group behind gates of 0: the outputs are the same, and the weights behind those gates get gradients. From both,
-`Evidence` estimates in nats what each kept unit is worth and what each dropped one would be. When every group has been seen
-`samples` times, dropped units take the places of kept ones where their gain exceeds the cost beyond doubt. The number of swaps
-anneals to zero; then the mask has settled, and steps are those of a plain narrow network.
+gate, which the backward pass computes anyway. Some steps, as many as `explore` pays for, run on a network widened by the
+dropped units of one group behind gates of 0: the outputs are the same, and the weights behind those gates get gradients. From
+both, `Evidence` estimates in nats what each kept unit is worth and what each dropped one would be. When every group has been
+seen `samples` times, dropped units take the places of kept ones where their gain exceeds the cost beyond doubt. The number of
+swaps anneals to zero; then the mask has settled, and steps are those of a plain narrow network.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class LossImportance:
     rounds: int = 12
     samples: int = 8
     share: float = 0.5
-    errors: float = 1.5
+    errors: float = 1.0
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.explore <= 1.0:
@@ -75,7 +75,7 @@ class LossImportance:
             if not 0.0 < getattr(self, name) <= 1.0:
                 raise InvalidValueError(f"{name} must be in (0, 1], got {getattr(self, name)}")
         if not 0.0 <= self.errors < math.inf:
-            raise InvalidValueError(f"errors must be a finite number >= 0, got {self.errors}; 1.5 is usual")
+            raise InvalidValueError(f"errors must be a finite number >= 0, got {self.errors}; 1 is usual")
 
     def rule(self, host: Host) -> Swapping:
         """Return a new rule for `host`."""
@@ -216,7 +216,7 @@ class Swapping:
     # Changes.
 
     def sync(self, host: Host) -> None:
-        if self._due or host.ratio != self._ratio:
+        if (self._due or host.ratio != self._ratio) and not host.optimizers.hold:  # not in the middle of a step
             self.resample(host)
 
     def resample(self, host: Host) -> None:

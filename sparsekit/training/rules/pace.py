@@ -11,8 +11,8 @@ __all__ = ["Pace"]
 class Pace:
     """Share out exploration over the steps of a training.
 
-    With a known number of steps, the share anneals by a cosine from 2 / `end` times `explore` to 0 at `end` of the training, and
-    adds up to `explore`. Without one it is `explore` at every time, for a number of rounds.
+    With a known number of steps, the share anneals by a cosine from 2 / `end` times `explore` to 0 at `end` of the training,
+    and adds up to `explore`. Without one it is `explore` at every time, for a number of rounds.
 
     Args:
         explore: Share of extra work.
