@@ -12,7 +12,7 @@ from sparsekit.graph.mask import UnitMask
 from sparsekit.surgery.optimizer_state import flat, take_flat
 from sparsekit.training.execution import CompactExecution
 from sparsekit.training.optimizer_hooks import just_restored
-from sparsekit.training.rules.base import Rule
+from sparsekit.training.rule import Rule
 
 __all__ = ["load_entries", "saved_entries"]
 

@@ -23,11 +23,11 @@ from sparsekit.graph.mask import UnitMask
 from sparsekit.training.checkpoint import load_entries, saved_entries
 from sparsekit.training.example import trace_example
 from sparsekit.training.execution import CompactExecution, Execution, MaskedExecution
+from sparsekit.training.gradient_importance import GradientImportance, targets_of
+from sparsekit.training.loss_importance import LossImportance
 from sparsekit.training.optimizer_hooks import OptimizerSet, holds, refuse_history, settle, watch
 from sparsekit.training.regularizer import ImportanceRegularizer
-from sparsekit.training.rules.base import Learning
-from sparsekit.training.rules.gradient import GradientImportance, split_units, targets_of
-from sparsekit.training.rules.loss import LossImportance
+from sparsekit.training.rule import Learning, split_units
 from sparsekit.training.wrappers import check_transforms, guard_wrappers
 
 __all__ = ["LearnableMask"]

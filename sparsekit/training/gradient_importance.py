@@ -20,9 +20,9 @@ from sparsekit.rng import torch_generator
 from sparsekit.training.execution import CompactExecution
 from sparsekit.training.optimizer_hooks import holds
 from sparsekit.training.regularizer import ImportanceRegularizer
-from sparsekit.training.rules.base import Host
+from sparsekit.training.rule import Host, split_units
 
-__all__ = ["FollowScores", "GradientImportance", "split_units", "targets_of"]
+__all__ = ["FollowScores", "GradientImportance", "targets_of"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,12 +56,6 @@ class GradientImportance:
     def rule(self, host: Host) -> FollowScores:
         """Return a new rule for `host`."""
         return FollowScores(self, host)
-
-
-def split_units(graph: Any, fused: Tensor) -> dict[str, Tensor]:
-    """Views of a vector over all units, float (J,), by group: group name → (units,)."""
-    parts = fused.split([group.size for group in graph.groups.values()])
-    return dict(zip(graph.groups, parts, strict=True))
 
 
 def targets_of(host: Host, regularizer: ImportanceRegularizer) -> Tensor:

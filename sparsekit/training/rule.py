@@ -15,7 +15,7 @@ from sparsekit.graph.mask import UnitMask
 from sparsekit.training.execution import Execution
 from sparsekit.training.optimizer_hooks import OptimizerSet
 
-__all__ = ["Host", "Learning", "Rule"]
+__all__ = ["Host", "Learning", "Rule", "split_units"]
 
 
 class Host(Protocol):
@@ -110,3 +110,9 @@ class Learning(Protocol):
     def rule(self, host: Host) -> Rule:
         """Return a new rule for `host`."""
         ...
+
+
+def split_units(graph: UnitGraph, fused: Tensor) -> dict[str, Tensor]:
+    """Views of a vector over all units, float (J,), by group: group name → (units,)."""
+    parts = fused.split([group.size for group in graph.groups.values()])
+    return dict(zip(graph.groups, parts, strict=True))

@@ -19,12 +19,13 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from sparsekit.allocation.choose import choose
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph.mask import UnitMask
-from sparsekit.training.rules.base import Host
-from sparsekit.training.rules.evidence import Evidence, gated_slices
-from sparsekit.training.rules.pace import Pace
-from sparsekit.training.rules.swap import choose_swaps
+from sparsekit.training.evidence import Evidence, gated_slices
+from sparsekit.training.pace import Pace
+from sparsekit.training.rule import Host, split_units
+from sparsekit.training.swap import choose_swaps
 
 __all__ = ["LossImportance", "Swapping"]
 
@@ -225,6 +226,8 @@ class Swapping:
                 self._resize(host)
             elif self._due:
                 self._swap(host)
+            else:
+                self._choose(host)
             self._due = False
 
     def _swap(self, host: Host) -> None:
@@ -255,11 +258,19 @@ class Swapping:
         host.execution.enter(entering, afresh, list(host.optimizers))
         self.evidence.forget(entering)
 
+    def _choose(self, host: Host) -> None:
+        """Keep the units of the largest importance, as it stands."""
+        mask = choose(host.graph, split_units(host.graph, host.scores.detach()), host.counts(), source="importance")
+        changed = [name for name, keep in mask.items() if not keep.equal(host.execution.mask[name])]
+        if changed:
+            host.change(mask)
+            self.evidence.forget(changed)
+
     def _resize(self, host: Host) -> None:
         """Follow the ratio: the least worth go, or the most worth come; nobody else moves."""
         mask, counts = host.execution.mask, host.counts()
         keep = dict(mask)
-        for name, score in self._order(host).items():
+        for name, score in split_units(host.graph, host.scores.detach().cpu()).items():
             kept, count = mask[name], counts[name]
             rank = torch.where(kept, score + (score.max() - score.min() + 1.0), score)
             chosen = rank.argsort(descending=True, stable=True)[:count]
@@ -269,9 +280,6 @@ class Swapping:
             host.change(UnitMask(keep))
             self.evidence.forget(changed)
         self._ratio = host.ratio
-
-    def _order(self, host: Host) -> dict[str, Tensor]:
-        return {name: host.scores.detach()[self.evidence.span(name)].cpu() for name in host.graph.groups}
 
     def _store_worth(self, host: Host, mask: UnitMask, cost: Tensor, gain: Tensor) -> None:
         """Let the importance be what is known of each unit's worth, in nats."""

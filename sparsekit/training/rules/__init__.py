@@ -1,1 +1,0 @@
-"""How importance is learned: the rules that a learnable mask can follow."""
