@@ -81,7 +81,10 @@ def load_entries(host: Any, rule: Rule, ratio: float, state: dict[str, Any], pre
         if just_restored(optimizer):
             execution.claim_saved(optimizer)
     host.load_importance(scores)
-    host.ratio = ratio
+    if host.budget is None:
+        host.ratio = ratio
+    else:
+        host.set_widths(execution.mask.counts())
     rule.load(host, remembered)
     # The parameters themselves: load_state_dict(assign=True) then puts each in its own place, and optimisers keep theirs.
     state[prefix + "scores"] = host.scores

@@ -45,7 +45,9 @@ class Evidence:
     def __init__(self, graph: UnitGraph, like: Tensor) -> None:
         self.graph = graph
         self.batch = 0.0
-        """Examples in a sample, on average."""
+        """Examples in a sample, on average; of one rank where several train together."""
+        self.ranks = 1
+        """Processes whose gradients are averaged."""
         self._samples = 0
         self._moments = {kind: like.detach().new_zeros(3, graph.units) for kind in _KINDS}
         self._offsets = group_order(graph.groups.values())
@@ -113,7 +115,7 @@ class Evidence:
         """The cost of removing each kept unit and its standard error, in nats: float (J,) each; infinite where unknown."""
         mean, variance, count = self._mean_and_variance("kept")
         known = count >= 2
-        cost = torch.where(known, 0.5 * self.batch * variance - mean, torch.inf)
+        cost = torch.where(known, 0.5 * self.batch * self.ranks * variance - mean, torch.inf)
         return cost, torch.where(known, (variance / count.clamp_min(1.0)).sqrt(), torch.inf)
 
     def insertion(self, errors: float) -> tuple[Tensor, Tensor]:
@@ -131,6 +133,14 @@ class Evidence:
         gain = 0.5 * sure.square() / (self.batch * variance).clamp_min(tiny)
         afresh = torch.where((count >= 3) & (variance > 0), gain, -torch.inf)
         return torch.maximum(as_it_was, afresh), as_it_was > afresh
+
+    def pool(self) -> None:
+        """Add up what all ranks have seen of dropped units; the gates of kept ones are averaged over the ranks already."""
+        self.ranks = torch.distributed.get_world_size()
+        for kind in ("as_it_was", "afresh"):
+            own = self._moments[kind].clone()
+            torch.distributed.all_reduce(own)
+            self._moments[kind] = own
 
     def forget(self, groups: Iterable[str]) -> None:
         """Forget everything about the units of `groups`, whose mask changed."""

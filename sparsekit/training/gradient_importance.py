@@ -106,7 +106,7 @@ class FollowScores:
 
     def _announced(self, host: Host) -> bool:
         """Whether the ratio, or a count of changes in place, or a step of an optimiser tells of a change."""
-        return self._stepped or (host.ratio, *identity(host.scores)) != self._seen
+        return self._stepped or (host.target, *identity(host.scores)) != self._seen
 
     def _differs(self, host: Host) -> bool:
         """Whether importance has other values than when the mask was made: writes to `scores.data` leave no other trace."""
@@ -116,14 +116,14 @@ class FollowScores:
     def _catch_up(self, host: Host) -> None:
         if host.optimizers.hold:  # in the middle of a step
             return
-        ratio_stands = self._seen is not None and self._seen[0] == host.ratio
+        ratio_stands = self._seen is not None and self._seen[0] == host.target
         if ratio_stands and not host.criterion.learned:
             self._mark_seen(host)
         else:
             self._follow(host, unless_it_stands=ratio_stands)
 
     def _mark_seen(self, host: Host) -> None:
-        self._seen = (host.ratio, *identity(host.scores))
+        self._seen = (host.target, *identity(host.scores))
         self._stepped = False
         if host.criterion.learned:
             self._judged = host.scores.detach().clone()

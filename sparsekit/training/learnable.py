@@ -13,15 +13,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from sparsekit._torch import outside_compiler
+from sparsekit.allocation.by_cost import ByCost
 from sparsekit.allocation.uniform import Uniform, check_ratio
-from sparsekit.criteria.base import Criterion
+from sparsekit.criteria.base import Criterion, View, score_units
 from sparsekit.criteria.learned import Learned
 from sparsekit.deprecations import PatternCriterion, renamed_attribute, renamed_keywords
 from sparsekit.errors import ForeignMaskError, InvalidValueError, UnsupportedModelError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.mask import UnitMask
+from sparsekit.measure.budget import Budget
 from sparsekit.training.checkpoint import load_entries, saved_entries
-from sparsekit.training.example import trace_example
+from sparsekit.training.example import costs_of, trace_example
 from sparsekit.training.execution import CompactExecution, Execution, MaskedExecution
 from sparsekit.training.gradient_importance import GradientImportance, targets_of
 from sparsekit.training.loss_importance import LossImportance
@@ -67,6 +69,10 @@ class LearnableMask(nn.Module):
         criterion: What a unit is worth, in place of learning it from the loss. It is asked when the ratio changes or `resample`
             is called; one that is `learned` is asked after every step, and learns as with `learning=GradientImportance()`.
         ratio: Share of units kept in each group, in (0, 1].
+        budget: What the sparse model may cost, in place of one ratio for all groups: `Budget(flops="25%")`. The first widths
+            are those at which the groups lose least for it; they are learned on as the mask is. Needs example inputs.
+        start: What the first mask, and within a budget the first widths, are chosen by; magnitudes if not given. One that
+            looks at data, such as `criteria.Taylor(batches, loss)`, pays where the network is trained already.
         execution: "compact", or "masked": the same training on a dense network, slow, for comparison.
         regularizer: The regulariser behind `penalty()`; implies `learning=GradientImportance()`.
         generator: The source of randomness of criteria that draw; a learned one gets no other. Without it every `resample`
@@ -79,7 +85,8 @@ class LearnableMask(nn.Module):
             `GradientImportance(…)`. In place of `explore`, `steps` and `regularizer`.
 
     Raises:
-        InvalidValueError: a ratio outside (0, 1], an unknown execution, neither inputs nor graph.
+        InvalidValueError: a ratio outside (0, 1], a ratio and a budget, an unknown execution, neither inputs nor graph.
+        BudgetError: the budget cannot be met; the message has the least cost and what holds it up.
         TraceError: the model fails on the example inputs.
         NoUnitsError: the model has no units that can be removed exactly.
         ForeignMaskError: `graph` was traced from another model.
@@ -103,6 +110,8 @@ class LearnableMask(nn.Module):
         norm: Literal["fixed", "kept"] = "fixed",
         criterion: Criterion | None = None,
         ratio: float = 1.0,
+        budget: Budget | None = None,
+        start: Criterion | None = None,
         execution: Literal["compact", "masked"] = "compact",
         regularizer: ImportanceRegularizer | None = None,
         generator: torch.Generator | None = None,
@@ -134,7 +143,15 @@ class LearnableMask(nn.Module):
                 raise InvalidValueError("pass example_inputs=(x,), one call's worth of inputs, or a ready graph=")
             graph = trace_example(model, example_inputs, norm)
         graph.check_state(model.state_dict(), what="the model")
+        if budget is not None and ratio != 1.0:
+            raise InvalidValueError(f"give ratio={ratio} or budget={budget!r}, not both")
+        if budget is not None and example_inputs is None:
+            raise InvalidValueError(
+                "a budget needs example_inputs=(x,), one call's worth of inputs, to count what a pass costs"
+            )
         self.graph = graph
+        self.budget = budget
+        self._costs = None if example_inputs is None else costs_of(model, example_inputs, graph, budget)
         self.criterion: Criterion = Learned() if criterion is None else criterion
         self.learning = learning
         self.generator = generator
@@ -150,20 +167,55 @@ class LearnableMask(nn.Module):
 
         It is float32 for models in bfloat16 or float16, and stays so when the mask is moved to such a dtype.
         """
+        self._widths = self._first_widths(model, start)
         self._rule = learning.rule(self)
         self._rule.resample(self)
         self.register_load_state_dict_pre_hook(_load)  # type: ignore[no-untyped-call]
         watch(self)
         guard_wrappers(LearnableMask)
 
+    def _first_widths(self, model: nn.Module, start: Criterion | None) -> dict[str, int] | None:
+        """The counts within the budget, if there is one; the importance becomes what `start` says."""
+        if start is not None:
+            scores = score_units(start, self.graph, View(weights=model.state_dict(), generator=self.generator, model=model))
+            fused = torch.cat([scores[name].to(self.scores) for name in self.graph.groups])
+            with torch.no_grad():
+                self.scores.copy_(fused)
+        if self.budget is None:
+            return None
+        return dict(self.within_budget(split_units(self.graph, self.scores.detach()), {}))
+
+    def within_budget(self, scores: Mapping[str, Tensor], limits: Mapping[str, tuple[float, float]]) -> Mapping[str, int]:
+        """The counts within the budget at which the groups lose least, for rules.
+
+        Args:
+            scores: Group name → float (units,).
+            limits: Group name → (least, largest) share of its units that stays.
+        """
+        assert self.budget is not None
+        return ByCost(self.budget, limits=limits).counts(self.graph, scores, self._costs)
+
     @property
     def ratio(self) -> float:
-        """Share of units kept in each group, in (0, 1]. Assign to change it; the next call remasks."""
-        return self._ratio
+        """Share of units kept in each group, in (0, 1]; with a budget, of all units.
+
+        Assign to change it; the next call remasks.
+
+        Raises:
+            InvalidValueError: assigned where a budget says what is kept.
+        """
+        return self._ratio if self._widths is None else sum(self._widths.values()) / self.graph.units
 
     @ratio.setter
     def ratio(self, ratio: float) -> None:
+        if self._widths is not None:
+            raise InvalidValueError("this mask has a budget, which says how many units stay; make one with ratio= instead")
         self._ratio = check_ratio(ratio)
+
+    @property
+    def target(self) -> object:
+        """What the counts follow from, for rules: compares unequal when they change."""
+        return self._ratio if self._widths is None else self._widths
 
     @property
     def settled(self) -> bool:
@@ -208,12 +260,16 @@ class LearnableMask(nn.Module):
         self._rule.resample(self)
 
     def counts(self) -> Mapping[str, int]:
-        """Group name → units that the present ratio keeps."""
-        return Uniform(self._ratio).counts(self.graph, {})
+        """Group name → units that the present ratio or the present widths keep."""
+        return Uniform(self._ratio).counts(self.graph, {}) if self._widths is None else self._widths
 
     def pass_flops(self, mask: UnitMask) -> float:
-        """Work of a pass under `mask`, for rules: it grows about as the entries do."""
-        return mask.density(self.graph)
+        """Work of a pass under `mask`, for rules: FLOPs where example inputs were given, else it grows about as the entries."""
+        return mask.density(self.graph) if self._costs is None else self._costs.costs(mask.counts())["flops"]
+
+    def set_widths(self, widths: Mapping[str, int]) -> None:
+        """Change the widths within the budget, for rules."""
+        self._widths = dict(widths)
 
     def change(self, mask: UnitMask) -> None:
         """Change the mask, for rules: weights and optimiser state follow."""

@@ -92,7 +92,9 @@ class Swapping:
         self.evidence = Evidence(host.graph, host.scores)
         self.swapped = 0
         """Units swapped so far."""
-        self._ratio: float | None = None
+        self.moved = 0
+        """Units by which groups became wider or narrower within a budget so far."""
+        self._target: object = None
         self._due = False
         tied = {name: names for names in host.graph.ties for name in names}
         self._bundles = {name: tied.get(name, (name,)) for name in host.graph.groups}
@@ -217,12 +219,12 @@ class Swapping:
     # Changes.
 
     def sync(self, host: Host) -> None:
-        if (self._due or host.ratio != self._ratio) and not host.optimizers.hold:  # not in the middle of a step
+        if (self._due or host.target != self._target) and not host.optimizers.hold:  # not in the middle of a step
             self.resample(host)
 
     def resample(self, host: Host) -> None:
         with torch.inference_mode(False), torch.no_grad():
-            if host.ratio != self._ratio:
+            if host.target != self._target:
                 self._resize(host)
             elif self._due:
                 self._swap(host)
@@ -233,6 +235,8 @@ class Swapping:
     def _swap(self, host: Host) -> None:
         """End a round: swap what pays, beyond doubt."""
         mask = host.execution.mask
+        if host.joined and torch.distributed.is_initialized():
+            self.evidence.pool()
         cost, error = self.evidence.removal()
         gain, as_it_was = self.evidence.insertion(self.settings.errors)
         self._store_worth(host, mask, cost, gain)
@@ -251,7 +255,24 @@ class Swapping:
         self.evidence.fade()
         if entering:
             self._enter(host, UnitMask(keep), entering, afresh)
+        if host.budget is not None:
+            self._move_widths(host)
         self.pace.next_round()
+
+    def _move_widths(self, host: Host) -> None:
+        """Move widths between groups towards those at which all of them lose least for what the budget allows."""
+        counts = host.execution.mask.counts()
+        step = self.settings.share * self.pace.share
+        limits = {}
+        for name, group in host.graph.groups.items():
+            most = math.ceil(step * counts[name])
+            low, high = max(1, counts[name] - most), min(group.size, counts[name] + most)
+            limits[name] = (low / group.size, high / group.size)
+        widths = dict(host.within_budget(split_units(host.graph, host.scores.detach()), limits))
+        if widths != counts:
+            self.moved += sum(abs(widths[name] - counts[name]) for name in widths)
+            host.set_widths(widths)
+            self._resize(host)
 
     def _enter(self, host: Host, mask: UnitMask, entering: Mapping[str, Tensor], afresh: Mapping[str, Tensor]) -> None:
         host.change(mask)
@@ -279,7 +300,7 @@ class Swapping:
         if changed:
             host.change(UnitMask(keep))
             self.evidence.forget(changed)
-        self._ratio = host.ratio
+        self._target = host.target
 
     def _store_worth(self, host: Host, mask: UnitMask, cost: Tensor, gain: Tensor) -> None:
         """Let the importance be what is known of each unit's worth, in nats."""
@@ -299,7 +320,7 @@ class Swapping:
         return {"clock": clock, **seen, **{f"evidence.{key}": value for key, value in self.evidence.state().items()}}
 
     def load(self, host: Host, state: dict[str, Tensor]) -> None:
-        self._ratio = host.ratio
+        self._target = host.target
         self._begin_step()
         if "clock" not in state:
             return

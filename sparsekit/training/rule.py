@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from sparsekit.criteria.base import Criterion
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.mask import UnitMask
+from sparsekit.measure.budget import Budget
 from sparsekit.training.execution import Execution
 from sparsekit.training.optimizer_hooks import OptimizerSet
 
@@ -35,9 +36,19 @@ class Host(Protocol):
         """What runs the model."""
         ...
 
+    budget: Budget | None
+
     @property
-    def ratio(self) -> float:
-        """Share of units kept in each group."""
+    def target(self) -> object:
+        """What the counts follow from: compares unequal when they change."""
+        ...
+
+    def within_budget(self, scores: Mapping[str, Tensor], limits: Mapping[str, tuple[float, float]]) -> Mapping[str, int]:
+        """The counts within the budget at which the groups lose least, with the (least, largest) share of each."""
+        ...
+
+    def set_widths(self, widths: Mapping[str, int]) -> None:
+        """Change the widths within the budget."""
         ...
 
     def counts(self) -> Mapping[str, int]:

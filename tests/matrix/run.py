@@ -89,7 +89,7 @@ def _masked(cell: Cell, device: str, backend: str) -> LearnableMask:
     model, x = _model(cell, device)
     if cell.compiler != "off":
         model = torch.compile(model, backend=backend)  # type: ignore[assignment]
-    criterion = None if _learns(cell) else Magnitude()
+    criterion = Learned() if _learns(cell) else Magnitude()
     return LearnableMask(model, (x,), ratio=0.5, explore=0.0, execution=cell.execution, criterion=criterion)  # type: ignore[arg-type]
 
 
