@@ -79,6 +79,7 @@ class RunOptions(Offer):
     ] = None
     out: Annotated[Path | None, Option("Folder for the result, the rounds, the checkpoint and the models.", HOW)] = None
     resume: Annotated[bool, Option("Continue the run in --out, to the same bits.", HOW)] = False
+    accept_code: Annotated[bool, Option("Go on with, or compare with, what another version of this package ran.", HOW)] = False
     quiet: Annotated[bool, Option("Show no progress on stderr.", HOW, short="-q")] = False
     json: Annotated[bool, Option("Print the result as JSON on stdout and nothing else.", HOW)] = False
 

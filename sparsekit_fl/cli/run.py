@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.markup import escape
 
 from sparsekit.errors import InvalidValueError
 from sparsekit_fl.cli.experiment import Experiment
 from sparsekit_fl.cli.options import RunOptions, command_app, takes_options
+from sparsekit_fl.cli.outcome import show_outcome
 
 __all__ = ["fedlps", "run"]
 
 INTERRUPTED = 130
+INCOMPLETE = 3
 
 
 def _run(method_name: str, options: RunOptions) -> None:
-    from sparsekit_fl.cli.progress import LiveProgress
+    from sparsekit_fl.callbacks.progress import LiveProgress
     from sparsekit_fl.errors import RunInterrupted
     from sparsekit_fl.methods.make import make_method
-    from sparsekit_fl.report.table import result_table
     from sparsekit_fl.server.loop import run as run_rounds
-    from sparsekit_fl.server.privacy import privacy_line
 
     method = make_method(method_name, bandit=options.bandit)
     if method.capability is not None and options.capability not in (None, method.capability):
@@ -41,25 +38,18 @@ def _run(method_name: str, options: RunOptions) -> None:
                 experiment.clients,
                 experiment.config,
                 engine=experiment.engine,
-                observers=[progress],
+                callbacks=[progress],
                 out=options.out,
                 resume=options.resume,
+                accept_code=options.accept_code,
                 experiment=experiment.described,
             )
         except RunInterrupted as error:
             typer.echo(str(error), err=True)
             raise typer.Exit(INTERRUPTED) from None
-    if options.json:
-        typer.echo(json.dumps(result.to_dict(), indent=1, allow_nan=False))
-        return
-    console = Console()
-    console.print(result_table(result.to_dict()))
-    if result.privacy:
-        console.print(privacy_line(result.privacy))
-    if options.out is None:
-        console.print("Nothing was kept. With --out DIR you get result.json, rounds.jsonl, the models, and runs that resume.")
-    else:
-        console.print(f"result.json, rounds.jsonl, checkpoint and models are in {escape(str(options.out))}", soft_wrap=True)
+    show_outcome(result, options)
+    if result.failures or len(result.final.per_client) < len(experiment.clients):
+        raise typer.Exit(INCOMPLETE)
 
 
 def _fedlps(*, options: RunOptions) -> None:
@@ -73,7 +63,11 @@ def _fedlps(*, options: RunOptions) -> None:
 def _method(
     *, method: Annotated[str, typer.Argument(help="A method by name, or package.module:function.")], options: RunOptions
 ) -> None:
-    """Run any federated method; `sparsekit list methods` shows them."""
+    """Run any federated method; `sparsekit list methods` shows them.
+
+    Exit codes: 0, finished; 3, finished, though a client that was asked could never train, or could not be scored; 2, an
+    option or a file that is wrong; 1, any other error; 130, stopped by Ctrl-C.
+    """
     _run(method, options)
 
 
