@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from sparsekit_fl.callbacks.base import Callback, RunView
     from sparsekit_fl.context.client import ClientContext
     from sparsekit_fl.context.server import ServerContext
+    from sparsekit_fl.datasets.base import DataSource
     from sparsekit_fl.engines.base import ClientPool, Engine
     from sparsekit_fl.engines.embedded import Embedded
     from sparsekit_fl.experiment.build import build_problem
@@ -50,6 +51,7 @@ _HOME = {
     "ClientContext": "sparsekit_fl.context.client",
     "ClientData": "sparsekit_fl.problem.clients",
     "ClientPool": "sparsekit_fl.engines.base",
+    "DataSource": "sparsekit_fl.datasets.base",
     "Embedded": "sparsekit_fl.engines.embedded",
     "Engine": "sparsekit_fl.engines.base",
     "Evaluation": "sparsekit_fl.wire.messages",
@@ -95,6 +97,7 @@ __all__ = [
     "ClientContext",
     "ClientData",
     "ClientPool",
+    "DataSource",
     "Embedded",
     "Engine",
     "Evaluation",

@@ -12,6 +12,7 @@ from sparsekit.graph.index import cut_axes, narrow_shape, scatter
 from sparsekit.graph.mask import UnitMask
 from sparsekit.graph.state import StateDict
 from sparsekit.layers import LayerRule
+from sparsekit.surgery.pretrained import guard_pretrained
 from sparsekit.surgery.rebuild import named_entries, narrow_module, narrow_state
 
 __all__ = ["compact", "compact_state", "expand"]
@@ -40,7 +41,8 @@ def compact(
         raise InvalidValueError(f"mask must be a UnitMask, got {type(mask).__name__}; UnitMask({{group: keep}}) makes one")
     mask.check(graph)
     graph.check_state(named_entries(model), what=f"the {type(model).__name__}")
-    return narrow_module(model, graph, mask, rules)
+    small = narrow_module(model, graph, mask, rules)
+    return guard_pretrained(small, cut=not all(bool(keep.all()) for keep in mask.values()))
 
 
 def compact_state(state: StateDict, graph: UnitGraph, mask: UnitMask) -> dict[str, Tensor]:

@@ -12,6 +12,7 @@ import numpy as np
 from torch import nn
 
 from sparsekit.deprecations import renamed_attribute
+from sparsekit.errors import DataError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.mask import UnitMask, WeightMask
 from sparsekit.graph.state import StateDict
@@ -62,6 +63,7 @@ class ClientContext:
         extra: Further tensors that the server sent.
         received: The mask under which the server sent the state: entries that it drops are zero; None: all were sent.
         initial_state: Gives the global state of round 0.
+        frozen: State-dict keys of parameters that need no gradient; every client has them from the global state of round 0.
         cache: Split → examples that were read in this call.
         kind: The kind of policy that this context is for.
         root: The client's whole memory, of which `memory` is one part.
@@ -83,6 +85,7 @@ class ClientContext:
     initial_state: Callable[[], StateDict]
     cache: dict[str, Examples] = field(repr=False)
     received: Mask | None = None
+    frozen: frozenset[str] = frozenset()
     kind: PolicyKind = "local"
     root: Memory | None = field(default=None, repr=False)
 
@@ -103,9 +106,20 @@ class ClientContext:
         return self.rngs[self.kind]
 
     def examples(self, split: Split) -> Examples:
-        """Return one split of the client's data, which is decoded once per call of `client_round`."""
+        """Return one split of the client's data, which is decoded once per call of `client_round`.
+
+        Raises:
+            DataError: its inputs hold NaN.
+        """
         if split not in self.cache:
-            self.cache[split] = Examples(self.problem, getattr(self.client.data, split), device=self.device)
+            examples = Examples(self.problem, getattr(self.client.data, split), device=self.device)
+            bad = examples.with_nan()
+            if bad:
+                raise DataError(
+                    f"inputs of client {self.client.id} hold NaN, in {len(bad)} of {len(examples)} examples of {split},"
+                    f" in example {bad[0]} first; fill them in, or leave these examples out"
+                )
+            self.cache[split] = examples
         return self.cache[split]
 
     def batches(self, *, epochs: int | None = None, batch_size: int | None = None) -> Batches:
@@ -119,7 +133,15 @@ class ClientContext:
 
     def fit(self, module: nn.Module, batches: Batches, step: Step) -> TrainingLog:
         """Run `step` over `batches`; see `training.fit`."""
-        return fit(module, batches, step, metrics=self.problem.metrics, rng=self.rng)
+        return fit(
+            module,
+            batches,
+            step,
+            metrics=self.problem.metrics,
+            rng=self.rng,
+            amp=self.training.amp,
+            device=self.device,
+        )
 
     def work(self, mask: UnitMask | WeightMask | None, log: TrainingLog) -> Work:
         """Return the FLOPs of a fit under one mask; the paper's convention counts every batch as full."""

@@ -80,11 +80,22 @@ class ClientData:
             if not hasattr(split, "__len__"):
                 raise DataError(f"{name} must be TensorData or a map-style data set with a length, got {type(split).__name__}")
             if len(split) == 0:
-                raise DataError(f"{name} is empty; every client needs examples to train on, to select by and to be scored with")
+                raise DataError(
+                    f"{name} is empty, {self._sizes()}; every client needs examples to train on,"
+                    " to select by and to be scored with"
+                )
             if isinstance(split, TensorDataset) or (
                 isinstance(split, Subset) and isinstance(split.dataset, TensorData | TensorDataset)
             ):
                 object.__setattr__(self, name, as_tensor_data(split, what=name))
+
+    def _sizes(self) -> str:
+        """Say what the client does have, so that it can be told from others: `train has 60 examples, test has 40`."""
+        splits = {name: getattr(self, name) for name in ("train", "val", "test")}
+        full = [
+            f"{name} has {len(split)} examples" for name, split in splits.items() if hasattr(split, "__len__") and len(split)
+        ]
+        return ", ".join(full) or "as are the other splits"
 
 
 @dataclass(frozen=True, eq=False)

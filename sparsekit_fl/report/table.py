@@ -12,7 +12,16 @@ from rich.markup import escape
 from rich.table import Table
 
 from sparsekit_fl.results.read import read_result
-from sparsekit_fl.results.text import bytes_text, flops_step, flops_text, seconds_text, share_text
+from sparsekit_fl.results.text import (
+    bytes_scale,
+    bytes_text,
+    flops_step,
+    flops_text,
+    minutes_text,
+    seconds_scale,
+    seconds_text,
+    share_text,
+)
 
 __all__ = [
     "COLUMNS",
@@ -86,18 +95,18 @@ class Column:
             text = self._both(mean, deviation)
         else:
             # The second digit of a short simulated time matters.
-            text = f"{mean:.2f} s" if self.unit == "seconds" and mean < 10 else self.text(mean)
+            text = f"{mean:.2f} s" if self.unit == "seconds" and 0.1 <= mean < 10 else self.text(mean)
         return text if found.count == found.of else f"{text} ({found.count} of {found.of})"
 
     def _both(self, mean: float, deviation: float) -> str:
         if self.unit == "seconds" and mean >= 120:
-            return f"{seconds_text(mean)} ± {seconds_text(deviation)}"
+            return f"{seconds_text(mean)} ± {minutes_text(deviation)}"
         if self.unit == "flops":
             size, letter = flops_step(mean)
             # Three digits of the mean, and as many decimals of the deviation.
             decimals = max(0, 2 - math.floor(math.log10(mean / size))) if mean > 0 else 0
         else:
-            scales = {"share": (0.01, "%", 1), "bytes": (1e6, " MB", 1), "seconds": (1.0, " s", 2 if mean < 10 else 1)}
+            scales = {"share": (0.01, "%", 1), "bytes": bytes_scale(mean), "seconds": seconds_scale(mean)}
             size, letter, decimals = scales[self.unit]
         return f"{mean / size:,.{decimals}f} ± {deviation / size:,.{decimals}f}{letter}"
 
@@ -141,6 +150,10 @@ def seconds_to(result: Mapping[str, Any], target: float) -> float | None:
     return None
 
 
+def _rounds_text(rounds: int) -> str:
+    return f"{rounds} round{'' if rounds == 1 else 's'}"
+
+
 def result_table(result: Mapping[str, Any]) -> Table:
     """Make the table of one run, a row per number.
 
@@ -150,7 +163,7 @@ def result_table(result: Mapping[str, Any]) -> Table:
     config = result["config"]
     about = config.get("experiment", {})
     where = f" · {about['model']} on {about['dataset']}" if {"model", "dataset"} <= set(about) else ""
-    title = f"{result['method']}{where} · {config['rounds']} rounds · seed {result['seed']}"
+    title = f"{result['method']}{where} · {_rounds_text(config['rounds'])} · seed {result['seed']}"
     table = Table(title=escape(title), title_justify="left", show_header=False, min_width=len(title))
     table.add_column()
     table.add_column(justify="right")

@@ -6,6 +6,7 @@ import json
 import platform
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -204,8 +205,9 @@ class Observer:
 
 
 def describe_environment(*, workers: int, device: str) -> dict[str, Any]:
-    """Versions and settings that results may depend on."""
+    """Versions and settings that results may depend on, and when the run ended."""
     return {
+        "finished": datetime.now(UTC).isoformat(timespec="seconds"),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "numpy": np.__version__,

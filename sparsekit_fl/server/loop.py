@@ -11,6 +11,7 @@ from typing import Any
 
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph.graph import UnitGraph
+from sparsekit.graph.state import StateDict
 from sparsekit_fl.callbacks.base import Callback, Callbacks
 from sparsekit_fl.callbacks.observed import Observed
 from sparsekit_fl.client.spec import RunSpec, by_id
@@ -49,6 +50,7 @@ def run(
     accept_code: bool = False,
     graph: UnitGraph | None = None,
     experiment: Mapping[str, Any] | None = None,
+    init: Path | str | StateDict | None = None,
 ) -> RunResult:
     """Run a method over a problem and its clients.
 
@@ -74,6 +76,8 @@ def run(
         accept_code: Resume a run that another version of this package began, with a warning.
         graph: The units of the model, where they are already known.
         experiment: Plain JSON values that go into the result, such as the names of data set and model.
+        init: Weights to start from: a state dict, a file of one, or the folder of an earlier run; None: random ones. A run that
+            is resumed needs the same.
 
     Returns:
         Scores, costs and records.
@@ -105,7 +109,7 @@ def run(
     folder = None if out is None else RunFolder(Path(out), resume=resume)
     temporary = tempfile.TemporaryDirectory(prefix="sparsekit-") if folder is None else nullcontext(str(folder.path))
     with folder or nullcontext(), temporary as base:
-        spec = RunSpec.build(method, problem, config, graph=graph)
+        spec = RunSpec.build(method, problem, config, graph=graph, init=init)
         fingerprint = fingerprint_of(None if folder is None else roster.values())
         saved = None
         if folder is not None:

@@ -74,6 +74,7 @@ class Rounds:
         self._store = store
         self._folder = folder
         self._callbacks = callbacks
+        self._reasons: dict[int, str] = {}  # client id → why it was last dropped, so that a repetition is short
         self._experiment = experiment
         self._fingerprint = fingerprint if folder is None else folder.fingerprint
         self._export = None if folder is None else folder.path / "models"
@@ -219,7 +220,11 @@ class Rounds:
             attempts.append(_Attempt(replies, aggregated, dropped))
             if len(aggregated.updates) >= needed:
                 for client_id, error in dropped.items():
-                    _log.warning("round %d goes on without client %d: %s", round, client_id, error)
+                    reason = str(error.__cause__ or error)
+                    again = self._reasons.get(client_id) == reason
+                    self._reasons[client_id] = reason
+                    told = "for the same reason as before" if again else str(error)
+                    _log.warning("round %d goes on without client %d: %s", round, client_id, told)
                 return attempts
             _log.warning("round %d does not count: %s", round, attempts[-1].text(needed))
         raise TooFewRepliesError(

@@ -97,3 +97,20 @@ def test_a_mistyped_folder_is_not_resumed(tmp_path: Path, capsys: pytest.Capture
 def test_a_short_run_has_a_curve(capsys: pytest.CaptureFixture[str]) -> None:
     assert execute(["run", "fedavg", *TINY, "--json"]) == 0
     assert [record["evaluation"] is not None for record in json.loads(capsys.readouterr().out)["rounds"]] == [True, True]
+
+
+def test_a_run_is_resumed_and_extended_by_its_folder_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = ["--out", str(tmp_path / "run")]
+    assert execute(["run", "fedprox", *TINY, "--set", "local.proximal=0.5", "--lr", "0.05", "--seed", "3", *out]) == 0
+    capsys.readouterr()
+    assert execute(["run", "--resume", *out, "--json"]) == 0
+    first = json.loads(capsys.readouterr().out)
+    assert (first["method"], first["seed"], first["config"]["training"]["lr"]) == ("fedprox", 3, 0.05)
+    assert execute(["run", "--resume", *out, "--rounds", "4", "--json"]) == 0
+    longer = json.loads(capsys.readouterr().out)
+    assert len(longer["rounds"]) == 4
+    assert longer["extended"] == [2]
+    assert execute(["run", "--resume", *out, "--lr", "0.1"]) == 2
+    assert "config.training.lr: was 0.05, now 0.1" in capsys.readouterr().err
+    assert execute(["run", "--resume", *out, "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["rounds"]) == 4

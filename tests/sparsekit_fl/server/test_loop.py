@@ -61,7 +61,7 @@ def test_result_json_has_what_scripts_rely_on(tmp_path):
         "simulated_seconds",
         "wall_seconds",
     }
-    names = {"python", "torch", "numpy", "sparsekit", "threads", "workers", "device", "platform"}
+    names = {"python", "torch", "numpy", "sparsekit", "threads", "workers", "device", "platform", "finished"}
     assert set(raw["environment"]) == names
     assert raw["environment"]["threads"] == 1
     assert len(raw["rounds"]) == 4
