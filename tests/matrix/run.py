@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from sparsekit import LearnableMask, trace_units
 from sparsekit.criteria import Magnitude
+from sparsekit.criteria.learned import Learned
 
 __all__ = ["TOLERANCE", "distance"]
 

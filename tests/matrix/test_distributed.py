@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from sparsekit.criteria.learned import Learned
 from sparsekit import LearnableMask, UnitMask, compact, expand, trace_units
+from sparsekit.criteria.learned import Learned
 
 Found = list[dict[str, dict[str, Tensor]]]
 
