@@ -133,7 +133,7 @@ def test_two_optimizers_of_one_leaf_both_find_the_moments_of_dropped_units_again
         return [torch.optim.SGD(masked.parameters(), lr=0.1, momentum=momentum) for momentum in (0.9, 0.5)]
 
     model, x, y = _task()
-    masked = LearnableMask(model, (x,), criterion=None, ratio=0.5, explore=0.0)
+    masked = LearnableMask(model, (x,), criterion=Learned(), ratio=0.5, explore=0.0)
     optimizers = make(masked)
     for seed in range(5):
         step(masked, optimizers, x, y, seed)
