@@ -19,7 +19,19 @@ from sparsekit.errors import DataError, InvalidValueError, MissingImportanceErro
 from sparsekit.layers.narrow_attention import NarrowMultiheadAttention
 from sparsekit.progress import track
 
-__all__ = ["TARGETS", "Batch", "DataDriven", "Loss", "call_model", "check_finite", "example_count", "scoring", "split_batch"]
+__all__ = [
+    "TARGETS",
+    "Batch",
+    "DataDriven",
+    "Loss",
+    "call_model",
+    "check_finite",
+    "example_count",
+    "loss_of",
+    "read_batches",
+    "scoring",
+    "split_batch",
+]
 
 Batch = Any
 """One item of a loader: a tensor, a tuple whose last item is the target, or a mapping of keyword inputs."""
@@ -71,8 +83,7 @@ def split_batch(batch: Batch, *, keep_target: bool) -> tuple[tuple[Any, ...], di
 
 def example_count(batch: Batch) -> int:
     """Examples in a batch: the length of the first axis of its first tensor with axes; 1 where there is none."""
-    named = _as_mapping(batch)
-    first = next((t for t in tree_leaves(list(named.values()) if named else batch) if isinstance(t, Tensor) and t.dim()), None)
+    first = next((tensor for tensor in _tensors(batch) if tensor.dim()), None)
     return 1 if first is None else int(first.shape[0])
 
 
@@ -93,12 +104,20 @@ def call_model(model: nn.Module, batch: Batch, loss: Loss | None) -> Tensor:
         InvalidValueError: no loss was given and the outputs have none, or it is not a scalar.
     """
     args, kwargs, target = split_batch(batch, keep_target=loss is None)
-    outputs = model(*args, **kwargs)
+    return loss_of(model(*args, **kwargs), target, loss)
+
+
+def loss_of(outputs: Any, target: Any, loss: Loss | None) -> Tensor:
+    """The loss of outputs that are there already; see `call_model`.
+
+    Raises:
+        InvalidValueError: no loss was given and the outputs have none, or it is not a scalar.
+    """
     if loss is None:
         value = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
         if not isinstance(value, Tensor):
             raise InvalidValueError(
-                f"no loss was given and the outputs of {type(model).__name__} have none;"
+                f"no loss was given and the outputs, {type(outputs).__name__}, have none;"
                 " pass loss=, such as torch.nn.functional.cross_entropy, or put labels into the batch"
             )
     else:
@@ -126,11 +145,42 @@ def check_finite(name: str, values: Tensor, source: str) -> Tensor:
     return values
 
 
+def _tensors(batch: Batch) -> list[Tensor]:
+    named = _as_mapping(batch)
+    return [leaf for leaf in tree_leaves(list(named.values()) if named else batch) if isinstance(leaf, Tensor)]
+
+
+def read_batches(
+    batches: Iterable[Batch], model: nn.Module, what: str, *, limit: int | None = None, progress: bool = False
+) -> Iterator[Batch]:
+    """Yield batches that are on the device of the model.
+
+    Args:
+        batches: Where they come from.
+        model: What they are for.
+        what: Names the work, in front of the progress bar and in messages.
+        limit: Batches to yield at most; None yields all.
+        progress: Whether to draw a progress bar on stderr.
+
+    Raises:
+        DataError: there is no batch, or one is on another device than the model.
+    """
+    known = len(batches) if isinstance(batches, Sized) else None
+    total = known if limit is None else min(limit, known or limit)
+    place = -1
+    for place, batch in enumerate(track(itertools.islice(batches, limit), what, show=progress, total=total)):
+        _check_device(model, batch, place)
+        yield batch
+    if place < 0:
+        raise DataError(
+            f"{what}: got no batch, the loader is empty. A generator can be read only once; pass a list or a DataLoader"
+        )
+
+
 def _check_device(model: nn.Module, batch: Batch, place: int) -> None:
     devices = {entry.device for entry in itertools.chain(model.parameters(), model.buffers())}
-    named = _as_mapping(batch)
-    for tensor in tree_leaves(list(named.values()) if named else batch):
-        if isinstance(tensor, Tensor) and devices and tensor.device not in devices:
+    for tensor in _tensors(batch):
+        if devices and tensor.device not in devices:
             home = ", ".join(sorted(map(str, devices)))
             raise DataError(
                 f"batch {place} is on {tensor.device}, the model on {home}; move one of them:"
@@ -215,21 +265,11 @@ class DataDriven:
             raise MissingImportanceError(f"{name} needs data; pass {name}(batches, loss), where a loader or a list will do")
         self.work.clear()
         begun = time.perf_counter()
-        known = len(self.batches) if isinstance(self.batches, Sized) else None
-        total = known if self.limit is None else min(self.limit, known or self.limit)
         shapes: dict[tuple[Any, ...], int] = {}
-        items = itertools.islice(self.batches, self.limit)
-        for place, batch in enumerate(track(items, f"{name} scores", show=self.progress, total=total)):
-            _check_device(model, batch, place)
-            named = _as_mapping(batch)
-            leaves = tree_leaves(list(named.values()) if named else batch)
-            key = tuple(tuple(leaf.shape) for leaf in leaves if isinstance(leaf, Tensor))
+        for batch in read_batches(self.batches, model, f"{name} scores", limit=self.limit, progress=self.progress):
+            key = tuple(tuple(leaf.shape) for leaf in _tensors(batch))
             counter = None if key in shapes else FlopCounter(model)  # batches of one shape cost the same
             yield batch, counter or nullcontext()
             shapes[key] = shapes[key] if counter is None else counter.flops
             self.work.add(batches=1, examples=example_count(batch), flops=shapes[key])
         self.work.seconds = time.perf_counter() - begun
-        if not self.work.batches:
-            raise DataError(
-                f"{name} got no batch: the loader is empty. A generator can be read only once; pass a list or a DataLoader"
-            )

@@ -1,15 +1,21 @@
-"""without() and only(): a graph with fewer groups, so that some units stay whole on purpose."""
+"""without(), only(), narrow(): a graph with fewer groups, or with fewer units in them."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import replace
 
+import torch
+from torch import Tensor
+
 from sparsekit.errors import InvalidValueError, UnknownNameError, nearest
 from sparsekit.graph.graph import UnitGraph
-from sparsekit.graph.groups import FixedUnits
+from sparsekit.graph.groups import FixedUnits, UnitSlice
+from sparsekit.graph.index import narrow_shape, places
+from sparsekit.graph.mask import UnitMask
+from sparsekit.graph.norms import NormSite
 
-__all__ = ["only", "without"]
+__all__ = ["narrow", "only", "without"]
 
 _REASON = "left out on purpose"
 
@@ -58,6 +64,47 @@ def only(graph: UnitGraph, groups: Collection[str]) -> UnitGraph:
         InvalidValueError: one of several tied groups is named and another is not, or `groups` is a single string.
     """
     return without(graph, graph.groups.keys() - _checked(graph, groups))
+
+
+def narrow(graph: UnitGraph, mask: UnitMask) -> UnitGraph:
+    """Return the graph of the compacted model, with the same groups and the units that are kept, in their order.
+
+    Args:
+        graph: Any graph. Not changed.
+        mask: What is kept of it.
+
+    Returns:
+        A new graph, as a trace of the compacted model would find it.
+
+    Raises:
+        ForeignMaskError: the mask belongs to another graph.
+    """
+    mask.check(graph)
+    kept = graph.kept_indices(mask)
+
+    def cut(piece: UnitSlice, keep: Tensor) -> UnitSlice:
+        place = places(kept[piece.name][piece.dim], graph.shapes[piece.name][piece.dim])
+        return replace(piece, index=place[piece.index.cpu()[keep]])
+
+    def site(norm: NormSite) -> NormSite:
+        stays = norm.stays(mask)
+        place = places(torch.arange(norm.size)[stays], norm.size)
+        found = {}
+        for name, (positions, units) in norm.places.items():
+            keep = mask[name][units]
+            number = places(torch.arange(mask[name].numel())[mask[name]], mask[name].numel())
+            found[name] = (place[positions[keep]], number[units[keep]])
+        return replace(norm, size=int(stays.sum()), places=found)
+
+    return replace(
+        graph,
+        groups={
+            name: replace(group, size=int(mask[name].sum()), slices=tuple(cut(piece, mask[name]) for piece in group.slices))
+            for name, group in graph.groups.items()
+        },
+        shapes={name: narrow_shape(shape, kept.get(name, {})) for name, shape in graph.shapes.items()},
+        norms=tuple(site(norm) for norm in graph.norms),
+    )
 
 
 def _checked(graph: UnitGraph, groups: Collection[str]) -> frozenset[str]:

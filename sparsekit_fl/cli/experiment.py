@@ -50,6 +50,7 @@ class Experiment:
         """
         from sparsekit_fl.experiment.build import build_problem
         from sparsekit_fl.paper.presets import preset_for
+        from sparsekit_fl.training.optimizer import check_training
 
         if options.device is not None:
             _check_device(options.device)
@@ -59,7 +60,9 @@ class Experiment:
         preset = preset_for(preset=options.preset, dataset=options.dataset)
         engine = _engine(options)
         # Checked before the data are read, which may take long.
-        _config(options, preset, options.clients or preset.clients)
+        check_training(_config(options, preset, options.clients or preset.clients).training)
+        if options.init is not None and not options.init.exists():
+            raise InvalidValueError(f"--init {options.init} does not exist; pass a file of weights, or the folder of a run")
         deal = {"classes_per_client": options.classes_per_client, "alpha": options.alpha}
         deal = {name: value for name, value in deal.items() if value is not None}
         problem, clients = build_problem(
@@ -84,6 +87,8 @@ class Experiment:
             "partition": options.partition or preset.partition,
             "partition_options": {**kept, **deal},
         }
+        if options.init is not None:
+            described["init"] = str(options.init)
         return Experiment(
             problem=problem,
             clients=clients,

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from sparsekit.errors import InvalidValueError
+from sparsekit_fl.cli.config_file import written
 from sparsekit_fl.cli.experiment import Experiment
 from sparsekit_fl.cli.options import RunOptions, command_app, takes_options
 
@@ -23,16 +24,27 @@ def _run(method_name: str, options: RunOptions) -> None:
     from sparsekit_fl.errors import RunInterrupted
     from sparsekit_fl.methods.make import make_method
     from sparsekit_fl.report.table import result_table
+    from sparsekit_fl.results.records import Observer, RunStart
     from sparsekit_fl.server.loop import run as run_rounds
     from sparsekit_fl.server.privacy import privacy_line
+    from sparsekit_fl.state.storage import write_atomically
 
-    method = make_method(method_name, bandit=options.bandit)
+    method = make_method(method_name, bandit=options.bandit, settings=options.settings())
     if method.capability is not None and options.capability not in (None, method.capability):
         raise InvalidValueError(
             f"--capability {options.capability} contradicts {method.name!r}, which is about {method.capability} capabilities;"
             " leave the option out"
         )
     experiment = Experiment.of(options)
+
+    class Written(Observer):
+        """Writes the options of the run into its folder, once that is known to be free."""
+
+        def on_start(self, start: RunStart) -> None:  # noqa: ARG002 - the folder is enough
+            if options.out is not None:
+                text = written(method_name, {**options.values(), "seed": experiment.config.seed})
+                write_atomically(options.out / "run.toml", text.encode())
+
     with LiveProgress(quiet=options.quiet or options.json) as progress:
         try:
             result = run_rounds(
@@ -41,10 +53,11 @@ def _run(method_name: str, options: RunOptions) -> None:
                 experiment.clients,
                 experiment.config,
                 engine=experiment.engine,
-                observers=[progress],
+                observers=[progress, Written()],
                 out=options.out,
                 resume=options.resume,
                 experiment=experiment.described,
+                init=options.init,
             )
         except RunInterrupted as error:
             typer.echo(str(error), err=True)
@@ -71,9 +84,15 @@ def _fedlps(*, options: RunOptions) -> None:
 
 
 def _method(
-    *, method: Annotated[str, typer.Argument(help="A method by name, or package.module:function.")], options: RunOptions
+    *,
+    method: Annotated[
+        str | None, typer.Argument(help="A method by name, or package.module:function; --config FILE may name it.")
+    ] = None,
+    options: RunOptions,
 ) -> None:
-    """Run any federated method; `sparsekit list methods` shows them."""
+    """Run any federated method; `sparsekit list methods` shows them, `sparsekit list method NAME` the options of one."""
+    if method is None:
+        raise InvalidValueError("METHOD is missing; name one, as in `sparsekit run fedavg`, or pass a --config FILE that does")
     _run(method, options)
 
 
@@ -93,6 +112,8 @@ run = command_app(
     examples=(
         "sparsekit run fedavg",
         "sparsekit run local --preset mnist --data-dir data --out runs/local",
+        "sparsekit run fedprox --set local.proximal=0.1 --lr 0.05",
+        "sparsekit run --config runs/local/run.toml --seed 1",
         "sparsekit run mypackage.methods:fedhalf --rounds 20",
     ),
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from sparsekit.errors import NoUnitsError
 from sparsekit.graph.graph import UnitGraph
@@ -17,7 +18,9 @@ from sparsekit_fl.methods.method import Method
 from sparsekit_fl.options.config import RunConfig, TrainingConfig
 from sparsekit_fl.problem.clients import Client
 from sparsekit_fl.problem.problem import Problem
+from sparsekit_fl.state.initial import read_initial
 from sparsekit_fl.streams import Streams
+from sparsekit_fl.training.optimizer import check_training
 
 __all__ = ["RunSpec", "by_id"]
 
@@ -33,6 +36,8 @@ class RunSpec:
         costs: The FLOPs of the model.
         config: The options, as `method.configure` returned them.
         initial: The global state of round 0, dense, on the CPU.
+        parameters: State-dict keys of what trains; the rest are buffers, and what is frozen.
+        frozen: Those of parameters that need no gradient: they neither travel nor are kept for each client.
     """
 
     method: Method
@@ -41,9 +46,18 @@ class RunSpec:
     costs: CostModel
     config: RunConfig
     initial: StateDict
+    parameters: frozenset[str] = frozenset()
+    frozen: frozenset[str] = frozenset()
 
     @staticmethod
-    def build(method: Method, problem: Problem, config: RunConfig, *, graph: UnitGraph | None = None) -> RunSpec:
+    def build(
+        method: Method,
+        problem: Problem,
+        config: RunConfig,
+        *,
+        graph: UnitGraph | None = None,
+        init: Path | str | StateDict | None = None,
+    ) -> RunSpec:
         """Make the model from the run's seed, trace its units and its costs.
 
         Args:
@@ -51,8 +65,10 @@ class RunSpec:
             problem: Model, loss and metrics, as the user gave them.
             config: The options.
             graph: The units of the model, where they are already known.
+            init: Weights to start from; see `state.initial.read_initial`. None: those of the fresh model.
         """
         config = method.configure(config)
+        check_training(config.training)
         problem = method.local.prepare(problem)
         with torch_scope(Streams(config.seed).model()):
             model = problem.model()
@@ -67,13 +83,23 @@ class RunSpec:
         for policy in method.policies().values():
             policy.check(problem, graph)
         costs = trace_cost(model, *problem.example_inputs, graph=graph)
+        initial = clone(model.state_dict())
+        leaves = dict(model.named_parameters(remove_duplicate=False))
         return RunSpec(
-            method=method, problem=problem, graph=graph, costs=costs, config=config, initial=clone(model.state_dict())
+            method=method,
+            problem=problem,
+            graph=graph,
+            costs=costs,
+            config=config,
+            initial=initial if init is None else read_initial(init, initial),
+            parameters=frozenset(name for name, leaf in leaves.items() if leaf.requires_grad),
+            frozen=frozenset(name for name, leaf in leaves.items() if not leaf.requires_grad),
         )
 
     def shared_names(self) -> list[str]:
         """Return the keys of the state that travel, in the order of the state."""
-        return [name for name in self.initial if self.method.share.is_shared(name, self.graph)]
+        share = self.method.share
+        return [name for name in self.initial if name not in self.frozen and share.is_shared(name, self.graph)]
 
     def for_clients(self) -> RunSpec:
         """Return the same spec without the server's secret: the seed of a private run's noise."""
@@ -83,8 +109,7 @@ class RunSpec:
 
     def training(self, round: int) -> TrainingConfig:
         """Return the options of training, with the learning rate of this round."""
-        factor = self.config.lr_decay ** (round - 1)
-        return dataclasses.replace(self.config.training, lr=self.config.training.lr * factor)
+        return dataclasses.replace(self.config.training, lr=self.config.training.lr * self.config.round_factor(round))
 
 
 def by_id(clients: Sequence[Client]) -> dict[int, Client]:

@@ -57,4 +57,5 @@ class WorkerState:
             received=received,
             initial_state=lambda: spec.initial,
             cache={},
+            frozen=spec.frozen,
         )

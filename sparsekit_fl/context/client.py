@@ -63,6 +63,7 @@ class ClientContext:
         extra: Further tensors that the server sent.
         received: The mask under which the server sent the state: entries that it drops are zero; None: all were sent.
         initial_state: Gives the global state of round 0.
+        frozen: State-dict keys of parameters that need no gradient; every client has them from the global state of round 0.
         cache: Split → examples that were read in this call.
         kind: The kind of policy that this context is for.
         root: The client's whole memory, of which `memory` is one part.
@@ -84,6 +85,7 @@ class ClientContext:
     initial_state: Callable[[], StateDict]
     cache: dict[str, Examples] = field(repr=False)
     received: Mask | None = None
+    frozen: frozenset[str] = frozenset()
     kind: PolicyKind = "local"
     root: Memory | None = field(default=None, repr=False)
 
@@ -131,7 +133,15 @@ class ClientContext:
 
     def fit(self, module: nn.Module, batches: Batches, step: Step) -> TrainingLog:
         """Run `step` over `batches`; see `training.fit`."""
-        return fit(module, batches, step, metrics=self.problem.metrics, rng=self.rng)
+        return fit(
+            module,
+            batches,
+            step,
+            metrics=self.problem.metrics,
+            rng=self.rng,
+            amp=self.training.amp,
+            device=self.device,
+        )
 
     def work(self, mask: UnitMask | WeightMask | None, log: TrainingLog) -> Work:
         """Return the FLOPs of a fit under one mask; the paper's convention counts every batch as full."""

@@ -14,7 +14,7 @@ from sparsekit.graph.state import StateDict
 from sparsekit_fl.context.client import ClientContext
 from sparsekit_fl.policies.base import Policy
 from sparsekit_fl.policies.local import LocalResult
-from sparsekit_fl.wire.kept import Mask
+from sparsekit_fl.wire.kept import Kept, Mask
 from sparsekit_fl.wire.messages import Scores, pack_mask, unpack_mask
 
 __all__ = ["GlobalModel", "LocalModel", "PersonalModel", "PersonalPolicy"]
@@ -108,7 +108,7 @@ class LocalModel(PersonalPolicy):
             ctx.memory["quality"] = quality
         bits, description = pack_mask(result.mask)
         ctx.memory.update(
-            state=dict(result.state),
+            state={name: tensor for name, tensor in result.state.items() if name not in ctx.frozen},
             mask=dict(bits),
             description=description,
             narrow=result.narrow,
@@ -130,6 +130,8 @@ class LocalModel(PersonalPolicy):
         if "state" not in memory:
             return PersonalModel(state=state)
         mask = unpack_mask(memory["mask"], memory["description"])
-        return PersonalModel(
-            state=memory["state"], mask=mask, narrow=memory["narrow"], ratio=None if mask is None else memory["ratio"]
-        )
+        own = memory["state"]
+        if ctx.frozen:
+            kept = Kept(ctx.graph, mask if memory["narrow"] else None)
+            own = {name: own[name] if name in own else kept.gather(name, tensor) for name, tensor in state.items()}
+        return PersonalModel(state=own, mask=mask, narrow=memory["narrow"], ratio=None if mask is None else memory["ratio"])

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph.graph import UnitGraph
-from sparsekit.graph.state import digest
+from sparsekit.graph.state import StateDict, digest
 from sparsekit_fl.client.spec import RunSpec, by_id
 from sparsekit_fl.costs.clock import round_cost
 from sparsekit_fl.engines.base import ClientPool, Engine, Reply, Unscored
@@ -62,6 +62,7 @@ def run(
     resume: bool = False,
     graph: UnitGraph | None = None,
     experiment: Mapping[str, Any] | None = None,
+    init: Path | str | StateDict | None = None,
 ) -> RunResult:
     """Run a method over a problem and its clients.
 
@@ -82,6 +83,8 @@ def run(
         resume: Go on from the checkpoint in `out`, to the same bits as a run that was never interrupted.
         graph: The units of the model, where they are already known.
         experiment: Plain JSON values that go into the result, such as the names of data set and model.
+        init: Weights to start from: a state dict, a file of one, or the folder of an earlier run; None: random ones. A run that
+            is resumed needs the same.
 
     Returns:
         Scores, costs and records.
@@ -106,7 +109,7 @@ def run(
         )
     if resume and out is None:
         raise InvalidValueError("resume needs out, the folder of the run to go on with")
-    spec = RunSpec.build(method, problem, config, graph=graph)
+    spec = RunSpec.build(method, problem, config, graph=graph, init=init)
     experiment = dict(experiment or {})
     folder = None if out is None else RunFolder(Path(out), describe_run(spec, roster, experiment))
     engine = Embedded() if engine is None else engine

@@ -1,9 +1,10 @@
-"""fit(): the only loop over batches, and what it needs: examples in memory, batches by index, an SGD step, scores."""
+"""fit(): the only loop over batches, and what it needs: examples in memory, batches by index, scores."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,9 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from sparsekit._torch import foreach_add, foreach_add_, foreach_mul, foreach_mul_, foreach_norm
 from sparsekit.rng import torch_scope
+from sparsekit_fl.options.config import Amp
 from sparsekit_fl.problem.problem import Problem, arranged
+from sparsekit_fl.training.optimizer import SgdStep
 from sparsekit_fl.wire.messages import Scores
 
 __all__ = ["Batch", "Batches", "Examples", "SgdStep", "Step", "TrainingLog", "evaluate", "fit"]
@@ -95,6 +97,11 @@ class Batches:
         self.padded_examples = math.ceil(len(examples) / batch_size) * batch_size
         """Examples of an epoch with its last batch counted as full, as the paper counts FLOPs."""
 
+    @property
+    def steps(self) -> int:
+        """Number of batches over all epochs."""
+        return len(self.bounds) * len(self._orders)
+
     def __iter__(self) -> Iterator[Iterator[Batch]]:
         for order in self._orders:
             yield self._examples.batches(order, self.bounds)
@@ -133,75 +140,22 @@ class TrainingLog:
         return {name: sum(values) / len(values) for name, values in found.items() if values}
 
 
-class SgdStep:
-    """Stochastic gradient descent on a few fused operations; the same numbers as `torch.optim.SGD`.
-
-    Args:
-        parameters: Leaves; those that need no gradient are left alone.
-        lr: Learning rate.
-        momentum: In [0, 1).
-        weight_decay: Factor of the weights that is added to the gradient.
-        clip: Largest norm of the whole gradient, before weight decay; None does not clip.
-    """
-
-    def __init__(
-        self,
-        parameters: Iterable[Tensor],
-        *,
-        lr: float,
-        momentum: float = 0.0,
-        weight_decay: float = 0.0,
-        clip: float | None = None,
-    ) -> None:
-        self.parameters = [parameter for parameter in parameters if parameter.requires_grad]
-        self.lr = lr
-        self._momentum = momentum
-        self._weight_decay = weight_decay
-        self._clip = clip
-        self.state: dict[Tensor, dict[str, Tensor]] = {}
-        """Leaf → name → tensor, as in a torch optimiser, so that a narrow model can remask it."""
-
-    def __call__(self, loss: Tensor, *, adjust: Callable[[list[Tensor], list[int]], list[Tensor]] | None = None) -> None:
-        """Take one step down `loss`.
-
-        Args:
-            loss: A scalar with a graph.
-            adjust: Changes the gradients before clipping: (gradients, positions in `parameters`) → gradients.
-        """
-        found = torch.autograd.grad(loss, self.parameters, allow_unused=True)
-        places = [place for place, gradient in enumerate(found) if gradient is not None]
-        gradients = [gradient for gradient in found if gradient is not None]
-        with torch.no_grad():
-            if adjust is not None:
-                gradients = adjust(gradients, places)
-            self._apply(gradients, places)
-
-    def _apply(self, gradients: list[Tensor], places: list[int]) -> None:
-        # All out of place, since autograd may hand out expanded or shared tensors.
-        parameters = self.parameters if len(places) == len(self.parameters) else [self.parameters[place] for place in places]
-        if not parameters:
-            return
-        if self._clip is not None:
-            norm = torch.linalg.vector_norm(torch.stack(foreach_norm(gradients)))
-            gradients = list(foreach_mul(gradients, (self._clip / (norm + 1e-6)).clamp(max=1.0)))
-        if self._weight_decay:
-            gradients = list(foreach_add(gradients, parameters, alpha=self._weight_decay))
-        if self._momentum:
-            velocity = [self._velocity(parameter) for parameter in parameters]
-            foreach_mul_(velocity, self._momentum)
-            foreach_add_(velocity, gradients)
-            gradients = velocity
-        foreach_add_(parameters, gradients, alpha=-self.lr)
-
-    def _velocity(self, parameter: Tensor) -> Tensor:
-        state = self.state.setdefault(parameter, {})
-        if "momentum_buffer" not in state:
-            state["momentum_buffer"] = torch.zeros_like(parameter)
-        return state["momentum_buffer"]
+def _precision(amp: Amp, device: str) -> AbstractContextManager[Any]:
+    """Make forward passes run in a smaller type; weights are cast anew each time, as a step may change them midway."""
+    if amp == "off":
+        return nullcontext()
+    return torch.autocast(torch.device(device).type, dtype=getattr(torch, amp), cache_enabled=False)
 
 
 def fit(
-    module: nn.Module, batches: Batches, step: Step, *, metrics: Mapping[str, Any], rng: np.random.Generator
+    module: nn.Module,
+    batches: Batches,
+    step: Step,
+    *,
+    metrics: Mapping[str, Any],
+    rng: np.random.Generator,
+    amp: Amp = "off",
+    device: str = "cpu",
 ) -> TrainingLog:
     """Run `step` over every batch. The only loop over batches.
 
@@ -211,6 +165,8 @@ def fit(
         step: Learns from one batch.
         metrics: Of the problem; "accuracy" is recorded where it exists.
         rng: Seeds torch's global generator, from which dropout draws.
+        amp: Automatic mixed precision of the steps.
+        device: Where the module trains, for that.
 
     Returns:
         Loss and accuracy per epoch, and counts.
@@ -228,7 +184,8 @@ def fit(
             weight_sum: Any = 0.0
             seen = 0
             for batch in epoch:
-                outputs, loss = step(batch)
+                with _precision(amp, device):
+                    outputs, loss = step(batch)
                 loss_sum += loss.detach() * batch.size
                 if accuracy is not None:
                     with torch.no_grad():
