@@ -131,7 +131,7 @@ def _page(module: str, names: list[str], modules: set[str], examples: dict[str, 
         lines += ["```python", signature_of(name, found), "```", ""]
         where = _home(found)
         if where is None:
-            lines += [_value_text(name, found), ""]
+            lines += [_value_text(found), ""]
         else:
             lines += [f"::: {where}", ""]
         lines += _example(examples.get(name))
@@ -153,7 +153,7 @@ def _home(found: Any) -> str | None:
     return f"{found.__module__}.{found.__qualname__}"
 
 
-def _value_text(name: str, found: Any) -> str:
+def _value_text(found: Any) -> str:
     kind = type(found).__name__
     if kind == "Registry":
         return f"The names of each {found.kind}, a mapping: {', '.join(f'`{each}`' for each in found)}."
