@@ -49,10 +49,16 @@ def examples_of(root: Path) -> dict[str, str]:
                 continue
             for name in head[2:].split(", "):
                 found[name.strip()] = code.strip()
-    for name in names_of(root):
+    names = names_of(root)
+    for name in names:
         template = _template(name)
         if template and name not in found:
             found[name] = template
+    # The same object under another name has the same example.
+    known = {id(_find(name)): code for name, code in found.items() if name in names and callable(_find(name))}
+    for name in names:
+        if name not in found and id(_find(name)) in known:
+            found[name] = known[id(_find(name))]
     return found
 
 

@@ -205,7 +205,7 @@ by_cost = sk.allocation.ByCost(sk.Budget(params="50%"))
 
 # sparsekit.allocation.CostModel
 costs = sk.cost_model(model, x[:2], graph=graph, metrics=("params",))
-print(costs.cost({name: group.size for name, group in graph.groups.items()}) if hasattr(costs, "cost") else costs)
+print(costs.costs({"0": 4}))
 
 # sparsekit.allocation.Schedule
 schedule = sk.allocation.Schedule("linear", steps=5)
@@ -392,3 +392,65 @@ sk.layers.resize(layer)  # layer.out_features is 1 now
 
 # sparsekit.layers.rules
 list(sk.layers.rules)
+
+# sparsekit.PruneReport
+pruned = sk.prune(model, (x[:1],), budget=sk.Budget(flops="50%"))
+print(pruned.report.before["flops"], pruned.report.after["flops"])
+for group in pruned.report.groups:
+    print(group.name, group.before, group.after)
+
+# sparsekit.Pruned, sparsekit.prune
+pruned = sk.prune(model, (x[:1],), budget=sk.Budget(flops="50%"))
+small = pruned.model
+pruned.save("small.safetensors")
+pruned.to_html("report.html")
+
+# sparsekit.allocation.Global
+pruned = sk.prune(model, (x[:1],), allocation=sk.allocation.Global(sk.Budget(params="50%")))
+
+# sparsekit.allocation.Isomorphic
+pruned = sk.prune(model, (x[:1],), allocation=sk.allocation.Isomorphic(sk.Budget(params="50%")))
+
+# sparsekit.allocation.Knapsack
+pruned = sk.prune(model, (x[:1],), allocation=sk.allocation.Knapsack(sk.Budget(params="50%")))
+
+# sparsekit.allocation.PerGroup
+pruned = sk.prune(model, (x[:1],), allocation=sk.allocation.PerGroup({"0": 0.5}))
+
+# sparsekit.allocation.Sensitivity
+table = {"0": {1.0: 0.95, 0.5: 0.93, 0.25: 0.8}}  # group → share kept → score, measured by you
+print(sk.allocation.Sensitivity)
+
+# sparsekit.allocation.UniformWithin
+pruned = sk.prune(model, (x[:1],), allocation=sk.allocation.UniformWithin(sk.Budget(params="50%")))
+
+# sparsekit.compensate, sparsekit.finetuning.compensate
+small = sk.compact(model, graph, mask)
+sk.compensate(model, small, graph, mask, [x])  # the layers that read what was cut make up for its mean and shape
+
+# sparsekit.finetune, sparsekit.finetuning.finetune, sparsekit.finetuning.FineTuned, sparsekit.finetuning.EpochRecord
+tuned = sk.finetune(small, batches, nn.functional.cross_entropy, epochs=1)
+print(tuned.history[0].loss)
+
+# sparsekit.finetuning
+from sparsekit.finetuning import Distillation, GroupLasso
+
+# sparsekit.finetuning.Distillation
+tuned = sk.finetune(small, batches, nn.functional.cross_entropy, epochs=1, distillation=sk.finetuning.Distillation(model))
+
+# sparsekit.finetuning.GroupLasso
+tuned = sk.finetune(model, batches, nn.functional.cross_entropy, epochs=1, regularizer=sk.finetuning.GroupLasso(graph))
+
+# sparsekit.finetuning.GroupSL
+tuned = sk.finetune(model, batches, nn.functional.cross_entropy, epochs=1, regularizer=sk.finetuning.GroupSL(graph))
+
+# sparsekit.finetuning.GrowingRegularizer
+growing = sk.finetuning.GrowingRegularizer(graph, mask)
+tuned = sk.finetune(model, batches, nn.functional.cross_entropy, epochs=1, regularizer=growing)
+
+# sparsekit.recalibrate, sparsekit.finetuning.recalibrate
+sk.recalibrate(small, [x])  # the statistics of batch norms, from data
+
+# sparsekit.fit_config
+small = sk.compact(model, graph, mask)  # of a transformers model: its config then says the widths of the small one
+print(sk.fit_config.__doc__.splitlines()[0])

@@ -210,3 +210,46 @@ fl.metrics.perplexity(2.3)
 from sparsekit_fl.policies import RoundView  # a View that knows the round: what a criterion of UnitCriterion is given
 
 view = RoundView(round=3)
+
+# sparsekit_fl.Callback, sparsekit_fl.callbacks.Callback, sparsekit_fl.RunView, sparsekit_fl.callbacks.RunView
+class StopEarly(fl.Callback):
+    """Callbacks inherit `Callback` and override what they want to hear of; the run hands them a `RunView`."""
+
+
+print([name for name in vars(fl.Callback) if name.startswith("on_")])
+
+# sparsekit_fl.callbacks, sparsekit_fl.callbacks.loggers
+list(fl.callbacks.loggers)
+
+# sparsekit_fl.callbacks.BestCheckpoint
+from sparsekit_fl.callbacks import BestCheckpoint
+
+fl.run(fl.methods.fedavg(), problem, clients, config, callbacks=[BestCheckpoint()], out="runs-best")
+
+# sparsekit_fl.callbacks.EarlyStopping
+from sparsekit_fl.callbacks import EarlyStopping
+
+fl.run(fl.methods.fedavg(), problem, clients, config, callbacks=[EarlyStopping(patience=3)])
+
+# sparsekit_fl.callbacks.LiveProgress
+from sparsekit_fl.callbacks import LiveProgress
+
+with LiveProgress() as progress:
+    fl.run(fl.methods.fedavg(), problem, clients, config, callbacks=[progress])
+
+# sparsekit_fl.callbacks.MLflow, sparsekit_fl.callbacks.TensorBoard, sparsekit_fl.callbacks.NotebookDisplay
+from sparsekit_fl.callbacks import MLflow, NotebookDisplay, TensorBoard  # observers, like the others; two need an extra
+
+# sparsekit_fl.errors.FolderInUseError
+try:
+    fl.run(fl.methods.fedavg(), problem, clients, config, out="runs-mine")
+except fl.errors.FolderInUseError as error:  # another process writes there
+    print(error)
+
+# sparsekit_fl.load_model, sparsekit_fl.load_result
+fl.run(fl.methods.fedavg(), problem, clients, config, out="runs-mine")
+result = fl.load_result("runs-mine")
+model = fl.load_model("runs-mine", model=make_model)
+
+# sparsekit_fl.metrics.lower_is_better
+assert fl.metrics.lower_is_better("loss")
