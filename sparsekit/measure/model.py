@@ -13,6 +13,7 @@ from sparsekit.graph.graph import UnitGraph
 from sparsekit.layers import LayerRule
 from sparsekit.measure.budget import METRICS
 from sparsekit.measure.cost import CostModel, trace_cost
+from sparsekit.measure.latency import measure_table
 from sparsekit.measure.memory import measure_memory
 from sparsekit.measure.tracker import Meter
 
@@ -54,4 +55,6 @@ def cost_model(
     meters: dict[str, Meter] = {}
     if "memory" in chosen:
         meters["memory"] = measure_memory(model, example_inputs, example_kwargs, graph, rules)
+    if "latency_ms" in chosen:
+        meters["latency_ms"] = measure_table(model, example_inputs, example_kwargs, graph, rules)
     return replace(costs, meters=meters) if meters else costs

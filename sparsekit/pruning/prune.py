@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import fields, is_dataclass, replace
-from typing import Any, Literal, TypeAlias
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from typing import Any, Literal, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -27,13 +27,14 @@ from sparsekit.graph.mask import UnitMask
 from sparsekit.layers import LayerRule
 from sparsekit.measure.budget import Budget
 from sparsekit.measure.cost import CostModel
+from sparsekit.measure.latency import measure_latency
 from sparsekit.measure.model import cost_model
+from sparsekit.pruning.calibration import meet_latency
 from sparsekit.pruning.report import PruneReport, describe
 from sparsekit.pruning.result import Pruned
 from sparsekit.pruning.selection import Selector, read_limits
 from sparsekit.rng import torch_generator
 from sparsekit.surgery.compaction import compact
-from sparsekit.surgery.rebuild import copy_with
 from sparsekit.tracing.inputs import find_tensors
 from sparsekit.tracing.trace import trace_units
 
@@ -118,46 +119,86 @@ def prune(
         )
     costs = cost_model(model, *args, graph=graph, metrics=wanted.metrics if wanted else (), rules=rules, **kwargs)
     generator = generator if generator is not None else torch_generator(np.random.default_rng(0))
-    small, mask, history = _cut_in_steps(
-        model, graph, chosen, plan, costs, steps, finetune if cut else None, generator, rules, really=cut
-    )
+    way = _Way(model, args, kwargs, graph, chosen, plan, costs, steps, generator, rules)
+    small, mask, history = way.go(finetune if cut else None)
     report = _report(model, graph, costs, mask, wanted, chosen, plan, history, limits=group_limits, multiple_of=multiple_of)
-    return Pruned(small, mask, graph, report)
+    if way.measured:
+        report = replace(report, measured=way.measured, after={**report.after, "latency_ms": way.measured["latency_ms after"]})
+    return Pruned(small if cut else model, mask, graph, report)
 
 
-def _cut_in_steps(
-    model: nn.Module,
-    graph: UnitGraph,
-    criterion: Criterion,
-    plan: Allocation,
-    costs: CostModel,
-    steps: Schedule,
-    finetune: AfterCut | None,
-    generator: torch.Generator,
-    rules: Mapping[type[nn.Module], LayerRule] | None,
-    *,
-    really: bool,
-) -> tuple[nn.Module, UnitMask, list[Mapping[str, float]]]:
-    """Score, allocate, cut and train again, once per step; each step starts from the narrow model of the one before."""
-    small, units, mask = copy_with(model, {}), graph, UnitMask.full(graph)
-    dense = costs.dense_costs()
-    present = costs
-    history: list[Mapping[str, float]] = []
-    for step in range(1, steps.steps + 1):
-        scores = score_units(criterion, units, View(weights=small.state_dict(), model=small, generator=generator))
-        part = _for_step(plan, steps.progress(step), dense, graph, units)
-        counts = part.counts(units, scores, present)
-        chosen = choose(units, scores, counts, source=f"{type(criterion).__name__} scores")
-        mask = _inside(mask, chosen)
-        history.append(costs.costs(mask.counts()))
-        if really or steps.steps > 1:
-            small = compact(small, units, chosen, rules=rules)
-        units = narrow(graph, mask)
-        present = _narrowed(costs, units)
-        if finetune is not None:
-            trained = finetune(small, step)
-            small = trained if isinstance(trained, nn.Module) else small
-    return (small if really else model), mask, history
+@dataclass
+class _Way:
+    """The way from the dense model to the budget: score, allocate, cut and train, once per step."""
+
+    model: nn.Module
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    graph: UnitGraph
+    criterion: Criterion
+    plan: Allocation
+    costs: CostModel
+    steps: Schedule
+    generator: torch.Generator
+    rules: Mapping[type[nn.Module], LayerRule] | None
+    measured: dict[str, float] = field(default_factory=dict)
+
+    def go(self, finetune: AfterCut | None) -> tuple[nn.Module, UnitMask, list[Mapping[str, float]]]:
+        """The small model, its mask of the dense model, and the costs after each step."""
+        small, units, mask = self.model, self.graph, UnitMask.full(self.graph)
+        dense, present = self.costs.dense_costs(), self.costs
+        history: list[Mapping[str, float]] = []
+        for step in range(1, self.steps.steps + 1):
+            view = View(weights=small.state_dict(), model=small, generator=self.generator)
+            scores = score_units(self.criterion, units, view)
+            part = _for_step(self.plan, self.steps.progress(step), dense, self.graph, units)
+            chosen, small = self._cut(small, units, scores, part, present, last=step == self.steps.steps)
+            mask = _inside(mask, chosen)
+            history.append(self.costs.costs(mask.counts()))
+            units = narrow(self.graph, mask)
+            present = _narrowed(self.costs, units)
+            if finetune is not None:
+                trained = finetune(small, step)
+                small = trained if isinstance(trained, nn.Module) else small
+        return small, mask, history
+
+    def _cut(
+        self,
+        model: nn.Module,
+        units: UnitGraph,
+        scores: Mapping[str, Tensor],
+        plan: Allocation,
+        costs: CostModel,
+        *,
+        last: bool,
+    ) -> tuple[UnitMask, nn.Module]:
+        def to(allocation: Allocation) -> tuple[UnitMask, nn.Module]:
+            counts = allocation.counts(units, scores, costs)
+            mask = choose(units, scores, counts, source=f"{type(self.criterion).__name__} scores")
+            return mask, compact(model, units, mask, rules=self.rules)
+
+        budget = getattr(plan, "budget", None)
+        if not last or not isinstance(budget, Budget) or "latency_ms" not in budget.metrics:
+            return to(plan)
+
+        def timed(other: Budget) -> tuple[tuple[UnitMask, nn.Module], float]:
+            found = to(replace(cast(Any, plan), budget=other))
+            training = found[1].training
+            milliseconds = measure_latency(found[1].eval(), self.args, self.kwargs)
+            found[1].train(training)
+            return found, milliseconds
+
+        found, after = meet_latency(budget, budget.limits(costs.dense_costs())["latency_ms"], timed)
+        meter = self.costs.meters["latency_ms"]
+        counts = found[0].counts()
+        self.measured = {
+            "latency_ms before": self.costs.dense_costs()["latency_ms"],
+            "latency_ms after": after,
+            "latency_ms after, by the table": meter.at(counts),
+            "error of the table, layers against the whole dense model": getattr(meter, "table_error", 0.0),
+            "error of the table, small model": meter.at(counts) / after - 1,
+        }
+        return found
 
 
 def _narrowed(costs: CostModel, graph: UnitGraph) -> CostModel:

@@ -78,6 +78,7 @@ class Problem:
         lazy: Read batch by batch, in every epoch anew, instead of a whole split once a round. None: TensorData, and what a
             `read_batch` of your own reads, is read whole; any other data set batch by batch. Random transforms of a data set
             draw from torch's generator, which is seeded for every client and round, so any engine gives the same.
+        about: Plain JSON values that say how the model is made and raw inputs are read: a run keeps them beside its models.
 
     Raises:
         InvalidValueError: something of the wrong kind, with the remedy.
@@ -91,6 +92,7 @@ class Problem:
     channels_last: bool = False
     augment: Augment | None = None
     lazy: bool | None = None
+    about: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if isinstance(self.model, nn.Module):
