@@ -33,8 +33,8 @@ def test_batches_follow_from_the_state_of_their_generator() -> None:
 def test_an_image_that_is_not_moved_is_the_image() -> None:
     from prune_tasks import Images
 
-    images = torch.arange(64.0).reshape(1, 1, 8, 8).expand(400, 3, 8, 8).contiguous()
-    loader = Images(images, torch.arange(400), 400, seed=0, augment=True)
+    images = torch.arange(64.0).reshape(1, 1, 8, 8).expand(4000, 3, 8, 8).contiguous()
+    loader = Images(images, torch.arange(4000), 4000, seed=0, augment=True)
     [(x, _)] = list(loader)
     assert any(torch.equal(one, images[0]) for one in x)
     assert any(torch.equal(one, images[0].flip(-1)) for one in x)
