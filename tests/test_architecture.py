@@ -109,7 +109,7 @@ REGISTRIES = {
     ),
     "sparsekit_fl/methods": ("sparsekit_fl.methods", "registry", {"method", "make", "settings"}),
     "sparsekit_fl/datasets": (
-        "sparsekit_fl.datasets", "datasets", {"base", "cache", "files", "text", "transforms"},
+        "sparsekit_fl.datasets", "datasets", {"base", "cache", "files", "loaders", "text", "transforms"},
     ),
     "sparsekit_fl/partition": ("sparsekit_fl.partition", "partitions", {"base"}),
     "sparsekit_fl/models": ("sparsekit_fl.models", "models", {"base"}),
