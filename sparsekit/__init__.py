@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from sparsekit.pruning.result import Pruned
     from sparsekit.surgery.compaction import compact, expand
     from sparsekit.surgery.optimizer_state import remap_optimizer
+    from sparsekit.surgery.pretrained_config import fit_config
     from sparsekit.surgery.saving import load_compact, load_mask, save_compact
     from sparsekit.tracing.trace import trace_units
     from sparsekit.training.learnable import LearnableMask
@@ -72,6 +73,7 @@ _HOME = {
     "errors": "sparsekit.errors",
     "expand": "sparsekit.surgery.compaction",
     "finetune": "sparsekit.finetuning",
+    "fit_config": "sparsekit.surgery.pretrained_config",
     "finetuning": "sparsekit.finetuning",
     "layers": "sparsekit.layers",
     "load_compact": "sparsekit.surgery.saving",
@@ -120,6 +122,7 @@ __all__ = [
     "expand",
     "finetune",
     "finetuning",
+    "fit_config",
     "layers",
     "load_compact",
     "load_mask",

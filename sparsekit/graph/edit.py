@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
 from dataclasses import replace
 
@@ -120,3 +121,22 @@ def _checked(graph: UnitGraph, groups: Collection[str]) -> frozenset[str]:
                 f"groups {', '.join(tied)} share one size and must keep equally many units; name all of them or none"
             )
     return named
+
+
+def tie_layers(graph: UnitGraph) -> UnitGraph:
+    """Return the graph with like groups of all layers tied, so that every allocation keeps equally many units of each.
+
+    Groups are alike where their names differ in numbers alone, as `layers.0.mlp` and `layers.7.mlp` do, and their sizes and
+    kinds are equal. A model whose layers are all of one shape can be described by a configuration again.
+
+    Args:
+        graph: Any graph. Not changed.
+
+    Returns:
+        A new graph of the same model; masks of one belong to the other where their counts agree.
+    """
+    alike: dict[tuple[str, int, str], list[str]] = {}
+    for name, group in graph.groups.items():
+        alike.setdefault((re.sub(r"\d+", "#", name), group.size, group.kind), []).append(name)
+    added = (tuple(names) for names in alike.values() if len(names) > 1)
+    return replace(graph, ties=(*graph.ties, *(tied for tied in added if tied not in graph.ties)))

@@ -14,7 +14,7 @@ from sparsekit_fl.options.config import current_names
 __all__ = ["completed", "written"]
 
 # Those of one command line, which a file neither gives nor keeps.
-_MOMENTARY = ("config", "resume", "json", "quiet")
+_MOMENTARY = ("config", "resume", "accept_code", "json", "quiet")
 _TABLES = ("training", "set")
 
 

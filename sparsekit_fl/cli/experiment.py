@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from sparsekit.errors import InvalidValueError, MissingDependencyError, install_hint
@@ -41,6 +42,13 @@ class Experiment:
     engine: Engine
     described: Mapping[str, Any]
 
+    @cached_property
+    def fingerprint(self) -> dict[str, Any]:
+        """Code and data, as `fingerprint_of` gives them."""
+        from sparsekit_fl.server.fingerprint import fingerprint_of
+
+        return fingerprint_of(self.clients)
+
     @staticmethod
     def of(options: RunOptions) -> Experiment:
         """Load and deal the data, and fill in what was not said.
@@ -48,12 +56,13 @@ class Experiment:
         Raises:
             SparsekitError: an option that is not allowed, or data that are missing or do not fit.
         """
+        from sparsekit_fl.client.spec import check_device
         from sparsekit_fl.experiment.build import build_problem
         from sparsekit_fl.paper.presets import preset_for
         from sparsekit_fl.training.optimizer import check_training
 
         if options.device is not None:
-            _check_device(options.device)
+            check_device(options.device, name="--device")
         if sys.stderr.isatty() and not (options.quiet or options.json):
             # Reading a data set for the first time takes a while, and says so.
             logging.getLogger("sparsekit_fl").setLevel(logging.INFO)
@@ -96,17 +105,6 @@ class Experiment:
             engine=engine,
             described=described,
         )
-
-
-def _check_device(device: str) -> None:
-    import torch
-
-    try:
-        kind = torch.device(device).type
-    except RuntimeError as error:
-        raise InvalidValueError(f"--device must be cpu, cuda or cuda:N, got {device!r}") from error
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise InvalidValueError("--device cuda: this torch sees no CUDA device; leave it out to run on the CPU")
 
 
 def _config(options: RunOptions, preset: Preset, clients: int) -> RunConfig:

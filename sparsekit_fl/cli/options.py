@@ -6,7 +6,7 @@ An option that is not given is None: the preset of the data set decides it, and 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_origin
@@ -111,7 +111,10 @@ class RunOptions(Offer):
         ),
     ] = None
     out: Annotated[Path | None, Option("Folder for the result, the rounds, the checkpoint and the models.", HOW)] = None
-    resume: Annotated[bool, Option("Continue the run in --out, to the same bits.", HOW)] = False
+    resume: Annotated[
+        bool, Option("Continue the run in --out, with its options, to the same bits; a finished one by more --rounds.", HOW)
+    ] = False
+    accept_code: Annotated[bool, Option("Go on with, or compare with, what another version of this package ran.", HOW)] = False
     quiet: Annotated[bool, Option("Show no progress on stderr.", HOW, short="-q")] = False
     json: Annotated[bool, Option("Print the result as JSON on stdout and nothing else.", HOW)] = False
 
@@ -153,12 +156,13 @@ def takes_options(command: Callable[..., None], *, without: tuple[str, ...] = ()
     def spread(**given: Any) -> None:
         rest = {name: value for name, value in given.items() if name not in names}
         mine: dict[str, Any] = {name: tuple(given[name]) if isinstance(given[name], list) else given[name] for name in names}
-        if mine.get("config") is not None:
-            method, mine = completed(mine, mine["config"], known=names)
+        file = mine.get("config") or _file_of(mine)
+        if file is not None:
+            method, mine = completed(mine, file, known=names)
             if "method" in own:
                 rest["method"] = rest.get("method") or method
             elif method not in (None, command.__name__.strip("_")):
-                raise InvalidValueError(f"--config {given['config']} is for method {method!r}; pass it to `sparsekit run`")
+                raise InvalidValueError(f"{file} is for method {method!r}; use `sparsekit run` for it")
         command(**rest, options=RunOptions(**mine))
 
     kept = [parameter.replace(kind=parameter.KEYWORD_ONLY) for name, parameter in own.items() if name != "options"]
@@ -168,6 +172,14 @@ def takes_options(command: Callable[..., None], *, without: tuple[str, ...] = ()
     spread.__doc__ = command.__doc__
     spread.__name__ = command.__name__
     return spread
+
+
+def _file_of(given: Mapping[str, Any]) -> Path | None:
+    """Return the options that a run wrote into the folder with which it is resumed; None where there are none."""
+    if not given.get("resume") or given.get("out") is None:
+        return None
+    file = Path(given["out"]) / "run.toml"
+    return file if file.exists() else None
 
 
 def _parameter(name: str, choice: Choice, option: Option) -> inspect.Parameter:

@@ -226,6 +226,7 @@ def _run_one(connection: Connection, plan: _Plan, values: Mapping[str, str], fol
     from sparsekit_fl.errors import RunInterrupted
     from sparsekit_fl.methods.make import make_method
     from sparsekit_fl.results.records import Observer
+    from sparsekit_fl.server.checkpoint import holds_run
     from sparsekit_fl.server.loop import run
 
     class Scores(Observer):
@@ -244,7 +245,8 @@ def _run_one(connection: Connection, plan: _Plan, values: Mapping[str, str], fol
             method = make_method(plan.method, bandit=options.bandit, settings=options.settings())
             result = run(
                 method, experiment.problem, experiment.clients, experiment.config, engine=experiment.engine,
-                observers=[scores], out=folder, resume=folder is not None, experiment=experiment.described, init=options.init,
+                observers=[scores], out=folder, resume=folder is not None and holds_run(folder),
+                experiment=experiment.described, init=options.init,
             )  # fmt: skip
             last = objective_value(result.rounds[-1], plan.objective)
             connection.send({"ended": last})

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from sparsekit.errors import NoUnitsError
+import torch
+
+from sparsekit.errors import InvalidValueError, NoUnitsError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.state import StateDict, clone
 from sparsekit.measure.cost import CostModel, trace_cost
@@ -18,11 +21,12 @@ from sparsekit_fl.methods.method import Method
 from sparsekit_fl.options.config import RunConfig, TrainingConfig
 from sparsekit_fl.problem.clients import Client
 from sparsekit_fl.problem.problem import Problem
+from sparsekit_fl.problem.recipe import recipe_of
 from sparsekit_fl.state.initial import read_initial
 from sparsekit_fl.streams import Streams
 from sparsekit_fl.training.optimizer import check_training
 
-__all__ = ["RunSpec", "by_id"]
+__all__ = ["RunSpec", "by_id", "check_device"]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -38,6 +42,7 @@ class RunSpec:
         initial: The global state of round 0, dense, on the CPU.
         parameters: State-dict keys of what trains; the rest are buffers, and what is frozen.
         frozen: Those of parameters that need no gradient: they neither travel nor are kept for each client.
+        recipe: How another process makes the model again; see `recipe_of`.
     """
 
     method: Method
@@ -48,6 +53,7 @@ class RunSpec:
     initial: StateDict
     parameters: frozenset[str] = frozenset()
     frozen: frozenset[str] = frozenset()
+    recipe: Mapping[str, Any] = field(default_factory=dict)
 
     @staticmethod
     def build(
@@ -69,7 +75,9 @@ class RunSpec:
         """
         config = method.configure(config)
         check_training(config.training)
-        problem = method.local.prepare(problem)
+        given, problem = problem, method.local.prepare(problem)
+        # A method that needs another architecture makes it of the user's.
+        recipe = {**recipe_of(given), "prepared_by": None if problem is given else method.name}
         with torch_scope(Streams(config.seed).model()):
             model = problem.model()
         if graph is None:
@@ -94,6 +102,7 @@ class RunSpec:
             initial=initial if init is None else read_initial(init, initial),
             parameters=frozenset(name for name, leaf in leaves.items() if leaf.requires_grad),
             frozen=frozenset(name for name, leaf in leaves.items() if not leaf.requires_grad),
+            recipe=recipe,
         )
 
     def shared_names(self) -> list[str]:
@@ -115,3 +124,23 @@ class RunSpec:
 def by_id(clients: Sequence[Client]) -> dict[int, Client]:
     """Return the clients by id, ascending."""
     return {client.id: client for client in sorted(clients, key=lambda client: client.id)}
+
+
+def check_device(device: str, *, name: str = "device") -> None:
+    """Raise InvalidValueError unless this machine has a device.
+
+    Args:
+        device: As torch calls it: cpu, cuda, cuda:1.
+        name: The option, for the message.
+    """
+    try:
+        asked = torch.device(device)
+    except RuntimeError as error:
+        raise InvalidValueError(f"{name} must be cpu, cuda or cuda:N, got {device!r}") from error
+    if asked.type != "cuda":
+        return
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count == 0:
+        raise InvalidValueError(f"{name} {device}: this torch sees no CUDA device; leave it out to run on the CPU")
+    if asked.index is not None and asked.index >= count:
+        raise InvalidValueError(f"{name} {device}: this machine has {count}, cuda:0 to cuda:{count - 1}; take one of these")

@@ -85,6 +85,12 @@ def build_problem(
         example_inputs=takes.zeros(),
         metrics={"accuracy": TokenAccuracy(found.never_right) if found.kind == "tokens" else accuracy},
         channels_last=spec.channels_last,
+        about={
+            "model": name,
+            "classes": found.classes,
+            "takes": {"kind": takes.kind, "shape": list(takes.shape)},
+            "transform": {"mean": list(found.mean), "std": list(found.std)} if takes.kind == "image" else {},
+        },
     )
     roster = [Client(id=id, data=data) for id, data in enumerate(splits)]
     check_fit(problem, roster[0])

@@ -64,8 +64,8 @@ _FORMER = {"clients_per_round": "cohort"}  # the old names go with version 0.3
 
 # Left out of plain values while they are what they were before there were such options, so that older runs can be resumed.
 _LATER = {
-    *("eval_clients", "aggregation", "trim_share", "clip_norm", "dp_clip", "dp_noise", "dp_delta", "dp_noise_seed"),
-    "upload",
+    *("eval_clients", "eval_global_every", "aggregation", "trim_share", "clip_norm"),
+    *("dp_clip", "dp_noise", "dp_delta", "dp_noise_seed", "upload"),
     *("lr_schedule", "lr_warmup", "lr_step", "lr_gamma", "lr_end", "server_optimizer", "server_lr", "server_momentum"),
     *("server_beta2", "server_tau", "availability", "async_buffer", "async_staleness"),
     *("optimizer", "optimizer_args", "amp", "local_schedule", "local_warmup"),
@@ -150,7 +150,13 @@ class RunConfig(Checked):
     ] = 10
     training: TrainingConfig = field(default_factory=TrainingConfig)
     seed: Annotated[NonNegativeCount, Option("Seed of all random numbers.", HOW)] = 0
-    eval_every: Annotated[Count, Option("Evaluate every N rounds, and after the last.", HOW)] = 10
+    eval_every: Annotated[
+        Count | None,
+        Option("Evaluate every N rounds, and after the last.", HOW, unset="ten times in a run, and at least every 10 rounds"),
+    ] = None
+    eval_global_every: Annotated[
+        Count | None, Option("Score the global model too every N rounds, and after the last.", HOW, unset="after the last")
+    ] = None
     eval_clients: Annotated[
         Count | None,
         Option(
@@ -264,6 +270,9 @@ class RunConfig(Checked):
         if isinstance(self.capability_levels, list):
             object.__setattr__(self, "capability_levels", tuple(self.capability_levels))
         super().__post_init__()
+        if self.eval_every is None:
+            # A short run has a curve too.
+            object.__setattr__(self, "eval_every", max(1, min(10, self.rounds // 10)))
         if not isinstance(self.training, TrainingConfig):
             raise InvalidValueError(f"training must be a TrainingConfig, got {type(self.training).__name__}")
         if self.min_replies is not None and self.min_replies > self.cohort:

@@ -54,6 +54,7 @@ class Problem:
         channels_last: Feed inputs of four dimensions as torch.channels_last: the same numbers, laid out anew. On a CPU,
             convolutions of few channels take half the time then, those of many hundred a little more; a model that calls
             `view` on feature maps needs `flatten` or `reshape` instead.
+        about: Plain JSON values that say how the model is made and raw inputs are read: a run keeps them beside its models.
 
     Raises:
         InvalidValueError: something of the wrong kind, with the remedy.
@@ -65,6 +66,7 @@ class Problem:
     metrics: Mapping[str, Metric] = field(default_factory=lambda: {"accuracy": accuracy})
     read_batch: ReadBatch = read_tensor_batch
     channels_last: bool = False
+    about: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if isinstance(self.model, nn.Module):
