@@ -216,8 +216,9 @@ def _fill(
             open_.discard(number)
 
 
-_SLACK, _NARROW = 0.005, 100
-"""The part of a budget that is worth a search, and the largest number of widths that it is made for."""
+_SLACK, _NARROW, _DOWN = 0.005, 100, (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32)
+"""The part of a budget that is worth a search, the largest number of widths that it is made for, and numbers of blocks that
+may be taken from one of them."""
 
 
 def tighten(widths: Sequence[Width], places: list[int], tracker: Tracker, limits: Mapping[str, float]) -> None:
@@ -251,7 +252,7 @@ def tighten(widths: Sequence[Width], places: list[int], tracker: Tracker, limits
             return
         best: list[int] | None = None
         for number, place in enumerate(start):
-            for down in range(1, min(3, place) + 1):
+            for down in (blocks for blocks in _DOWN if blocks <= place):
                 go([*start[:number], place - down, *start[number + 1 :]])
                 _fill(widths, places, tracker, limits, without=number)
                 if (left := slack()) < least - 1e-12:

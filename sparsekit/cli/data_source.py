@@ -81,8 +81,8 @@ def load_data(text: str, *, data_dir: Path | None, batch_size: int, seed: int, d
     for batches in (train, validation):
         if batches is not None and (not isinstance(batches, Iterable) or isinstance(batches, Iterator)):
             raise DataError(
-                f"--data {text} must give batches that can be read again, a list or a loader, or a pair of them for training and"
-                f" validation, got {type(batches).__name__}"
+                f"--data {text} must give batches that can be read again, a list or a loader, or a pair of them for"
+                f" training and validation, got {type(batches).__name__}"
             )
     if device.type != "cpu":
         train, validation = _Moved(train, device), None if validation is None else _Moved(validation, device)

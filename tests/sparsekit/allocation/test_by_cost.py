@@ -95,7 +95,7 @@ def test_what_one_dear_unit_leaves_of_the_budget_is_spent_on_others() -> None:
     scores = sk.criteria.Magnitude().scores(graph, sk.View(weights=model.state_dict()))
     for share in (0.75, 0.5, 0.25, 0.12):
         counts = ByCost(sk.Budget(flops=f"{100 * share}%"), scale="none").counts(graph, scores, costs)
-        assert 0.98 * share <= costs.costs(counts)["flops"] / costs.dense_costs()["flops"] <= share
+        assert 0.95 * share <= costs.costs(counts)["flops"] / costs.dense_costs()["flops"] <= share
 
 
 def test_several_budgets_hold_at_once() -> None:
