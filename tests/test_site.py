@@ -77,9 +77,17 @@ def test_every_example_of_the_reference_runs(code: str, tmp_path: Path, monkeypa
 
 
 WITH_CODE = [page for page in PAGES if "```python\n" in page.read_text(encoding="utf-8")]
+WHOLE = [page for page in WITH_CODE if page.name == "index.md" or page.parent.name in ("tutorials", "howto", "concepts")]
+"""Pages whose blocks are one program; those of other pages are fragments, which are compiled only."""
 
 
 @pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: page.relative_to(DOCS).as_posix())
+def test_the_python_of_every_page_can_be_parsed(page: Path) -> None:
+    for code in re.findall(r"^```python\n(.*?)^```$", page.read_text(encoding="utf-8"), re.M | re.S):
+        assert compile(code, page.name, "exec", dont_inherit=True)
+
+
+@pytest.mark.parametrize("page", WHOLE, ids=lambda page: page.relative_to(DOCS).as_posix())
 def test_the_python_of_a_page_runs_from_its_top_to_its_end(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
