@@ -116,9 +116,9 @@ REGISTRIES = {
     ),
     "sparsekit_fl/methods": ("sparsekit_fl.methods", "registry", {"method", "make", "settings"}),
     "sparsekit_fl/datasets": (
-        "sparsekit_fl.datasets", "datasets", {"base", "cache", "files", "text", "transforms"},
+        "sparsekit_fl.datasets", "datasets", {"base", "cache", "files", "hub", "loaders", "text", "transforms"},
     ),
-    "sparsekit_fl/partition": ("sparsekit_fl.partition", "partitions", {"base"}),
+    "sparsekit_fl/partition": ("sparsekit_fl.partition", "partitions", {"base", "flower"}),
     "sparsekit_fl/models": ("sparsekit_fl.models", "models", {"base"}),
     "sparsekit_fl/engines": ("sparsekit_fl.engines", "registry", {"base"}),
 }  # fmt: skip

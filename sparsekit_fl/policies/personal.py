@@ -77,7 +77,11 @@ class GlobalModel(PersonalPolicy):
 
 
 def _quality(validation: Scores, training: Scores) -> list[float]:
-    """Return validation accuracy, where a problem has one, then minus the mean loss: the first that differs decides."""
+    """Return validation accuracy, where a problem has one, then minus the mean loss: the first that differs decides.
+
+    Training data take the place of validation data that a client does not have.
+    """
+    validation = validation or training
     losses = [validation["loss"], training["loss"]] if "accuracy" in validation else [validation["loss"]]
     loss = sum(total for total, _ in losses) / max(sum(weight for _, weight in losses), 1e-12)
     if "accuracy" not in validation:
