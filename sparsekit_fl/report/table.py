@@ -72,12 +72,6 @@ _TEXTS: Mapping[str, Callable[[float], str]] = {
     "seconds": seconds_text,
     "number": "{:.4g}".format,
 }
-    "share": share_text,
-    "flops": flops_text,
-    "bytes": bytes_text,
-    "seconds": seconds_text,
-    "number": lambda value: f"{value:.4g}",
-}
 
 
 @dataclass(frozen=True)
