@@ -116,7 +116,7 @@ REGISTRIES = {
     ),
     "sparsekit_fl/methods": ("sparsekit_fl.methods", "registry", {"method", "make", "settings"}),
     "sparsekit_fl/datasets": (
-        "sparsekit_fl.datasets", "datasets", {"base", "cache", "files", "hub", "text", "transforms"},
+        "sparsekit_fl.datasets", "datasets", {"base", "cache", "files", "hub", "loaders", "text", "transforms"},
     ),
     "sparsekit_fl/partition": ("sparsekit_fl.partition", "partitions", {"base", "flower"}),
     "sparsekit_fl/models": ("sparsekit_fl.models", "models", {"base"}),

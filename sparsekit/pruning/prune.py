@@ -38,7 +38,7 @@ from sparsekit.surgery.compaction import compact
 from sparsekit.tracing.inputs import find_tensors
 from sparsekit.tracing.trace import trace_units
 
-__all__ = ["AfterCut", "prune"]
+__all__ = ["AfterCut", "as_criterion", "prune"]
 
 AfterCut: TypeAlias = Callable[[nn.Module, int], object]
 """Called with the narrow model and the number of the step, from 1; trains it in place, or returns the model that goes on."""
@@ -108,7 +108,7 @@ def prune(
     wanted = _as_budget(budget)
     check_multiples(multiple_of)
     graph = graph if graph is not None else trace_units(model, *args, rules=rules, norm=norm, example_kwargs=kwargs)
-    chosen = _as_criterion(criterion)
+    chosen = as_criterion(criterion)
     group_limits = read_limits(model, graph, keep, limits or {})
     plan = _as_allocation(allocation, wanted, group_limits, multiple_of, chosen)
     wanted = wanted if wanted is not None else getattr(plan, "budget", None)
@@ -312,7 +312,13 @@ def _as_budget(budget: Budget | Mapping[str, str | float] | str | None) -> Budge
     raise InvalidValueError(f'budget must be a Budget, as in Budget(flops="50%"), got {budget!r} of {type(budget).__name__}')
 
 
-def _as_criterion(criterion: Criterion | str | None) -> Criterion:
+def as_criterion(criterion: Criterion | str | None) -> Criterion:
+    """The criterion of a name; None is the magnitude of the weights.
+
+    Raises:
+        InvalidValueError: the criterion needs more than its name.
+        UnknownNameError: no such criterion.
+    """
     if criterion is None:
         return Magnitude()
     if not isinstance(criterion, str):
