@@ -14,6 +14,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import click
@@ -23,9 +24,10 @@ from rich.markup import escape
 from rich.table import Table
 from typer.core import TyperGroup
 
+from sparsekit.cli.model_source import example_inputs, load_checkpoint, load_model, models, pick_device
 from sparsekit.deprecations import RemovedIn0_3Warning
-from sparsekit.errors import InvalidValueError, SparsekitError
-from sparsekit.registry import Registry, load_object
+from sparsekit.errors import InvalidValueError, SparsekitError, nearest
+from sparsekit.registry import load_object
 from sparsekit.version import __version__
 
 if TYPE_CHECKING:
@@ -34,13 +36,16 @@ if TYPE_CHECKING:
     from sparsekit.graph.graph import UnitGraph
     from sparsekit.graph.groups import UnitGroup
 
-__all__ = ["COMMANDS_GROUP", "app", "execute", "main", "models"]
+__all__ = ["COMMANDS_GROUP", "HINTS_GROUP", "app", "execute", "main", "models"]
 
 COMMANDS_GROUP = "sparsekit.commands"
 """Entry points that add commands."""
 
-models = Registry("model", {}, group="sparsekit.models")
-"""Models by name, for `sparsekit units`."""
+HINTS_GROUP = "sparsekit.hints"
+"""Entry points that name a function: what was typed in place of a command → advice, or None."""
+
+_TIES, _OTHERS = 20, 47
+"""Letters of the column of tied layers, at least, and of all columns of `units` but this and the names."""
 
 INTERRUPTED = 130
 """What a shell expects of a program that Ctrl-C ended."""
@@ -52,6 +57,13 @@ class _Commands(TyperGroup):
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted({*super().list_commands(ctx), *_plugins()})
 
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find the command that is asked for; for an unknown one say what was probably meant."""
+        name = args[0] if args else ""
+        if name and not name.startswith("-") and self.get_command(ctx, name) is None:
+            ctx.fail(f"No such command {name!r}; {_meant(name, self.list_commands(ctx))}")
+        return super().resolve_command(ctx, args)
+
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         own = super().get_command(ctx, cmd_name)
         point = _plugins().get(cmd_name)
@@ -61,6 +73,15 @@ class _Commands(TyperGroup):
             return _as_command(point)
         except Exception as error:  # noqa: BLE001 - whatever a foreign package does must not break the other commands
             return _broken_command(point, error)
+
+
+def _meant(name: str, commands: Sequence[str]) -> str:
+    """Advice for an unknown command: what a package says of the name, or else the nearest command."""
+    for point in entry_points(group=HINTS_GROUP):
+        hint = point.load()(name)
+        if hint:
+            return str(hint)
+    return nearest(name, commands)
 
 
 def _plugins() -> dict[str, EntryPoint]:
@@ -118,17 +139,22 @@ def _root(
 
 @app.command(
     epilog="Examples:\n\n$ sparsekit units vgg11\n\n$ sparsekit units mypackage.nets:make_net --example-shape 1,3,32,32\n\n"
-    "$ sparsekit units mypackage.nets:TextNet --example-shape 1,20:int64 --json"
+    "$ sparsekit units mypackage.nets:TextNet --example-shape 1,20:int64 --json\n\n"
+    "$ sparsekit units nets.py:Bert --example-shape input_ids=1,20:int64 --checkpoint bert.safetensors --device cuda"
 )
 def units(
-    model: Annotated[str, typer.Argument(help="A built-in model, or package.module:factory.")],
+    model: Annotated[str, typer.Argument(help="A built-in model, package.module:factory or path/to/file.py:factory.")],
     example_shape: Annotated[
         list[str] | None,
         typer.Option(
-            help="Shape of an example input, as in 1,3,32,32; with :int64 behind it for token ids. Once per input."
-            " Default: what the model brings along.",
+            help="Shape of an example input, as in 1,3,32,32; with :int64 behind it for token ids, with NAME= before it for a"
+            " keyword input. Once per input. Default: what the model brings along.",
         ),
     ] = None,
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="Trained weights: a state dict as safetensors, or as torch saves it.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="Where the model runs: cpu, cuda, cuda:1, …")] = "cpu",
     norm: Annotated[
         str,
         typer.Option(
@@ -141,76 +167,24 @@ def units(
 
     A factory is called without arguments and returns the module, or the module and a tuple of example inputs.
     """
+    from sparsekit.tracing.inputs import map_tensors
     from sparsekit.tracing.trace import FixedUnitsWarning, trace_units
 
-    module, inputs = _load_model(model, [_example(text) for text in example_shape or []])
-    if example_shape:
-        inputs = _with_tokens(module, inputs)
+    module, own = load_model(model)
+    args, kwargs = example_inputs(model, module, own, example_shape or [])
+    if checkpoint is not None:
+        load_checkpoint(module, checkpoint)
+    where = pick_device(device)
+    args, kwargs = map_tensors(lambda tensor: tensor.to(where), (args, kwargs))
     with warnings.catch_warnings():
         # The same facts are in the table.
         warnings.simplefilter("ignore", FixedUnitsWarning)
-        graph = trace_units(module, *inputs, norm=norm)  # type: ignore[arg-type]  # a wrong name is refused there
+        graph = trace_units(module.to(where), *args, norm=norm, example_kwargs=kwargs)  # type: ignore[arg-type]  # refused there
     report = _describe(model, module, graph)
     if as_json:
         typer.echo(json.dumps(report, indent=1))
     else:
         _print_units(report)
-
-
-def _example(text: str) -> Any:
-    import torch
-
-    shape, _, kind = text.partition(":")
-    dtype = getattr(torch, kind or "float32", None)
-    sizes = shape.split(",")
-    if not isinstance(dtype, torch.dtype) or not all(size.strip().isdigit() and int(size) > 0 for size in sizes):
-        raise InvalidValueError(
-            f"--example-shape must be positive integers with commas between, as in 1,3,32,32 or 1,20:int64, got {text!r}"
-        )
-    return torch.zeros([int(size) for size in sizes], dtype=dtype)
-
-
-def _with_tokens(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Draw the integers, always the same, from the ids that every embedding knows: a row of zeros may be padding."""
-    import numpy as np
-    import torch
-    from torch import nn
-
-    from sparsekit.rng import torch_generator
-
-    known = min(
-        (part.num_embeddings for part in module.modules() if isinstance(part, nn.Embedding | nn.EmbeddingBag)), default=2
-    )
-    generator = torch_generator(np.random.default_rng(0))
-    return tuple(
-        tensor
-        if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool
-        else torch.randint(min(known, 100), tensor.shape, generator=generator, dtype=tensor.dtype)
-        for tensor in inputs
-    )
-
-
-def _load_model(name: str, inputs: list[Any]) -> tuple[nn.Module, tuple[Any, ...]]:
-    from torch import nn
-
-    factory = models.find(name)
-    if isinstance(factory, nn.Module) or not callable(factory):
-        raise InvalidValueError(f"{name!r} must be a class or function that builds a model, got {type(factory).__name__}")
-    try:
-        made = factory()
-    except TypeError as error:
-        raise InvalidValueError(f"{name!r} cannot be called without arguments: {error}; wrap it in a function") from error
-    module, own = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
-    if not isinstance(module, nn.Module):
-        raise InvalidValueError(f"{name!r} must return a torch.nn.Module or (module, inputs), got {type(module).__name__}")
-    if inputs:
-        return module, tuple(inputs)
-    if own is None:
-        raise InvalidValueError(
-            f"no example input is known for {name!r}; pass --example-shape, as in --example-shape 1,3,32,32,"
-            " or let the factory return (module, (input, …))"
-        )
-    return module, own if isinstance(own, tuple) else (own,)
 
 
 def _entries_of(group: UnitGroup, graph: UnitGraph, keys: set[str]) -> int:
@@ -238,7 +212,14 @@ def _describe(name: str, module: nn.Module, graph: UnitGraph) -> dict[str, Any]:
     for group in graph.groups.values():
         count = _entries_of(group, graph, set(parameters))
         groups.append(
-            {"name": group.name, "kind": group.kind, "size": group.size, "parameters": count, "share": count / max(1, total)}
+            {
+                "name": group.name,
+                "kind": group.kind,
+                "size": group.size,
+                "parameters": count,
+                "share": count / max(1, total),
+                "ties": list(group.modules),
+            }
         )
     fixed = [{"module": item.module, "size": item.size, "reason": item.reason} for item in graph.fixed]
     return {"model": name, "parameters": total, "units": graph.units, "groups": groups, "fixed": fixed}
@@ -253,15 +234,17 @@ def _print_units(report: dict[str, Any]) -> None:
     )
     console.print(escape(title))
     table = Table()
-    table.add_column("group")
-    table.add_column("kind")
-    for column in ("size", "parameters", "share"):
-        table.add_column(column, justify="right")
+    # The name is what other commands take, so it is never cut: the tied layers wrap, and then the table grows wider.
+    longest = max(len(group["name"]) for group in report["groups"])
+    table.add_column("group", no_wrap=True, min_width=longest)
+    for column in ("units", "parameters", "share"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("ties, beside itself", overflow="fold", min_width=_TIES)
     for group in report["groups"]:
-        table.add_row(
-            escape(group["name"]), group["kind"], str(group["size"]), f"{group['parameters']:,}", f"{group['share']:.1%}"
-        )
-    console.print(table)
+        others = ", ".join(name for name in group["ties"] if name != group["name"])
+        size = f"{group['size']} {group['kind']}{'' if group['size'] == 1 else 's'}"
+        table.add_row(escape(group["name"]), size, f"{group['parameters']:,}", f"{group['share']:.1%}", escape(others) or "–")
+    Console(width=max(console.width, longest + _OTHERS + _TIES)).print(table)
     console.print("Parameters between two groups count for both, so shares may add up to more than 100 %.")
     if report["fixed"]:
         console.print("\nKept whole:")
@@ -308,8 +291,11 @@ def execute(arguments: Sequence[str] | None = None) -> int:
     try:
         code = command.main(None if arguments is None else list(arguments), prog_name="sparsekit", standalone_mode=False)
         return code if isinstance(code, int) else 0
-    except (SparsekitError, OSError) as error:
+    except SparsekitError as error:
         typer.echo(f"error: {error}", err=True)
+        return 2
+    except OSError as error:
+        typer.echo(f"error: {_in_words(error)}", err=True)
         return 2
     except click.ClickException as error:
         from typer.rich_utils import rich_format_error
@@ -322,6 +308,16 @@ def execute(arguments: Sequence[str] | None = None) -> int:
     except (click.Abort, KeyboardInterrupt):
         typer.echo("interrupted", err=True)
         return INTERRUPTED
+
+
+def _in_words(error: OSError) -> str:
+    """What the system refused, and what to do: its own message has a number and no advice."""
+    if error.filename is None or error.strerror is None:
+        return str(error)
+    return (
+        f"cannot use {os.fsdecode(error.filename)}: {error.strerror.lower()}; pass a path that exists or can be made,"
+        " on a disk with room, where you may write"
+    )
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ from sparsekit_fl.policies.own_classes import OwnClasses
 from sparsekit_fl.policies.personal import GlobalModel, LocalModel, PersonalModel, PersonalPolicy
 from sparsekit_fl.policies.pruning import GatedPruning, RememberedMask, UnderOwnMask
 from sparsekit_fl.policies.ratio import ByCapability, Constant, Full, RatioPolicy
-from sparsekit_fl.policies.sampling import SamplingPolicy, Uniform
+from sparsekit_fl.policies.sampling import BySize, Fixed, Poisson, PowerOfChoice, SamplingPolicy, Uniform
 from sparsekit_fl.policies.share import Everything, Nothing, PrivateHead, SharePolicy
 from sparsekit_fl.policies.submodel import OwnedRowsMean, RecalibratedBatchNorm, SubmodelSgd
 from sparsekit_fl.policies.touched_rows import TouchedRowsMean
@@ -22,11 +22,13 @@ __all__ = [
     "AggregatePolicy",
     "BanditRatio",
     "ByCapability",
+    "BySize",
     "Constant",
     "CoverageMean",
     "DeltaMean",
     "Dense",
     "Everything",
+    "Fixed",
     "Full",
     "GatedPruning",
     "GlobalModel",
@@ -40,6 +42,8 @@ __all__ = [
     "OwnedRowsMean",
     "PersonalModel",
     "PersonalPolicy",
+    "Poisson",
+    "PowerOfChoice",
     "PrivateHead",
     "RatioPolicy",
     "RecalibratedBatchNorm",
