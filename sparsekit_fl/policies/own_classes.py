@@ -43,7 +43,8 @@ class OwnClasses(SharePolicy):
     averages the others over the clients that own them.
 
     A client is then never right on a class that it had no training example of. Where targets are not one class per example,
-    as with tokens, and where the output layer has no bias of its own, nothing is changed; of the latter a warning tells.
+    as with tokens, and where the output layer has no bias of its own or a frozen one, nothing is changed; a warning tells of a
+    missing bias.
 
     Args:
         depth: How much lower the bias is. e^-30 is far below what float32 adds to 1.
@@ -61,7 +62,7 @@ class OwnClasses(SharePolicy):
     def _others(self, ctx: ClientContext) -> Tensor | None:
         """Return bool (classes,), True where the client has no training example; None: targets are no classes."""
         bias = _bias(ctx.graph)
-        if bias is None:
+        if bias is None or bias in ctx.frozen:
             return None
         examples = ctx.examples("train")
         targets = next(examples.batches(None, [(0, len(examples))])).targets

@@ -37,7 +37,7 @@ def client_of(labels: list[int], dtype: torch.dtype = torch.int64) -> Any:
         def __len__(self) -> int:
             return len(labels)
 
-    return SimpleNamespace(graph=GRAPH, examples=lambda split: Examples())
+    return SimpleNamespace(graph=GRAPH, frozen=frozenset(), examples=lambda split: Examples())
 
 
 def test_the_bias_of_classes_without_an_example_is_lower_and_nothing_else_changes() -> None:

@@ -24,7 +24,9 @@ def kept(select: Any, participations=PARTICIPATIONS, *, metric: str = "accuracy"
             "val": {metric: (accuracy * 10, 10), "loss": (validation * 10, 10)},
             "train": {metric: (90, 90), "loss": (training * 90, 90)},
         }
-        ctx: Any = SimpleNamespace(memory=memory, round=number, score=lambda module, split, scores=scores: scores[split])
+        ctx: Any = SimpleNamespace(
+            memory=memory, round=number, frozen=frozenset(), score=lambda module, split, scores=scores: scores[split]
+        )
         state = {"number": torch.tensor(number)}
         LocalModel(select).keep(ctx, LocalResult(state=state, mask=None, log=TrainingLog(), module=nn.Identity()), 1.0)
     return int(memory["state"]["number"])
