@@ -26,8 +26,12 @@ if TYPE_CHECKING:
     from sparsekit.measure.budget import Budget, BudgetError
     from sparsekit.measure.cost import Cost, count_cost
     from sparsekit.measure.model import cost_model
+    from sparsekit.pruning.prune import prune
+    from sparsekit.pruning.report import PruneReport
+    from sparsekit.pruning.result import Pruned
     from sparsekit.surgery.compaction import compact, expand
     from sparsekit.surgery.optimizer_state import remap_optimizer
+    from sparsekit.surgery.pretrained_config import fit_config
     from sparsekit.surgery.saving import load_compact, load_mask, save_compact
     from sparsekit.tracing.trace import trace_units
     from sparsekit.training.learnable import LearnableMask
@@ -48,6 +52,8 @@ _HOME = {
     "LayerRule": "sparsekit.layers",
     "LearnableMask": "sparsekit.training.learnable",
     "PUCBV": "sparsekit.bandit",
+    "PruneReport": "sparsekit.pruning.report",
+    "Pruned": "sparsekit.pruning.result",
     "Pull": "sparsekit.bandit",
     "SplitUCBV": "sparsekit.bandit",
     "UnitGraph": "sparsekit.graph.graph",
@@ -67,10 +73,12 @@ _HOME = {
     "errors": "sparsekit.errors",
     "expand": "sparsekit.surgery.compaction",
     "finetune": "sparsekit.finetuning",
+    "fit_config": "sparsekit.surgery.pretrained_config",
     "finetuning": "sparsekit.finetuning",
     "layers": "sparsekit.layers",
     "load_compact": "sparsekit.surgery.saving",
     "load_mask": "sparsekit.surgery.saving",
+    "prune": "sparsekit.pruning.prune",
     "recalibrate": "sparsekit.finetuning",
     "remap_optimizer": "sparsekit.surgery.optimizer_state",
     "save_compact": "sparsekit.surgery.saving",
@@ -92,6 +100,8 @@ __all__ = [
     "LearnableMask",
     "MovingAverage",
     "NarrowModel",
+    "PruneReport",
+    "Pruned",
     "Pull",
     "SplitUCBV",
     "UnitGraph",
@@ -112,9 +122,11 @@ __all__ = [
     "expand",
     "finetune",
     "finetuning",
+    "fit_config",
     "layers",
     "load_compact",
     "load_mask",
+    "prune",
     "recalibrate",
     "remap_optimizer",
     "save_compact",

@@ -10,7 +10,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from sparsekit_fl import engines, errors, methods, policies
+    from sparsekit_fl import callbacks, engines, errors, methods, policies
+    from sparsekit_fl.callbacks.base import Callback, RunView
     from sparsekit_fl.context.client import ClientContext
     from sparsekit_fl.context.server import ServerContext
     from sparsekit_fl.datasets.base import DataSource
@@ -35,13 +36,16 @@ if TYPE_CHECKING:
     from sparsekit_fl.problem.clients import Capability, Client, ClientData
     from sparsekit_fl.problem.data import TensorData
     from sparsekit_fl.problem.problem import Problem
+    from sparsekit_fl.results.load import load_result
     from sparsekit_fl.results.records import Observer, RoundRecord, RunResult
+    from sparsekit_fl.saved.load import load_model
     from sparsekit_fl.server.loop import run
     from sparsekit_fl.wire.messages import Assignment, Evaluation, Update, WorkCost
 
 _HOME = {
     "AggregatePolicy": "sparsekit_fl.policies",
     "Assignment": "sparsekit_fl.wire.messages",
+    "Callback": "sparsekit_fl.callbacks.base",
     "Capability": "sparsekit_fl.problem.clients",
     "Client": "sparsekit_fl.problem.clients",
     "ClientContext": "sparsekit_fl.context.client",
@@ -63,6 +67,7 @@ _HOME = {
     "RoundRecord": "sparsekit_fl.results.records",
     "RunConfig": "sparsekit_fl.options.config",
     "RunResult": "sparsekit_fl.results.records",
+    "RunView": "sparsekit_fl.callbacks.base",
     "SamplingPolicy": "sparsekit_fl.policies",
     "ServerContext": "sparsekit_fl.context.server",
     "SharePolicy": "sparsekit_fl.policies",
@@ -71,8 +76,11 @@ _HOME = {
     "Update": "sparsekit_fl.wire.messages",
     "WorkCost": "sparsekit_fl.wire.messages",
     "build_problem": "sparsekit_fl.experiment.build",
+    "callbacks": "sparsekit_fl.callbacks",
     "engines": "sparsekit_fl.engines",
     "errors": "sparsekit_fl.errors",
+    "load_model": "sparsekit_fl.saved.load",
+    "load_result": "sparsekit_fl.results.load",
     "methods": "sparsekit_fl.methods",
     "metrics": "sparsekit_fl.problem.metrics",
     "policies": "sparsekit_fl.policies",
@@ -83,6 +91,7 @@ _HOME = {
 __all__ = [
     "AggregatePolicy",
     "Assignment",
+    "Callback",
     "Capability",
     "Client",
     "ClientContext",
@@ -104,6 +113,7 @@ __all__ = [
     "RoundRecord",
     "RunConfig",
     "RunResult",
+    "RunView",
     "SamplingPolicy",
     "ServerContext",
     "SharePolicy",
@@ -112,8 +122,11 @@ __all__ = [
     "Update",
     "WorkCost",
     "build_problem",
+    "callbacks",
     "engines",
     "errors",
+    "load_model",
+    "load_result",
     "methods",
     "metrics",
     "policies",

@@ -13,10 +13,24 @@ from sparsekit.allocation.rounding import Multiples, free_counts
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.measure.budget import Budget, BudgetError, format_cost
 
-__all__ = ["Counts", "Problem", "Width", "dense_counts", "fits", "spread", "walk_to_budget", "widths_of", "within_budget"]
+__all__ = [
+    "Counts",
+    "Losses",
+    "Problem",
+    "Width",
+    "dense_counts",
+    "fits",
+    "spread",
+    "walk_to_budget",
+    "widths_of",
+    "within_budget",
+]
 
 Counts: TypeAlias = Mapping[str, int]
 """Group name → number of units kept, for every group."""
+
+Losses: TypeAlias = Callable[[tuple[str, ...], Sequence[int]], Sequence[float]]
+"""Tied groups and their counts, ascending → what is lost from each count to the one before it; 0 at place 0."""
 
 
 @dataclass(frozen=True)
@@ -34,9 +48,7 @@ class Width:
     losses: tuple[float, ...]
 
 
-def widths_of(
-    free: Mapping[tuple[str, ...], Sequence[int]], losses: Callable[[tuple[str, ...], Sequence[int]], Sequence[float]]
-) -> list[Width]:
+def widths_of(free: Mapping[tuple[str, ...], Sequence[int]], losses: Losses) -> list[Width]:
     """The widths with what their steps lose."""
     return [Width(groups, tuple(counts), tuple(losses(groups, counts))) for groups, counts in free.items()]
 
@@ -248,9 +260,30 @@ class Problem:
         """Whether counts are within the budget."""
         return fits(self.cost.costs(counts), self.limits)
 
-    def walk(
-        self, losses: Callable[[tuple[str, ...], Sequence[int]], Sequence[float]], *, by_cost: bool, fill: bool = True
-    ) -> dict[str, int]:
+    def fill(self, counts: Counts, losses: Losses) -> dict[str, int]:
+        """Put back what still fits into counts that are within the budget, the most worth for its cost first."""
+        widths = widths_of(self.free, losses)
+        places = [width.counts.index(counts[width.groups[0]]) for width in widths]
+        _fill(widths, places, make_tracker(self.cost, counts, self.budget.metrics), self.limits)
+        return {name: width.counts[place] for width, place in zip(widths, places) for name in width.groups}
+
+    def least_that_fits(self, at: Callable[[float], Counts]) -> Counts:
+        """Bisect a path from the largest counts, `at(0)`, to the least, `at(1)`: the first counts on it that fit."""
+        low, high = 0.0, 1.0
+        best = at(0.0)
+        if self.fits(best):
+            return best
+        best = at(1.0)
+        for _ in range(48):
+            middle = (low + high) / 2
+            found = at(middle)
+            if self.fits(found):
+                best, high = found, middle
+            else:
+                low = middle
+        return best
+
+    def walk(self, losses: Losses, *, by_cost: bool, fill: bool = True) -> dict[str, int]:
         """`walk_to_budget` from the largest counts."""
         tracker = make_tracker(self.cost, dense_counts(self.free), self.budget.metrics)
         return walk_to_budget(widths_of(self.free, losses), tracker, self.limits, by_cost=by_cost, fill=fill)

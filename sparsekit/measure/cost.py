@@ -141,6 +141,21 @@ class CostModel:
         found.update((name, meter.at(counts)) for name, meter in self.meters.items())
         return found
 
+    def entry_costs(self, counts: Mapping[str, int]) -> dict[str, dict[str, float]]:
+        """State-dict key → "flops" of one example that are spent on it, "params" and "bytes"; tied ones once.
+
+        Args:
+            counts: Group name → units kept, for every group.
+        """
+        sizes = self._sizes(counts)
+        found = {
+            name: {"flops": 0.0, "params": float(sizes[name] * (name in self.parameters)), "bytes": float(sizes[name] * width)}
+            for name, width in self.widths.items()
+        }
+        for term in self.terms:
+            found[term.weight]["flops"] += float(2 * term.positions * sizes[term.weight] / self.examples)
+        return found
+
     def dense_costs(self) -> dict[str, float]:
         """The same where every unit is kept."""
         return self.costs(self._counts(None))

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
 from sparsekit.errors import UnknownNameError, nearest
 from sparsekit.graph.graph import UnitGraph
+from sparsekit.layers import LayerRule
 from sparsekit.measure.budget import METRICS
 from sparsekit.measure.cost import CostModel, trace_cost
+from sparsekit.measure.latency import measure_table
+from sparsekit.measure.memory import measure_memory
+from sparsekit.measure.tracker import Meter
 
 __all__ = ["cost_model"]
 
@@ -20,6 +25,7 @@ def cost_model(
     *example_inputs: Any,
     graph: UnitGraph,
     metrics: Iterable[str] = (),
+    rules: Mapping[type[nn.Module], LayerRule] | None = None,
     **example_kwargs: Any,
 ) -> CostModel:
     """Measure once what numbers of units cost; asking for costs is arithmetic from then on.
@@ -31,6 +37,7 @@ def cost_model(
         *example_inputs: One call's inputs; the first axis of the first tensor counts the examples.
         graph: Its units.
         metrics: What is needed, such as `budget.metrics`.
+        rules: Rules for layers of your own, as given to `trace_units`.
         **example_kwargs: Keyword inputs.
 
     Returns:
@@ -44,4 +51,10 @@ def cost_model(
     for name in chosen:
         if name not in METRICS:
             raise UnknownNameError(f"unknown metric {name!r}; {nearest(name, METRICS)}")
-    return trace_cost(model, *example_inputs, graph=graph, **example_kwargs)
+    costs = trace_cost(model, *example_inputs, graph=graph, **example_kwargs)
+    meters: dict[str, Meter] = {}
+    if "memory" in chosen:
+        meters["memory"] = measure_memory(model, example_inputs, example_kwargs, graph, rules)
+    if "latency_ms" in chosen:
+        meters["latency_ms"] = measure_table(model, example_inputs, example_kwargs, graph, rules)
+    return replace(costs, meters=meters) if meters else costs

@@ -27,7 +27,8 @@ class _Refusal:
     def __call__(self, *_args: Any, **_kwargs: Any) -> NoReturn:
         raise UnsupportedModelError(
             f"save_pretrained of this compact {self.model} would write a config with the widths of the dense model, which"
-            " from_pretrained cannot load; save it with sparsekit.save_compact(masked, 'small.safetensors') and read it with"
+            " from_pretrained cannot load. Where all layers keep one shape, sparsekit.fit_config(small, graph, mask) writes the"
+            " config that fits. Or save it with sparsekit.save_compact(masked, 'small.safetensors') and read it with"
             f" sparsekit.load_compact. Where you have changed the config yourself: {self.model}.save_pretrained(model, folder)"
         )
 

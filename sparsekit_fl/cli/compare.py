@@ -35,7 +35,12 @@ _AXES = "What is compared"
 
 def _compare(
     *,
-    methods: Annotated[list[str], typer.Argument(help="Methods by name, or package.module:function; `all` for every one.")],
+    methods: Annotated[
+        list[str],
+        typer.Argument(
+            help="Methods by name, or package.module:function; 'NAME PATH=VALUE …' with other options; `all` for every one."
+        ),
+    ],
     seeds: Annotated[int, typer.Option(help="Number of seeds: --seed, --seed + 1, …", rich_help_panel=_AXES)] = 3,
     target: Annotated[
         float | None,
@@ -204,12 +209,13 @@ def _where(out: Path | None, *, drawn: bool) -> str:
 
 compare = command_app(
     # Finished and half-finished runs are found by themselves; the two levels may be lists here.
-    takes_options(_compare, without=("resume", "heterogeneity", "lack_classes", "bandit")),
+    takes_options(_compare, without=("resume", "heterogeneity", "lack_classes", "bandit", "set", "sampling", "init", "config")),
     examples=(
         "sparsekit compare fedlps fedavg local --seeds 3",
         "sparsekit compare all --preset mnist --data-dir data --out runs/mnist",
         "sparsekit compare fedlps heterofl --preset cifar10 --heterogeneity low,median,high --target 0.7 --out runs/levels",
         "sparsekit compare fedlps@p-ucbv fedlps@e-ucb fedlps@ucb-v --out runs/bandits",
+        "sparsekit compare fedavg 'fedprox local.proximal=0.1' 'fedprox local.proximal=1'",
         "sparsekit compare fedlps fedper --preset mnist --lack-classes 2,4,6,8 --jobs 2 --out runs/classes",
     ),
 )

@@ -17,11 +17,12 @@ from torch import Tensor
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph.state import StateDict
 from sparsekit_fl.client.executor import ClientExecutor
-from sparsekit_fl.client.spec import RunSpec
-from sparsekit_fl.engines.base import ClientPool, Reply, in_order
+from sparsekit_fl.client.spec import RunSpec, check_device
+from sparsekit_fl.engines.base import ClientPool, Reply, Unscored, in_order
 from sparsekit_fl.errors import ClientError, WorkerDiedError
+from sparsekit_fl.options.devices import device_of, exact_arithmetic
 from sparsekit_fl.problem.clients import Client
-from sparsekit_fl.processes import Child, Children, one_thread, start_method
+from sparsekit_fl.processes import KILL, Child, Children, one_thread, start_method
 from sparsekit_fl.results.records import RunResult
 from sparsekit_fl.state.store import ClientStore, Versions
 from sparsekit_fl.wire.messages import (
@@ -54,9 +55,13 @@ class _LocalPool:
 
     def evaluate(
         self, state: StateDict, ids: Sequence[int], versions: Versions, *, round: int, with_shared: bool, export: Path | None
-    ) -> Iterator[Evaluation]:
+    ) -> Iterator[Evaluation | Unscored]:
         options: Mapping[str, Any] = {"round": round, "with_shared": with_shared, "export": export}
-        return (self._executor.evaluate(state, client_id, versions.get(client_id), **options) for client_id in ids)
+        for client_id in ids:
+            try:
+                yield self._executor.evaluate(state, client_id, versions.get(client_id), **options)
+            except ClientError as error:
+                yield Unscored(client_id, str(error))
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -91,11 +96,20 @@ class _Broken(str):
 
 
 def _serve(
-    connection: Connection, spec: RunSpec, clients: Mapping[int, Client], store: ClientStore, shared: dict[str, Tensor]
+    connection: Connection,
+    spec: RunSpec,
+    clients: Mapping[int, Client],
+    store: ClientStore,
+    shared: dict[str, Tensor],
+    device: str,
 ) -> None:
     """Answer tasks in a worker process until the pipe closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    executor = ClientExecutor(spec, clients, store)
+    try:
+        executor = ClientExecutor(spec, clients, store, device=device)
+    except Exception as error:  # noqa: BLE001 - sent to the main process, which raises it
+        _refuse(connection, _Broken(f"could not start: {type(error).__name__}: {error}\n{traceback.format_exc()}"))
+        return
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
         while True:
             task: _Task = connection.recv()
@@ -104,9 +118,24 @@ def _serve(
             except ClientError as error:
                 answer = ClientError(str(error))
                 answer.add_note(f"In a worker process:\n{traceback.format_exc()}")
-            except Exception:  # noqa: BLE001 - sent to the main process, which raises it
-                answer = _Broken(traceback.format_exc())
+            except OSError as error:
+                # What fails in a client is a ClientError by now: this is the store of its memories, such as a full disk.
+                answer = OSError(error.errno, error.strerror, error.filename) if error.errno else _broken(error)
+            except Exception as error:  # noqa: BLE001 - sent to the main process, which raises it
+                answer = _broken(error)
             connection.send(answer)
+
+
+def _broken(error: Exception) -> _Broken:
+    return _Broken(f"failed: {type(error).__name__}: {error}\n{traceback.format_exc()}")
+
+
+def _refuse(connection: Connection, why: _Broken) -> None:
+    """Tell why no task will be done, and take tasks until the pipe closes, so that the main process can read it."""
+    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
+        connection.send(why)
+        while True:
+            connection.recv()
 
 
 class _ProcessPool:
@@ -118,8 +147,8 @@ class _ProcessPool:
         self._loaded: StateDict | None = None
         self._shared = {name: spec.initial[name].clone().share_memory_() for name in spec.shared_names()}
         self._children = children
-        for _ in range(workers):
-            children.start(_serve, spec, clients, store, self._shared)
+        for number in range(workers):
+            children.start(_serve, spec, clients, store, self._shared, device_of(spec.config.device, number))
 
     def map(self, assignments: Sequence[Assignment], versions: Versions) -> Iterator[Reply]:
         tasks = [
@@ -140,13 +169,11 @@ class _ProcessPool:
 
     def evaluate(
         self, state: StateDict, ids: Sequence[int], versions: Versions, *, round: int, with_shared: bool, export: Path | None
-    ) -> Iterator[Evaluation]:
+    ) -> Iterator[Evaluation | Unscored]:
         options = {"with_shared": with_shared, "export": export}
         tasks = [_Task(client_id=i, version=versions.get(i), round=round, options=options) for i in ids]
-        for _, answer in self._answers(state, tasks):
-            if isinstance(answer, ClientError):
-                raise answer
-            yield answer
+        for task, answer in self._answers(state, tasks):
+            yield Unscored(task.client_id, str(answer)) if isinstance(answer, ClientError) else answer
 
     def _answers(self, state: StateDict, tasks: Sequence[_Task]) -> Iterator[tuple[_Task, Any]]:
         """Put the state where the workers read it, now that all are idle; yield tasks and answers in the order of the tasks."""
@@ -169,7 +196,12 @@ class _ProcessPool:
                 if answer is None:
                     raise _died(child, task)
                 if isinstance(answer, _Broken):
-                    raise WorkerDiedError(f"a worker process failed:\n{answer}")
+                    what, _, trace = answer.partition("\n")
+                    error = WorkerDiedError(f"a worker process {what}")
+                    error.add_note(f"In a worker process:\n{trace}")
+                    raise error
+                if isinstance(answer, OSError):
+                    raise answer
                 found.append((place, answer))
                 _give(child, next(waiting, None))
             left -= len(found)
@@ -219,11 +251,12 @@ class Embedded:
         store: ClientStore,
     ) -> RunResult:
         """Run the loop; torch has one thread meanwhile, since results depend on the number of threads."""
-        with one_thread():
+        check_device(spec.config.device)
+        with one_thread(), exact_arithmetic(spec.config.deterministic):
             if self.workers == 1:
                 return rounds(_LocalPool(ClientExecutor(spec, clients, store)))
             method = self._start_method or start_method(spec.config.device)
             # A worker in the middle of a task would finish it first; nobody waits for that result.
-            goodbye = ((0.0, signal.SIGTERM), (5.0, signal.SIGKILL))
+            goodbye = ((0.0, signal.SIGTERM), (5.0, KILL))
             with Children(method, goodbye, daemon=True) as children:
                 return rounds(_ProcessPool(children, self.workers, spec, clients, store))

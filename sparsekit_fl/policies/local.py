@@ -17,7 +17,8 @@ from sparsekit_fl.options.checked import Hint, NonNegative
 from sparsekit_fl.options.config import TrainingConfig
 from sparsekit_fl.policies.base import Policy
 from sparsekit_fl.problem.problem import Problem
-from sparsekit_fl.training.loop import Batch, Batches, SgdStep, TrainingLog
+from sparsekit_fl.training.loop import Batch, Batches, TrainingLog
+from sparsekit_fl.training.optimizer import SgdStep, TorchStep, make_step
 from sparsekit_fl.wire.kept import Mask, mask_state
 
 __all__ = [
@@ -115,7 +116,7 @@ def pull_towards(
             several times as fast as a longer gradient.
     """
     parameters = list(leaves.values())
-    interpolates = training is not None and not (training.momentum or training.weight_decay or training.clip)
+    interpolates = training is not None and training.is_plain
 
     def adjust(gradients: list[Tensor], places: list[int]) -> list[Tensor]:
         if training is not None and interpolates:
@@ -168,15 +169,15 @@ def gradients_of(loss: Tensor, leaves: Sequence[Tensor]) -> list[Tensor]:
     return [torch.zeros_like(leaf) if gradient is None else gradient for leaf, gradient in zip(leaves, found, strict=True)]
 
 
-def sgd_step(training: TrainingConfig, leaves: Leaves) -> SgdStep:
-    """Build the optimiser of some leaves as the options of training say."""
-    return SgdStep(
-        leaves.values(),
-        lr=training.lr,
-        momentum=training.momentum,
-        weight_decay=training.weight_decay,
-        clip=training.clip,
-    )
+def sgd_step(training: TrainingConfig, leaves: Leaves, *, steps: int | None = None) -> SgdStep | TorchStep:
+    """Build the optimiser of some leaves as the options of training say.
+
+    Args:
+        training: The options.
+        leaves: What trains.
+        steps: Steps of the round, for a schedule over them; None: not known.
+    """
+    return make_step(training, leaves.values(), steps=steps)
 
 
 def sgd(ctx: ClientContext, leaves: Leaves, batches: Batches, adjusts: Sequence[Adjust] = ()) -> TrainingLog:
@@ -189,7 +190,7 @@ def sgd(ctx: ClientContext, leaves: Leaves, batches: Batches, adjusts: Sequence[
         adjusts: Changes of the gradients, one after the other, before clipping.
     """
     module, loss_of = ctx.narrow_model.module, ctx.problem.loss
-    update = sgd_step(ctx.training, leaves)
+    update = sgd_step(ctx.training, leaves, steps=batches.steps)
 
     def adjust(gradients: list[Tensor], places: list[int]) -> list[Tensor]:
         for change in adjusts:

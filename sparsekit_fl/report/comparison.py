@@ -14,9 +14,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from sparsekit.errors import InvalidValueError
-from sparsekit_fl.report.extra import need
 from sparsekit_fl.report.table import COLUMNS, Column, Spread, seconds_to, share_text, spread, value_of
 from sparsekit_fl.report.trials import Level, Section, Trial
+from sparsekit_fl.results.extra import need
 
 __all__ = ["TARGET", "WALL_TIME", "Comparison", "Row", "check_target"]
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from sparsekit_fl.report.charts import Chart, Series, Unit, on_front
-from sparsekit_fl.report.extra import need
 from sparsekit_fl.report.table import flops_text
+from sparsekit_fl.results.extra import need
 
 __all__ = ["draw_chart", "draw_side_by_side", "inline_svg", "series_style"]
 

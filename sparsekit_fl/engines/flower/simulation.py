@@ -24,6 +24,7 @@ from sparsekit_fl.engines.base import ClientPool
 from sparsekit_fl.engines.flower.node import make_app
 from sparsekit_fl.engines.flower.pool import Carrier, GridPool
 from sparsekit_fl.errors import WorkerDiedError
+from sparsekit_fl.options.devices import devices
 from sparsekit_fl.problem.clients import Client
 from sparsekit_fl.processes import one_thread
 from sparsekit_fl.results.records import RunResult
@@ -47,11 +48,13 @@ class _Bundle:
         spec: The fixed parts of the run.
         clients: All clients.
         folder: The folder of the memories; None where they travel with the messages.
+        durable: Wait until memories are on the disk.
     """
 
     spec: RunSpec
     clients: Mapping[int, Client]
     folder: str | None
+    durable: bool = False
 
 
 _executor: tuple[bytes, ClientExecutor] | None = None
@@ -63,7 +66,9 @@ def _executor_of(reference: Any) -> ClientExecutor:
     key = reference.binary()
     if _executor is None or _executor[0] != key:
         bundle: _Bundle = ray.get(reference)
-        store: MemoryStore = CarriedMemory() if bundle.folder is None else ClientStore(Path(bundle.folder), durable=False)
+        store: MemoryStore = CarriedMemory()
+        if bundle.folder is not None:
+            store = ClientStore(Path(bundle.folder), durable=bundle.durable)
         _executor = (key, ClientExecutor(bundle.spec, bundle.clients, store))
     return _executor[1]
 
@@ -115,7 +120,7 @@ class Flower:
         """Run the loop in this thread, beside the simulation."""
         # Actors on this machine write memories where the run keeps them; others cannot.
         folder = None if self.ray_address is not None else str(Path(store.folder).resolve())
-        session = _Session(self, _Bundle(spec, clients, folder))
+        session = _Session(self, _Bundle(spec, clients, folder, store.durable))
         with one_thread():
             try:
                 session.start()
@@ -167,7 +172,9 @@ class _Session(Carrier):
         reference = ray.put(self._bundle)
         ready: queue.Queue[Grid | BaseException] = queue.Queue()
         self._stop = stop = threading.Event()
-        gpus = 1.0 / self.actors if self._bundle.spec.config.device.startswith("cuda") else 0.0
+        # Ray gives each actor its share of the GPUs, and shows it no other.
+        device = self._bundle.spec.config.device
+        gpus = len(devices(device)) / self.actors if device.startswith("cuda") else 0.0
         server = ServerApp()
 
         def main(grid: Grid, _: Context) -> None:
