@@ -24,13 +24,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--device",
         default=os.environ.get("SPARSEKIT_TEST_DEVICE", "cpu"),
-        help="Where the tests run: cpu, cuda, cuda:1, mps, …; `second` is another device that needs no GPU, only a C++"
+        help="Where the tests run: cpu, cuda, cuda:1, mps, …; `elsewhere` is another device that needs no GPU, only a C++"
         " compiler (tests/second_device). Also SPARSEKIT_TEST_DEVICE.",
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if config.getoption("--device") == "second":
+    if config.getoption("--device") == "elsewhere":
         load()
     cache = getattr(config, "cache", None)
     if cache is not None:

@@ -1,8 +1,9 @@
-"""A second device, `second`, for machines without a GPU: host memory that torch takes for that of another device."""
+"""A second device, `elsewhere`, for machines without a GPU: host memory that torch takes for that of another device."""
 
 from __future__ import annotations
 
 import types
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -27,19 +28,20 @@ def load() -> Any:
         extra_cflags=["-O1", "-g0", "-w"],
         verbose=False,
     )
-    torch.utils.rename_privateuse1_backend("second")
-    torch._register_device_module("second", _module())
+    torch.utils.rename_privateuse1_backend("elsewhere")
+    torch._register_device_module("elsewhere", _module())
     torch.utils.generate_methods_for_privateuse1_backend(for_packed_sequence=False, for_storage=True)
     return module
 
 
 def _module() -> types.ModuleType:
-    """What torch asks of `torch.second`."""
-    module: Any = types.ModuleType("torch.second")
+    """What torch asks of `torch.elsewhere`."""
+    module: Any = types.ModuleType("torch.elsewhere")
     module.is_available = lambda: True
     module.device_count = lambda: 1
     module.current_device = lambda: 0
     module.set_device = lambda _: None
+    module.device = lambda _: nullcontext()
     module.synchronize = lambda *_: None
     module._is_in_bad_fork = lambda: False
     module.manual_seed_all = lambda _: None
