@@ -120,10 +120,17 @@ def test_a_mask_that_moves_to_a_device_takes_everything_along(device: str) -> No
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
-@pytest.mark.parametrize("tests", [["tests/sparsekit/training/test_devices.py"], ["tests/matrix/test_matrix.py"]], ids=str)
-def test_the_same_tests_pass_on_a_device_that_is_not_the_cpu(tests: list[str], device: str) -> None:
+@pytest.mark.parametrize(
+    "tests",
+    [
+        "tests/sparsekit/training/test_devices.py",
+        "tests/matrix/test_matrix.py",
+        "tests/sparsekit_fl/methods/test_every_device.py",
+    ],
+)
+def test_the_same_tests_pass_on_a_device_that_is_not_the_cpu(tests: str, device: str) -> None:
     if device != "cpu":
         pytest.skip("runs on a device of its own")
-    command = [sys.executable, "-m", "pytest", *tests, "-q", "-m", "not slow", "-p", "no:cacheprovider", "--device=elsewhere"]
+    command = [sys.executable, "-m", "pytest", tests, "-q", "-m", "not slow", "-p", "no:cacheprovider", "--device=elsewhere"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stdout[-3000:]

@@ -25,7 +25,8 @@ deterministic accept_code eval_global_every"""
 RUN_CONFIGURATION = {
     "method": "fedlps", "preset": "digits", "problem": "", "rounds": 0, "cohort": 0, "seed": 0, "eval-every": 0,
     "eval-clients": 0, "local-epochs": 0, "batch-size": 0, "lr": 0.0, "data-dir": "", "out": "", "resume": False, "nodes": 2,
-    "deterministic": False, "eval-global-every": 0, "wait-seconds": 300.0, "timeout-seconds": 0.0, "min-replies": 0, "aggregation": "mean", "trim-share": 0.2,
+    "deterministic": False, "eval-global-every": 0,
+    "wait-seconds": 300.0, "timeout-seconds": 0.0, "min-replies": 0, "aggregation": "mean", "trim-share": 0.2,
     "clip-norm": 0.0, "dp-clip": 0.0, "dp-noise": 0.0, "dp-delta": 0.0, "upload": "float32", "memory": "nodes",
     "momentum": 0.0, "weight-decay": 0.0, "clip": 0.0, "optimizer": "sgd", "optimizer-args": "", "amp": "off",
     "local-schedule": "constant", "local-warmup": 0, "lr-decay": 0.0, "lr-schedule": "constant", "lr-warmup": 0, "lr-step": 0,
