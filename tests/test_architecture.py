@@ -91,7 +91,7 @@ ONLY_IN = {
     "hypothesis": ("sparsekit.testing.*", "sparsekit_fl.testing.*"),
     "pickle": ("sparsekit.testing.*", "sparsekit_fl.testing.*", "sparsekit_fl.processes"),
     "cloudpickle": ("sparsekit_fl.processes",),
-    "filelock": ("sparsekit_fl.state.lock",),
+    "filelock": ("sparsekit_fl.state.lock", "sparsekit.tuning.journal"),
     "tensorboard": ("sparsekit_fl.callbacks.tensorboard",),
     "mlflow": ("sparsekit_fl.callbacks.mlflow",),
     "IPython": ("sparsekit_fl.callbacks.notebook",),
@@ -116,9 +116,9 @@ REGISTRIES = {
     ),
     "sparsekit_fl/methods": ("sparsekit_fl.methods", "registry", {"method", "make", "settings"}),
     "sparsekit_fl/datasets": (
-        "sparsekit_fl.datasets", "datasets", {"base", "cache", "files", "text", "transforms"},
+        "sparsekit_fl.datasets", "datasets", {"base", "cache", "files", "hub", "loaders", "text", "transforms"},
     ),
-    "sparsekit_fl/partition": ("sparsekit_fl.partition", "partitions", {"base"}),
+    "sparsekit_fl/partition": ("sparsekit_fl.partition", "partitions", {"base", "flower"}),
     "sparsekit_fl/models": ("sparsekit_fl.models", "models", {"base"}),
     "sparsekit_fl/engines": ("sparsekit_fl.engines", "registry", {"base"}),
 }  # fmt: skip

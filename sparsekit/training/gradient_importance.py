@@ -168,7 +168,7 @@ class FollowScores:
         with torch.no_grad():
             regularizer, sizes = self.settings.regularizer, [group.size for group in host.graph.groups.values()]
             targets = targets_of(host, regularizer).to(host.scores.dtype)
-            weights = regularizer.weights(sizes).to(host.scores)
+            weights = regularizer.weights(sizes, host.scores)
         return (weights * (host.scores - targets).square()).sum()
 
     def before_step(self, host: Host, optimizer: Optimizer) -> None:

@@ -25,6 +25,7 @@ from sparsekit_fl.options.values import read_settings
 if TYPE_CHECKING:
     import click
 
+    from sparsekit_fl.callbacks.base import Callback
     from sparsekit_fl.experiment.preset import Preset
 
 __all__ = ["MOST_WORKERS", "DefaultsCommand", "RunOptions", "command_app", "takes_options"]
@@ -34,7 +35,7 @@ MOST_WORKERS = 8
 # What the help lists first, in this order; the rest is as it is declared.
 _FIRST = ("config", "preset", "dataset", "model", "data_dir", "rounds", "clients", "cohort")
 
-Level = Literal["low", "median", "high"]
+Level = Literal["low", "median", "high", "own"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,21 +44,36 @@ class RunOptions(Offer):
     """What the user gave, for every option of a run and for these; None where nothing was given."""
 
     preset: Annotated[str | None, Option("An experiment of the paper; see the defaults below.", WHAT)] = None
-    dataset: Annotated[str | None, Option("A data set by name, or package.module:factory.", WHAT)] = None
+    dataset: Annotated[
+        str | None, Option("A data set by name, hf:FOLDER or hf:REPOSITORY, or package.module:factory.", WHAT)
+    ] = None
     model: Annotated[str | None, Option("A model by name, or package.module:factory.", WHAT)] = None
     data_dir: Annotated[Path | None, Option("Folder that holds DATASET/; without it the data are fetched once.", WHAT)] = None
     clients: Annotated[Count | None, Option("Number of clients.", WHAT)] = None
     partition: Annotated[
-        str | None, Option("How examples are split over clients: pathological, dirichlet or natural.", WHAT)
+        str | None,
+        Option("How examples are split over clients: pathological, dirichlet, natural, or flwr:NAME of flwr-datasets.", WHAT),
     ] = None
     classes_per_client: Annotated[int | None, Option("For the pathological partition: classes of each client.", WHAT)] = None
     lack_classes: Annotated[
         int | None, Option("For the pathological partition: number of classes that each client lacks.", WHAT)
     ] = None
     alpha: Annotated[float | None, Option("For the dirichlet partition: concentration; a small one is uneven.", WHAT)] = None
+    partition_args: Annotated[
+        str | None,
+        Option("Further arguments of the partition, as in 'min_examples=20'; those of flwr-datasets' partitioners too.", WHAT),
+    ] = None
+    augment: Annotated[
+        str | None,
+        Option("Random changes of training pictures, new in each epoch: crop, flip, erase, noise; several: crop,flip.", WHAT),
+    ] = None
     heterogeneity: Annotated[
         Level | None,
-        Option("Draw capabilities from 1 and 1/2 (low), from 1 to 1/4 (median) or from 1 to 1/16 (high).", WHAT),
+        Option(
+            "Draw capabilities from 1 and 1/2 (low), from 1 to 1/4 (median) or from 1 to 1/16 (high); own: keep those of the"
+            " clients.",
+            WHAT,
+        ),
     ] = None
     set: Annotated[
         tuple[str, ...] | None,
@@ -114,6 +130,10 @@ class RunOptions(Offer):
     resume: Annotated[
         bool, Option("Continue the run in --out, with its options, to the same bits; a finished one by more --rounds.", HOW)
     ] = False
+    log: Annotated[
+        tuple[str, ...] | None,
+        Option("Log to tensorboard or mlflow, or package.module:Class; once per logger. See docs/callbacks.md.", HOW),
+    ] = None
     accept_code: Annotated[bool, Option("Go on with, or compare with, what another version of this package ran.", HOW)] = False
     quiet: Annotated[bool, Option("Show no progress on stderr.", HOW, short="-q")] = False
     json: Annotated[bool, Option("Print the result as JSON on stdout and nothing else.", HOW)] = False
@@ -133,6 +153,27 @@ class RunOptions(Offer):
         """Path → value, of the options of the method: those of --set, and --sampling."""
         own = {} if self.sampling is None else {"sampling": self.sampling}
         return {**own, **read_settings(self.set or ())}
+
+    def loggers(self) -> list[Callback]:
+        """Return the loggers that were named, made.
+
+        Raises:
+            UnknownNameError: no such logger.
+            MissingDependencyError: its package is not installed.
+            InvalidValueError: it makes no Callback.
+        """
+        from sparsekit_fl.callbacks import loggers
+        from sparsekit_fl.callbacks.base import Callback
+
+        made = []
+        for name in self.log or ():
+            one = loggers.find(name)()
+            if not isinstance(one, Callback):
+                raise InvalidValueError(f"--log {name} must make a Callback, got {type(one).__name__}")
+            if name == "tensorboard" and self.out is None:
+                raise InvalidValueError("--log tensorboard needs --out DIR, where its files go")
+            made.append(one)
+        return made
 
     @classmethod
     def _called(cls, name: str) -> str:

@@ -63,6 +63,7 @@ class ClientContext:
         extra: Further tensors that the server sent.
         received: The mask under which the server sent the state: entries that it drops are zero; None: all were sent.
         initial_state: Gives the global state of round 0.
+        reading: Split → the generator of random transforms and augmentations of its examples.
         frozen: State-dict keys of parameters that need no gradient; every client has them from the global state of round 0.
         cache: Split → examples that were read in this call.
         kind: The kind of policy that this context is for.
@@ -86,6 +87,7 @@ class ClientContext:
     cache: dict[str, Examples] = field(repr=False)
     received: Mask | None = None
     frozen: frozenset[str] = frozenset()
+    reading: Callable[[Split], np.random.Generator] | None = field(default=None, repr=False)
     kind: PolicyKind = "local"
     root: Memory | None = field(default=None, repr=False)
 
@@ -112,7 +114,12 @@ class ClientContext:
             DataError: its inputs hold NaN.
         """
         if split not in self.cache:
-            examples = Examples(self.problem, getattr(self.client.data, split), device=self.device)
+            examples = Examples(
+                self.problem,
+                getattr(self.client.data, split),
+                device=self.device,
+                rng=None if self.reading is None else self.reading(split),
+            )
             bad = examples.with_nan()
             if bad:
                 raise DataError(
@@ -163,4 +170,6 @@ class ClientContext:
 
     def score(self, module: nn.Module, split: Split, *, predict: Callable[..., Any] | None = None) -> Scores:
         """Score a module on one split of this client; an empty split has no scores."""
+        if len(getattr(self.client.data, split)) == 0:
+            return {}
         return evaluate(module, self.problem, self.examples(split), predict=predict)

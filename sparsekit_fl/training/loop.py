@@ -12,8 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from sparsekit.rng import torch_scope
+from sparsekit.rng import torch_generator, torch_scope
 from sparsekit_fl.options.config import Amp
+from sparsekit_fl.problem.data import TensorData
 from sparsekit_fl.problem.problem import Problem, arranged
 from sparsekit_fl.training.optimizer import SgdStep
 from sparsekit_fl.wire.messages import Scores
@@ -41,30 +42,59 @@ Step = Callable[[Batch], tuple[Any, Tensor]]
 
 
 class Examples:
-    """One split of a client's data, read, normalised and moved once; batches are then slices.
+    """One split of a client's data. In memory: read, normalised and moved once, and batches are slices; lazily: batch by batch.
 
     Args:
         problem: Says how examples are read.
         data: The split.
         device: Where the tensors are.
+        rng: Seeds random transforms of the data, and augmentations; None where there are none.
     """
 
-    def __init__(self, problem: Problem, data: Any, *, device: str) -> None:
-        whole = problem.materialise(data, device)
+    def __init__(self, problem: Problem, data: Any, *, device: str, rng: np.random.Generator | None = None) -> None:
+        self._problem, self._data, self._device = problem, data, device
+        self._rng = np.random.default_rng(0) if rng is None else rng
         self._arrange = arranged if problem.channels_last else _as_it_is
-        self._inputs, self._targets = tuple(map(self._arrange, whole.inputs)), whole.targets
+        self._lazy = problem.reads_lazily(data)
+        if not self._lazy:
+            with self._scope(data):
+                whole = problem.materialise(data, device)
+            self._inputs, self._targets = tuple(map(self._arrange, whole.inputs)), whole.targets
 
     def __len__(self) -> int:
-        return len(self._targets)
+        return len(self._data) if self._lazy else len(self._targets)
 
     def with_nan(self) -> list[int]:
-        """Return the positions of examples with NaN among their inputs, ascending."""
+        """Return the positions of examples with NaN among their inputs, ascending; none where they are read lazily."""
+        if self._lazy:
+            return []
         floats = [item for item in self._inputs if item.is_floating_point() and bool(torch.isnan(item).any())]
         rows = {int(row) for item in floats for row in torch.isnan(item).reshape(len(item), -1).any(dim=1).nonzero()}
         return sorted(rows)
 
-    def batches(self, order: Tensor | None, bounds: Sequence[tuple[int, int]]) -> Iterator[Batch]:
-        """Return the examples in `order` (None: as stored), cut at `bounds` [start, stop)."""
+    def _scope(self, data: Any) -> AbstractContextManager[Any]:
+        """Seed what a data set may draw while it is read; tensors draw nothing."""
+        return nullcontext() if isinstance(data, TensorData) else torch_scope(self._rng)
+
+    def batches(self, order: Tensor | None, bounds: Sequence[tuple[int, int]], *, augmented: bool = False) -> Iterator[Batch]:
+        """Return the examples in `order` (None: as stored), cut at `bounds` [start, stop).
+
+        Args:
+            order: Positions, int64 (examples,).
+            bounds: Of each batch.
+            augmented: Apply the problem's augmentation, drawn anew in every call.
+        """
+        augment = self._problem.augment if augmented else None
+        found = self._read(order, bounds) if self._lazy else self._slices(order, bounds)
+        if augment is None:
+            yield from found
+            return
+        generator = torch_generator(self._rng)
+        for batch in found:
+            first = self._arrange(augment(batch.inputs[0], generator))
+            yield Batch((first, *batch.inputs[1:]), batch.targets, batch.size)
+
+    def _slices(self, order: Tensor | None, bounds: Sequence[tuple[int, int]]) -> Iterator[Batch]:
         inputs, targets = self._inputs, self._targets
         if order is not None:
             # One gather per epoch, then batches are views.
@@ -75,6 +105,14 @@ class Examples:
             )
         for start, stop in bounds:
             yield Batch(tuple(item[start:stop] for item in inputs), targets[start:stop], stop - start)
+
+    def _read(self, order: Tensor | None, bounds: Sequence[tuple[int, int]]) -> Iterator[Batch]:
+        positions = list(range(len(self._data))) if order is None else order.tolist()
+        for start, stop in bounds:
+            with self._scope(self._data):
+                inputs, targets = self._problem.read(self._data, positions[start:stop])
+            moved = tuple(self._arrange(item.to(self._device)) for item in inputs)
+            yield Batch(moved, targets.to(self._device), stop - start)
 
 
 class Batches:
@@ -104,7 +142,7 @@ class Batches:
 
     def __iter__(self) -> Iterator[Iterator[Batch]]:
         for order in self._orders:
-            yield self._examples.batches(order, self.bounds)
+            yield self._examples.batches(order, self.bounds, augmented=True)
 
 
 @dataclass(frozen=True, kw_only=True)

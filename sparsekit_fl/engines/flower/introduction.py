@@ -138,8 +138,9 @@ def _read_part(part: bytes) -> Iterator[Client]:
 
 def _client(about: Mapping[str, Any]) -> Client:
     train, val, test = about["sizes"]
-    if any(isinstance(size, bool) or not isinstance(size, int) or not 0 < size < 2**40 for size in (train, val, test)):
-        raise ValueError(f"sizes {about['sizes']}")
+    for size, low in ((train, 1), (val, 0), (test, 1)):
+        if isinstance(size, bool) or not isinstance(size, int) or not low <= size < 2**40:
+            raise ValueError(f"sizes {about['sizes']}")
     if about["id"] >= 2**63:
         raise ValueError(f"an id of {about['id'].bit_length()} bits")
     data = ClientData(train=range(train), val=range(val), test=range(test))

@@ -144,3 +144,33 @@ class TestSweep:
     def test_what_is_wrong_is_said_before_a_trial_runs(self, arguments, message, capsys):
         assert execute(["sweep", "fedavg", *TINY, *arguments]) == 2
         assert message in " ".join(capsys.readouterr().err.split())
+
+
+OWN = """
+import torch
+from torch import nn
+import sparsekit_fl as fl
+
+def net():
+    return nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 2))
+
+def data():
+    x = torch.randn(30, 3, generator=torch.Generator().manual_seed(0))
+    split = fl.TensorData((x,), (x[:, 0] > 0).long())
+    clients = [fl.Client(id=k, data=fl.ClientData(split, split, split), capability=fl.Capability(ratio=r))
+               for k, r in enumerate((1.0, 0.3, 0.7))]
+    return fl.Problem(model=net, example_inputs=(torch.zeros(1, 3),)), clients
+"""
+
+
+def test_clients_of_a_factory_keep_their_devices_and_their_model_its_name(tmp_path, monkeypatch, capsys):
+    (tmp_path / "ownproblem.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    line = ["run", "heterofl", "--dataset", "ownproblem:data", "--rounds", "1", "--cohort", "3", "--workers", "1"]
+    raw = result(line, capsys)
+    assert raw["rounds"][0]["ratios"] == {"0": 1.0, "1": 0.3, "2": 0.7}
+    assert raw["config"]["experiment"]["model"] == "ownproblem:net"
+    drawn = result([*line, "--heterogeneity", "low"], capsys)
+    assert set(drawn["rounds"][0]["ratios"].values()) <= {1.0, 0.5}
+    kept = result(["run", "heterofl", *TINY, "--heterogeneity", "own"], capsys)
+    assert set(kept["rounds"][0]["ratios"].values()) == {1.0}
