@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from sparsekit_fl.context.client import ClientContext
     from sparsekit_fl.context.server import ServerContext
     from sparsekit_fl.engines.base import ClientPool, Engine
+    from sparsekit_fl.engines.cohort import Cohort
     from sparsekit_fl.engines.embedded import Embedded
     from sparsekit_fl.experiment.build import build_problem
     from sparsekit_fl.methods.method import Method
@@ -46,6 +47,7 @@ _HOME = {
     "ClientContext": "sparsekit_fl.context.client",
     "ClientData": "sparsekit_fl.problem.clients",
     "ClientPool": "sparsekit_fl.engines.base",
+    "Cohort": "sparsekit_fl.engines.cohort",
     "Embedded": "sparsekit_fl.engines.embedded",
     "Engine": "sparsekit_fl.engines.base",
     "Evaluation": "sparsekit_fl.wire.messages",
@@ -86,6 +88,7 @@ __all__ = [
     "ClientContext",
     "ClientData",
     "ClientPool",
+    "Cohort",
     "Embedded",
     "Engine",
     "Evaluation",

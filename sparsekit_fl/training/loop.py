@@ -89,6 +89,11 @@ class Batches:
         self.padded_examples = math.ceil(len(examples) / batch_size) * batch_size
         """Examples of an epoch with its last batch counted as full, as the paper counts FLOPs."""
 
+    @property
+    def epochs(self) -> int:
+        """Number of passes."""
+        return len(self._orders)
+
     def __iter__(self) -> Iterator[Iterator[Batch]]:
         for order in self._orders:
             yield self._examples.batches(order, self.bounds)
