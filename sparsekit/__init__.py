@@ -13,18 +13,25 @@ from sparsekit.deprecations import RENAMED, find_renamed
 from sparsekit.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from sparsekit import allocation, bandit, criteria, errors, layers
+    from sparsekit import allocation, bandit, criteria, errors, finetuning, layers
     from sparsekit.allocation.base import Allocation
     from sparsekit.allocation.choose import choose, select
     from sparsekit.bandit import PUCBV, Bandit, Box, Interval, Pull, SplitUCBV
     from sparsekit.criteria.base import Criterion, View
+    from sparsekit.finetuning import compensate, finetune, recalibrate
     from sparsekit.graph.graph import UnitGraph
     from sparsekit.graph.groups import UnitGroup, UnitSlice
     from sparsekit.graph.mask import UnitMask, WeightMask
     from sparsekit.layers import LayerRule
+    from sparsekit.measure.budget import Budget, BudgetError
     from sparsekit.measure.cost import Cost, count_cost
+    from sparsekit.measure.model import cost_model
+    from sparsekit.pruning.prune import prune
+    from sparsekit.pruning.report import PruneReport
+    from sparsekit.pruning.result import Pruned
     from sparsekit.surgery.compaction import compact, expand
     from sparsekit.surgery.optimizer_state import remap_optimizer
+    from sparsekit.surgery.pretrained_config import fit_config
     from sparsekit.surgery.saving import load_compact, load_mask, save_compact
     from sparsekit.tracing.trace import trace_units
     from sparsekit.training.learnable import LearnableMask
@@ -35,6 +42,8 @@ _HOME = {
     "Allocation": "sparsekit.allocation.base",
     "Bandit": "sparsekit.bandit",
     "Box": "sparsekit.bandit",
+    "Budget": "sparsekit.measure.budget",
+    "BudgetError": "sparsekit.measure.budget",
     "MovingAverage": "sparsekit.training.moving_average",
     "NarrowModel": "sparsekit.training.narrow_model",
     "Cost": "sparsekit.measure.cost",
@@ -43,6 +52,8 @@ _HOME = {
     "LayerRule": "sparsekit.layers",
     "LearnableMask": "sparsekit.training.learnable",
     "PUCBV": "sparsekit.bandit",
+    "PruneReport": "sparsekit.pruning.report",
+    "Pruned": "sparsekit.pruning.result",
     "Pull": "sparsekit.bandit",
     "SplitUCBV": "sparsekit.bandit",
     "UnitGraph": "sparsekit.graph.graph",
@@ -54,14 +65,21 @@ _HOME = {
     "allocation": "sparsekit.allocation",
     "bandit": "sparsekit.bandit",
     "choose": "sparsekit.allocation.choose",
+    "compensate": "sparsekit.finetuning",
     "compact": "sparsekit.surgery.compaction",
+    "cost_model": "sparsekit.measure.model",
     "count_cost": "sparsekit.measure.cost",
     "criteria": "sparsekit.criteria",
     "errors": "sparsekit.errors",
     "expand": "sparsekit.surgery.compaction",
+    "finetune": "sparsekit.finetuning",
+    "fit_config": "sparsekit.surgery.pretrained_config",
+    "finetuning": "sparsekit.finetuning",
     "layers": "sparsekit.layers",
     "load_compact": "sparsekit.surgery.saving",
     "load_mask": "sparsekit.surgery.saving",
+    "prune": "sparsekit.pruning.prune",
+    "recalibrate": "sparsekit.finetuning",
     "remap_optimizer": "sparsekit.surgery.optimizer_state",
     "save_compact": "sparsekit.surgery.saving",
     "select": "sparsekit.allocation.choose",
@@ -73,6 +91,8 @@ __all__ = [
     "Allocation",
     "Bandit",
     "Box",
+    "Budget",
+    "BudgetError",
     "Cost",
     "Criterion",
     "Interval",
@@ -80,6 +100,8 @@ __all__ = [
     "LearnableMask",
     "MovingAverage",
     "NarrowModel",
+    "PruneReport",
+    "Pruned",
     "Pull",
     "SplitUCBV",
     "UnitGraph",
@@ -92,13 +114,20 @@ __all__ = [
     "bandit",
     "choose",
     "compact",
+    "compensate",
+    "cost_model",
     "count_cost",
     "criteria",
     "errors",
     "expand",
+    "finetune",
+    "finetuning",
+    "fit_config",
     "layers",
     "load_compact",
     "load_mask",
+    "prune",
+    "recalibrate",
     "remap_optimizer",
     "save_compact",
     "select",

@@ -6,6 +6,7 @@ file mentions a private name of torch.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -18,6 +19,7 @@ from torch.nn.modules.conv import _ConvNd as ConvNd
 from torch.nn.modules.dropout import _DropoutNd as DropoutNd
 from torch.nn.modules.instancenorm import _InstanceNorm as InstanceNorm
 from torch.nn.utils import parametrizations
+from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -45,6 +47,7 @@ __all__ = [
     "foreach_zero_",
     "identity",
     "in_transform",
+    "is_exporting",
     "is_transformed",
     "lane_axis",
     "lanes_in",
@@ -61,6 +64,7 @@ __all__ = [
     "storage_id",
     "tree_leaves",
     "tree_map_only",
+    "watch_optimizers",
     "without_compiler",
     "without_fast_path",
 ]
@@ -163,6 +167,13 @@ def in_transform() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
+def is_exporting() -> bool:
+    """Whether torch.export, an ONNX exporter or torch.jit.trace follows the code that runs now."""
+    exporting = getattr(torch.compiler, "is_exporting", None)  # since torch 2.7
+    tracing = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
+    return bool(tracing or torch.onnx.is_in_onnx_export() or (exporting is not None and exporting()))
+
+
 def is_transformed(tensor: Tensor) -> bool:
     """Whether a tensor stands for another one inside a transform of torch.func; it has no memory of its own."""
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
@@ -224,3 +235,26 @@ def operator_schema(func: Any) -> Any:
 def operator_packet(func: Any) -> Any:
     """The operator without its overload."""
     return func._overloadpacket
+
+
+def watch_optimizers(*, made: Callable[[Optimizer], None], restored: Callable[[Optimizer], None]) -> None:
+    """Hear of every optimiser, for which torch has no hook; call it once.
+
+    Args:
+        made: Called after an optimiser has got a group of parameters, as it does while it is made.
+        restored: Called after an optimiser was loaded, copied or unpickled, all of which end in `__setstate__`.
+    """
+    setstate, add_group = Optimizer.__setstate__, Optimizer.add_param_group
+
+    @functools.wraps(setstate)
+    def restore(optimizer: Optimizer, state: dict[str, Any]) -> None:
+        setstate(optimizer, state)
+        restored(optimizer)
+
+    @functools.wraps(add_group)
+    def grow(optimizer: Optimizer, param_group: dict[str, Any]) -> None:
+        add_group(optimizer, param_group)
+        made(optimizer)
+
+    Optimizer.__setstate__ = restore  # type: ignore[assignment, method-assign]
+    Optimizer.add_param_group = grow  # type: ignore[assignment, method-assign]

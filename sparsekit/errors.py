@@ -110,6 +110,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
         For example `did you mean 'vgg11'? known: cnn, lstm, vgg11`.
     """
     names = sorted(known)
-    close = difflib.get_close_matches(name, names, n=1)
+    turned = [known for known in names if sorted(known) == sorted(name)]  # letters in another order
+    close = turned or difflib.get_close_matches(name, names, n=1)
     hint = f"did you mean {close[0]!r}? " if close else ""
     return f"{hint}known: {', '.join(names) if names else 'none'}"

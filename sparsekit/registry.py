@@ -71,7 +71,9 @@ class Registry(Mapping[str, Any]):
         if target is None:
             targets = self._targets()
             if name not in targets:
-                raise UnknownNameError(f"unknown {self.kind} {name!r}; {nearest(name, targets)}")
+                raise UnknownNameError(
+                    f"unknown {self.kind} {name!r}; {nearest(name, targets)}; or package.module:name for one of your own"
+                )
             target = targets[name]
         return load_object(target)
 

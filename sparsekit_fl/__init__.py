@@ -10,9 +10,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from sparsekit_fl import engines, errors, methods, policies
+    from sparsekit_fl import callbacks, engines, errors, methods, policies
+    from sparsekit_fl.callbacks.base import Callback, RunView
     from sparsekit_fl.context.client import ClientContext
     from sparsekit_fl.context.server import ServerContext
+    from sparsekit_fl.datasets.base import DataSource
     from sparsekit_fl.engines.base import ClientPool, Engine
     from sparsekit_fl.engines.cohort import Cohort
     from sparsekit_fl.engines.embedded import Embedded
@@ -35,19 +37,23 @@ if TYPE_CHECKING:
     from sparsekit_fl.problem.clients import Capability, Client, ClientData
     from sparsekit_fl.problem.data import TensorData
     from sparsekit_fl.problem.problem import Problem
+    from sparsekit_fl.results.load import load_result
     from sparsekit_fl.results.records import Observer, RoundRecord, RunResult
+    from sparsekit_fl.saved.load import load_model
     from sparsekit_fl.server.loop import run
     from sparsekit_fl.wire.messages import Assignment, Evaluation, Update, WorkCost
 
 _HOME = {
     "AggregatePolicy": "sparsekit_fl.policies",
     "Assignment": "sparsekit_fl.wire.messages",
+    "Callback": "sparsekit_fl.callbacks.base",
     "Capability": "sparsekit_fl.problem.clients",
     "Client": "sparsekit_fl.problem.clients",
     "ClientContext": "sparsekit_fl.context.client",
     "ClientData": "sparsekit_fl.problem.clients",
     "ClientPool": "sparsekit_fl.engines.base",
     "Cohort": "sparsekit_fl.engines.cohort",
+    "DataSource": "sparsekit_fl.datasets.base",
     "Embedded": "sparsekit_fl.engines.embedded",
     "Engine": "sparsekit_fl.engines.base",
     "Evaluation": "sparsekit_fl.wire.messages",
@@ -63,6 +69,7 @@ _HOME = {
     "RoundRecord": "sparsekit_fl.results.records",
     "RunConfig": "sparsekit_fl.options.config",
     "RunResult": "sparsekit_fl.results.records",
+    "RunView": "sparsekit_fl.callbacks.base",
     "SamplingPolicy": "sparsekit_fl.policies",
     "ServerContext": "sparsekit_fl.context.server",
     "SharePolicy": "sparsekit_fl.policies",
@@ -71,8 +78,11 @@ _HOME = {
     "Update": "sparsekit_fl.wire.messages",
     "WorkCost": "sparsekit_fl.wire.messages",
     "build_problem": "sparsekit_fl.experiment.build",
+    "callbacks": "sparsekit_fl.callbacks",
     "engines": "sparsekit_fl.engines",
     "errors": "sparsekit_fl.errors",
+    "load_model": "sparsekit_fl.saved.load",
+    "load_result": "sparsekit_fl.results.load",
     "methods": "sparsekit_fl.methods",
     "metrics": "sparsekit_fl.problem.metrics",
     "policies": "sparsekit_fl.policies",
@@ -83,12 +93,14 @@ _HOME = {
 __all__ = [
     "AggregatePolicy",
     "Assignment",
+    "Callback",
     "Capability",
     "Client",
     "ClientContext",
     "ClientData",
     "ClientPool",
     "Cohort",
+    "DataSource",
     "Embedded",
     "Engine",
     "Evaluation",
@@ -104,6 +116,7 @@ __all__ = [
     "RoundRecord",
     "RunConfig",
     "RunResult",
+    "RunView",
     "SamplingPolicy",
     "ServerContext",
     "SharePolicy",
@@ -112,8 +125,11 @@ __all__ = [
     "Update",
     "WorkCost",
     "build_problem",
+    "callbacks",
     "engines",
     "errors",
+    "load_model",
+    "load_result",
     "methods",
     "metrics",
     "policies",

@@ -6,6 +6,7 @@ from sparsekit.errors import DataError, SparsekitError
 
 __all__ = [
     "ClientError",
+    "FolderInUseError",
     "LostMemoryError",
     "MemoryStateError",
     "ResumeError",
@@ -30,6 +31,10 @@ class TooFewRepliesError(ClientError, UpdateError):
 
     Both a ClientError and an UpdateError, as the clients may have failed or their updates been refused.
     """
+
+
+class FolderInUseError(SparsekitError, RuntimeError):
+    """Another process writes to the folder of a run."""
 
 
 class StorageError(SparsekitError, OSError):

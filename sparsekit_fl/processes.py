@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import multiprocessing
 import os
 import signal
 import sys
 import time
+from collections import ChainMap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from pickle import PicklingError
 from typing import Any
 
+import cloudpickle
 import torch
 
-__all__ = ["Child", "Children", "one_thread", "start_method"]
+from sparsekit.errors import InvalidValueError
+
+__all__ = ["KILL", "Child", "Children", "one_thread", "start_method"]
+
+KILL = getattr(signal, "SIGKILL", signal.SIGTERM)  # Windows has no other than the latter, which kills there
 
 
 @contextlib.contextmanager
@@ -37,9 +47,43 @@ def start_method(device: str | None) -> str:
 
     Returns:
         "fork" on Linux for the CPU, where children share data with this process without copying and nothing must be
-        picklable; "spawn" elsewhere.
+        picklable; "spawn" elsewhere, and where torch has threads of autograd, which exist once a gradient was taken on a
+        machine with a GPU: no child of a fork can take one then.
     """
-    return "fork" if sys.platform == "linux" and device in (None, "cpu") else "spawn"
+    return "fork" if sys.platform == "linux" and device in (None, "cpu") and not _autograd_threads() else "spawn"
+
+
+def _autograd_threads() -> bool:
+    """Whether torch has started a thread of autograd for a device; the system knows them by name."""
+    names = Path("/proc/self/task").glob("*/comm")
+    with contextlib.suppress(OSError):
+        return any(name.read_text(encoding="utf-8").startswith("pt_autograd") for name in names)
+    return False
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """Knows what multiprocessing and torch have registered before what cloudpickle knows. Python asks the class alone."""
+
+    dispatch_table = ChainMap(ForkingPickler._extra_reducers, cloudpickle.Pickler.dispatch_table)  # type: ignore[attr-defined]
+
+
+class _Sent:
+    """What a process gets that is spawned: pickled with the classes and functions of a notebook, or of a script, by value.
+
+    Tensors are shared and pipes are handed over, as multiprocessing does.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        buffer = io.BytesIO()
+        _Pickler(buffer).dump(self.value)
+        return _received, (buffer.getvalue(),)
+
+
+def _received(payload: bytes) -> _Sent:
+    return _Sent(cloudpickle.loads(payload))
 
 
 @dataclass(eq=False)
@@ -63,7 +107,7 @@ class Child:
         if code is None or code >= 0:
             return f"exit code {code}"
         how = f"signal {-code} ({signal.Signals(-code).name})"
-        return f"{how}; often the system is out of memory: try fewer workers" if -code == signal.SIGKILL else how
+        return f"{how}; often the system is out of memory: try fewer workers" if -code == KILL else how
 
 
 class Children:
@@ -101,13 +145,24 @@ class Children:
 
         Args:
             target: Is called in it with its end of the pipe, and with `arguments`.
-            arguments: Picklable, unless processes fork.
+            arguments: Anything where processes fork; elsewhere what cloudpickle can pickle, so also what a notebook defines.
             task: What it works on from the start.
+
+        Raises:
+            InvalidValueError: the arguments cannot be pickled.
         """
+        forks = self._context.get_start_method() == "fork"
         ours, theirs = self._context.Pipe()
-        inherited = [child.connection for child in self] + [ours] if self._context.get_start_method() == "fork" else []
-        process = self._context.Process(target=_begin, args=(theirs, inherited, target, arguments), daemon=self._daemon)
-        process.start()
+        inherited = [child.connection for child in self] + [ours] if forks else []
+        work: Any = (target, arguments) if forks else _Sent((target, arguments))
+        process = self._context.Process(target=_begin, args=(theirs, inherited, work), daemon=self._daemon)
+        try:
+            process.start()
+        except (TypeError, AttributeError, PicklingError) as error:
+            raise InvalidValueError(
+                f"model, data or method cannot be sent to a worker process: {error}; keep locks, open files and generators"
+                " out of them, or run with workers=1 (--workers 1)"
+            ) from error
         theirs.close()
         child = Child(process, ours, task)
         self._children.append(child)
@@ -153,9 +208,10 @@ class Children:
             self._children.pop().process.join()
 
 
-def _begin(connection: Connection, inherited: Sequence[Connection], target: Callable[..., None], arguments: Any) -> None:
+def _begin(connection: Connection, inherited: Sequence[Connection], work: Any) -> None:
     for other in inherited:
         # A forked process inherits the ends of its siblings; while it holds them, nobody sees a pipe close.
         other.close()
     torch.set_num_threads(1)
+    target, arguments = work.value if isinstance(work, _Sent) else work
     target(connection, *arguments)

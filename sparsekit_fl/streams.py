@@ -12,7 +12,7 @@ __all__ = ["Streams"]
 
 
 # The first number of a spawn key says what the stream is for; the values are part of the file format of results.
-_MODEL, _DATA, _SERVER, _CLIENT, _CAPABILITY, _NOISE, _EVALUATION = range(7)
+_MODEL, _DATA, _SERVER, _CLIENT, _CAPABILITY, _NOISE, _EVALUATION, _READING = range(8)
 
 
 @dataclass(frozen=True)
@@ -59,3 +59,7 @@ class Streams:
     def evaluation(self, round: int) -> np.random.Generator:
         """For the choice of clients that are scored after a round, where not all are."""
         return self._generator(_EVALUATION, round)
+
+    def reading(self, round: int, id: int) -> np.random.Generator:
+        """For random transforms and augmentations of one client's examples in a round."""
+        return self._generator(_READING, round, id)

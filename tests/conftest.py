@@ -18,6 +18,14 @@ hypothesis.settings.register_profile("sparsekit", deadline=None)
 hypothesis.settings.load_profile("sparsekit")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--device",
+        default=os.environ.get("SPARSEKIT_TEST_DEVICE", "cpu"),
+        help="Where the tests run: cpu, cuda, cuda:1, mps, …; also SPARSEKIT_TEST_DEVICE.",
+    )
+
+
 def pytest_configure(config: pytest.Config) -> None:
     cache = getattr(config, "cache", None)
     if cache is not None:
@@ -34,6 +42,12 @@ def loggers_as_they_were() -> Iterator[None]:
         logger.setLevel(level)
         logger.propagate = propagate
         logger.handlers[:] = handlers
+
+
+@pytest.fixture(scope="session")
+def device(pytestconfig: pytest.Config) -> str:
+    """Where models and tensors of a test are."""
+    return str(pytestconfig.getoption("--device"))
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""Two optimisers that keep other weights in their state, as users write them."""
+"""Optimisers that keep other weights in their state, as users write them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Lookahead", "Sam"]
+__all__ = ["Lookahead", "Sam", "SamOver"]
 
 
 class Sam(torch.optim.Optimizer):
@@ -68,3 +68,21 @@ class Lookahead(torch.optim.Optimizer):
                 if self.steps % self.every == 0:
                     slow.lerp_(p, 0.5)
                     p.copy_(slow)
+
+
+class SamOver(Sam):
+    """The same over a base optimiser with momentum that shares its parameter groups, and that writes to `.data`.
+
+    Source: Foret et al., ICLR 2021 (arXiv 2010.01412).
+    """
+
+    def __init__(self, params: Iterable[Any], lr: float = 0.1, rho: float = 0.5) -> None:
+        super().__init__(params, lr, rho)
+        self.base = torch.optim.SGD(self.param_groups, lr=lr, momentum=0.9)
+        self.param_groups = self.base.param_groups
+
+    @torch.no_grad()
+    def second_step(self) -> None:
+        for p in self._leaves():
+            p.data = self.state[p]["old_p"].clone()
+        self.base.step()

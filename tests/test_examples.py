@@ -37,6 +37,7 @@ def _load(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 def test_every_example_is_tested_here() -> None:
     tested = {
         "layer_rule",
+        "lora",
         "new_method",
         "own_criterion",
         "own_data",
@@ -70,6 +71,16 @@ def test_own_data(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
     scores = {name: float(share) for name, share in re.findall(r"^(\w+) +accuracy ([\d.]+)%", out, re.M)}
     assert set(scores) == {"fedlps", "fedavg"}
     assert scores["fedlps"] > 80
+
+
+def test_lora(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for module in ("peft", "transformers"):
+        pytest.importorskip(module, reason=f"{module} is not installed; pip install 'sparsekit-torch[lora]'")
+    _load("lora", monkeypatch).main(4)
+    out = capsys.readouterr().out
+    sent, whole, accuracy = re.search(r"([\d,]+) bytes, the whole model ([\d,]+)\naccuracy ([\d.]+)", out).groups()  # type: ignore[union-attr]
+    assert int(sent.replace(",", "")) * 10 < int(whole.replace(",", ""))
+    assert float(accuracy) > 0.8
 
 
 def test_new_method(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -51,7 +51,7 @@ def _largest(scores: Tensor, count: int, what: str) -> Tensor:
     if bool(torch.isnan(values).any()):
         raise InvalidValueError(
             f"{what} hold NaN, for unit {int(torch.isnan(values).nonzero()[0])} first;"
-            " where training diverged, lower the learning rate of weights or importance"
+            " where training diverged, see that the model is in train mode, then lower the learning rate"
         )
     order = torch.sort(values, descending=True, stable=True).indices
     keep = torch.zeros(values.numel(), dtype=torch.bool)

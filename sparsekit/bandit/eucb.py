@@ -104,6 +104,9 @@ class EUCB:
         at = np.minimum(np.searchsorted(self._edges, values, side="right") - 1, count - 1)
         return np.bincount(at, weights, count), np.bincount(at, weights * rewards, count)
 
+    def __repr__(self) -> str:
+        return self._records.summary(self, arms=len(self.arms))
+
     @property
     def arms(self) -> tuple[Arm, ...]:
         """The arms from low to high, with the plain number, mean and variance of the rewards pulled within each."""

@@ -124,6 +124,9 @@ class PUCBV:
         self._rng = check_generator(rng)
         self._records = PullRecords(space)
 
+    def __repr__(self) -> str:
+        return self._records.summary(self, arms=len(self.arms))
+
     @property
     def arms(self) -> tuple[Arm, ...]:
         """The arms that stand, from low to high."""

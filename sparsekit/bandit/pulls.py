@@ -12,11 +12,49 @@ import numpy as np
 from sparsekit.bandit.base import Drop, Interval, Pull, check_number
 from sparsekit.errors import InvalidValueError
 
-__all__ = ["PullRecords", "check_settings", "generator_from_state", "generator_state", "reading_state"]
+__all__ = [
+    "PullRecords",
+    "bandit_summary",
+    "check_pull",
+    "check_settings",
+    "generator_from_state",
+    "generator_state",
+    "reading_state",
+]
 
 # Sums of squares of larger rewards overflow, and an infinite variance would poison every later comparison.
 _LARGEST_REWARD = 1e100
 _BIT_GENERATORS = ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")
+
+
+def check_pull(pull: Any) -> None:
+    """Raise unless `pull` has the id and the value of a pull.
+
+    Raises:
+        InvalidValueError: it is something else, such as the number of a pull or its value.
+    """
+    if not hasattr(pull, "id") or not hasattr(pull, "value"):
+        raise InvalidValueError(
+            f"a pull must be what ask() gave, got {type(pull).__name__} {pull!r};"
+            " write pull = bandit.ask(), then bandit.tell(pull, reward)"
+        )
+
+
+def bandit_summary(bandit: Any, *, told: int, waiting: int, arms: int | None = None) -> str:
+    """One line for `repr`: what is searched, and how far the search is.
+
+    Args:
+        bandit: Has `space` and `best`.
+        told: Number of rewards told.
+        waiting: Number of open pulls.
+        arms: Number of arms that stand; None where there are none.
+    """
+    parts = [repr(bandit.space), f"{told} told", f"{waiting} open"]
+    if arms is not None:
+        parts.append(f"{arms} arms")
+    if told:
+        parts.append(f"best {bandit.best().value}")
+    return f"{type(bandit).__name__}({', '.join(parts)})"
 
 
 class PullRecords:
@@ -56,7 +94,12 @@ class PullRecords:
         self._next += 1
         return pull
 
+    def summary(self, bandit: Any, *, arms: int | None = None) -> str:
+        """One line about `bandit`, whose book this is."""
+        return bandit_summary(bandit, told=len(self.told), waiting=len(self._open), arms=arms)
+
     def _check_open(self, pull: Pull) -> None:
+        check_pull(pull)
         if pull.id not in self._open:
             known = isinstance(pull.id, int) and 0 <= pull.id < self._next
             told = any(pull.id == other.id for other, _ in self.told)

@@ -13,7 +13,14 @@ from sparsekit.bandit.arms import Arm
 from sparsekit.bandit.base import Drop, Interval, Pull, check_generator, check_number
 from sparsekit.bandit.field import Field
 from sparsekit.bandit.moves import arm_at, choose, drop_side
-from sparsekit.bandit.pulls import check_settings, generator_from_state, generator_state, reading_state
+from sparsekit.bandit.pulls import (
+    bandit_summary,
+    check_pull,
+    check_settings,
+    generator_from_state,
+    generator_state,
+    reading_state,
+)
 from sparsekit.bandit.space import Box, BoxPull
 from sparsekit.errors import InvalidValueError
 
@@ -116,6 +123,9 @@ class SplitUCBV(Generic[Trial]):
         # What arms are called in the space, of those proposed so far.
         self._values: dict[int, Any] = {}
 
+    def __repr__(self) -> str:
+        return bandit_summary(self, told=len(self._told), waiting=len(self._open))
+
     # --- asking ---
 
     def ask(self, *, upper: float | None = None) -> Trial:
@@ -217,6 +227,7 @@ class SplitUCBV(Generic[Trial]):
         return (self.space.to_unit(value),) if isinstance(self.space, Interval) else self.space.to_unit(value)
 
     def _check_open(self, pull: Trial) -> None:
+        check_pull(pull)
         if pull.id in self._open:
             return
         known = isinstance(pull.id, int) and 0 <= pull.id < self._next

@@ -87,6 +87,9 @@ class UCBV:
         self._rng = check_generator(rng)
         self._records = PullRecords(space)
 
+    def __repr__(self) -> str:
+        return self._records.summary(self, arms=len(self.arms))
+
     @property
     def arms(self) -> tuple[Arm, ...]:
         """The points from low to high, each as an arm without width."""

@@ -24,7 +24,7 @@ from rich.table import Table
 from typer.core import TyperGroup
 
 from sparsekit.deprecations import RemovedIn0_3Warning
-from sparsekit.errors import InvalidValueError, SparsekitError
+from sparsekit.errors import InvalidValueError, SparsekitError, nearest
 from sparsekit.registry import Registry, load_object
 from sparsekit.version import __version__
 
@@ -34,13 +34,19 @@ if TYPE_CHECKING:
     from sparsekit.graph.graph import UnitGraph
     from sparsekit.graph.groups import UnitGroup
 
-__all__ = ["COMMANDS_GROUP", "app", "execute", "main", "models"]
+__all__ = ["COMMANDS_GROUP", "HINTS_GROUP", "app", "execute", "main", "models"]
 
 COMMANDS_GROUP = "sparsekit.commands"
 """Entry points that add commands."""
 
+HINTS_GROUP = "sparsekit.hints"
+"""Entry points that name a function: what was typed in place of a command → advice, or None."""
+
 models = Registry("model", {}, group="sparsekit.models")
 """Models by name, for `sparsekit units`."""
+
+_TIES, _OTHERS = 20, 47
+"""Letters of the column of tied layers, at least, and of all columns of `units` but this and the names."""
 
 INTERRUPTED = 130
 """What a shell expects of a program that Ctrl-C ended."""
@@ -52,6 +58,13 @@ class _Commands(TyperGroup):
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted({*super().list_commands(ctx), *_plugins()})
 
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find the command that is asked for; for an unknown one say what was probably meant."""
+        name = args[0] if args else ""
+        if name and not name.startswith("-") and self.get_command(ctx, name) is None:
+            ctx.fail(f"No such command {name!r}; {_meant(name, self.list_commands(ctx))}")
+        return super().resolve_command(ctx, args)
+
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         own = super().get_command(ctx, cmd_name)
         point = _plugins().get(cmd_name)
@@ -61,6 +74,15 @@ class _Commands(TyperGroup):
             return _as_command(point)
         except Exception as error:  # noqa: BLE001 - whatever a foreign package does must not break the other commands
             return _broken_command(point, error)
+
+
+def _meant(name: str, commands: Sequence[str]) -> str:
+    """Advice for an unknown command: what a package says of the name, or else the nearest command."""
+    for point in entry_points(group=HINTS_GROUP):
+        hint = point.load()(name)
+        if hint:
+            return str(hint)
+    return nearest(name, commands)
 
 
 def _plugins() -> dict[str, EntryPoint]:
@@ -238,7 +260,14 @@ def _describe(name: str, module: nn.Module, graph: UnitGraph) -> dict[str, Any]:
     for group in graph.groups.values():
         count = _entries_of(group, graph, set(parameters))
         groups.append(
-            {"name": group.name, "kind": group.kind, "size": group.size, "parameters": count, "share": count / max(1, total)}
+            {
+                "name": group.name,
+                "kind": group.kind,
+                "size": group.size,
+                "parameters": count,
+                "share": count / max(1, total),
+                "ties": list(group.modules),
+            }
         )
     fixed = [{"module": item.module, "size": item.size, "reason": item.reason} for item in graph.fixed]
     return {"model": name, "parameters": total, "units": graph.units, "groups": groups, "fixed": fixed}
@@ -253,15 +282,17 @@ def _print_units(report: dict[str, Any]) -> None:
     )
     console.print(escape(title))
     table = Table()
-    table.add_column("group")
-    table.add_column("kind")
-    for column in ("size", "parameters", "share"):
-        table.add_column(column, justify="right")
+    # The name is what other commands take, so it is never cut: the tied layers wrap, and then the table grows wider.
+    longest = max(len(group["name"]) for group in report["groups"])
+    table.add_column("group", no_wrap=True, min_width=longest)
+    for column in ("units", "parameters", "share"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("ties, beside itself", overflow="fold", min_width=_TIES)
     for group in report["groups"]:
-        table.add_row(
-            escape(group["name"]), group["kind"], str(group["size"]), f"{group['parameters']:,}", f"{group['share']:.1%}"
-        )
-    console.print(table)
+        others = ", ".join(name for name in group["ties"] if name != group["name"])
+        size = f"{group['size']} {group['kind']}{'' if group['size'] == 1 else 's'}"
+        table.add_row(escape(group["name"]), size, f"{group['parameters']:,}", f"{group['share']:.1%}", escape(others) or "–")
+    Console(width=max(console.width, longest + _OTHERS + _TIES)).print(table)
     console.print("Parameters between two groups count for both, so shares may add up to more than 100 %.")
     if report["fixed"]:
         console.print("\nKept whole:")
@@ -308,8 +339,11 @@ def execute(arguments: Sequence[str] | None = None) -> int:
     try:
         code = command.main(None if arguments is None else list(arguments), prog_name="sparsekit", standalone_mode=False)
         return code if isinstance(code, int) else 0
-    except (SparsekitError, OSError) as error:
+    except SparsekitError as error:
         typer.echo(f"error: {error}", err=True)
+        return 2
+    except OSError as error:
+        typer.echo(f"error: {_in_words(error)}", err=True)
         return 2
     except click.ClickException as error:
         from typer.rich_utils import rich_format_error
@@ -322,6 +356,16 @@ def execute(arguments: Sequence[str] | None = None) -> int:
     except (click.Abort, KeyboardInterrupt):
         typer.echo("interrupted", err=True)
         return INTERRUPTED
+
+
+def _in_words(error: OSError) -> str:
+    """What the system refused, and what to do: its own message has a number and no advice."""
+    if error.filename is None or error.strerror is None:
+        return str(error)
+    return (
+        f"cannot use {os.fsdecode(error.filename)}: {error.strerror.lower()}; pass a path that exists or can be made,"
+        " on a disk with room, where you may write"
+    )
 
 
 def main() -> None:

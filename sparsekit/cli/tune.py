@@ -223,10 +223,13 @@ def _picture(search: Search, out: Path | None) -> Path | None:
     """A picture of the arms, where matplotlib is there and somebody keeps it."""
     if out is None or search.best() is None:
         return None
-    try:
-        from sparsekit.bandit.plot import save_plot
-    except MissingDependencyError:
-        return None
+    from sparsekit.bandit.plot import save_plot
+
     path, single = out / "arms.png", search.knobs[0].name
-    save_plot(search.bandit, path, minimize=not search.config.maximize, metric="metric", name=single)
+    try:
+        save_plot(search.bandit, path, minimize=not search.config.maximize, metric="metric", name=single)
+    except MissingDependencyError as error:
+        # The answer of all trials must not be lost for want of a picture.
+        typer.echo(f"warning: no picture: {error}", err=True)
+        return None
     return path

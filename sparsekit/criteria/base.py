@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.mask import UnitMask
 from sparsekit.graph.state import StateDict
 
-__all__ = ["Criterion", "Need", "View", "check_scores", "score_units"]
+__all__ = ["Criterion", "Need", "View", "check_scores", "is_comparable", "score_units"]
 
 Need = Literal["weights", "gradients", "activations", "data"]
 """What a criterion reads; all but the weights it brings along itself."""
@@ -29,12 +29,14 @@ class View:
         importance: Group name → float (units,), larger stays.
         previous: The mask before this choice.
         generator: The source of randomness of criteria that draw.
+        model: The dense model, for criteria that run it on data. Its modes, flags and gradients are as before afterwards.
     """
 
     weights: StateDict | None = None
     importance: Mapping[str, Tensor] | None = None
     previous: UnitMask | None = None
     generator: torch.Generator | None = None
+    model: nn.Module | None = None
 
 
 @runtime_checkable
@@ -62,6 +64,14 @@ class Criterion(Protocol):
             Group name → float (units,), for every group; larger stays, NaN is not allowed. Any device, any float dtype.
         """
         ...
+
+
+def is_comparable(criterion: object) -> bool:
+    """Whether the scores of units of different groups mean the same, so that one ranking of all units makes sense.
+
+    A criterion says so with an attribute `comparable`; without one it is not. `Normalised` makes any criterion comparable.
+    """
+    return bool(getattr(criterion, "comparable", False))
 
 
 def check_scores(graph: UnitGraph, scores: Mapping[str, Tensor], source: str) -> None:
@@ -93,6 +103,11 @@ def score_units(criterion: Criterion, graph: UnitGraph, view: View) -> dict[str,
     Raises:
         InvalidValueError: a group is missing, or its scores have another shape or no float dtype.
     """
+    if not callable(getattr(criterion, "scores", None)) or isinstance(criterion, type):
+        raise InvalidValueError(
+            "criterion must be an object with `scores`, such as sparsekit.criteria.Magnitude() or, by name,"
+            f" sparsekit.criteria.registry['magnitude'](); got {criterion!r}"
+        )
     scores = criterion.scores(graph, view)
     check_scores(graph, scores, f"{type(criterion).__name__} scores")
     return {name: scores[name] for name in graph.groups}

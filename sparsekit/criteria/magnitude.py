@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from torch import Tensor
 
 from sparsekit.criteria.base import Need, View
-from sparsekit.criteria.magnitudes import unit_magnitudes
-from sparsekit.errors import MissingImportanceError
+from sparsekit.criteria.magnitudes import Order, all_slices, own_slices, unit_sums
+from sparsekit.errors import InvalidValueError, MissingImportanceError
 from sparsekit.graph.graph import UnitGraph
 
 __all__ = ["Magnitude"]
@@ -18,13 +18,31 @@ __all__ = ["Magnitude"]
 
 @dataclass(frozen=True)
 class Magnitude:
-    """The sum of absolute values of a unit's own parameters: filter rows, bias, norm scale."""
+    """The size of a unit's own parameters: filter rows, bias, norm scale.
+
+    Scores depend on the scale of a layer, so that groups cannot be compared; `Normalised(Magnitude())` can.
+
+    Args:
+        order: 1 for the sum of absolute values, 2 for the square root of the sum of squares.
+        coupled: Whether the entries that read a unit, the columns of its consumers, count too.
+
+    Raises:
+        InvalidValueError: another order.
+    """
+
+    order: Order = field(default=1, kw_only=True)
+    coupled: bool = field(default=False, kw_only=True)
 
     learned: ClassVar[bool] = False
+    comparable: ClassVar[bool] = False
     needs: ClassVar[frozenset[Need]] = frozenset({"weights"})
 
+    def __post_init__(self) -> None:
+        if self.order not in (1, 2):
+            raise InvalidValueError(f"order must be 1 (absolute values) or 2 (squares), got {self.order!r}")
+
     def scores(self, graph: UnitGraph, view: View) -> Mapping[str, Tensor]:
-        """Sum up each unit's absolute weights.
+        """Sum up each unit's weights.
 
         Args:
             graph: The groups.
@@ -40,4 +58,9 @@ class Magnitude:
         """
         if view.weights is None:
             raise MissingImportanceError("Magnitude needs the weights; pass View(weights=model.state_dict())")
-        return {name: unit_magnitudes(group, view.weights) for name, group in graph.groups.items()}
+        chosen = all_slices if self.coupled else own_slices
+        sums = {
+            name: unit_sums(group, view.weights, chosen(group, view.weights), order=self.order)
+            for name, group in graph.groups.items()
+        }
+        return sums if self.order == 1 else {name: values.sqrt() for name, values in sums.items()}

@@ -1,15 +1,22 @@
-"""without() and only(): a graph with fewer groups, so that some units stay whole on purpose."""
+"""without(), only(), narrow(): a graph with fewer groups, or with fewer units in them."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
 from dataclasses import replace
 
+import torch
+from torch import Tensor
+
 from sparsekit.errors import InvalidValueError, UnknownNameError, nearest
 from sparsekit.graph.graph import UnitGraph
-from sparsekit.graph.groups import FixedUnits
+from sparsekit.graph.groups import FixedUnits, UnitSlice
+from sparsekit.graph.index import narrow_shape, places
+from sparsekit.graph.mask import UnitMask
+from sparsekit.graph.norms import NormSite
 
-__all__ = ["only", "without"]
+__all__ = ["narrow", "only", "without"]
 
 _REASON = "left out on purpose"
 
@@ -60,6 +67,47 @@ def only(graph: UnitGraph, groups: Collection[str]) -> UnitGraph:
     return without(graph, graph.groups.keys() - _checked(graph, groups))
 
 
+def narrow(graph: UnitGraph, mask: UnitMask) -> UnitGraph:
+    """Return the graph of the compacted model, with the same groups and the units that are kept, in their order.
+
+    Args:
+        graph: Any graph. Not changed.
+        mask: What is kept of it.
+
+    Returns:
+        A new graph, as a trace of the compacted model would find it.
+
+    Raises:
+        ForeignMaskError: the mask belongs to another graph.
+    """
+    mask.check(graph)
+    kept = graph.kept_indices(mask)
+
+    def cut(piece: UnitSlice, keep: Tensor) -> UnitSlice:
+        place = places(kept[piece.name][piece.dim], graph.shapes[piece.name][piece.dim])
+        return replace(piece, index=place[piece.index.cpu()[keep]])
+
+    def site(norm: NormSite) -> NormSite:
+        stays = norm.stays(mask)
+        place = places(torch.arange(norm.size)[stays], norm.size)
+        found = {}
+        for name, (positions, units) in norm.places.items():
+            keep = mask[name][units]
+            number = places(torch.arange(mask[name].numel())[mask[name]], mask[name].numel())
+            found[name] = (place[positions[keep]], number[units[keep]])
+        return replace(norm, size=int(stays.sum()), places=found)
+
+    return replace(
+        graph,
+        groups={
+            name: replace(group, size=int(mask[name].sum()), slices=tuple(cut(piece, mask[name]) for piece in group.slices))
+            for name, group in graph.groups.items()
+        },
+        shapes={name: narrow_shape(shape, kept.get(name, {})) for name, shape in graph.shapes.items()},
+        norms=tuple(site(norm) for norm in graph.norms),
+    )
+
+
 def _checked(graph: UnitGraph, groups: Collection[str]) -> frozenset[str]:
     if isinstance(groups, str):
         raise InvalidValueError(f"groups must be a collection of names, got the string {groups!r}; pass [{groups!r}]")
@@ -73,3 +121,22 @@ def _checked(graph: UnitGraph, groups: Collection[str]) -> frozenset[str]:
                 f"groups {', '.join(tied)} share one size and must keep equally many units; name all of them or none"
             )
     return named
+
+
+def tie_layers(graph: UnitGraph) -> UnitGraph:
+    """Return the graph with like groups of all layers tied, so that every allocation keeps equally many units of each.
+
+    Groups are alike where their names differ in numbers alone, as `layers.0.mlp` and `layers.7.mlp` do, and their sizes and
+    kinds are equal. A model whose layers are all of one shape can be described by a configuration again.
+
+    Args:
+        graph: Any graph. Not changed.
+
+    Returns:
+        A new graph of the same model; masks of one belong to the other where their counts agree.
+    """
+    alike: dict[tuple[str, int, str], list[str]] = {}
+    for name, group in graph.groups.items():
+        alike.setdefault((re.sub(r"\d+", "#", name), group.size, group.kind), []).append(name)
+    added = (tuple(names) for names in alike.values() if len(names) > 1)
+    return replace(graph, ties=(*graph.ties, *(tied for tied in added if tied not in graph.ties)))

@@ -6,6 +6,7 @@ follow from its index tables; nothing here depends on the kind of layer.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -25,6 +26,8 @@ from sparsekit.graph.norms import NormSite
 from sparsekit.graph.state import StateDict
 
 __all__ = ["UnitGraph"]
+
+_SHOWN = 6
 
 
 @renamed_keywords(frozen="fixed")
@@ -51,6 +54,16 @@ class UnitGraph:
     layers: tuple[Layer, ...] = ()
 
     frozen = renamed_attribute("frozen", "fixed")
+
+    def __repr__(self) -> str:
+        """A summary on one line: `print(graph.groups[name])` shows one group, `sparsekit units` all of them."""
+        shown = [f"{group.name}: {group.size} {group.kind}s" for group in list(self.groups.values())[:_SHOWN]]
+        more = len(self.groups) - len(shown)
+        listed = ", ".join([*shown, f"and {more} more"] if more else shown)
+        entries = sum(math.prod(shape) for shape in self.shapes.values())
+        whole = f"; {len(self.fixed)} kept whole" if self.fixed else ""
+        groups = f"{len(self.groups)} group{'' if len(self.groups) == 1 else 's'}"
+        return f"UnitGraph({self.units:,} units in {groups} over {entries:,} entries: {listed}{whole})"
 
     @property
     def units(self) -> int:

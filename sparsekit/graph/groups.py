@@ -39,6 +39,10 @@ class UnitSlice:
         """Positions per unit."""
         return int(self.index.shape[1])
 
+    def __repr__(self) -> str:
+        gated = "" if self.gated else ", not gated"
+        return f"UnitSlice({self.name} axis {self.dim}, {self.side}, {len(self.index)} units of {self.span}{gated})"
+
 
 @dataclass(frozen=True, eq=False)
 class UnitGroup:
@@ -59,6 +63,14 @@ class UnitGroup:
     size: int
     kind: Kind
     slices: tuple[UnitSlice, ...]
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """Qualified names of the modules that this group ties, in forward order: those whose entries go with its units."""
+        return tuple(dict.fromkeys(piece.name.rpartition(".")[0] or piece.name for piece in self.slices))
+
+    def __repr__(self) -> str:
+        return f"UnitGroup({self.name}: {self.size} {self.kind}s, ties {', '.join(self.modules)})"
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from sparsekit.errors import InvalidValueError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.mask import UnitMask, WeightMask
 from sparsekit.measure.flops import entry_keys, record_pass
+from sparsekit.measure.tracker import CostTracker, Meter, Polynomials, tensor_products
 from sparsekit.surgery.rebuild import copy_with, narrow_module
 
 __all__ = ["Cost", "CostModel", "CostTerm", "count_cost", "trace_cost"]
@@ -67,6 +69,7 @@ class CostModel:
         parameters: Keys that are parameters, tied ones once.
         widths: State-dict key → bytes per entry, tied ones once.
         unit_flops: Group → how many of `other_flops` go with each of its units: attention heads take their maps along.
+        meters: Metrics that are no arithmetic over the weights: "memory" and "latency_ms" where somebody asked for them.
     """
 
     graph: UnitGraph
@@ -76,6 +79,7 @@ class CostModel:
     parameters: frozenset[str]
     widths: Mapping[str, int]
     unit_flops: Mapping[str, int] = field(default_factory=dict)
+    meters: Mapping[str, Meter] = field(default_factory=dict)
 
     def sizes(self, mask: UnitMask | None = None, *, sides: Collection[str] = ("out", "in")) -> dict[str, int]:
         """Count the entries that stay.
@@ -87,7 +91,9 @@ class CostModel:
         Returns:
             State-dict key → entries.
         """
-        counts = self._counts(mask)
+        return self._sizes(self._counts(mask), sides)
+
+    def _sizes(self, counts: Mapping[str, int], sides: Collection[str] = ("out", "in")) -> dict[str, int]:
         sizes: dict[str, int] = {}
         for name, shape in self.graph.shapes.items():
             kept = list(shape)
@@ -108,12 +114,78 @@ class CostModel:
         Args:
             mask: What is kept; None keeps all.
         """
-        counts = self._counts(mask)
-        sizes = self.sizes(mask)
+        return int(self._pass_flops(self._counts(mask)) // self.examples)
+
+    def _pass_flops(self, counts: Mapping[str, int]) -> Fraction:
+        sizes = self._sizes(counts)
         flops = sum(2 * term.positions * sizes[term.weight] for term in self.terms) + self.other_flops
         for group, each in self.unit_flops.items():
             flops -= each * (self.graph.groups[group].size - counts[group])
-        return int(flops // self.examples)
+        return Fraction(flops)
+
+    def costs(self, counts: Mapping[str, int]) -> dict[str, float]:
+        """All metrics of the narrow model, exact but for those of `meters`.
+
+        Args:
+            counts: Group name → units kept, for every group.
+
+        Returns:
+            "flops" of one example, "params", "bytes", and the metrics of `meters`.
+        """
+        sizes = self._sizes(counts)
+        found = {
+            "flops": float(self._pass_flops(counts) / self.examples),
+            "params": float(sum(sizes[name] for name in self.widths if name in self.parameters)),
+            "bytes": float(sum(sizes[name] * width for name, width in self.widths.items())),
+        }
+        found.update((name, meter.at(counts)) for name, meter in self.meters.items())
+        return found
+
+    def entry_costs(self, counts: Mapping[str, int]) -> dict[str, dict[str, float]]:
+        """State-dict key → "flops" of one example that are spent on it, "params" and "bytes"; tied ones once.
+
+        Args:
+            counts: Group name → units kept, for every group.
+        """
+        sizes = self._sizes(counts)
+        found = {
+            name: {"flops": 0.0, "params": float(sizes[name] * (name in self.parameters)), "bytes": float(sizes[name] * width)}
+            for name, width in self.widths.items()
+        }
+        for term in self.terms:
+            found[term.weight]["flops"] += float(2 * term.positions * sizes[term.weight] / self.examples)
+        return found
+
+    def dense_costs(self) -> dict[str, float]:
+        """The same where every unit is kept."""
+        return self.costs(self._counts(None))
+
+    def tracker(self, counts: Mapping[str, int], metrics: Collection[str] | None = None) -> CostTracker:
+        """Costs at widths that change step by step; a step costs arithmetic on the tensors that it touches.
+
+        Args:
+            counts: Group name → units kept at the start, for every group.
+            metrics: What is tracked; None tracks all.
+        """
+        chosen = tuple(dict.fromkeys(metrics)) if metrics is not None else ("flops", "params", "bytes", *self.meters)
+        return CostTracker(self._polynomials, counts, chosen, self.meters)
+
+    @cached_property
+    def _polynomials(self) -> Polynomials:
+        factors: dict[str, dict[str, float]] = {}
+        for name, width in self.widths.items():
+            factors[name] = {"bytes": float(width), "params": float(name in self.parameters)}
+        positions: dict[str, Fraction] = {}
+        for term in self.terms:
+            positions[term.weight] = positions.get(term.weight, Fraction(0)) + term.positions
+        for name, times in positions.items():
+            factors.setdefault(name, {})["flops"] = float(2 * times / self.examples)
+        products, constants = tensor_products(self.graph, factors)
+        groups = self.graph.groups
+        other = self.other_flops - sum(each * groups[name].size for name, each in self.unit_flops.items())
+        constants["flops"] = constants.get("flops", 0.0) + other / self.examples
+        linear = {"flops": {name: each / self.examples for name, each in self.unit_flops.items()}}
+        return Polynomials(tuple(products), constants, linear)
 
     def entries(self, mask: UnitMask | WeightMask | None = None) -> dict[str, int]:
         """State-dict key → entries kept, tied ones once."""

@@ -34,10 +34,14 @@ def write_file(path: Path, entries: StateDict, spec: Mapping[str, Any]) -> None:
         path: Where.
         entries: The tensors, tied ones once.
         spec: Plain JSON values; the format and the version are added.
+
+    Raises:
+        OSError: the file cannot be written.
     """
     description = {"format": _FORMAT, "sparsekit": __version__, **spec}
     header = {_KEY: json.dumps(description, separators=(",", ":"))}
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary.touch()  # where this fails, the operating system says why: no such folder, no permission
     try:
         save_file(_apart(entries), temporary, metadata=header)
         with temporary.open("rb+") as file:

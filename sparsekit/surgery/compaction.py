@@ -12,25 +12,34 @@ from sparsekit.graph.index import cut_axes, narrow_shape, scatter
 from sparsekit.graph.mask import UnitMask
 from sparsekit.graph.state import StateDict
 from sparsekit.layers import LayerRule
-from sparsekit.surgery.rebuild import named_entries, narrow_module, narrow_state
+from sparsekit.surgery.pretrained import guard_pretrained
+from sparsekit.surgery.rebuild import named_entries, narrow_in_place, narrow_module, narrow_state
 
 __all__ = ["compact", "compact_state", "expand"]
 
 
 def compact(
-    model: nn.Module, graph: UnitGraph, mask: UnitMask, *, rules: Mapping[type[nn.Module], LayerRule] | None = None
+    model: nn.Module,
+    graph: UnitGraph,
+    mask: UnitMask,
+    *,
+    rules: Mapping[type[nn.Module], LayerRule] | None = None,
+    inplace: bool = False,
 ) -> nn.Module:
     """A smaller, plain module that computes what `model` computes when the dropped units are gated away.
 
     Args:
-        model: The dense model. Not changed; the result shares no memory with it.
+        model: The dense model. Not changed unless in place; the result shares no memory with it.
         graph: Its units.
         mask: Which stay.
         rules: Rules for layers of your own, as given to `trace_units`.
+        inplace: Cut `model` itself, tensor by tensor, where a second copy would not fit into memory. Its parameters are new
+            objects afterwards: make the optimiser after the cut, or move it with `remap_optimizer`.
 
     Returns:
-        A deep copy with narrow parameters and buffers. Tied parameters stay tied; size attributes (`out_features`,
-        `groups`, `hidden_size`, …), `requires_grad` flags and training modes are right.
+        `model`, where it is cut in place, and else a deep copy, with narrow parameters and buffers. Tied parameters stay
+        tied; size attributes (`out_features`, `groups`, `hidden_size`, …), `requires_grad` flags and training modes are
+        right.
 
     Raises:
         ForeignMaskError: the mask or the model does not belong to the graph.
@@ -40,7 +49,8 @@ def compact(
         raise InvalidValueError(f"mask must be a UnitMask, got {type(mask).__name__}; UnitMask({{group: keep}}) makes one")
     mask.check(graph)
     graph.check_state(named_entries(model), what=f"the {type(model).__name__}")
-    return narrow_module(model, graph, mask, rules)
+    small = (narrow_in_place if inplace else narrow_module)(model, graph, mask, rules)
+    return guard_pretrained(small, cut=not all(bool(keep.all()) for keep in mask.values()))
 
 
 def compact_state(state: StateDict, graph: UnitGraph, mask: UnitMask) -> dict[str, Tensor]:

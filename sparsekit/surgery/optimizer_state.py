@@ -16,6 +16,7 @@ from sparsekit.graph.index import Axes, cut_axes, gather, narrow_shape, scatter_
 from sparsekit.graph.mask import UnitMask
 from sparsekit.graph.state import StateDict
 from sparsekit.surgery.rebuild import named_entries
+from sparsekit.surgery.state_kinds import state_shape
 
 __all__ = [
     "HasState",
@@ -32,6 +33,9 @@ __all__ = [
 
 OptimizerState: TypeAlias = dict[str, dict[str, Tensor]]
 """State-dict key → name of the state (`momentum_buffer`, `exp_avg`, …) → dense tensor."""
+
+Narrow: TypeAlias = Callable[[str, str, Tensor], Tensor]
+Whole: TypeAlias = Callable[[str, str, Tensor, Tensor], Tensor]
 
 _FACTORED = frozenset({"row_var", "col_var"})
 """Adafactor's moments of rows and columns: those of a matrix of one row have its shape, and are none the less sums."""
@@ -161,7 +165,7 @@ class SavedState:
         return known[name]
 
     def _start(self, owner: HasState, key: str, name: str, like: Tensor, weights: Callable[[], Tensor]) -> Tensor:
-        shape = self._shapes[key]
+        shape = state_shape(name, self._shapes[key])
         given = self._entering.get(key, {}).get(name)
         if given is not None:
             if given.shape != shape:
@@ -177,26 +181,47 @@ class SavedState:
             return weights().detach().clone()
         return like.new_full(shape, first_value(owner, name))
 
-    def claim(self, owner: HasState, leaves: Mapping[str, Tensor]) -> None:
-        """Give `owner` the unclaimed copies of the state that it has; `leaves` are those of the entries, by key."""
+    def claim(self, owner: HasState, leaves: Mapping[str, Tensor], narrow: Narrow) -> None:
+        """Give `owner` the unclaimed copies of the state that it has.
+
+        Where several owners left state of one kind, the copy is taken whose kept entries the owner has.
+
+        Args:
+            owner: Takes the copies.
+            leaves: Those of the entries, by state-dict key.
+            narrow: (key, name, dense) → what the narrow tensor would be.
+        """
         for key, kinds in self._unclaimed.items():
-            for name in kinds:
-                value = (owner.state.get(leaves.get(key)) or {}).get(name)
-                if isinstance(value, Tensor) and kinds[name].shape == self._shapes[key]:
+            for name, value in (owner.state.get(leaves.get(key)) or {}).items():
+                shape = state_shape(name, self._shapes[key])
+                found = [copy for kind, copy in kinds.items() if kind.partition(":")[0] == name and copy.shape == shape]
+                if isinstance(value, Tensor) and found:
+                    same = [copy for copy in found[1:] if torch.equal(narrow(key, name, copy).to(value), value)]
                     copies = self._dense.setdefault(owner, {})
-                    copies[key, name] = kinds[name].to(device=value.device, dtype=value.dtype, copy=True)
+                    copies[key, name] = (same or found)[0].to(device=value.device, dtype=value.dtype, copy=True)
 
     def forget_unclaimed(self) -> None:
         """Drop the unclaimed copies: a remask makes them out of date."""
         self._unclaimed = {}
 
-    def state(self, leaves: Mapping[str, Tensor]) -> OptimizerState:
-        """Copies of all copies: exact for dropped units. Of several owners of one leaf the first one counts."""
+    def state(self, leaves: Mapping[str, Tensor], whole: Whole) -> OptimizerState:
+        """Return copies of all copies, with the entries that the owners hold.
+
+        The second owner that has state of one kind for one entry leaves it as `momentum_buffer:2`, and so on.
+
+        Args:
+            leaves: Those of the entries, by state-dict key.
+            whole: (key, name, narrow, dense) → the dense tensor with the kept entries of the narrow one; may write to it.
+        """
         found = {key: {name: value.clone() for name, value in kinds.items()} for key, kinds in self._unclaimed.items()}
-        for owner, copies in reversed(list(self._dense.items())):
+        taken: dict[tuple[str, str], int] = {}
+        for owner, copies in self._dense.items():
             for (key, name), value in copies.items():
-                if name in (owner.state.get(leaves.get(key)) or {}):
-                    found.setdefault(key, {})[name] = value.clone()
+                held = (owner.state.get(leaves.get(key)) or {}).get(name)
+                if isinstance(held, Tensor):
+                    number = taken[key, name] = taken.get((key, name), 0) + 1
+                    kind = name if number == 1 else f"{name}:{number}"
+                    found.setdefault(key, {})[kind] = whole(key, name, held, value.clone())
         return found
 
     def apply_to_tensors(self, function: Callable[[Tensor], Tensor]) -> None:

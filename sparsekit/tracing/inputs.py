@@ -101,7 +101,7 @@ class ModelInputs:
             return torch.cat([tensor, tensor.flip(-1) if tensor.is_floating_point() else tensor])
 
         args, kwargs = map_tensors(one, (self.args, dict(self.kwargs)))
-        return ModelInputs(args, kwargs)
+        return type(self)(args, kwargs)
 
     def prepared(self, dtype: torch.dtype | None, generator: torch.Generator | None) -> ModelInputs:
         """The same in another floating dtype; a constant input, such as zeros, becomes random.
@@ -121,4 +121,4 @@ class ModelInputs:
             return value
 
         args, kwargs = map_tensors(one, (self.args, dict(self.kwargs)))
-        return ModelInputs(args, kwargs)
+        return type(self)(args, kwargs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
@@ -24,6 +25,7 @@ from sparsekit.labels.tracer import Tracer
 from sparsekit.layers import LayerRule, find_rule
 from sparsekit.layers.parametrised import fix_hooked
 from sparsekit.surgery.rebuild import copy_with, named_entries
+from sparsekit.tracing.blocks import BlockVerifier, is_large
 from sparsekit.tracing.dispatch import Dispatcher
 from sparsekit.tracing.grouping.build import Built, build
 from sparsekit.tracing.grouping.norms import NormNotes
@@ -66,7 +68,9 @@ def trace_units(
         *example_inputs: What `model` is called on. Their values do not matter, their shapes should be typical. One example
             is enough: where train mode needs two, as a batch norm may, the example is doubled.
         rules: Module type → rule, for layers of your own; asked before the built-in ones.
-        verify: Compare a masked and a compacted copy, and keep whole every group for which they differ.
+        verify: Compare a masked and a compacted copy, and keep whole every group for which they differ. Models of 50
+            million numbers and more, and those on the meta device, are compared block by block, so that a trace takes
+            little more memory than the model; blocks on the meta device are filled with random values for it.
         norm: What becomes of units that a layer norm, an RMS norm or a plain mean averages over, such as the width of a
             transformer. "fixed" keeps them whole, since without some of them the statistics are others. "kept" lets
             them go: a model under a mask then takes these statistics over the kept units, as the narrow model does.
@@ -98,8 +102,12 @@ def trace_units(
         shapes = {name: tensor.shape for name, tensor in model.state_dict().items() if isinstance(tensor, torch.Tensor)}
         built = build(store, shapes, notes)
         if verify and built.graph.groups:
-            verifier = Verifier(_in_eval_mode(model), inputs, rules, training=mode if mode.differs else None)
+            verify_with = BlockVerifier if is_large(model) else Verifier
+            verifier = verify_with(_in_eval_mode(model), inputs, rules, training=mode if mode.differs else None)
             built = _verified(verifier, store, built, notes)
+            if is_large(model):
+                del verifier
+                gc.collect()  # copies that lend the parameters would keep them alive after a cut in place
     hint = "" if norm == "kept" else '; norm="kept" averages over the kept units instead'
     _warn(built, hint)
     if mode.error is not None:
@@ -170,7 +178,8 @@ def _run(
     notes: NormNotes | None,
 ) -> TrainMode:
     """Fill store and notes from one pass in eval mode, and one in train mode if it may show something else."""
-    private = copy_with(model, {})
+    # A pass changes buffers at most, so that a large model can lend its parameters.
+    private = copy_with(model, dict(model.named_parameters(remove_duplicate=False)) if is_large(model) else {})
     parameters = _enter(private, store)
     try:
         met = _pass(_twin(private).eval(), inputs, store, rules, notes)
@@ -268,7 +277,7 @@ def _in_eval_mode(model: nn.Module) -> nn.Module:
     return _twin(model).eval() if any(module.training for module in model.modules()) else model
 
 
-def _verified(verifier: Verifier, store: LabelStore, built: Built, notes: NormNotes | None) -> Built:
+def _verified(verifier: Verifier | BlockVerifier, store: LabelStore, built: Built, notes: NormNotes | None) -> Built:
     while built.graph.groups:
         failures = verifier.failures(built.graph)
         if not failures:

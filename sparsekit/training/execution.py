@@ -15,13 +15,16 @@ from torch.func import functional_call
 from torch.optim import Optimizer
 
 from sparsekit.criteria.magnitudes import unit_magnitudes
+from sparsekit.errors import InvalidValueError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.index import along, wide
 from sparsekit.graph.mask import UnitMask, to_weights
 from sparsekit.graph.state import StateDict
 from sparsekit.surgery.compaction import compact
 from sparsekit.surgery.optimizer_state import OptimizerState, copies_of_weights, first_value, state_of_shape
+from sparsekit.surgery.pretrained import guard_pretrained
 from sparsekit.surgery.rebuild import copy_with, named_entries
+from sparsekit.surgery.state_kinds import check_movable, mixes_units
 from sparsekit.training.dense_model import DenseModel, straight_through_gates
 from sparsekit.training.narrow_model import NarrowModel
 from sparsekit.training.unit_vectors import Reader, UnitVectors
@@ -195,7 +198,7 @@ class CompactExecution:
         return {name: keep.cpu().nonzero().reshape(-1) for name, keep in mask.items()}
 
     def compact(self) -> nn.Module:
-        return self.narrow_model.compact()
+        return guard_pretrained(self.narrow_model.compact(), cut=not all(bool(keep.all()) for keep in self.mask.values()))
 
     def dense_state(self) -> dict[str, Tensor]:
         return self.narrow_model.dense_state()
@@ -293,16 +296,35 @@ class MaskedExecution:
                     yield value, dropped, parameter.detach()[dropped] if weights else first_value(optimizer, state_name)
 
     def before_step(self, optimizers: Sequence[Optimizer]) -> None:
-        """Save the values of all entries: a step may call the model and so change which are dropped."""
+        """Save the values of all entries: a step may call the model and so change which are dropped.
+
+        Raises:
+            InvalidValueError: an optimiser that steps a dense copy otherwise than a narrow model.
+        """
+        for optimizer in optimizers:
+            if mixes_units(optimizer):
+                raise InvalidValueError(
+                    f"{type(optimizer).__name__} steps an entry by what the others of its matrix are, so masked execution,"
+                    " where dropped ones are zeros, would train otherwise than the narrow model; use execution='compact'"
+                )
         # Each tensor is held, so that no tensor that the step makes can take its place in memory.
         self._saved = {tensor.data_ptr(): (tensor, tensor.clone()) for tensor, _, _ in self._standing(optimizers)}
 
     def after_step(self, optimizers: Sequence[Optimizer]) -> None:
-        """Restore the values of dropped entries; state that the step has just created gets its first value there."""
+        """Restore the values of dropped entries; state that the step has just created gets its first value there.
+
+        Raises:
+            InvalidValueError: an optimiser whose state is quantised in blocks, dropped entries among them.
+        """
+        check_movable(optimizers, list(self.module.parameters()))
         for tensor, dropped, first in self._standing(optimizers):
             _, values = self._saved.get(tensor.data_ptr(), (None, None))
             tensor[dropped] = first if values is None else values[dropped]
-        self._saved = {}
+        # The values are kept: this may have been the step of an optimiser within that of another one, which ends here too.
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what the last step saved."""
+        return {**vars(self), "_saved": {}}
 
     def apply_to_tensors(self, function: Callable[[Tensor], Tensor]) -> None:
         """Make the dense copy anew: it may hold tensors outside its state; all others are the module's own."""

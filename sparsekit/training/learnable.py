@@ -203,6 +203,8 @@ class LearnableMask(nn.Module):
         return self.criterion.learned and not torch.equal(self.scores.detach(), self._judged)
 
     def _catch_up(self) -> None:
+        if self.optimizers.hold:  # in the middle of a step
+            return
         ratio_stands = self._seen is not None and self._seen[0] == self._ratio
         if ratio_stands and not self.criterion.learned:
             self._mark_seen()
@@ -216,7 +218,7 @@ class LearnableMask(nn.Module):
             self._judged = self.scores.detach().clone()
 
     def resample(self) -> None:
-        """Ask the criterion again and change the mask to what it says."""
+        """Ask the criterion again and change the mask to what it says; not in the middle of an optimiser's step."""
         self._follow(unless_it_stands=False)
 
     def _follow(self, *, unless_it_stands: bool) -> None:
@@ -362,9 +364,7 @@ class LearnableMask(nn.Module):
     def track(self, optimizer: Optimizer) -> None:
         """Let the state of `optimizer` follow the mask from now on.
 
-        Torch optimisers need no such call: they are found at their first step, and when they are loaded, copied or
-        unpickled. Call it for an optimiser whose `state` is filled by other means than its `step`, such as SAM's
-        `first_step` and `second_step`.
+        Subclasses of `torch.optim.Optimizer` need no such call: they are found when they are made, loaded, copied or unpickled.
 
         Args:
             optimizer: Steps some of `parameters()`; held weakly.

@@ -26,6 +26,7 @@ from sparsekit.surgery.optimizer_state import HasState, OptimizerState, SavedSta
 from sparsekit.surgery.rebuild import copy_with, in_format, memory_format
 from sparsekit.surgery.safe_convolution import guard_convolutions
 from sparsekit.surgery.sizes import set_sizes
+from sparsekit.surgery.state_kinds import check_movable, factored_state, reduced_axis
 from sparsekit.training.slots import EntrySlots, GroupSlots, Move, build_slots
 
 __all__ = ["NarrowModel"]
@@ -89,6 +90,8 @@ class _Moving(NamedTuple):
     dense: Tensor
     state: dict[str, Any] | None = None
     name: str = ""
+    reduced: int | None = None
+    """The axis that a factored moment is a mean over; it follows the units of the others."""
 
 
 class NarrowModel:
@@ -161,11 +164,15 @@ class NarrowModel:
 
     def saved_state(self) -> OptimizerState:
         """Return what dropped units left behind of their optimiser state: state-dict key → name → dense tensor."""
-        return self._saved.state(self._leaves())
+        return self._saved.state(self._leaves(), lambda *names: self._slots_of(*names[:2]).scatter(*names[2:]))
 
     def claim_saved(self, owner: HasState) -> None:
         """Let an optimiser that was loaded or copied take over the saved state that came with the last `load` or copy."""
-        self._saved.claim(owner, self._leaves())
+        self._saved.claim(owner, self._leaves(), lambda *names: self._slots_of(*names[:2]).gather(names[2]))
+
+    def _slots_of(self, key: str, name: str) -> EntrySlots:
+        """The slots of one kind of optimiser state of an entry."""
+        return self._slots[key].without(reduced_axis(name, len(self.graph.shapes[key])))
 
     def _leaves(self) -> dict[str, Tensor]:
         return {self._key(entry): entry.parameter for entry in self._entries if entry.parameter is not None}
@@ -253,10 +260,12 @@ class NarrowModel:
 
         Raises:
             ForeignMaskError: the mask or the order belongs to another graph.
+            InvalidValueError: an optimiser keeps its state quantised in blocks.
         """
         mask.check(self.graph)
         if mask == self.mask and order is None:
             return
+        check_movable(optimizers, self.parameters())
         self._saved.forget_unclaimed()
         if order is not None or mask.counts() != self.mask.counts():
             self._remask_shapes(mask, optimizers, order)
@@ -269,7 +278,7 @@ class NarrowModel:
         shapes = {id(entry): entry.tensor.shape for entry in self._touched}
         for entry in self._touched:
             for item in moving[id(entry)]:
-                self._slots[self._key(entry)].scatter(item.narrow, item.dense)
+                self._slots[self._key(entry)].without(item.reduced).scatter(item.narrow, item.dense)
         self._dense.update({self._key(e): e.tensor.clone() for e in self._entries if e not in self._touched})
         self._place(mask, order)
         self._fill()
@@ -280,7 +289,7 @@ class NarrowModel:
                         owner.state[entry.parameter].clear()
             for item in moving[id(entry)]:
                 if item.state:  # not where it was cleared: a step would take what is left for complete
-                    item.state[item.name] = self._slots[self._key(entry)].gather(item.dense)
+                    item.state[item.name] = self._slots[self._key(entry)].without(item.reduced).gather(item.dense)
 
     def _remask_slots(self, mask: UnitMask, optimizers: Sequence[HasState]) -> None:
         """Exchange the units of the slots that change; all others stay where they are."""
@@ -293,10 +302,10 @@ class NarrowModel:
                 continue
             moving = self._moving(entry, optimizers)
             for item in moving:
-                slots.save(item.narrow, item.dense, changed)
+                slots.without(item.reduced).save(item.narrow, item.dense, changed)
             slots.reassign(moves)
             for item in moving:
-                slots.fetch(item.narrow, item.dense, changed)
+                slots.without(item.reduced).fetch(item.narrow, item.dense, changed)
             if entry.parameter is not None:
                 entry.parameter.grad = None
         for name, move in moves.items():
@@ -310,9 +319,10 @@ class NarrowModel:
         moving = [_Moving(entry.tensor, self._writable(key))]
         if entry.parameter is not None:
             for owner in optimizers:
-                for name, narrow in state_of_shape(owner, entry.parameter):
+                for name, narrow in [*state_of_shape(owner, entry.parameter), *factored_state(owner, entry.parameter)]:
                     dense = self._saved.dense(owner, key, name, narrow, lambda: self._dense[key])
-                    moving.append(_Moving(narrow, dense, owner.state[entry.parameter], name))
+                    reduced = reduced_axis(name, narrow.dim())
+                    moving.append(_Moving(narrow, dense, owner.state[entry.parameter], name, reduced))
         return moving
 
     def narrow_state(self) -> dict[str, Tensor]:

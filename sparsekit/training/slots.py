@@ -55,6 +55,15 @@ class EntrySlots:
         self.tables = tables
         self._ascending = True
 
+    def without(self, dim: int | None) -> EntrySlots:
+        """The same slots at this moment for a tensor that is a mean over the axis `dim`; themselves for None."""
+        if dim is None:
+            return self
+        positions = {axis: found for axis, found in self.positions.items() if axis != dim}
+        other = EntrySlots(positions, [table for table in self.tables if table[1].dim != dim])
+        other._ascending = self._ascending
+        return other
+
     def _axes(self, shape: torch.Size) -> Axes:
         """The axes along which narrow and dense positions differ."""
         return cut_axes(shape, self.positions) if self._ascending else self.positions
@@ -84,7 +93,7 @@ class EntrySlots:
 
     def save(self, narrow: Tensor, dense: Tensor, changed: Axes) -> None:
         """Write the values at the `changed` narrow positions back into `dense`."""
-        for dim, chosen in changed.items():
+        for dim, chosen in self._own(changed):
             scatter_(gather(narrow, {dim: chosen}), dense, self._block(dense.shape, dim, chosen))
 
     def reassign(self, moves: Mapping[str, Move]) -> None:
@@ -99,8 +108,11 @@ class EntrySlots:
 
     def fetch(self, narrow: Tensor, dense: Tensor, changed: Mapping[int, Tensor]) -> None:
         """Read the values at the `changed` narrow positions from `dense`."""
-        for dim, chosen in changed.items():
+        for dim, chosen in self._own(changed):
             narrow.index_copy_(dim, chosen.to(narrow.device), gather(dense, self._block(dense.shape, dim, chosen)))
+
+    def _own(self, changed: Axes) -> list[tuple[int, Tensor]]:
+        return [(dim, chosen) for dim, chosen in changed.items() if dim in self.positions]
 
     def _block(self, shape: torch.Size, dim: int, chosen: Tensor) -> Axes:
         """Dense positions of the `chosen` narrow positions along `dim`, and of all narrow positions along other axes."""

@@ -5,6 +5,8 @@ torch calls a global hook when a module becomes a part of another one, which is 
 
 from __future__ import annotations
 
+import warnings
+import weakref
 from typing import Any, Protocol
 
 import torch
@@ -13,10 +15,16 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
-from sparsekit._torch import in_transform, is_transformed
+from sparsekit._torch import DropoutNd, NormBase, in_transform, is_exporting, is_transformed
 from sparsekit.errors import UnsupportedModelError
 
-__all__ = ["Wrapped", "check_transforms", "guard_wrappers"]
+__all__ = ["EvalModeWarning", "Wrapped", "check_transforms", "guard_wrappers", "warn_of_eval_mode"]
+
+_DEPEND_ON_MODE = (NormBase, DropoutNd)
+
+
+class EvalModeWarning(UserWarning):
+    """A learnable mask is trained while its model is in eval mode: batch norms do not follow, dropout drops nothing."""
 
 
 class Wrapped(Protocol):
@@ -46,16 +54,38 @@ class Wrapped(Protocol):
         ...
 
 
+def warn_of_eval_mode(mask: Any) -> None:
+    """Warn, once for each mask, where an optimiser steps a model that was left in eval mode.
+
+    Args:
+        mask: A learnable mask. Batch norms alone in eval mode are somebody's decision, and no reason to warn.
+    """
+    if mask.model.training or mask in _warned or not any(isinstance(part, _DEPEND_ON_MODE) for part in mask.model.modules()):
+        return
+    _warned.add(mask)
+    warnings.warn(
+        "an optimiser steps a LearnableMask whose model is in eval mode: its batch norms do not follow the data and training"
+        " may diverge; call masked.train() before you train, and masked.eval() before you score",
+        EvalModeWarning,
+        stacklevel=5,
+    )
+
+
 def check_transforms(scores: Tensor, *, narrow: bool) -> None:
-    """Refuse to be differentiated inside torch.func.
+    """Refuse to be exported, and to be differentiated inside torch.func.
 
     Args:
         scores: The importance.
         narrow: Whether the model is narrow, so that the gradient of the scores is computed from that of the weights.
 
     Raises:
-        UnsupportedModelError: a transform would have to read values, or differentiate what it cannot.
+        UnsupportedModelError: a transform would have to read values, or differentiate what it cannot; or an exporter traces.
     """
+    if is_exporting():
+        raise UnsupportedModelError(
+            "a LearnableMask cannot be exported, since its mask may still change; export what it has become:"
+            " torch.onnx.export(masked.compact().eval(), ...), and likewise torch.export and torch.jit.trace"
+        )
     if in_transform() and (is_transformed(scores) or (narrow and torch.is_grad_enabled())):
         raise UnsupportedModelError(
             "a learnable mask cannot be differentiated inside torch.func (grad, vmap, …), which hands it tensors without"
@@ -65,6 +95,7 @@ def check_transforms(scores: Tensor, *, narrow: bool) -> None:
 
 
 _kinds: set[type[nn.Module]] = set()
+_warned: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def guard_wrappers(kind: type[nn.Module]) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -33,7 +35,12 @@ _AXES = "What is compared"
 
 def _compare(
     *,
-    methods: Annotated[list[str], typer.Argument(help="Methods by name, or package.module:function; `all` for every one.")],
+    methods: Annotated[
+        list[str],
+        typer.Argument(
+            help="Methods by name, or package.module:function; 'NAME PATH=VALUE …' with other options; `all` for every one."
+        ),
+    ],
     seeds: Annotated[int, typer.Option(help="Number of seeds: --seed, --seed + 1, …", rich_help_panel=_AXES)] = 3,
     target: Annotated[
         float | None,
@@ -79,9 +86,11 @@ def _compare(
         typer.echo(f"{found[0] if found else 'stopped by the user'}; {kept}", err=True)
         raise typer.Exit(INTERRUPTED) from None
     comparison = Comparison(sections_of(trials, order=list(made))[0], target)
+    drawn = False
     if options.out is not None:
         try:
-            write_files(options.out, target=target, order=list(made))
+            _, written = write_files(options.out, target=target, order=list(made), command=_typed())
+            drawn = any(path.suffix in (".png", ".svg") for path in written)
         except MissingDependencyError as error:
             typer.echo(f"warning: {error}; then `sparsekit report {options.out}` draws what is missing", err=True)
     if options.json:
@@ -89,7 +98,7 @@ def _compare(
     else:
         console = Console()
         comparison.show(console)
-        console.print(_where(options.out), soft_wrap=True)
+        console.print(_where(options.out, drawn=drawn), soft_wrap=True)
     if comparison.section.failed:
         raise typer.Exit(FAILED)
 
@@ -180,20 +189,33 @@ def _run(methods: dict[str, str], grid: Sequence[RunOptions], out: Path | None, 
             return list(running)
 
 
-def _where(out: Path | None) -> str:
+def _typed() -> str:
+    """The command line of this process, where it is ours."""
+    program = Path(sys.argv[0]).name
+    return shlex.join(["sparsekit", *sys.argv[1:]]) if program in ("sparsekit", "__main__.py") else ""
+
+
+def _where(out: Path | None, *, drawn: bool) -> str:
     if out is None:
         return "Nothing was kept. With --out DIR you get every result, tables, figures and report.html."
-    return f"Tables, figures, report.html and a folder per run are in {escape(str(out))}"
+    page = out / "report.html"
+    parts = ["tables"] if (out / "compare.csv").exists() else []
+    parts += ["figures"] if drawn else []
+    parts += ["report.html"] if page.exists() else []
+    there = ", ".join(["compare.json", *parts])
+    missing = "" if drawn else "; no figures, since a package is missing"
+    return f"{there} and a folder per run are in {escape(str(out))}{missing}"
 
 
 compare = command_app(
     # Finished and half-finished runs are found by themselves; the two levels may be lists here.
-    takes_options(_compare, without=("resume", "heterogeneity", "lack_classes", "bandit")),
+    takes_options(_compare, without=("resume", "heterogeneity", "lack_classes", "bandit", "set", "sampling", "init", "config")),
     examples=(
         "sparsekit compare fedlps fedavg local --seeds 3",
         "sparsekit compare all --preset mnist --data-dir data --out runs/mnist",
         "sparsekit compare fedlps heterofl --preset cifar10 --heterogeneity low,median,high --target 0.7 --out runs/levels",
         "sparsekit compare fedlps@p-ucbv fedlps@e-ucb fedlps@ucb-v --out runs/bandits",
+        "sparsekit compare fedavg 'fedprox local.proximal=0.1' 'fedprox local.proximal=1'",
         "sparsekit compare fedlps fedper --preset mnist --lack-classes 2,4,6,8 --jobs 2 --out runs/classes",
     ),
 )

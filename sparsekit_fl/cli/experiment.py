@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import logging
 import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from sparsekit.errors import InvalidValueError, MissingDependencyError, install_hint
@@ -41,6 +43,13 @@ class Experiment:
     engine: Engine
     described: Mapping[str, Any]
 
+    @cached_property
+    def fingerprint(self) -> dict[str, Any]:
+        """Code and data, as `fingerprint_of` gives them."""
+        from sparsekit_fl.server.fingerprint import fingerprint_of
+
+        return fingerprint_of(self.clients)
+
     @staticmethod
     def of(options: RunOptions) -> Experiment:
         """Load and deal the data, and fill in what was not said.
@@ -48,21 +57,26 @@ class Experiment:
         Raises:
             SparsekitError: an option that is not allowed, or data that are missing or do not fit.
         """
-        from sparsekit_fl.experiment.build import build_problem
+        from sparsekit_fl.client.spec import check_device
+        from sparsekit_fl.experiment.build import build_task
         from sparsekit_fl.paper.presets import preset_for
+        from sparsekit_fl.problem.clients import Capability
+        from sparsekit_fl.training.optimizer import check_training
 
         if options.device is not None:
-            _check_device(options.device)
+            check_device(options.device, name="--device")
         if sys.stderr.isatty() and not (options.quiet or options.json):
             # Reading a data set for the first time takes a while, and says so.
             logging.getLogger("sparsekit_fl").setLevel(logging.INFO)
         preset = preset_for(preset=options.preset, dataset=options.dataset)
         engine = _engine(options)
         # Checked before the data are read, which may take long.
-        _config(options, preset, options.clients or preset.clients)
+        check_training(_config(options, preset, options.clients or preset.clients).training)
+        if options.init is not None and not options.init.exists():
+            raise InvalidValueError(f"--init {options.init} does not exist; pass a file of weights, or the folder of a run")
         deal = {"classes_per_client": options.classes_per_client, "alpha": options.alpha}
-        deal = {name: value for name, value in deal.items() if value is not None}
-        problem, clients = build_problem(
+        deal = {name: value for name, value in deal.items() if value is not None} | _arguments(options.partition_args)
+        problem, clients, own = build_task(
             preset,
             model=options.model,
             clients=options.clients,
@@ -71,6 +85,7 @@ class Experiment:
             lack_classes=options.lack_classes,
             data_dir=options.data_dir,
             seed=options.seed or 0,
+            augment=options.augment,
         )
         kept = dict(preset.options) if options.partition in (None, preset.partition) else {}
         if options.lack_classes is not None:
@@ -79,34 +94,57 @@ class Experiment:
         described = {
             "preset": preset.name,
             "dataset": preset.dataset,
-            "model": options.model or preset.model,
+            "model": _name_of(problem) if own else options.model or preset.model,
             "clients": len(clients),
-            "partition": options.partition or preset.partition,
-            "partition_options": {**kept, **deal},
+            "partition": None if own else options.partition or preset.partition,
+            "partition_options": {} if own else {**kept, **deal},
         }
+        if options.augment is not None:
+            described["augment"] = options.augment
+        if options.init is not None:
+            described["init"] = str(options.init)
         return Experiment(
             problem=problem,
             clients=clients,
-            config=_config(options, preset, len(clients)),
+            # A factory may bring clients with devices of their own, which drawn levels must not replace unasked.
+            config=_config(options, preset, len(clients), keep=any(client.capability != Capability() for client in clients)),
             engine=engine,
             described=described,
         )
 
 
-def _check_device(device: str) -> None:
-    import torch
-
+def _arguments(text: str | None) -> dict[str, Any]:
+    """`alpha=0.1, min_examples=20` as values."""
     try:
-        kind = torch.device(device).type
-    except RuntimeError as error:
-        raise InvalidValueError(f"--device must be cpu, cuda or cuda:N, got {device!r}") from error
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise InvalidValueError("--device cuda: this torch sees no CUDA device; leave it out to run on the CPU")
+        call = ast.parse(f"f({text or ''})", mode="eval").body
+        assert isinstance(call, ast.Call)
+        if call.args or any(word.arg is None for word in call.keywords):
+            raise ValueError(text)
+        return {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
+    except (SyntaxError, ValueError):
+        raise InvalidValueError(
+            f"--partition-args must be NAME=VALUE with commas between, as in 'min_examples=20', got {text!r}"
+        ) from None
 
 
-def _config(options: RunOptions, preset: Preset, clients: int) -> RunConfig:
+def _name_of(problem: Problem) -> str:
+    made = getattr(problem.model, "func", problem.model)
+    return f"{made.__module__}:{made.__qualname__}" if hasattr(made, "__qualname__") else type(problem.model()).__name__
+
+
+def _config(options: RunOptions, preset: Preset, clients: int, *, keep: bool = False) -> RunConfig:
+    """Return the options of the run.
+
+    Args:
+        options: What the user gave.
+        preset: Decides the rest.
+        clients: Number of clients.
+        keep: The clients have capabilities of their own, which stay unless levels were asked for.
+    """
     given = options.given(TrainingConfig, RunConfig)
-    if options.heterogeneity is not None:
+    if options.heterogeneity == "own" or (keep and options.heterogeneity is None):
+        given = {"capability": "fixed", **given, "capability_levels": None}
+    elif options.heterogeneity is not None:
         given["capability_levels"] = HETEROGENEITY[options.heterogeneity]
     config = preset.config(given, clients)
     if config.cohort > clients:

@@ -14,14 +14,14 @@ from sparsekit.errors import SparsekitError
 from sparsekit_fl.cli.progress import Events, TrialsProgress
 from sparsekit_fl.cli.trials import Task, TrialPlan, failed_trial, run_trial, tasks
 from sparsekit_fl.errors import ResumeError, RunInterrupted, WorkerDiedError
-from sparsekit_fl.processes import Child, Children, one_thread, start_method
+from sparsekit_fl.processes import KILL, Child, Children, one_thread, start_method
 from sparsekit_fl.report.trials import Trial
 
 __all__ = ["run_at_once"]
 
 _POLL_SECONDS = 0.25
 # Ctrl-C reaches every process of a terminal, which then saves itself; a signal to this process alone is passed on.
-_GOODBYE = ((3.0, signal.SIGINT), (15.0, signal.SIGKILL))
+_GOODBYE = ((3.0, signal.SIGINT), (15.0, KILL))
 
 
 class _LogToPipe(logging.Handler):

@@ -6,19 +6,21 @@ An option that is not given is None: the preset of the data set decides it, and 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_origin
 
 import typer
 from rich.markup import escape
 from typer.core import TyperCommand
 
 from sparsekit.errors import InvalidValueError
+from sparsekit_fl.cli.config_file import completed
 from sparsekit_fl.options.checked import Choice, Count
 from sparsekit_fl.options.config import RunConfig, TrainingConfig
-from sparsekit_fl.options.schema import HOW, TRAIN, WHAT, Offer, Option, offers, options, plain_type, shown_help
+from sparsekit_fl.options.schema import HOW, SERVER, TRAIN, WHAT, Offer, Option, offers, options, plain_type, shown_help
+from sparsekit_fl.options.values import read_settings
 
 if TYPE_CHECKING:
     import click
@@ -30,9 +32,9 @@ __all__ = ["MOST_WORKERS", "DefaultsCommand", "RunOptions", "command_app", "take
 MOST_WORKERS = 8
 
 # What the help lists first, in this order; the rest is as it is declared.
-_FIRST = ("preset", "dataset", "model", "data_dir", "rounds", "clients", "cohort")
+_FIRST = ("config", "preset", "dataset", "model", "data_dir", "rounds", "clients", "cohort")
 
-Level = Literal["low", "median", "high"]
+Level = Literal["low", "median", "high", "own"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,26 +43,72 @@ class RunOptions(Offer):
     """What the user gave, for every option of a run and for these; None where nothing was given."""
 
     preset: Annotated[str | None, Option("An experiment of the paper; see the defaults below.", WHAT)] = None
-    dataset: Annotated[str | None, Option("A data set by name, or package.module:factory.", WHAT)] = None
+    dataset: Annotated[
+        str | None, Option("A data set by name, hf:FOLDER or hf:REPOSITORY, or package.module:factory.", WHAT)
+    ] = None
     model: Annotated[str | None, Option("A model by name, or package.module:factory.", WHAT)] = None
     data_dir: Annotated[Path | None, Option("Folder that holds DATASET/; without it the data are fetched once.", WHAT)] = None
     clients: Annotated[Count | None, Option("Number of clients.", WHAT)] = None
     partition: Annotated[
-        str | None, Option("How examples are split over clients: pathological, dirichlet or natural.", WHAT)
+        str | None,
+        Option("How examples are split over clients: pathological, dirichlet, natural, or flwr:NAME of flwr-datasets.", WHAT),
     ] = None
     classes_per_client: Annotated[int | None, Option("For the pathological partition: classes of each client.", WHAT)] = None
     lack_classes: Annotated[
         int | None, Option("For the pathological partition: number of classes that each client lacks.", WHAT)
     ] = None
     alpha: Annotated[float | None, Option("For the dirichlet partition: concentration; a small one is uneven.", WHAT)] = None
+    partition_args: Annotated[
+        str | None,
+        Option("Further arguments of the partition, as in 'min_examples=20'; those of flwr-datasets' partitioners too.", WHAT),
+    ] = None
+    augment: Annotated[
+        str | None,
+        Option("Random changes of training pictures, new in each epoch: crop, flip, erase, noise; several: crop,flip.", WHAT),
+    ] = None
     heterogeneity: Annotated[
         Level | None,
-        Option("Draw capabilities from 1 and 1/2 (low), from 1 to 1/4 (median) or from 1 to 1/16 (high).", WHAT),
+        Option(
+            "Draw capabilities from 1 and 1/2 (low), from 1 to 1/4 (median) or from 1 to 1/16 (high); own: keep those of the"
+            " clients.",
+            WHAT,
+        ),
+    ] = None
+    set: Annotated[
+        tuple[str, ...] | None,
+        Option(
+            "PATH=VALUE of an option of the method, as in local.proximal=0.1; once per option. `sparsekit list method METHOD`"
+            " shows them.",
+            TRAIN,
+        ),
     ] = None
     bandit: Annotated[
         str | None,
         Option(
             "The bandit that decides the ratios of fedlps: p-ucbv, split-ucbv, e-ucb, ucb-v, or package.module:object.", TRAIN
+        ),
+    ] = None
+    config: Annotated[
+        Path | None,
+        Option(
+            "TOML file with options, such as the run.toml that a run with --out writes; the command line comes first.", WHAT
+        ),
+    ] = None
+    sampling: Annotated[
+        str | None,
+        Option(
+            "Who trains: uniform, by-size, poisson, power-of-choice, fixed, or package.module:Class; options by --set"
+            " sampling.NAME=VALUE.",
+            SERVER,
+            unset="as the method says",
+        ),
+    ] = None
+    init: Annotated[
+        Path | None,
+        Option(
+            "Start from these weights: a .safetensors or .pt file of a state dict, or the folder of an earlier run.",
+            WHAT,
+            unset="random weights",
         ),
     ] = None
     engine: Annotated[str | None, Option("What runs clients: embedded, cohort or flower.", HOW, unset="embedded")] = None
@@ -78,12 +126,16 @@ class RunOptions(Offer):
         ),
     ] = None
     out: Annotated[Path | None, Option("Folder for the result, the rounds, the checkpoint and the models.", HOW)] = None
-    resume: Annotated[bool, Option("Continue the run in --out, to the same bits.", HOW)] = False
+    resume: Annotated[
+        bool, Option("Continue the run in --out, with its options, to the same bits; a finished one by more --rounds.", HOW)
+    ] = False
+    accept_code: Annotated[bool, Option("Go on with, or compare with, what another version of this package ran.", HOW)] = False
     quiet: Annotated[bool, Option("Show no progress on stderr.", HOW, short="-q")] = False
     json: Annotated[bool, Option("Print the result as JSON on stdout and nothing else.", HOW)] = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        read_settings(self.set or ())
         if self.resume and self.out is None:
             raise InvalidValueError("--resume needs --out DIR, the folder of the run to go on with")
         if self.data_dir is not None and not self.data_dir.is_dir():
@@ -91,6 +143,11 @@ class RunOptions(Offer):
         for name, kind in (("classes_per_client", "pathological"), ("lack_classes", "pathological"), ("alpha", "dirichlet")):
             if getattr(self, name) is not None and self.partition not in (None, kind):
                 raise InvalidValueError(f"{self._called(name)} belongs to --partition {kind}, got --partition {self.partition}")
+
+    def settings(self) -> dict[str, str]:
+        """Path → value, of the options of the method: those of --set, and --sampling."""
+        own = {} if self.sampling is None else {"sampling": self.sampling}
+        return {**own, **read_settings(self.set or ())}
 
     @classmethod
     def _called(cls, name: str) -> str:
@@ -113,7 +170,15 @@ def takes_options(command: Callable[..., None], *, without: tuple[str, ...] = ()
 
     def spread(**given: Any) -> None:
         rest = {name: value for name, value in given.items() if name not in names}
-        command(**rest, options=RunOptions(**{name: given[name] for name in names}))
+        mine: dict[str, Any] = {name: tuple(given[name]) if isinstance(given[name], list) else given[name] for name in names}
+        file = mine.get("config") or _file_of(mine)
+        if file is not None:
+            method, mine = completed(mine, file, known=names)
+            if "method" in own:
+                rest["method"] = rest.get("method") or method
+            elif method not in (None, command.__name__.strip("_")):
+                raise InvalidValueError(f"{file} is for method {method!r}; use `sparsekit run` for it")
+        command(**rest, options=RunOptions(**mine))
 
     kept = [parameter.replace(kind=parameter.KEYWORD_ONLY) for name, parameter in own.items() if name != "options"]
     added = [_parameter(name, *offered[name]) for name in names if name not in own]
@@ -124,9 +189,18 @@ def takes_options(command: Callable[..., None], *, without: tuple[str, ...] = ()
     return spread
 
 
+def _file_of(given: Mapping[str, Any]) -> Path | None:
+    """Return the options that a run wrote into the folder with which it is resumed; None where there are none."""
+    if not given.get("resume") or given.get("out") is None:
+        return None
+    file = Path(given["out"]) / "run.toml"
+    return file if file.exists() else None
+
+
 def _parameter(name: str, choice: Choice, option: Option) -> inspect.Parameter:
     """What Typer reads as an option; ranges are checked by RunOptions, whose messages say what to do."""
     kind: Any = plain_type(choice.hint)
+    kind = list[str] if get_origin(kind) is tuple else kind
     flags = [RunOptions._called(name)] if kind is bool else []
     short = [option.short] if option.short else []
     about = typer.Option(*flags, *short, help=shown_help(option, _DEFAULTS.get(name)), rich_help_panel=option.panel)

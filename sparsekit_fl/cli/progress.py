@@ -1,4 +1,4 @@
-"""Live progress on stderr, drawn with rich: of one run, or of the trials of a comparison. Silent where nobody looks."""
+"""Live progress of the trials of a comparison on stderr, drawn with rich. Silent where nobody looks."""
 
 from __future__ import annotations
 
@@ -11,102 +11,18 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import (
-    BarColumn,
-    Progress,
-    ProgressColumn,
-    SpinnerColumn,
     TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
 )
 
-from sparsekit_fl.report.table import flops_text, seconds_text, share_text
+from sparsekit_fl.callbacks.progress import bar
+from sparsekit_fl.report.table import seconds_text, share_text
 from sparsekit_fl.results.records import Observer, RoundRecord, RunStart
 
 if TYPE_CHECKING:
     from sparsekit_fl.report.trials import Trial
-    from sparsekit_fl.results.records import RunResult
-    from sparsekit_fl.wire.messages import Evaluation, Update
+    from sparsekit_fl.wire.messages import Update
 
-__all__ = ["Events", "LiveProgress", "TrialsProgress"]
-
-
-def _bar(console: Console, *first: ProgressColumn, shown: bool, **options: Any) -> Progress:
-    """Return a line of text, bar, facts, time and time left; nothing is drawn where nobody looks."""
-    return Progress(
-        *first,
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=None),
-        TextColumn("{task.fields[facts]}"),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
-        console=console,
-        disable=not (shown and console.is_terminal),
-        transient=True,
-        expand=True,
-        **options,
-    )
-
-
-class LiveProgress(Observer, AbstractContextManager["LiveProgress"]):
-    """Round, accuracy, FLOPs so far and time left. Used as a context manager around the run.
-
-    Args:
-        quiet: Draw nothing.
-        label: Text at the start of the line; empty for the method's name.
-        console: Console to draw on; None takes stderr.
-    """
-
-    def __init__(self, *, quiet: bool = False, label: str = "", console: Console | None = None) -> None:
-        self._label = label
-        self._cohort = 1
-        self._rounds = 0
-        self._accuracy = ""
-        self._progress = _bar(console or Console(stderr=True), SpinnerColumn(), shown=not quiet, refresh_per_second=4)
-        self._task = self._progress.add_task(f"{label} preparing".strip(), total=None, facts="")
-
-    def __enter__(self) -> LiveProgress:
-        # Starts a thread, so only in on_start: worker processes are forked before.
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
-
-    def on_start(self, start: RunStart) -> None:
-        """Draw the bar; a resumed run starts in its middle."""
-        self._cohort, self._rounds = start.config.cohort, start.config.rounds
-        self._label = self._label or start.method
-        self._progress.update(self._task, total=self._rounds * self._cohort, completed=start.round * self._cohort)
-        self._doing(start.round + 1)
-        self._progress.start()
-
-    def _doing(self, round: int, more: str = "") -> None:
-        text = f"{self._label} round {min(round, self._rounds)}/{self._rounds}{more}"
-        self._progress.update(self._task, description=text.strip())
-
-    def on_client(self, round: int, client_id: int, update: Update | None) -> None:
-        """Advance the bar by one client."""
-        self._progress.advance(self._task)
-
-    def on_evaluation(self, round: int, client_id: int, evaluation: Evaluation) -> None:
-        """Say that clients are being evaluated."""
-        self._doing(round, ", scoring")
-
-    def on_round(self, record: RoundRecord) -> None:
-        """Show the accuracy of the newest evaluation, or of training before there is one, and the FLOPs so far."""
-        if record.evaluation is not None and "accuracy" in record.evaluation.personal:
-            self._accuracy = f"accuracy {share_text(record.evaluation.personal['accuracy'])}"
-        elif not self._accuracy.startswith("accuracy") and record.accuracy is not None:
-            self._accuracy = f"training accuracy {share_text(record.accuracy)}"
-        facts = f"{self._accuracy}  {flops_text(record.cost.flops_compact)} FLOPs".strip()
-        self._progress.update(self._task, completed=record.round * self._cohort, facts=facts)
-        self._doing(record.round + 1)
-
-    def on_end(self, result: RunResult) -> None:
-        """Remove the bar."""
-        self._progress.stop()
+__all__ = ["Events", "TrialsProgress"]
 
 
 class Events(Observer):
@@ -168,7 +84,7 @@ class TrialsProgress(AbstractContextManager["TrialsProgress"]):
         self._ended = 0
         self._shown = 0.0
         self._running: dict[str, _Running] = {}
-        self._progress = _bar(console or Console(stderr=True), shown=not quiet, auto_refresh=False, speed_estimate_period=3600)
+        self._progress = bar(console or Console(stderr=True), shown=not quiet, auto_refresh=False, speed_estimate_period=3600)
         self._all = self._progress.add_task(f"0/{trials} trials", total=trials, facts="")
 
     def __enter__(self) -> TrialsProgress:

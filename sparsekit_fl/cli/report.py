@@ -26,6 +26,7 @@ def write_files(
     target: float | None = None,
     order: Sequence[str] = (),
     progress: Callable[[str], None] = lambda _: None,
+    command: str = "",
 ) -> tuple[list[Comparison], list[Path]]:
     """Write the report of a folder with the published numbers beside ours.
 
@@ -35,6 +36,7 @@ def write_files(
         target: Accuracy whose simulated time is a column.
         order: Methods in the order of tables.
         progress: Receives the name of each file before it is written.
+        command: What was typed to run them; empty takes that of the report that is there.
 
     Returns:
         The comparisons, one per protocol, and the files.
@@ -50,6 +52,7 @@ def write_files(
         out=out,
         beside=lambda comparison: page_of(published_beside(comparison, folder=folder)),
         progress=progress,
+        command=command,
     )
     return comparisons, written
 

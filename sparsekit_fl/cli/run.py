@@ -2,37 +2,46 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.markup import escape
 
 from sparsekit.errors import InvalidValueError
+from sparsekit_fl.cli.config_file import written
 from sparsekit_fl.cli.experiment import Experiment
 from sparsekit_fl.cli.options import RunOptions, command_app, takes_options
+from sparsekit_fl.cli.outcome import show_outcome
 
 __all__ = ["fedlps", "run"]
 
 INTERRUPTED = 130
+INCOMPLETE = 3
 
 
 def _run(method_name: str, options: RunOptions) -> None:
-    from sparsekit_fl.cli.progress import LiveProgress
+    from sparsekit_fl.callbacks.base import Callback, RunView
+    from sparsekit_fl.callbacks.progress import LiveProgress
     from sparsekit_fl.errors import RunInterrupted
     from sparsekit_fl.methods.make import make_method
-    from sparsekit_fl.report.table import result_table
     from sparsekit_fl.server.loop import run as run_rounds
-    from sparsekit_fl.server.privacy import privacy_line
+    from sparsekit_fl.state.storage import write_atomically
 
-    method = make_method(method_name, bandit=options.bandit)
+    method = make_method(method_name, bandit=options.bandit, settings=options.settings())
     if method.capability is not None and options.capability not in (None, method.capability):
         raise InvalidValueError(
             f"--capability {options.capability} contradicts {method.name!r}, which is about {method.capability} capabilities;"
             " leave the option out"
         )
     experiment = Experiment.of(options)
+
+    class Written(Callback):
+        """Writes the options of the run into its folder, once that is known to be free."""
+
+        def on_run_start(self, run: RunView) -> None:
+            if run.out is not None:
+                text = written(method_name, {**options.values(), "seed": run.config.seed})
+                write_atomically(run.out / "run.toml", text.encode(), private=run.config.dp_noise_seed is not None)
+
     with LiveProgress(quiet=options.quiet or options.json) as progress:
         try:
             result = run_rounds(
@@ -41,25 +50,19 @@ def _run(method_name: str, options: RunOptions) -> None:
                 experiment.clients,
                 experiment.config,
                 engine=experiment.engine,
-                observers=[progress],
+                callbacks=[progress, Written()],
                 out=options.out,
                 resume=options.resume,
+                accept_code=options.accept_code,
                 experiment=experiment.described,
+                init=options.init,
             )
         except RunInterrupted as error:
             typer.echo(str(error), err=True)
             raise typer.Exit(INTERRUPTED) from None
-    if options.json:
-        typer.echo(json.dumps(result.to_dict(), indent=1, allow_nan=False))
-        return
-    console = Console()
-    console.print(result_table(result.to_dict()))
-    if result.privacy:
-        console.print(privacy_line(result.privacy))
-    if options.out is None:
-        console.print("Nothing was kept. With --out DIR you get result.json, rounds.jsonl, the models, and runs that resume.")
-    else:
-        console.print(f"result.json, rounds.jsonl, checkpoint and models are in {escape(str(options.out))}", soft_wrap=True)
+    show_outcome(result, options)
+    if result.failures or len(result.final.per_client) < len(experiment.clients):
+        raise typer.Exit(INCOMPLETE)
 
 
 def _fedlps(*, options: RunOptions) -> None:
@@ -71,9 +74,19 @@ def _fedlps(*, options: RunOptions) -> None:
 
 
 def _method(
-    *, method: Annotated[str, typer.Argument(help="A method by name, or package.module:function.")], options: RunOptions
+    *,
+    method: Annotated[
+        str | None, typer.Argument(help="A method by name, or package.module:function; --config FILE may name it.")
+    ] = None,
+    options: RunOptions,
 ) -> None:
-    """Run any federated method; `sparsekit list methods` shows them."""
+    """Run any federated method; `sparsekit list methods` shows them, `sparsekit list method NAME` the options of one.
+
+    Exit codes: 0, finished; 3, finished, though a client that was asked could never train, or could not be scored; 2, an
+    option or a file that is wrong; 1, any other error; 130, stopped by Ctrl-C.
+    """
+    if method is None:
+        raise InvalidValueError("METHOD is missing; name one, as in `sparsekit run fedavg`, or pass a --config FILE that does")
     _run(method, options)
 
 
@@ -93,6 +106,10 @@ run = command_app(
     examples=(
         "sparsekit run fedavg",
         "sparsekit run local --preset mnist --data-dir data --out runs/local",
+        "sparsekit run fedprox --set local.proximal=0.1 --lr 0.05",
+        "sparsekit run --config runs/local/run.toml --seed 1",
+        "sparsekit run --resume --out runs/local",
+        "sparsekit run --resume --out runs/local --rounds 200",
         "sparsekit run mypackage.methods:fedhalf --rounds 20",
     ),
 )

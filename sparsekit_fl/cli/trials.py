@@ -21,7 +21,8 @@ from sparsekit_fl.methods.make import make_method
 from sparsekit_fl.report.table import read_result
 from sparsekit_fl.report.trials import TRIAL_FILES, Trial, trial_file
 from sparsekit_fl.results.records import Observer
-from sparsekit_fl.server.checkpoint import differences
+from sparsekit_fl.server.checkpoint import differences, holds_run
+from sparsekit_fl.server.fingerprint import check_fingerprint
 from sparsekit_fl.server.loop import run
 from sparsekit_fl.state.storage import write_atomically
 
@@ -60,11 +61,13 @@ class Task:
         plan: Plan of the trial.
         described: Settings that make a trial the same one: `config` and `policies`, plain JSON values.
         trial: The trial, where there is nothing to run: it is finished, or cannot even be set up; else None.
+        resume: Its folder holds a part of it.
     """
 
     plan: TrialPlan
     described: Mapping[str, Any]
     trial: Trial | None
+    resume: bool = False
 
 
 @lru_cache(maxsize=1)
@@ -95,10 +98,11 @@ def tasks(plans: Sequence[TrialPlan]) -> Iterator[Task]:
         method = make_method(plan.method)
         config = {**method.configure(experiment.config).to_dict(), "experiment": dict(experiment.described)}
         described = json.loads(json.dumps({"config": config, "policies": method.describe()}))
-        yield Task(plan=plan, described=described, trial=_finished(plan, described))
+        resume = plan.folder is not None and holds_run(plan.folder)
+        yield Task(plan=plan, described=described, trial=_finished(plan, described, experiment), resume=resume)
 
 
-def _finished(plan: TrialPlan, described: Mapping[str, Any]) -> Trial | None:
+def _finished(plan: TrialPlan, described: Mapping[str, Any], experiment: Experiment) -> Trial | None:
     """Return the finished trial in a plan's folder; None for one to run or to go on with."""
     if plan.folder is None:
         return None
@@ -116,7 +120,14 @@ def _finished(plan: TrialPlan, described: Mapping[str, Any]) -> Trial | None:
             f"{plan.folder} holds {plan.label} with other settings ({'; '.join(changed)});"
             " pass the options it was run with, or another --out"
         )
-    return saved if saved.result is not None else None
+    if saved.result is None:
+        # Its checkpoint says by which code and on which data; the run looks there.
+        return None
+    environment = saved.result.get("environment", {})
+    fingerprint = saved.result.get("fingerprint") or {"sparsekit": environment.get("sparsekit")}
+    where = f"{plan.label} in {plan.folder}"
+    check_fingerprint(fingerprint, experiment.fingerprint, where=where, accept_code=plan.options.accept_code)
+    return saved
 
 
 def _record(plan: TrialPlan, described: Mapping[str, Any], error: str | None) -> None:
@@ -145,7 +156,8 @@ def run_trial(task: Task, observers: Sequence[Observer]) -> Trial:
         engine=experiment.engine,
         observers=observers,
         out=plan.folder,
-        resume=plan.folder is not None,
+        resume=task.resume,
+        accept_code=plan.options.accept_code,
         experiment=experiment.described,
     )
     if plan.folder is not None:

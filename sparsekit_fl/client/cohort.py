@@ -97,6 +97,11 @@ def why_alone(spec: RunSpec, *, batched: bool) -> str | None:
     reason = spec.method.local.why_alone(batched=batched)
     if reason is not None:
         return reason
+    training = spec.config.training
+    options = {"optimizer": "sgd", "optimizer_args": "", "amp": "off", "local_schedule": "constant", "local_warmup": 0}
+    for name, plain in options.items():
+        if getattr(training, name) != plain:
+            return f"{name} is {getattr(training, name)!r}, and the steps of several clients are those of plain SGD"
     return refusal(spec.problem.model()) if batched or torch.device(spec.config.device).type != "cpu" else None
 
 

@@ -200,7 +200,7 @@ def _upload(
     """Return trained minus received, of the shared entries that the upload mask keeps; put private entries into memory."""
     graph = ctx.graph
     upload = worker.spec.method.share.upload_mask(ctx.scoped("share"), result)
-    private = [name for name in start if name not in shared]
+    private = [name for name in start if name not in shared and name not in worker.spec.frozen]
     trained, narrow = result.state, result.narrow
     if narrow and (private or upload is not result.mask):
         trained, narrow = Kept(graph, result.mask).scatter_all(trained, start), False
@@ -254,16 +254,17 @@ def client_evaluate(
         predict = personal.predictor(ctx, module)
         test = ctx.score(module, "test", predict=predict)
         validation = ctx.score(module, "val", predict=predict)
+        private = any(name not in state and name not in spec.frozen for name in full)
         is_global = model.state is full and model.mask is None and predict is module
         shared = None
         if with_shared:
             shared = test
-            if not is_global or len(state) < len(full):
+            if not is_global or private:
                 globally = {name: state.get(name, tensor) for name, tensor in spec.initial.items()}
                 worker.narrow_model.load(globally, None)
                 personal.calibrate(ctx, module)
                 shared = ctx.score(module, "test", predict=personal.predictor(ctx, module))
-        if export is not None and not (is_global and len(state) == len(full)):
+        if export is not None and not (is_global and not private):
             _load(worker, model)  # scoring may have calibrated it, or loaded the global one
             _export(export, client.id, worker.narrow_model)
     return Evaluation(

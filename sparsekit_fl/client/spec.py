@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
-from sparsekit.errors import NoUnitsError
+import torch
+
+from sparsekit.errors import InvalidValueError, NoUnitsError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.state import StateDict, clone
 from sparsekit.measure.cost import CostModel, trace_cost
@@ -17,9 +21,12 @@ from sparsekit_fl.methods.method import Method
 from sparsekit_fl.options.config import RunConfig, TrainingConfig
 from sparsekit_fl.problem.clients import Client
 from sparsekit_fl.problem.problem import Problem
+from sparsekit_fl.problem.recipe import recipe_of
+from sparsekit_fl.state.initial import read_initial
 from sparsekit_fl.streams import Streams
+from sparsekit_fl.training.optimizer import check_training
 
-__all__ = ["RunSpec", "by_id"]
+__all__ = ["RunSpec", "by_id", "check_device"]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -33,6 +40,9 @@ class RunSpec:
         costs: The FLOPs of the model.
         config: The options, as `method.configure` returned them.
         initial: The global state of round 0, dense, on the CPU.
+        parameters: State-dict keys of what trains; the rest are buffers, and what is frozen.
+        frozen: Those of parameters that need no gradient: they neither travel nor are kept for each client.
+        recipe: How another process makes the model again; see `recipe_of`.
     """
 
     method: Method
@@ -41,9 +51,19 @@ class RunSpec:
     costs: CostModel
     config: RunConfig
     initial: StateDict
+    parameters: frozenset[str] = frozenset()
+    frozen: frozenset[str] = frozenset()
+    recipe: Mapping[str, Any] = field(default_factory=dict)
 
     @staticmethod
-    def build(method: Method, problem: Problem, config: RunConfig, *, graph: UnitGraph | None = None) -> RunSpec:
+    def build(
+        method: Method,
+        problem: Problem,
+        config: RunConfig,
+        *,
+        graph: UnitGraph | None = None,
+        init: Path | str | StateDict | None = None,
+    ) -> RunSpec:
         """Make the model from the run's seed, trace its units and its costs.
 
         Args:
@@ -51,9 +71,13 @@ class RunSpec:
             problem: Model, loss and metrics, as the user gave them.
             config: The options.
             graph: The units of the model, where they are already known.
+            init: Weights to start from; see `state.initial.read_initial`. None: those of the fresh model.
         """
         config = method.configure(config)
-        problem = method.local.prepare(problem)
+        check_training(config.training)
+        given, problem = problem, method.local.prepare(problem)
+        # A method that needs another architecture makes it of the user's.
+        recipe = {**recipe_of(given), "prepared_by": None if problem is given else method.name}
         with torch_scope(Streams(config.seed).model()):
             model = problem.model()
         if graph is None:
@@ -67,13 +91,24 @@ class RunSpec:
         for policy in method.policies().values():
             policy.check(problem, graph)
         costs = trace_cost(model, *problem.example_inputs, graph=graph)
+        initial = clone(model.state_dict())
+        leaves = dict(model.named_parameters(remove_duplicate=False))
         return RunSpec(
-            method=method, problem=problem, graph=graph, costs=costs, config=config, initial=clone(model.state_dict())
+            method=method,
+            problem=problem,
+            graph=graph,
+            costs=costs,
+            config=config,
+            initial=initial if init is None else read_initial(init, initial),
+            parameters=frozenset(name for name, leaf in leaves.items() if leaf.requires_grad),
+            frozen=frozenset(name for name, leaf in leaves.items() if not leaf.requires_grad),
+            recipe=recipe,
         )
 
     def shared_names(self) -> list[str]:
         """Return the keys of the state that travel, in the order of the state."""
-        return [name for name in self.initial if self.method.share.is_shared(name, self.graph)]
+        share = self.method.share
+        return [name for name in self.initial if name not in self.frozen and share.is_shared(name, self.graph)]
 
     def for_clients(self) -> RunSpec:
         """Return the same spec without the server's secret: the seed of a private run's noise."""
@@ -83,10 +118,29 @@ class RunSpec:
 
     def training(self, round: int) -> TrainingConfig:
         """Return the options of training, with the learning rate of this round."""
-        factor = self.config.lr_decay ** (round - 1)
-        return dataclasses.replace(self.config.training, lr=self.config.training.lr * factor)
+        return dataclasses.replace(self.config.training, lr=self.config.training.lr * self.config.round_factor(round))
 
 
 def by_id(clients: Sequence[Client]) -> dict[int, Client]:
     """Return the clients by id, ascending."""
     return {client.id: client for client in sorted(clients, key=lambda client: client.id)}
+
+
+def check_device(device: str, *, name: str = "device") -> None:
+    """Raise InvalidValueError unless this machine has a device.
+
+    Args:
+        device: As torch calls it: cpu, cuda, cuda:1.
+        name: The option, for the message.
+    """
+    try:
+        asked = torch.device(device)
+    except RuntimeError as error:
+        raise InvalidValueError(f"{name} must be cpu, cuda or cuda:N, got {device!r}") from error
+    if asked.type != "cuda":
+        return
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count == 0:
+        raise InvalidValueError(f"{name} {device}: this torch sees no CUDA device; leave it out to run on the CPU")
+    if asked.index is not None and asked.index >= count:
+        raise InvalidValueError(f"{name} {device}: this machine has {count}, cuda:0 to cuda:{count - 1}; take one of these")

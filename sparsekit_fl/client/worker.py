@@ -15,6 +15,9 @@ from sparsekit_fl.wire.kept import Mask
 __all__ = ["WorkerState"]
 
 
+_SPLITS = ("train", "val", "test")
+
+
 class WorkerState:
     """The part of a worker process that lives from client to client: the spec and one narrow model.
 
@@ -57,4 +60,6 @@ class WorkerState:
             received=received,
             initial_state=lambda: spec.initial,
             cache={},
+            frozen=spec.frozen,
+            reading=lambda split: Streams(spec.config.seed).reading(round, client.id).spawn(3)[_SPLITS.index(split)],
         )

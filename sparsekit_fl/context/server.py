@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -80,6 +80,7 @@ class ServerContext:
         state: The shared global state at the start of the round.
         kind: The kind of policy that this context is for.
         costs: FLOPs of the model; None in a context that no run made.
+        unreachable: Clients of the run that are not in the roster, since they cannot be reached in this round.
     """
 
     round: int
@@ -92,12 +93,24 @@ class ServerContext:
     state: StateDict
     kind: PolicyKind = "sampling"
     costs: CostModel | None = None
+    unreachable: frozenset[int] = frozenset()
 
     cohort_size = renamed_attribute("cohort_size", "cohort")
 
     def scoped(self, kind: PolicyKind) -> ServerContext:
         """Return the same context with the memory and the generator of one kind of policy."""
         return dataclasses.replace(self, memory=self.memory.setdefault(kind, {}), kind=kind)
+
+    @property
+    def everybody(self) -> frozenset[int]:
+        """The ids of all clients of the run."""
+        return self.unreachable.union(self.roster)
+
+    def reaching(self, ids: Collection[int]) -> ServerContext:
+        """Return the same context with some clients alone in its roster, and a cohort of no more than these."""
+        roster = {id: self.roster[id] for id in ids}
+        away = frozenset(self.roster) - frozenset(ids)
+        return dataclasses.replace(self, roster=roster, cohort=min(self.cohort, len(roster)), unreachable=away)
 
     @property
     def rng(self) -> np.random.Generator:

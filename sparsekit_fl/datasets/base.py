@@ -12,6 +12,7 @@ from torch import Tensor
 
 from sparsekit.errors import DataError
 from sparsekit_fl.problem.data import TensorData, Transform
+from sparsekit_fl.problem.lazy import LazyData
 
 __all__ = ["DataSource", "Load"]
 
@@ -40,8 +41,8 @@ class DataSource:
 
     name: str
     kind: Literal["image", "tokens"]
-    train: TensorData
-    test: TensorData | None
+    train: TensorData | LazyData
+    test: TensorData | LazyData | None
     classes: int
     mean: tuple[float, ...] = ()
     std: tuple[float, ...] = ()
@@ -56,7 +57,7 @@ class DataSource:
         for what, pool in (("train", self.train), ("test", self.test)):
             if pool is None:
                 continue
-            inputs = pool.inputs[0]
+            inputs = torch.empty(0, *pool.shape, dtype=torch.uint8) if isinstance(pool, LazyData) else pool.inputs[0]
             if inputs.ndim != dimensions or inputs.is_floating_point():
                 wanted = "uint8 (rows, C, H, W)" if self.kind == "image" else "integers (rows, T)"
                 raise DataError(
@@ -78,7 +79,7 @@ class DataSource:
     @property
     def shape(self) -> torch.Size:
         """Of one raw input: `(C, H, W)` or `(T,)`."""
-        return self.train.inputs[0].shape[1:]
+        return torch.Size(self.train.shape) if isinstance(self.train, LazyData) else self.train.inputs[0].shape[1:]
 
     def with_transform(self, transform: Transform | None) -> DataSource:
         """The same source, read through another transform."""

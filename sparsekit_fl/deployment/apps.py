@@ -17,7 +17,7 @@ from sparsekit.errors import InvalidValueError
 from sparsekit_fl.client.executor import ClientExecutor
 from sparsekit_fl.client.spec import RunSpec
 from sparsekit_fl.deployment.plan import Plan, client_ids
-from sparsekit_fl.engines.flower.introduction import described
+from sparsekit_fl.engines.flower.introduction import described, introduced_by
 from sparsekit_fl.engines.flower.node import make_app
 from sparsekit_fl.engines.flower.wire import content, read
 from sparsekit_fl.problem.clients import Client
@@ -77,8 +77,8 @@ client: ClientApp = make_app(_executor)
 
 def _introduce(message: Message, context: Context) -> Message:
     read(message)
-    _, clients = _make(context)
-    return Message(content({}, **described(clients.values())), reply_to=message)
+    spec, clients = _make(context)
+    return Message(content({"identity": introduced_by(spec)}, **described(clients.values())), reply_to=message)
 
 
 client.query()(_introduce)

@@ -8,14 +8,18 @@ from typing import Any
 from flwr.app import Context
 from flwr.serverapp import Grid
 
+from sparsekit_fl.client.spec import RunSpec
 from sparsekit_fl.deployment.plan import Plan
 from sparsekit_fl.engines.flower.deployment import Deployment, Nodes
+from sparsekit_fl.engines.flower.introduction import introduced_by
 from sparsekit_fl.results.records import Observer, RoundRecord
 from sparsekit_fl.server.loop import run
 
 __all__ = ["serve"]
 
 _log = logging.getLogger("flwr")  # what Flower shows of an app
+
+_ANY = 10**6
 
 # Of a round in the log; with thousands of clients there may be as many.
 _MOST_NOTES = 10
@@ -44,9 +48,11 @@ def serve(grid: Grid, context: Context) -> None:
         context: Has the run configuration, which is a `Plan`.
     """
     plan = Plan.of(context.run_config)
-    nodes = Nodes(grid, wanted=plan.nodes, wait_seconds=plan.wait_seconds)
-    clients = nodes.introduce()
     problem, _ = plan.make_problem()
+    # The number of clients is not known yet, and no part of what the model is.
+    spec = RunSpec.build(plan.make_method(), problem, plan.make_config(_ANY))
+    nodes = Nodes(grid, wanted=plan.nodes, wait_seconds=plan.wait_seconds, identity=introduced_by(spec))
+    clients = nodes.introduce()
     config = plan.make_config(len(clients))
     described: dict[str, Any] = {"preset": None if plan.problem else plan.preset, "problem": plan.problem or None}
     result = run(

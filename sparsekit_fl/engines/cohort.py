@@ -12,7 +12,7 @@ import torch
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph.state import StateDict
 from sparsekit_fl.client.cohort import CohortExecutor, CohortOptions, Trained, why_alone
-from sparsekit_fl.client.spec import RunSpec
+from sparsekit_fl.client.spec import RunSpec, check_device
 from sparsekit_fl.engines.base import ClientPool, Reply
 from sparsekit_fl.engines.embedded import GOODBYE, LocalPool, ProcessPool, checked_workers
 from sparsekit_fl.errors import ClientError
@@ -154,6 +154,7 @@ class Cohort:
         store: ClientStore,
     ) -> RunResult:
         """Run the loop; torch has one thread meanwhile, since results depend on the number of threads."""
+        check_device(spec.config.device)
         on_cpu = torch.device(spec.config.device).type == "cpu"
         batched = not on_cpu if self._batched is None else self._batched
         alone = why_alone(spec, batched=batched)

@@ -18,11 +18,11 @@ from torch import Tensor
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph.state import StateDict
 from sparsekit_fl.client.executor import ClientExecutor
-from sparsekit_fl.client.spec import RunSpec
-from sparsekit_fl.engines.base import ClientPool, Reply, in_order
+from sparsekit_fl.client.spec import RunSpec, check_device
+from sparsekit_fl.engines.base import ClientPool, Reply, Unscored, in_order
 from sparsekit_fl.errors import ClientError, WorkerDiedError
 from sparsekit_fl.problem.clients import Client
-from sparsekit_fl.processes import Child, Children, one_thread, start_method
+from sparsekit_fl.processes import KILL, Child, Children, one_thread, start_method
 from sparsekit_fl.results.records import RunResult
 from sparsekit_fl.state.store import ClientStore, Versions
 from sparsekit_fl.wire.messages import (
@@ -36,7 +36,7 @@ from sparsekit_fl.wire.messages import (
 
 __all__ = ["GOODBYE", "Embedded", "LocalPool", "ProcessPool", "Task", "checked_workers"]
 
-GOODBYE = ((0.0, signal.SIGTERM), (5.0, signal.SIGKILL))
+GOODBYE = ((0.0, signal.SIGTERM), (5.0, KILL))
 """How worker processes are ended: one in the middle of a task would finish it first, and nobody waits for that result."""
 
 
@@ -65,10 +65,14 @@ class LocalPool:
 
     def evaluate(
         self, state: StateDict, ids: Sequence[int], versions: Versions, *, round: int, with_shared: bool, export: Path | None
-    ) -> Iterator[Evaluation]:
+    ) -> Iterator[Evaluation | Unscored]:
         """See `ClientPool`."""
         options: Mapping[str, Any] = {"round": round, "with_shared": with_shared, "export": export}
-        return (self._executor.evaluate(state, client_id, versions.get(client_id), **options) for client_id in ids)
+        for client_id in ids:
+            try:
+                yield self._executor.evaluate(state, client_id, versions.get(client_id), **options)
+            except ClientError as error:
+                yield Unscored(client_id, str(error))
 
 
 class Task(Protocol):
@@ -131,7 +135,11 @@ def serve(connection: Connection, make: Callable[[], Any], shared: dict[str, Ten
         shared: The state, in shared memory.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    executor = make()
+    try:
+        executor = make()
+    except Exception as error:  # noqa: BLE001 - sent to the main process, which raises it
+        _refuse(connection, _Broken(f"could not start: {type(error).__name__}: {error}\n{traceback.format_exc()}"))
+        return
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
         while True:
             task: Task = connection.recv()
@@ -140,9 +148,24 @@ def serve(connection: Connection, make: Callable[[], Any], shared: dict[str, Ten
             except ClientError as error:
                 answer = ClientError(str(error))
                 answer.add_note(f"In a worker process:\n{traceback.format_exc()}")
-            except Exception:  # noqa: BLE001 - sent to the main process, which raises it
-                answer = _Broken(traceback.format_exc())
+            except OSError as error:
+                # What fails in a client is a ClientError by now: this is the store of its memories, such as a full disk.
+                answer = OSError(error.errno, error.strerror, error.filename) if error.errno else _broken(error)
+            except Exception as error:  # noqa: BLE001 - sent to the main process, which raises it
+                answer = _broken(error)
             connection.send(answer)
+
+
+def _broken(error: Exception) -> _Broken:
+    return _Broken(f"failed: {type(error).__name__}: {error}\n{traceback.format_exc()}")
+
+
+def _refuse(connection: Connection, why: _Broken) -> None:
+    """Tell why no task will be done, and take tasks until the pipe closes, so that the main process can read it."""
+    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
+        connection.send(why)
+        while True:
+            connection.recv()
 
 
 class ProcessPool:
@@ -184,14 +207,12 @@ class ProcessPool:
 
     def evaluate(
         self, state: StateDict, ids: Sequence[int], versions: Versions, *, round: int, with_shared: bool, export: Path | None
-    ) -> Iterator[Evaluation]:
+    ) -> Iterator[Evaluation | Unscored]:
         """See `ClientPool`."""
         options = {"with_shared": with_shared, "export": export}
         tasks = [_Task(client_id=i, version=versions.get(i), round=round, options=options) for i in ids]
-        for _, answer in self._answers(state, tasks):
-            if isinstance(answer, ClientError):
-                raise answer
-            yield answer
+        for task, answer in self._answers(state, tasks):
+            yield Unscored(task.client_id, str(answer)) if isinstance(answer, ClientError) else answer
 
     def _answers(self, state: StateDict, tasks: Sequence[T]) -> Iterator[tuple[T, Any]]:
         """Put the state where the workers read it, now that all are idle; yield tasks and answers in the order of the tasks."""
@@ -214,7 +235,12 @@ class ProcessPool:
                 if answer is None:
                     raise _died(child, task)
                 if isinstance(answer, _Broken):
-                    raise WorkerDiedError(f"a worker process failed:\n{answer}")
+                    what, _, trace = answer.partition("\n")
+                    error = WorkerDiedError(f"a worker process {what}")
+                    error.add_note(f"In a worker process:\n{trace}")
+                    raise error
+                if isinstance(answer, OSError):
+                    raise answer
                 found.append((place, answer))
                 _give(child, next(waiting, None))
             left -= len(found)
@@ -270,6 +296,7 @@ class Embedded:
         store: ClientStore,
     ) -> RunResult:
         """Run the loop; torch has one thread meanwhile, since results depend on the number of threads."""
+        check_device(spec.config.device)
         with one_thread():
             if self.workers == 1:
                 return rounds(LocalPool(ClientExecutor(spec, clients, store)))

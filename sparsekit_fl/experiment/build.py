@@ -4,28 +4,54 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from sparsekit.errors import InvalidValueError, nearest
 from sparsekit.registry import load_object
 from sparsekit_fl.datasets import datasets
 from sparsekit_fl.datasets.base import DataSource
+from sparsekit_fl.datasets.hub import PREFIX as HUB
+from sparsekit_fl.datasets.hub import load_hub
 from sparsekit_fl.datasets.transforms import ImageTransform, TokenTransform
 from sparsekit_fl.experiment.preset import Preset
 from sparsekit_fl.models import models
 from sparsekit_fl.models.base import factory_spec
 from sparsekit_fl.partition import partitions
+from sparsekit_fl.partition.flower import PREFIX as FLOWER
+from sparsekit_fl.partition.flower import flower_partition
 from sparsekit_fl.partition.pathological import lacking
+from sparsekit_fl.problem.augment import make_augment
 from sparsekit_fl.problem.clients import Client
 from sparsekit_fl.problem.metrics import TokenAccuracy, accuracy
 from sparsekit_fl.problem.problem import Problem, check_fit
 from sparsekit_fl.streams import Streams
 
-__all__ = ["build_problem"]
+__all__ = ["Task", "build_problem", "build_task"]
 
 
-def build_problem(
+class Task(NamedTuple):
+    """What was built.
+
+    Args:
+        problem: Model, loss and metrics.
+        clients: With their data.
+        own: The factory brought its own problem and clients.
+    """
+
+    problem: Problem
+    clients: list[Client]
+    own: bool
+
+
+def build_problem(preset: Preset, **options: Any) -> tuple[Problem, list[Client]]:
+    """Return the problem and the clients of `build_task`, whose arguments these are."""
+    task = build_task(preset, **options)
+    return task.problem, task.clients
+
+
+def build_task(
     preset: Preset,
     *,
     model: str | None = None,
@@ -35,7 +61,8 @@ def build_problem(
     lack_classes: int | None = None,
     data_dir: Path | str | None = None,
     seed: int = 0,
-) -> tuple[Problem, list[Client]]:
+    augment: str | None = None,
+) -> Task:
     """Load the data, partition them, and fit the model to them.
 
     Args:
@@ -47,6 +74,7 @@ def build_problem(
         lack_classes: Number of classes that each client lacks, for the pathological partition; see
             `partition.pathological.lacking`.
         data_dir: Folder of the data sets; None downloads what can be downloaded.
+        augment: Random changes of training pictures; see `problem.augment.make_augment`.
         seed: Seed of the run; the partition draws from its `Streams(seed).data()`.
 
     Returns:
@@ -57,6 +85,7 @@ def build_problem(
         InvalidValueError: an option out of range or unknown to the partition.
         UnknownNameError: no data set, model or partition of that name.
     """
+    changed = None if augment is None else make_augment(augment)
     found = _load(preset.dataset, None if data_dir is None else Path(data_dir), seed)
     if not isinstance(found, DataSource):
         changes = {"model": model, "clients": clients, "partition": partition, "options": options, "lack_classes": lack_classes}
@@ -66,8 +95,9 @@ def build_problem(
                 f"{preset.dataset!r} brings its own problem and clients, so {', '.join(given)} cannot be changed;"
                 " leave it out, or let the factory return a DataSource"
             )
-        check_fit(found[0], found[1][0])
-        return found
+        problem = found[0] if changed is None else replace(found[0], augment=changed)
+        check_fit(problem, found[1][0])
+        return Task(problem, found[1], own=True)
     name = model or preset.model
     spec = factory_spec(name, models.find(name))
     takes = spec.input_shape(found.kind, tuple(found.shape))
@@ -77,21 +107,32 @@ def build_problem(
     else:
         source = found.with_transform(TokenTransform())
     kind, keywords = _keywords(preset, source, clients, partition, options or {}, lack_classes)
-    splits = partitions[kind](
-        source, clients=preset.clients if clients is None else clients, rng=Streams(seed).data(), **keywords
-    )
+    if kind.startswith(FLOWER):
+        deal, keywords = flower_partition(kind, keywords), {}
+    else:
+        deal = partitions[kind]
+    splits = deal(source, clients=preset.clients if clients is None else clients, rng=Streams(seed).data(), **keywords)
     problem = Problem(
         model=spec.factory(classes=found.classes, takes=takes),
         example_inputs=takes.zeros(),
         metrics={"accuracy": TokenAccuracy(found.never_right) if found.kind == "tokens" else accuracy},
         channels_last=spec.channels_last,
+        augment=changed,
+        about={
+            "model": name,
+            "classes": found.classes,
+            "takes": {"kind": takes.kind, "shape": list(takes.shape)},
+            "transform": {"mean": list(found.mean), "std": list(found.std)} if takes.kind == "image" else {},
+        },
     )
     roster = [Client(id=id, data=data) for id, data in enumerate(splits)]
     check_fit(problem, roster[0])
-    return problem, roster
+    return Task(problem, roster, own=False)
 
 
 def _load(name: str, root: Path | None, seed: int) -> DataSource | tuple[Problem, list[Client]]:
+    if name.startswith(HUB):
+        return load_hub(name, root, seed)
     if ":" not in name:
         found = datasets[name](root)
     else:
@@ -133,6 +174,8 @@ def _keywords(
                 f"lack_classes decides how many classes a client has, so {', '.join(sorted(options))} cannot be given too"
             )
         keywords.update(lacking(lack_classes, source.classes, keywords))
+    if name.startswith(FLOWER):
+        return name, keywords
     known = {name for name in inspect.signature(partitions[name]).parameters if name not in ("source", "clients", "rng")}
     for option in keywords:
         if option not in known:

@@ -72,8 +72,8 @@ def batch_norm(
 ) -> Tensor:
     """Normalise each channel of each lane: the lanes become channels. Running statistics, (lanes, channels), move in place."""
     if each_by_itself(x):
-        own = _columns(x, mean, variance, weight, bias)
-        return torch.stack([F.batch_norm(*each, training, momentum, eps) for each in own])
+        columns = _columns(x, mean, variance, weight, bias)
+        return torch.stack([F.batch_norm(each, m, v, w, b, training, momentum, eps) for each, m, v, w, b in columns])
     out = F.batch_norm(
         x.transpose(0, 1).flatten(1, 2),
         None if mean is None else mean.view(-1),  # a view, since it moves in place

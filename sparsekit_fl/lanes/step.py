@@ -70,7 +70,7 @@ class LaneStep:
         stack, active = self._stack, None
         rows = _rows(lanes, stack.device)
         buffers = {name: tensor[rows] for name, tensor in stack.buffers.items()}
-        before = {} if active is None else {name: tensor.clone() for name, tensor in buffers.items()}
+        before: dict[str, Tensor] = {} if active is None else {name: tensor.clone() for name, tensor in buffers.items()}
         if self._batched:
             losses, measured, gradients = self._together(rows, buffers, batches)
         else:

@@ -143,7 +143,8 @@ class ExitSgd(LocalPolicy):
         depth = affordable_depth(ctx.graph, ctx.costs, ratio)
         names = depth_entries(ctx.graph)[depth - 1]
         leaves = {name: leaf for name, leaf in load_leaves(ctx, start, None).items() if name in names}
-        update = sgd_step(ctx.training, leaves)
+        batches = ctx.batches()
+        update = sgd_step(ctx.training, leaves, steps=batches.steps)
         adjust = self._dynamic(ctx, leaves, start) if self.alpha else None
         module, loss_of = ctx.narrow_model.module, ctx.problem.loss
         assert isinstance(module, WithExits)
@@ -158,7 +159,7 @@ class ExitSgd(LocalPolicy):
             # What is reported is the mean loss of the outputs, which compares with other methods' losses.
             return torch.stack([output.detach() for output in outputs]).mean(0), losses.mean()
 
-        log = ctx.fit(module, ctx.batches(), step)
+        log = ctx.fit(module, batches, step)
         state = ctx.narrow_model.narrow_state()
         if self.alpha:
             before = ctx.memory.get("drift", {})

@@ -42,11 +42,13 @@ class TwoModels(LocalPolicy):
         batches = ctx.batches()
         log = sgd(ctx, load_leaves(ctx, start, None), batches)
         trained = ctx.narrow_model.narrow_state()
-        own: StateDict = ctx.memory.get("model", ctx.initial_state())
+        own: StateDict = {**ctx.initial_state(), **ctx.memory.get("model", {})}
         leaves = load_leaves(ctx, own, None)
         anchors = [start[name].to(leaf) for name, leaf in leaves.items()]
         second = sgd(ctx, leaves, batches, [pull_towards(leaves, anchors, self.strength)] if self.strength else [])
-        ctx.memory["model"] = {name: tensor.cpu() for name, tensor in ctx.narrow_model.narrow_state().items()}
+        ctx.memory["model"] = {
+            name: tensor.cpu() for name, tensor in ctx.narrow_model.narrow_state().items() if name not in ctx.frozen
+        }
         return LocalResult(state=trained, mask=None, log=log, work=ctx.work(None, log) + ctx.work(None, second))
 
 
@@ -56,7 +58,7 @@ class SecondModel(PersonalPolicy):
 
     def model(self, ctx: ClientContext, state: StateDict) -> PersonalModel:
         """Return the model in the memory of the local policy."""
-        return PersonalModel(state=ctx.peek("local").get("model", ctx.initial_state()))
+        return PersonalModel(state={**ctx.initial_state(), **ctx.peek("local").get("model", {})})
 
 
 def ditto(strength: float = 0.1) -> Method:

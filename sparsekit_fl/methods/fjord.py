@@ -34,8 +34,9 @@ from sparsekit_fl.policies.submodel import RecalibratedBatchNorm
 from sparsekit_fl.problem.clients import CAPABILITY_LEVELS
 from sparsekit_fl.problem.metrics import IGNORED
 from sparsekit_fl.problem.problem import Loss, Problem
-from sparsekit_fl.training.loop import Batch, SgdStep
+from sparsekit_fl.training.loop import Batch
 from sparsekit_fl.training.nested import NestedModule
+from sparsekit_fl.training.optimizer import SgdStep, TorchStep
 from sparsekit_fl.wire.kept import Mask
 
 __all__ = ["OrderedDropoutSgd", "fjord"]
@@ -54,14 +55,16 @@ def _soft_cross_entropy(outputs: Any, teacher: Any, targets: Tensor) -> Tensor:
 class _Width:
     """A width below the client's own: its module, and its optimiser, both on the memory of the widest."""
 
-    def __init__(self, narrow_model: NarrowModel, widest: SgdStep, training: TrainingConfig, mask: UnitMask) -> None:
+    def __init__(
+        self, narrow_model: NarrowModel, widest: SgdStep | TorchStep, training: TrainingConfig, mask: UnitMask
+    ) -> None:
         self.nested = NestedModule(narrow_model, mask)
         self.nested.module.train()
         self._step = sgd_step(training, self.nested.leaves)
         # Of the leaves that train: their places among all, as `NestedModule` counts them.
         self._places = [place for place, leaf in enumerate(self.nested.leaves.values()) if leaf.requires_grad]
         for place, wide, narrow in zip(self._places, widest.parameters, self._step.parameters, strict=True):
-            if training.momentum:
+            if training.momentum and isinstance(self._step, SgdStep):
                 whole = widest.state.setdefault(wide, {}).setdefault("momentum_buffer", torch.zeros_like(wide))
                 self._step.state[narrow] = {"momentum_buffer": self.nested.share(place, whole)}
 
@@ -128,9 +131,9 @@ class OrderedDropoutSgd(LocalPolicy):
         narrow_model.load(start, widest)
         widths = sorted({*(level for level in self.levels if level < ratio), ratio})
         masks = [select(Ordered(), ctx.graph, width, View()) for width in widths]
-        update = sgd_step(training, narrow_model.named_parameters())
-        narrower = [_Width(narrow_model, update, training, mask) for mask in masks[:-1]]
         batches = ctx.batches()
+        update = sgd_step(training, narrow_model.named_parameters(), steps=batches.steps)
+        narrower = [_Width(narrow_model, update, training, mask) for mask in masks[:-1]]
         steps = len(batches.bounds) * training.local_epochs
         # With one width nothing is drawn, so that the run is FedAvg's to the bit.
         drawn = iter(ctx.rng.integers(len(widths), size=steps).tolist() if narrower else [0] * steps)

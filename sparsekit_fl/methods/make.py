@@ -2,32 +2,48 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from sparsekit.errors import InvalidValueError
 from sparsekit_fl.methods import registry
 from sparsekit_fl.methods.method import Method
+from sparsekit_fl.methods.settings import arguments_of, with_arguments, with_settings
+from sparsekit_fl.options.values import read_settings
 from sparsekit_fl.policies.bandit import BanditRatio
 
 __all__ = ["make_method"]
 
 
-def make_method(text: str, *, bandit: str | None = None) -> Method:
-    """A method by its name in the registry or as `package.module:function`; `METHOD@BANDIT` says its bandit too.
+def make_method(text: str, *, bandit: str | None = None, settings: Mapping[str, Any] | None = None) -> Method:
+    """A method by its name in the registry or as `package.module:function`.
+
+    `METHOD@BANDIT` says its bandit too, and `METHOD PATH=VALUE …` its options, as in `fedprox local.proximal=0.1`; both are
+    then part of its name, so that a comparison may have one method several times.
 
     Args:
         text: What the user wrote.
         bandit: Decides the ratio, in place of the method's own bandit. None: as the text or the method says.
+        settings: Further options by path; see `methods.settings`.
 
     Raises:
-        UnknownNameError: no such method or bandit.
-        InvalidValueError: what was found does not make a Method, or no bandit decides its ratio.
+        UnknownNameError: no such method, bandit or option.
+        InvalidValueError: what was found does not make a Method, no bandit decides its ratio, or a value is not allowed.
     """
-    name, _, wanted = text.partition("@")
+    words = text.split() or [text]
+    name, _, wanted = words[0].partition("@")
+    own = read_settings(words[1:])
+    given = {**own, **(settings or {})}
     found = registry.find(name)
-    made = found() if callable(found) else found
+    arguments = {path: value for path, value in given.items() if "." not in path}
+    made = with_arguments(found, arguments, name=name) if callable(found) else found
     if not isinstance(made, Method):
         raise InvalidValueError(f"{name!r} must be a Method or a function that returns one, got {type(made).__name__}")
+    taken = {setting.path for setting in arguments_of(found)} if callable(found) else set()
+    made = with_settings(made, {path: value for path, value in given.items() if path not in taken})
+    if own:
+        made = replace(made, name=f"{made.name}[{','.join(f'{path}={value}' for path, value in own.items())}]")
     return _with_bandit(made, bandit or wanted) if bandit or wanted else made
 
 

@@ -7,7 +7,6 @@ left out) and Hessian-free (its product with the gradient is a difference of two
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -25,7 +24,8 @@ from sparsekit_fl.options.config import TrainingConfig
 from sparsekit_fl.policies.aggregate import WeightedMean
 from sparsekit_fl.policies.local import Leaves, LocalPolicy, LocalResult, gradients_of, load_leaves, sgd_step
 from sparsekit_fl.policies.personal import PersonalModel, PersonalPolicy
-from sparsekit_fl.training.loop import Batch, Batches, SgdStep
+from sparsekit_fl.training.loop import Batch, Batches
+from sparsekit_fl.training.optimizer import SgdStep
 from sparsekit_fl.wire.kept import Mask
 
 __all__ = ["AdaptedModel", "MetaSgd", "per_fedavg"]
@@ -36,7 +36,7 @@ Variant = Literal["first-order", "hessian-free"]
 def _adaptation(training: TrainingConfig, leaves: Leaves, rate: float | None) -> SgdStep:
     """Plain gradient descent at a rate of its own (None: a tenth of the run's), clipped as the run clips."""
     rate = 0.1 * training.lr if rate is None else rate
-    return sgd_step(dataclasses.replace(training, lr=rate, momentum=0.0, weight_decay=0.0), leaves)
+    return SgdStep(leaves.values(), lr=rate, clip=training.clip)
 
 
 def _forever(batches: Callable[[], Batches]) -> Iterator[Batch]:
@@ -72,7 +72,7 @@ class MetaSgd(LocalPolicy):
         batches = ctx.batches()
         others = _forever(lambda: ctx.batches(epochs=1))
         delta = self.delta if self.variant == "hessian-free" else None
-        step = _MetaStep(ctx, leaves, others, self.adaptation_lr, delta)
+        step = _MetaStep(ctx, leaves, others, self.adaptation_lr, delta, steps=batches.steps)
         log = ctx.fit(ctx.narrow_model.module, batches, step)
         once = ctx.work(None, log)
         extra = Work(3 * ctx.costs.forward_flops(None) * step.further_examples, once.flops_rowmask * step.gradients_per_batch)
@@ -83,11 +83,19 @@ class _MetaStep:
     """One step; counts the examples of the gradients besides the one that FedAvg would take."""
 
     def __init__(
-        self, ctx: ClientContext, leaves: Leaves, others: Iterator[Batch], rate: float | None, delta: float | None
+        self,
+        ctx: ClientContext,
+        leaves: Leaves,
+        others: Iterator[Batch],
+        rate: float | None,
+        delta: float | None,
+        *,
+        steps: int,
     ) -> None:
         self._module, self._loss = ctx.narrow_model.module, ctx.problem.loss
         self._parameters: list[Tensor] = list(leaves.values())
-        self._update, self._adapt = sgd_step(ctx.training, leaves), _adaptation(ctx.training, leaves, rate)
+        self._update = sgd_step(ctx.training, leaves, steps=steps)
+        self._adapt = _adaptation(ctx.training, leaves, rate)
         self._others, self._delta = others, delta
         self.gradients_per_batch = 1 if delta is None else 3
         self.further_examples = 0

@@ -41,6 +41,7 @@ __all__ = [
     "Positive",
     "Ratio",
     "Share",
+    "annotation_of",
     "choices",
     "described",
     "without_none",
@@ -165,13 +166,13 @@ def choices(kind: type) -> tuple[Choice, ...]:
     """The checked fields of a dataclass, in its order."""
     found = []
     for field in dataclasses.fields(kind):
-        hint = _hint(kind, field.name)
+        hint = annotation_of(kind, field.name)
         if any(True for _ in _notes(hint)):
             found.append(Choice(field.name, hint, field.default))
     return tuple(found)
 
 
-def _hint(kind: type, name: str) -> Any:
+def annotation_of(kind: type, name: str) -> Any:
     """The annotation of a field; None where it names what only a type checker imports, which has no range."""
     owner = next(base for base in kind.__mro__ if name in inspect.get_annotations(base))
     alone = SimpleNamespace(__annotations__={name: inspect.get_annotations(owner)[name]})

@@ -15,10 +15,23 @@ from pydantic import Field
 
 from sparsekit.deprecations import RemovedIn0_3Warning
 from sparsekit.errors import InvalidValueError, UnknownNameError, nearest
-from sparsekit_fl.options.checked import Checked, Count, Fraction, Hint, NonNegative, NonNegativeCount, Positive
-from sparsekit_fl.options.schema import HOW, SAFE, TRAIN, WHAT, Option
+from sparsekit_fl.options.checked import Checked, Count, Fraction, Hint, NonNegative, NonNegativeCount, Positive, Share
+from sparsekit_fl.options.schedule import Schedule, factor
+from sparsekit_fl.options.schema import HOW, SAFE, SERVER, TRAIN, WHAT, Option
 
-__all__ = ["AGGREGATIONS", "HETEROGENEITY", "UPLOADS", "Aggregation", "RunConfig", "TrainingConfig", "Upload", "current_names"]
+__all__ = [
+    "AGGREGATIONS",
+    "HETEROGENEITY",
+    "SERVER_OPTIMIZERS",
+    "UPLOADS",
+    "Aggregation",
+    "Amp",
+    "RunConfig",
+    "ServerOptimizer",
+    "TrainingConfig",
+    "Upload",
+    "current_names",
+]
 
 HETEROGENEITY: Mapping[str, tuple[float, ...]] = {
     "low": (1.0, 1 / 2),
@@ -40,12 +53,22 @@ UPLOADS: tuple[str, ...] = get_args(Upload)
 
 Config = TypeVar("Config", bound=type)
 
+Amp = Literal["off", "bfloat16", "float16"]
+"""In which data type forward passes are computed."""
+
+ServerOptimizer = Literal["none", "fedavgm", "fedadam", "fedyogi", "fedadagrad"]
+SERVER_OPTIMIZERS: tuple[str, ...] = get_args(ServerOptimizer)
+"""What the server can do with the combined change."""
+
 _FORMER = {"clients_per_round": "cohort"}  # the old names go with version 0.3
 
 # Left out of plain values while they are what they were before there were such options, so that older runs can be resumed.
 _LATER = {
-    *("eval_clients", "aggregation", "trim_share", "clip_norm", "dp_clip", "dp_noise", "dp_delta", "dp_noise_seed"),
-    "upload",
+    *("eval_clients", "eval_global_every", "aggregation", "trim_share", "clip_norm"),
+    *("dp_clip", "dp_noise", "dp_delta", "dp_noise_seed", "upload"),
+    *("lr_schedule", "lr_warmup", "lr_step", "lr_gamma", "lr_end", "server_optimizer", "server_lr", "server_momentum"),
+    *("server_beta2", "server_tau", "availability", "async_buffer", "async_staleness"),
+    *("optimizer", "optimizer_args", "amp", "local_schedule", "local_warmup"),
 }
 
 
@@ -82,9 +105,31 @@ class TrainingConfig(Checked):
     ] = 5
     batch_size: Annotated[Count, Option("Examples per step, B in the papers.", TRAIN, preset=True)] = 20
     lr: Annotated[NonNegative, Option("Learning rate of round 1.", TRAIN, preset=True)] = 0.1
-    momentum: Annotated[float, Field(ge=0, lt=1), Option("Momentum of SGD.")] = 0.0
-    weight_decay: Annotated[NonNegative, Option("Weight decay of SGD.")] = 0.0
-    clip: Annotated[Positive | None, Option("Largest norm of the gradient of a step; None does not clip.")] = None
+    momentum: Annotated[float, Field(ge=0, lt=1), Option("Momentum of SGD and RMSprop.", TRAIN, preset=True)] = 0.0
+    weight_decay: Annotated[NonNegative, Option("Weight decay of the optimizer.", TRAIN, preset=True)] = 0.0
+    clip: Annotated[Positive | None, Option("Largest norm of the gradient of a step.", TRAIN, preset=True)] = None
+    optimizer: Annotated[
+        str,
+        Option("A client's optimizer: sgd, adam, adamw, or any other of torch.optim by name; or package.module:Class.", TRAIN),
+    ] = "sgd"
+    optimizer_args: Annotated[
+        str, Option("Further arguments of the optimizer, as in 'betas=(0.9, 0.99), eps=1e-6'.", TRAIN, unset="its own")
+    ] = ""
+    amp: Annotated[
+        Amp,
+        Option("Automatic mixed precision of forward passes: bfloat16, float16 (with a scaled loss), or off.", TRAIN),
+    ] = "off"
+    local_schedule: Annotated[
+        Schedule, Option("Course of the learning rate over the steps of one round of a client.", TRAIN)
+    ] = "constant"
+    local_warmup: Annotated[NonNegativeCount, Option("Steps at the start of each round with a growing rate.", TRAIN)] = 0
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether a step is θ ← θ − lr · gradient and nothing else."""
+        changed = (self.momentum, self.weight_decay, self.clip, self.optimizer_args, self.local_warmup)
+        off = self.optimizer == "sgd" and self.amp != "float16" and self.local_schedule == "constant"
+        return off and not any(changed)
 
 
 @_takes_former_names
@@ -105,7 +150,13 @@ class RunConfig(Checked):
     ] = 10
     training: TrainingConfig = field(default_factory=TrainingConfig)
     seed: Annotated[NonNegativeCount, Option("Seed of all random numbers.", HOW)] = 0
-    eval_every: Annotated[Count, Option("Evaluate every N rounds, and after the last.", HOW)] = 10
+    eval_every: Annotated[
+        Count | None,
+        Option("Evaluate every N rounds, and after the last.", HOW, unset="ten times in a run, and at least every 10 rounds"),
+    ] = None
+    eval_global_every: Annotated[
+        Count | None, Option("Score the global model too every N rounds, and after the last.", HOW, unset="after the last")
+    ] = None
     eval_clients: Annotated[
         Count | None,
         Option(
@@ -124,7 +175,51 @@ class RunConfig(Checked):
         Hint("None keeps each client's own capability"),
         Option("Levels to draw `Capability.ratio` from, uniformly; None keeps each client's own capability."),
     ] = None
-    lr_decay: Annotated[float, Field(gt=0, le=1), Option("Factor on the learning rate after every round.")] = 1.0
+    lr_decay: Annotated[float, Field(gt=0, le=1), Option("Factor on the learning rate after every round.", TRAIN)] = 1.0
+    lr_schedule: Annotated[
+        Schedule, Option("Course of the learning rate over the rounds: constant, linear, cosine or step.", TRAIN)
+    ] = "constant"
+    lr_warmup: Annotated[NonNegativeCount, Option("Rounds at the start with a growing learning rate.", TRAIN)] = 0
+    lr_step: Annotated[Count | None, Option("For step: rounds from one to the next.", TRAIN, unset="a third of all")] = None
+    lr_gamma: Annotated[float, Field(gt=0, le=1), Option("For step: factor on the learning rate.", TRAIN)] = 0.1
+    lr_end: Annotated[Share, Option("For linear and cosine: the last learning rate, over the first.", TRAIN)] = 0.0
+    server_optimizer: Annotated[
+        ServerOptimizer,
+        Option(
+            "What the server does with the combined change: adds it (none), or takes it for a gradient: fedavgm, fedadam,"
+            " fedyogi or fedadagrad.",
+            SERVER,
+        ),
+    ] = "none"
+    server_lr: Annotated[
+        Positive | None,
+        Option("Learning rate of the server, a factor on the combined change.", SERVER, unset="1; 0.01 for the adaptive three"),
+    ] = None
+    server_momentum: Annotated[
+        float, Field(ge=0, lt=1), Hint("0 has no memory"), Option("β of fedavgm, β₁ of the adaptive three.", SERVER)
+    ] = 0.9
+    server_beta2: Annotated[float, Field(ge=0, lt=1), Option("β₂ of fedadam and fedyogi.", SERVER)] = 0.99
+    server_tau: Annotated[Positive, Option("τ of the adaptive three: the larger, the less they adapt.", SERVER)] = 1e-3
+    availability: Annotated[
+        str | None,
+        Option(
+            "JSON or CSV file that says in which rounds clients can be reached; the others are never drawn.",
+            SERVER,
+            unset="all are always there",
+        ),
+    ] = None
+    async_buffer: Annotated[
+        Count | None,
+        Option(
+            "Asynchronous rounds: aggregate as soon as N updates have come in, while `cohort` clients train all the time"
+            " (FedBuff).",
+            SERVER,
+            unset="rounds wait for their cohort",
+        ),
+    ] = None
+    async_staleness: Annotated[
+        NonNegative, Option("An update that is s rounds old counts (1 + s)^-a, and this is a.", SERVER)
+    ] = 0.5
     min_replies: Annotated[
         Count | None,
         Option(
@@ -175,6 +270,9 @@ class RunConfig(Checked):
         if isinstance(self.capability_levels, list):
             object.__setattr__(self, "capability_levels", tuple(self.capability_levels))
         super().__post_init__()
+        if self.eval_every is None:
+            # A short run has a curve too.
+            object.__setattr__(self, "eval_every", max(1, min(10, self.rounds // 10)))
         if not isinstance(self.training, TrainingConfig):
             raise InvalidValueError(f"training must be a TrainingConfig, got {type(self.training).__name__}")
         if self.min_replies is not None and self.min_replies > self.cohort:
@@ -182,6 +280,21 @@ class RunConfig(Checked):
         if self.clip_norm is not None and self.aggregation != "norm-clipped":
             raise InvalidValueError(f"clip_norm belongs to aggregation 'norm-clipped', got {self.aggregation!r}")
         self._check_privacy()
+        self._check_server()
+
+    def _check_server(self) -> None:
+        if self.lr_step is not None and self.lr_schedule != "step":
+            raise InvalidValueError(f"lr_step belongs to lr_schedule 'step', got {self.lr_schedule!r}")
+        if self.async_buffer is not None and self.async_buffer > self.cohort:
+            raise InvalidValueError(
+                f"async_buffer must be at most cohort ({self.cohort}), the number of clients that train at a time, got"
+                f" {self.async_buffer}"
+            )
+        if self.async_buffer is not None and self.dp_clip is not None:
+            raise InvalidValueError(
+                "dp_clip needs rounds that wait for their cohort: with async_buffer fast clients take part more often, which"
+                " the accountant does not count on"
+            )
 
     def _check_privacy(self) -> None:
         if self.dp_clip is None:
@@ -196,6 +309,19 @@ class RunConfig(Checked):
                 " more than the noise hides, and dp_clip clips norms itself"
             )
 
+    def round_factor(self, round: int) -> float:
+        """Return the factor on the learning rate in a round, counted from 1: `lr_decay` times the schedule."""
+        course = factor(
+            self.lr_schedule,
+            round - 1,
+            self.rounds,
+            warmup=self.lr_warmup,
+            every=self.lr_step,
+            gamma=self.lr_gamma,
+            end=self.lr_end,
+        )
+        return self.lr_decay ** (round - 1) * course
+
     def needed_replies(self, cohort: int) -> int:
         """Number of valid updates that a round of `cohort` clients needs to count."""
         return -(-cohort // 2) if self.min_replies is None else min(self.min_replies, cohort)
@@ -205,7 +331,8 @@ class RunConfig(Checked):
         raw = dataclasses.asdict(self)
         if self.capability_levels is not None:
             raw["capability_levels"] = list(self.capability_levels)
-        return {name: value for name, value in raw.items() if name not in _LATER or value != getattr(RunConfig, name)}
+        raw["training"] = _without_later(TrainingConfig, raw["training"])
+        return _without_later(RunConfig, raw)
 
     @staticmethod
     def from_dict(raw: Mapping[str, Any]) -> RunConfig:
@@ -235,6 +362,10 @@ class RunConfig(Checked):
         except tomllib.TOMLDecodeError as error:
             raise InvalidValueError(f"{path} is not TOML: {error}") from error
         return RunConfig.from_dict(raw)
+
+
+def _without_later(kind: type, raw: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in raw.items() if name not in _LATER or value != getattr(kind, name)}
 
 
 def _known(kind: type, raw: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, Union, get_a
 from sparsekit.errors import InvalidValueError
 from sparsekit_fl.options.checked import Checked, Choice, Hint, choices, without_none
 
-__all__ = ["HOW", "SAFE", "TRAIN", "WHAT", "Offer", "Option", "offers", "options", "plain_type", "shown_help"]
+__all__ = ["HOW", "SAFE", "SERVER", "TRAIN", "WHAT", "Offer", "Option", "offers", "options", "plain_type", "shown_help"]
 
 WHAT, TRAIN, HOW = "What is run", "How clients train", "How it is run"
+SERVER = "Who trains, and what the server does"
 SAFE = "Malicious clients, and privacy"
 
 Made = TypeVar("Made", bound=type)
@@ -70,6 +71,10 @@ class Offer(Checked):
         values = {name: getattr(self, name) for name in options(*kinds) if name in mine}
         return {name: value for name, value in values.items() if value != mine[name]}
 
+    def values(self) -> dict[str, Any]:
+        """Option → value, for all of them."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}  # type: ignore[arg-type]
+
     def replaced(self, **values: Any) -> Any:
         """A copy with other values."""
         return dataclasses.replace(self, **values)  # type: ignore[type-var]
@@ -100,7 +105,7 @@ def _with_zero(choice: Choice, option: Option) -> tuple[Any, Any]:
     hint = without_none(choice.hint)
     kind = plain_type(hint)
     if kind is str:
-        return hint, choice.default
+        return hint, "" if choice.default is None else choice.default
     try:
         choice.check(kind())
         stands = option.preset or choice.default in (None, MISSING)

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from sparsekit_fl.paper.published import PUBLISHED_LEVELS, UNEXPLAINED, Published, published_source
 from sparsekit_fl.report.beside import Beside, Cell, Line, Sheet
-from sparsekit_fl.report.extra import need
+from sparsekit_fl.results.extra import need
 
 __all__ = ["page_of", "published_csv", "show_published"]
 

@@ -10,6 +10,7 @@ from sparsekit.errors import DataError, InvalidValueError
 from sparsekit_fl.datasets.base import DataSource
 from sparsekit_fl.problem.clients import ClientData
 from sparsekit_fl.problem.data import TensorData
+from sparsekit_fl.problem.lazy import LazyData
 
 __all__ = ["Indices", "Partition", "check_clients", "hold_out", "labelled_pools", "rows_by_class"]
 
@@ -53,7 +54,7 @@ def hold_out(indices: Indices, share: float = 0.1) -> tuple[Indices, Indices]:
     return indices[:-count], indices[-count:]
 
 
-def labelled_pools(source: DataSource, partition: str) -> tuple[TensorData, TensorData]:
+def labelled_pools(source: DataSource, partition: str) -> tuple[TensorData | LazyData, TensorData | LazyData]:
     """The training and test pools of a source whose examples carry one label each.
 
     Raises:
@@ -67,7 +68,7 @@ def labelled_pools(source: DataSource, partition: str) -> tuple[TensorData, Tens
     return source.train, source.test
 
 
-def rows_by_class(pool: TensorData, classes: int) -> list[Indices]:
+def rows_by_class(pool: TensorData | LazyData, classes: int) -> list[Indices]:
     """Positions of the examples of each class, in the order of the pool."""
     labels = pool.labels().numpy()
     order = np.argsort(labels, kind="stable").astype(np.int64)

@@ -12,7 +12,7 @@ from sparsekit_fl.policies.mask import Dense, MaskPolicy, RoundView, ServerCrite
 from sparsekit_fl.policies.personal import GlobalModel, LocalModel, PersonalModel, PersonalPolicy
 from sparsekit_fl.policies.pruning import GatedPruning, RememberedMask, UnderOwnMask
 from sparsekit_fl.policies.ratio import ByCapability, Constant, Full, RatioPolicy
-from sparsekit_fl.policies.sampling import SamplingPolicy, Uniform
+from sparsekit_fl.policies.sampling import BySize, Fixed, Poisson, PowerOfChoice, SamplingPolicy, Uniform
 from sparsekit_fl.policies.share import Everything, Nothing, PrivateHead, SharePolicy
 from sparsekit_fl.policies.submodel import OwnedRowsMean, RecalibratedBatchNorm, SubmodelSgd
 
@@ -20,11 +20,13 @@ __all__ = [
     "AggregatePolicy",
     "BanditRatio",
     "ByCapability",
+    "BySize",
     "Constant",
     "CoverageMean",
     "DeltaMean",
     "Dense",
     "Everything",
+    "Fixed",
     "Full",
     "GatedPruning",
     "GlobalModel",
@@ -37,6 +39,8 @@ __all__ = [
     "OwnedRowsMean",
     "PersonalModel",
     "PersonalPolicy",
+    "Poisson",
+    "PowerOfChoice",
     "PrivateHead",
     "RatioPolicy",
     "RecalibratedBatchNorm",

@@ -74,6 +74,8 @@ class AggregatePolicy(Policy):
         kept = Kept(ctx.graph, update.mask)
         for name, delta in update.delta.items():
             covered = self.coverage(ctx, name, update)
+            if acc.optimizer is not None:
+                acc.optimizer.hold(name, kept, covered, acc.sums[name].shape)
             if rule is None:
                 # The product of a 24-bit mantissa and a small number is exact in float64; only the sum rounds.
                 change = delta.to(torch.float64) * weight
@@ -107,8 +109,10 @@ class AggregatePolicy(Policy):
         """Return the change of an entry of the state; None: it stays."""
         acc.asked.add(name)
         if acc.rule is None:
-            return self._mean(name, acc)
-        return acc.rule.change(acc, name, lambda: self._mean(name, acc), by_coverage=self.by_coverage)
+            change = self._mean(name, acc)
+        else:
+            change = acc.rule.change(acc, name, lambda: self._mean(name, acc), by_coverage=self.by_coverage)
+        return change if acc.optimizer is None else acc.optimizer.move(name, change)
 
     def _mean(self, name: str, acc: Accumulator) -> Tensor | None:
         if acc.weight == 0:

@@ -109,6 +109,7 @@ class LearnableSgd(LocalPolicy):
         fused = UnitVectors(narrow_model)
         learner = ImportanceLearner(fused, importance, lr=self._importance_lr(ctx), term=self.term)
         pull = 2.0 * self.proximal / self._scale(start, narrow_model)
+        batches = ctx.batches()
         step = LearnableStep(
             narrow_model,
             learner,
@@ -117,8 +118,9 @@ class LearnableSgd(LocalPolicy):
             training=ctx.training,
             pull=pull,
             explore_every=self.explore_every,
+            steps=batches.steps,
         )
-        log = ctx.fit(narrow_model.module, ctx.batches(), step)
+        log = ctx.fit(narrow_model.module, batches, step)
         ctx.memory["importance"] = learner.importance.cpu()
         final = UnitMask(dict(narrow_model.mask))
         work = ctx.work(final, log) + ctx.work_on(step.explored_examples)
@@ -209,6 +211,7 @@ class LearnableStep:
         training: Options of SGD.
         pull: Factor of (θ − ω) in the gradient, 2μ or 2μ / entries; 0 switches the term off.
         explore_every: Steps between two looks at dropped units; 0 never looks.
+        steps: Steps of the round, for a schedule over them.
     """
 
     def __init__(
@@ -221,14 +224,15 @@ class LearnableStep:
         training: TrainingConfig,
         pull: float,
         explore_every: int = 0,
+        steps: int | None = None,
     ) -> None:
         self._module, self._loss = narrow_model.module, loss
         self._learner = learner
-        self._sgd = sgd_step(training, narrow_model.named_parameters())
+        self._sgd = sgd_step(training, narrow_model.named_parameters(), steps=steps)
         self._pull = pull
         self._lr = training.lr
         # Without momentum, clipping and weight decay the proximal step is one interpolation in place.
-        self._interpolates = not (training.momentum or training.weight_decay or training.clip)
+        self._interpolates = training.is_plain
         self._anchors = _Anchors(self._sgd.parameters, narrow_model, start) if pull else None
         self._followers: list[HasState] = [self._sgd, *([self._anchors] if self._anchors is not None else [])]
         self._explore_every = explore_every

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsekit._torch import foreach_add, foreach_lerp_, foreach_mul, foreach_sub
+from sparsekit.errors import InvalidValueError
 from sparsekit.graph.mask import UnitMask, WeightMask
 from sparsekit.graph.state import StateDict
 from sparsekit_fl.context.client import ClientContext, Work
@@ -18,7 +19,8 @@ from sparsekit_fl.options.checked import Hint, NonNegative
 from sparsekit_fl.options.config import TrainingConfig
 from sparsekit_fl.policies.base import Policy
 from sparsekit_fl.problem.problem import Problem
-from sparsekit_fl.training.loop import Batch, Batches, SgdStep, TrainingLog
+from sparsekit_fl.training.loop import Batch, Batches, TrainingLog
+from sparsekit_fl.training.optimizer import SgdStep, TorchStep, make_step
 from sparsekit_fl.wire.kept import Mask, mask_state
 
 __all__ = [
@@ -106,7 +108,7 @@ class LocalPolicy(Policy):
             mask: What to train; None for everything.
             ratio: The executed ratio.
         """
-        raise NotImplementedError(f"{type(self).__name__} trains one client at a time")
+        raise InvalidValueError(f"{type(self).__name__} trains one client at a time; call train")
 
     def why_alone(self, *, batched: bool) -> str | None:
         """Say why clients of this policy train one after the other; None where `lane` describes how they train together.
@@ -145,7 +147,7 @@ def pull_towards(
             several times as fast as a longer gradient.
     """
     parameters = list(leaves.values())
-    interpolates = training is not None and not (training.momentum or training.weight_decay or training.clip)
+    interpolates = training is not None and training.is_plain
 
     def adjust(gradients: list[Tensor], places: list[int]) -> list[Tensor]:
         if training is not None and interpolates:
@@ -198,15 +200,15 @@ def gradients_of(loss: Tensor, leaves: Sequence[Tensor]) -> list[Tensor]:
     return [torch.zeros_like(leaf) if gradient is None else gradient for leaf, gradient in zip(leaves, found, strict=True)]
 
 
-def sgd_step(training: TrainingConfig, leaves: Leaves) -> SgdStep:
-    """Build the optimiser of some leaves as the options of training say."""
-    return SgdStep(
-        leaves.values(),
-        lr=training.lr,
-        momentum=training.momentum,
-        weight_decay=training.weight_decay,
-        clip=training.clip,
-    )
+def sgd_step(training: TrainingConfig, leaves: Leaves, *, steps: int | None = None) -> SgdStep | TorchStep:
+    """Build the optimiser of some leaves as the options of training say.
+
+    Args:
+        training: The options.
+        leaves: What trains.
+        steps: Steps of the round, for a schedule over them; None: not known.
+    """
+    return make_step(training, leaves.values(), steps=steps)
 
 
 def sgd(ctx: ClientContext, leaves: Leaves, batches: Batches, adjusts: Sequence[Adjust] = ()) -> TrainingLog:
@@ -219,7 +221,7 @@ def sgd(ctx: ClientContext, leaves: Leaves, batches: Batches, adjusts: Sequence[
         adjusts: Changes of the gradients, one after the other, before clipping.
     """
     module, loss_of = ctx.narrow_model.module, ctx.problem.loss
-    update = sgd_step(ctx.training, leaves)
+    update = sgd_step(ctx.training, leaves, steps=batches.steps)
 
     def adjust(gradients: list[Tensor], places: list[int]) -> list[Tensor]:
         for change in adjusts:

@@ -14,7 +14,7 @@ from sparsekit.graph.state import StateDict
 from sparsekit_fl.context.client import ClientContext
 from sparsekit_fl.policies.base import Policy
 from sparsekit_fl.policies.local import LocalResult
-from sparsekit_fl.wire.kept import Mask
+from sparsekit_fl.wire.kept import Kept, Mask
 from sparsekit_fl.wire.messages import Scores, pack_mask, unpack_mask
 
 __all__ = ["GlobalModel", "LocalModel", "PersonalModel", "PersonalPolicy"]
@@ -77,7 +77,11 @@ class GlobalModel(PersonalPolicy):
 
 
 def _quality(validation: Scores, training: Scores) -> list[float]:
-    """Return validation accuracy, where a problem has one, then minus the mean loss: the first that differs decides."""
+    """Return validation accuracy, where a problem has one, then minus the mean loss: the first that differs decides.
+
+    Training data take the place of validation data that a client does not have.
+    """
+    validation = validation or training
     losses = [validation["loss"], training["loss"]] if "accuracy" in validation else [validation["loss"]]
     loss = sum(total for total, _ in losses) / max(sum(weight for _, weight in losses), 1e-12)
     if "accuracy" not in validation:
@@ -108,7 +112,7 @@ class LocalModel(PersonalPolicy):
             ctx.memory["quality"] = quality
         bits, description = pack_mask(result.mask)
         ctx.memory.update(
-            state=dict(result.state),
+            state={name: tensor for name, tensor in result.state.items() if name not in ctx.frozen},
             mask=dict(bits),
             description=description,
             narrow=result.narrow,
@@ -130,6 +134,8 @@ class LocalModel(PersonalPolicy):
         if "state" not in memory:
             return PersonalModel(state=state)
         mask = unpack_mask(memory["mask"], memory["description"])
-        return PersonalModel(
-            state=memory["state"], mask=mask, narrow=memory["narrow"], ratio=None if mask is None else memory["ratio"]
-        )
+        own = memory["state"]
+        if ctx.frozen:
+            kept = Kept(ctx.graph, mask if memory["narrow"] else None)
+            own = {name: own[name] if name in own else kept.gather(name, tensor) for name, tensor in state.items()}
+        return PersonalModel(state=own, mask=mask, narrow=memory["narrow"], ratio=None if mask is None else memory["ratio"])

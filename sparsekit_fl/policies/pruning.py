@@ -11,7 +11,7 @@ from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.layers import layer_weights
 from sparsekit.graph.mask import UnitMask
 from sparsekit.graph.state import StateDict
-from sparsekit_fl.context.client import ClientContext
+from sparsekit_fl.context.client import ClientContext, Split
 from sparsekit_fl.context.memory import Memory
 from sparsekit_fl.context.server import ServerContext
 from sparsekit_fl.errors import UpdateError
@@ -131,7 +131,9 @@ class GatedPruning(RememberedMask):
 
     def _accuracy(self, ctx: ClientContext, state: StateDict, mask: Mask | None) -> float:
         ctx.narrow_model.load(state, mask if isinstance(mask, UnitMask) else None)
-        score, weight = ctx.score(ctx.narrow_model.module, "val").get("accuracy", (0.0, 0.0))
+        # A client without validation data decides by its training data.
+        split: Split = "val" if len(ctx.client.data.val) else "train"
+        score, weight = ctx.score(ctx.narrow_model.module, split).get("accuracy", (0.0, 0.0))
         return score / weight if weight else 0.0
 
 

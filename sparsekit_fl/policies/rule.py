@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from sparsekit.graph.state import StateDict
+from sparsekit_fl.policies.server_optimizer import ServerOptimizer
 from sparsekit_fl.wire.kept import Kept
 from sparsekit_fl.wire.messages import Update
 
@@ -33,6 +34,7 @@ class Accumulator:
         count: Number of updates.
         extra: For subclasses.
         rule: Combines the changes instead of the sums; None: the mean.
+        optimizer: What the server makes of the combined changes; None: it adds them.
         asked: Keys whose change was computed.
     """
 
@@ -44,6 +46,7 @@ class Accumulator:
     count: int = 0
     extra: dict[str, Any] = field(default_factory=dict)
     rule: Rule | None = None
+    optimizer: ServerOptimizer | None = None
     asked: set[str] = field(default_factory=set)
 
 

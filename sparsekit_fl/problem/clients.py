@@ -63,11 +63,12 @@ class ClientData:
 
     Args:
         train: What it learns from: TensorData, or any map-style data set that the problem's `read_batch` can read.
-        val: What it selects models by; never trained on.
+        val: What it selects models by; never trained on. None, or empty, where the client has none: what would be decided by it
+            is decided by its training data.
         test: What it is scored with, and nothing else.
 
     Raises:
-        DataError: a split has no length or is empty.
+        DataError: a split has no length, or train or test is empty.
     """
 
     train: Any
@@ -75,16 +76,31 @@ class ClientData:
     test: Any
 
     def __post_init__(self) -> None:
+        if self.val is None:
+            object.__setattr__(self, "val", ())
         for name in ("train", "val", "test"):
             split = getattr(self, name)
             if not hasattr(split, "__len__"):
                 raise DataError(f"{name} must be TensorData or a map-style data set with a length, got {type(split).__name__}")
+            if len(split) == 0 and name == "val":
+                continue
             if len(split) == 0:
-                raise DataError(f"{name} is empty; every client needs examples to train on, to select by and to be scored with")
+                raise DataError(
+                    f"{name} is empty, {self._sizes()}; every client needs examples to train on and to be scored with"
+                    " (val alone may be None)"
+                )
             if isinstance(split, TensorDataset) or (
                 isinstance(split, Subset) and isinstance(split.dataset, TensorData | TensorDataset)
             ):
                 object.__setattr__(self, name, as_tensor_data(split, what=name))
+
+    def _sizes(self) -> str:
+        """Say what the client does have, so that it can be told from others: `train has 60 examples, test has 40`."""
+        splits = {name: getattr(self, name) for name in ("train", "val", "test")}
+        full = [
+            f"{name} has {len(split)} examples" for name, split in splits.items() if hasattr(split, "__len__") and len(split)
+        ]
+        return ", ".join(full) or "as are the other splits"
 
 
 @dataclass(frozen=True, eq=False)

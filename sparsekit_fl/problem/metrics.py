@@ -11,7 +11,9 @@ from torch import Tensor
 
 from sparsekit.errors import DataError
 
-__all__ = ["IGNORED", "Metric", "TokenAccuracy", "accuracy", "cross_entropy", "log_loss", "perplexity"]
+__all__ = ["IGNORED", "Metric", "TokenAccuracy", "accuracy", "cross_entropy", "log_loss", "lower_is_better", "perplexity"]
+
+_LOWER = ("loss", "error", "perplexity")
 
 IGNORED = -100
 """The target that no loss and no metric counts (torch's own default), for padding."""
@@ -91,3 +93,14 @@ def log_loss(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 def perplexity(mean_log_loss: float) -> float:
     """The perplexity that belongs to a mean `log_loss`; average the loss first, perplexities do not average."""
     return math.exp(mean_log_loss)
+
+
+def lower_is_better(name: str, metric: Metric | None = None) -> bool:
+    """Whether small values of a metric are the good ones.
+
+    Args:
+        name: Its name: one that ends with `loss`, `error` or `perplexity` is better when it is lower.
+        metric: The metric; its attribute `lower_is_better`, where it has one, decides alone.
+    """
+    told = getattr(metric, "lower_is_better", None)
+    return name.endswith(_LOWER) if told is None else bool(told)

@@ -12,8 +12,10 @@ from torch import Tensor, nn
 
 from sparsekit.errors import DataError, InvalidValueError, TraceError
 from sparsekit.rng import torch_scope
+from sparsekit_fl.problem.augment import Augment
 from sparsekit_fl.problem.clients import Client
 from sparsekit_fl.problem.data import Batch, Positions, TensorData, as_tensor_data
+from sparsekit_fl.problem.lazy import LazyData
 from sparsekit_fl.problem.metrics import Metric, accuracy, cross_entropy
 
 __all__ = ["Loss", "Problem", "ReadBatch", "arranged", "check_fit", "read_tensor_batch"]
@@ -38,7 +40,25 @@ def read_tensor_batch(split: Any, positions: Positions = None) -> Batch:
     Raises:
         DataError: the items cannot be made into tensors.
     """
-    return as_tensor_data(split).batch(positions)
+    if isinstance(split, LazyData):
+        return split.batch(positions)
+    if positions is None or isinstance(positions, slice) or isinstance(split, TensorData):
+        return as_tensor_data(split).batch(positions)
+    # Only what is asked for is read.
+    return as_tensor_data(_Some(split, [int(position) for position in positions])).batch()
+
+
+class _Some:
+    """Some items of a map-style data set."""
+
+    def __init__(self, whole: Any, positions: list[int]) -> None:
+        self._whole, self._positions = whole, positions
+
+    def __len__(self) -> int:
+        return len(self._positions)
+
+    def __getitem__(self, place: int) -> Any:
+        return self._whole[self._positions[place]]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -54,6 +74,11 @@ class Problem:
         channels_last: Feed inputs of four dimensions as torch.channels_last: the same numbers, laid out anew. On a CPU,
             convolutions of few channels take half the time then, those of many hundred a little more; a model that calls
             `view` on feature maps needs `flatten` or `reshape` instead.
+        augment: Changes the first input of every training batch, anew in each epoch; see `problem.augment`.
+        lazy: Read batch by batch, in every epoch anew, instead of a whole split once a round. None: TensorData, and what a
+            `read_batch` of your own reads, is read whole; any other data set batch by batch. Random transforms of a data set
+            draw from torch's generator, which is seeded for every client and round, so any engine gives the same.
+        about: Plain JSON values that say how the model is made and raw inputs are read: a run keeps them beside its models.
 
     Raises:
         InvalidValueError: something of the wrong kind, with the remedy.
@@ -65,6 +90,9 @@ class Problem:
     metrics: Mapping[str, Metric] = field(default_factory=lambda: {"accuracy": accuracy})
     read_batch: ReadBatch = read_tensor_batch
     channels_last: bool = False
+    augment: Augment | None = None
+    lazy: bool | None = None
+    about: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if isinstance(self.model, nn.Module):
@@ -87,6 +115,24 @@ class Problem:
                 " for example {'accuracy': sparsekit_fl.problem.metrics.accuracy}"
             )
         object.__setattr__(self, "metrics", dict(self.metrics))
+
+    def reads_lazily(self, split: Any) -> bool:
+        """Return whether a split is read batch by batch."""
+        if self.lazy is not None:
+            return self.lazy
+        return self.read_batch is read_tensor_batch and not isinstance(split, TensorData)
+
+    def read(self, split: Any, positions: Positions) -> Batch:
+        """Read some examples of a split.
+
+        Raises:
+            DataError: `read_batch` gave something else than (inputs, targets).
+        """
+        try:
+            inputs, targets = self.read_batch(split, positions)
+        except (TypeError, IndexError, AttributeError, KeyError) as error:
+            raise DataError(f"read_batch could not read a {type(split).__name__}: {error!r}") from error
+        return (inputs,) if isinstance(inputs, Tensor) else tuple(inputs), targets
 
     def materialise(self, split: Any, device: torch.device | str = "cpu") -> TensorData:
         """Read a whole split once, so that a batch afterwards is one `index_select`.
@@ -147,7 +193,7 @@ def check_fit(problem: Problem, client: Client) -> None:
                 " resize the data, or pass a model for this input"
             ) from error
         if isinstance(outputs, Tensor) and not targets.is_floating_point() and outputs.shape[:-1] == targets.shape:
-            labels = as_tensor_data(split).labels() if problem.read_batch is read_tensor_batch else targets
+            labels = split.labels() if isinstance(split, TensorData | LazyData) else targets
             if int(labels.max()) >= outputs.shape[-1]:
                 raise DataError(
                     f"client {client.id} has label {int(labels.max())}, but the model has {outputs.shape[-1]} outputs;"

@@ -15,7 +15,7 @@ from sparsekit_fl.report.comparison import TARGET, Comparison
 from sparsekit_fl.report.curves import Curve, curves_of
 from sparsekit_fl.report.trials import Level
 
-__all__ = ["Chart", "Series", "Unit", "charts_of", "curve_charts"]
+__all__ = ["Chart", "Series", "Unit", "charts_of", "curve_charts", "on_front"]
 
 Unit = Literal["share", "flops", "seconds", "number"]
 
@@ -31,6 +31,7 @@ class Series:
         y: As many.
         deviation: As many; zeros for a single run.
         second: Second value of a bar, drawn as a ring; None for none.
+        subject: Drawn so that it is told from the rest.
         label: Text of the legend; empty for the method.
     """
 
@@ -40,6 +41,7 @@ class Series:
     y: tuple[float, ...]
     deviation: tuple[float, ...]
     second: float | None = None
+    subject: bool = False
     label: str = ""
 
 
@@ -50,7 +52,8 @@ class Chart:
     Args:
         name: Name of its file.
         title: Text above it.
-        kind: "curve" and "level" are lines, "bar" is one bar per series.
+        kind: "curve" and "level" are lines, "bar" is one bar per series, "front" is one point per series with a line through
+            those that no other series beats in both numbers.
         series: Methods that are drawn.
         x: Text of the x axis; for bars that of their length.
         y: Text of the y axis; empty for bars.
@@ -59,7 +62,7 @@ class Chart:
 
     name: str
     title: str
-    kind: Literal["curve", "level", "bar"]
+    kind: Literal["curve", "level", "bar", "front"]
     series: tuple[Series, ...]
     x: str
     y: str
@@ -99,7 +102,8 @@ def charts_of(comparison: Comparison) -> list[Chart]:
         results = [trial.result for method in section.methods for trial in section.of(method, level) if trial.result]
         curves = [curve for curve in curves_of(results) if len(curve.rounds)]
         found = [
-            *curve_charts(curves, {method: place for place, method in enumerate(section.methods)}),
+            _front(comparison, level),
+            *curve_charts(curves, {method: place for place, method in enumerate(section.methods)}, subject=comparison.subject),
             *_bars(comparison, level),
         ]
         text = section.level_text(level)
@@ -111,11 +115,51 @@ def charts_of(comparison: Comparison) -> list[Chart]:
 
 
 def _drawable(chart: Chart) -> bool:
+    if chart.kind == "front":
+        return len(chart.series) > 1
     return any(one.y if chart.kind == "bar" else len(one.x) > 1 for one in chart.series)
 
 
+def _front(comparison: Comparison, level: Level) -> Chart:
+    """Make the chart of final accuracy against FLOPs: a point per method."""
+    series = []
+    for row in comparison.rows:
+        accuracy, flops = row.numbers["personal_accuracy"], row.numbers["flops_compact"]
+        if row.level == level and accuracy.mean is not None and flops.mean:
+            one = Series(
+                method=row.method,
+                place=comparison.section.methods.index(row.method),
+                x=(flops.mean,),
+                y=(accuracy.mean,),
+                deviation=(accuracy.deviation or 0.0,),
+                subject=row.method == comparison.subject,
+            )
+            series.append(one)
+    x = "FLOPs, compact; dotted: no method is better in both"
+    return Chart(
+        name="front", title="Final accuracy against FLOPs", kind="front", series=tuple(series), x=x, y=_ACCURACY, unit="flops"
+    )
+
+
+def on_front(series: Sequence[Series]) -> tuple[Series, ...]:
+    """Return the points that no other beats in both numbers, from few FLOPs to many.
+
+    Args:
+        series: One point each.
+    """
+    front: list[Series] = []
+    for one in sorted(series, key=lambda one: (float(one.x[0]), -one.y[0])):
+        if not front or one.y[0] > front[-1].y[0]:
+            front.append(one)
+    return tuple(front)
+
+
 def curve_charts(
-    curves: Sequence[Curve], places: Mapping[str, int], *, label: Callable[[Curve], str] = lambda curve: curve.method
+    curves: Sequence[Curve],
+    places: Mapping[str, int],
+    *,
+    label: Callable[[Curve], str] = lambda curve: curve.method,
+    subject: str = "",
 ) -> list[Chart]:
     """Make the charts of accuracy against FLOPs, simulated time and rounds, in this order.
 
@@ -123,6 +167,7 @@ def curve_charts(
         curves: One per method.
         places: Method → place, which decides its style.
         label: Returns the legend's text for a curve.
+        subject: Method that is told from the rest; empty for none.
     """
     charts = []
     for name, title, x, axis, unit in _CURVES:
@@ -134,6 +179,7 @@ def curve_charts(
                 y=tuple(map(float, curve.accuracy)),
                 deviation=tuple(map(float, curve.deviation)),
                 label=label(curve),
+                subject=curve.method == subject,
             )
             for curve in curves
         ]
@@ -157,8 +203,12 @@ def _bars(comparison: Comparison, level: Level) -> list[Chart]:
                     y=() if found.mean is None else (found.mean,),
                     deviation=() if found.mean is None else (found.deviation or 0.0,),
                     second=row.numbers[second].mean if second else None,
+                    subject=row.method == comparison.subject,
                 )
                 series.append(one)
+        # The best stands above: the largest accuracy, the least of what is spent; those without a bar stand last.
+        sign = -1.0 if unit == "share" else 1.0
+        series.sort(key=lambda one: sign * one.y[0] if one.y else math.inf)
         charts.append(
             Chart(name=name, title=title.format(target=target), kind="bar", series=tuple(series), x=x, y="", unit=unit)
         )

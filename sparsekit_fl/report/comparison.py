@@ -14,13 +14,15 @@ from rich.markup import escape
 from rich.table import Table
 
 from sparsekit.errors import InvalidValueError
-from sparsekit_fl.report.extra import need
 from sparsekit_fl.report.table import COLUMNS, Column, Spread, seconds_to, share_text, spread, value_of
 from sparsekit_fl.report.trials import Level, Section, Trial
+from sparsekit_fl.results.extra import need
 
-__all__ = ["Comparison", "Row", "check_target"]
+__all__ = ["TARGET", "WALL_TIME", "Comparison", "Row", "check_target"]
 
 TARGET = "target_seconds"
+_SUBJECT = "fedlps"
+WALL_TIME = "wall time includes what else ran on the machine, simulated time does not"
 _SIGNS = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
@@ -112,6 +114,12 @@ class Comparison:
             )
         return tuple(rows)
 
+    @property
+    def subject(self) -> str:
+        """The method that the comparison is about: FedLPS where it takes part, else the first."""
+        methods = self.section.methods
+        return _SUBJECT if _SUBJECT in methods else methods[0]
+
     def seeds_text(self) -> str:
         """Say over how many seeds the means are taken."""
         count = len(self.section.seeds)
@@ -161,7 +169,7 @@ class Comparison:
             for place, label in enumerate(labels):
                 table.add_row(label, *(texts[column.name][place] for column in part))
             console.print(table)
-        console.print(self.seeds_text())
+        console.print(f"{self.seeds_text()}; {WALL_TIME}")
         for number, note in enumerate(self.notes, 1):
             console.print(f"{str(number).translate(_SIGNS)} {escape(note)}", soft_wrap=True)
         for trial in self.section.failed:

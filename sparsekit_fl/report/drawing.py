@@ -13,9 +13,9 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from sparsekit_fl.report.charts import Chart, Series, Unit
-from sparsekit_fl.report.extra import need
+from sparsekit_fl.report.charts import Chart, Series, Unit, on_front
 from sparsekit_fl.report.table import flops_text
+from sparsekit_fl.results.extra import need
 
 __all__ = ["draw_chart", "draw_side_by_side", "inline_svg", "series_style"]
 
@@ -136,7 +136,7 @@ def _fill(axes: Any, chart: Chart) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_xlabel(chart.x, fontsize=10)
     axes.set_ylabel(chart.y, fontsize=10)
-    (_bars if chart.kind == "bar" else _lines)(axes, chart)
+    {"bar": _bars, "front": _points}.get(chart.kind, _lines)(axes, chart)
 
 
 def _lines(axes: Any, chart: Chart) -> None:
@@ -148,7 +148,8 @@ def _lines(axes: Any, chart: Chart) -> None:
         x = [order.index(value) for value in one.x] if order else one.x
         line = axes.plot(
             x, one.y, color=colour, linestyle=(0, dashes) if dashes else "-", marker=marker, markersize=4.5,
-            markevery=max(1, len(x) // 8), linewidth=1.8, label=one.label or one.method,
+            markevery=max(1, len(x) // 8), linewidth=3.2 if one.subject else 1.6, label=one.label or one.method,
+            zorder=3 if one.subject else 2,
         )[0]  # fmt: skip
         line.set_gid(f"series-{one.place}")
         if bands and any(one.deviation):
@@ -163,6 +164,8 @@ def _lines(axes: Any, chart: Chart) -> None:
     else:
         if chart.unit in ("flops", "seconds"):
             _logarithmic(axes, chart)
+        else:
+            axes.xaxis.set_major_locator(need("matplotlib.ticker").MaxNLocator(integer=True))  # rounds are whole
         _format(axes.xaxis, chart.unit)
         _format(axes.yaxis, "share")
     if chart.unit == "share" or not order:
@@ -181,11 +184,42 @@ def _logarithmic(axes: Any, chart: Chart) -> None:
     axes.xaxis.set_minor_formatter(ticker.NullFormatter())
 
 
+def _points(axes: Any, chart: Chart) -> None:
+    """Draw a point per method, a line through the best, and the names of these and of the subject."""
+    front = on_front(chart.series)
+    for one in chart.series:
+        colour, _, marker = series_style(one.place)
+        size = 9 if one.subject else 6
+        bars = axes.errorbar(one.x, one.y, one.deviation, color=colour, marker=marker, markersize=size, linestyle="none",
+                             elinewidth=1.0, label=one.label or one.method, zorder=3)  # fmt: skip
+        for part in (bars.lines[0], *bars.lines[2]):
+            part.set_gid(f"series-{one.place}")
+    for one in _apart([*(one for one in chart.series if one.subject), *front]):
+        axes.annotate(
+            one.method, (float(one.x[0]), one.y[0]), (6, -4), textcoords="offset points", fontsize=10, va="top", color=_INK,
+            weight="bold" if one.subject else "normal",
+        ).set_gid(f"series-{one.place}")  # fmt: skip
+    axes.plot([one.x[0] for one in front], [one.y[0] for one in front], color=_INK, linewidth=1.0, linestyle=":", zorder=1)
+    _logarithmic(axes, chart)
+    axes.margins(x=0.12)
+    _format(axes.xaxis, chart.unit)
+    _format(axes.yaxis, "share")
+
+
+def _apart(wanted: Sequence[Series]) -> list[Series]:
+    """Leave out points whose names would lie on those of points before them."""
+    kept: list[Series] = []
+    for one in wanted:
+        if all(abs(math.log(float(one.x[0]) / float(other.x[0]))) > 0.5 or abs(one.y[0] - other.y[0]) > 0.05 for other in kept):
+            kept.append(one)
+    return kept
+
+
 def _bars(axes: Any, chart: Chart) -> None:
     for place, one in enumerate(chart.series):
         colour = series_style(one.place)[0]
         for y, deviation in zip(one.y, one.deviation, strict=True):
-            bar = axes.barh(place, y, height=0.66, color=colour, alpha=0.85)[0]
+            bar = axes.barh(place, y, height=0.66, color=colour, alpha=0.95 if one.subject else 0.6)[0]
             bar.set_gid(f"series-{one.place}")
             if deviation:
                 whisker = axes.plot([max(0.0, y - deviation), y + deviation], [place, place], color=_INK, linewidth=1.2)[0]
@@ -194,6 +228,8 @@ def _bars(axes: Any, chart: Chart) -> None:
             ring = axes.plot([one.second], [place], "o", markersize=5, markerfacecolor="none", markeredgecolor=_INK)[0]
             ring.set_gid(f"series-{one.place}")
     axes.set_yticks(range(len(chart.series)), [one.method for one in chart.series])
+    for one, name in zip(chart.series, axes.get_yticklabels(), strict=True):
+        name.set_weight("bold" if one.subject else "normal")
     axes.set_ylim(len(chart.series) - 0.4, -0.6)
     axes.xaxis.set_major_locator(need("matplotlib.ticker").MaxNLocator(5))
     _format(axes.xaxis, chart.unit)

@@ -5,14 +5,36 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from sparsekit_fl.report.beside import Beside, Cell, Line, Sheet
 from sparsekit_fl.report.comparison import Comparison, Row
 from sparsekit_fl.report.drawing import series_style
-from sparsekit_fl.report.table import Column
+from sparsekit_fl.report.table import Column, flops_text, share_text
 from sparsekit_fl.report.text import render
 
 __all__ = ["PagePart", "page"]
+
+_MOST_FIRST = 6
+_NEAR = 0.01
+_CAPABILITY = {
+    "dynamic": "capabilities drawn anew every round",
+    "fixed": "capabilities drawn once",
+}
+_OPTIONS = {
+    "classes_per_client": "{} classes a client",
+    "images_per_class": "{} images a shard",
+    "alpha": "Dirichlet α = {:g}",
+}
+_DISTINCT = {False: "shards of a client may share a class", True: "shards of a client have different classes"}
+
+
+def _option_text(name: str, value: Any) -> str:
+    """Say an option of a partition in words; one that is not known as `name: value`."""
+    if name == "distinct":
+        return _DISTINCT[bool(value)]
+    known = _OPTIONS.get(name)
+    return known.format(value) if known else f"{name.replace('_', ' ')}: {value}"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -22,12 +44,16 @@ class PagePart:
     Args:
         comparison: The table.
         beside: Numbers of others; None where there are none.
-        charts: Title and SVG of each chart.
+        charts: Title, kind and SVG of each chart.
+        csv: File name of the numbers, beside the page.
+        command: What was typed; empty where it is not known.
     """
 
     comparison: Comparison
     beside: Beside | None
-    charts: Sequence[tuple[str, str]]
+    charts: Sequence[tuple[str, str, str]]
+    csv: str = ""
+    command: str = ""
 
     @property
     def protocol(self) -> str:
@@ -35,16 +61,65 @@ class PagePart:
         config = next((trial.config for trial in self.comparison.section.trials if trial.config), {})
         about, training = config.get("experiment", {}), config.get("training", {})
         options = {name: value for name, value in about.get("partition_options", {}).items() if name != "lack_classes"}
+        rounds = f", {config['rounds']} round{'' if config['rounds'] == 1 else 's'}" if "rounds" in config else ""
         parts = [
-            f"{config['cohort']} clients a round" if "cohort" in config else "",
+            f"{config['cohort']} clients a round{rounds}" if "cohort" in config else "",
             f"{training['local_epochs']} local epochs of batches of {training['batch_size']}, learning rate {training['lr']:g}"
             if training
             else "",
             f"{about['partition']} partition" if about.get("partition") else "",
-            ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in options.items()),
-            f"capability {config['capability']}" if "capability" in config else "",
+            ", ".join(_option_text(name, value) for name, value in options.items()),
+            _CAPABILITY.get(config.get("capability", ""), f"capability {config.get('capability')}")
+            if "capability" in config
+            else "",
         ]
         return "; ".join(filter(None, parts))
+
+    @property
+    def headline(self) -> str:
+        """What the table says, in one sentence."""
+        found = [
+            (row.label, accuracy, flops)
+            for row in self.comparison.rows
+            if (accuracy := row.numbers["personal_accuracy"].mean) is not None and (flops := row.numbers["flops_compact"].mean)
+        ]
+        if len(found) < 2:
+            return ""
+        best = max(found, key=lambda one: one[1])
+        near = min((one for one in found if one[1] >= best[1] - _NEAR), key=lambda one: one[2])
+        first = f"{best[0]} is most accurate: {share_text(best[1])} with {flops_text(best[2])} FLOPs"
+        if near[0] == best[0]:
+            return f"{first}, and nothing within a point of it costs less."
+        return (
+            f"{first}. {near[0]} comes within a point, {share_text(near[1])}, with {flops_text(near[2])}, the fewest that do."
+        )
+
+    @property
+    def origin(self) -> str:
+        """Version and date of the runs, as far as their results have them."""
+        known = [trial.result.get("environment", {}) for trial in self.comparison.section.finished if trial.result]
+        versions = sorted({str(one["sparsekit"]) for one in known if "sparsekit" in one})
+        dates = sorted(str(one["finished"])[:10] for one in known if "finished" in one)
+        when = "" if not dates else dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}"
+        return ", ".join(filter(None, [f"sparsekit {' and '.join(versions)}" if versions else "", when]))
+
+    @cached_property
+    def first(self) -> frozenset[str]:
+        """Methods whose lines are drawn at first: the front of accuracy against FLOPs, the subject, then the most accurate."""
+        rows = [row for row in self.comparison.rows if row.numbers["personal_accuracy"].mean is not None]
+        points = [
+            (row.numbers["flops_compact"].mean or 0.0, -(row.numbers["personal_accuracy"].mean or 0.0), row.method)
+            for row in rows
+        ]
+        front: list[str] = []
+        least = 0.0
+        for _, loss, method in sorted(points):
+            if not front or loss < least:
+                front.append(method)
+                least = loss
+        ranked = [method for _, method in sorted((loss, method) for _, loss, method in points)]
+        wanted = list(dict.fromkeys([self.comparison.subject, *front, *ranked]))
+        return frozenset(wanted[: max(_MOST_FIRST, len(set(front)))])
 
     @property
     def chips(self) -> list[tuple[str, str, str]]:
@@ -96,10 +171,12 @@ class PagePart:
         )
 
     def _best(self, column: Column) -> float | None:
-        """Return the largest accuracy; the least of anything that is spent has no honest winner, so it is not marked."""
-        if column.unit != "share" or len(self.comparison.rows) < 2:
+        """Return the largest accuracy, or the least that is spent; wall time depends on the machine and is not marked."""
+        if column.name == "wall_seconds" or len(self.comparison.rows) < 2:
             return None
-        return max((mean for row in self.comparison.rows if (mean := row.numbers[column.name].mean) is not None), default=None)
+        means = [mean for row in self.comparison.rows if (mean := row.numbers[column.name].mean) is not None]
+        choose = max if column.unit == "share" else min
+        return choose(means, default=None)
 
 
 def page(parts: Sequence[PagePart]) -> str:

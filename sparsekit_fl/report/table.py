@@ -1,19 +1,27 @@
-"""Numbers of saved results as text: units, mean ± deviation, and the table of one run. Only here are bytes written as MB."""
+"""Numbers of saved results as text: units, mean ± deviation, and the table of one run."""
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from rich.markup import escape
 from rich.table import Table
 
-from sparsekit.errors import DataError
+from sparsekit_fl.results.read import read_result
+from sparsekit_fl.results.text import (
+    bytes_scale,
+    bytes_text,
+    flops_step,
+    flops_text,
+    minutes_text,
+    seconds_scale,
+    seconds_text,
+    share_text,
+)
 
 __all__ = [
     "COLUMNS",
@@ -29,59 +37,6 @@ __all__ = [
     "spread",
     "value_of",
 ]
-
-_STEPS = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
-
-
-def _step(flops: float) -> tuple[float, str]:
-    """Return the size and the letter of the prefix: `(1e12, "T")` from 1e11 on."""
-    return next(((size, letter) for size, letter in _STEPS if flops >= size / 10), (1.0, ""))
-
-
-def flops_text(flops: float) -> str:
-    """For example `0.53T`: three digits and a prefix; below a tenth of a step the next smaller prefix."""
-    size, letter = _step(flops)
-    return f"{flops / size:.3g}{letter}" if letter else f"{flops:.0f}"
-
-
-def bytes_text(count: float) -> str:
-    """For example `12.3 MB`; a megabyte is 10⁶ bytes."""
-    return f"{count / 1e6:,.1f} MB"
-
-
-def seconds_text(seconds: float) -> str:
-    """For example `12.3 s`, or `4 min 05 s` from two minutes on."""
-    if seconds < 120:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s"
-
-
-def share_text(share: float | None) -> str:
-    """For example `98.8%`; a dash for None and for numbers that are not finite."""
-    return "–" if share is None or not math.isfinite(share) else f"{share:.1%}"
-
-
-def read_result(path: Path | str) -> dict[str, Any]:
-    """Read `result.json`, or the one in a folder.
-
-    Raises:
-        DataError: there is none, or it is not a result.
-    """
-    path = Path(path)
-    path = path / "result.json" if path.is_dir() else path
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-        missing = {"method", "seed", "final", "cost", "rounds"} - set(raw)
-    except OSError as error:
-        raise DataError(f"no result at {path}: {error.strerror}; pass the --out folder of a finished run") from error
-    except (json.JSONDecodeError, TypeError) as error:
-        raise DataError(f"{path} is not a result: {error}; pass the --out folder of a finished run") from error
-    if missing:
-        raise DataError(f"{path} is not a result: it lacks {', '.join(sorted(missing))}")
-    assert isinstance(raw, dict)
-    return raw
 
 
 @dataclass(frozen=True)
@@ -140,18 +95,18 @@ class Column:
             text = self._both(mean, deviation)
         else:
             # The second digit of a short simulated time matters.
-            text = f"{mean:.2f} s" if self.unit == "seconds" and mean < 10 else self.text(mean)
+            text = f"{mean:.2f} s" if self.unit == "seconds" and 0.1 <= mean < 10 else self.text(mean)
         return text if found.count == found.of else f"{text} ({found.count} of {found.of})"
 
     def _both(self, mean: float, deviation: float) -> str:
         if self.unit == "seconds" and mean >= 120:
-            return f"{seconds_text(mean)} ± {seconds_text(deviation)}"
+            return f"{seconds_text(mean)} ± {minutes_text(deviation)}"
         if self.unit == "flops":
-            size, letter = _step(mean)
+            size, letter = flops_step(mean)
             # Three digits of the mean, and as many decimals of the deviation.
             decimals = max(0, 2 - math.floor(math.log10(mean / size))) if mean > 0 else 0
         else:
-            scales = {"share": (0.01, "%", 1), "bytes": (1e6, " MB", 1), "seconds": (1.0, " s", 2 if mean < 10 else 1)}
+            scales = {"share": (0.01, "%", 1), "bytes": bytes_scale(mean), "seconds": seconds_scale(mean)}
             size, letter, decimals = scales[self.unit]
         return f"{mean / size:,.{decimals}f} ± {deviation / size:,.{decimals}f}{letter}"
 
@@ -195,6 +150,10 @@ def seconds_to(result: Mapping[str, Any], target: float) -> float | None:
     return None
 
 
+def _rounds_text(rounds: int) -> str:
+    return f"{rounds} round{'' if rounds == 1 else 's'}"
+
+
 def result_table(result: Mapping[str, Any]) -> Table:
     """Make the table of one run, a row per number.
 
@@ -204,7 +163,7 @@ def result_table(result: Mapping[str, Any]) -> Table:
     config = result["config"]
     about = config.get("experiment", {})
     where = f" · {about['model']} on {about['dataset']}" if {"model", "dataset"} <= set(about) else ""
-    title = f"{result['method']}{where} · {config['rounds']} rounds · seed {result['seed']}"
+    title = f"{result['method']}{where} · {_rounds_text(config['rounds'])} · seed {result['seed']}"
     table = Table(title=escape(title), title_justify="left", show_header=False, min_width=len(title))
     table.add_column()
     table.add_column(justify="right")

@@ -11,7 +11,7 @@ from typing import Any
 
 from sparsekit_fl.report.beside import Beside
 from sparsekit_fl.report.comparison import Comparison
-from sparsekit_fl.report.extra import need
+from sparsekit_fl.results.extra import need
 
 __all__ = ["latex_escape", "latex_table", "markdown_table", "render"]
 

@@ -274,11 +274,16 @@ def _flat(values: Mapping[str, Any], path: str = "") -> dict[str, Any]:
     return found
 
 
+def _counted(number: int, what: str) -> str:
+    """For example `1 round` and `2 rounds`."""
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
 def _title(config: Mapping[str, Any]) -> str:
     about = config.get("experiment", {})
     parts = [
         f"{about['model']} on {about['dataset']}" if {"model", "dataset"} <= set(about) else "runs",
-        f"{about['clients']} clients" if "clients" in about else "",
-        f"{config['rounds']} rounds" if "rounds" in config else "",
+        _counted(about["clients"], "client") if "clients" in about else "",
+        _counted(config["rounds"], "round") if "rounds" in config else "",
     ]
     return ", ".join(filter(None, parts))

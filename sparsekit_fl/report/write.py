@@ -68,6 +68,7 @@ def write_report(
     out: Path | str | None = None,
     beside: Callable[[Comparison], Beside | None] = lambda _: None,
     progress: Callable[[str], None] = lambda _: None,
+    command: str = "",
 ) -> list[Path]:
     """Write tables, figures and the page of comparisons.
 
@@ -77,6 +78,7 @@ def write_report(
         out: Folder for the files; None takes `folder`.
         beside: Returns the numbers of others that stand beside a comparison, or None.
         progress: Receives the name of each file before it is written.
+        command: What was typed to run them; empty takes that of the report that is there.
 
     Returns:
         The files: for each protocol `compare.json`, `compare.csv`, `table.tex`, `table.md`, the files of what stands beside,
@@ -87,6 +89,7 @@ def write_report(
         MissingDependencyError: Jinja2 or pandas is not installed; `compare.json` is written.
     """
     home = Path(folder if out is None else out)
+    typed = command or str(_earlier(Path(folder) / _SUMMARY).get("command", ""))
     (home / "figures").mkdir(parents=True, exist_ok=True)
     written: list[Path] = []
 
@@ -98,7 +101,7 @@ def write_report(
     parts: list[PagePart] = []
     prefixes = [f"{comparison.section.slug}-" if len(comparisons) > 1 else "" for comparison in comparisons]
     for prefix, comparison in zip(prefixes, comparisons, strict=True):
-        summary = {**comparison.to_dict(), "asked_target": comparison.target}
+        summary = {**comparison.to_dict(), "asked_target": comparison.target, **({"command": typed} if typed else {})}
         put(f"{prefix}{_SUMMARY}", json.dumps(summary, indent=1, allow_nan=False) + "\n")
     for prefix, comparison in zip(prefixes, comparisons, strict=True):
         found = beside(comparison)
@@ -107,16 +110,16 @@ def write_report(
         put(f"{prefix}table.md", markdown_table(comparison, found))
         for name, text in (found.files if found else {}).items():
             put(prefix + name, text)
-        drawn: list[tuple[str, str]] = []
+        drawn: list[tuple[str, str, str]] = []
         try:
             for chart in charts_of(comparison):
                 files = [home / f"figures/{prefix}{chart.name}.{kind}" for kind in _KINDS]
                 progress(files[0].name)
                 draw_chart(chart, *files)
                 written += files
-                drawn.append((chart.title, inline_svg(chart, prefix=f"s{len(parts)}c{len(drawn)}-")))
+                drawn.append((chart.title, chart.kind, inline_svg(chart, prefix=f"s{len(parts)}c{len(drawn)}-")))
         except MissingDependencyError as error:
             _log.warning("no figures: %s", error)
-        parts.append(PagePart(comparison=comparison, beside=found, charts=drawn))
+        parts.append(PagePart(comparison=comparison, beside=found, charts=drawn, csv=f"{prefix}compare.csv", command=typed))
     put("report.html", page(parts))
     return written

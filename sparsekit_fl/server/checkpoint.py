@@ -13,19 +13,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sparsekit.errors import DataError
+from sparsekit.errors import DataError, nearest
 from sparsekit_fl.client.spec import RunSpec
 from sparsekit_fl.errors import ResumeError
 from sparsekit_fl.options.config import current_names
 from sparsekit_fl.problem.clients import Client
 from sparsekit_fl.results.records import RoundRecord, plain
+from sparsekit_fl.server.fingerprint import check_fingerprint
 from sparsekit_fl.server.server import ServerState
+from sparsekit_fl.state.lock import FolderLock
 from sparsekit_fl.state.storage import flatten, unflatten, write_atomically
 from sparsekit_fl.wire.packing import pack, unpack
 
-__all__ = ["RunFolder", "Saved", "describe_run", "differences"]
+__all__ = ["RunFolder", "Saved", "describe_run", "differences", "holds_run"]
 
 _FORMAT = 1
+_CHECKPOINT, _BEGUN = "checkpoint.safetensors", "run.json"
+# How often is scored changes no bit of what is learned, so a resumed run may do it otherwise.
+_SCORING = ("eval_every", "eval_clients", "eval_global_every")
 
 
 def describe_run(spec: RunSpec, clients: Mapping[int, Client], experiment: Mapping[str, Any]) -> dict[str, Any]:
@@ -72,50 +77,89 @@ class Saved:
     records: list[RoundRecord]
 
 
+def holds_run(path: Path) -> bool:
+    """Whether a folder holds a run that can be resumed, perhaps from its first round on."""
+    return any((path / name).exists() for name in (_CHECKPOINT, _BEGUN))
+
+
 class RunFolder:
-    """The files of a run: `checkpoint.safetensors`, `rounds.jsonl`, `clients/`, `models/`, `result.json`.
+    """The files of a run: `run.json`, `checkpoint.safetensors`, `rounds.jsonl`, `clients/`, `models/`, `result.json`.
+
+    No two runs write to one folder: a lock is held from here to `close`.
 
     Args:
-        path: The folder; made if absent.
-        described: What must be equal to resume the run, from `describe_run`.
+        path: The folder; made if absent, unless it is to be resumed.
+        resume: Go on with the run that is there.
+
+    Raises:
+        FolderInUseError: another run writes to it.
+        ResumeError: there is nothing to resume; or there is a run, and `resume` is False.
     """
 
-    def __init__(self, path: Path, described: Mapping[str, Any]) -> None:
+    def __init__(self, path: Path, *, resume: bool = False) -> None:
         self.path = path
-        self._described = described
-        path.mkdir(parents=True, exist_ok=True)
+        self.fingerprint: dict[str, Any] = {}
+        self.extended: list[int] = []
+        self._described: Mapping[str, Any] = {}
         self._rounds = path / "rounds.jsonl"
-        self._checkpoint = path / "checkpoint.safetensors"
+        self._checkpoint = path / _CHECKPOINT
+        if resume and not holds_run(path):
+            raise ResumeError(_nothing_there(path))
+        self._lock = FolderLock(path)
+        if self._checkpoint.exists() and not resume:
+            self._lock.release()
+            raise ResumeError(
+                f"{self.path} already holds a run; go on with it by resume=True (--resume), or choose another folder"
+            )
+        if not self._checkpoint.exists():
+            # From now on there is something to resume, whatever happens before the first round is saved.
+            write_atomically(path / _BEGUN, json.dumps({"format": _FORMAT}).encode())
 
-    def start(self, *, resume: bool) -> Saved | None:
-        """Load what was saved, or make sure that nothing was.
+    def close(self) -> None:
+        """Let other runs write to the folder."""
+        self._lock.release()
+
+    def __enter__(self) -> RunFolder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def start(self, described: Mapping[str, Any], fingerprint: Mapping[str, Any], *, accept_code: bool = False) -> Saved | None:
+        """Load what was saved, or remove what an interrupted first round left.
 
         Args:
-            resume: Go on from the checkpoint, if there is one.
+            described: What must be equal to resume the run, from `describe_run`.
+            fingerprint: Code and data, from `fingerprint_of`.
+            accept_code: Go on with a run of other code.
 
         Returns:
             What was saved; None to start afresh.
 
         Raises:
-            ResumeError: the folder holds a run and `resume` is False, or an option changed, or a file is damaged.
+            ResumeError: an option, the code or the data changed, or a file is damaged.
         """
+        self._described, self.fingerprint = described, dict(fingerprint)
         for folder in (self.path, self.path / "models"):
             for left_over in folder.glob(".*.tmp"):
                 left_over.unlink()
-        exists = self._checkpoint.exists()
-        if exists and not resume:
-            raise ResumeError(
-                f"{self.path} already holds a run; go on with it by resume=True (--resume), or choose another folder"
-            )
-        if not exists:
+        if not self._checkpoint.exists():
             self._rounds.unlink(missing_ok=True)
             (self.path / "result.json").unlink(missing_ok=True)
+            begun = {"format": _FORMAT, "run": described, "fingerprint": self.fingerprint}
+            secret = "dp_noise_seed" in described["config"]
+            write_atomically(self.path / _BEGUN, (json.dumps(begun, indent=1) + "\n").encode(), private=secret)
             return None
         try:
             tensors, meta = unpack(self._checkpoint.read_bytes())
             if meta["format"] != _FORMAT:
                 raise ResumeError(f"the checkpoint in {self.path} has format {meta['format']!r}, this version reads {_FORMAT}")
-            self._refuse_changes(meta["run"])
+            self._refuse_changes(meta)
+            earlier = check_fingerprint(
+                meta.get("fingerprint", {}), self.fingerprint, where=f"the run in {self.path}", accept_code=accept_code
+            )
+            if earlier:
+                self.fingerprint["earlier"] = earlier
             state = {name[6:]: tensor for name, tensor in tensors.items() if name.startswith("state:")}
             server = ServerState(
                 int(meta["round"]),
@@ -128,13 +172,20 @@ class RunFolder:
         except (DataError, KeyError, TypeError) as error:
             raise ResumeError(f"the checkpoint in {self.path} is damaged: {error}; start afresh in another folder") from error
 
-    def _refuse_changes(self, saved: Mapping[str, Any]) -> None:
-        changed = differences({**saved, "config": current_names(saved["config"])}, self._described)
+    def _refuse_changes(self, meta: Mapping[str, Any]) -> None:
+        saved = {**meta["run"], "config": current_names(meta["run"]["config"])}
+        before, now = saved["config"]["rounds"], self._described["config"]["rounds"]
+        self.extended = list(meta.get("extended", ()))
+        if now > before == int(meta["round"]):
+            # A finished run may go on.
+            saved["config"] = {**saved["config"], "rounds": now}
+            self.extended.append(before)
+        changed = differences(_learned(saved), _learned(self._described))
         if changed:
             raise ResumeError(
                 f"cannot resume the run in {self.path}, since options changed ({'; '.join(changed)});"
                 " pass the options it was started with, or another folder. This holds for `rounds` too:"
-                " a method may plan its course by the number of rounds"
+                " a method may plan its course by the number of rounds; only a finished run may be given more"
             )
 
     def _truncated(self, size: int, round: int) -> list[RoundRecord]:
@@ -165,7 +216,23 @@ class RunFolder:
             "memory": skeleton,
             "versions": {str(client_id): round for client_id, round in versions.items()},
             "rounds_bytes": self._rounds.stat().st_size,
+            "fingerprint": self.fingerprint,
+            **({"extended": self.extended} if self.extended else {}),
             **({} if server.noise_seed is None else {"noise_seed": server.noise_seed}),
         }
         state = {f"state:{name}": tensor for name, tensor in server.state.items()}
-        write_atomically(self._checkpoint, pack({**tensors, **state}, meta))
+        # Whoever knows the seed of the noise can take the noise away again.
+        secret = server.noise_seed is not None
+        write_atomically(self._checkpoint, pack({**tensors, **state}, meta), private=secret)
+
+
+def _learned(described: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what decides the bits of a run: all but how often it is scored."""
+    config = {name: value for name, value in described["config"].items() if name not in _SCORING}
+    return {**described, "config": config}
+
+
+def _nothing_there(path: Path) -> str:
+    siblings = [other.name for other in path.parent.iterdir() if holds_run(other)] if path.parent.is_dir() else []
+    hint = f"; {nearest(path.name, siblings)}" if siblings else ""
+    return f"{path} holds no run to go on with{hint}; mend its name, or leave resume=True (--resume) out to begin one there"

@@ -12,11 +12,13 @@ from sparsekit.allocation.uniform import check_ratio
 from sparsekit.errors import InvalidValueError, SparsekitError
 from sparsekit.graph.state import clone
 from sparsekit_fl.client.spec import RunSpec
+from sparsekit_fl.context.availability import Availability
 from sparsekit_fl.context.memory import Memory, rngs_by_kind
 from sparsekit_fl.context.server import Roster, ServerContext
 from sparsekit_fl.errors import UpdateError
 from sparsekit_fl.options.config import Upload
 from sparsekit_fl.policies.robust import make_rule
+from sparsekit_fl.policies.server_optimizer import make_server_optimizer
 from sparsekit_fl.problem.clients import Client
 from sparsekit_fl.server.privacy import check_private, noise_seed_of, noisy_mean, privacy_of
 from sparsekit_fl.streams import Streams
@@ -152,6 +154,13 @@ class Server:
             )
         if config.dp_clip is not None:
             check_private(method)
+        self._availability = None if config.availability is None else Availability.read(config.availability)
+        self._optimizes = config.server_optimizer != "none"
+        if (self._optimizes or config.server_lr not in (None, 1.0)) and method.aggregate.mean_only:
+            raise InvalidValueError(
+                f"method {method.name!r} takes no server optimizer but 'none' and no server_lr but 1:"
+                f" {method.aggregate.mean_only}"
+            )
         self.privacy = privacy_of(config, len(clients))
 
     def shared(self) -> dict[str, Tensor]:
@@ -184,7 +193,7 @@ class Server:
         """
         method = self.spec.method
         ctx = self._ctx = self.context(round)
-        cohort = method.sampling.sample(ctx.scoped("sampling"))
+        cohort = method.sampling.sample(self._reachable(ctx).scoped("sampling"))
         if not cohort or len(set(cohort)) != len(cohort) or any(client_id not in ctx.roster for client_id in cohort):
             raise InvalidValueError(
                 f"the sampling policy of {method.name!r} chose {cohort} in round {round};"
@@ -206,6 +215,18 @@ class Server:
             )
         self._assignments = {assignment.client_id: assignment for assignment in assignments}
         return assignments
+
+    def _reachable(self, ctx: ServerContext) -> ServerContext:
+        """Return the context that samples: without clients that cannot be reached in this round."""
+        if self._availability is None:
+            return ctx
+        there = self._availability.among(list(ctx.roster), ctx.round)
+        if not there:
+            raise InvalidValueError(
+                f"no client can be reached in round {ctx.round}, as {self.spec.config.availability} says; give every round a"
+                " client"
+            )
+        return ctx if len(there) == len(ctx.roster) else ctx.reaching(there)
 
     def aggregate(self, updates: Iterable[Update], *, needed: int = 1) -> Aggregated:
         """Check every update, aggregate the valid ones, and let the policies learn from them.
@@ -268,11 +289,14 @@ class Server:
         if rule is not None:
             rule.begin(acc, [update for update, _ in arrivals], ctx.state)
             acc.rule = rule
+        memory = self.state.memory.setdefault("server_optimizer", {}) if self._optimizes else {}
+        optimizer = acc.optimizer = make_server_optimizer(config, memory, self.spec.parameters)
         for update, age in arrivals:
             method.aggregate.add(scoped, acc, update, age)
         changed = method.aggregate.finish(scoped, ctx.state, acc)
-        if rule is not None and (acc.count != len(arrivals) or acc.asked != set(ctx.state)):
-            what = f"aggregation {config.aggregation!r}" if config.dp_clip is None else "differential privacy"
+        if (rule is not None or optimizer is not None) and (acc.count != len(arrivals) or acc.asked != set(ctx.state)):
+            what = "differential privacy" if config.dp_clip is not None else f"aggregation {config.aggregation!r}"
+            what = f"server optimizer {config.server_optimizer!r}" if rule is None else what
             raise InvalidValueError(
                 f"{what} does not reach all that {type(method.aggregate).__name__} of method {method.name!r} adds up; let it"
                 " add updates by add_weighted() and take changes from AggregatePolicy.change(), or say why not by mean_only"

@@ -19,10 +19,15 @@ __all__ = ["flatten", "sync_folder", "unflatten", "write_atomically"]
 
 _TENSOR = "$tensor"
 _FLOAT = "$float"
+# Windows opens no folder, and has the name of a file on the disk when it has the file there.
+_FOLDERS_OPEN = os.name != "nt"
+_OWNER_ALONE = 0o600
 
 
 def sync_folder(folder: Path) -> None:
     """Wait until the names of the files in a folder are on the disk."""
+    if not _FOLDERS_OPEN:
+        return
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -30,7 +35,7 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def write_atomically(path: Path, payload: bytes, *, durable: bool = True, sync: bool = True) -> None:
+def write_atomically(path: Path, payload: bytes, *, durable: bool = True, sync: bool = True, private: bool = False) -> None:
     """Write a file so that a crash leaves the old one or the new one.
 
     Args:
@@ -38,10 +43,11 @@ def write_atomically(path: Path, payload: bytes, *, durable: bool = True, sync: 
         payload: The content.
         durable: Wait until the bytes are on the disk, so that a power cut cannot lose them either.
         sync: Wait for the name too; False where many files are written and `sync_folder` is called once.
+        private: Only the owner may read the file.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with temporary.open("wb") as file:
+        with open(temporary, "wb", opener=_open_private if private else None) as file:
             file.write(payload)
             file.flush()
             if durable:
@@ -53,6 +59,13 @@ def write_atomically(path: Path, payload: bytes, *, durable: bool = True, sync: 
         raise
     if durable and sync:
         sync_folder(path.parent)
+
+
+def _open_private(path: str, flags: int) -> int:
+    """Open a file that nobody else may read, also where one of that name was there."""
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
+    return os.open(path, flags, _OWNER_ALONE)
 
 
 def flatten(memory: Mapping[str, Any]) -> tuple[dict[str, Tensor], Any]:

@@ -115,7 +115,7 @@ class ClientStore(MemoryStore):
 
     def __init__(self, folder: Path, *, durable: bool) -> None:
         self.folder = folder
-        self._durable = durable
+        self.durable = durable
         folder.mkdir(parents=True, exist_ok=True)
 
     def where(self, client_id: int, round: int) -> Path:
@@ -128,11 +128,11 @@ class ClientStore(MemoryStore):
 
     def save(self, client_id: int, round: int, payload: bytes) -> None:
         """Write the file; `sync` makes its name durable."""
-        write_atomically(self.where(client_id, round), payload, durable=self._durable, sync=False)
+        write_atomically(self.where(client_id, round), payload, durable=self.durable, sync=False)
 
     def sync(self) -> None:
         """Wait until the names of the files are on the disk, where files must be durable; before a checkpoint names them."""
-        if self._durable:
+        if self.durable:
             sync_folder(self.folder)
 
     def remove(self, versions: Versions) -> None:

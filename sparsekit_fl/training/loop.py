@@ -1,9 +1,10 @@
-"""fit(): the only loop over batches, and what it needs: examples in memory, batches by index, an SGD step, scores."""
+"""fit(): the only loop over batches, and what it needs: examples in memory, batches by index, scores."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,9 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from sparsekit._torch import foreach_add, foreach_add_, foreach_mul, foreach_mul_, foreach_norm
-from sparsekit.rng import torch_scope
+from sparsekit.rng import torch_generator, torch_scope
+from sparsekit_fl.options.config import Amp
+from sparsekit_fl.problem.data import TensorData
 from sparsekit_fl.problem.problem import Problem, arranged
+from sparsekit_fl.training.optimizer import SgdStep
 from sparsekit_fl.wire.messages import Scores
 
 __all__ = ["Batch", "Batches", "Examples", "SgdStep", "Step", "TrainingLog", "evaluate", "fit"]
@@ -39,24 +42,59 @@ Step = Callable[[Batch], tuple[Any, Tensor]]
 
 
 class Examples:
-    """One split of a client's data, read, normalised and moved once; batches are then slices.
+    """One split of a client's data. In memory: read, normalised and moved once, and batches are slices; lazily: batch by batch.
 
     Args:
         problem: Says how examples are read.
         data: The split.
         device: Where the tensors are.
+        rng: Seeds random transforms of the data, and augmentations; None where there are none.
     """
 
-    def __init__(self, problem: Problem, data: Any, *, device: str) -> None:
-        whole = problem.materialise(data, device)
+    def __init__(self, problem: Problem, data: Any, *, device: str, rng: np.random.Generator | None = None) -> None:
+        self._problem, self._data, self._device = problem, data, device
+        self._rng = np.random.default_rng(0) if rng is None else rng
         self._arrange = arranged if problem.channels_last else _as_it_is
-        self._inputs, self._targets = tuple(map(self._arrange, whole.inputs)), whole.targets
+        self._lazy = problem.reads_lazily(data)
+        if not self._lazy:
+            with self._scope(data):
+                whole = problem.materialise(data, device)
+            self._inputs, self._targets = tuple(map(self._arrange, whole.inputs)), whole.targets
 
     def __len__(self) -> int:
-        return len(self._targets)
+        return len(self._data) if self._lazy else len(self._targets)
 
-    def batches(self, order: Tensor | None, bounds: Sequence[tuple[int, int]]) -> Iterator[Batch]:
-        """Return the examples in `order` (None: as stored), cut at `bounds` [start, stop)."""
+    def with_nan(self) -> list[int]:
+        """Return the positions of examples with NaN among their inputs, ascending; none where they are read lazily."""
+        if self._lazy:
+            return []
+        floats = [item for item in self._inputs if item.is_floating_point() and bool(torch.isnan(item).any())]
+        rows = {int(row) for item in floats for row in torch.isnan(item).reshape(len(item), -1).any(dim=1).nonzero()}
+        return sorted(rows)
+
+    def _scope(self, data: Any) -> AbstractContextManager[Any]:
+        """Seed what a data set may draw while it is read; tensors draw nothing."""
+        return nullcontext() if isinstance(data, TensorData) else torch_scope(self._rng)
+
+    def batches(self, order: Tensor | None, bounds: Sequence[tuple[int, int]], *, augmented: bool = False) -> Iterator[Batch]:
+        """Return the examples in `order` (None: as stored), cut at `bounds` [start, stop).
+
+        Args:
+            order: Positions, int64 (examples,).
+            bounds: Of each batch.
+            augmented: Apply the problem's augmentation, drawn anew in every call.
+        """
+        augment = self._problem.augment if augmented else None
+        found = self._read(order, bounds) if self._lazy else self._slices(order, bounds)
+        if augment is None:
+            yield from found
+            return
+        generator = torch_generator(self._rng)
+        for batch in found:
+            first = self._arrange(augment(batch.inputs[0], generator))
+            yield Batch((first, *batch.inputs[1:]), batch.targets, batch.size)
+
+    def _slices(self, order: Tensor | None, bounds: Sequence[tuple[int, int]]) -> Iterator[Batch]:
         inputs, targets = self._inputs, self._targets
         if order is not None:
             # One gather per epoch, then batches are views.
@@ -67,6 +105,14 @@ class Examples:
             )
         for start, stop in bounds:
             yield Batch(tuple(item[start:stop] for item in inputs), targets[start:stop], stop - start)
+
+    def _read(self, order: Tensor | None, bounds: Sequence[tuple[int, int]]) -> Iterator[Batch]:
+        positions = list(range(len(self._data))) if order is None else order.tolist()
+        for start, stop in bounds:
+            with self._scope(self._data):
+                inputs, targets = self._problem.read(self._data, positions[start:stop])
+            moved = tuple(self._arrange(item.to(self._device)) for item in inputs)
+            yield Batch(moved, targets.to(self._device), stop - start)
 
 
 class Batches:
@@ -94,9 +140,14 @@ class Batches:
         """Number of passes."""
         return len(self._orders)
 
+    @property
+    def steps(self) -> int:
+        """Number of batches over all epochs."""
+        return len(self.bounds) * len(self._orders)
+
     def __iter__(self) -> Iterator[Iterator[Batch]]:
         for order in self._orders:
-            yield self._examples.batches(order, self.bounds)
+            yield self._examples.batches(order, self.bounds, augmented=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,75 +183,22 @@ class TrainingLog:
         return {name: sum(values) / len(values) for name, values in found.items() if values}
 
 
-class SgdStep:
-    """Stochastic gradient descent on a few fused operations; the same numbers as `torch.optim.SGD`.
-
-    Args:
-        parameters: Leaves; those that need no gradient are left alone.
-        lr: Learning rate.
-        momentum: In [0, 1).
-        weight_decay: Factor of the weights that is added to the gradient.
-        clip: Largest norm of the whole gradient, before weight decay; None does not clip.
-    """
-
-    def __init__(
-        self,
-        parameters: Iterable[Tensor],
-        *,
-        lr: float,
-        momentum: float = 0.0,
-        weight_decay: float = 0.0,
-        clip: float | None = None,
-    ) -> None:
-        self.parameters = [parameter for parameter in parameters if parameter.requires_grad]
-        self.lr = lr
-        self._momentum = momentum
-        self._weight_decay = weight_decay
-        self._clip = clip
-        self.state: dict[Tensor, dict[str, Tensor]] = {}
-        """Leaf → name → tensor, as in a torch optimiser, so that a narrow model can remask it."""
-
-    def __call__(self, loss: Tensor, *, adjust: Callable[[list[Tensor], list[int]], list[Tensor]] | None = None) -> None:
-        """Take one step down `loss`.
-
-        Args:
-            loss: A scalar with a graph.
-            adjust: Changes the gradients before clipping: (gradients, positions in `parameters`) → gradients.
-        """
-        found = torch.autograd.grad(loss, self.parameters, allow_unused=True)
-        places = [place for place, gradient in enumerate(found) if gradient is not None]
-        gradients = [gradient for gradient in found if gradient is not None]
-        with torch.no_grad():
-            if adjust is not None:
-                gradients = adjust(gradients, places)
-            self._apply(gradients, places)
-
-    def _apply(self, gradients: list[Tensor], places: list[int]) -> None:
-        # All out of place, since autograd may hand out expanded or shared tensors.
-        parameters = self.parameters if len(places) == len(self.parameters) else [self.parameters[place] for place in places]
-        if not parameters:
-            return
-        if self._clip is not None:
-            norm = torch.linalg.vector_norm(torch.stack(foreach_norm(gradients)))
-            gradients = list(foreach_mul(gradients, (self._clip / (norm + 1e-6)).clamp(max=1.0)))
-        if self._weight_decay:
-            gradients = list(foreach_add(gradients, parameters, alpha=self._weight_decay))
-        if self._momentum:
-            velocity = [self._velocity(parameter) for parameter in parameters]
-            foreach_mul_(velocity, self._momentum)
-            foreach_add_(velocity, gradients)
-            gradients = velocity
-        foreach_add_(parameters, gradients, alpha=-self.lr)
-
-    def _velocity(self, parameter: Tensor) -> Tensor:
-        state = self.state.setdefault(parameter, {})
-        if "momentum_buffer" not in state:
-            state["momentum_buffer"] = torch.zeros_like(parameter)
-        return state["momentum_buffer"]
+def _precision(amp: Amp, device: str) -> AbstractContextManager[Any]:
+    """Make forward passes run in a smaller type; weights are cast anew each time, as a step may change them midway."""
+    if amp == "off":
+        return nullcontext()
+    return torch.autocast(torch.device(device).type, dtype=getattr(torch, amp), cache_enabled=False)
 
 
 def fit(
-    module: nn.Module, batches: Batches, step: Step, *, metrics: Mapping[str, Any], rng: np.random.Generator
+    module: nn.Module,
+    batches: Batches,
+    step: Step,
+    *,
+    metrics: Mapping[str, Any],
+    rng: np.random.Generator,
+    amp: Amp = "off",
+    device: str = "cpu",
 ) -> TrainingLog:
     """Run `step` over every batch. The only loop over batches.
 
@@ -210,6 +208,8 @@ def fit(
         step: Learns from one batch.
         metrics: Of the problem; "accuracy" is recorded where it exists.
         rng: Seeds torch's global generator, from which dropout draws.
+        amp: Automatic mixed precision of the steps.
+        device: Where the module trains, for that.
 
     Returns:
         Loss and accuracy per epoch, and counts.
@@ -227,7 +227,8 @@ def fit(
             weight_sum: Any = 0.0
             seen = 0
             for batch in epoch:
-                outputs, loss = step(batch)
+                with _precision(amp, device):
+                    outputs, loss = step(batch)
                 loss_sum += loss.detach() * batch.size
                 if accuracy is not None:
                     with torch.no_grad():

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ast
+import copy
 import importlib
+import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +47,7 @@ NAMES: dict[str, tuple[str, ...]] = {
         "_foreach_zero_",
     ),
     "torch.backends.mha": ("get_fastpath_enabled", "set_fastpath_enabled"),
+    "torch.optim:Optimizer": ("__setstate__", "add_param_group"),
     "torch.nn:RNNBase": ("_init_flat_weights", "_update_flat_weights"),
 }
 """Module, or module:attribute → what it must have."""
@@ -58,7 +62,7 @@ ATTRIBUTES: dict[str, tuple[Any, tuple[str, ...]]] = {
 }
 """What is set on instances: a word for the error → (an instance, its private attributes)."""
 
-PRIVATE = {name for names in NAMES.values() for name in names if name.startswith("_")} | {
+PRIVATE = {name for names in NAMES.values() for name in names if name.startswith("_") and name[1] != "_"} | {
     name for _, names in ATTRIBUTES.values() for name in names
 }
 
@@ -76,6 +80,33 @@ def test_instances_have_the_private_attributes(what: str) -> None:
     instance, names = ATTRIBUTES[what]
     missing = [name for name in names if not hasattr(instance, name)]
     assert missing == [], f"torch {torch.__version__} gives {what} no {', '.join(missing)}; mend sparsekit/_torch.py"
+
+
+def _optimizer() -> torch.optim.Optimizer:
+    return torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.1)
+
+
+ENDS: dict[str, tuple[str, Callable[[], object]]] = {
+    "made": ("add_param_group", _optimizer),
+    "loaded": ("__setstate__", lambda: (made := _optimizer()).load_state_dict(made.state_dict())),
+    "copied": ("__setstate__", lambda: copy.deepcopy(_optimizer())),
+    "unpickled": ("__setstate__", lambda: pickle.loads(pickle.dumps(_optimizer()))),
+}
+"""What happens to an optimiser → (the method of the base class that it must end in, how it is done)."""
+
+
+@pytest.mark.parametrize("what", ENDS)
+def test_an_optimizer_is_heard_of_however_it_comes(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    method, happen = ENDS[what]
+    called, original = [], getattr(torch.optim.Optimizer, method)
+
+    def noted(optimizer: torch.optim.Optimizer, given: object) -> None:
+        called.append(optimizer)
+        original(optimizer, given)
+
+    monkeypatch.setattr(torch.optim.Optimizer, method, noted)
+    happen()
+    assert called, f"torch {torch.__version__} does not call Optimizer.{method} when one is {what}; mend sparsekit/_torch.py"
 
 
 def _private_uses(path: Path) -> list[str]:

@@ -14,7 +14,7 @@ from flwr.serverapp import Grid
 from sparsekit.errors import SparsekitError
 from sparsekit_fl.client.spec import RunSpec
 from sparsekit_fl.engines.base import ClientPool
-from sparsekit_fl.engines.flower.introduction import read_clients
+from sparsekit_fl.engines.flower.introduction import check_code, read_clients
 from sparsekit_fl.engines.flower.pool import Carrier, GridPool, exchange
 from sparsekit_fl.engines.flower.wire import content
 from sparsekit_fl.errors import ClientError, WorkerDiedError
@@ -43,10 +43,13 @@ class Nodes(Carrier):
         grid: Flower's grid.
         wanted: Number of SuperNodes to wait for.
         wait_seconds: Seconds to wait.
+        identity: What a node must have in common with the server, from `introduction.introduced_by`; a node of other code, or
+            with another model, is not used. None takes any.
     """
 
-    def __init__(self, grid: Grid, *, wanted: int, wait_seconds: float) -> None:
+    def __init__(self, grid: Grid, *, wanted: int, wait_seconds: float, identity: Mapping[str, str] | None = None) -> None:
         self.grid = grid
+        self._identity = identity
         self._wanted = wanted
         self._wait_seconds = wait_seconds
         # In order of arrival: the clients that each node claims; none where it gave no usable answer.
@@ -73,7 +76,7 @@ class Nodes(Carrier):
             time.sleep(_POLL_SECONDS)
         self._settle(self._ask(found))
         if not self._used:
-            raise WorkerDiedError("no SuperNode answered with a client; see the warnings above")
+            raise WorkerDiedError("; ".join(["no SuperNode can be used", *self.news()]))
         return {client_id: self._said[node][client_id] for client_id, node in self._used.items()}
 
     def refresh(self) -> None:
@@ -152,7 +155,10 @@ class Nodes(Carrier):
             answered.append(node)
             self._said[node] = {}
             try:
-                self._said[node] = read_clients(reply)
+                clients = read_clients(reply)
+                if self._identity is not None:
+                    check_code(reply, self._identity)
+                self._said[node] = clients
             except SparsekitError as error:
                 self._tell(f"SuperNode {node} is not used: {error}")
         return answered

@@ -62,7 +62,8 @@ def _answer(executor: ClientExecutor, task: Mapping[str, Any], payloads: Mapping
     except OSError as error:
         # What fails in a client is a ClientError by now: this is the store of its memories, such as a full disk.
         who = f"client {task.get('client')} in round {task.get('round')}"
-        return {"error": f"{who}: its node cannot keep its memory: {error}", "traceback": traceback.format_exc()}, {}
+        text = f"{who}: its node cannot keep its memory: {error}"
+        return {"error": text, "errno": error.errno, "traceback": traceback.format_exc()}, {}
     except Exception:  # noqa: BLE001 - sent to the server, which raises it
         return {"broken": traceback.format_exc()}, {}
 

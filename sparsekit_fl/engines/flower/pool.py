@@ -174,7 +174,7 @@ class GridPool:
         self._timeout = timeout_seconds
         dense = sum(tensor.numel() * tensor.element_size() for tensor in spec.initial.values())
         self._most = max(4 * dense, 2**24) if max_reply_bytes is None else max_reply_bytes
-        self._exports = export
+        self.exports = export
         self._grouped = grouped
         self._trusted = trusted
 
@@ -195,7 +195,7 @@ class GridPool:
     ) -> Iterator[Evaluation | Unscored]:
         """Score; see `ClientPool.evaluate`. A client that does not answer is asked twice."""
         body = pack(dict(state), {"kind": "state", "round": round})
-        options: dict[str, Any] = {"with_shared": with_shared, "export": export is not None and self._exports}
+        options: dict[str, Any] = {"with_shared": with_shared, "export": export is not None and self.exports}
         tasks = [self._task("evaluate", i, versions.get(i), round, shared=body, **options) for i in ids]
         held: list[Evaluation | Unscored] = []  # from the first client on that is asked again
         silent: dict[int, Task] = {}
@@ -210,14 +210,19 @@ class GridPool:
             held[place] = self._scores(task, answer, export)
         yield from held
 
+    def _raise_full(self, answer: Answer) -> None:
+        """Raise where a node of ours cannot write: the disk is the run's own, and the run ends as with any other engine."""
+        number = answer.header.get("errno")
+        if self._trusted and type(number) is int:
+            raise OSError(number, str(answer.header.get("error"))[:_MOST_TEXT])
+
     def _scores(self, task: Task, answer: Answer, export: Path | None) -> Evaluation | Unscored:
         client_id = task.header["client"]
         if answer.failure is not None:
             return Unscored(client_id, answer.failure)
+        self._raise_full(answer)
         wrong = answer.header.get("error") or answer.header.get("broken")
         if wrong:
-            if self._trusted:
-                raise ClientError(f"client {client_id} could not be scored: {wrong}")
             return Unscored(client_id, str(wrong)[:_MOST_TEXT])
         try:
             evaluation = Evaluation.from_dict(answer.header["evaluation"])
@@ -259,6 +264,7 @@ class GridPool:
         if answer.failure is not None:
             raise ClientError(f"{who}: {answer.failure}")
         if "error" in header:
+            self._raise_full(answer)
             error = ClientError(str(header["error"])[:_MOST_TEXT])
             error.add_note(f"On its node:\n{header.get('traceback', '')}")
             raise error

@@ -47,11 +47,13 @@ class _Bundle:
         spec: The fixed parts of the run.
         clients: All clients.
         folder: The folder of the memories; None where they travel with the messages.
+        durable: Wait until memories are on the disk.
     """
 
     spec: RunSpec
     clients: Mapping[int, Client]
     folder: str | None
+    durable: bool = False
 
 
 _executor: tuple[bytes, ClientExecutor] | None = None
@@ -63,7 +65,9 @@ def _executor_of(reference: Any) -> ClientExecutor:
     key = reference.binary()
     if _executor is None or _executor[0] != key:
         bundle: _Bundle = ray.get(reference)
-        store: MemoryStore = CarriedMemory() if bundle.folder is None else ClientStore(Path(bundle.folder), durable=False)
+        store: MemoryStore = CarriedMemory()
+        if bundle.folder is not None:
+            store = ClientStore(Path(bundle.folder), durable=bundle.durable)
         _executor = (key, ClientExecutor(bundle.spec, bundle.clients, store))
     return _executor[1]
 
@@ -115,7 +119,7 @@ class Flower:
         """Run the loop in this thread, beside the simulation."""
         # Actors on this machine write memories where the run keeps them; others cannot.
         folder = None if self.ray_address is not None else str(Path(store.folder).resolve())
-        session = _Session(self, _Bundle(spec, clients, folder))
+        session = _Session(self, _Bundle(spec, clients, folder, store.durable))
         with one_thread():
             try:
                 session.start()

@@ -35,6 +35,17 @@
     });
   }
 
+  // The numbers lie beside the page, so the link is relative to it.
+  for (const link of document.querySelectorAll("a[data-file]")) link.href = link.dataset.file;
+
+  // A shadow says that a table goes on beyond the edge.
+  for (const box of document.querySelectorAll(".scroll")) {
+    const edge = () => box.classList.toggle("more", box.scrollLeft + box.clientWidth < box.scrollWidth - 2);
+    box.addEventListener("scroll", edge, { passive: true });
+    addEventListener("resize", edge);
+    edge();
+  }
+
   // A chip shows or hides a method in the tables and charts of its section.
   for (const section of document.querySelectorAll("section")) {
     const chips = [...section.querySelectorAll(".chips [data-toggle]")];
@@ -43,6 +54,12 @@
       for (const part of section.querySelectorAll("[data-method]"))
         if (part.dataset.method === chip.dataset.toggle) part.classList.toggle("off", !on);
     };
+    // With many methods, lines start with the front, the subject and the most accurate; tables, bars and points with all.
+    for (const chip of chips.filter((each) => "later" in each.dataset)) {
+      chip.setAttribute("aria-pressed", "false");
+      for (const part of section.querySelectorAll('figure[data-kind="curve"] [data-method], figure[data-kind="level"] [data-method]'))
+        if (part.dataset.method === chip.dataset.toggle) part.classList.add("off");
+    }
     for (const chip of chips)
       chip.addEventListener("click", () => set(chip, chip.getAttribute("aria-pressed") !== "true"));
     for (const every of section.querySelectorAll(".chips [data-every]"))

@@ -83,7 +83,14 @@ def test_units_of_a_factory_as_json(nets: str, capsys: pytest.CaptureFixture[str
     assert report["units"] == 6
     # Six rows with their biases, and six columns of the next layer.
     assert report["groups"] == [
-        {"name": "0", "kind": "feature", "size": 6, "parameters": 24 + 6 + 18, "share": pytest.approx(48 / 51)}
+        {
+            "name": "0",
+            "kind": "feature",
+            "size": 6,
+            "parameters": 24 + 6 + 18,
+            "share": pytest.approx(48 / 51),
+            "ties": ["0", "2"],
+        }
     ]
     assert [item["module"] for item in report["fixed"]] == ["2"]
 

@@ -10,7 +10,9 @@ import pytest
 from rich.console import Console
 from saved_results import result
 
-from sparsekit_fl.cli.progress import Events, LiveProgress, TrialsProgress
+from sparsekit_fl.callbacks.base import RunView
+from sparsekit_fl.callbacks.progress import LiveProgress
+from sparsekit_fl.cli.progress import Events, TrialsProgress
 from sparsekit_fl.options.config import RunConfig
 from sparsekit_fl.report.trials import Trial
 from sparsekit_fl.results.records import RoundRecord, RoundScores, RunStart
@@ -22,16 +24,16 @@ def _watch(console: Console, *, quiet: bool = False) -> None:
     cost = WorkCost(flops_compact=53 * 10**10)
     scores = RoundScores(personal={"accuracy": 0.984}, validation={})
     with LiveProgress(quiet=quiet, console=console) as progress:
-        progress.on_start(RunStart(method="fedavg", config=config, clients=2, round=0, cost=WorkCost()))
+        run = RunView(method="fedavg", config=config, clients=2)
+        progress.on_run_start(run)
         for round, evaluation in ((1, None), (2, scores)):
-            progress.on_client(round, 0, None)
-            progress.on_client(round, 1, None)
-            progress.on_round(
-                RoundRecord(
-                    round=round, cohort=(0, 1), dropped=(), loss=0.5, accuracy=0.7, ratios={}, cost=cost, seconds=1.0,
-                    evaluation=evaluation,
-                )
+            progress.on_client_end(run, 0, None)
+            progress.on_client_end(run, 1, None)
+            record = RoundRecord(
+                round=round, cohort=(0, 1), dropped=(), loss=0.5, accuracy=0.7, ratios={}, cost=cost, seconds=1.0,
+                evaluation=evaluation,
             )  # fmt: skip
+            progress.on_round_end(run, record)
 
 
 def test_it_shows_round_accuracy_cost_and_time_left() -> None:

@@ -258,6 +258,15 @@ def test_a_method_that_trains_otherwise_falls_back_and_says_so(name, caplog):
     assert ours.final.state_sha256 == embedded.final.state_sha256
 
 
+@pytest.mark.parametrize("options", [{"optimizer": "adam"}, {"amp": "bfloat16"}, {"local_schedule": "cosine"}])
+def test_other_steps_than_those_of_sgd_fall_back_and_say_so(options, caplog):
+    with caplog.at_level(logging.WARNING, logger="sparsekit_fl"):
+        ours = run(registry["fedavg"](), tiny_problem(), tiny_clients(), config(**options), engine=Cohort())
+    embedded = run(registry["fedavg"](), tiny_problem(), tiny_clients(), config(**options))
+    assert f"one client at a time: {next(iter(options))} is" in caplog.text
+    assert ours.final.state_sha256 == embedded.final.state_sha256
+
+
 @dataclass(frozen=True)
 class _Louder(Sgd):
     """Changes how it trains and inherits the description of `Sgd`."""

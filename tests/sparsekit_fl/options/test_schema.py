@@ -16,13 +16,20 @@ from sparsekit_fl.options.schema import Offer, Option, offers, options, plain_ty
 
 COMMAND_LINE = """preset dataset model data_dir rounds clients cohort partition classes_per_client lack_classes alpha capability
 heterogeneity bandit lr batch_size local_epochs seed engine supernodes ray_address workers device eval_every eval_clients
-min_replies aggregation trim_share clip_norm dp_clip dp_noise dp_delta dp_noise_seed upload out resume quiet json"""
+min_replies aggregation trim_share clip_norm dp_clip dp_noise dp_delta dp_noise_seed upload out resume quiet json
+set config sampling init momentum weight_decay clip optimizer optimizer_args amp local_schedule local_warmup lr_decay
+lr_schedule lr_warmup lr_step lr_gamma lr_end server_optimizer server_lr server_momentum server_beta2 server_tau
+augment partition_args availability async_buffer async_staleness"""
 
 RUN_CONFIGURATION = {
     "method": "fedlps", "preset": "digits", "problem": "", "rounds": 0, "cohort": 0, "seed": 0, "eval-every": 0,
     "eval-clients": 0, "local-epochs": 0, "batch-size": 0, "lr": 0.0, "data-dir": "", "out": "", "resume": False, "nodes": 2,
     "wait-seconds": 300.0, "timeout-seconds": 0.0, "min-replies": 0, "aggregation": "mean", "trim-share": 0.2,
     "clip-norm": 0.0, "dp-clip": 0.0, "dp-noise": 0.0, "dp-delta": 0.0, "upload": "float32", "memory": "nodes",
+    "momentum": 0.0, "weight-decay": 0.0, "clip": 0.0, "optimizer": "sgd", "optimizer-args": "", "amp": "off",
+    "local-schedule": "constant", "local-warmup": 0, "lr-decay": 0.0, "lr-schedule": "constant", "lr-warmup": 0, "lr-step": 0,
+    "lr-gamma": 0.0, "lr-end": 0.0, "server-optimizer": "none", "server-lr": 0.0, "server-momentum": 0.9, "server-beta2": 0.99,
+    "server-tau": 0.0, "availability": "", "async-buffer": 0, "async-staleness": 0.5,
 }  # fmt: skip
 
 

@@ -30,9 +30,11 @@ def test_impossible_devices_are_refused(wrong: dict[str, float]) -> None:
         Capability(**wrong)
 
 
-def test_an_empty_split_is_refused() -> None:
-    with pytest.raises(DataError, match="val is empty"):
-        ClientData(train=SPLIT, val=[], test=SPLIT)
+def test_an_empty_split_is_refused_but_for_validation_data() -> None:
+    for empty in ("train", "test"):
+        with pytest.raises(DataError, match=f"{empty} is empty"):
+            ClientData(**{"train": SPLIT, "val": SPLIT, "test": SPLIT, empty: []})
+    assert len(ClientData(train=SPLIT, val=[], test=SPLIT).val) == len(ClientData(train=SPLIT, val=None, test=SPLIT).val) == 0
     with pytest.raises(DataError, match="test must be"):
         ClientData(train=SPLIT, val=SPLIT, test=iter([1]))
 

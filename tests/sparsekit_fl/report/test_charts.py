@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from saved_results import FLOPS, SECONDS, result
 
-from sparsekit_fl.report.charts import Chart, charts_of
+from sparsekit_fl.report.charts import Chart, charts_of, on_front
 from sparsekit_fl.report.comparison import Comparison
 from sparsekit_fl.report.drawing import draw_chart, inline_svg, series_style
 from sparsekit_fl.report.trials import Trial, sections_of
@@ -23,7 +23,8 @@ def _charts(*results: dict[str, Any]) -> dict[str, Chart]:
 
 def test_curves_bars_and_no_levels_for_one_level() -> None:
     charts = _charts(result("a"), result("a", 1, accuracies={50: 0.7, 100: 0.85}), result("b"))
-    assert list(charts) == ["accuracy-flops", "accuracy-time", "accuracy-rounds", "bars-accuracy", "bars-flops", "bars-time"]
+    curves = ["accuracy-flops", "accuracy-time", "accuracy-rounds"]
+    assert list(charts) == ["front", *curves, "bars-accuracy", "bars-flops", "bars-time"]
     a, b = charts["accuracy-flops"].series
     assert (a.method, a.place, b.method, b.place) == ("a", 0, "b", 1)
     assert a.x == (50 * FLOPS, 100 * FLOPS)
@@ -32,7 +33,7 @@ def test_curves_bars_and_no_levels_for_one_level() -> None:
     assert charts["accuracy-time"].series[0].x == (50 * SECONDS, 100 * SECONDS)
     assert charts["accuracy-rounds"].series[0].x == (50, 100)
     bar = charts["bars-accuracy"].series[1]
-    assert (bar.y, bar.deviation, bar.second) == ((0.75,), (0.0,), 0.25)
+    assert (bar.method, bar.y, bar.deviation, bar.second) == ("b", (0.75,), (0.0,), 0.25)
     assert charts["bars-flops"].series[0].second == pytest.approx(2.788128e12)
     assert charts["bars-time"].title == "Simulated time to 72% accuracy"
 
@@ -82,7 +83,7 @@ def test_every_kind_is_drawn_as_a_picture_and_equal_charts_give_equal_bytes(tmp_
     pytest.importorskip("matplotlib")
     charts = _charts(*(result(name, heterogeneity=level) for name in ("a", "b<&") for level in ("low", "high")))
     kinds = {chart.kind: chart for chart in charts.values()}
-    assert set(kinds) == {"curve", "level", "bar"}
+    assert set(kinds) == {"curve", "level", "bar", "front"}
     for kind, chart in kinds.items():
         draw_chart(chart, tmp_path / f"{kind}.png")
         draw_chart(chart, tmp_path / f"{kind}.svg")
@@ -108,3 +109,34 @@ def test_the_svg_of_a_page_is_small_has_its_methods_and_no_colours_or_ids_that_c
     assert "var(--ink)" in svg
     assert len(svg) < 40_000
     assert svg == inline_svg(chart, prefix="c1-")
+
+
+def test_bars_are_sorted_the_best_above() -> None:
+    charts = _charts(result("a", accuracies={100: 0.5}), result("b", accuracies={100: 0.9}), result("c", accuracies={100: 0.7}))
+    assert [one.method for one in charts["bars-accuracy"].series] == ["b", "c", "a"]
+
+
+def test_the_front_holds_what_no_other_method_beats_in_both_numbers() -> None:
+    cheap, good, beaten = result("cheap", accuracies={100: 0.7}), result("good"), result("beaten")
+    for made, flops, accuracy in ((cheap, 1e9, 0.7), (good, 4e9, 0.9), (beaten, 5e9, 0.8)):
+        made["cost"]["flops_compact"] = flops
+        made["final"]["personal"]["accuracy"] = accuracy
+    front = _charts(cheap, good, beaten)["front"]
+    assert [one.method for one in front.series] == ["cheap", "good", "beaten"]
+    assert [one.method for one in on_front(front.series)] == ["cheap", "good"]
+
+
+def test_the_subject_is_fedlps_or_the_first_and_told_from_the_rest() -> None:
+    for methods, subject in ((("a", "fedlps"), "fedlps"), (("a", "b"), "a")):
+        charts = _charts(*(result(name) for name in methods))
+        for name in ("front", "accuracy-flops", "bars-accuracy"):
+            assert [one.method for one in charts[name].series if one.subject] == [subject]
+
+
+def test_rounds_stand_on_an_integer_axis(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    chart = _charts(result("a", rounds=3, accuracies={1: 0.2, 2: 0.4, 3: 0.6}))["accuracy-rounds"]
+    svg = inline_svg(chart, prefix="r-")
+    ticks = set(re.findall(r">([\d.]+)</text>", svg))
+    assert {"1", "2", "3"} <= ticks
+    assert not {tick for tick in ticks if "." in tick}

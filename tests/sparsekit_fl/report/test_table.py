@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from saved_results import result
 
 from sparsekit.errors import DataError
 from sparsekit_fl.report.table import (
@@ -13,6 +14,7 @@ from sparsekit_fl.report.table import (
     bytes_text,
     flops_text,
     read_result,
+    result_table,
     seconds_text,
     share_text,
     spread,
@@ -29,7 +31,16 @@ def test_flops(flops: float, text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "text"), [(0.04, "0.0 s"), (119.9, "119.9 s"), (125, "2 min 05 s"), (3600, "1 h 00 min"), (7322, "2 h 02 min")]
+    ("seconds", "text"),
+    [
+        (0, "0.0 s"),
+        (0.04, "40 ms"),
+        (0.0042, "4.2 ms"),
+        (119.9, "119.9 s"),
+        (125, "2 min 05 s"),
+        (3600, "1 h 00 min"),
+        (7322, "2 h 02 min"),
+    ],
 )
 def test_seconds(seconds: float, text: str) -> None:
     assert seconds_text(seconds) == text
@@ -37,6 +48,7 @@ def test_seconds(seconds: float, text: str) -> None:
 
 def test_bytes_and_shares() -> None:
     assert bytes_text(1_234_567_890) == "1,234.6 MB"
+    assert (bytes_text(12_345), bytes_text(70), bytes_text(0)) == ("12.3 kB", "70 bytes", "0.0 MB")
     assert share_text(0.98765) == "98.8%"
     assert share_text(None) == "–"
     assert share_text(float("nan")) == "–"
@@ -77,7 +89,16 @@ def test_a_folder_without_a_result_is_refused(text: str | None, tmp_path: Path) 
         ("seconds", [0.123], "0.12 s"),
         ("seconds", [50.0, 60.0], "55.0 ± 7.1 s"),
         ("seconds", [3600.0, 3660.0], "1 h 00 min ± 42.4 s"),
+        ("seconds", [175.4, 294.6], "3 min 55 s ± 1 min 24 s"),
+        ("seconds", [0.004, 0.005], "4.5 ± 0.7 ms"),
+        ("bytes", [2000.0, 2100.0], "2.0 ± 0.1 kB"),
     ],
 )
 def test_mean_and_deviation_share_a_unit(unit: str, values: list[float | None], text: str) -> None:
     assert Column("x", "x", (), unit).spread_text(spread(values)) == text
+
+
+def test_one_round_is_no_rounds() -> None:
+    titles = [str(result_table(result("fedavg", rounds=rounds, accuracies={rounds: 0.5})).title) for rounds in (1, 2)]
+    assert "1 round ·" in titles[0]
+    assert "2 rounds ·" in titles[1]

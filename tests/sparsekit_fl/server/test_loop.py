@@ -18,6 +18,7 @@ from torch import nn
 from sparsekit import criteria
 from sparsekit.errors import InvalidValueError, NoUnitsError
 from sparsekit.graph.state import digest
+from sparsekit.surgery.saving import load_compact
 from sparsekit_fl import policies
 from sparsekit_fl.engines.embedded import Embedded
 from sparsekit_fl.errors import ClientError, ResumeError, RunInterrupted, UpdateError
@@ -30,8 +31,7 @@ from sparsekit_fl.problem.problem import Problem
 from sparsekit_fl.results.records import Observer, RoundRecord
 from sparsekit_fl.server.loop import run
 from sparsekit_fl.testing.methods import StopAfter
-from sparsekit_fl.testing.tiny import tiny_clients, tiny_config, tiny_problem
-from sparsekit_fl.wire.packing import unpack
+from sparsekit_fl.testing.tiny import TinyNet, tiny_clients, tiny_config, tiny_problem
 
 
 def tiny_run(method=None, **options):
@@ -42,13 +42,15 @@ def tiny_run(method=None, **options):
 def test_result_json_has_what_scripts_rely_on(tmp_path):
     result = tiny_run(out=tmp_path, experiment={"dataset": "tiny"})
     raw = json.loads((tmp_path / "result.json").read_text())
-    assert set(raw) == {"method", "policies", "config", "seed", "final", "cost", "rounds", "environment"}
+    named = {"method", "policies", "config", "seed", "final", "cost", "rounds", "environment"}
+    assert set(raw) == {"schema", "fingerprint", *named}
     assert raw["method"] == "fedavg"
     assert raw["config"]["training"]["lr"] == 0.1
     assert raw["config"]["experiment"] == {"dataset": "tiny"}
     assert raw["seed"] == 3
-    assert set(raw["final"]) == {"personal", "global", "per_client", "state_sha256"}
-    assert set(raw["final"]["per_client"][0]) == {"id", "examples", "personal", "global", "ratio"}
+    assert set(raw["final"]) == {"personal", "global", "weighted", "worst", "headline", "per_client", "state_sha256"}
+    own = {"id", "examples", "personal", "global", "ratio", "metrics", "weights"}
+    assert set(raw["final"]["per_client"][0]) == own
     assert raw["final"]["personal"]["accuracy"] == result.final.metrics["accuracy"]
     assert raw["final"]["state_sha256"] == digest(result.state)
     assert set(raw["cost"]) == {
@@ -59,7 +61,7 @@ def test_result_json_has_what_scripts_rely_on(tmp_path):
         "simulated_seconds",
         "wall_seconds",
     }
-    names = {"python", "torch", "numpy", "sparsekit", "threads", "workers", "device", "platform"}
+    names = {"python", "torch", "numpy", "sparsekit", "threads", "workers", "device", "platform", "finished"}
     assert set(raw["environment"]) == names
     assert raw["environment"]["threads"] == 1
     assert len(raw["rounds"]) == 4
@@ -70,9 +72,8 @@ def test_the_folder_holds_a_line_per_round_and_the_global_model(tmp_path):
     result = tiny_run(out=tmp_path)
     lines = [json.loads(line) for line in (tmp_path / "rounds.jsonl").read_text().splitlines()]
     assert [RoundRecord.from_dict(line) for line in lines] == list(result.rounds)
-    tensors, meta = unpack((tmp_path / "models" / "global.safetensors").read_bytes())
-    assert digest(tensors) == result.final.state_sha256
-    assert meta == {"method": "fedavg", "round": 4}
+    model = load_compact(tmp_path / "models" / "global.safetensors", TinyNet)
+    assert digest(model.state_dict()) == result.final.state_sha256
 
 
 def test_rounds_are_evaluated_as_often_as_asked_and_at_the_end():

@@ -270,7 +270,7 @@ def test_a_client_whose_memory_cannot_be_kept_is_dropped(monkeypatch: pytest.Mon
         return write(self, client_id, round, memory)
 
     monkeypatch.setattr(ClientStore, "write", full)
-    ((client_id, reason),) = _run(InProcess(memory="nodes")).rounds[0].dropped
+    ((client_id, reason),) = _run(InProcess(memory="nodes", trusted=False)).rounds[0].dropped
     assert client_id == victim
     assert "cannot keep its memory" in reason
     assert "No space left" in reason

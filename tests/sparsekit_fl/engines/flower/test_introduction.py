@@ -19,6 +19,7 @@ from sparsekit_fl.engines.flower.deployment import Nodes
 from sparsekit_fl.engines.flower.introduction import described, read_clients
 from sparsekit_fl.engines.flower.local_grid import LocalGrid, over_the_wire
 from sparsekit_fl.engines.flower.wire import content
+from sparsekit_fl.errors import WorkerDiedError
 from sparsekit_fl.problem.clients import Capability, Client, ClientData
 
 
@@ -111,3 +112,32 @@ def test_a_node_that_says_too_much_is_refused_before_it_is_read(monkeypatch: pyt
         read_clients(_said(**described(_roster(4))))
     with pytest.raises(DataError, match="allowed are 768"):
         read_clients(_said(**described(_roster(20))))
+
+
+OURS = {"sparsekit": "1.0", "code": "aaa", "graph": "bbb"}
+
+
+def introduced(header: dict[str, Any]) -> Nodes:
+    """The nodes of a grid whose one node introduces itself with this header."""
+    app = ClientApp()
+    app.query()(lambda message, context: Message(content(header, **described(_roster(2))), reply_to=message))
+    grid = LocalGrid(app, nodes=1, rng=np.random.default_rng(0))
+    return Nodes(grid, wanted=1, wait_seconds=1, identity=OURS)
+
+
+def test_a_node_of_the_same_code_and_model_is_used() -> None:
+    assert set(introduced({"identity": OURS}).introduce()) == {0, 3}
+
+
+@pytest.mark.parametrize(
+    ("header", "says"),
+    [
+        ({}, "does not say by which version"),
+        ({"identity": {**OURS, "sparsekit": "0.9"}}, "it has sparsekit 0.9, the server 1.0"),
+        ({"identity": {**OURS, "code": "ccc"}}, "has other code .digest ccc."),
+        ({"identity": {**OURS, "graph": "ddd"}}, "its model has other units .digest ddd."),
+    ],
+)
+def test_a_node_whose_code_or_model_differs_is_not_used_and_the_error_says_why(header: dict[str, Any], says: str) -> None:
+    with pytest.raises(WorkerDiedError, match=says):
+        introduced(header).introduce()

@@ -1,0 +1,166 @@
+"""Write docs/matrix.md from the cells that the tests of `tests/matrix` hold.
+
+python benchmarks/matrix_page.py              # the table, from what the tests expect
+python benchmarks/matrix_page.py --measure    # and the largest distance of every precision, measured (a minute)
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import warnings
+from collections import defaultdict
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+from matrix.cells import CHANGES, COMPILERS, EXECUTIONS, OPTIMIZERS, PRECISIONS, Cell, all_cells, expected, pairwise  # noqa: E402
+
+__all__ = ["main", "table"]
+
+PAGE = ROOT / "docs" / "matrix.md"
+MARK = "<!-- measured -->"
+NOTES = {
+    "Closure use is not currently supported": "torch's GradScaler takes no closure",
+    "LBFGS keeps a history of whole steps": "refused at a change of mask; works while ratio and mask stand",
+    "quantised in blocks of entries": "refused at a change of mask, and in masked execution; works while ratio and mask stand",
+    "leaves most entries as they are": "refused on a CPU: torch's fused SGD does not step bfloat16 and float16 there",
+    "use execution='compact'": "refused in masked execution: its step of an entry depends on others",
+}
+
+
+BESIDE = [
+    (
+        "weight decay, clipping",
+        "`masked.param_groups(importance_lr=…, weight_decay=…)`, `clip_grad_norm_(masked.weights(), …)`",
+        "`test_optimizers_and_masks.py`",
+    ),
+    (
+        "SAM, in one call or in `first_step` and `second_step`",
+        "found when it is made; the mask stands still within a step",
+        "`test_steps_in_parts.py`",
+    ),
+    (
+        "averages of the weights",
+        "`MovingAverage(masked)`; torch's `AveragedModel` averages other units and is refused",
+        "`test_moving_average.py`",
+    ),
+    (
+        "DistributedDataParallel over a `LearnableMask`",
+        "masks are equal on all ranks; wrap anew after a change of ratio",
+        "`test_wrappers.py`, `tests/matrix/test_distributed.py`",
+    ),
+    (
+        "DistributedDataParallel, FSDP2 and `torch.distributed.checkpoint` over a compact model",
+        "it is a plain module",
+        "`tests/matrix/test_distributed.py`",
+    ),
+    (
+        "`torch.distributed.checkpoint` of a `LearnableMask`",
+        "save `masked.state_dict()` and the optimiser's; load into copies of both, then `load_state_dict`",
+        "`tests/matrix/test_distributed.py`",
+    ),
+    (
+        "`torch.compile`",
+        "`LearnableMask(torch.compile(model), …)`; around the mask it is left out, with a warning",
+        "`test_optimizers_and_masks.py`",
+    ),
+]
+
+
+def table() -> str:
+    """Return the table of optimisers and precisions."""
+    numbers = {reason: i + 1 for i, reason in enumerate(NOTES)}
+    lines = [f"| optimiser | {' | '.join(PRECISIONS)} |", "|---" * (len(PRECISIONS) + 1) + "|"]
+    for optimizer in OPTIMIZERS:
+        row = [optimizer]
+        for precision in PRECISIONS:
+            cells = [Cell(optimizer, precision, e, c, change) for e in EXECUTIONS for c in COMPILERS for change in CHANGES]
+            reasons = [expected(cell) for cell in cells]
+            notes = " ".join(f"({numbers[reason]})" for reason in dict.fromkeys(reasons) if reason != "equal")
+            row.append(f"{'yes' if 'equal' in reasons else 'no'} {notes}".strip())
+        lines.append(f"| {' | '.join(row)} |")
+    return "\n".join([*lines, "", *(f"({numbers[reason]}) {note}." for reason, note in NOTES.items())])
+
+
+def measure() -> str:
+    """Return the largest distance of every precision, over all cells that are not compiled."""
+    import torch
+    from matrix.run import TOLERANCE, distance
+
+    torch.set_num_threads(1)
+    worst: dict[str, float] = defaultdict(float)
+    for cell in all_cells():
+        if expected(cell) == "equal" and cell.compiler == "off":
+            worst[cell.precision] = max(worst[cell.precision], distance(cell))
+    rows = [f"| {name} | {worst[name]:.1g} | {TOLERANCE[name]:.0e} |" for name in PRECISIONS]
+    return "\n".join(
+        [
+            f"With torch {torch.__version__} on a CPU:",
+            "",
+            "| precision | largest distance | tolerance |",
+            "|---|---|---|",
+            *rows,
+        ]
+    )
+
+
+def page(measured: str) -> str:
+    """Return the page."""
+    few, whole = len(pairwise(all_cells())), len(all_cells())
+    beside = "\n".join(["| with | how | test |", "|---|---|---|", *(f"| {' | '.join(row)} |" for row in BESIDE)])
+    return f"""# What trains as it should
+
+`LearnableMask` trains a narrow network. The tests in `tests/matrix` compare it with masked dense training that is written down
+plainly (`tests/matrix/reference.py`): dense weights, zeros for dropped units, and an optimiser that sees the kept entries
+alone. A combination is *supported* where the two agree through a change of mask, a change of ratio, and saving and loading
+between two changes of mask. All other combinations raise an error that says what to use instead.
+
+The axes: optimiser and its implementation; precision (weights in that dtype, or autocast over float32 weights; float16 with
+a `GradScaler`, one step of which overflows and is skipped); execution ({", ".join(EXECUTIONS)}); `torch.compile` of the model
+inside ({", ".join(COMPILERS)}); change ({", ".join(CHANGES)}). "yes" holds for both executions, with and without the compiler,
+and for all three changes, but for the notes.
+
+{table()}
+
+`AdamW8bit` is that of torchao. An optimiser of another package is supported where its state lies entry by entry; state that is
+quantised in blocks is refused at the first change of mask.
+
+## How near
+
+The distance is the norm of the difference of all weights after seven steps, over the norm of what training has changed. Where
+the state of an optimiser does not follow the mask, it is .06 to .46 (a test breaks it on purpose and looks).
+
+{MARK}
+{measured}
+{MARK}
+
+## Beside optimisers
+
+{beside}
+
+## Commands
+
+```
+pytest tests/matrix                              # {few} cells: every pair of values of two axes
+pytest tests/matrix -m "slow or not slow"        # all {whole}, with inductor
+pytest tests/matrix --device cuda                # on another device
+python benchmarks/matrix_page.py --measure       # this page
+```
+"""
+
+
+def main() -> None:
+    """Write the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--measure", action="store_true", help="measure the distances anew")
+    given = parser.parse_args()
+    warnings.simplefilter("ignore")
+    old = PAGE.read_text(encoding="utf-8").split(MARK) if PAGE.exists() else []
+    measured = measure() if given.measure else old[1].strip() if len(old) == 3 else "Not measured yet."
+    PAGE.write_text(page(measured), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

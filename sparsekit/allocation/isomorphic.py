@@ -1,0 +1,118 @@
+"""Isomorphic: a ranking for each kind of structure, such as attention, MLP and convolution."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from sparsekit.allocation.base import CostModel, needed
+from sparsekit.allocation.limits import Limits, check_limits
+from sparsekit.allocation.rounding import Multiples, check_multiples, tied_groups
+from sparsekit.allocation.walk import Counts, Problem, within_budget
+from sparsekit.allocation.worth import Scale, block_losses, check_scale, ranked_worth
+from sparsekit.graph.graph import UnitGraph
+from sparsekit.graph.groups import UnitGroup
+from sparsekit.measure.budget import Budget
+
+__all__ = ["Isomorphic"]
+
+
+@dataclass(frozen=True)
+class Isomorphic:
+    """Every class of groups with the same structure loses the same share of its units, those of least worth in the class.
+
+    Scores of attention heads and of convolutions mean different things; within a class they compare. The share is the least
+    that meets the budget; then what still fits is put back, with scores as shares of the mean of the class.
+
+    Args:
+        budget: What the model may cost.
+        limits: Group name → (least, largest) share of its units that stays.
+        multiple_of: What the counts are multiples of: one number, or kind or group name → number.
+        scale: How scores of the groups of a class are made comparable, as in `ranked_worth`.
+
+    Raises:
+        InvalidValueError: a limit, multiple or scale that is not allowed.
+
+    Source: Fang et al., Isomorphic pruning for vision models, ECCV 2024 (arXiv 2407.04616).
+    """
+
+    budget: Budget
+    limits: Limits = field(default_factory=dict)
+    multiple_of: Multiples = 1
+    scale: Scale = "mean"
+
+    def __post_init__(self) -> None:
+        check_limits(self.limits)
+        check_multiples(self.multiple_of)
+        check_scale(self.scale)
+
+    def counts(self, graph: UnitGraph, scores: Mapping[str, Tensor], cost: CostModel | None = None) -> Mapping[str, int]:
+        """Find the numbers.
+
+        Args:
+            graph: The groups; tied groups get equal numbers.
+            scores: Group name → float (units,), larger stays.
+            cost: What numbers cost; needed.
+
+        Returns:
+            Group name → number of units kept. Never more than the budget.
+
+        Raises:
+            BudgetError: the budget cannot be met.
+            InvalidValueError: no cost model, or scores that hold NaN.
+        """
+        worth = ranked_worth(graph, scores, self.scale)
+
+        members: dict[Any, list[str]] = {}
+        for groups in tied_groups(graph):
+            members.setdefault(_structure(graph, groups), []).extend(groups)
+        for names in members.values():  # between classes a unit counts for what it is worth of the mean of its class
+            mean = float(np.mean(np.concatenate([worth[name] for name in names])))
+            for name in names:
+                worth[name] = worth[name] / mean if mean > 0 else np.ones_like(worth[name])
+
+        def losses(groups: tuple[str, ...], counts: Sequence[int]) -> list[float]:
+            return block_losses(worth, groups, counts)
+
+        def find(problem: Problem) -> Counts:
+            classes: dict[Any, list[tuple[float, int, tuple[str, ...], int]]] = {}
+            for groups, counts in problem.free.items():
+                blocks = classes.setdefault(_structure(graph, groups), [])
+                for place, (fewer, more) in enumerate(pairwise(counts)):
+                    units = more - fewer
+                    blocks.append((losses(groups, (fewer, more))[1] / units / len(groups), -place, groups, units))
+            for blocks in classes.values():
+                blocks.sort()
+
+            def at(cut: float) -> Counts:
+                found = {name: counts[-1] for groups, counts in problem.free.items() for name in groups}
+                for blocks in classes.values():
+                    left = cut * sum(units for *_, units in blocks)
+                    for _, _, groups, units in blocks:
+                        if left < units and cut < 1:
+                            break
+                        left -= units
+                        found.update((name, found[name] - units) for name in groups)
+                return found
+
+            return problem.fill(problem.least_that_fits(at), losses)
+
+        return within_budget(graph, needed(cost, self), self.budget, self.limits, self.multiple_of, find)
+
+
+def _structure(graph: UnitGraph, groups: tuple[str, ...]) -> Any:
+    """What groups of a class have in common: the kind of their units, and which entries of which rank they lie in."""
+
+    def of(group: UnitGroup) -> Any:
+        pieces = sorted(
+            (piece.name.rpartition(".")[2], piece.dim, piece.side, tuple(graph.shapes[piece.name][2:]))
+            for piece in group.slices
+        )
+        return group.kind, tuple(pieces)
+
+    return tuple(of(graph.groups[name]) for name in groups)

@@ -1,0 +1,163 @@
+"""Knapsack: the numbers of units with the largest worth in all whose costs fit, as a dynamic programme."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from sparsekit.allocation.base import CostModel, make_tracker, needed
+from sparsekit.allocation.limits import Limits, check_limits
+from sparsekit.allocation.rounding import Multiples, check_multiples
+from sparsekit.allocation.walk import Counts, Problem, fits, spread, within_budget
+from sparsekit.allocation.worth import Scale, block_losses, check_scale, ranked_worth
+from sparsekit.errors import InvalidValueError
+from sparsekit.graph.graph import UnitGraph
+from sparsekit.measure.budget import Budget
+
+__all__ = ["Knapsack"]
+
+_BINS = 2048
+_PASSES = 6
+
+
+@dataclass(frozen=True)
+class Knapsack:
+    """Choose one number of units for every group so that the worth of what stays is largest within the budget.
+
+    The groups are the items, their numbers of units the choices, so that the units of least worth go first in each. Costs of
+    a group are taken with all others at their present numbers; the programme is solved again with those that it has found,
+    since a layer is cheaper where its neighbours are narrow, and the best numbers that fit are kept. Made for latencies, whose
+    steps a walk unit by unit cannot see over. With several budgets the costs are added up as shares of their limits.
+
+    Args:
+        budget: What the model may cost.
+        limits: Group name → (least, largest) share of its units that stays.
+        multiple_of: What the counts are multiples of: one number, or kind or group name → number.
+        scale: How scores of different groups are made comparable, as in `ranked_worth`.
+        choices: At most this number of choices for each group, evenly spaced; the rest of the budget is filled unit by unit.
+
+    Raises:
+        InvalidValueError: a limit, multiple or scale that is not allowed, or fewer than two choices.
+
+    Source: Shen et al., Structural pruning via latency-saliency knapsack, NeurIPS 2022 (arXiv 2210.06659), for the problem; the
+    programme here is a multiple-choice knapsack solved anew around each solution.
+    """
+
+    budget: Budget
+    limits: Limits = field(default_factory=dict)
+    multiple_of: Multiples = 1
+    scale: Scale = "rest"
+    choices: int = 33
+
+    def __post_init__(self) -> None:
+        check_limits(self.limits)
+        check_multiples(self.multiple_of)
+        check_scale(self.scale)
+        if self.choices < 2:
+            raise InvalidValueError(f"a knapsack needs at least two choices for each group, got choices={self.choices}")
+
+    def counts(self, graph: UnitGraph, scores: Mapping[str, Tensor], cost: CostModel | None = None) -> Mapping[str, int]:
+        """Find the numbers.
+
+        Args:
+            graph: The groups; tied groups get equal numbers.
+            scores: Group name → float (units,), larger stays.
+            cost: What numbers cost; needed.
+
+        Returns:
+            Group name → number of units kept. Never more than the budget.
+
+        Raises:
+            BudgetError: the budget cannot be met.
+            InvalidValueError: no cost model, or scores that hold NaN.
+        """
+        worth = ranked_worth(graph, scores, self.scale)
+
+        def losses(groups: tuple[str, ...], counts: Sequence[int]) -> list[float]:
+            return block_losses(worth, groups, counts)
+
+        def find(problem: Problem) -> Counts:
+            chosen = {groups: _evenly(counts, self.choices) for groups, counts in problem.free.items()}
+            values = {groups: np.cumsum(losses(groups, counts)) for groups, counts in chosen.items()}
+            # From the walk, which fits; every solution that fits and is worth more takes its place.
+            best = problem.walk(losses, by_cost=True)
+            around: Counts = best
+            capacity = 1.0
+            for _ in range(_PASSES):
+                found = _solve(problem, chosen, values, around, capacity)
+                total = problem.cost.costs(found)
+                if fits(total, problem.limits):
+                    filled = problem.fill(found, losses)
+                    if _kept(worth, filled) > _kept(worth, best):
+                        best = filled
+                else:  # costs around these numbers are others than they were taken for
+                    capacity *= min(limit / total[name] for name, limit in problem.limits.items())
+                if found == around:
+                    break
+                around = found
+            return best
+
+        return within_budget(graph, needed(cost, self), self.budget, self.limits, self.multiple_of, find)
+
+
+def _evenly(counts: Sequence[int], most: int) -> tuple[int, ...]:
+    """The first, the last and others between, at most `most`."""
+    if len(counts) <= most:
+        return tuple(counts)
+    return tuple(counts[round(place)] for place in np.linspace(0, len(counts) - 1, most))
+
+
+def _kept(worth: Mapping[str, npt.NDArray[np.float64]], counts: Counts) -> float:
+    return float(sum(worth[name][:count].sum() for name, count in counts.items()))
+
+
+def _solve(
+    problem: Problem,
+    chosen: Mapping[tuple[str, ...], tuple[int, ...]],
+    values: Mapping[tuple[str, ...], npt.NDArray[np.float64]],
+    around: Counts,
+    capacity: float,
+) -> Counts:
+    """The largest worth by costs that add up, each taken with the other groups at `around`.
+
+    Weights are rounded up to whole bins, so that a solution never exceeds the capacity by these costs.
+    """
+    limits = problem.limits
+    tracker = make_tracker(problem.cost, around, problem.budget.metrics)
+    totals = tracker.totals()
+
+    def weight(change: Mapping[str, float]) -> float:
+        return sum(change[name] / limit for name, limit in limits.items()) / len(limits)
+
+    weights = {
+        groups: np.maximum.accumulate([weight(tracker.change(groups, count)) for count in counts])
+        for groups, counts in chosen.items()
+    }
+    # What remains when every group is at its least number; the lowest weight of each counts as nothing from here on.
+    spent = sum(totals[name] / limit for name, limit in limits.items()) / len(limits)
+    spent += sum(float(each[0]) for each in weights.values())
+    room = capacity - spent
+    if room <= 0:
+        return spread(problem.free, lambda _, counts: counts[0])
+    best = np.zeros(_BINS + 1)
+    picks: list[tuple[tuple[str, ...], npt.NDArray[np.int64], npt.NDArray[np.int64]]] = []
+    for groups, each in weights.items():
+        bins = np.ceil((each - each[0]) / room * _BINS - 1e-9).astype(np.int64)
+        table = np.full((len(bins), _BINS + 1), -np.inf)
+        for place, needed_bins in enumerate(bins):
+            if needed_bins <= _BINS:
+                table[place, needed_bins:] = best[: _BINS + 1 - needed_bins] + values[groups][place]
+        pick = table.argmax(0)
+        best = table.max(0)
+        picks.append((groups, pick, bins))
+    found: dict[str, int] = {}
+    left = _BINS
+    for groups, pick, bins in reversed(picks):
+        place = int(pick[left])
+        found.update(dict.fromkeys(groups, chosen[groups][place]))
+        left -= int(bins[place])
+    return found

@@ -1,0 +1,122 @@
+"""Sensitivity: every group is narrowed as far as costs the same measured degradation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from sparsekit.allocation.base import CostModel, needed
+from sparsekit.allocation.limits import Limits, check_limits
+from sparsekit.allocation.rounding import Multiples, check_multiples
+from sparsekit.allocation.walk import Counts, Problem, spread, within_budget
+from sparsekit.errors import InvalidValueError
+from sparsekit.graph.graph import UnitGraph
+from sparsekit.measure.budget import Budget
+
+__all__ = ["Sensitivity", "Table"]
+
+Table: TypeAlias = Mapping[str, Sequence[tuple[float, float]]]
+"""Group name → pairs (share of its units kept, degradation of the model when this group alone is narrowed so)."""
+
+
+@dataclass(frozen=True)
+class Sensitivity:
+    """The least widths whose measured degradation is at most τ in every group, for the least τ that meets the budget.
+
+    Degradations are made monotone (a narrower group is never better) and are interpolated between the measured shares. In the
+    end what still fits is put back.
+
+    Args:
+        budget: What the model may cost.
+        table: What narrowing each group alone does; `measure_sensitivity` makes it. Of tied groups one entry is enough.
+        limits: Group name → (least, largest) share of its units that stays.
+        multiple_of: What the counts are multiples of: one number, or kind or group name → number.
+
+    Raises:
+        InvalidValueError: an entry that is no list of pairs, or a limit or multiple that is not allowed.
+
+    Source: FastNAS of NVIDIA's Model Optimizer, here with exact costs and without a search over subnets.
+    """
+
+    budget: Budget
+    table: Table
+    limits: Limits = field(default_factory=dict)
+    multiple_of: Multiples = 1
+
+    def __post_init__(self) -> None:
+        check_limits(self.limits)
+        check_multiples(self.multiple_of)
+        for name, pairs in self.table.items():
+            for pair in pairs:
+                if len(pair) != 2 or not 0 < pair[0] <= 1 or not np.isfinite(pair[1]):
+                    raise InvalidValueError(
+                        f"the table of {name!r} must hold pairs (share kept in (0, 1], degradation), got {pair!r};"
+                        " measure_sensitivity makes such a table"
+                    )
+
+    def counts(
+        self,
+        graph: UnitGraph,
+        scores: Mapping[str, Tensor],  # noqa: ARG002 - the table has looked at them
+        cost: CostModel | None = None,
+    ) -> Mapping[str, int]:
+        """Find the numbers.
+
+        Args:
+            graph: The groups; tied groups get equal numbers.
+            scores: Not looked at: they have chosen the units of which the table speaks.
+            cost: What numbers cost; needed.
+
+        Returns:
+            Group name → number of units kept. Never more than the budget.
+
+        Raises:
+            BudgetError: the budget cannot be met.
+            InvalidValueError: no cost model, or a group without an entry in the table.
+        """
+
+        def harm(groups: tuple[str, ...], counts: Sequence[int]) -> npt.NDArray[np.float64]:
+            """Degradation at each count: falls as counts rise."""
+            told = [name for name in groups if self.table.get(name)]
+            if not told:
+                raise InvalidValueError(
+                    f"the sensitivity table has no entry for group {groups[0]!r}; measure it again for this model"
+                )
+            shares = np.array(counts) / graph.groups[told[0]].size
+            harms: npt.NDArray[np.float64] = np.max([_interpolated(self.table[name], shares) for name in told], axis=0)
+            return harms
+
+        def find(problem: Problem) -> Counts:
+            harms = {groups: harm(groups, counts) for groups, counts in problem.free.items()}
+            levels = np.unique(np.concatenate([np.zeros(1), *harms.values()]))
+
+            def at(cut: float) -> Counts:
+                level = levels[min(len(levels) - 1, round(cut * (len(levels) - 1)))]
+                return spread(problem.free, lambda groups, counts: counts[int(np.argmax(harms[groups] <= level))])
+
+            def losses(groups: tuple[str, ...], counts: Sequence[int]) -> Sequence[float]:
+                values = harms[groups]
+                return [0.0, *(float(values[i - 1] - values[i]) for i in range(1, len(counts)))]
+
+            return problem.fill(problem.least_that_fits(at), losses)
+
+        return within_budget(graph, needed(cost, self), self.budget, self.limits, self.multiple_of, find)
+
+
+def _interpolated(pairs: Sequence[tuple[float, float]], shares: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """The degradation at other shares; strictly falling, and 0 at most where everything is kept."""
+    points = sorted({1.0: 0.0, **dict(pairs)}.items())
+    kept = np.array([share for share, _ in points])
+    values = np.maximum.accumulate(np.array([value for _, value in points])[::-1])[::-1]
+    values = values - values[-1]
+    if kept[0] > 0:  # below what was measured it goes on at the steepest slope, so that nothing is cut for free
+        slopes = -np.diff(values) / np.diff(kept) if len(kept) > 1 else np.ones(1)
+        kept, values = np.concatenate([[0.0], kept]), np.concatenate([[values[0] + slopes.max() * kept[0]], values])
+    # A little more for every unit orders groups whose degradation was nothing.
+    tiny = 1e-9 * max(1e-30, float(values.max()), 1.0)
+    return np.asarray(np.interp(shares, kept, values) + tiny * (1 - shares))

@@ -1,0 +1,289 @@
+"""The walk to a budget: take away the block that costs the least worth for what it saves, until the budget is met."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from sparsekit.allocation.base import CostModel, Tracker, make_tracker
+from sparsekit.allocation.limits import Limits
+from sparsekit.allocation.rounding import Multiples, free_counts
+from sparsekit.graph.graph import UnitGraph
+from sparsekit.measure.budget import Budget, BudgetError, format_cost
+
+__all__ = [
+    "Counts",
+    "Losses",
+    "Problem",
+    "Width",
+    "dense_counts",
+    "fits",
+    "spread",
+    "walk_to_budget",
+    "widths_of",
+    "within_budget",
+]
+
+Counts: TypeAlias = Mapping[str, int]
+"""Group name → number of units kept, for every group."""
+
+Losses: TypeAlias = Callable[[tuple[str, ...], Sequence[int]], Sequence[float]]
+"""Tied groups and their counts, ascending → what is lost from each count to the one before it; 0 at place 0."""
+
+
+@dataclass(frozen=True)
+class Width:
+    """Groups that keep equally many units, and the numbers that they may keep.
+
+    Args:
+        groups: Names.
+        counts: Ascending.
+        losses: What is lost from `counts[i]` to `counts[i - 1]`, at place i.
+    """
+
+    groups: tuple[str, ...]
+    counts: tuple[int, ...]
+    losses: tuple[float, ...]
+
+
+def widths_of(free: Mapping[tuple[str, ...], Sequence[int]], losses: Losses) -> list[Width]:
+    """The widths with what their steps lose."""
+    return [Width(groups, tuple(counts), tuple(losses(groups, counts))) for groups, counts in free.items()]
+
+
+def spread(
+    free: Mapping[tuple[str, ...], Sequence[int]], at: Callable[[tuple[str, ...], Sequence[int]], int]
+) -> dict[str, int]:
+    """Group name → the count that `at` picks for its tied groups."""
+    return {name: at(groups, counts) for groups, counts in free.items() for name in groups}
+
+
+def fits(costs: Mapping[str, float], limits: Mapping[str, float]) -> bool:
+    """Whether no limit is exceeded."""
+    return all(costs[name] <= limit for name, limit in limits.items())
+
+
+def dense_counts(free: Mapping[tuple[str, ...], Sequence[int]]) -> dict[str, int]:
+    """The largest number of units that every group may keep."""
+    return spread(free, lambda _, counts: counts[-1])
+
+
+def check_reachable(
+    free: Mapping[tuple[str, ...], Sequence[int]],
+    cost: CostModel,
+    sizes: Mapping[str, int],
+    limits: Mapping[str, float],
+) -> None:
+    """Raise unless the budget is met where every group keeps the least number of units that it may.
+
+    Args:
+        free: Numbers of units by tied groups.
+        cost: The costs.
+        sizes: Group name → units of the dense model.
+        limits: The budget in absolute numbers.
+
+    Raises:
+        BudgetError: it is not; the message has the least cost and the groups that hold it up.
+    """
+    counts = spread(free, lambda _, allowed: allowed[0])
+    least = cost.costs(counts)
+    if fits(least, limits):
+        return
+    dense = cost.costs(sizes)
+    above = [name for name, limit in limits.items() if least[name] > limit]
+    told = "; ".join(
+        f"{name} ≤ {format_cost(name, limits[name])} was asked, and {format_cost(name, least[name])}"
+        f" ({least[name] / dense[name]:.1%} of the dense model) is the least"
+        for name in above
+    )
+    holders = []
+    for groups, allowed in free.items():
+        held = [name for name in groups if allowed[0] > 1]
+        if held:
+            one = cost.costs({**counts, **dict.fromkeys(groups, 1)})
+            saved = max((least[name] - one[name]) / dense[name] for name in above)
+            holders.append((saved, f"{', '.join(groups)} (at least {allowed[0]} of {sizes[groups[0]]})"))
+    holders = sorted(((saved, text) for saved, text in holders if saved > 0), key=lambda item: -item[0])[:5]
+    because = (
+        f"held up by {', '.join(text for _, text in holders)}, which limits or multiples keep wide: lower these"
+        if holders
+        else "every group is at its last unit there, and the rest is in fixed units, the output layer and what was kept"
+    )
+    raise BudgetError(f"the budget cannot be met: {told}; {because}, or ask for more than the least", least)
+
+
+def walk_to_budget(
+    widths: Sequence[Width],
+    tracker: Tracker,
+    limits: Mapping[str, float],
+    *,
+    by_cost: bool,
+    fill: bool = True,
+) -> dict[str, int]:
+    """Take blocks away until the limits are met, then put back what still fits.
+
+    Args:
+        widths: Where blocks can be taken from.
+        tracker: At the largest counts; moved along.
+        limits: Metric → absolute limit, reachable.
+        by_cost: Rank blocks by what they lose for what they save; else by what they lose for a unit.
+        fill: Whether to put blocks back in the end.
+
+    Returns:
+        Group name → units kept.
+    """
+    places = [len(width.counts) - 1 for width in widths]
+    heap: list[tuple[float, float, int, int]] = []
+
+    def priority(number: int) -> float | None:
+        """What the next block of a width loses for what it saves now; None if it saves nothing."""
+        width, place = widths[number], places[number]
+        saved = tracker.gain(width.groups, width.counts[place - 1], limits)
+        if saved <= 0:
+            return None
+        if by_cost:
+            return width.losses[place] / saved
+        return width.losses[place] / ((width.counts[place] - width.counts[place - 1]) * len(width.groups))
+
+    def push(number: int) -> None:
+        if places[number] > 0 and (rank := priority(number)) is not None:
+            taken = 1 - places[number] / max(1, len(widths[number].counts) - 1)
+            heapq.heappush(heap, (rank, taken, number, places[number]))
+
+    for number in range(len(widths)):
+        push(number)
+    while not fits(tracker.totals(), limits):
+        if not heap:
+            number = _largest_drop(widths, places, tracker, limits)
+        else:
+            rank, taken, number, place = heapq.heappop(heap)
+            if place != places[number]:
+                continue
+            now = priority(number)
+            if now is None:
+                continue
+            if now > rank and heap and (now, taken, number, place) > heap[0]:  # costs have changed since: look again later
+                heapq.heappush(heap, (now, taken, number, place))
+                continue
+        places[number] -= 1
+        tracker.move(widths[number].groups, widths[number].counts[places[number]])
+        push(number)
+    if fill:
+        _fill(widths, places, tracker, limits)
+    return {name: width.counts[place] for width, place in zip(widths, places) for name in width.groups}
+
+
+def _largest_drop(widths: Sequence[Width], places: Sequence[int], tracker: Tracker, limits: Mapping[str, float]) -> int:
+    """The width that saves most when it goes down all the way: a table of times may be flat at the next step."""
+    drops = [
+        (tracker.gain(width.groups, width.counts[0], limits), -number)
+        for number, (width, place) in enumerate(zip(widths, places))
+        if place > 0
+    ]
+    if not drops:
+        raise BudgetError("the budget cannot be met: every group is at its least number of units")
+    return -max(drops)[1]
+
+
+def _fill(widths: Sequence[Width], places: list[int], tracker: Tracker, limits: Mapping[str, float]) -> None:
+    """Put blocks back, the most worth for its cost first, as long as one fits."""
+    open_ = {number for number, width in enumerate(widths) if places[number] < len(width.counts) - 1}
+    while open_:
+        totals = tracker.totals()
+        best: tuple[float, int] | None = None
+        for number in sorted(open_):
+            width, place = widths[number], places[number]
+            change = tracker.change(width.groups, width.counts[place + 1])
+            # What does not fit now never will: costs only grow from here on.
+            if any(totals[name] + change[name] > limit for name, limit in limits.items()):
+                open_.discard(number)
+                continue
+            share = sum(change[name] / max(limit, 1e-300) for name, limit in limits.items())
+            worth = width.losses[place + 1] / share if share > 0 else float("inf")
+            if best is None or worth > best[0]:
+                best = worth, number
+        if best is None:
+            return
+        number = best[1]
+        places[number] += 1
+        tracker.move(widths[number].groups, widths[number].counts[places[number]])
+        if places[number] == len(widths[number].counts) - 1:
+            open_.discard(number)
+
+
+def within_budget(
+    graph: UnitGraph, cost: CostModel, budget: Budget, limits: Limits, multiple_of: Multiples, find: Callable[[Problem], Counts]
+) -> Counts:
+    """Let `find` look for counts, and make sure that they are within the budget by the exact costs.
+
+    Args:
+        graph: The groups.
+        cost: The costs.
+        budget: What was asked.
+        limits: Least and largest share by group name.
+        multiple_of: What the counts are multiples of.
+        find: The search, over numbers of units that limits and multiples allow.
+
+    Raises:
+        BudgetError: the budget cannot be met.
+    """
+    free = free_counts(graph, limits, multiple_of)
+    sizes = {name: group.size for name, group in graph.groups.items()}
+    absolute = budget.limits(cost.costs(sizes))
+    check_reachable(free, cost, sizes, absolute)
+    for slack in (0.0, 1e-9, 1e-6, 1e-3):  # a tracker adds up floats; the exact costs decide
+        found = find(Problem(free, {name: limit * (1 - slack) for name, limit in absolute.items()}, cost, budget))
+        if fits(cost.costs(found), absolute):
+            return found
+    return spread(free, lambda _, allowed: allowed[0])
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What a search for counts is given.
+
+    Args:
+        free: Tied groups → the numbers of units that they may keep, ascending.
+        limits: Metric → absolute limit.
+        cost: The costs.
+        budget: What was asked, of which `limits` are the numbers.
+    """
+
+    free: Mapping[tuple[str, ...], tuple[int, ...]]
+    limits: Mapping[str, float]
+    cost: CostModel
+    budget: Budget
+
+    def fits(self, counts: Counts) -> bool:
+        """Whether counts are within the budget."""
+        return fits(self.cost.costs(counts), self.limits)
+
+    def fill(self, counts: Counts, losses: Losses) -> dict[str, int]:
+        """Put back what still fits into counts that are within the budget, the most worth for its cost first."""
+        widths = widths_of(self.free, losses)
+        places = [width.counts.index(counts[width.groups[0]]) for width in widths]
+        _fill(widths, places, make_tracker(self.cost, counts, self.budget.metrics), self.limits)
+        return {name: width.counts[place] for width, place in zip(widths, places) for name in width.groups}
+
+    def least_that_fits(self, at: Callable[[float], Counts]) -> Counts:
+        """Bisect a path from the largest counts, `at(0)`, to the least, `at(1)`: the first counts on it that fit."""
+        low, high = 0.0, 1.0
+        best = at(0.0)
+        if self.fits(best):
+            return best
+        best = at(1.0)
+        for _ in range(48):
+            middle = (low + high) / 2
+            found = at(middle)
+            if self.fits(found):
+                best, high = found, middle
+            else:
+                low = middle
+        return best
+
+    def walk(self, losses: Losses, *, by_cost: bool, fill: bool = True) -> dict[str, int]:
+        """`walk_to_budget` from the largest counts."""
+        tracker = make_tracker(self.cost, dense_counts(self.free), self.budget.metrics)
+        return walk_to_budget(widths_of(self.free, losses), tracker, self.limits, by_cost=by_cost, fill=fill)

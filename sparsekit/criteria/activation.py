@@ -1,0 +1,102 @@
+"""Activation: how strongly a unit is on, times the weights that read it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from sparsekit.criteria.base import Need, View
+from sparsekit.criteria.batches import DataDriven, check_finite, scoring, split_batch
+from sparsekit.criteria.gate_gradients import InputViews, unit_readers
+from sparsekit.criteria.magnitudes import Order
+from sparsekit.errors import InvalidValueError
+from sparsekit.graph.graph import UnitGraph
+from sparsekit.graph.groups import UnitSlice
+from sparsekit.graph.index import wide
+
+__all__ = ["Activation"]
+
+
+@dataclass(frozen=True)
+class Activation(DataDriven):
+    """Σ |w|·‖x‖ over the weights w that read a unit, ‖x‖ the root mean square of what they read.
+
+    No loss and no target is needed; a tuple's last item and a mapping's labels are not looked at.
+
+    Args:
+        order: 1 sums |w|·‖x‖, 2 takes the square root of the sum of squares: the size of what the unit adds to its readers
+            where inputs are uncorrelated.
+
+    Source: Sun et al., A Simple and Effective Pruning Approach for Large Language Models (Wanda), ICLR 2024, there for
+        single weights; summed over a unit's weights as in the structured variants that followed.
+    """
+
+    order: Order = field(default=1, kw_only=True)
+
+    learned: ClassVar[bool] = False
+    comparable: ClassVar[bool] = False
+    needs: ClassVar[frozenset[Need]] = frozenset({"activations", "data"})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.order not in (1, 2):
+            raise InvalidValueError(f"order must be 1 or 2, got {self.order!r}")
+
+    def scores(self, graph: UnitGraph, view: View) -> Mapping[str, Tensor]:
+        """Run the batches forward and weigh.
+
+        Args:
+            graph: The units.
+            view: Needs `model`, the dense model.
+
+        Returns:
+            Group name → float64 (units,), at least 0.
+
+        Raises:
+            MissingImportanceError: no model or no batches.
+            DataError: an empty loader, or a batch on another device than the model.
+            InvalidValueError: a group is read by no linear layer or convolution, or a score is not finite.
+        """
+        model = self._model(view)
+        graph.check_state(model.state_dict(), what=f"the {type(model).__name__}")
+        squares: dict[nn.Module, Tensor] = {}
+        counts: dict[nn.Module, int] = {}
+        with scoring(model), torch.no_grad():
+            readers = unit_readers(model, graph)
+            axes = {layer: axis for found in readers.values() for layer, _, axis in found or ()}
+            for batch, meter in self._read(model):
+                args, kwargs, _ = split_batch(batch, keep_target=False)
+                with meter, InputViews(set(axes), differentiable=False) as views:
+                    model(*args, **kwargs)
+                for layer, inputs in views.calls.items():
+                    for x in inputs:
+                        values = wide(x).movedim(axes[layer], -1).reshape(-1, x.shape[axes[layer]])
+                        part = values.square().sum(0)
+                        squares[layer] = squares[layer] + part if layer in squares else part
+                        counts[layer] = counts.get(layer, 0) + values.shape[0]
+        sizes = {layer: (total / counts[layer]).sqrt() for layer, total in squares.items()}
+        found = {}
+        for name, each in readers.items():
+            if not each or not all(layer in sizes for layer, _, _ in each):
+                raise InvalidValueError(
+                    f"the units of group {name!r} are not the input of a linear layer or an ungrouped convolution, so that"
+                    " their activations are not seen; use Fisher or Magnitude, or leave the group out with"
+                    " sparsekit.graph.edit.without"
+                )
+            found[name] = check_finite(name, self._sum(each, sizes), "Activation")
+        return found
+
+    def _sum(self, readers: list[tuple[nn.Module, UnitSlice, int]], sizes: Mapping[nn.Module, Tensor]) -> Tensor:
+        total: Tensor | None = None
+        for layer, piece, _ in readers:
+            weight = wide(layer.get_parameter("weight").detach()).abs()
+            others = [dim for dim in range(weight.dim()) if dim != piece.dim]
+            columns = weight.sum(others) * sizes[layer] if self.order == 1 else weight.square().sum(others) * sizes[layer] ** 2
+            part = columns.cpu().double()[piece.index].sum(1)
+            total = part if total is None else total + part
+        assert total is not None
+        return total if self.order == 1 else total.sqrt()

@@ -1,0 +1,275 @@
+"""DataDriven: what every criterion that runs the model on data shares. How a batch is read, and what scoring took."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sparsekit._torch import tree_leaves, without_fast_path
+from sparsekit.criteria.base import View
+from sparsekit.criteria.work import FlopCounter, Work
+from sparsekit.errors import DataError, InvalidValueError, MissingImportanceError
+from sparsekit.layers.narrow_attention import NarrowMultiheadAttention
+from sparsekit.progress import track
+
+__all__ = [
+    "TARGETS",
+    "Batch",
+    "DataDriven",
+    "Loss",
+    "call_model",
+    "check_finite",
+    "example_count",
+    "loss_of",
+    "read_batches",
+    "scoring",
+    "split_batch",
+]
+
+Batch = Any
+"""One item of a loader: a tensor, a tuple whose last item is the target, or a mapping of keyword inputs."""
+
+Loss = Callable[..., Tensor]
+"""`loss(outputs, target)`, a scalar: the mean over the examples of the batch, as torch's losses are by default."""
+
+TARGETS = ("labels", "label", "targets", "target", "y")
+"""Keys of a mapping that hold the target rather than an input; the first that is there counts."""
+
+
+def _as_mapping(batch: Batch) -> Mapping[str, Any] | None:
+    if isinstance(batch, Mapping):
+        return batch
+    if not isinstance(batch, (Tensor, tuple, list)) and callable(getattr(batch, "keys", None)):
+        return {key: batch[key] for key in batch.keys()}  # noqa: SIM118 (it is no mapping)
+    return None
+
+
+def split_batch(batch: Batch, *, keep_target: bool) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
+    """Tell the inputs of a batch from its target.
+
+    Args:
+        batch: A tensor, a tuple or list whose last item is the target, or a mapping of keyword inputs.
+        keep_target: Whether a mapping's target stays among the inputs, for models that compute their loss themselves.
+
+    Returns:
+        Positional inputs, keyword inputs, and the target or None.
+
+    Raises:
+        DataError: the batch is none of these.
+    """
+    named = _as_mapping(batch)
+    if named is not None:
+        key = next((key for key in TARGETS if key in named), None)
+        inputs = {name: value for name, value in named.items() if keep_target or name != key}
+        return (), inputs, None if key is None else named[key]
+    if isinstance(batch, Tensor):
+        return (batch,), {}, None
+    if isinstance(batch, (tuple, list)) and len(batch) > 1:
+        return tuple(batch[:-1]), {}, batch[-1]
+    if isinstance(batch, (tuple, list)) and len(batch) == 1:
+        return tuple(batch), {}, None
+    raise DataError(
+        f"a batch must be a tensor, a tuple (input, …, target) or a mapping of keyword inputs, got {type(batch).__name__};"
+        " wrap your loader in a generator function that yields one of these"
+    )
+
+
+def example_count(batch: Batch) -> int:
+    """Examples in a batch: the length of the first axis of its first tensor with axes; 1 where there is none."""
+    first = next((tensor for tensor in _tensors(batch) if tensor.dim()), None)
+    return 1 if first is None else int(first.shape[0])
+
+
+def call_model(model: nn.Module, batch: Batch, loss: Loss | None) -> Tensor:
+    """Run a model on a batch and return its loss.
+
+    Args:
+        model: Any module.
+        batch: As `split_batch` reads it.
+        loss: Called on the outputs and the target, or on the outputs alone where the batch has no target. Of outputs
+            with an attribute `logits` it gets those. None takes the attribute `loss` of the outputs, as models of the
+            transformers library compute it from labels.
+
+    Returns:
+        The loss, a scalar.
+
+    Raises:
+        InvalidValueError: no loss was given and the outputs have none, or it is not a scalar.
+    """
+    args, kwargs, target = split_batch(batch, keep_target=loss is None)
+    return loss_of(model(*args, **kwargs), target, loss)
+
+
+def loss_of(outputs: Any, target: Any, loss: Loss | None) -> Tensor:
+    """The loss of outputs that are there already; see `call_model`.
+
+    Raises:
+        InvalidValueError: no loss was given and the outputs have none, or it is not a scalar.
+    """
+    if loss is None:
+        value = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
+        if not isinstance(value, Tensor):
+            raise InvalidValueError(
+                f"no loss was given and the outputs, {type(outputs).__name__}, have none;"
+                " pass loss=, such as torch.nn.functional.cross_entropy, or put labels into the batch"
+            )
+    else:
+        outputs = getattr(outputs, "logits", outputs)
+        value = loss(outputs) if target is None else loss(outputs, target)
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        given = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        raise InvalidValueError(f"the loss must be a scalar tensor, the mean over the examples of the batch, got {given}")
+    return value.reshape(())
+
+
+def check_finite(name: str, values: Tensor, source: str) -> Tensor:
+    """Return the values, or raise.
+
+    Raises:
+        InvalidValueError: a value is NaN or infinite; the message has the group and the first such unit.
+    """
+    bad = ~torch.isfinite(values)
+    if bool(bad.any()):
+        unit = int(bad.nonzero()[0])
+        raise InvalidValueError(
+            f"{source} scores of group {name!r} are {float(values[unit])} for unit {unit}; the loss or an activation is not"
+            " finite on these batches: look for NaN in the data and the weights, or score in float32"
+        )
+    return values
+
+
+def _tensors(batch: Batch) -> list[Tensor]:
+    named = _as_mapping(batch)
+    return [leaf for leaf in tree_leaves(list(named.values()) if named else batch) if isinstance(leaf, Tensor)]
+
+
+def read_batches(
+    batches: Iterable[Batch], model: nn.Module, what: str, *, limit: int | None = None, progress: bool = False
+) -> Iterator[Batch]:
+    """Yield batches that are on the device of the model.
+
+    Args:
+        batches: Where they come from.
+        model: What they are for.
+        what: Names the work, in front of the progress bar and in messages.
+        limit: Batches to yield at most; None yields all.
+        progress: Whether to draw a progress bar on stderr.
+
+    Raises:
+        DataError: there is no batch, or one is on another device than the model.
+    """
+    known = len(batches) if isinstance(batches, Sized) else None
+    total = known if limit is None else min(limit, known or limit)
+    place = -1
+    for place, batch in enumerate(track(itertools.islice(batches, limit), what, show=progress, total=total)):
+        _check_device(model, batch, place)
+        yield batch
+    if place < 0:
+        raise DataError(
+            f"{what}: got no batch, the loader is empty. A generator can be read only once; pass a list or a DataLoader"
+        )
+
+
+def _check_device(model: nn.Module, batch: Batch, place: int) -> None:
+    devices = {entry.device for entry in itertools.chain(model.parameters(), model.buffers())}
+    for tensor in _tensors(batch):
+        if devices and tensor.device not in devices:
+            home = ", ".join(sorted(map(str, devices)))
+            raise DataError(
+                f"batch {place} is on {tensor.device}, the model on {home}; move one of them:"
+                f" model.to({str(tensor.device)!r}), or yield batches after .to({home.split(', ')[0]!r})"
+            )
+
+
+@contextmanager
+def scoring(model: nn.Module, gradients: Iterable[nn.Parameter] = ()) -> Iterator[None]:
+    """Run the model in eval mode, with gradients for some of its parameters; modes and flags are put back.
+
+    No copy is made, so that this costs a large model no memory. Torch's own attention runs as the narrow one does, through
+    the forward pass of its output layer, whose inputs are the heads.
+    """
+    modes = [(module, module.training) for module in model.modules()]
+    flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    attention: list[nn.Module] = [module for module, _ in modes if type(module) is nn.MultiheadAttention]
+    recurrent = any(isinstance(module, nn.RNNBase) for module, _ in modes)
+    with ExitStack() as stack:
+        stack.enter_context(without_fast_path())
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        if recurrent and torch.backends.cudnn.is_available():
+            stack.enter_context(torch.backends.cudnn.flags(enabled=False))  # it refuses a backward pass in eval mode
+        try:
+            for module in attention:
+                module.__class__ = NarrowMultiheadAttention
+            model.eval()
+            for parameter, _ in flags:
+                parameter.requires_grad_(False)
+            for parameter in gradients:
+                parameter.requires_grad_(True)
+            yield
+        finally:
+            for module in attention:
+                module.__class__ = nn.MultiheadAttention
+            for module, training in modes:
+                module.training = training
+            for parameter, flag in flags:
+                parameter.requires_grad_(flag)
+
+
+@dataclass(frozen=True)
+class DataDriven:
+    """The base of criteria that run the model on data.
+
+    Args:
+        batches: Any iterable of batches that can be read again, such as a loader or a list. A batch is a tensor, a tuple
+            (input, …, target) or a mapping of keyword inputs; it is on the device of the model.
+        loss: `loss(outputs, target)`, a scalar, the mean over the examples; None takes `outputs.loss`.
+        limit: Batches to use at most; None uses all.
+        progress: Whether to draw a progress bar on stderr.
+
+    `work` says afterwards what the last call of `scores` took.
+    """
+
+    batches: Iterable[Batch] | None = field(default=None, compare=False)
+    loss: Loss | None = None
+    limit: int | None = field(default=None, kw_only=True)
+    progress: bool = field(default=False, kw_only=True)
+    work: Work = field(default_factory=Work, init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.limit is not None and self.limit < 1:
+            raise InvalidValueError(f"limit must be at least 1 batch, got {self.limit}; None uses all batches")
+
+    def _model(self, view: View) -> nn.Module:
+        if view.model is None:
+            raise MissingImportanceError(
+                f"{type(self).__name__} runs the model on data; pass View(model=model), the model that the graph is of"
+            )
+        return view.model
+
+    def _read(self, model: nn.Module) -> Iterator[tuple[Batch, AbstractContextManager[Any]]]:
+        """Yield the batches, each with the context in which its passes run, which counts them and their FLOPs.
+
+        Raises:
+            MissingImportanceError: there are no batches.
+            DataError: the iterable is empty, or a batch is on another device.
+        """
+        name = type(self).__name__
+        if self.batches is None:
+            raise MissingImportanceError(f"{name} needs data; pass {name}(batches, loss), where a loader or a list will do")
+        self.work.clear()
+        begun = time.perf_counter()
+        shapes: dict[tuple[Any, ...], int] = {}
+        for batch in read_batches(self.batches, model, f"{name} scores", limit=self.limit, progress=self.progress):
+            key = tuple(tuple(leaf.shape) for leaf in _tensors(batch))
+            counter = None if key in shapes else FlopCounter(model)  # batches of one shape cost the same
+            yield batch, counter or nullcontext()
+            shapes[key] = shapes[key] if counter is None else counter.flops
+            self.work.add(batches=1, examples=example_count(batch), flops=shapes[key])
+        self.work.seconds = time.perf_counter() - begun

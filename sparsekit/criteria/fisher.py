@@ -1,0 +1,54 @@
+"""Fisher: the mean square of the gradient of a unit's gate, over all layers that the unit ties together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from torch import Tensor
+
+from sparsekit.criteria.base import Need, View
+from sparsekit.criteria.batches import DataDriven, check_finite
+from sparsekit.criteria.gate_gradients import Reduction, gate_moments
+from sparsekit.graph.graph import UnitGraph
+
+__all__ = ["Fisher"]
+
+
+@dataclass(frozen=True)
+class Fisher(DataDriven):
+    """½·E[(∂L/∂gate)²]: the rise of the loss without the unit, near a minimum.
+
+    One gate acts on everything that a group ties together, such as all blocks of a residual stage, so that the square is
+    taken of the sum over all of them.
+
+    Args:
+        reduction: Whether the loss is the "mean" or the "sum" over the examples of a batch.
+
+    Source: Theis et al., arXiv 1801.05787; Liu et al., Group Fisher Pruning for Practical Network Compression, ICML 2021.
+    """
+
+    reduction: Reduction = field(default="mean", kw_only=True)
+
+    learned: ClassVar[bool] = False
+    comparable: ClassVar[bool] = True
+    needs: ClassVar[frozenset[Need]] = frozenset({"gradients", "data"})
+
+    def scores(self, graph: UnitGraph, view: View) -> Mapping[str, Tensor]:
+        """Average the squares over the examples of all batches.
+
+        Args:
+            graph: The units.
+            view: Needs `model`, the dense model.
+
+        Returns:
+            Group name → float64 (units,), at least 0, in units of the loss.
+
+        Raises:
+            MissingImportanceError: no model or no batches.
+            DataError: an empty loader, or a batch on another device than the model.
+            InvalidValueError: a score is not finite, or the loss does not depend on a group.
+        """
+        moments = gate_moments(self, self._model(view), graph, reduction=self.reduction)
+        return {name: check_finite(name, 0.5 * each.square, "Fisher") for name, each in moments.items()}

@@ -1,0 +1,82 @@
+"""Normalised: the scores of any criterion, divided by what is usual in their group, so that groups can be compared."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from sparsekit.criteria.base import Criterion, Need, View, score_units
+from sparsekit.errors import InvalidValueError
+from sparsekit.graph.graph import UnitGraph
+from sparsekit.graph.index import wide
+
+__all__ = ["Normalised"]
+
+By = Literal["mean", "sum", "max", "standard", "rank"]
+
+
+@dataclass(frozen=True)
+class Normalised:
+    """Divide the scores of each group, so that one ranking can be made of all units.
+
+    Layers differ in the scale of their weights and gradients by more than units of a layer do. Without division a global
+    ranking empties the layers of small scale.
+
+    Args:
+        criterion: What a unit is worth.
+        by: "mean", "sum" or "max" of the absolute scores of the group; "standard": minus the mean, divided by the standard
+            deviation; "rank": place in the group, from 1/units for the least to 1.
+
+    Raises:
+        InvalidValueError: another `by`.
+
+    Source: "mean" as in Torch-Pruning (Fang et al., DepGraph, CVPR 2023), whose global ranking divides so by default.
+    """
+
+    criterion: Criterion
+    by: By = "mean"
+
+    comparable: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if self.by not in get_args(By):
+            raise InvalidValueError(f"by must be one of {', '.join(get_args(By))}, got {self.by!r}")
+
+    @property
+    def learned(self) -> bool:
+        """As the criterion's."""
+        return self.criterion.learned
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        """As the criterion's."""
+        return self.criterion.needs
+
+    def scores(self, graph: UnitGraph, view: View) -> Mapping[str, Tensor]:
+        """Divide the criterion's scores.
+
+        Args:
+            graph: The units.
+            view: What the criterion needs.
+
+        Returns:
+            Group name → float (units,), float32 at least, in the same order within each group; a group whose scores are
+            all 0 stays so. "rank" breaks ties by index: of two equal scores the lower index ranks higher.
+        """
+        return {name: self._one(wide(s.detach())) for name, s in score_units(self.criterion, graph, view).items()}
+
+    def _one(self, scores: Tensor) -> Tensor:
+        if self.by == "rank":
+            order = scores.argsort(descending=True, stable=True)
+            places = torch.arange(scores.numel(), 0, -1, device=scores.device).to(scores)
+            return torch.empty_like(scores).index_copy_(0, order, places / scores.numel())
+        if self.by == "standard":
+            centred = scores - scores.mean()
+            return centred / centred.square().mean().sqrt().clamp_min(1e-30)
+        usual = scores.abs()
+        scale = usual.mean() if self.by == "mean" else usual.sum() if self.by == "sum" else usual.max()
+        return scores / scale.clamp_min(1e-30)

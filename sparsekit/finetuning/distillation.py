@@ -1,0 +1,88 @@
+"""Distillation: the dense model as the teacher of what was cut from it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sparsekit.errors import InvalidValueError
+from sparsekit.tracing.inputs import find_tensors
+
+__all__ = ["Distillation"]
+
+Kind = Literal["logits", "values"]
+
+
+@dataclass(frozen=True, eq=False)
+class Distillation:
+    """(1 − share)·loss + share·T²·KL(teacher ‖ student), both softened by the temperature T.
+
+    Args:
+        teacher: The dense model. It runs in eval mode and without gradients, and is not changed.
+        temperature: T, above 0.
+        share: Of the teacher in the loss, in [0, 1].
+        kind: "logits" compares the distributions over the last axis of two-axis outputs, or over the axis of channels of
+            images; "values" takes the mean square of the difference, for regression.
+
+    Raises:
+        InvalidValueError: a number out of range, or another kind.
+
+    Source: Hinton et al., Distilling the Knowledge in a Neural Network, arXiv 1503.02531.
+    """
+
+    teacher: nn.Module
+    temperature: float = 2.0
+    share: float = 0.5
+    kind: Kind = "logits"
+
+    def __post_init__(self) -> None:
+        if not self.temperature > 0:
+            raise InvalidValueError(f"temperature must be above 0, got {self.temperature}")
+        if not 0 <= self.share <= 1:
+            raise InvalidValueError(f"share must be in [0, 1], got {self.share}")
+        if self.kind not in ("logits", "values"):
+            raise InvalidValueError(f"kind must be 'logits' or 'values', got {self.kind!r}")
+
+    def teach(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+        """The outputs of the teacher, which has been put into eval mode."""
+        with torch.no_grad():
+            return self.outputs(self.teacher(*args, **kwargs))
+
+    @staticmethod
+    def outputs(value: Any) -> Tensor:
+        """What is compared: `logits` where there are some, else the first floating tensor of two axes or more."""
+        found = [getattr(value, "logits", None), *find_tensors(value)]
+        tensor = next((t for t in found if isinstance(t, Tensor) and t.is_floating_point() and t.dim() > 0), None)
+        if tensor is None:
+            raise InvalidValueError(f"nothing to distil from: the model returned {type(value).__name__} without float tensors")
+        return tensor
+
+    def combine(self, loss: Tensor, student: Any, teacher: Tensor) -> Tensor:
+        """Mix the loss with what the teacher says.
+
+        Args:
+            loss: Scalar.
+            student: Outputs of the student.
+            teacher: What `teach` returned, of the same shape.
+
+        Raises:
+            InvalidValueError: the shapes differ.
+        """
+        own = self.outputs(student)
+        if own.shape != teacher.shape:
+            raise InvalidValueError(
+                f"the student's outputs have shape {tuple(own.shape)}, the teacher's {tuple(teacher.shape)};"
+                " both must be the same kind of model"
+            )
+        if self.kind == "values":
+            return (1 - self.share) * loss + self.share * F.mse_loss(own, teacher)
+        axis = 1 if own.dim() == 4 else -1
+        student_log = F.log_softmax(own.float() / self.temperature, dim=axis).movedim(axis, -1).flatten(0, -2)
+        teacher_log = F.log_softmax(teacher.float() / self.temperature, dim=axis).movedim(axis, -1).flatten(0, -2)
+        divergence = F.kl_div(student_log, teacher_log, reduction="batchmean", log_target=True)
+        return (1 - self.share) * loss + self.share * self.temperature**2 * divergence

@@ -1,0 +1,185 @@
+"""Budget: what the sparse model may cost, in one metric or in several at once."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, fields
+from fractions import Fraction
+from numbers import Real
+
+from sparsekit.errors import InvalidValueError, UnknownNameError, nearest
+
+__all__ = ["METRICS", "Budget", "BudgetError", "format_cost"]
+
+METRICS: Mapping[str, str] = {
+    "flops": "FLOPs of a forward pass, per example; one multiply-add is 2",
+    "params": "parameters, tied ones once",
+    "bytes": "bytes of all parameters and buffers, as a saved file holds them",
+    "memory": "bytes of the activations at their peak, in a forward pass of the example inputs without gradients",
+    "latency_ms": "milliseconds of a forward pass of the example inputs on this device",
+}
+"""Name of a metric → what is counted."""
+
+_SHARE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*%\s*")
+
+
+class BudgetError(InvalidValueError):
+    """A budget that cannot be met. `least` has the least cost that can be reached, by metric."""
+
+    def __init__(self, message: str, least: Mapping[str, float] | None = None) -> None:
+        super().__init__(message)
+        self.least = dict(least or {})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """What the sparse model may cost. Several metrics hold at once.
+
+    A string such as `"50%"` is a share of what the dense model costs, a number is absolute.
+
+    Args:
+        flops: FLOPs of a forward pass, per example; one multiply-add is 2.
+        params: Parameters, tied ones once.
+        bytes: Bytes of all parameters and buffers, as a saved file holds them.
+        memory: Bytes of the activations at their peak, in a forward pass of the example inputs without gradients.
+        latency_ms: Milliseconds of a forward pass of the example inputs on this device.
+
+    Raises:
+        InvalidValueError: no metric is given, a share outside (0, 100] %, or a number that cannot be meant as one.
+    """
+
+    flops: str | float | None = None
+    params: str | float | None = None
+    bytes: str | float | None = None
+    memory: str | float | None = None
+    latency_ms: str | float | None = None
+
+    def __post_init__(self) -> None:
+        given = {name: value for name, value in asdict(self).items() if value is not None}
+        if not given:
+            raise InvalidValueError(f'a budget needs a metric, as in Budget(flops="50%"); metrics: {", ".join(METRICS)}')
+        for name, value in given.items():
+            _check(name, value)
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """Names of the metrics that are limited."""
+        return tuple(item.name for item in fields(self) if getattr(self, item.name) is not None)
+
+    def limits(self, dense: Mapping[str, float]) -> dict[str, float]:
+        """The largest cost that is allowed, by metric.
+
+        Args:
+            dense: Metric → cost of the dense model.
+
+        Returns:
+            Metric → absolute limit, for the metrics of this budget.
+
+        Raises:
+            InvalidValueError: `dense` lacks a metric.
+        """
+        found: dict[str, float] = {}
+        for name in self.metrics:
+            value = getattr(self, name)
+            if name not in dense:
+                raise InvalidValueError(
+                    f"the budget limits {name!r}, but the cost model has only {', '.join(dense) or 'nothing'};"
+                    f" make it with cost_model(..., metrics=budget.metrics)"
+                )
+            found[name] = float(_share(value) * Fraction(dense[name])) if isinstance(value, str) else float(value)
+        return found
+
+    def part(self, progress: float, dense: Mapping[str, float]) -> Budget:
+        """A budget on the way from the dense model to this one.
+
+        Args:
+            progress: 0 for the dense model, 1 for this budget.
+            dense: Metric → cost of the dense model.
+
+        Returns:
+            Absolute limits between; this budget itself at 1.
+        """
+        if progress >= 1.0:
+            return self
+        limits = self.limits(dense)
+        return Budget(**{name: dense[name] + max(0.0, progress) * (min(end, dense[name]) - dense[name])
+                         for name, end in limits.items()})  # fmt: skip
+
+    @staticmethod
+    def parse(text: str | Iterable[str]) -> Budget:
+        """Read `flops=50%,latency_ms=4` or several such texts.
+
+        Args:
+            text: Pairs of metric and value, with commas between.
+
+        Raises:
+            InvalidValueError: no pair, a value that is neither a share nor a number, or a metric given twice.
+            UnknownNameError: a metric that does not exist.
+        """
+        found: dict[str, str | float] = {}
+        for pair in [part for item in ([text] if isinstance(text, str) else text) for part in item.split(",") if part.strip()]:
+            name, sign, value = (part.strip() for part in pair.partition("="))
+            if not sign or not value:
+                raise InvalidValueError(f"a budget is written as metric=value, as in flops=50% or latency_ms=4, got {pair!r}")
+            if name not in METRICS:
+                raise UnknownNameError(f"unknown metric {name!r} in the budget; {nearest(name, METRICS)}")
+            if name in found:
+                raise InvalidValueError(f"the budget gives {name!r} twice; leave one of them out")
+            found[name] = value if value.endswith("%") else _number(name, value)
+        return Budget(**found)
+
+    def __str__(self) -> str:
+        values = ((name, getattr(self, name)) for name in self.metrics)
+        return ", ".join(f"{name} ≤ {value if isinstance(value, str) else format_cost(name, value)}" for name, value in values)
+
+
+def _number(name: str, text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise InvalidValueError(
+            f"{name} of a budget must be a number or a share such as 50%, got {text!r}; write 2 MB as 2e6"
+        ) from None
+
+
+def _share(text: str) -> Fraction:
+    found = _SHARE.fullmatch(text)
+    assert found is not None
+    return Fraction(found[1]) / 100
+
+
+def _check(name: str, value: object) -> None:
+    if isinstance(value, str):
+        found = _SHARE.fullmatch(value)
+        if found is None:
+            raise InvalidValueError(
+                f'{name} must be a share such as "50%" or a number, got the string {value!r};'
+                " a number is absolute and goes without quotes"
+            )
+        if not 0 < _share(value) <= 1:
+            raise InvalidValueError(
+                f"{name} must be a share in (0, 100] % of the dense model, got {value!r};"
+                ' a budget is what stays: to save 30 % pass "70%"'
+            )
+        return
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise InvalidValueError(f'{name} must be a share such as "50%" or a number, got {value!r} of {type(value).__name__}')
+    if not math.isfinite(value) or value <= 0:
+        raise InvalidValueError(f'{name} must be above 0, got {value!r}; a number is absolute, for a share pass "50%"')
+    if name != "latency_ms" and value < 1:
+        raise InvalidValueError(
+            f'{name}={value!r} is less than one; a number is absolute, so for that share of the model pass "{value * 100:g}%"'
+        )
+
+
+def format_cost(metric: str, value: float) -> str:
+    """A cost in words, such as `3.20 GFLOPs`, `1.21 M parameters`, `4.70 MB` or `2.31 ms`."""
+    if metric == "latency_ms":
+        return f"{value:.3g} ms"
+    unit = {"flops": "FLOPs", "params": "parameters"}.get(metric, "B")
+    for letter, scale in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if abs(value) >= scale:
+            return f"{value / scale:.2f} {letter}{' ' if unit == 'parameters' else ''}{unit}"
+    return f"{value:.0f} {unit}"

@@ -1,0 +1,185 @@
+"""Peak memory of the activations in a forward pass, as a function of the widths.
+
+One pass notes which tensors are alive after each operator; a few more tell how their shapes follow the widths. Weights and
+inputs are not counted, nor is scratch memory inside an operator.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from sparsekit._torch import DispatchMode, storage_id, tree_leaves, without_fast_path
+from sparsekit.errors import TraceError
+from sparsekit.graph.graph import UnitGraph
+from sparsekit.layers import LayerRule
+from sparsekit.measure.shapes import probe_shapes, tied_sets, without_data
+from sparsekit.surgery.rebuild import copy_with
+from sparsekit.tracing.inputs import find_tensors
+
+__all__ = ["MemoryMeter", "measure_memory"]
+
+
+class _Lives(DispatchMode):
+    """Notes every tensor that gets memory of its own, and which of them are alive after each operator."""
+
+    def __init__(self, known: set[int]) -> None:
+        super().__init__()
+        self.known = known  # memory of entries and inputs
+        self.number: dict[int, int] = {}  # memory → number of the allocation that it is of
+        self.holders: dict[int, int] = {}  # memory → tensors alive that lie in it
+        self.shapes: list[tuple[int, ...]] = []
+        self.widths: list[int] = []  # bytes of a number
+        self.alive: set[int] = set()
+        self.moments: list[frozenset[int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        grown = False
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                grown |= self._note(tensor)
+        if grown:
+            self.moments.append(frozenset(self.alive))
+        return result
+
+    def _note(self, tensor: Tensor) -> bool:
+        place = storage_id(tensor)
+        if place in self.known:
+            return False
+        new = place not in self.number
+        if new:
+            self.number[place] = len(self.shapes)
+            self.alive.add(len(self.shapes))
+            self.shapes.append(tuple(tensor.shape))
+            self.widths.append(tensor.element_size())
+        self.holders[place] = self.holders.get(place, 0) + 1
+        weakref.finalize(tensor, self._free, place)
+        return new
+
+    def _free(self, place: int) -> None:
+        self.holders[place] -= 1
+        if not self.holders[place]:
+            self.alive.discard(self.number.pop(place))
+            del self.holders[place]
+
+
+class MemoryMeter:
+    """Peak bytes of the activations at given widths."""
+
+    def __init__(
+        self,
+        sizes: Mapping[str, int],
+        axes: npt.NDArray[np.float64],
+        spans: npt.NDArray[np.float64],
+        alive: npt.NDArray[np.float64],
+    ) -> None:
+        """Set up the meter.
+
+        Args:
+            sizes: Group name → units of the dense model, in the order of the columns of `spans`.
+            axes: float (tensors, axes), sizes in the dense model; the first axis has the bytes of a number.
+            spans: float (tensors, axes, groups), positions that go with each unit.
+            alive: float (moments, tensors), 1 where a tensor is alive.
+        """
+        self._sizes = dict(sizes)
+        self._axes, self._spans, self._alive = axes, spans, alive
+        self._least = np.minimum(axes, 1.0)  # an axis without positions stays one
+        self._touched = [np.flatnonzero(spans[:, :, place].any(1)) for place in range(spans.shape[2])]
+        self._at: tuple[npt.NDArray[np.float64], ...] | None = None  # lost units, lengths, bytes and moments asked for last
+
+    def _lost(self, counts: Mapping[str, int]) -> npt.NDArray[np.float64]:
+        return np.array([size - counts[name] for name, size in self._sizes.items()], dtype=np.float64)
+
+    def _state(self, counts: Mapping[str, int]) -> tuple[npt.NDArray[np.float64], ...]:
+        lost = self._lost(counts)
+        if self._at is None or not np.array_equal(self._at[0], lost):
+            lengths = self._axes - self._spans @ lost
+            sizes = np.maximum(np.round(lengths), self._least).prod(1)
+            self._at = lost, lengths, sizes, self._alive @ sizes
+        return self._at
+
+    def at(self, counts: Mapping[str, int]) -> float:
+        """Peak bytes where the groups keep `counts` units."""
+        return float(self._state(counts)[-1].max(initial=0.0))
+
+    def gain(self, before: Mapping[str, int], after: Mapping[str, int], limit: float) -> float:
+        """By how many bytes the moments above the limit come down together, per such moment."""
+        lost, lengths, sizes, old = self._state(before)
+        above = old > limit
+        if not above.any():
+            return 0.0
+        step = self._lost(after) - lost
+        changed = np.flatnonzero(step)
+        if not len(changed):
+            return 0.0
+        rows = (
+            self._touched[changed[0]] if len(changed) == 1 else np.unique(np.concatenate([self._touched[k] for k in changed]))
+        )
+        new = lengths[rows] - self._spans[rows][:, :, changed] @ step[changed]
+        less = sizes[rows] - np.maximum(np.round(new), self._least[rows]).prod(1)
+        down = self._alive[above][:, rows] @ less
+        return float(np.minimum(down, old[above] - limit).sum() / above.sum())
+
+
+def measure_memory(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    graph: UnitGraph,
+    rules: Mapping[type[nn.Module], LayerRule] | None = None,
+) -> MemoryMeter:
+    """Make the meter of a model.
+
+    Args:
+        model: The dense model; not changed.
+        args: Positional inputs: the batch that the peak is of.
+        kwargs: Keyword inputs.
+        graph: The units.
+        rules: Rules for layers of your own.
+
+    Raises:
+        TraceError: the model fails on the inputs.
+    """
+    copied = copy_with(model, {}).eval()
+
+    def lives(module: nn.Module) -> _Lives:
+        known = {storage_id(entry) for entry in [*module.parameters(), *module.buffers()]}
+        given = find_tensors([*call[1], *call[2].values()])
+        watch = _Lives(known | {storage_id(tensor) for tensor in given})
+        with torch.no_grad(), without_fast_path(), watch:
+            module(*call[1], **call[2])
+        return watch
+
+    call: tuple[nn.Module, Any, Any] = without_data(copied, args, kwargs)
+    try:
+        dense = lives(call[0])
+    except Exception:  # noqa: BLE001 - a model that looks at values cannot run without any; then it runs with them
+        call = copied, args, dict(kwargs)
+        try:
+            dense = lives(copied)
+        except Exception as error:
+            raise TraceError(f"the model failed on the example inputs: {error}") from error
+    shapes = probe_shapes(call[0], graph, lambda module: lives(module).shapes, rules)
+    leaders = list(dict.fromkeys(tied_sets(graph).values()))
+    rank = 1 + max((len(shape.axes) for shape in shapes), default=0)
+    axes = np.ones((len(shapes), rank))
+    spans = np.zeros((len(shapes), rank, len(leaders)))
+    for place, (shape, width) in enumerate(zip(shapes, dense.widths, strict=True)):
+        axes[place, 0] = width
+        for dim, (size, own) in enumerate(shape.axes, start=1):
+            axes[place, dim] = size
+            for name, each in own.items():
+                spans[place, dim, leaders.index(name)] = each
+    # A moment whose tensors are all alive at the next one too is no peak.
+    peaks = [now for now, then in zip(dense.moments, [*dense.moments[1:], frozenset()]) if not now <= then]
+    alive = np.zeros((len(peaks), len(shapes)))
+    for place, moment in enumerate(peaks):
+        alive[place, list(moment)] = 1.0
+    return MemoryMeter({name: graph.groups[name].size for name in leaders}, axes, spans, alive)

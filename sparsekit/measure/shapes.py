@@ -1,0 +1,152 @@
+"""How the shapes of activations follow the widths: told by passes in which one width at a time is halved.
+
+A shape is taken for affine in the numbers of units, which holds for all that a cut leaves exact: an axis of units, several of
+them side by side, an axis flattened with others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations, count
+from math import comb
+from typing import Any
+
+import torch
+from torch import nn
+
+from sparsekit.graph.graph import UnitGraph
+from sparsekit.layers import LayerRule
+from sparsekit.surgery.rebuild import copy_with, named_entries, narrow_module
+from sparsekit.tracing.inputs import map_tensors
+
+__all__ = ["AffineShape", "probe_shapes", "tied_sets", "without_data"]
+
+
+@dataclass(frozen=True)
+class AffineShape:
+    """A shape that follows widths.
+
+    Args:
+        axes: Of each axis its size in the dense model, and group name → positions that go with each unit that goes.
+    """
+
+    axes: tuple[tuple[int, Mapping[str, float]], ...]
+
+    def at(self, lost: Mapping[str, int]) -> tuple[int, ...]:
+        """The shape where groups have lost numbers of units."""
+        return tuple(max(min(1, size), round(size - sum(each * lost[name] for name, each in spans.items())))
+                     for size, spans in self.axes)  # fmt: skip
+
+
+def tied_sets(graph: UnitGraph) -> dict[str, str]:
+    """Group name → the first of the groups that keep as many units, through chains of ties."""
+    first = {name: name for name in graph.groups}
+    for _ in graph.ties:
+        for tied in graph.ties:
+            least = min((first[name] for name in tied), key=list(graph.groups).index)
+            first.update(dict.fromkeys(tied, least))
+    return first
+
+
+def without_data(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[nn.Module, Any, Any]:
+    """The model and its inputs on the meta device, where a pass costs no arithmetic."""
+    entries = {name: torch.empty_like(entry, device="meta") for name, entry in named_entries(model).items()}
+    copied = copy_with(model, entries)
+    moved_args, moved_kwargs = map_tensors(lambda tensor: tensor.to("meta"), (args, dict(kwargs)))
+    return copied, moved_args, moved_kwargs
+
+
+def probe_shapes(
+    model: nn.Module,
+    graph: UnitGraph,
+    run: Callable[[nn.Module], Sequence[tuple[int, ...]]],
+    rules: Mapping[type[nn.Module], LayerRule] | None = None,
+) -> tuple[AffineShape, ...]:
+    """Let `run` list shapes of the dense model and of models in which one width is halved.
+
+    A width with which the list becomes another one, or shapes of another rank, is taken for one that changes no shape: costs
+    are then too high and never too low.
+
+    Args:
+        model: The dense model, in eval mode.
+        graph: Its units.
+        run: Model → shapes, in an order that widths do not change.
+        rules: Rules for layers of your own.
+
+    Returns:
+        The shapes of the dense model and how they follow the widths.
+    """
+    dense = list(run(model))
+    first = tied_sets(graph)
+    leaders = list(dict.fromkeys(first.values()))
+    sizes = {name: min(graph.groups[group].size for group, home in first.items() if home == name) for name in leaders}
+
+    def shrinks(halved: Collection[str]) -> list[tuple[int, ...]] | None:
+        """By how much each axis of each shape is shorter where some widths are halved."""
+        keep = {}
+        for name, group in graph.groups.items():
+            home = first[name]
+            keep[name] = torch.arange(group.size) < (_half(sizes[home]) if home in halved else group.size)
+        try:
+            found = list(run(narrow_module(model, graph, keep, rules)))
+        except (RuntimeError, ValueError, TypeError, IndexError):
+            return None
+        if [len(shape) for shape in found] != [len(shape) for shape in dense]:
+            return None
+        return [tuple(a - b for a, b in zip(one, other, strict=True)) for one, other in zip(dense, found, strict=True)]
+
+    spans = _decoded(dense, leaders, sizes, shrinks)
+    if spans is None:
+        spans = [[{} for _ in shape] for shape in dense]
+        for leader in leaders:
+            lost = sizes[leader] - _half(sizes[leader])
+            less = shrinks({leader}) if lost else None
+            for place, axes in enumerate(less or ()):
+                for dim, each in enumerate(axes):
+                    if each > 0:
+                        spans[place][dim][leader] = each / lost
+    return tuple(
+        AffineShape(tuple((size, own) for size, own in zip(shape, each, strict=True)))
+        for shape, each in zip(dense, spans, strict=True)
+    )
+
+
+def _half(size: int) -> int:
+    """About half of the units, and two where there are more: with a single one a copy may become a view."""
+    return max(min(2, size - 1), size // 2, 1)
+
+
+def _decoded(
+    dense: Sequence[tuple[int, ...]],
+    leaders: Sequence[str],
+    sizes: Mapping[str, int],
+    shrinks: Callable[[Collection[str]], list[tuple[int, ...]] | None],
+) -> list[list[dict[str, float]]] | None:
+    """The same from few passes, where no axis follows more than one width; None where one does.
+
+    Each width is halved in half of the passes, in another half than every other width, so that the passes in which an axis is
+    shorter name its width. Two widths together would name more than half of them.
+    """
+    number = next(n for n in count(2) if comb(n, n // 2) >= len(leaders))
+    codes = dict(zip(combinations(range(number), number // 2), leaders))
+    if number >= len(leaders):
+        return None
+    passes = []
+    for place in range(number):
+        found = shrinks({leader for code, leader in codes.items() if place in code})
+        if found is None:
+            return None
+        passes.append(found)
+    spans: list[list[dict[str, float]]] = [[{} for _ in shape] for shape in dense]
+    for shape in range(len(dense)):
+        for dim in range(len(dense[shape])):
+            less = [found[shape][dim] for found in passes]
+            code = tuple(place for place, each in enumerate(less) if each)
+            if not code:
+                continue
+            if code not in codes or len({less[place] for place in code}) > 1:
+                return None
+            leader = codes[code]
+            spans[shape][dim][leader] = less[code[0]] / (sizes[leader] - _half(sizes[leader]))
+    return spans

@@ -1,0 +1,82 @@
+"""Pruned: the smaller model, what was kept of the dense one, and the report."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor, nn
+
+from sparsekit.graph.graph import UnitGraph
+from sparsekit.graph.mask import UnitMask
+from sparsekit.pruning.page import draw_page, draw_summary
+from sparsekit.pruning.report import PruneReport
+from sparsekit.surgery.saving import save_compact
+
+__all__ = ["Pruned"]
+
+
+@dataclass(eq=False)
+class Pruned:
+    """What `prune` returns.
+
+    Args:
+        model: The smaller model, a plain module.
+        mask: Which units of the dense model it keeps.
+        graph: The units of the dense model.
+        report: What was asked and achieved.
+    """
+
+    model: nn.Module
+    mask: UnitMask
+    graph: UnitGraph
+    report: PruneReport
+
+    @property
+    def indices(self) -> Mapping[str, Mapping[int, Tensor]]:
+        """State-dict key → axis → int64 (kept,): the positions of the dense model that are kept, ascending.
+
+        Axes that were not touched are absent.
+        """
+        return {
+            name: {dim: index for dim, index in axes.items() if index.numel() < self.graph.shapes[name][dim]}
+            for name, axes in self.graph.kept_indices(self.mask).items()
+        }
+
+    def unit_mask(self) -> UnitMask:
+        """The mask, as `save_compact` asks for it."""
+        return self.mask
+
+    def compact(self) -> nn.Module:
+        """The smaller model, as `save_compact` asks for it."""
+        return self.model
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write model and mask to one safetensors file, for `load_compact` and `load_mask`.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        save_compact(self, path)
+
+    def to_html(self, path: str | os.PathLike[str] | None = None) -> str:
+        """The report as a page that needs nothing else, with a picture of the widths by layer.
+
+        Args:
+            path: Where to write it, too.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        text = draw_page(self.report)
+        if path is not None:
+            Path(path).write_text(text, encoding="utf-8")
+        return text
+
+    def _repr_html_(self) -> str:
+        return draw_summary(self.report)
+
+    def __repr__(self) -> str:
+        return f"Pruned({self.report})"

@@ -1,0 +1,155 @@
+"""Which groups a user means: by the name of a layer, a regular expression, a type of module, or the module itself."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import TypeAlias
+
+from torch import nn
+
+from sparsekit.allocation.limits import Limits, check_limits
+from sparsekit.allocation.rounding import tied_groups
+from sparsekit.errors import InvalidValueError, UnknownNameError, nearest
+from sparsekit.graph.graph import UnitGraph
+
+__all__ = ["Selector", "makers", "read_limits", "select_groups"]
+
+Selector: TypeAlias = str | type[nn.Module] | nn.Module
+"""The name of a group or module, a regular expression over these names, a type of module, or a module of the model."""
+
+
+def makers(graph: UnitGraph) -> dict[str, tuple[str, ...]]:
+    """Group name → names of the modules that make its units, in the order of the slices."""
+    found: dict[str, dict[str, None]] = {}
+    for group in graph.groups.values():
+        own = found.setdefault(group.name, {})
+        for piece in group.slices:
+            if piece.side == "out":
+                own[piece.name.rpartition(".")[0]] = None
+    return {name: tuple(own) for name, own in found.items()}
+
+
+def select_groups(model: nn.Module, graph: UnitGraph, selector: Selector) -> tuple[str, ...]:
+    """The groups whose units are made by what is selected.
+
+    A name stands for a group or for a module with all that is inside it. Any other text is a regular expression that must
+    match the whole name of a group or of a module that makes its units.
+
+    Args:
+        model: The model that was traced.
+        graph: Its units.
+        selector: What is meant.
+
+    Returns:
+        Names of groups, in the order of the graph: none where the units of what is meant are all fixed, as those of an output
+        layer are.
+
+    Raises:
+        UnknownNameError: nothing is meant: no group and no module of that name, no match, no such type, or a module of
+            another model. The message lists the nearest names.
+        InvalidValueError: the text is no regular expression, or the selector is none of these.
+    """
+    modules = dict(model.named_modules())
+    made = makers(graph)
+    if isinstance(selector, str):
+        if selector in graph.groups:
+            chosen = {selector} | set(_inside(modules, (selector,)))
+        elif selector in modules:
+            chosen = set(_inside(modules, (selector,)))
+        else:
+            chosen = _matching(selector, {*modules, *graph.groups} - {""})
+    elif isinstance(selector, type) and issubclass(selector, nn.Module):
+        chosen = {name for name, module in modules.items() if isinstance(module, selector)}
+        if not chosen:
+            types = {type(module).__name__ for module in modules.values()}
+            raise UnknownNameError(
+                f"the model has no module of type {selector.__name__!r}; {nearest(selector.__name__, types)}"
+            )
+    elif isinstance(selector, nn.Module):
+        homes = [name for name, module in modules.items() if module is selector]
+        if not homes:
+            raise UnknownNameError(
+                f"this {type(selector).__name__} is no module of the {type(model).__name__} that is pruned;"
+                " pass a module of that very model, or its name"
+            )
+        chosen = set(_inside(modules, homes))
+    else:
+        raise InvalidValueError(
+            f"a layer is selected by name, regular expression, type or module, got {selector!r} of {type(selector).__name__}"
+        )
+    return tuple(name for name in graph.groups if name in chosen or chosen & set(made[name]))
+
+
+def _inside(modules: Mapping[str, nn.Module], roots: Iterable[str]) -> list[str]:
+    return [name for name in modules for root in roots if root in ("", name) or name.startswith(f"{root}.")]
+
+
+def _matching(pattern: str, names: set[str]) -> set[str]:
+    try:
+        compiled = re.compile(pattern)
+    except re.error as error:
+        raise InvalidValueError(f"{pattern!r} is neither a name nor a regular expression: {error}") from None
+    found = {name for name in names if compiled.fullmatch(name)}
+    if not found:
+        raise UnknownNameError(
+            f"{pattern!r} selects nothing: no group or module has that name, and none is matched by it as a whole;"
+            f" {_shortlist(pattern, names)}"
+        )
+    return found
+
+
+def _shortlist(name: str, known: set[str]) -> str:
+    """The nearest names; of many only those, so that the message stays readable."""
+    told = nearest(name, known)
+    if len(known) <= 20:
+        return told
+    hint, _, _ = told.partition("known: ")
+    return f"{hint}known: {', '.join(sorted(known)[:20])} and {len(known) - 20} more"
+
+
+def read_limits(
+    model: nn.Module, graph: UnitGraph, keep: Iterable[Selector], limits: Mapping[Selector, tuple[float, float]]
+) -> Limits:
+    """Limits by group from selections.
+
+    Args:
+        model: The model that was traced.
+        graph: Its units.
+        keep: What stays whole, with the groups that must keep equally many units.
+        limits: Selection → (least, largest) share; where several select a group, all hold.
+
+    Returns:
+        Group name → (least, largest) share.
+
+    Raises:
+        UnknownNameError: a selection means nothing.
+        InvalidValueError: a share that is not allowed, a limit on units that are fixed, or limits that contradict each other.
+    """
+    if isinstance(keep, str | type | nn.Module):
+        raise InvalidValueError(f"keep must be a list of selections, got {keep!r}; pass [{keep!r}]")
+    found: dict[str, tuple[float, float]] = {}
+
+    def narrow(name: str, least: float, largest: float, source: object) -> None:
+        old = found.get(name, (0.0, 1.0))
+        found[name] = max(old[0], least), min(old[1], largest)
+        if found[name][0] > found[name][1]:
+            raise InvalidValueError(
+                f"the limits of group {name!r} contradict each other, with {source!r} last; keep goes over limits"
+            )
+
+    for selector, pair in limits.items():
+        check_limits({str(selector): pair})
+        groups = select_groups(model, graph, selector)
+        if not groups:
+            raise InvalidValueError(
+                f"{selector!r} makes no units that could be removed, so its limit means nothing; `sparsekit units` lists the"
+                " groups and why others are fixed"
+            )
+        for name in groups:
+            narrow(name, *pair, selector)
+    kept = {name for selector in keep for name in select_groups(model, graph, selector)}
+    for groups in tied_groups(graph):
+        if kept & set(groups):
+            found.update(dict.fromkeys(groups, (1.0, 1.0)))
+    return found

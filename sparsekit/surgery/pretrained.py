@@ -1,0 +1,48 @@
+"""Models with a `save_pretrained` of their own, as in the package transformers, after a cut.
+
+Such a method writes a configuration beside the weights, with the widths of the dense model. What it writes after a cut
+cannot be read again, which shows only when somebody loads it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from torch import nn
+
+from sparsekit.errors import UnsupportedModelError
+
+__all__ = ["guard_pretrained"]
+
+_METHOD = "save_pretrained"
+
+
+@dataclass(frozen=True)
+class _Refusal:
+    """Stands in place of `save_pretrained` on one compact model; can be copied and pickled with it."""
+
+    model: str
+
+    def __call__(self, *_args: Any, **_kwargs: Any) -> NoReturn:
+        raise UnsupportedModelError(
+            f"save_pretrained of this compact {self.model} would write a config with the widths of the dense model, which"
+            " from_pretrained cannot load. Where all layers keep one shape, sparsekit.fit_config(small, graph, mask) writes the"
+            " config that fits. Or save it with sparsekit.save_compact(masked, 'small.safetensors') and read it with"
+            f" sparsekit.load_compact. Where you have changed the config yourself: {self.model}.save_pretrained(model, folder)"
+        )
+
+
+def guard_pretrained(compact: nn.Module, *, cut: bool) -> nn.Module:
+    """Let `save_pretrained` of a compact model refuse, with the way out, where units were cut.
+
+    Args:
+        compact: The compact model; changed.
+        cut: Whether it has fewer units than the dense model.
+
+    Returns:
+        The same model.
+    """
+    if cut and callable(getattr(compact, _METHOD, None)) and hasattr(compact, "config"):
+        setattr(compact, _METHOD, _Refusal(type(compact).__name__))
+    return compact

@@ -1,0 +1,149 @@
+"""fit_config(): the configuration of a cut model, so that `save_pretrained` writes what `from_pretrained` can read.
+
+No table of architectures: the numbers of the configuration that had the value of what was cut are tried, and that set is
+taken with which the class builds a model of exactly the shapes of the cut one. Models are built on the meta device, where
+they take no memory.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from sparsekit.errors import InvalidValueError, UnsupportedModelError
+from sparsekit.graph.graph import UnitGraph
+from sparsekit.graph.mask import UnitMask
+
+__all__ = ["fit_config"]
+
+_TRIES = 400
+_Change = tuple[tuple[str, ...], int]  # path of a number in the configuration, new value
+
+
+def fit_config(small: nn.Module, graph: UnitGraph, mask: UnitMask) -> dict[str, int]:
+    """Set the configuration of a cut model of the package transformers, and let it be saved by `save_pretrained`.
+
+    Like layers must have kept equally many units: `sparsekit.graph.edit.tie_layers(graph)` before the mask is chosen sees
+    to it, and so does one ratio for all groups.
+
+    Args:
+        small: `compact(model, graph, mask)`; its `config` is changed in place.
+        graph: The units.
+        mask: What was kept.
+
+    Returns:
+        Name → new value of what was changed in the configuration; empty where nothing was cut.
+
+    Raises:
+        UnsupportedModelError: the model has no configuration, or no values of it describe these shapes; the message says
+            which groups stand in the way.
+        InvalidValueError: like layers keep different numbers of units.
+        ForeignMaskError: the mask belongs to another graph.
+    """
+    mask.check(graph)
+    config = getattr(small, "config", None)
+    if config is None or not hasattr(config, "to_dict"):
+        raise UnsupportedModelError(
+            f"{type(small).__name__} has no configuration of the package transformers; save it with sparsekit.save_compact"
+        )
+    counts = mask.counts()
+    _check_even(graph, counts)
+    cut = [name for name, group in graph.groups.items() if counts[name] < group.size]
+    pairs = {pair for name in cut for pair in _pairs(graph, name, counts[name])}
+    spans = {piece.span for name in cut if graph.groups[name].kind == "head" for piece in graph.groups[name].slices}
+    changes = _changes(config, pairs, spans)
+    shapes = {name: tensor.shape for name, tensor in small.state_dict().items()}
+    for chosen in _subsets(changes):
+        tried = copy.deepcopy(config)
+        _set(tried, chosen)
+        if _fits(small, tried, shapes, pairs):
+            _set(config, chosen)
+            vars(small).pop("save_pretrained", None)  # what refuses to write a wrong configuration
+            return {".".join(path): value for path, value in chosen}
+    classes = sorted({re.sub(r"\d+", "#", name) for name in cut})
+    raise UnsupportedModelError(
+        f"no values of {type(config).__name__} describe this {type(small).__name__} with fewer units in {', '.join(classes)}"
+        " (some classes derive the size of a head from their number, so that no head can go). Leave such groups out with"
+        " sparsekit.graph.edit.without, or save the model with sparsekit.save_compact"
+    )
+
+
+def _check_even(graph: UnitGraph, counts: Mapping[str, int]) -> None:
+    alike: dict[tuple[str, int], dict[str, int]] = {}
+    for name, group in graph.groups.items():
+        alike.setdefault((re.sub(r"\d+", "#", name), group.size), {})[name] = counts[name]
+    for (pattern, _), kept in alike.items():
+        if len(set(kept.values())) > 1:
+            raise InvalidValueError(
+                f"the layers {pattern} keep {sorted(set(kept.values()))} units, but a configuration has one number for all of"
+                " them; choose the mask on sparsekit.graph.edit.tie_layers(graph)"
+            )
+
+
+def _pairs(graph: UnitGraph, name: str, count: int) -> set[tuple[int, int]]:
+    """(old, new) of every number that follows the units: how many there are, widths, and heads that share keys."""
+    group = graph.groups[name]
+    spans = {piece.span for piece in group.slices}
+    least = min(spans)
+    factors = {1, *spans, *(span // least for span in spans)}
+    return {(group.size * factor, count * factor) for factor in factors}
+
+
+def _changes(config: Any, pairs: set[tuple[int, int]], spans: set[int]) -> list[_Change]:
+    found: list[_Change] = []
+    for path, value in _numbers(config, ()):
+        found += [(path, new) for old, new in sorted(pairs) if old == value]
+    if spans and getattr(config, "head_dim", None) is None:
+        found.append((("head_dim",), min(spans)))  # else derived from the number of heads, which is another one now
+    return found
+
+
+def _numbers(config: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], int]]:
+    for name, value in vars(config).items():
+        if name.startswith("_"):
+            continue
+        if type(value) is int:
+            yield (*path, name), value
+        elif hasattr(value, "to_dict") and hasattr(value, "model_type"):
+            yield from _numbers(value, (*path, name))
+
+
+def _subsets(changes: list[_Change]) -> Iterator[tuple[_Change, ...]]:
+    """Sets of changes, small ones first, each number changed once at most."""
+    every = itertools.chain.from_iterable(itertools.combinations(changes, n) for n in range(len(changes) + 1))
+    once = (chosen for chosen in every if len({path for path, _ in chosen}) == len(chosen))
+    return itertools.islice(once, _TRIES)
+
+
+def _set(config: Any, chosen: tuple[_Change, ...]) -> None:
+    for path, value in chosen:
+        holder = config
+        for name in path[:-1]:
+            holder = getattr(holder, name)
+        setattr(holder, path[-1], value)
+
+
+def _fits(small: nn.Module, config: Any, shapes: Mapping[str, torch.Size], pairs: set[tuple[int, int]]) -> bool:
+    """Whether the class builds a model of these shapes, with the sizes that the cut one computes with."""
+    try:
+        with torch.device("meta"):
+            built = type(small)(config)
+    except Exception:  # noqa: BLE001 (a class refuses sizes that do not go together in ways of its own)
+        return False
+    if {name: tensor.shape for name, tensor in built.state_dict().items()} != shapes:
+        return False
+    own = dict(small.named_modules())
+    for name, module in built.named_modules():
+        theirs = vars(own[name]) if name in own else {}
+        for attribute, value in vars(module).items():
+            before = theirs.get(attribute)
+            # Four heads of eight and eight of four have one shape. A number that nothing computes with may be the old one.
+            if type(value) in (int, float) and type(before) is type(value) and before != value and (before, value) not in pairs:
+                return False
+    return True

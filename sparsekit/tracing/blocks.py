@@ -1,0 +1,276 @@
+"""BlockVerifier: the verification of a large model, one block at a time.
+
+Where all tensors of a group lie inside one module, the group is exact if that module makes the same outputs gated and cut:
+nothing outside can tell the difference. So only that module is copied, and what it is called on is noted in one pass of the
+whole model. A model on the meta device has no values; its blocks get random ones, one after the other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sparsekit._torch import buffers_of
+from sparsekit.graph.graph import UnitGraph
+from sparsekit.graph.groups import UnitGroup
+from sparsekit.layers import LayerRule
+from sparsekit.surgery.rebuild import copy_with, named_entries, narrow_module
+from sparsekit.tracing.inputs import ModelInputs, find_tensors, map_tensors
+from sparsekit.tracing.tokens import random_tokens
+from sparsekit.tracing.train_mode import TrainMode
+from sparsekit.tracing.verify import Verifier, tied_sets
+
+__all__ = ["BlockVerifier", "is_large", "is_meta"]
+
+LARGE_NUMBERS = 50_000_000
+"""Models with at least so many numbers are traced without a copy of their parameters and verified block by block."""
+
+
+def is_meta(model: nn.Module) -> bool:
+    """Whether entries of the model are on the meta device, where they have no values."""
+    return any(tensor.is_meta for tensor in named_entries(model).values())
+
+
+def is_large(model: nn.Module) -> bool:
+    """Whether a copy of the model is too much."""
+    unique = {id(tensor): tensor.numel() for tensor in named_entries(model).values()}
+    return is_meta(model) or sum(unique.values()) >= LARGE_NUMBERS
+
+
+class _Captured(ModelInputs):
+    """Inputs of a module inside a model. What they hold may be changed by a call, such as a cache, so each call gets a copy."""
+
+    def call(self, model: nn.Module) -> Any:
+        args, kwargs = copy.deepcopy((self.args, dict(self.kwargs)))
+        return model(*args, **kwargs)
+
+
+@dataclass
+class BlockVerifier:
+    """Compares gated and compacted blocks of a model, and the whole model only for groups that reach over blocks.
+
+    Args:
+        model: In eval mode; not changed.
+        inputs: What it is called on.
+        rules: The user's layer rules.
+        training: What the model does in train mode, to compare there too; None does not.
+    """
+
+    model: nn.Module
+    inputs: ModelInputs
+    rules: Mapping[type[nn.Module], LayerRule] | None = None
+    training: TrainMode | None = None
+
+    def __post_init__(self) -> None:
+        self._modules = dict(self.model.named_modules())
+        self._meta = is_meta(self.model)
+        self._numbers = _count(self.model)
+        self._captured: dict[str, _Captured] = {}
+        self._passed: set[tuple[Any, ...]] = set()
+        self._whole: Verifier | None = None
+        self._drawn = self.inputs
+        with contextlib.suppress(Exception):  # a model may refuse other tokens than its example
+            drawn = random_tokens(self.model, self.inputs, torch.Generator().manual_seed(20130))
+            with torch.no_grad(), torch.random.fork_rng(devices=[]):
+                drawn.call(self.model)
+            self._drawn = drawn
+
+    def failures(self, graph: UnitGraph) -> dict[str, str]:
+        """Find the groups whose removal is not exact.
+
+        Returns:
+            Group name → reason; empty if all is well.
+        """
+        waiting = [names for names in tied_sets(graph) if self._key(graph, names) not in self._passed]
+        homes: dict[str, list[tuple[str, ...]]] = {}
+        for names in waiting:
+            homes.setdefault(self._home(_places(graph, names)), []).append(names)
+        reasons: dict[str, str] = {}
+        whole: list[tuple[str, ...]] = homes.pop("", [])
+        while homes:
+            self._capture(homes)
+            above: dict[str, list[tuple[str, ...]]] = {}
+            for home, sets in homes.items():
+                failed = self._block(graph, home, sets)
+                for names in sets:
+                    if not failed.keys() & set(names):
+                        self._passed.add(self._key(graph, names))
+                        continue
+                    # A module may return what the one above does not look at, such as the maps of its attention heads.
+                    reasons.update({name: failed.get(name, "") for name in names})
+                    parent = self._home(home.rpartition(".")[0])
+                    above.setdefault(parent, []).append(names)
+            whole += above.pop("", [])
+            homes = above
+        return self._over_blocks(graph, whole, reasons) if whole else {}
+
+    def _home(self, name: str) -> str:
+        """The nearest module above that is called and is not most of the model; "" where there is none."""
+        while name:
+            module = self._modules[name]
+            is_list = isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict))
+            if not is_list and next(module.children(), None) is not None:
+                return name if 2 * _count(module) <= self._numbers else ""
+            name = name.rpartition(".")[0]
+        return ""
+
+    @staticmethod
+    def _key(graph: UnitGraph, names: tuple[str, ...]) -> tuple[Any, ...]:
+        groups = [graph.groups[name] for name in names]
+        return tuple((g.name, g.size, tuple((s.name, s.dim, s.side, s.span) for s in g.slices)) for g in groups)
+
+    def _capture(self, homes: Mapping[str, Any]) -> None:
+        """Note what modules are called on, in their first call."""
+        wanted = [name for name in homes if name not in self._captured]
+        if not wanted:
+            return
+        with ExitStack() as stack, torch.no_grad(), torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(0)
+            for name in wanted:
+                note = functools.partial(self._note, name)
+                stack.callback(self._modules[name].register_forward_pre_hook(note, with_kwargs=True).remove)
+            self._drawn.call(self.model)
+
+    def _note(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # noqa: ARG002
+        if name not in self._captured:
+            self._captured[name] = _Captured(*copy.deepcopy((args, kwargs)))
+
+    def _block(self, graph: UnitGraph, home: str, sets: list[tuple[str, ...]]) -> dict[str, str]:
+        """Group name → why it is not exact within one module."""
+        names = [name for tied in sets for name in tied]
+        if home not in self._captured:
+            return dict.fromkeys(names, f"{home!r} is not called on the example inputs")
+        block, inputs = self._modules[home], self._captured[home]
+        try:
+            if self._meta:
+                block, inputs = _with_values(block), _valued(inputs)
+            part = _part_of(graph, home, names, block)
+            return Verifier(block, inputs, self.rules, self.training, dtype=torch.float32).failures(part)
+        except Exception as error:  # noqa: BLE001 (whatever the user's code raises is the answer)
+            return dict.fromkeys(names, f"{home!r} cannot run by itself: {type(error).__name__}: {error}")
+
+    def _over_blocks(self, graph: UnitGraph, sets: list[tuple[str, ...]], reasons: Mapping[str, str]) -> dict[str, str]:
+        """Verify what reaches over blocks on the whole model; of one without values, only shapes can be compared."""
+        names = [name for tied in sets for name in tied]
+        if self._meta:
+            found = {name: reasons[name] for name in names if reasons.get(name)}
+            reason = self._shapes(graph, [name for name in names if name not in found])
+            return found | ({} if reason is None else dict.fromkeys(names, reason))
+        part = _restricted(graph, names)
+        if self._whole is None:
+            self._whole = Verifier(self.model, self.inputs, self.rules, self.training, dtype=torch.float32)
+        found = self._whole.failures(part)
+        if not found:
+            self._passed |= {self._key(graph, tied) for tied in sets}
+        return found
+
+    def _shapes(self, graph: UnitGraph, names: list[str]) -> str | None:
+        keep = {
+            name: torch.arange(group.size) < (max(1, group.size // 2) if name in names else group.size)
+            for name, group in graph.groups.items()
+        }
+        try:
+            with torch.no_grad():
+                expected = [t.shape for t in find_tensors(self.inputs.call(self.model))]
+                small = narrow_module(self.model, graph, keep, self.rules)
+                found = [t.shape for t in find_tensors(self.inputs.call(small))]
+        except Exception as error:  # noqa: BLE001
+            return f"the compacted model fails: {type(error).__name__}: {error}"
+        return None if found == expected else "removing units changes the shape of the output"
+
+
+def _count(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _places(graph: UnitGraph, names: tuple[str, ...]) -> str:
+    """The longest module path that all tensors and sizes of some groups lie in."""
+    paths = [piece.name.rpartition(".")[0] for name in names for piece in graph.groups[name].slices]
+    paths += [size.module for size in graph.sizes if size.group in names]
+    paths += [site.module for site in graph.norms if site.places.keys() & set(names)]
+    common = paths[0].split(".")
+    for path in paths[1:]:
+        parts = path.split(".")
+        same = 0
+        while same < min(len(common), len(parts)) and common[same] == parts[same]:
+            same += 1
+        common = common[:same]
+    return ".".join(common)
+
+
+def _restricted(graph: UnitGraph, names: list[str]) -> UnitGraph:
+    """The graph with some of its groups alone; what is left out is kept whole and not listed."""
+    chosen = set(names)
+    sites = (replace(site, places={n: at for n, at in site.places.items() if n in chosen}) for site in graph.norms)
+    return replace(
+        graph,
+        groups={name: group for name, group in graph.groups.items() if name in chosen},
+        ties=tuple(tied for tied in graph.ties if set(tied) <= chosen),
+        sizes=tuple(size for size in graph.sizes if size.group in chosen),
+        norms=tuple(site for site in sites if site.places),
+        fixed=(),
+    )
+
+
+def _part_of(graph: UnitGraph, home: str, names: list[str], block: nn.Module) -> UnitGraph:
+    """The graph of one module of the model: names without the path of the module."""
+    whole = _restricted(graph, names)
+    cut = len(home) + 1
+
+    def local(group: UnitGroup) -> UnitGroup:
+        return replace(group, slices=tuple(replace(piece, name=piece.name[cut:]) for piece in group.slices))
+
+    return replace(
+        whole,
+        groups={name: local(group) for name, group in whole.groups.items()},
+        shapes={name: tensor.shape for name, tensor in named_entries(block).items()},
+        sizes=tuple(replace(size, module=size.module[cut:]) for size in whole.sizes),
+        norms=tuple(replace(site, module=site.module[cut:]) for site in whole.norms),
+        layers=(),
+    )
+
+
+def _with_values(block: nn.Module) -> nn.Module:
+    """A copy of a module on the meta device with random values: entries about as large as those of a trained layer."""
+    generator = torch.Generator().manual_seed(20131)
+
+    def values(tensor: Tensor) -> Tensor:
+        if not tensor.is_floating_point():
+            return torch.zeros(tensor.shape, dtype=tensor.dtype)
+        scale = tensor.shape[-1] ** -0.5 if tensor.dim() > 1 else 1.0
+        return (torch.randn(tensor.shape, generator=generator) * scale).to(tensor.dtype)
+
+    entries = named_entries(block)
+    made = {id(tensor): values(tensor) for tensor in entries.values()}
+    twin = copy_with(block, {name: made[id(tensor)] for name, tensor in entries.items()})
+    for module in twin.modules():
+        for name, buffer in buffers_of(module).items():
+            if buffer is not None and buffer.is_meta:  # one that is not part of the state
+                buffers_of(module)[name] = values(buffer)
+    return twin
+
+
+def _valued(inputs: _Captured) -> _Captured:
+    """The same with values: random numbers, rising integers, everything visible."""
+    generator = torch.Generator().manual_seed(20132)
+
+    def one(tensor: Tensor) -> Tensor:
+        if not tensor.is_meta:
+            return tensor
+        if tensor.is_floating_point():
+            return torch.randn(tensor.shape, generator=generator).to(tensor.dtype)
+        if tensor.dtype == torch.bool:
+            return torch.ones(tensor.shape, dtype=torch.bool)
+        last = tensor.shape[-1] if tensor.dim() else 1
+        return torch.arange(last, dtype=tensor.dtype).expand(tensor.shape).clone()
+
+    args, kwargs = map_tensors(one, (inputs.args, dict(inputs.kwargs)))
+    return _Captured(args, kwargs)

@@ -1,0 +1,132 @@
+"""Callback: what happens beside a run. One small interface for displays, loggers, early stopping and what users write."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from torch import nn
+
+from sparsekit.errors import InvalidValueError
+from sparsekit.graph.state import StateDict
+from sparsekit_fl.options.config import RunConfig
+from sparsekit_fl.results.records import RoundRecord, RunResult
+from sparsekit_fl.results.scores import RoundScores
+from sparsekit_fl.wire.messages import Evaluation, Update, WorkCost
+
+__all__ = ["Callback", "Callbacks", "RunView"]
+
+
+def _no_state() -> StateDict:
+    return {}
+
+
+def _no_model() -> nn.Module:
+    raise InvalidValueError("this view belongs to no run, so it has no model")
+
+
+@dataclass(eq=False, kw_only=True)
+class RunView:
+    """What a callback sees of a run, and how it stops it.
+
+    Args:
+        method: Name of the method.
+        config: The options.
+        clients: Number of clients.
+        round: The last finished round; 0 before the first.
+        cost: Of the rounds already finished.
+        out: Folder of the run; None where it keeps nothing.
+        metrics: Names of the problem's metrics, and "loss".
+        lower: Those of which small values are good.
+        state: Returns the global state; read it, and change nothing.
+        model: Makes a fresh module that holds the global state.
+        stopped: The reason why the run stops after this round; empty as long as it goes on.
+    """
+
+    method: str
+    config: RunConfig
+    clients: int
+    round: int = 0
+    cost: WorkCost = field(default_factory=WorkCost)
+    out: Path | None = None
+    metrics: tuple[str, ...] = ("accuracy", "loss")
+    lower: frozenset[str] = frozenset({"loss"})
+    state: Callable[[], StateDict] = _no_state
+    model: Callable[[], nn.Module] = _no_model
+    stopped: str = ""
+
+    def stop(self, reason: str) -> None:
+        """End the run after this round: every client is scored, and the result is written, as after the last round.
+
+        Args:
+            reason: One sentence, for the result; the first one counts.
+        """
+        self.stopped = self.stopped or reason
+
+
+class Callback:
+    """Inherit, and override what is of interest. A callback reads; the only thing it may change is that the run goes on.
+
+    An error in a callback ends the run; everything up to the round before is saved.
+    """
+
+    def on_run_start(self, run: RunView) -> None:
+        """Before the first round; worker processes already run."""
+
+    def on_client_end(self, run: RunView, client_id: int, work: Update | Evaluation | None) -> None:
+        """A client was trained (Update), or scored (Evaluation); None where it failed."""
+
+    def on_evaluation(self, run: RunView, scores: RoundScores) -> None:
+        """All clients of an evaluation were scored, and perhaps the global model; before the round ends."""
+
+    def on_round_end(self, run: RunView, record: RoundRecord) -> None:
+        """A round ended and is saved."""
+
+    def on_run_end(self, run: RunView, result: RunResult | None) -> None:
+        """The run ended and is saved; None where an error or Ctrl-C ended it."""
+
+
+class Callbacks(Callback):
+    """Several callbacks, in their order.
+
+    Args:
+        callbacks: The callbacks.
+
+    Raises:
+        InvalidValueError: one is no Callback.
+    """
+
+    def __init__(self, callbacks: Sequence[Callback]) -> None:
+        for one in callbacks:
+            if not isinstance(one, Callback):
+                hint = "; make an object of it" if isinstance(one, type) else "; inherit from sparsekit_fl.Callback"
+                raise InvalidValueError(f"callbacks must be Callback objects, got {one!r}{hint}")
+        self._all = tuple(callbacks)
+
+    def on_run_start(self, run: RunView) -> None:
+        """Tell all."""
+        for one in self._all:
+            one.on_run_start(run)
+
+    def on_client_end(self, run: RunView, client_id: int, work: Update | Evaluation | None) -> None:
+        """Tell all."""
+        for one in self._all:
+            one.on_client_end(run, client_id, work)
+
+    def on_evaluation(self, run: RunView, scores: RoundScores) -> None:
+        """Tell all."""
+        for one in self._all:
+            one.on_evaluation(run, scores)
+
+    def on_round_end(self, run: RunView, record: RoundRecord) -> None:
+        """Tell all."""
+        for one in self._all:
+            one.on_round_end(run, record)
+
+    def on_run_end(self, run: RunView, result: RunResult | None) -> None:
+        """Tell all, also where one of them fails: each may have something to close."""
+        with ExitStack() as stack:
+            for one in reversed(self._all):
+                stack.callback(one.on_run_end, run, result)

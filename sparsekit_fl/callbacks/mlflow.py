@@ -1,0 +1,94 @@
+"""MLflow: options, the numbers of every round, the result and the models as a run of MLflow's tracking."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from sparsekit.errors import MissingDependencyError, install_hint
+from sparsekit_fl.callbacks.base import Callback, RunView
+from sparsekit_fl.callbacks.numbers import numbers_of
+from sparsekit_fl.results.records import RoundRecord, RunResult
+
+__all__ = ["MLflow"]
+
+_LONGEST = 500  # MLflow's own limit of a parameter
+_ID = "mlflow.run"
+
+
+class MLflow(Callback):
+    """Log to MLflow, where its environment says (`MLFLOW_TRACKING_URI`, `MLFLOW_EXPERIMENT_NAME`). A resumed run goes on.
+
+    Args:
+        experiment: Name of the experiment; None takes MLflow's.
+        tracking_uri: Where to log; None takes MLflow's.
+        name: Name of the run; None takes the method and the seed.
+        artifacts: Log `result.json` and the models of the run's folder too.
+
+    Raises:
+        MissingDependencyError: mlflow is not installed.
+    """
+
+    def __init__(
+        self, experiment: str | None = None, *, tracking_uri: str | None = None, name: str | None = None, artifacts: bool = True
+    ) -> None:
+        try:
+            self._mlflow: Any = importlib.import_module("mlflow")
+        except ImportError as error:
+            raise MissingDependencyError(f"MLflow logging needs mlflow; {install_hint('mlflow')}") from error
+        self._experiment = experiment
+        self._uri = tracking_uri
+        self._name = name
+        self._artifacts = artifacts
+        self._client: Any = None
+        self._run_id = ""
+
+    def on_run_start(self, run: RunView) -> None:
+        """Begin a run of MLflow, or go on with the one that the run's folder names."""
+        self._client = self._mlflow.MlflowClient(tracking_uri=self._uri)
+        kept = None if run.out is None else run.out / _ID
+        if run.round and kept is not None and kept.exists():
+            self._run_id = kept.read_text(encoding="utf-8").strip()
+            self._client.update_run(self._run_id, status="RUNNING")
+            return
+        name = self._name or f"{run.method}, seed {run.config.seed}"
+        self._run_id = self._client.create_run(self._experiment_id(), run_name=name).info.run_id
+        if kept is not None:
+            kept.write_text(self._run_id, encoding="utf-8")
+        for option, value in {"method": run.method, "clients": run.clients, **_flat(run.config.to_dict())}.items():
+            # Whoever knows this seed can take a private run's noise away again.
+            if option != "dp_noise_seed":
+                self._client.log_param(self._run_id, option, str(value)[:_LONGEST])
+
+    def _experiment_id(self) -> str:
+        if self._experiment is None:
+            return str(importlib.import_module("mlflow.tracking.fluent")._get_experiment_id())
+        found = self._client.get_experiment_by_name(self._experiment)
+        return str(self._client.create_experiment(self._experiment) if found is None else found.experiment_id)
+
+    def on_round_end(self, run: RunView, record: RoundRecord) -> None:
+        """Log the numbers of the round, with the round as the step."""
+        for name, value in numbers_of(record).items():
+            self._client.log_metric(self._run_id, name, value, step=record.round)
+
+    def on_run_end(self, run: RunView, result: RunResult | None) -> None:
+        """Log what is in the folder, and end the run of MLflow."""
+        if not self._run_id:
+            return
+        if result is not None and run.out is not None and self._artifacts:
+            for name in ("result.json", "models"):
+                path = run.out / name
+                if path.is_dir():
+                    self._client.log_artifacts(self._run_id, str(path), name)
+                elif path.exists():
+                    self._client.log_artifact(self._run_id, str(path))
+        if result is not None and result.stopped:
+            self._client.set_tag(self._run_id, "stopped", result.stopped)
+        self._client.set_terminated(self._run_id, "KILLED" if result is None else "FINISHED")
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        found |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+    return found

@@ -1,0 +1,78 @@
+"""TensorBoard: every number of every round as event files, for `tensorboard --logdir`."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+from sparsekit.errors import InvalidValueError, MissingDependencyError, install_hint
+from sparsekit_fl.callbacks.base import Callback, RunView
+from sparsekit_fl.callbacks.numbers import numbers_of
+from sparsekit_fl.results.records import RoundRecord, RunResult
+
+__all__ = ["TensorBoard"]
+
+
+class TensorBoard(Callback):
+    """Write event files. A resumed run goes on in the same curves.
+
+    Args:
+        folder: Where the files go; None takes `tensorboard` in the run's folder.
+
+    Raises:
+        MissingDependencyError: tensorboard is not installed.
+    """
+
+    def __init__(self, folder: Path | str | None = None) -> None:
+        try:
+            # Before the run, so that a missing package is no error after hours.
+            self._module: Any = importlib.import_module("torch.utils.tensorboard")
+        except ImportError as error:
+            raise MissingDependencyError(f"TensorBoard needs tensorboard; {install_hint('tensorboard')}") from error
+        self._folder = None if folder is None else Path(folder)
+        self._writer: Any = None
+
+    def on_run_start(self, run: RunView) -> None:
+        """Open the files.
+
+        Raises:
+            InvalidValueError: neither this nor the run has a folder.
+        """
+        folder = self._folder or (None if run.out is None else run.out / "tensorboard")
+        if folder is None:
+            raise InvalidValueError(
+                "TensorBoard needs a folder; give the run one (out=, --out DIR), or pass TensorBoard('DIR')"
+            )
+        # What a killed run wrote of rounds that are run again is dropped.
+        self._writer = self._module.SummaryWriter(str(folder), purge_step=run.round + 1 if run.round else None)
+        self._writer.add_text("config", f"```\n{json.dumps(run.config.to_dict(), indent=1)}\n```", run.round)
+
+    def on_round_end(self, run: RunView, record: RoundRecord) -> None:
+        """Write the numbers of the round."""
+        for name, value in numbers_of(record).items():
+            self._writer.add_scalar(name, value, record.round)
+        if record.ratios:
+            self._writer.add_scalar("round/mean_ratio", sum(record.ratios.values()) / len(record.ratios), record.round)
+        self._writer.flush()
+
+    def on_run_end(self, run: RunView, result: RunResult | None) -> None:
+        """Write how clients differ at the end, and close the files."""
+        if self._writer is None:
+            return
+        if result is not None:
+            for name, values in _by_client(result).items():
+                self._writer.add_histogram(f"clients/{name}", values, run.round)
+        self._writer.close()
+        self._writer = None
+
+
+def _by_client(result: RunResult) -> dict[str, Any]:
+    found: dict[str, list[float]] = {}
+    for evaluation in result.final.per_client:
+        for name, (total, weight) in evaluation.personal.items():
+            if weight > 0:
+                found.setdefault(f"personal_{name}", []).append(total / weight)
+    numpy = importlib.import_module("numpy")
+    return {name: numpy.asarray(values) for name, values in found.items()}

@@ -1,0 +1,262 @@
+"""Settings: every option of every method by a path such as `local.proximal`, read, listed and replaced.
+
+A path without a dot is an argument of the method's own function, as in `layers` of fedper. A path with dots begins with the
+kind of a policy and goes on with fields of dataclasses, as in `local.term.target`; the kind alone names another policy, as in
+`personal=LocalModel`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass
+from typing import Any, get_args, get_origin, get_type_hints
+
+from sparsekit.criteria import Criterion
+from sparsekit.criteria import registry as criteria
+from sparsekit.errors import InvalidValueError, UnknownNameError, nearest
+from sparsekit_fl import policies
+from sparsekit_fl.methods.method import Method
+from sparsekit_fl.options.checked import Choice, annotation_of, described
+from sparsekit_fl.options.values import parse_value
+from sparsekit_fl.policies.base import Policy
+
+__all__ = ["Setting", "arguments_of", "settings_of", "with_arguments", "with_settings"]
+
+_KINDS = ("sampling", "ratio", "mask", "local", "share", "aggregate", "personal")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """One option of a method.
+
+    Args:
+        path: As in `--set PATH=VALUE`.
+        value: What the method takes where nothing is set.
+        allowed: What it may be, in words; empty where the annotation says nothing.
+        about: What it means.
+        owner: The class or function that has it.
+        source: Where that was published; empty where it does not say.
+    """
+
+    path: str
+    value: Any
+    allowed: str
+    about: str
+    owner: str
+    source: str = ""
+
+
+def settings_of(method: Method) -> list[Setting]:
+    """Return the options of all policies of a method, in the order of its fields."""
+    found: list[Setting] = []
+    for kind in _KINDS:
+        found += _settings(getattr(method, kind), kind, method.source)
+    return found
+
+
+def arguments_of(make: Callable[..., Any]) -> list[Setting]:
+    """Return the arguments of a method's function; none where it is no function."""
+    if not inspect.isroutine(make):
+        return []
+    texts, hints = _documented(make), get_type_hints(make, include_extras=True)
+    return [
+        Setting(
+            path=name,
+            value=parameter.default,
+            allowed=_allowed(hints.get(name)),
+            about=texts.get(name, ""),
+            owner=f"{make.__name__}()",
+        )
+        for name, parameter in inspect.signature(make).parameters.items()
+        if parameter.default is not parameter.empty
+    ]
+
+
+def with_arguments(make: Callable[..., Any], given: Mapping[str, Any], *, name: str) -> Any:
+    """Call a method's function with some of its arguments.
+
+    Args:
+        make: The function.
+        given: Argument → value; text is read by the annotation.
+        name: Of the method, for messages.
+
+    Raises:
+        UnknownNameError: it has no such argument.
+        InvalidValueError: a value is not allowed.
+    """
+    known = {setting.path: setting for setting in arguments_of(make)}
+    hints = get_type_hints(make, include_extras=True) if known else {}
+    for path in given:
+        if path not in known:
+            if path in _KINDS:
+                continue
+            raise UnknownNameError(
+                f"method {name!r} has no argument {path!r}; {nearest(path, [*known, *_KINDS])};"
+                f" `sparsekit list method {name}` shows its options"
+            )
+    return make(**{path: _value(hints.get(path), value, path) for path, value in given.items() if path in known})
+
+
+def with_settings(method: Method, given: Mapping[str, Any]) -> Method:
+    """Return a method with other options.
+
+    Args:
+        method: The method.
+        given: Path → value, as `settings_of` lists them; text is read by the annotation. A kind of policy alone takes the name
+            of a class of `sparsekit_fl.policies`, or `package.module:Class`, made with its defaults; options of that class may
+            follow under the same kind.
+
+    Raises:
+        UnknownNameError: no such option or policy; names the nearest.
+        InvalidValueError: a value is not allowed.
+    """
+    for path in sorted(given, key=lambda path: path.count(".")):
+        kind, _, rest = path.partition(".")
+        if kind not in _KINDS:
+            raise _unknown(method, path)
+        if not rest:
+            method = dataclasses.replace(method, **{kind: _policy(given[path], kind)})
+            continue
+        changed = _replaced(method, getattr(method, kind), rest.split("."), given[path], path)
+        method = dataclasses.replace(method, **{kind: changed})
+    return method
+
+
+def _unknown(method: Method, path: str) -> UnknownNameError:
+    known = [setting.path for setting in settings_of(method)]
+    return UnknownNameError(
+        f"method {method.name!r} has no option {path!r}; {nearest(path, [*known, *_KINDS])};"
+        f" `sparsekit list method {method.name}` shows its options"
+    )
+
+
+def _policy(value: Any, kind: str) -> Any:
+    if isinstance(value, Policy):
+        return value
+    text = _class_name(str(value))
+    known = [name for name in policies.__all__ if not name.endswith("Policy") and _is_policy(getattr(policies, name))]
+    if ":" not in text and text not in known:
+        raise UnknownNameError(f"{kind} must be a policy, got {text!r}; {nearest(text, known)}, or package.module:Class")
+    found = parse_value(Policy, text, name=kind) if ":" in text else getattr(policies, text)
+    try:
+        return found() if isinstance(found, type) else found
+    except TypeError as error:
+        raise InvalidValueError(
+            f"{kind}={text} cannot be made from its defaults: {error}; pass package.module:object"
+        ) from error
+
+
+def _class_name(text: str) -> str:
+    """`power-of-choice` as `PowerOfChoice`; other texts as they are."""
+    return "".join(word.capitalize() for word in text.split("-")) if text.islower() and ":" not in text else text
+
+
+def _is_policy(found: object) -> bool:
+    return isinstance(found, type) and issubclass(found, Policy)
+
+
+def _replaced(method: Method, owner: Any, path: list[str], value: Any, whole: str) -> Any:
+    name, *rest = path
+    fields = {field.name for field in dataclasses.fields(owner) if field.init} if dataclasses.is_dataclass(owner) else set()
+    if name not in fields:
+        raise _unknown(method, whole)
+    if rest:
+        return dataclasses.replace(owner, **{name: _replaced(method, getattr(owner, name), rest, value, whole)})
+    return dataclasses.replace(owner, **{name: _value(annotation_of(type(owner), name), value, whole)})
+
+
+def _value(hint: Any, value: Any, path: str) -> Any:
+    """A value of the right type, from text, or as TOML has it."""
+    if isinstance(value, list):
+        value = tuple(value)
+    if _names_criterion(hint) and isinstance(value, str):
+        found = criteria.find(value)
+        return found() if isinstance(found, type) else found
+    if isinstance(value, str):
+        value = parse_value(hint, value, name=path)
+    if hint is not None and _checkable(hint):
+        Choice(path, hint, MISSING).check(value)
+    return value
+
+
+def _names_criterion(hint: Any) -> bool:
+    return hint is Criterion or any(_names_criterion(part) for part in get_args(hint))
+
+
+def _checkable(hint: Any) -> bool:
+    """Whether pydantic can tell: plain types with ranges, and no objects of ours."""
+    if get_origin(hint) is not None:
+        return all(_checkable(part) for part in get_args(hint) if isinstance(part, type) or get_origin(part) is not None)
+    return hint in (int, float, bool, str, type(None), Ellipsis) or not isinstance(hint, type)
+
+
+def _settings(owner: Any, prefix: str, source: str) -> list[Setting]:
+    if not dataclasses.is_dataclass(owner):
+        return []
+    texts, found = _documented(type(owner)), []
+    for field in dataclasses.fields(owner):
+        if not field.init:
+            continue
+        value, path = getattr(owner, field.name), f"{prefix}.{field.name}"
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            inner = _settings(value, path, source)
+            found += inner or [_setting(owner, field.name, path, texts, source)]
+            continue
+        found.append(_setting(owner, field.name, path, texts, source))
+    return found
+
+
+def _setting(owner: Any, name: str, path: str, texts: Mapping[str, str], source: str) -> Setting:
+    return Setting(
+        path=path,
+        value=getattr(owner, name),
+        allowed=_allowed(annotation_of(type(owner), name)),
+        about=texts.get(name, ""),
+        owner=type(owner).__name__,
+        source=_source(type(owner)) or source,
+    )
+
+
+def _allowed(hint: Any) -> str:
+    if hint is None:
+        return ""
+    if _names_criterion(hint):
+        return f"a criterion: {', '.join(criteria)}, or package.module:object"
+    if hint is bool:
+        return "true or false"
+    if hint is str:
+        return "a word"
+    try:
+        return described(hint)
+    except (TypeError, IndexError, AttributeError):
+        return str(hint)
+
+
+def _documented(owner: Any) -> dict[str, str]:
+    """What the docstrings of a function, or of a class and its bases, say of arguments: the section `Args`."""
+    found: dict[str, str] = {}
+    for one in reversed(owner.__mro__) if isinstance(owner, type) else [owner]:
+        text = inspect.cleandoc(vars(one).get("__doc__") or "") if isinstance(one, type) else inspect.getdoc(one) or ""
+        found.update(_arguments(text))
+    return found
+
+
+def _arguments(text: str) -> dict[str, str]:
+    section = re.search(r"^Args:\n((?:[ \t]+.*\n?|\n)*)", text, re.MULTILINE)
+    found: dict[str, str] = {}
+    for line in section[1].splitlines() if section else ():
+        begun = re.match(r"    (\w+): (.*)", line)
+        if begun:
+            name = begun[1]
+            found[name] = begun[2]
+        elif found and line.strip():
+            found[name] += " " + line.strip()
+    return found
+
+
+def _source(owner: type) -> str:
+    section = re.search(r"^Source: (.*(?:\n[ \t]+.*)*)", inspect.cleandoc(owner.__doc__ or ""), re.MULTILINE)
+    return re.sub(r"\s+", " ", section[1]).strip() if section else ""

@@ -1,0 +1,162 @@
+"""Augmentations: random changes of training inputs, drawn from a generator that the run gives, so that they repeat."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sparsekit.errors import InvalidValueError, UnknownNameError, nearest
+from sparsekit.registry import load_object
+from sparsekit_fl.options.checked import Checked, Count, Hint, Share
+
+__all__ = ["AUGMENTATIONS", "Augment", "Augmentations", "Crop", "Erase", "Flip", "Noise", "make_augment"]
+
+
+class Augment(Protocol):
+    """Changes a batch of training inputs."""
+
+    def __call__(self, inputs: Tensor, generator: torch.Generator) -> Tensor:
+        """Return the changed batch, of the same shape.
+
+        Args:
+            inputs: What the model takes, float (batch, …), already normalised; not written to.
+            generator: On the CPU, whatever device the inputs are on, so that every device draws the same.
+        """
+        ...
+
+
+def _rows(size: int, generator: torch.Generator, high: int) -> Tensor:
+    return torch.randint(high, (size,), generator=generator)
+
+
+@dataclass(frozen=True)
+class Flip(Checked):
+    """Mirror pictures from left to right.
+
+    Args:
+        share: Chance of a picture to be mirrored.
+    """
+
+    share: Share = 0.5
+
+    def __call__(self, inputs: Tensor, generator: torch.Generator) -> Tensor:
+        """float (batch, C, H, W), likewise returned."""
+        flipped = (torch.rand(len(inputs), generator=generator) < self.share).to(inputs.device)
+        return torch.where(flipped.view(-1, *[1] * (inputs.ndim - 1)), inputs.flip(-1), inputs)
+
+
+@dataclass(frozen=True)
+class Crop(Checked):
+    """Pad pictures at every side with zeros, and cut a piece of their size out at a random place.
+
+    Args:
+        padding: Pixels at each side.
+    """
+
+    padding: Count = 4
+
+    def __call__(self, inputs: Tensor, generator: torch.Generator) -> Tensor:
+        """float (batch, C, H, W), likewise returned."""
+        batch, _, height, width = inputs.shape
+        padded = F.pad(inputs, [self.padding] * 4)
+        top, left = (_rows(batch, generator, 2 * self.padding + 1).to(inputs.device) for _ in range(2))
+        rows = (top[:, None] + torch.arange(height, device=inputs.device))[:, None, :, None]
+        columns = (left[:, None] + torch.arange(width, device=inputs.device))[:, None, None, :]
+        places = torch.arange(batch, device=inputs.device)[:, None, None, None]
+        channels = torch.arange(inputs.shape[1], device=inputs.device)[None, :, None, None]
+        return padded[places, channels, rows, columns]
+
+
+@dataclass(frozen=True)
+class Erase(Checked):
+    """Set a square of each picture to zero.
+
+    Args:
+        share: Side of the square over that of the picture.
+
+    Source: DeVries and Taylor, cutout, 2017 (arXiv 1708.04552).
+    """
+
+    share: Annotated[Share, Hint("it is the side of the square")] = 0.25
+
+    def __call__(self, inputs: Tensor, generator: torch.Generator) -> Tensor:
+        """float (batch, C, H, W), likewise returned."""
+        inside = torch.ones(len(inputs), 1, 1, 1, dtype=torch.bool, device=inputs.device)
+        for dim in (-2, -1):
+            size = inputs.shape[dim]
+            side = max(1, round(self.share * size))
+            start = _rows(len(inputs), generator, size - side + 1).to(inputs.device)[:, None]
+            place = torch.arange(size, device=inputs.device)
+            hit = (place >= start) & (place < start + side)
+            inside = inside & (hit[:, None, :, None] if dim == -2 else hit[:, None, None, :])
+        return inputs.masked_fill(inside, 0.0)
+
+
+@dataclass(frozen=True)
+class Noise(Checked):
+    """Add Gaussian noise.
+
+    Args:
+        scale: Its standard deviation, in units of the normalised input.
+    """
+
+    scale: Share = 0.1
+
+    def __call__(self, inputs: Tensor, generator: torch.Generator) -> Tensor:
+        """float (batch, …), likewise returned."""
+        return inputs + self.scale * torch.randn(inputs.shape, generator=generator).to(inputs)
+
+
+@dataclass(frozen=True)
+class Augmentations:
+    """Several augmentations, one after the other.
+
+    Args:
+        steps: In their order.
+    """
+
+    steps: tuple[Augment, ...]
+
+    def __call__(self, inputs: Tensor, generator: torch.Generator) -> Tensor:
+        """Apply all."""
+        for step in self.steps:
+            inputs = step(inputs, generator)
+        return inputs
+
+
+AUGMENTATIONS: dict[str, Callable[..., Augment]] = {"crop": Crop, "flip": Flip, "erase": Erase, "noise": Noise}
+"""Name → class."""
+
+
+def make_augment(text: str) -> Augment:
+    """Read `crop,flip`, with a number where the default will not do, as in `crop:2,erase:0.5`; or `package.module:object`.
+
+    Raises:
+        UnknownNameError: no augmentation of that name.
+        InvalidValueError: a number out of range, or an object that cannot be called.
+    """
+    steps: list[Augment] = []
+    for part in (part.strip() for part in text.split(",")):
+        name, colon, number = part.partition(":")
+        if name not in AUGMENTATIONS:
+            if not colon:
+                raise UnknownNameError(
+                    f"unknown augmentation {part!r}; {nearest(part, AUGMENTATIONS)}, or package.module:object"
+                )
+            found = load_object(part)
+            found = found() if isinstance(found, type) else found
+            if not callable(found):
+                raise InvalidValueError(f"augmentation {part!r} must be callable, got {type(found).__name__}")
+            steps.append(found)
+            continue
+        try:
+            arguments = () if not colon else (int(number),) if name == "crop" else (float(number),)
+        except ValueError:
+            raise InvalidValueError(f"augmentation {name!r} takes a number, got {number!r}") from None
+        steps.append(AUGMENTATIONS[name](*arguments))
+    return steps[0] if len(steps) == 1 else Augmentations(tuple(steps))

@@ -1,0 +1,101 @@
+"""LazyData: examples that are decoded when a batch needs them, for pictures of any size and for data larger than memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sparsekit.errors import DataError
+from sparsekit_fl.problem.data import Batch, Positions, Transform
+
+__all__ = ["LazyData", "fitted"]
+
+
+def fitted(picture: Tensor, shape: tuple[int, int, int]) -> Tensor:
+    """Bring a picture of any size to one shape.
+
+    Args:
+        picture: uint8 (C, H, W), C 1 or 3.
+        shape: (C, H, W) that come out. The shorter side is scaled to its length, and the middle of the longer one is cut out;
+            grey is repeated, and colours are averaged to grey.
+    """
+    channels, height, width = shape
+    if picture.shape[0] != channels:
+        grey = picture.to(torch.float32).mean(0, keepdim=True).round().to(torch.uint8)
+        picture = grey.expand(channels, -1, -1)
+    if tuple(picture.shape[1:]) == (height, width):
+        return picture
+    scale = max(height / picture.shape[1], width / picture.shape[2])
+    size = (max(height, round(picture.shape[1] * scale)), max(width, round(picture.shape[2] * scale)))
+    scaled = F.interpolate(
+        picture[None].to(torch.float32), size=size, mode="bilinear", align_corners=False, antialias=scale < 1
+    )[0]
+    top, left = (size[0] - height) // 2, (size[1] - width) // 2
+    return scaled[:, top : top + height, left : left + width].round().clamp(0, 255).to(torch.uint8)
+
+
+@dataclass(frozen=True, eq=False)
+class LazyData:
+    """Pictures that are read one by one; used in place of `TensorData`.
+
+    Args:
+        read: Row → picture, uint8 (C, H, W) of any size; called for every example of every batch.
+        targets: int64 (rows,).
+        shape: (C, H, W) of what comes out; see `fitted`.
+        index: int64 (examples,), which rows belong to this view; None means every row.
+        transform: Applied to each batch when it is read.
+
+    Raises:
+        DataError: the index points outside the rows.
+    """
+
+    read: Callable[[int], Tensor]
+    targets: Tensor
+    shape: tuple[int, int, int]
+    index: Tensor | None = None
+    transform: Transform | None = None
+
+    def __post_init__(self) -> None:
+        if (
+            self.index is not None
+            and len(self.index)
+            and not 0 <= int(self.index.min()) <= int(self.index.max()) < len(self.targets)
+        ):
+            raise DataError(f"index must be in [0, {len(self.targets)})")
+
+    def __len__(self) -> int:
+        return len(self.targets) if self.index is None else len(self.index)
+
+    def __getitem__(self, position: int) -> tuple[Tensor, ...]:
+        """One example, input then target."""
+        inputs, targets = self.batch([range(len(self))[position]])
+        return inputs[0][0], targets[0]
+
+    def labels(self) -> Tensor:
+        """The targets of this view, (examples,)."""
+        return self.targets if self.index is None else self.targets.index_select(0, self.index)
+
+    def _rows(self, positions: Positions) -> Tensor:
+        every = torch.arange(len(self.targets)) if self.index is None else self.index
+        if positions is None:
+            return every
+        if isinstance(positions, slice):
+            return every[positions]
+        return every.index_select(0, torch.as_tensor(positions, dtype=torch.int64))
+
+    def take(self, positions: Tensor | np.ndarray[Any, np.dtype[np.int64]] | list[int]) -> LazyData:
+        """A view of some of these examples."""
+        return replace(self, index=self._rows(torch.as_tensor(positions, dtype=torch.int64)))
+
+    def batch(self, positions: Positions = None) -> Batch:
+        """Read examples; see `TensorData.batch`."""
+        rows = self._rows(positions)
+        pictures = [fitted(self.read(int(row)), self.shape) for row in rows]
+        inputs = torch.stack(pictures) if pictures else torch.empty(0, *self.shape, dtype=torch.uint8)
+        return (inputs if self.transform is None else self.transform(inputs),), self.targets.index_select(0, rows)

@@ -1,0 +1,32 @@
+"""load_result(): a saved result as a typed object."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from sparsekit.errors import DataError, SparsekitError
+from sparsekit_fl.results.read import read_result
+from sparsekit_fl.results.records import RunResult
+
+__all__ = ["load_result"]
+
+
+def load_result(path: Path | str) -> RunResult:
+    """Read the result of a finished run.
+
+    Args:
+        path: The run's folder, or its `result.json`; also of version 0.1.
+
+    Returns:
+        What `run` returned, without the global state, which `load_model` gives.
+
+    Raises:
+        DataError: there is no result, it is damaged, or it was written by a later version.
+    """
+    raw = read_result(path)
+    try:
+        return RunResult.from_dict(raw)
+    except SparsekitError:
+        raise
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise DataError(f"the result at {path} is damaged: {error!r}; run again, or restore the file") from error

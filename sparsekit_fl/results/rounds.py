@@ -1,0 +1,103 @@
+"""RoundRecord: what one round reports, and its plain JSON values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from sparsekit_fl.results.scores import RoundScores
+from sparsekit_fl.wire.messages import WorkCost
+
+__all__ = ["RoundRecord", "cost_dict", "cost_from", "plain"]
+
+
+def cost_dict(cost: WorkCost) -> dict[str, Any]:
+    """Plain JSON values of a cost."""
+    return {
+        "flops_compact": cost.flops_compact,
+        "flops_rowmask": cost.flops_rowmask,
+        "uplink_bytes": cost.uplink_bytes,
+        "downlink_bytes": cost.downlink_bytes,
+        "simulated_seconds": cost.seconds,
+        "wall_seconds": cost.wall_seconds,
+        # Only where memories travelled.
+        **({"memory_bytes": cost.memory_bytes} if cost.memory_bytes else {}),
+    }
+
+
+def cost_from(raw: Mapping[str, Any]) -> WorkCost:
+    """The inverse of `cost_dict`."""
+    return WorkCost(**{("seconds" if name == "simulated_seconds" else name): value for name, value in raw.items()})
+
+
+def plain(value: Any) -> Any:
+    """JSON values only: numbers that are not finite become null, as JSON has none."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    return value
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundRecord:
+    """One round.
+
+    Args:
+        round: Counted from 1.
+        cohort: Ids of the sampled clients.
+        dropped: Id and reason of those whose work did not count.
+        loss: Training loss, mean over the valid updates weighted by examples.
+        accuracy: Training accuracy, likewise; None where the problem has none.
+        ratios: Client id → executed ratio.
+        cost: Of the run so far.
+        seconds: Simulated, of this round.
+        evaluation: Means over all clients or a sample, where this round was evaluated.
+        notes: What else a reader should know, such as a client whose memory was lost.
+    """
+
+    round: int
+    cohort: tuple[int, ...]
+    dropped: tuple[tuple[int, str], ...]
+    loss: float | None
+    accuracy: float | None
+    ratios: Mapping[int, float]
+    cost: WorkCost
+    seconds: float
+    evaluation: RoundScores | None = None
+    notes: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values: a line of `rounds.jsonl`."""
+        return {
+            "round": self.round,
+            "cohort": list(self.cohort),
+            "dropped": [{"client": client_id, "reason": reason} for client_id, reason in self.dropped],
+            "loss": self.loss,
+            "accuracy": self.accuracy,
+            "ratios": {str(client_id): ratio for client_id, ratio in self.ratios.items()},
+            "cost": cost_dict(self.cost),
+            "seconds": self.seconds,
+            "evaluation": None if self.evaluation is None else self.evaluation.to_dict(),
+            **({"notes": list(self.notes)} if self.notes else {}),
+        }
+
+    @staticmethod
+    def from_dict(raw: Mapping[str, Any]) -> RoundRecord:
+        """The inverse of `to_dict`."""
+        return RoundRecord(
+            round=raw["round"],
+            cohort=tuple(raw["cohort"]),
+            dropped=tuple((item["client"], item["reason"]) for item in raw["dropped"]),
+            loss=raw["loss"],
+            accuracy=raw["accuracy"],
+            ratios={int(client_id): ratio for client_id, ratio in raw["ratios"].items()},
+            cost=cost_from(raw["cost"]),
+            seconds=raw["seconds"],
+            evaluation=None if raw["evaluation"] is None else RoundScores.from_dict(raw["evaluation"]),
+            notes=tuple(raw.get("notes", ())),
+        )

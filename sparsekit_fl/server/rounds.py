@@ -1,0 +1,330 @@
+"""Rounds: the only loop over rounds."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from sparsekit.graph.state import digest
+from sparsekit.rng import torch_scope
+from sparsekit_fl.callbacks.base import Callbacks, RunView
+from sparsekit_fl.client.spec import RunSpec
+from sparsekit_fl.costs.clock import round_cost
+from sparsekit_fl.engines.base import ClientPool, Reply, Unscored
+from sparsekit_fl.errors import ClientError, TooFewRepliesError
+from sparsekit_fl.problem.clients import Client
+from sparsekit_fl.problem.metrics import lower_is_better
+from sparsekit_fl.results.records import RoundRecord, RunResult, describe_environment
+from sparsekit_fl.results.scores import FinalScores, RoundScores
+from sparsekit_fl.server.checkpoint import RunFolder, Saved
+from sparsekit_fl.server.server import Aggregated, Server
+from sparsekit_fl.state.models import global_file, save_whole, write_recipe
+from sparsekit_fl.state.store import ClientStore
+from sparsekit_fl.streams import Streams
+from sparsekit_fl.wire.messages import Assignment, Evaluation, Update, WorkCost
+
+__all__ = ["Rounds"]
+
+_log = logging.getLogger(__name__)
+_REPEATS = 2
+_MOST_REASONS = 5
+
+
+class _Attempt(NamedTuple):
+    """The replies to a round's assignments, sent out once."""
+
+    replies: list[Reply]
+    aggregated: Aggregated
+    dropped: dict[int, Exception]
+
+    def text(self, needed: int) -> str:
+        """Say why too little came back; the first reasons in full."""
+        reasons = [f"client {client_id}: {str(error).rstrip('.')}" for client_id, error in self.dropped.items()]
+        more = [f"and {len(reasons) - _MOST_REASONS} clients more"] if len(reasons) > _MOST_REASONS else []
+        return (
+            f"{len(self.aggregated.updates)} of {len(self.replies)} updates were valid and {needed} are needed (min_replies); "
+            + "; ".join([*reasons[:_MOST_REASONS], *more])
+        )
+
+
+class Rounds:
+    """The rounds of one run."""
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        clients: Mapping[int, Client],
+        store: ClientStore,
+        folder: RunFolder | None,
+        saved: Saved | None,
+        callbacks: Callbacks,
+        experiment: Mapping[str, Any],
+        fingerprint: Mapping[str, Any],
+    ) -> None:
+        self.spec = spec
+        self.server = Server(spec, clients, None if saved is None else saved.server)
+        self._versions = {} if saved is None else saved.versions
+        self._records = [] if saved is None else saved.records
+        self._clients = clients
+        self._store = store
+        self._folder = folder
+        self._callbacks = callbacks
+        self._reasons: dict[int, str] = {}  # client id → why it was last dropped, so that a repetition is short
+        self._experiment = experiment
+        self._fingerprint = fingerprint if folder is None else folder.fingerprint
+        self._export = None if folder is None else folder.path / "models"
+        self.finished = self.server.state.round
+        metrics = spec.problem.metrics
+        self._lower = frozenset(name for name in (*metrics, "loss") if lower_is_better(name, metrics.get(name)))
+        self._view = RunView(
+            method=spec.method.name,
+            config=spec.config,
+            clients=len(clients),
+            round=self.finished,
+            cost=self._cost,
+            out=None if folder is None else folder.path,
+            metrics=(*metrics, "loss") if "loss" not in metrics else tuple(metrics),
+            lower=self._lower,
+            state=lambda: self.server.state.state,
+            model=self._model,
+        )
+        store.keep_only(self._versions)
+
+    @property
+    def hint(self) -> str:
+        """Tell how to go on."""
+        if self._folder is None:
+            return "nothing was kept, since the run had no output folder (out=, --out DIR)"
+        return f"the state is in {self._folder.path}; go on with resume=True (--resume)"
+
+    @property
+    def _cost(self) -> WorkCost:
+        return self._records[-1].cost if self._records else WorkCost()
+
+    def run(self, pool: ClientPool) -> RunResult:
+        """Run what is left of the rounds, and write the result."""
+        try:
+            self._callbacks.on_run_start(self._view)
+            result = self._run(pool)
+        except BaseException:
+            try:
+                self._callbacks.on_run_end(self._view, None)
+            except Exception:  # noqa: BLE001 - anybody's callback; what ended the run is what matters
+                _log.exception("a callback failed when it was told that the run has ended")
+            raise
+        self._callbacks.on_run_end(self._view, result)
+        return result
+
+    def _run(self, pool: ClientPool) -> RunResult:
+        last = self.spec.config.rounds
+        final: list[Evaluation] | None = None
+        for round in range(self.server.state.round + 1, last + 1):
+            final = self._round(pool, round)
+            if self._view.stopped:
+                break
+        if final is None:
+            # Resumed after the last round: its scores were saved, those of each client were not. Or a callback ended the run
+            # after a round in which not all were scored.
+            final, _ = self._evaluate(pool, self.server.state.round, last=True)
+            self._records[-1] = replace(self._records[-1], evaluation=self._scores(final))
+        return self._finish(pool, final)
+
+    def _round(self, pool: ClientPool, round: int) -> list[Evaluation] | None:
+        """Run a round; return what every client scored, where this is the last one."""
+        began = time.perf_counter()
+        assignments = self.server.assign(round)
+        attempts = self._attempts(pool, round, assignments)
+        replies, aggregated, dropped = attempts[-1]
+        valid = {update.client_id for update in aggregated.updates}
+        newest = {reply.client_id: round for reply in replies if reply.stored and reply.client_id in valid}
+        stale = {client_id: self._versions[client_id] for client_id in newest if client_id in self._versions}
+        self._versions = {**self._versions, **newest}
+        self._view.round = round
+        scores, unscored, final = self._score(pool, round)
+        cost = WorkCost()
+        for one in attempts:
+            done = [reply.update.cost for reply in one.replies if reply.update is not None]
+            cost += round_cost(done, wall_seconds=0.0, seconds=one.aggregated.seconds)
+            cost += WorkCost(memory_bytes=sum(reply.memory_bytes for reply in one.replies))
+        cost = replace(cost, wall_seconds=time.perf_counter() - began)
+        record = RoundRecord(
+            round=round,
+            cohort=tuple(assignment.client_id for assignment in assignments),
+            dropped=tuple((client_id, str(error)) for client_id, error in dropped.items()),
+            loss=_mean(aggregated.updates, "loss"),
+            accuracy=_mean(aggregated.updates, "accuracy"),
+            ratios={update.client_id: update.ratio for update in aggregated.updates},
+            cost=self._cost + cost,
+            seconds=cost.seconds,
+            evaluation=scores,
+            notes=(
+                *(f"repeated, since {one.text(self._needed(assignments))}" for one in attempts[:-1]),
+                *(reply.note for reply in replies if reply.note),
+                *unscored,
+            ),
+        )
+        self._records.append(record)
+        if self._folder is not None:
+            self._store.sync()
+            self._folder.append(record)
+            self._folder.save(self.server.state, self._versions)
+        self.finished = round
+        self._view.cost = record.cost
+        # Only now does no checkpoint on the disk need the older memories.
+        self._store.remove(stale)
+        self._callbacks.on_round_end(self._view, record)
+        return final
+
+    def _score(self, pool: ClientPool, round: int) -> tuple[RoundScores | None, list[str], list[Evaluation] | None]:
+        """Score where it is time; the evaluations come back where all clients were scored for the end of the run."""
+        config = self.spec.config
+        last = round == config.rounds
+        whole = last or (config.eval_global_every is not None and round % config.eval_global_every == 0)
+        if not (whole or round % (config.eval_every or 1) == 0):
+            return None, [], None
+        found, unscored = self._evaluate(pool, round, last=last, with_shared=whole)
+        scores = self._scores(found)
+        self._callbacks.on_evaluation(self._view, scores)
+        if self._view.stopped and not last:
+            found, unscored = self._evaluate(pool, round, last=True)
+            scores, last = self._scores(found), True
+        return scores, unscored, found if last else None
+
+    def _scores(self, evaluations: Sequence[Evaluation]) -> RoundScores:
+        return RoundScores.of(evaluations, sampled=self.spec.config.eval_clients is not None, lower=self._lower)
+
+    def _needed(self, assignments: Sequence[Assignment]) -> int:
+        return self.spec.config.needed_replies(len(assignments))
+
+    def _attempts(self, pool: ClientPool, round: int, assignments: Sequence[Assignment]) -> list[_Attempt]:
+        """Send out until enough valid updates came back; the last attempt is the one that counts.
+
+        Raises:
+            TooFewRepliesError: there was none.
+        """
+        needed = self._needed(assignments)
+        attempts: list[_Attempt] = []
+        for _ in range(1 + _REPEATS):
+            replies: list[Reply] = []
+            for reply in pool.map(assignments, self._versions):
+                self._callbacks.on_client_end(self._view, reply.client_id, reply.update)
+                replies.append(reply)
+            aggregated = self.server.aggregate([reply.update for reply in replies if reply.update is not None], needed=needed)
+            dropped: dict[int, Exception] = {reply.client_id: reply.error for reply in replies if reply.error is not None}
+            dropped.update(aggregated.refused)
+            attempts.append(_Attempt(replies, aggregated, dropped))
+            if len(aggregated.updates) >= needed:
+                for client_id, error in dropped.items():
+                    reason = str(error.__cause__ or error)
+                    again = self._reasons.get(client_id) == reason
+                    self._reasons[client_id] = reason
+                    told = "for the same reason as before" if again else str(error)
+                    _log.warning("round %d goes on without client %d: %s", round, client_id, told)
+                return attempts
+            _log.warning("round %d does not count: %s", round, attempts[-1].text(needed))
+        raise TooFewRepliesError(
+            f"round {round} was sent out {len(attempts)} times, and still {attempts[-1].text(needed)}."
+            f" Nothing of that round counted; {self.hint}"
+        ) from next(iter(attempts[-1].dropped.values()), None)
+
+    def _evaluate(
+        self, pool: ClientPool, round: int, *, last: bool, with_shared: bool = True
+    ) -> tuple[list[Evaluation], list[str]]:
+        """Score a sample of the clients, or all; for the end of the run all. Return a text for each that could not be scored.
+
+        Raises:
+            ClientError: none could.
+        """
+        if last and self._export is not None:
+            self._export.mkdir(exist_ok=True)
+        found: list[Evaluation] = []
+        unscored: list[str] = []
+        for evaluation in pool.evaluate(
+            self.server.shared(),
+            list(self._clients) if last else self._scored(round),
+            self._versions,
+            round=round,
+            with_shared=with_shared,
+            export=self._export if last else None,
+        ):
+            if isinstance(evaluation, Unscored):
+                unscored.append(f"client {evaluation.client_id} was not scored: {evaluation.reason}")
+                continue
+            self._callbacks.on_client_end(self._view, evaluation.client_id, evaluation)
+            found.append(evaluation)
+        if unscored:
+            more = f"; and {len(unscored) - _MOST_REASONS} clients more" if len(unscored) > _MOST_REASONS else ""
+            _log.warning(
+                "after round %d, %d clients were not scored: %s%s",
+                round,
+                len(unscored),
+                "; ".join(unscored[:_MOST_REASONS]),
+                more,
+            )
+        if not found:
+            raise ClientError(
+                f"no client could be scored after round {round}: {'; '.join(unscored[:_MOST_REASONS])}; {self.hint}"
+            )
+        return found, unscored
+
+    def _scored(self, round: int) -> list[int]:
+        """Draw the clients to score before the last round, from seed and round: the same for any engine and method."""
+        ids, most = list(self._clients), self.spec.config.eval_clients
+        if most is None or most >= len(ids):
+            return ids
+        places = Streams(self.spec.config.seed).evaluation(round).choice(len(ids), size=most, replace=False)
+        return [ids[place] for place in sorted(places)]
+
+    def _finish(self, pool: ClientPool, evaluations: Sequence[Evaluation]) -> RunResult:
+        # A worker that outlived a killed run may have written once more after this one began.
+        self._store.keep_only(self._versions)
+        spec, scores = self.spec, RoundScores.of(evaluations, lower=self._lower)
+        state = self.server.state.state
+        result = RunResult(
+            method=spec.method.describe(),
+            config=spec.config,
+            rounds=tuple(self._records),
+            final=FinalScores(
+                personal=scores.personal,
+                shared=scores.shared or {},
+                per_client=tuple(evaluations),
+                state_sha256=digest(state),
+                weighted=scores.weighted,
+                worst=scores.worst,
+            ),
+            cost=self._cost,
+            environment=describe_environment(workers=pool.workers, device=spec.config.device),
+            experiment=self._experiment,
+            state=state,
+            note=spec.method.note,
+            privacy={} if self.server.privacy is None else asdict(self.server.privacy),
+            fingerprint=self._fingerprint,
+            stopped=self._view.stopped,
+            extended=() if self._folder is None else tuple(self._folder.extended),
+        )
+        if self._folder is not None and self._export is not None:
+            save_whole(global_file(self._folder.path), self._model())
+            # A pool may leave personal models on their devices.
+            recipe = {**spec.recipe, "personal": getattr(pool, "exports", True), "clients": list(self._clients)}
+            write_recipe(self._folder.path, recipe)
+            result.save(self._folder.path / "result.json")
+        return result
+
+    def _model(self) -> nn.Module:
+        """Make a module that holds the global state."""
+        with torch_scope(Streams(self.spec.config.seed).model()):
+            model = self.spec.problem.model()
+        model.load_state_dict(self.server.state.state)
+        return model
+
+
+def _mean(updates: Sequence[Update], name: str) -> float | None:
+    found = [(update.metrics[name], update.examples) for update in updates if name in update.metrics]
+    if not found:
+        return None
+    return sum(value * examples for value, examples in found) / sum(examples for _, examples in found)

@@ -1,0 +1,288 @@
+"""Optimisers of a client: the fused SGD, or any of torch, with schedules within a round and scaled losses."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsekit._torch import foreach_add, foreach_add_, foreach_mul, foreach_mul_, foreach_norm
+from sparsekit.errors import InvalidValueError, UnknownNameError, nearest
+from sparsekit.registry import load_object
+from sparsekit_fl.options.config import TrainingConfig
+from sparsekit_fl.options.schedule import factor
+
+__all__ = ["SgdStep", "TorchStep", "check_training", "make_step", "optimizer_class", "optimizer_names"]
+
+_FIRST_SCALE, _GROWS_AFTER = 2.0**16, 2000
+
+
+class _Scale:
+    """The factor on a float16 loss that keeps small gradients from vanishing; halves where gradients are not finite."""
+
+    def __init__(self) -> None:
+        self.value = _FIRST_SCALE
+        self._good = 0
+
+    def undone(self, gradients: list[Tensor]) -> list[Tensor] | None:
+        """The gradients over the factor; None where they are not finite, and the step must be left out."""
+        if not all(bool(torch.isfinite(gradient).all()) for gradient in gradients):
+            self.value, self._good = max(1.0, self.value / 2), 0
+            return None
+        factor_before = self.value
+        self._good += 1
+        if self._good == _GROWS_AFTER:
+            self.value, self._good = self.value * 2, 0
+        return list(foreach_mul(gradients, 1.0 / factor_before))
+
+
+class _Course:
+    """The learning rate of each step of a round."""
+
+    def __init__(self, training: TrainingConfig, steps: int | None) -> None:
+        self._training, self._steps, self._place = training, steps, 0
+        self._varies = training.local_schedule != "constant" or training.local_warmup > 0
+
+    def next(self, lr: float) -> float:
+        """The rate of the next step, where `lr` is the first."""
+        if not self._varies:
+            return lr
+        place, self._place = self._place, self._place + 1
+        total = self._steps if self._steps is not None else place + 1
+        return lr * factor(self._training.local_schedule, place, total, warmup=self._training.local_warmup)
+
+
+class _Step(ABC):
+    """What all optimisers of a client share.
+
+    Args:
+        parameters: Leaves; those that need no gradient are left alone.
+        lr: Learning rate.
+        clip: Largest norm of the whole gradient, before weight decay; None does not clip.
+    """
+
+    def __init__(self, parameters: Iterable[Tensor], *, lr: float, clip: float | None) -> None:
+        self.parameters = [parameter for parameter in parameters if parameter.requires_grad]
+        self.lr = lr
+        self._first_lr = lr
+        self._clip = clip
+        self._course: _Course | None = None
+        self._scale: _Scale | None = None
+
+    def __call__(self, loss: Tensor, *, adjust: Callable[[list[Tensor], list[int]], list[Tensor]] | None = None) -> None:
+        """Take one step down `loss`.
+
+        Args:
+            loss: A scalar with a graph.
+            adjust: Changes the gradients before clipping: (gradients, positions in `parameters`) → gradients.
+        """
+        scaled = loss if self._scale is None else loss.float() * self._scale.value
+        found = torch.autograd.grad(scaled, self.parameters, allow_unused=True)
+        places = [place for place, gradient in enumerate(found) if gradient is not None]
+        gradients: list[Tensor] | None = [gradient for gradient in found if gradient is not None]
+        with torch.no_grad():
+            if self._scale is not None:
+                gradients = self._scale.undone(gradients or [])
+            if self._course is not None:
+                self.lr = self._course.next(self._first_lr)
+            if gradients is None:
+                return
+            if adjust is not None:
+                gradients = adjust(gradients, places)
+            parameters = self.parameters if len(places) == len(self.parameters) else [self.parameters[p] for p in places]
+            if parameters:
+                self._apply(self._clipped(gradients), parameters)
+
+    def follow(self, training: TrainingConfig, steps: int | None) -> None:
+        """Take the course of the learning rate, and the scale of the loss, from the options."""
+        self._course = _Course(training, steps)
+        self._scale = _Scale() if training.amp == "float16" else None
+
+    def _clipped(self, gradients: list[Tensor]) -> list[Tensor]:
+        # All out of place, since autograd may hand out expanded or shared tensors.
+        if self._clip is None:
+            return gradients
+        norm = torch.linalg.vector_norm(torch.stack(foreach_norm(gradients)))
+        return list(foreach_mul(gradients, (self._clip / (norm + 1e-6)).clamp(max=1.0)))
+
+    @abstractmethod
+    def _apply(self, gradients: list[Tensor], parameters: list[Tensor]) -> None:
+        """Change the leaves that have a gradient."""
+
+
+class SgdStep(_Step):
+    """Stochastic gradient descent on a few fused operations; the same numbers as `torch.optim.SGD`.
+
+    Args:
+        parameters: Leaves; those that need no gradient are left alone.
+        lr: Learning rate.
+        momentum: In [0, 1).
+        weight_decay: Factor of the weights that is added to the gradient.
+        clip: Largest norm of the whole gradient, before weight decay; None does not clip.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[Tensor],
+        *,
+        lr: float,
+        momentum: float = 0.0,
+        weight_decay: float = 0.0,
+        clip: float | None = None,
+    ) -> None:
+        super().__init__(parameters, lr=lr, clip=clip)
+        self._momentum = momentum
+        self._weight_decay = weight_decay
+        self.state: dict[Tensor, dict[str, Tensor]] = {}
+        """Leaf → name → tensor, as in a torch optimiser, so that a narrow model can remask it."""
+
+    def _apply(self, gradients: list[Tensor], parameters: list[Tensor]) -> None:
+        if self._weight_decay:
+            gradients = list(foreach_add(gradients, parameters, alpha=self._weight_decay))
+        if self._momentum:
+            velocity = [self._velocity(parameter) for parameter in parameters]
+            foreach_mul_(velocity, self._momentum)
+            foreach_add_(velocity, gradients)
+            gradients = velocity
+        foreach_add_(parameters, gradients, alpha=-self.lr)
+
+    def _velocity(self, parameter: Tensor) -> Tensor:
+        state = self.state.setdefault(parameter, {})
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(parameter)
+        return state["momentum_buffer"]
+
+
+class TorchStep(_Step):
+    """An optimiser of torch behind the calls of `SgdStep`.
+
+    Args:
+        parameters: Leaves; those that need no gradient are left alone.
+        training: Options; `training.optimizer` names it.
+    """
+
+    def __init__(self, parameters: Iterable[Tensor], training: TrainingConfig) -> None:
+        super().__init__(parameters, lr=training.lr, clip=training.clip)
+        made = optimizer_class(training.optimizer)
+        self._optimizer = made(self.parameters, **_arguments(training, made)) if self.parameters else None
+
+    @property
+    def state(self) -> Any:
+        """Leaf → name → tensor, of the optimiser itself, so that a narrow model can remask it."""
+        return {} if self._optimizer is None else self._optimizer.state
+
+    def _apply(self, gradients: list[Tensor], parameters: list[Tensor]) -> None:
+        assert self._optimizer is not None
+        for group in self._optimizer.param_groups:
+            group["lr"] = self.lr
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        self._optimizer.step()
+        for parameter in parameters:
+            parameter.grad = None
+
+
+def optimizer_names() -> dict[str, type[torch.optim.Optimizer]]:
+    """Lower-case name → class, for the optimisers of torch that take a step by gradients alone."""
+    found = {}
+    for name, kind in vars(torch.optim).items():
+        if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer:
+            closure = inspect.signature(kind.step).parameters.get("closure")
+            if closure is None or closure.default is None:
+                found[name.lower()] = kind
+    return found
+
+
+def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
+    """Return an optimiser by its name in `torch.optim`, in any case, or as `package.module:Class`.
+
+    Raises:
+        UnknownNameError: torch has none of that name.
+        InvalidValueError: it is no optimiser, or needs a closure.
+    """
+    if ":" not in name:
+        names = optimizer_names()
+        if name.lower() == "lbfgs":
+            raise InvalidValueError("optimizer 'lbfgs' needs a closure that computes the loss anew; choose one that does not")
+        if name.lower() not in names:
+            raise UnknownNameError(f"unknown optimizer {name!r}; {nearest(name.lower(), names)}, or package.module:Class")
+        return names[name.lower()]
+    found = load_object(name)
+    if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
+        raise InvalidValueError(f"optimizer {name!r} must be a class that inherits torch.optim.Optimizer, got {found!r}")
+    return found
+
+
+def _arguments(training: TrainingConfig, kind: type[torch.optim.Optimizer]) -> dict[str, Any]:
+    """The keywords of an optimiser; raises InvalidValueError for one that it does not take."""
+    known = inspect.signature(kind).parameters
+    anything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
+    given: dict[str, Any] = {"lr": training.lr}
+    for name in ("momentum", "weight_decay"):
+        value = getattr(training, name)
+        if name in known or (anything and value):
+            given[name] = value
+        elif value:
+            raise InvalidValueError(f"optimizer {training.optimizer!r} takes no {name}, got {value}; leave it out")
+    for name, value in _parsed(training.optimizer_args).items():
+        if not anything and (name not in known or name in ("params", "lr")):
+            raise InvalidValueError(
+                f"optimizer {training.optimizer!r} takes no argument {name!r} in optimizer_args; {nearest(name, set(known))}"
+            )
+        given[name] = value
+    return given
+
+
+def _parsed(text: str) -> Mapping[str, Any]:
+    """`betas=(0.9, 0.99), eps=1e-6` as values; raises InvalidValueError for anything else."""
+    try:
+        call = ast.parse(f"f({text})", mode="eval").body
+        if not isinstance(call, ast.Call) or call.args or any(word.arg is None for word in call.keywords):
+            raise ValueError(text)
+        return {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
+    except (SyntaxError, ValueError):
+        raise InvalidValueError(
+            f"optimizer_args must be NAME=VALUE with commas between, as in 'betas=(0.9, 0.99), eps=1e-6', got {text!r}"
+        ) from None
+
+
+def check_training(training: TrainingConfig) -> None:
+    """Raise where the optimiser of the options cannot be made.
+
+    Raises:
+        UnknownNameError: torch has no optimiser of that name.
+        InvalidValueError: it refuses an argument, or needs what a client's step does not give.
+    """
+    if training.optimizer == "sgd" and not training.optimizer_args:
+        return
+    kind = optimizer_class(training.optimizer)
+    try:
+        kind([torch.nn.Parameter(torch.zeros(2, 2))], **_arguments(training, kind))
+    except (TypeError, ValueError) as error:
+        if isinstance(error, InvalidValueError):
+            raise
+        raise InvalidValueError(f"optimizer {training.optimizer!r} refuses its arguments: {error}") from error
+
+
+def make_step(training: TrainingConfig, leaves: Iterable[Tensor], *, steps: int | None = None) -> SgdStep | TorchStep:
+    """Build the optimiser of some leaves as the options say.
+
+    Args:
+        training: The options.
+        leaves: What trains.
+        steps: Steps of the round, for a schedule over them; None: not known.
+    """
+    made: SgdStep | TorchStep
+    if training.optimizer == "sgd" and not training.optimizer_args:
+        made = SgdStep(
+            leaves, lr=training.lr, momentum=training.momentum, weight_decay=training.weight_decay, clip=training.clip
+        )
+    else:
+        made = TorchStep(leaves, training)
+    made.follow(training, steps)
+    return made

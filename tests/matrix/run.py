@@ -1,0 +1,189 @@
+"""Run one cell: train a learnable mask through a change, beside the reference, and measure how far they come apart."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from matrix.cells import Cell
+from matrix.reference import Reference, mask_of
+from torch import Tensor, nn
+
+from sparsekit import LearnableMask, trace_units
+from sparsekit.criteria import Magnitude
+
+__all__ = ["TOLERANCE", "distance"]
+
+TOLERANCE = {
+    "float64": 1e-12,
+    "float32": 1e-5,
+    "bfloat16": 0.03,
+    "autocast bfloat16": 0.02,
+    "autocast float16": 0.01,
+}
+"""Largest distance from the reference, over the way that training has gone."""
+
+STEPS = 7
+CHANGES_AT = (2, 4)
+RESUMES_AT = 3
+OVERFLOWS_AT = 5
+
+
+def _model(cell: Cell, device: str) -> tuple[nn.Module, Tensor]:
+    """A model and example inputs; large enough for 8-bit state where that is wanted."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        if cell.kind == "AdamW8bit":
+            model = nn.Sequential(nn.Linear(16, 512), nn.Tanh(), nn.Linear(512, 3))
+            x = torch.randn(12, 16)
+        else:
+            layers = (nn.Conv2d(2, 8, 3), nn.Tanh(), nn.Conv2d(8, 6, 3), nn.Tanh(), nn.Flatten(), nn.Linear(6 * 4, 3))
+            model, x = nn.Sequential(*layers), torch.randn(12, 2, 6, 6)
+    dtype = {"bfloat16": torch.bfloat16, "float64": torch.float64}.get(cell.precision, torch.float32)
+    return model.to(device, dtype), x.to(device, dtype)
+
+
+def _optimizer(cell: Cell, weights: list[nn.Parameter], importance: nn.Parameter, *, plain: bool) -> torch.optim.Optimizer:
+    """Importance has a small rate of its own, so that its order changes where the cell says and nowhere else."""
+    groups = [{"params": weights}, {"params": [importance], "lr": 1e-4, "weight_decay": 0.0}]
+    loop: dict[str, Any] = {cell.implementation: True} if cell.implementation and not plain else {"foreach": False}
+    match cell.kind:
+        case "SGD":
+            return torch.optim.SGD(groups, lr=0.1, momentum=0.9, weight_decay=1e-3, **loop)
+        case "Adam" | "AdamW":
+            return getattr(torch.optim, cell.kind)(groups, lr=0.02, eps=1e-2, weight_decay=1e-3, **loop)
+        case "RMSprop":
+            return torch.optim.RMSprop(groups, lr=0.005, eps=1e-2, momentum=0.5, **loop)
+        case "Adafactor":
+            return torch.optim.Adafactor(groups, lr=0.05, **loop)
+        case "LBFGS":
+            return torch.optim.LBFGS([*weights, importance] if _learns(cell) else weights, lr=0.1, max_iter=2)
+        case "AdamW8bit":
+            from torchao.optim import AdamW8bit
+
+            return AdamW8bit(groups if _learns(cell) else weights, lr=0.02, eps=1e-2, block_size=256)
+    raise AssertionError(cell.kind)
+
+
+def _learns(cell: Cell) -> bool:
+    """Optimisers that cannot follow a change of mask are resumed under a mask that stands."""
+    return not (cell.kind in ("LBFGS", "AdamW8bit") and cell.change == "resume")
+
+
+def _autocast(cell: Cell, device: str) -> AbstractContextManager[Any]:
+    kind, _, name = cell.precision.partition(" ")
+    return torch.autocast(torch.device(device).type, getattr(torch, name)) if kind == "autocast" else nullcontext()
+
+
+def _importance(units: int, turn: int, like: Tensor) -> Tensor:
+    """Well separated values in an order that every turn changes."""
+    order = torch.randperm(units, generator=torch.Generator().manual_seed(turn))
+    return ((order + 1) / units).to(like)
+
+
+def _masked(cell: Cell, device: str, backend: str) -> LearnableMask:
+    model, x = _model(cell, device)
+    if cell.compiler != "off":
+        model = torch.compile(model, backend=backend)  # type: ignore[assignment]
+    criterion = None if _learns(cell) else Magnitude()
+    return LearnableMask(model, (x,), ratio=0.5, explore=0.0, execution=cell.execution, criterion=criterion)  # type: ignore[arg-type]
+
+
+def distance(
+    cell: Cell, *, device: str = "cpu", backend: str = "inductor", after_step: Callable[..., None] = lambda _: None
+) -> float:
+    """Train both through the change and compare weights and importance.
+
+    Args:
+        cell: What to run.
+        device: Where.
+        backend: Compiler of the model, where the cell compiles.
+        after_step: Called with the learnable mask after each of its steps; a test breaks something in it.
+
+    Returns:
+        The norm of the difference of all dense weights over the norm of what training has changed.
+    """
+    masked = _masked(cell, device, backend)
+    model, x = _model(cell, device)
+    first = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    optimizer = _optimizer(cell, masked.weights(), masked.scores, plain=False)
+    reference = Reference(
+        model,
+        trace_units(model, x),
+        masked.scores.detach(),
+        lambda weights, importance: _optimizer(cell, weights, importance, plain=True),
+        lasts=cell.kind in ("LBFGS", "AdamW8bit"),
+    )
+    if not _learns(cell):  # the mask of magnitude stands; its importance is what the reference keeps it by
+        kept = torch.cat([keep.float() for keep in masked.unit_mask().values()])
+        reference.scores.copy_(kept.to(reference.scores))
+    scaler = torch.amp.GradScaler(torch.device(device).type, init_scale=1024.0) if "float16" in cell.precision.split() else None
+    for step in range(STEPS):
+        generator = torch.Generator().manual_seed(100 + step)
+        batch = torch.randn(x.shape, generator=generator).to(x)
+        target = torch.randint(3, (x.shape[0],), generator=generator).to(device)
+        scale = float("inf") if scaler is not None and step == OVERFLOWS_AT else 1.0
+
+        def loss(run: Callable[..., Tensor], batch: Tensor = batch, target: Tensor = target) -> Tensor:
+            with _autocast(cell, device):
+                outputs = run(batch)
+            return F.cross_entropy(outputs.float() if outputs.dtype.itemsize < 4 else outputs, target)
+
+        if _learns(cell) and (step == 0 or (step in CHANGES_AT and cell.change != "ratio")):
+            values = _importance(masked.scores.numel(), step, masked.scores)
+            masked.load_importance(masked._split(values))
+            reference.scores.copy_(values)
+        if step in CHANGES_AT and cell.change == "ratio":
+            masked.ratio = reference.ratio = (0.25, 0.75)[CHANGES_AT.index(step)]
+        elif step == CHANGES_AT[0] and not _learns(cell) and cell.change != "resume":
+            masked.ratio = 0.25
+        if step == RESUMES_AT and cell.change == "resume":
+            masked, optimizer = _resumed(cell, masked, optimizer, device, backend)
+        _step(masked, optimizer, scaler, loss, scale)
+        after_step(masked)
+        if scale == 1.0:
+            with torch.compiler.set_stance("force_eager"):  # torchao compiles the step of every shape, which takes long
+                reference.step(loss)
+        assert not _learns(cell) or masked.unit_mask() == mask_of(reference.graph, reference.scores, reference.ratio)
+    found = {name.removeprefix("_orig_mod."): tensor for name, tensor in masked.dense_state().items()}
+    apart = sum(float((found[name].double() - tensor.double()).square().sum()) for name, tensor in model.state_dict().items())
+    way = sum(float((tensor.double() - first[name].double()).square().sum()) for name, tensor in model.state_dict().items())
+    return float((apart / way) ** 0.5)
+
+
+def _step(
+    masked: LearnableMask, optimizer: torch.optim.Optimizer, scaler: Any, loss: Callable[..., Tensor], scale: float
+) -> None:
+    def evaluate() -> Tensor:
+        optimizer.zero_grad()
+        value = loss(masked) * scale
+        (value if scaler is None else scaler.scale(value)).backward()
+        return value
+
+    if isinstance(optimizer, torch.optim.LBFGS) and scaler is None:
+        optimizer.step(evaluate)
+        return
+    evaluate()
+    if isinstance(optimizer, torch.optim.LBFGS):
+        scaler.step(optimizer, closure=evaluate)
+        return
+    with torch.compiler.set_stance("force_eager"):
+        optimizer.step() if scaler is None else scaler.step(optimizer)
+    if scaler is not None:
+        scaler.update()
+
+
+def _resumed(cell: Cell, masked: LearnableMask, optimizer: Any, device: str, backend: str) -> tuple[LearnableMask, Any]:
+    buffer = io.BytesIO()
+    torch.save((masked.state_dict(), optimizer.state_dict()), buffer)
+    buffer.seek(0)
+    saved = torch.load(buffer, weights_only=True)
+    masked = _masked(cell, device, backend)
+    optimizer = _optimizer(cell, masked.weights(), masked.scores, plain=False)
+    masked.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    return masked, optimizer

@@ -1,0 +1,77 @@
+"""Every optimiser, precision, execution and compiler trains as masked dense training does through every change, or is refused.
+
+The default run takes cells such that every pair of values occurs, and runs a compiled model without code for the machine, which
+takes long to make: torch's tracer and its autograd, then eager operators. `pytest tests/matrix -m "slow or not slow"` runs the
+whole product with inductor.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from matrix.cells import AXES, Cell, all_cells, expected, pairwise
+from matrix.run import TOLERANCE, distance
+
+from sparsekit.errors import SparsekitError
+from sparsekit.training.optimizer_hooks import OptimizerSet
+
+ROOT = Path(__file__).parents[2]
+CELLS = all_cells()
+FEW = pairwise(CELLS)
+
+
+def check(cell: Cell, device: str, backend: str) -> None:
+    if cell.kind == "AdamW8bit" and importlib.util.find_spec("torchao") is None:
+        pytest.skip("torchao is not installed")
+    torch.compiler.reset()
+    reason = expected(cell, device)
+    if reason != "equal":
+        with pytest.raises((SparsekitError, RuntimeError), match=reason):
+            distance(cell, device=device, backend=backend)
+    else:
+        assert distance(cell, device=device, backend=backend) <= TOLERANCE[cell.precision]
+
+
+@pytest.mark.parametrize("cell", FEW, ids=str)
+def test_pairs(cell: Cell, device: str) -> None:
+    check(cell, device, "aot_eager")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cell", CELLS, ids=str)
+def test_the_whole_product(cell: Cell, device: str) -> None:
+    check(cell, device, "inductor")
+
+
+def test_every_pair_of_values_is_among_the_cells_of_the_default_run() -> None:
+    values = [(axis, value) for axis, choices in AXES.items() for value in choices]
+    wanted = {(one, two) for one in values for two in values if one[0] < two[0]}
+    found = {
+        ((a, getattr(cell, a)), (b, getattr(cell, b))) for cell in FEW for a in AXES for b in AXES if a < b
+    }  # fmt: skip
+    assert found == wanted
+    assert len(FEW) <= 80
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "Adam", "AdamW", "Adafactor", "RMSprop"])
+@pytest.mark.parametrize("precision", TOLERANCE)
+def test_state_that_does_not_follow_the_mask_would_be_found_out(optimizer: str, precision: str, device: str) -> None:
+    def forget(masked: object) -> None:
+        masked.optimizers = OptimizerSet()  # type: ignore[attr-defined]
+
+    cell = Cell(optimizer, precision, "compact", "off", "mask")
+    assert distance(cell, device=device, after_step=forget) > 1.5 * TOLERANCE[precision]
+
+
+def test_the_page_says_what_the_tests_expect() -> None:
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    try:
+        from matrix_page import table
+    finally:
+        sys.path.remove(str(ROOT / "benchmarks"))
+    page = (ROOT / "docs/matrix.md").read_text(encoding="utf-8")
+    assert table() in page, "run `python benchmarks/matrix_page.py`, which writes docs/matrix.md"

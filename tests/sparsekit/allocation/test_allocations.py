@@ -1,0 +1,154 @@
+"""The allocations within a budget, and those written down by hand: the contract, budgets, and what makes each its own."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import sparsekit as sk
+from sparsekit.allocation import CostModel, Global, Isomorphic, Knapsack, PerGroup, Sensitivity, UniformWithin
+from sparsekit.errors import InvalidValueError, UnknownNameError
+from sparsekit.measure import cost as cost_module
+from sparsekit.testing.allocations import AllocationContract, example_tied_graph
+
+HALF = sk.Budget(flops="50%")
+TABLE = {
+    "first": [(0.5, 0.1), (0.25, 0.5)],
+    "lower": [(0.5, 0.3), (0.25, 0.2)],
+    "second": [(1.0, 0.0)],
+}
+WITHIN = [
+    Global(HALF),
+    Global(sk.Budget(params="60%", bytes=250), limits={"first": (0.5, 0.9)}, multiple_of={"feature": 2}, scale="none"),
+    Isomorphic(HALF),
+    Knapsack(HALF),
+    Knapsack(HALF, multiple_of=3, choices=3),
+    Sensitivity(HALF, TABLE),
+    UniformWithin(HALF),
+    UniformWithin(sk.Budget(bytes="70%"), multiple_of=4),
+]
+
+
+class _WithCosts(AllocationContract):
+    @pytest.fixture
+    def cost(self) -> CostModel:
+        graph = example_tied_graph()
+        terms = tuple(cost_module.CostTerm(name, Fraction(1), None) for name in graph.shapes)
+        return cost_module.CostModel(graph, terms, 0, 1, frozenset(graph.shapes), dict.fromkeys(graph.shapes, 4))
+
+
+class TestWithinABudget(_WithCosts):
+    @pytest.fixture(params=WITHIN, ids=lambda allocation: type(allocation).__name__)
+    def allocation(self, request: pytest.FixtureRequest) -> Any:
+        return request.param
+
+
+class TestPerGroup(AllocationContract):
+    @pytest.fixture
+    def allocation(self) -> PerGroup:
+        return PerGroup({"first": 0.5, "low.*": 0.25}, default=0.75, multiple_of=2)
+
+
+def _setup() -> tuple[sk.UnitGraph, Any, dict[str, Tensor]]:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = nn.Sequential(
+            nn.Conv2d(3, 12, 3), nn.ReLU(), nn.Conv2d(12, 24, 3), nn.ReLU(), nn.Conv2d(24, 16, 3), nn.ReLU(),
+            nn.Flatten(), nn.Linear(64, 40), nn.ReLU(), nn.Linear(40, 5),
+        )  # fmt: skip
+        x = torch.randn(2, 3, 8, 8)
+    graph = sk.trace_units(model, x)
+    scores = sk.criteria.Magnitude().scores(graph, sk.View(weights=model.state_dict()))
+    return graph, sk.cost_model(model, x, graph=graph), dict(scores)
+
+
+@pytest.mark.parametrize("share", [0.8, 0.5, 0.2, 0.12])
+@pytest.mark.parametrize("kind", [Global, Isomorphic, Knapsack, UniformWithin])
+def test_no_budget_is_exceeded_and_none_is_missed_by_more_than_a_unit(kind: type, share: float) -> None:
+    graph, costs, scores = _setup()
+    counts = kind(sk.Budget(flops=f"{100 * share}%")).counts(graph, scores, costs)
+    limit = share * costs.dense_costs()["flops"]
+    assert costs.costs(counts)["flops"] <= limit
+    if kind is not UniformWithin:
+        for name, count in counts.items():
+            if count < graph.groups[name].size:
+                assert costs.costs({**counts, name: count + 1})["flops"] > limit
+
+
+def test_global_takes_the_units_of_least_score_wherever_they_are() -> None:
+    graph, costs, scores = _setup()
+    scores = {name: torch.full_like(values, 10.0) for name, values in scores.items()}
+    scores["2"][:6] = 1.0
+    scores["7"][:3] = 2.0
+    dense = {name: group.size for name, group in graph.groups.items()}
+    limit = costs.costs({**dense, "2": 18, "7": 37})["flops"]
+    counts = Global(sk.Budget(flops=limit), scale="none").counts(graph, scores, costs)
+    assert counts == {**dense, "2": 18, "7": 37}
+
+
+def test_uniform_within_keeps_one_share_everywhere() -> None:
+    graph, costs, scores = _setup()
+    counts = UniformWithin(HALF).counts(graph, scores, costs)
+    ratio = max((count - 1) / graph.groups[name].size for name, count in counts.items())
+    assert counts == sk.allocation.Uniform(ratio + 1e-6).counts(graph, scores)
+
+
+def test_isomorphic_never_compares_scores_of_different_structures() -> None:
+    graph, costs, scores = _setup()
+    allocation = Isomorphic(HALF, scale="none")
+    louder = {name: values * (1000.0 if name == "7" else 1.0) for name, values in scores.items()}
+    assert allocation.counts(graph, louder, costs) == allocation.counts(graph, scores, costs)
+    louder = {name: values * (1000.0 if name == "0" else 1.0) for name, values in scores.items()}
+    counts = allocation.counts(graph, louder, costs)
+    assert counts["0"] == 12, "convolutions 0 and 2 have one structure, so the louder one keeps everything"
+    assert counts["2"] < 24
+
+
+def test_the_knapsack_keeps_at_least_as_much_worth_as_the_walk() -> None:
+    graph, costs, scores = _setup()
+    equal = {name: torch.ones_like(values) for name, values in scores.items()}
+
+    def kept(counts: Any) -> int:
+        return sum(counts.values())
+
+    walk = sk.allocation.ByCost(HALF, scale="none").counts(graph, equal, costs)
+    best = Knapsack(HALF, scale="none").counts(graph, equal, costs)
+    assert kept(best) >= kept(walk)
+
+
+def test_sensitivity_spares_the_group_that_hurts() -> None:
+    graph, costs, scores = _setup()
+    calm = [(0.75, 0.01), (0.5, 0.02), (0.25, 0.03)]
+    table = dict.fromkeys(graph.groups, calm) | {"2": [(0.75, 0.5), (0.5, 0.4)]}
+    counts = Sensitivity(sk.Budget(flops="60%"), table).counts(graph, scores, costs)
+    shares = {name: count / graph.groups[name].size for name, count in counts.items()}
+    assert shares["2"] > max(shares[name] for name in ("0", "4"))
+    with pytest.raises(InvalidValueError, match="no entry for group '0'"):
+        Sensitivity(HALF, {"2": calm}).counts(graph, scores, costs)
+    with pytest.raises(InvalidValueError, match="pairs"):
+        Sensitivity(HALF, {"2": [(2.0, 0.1)]})
+
+
+def test_shares_by_hand_go_by_name_before_expression() -> None:
+    graph, _, scores = _setup()
+    counts = PerGroup({r"\d": 0.5, "0": 0.25}).counts(graph, scores)
+    assert counts == {"0": 3, "2": 12, "4": 8, "7": 20}
+    with pytest.raises(UnknownNameError, match="names and matches no group"):
+        PerGroup({"conv": 0.5}).counts(graph, scores)
+    with pytest.raises(InvalidValueError, match="ratio must be in"):
+        PerGroup({"0": 50})
+
+
+def test_multiples_count_features_of_heads_and_units_of_others() -> None:
+    from sparsekit.allocation.rounding import step_of
+    from sparsekit.graph.groups import UnitGroup, UnitSlice
+
+    heads = UnitGroup("a", 6, "head", (UnitSlice("w", 0, torch.arange(24).reshape(6, 4), "out", gated=True),))
+    assert step_of(heads, 8) == 2
+    assert step_of(heads, {"head": 3}) == 3
+    assert step_of(heads, {"channel": 3}) == 1
+    assert step_of(heads, {"a": 5, "head": 3}) == 5

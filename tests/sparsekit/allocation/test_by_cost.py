@@ -1,0 +1,187 @@
+"""By-cost allocation: the contract, exact choices on small models, and budgets that are met and never exceeded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from fractions import Fraction
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import sparsekit as sk
+from sparsekit.allocation import ByCost, CostModel, choose
+from sparsekit.errors import InvalidValueError, UnknownNameError
+from sparsekit.measure import cost as cost_module
+from sparsekit.testing.allocations import AllocationContract, example_tied_graph
+
+
+def tied_costs() -> CostModel:
+    """Of the graph of the contract: each entry of a matrix is used once."""
+    graph = example_tied_graph()
+    terms = tuple(cost_module.CostTerm(name, Fraction(1), None) for name in graph.shapes)
+    widths = dict.fromkeys(graph.shapes, 4)
+    return cost_module.CostModel(graph, terms, 0, 1, frozenset(graph.shapes), widths)
+
+
+class TestByCost(AllocationContract):
+    @pytest.fixture
+    def allocation(self) -> ByCost:
+        return ByCost(sk.Budget(flops="50%"))
+
+    @pytest.fixture
+    def cost(self) -> CostModel:
+        return tied_costs()
+
+
+class TestByCostWithinLimits(AllocationContract):
+    @pytest.fixture
+    def allocation(self) -> ByCost:
+        return ByCost(
+            sk.Budget(params="60%", bytes=250), limits={"first": (0.5, 0.9)}, multiple_of={"feature": 2}, scale="mean"
+        )
+
+    @pytest.fixture
+    def cost(self) -> CostModel:
+        return tied_costs()
+
+
+def _net() -> tuple[nn.Module, Tensor]:
+    net = nn.Sequential(nn.Linear(4, 40), nn.ReLU(), nn.Linear(40, 8), nn.ReLU(), nn.Linear(8, 30), nn.ReLU(), nn.Linear(30, 2))
+    return net, torch.randn(3, 4)
+
+
+def _setup() -> tuple[sk.UnitGraph, Any, dict[str, Tensor]]:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model, x = _net()
+    graph = sk.trace_units(model, x)
+    scores = sk.criteria.Magnitude().scores(graph, sk.View(weights=model.state_dict()))
+    return graph, sk.cost_model(model, x, graph=graph), dict(scores)
+
+
+def test_of_two_units_of_equal_worth_the_dearer_one_goes() -> None:
+    graph, costs, scores = _setup()
+    equal = {name: torch.ones_like(values) for name, values in scores.items()}
+    dense = {name: group.size for name, group in graph.groups.items()}
+    saved = {name: costs.tracker(dense).gain((name,), size - 1, {"flops": 1.0}) for name, size in dense.items()}
+    limit = costs.dense_costs()["flops"] - 1
+    counts = ByCost(sk.Budget(flops=limit), scale="none").counts(graph, equal, costs)
+    dearest = max(saved, key=lambda name: saved[name])
+    assert counts == {**dense, dearest: dense[dearest] - 1}
+
+
+@pytest.mark.parametrize("share", [0.9, 0.5, 0.25, 0.12])
+@pytest.mark.parametrize("metric", ["flops", "params", "bytes"])
+def test_the_budget_is_met_to_the_last_unit_and_not_exceeded(share: float, metric: str) -> None:
+    graph, costs, scores = _setup()
+    counts = ByCost(sk.Budget(**{metric: f"{share * 100}%"})).counts(graph, scores, costs)
+    limit = share * costs.dense_costs()[metric]
+    assert costs.costs(counts)[metric] <= limit
+    for name, count in counts.items():
+        if count < graph.groups[name].size:
+            assert costs.costs({**counts, name: count + 1})[metric] > limit, f"one more unit of {name} would fit"
+
+
+def test_several_budgets_hold_at_once() -> None:
+    graph, costs, scores = _setup()
+    counts = ByCost(sk.Budget(flops="60%", params="40%", bytes=1200)).counts(graph, scores, costs)
+    found, dense = costs.costs(counts), costs.dense_costs()
+    assert found["flops"] <= 0.6 * dense["flops"]
+    assert found["params"] <= 0.4 * dense["params"]
+    assert found["bytes"] <= 1200
+
+
+def test_a_budget_that_is_met_already_keeps_everything() -> None:
+    graph, costs, scores = _setup()
+    for budget in (sk.Budget(flops="100%"), sk.Budget(flops=1e12)):
+        assert ByCost(budget).counts(graph, scores, costs) == {name: group.size for name, group in graph.groups.items()}
+
+
+def test_limits_and_multiples_hold_and_do_not_break_the_budget() -> None:
+    graph, costs, scores = _setup()
+    limits = {"0": (0.5, 0.8), "2": (1.0, 1.0)}
+    counts = ByCost(sk.Budget(flops="50%"), limits=limits, multiple_of=4).counts(graph, scores, costs)
+    assert 20 <= counts["0"] <= 32
+    assert counts["2"] == 8
+    assert all(count % 4 == 0 or count == graph.groups[name].size for name, count in counts.items())
+    assert costs.costs(counts)["flops"] <= 0.5 * costs.dense_costs()["flops"]
+
+
+def test_a_budget_that_cannot_be_met_names_the_least_and_what_holds_it_up() -> None:
+    graph, costs, scores = _setup()
+    with pytest.raises(sk.BudgetError, match=r"is the least; held up by 0 \(at least 40 of 40\)") as caught:
+        ByCost(sk.Budget(flops="5%"), limits={"0": (1.0, 1.0)}).counts(graph, scores, costs)
+    assert caught.value.least["flops"] == costs.costs({"0": 40, "2": 1, "4": 1})["flops"]
+    with pytest.raises(sk.BudgetError, match="every group is at its last unit"):
+        ByCost(sk.Budget(flops=2)).counts(graph, scores, costs)
+
+
+def test_scores_that_hold_nan_are_refused_with_the_group() -> None:
+    graph, costs, scores = _setup()
+    scores["2"] = scores["2"].clone()
+    scores["2"][3] = float("nan")
+    with pytest.raises(InvalidValueError, match="group '2' hold NaN, for unit 3"):
+        ByCost(sk.Budget(flops="50%")).counts(graph, scores, costs)
+
+
+def test_without_costs_there_is_no_budget() -> None:
+    graph, _, scores = _setup()
+    with pytest.raises(InvalidValueError, match="cost_model"):
+        ByCost(sk.Budget(flops="50%")).counts(graph, scores)
+
+
+def test_a_cost_model_without_a_tracker_will_do() -> None:
+    class Plain:
+        def __init__(self, inner: Any) -> None:
+            self.inner = inner
+
+        def costs(self, counts: Mapping[str, int]) -> Mapping[str, float]:
+            found: Mapping[str, float] = self.inner.costs(counts)
+            return found
+
+    graph, costs, scores = _setup()
+    allocation = ByCost(sk.Budget(flops="40%", params="50%"))
+    assert allocation.counts(graph, scores, Plain(costs)) == allocation.counts(graph, scores, costs)
+
+
+@pytest.mark.parametrize(
+    ("more", "error", "told"),
+    [
+        ({"limits": {"0": (0.5, 0.2)}}, InvalidValueError, "least ≤ largest"),
+        ({"limits": {"0": 0.5}}, InvalidValueError, "must be .least, largest. share"),
+        ({"multiple_of": 0}, InvalidValueError, "positive integer"),
+        ({"scale": "median"}, InvalidValueError, "scale must be one of"),
+        ({"limits": {"00": (0.1, 0.2)}}, UnknownNameError, "names no group"),
+        ({"multiple_of": {"chanel": 8}}, UnknownNameError, "did you mean 'channel'"),
+    ],
+)
+def test_what_is_not_allowed_is_refused(more: dict[str, Any], error: type[Exception], told: str) -> None:
+    graph, costs, scores = _setup()
+    with pytest.raises(error, match=told):
+        ByCost(sk.Budget(flops="50%"), **more).counts(graph, scores, costs)
+
+
+def test_negative_and_equal_scores_rank_like_others() -> None:
+    graph, costs, scores = _setup()
+    for values in (-5.0, 0.0, 3.0):
+        flat = {name: torch.full_like(old, values) for name, old in scores.items()}
+        counts = ByCost(sk.Budget(flops="50%")).counts(graph, flat, costs)
+        choose(graph, flat, counts).check(graph)
+        assert min(counts.values()) > 1
+
+
+def test_schedules_go_from_the_dense_model_to_the_budget() -> None:
+    for shape in ("one_shot", "linear", "cubic", "cosine"):
+        schedule = sk.allocation.Schedule(shape, 4)
+        gone = [schedule.progress(step) for step in range(6)]
+        assert gone[0] == 0
+        assert gone[4] == gone[5] == 1
+        assert gone == sorted(gone)
+    assert sk.allocation.Schedule("linear", 4).ratio(2, 0.5) == 0.75
+    assert sk.allocation.Schedule("cubic", 2).progress(1) == 0.875
+    with pytest.raises(UnknownNameError, match="did you mean 'cubic'"):
+        sk.allocation.Schedule("cubik")
+    with pytest.raises(InvalidValueError, match="at least one step"):
+        sk.allocation.Schedule("linear", 0)

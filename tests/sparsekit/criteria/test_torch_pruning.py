@@ -1,0 +1,115 @@
+"""TorchPruning: the scores of that library's classes on its own groups, and models that it cannot trace."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import sparsekit as sk
+from sparsekit.criteria import View
+from sparsekit.criteria.torch_pruning import TorchPruning
+from sparsekit.errors import InvalidValueError, MissingImportanceError
+from sparsekit.testing.criteria import CriterionContract
+
+tp = pytest.importorskip("torch_pruning", reason="pip install 'sparsekit-torch[torch-pruning]'")
+
+
+class TestAdapter(CriterionContract):
+    @pytest.fixture
+    def criterion(self) -> TorchPruning:
+        return TorchPruning(tp.importance.MagnitudeImportance(p=1, normalizer=None))
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(3, 6, 3, padding=1), nn.BatchNorm2d(6)
+        self.second, self.third = nn.Conv2d(6, 6, 3, padding=1), nn.Conv2d(6, 4, 1)
+        self.head = nn.Linear(4 * 9, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.norm(self.first(x)))
+        return self.head(F.relu(self.third(x + self.second(x))).flatten(1))
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    model = Branches().eval()
+    nn.init.uniform_(model.norm.weight)
+    return model
+
+
+DATA = [(torch.randn(4, 3, 3, 3, generator=torch.Generator().manual_seed(i)), torch.arange(4)) for i in range(2)]
+CLASSES: dict[str, tuple[Any, bool]] = {
+    "magnitude": (lambda: tp.importance.GroupMagnitudeImportance(), False),
+    "magnitude L1, raw, sum": (lambda: tp.importance.MagnitudeImportance(p=1, group_reduction="sum", normalizer=None), False),
+    "BN scale of the first": (lambda: tp.importance.GroupMagnitudeImportance(group_reduction="max", normalizer="max"), False),
+    "LAMP": (lambda: tp.importance.LAMPImportance(), False),
+    "FPGM": (lambda: tp.importance.FPGMImportance(), False),
+    "Taylor": (lambda: tp.importance.GroupTaylorImportance(), True),
+    "Hessian": (lambda: tp.importance.GroupHessianImportance(), True),
+}
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_scores_are_those_on_the_librarys_own_groups(name: str, model: nn.Module) -> None:
+    make, needs_data = CLASSES[name]
+    graph = sk.trace_units(model, torch.randn(2, 3, 3, 3))
+    importance = make()
+    found = TorchPruning(importance, batches=DATA if needs_data else None, loss=F.cross_entropy).scores(
+        graph, View(model=model)
+    )
+    reference = make()
+    if needs_data:
+        for x, y in DATA:
+            if hasattr(reference, "accumulate_grad"):
+                for row, target in zip(x.split(1), y.split(1)):
+                    model.zero_grad()
+                    F.cross_entropy(model(row), target).backward()
+                    reference.accumulate_grad(model)
+            else:
+                F.cross_entropy(model(x), y).backward()
+    library = tp.DependencyGraph().build_dependency(model, torch.randn(1, 3, 3, 3))
+    for layer, group in ((model.first, "first"), (model.third, "third")):
+        own = library.get_pruning_group(layer, tp.prune_conv_out_channels, list(range(layer.out_channels)))
+        assert torch.allclose(found[group], reference(own).double(), rtol=1e-4, atol=1e-8), group
+
+
+def test_activations_of_its_class_are_read_and_not_left_on_the_layers(model: nn.Module) -> None:
+    graph = sk.trace_units(model, torch.randn(2, 3, 3, 3))
+    importance = tp.importance.ActivationImportance(target_types=[nn.Conv2d, nn.Linear])
+    scores = TorchPruning(importance, batches=DATA).scores(graph, View(model=model))
+    assert all(float(values.mean()) == pytest.approx(1.0) for values in scores.values())
+    assert not any(hasattr(module, "_importance") for module in model.modules())
+
+
+def test_gradients_of_the_model_are_put_back(model: nn.Module) -> None:
+    graph = sk.trace_units(model, torch.randn(2, 3, 3, 3))
+    model.head.weight.grad = gradient = torch.ones_like(model.head.weight)
+    TorchPruning(tp.importance.GroupTaylorImportance(), batches=DATA, loss=F.cross_entropy).scores(graph, View(model=model))
+    assert model.head.weight.grad is gradient
+    assert model.first.weight.grad is None
+
+
+def test_heads_and_flattened_channels_are_averaged_over_their_positions() -> None:
+    torch.manual_seed(0)
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 1)
+    graph = sk.trace_units(model, torch.randn(2, 5, 8))
+    scores = TorchPruning(tp.importance.MagnitudeImportance()).scores(graph, View(model=model))
+    assert {name: values.numel() for name, values in scores.items()} == {n: g.size for n, g in graph.groups.items()}
+
+
+def test_what_is_missing_is_said(model: nn.Module) -> None:
+    graph = sk.trace_units(model, torch.randn(2, 3, 3, 3))
+    view = View(model=model)
+    with pytest.raises(MissingImportanceError, match="TorchPruning\\(LAMPImportance"):
+        TorchPruning().scores(graph, view)
+    with pytest.raises(MissingImportanceError, match="reads gradients that are not there"):
+        TorchPruning(tp.importance.GroupTaylorImportance()).scores(graph, view)
+    with pytest.raises(InvalidValueError, match="has no score for group 'third'"):
+        TorchPruning(tp.importance.BNScaleImportance()).scores(graph, view)

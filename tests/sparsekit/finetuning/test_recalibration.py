@@ -1,0 +1,114 @@
+"""recalibrate() and compensate(): exact statistics, exact fits, and better models on data."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import sparsekit as sk
+from sparsekit.errors import DataError, ForeignMaskError, InvalidValueError
+from sparsekit.finetuning import compensate, recalibrate
+
+
+def test_statistics_are_averages_over_the_batches() -> None:
+    model = nn.Sequential(nn.Conv2d(2, 3, 1), nn.BatchNorm2d(3, momentum=0.3), nn.Dropout(0.5))
+    model.eval()
+    batches = [torch.randn(4, 2, 5, 5), torch.randn(4, 2, 5, 5)]
+    assert recalibrate(model, batches) == 1
+    values = [model[0](x).detach() for x in batches]
+    mean = torch.stack([v.mean((0, 2, 3)) for v in values]).mean(0)
+    variance = torch.stack([v.transpose(0, 1).flatten(1).var(1) for v in values]).mean(0)
+    assert torch.allclose(model[1].running_mean, mean, atol=1e-6)
+    assert torch.allclose(model[1].running_var, variance, atol=1e-6)
+    assert model[1].momentum == 0.3
+    assert not any(module.training for module in model.modules())
+
+
+def test_a_model_without_statistics_reads_no_batch() -> None:
+    assert recalibrate(nn.Linear(2, 2), iter(())) == 0
+
+
+def test_an_empty_loader_is_an_error_and_the_momentum_comes_back() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(3, momentum=0.3))
+    with pytest.raises(DataError, match="the loader is empty"):
+        recalibrate(model, [])
+    assert model[0].momentum == 0.3
+
+
+def _half(graph: sk.UnitGraph) -> sk.UnitMask:
+    return sk.UnitMask({name: torch.arange(group.size) < (group.size + 1) // 2 for name, group in graph.groups.items()})
+
+
+def test_units_that_are_sums_of_others_are_made_up_for() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 8), nn.Linear(8, 2))
+    with torch.no_grad():  # what goes is affine in what stays
+        model[0].weight[4:] = torch.randn(4, 4) @ model[0].weight[:4]
+    x = torch.randn(64, 3)
+    graph = sk.trace_units(model, x[:2])
+    mask = _half(graph)
+    small = sk.compact(model, graph, mask)
+    assert not torch.allclose(small(x), model(x), atol=1e-2)
+    left = compensate(model, small, graph, mask, [x], ridge=1e-9)
+    assert torch.allclose(small(x), model(x), atol=1e-4)
+    assert left["1"] < 1e-6
+
+
+class Net(nn.Module):
+    """Convolutions with padding, stride and dilation, a sum, a flatten and a hidden layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(3, 12, 3, padding=1), nn.BatchNorm2d(12)
+        self.second = nn.Conv2d(12, 12, 3, padding="same", dilation=2, bias=False)
+        self.third = nn.Conv2d(12, 8, 3, stride=2, padding=1, padding_mode="reflect")
+        self.hidden, self.head = nn.Linear(8 * 16, 10), nn.Linear(10, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.norm(self.first(x)))
+        x = F.relu(self.third(x + self.second(x)))
+        return self.head(F.relu(self.hidden(x.flatten(1))))
+
+
+def test_every_kind_of_reader_is_fitted_and_the_whole_model_gets_nearer() -> None:
+    torch.manual_seed(0)
+    model = Net().eval()
+    batches = [torch.randn(64, 3, 8, 8) for _ in range(4)]
+    graph = sk.trace_units(model, batches[0][:2])
+    mask = _half(graph)
+    before = {name: entry.clone() for name, entry in model.state_dict().items()}
+    small, fitted = sk.compact(model, graph, mask), sk.compact(model, graph, mask)
+    left = compensate(model, fitted, graph, mask, [(x, None) for x in batches])
+    assert sorted(left) == ["head", "hidden", "second", "third"]
+    assert all(0 <= share < 1 for share in left.values())
+    test = torch.randn(64, 3, 8, 8)
+    with torch.no_grad():
+        errors = [float(F.mse_loss(m(test), model(test))) for m in (small, fitted)]
+    assert errors[1] < 0.6 * errors[0]
+    assert all(torch.equal(entry, before[name]) for name, entry in model.state_dict().items())
+
+
+def test_the_share_that_is_left_is_that_of_the_layers_own_error() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv1d(2, 6, 3), nn.Tanh(), nn.Conv1d(6, 3, 3, padding=1, stride=2)).eval()
+    x = torch.randn(32, 2, 12)
+    graph = sk.trace_units(model, x[:2])
+    mask = _half(graph)
+    small, fitted = sk.compact(model, graph, mask), sk.compact(model, graph, mask)
+    left = compensate(model, fitted, graph, mask, [x])
+    with torch.no_grad():
+        errors = [float(F.mse_loss(m(x), model(x))) for m in (small, fitted)]
+    assert left["2"] == pytest.approx(errors[1] / errors[0], rel=1e-3)
+
+
+def test_what_is_wrong_is_said() -> None:
+    model = nn.Sequential(nn.Linear(3, 8), nn.Linear(8, 2))
+    graph = sk.trace_units(model, torch.randn(2, 3))
+    small = sk.compact(model, graph, _half(graph))
+    with pytest.raises(InvalidValueError, match="ridge"):
+        compensate(model, small, graph, _half(graph), [], ridge=-1)
+    with pytest.raises(ForeignMaskError):
+        compensate(small, small, graph, _half(graph), [torch.randn(2, 3)])
+    assert compensate(model, model, graph, sk.UnitMask.full(graph), []) == {}

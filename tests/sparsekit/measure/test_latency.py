@@ -1,0 +1,98 @@
+"""Latency tables: of every layer, kept on disk, monotone; budgets of milliseconds are met by measurement."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import zoo
+from torch import nn
+
+import sparsekit as sk
+from sparsekit.measure.latency import measure_table
+from sparsekit.measure.latency_cache import LatencyCache, cache_folder
+from sparsekit.pruning.calibration import meet_latency
+
+
+@pytest.fixture(autouse=True)
+def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPARSEKIT_CACHE", str(tmp_path / "cache"))
+
+
+def _net() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 32, 3), nn.BatchNorm2d(32), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.ReLU(), nn.Flatten(),
+                         nn.Linear(64 * 64, 256), nn.ReLU(), nn.Linear(256, 5)).eval()  # fmt: skip
+
+
+X = torch.randn(4, 3, 12, 12)
+
+
+def test_the_table_is_that_of_the_whole_model_and_falls_with_the_widths() -> None:
+    model = _net()
+    graph = sk.trace_units(model, X)
+    meter = measure_table(model, (X,), {}, graph)
+    counts = {name: group.size for name, group in graph.groups.items()}
+    times = [meter.at({name: max(1, int(share * count)) for name, count in counts.items()}) for share in (1, 0.7, 0.4, 0.1)]
+    assert times == sorted(times, reverse=True)
+    assert times[0] > 0
+    assert meter.gain(counts, {**counts, "0": 4}, 0.0) > 0
+    assert meter.gain(counts, {**counts, "0": 4}, 1e9) == 0
+
+
+def test_what_was_measured_is_read_the_next_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = _net()
+    graph = sk.trace_units(model, X)
+    first = measure_table(model, (X,), {}, graph)
+    runs = []
+    monkeypatch.setattr("sparsekit.measure.latency.measure_latency", lambda *_, **__: runs.append(1) or 3.0)
+    second = measure_table(model, (X,), {}, graph)
+    assert len(runs) == 1, "the whole model alone is measured again"
+    assert second._tables.shape == first._tables.shape
+    assert cache_folder().joinpath("latency").is_dir()
+
+
+def test_a_damaged_or_unwritable_cache_is_told_and_does_not_stop_anything(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache = LatencyCache(torch.device("cpu"), tmp_path)
+    cache.put("layer", 0.5)
+    cache.save()
+    assert LatencyCache(torch.device("cpu"), tmp_path).get("layer") == 0.5
+    cache.path.write_text("{", encoding="utf-8")
+    assert LatencyCache(torch.device("cpu"), tmp_path).get("layer") is None
+    assert "measured again" in caplog.text
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    blocked = LatencyCache(torch.device("cpu"), tmp_path / "file")
+    blocked.put("layer", 0.5)
+    blocked.save()
+    assert "SPARSEKIT_CACHE" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["vit-fused-qkv", "concat", "squeeze-excite", "lstm-stacked", "embedding"])
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_layers_of_all_kinds_are_measured(name: str) -> None:
+    if name not in zoo.ZOO:
+        pytest.skip(f"no {name} in the zoo")
+    model, args, kwargs = zoo.build(name)
+    graph = sk.trace_units(model, *args, example_kwargs=kwargs)
+    meter = measure_table(model, args, kwargs, graph)
+    assert meter.at(dict.fromkeys(graph.groups, 1)) <= meter.at({name: g.size for name, g in graph.groups.items()})
+
+
+def test_a_budget_of_milliseconds_is_met_by_the_measured_model() -> None:
+    pruned = sk.prune(_net(), X, budget={"latency_ms": "60%"})
+    assert pruned.report.after["latency_ms"] <= pruned.report.limits["latency_ms"]
+    assert "error of the table, small model" in pruned.report.measured
+
+
+def test_the_limit_is_met_where_the_table_is_wrong() -> None:
+    def cut(budget: sk.Budget) -> tuple[float, float]:
+        assert isinstance(budget.latency_ms, float)
+        return budget.latency_ms, 1.7 * budget.latency_ms
+
+    found, measured = meet_latency(sk.Budget(latency_ms=10.0), 10.0, cut)
+    assert found == pytest.approx(measured / 1.7)
+    assert 9.5 <= measured <= 10.0
+    with pytest.raises(sk.BudgetError, match="fastest narrow model measured took"):
+        meet_latency(sk.Budget(latency_ms=10.0), 10.0, lambda _: (0, 50.0))

@@ -1,0 +1,78 @@
+"""Peak memory: exact on small models, and equal to what the narrow model itself needs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import zoo
+from torch import Tensor, nn
+
+import sparsekit as sk
+from sparsekit.errors import TraceError
+from sparsekit.graph.edit import narrow
+from sparsekit.measure.memory import measure_memory
+
+
+def test_a_chain_needs_two_neighbours_at_a_time() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3)), torch.randn(5, 4)
+    meter = measure_memory(model, (x,), {}, sk.trace_units(model, x))
+    assert meter.at({"0": 6}) == 4 * 5 * (6 + 6)
+    assert meter.at({"0": 2}) == 4 * 5 * (2 + 3)
+
+
+def test_a_residual_sum_keeps_its_input() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = nn.Linear(4, 6), nn.Linear(6, 6), nn.Linear(6, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.a(x)
+            out: Tensor = self.c(h + self.b(h))
+            return out
+
+    model, x = Net(), torch.randn(5, 4)
+    meter = measure_memory(model, (x,), {}, sk.trace_units(model, x))
+    assert meter.at({"a": 6}) == 4 * 5 * 3 * 6
+    assert meter.at({"a": 1}) == 4 * 5 * 4  # c's output beside the stream and, for a moment, nothing else
+
+
+@pytest.mark.parametrize("name", ["vgg-small", "concat", "squeeze-excite", "resnet-block", "vit-fused-qkv", "gpt", "llama"])
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_the_meter_tells_what_the_narrow_model_needs(name: str) -> None:
+    if name not in zoo.ZOO:
+        pytest.skip(f"no {name} in the zoo")
+    model, args, kwargs = zoo.build(name)
+    graph = sk.trace_units(model, *args, example_kwargs=kwargs)
+    meter = measure_memory(model, args, kwargs, graph)
+    mask = sk.UnitMask({name: torch.arange(group.size) < max(2, group.size // 3) for name, group in graph.groups.items()})
+    small = sk.compact(model, graph, mask)
+    own = measure_memory(small, args, kwargs, narrow(graph, mask))
+    assert meter.at(mask.counts()) == own.at(mask.counts())
+
+
+def test_a_budget_of_memory_is_met_and_narrows_where_the_peak_is() -> None:
+    model = nn.Sequential(
+        nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(4), nn.Conv2d(16, 16, 3), nn.Flatten(), nn.Linear(16, 5)
+    )
+    x = torch.randn(2, 3, 12, 12)
+    pruned = sk.prune(model, x, budget=sk.Budget(memory="50%"))
+    assert pruned.report.after["memory"] <= 0.5 * pruned.report.before["memory"]
+    assert pruned.report.after["memory"] >= 0.45 * pruned.report.before["memory"]
+    assert pruned.mask.counts()["0"] == 8
+    assert pruned.mask.counts()["3"] == 16
+
+
+def test_a_schedule_reaches_a_budget_of_memory() -> None:
+    model = nn.Sequential(nn.Linear(4, 40), nn.ReLU(), nn.Linear(40, 20), nn.ReLU(), nn.Linear(20, 3))
+    pruned = sk.prune(
+        model, torch.randn(6, 4), budget={"memory": "40%", "flops": "50%"}, schedule=sk.allocation.Schedule("linear", 3)
+    )
+    assert pruned.report.after["memory"] <= 0.4 * pruned.report.before["memory"]
+    assert pruned.report.after["flops"] <= 0.5 * pruned.report.before["flops"]
+
+
+def test_inputs_that_do_not_fit_are_refused() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3)), torch.randn(5, 4)
+    with pytest.raises(TraceError, match="failed on the example inputs"):
+        measure_memory(model, (torch.randn(5, 9),), {}, sk.trace_units(model, x))

@@ -1,0 +1,71 @@
+"""Costs by numbers of units: equal to those of masks, and step by step equal to those from scratch."""
+
+from __future__ import annotations
+
+import warnings
+
+import numpy as np
+import pytest
+import torch
+import zoo
+
+import sparsekit as sk
+from sparsekit.allocation.base import _SlowTracker
+from sparsekit.allocation.rounding import tied_groups
+from sparsekit.errors import UnknownNameError
+
+NAMES = ["residual", "concat", "squeeze-excite", "vgg-small", "gpt", "vit-fused-qkv", "llama", "depthwise", "lstm-stacked"]
+
+
+def _costs(name: str) -> tuple[sk.UnitGraph, sk.allocation.CostModel, object]:
+    model, args, kwargs = zoo.build(name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        graph = sk.trace_units(model, *args, **kwargs)
+    return graph, sk.cost_model(model, *args, graph=graph, **kwargs), model
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name in zoo.ZOO])
+def test_costs_of_counts_are_those_of_a_mask(name: str) -> None:
+    graph, costs, _ = _costs(name)
+    rng = np.random.default_rng(0)
+    counts = {}
+    for groups in tied_groups(graph):
+        counts.update(dict.fromkeys(groups, int(rng.integers(1, graph.groups[groups[0]].size + 1))))
+    mask = sk.UnitMask({name: torch.arange(graph.groups[name].size) < count for name, count in counts.items()})
+    found, expected = costs.costs(counts), costs.cost(mask)  # type: ignore[attr-defined]
+    assert found["params"] == expected.parameters
+    assert found["bytes"] == expected.bytes
+    assert found["flops"] * costs.examples == pytest.approx(expected.flops_compact, abs=costs.examples)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name in zoo.ZOO])
+def test_a_step_of_the_tracker_is_the_difference_of_the_costs(name: str) -> None:
+    graph, costs, _ = _costs(name)
+    counts = {name: group.size for name, group in graph.groups.items()}
+    fast = costs.tracker(counts)  # type: ignore[attr-defined]
+    slow = _SlowTracker(costs, counts, ("flops", "params", "bytes"))
+    limits = {"flops": slow.totals()["flops"] / 2, "params": slow.totals()["params"] / 3}
+    rng = np.random.default_rng(1)
+    ties = tied_groups(graph)
+    for _ in range(20):
+        groups = ties[int(rng.integers(len(ties)))]
+        count = int(rng.integers(1, graph.groups[groups[0]].size + 1))
+        assert fast.change(groups, count) == pytest.approx(slow.change(groups, count))
+        assert fast.gain(groups, count, limits) == pytest.approx(slow.gain(groups, count, limits))
+        fast.move(groups, count)
+        slow.move(groups, count)
+        assert fast.totals() == pytest.approx(slow.totals())
+
+
+def test_flops_are_counted_for_one_example() -> None:
+    model, x = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.ReLU(), torch.nn.Linear(6, 3)), torch.randn(5, 4)
+    costs = sk.cost_model(model, x, graph=sk.trace_units(model, x))
+    assert costs.dense_costs()["flops"] == 2 * (4 * 6 + 6 * 3)
+    assert costs.costs({"0": 2}) == {"flops": 2 * (4 * 2 + 2 * 3), "params": 8 + 2 + 6 + 3, "bytes": 4 * 19}
+
+
+def test_an_unknown_metric_is_refused() -> None:
+    model, x = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Linear(6, 3)), torch.randn(5, 4)
+    with pytest.raises(UnknownNameError, match="did you mean 'latency_ms'"):
+        sk.cost_model(model, x, graph=sk.trace_units(model, x), metrics=("latency",))

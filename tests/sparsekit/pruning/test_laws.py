@@ -1,0 +1,93 @@
+"""The law of budgets: over the zoo and random scores none is exceeded, cuts are exact, multiples and limits hold."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import zoo
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from laws import check_masked_equals_compact
+
+import sparsekit as sk
+from sparsekit.allocation import ByCost, Global, Isomorphic, Knapsack, UniformWithin
+from sparsekit.allocation.rounding import free_counts, step_of
+from sparsekit.errors import NoUnitsError
+
+
+@functools.cache
+def _traced(name: str) -> tuple[Any, Any, Any, sk.UnitGraph, Any] | None:
+    model, args, kwargs = zoo.build(name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            graph = sk.trace_units(model, *args, example_kwargs=kwargs)
+        except NoUnitsError:
+            return None
+        return model.eval(), args, kwargs, graph, sk.cost_model(model, *args, graph=graph, **kwargs)
+
+
+NAMES = sorted(zoo.ZOO)
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    name=st.sampled_from(NAMES),
+    kind=st.sampled_from([ByCost, Global, Isomorphic, Knapsack, UniformWithin]),
+    metric=st.sampled_from(["flops", "params", "bytes"]),
+    place=st.floats(0.02, 1.0),
+    seed=st.integers(0, 2**16),
+    multiple=st.sampled_from([1, 1, 2, 3]),
+    limited=st.booleans(),
+)
+def test_no_budget_is_exceeded_and_every_cut_is_exact(
+    name: str, kind: Any, metric: str, place: float, seed: int, multiple: int, limited: bool
+) -> None:
+    traced = _traced(name)
+    if traced is None:
+        return
+    model, args, kwargs, graph, costs = traced
+    rng = np.random.default_rng(seed)
+    scores = {name: torch.from_numpy(rng.exponential(size=group.size)) for name, group in graph.groups.items()}
+    limits = {next(iter(graph.groups)): (0.5, 1.0)} if limited and not graph.ties else {}
+    free = free_counts(graph, limits, multiple)
+    least = costs.costs({name: counts[0] for groups, counts in free.items() for name in groups})[metric]
+    dense = costs.dense_costs()[metric]
+    limit = max(1.0, least + place * (dense - least))
+    counts = kind(sk.Budget(**{metric: limit}), limits=limits, multiple_of=multiple).counts(graph, scores, costs)
+    found = costs.costs(counts)[metric]
+    assert found <= limit
+    for group in graph.groups.values():
+        count = counts[group.name]
+        assert count % step_of(group, multiple) == 0 or count == group.size or graph.ties
+        assert count >= limits.get(group.name, (0.0, 1.0))[0] * group.size
+    mask = sk.choose(graph, scores, counts)
+    check_masked_equals_compact(model, args, kwargs, graph, mask, gradients=False)
+    if kind is ByCost:
+        for groups, allowed in free.items():
+            wider = [n for n in allowed if n > counts[groups[0]]]
+            if wider:
+                assert costs.costs({**counts, **dict.fromkeys(groups, wider[0])})[metric] > limit
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_architecture_goes_to_half_of_what_can_be_pruned(name: str) -> None:
+    traced = _traced(name)
+    if traced is None:
+        pytest.skip("nothing can be removed exactly")
+    model, args, kwargs, graph, costs = traced
+    free = free_counts(graph, {}, 1)
+    least = costs.costs({name: counts[0] for groups, counts in free.items() for name in groups})["flops"]
+    dense = costs.dense_costs()["flops"]
+    limit = (least + dense) / 2
+    scores = sk.criteria.Magnitude().scores(graph, sk.View(weights=model.state_dict()))
+    if least == dense:
+        pytest.skip("no FLOPs depend on units")
+    counts = ByCost(sk.Budget(flops=limit)).counts(graph, scores, costs)
+    assert costs.costs(counts)["flops"] <= limit
+    check_masked_equals_compact(model, args, kwargs, graph, sk.choose(graph, scores, counts), gradients=False)

@@ -1,0 +1,245 @@
+"""prune(): one call from a model and a budget to a smaller model and a report."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import zoo
+from torch import Tensor, nn
+
+import sparsekit as sk
+from sparsekit.allocation import Schedule
+from sparsekit.errors import ForeignMaskError, InvalidValueError, MissingImportanceError, TraceError, UnknownNameError
+from sparsekit.graph.edit import narrow
+
+
+def _net() -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return nn.Sequential(
+            nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 24, 3), nn.ReLU(), nn.Flatten(),
+            nn.Linear(24 * 16, 32), nn.ReLU(), nn.Linear(32, 5),
+        ).eval()  # fmt: skip
+
+
+X = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+
+
+def test_the_small_model_is_within_the_budget_and_equals_the_masked_one() -> None:
+    model = _net()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    pruned = sk.prune(model, (X,), budget=sk.Budget(flops="50%"))
+    cost = sk.count_cost(pruned.model, X)
+    assert cost.flops_compact <= 0.5 * sk.count_cost(model, X).flops_compact
+    assert cost.flops_compact == pruned.report.after["flops"] * 2
+    assert cost.parameters == pruned.report.after["params"]
+    assert cost.bytes == pruned.report.after["bytes"]
+    gated = pruned.graph.gate(model.state_dict(), {name: keep.float() for name, keep in pruned.mask.items()})
+    torch.testing.assert_close(pruned.model(X), torch.func.functional_call(model, gated, (X,)))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize("budget", [{"flops": "50%", "bytes": 20000}, "flops=50%,bytes=20000"])
+def test_a_budget_may_be_a_mapping_or_text(budget: Any) -> None:
+    report = sk.prune(_net(), X, budget=budget).report
+    assert report.after["flops"] <= report.limits["flops"]
+    assert report.after["bytes"] <= 20000
+
+
+@pytest.mark.parametrize("allocation", ["by_cost", "global", "isomorphic", "uniform", "knapsack"])
+@pytest.mark.parametrize("criterion", ["magnitude", "random", None])
+def test_allocations_and_criteria_go_by_name(allocation: str, criterion: str | None) -> None:
+    report = sk.prune(_net(), X, budget="flops=40%", allocation=allocation, criterion=criterion).report
+    assert 0.3 * report.before["flops"] < report.after["flops"] <= 0.4 * report.before["flops"]
+
+
+def test_what_is_kept_stays_whole_and_limits_and_multiples_hold() -> None:
+    pruned = sk.prune(_net(), X, budget="flops=50%", keep=["0"], limits={nn.Linear: (0.5, 0.75)}, multiple_of=4)
+    after = {group.name: group.after for group in pruned.report.groups}
+    assert after["0"] == 16
+    assert 16 <= after["6"] <= 24
+    assert all(count % 4 == 0 for count in after.values())
+
+
+def test_the_report_says_what_was_asked_achieved_and_possible() -> None:
+    pruned = sk.prune(_net(), X, budget="flops=50%", keep=["0"])
+    report = pruned.report
+    assert report.asked == {"flops": "50%"}
+    assert report.least["flops"] < report.after["flops"] <= report.limits["flops"] == report.before["flops"] / 2
+    assert [group.name for group in report.groups] == list(pruned.graph.groups)
+    assert {layer.name: layer.after for layer in report.layers}["8"] == 5
+    assert json.loads(json.dumps(report.to_dict()))["after"] == report.after
+    assert "flops: " in str(report)
+    assert "asked ≤" in str(report)
+
+
+def test_indices_say_which_positions_of_each_tensor_are_kept() -> None:
+    model = _net()
+    pruned = sk.prune(model, X, budget="flops=50%")
+    state = model.state_dict()
+    for name, tensor in pruned.model.state_dict().items():
+        dense = state[name]
+        for dim, index in pruned.indices.get(name, {}).items():
+            assert index.numel() < dense.shape[dim]
+            dense = dense.index_select(dim, index)
+        assert torch.equal(dense, tensor)
+
+
+def test_it_is_saved_and_loaded_again(tmp_path: Path) -> None:
+    pruned = sk.prune(_net(), X, budget="flops=50%")
+    pruned.save(tmp_path / "small.safetensors")
+    small = sk.load_compact(tmp_path / "small.safetensors", _net)
+    assert torch.equal(small.eval()(X), pruned.model(X))
+    assert sk.load_mask(tmp_path / "small.safetensors", pruned.graph) == pruned.mask
+    with pytest.raises(OSError, match="no-such-folder"):
+        pruned.save(tmp_path / "no-such-folder" / "small.safetensors")
+
+
+def test_the_page_shows_every_group_and_layer_and_needs_nothing_else(tmp_path: Path) -> None:
+    pruned = sk.prune(_net(), X, budget="flops=50%")
+    text = pruned.to_html(tmp_path / "report.html")
+    assert (tmp_path / "report.html").read_text(encoding="utf-8") == text
+    assert text.count("<svg") == 2
+    assert all(f"<code>{group.name}</code>" in text for group in pruned.report.groups)
+    assert "http://" not in text.replace("http://www.w3.org/2000/svg", "")
+    assert "<svg" in pruned._repr_html_()
+
+
+def test_a_dry_run_decides_and_cuts_nothing() -> None:
+    model = _net()
+    dry = sk.prune(model, X, budget="flops=50%", cut=False)
+    assert dry.model is model
+    assert dry.mask == sk.prune(model, X, budget="flops=50%").mask
+
+
+def test_a_schedule_trains_between_the_cuts_and_ends_within_the_budget() -> None:
+    seen: list[tuple[int, float]] = []
+
+    def finetune(small: nn.Module, step: int) -> None:
+        seen.append((step, sk.count_cost(small, X).flops_compact / 2))
+        with torch.no_grad():
+            for entry in small.parameters():
+                entry.add_(0.01)
+
+    model = _net()
+    pruned = sk.prune(
+        model,
+        X,
+        budget="flops=30%",
+        limits={"3": (0.25, 0.9)},
+        multiple_of=2,
+        schedule=Schedule("linear", 3),
+        finetune=finetune,
+    )
+    assert [step for step, _ in seen] == [1, 2, 3]
+    costs = [cost for _, cost in seen]
+    assert costs == sorted(costs, reverse=True)
+    assert costs == [step["flops"] for step in pruned.report.steps]
+    assert costs[0] <= (1 - 0.7 / 3) * pruned.report.before["flops"] + 1
+    assert pruned.report.after["flops"] <= 0.3 * pruned.report.before["flops"]
+    assert 6 <= pruned.mask.counts()["3"] <= 20
+    expected = sk.compact(model, pruned.graph, pruned.mask)
+    for entry, own in zip(expected.parameters(), pruned.model.parameters(), strict=True):
+        torch.testing.assert_close(own, entry + 0.03)
+
+
+@pytest.mark.parametrize("name", ["residual", "concat", "vit-fused-qkv", "gpt", "squeeze-excite", "lstm-stacked", "llama"])
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_the_graph_of_a_narrow_model_is_what_a_trace_of_it_finds(name: str) -> None:
+    if name not in zoo.ZOO:
+        pytest.skip(f"no {name} in the zoo")
+    model, args, kwargs = zoo.build(name)
+    graph = sk.trace_units(model, *args, example_kwargs=kwargs)
+    keep = {}
+    for group in graph.groups.values():
+        keep[group.name] = torch.arange(group.size) % 2 == 0
+    mask = sk.UnitMask(keep)
+    small = narrow(graph, mask)
+    half = sk.UnitMask({name: torch.arange(group.size) < max(1, group.size // 2) for name, group in small.groups.items()})
+    both = dict(mask)
+    for name, inner in half.items():
+        both[name] = both[name].clone()
+        both[name][mask[name]] = inner
+    once = sk.compact(model, graph, sk.UnitMask(both))
+    twice = sk.compact(sk.compact(model, graph, mask), small, half)
+    assert {k: v.shape for k, v in once.state_dict().items()} == {k: v.shape for k, v in twice.state_dict().items()}
+    assert all(torch.equal(v, twice.state_dict()[k]) for k, v in once.state_dict().items())
+
+
+def test_inputs_may_be_keywords() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 8), nn.Linear(8, 2)
+
+        def forward(self, *, x: Tensor) -> Tensor:
+            out: Tensor = self.b(self.a(x).relu())
+            return out
+
+    assert sk.prune(Net(), {"x": torch.randn(3, 4)}, budget="params=50%").report.after["params"] <= 29
+
+
+def test_a_budget_that_holds_already_warns_and_cuts_nothing() -> None:
+    with pytest.warns(UserWarning, match="within the budget already"):
+        pruned = sk.prune(_net(), X, budget="flops=100%")
+    assert pruned.mask == sk.UnitMask.full(pruned.graph)
+
+
+class _Broken:
+    learned, needs = False, frozenset[Any]()
+
+    def scores(self, graph: sk.UnitGraph, view: sk.View) -> dict[str, Tensor]:
+        return {name: torch.full((group.size,), float("nan")) for name, group in graph.groups.items()}
+
+
+@pytest.mark.parametrize(
+    ("more", "error", "told"),
+    [
+        ({"budget": {"flops": "120%"}}, InvalidValueError, r"\(0, 100\] %"),
+        ({"budget": {"flops": 1}}, sk.BudgetError, "is the least"),
+        ({"budget": {"flop": "50%"}}, UnknownNameError, "did you mean 'flops'"),
+        ({"budget": 0.5}, InvalidValueError, "must be a Budget"),
+        ({"budget": None}, InvalidValueError, "needs a budget"),
+        ({"criterion": "magnitud"}, UnknownNameError, "did you mean 'magnitude'"),
+        ({"criterion": "learned"}, MissingImportanceError, "importance"),
+        ({"criterion": _Broken()}, InvalidValueError, "hold NaN"),
+        ({"allocation": "globl"}, UnknownNameError, "did you mean 'global'"),
+        ({"allocation": "sensitivity"}, InvalidValueError, "more than its name"),
+        (
+            {"allocation": sk.allocation.Uniform(0.5), "budget": None, "keep": ["0"]},
+            InvalidValueError,
+            "belong to allocations by name",
+        ),
+        (
+            {"allocation": sk.allocation.Uniform(0.5), "budget": None, "schedule": Schedule("linear", 2)},
+            InvalidValueError,
+            "schedule of 2",
+        ),
+        ({"allocation": sk.allocation.ByCost(sk.Budget(flops="30%"))}, InvalidValueError, "budget of its own"),
+        ({"schedule": "linearly"}, UnknownNameError, "did you mean 'linear'"),
+        ({"keep": ["nothing"]}, UnknownNameError, "selects nothing"),
+        ({"multiple_of": -1}, InvalidValueError, "positive integer"),
+    ],
+)
+def test_bad_input_is_refused(more: dict[str, Any], error: type[Exception], told: str) -> None:
+    with pytest.raises(error, match=told):
+        sk.prune(_net(), X, **{"budget": "flops=50%", **more})
+
+
+def test_inputs_that_do_not_fit_or_are_no_inputs_are_refused() -> None:
+    with pytest.raises(TraceError, match=r"failed on the example inputs|fails"):
+        sk.prune(_net(), torch.randn(1, 4), budget="flops=50%")
+    with pytest.raises(InvalidValueError, match="example_inputs must be"):
+        sk.prune(_net(), 3, budget="flops=50%")  # type: ignore[arg-type]
+    with pytest.raises(InvalidValueError, match="the model is on cpu, the example inputs are on meta"):
+        sk.prune(_net(), X.to("meta"), budget="flops=50%")
+
+
+def test_a_graph_of_another_model_is_refused() -> None:
+    graph = sk.trace_units(nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3)), torch.randn(1, 4))
+    with pytest.raises((ForeignMaskError, InvalidValueError, KeyError)):
+        sk.prune(_net(), X, budget="flops=50%", graph=graph)

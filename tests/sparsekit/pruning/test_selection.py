@@ -1,0 +1,102 @@
+"""Selections: layers by name, regular expression, type and module; what means nothing is an error."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import sparsekit as sk
+from sparsekit.errors import InvalidValueError, UnknownNameError
+from sparsekit.pruning.selection import read_limits, select_groups
+
+
+class _Net(nn.Module):
+    """Two stages and a head; the second stage is a residual sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stage1 = nn.Sequential(OrderedDict(conv=nn.Conv2d(3, 8, 3, padding=1), bn=nn.BatchNorm2d(8), act=nn.ReLU()))
+        self.enter = nn.Conv2d(8, 6, 1)
+        self.stage2 = nn.Sequential(nn.Conv2d(6, 10, 3, padding=1), nn.ReLU(), nn.Conv2d(10, 6, 3, padding=1))
+        self.head = nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(self.stage1(x))
+        out: Tensor = self.head((x + self.stage2(x)).mean((2, 3)))
+        return out
+
+
+@pytest.fixture(scope="module")
+def net() -> tuple[nn.Module, sk.UnitGraph]:
+    model = _Net()
+    return model, sk.trace_units(model, torch.randn(1, 3, 5, 5))
+
+
+@pytest.mark.parametrize(
+    ("selector", "groups"),
+    [
+        ("stage1.conv", ("stage1.conv",)),
+        ("stage1.bn", ("stage1.conv",)),
+        ("stage1", ("stage1.conv",)),
+        ("stage2", ("enter", "stage2.0")),
+        ("stage2.2", ("enter",)),
+        (r"stage2\..*", ("enter", "stage2.0")),
+        (r".*\.conv|enter", ("stage1.conv", "enter")),
+        (nn.Conv2d, ("stage1.conv", "enter", "stage2.0")),
+        (nn.BatchNorm2d, ("stage1.conv",)),
+        ("head", ()),
+        (nn.Linear, ()),
+    ],
+)
+def test_a_selection_means_the_groups_whose_units_it_makes(
+    net: tuple[nn.Module, sk.UnitGraph], selector: Any, groups: tuple[str, ...]
+) -> None:
+    assert select_groups(*net, selector) == groups
+
+
+def test_a_module_is_found_by_itself(net: tuple[nn.Module, sk.UnitGraph]) -> None:
+    model, graph = net
+    assert select_groups(model, graph, model.get_submodule("stage2.0")) == ("stage2.0",)
+    with pytest.raises(UnknownNameError, match="no module of the _Net"):
+        select_groups(model, graph, nn.Conv2d(1, 1, 1))
+
+
+@pytest.mark.parametrize(
+    ("selector", "error", "told"),
+    [
+        ("stage3", UnknownNameError, "did you mean 'stage"),
+        (r"layer\d", UnknownNameError, "selects nothing"),
+        ("(stage", InvalidValueError, "neither a name nor a regular expression"),
+        (nn.LSTM, UnknownNameError, "no module of type 'LSTM'"),
+        (3, InvalidValueError, "by name, regular expression, type or module"),
+    ],
+)
+def test_what_means_nothing_lists_the_nearest(
+    net: tuple[nn.Module, sk.UnitGraph], selector: Any, error: type[Exception], told: str
+) -> None:
+    with pytest.raises(error, match=told):
+        select_groups(*net, selector)
+
+
+def test_all_limits_of_a_group_hold_and_keep_goes_over_them(net: tuple[nn.Module, sk.UnitGraph]) -> None:
+    limits = read_limits(*net, ["enter"], {"stage2": (0.2, 0.9), r"stage2\.0": (0.5, 1.0)})
+    assert limits == {"enter": (1.0, 1.0), "stage2.0": (0.5, 0.9)}
+
+
+@pytest.mark.parametrize(
+    ("keep", "limits", "told"),
+    [
+        ("head", {}, r"pass \['head'\]"),
+        ([], {"stage1": (0.5, 0.2)}, "least ≤ largest"),
+        ([], {"stage1": 0.5}, "share of its units"),
+        ([], {"head": (0.5, 1.0)}, "makes no units"),
+        ([], {"stage2": (0.0, 0.2), "enter": (0.5, 1.0)}, "contradict"),
+    ],
+)
+def test_limits_that_mean_nothing_are_refused(net: tuple[nn.Module, sk.UnitGraph], keep: Any, limits: Any, told: str) -> None:
+    with pytest.raises(InvalidValueError, match=told):
+        read_limits(*net, keep, limits)

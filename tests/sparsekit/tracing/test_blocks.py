@@ -1,0 +1,205 @@
+"""Large models: the same groups as of the whole model, wrong ones found, models on the meta device, tokens, cuts in place."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import zoo
+from torch import Tensor, nn
+
+import sparsekit as sk
+from sparsekit.graph.graph import UnitGraph
+from sparsekit.tracing import blocks
+from sparsekit.tracing.blocks import BlockVerifier
+from sparsekit.tracing.inputs import ModelInputs
+from sparsekit.tracing.tokens import random_tokens
+from sparsekit.tracing.verify import Verifier
+
+
+class Attention(nn.Module):
+    """Returns its maps too, which lose heads when heads go; the block above does not look at them."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.query, self.key, self.value, self.out = (nn.Linear(width, width) for _ in range(4))
+
+    def forward(self, x: Tensor, cache: list[Tensor]) -> tuple[Tensor, Tensor]:
+        q, k, v = (layer(x).unflatten(-1, (-1, 4)).transpose(1, 2) for layer in (self.query, self.key, self.value))
+        cache.append(k)  # a second call would see what the first one has left
+        maps = (q @ torch.cat(cache, 2).transpose(-1, -2) / 2).softmax(-1)
+        return self.out((maps @ v).transpose(1, 2).flatten(2)), maps
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.attention, self.norm = Attention(width, width // 4), nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 20), nn.Linear(20, width)
+
+    def forward(self, x: Tensor, cache: list[Tensor]) -> Tensor:
+        x = x + self.attention(x, cache)[0]
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Text(nn.Module):
+    def __init__(self, width: int = 16, blocks: int = 3) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(30, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
+        self.middle, self.head = nn.Linear(width, 12), nn.Linear(12, 5)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x, [])
+        return self.head(self.middle(x).relu())
+
+
+def _trace(model: nn.Module, *inputs: Any, **options: Any) -> UnitGraph:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return sk.trace_units(model, *inputs, **options)
+
+
+def _text() -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    return Text().eval(), torch.randint(0, 30, (2, 6))
+
+
+@pytest.fixture
+def all_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks, "LARGE_NUMBERS", 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_blocks_have_the_groups_of_the_whole_model(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, tokens = _text()
+    model = model.to(dtype)
+    whole = _trace(model, tokens)
+    monkeypatch.setattr(blocks, "LARGE_NUMBERS", 0)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    assert _trace(model, tokens).to_json() == whole.to_json()
+    assert len(whole.groups) == 7
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+@pytest.mark.usefixtures("all_are_large")
+@pytest.mark.parametrize("name", sorted(zoo.ZOO)[::6])
+def test_the_zoo_has_the_same_groups_block_by_block(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = zoo.ZOO[name]
+    torch.manual_seed(0)
+    model = entry.make()
+    found = _trace(model, *entry.inputs())
+    monkeypatch.setattr(blocks, "LARGE_NUMBERS", 10**12)
+    whole = _trace(model, *entry.inputs())
+    assert {n: g.size for n, g in found.groups.items()} == {n: g.size for n, g in whole.groups.items()}
+
+
+def _spoiled(graph: UnitGraph, name: str) -> UnitGraph:
+    group = graph.groups[name]
+    slices = tuple(dataclasses.replace(s, index=s.index.flip(0)) if s.side == "in" else s for s in group.slices)
+    return dataclasses.replace(graph, groups={**graph.groups, name: dataclasses.replace(group, slices=slices)})
+
+
+@pytest.mark.parametrize("name", ["blocks.1.up", "blocks.2.attention.query", "middle"])
+def test_a_wrong_group_is_found_in_its_block(name: str) -> None:
+    model, tokens = _text()
+    graph = _trace(model, tokens)
+    verifier = BlockVerifier(model, ModelInputs((tokens,), {}))
+    failures = verifier.failures(_spoiled(graph, name))
+    assert list(failures) == [name]
+    assert "removing units changes the output" in failures[name]
+    assert BlockVerifier(model, ModelInputs((tokens,), {})).failures(graph) == {}
+
+
+def test_a_model_on_the_meta_device_has_the_groups_of_one_with_values() -> None:
+    model, tokens = _text()
+    whole = _trace(model, tokens)
+    with torch.device("meta"):
+        bare = Text()
+    graph = _trace(bare, tokens.to("meta"))
+    assert graph.to_json() == whole.to_json()
+    verifier = BlockVerifier(bare.eval(), ModelInputs((tokens.to("meta"),), {}))
+    assert list(verifier.failures(_spoiled(graph, "blocks.1.up"))) == ["blocks.1.up"]
+
+
+def test_no_copy_of_the_whole_model_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Body(Text):
+        def forward(self, tokens: Tensor) -> Tensor:
+            x = self.embed(tokens)
+            for block in self.blocks:
+                x = block(x, [])
+            return x
+
+    monkeypatch.setattr(blocks, "LARGE_NUMBERS", 0)
+    model, tokens = Body(), torch.randint(0, 30, (2, 6))
+    sizes = []
+    original = Verifier.__post_init__
+
+    def noted(self: Verifier) -> None:
+        sizes.append(sum(p.numel() for p in self.model.parameters()))
+        original(self)
+
+    monkeypatch.setattr(Verifier, "__post_init__", noted)
+    _trace(model, tokens)
+    assert sizes
+    assert max(sizes) < 0.5 * sum(p.numel() for p in model.parameters())
+
+
+def test_zero_tokens_are_drawn_within_the_table_and_other_integers_stay() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words, self.kinds = nn.Embedding(50, 4), nn.Embedding(2, 4)
+
+        def forward(self, words: Tensor, kinds: Tensor, mask: Tensor, places: Tensor) -> Tensor:
+            return (self.words(words) + self.kinds(kinds)) * mask[..., None] + places[..., None]
+
+    zeros = torch.zeros(4, 25, dtype=torch.int64)
+    inputs = ModelInputs((zeros, zeros.clone()), {"mask": torch.ones_like(zeros), "places": zeros.clone()})
+    found = random_tokens(Two(), inputs, torch.Generator().manual_seed(0))
+    words, kinds = found.args
+    assert 40 < int(words.max()) < 50
+    assert int(words.min()) >= 0
+    assert sorted(kinds.unique().tolist()) == [0, 1]
+    assert bool((found.kwargs["mask"] == 1).all())
+    assert not found.kwargs["places"].any()
+    assert not zeros.any()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_cut_in_place_is_the_cut_of_a_copy(tied: bool) -> None:
+    model, tokens = _text()
+    if tied:
+        model.blocks[2].up.weight = model.blocks[0].up.weight
+        model.blocks[2].down.weight = model.blocks[0].down.weight
+    graph = _trace(model, tokens)
+    mask = sk.UnitMask({name: torch.arange(g.size) % 2 == 0 for name, g in graph.groups.items()})
+    copied = sk.compact(model, graph, mask)
+    old = model.blocks[0].up.weight
+    assert sk.compact(model, graph, mask, inplace=True) is model
+    assert model.blocks[0].up.weight is not old
+    assert (model.blocks[2].up.weight is model.blocks[0].up.weight) == tied
+    assert model.blocks[0].attention.heads == copied.blocks[0].attention.heads
+    with torch.no_grad():
+        assert torch.equal(model(tokens), copied(tokens))
+
+
+def test_recurrent_and_convolutional_models_are_cut_in_place_too() -> None:
+    torch.manual_seed(0)
+    recurrent = nn.Sequential(nn.Linear(3, 6), zoo.Lambda(lambda m, x: m.cell(x)[0], cell=nn.LSTM(6, 8)), nn.Linear(8, 2))
+    convolution = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Conv2d(8, 8, 3, groups=8), nn.Conv2d(8, 2, 1)).eval()
+    for model, x in ((recurrent, torch.randn(5, 2, 3)), (convolution, torch.randn(2, 3, 8, 8))):
+        graph = _trace(model, x)
+        mask = sk.UnitMask({name: torch.arange(g.size) < (g.size + 1) // 2 for name, g in graph.groups.items()})
+        copied = sk.compact(model, graph, mask)
+        sk.compact(model, graph, mask, inplace=True)
+        with torch.no_grad():
+            assert torch.equal(model(x), copied(x))

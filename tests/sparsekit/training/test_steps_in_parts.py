@@ -1,0 +1,163 @@
+"""A mask stands still while an optimiser steps, and every optimiser is found, by whatever name its step goes."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from optimizers import Sam, SamOver
+from torch import Tensor, nn
+
+from sparsekit import LearnableMask
+from sparsekit.criteria import Magnitude
+from sparsekit.errors import InvalidValueError
+
+
+def _task() -> tuple[nn.Module, Tensor, Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 32), nn.Tanh(), nn.Linear(32, 3)).double()
+    return model, torch.randn(16, 6, dtype=torch.float64), torch.randint(3, (16,))
+
+
+def _noise(masked: LearnableMask, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    masked.load_importance({name: torch.rand(v.shape, generator=generator).to(v) for name, v in masked.importance().items()})
+
+
+def _train(masked: LearnableMask, optimizer: Any, x: Tensor, y: Tensor, *, parts: bool, seeds: range) -> None:
+    """Steps of SAM whose climb changes the order of importance, in one call each or in two."""
+    for seed in seeds:
+        masked.ratio = 0.25 if seed % 4 == 3 else 0.5
+        _noise(masked, seed)
+
+        def loss(seed: int = seed) -> Tensor:
+            _noise(masked, 100 + seed)
+            return F.cross_entropy(masked(x), y)
+
+        optimizer.zero_grad()
+        F.cross_entropy(masked(x), y).backward()
+        if parts:
+            optimizer.first_step()
+            loss().backward()
+            optimizer.second_step()
+        else:
+            optimizer.step(loss)
+
+
+@pytest.mark.parametrize("make", [Sam, SamOver])
+@pytest.mark.parametrize("parts", [True, False], ids=["two calls", "one call"])
+def test_sam_in_compact_execution_equals_masked_execution(make: Any, parts: bool) -> None:
+    found = []
+    for execution in ("compact", "masked"):
+        model, x, y = _task()
+        masked = LearnableMask(model, (x,), ratio=0.5, execution=execution, explore=0.0)  # type: ignore[arg-type]
+        _train(masked, make(masked.parameters()), x, y, parts=parts, seeds=range(9))
+        found.append(masked.dense_state())
+    for name, tensor in found[0].items():
+        torch.testing.assert_close(tensor, found[1][name], rtol=0, atol=1e-10, msg=name)
+    norms = found[0]["0.weight"].norm(dim=1) / _task()[0].state_dict()["0.weight"].norm(dim=1)
+    assert norms.min() > 0.5  # no unit has lost its weights
+
+
+@pytest.mark.parametrize("make", [Sam, SamOver])
+def test_sam_in_two_calls_equals_sam_in_one(make: Any) -> None:
+    found = []
+    for parts in (True, False):
+        model, x, y = _task()
+        masked = LearnableMask(model, (x,), ratio=0.5, explore=0.0)
+        _train(masked, make(masked.parameters()), x, y, parts=parts, seeds=range(9))
+        found.append(masked.state_dict())
+    for name, tensor in found[0].items():
+        torch.testing.assert_close(tensor, found[1][name], rtol=0, atol=1e-12, msg=name)
+
+
+def test_the_mask_stands_still_from_first_step_to_second_step_and_moves_after_it() -> None:
+    model, x, y = _task()
+    masked = LearnableMask(model, (x,), ratio=0.5)
+    optimizer = Sam(masked.parameters())
+    F.cross_entropy(masked(x), y).backward()
+    before = masked.unit_mask()
+    optimizer.first_step()
+    _noise(masked, 3)
+    (F.cross_entropy(masked(x), y) + masked.penalty()).backward()
+    assert masked.unit_mask() == before
+    with pytest.raises(InvalidValueError, match="in the middle of an optimiser's step, such as between SAM's first_step"):
+        masked.resample()
+    optimizer.second_step()
+    _noise(masked, 4)
+    assert masked.unit_mask() != before
+
+
+def test_a_step_that_fails_does_not_hold_the_mask() -> None:
+    model, x, _ = _task()
+    masked = LearnableMask(model, (x,), ratio=0.5)
+    optimizer = torch.optim.SGD(masked.parameters(), lr=0.1)
+
+    def fail() -> float:
+        _noise(masked, 5)
+        masked(x)
+        raise RuntimeError("out of memory")
+
+    before = masked.unit_mask()
+    with pytest.raises(RuntimeError, match="out of memory"):
+        optimizer.step(fail)
+    assert masked.unit_mask() != before
+
+
+def test_an_optimizer_is_found_when_it_is_made() -> None:
+    model, x, _ = _task()
+    masked = LearnableMask(model, (x,), ratio=0.5)
+    optimizer = torch.optim.Adam(masked.parameters())
+    other = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+    assert list(masked.optimizers) == [optimizer]
+    other.add_param_group({"params": masked.scores})
+    assert list(masked.optimizers) == [optimizer, other]
+
+
+@pytest.mark.parametrize("mask_first", [True, False])
+def test_two_optimizers_of_one_leaf_both_find_the_moments_of_dropped_units_again(mask_first: bool) -> None:
+    """Loaded in the other order than they were made in."""
+
+    def step(masked: LearnableMask, optimizers: list[Any], x: Tensor, y: Tensor, seed: int) -> None:
+        _noise(masked, seed)
+        for number, optimizer in enumerate(optimizers):
+            optimizer.zero_grad()
+            ((1 + number) * F.cross_entropy(masked(x), y)).backward()
+            optimizer.step()
+
+    def make(masked: LearnableMask) -> list[Any]:
+        return [torch.optim.SGD(masked.parameters(), lr=0.1, momentum=momentum) for momentum in (0.9, 0.5)]
+
+    model, x, y = _task()
+    masked = LearnableMask(model, (x,), criterion=None, ratio=0.5, explore=0.0)
+    optimizers = make(masked)
+    for seed in range(5):
+        step(masked, optimizers, x, y, seed)
+    twin = LearnableMask(model, (x,), ratio=0.5, explore=0.0)
+    others = make(twin)
+    saved = copy.deepcopy((masked.state_dict(), [optimizer.state_dict() for optimizer in optimizers]))
+    assert any(name.endswith(":2.0.weight") for name in saved[0])
+    loading = [lambda: twin.load_state_dict(saved[0]), *(lambda i=i: others[i].load_state_dict(saved[1][i]) for i in (1, 0))]
+    for load in loading if mask_first else reversed(loading):
+        load()
+    for seed in range(5, 9):
+        step(masked, optimizers, x, y, seed)
+        step(twin, others, x, y, seed)
+        for name, tensor in twin.dense_state().items():
+            assert torch.equal(tensor, masked.dense_state()[name]), (seed, name)
+
+
+def test_a_mask_that_does_not_learn_is_held_too() -> None:
+    model, x, y = _task()
+    masked = LearnableMask(model, (x,), ratio=0.5, criterion=Magnitude())
+    optimizer = Sam(masked.weights())
+    F.cross_entropy(masked(x), y).backward()
+    optimizer.first_step()
+    masked.ratio = 0.25
+    F.cross_entropy(masked(x), y).backward()
+    assert masked.unit_mask().counts() == {"0": 16}
+    optimizer.second_step()
+    assert masked.unit_mask().counts() == {"0": 8}

@@ -1,0 +1,116 @@
+"""Commands: failures have an exit code of their own, and what other code or other data ran is not taken for finished."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from sparsekit.cli.main import execute
+
+TINY = ["--rounds", "2", "--clients", "4", "--cohort", "4", "--local-epochs", "1", "--workers", "1", "--quiet"]
+
+FACTORIES = """
+import torch
+from torch import nn
+from sparsekit_fl import Client, ClientData, Problem, TensorData
+
+def net():
+    return nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 2))
+
+def data(seed):
+    clients = []
+    for id in range(4):
+        x = torch.randn(30, 5 if id == 2 else 3, generator=torch.Generator().manual_seed(id))
+        split = TensorData((x,), (x[:, 0] > SHIFT).long())
+        clients.append(Client(id=id, data=ClientData(split, split, split)))
+    return Problem(model=net, example_inputs=(torch.zeros(1, 3),)), clients
+"""
+
+
+def write(folder: Path, shift: float, name: str) -> None:
+    (folder / f"{name}.py").write_text(FACTORIES.replace("SHIFT", str(shift)))
+
+
+def test_clients_that_cannot_train_are_named_in_the_summary_and_the_exit_code_is_3(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = f"unfit_{abs(hash(str(tmp_path)))}"
+    write(tmp_path, 0.0, name)
+    monkeypatch.syspath_prepend(tmp_path)
+    arguments = ["run", "fedavg", "--dataset", f"{name}:data", "--rounds", "2", "--cohort", "4", "--workers", "1", "--quiet"]
+    assert execute(arguments) == 3
+    text = " ".join(capsys.readouterr().out.split())
+    assert "1 of 4 clients that were asked could never train" in text
+    assert "client 2: client 2 failed in round 2" in text
+    assert "client 2 was not scored" in text
+    assert execute([*arguments, "--json"]) == 3
+    assert [one["client"] for one in json.loads(capsys.readouterr().out)["failed_clients"]] == [2]
+
+
+def compare(out: Path, *more: str) -> int:
+    return execute(["compare", "fedavg", "--seeds", "1", *TINY, "--out", str(out), *more])
+
+
+def changed(out: Path, **fingerprint: str) -> None:
+    path = out / "fedavg-seed0" / "result.json"
+    raw = json.loads(path.read_text())
+    raw["fingerprint"].update(fingerprint)
+    path.write_text(json.dumps(raw))
+
+
+def test_a_comparison_refuses_a_finished_run_of_other_data_and_of_other_code(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert compare(tmp_path) == 0
+    assert compare(tmp_path) == 0
+    capsys.readouterr()
+    changed(tmp_path, code="0123456789ab")
+    assert compare(tmp_path) == 2
+    assert "--accept-code" in capsys.readouterr().err
+    assert compare(tmp_path, "--accept-code") == 0
+    changed(tmp_path, data="0" * 16)
+    assert compare(tmp_path, "--accept-code") == 2
+    assert "was run on other data" in capsys.readouterr().err
+
+
+def test_a_comparison_takes_a_result_of_version_0_1_by_its_version(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert compare(tmp_path) == 0
+    path = tmp_path / "fedavg-seed0" / "result.json"
+    raw = json.loads(path.read_text())
+    del raw["fingerprint"], raw["schema"]
+    path.write_text(json.dumps(raw))
+    assert compare(tmp_path) == 0
+    raw["environment"]["sparsekit"] = "0.0.1"
+    path.write_text(json.dumps(raw))
+    assert compare(tmp_path) == 2
+    assert "was made by sparsekit 0.0.1" in capsys.readouterr().err
+
+
+def test_a_mistyped_folder_is_not_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert execute(["run", "fedavg", *TINY, "--out", str(tmp_path / "run")]) == 0
+    assert execute(["run", "fedavg", *TINY, "--out", str(tmp_path / "rum"), "--resume"]) == 2
+    assert "did you mean 'run'" in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_short_run_has_a_curve(capsys: pytest.CaptureFixture[str]) -> None:
+    assert execute(["run", "fedavg", *TINY, "--json"]) == 0
+    assert [record["evaluation"] is not None for record in json.loads(capsys.readouterr().out)["rounds"]] == [True, True]
+
+
+def test_a_run_is_resumed_and_extended_by_its_folder_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = ["--out", str(tmp_path / "run")]
+    assert execute(["run", "fedprox", *TINY, "--set", "local.proximal=0.5", "--lr", "0.05", "--seed", "3", *out]) == 0
+    capsys.readouterr()
+    assert execute(["run", "--resume", *out, "--json"]) == 0
+    first = json.loads(capsys.readouterr().out)
+    assert (first["method"], first["seed"], first["config"]["training"]["lr"]) == ("fedprox", 3, 0.05)
+    assert execute(["run", "--resume", *out, "--rounds", "4", "--json"]) == 0
+    longer = json.loads(capsys.readouterr().out)
+    assert len(longer["rounds"]) == 4
+    assert longer["extended"] == [2]
+    assert execute(["run", "--resume", *out, "--lr", "0.1"]) == 2
+    assert "config.training.lr: was 0.05, now 0.1" in capsys.readouterr().err
+    assert execute(["run", "--resume", *out, "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["rounds"]) == 4

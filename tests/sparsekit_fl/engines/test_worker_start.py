@@ -1,0 +1,110 @@
+"""Workers that cannot start say why, spawned ones take what a notebook defines, and a fork is left out where it would fail."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from sparsekit.errors import InvalidValueError
+from sparsekit_fl import processes
+from sparsekit_fl.client.spec import check_device
+from sparsekit_fl.engines.embedded import Embedded
+from sparsekit_fl.errors import WorkerDiedError
+from sparsekit_fl.methods import fedavg
+from sparsekit_fl.problem.problem import Problem
+from sparsekit_fl.processes import start_method
+from sparsekit_fl.server.loop import run
+from sparsekit_fl.testing.tiny import TinyNet, tiny_clients, tiny_config, tiny_problem
+
+
+class OnlyHere:
+    """Makes a model in the process that it was made in, and nowhere else."""
+
+    def __init__(self) -> None:
+        import os
+
+        self.process = os.getpid()
+
+    def __call__(self) -> TinyNet:
+        import os
+
+        if os.getpid() != self.process:
+            raise FileNotFoundError("weights.pt is not on this machine")
+        return TinyNet()
+
+
+def test_a_worker_whose_model_cannot_be_made_says_so_with_the_reason() -> None:
+    problem = replace(tiny_problem(), model=OnlyHere())
+    with pytest.raises(
+        WorkerDiedError, match=r"could not start: FileNotFoundError: weights.pt is not on this machine"
+    ) as error:
+        run(fedavg(), problem, tiny_clients(), tiny_config(), engine=Embedded(2))
+    assert error.value.__cause__ is not None
+    assert "Traceback" in "".join(error.value.__cause__.__notes__)
+
+
+@pytest.mark.parametrize(
+    ("device", "says"), [("cuda:7", "device cuda:7: this"), ("cuda", "device cuda: this"), ("gpu", "device must be cpu")]
+)
+def test_a_device_that_is_not_there_is_refused_before_anything_starts(
+    device: str, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(InvalidValueError, match=says):
+        run(fedavg(), tiny_problem(), tiny_clients(), replace(tiny_config(), device=device), engine=Embedded(2))
+
+
+def test_a_number_of_a_device_beyond_the_last_one_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    check_device("cuda:1")
+    with pytest.raises(InvalidValueError, match="this machine has 2, cuda:0 to cuda:1"):
+        check_device("cuda:7", name="--device")
+
+
+@pytest.mark.slow
+def test_a_spawned_worker_takes_lambdas_and_local_classes_and_gives_the_same_bits() -> None:
+    class Mine(TinyNet):
+        pass
+
+    problem = Problem(model=lambda: Mine(), example_inputs=(torch.zeros(2, 6),))
+    config = tiny_config(rounds=2)
+    spawned = run(fedavg(), problem, tiny_clients(), config, engine=Embedded(2, start_method="spawn"))
+    assert spawned.final.state_sha256 == run(fedavg(), problem, tiny_clients(), config).final.state_sha256
+
+
+def test_what_cannot_be_sent_to_a_worker_is_refused_with_the_way_out() -> None:
+    lock = threading.Lock()
+
+    def model() -> TinyNet:
+        assert lock
+        return TinyNet()
+
+    problem = Problem(model=model, example_inputs=(torch.zeros(2, 6),))
+    with pytest.raises(InvalidValueError, match=r"cannot be sent to a worker process: .*lock.*workers=1"):
+        run(fedavg(), problem, tiny_clients(), tiny_config(), engine=Embedded(2, start_method="spawn"))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux forks")
+def test_workers_are_spawned_once_torch_has_threads_of_autograd(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert start_method("cpu") == "fork"
+    monkeypatch.setattr(processes, "_autograd_threads", lambda: True)
+    assert start_method("cpu") == "spawn"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has /proc")
+def test_a_thread_of_autograd_is_known_by_its_name() -> None:
+    program = (
+        "import ctypes, threading\nfrom sparsekit_fl.processes import _autograd_threads as found\n"
+        "assert not found()\nwait = threading.Event()\n"
+        "def named():\n    ctypes.CDLL(None).prctl(15, b'pt_autograd_0')\n    ready.set()\n    wait.wait()\n"
+        "ready = threading.Event()\nthreading.Thread(target=named).start()\nready.wait()\n"
+        "seen = found()\nwait.set()\nassert seen"
+    )
+    assert subprocess.run([sys.executable, "-c", program], check=False, cwd=Path.cwd()).returncode == 0

@@ -1,0 +1,69 @@
+"""Options of methods by path: read, listed, replaced, refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from sparsekit.criteria import Magnitude
+from sparsekit.errors import InvalidValueError, UnknownNameError
+from sparsekit_fl.methods import registry
+from sparsekit_fl.methods.make import make_method
+from sparsekit_fl.methods.settings import arguments_of, settings_of
+
+
+@pytest.mark.parametrize("name", sorted(registry))
+def test_every_option_of_every_method_can_be_set_to_what_it_is(name):
+    method = make_method(name)
+    for setting in settings_of(method):
+        assert make_method(name, settings={setting.path: setting.value}).describe() == method.describe(), setting.path
+
+
+@pytest.mark.parametrize("name", sorted(registry))
+def test_every_option_has_a_meaning_and_says_what_is_allowed(name):
+    found = registry[name]
+    settings = [*settings_of(make_method(name)), *arguments_of(found)]
+    assert [setting.path for setting in settings if not setting.about] == []
+    assert [setting.path for setting in settings if not setting.allowed] == []
+
+
+def test_text_is_read_by_the_annotation():
+    assert make_method("fedprox", settings={"local.proximal": "0.5"}).local.proximal == 0.5
+    assert make_method("fedlps", settings={"local.term.target": "absolute"}).local.term.target == "absolute"
+    assert make_method("fedlps", settings={"local.importance_lr": "none"}).local.importance_lr is None
+    assert make_method("fjord", settings={"local.levels": "1, 0.5"}).local.levels == (1.0, 0.5)
+    assert make_method("heterofl", settings={"mask.criterion": "magnitude"}).mask.criterion == Magnitude()
+    assert make_method("heterofl", settings={"local.scaler": "false"}).local.scaler is False
+
+
+def test_an_argument_of_the_function_reaches_all_policies_that_it_is_for():
+    method = make_method("fedrep", settings={"layers": "2"})
+    assert (method.local.layers, method.share.layers) == (2, 2)
+
+
+def test_a_policy_is_replaced_by_name_and_takes_options_itself():
+    method = make_method("fedavg", settings={"personal.select": "best", "personal": "LocalModel"})
+    assert method.describe()["personal"] == "LocalModel(select='best')"
+
+
+def test_settings_in_the_name_make_another_name():
+    method = make_method("fedprox local.proximal=0.1 aggregate.weighting=uniform")
+    assert method.name == "fedprox[local.proximal=0.1,aggregate.weighting=uniform]"
+    assert make_method("fedprox", settings={"local.proximal": "0.1"}).name == "fedprox"
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        ({"local.proximl": "1"}, UnknownNameError, "no option 'local.proximl'; did you mean 'local.proximal'"),
+        ({"lokal.proximal": "1"}, UnknownNameError, "no option 'lokal.proximal'"),
+        ({"proxmal": "1"}, UnknownNameError, "no argument 'proxmal'; did you mean 'proximal'"),
+        ({"local.proximal": "-1"}, InvalidValueError, "local.proximal must be a finite number >= 0, got -1.0"),
+        ({"local.proximal": "much"}, InvalidValueError, "local.proximal must be a number, got 'much'"),
+        ({"aggregate.weighting": "size"}, InvalidValueError, "aggregate.weighting must be examples or uniform, got 'size'"),
+        ({"personal": "Mine"}, UnknownNameError, "personal must be a policy, got 'Mine'"),
+        ({"personal": "Sgd"}, InvalidValueError, "personal of method 'fedprox' must be a PersonalPolicy"),
+    ],
+)
+def test_what_is_wrong_is_said(settings, error, message):
+    with pytest.raises(error, match=message):
+        make_method("fedprox", settings=settings)

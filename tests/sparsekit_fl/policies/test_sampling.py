@@ -1,0 +1,117 @@
+"""Who trains: by size, by coins, by loss, always the same, and by what a trace of availability says."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from sparsekit.errors import DataError, InvalidValueError
+from sparsekit_fl.context.availability import Availability
+from sparsekit_fl.context.server import ClientInfo, ServerContext
+from sparsekit_fl.methods.make import make_method
+from sparsekit_fl.policies import BySize, Fixed, Poisson, PowerOfChoice
+from sparsekit_fl.problem.clients import Capability
+from sparsekit_fl.server.loop import run
+from sparsekit_fl.testing.tiny import tiny_clients, tiny_config, tiny_problem
+
+
+def context(round=1, *, sizes=(10,) * 8, cohort=3, memory=None):
+    roster = {id: ClientInfo(examples=size, capability=Capability()) for id, size in enumerate(sizes)}
+    return ServerContext(
+        round=round,
+        rounds=10,
+        roster=roster,
+        cohort=cohort,
+        rngs={"sampling": np.random.default_rng(round)},
+        memory={} if memory is None else memory,
+        graph=None,
+        state={},
+    )
+
+
+def test_by_size_draws_large_clients_more_often():
+    drawn = Counter(id for round in range(300) for id in BySize().sample(context(round, sizes=(70, 10, 10, 10), cohort=1)))
+    assert drawn[0] / 300 == pytest.approx(0.7, abs=0.08)
+
+
+def test_poisson_cohorts_have_the_asked_size_on_average_and_are_never_empty():
+    sizes = [len(Poisson().sample(context(round, cohort=2))) for round in range(400)]
+    # Without the empty draws: 8 · 0.25 / (1 − 0.75⁸).
+    assert np.mean(sizes) == pytest.approx(2 / (1 - 0.75**8), abs=0.15)
+    assert min(sizes) == 1
+    assert len(set(sizes)) > 3
+
+
+def test_power_of_choice_takes_the_largest_losses_and_strangers_first():
+    memory = {"losses": {str(id): float(id) for id in range(7)}}
+    assert PowerOfChoice(candidates=8).sample(context(memory=memory)) == [5, 6, 7]
+    with pytest.raises(InvalidValueError, match="must be at least the cohort of 3, got 2"):
+        PowerOfChoice(candidates=2).sample(context())
+
+
+def test_a_fixed_cohort_is_drawn_once_or_named():
+    memory = {}
+    first = Fixed().sample(context(1, memory=memory))
+    assert Fixed().sample(context(2, memory=memory)) == first
+    assert Fixed(clients=(4, 1)).sample(context()) == [1, 4]
+    with pytest.raises(InvalidValueError, match=r"names \[99\]"):
+        Fixed(clients=(1, 99)).sample(context())
+
+
+def ran(sampling=None, **options):
+    config = replace(tiny_config(rounds=4), **options)
+    method = make_method("fedavg", settings={"sampling": sampling} if sampling else {})
+    return run(method, tiny_problem(), tiny_clients(), config)
+
+
+@pytest.mark.parametrize("name", ["by-size", "poisson", "power-of-choice", "fixed", "uniform"])
+def test_runs_take_every_sampling_by_name(name):
+    result = ran(name)
+    assert all(record.cohort for record in result.rounds)
+    if name == "fixed":
+        assert len({record.cohort for record in result.rounds}) == 1
+    if name == "uniform":
+        assert result.final.state_sha256 == ran().final.state_sha256
+
+
+def test_who_cannot_be_reached_is_not_drawn(tmp_path):
+    path = tmp_path / "trace.csv"
+    path.write_text("client,start,stop\n" + "".join(f"{id},2,4\n" for id in range(5)))
+    cohorts = [record.cohort for record in ran(availability=str(path)).rounds]
+    assert cohorts[0] == cohorts[3] == (5, 6, 7)
+    assert [len(cohort) for cohort in cohorts] == [3, 4, 4, 3]
+
+
+def test_a_trace_repeats_after_its_period(tmp_path):
+    path = tmp_path / "trace.json"
+    path.write_text('{"period": 2, "clients": {"0": [[1, 2]], "1": [[2, 3]]}}')
+    trace = Availability.read(path)
+    assert [trace.among([0, 1, 2], round) for round in (1, 2, 3, 4)] == [[0, 2], [1, 2], [0, 2], [1, 2]]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.csv", "id,from,to\n1,1,2\n", "its columns are"),
+        ("a.csv", "client,start,stop\n1,5,5\n", "expected 1 <= start < stop"),
+        ("a.json", "[1, 2]", "must be JSON such as"),
+        ("a.json", '{"clients": {"0": [3]}}', "must be JSON such as"),
+        ("a.json", '{"clients": {}, "perod": 3}', "unknown key 'perod'"),
+    ],
+)
+def test_a_wrong_trace_is_refused(name, text, message, tmp_path):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(DataError, match=message):
+        Availability.read(tmp_path / name)
+    with pytest.raises(DataError, match="cannot be read"):
+        Availability.read(tmp_path / "none.csv")
+
+
+def test_a_round_that_nobody_can_take_part_in_ends_the_run(tmp_path):
+    path = tmp_path / "trace.csv"
+    path.write_text("client,start,stop\n" + "".join(f"{id},1,3\n" for id in range(8)))
+    with pytest.raises(InvalidValueError, match="no client can be reached in round 3"):
+        ran(availability=str(path))

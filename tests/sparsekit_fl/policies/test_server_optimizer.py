@@ -1,0 +1,140 @@
+"""Optimisers of the server: exact numbers on a model of three entries, over submodels, and after a resume."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from sparsekit.errors import InvalidValueError
+from sparsekit.graph.graph import UnitGraph
+from sparsekit.graph.mask import WeightMask
+from sparsekit_fl.methods import registry
+from sparsekit_fl.options.config import RunConfig
+from sparsekit_fl.policies.server_optimizer import ServerOptimizer, make_server_optimizer
+from sparsekit_fl.server.loop import run
+from sparsekit_fl.testing.tiny import tiny_clients, tiny_config, tiny_problem
+from sparsekit_fl.wire.kept import Kept
+
+GRAPH = UnitGraph(groups={}, shapes={"w": torch.Size([3])})
+
+
+def optimizer(memory, **options):
+    return ServerOptimizer(RunConfig(rounds=1, **options), memory, frozenset({"w"}))
+
+
+def moved(memory, change, *, mask=None, **options):
+    """One round in which one update holds what `mask` keeps."""
+    one = optimizer(memory, **options)
+    one.hold("w", Kept(GRAPH, mask), None, torch.Size([3]))
+    found = one.move("w", torch.tensor(change, dtype=torch.float64))
+    assert found is not None
+    return found.tolist()
+
+
+def test_fedavgm_adds_the_velocity():
+    memory = {}
+    options = {"server_optimizer": "fedavgm", "server_lr": 2.0, "server_momentum": 0.5}
+    assert moved(memory, [1.0, 2.0, 0.0], **options) == [2.0, 4.0, 0.0]
+    assert moved(memory, [1.0, 0.0, 4.0], **options) == [2.0 * 1.5, 2.0 * 1.0, 8.0]
+
+
+def test_fedavgm_without_momentum_at_rate_one_is_the_mean():
+    assert moved({}, [1.0, 2.0, 3.0], server_optimizer="fedavgm", server_momentum=0.0) == [1.0, 2.0, 3.0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "squares"),
+    [
+        # v of two rounds with Δ = 1 and then Δ = 3, from τ² = 0.25.
+        ("fedadagrad", (0.25 + 1, 0.25 + 1 + 9)),
+        ("fedadam", (0.9 * 0.25 + 0.1 * 1, 0.9 * (0.9 * 0.25 + 0.1) + 0.1 * 9)),
+        ("fedyogi", (0.25 + 0.1 * 1, 0.25 + 0.1 + 0.1 * 9)),
+    ],
+)
+def test_the_adaptive_three_are_those_of_the_paper(kind, squares):
+    memory = {}
+    options = {"server_optimizer": kind, "server_lr": 0.1, "server_momentum": 0.5, "server_beta2": 0.9, "server_tau": 0.5}
+    first = 0.1 * (0.5 * 1) / (math.sqrt(squares[0]) + 0.5)
+    second = 0.1 * (0.5 * 0.5 + 0.5 * 3) / (math.sqrt(squares[1]) + 0.5)
+    assert moved(memory, [1.0, 1.0, 1.0], **options) == pytest.approx([first] * 3, rel=1e-15)
+    assert moved(memory, [3.0, 3.0, 3.0], **options) == pytest.approx([second] * 3, rel=1e-15)
+
+
+def test_yogi_lets_the_square_sink_where_changes_are_small():
+    memory = {}
+    options = {"server_optimizer": "fedyogi", "server_momentum": 0.0, "server_beta2": 0.9, "server_tau": 1.0}
+    moved(memory, [0.5, 0.5, 0.5], **options)
+    assert memory["square"]["w"].tolist() == pytest.approx([1.0 - 0.1 * 0.25] * 3)
+
+
+def test_entries_that_nobody_held_stay_and_keep_their_state():
+    memory = {}
+    options = {"server_optimizer": "fedadam", "server_lr": 1.0, "server_tau": 0.5}
+    moved(memory, [1.0, 1.0, 1.0], **options)
+    before = {what: memory[what]["w"].clone() for what in ("momentum", "square")}
+    mask = WeightMask({"w": torch.tensor([True, False, True])})
+    found = moved(memory, [1.0, 0.0, 0.0], mask=mask, **options)
+    assert found[1] == 0.0
+    assert found[0] > 0
+    assert found[2] > 0, "it was held and did not change: the momentum goes on"
+    for what, tensor in before.items():
+        assert memory[what]["w"][1] == tensor[1]
+        assert memory[what]["w"][2] != tensor[2]
+
+
+def test_buffers_take_the_change_as_it_is():
+    one = ServerOptimizer(RunConfig(rounds=1, server_optimizer="fedadam"), {}, frozenset())
+    change = torch.tensor([1.0, 2.0], dtype=torch.float64)
+    assert one.move("norm.running_mean", change) is change
+
+
+def test_nothing_is_made_where_changes_are_simply_added():
+    assert make_server_optimizer(RunConfig(rounds=1), {}, frozenset()) is None
+    assert make_server_optimizer(RunConfig(rounds=1, server_lr=0.5), {}, frozenset()) is not None
+
+
+def ran(method="fedavg", rounds=3, out=None, resume=False, **options):
+    from dataclasses import replace
+
+    config = replace(tiny_config(rounds=rounds), **options)
+    return run(registry[method](), tiny_problem(), tiny_clients(), config, out=out, resume=resume)
+
+
+def test_a_rate_of_one_without_momentum_gives_the_bits_of_fedavg():
+    plain = ran().final.state_sha256
+    assert ran(server_optimizer="fedavgm", server_momentum=0.0, server_lr=1.0).final.state_sha256 == plain
+    assert ran(server_lr=0.5).final.state_sha256 != plain
+
+
+@pytest.mark.parametrize("method", ["fedavg", "heterofl", "fedlps", "hermes", "fedper"])
+@pytest.mark.parametrize("kind", ["fedavgm", "fedadam", "fedyogi", "fedadagrad"])
+def test_methods_with_whole_models_and_with_submodels_run_under_it(method, kind):
+    result = ran(method, rounds=2, server_optimizer=kind)
+    assert all(bool(torch.isfinite(tensor).all()) for tensor in result.state.values())
+    assert result.config.to_dict()["server_optimizer"] == kind
+
+
+def test_a_resumed_run_goes_on_with_its_moments(tmp_path):
+    from sparsekit_fl.errors import RunInterrupted
+    from sparsekit_fl.results.records import Observer
+
+    class Stops(Observer):
+        def on_round(self, record):
+            if record.round == 2:
+                raise KeyboardInterrupt
+
+    from dataclasses import replace
+
+    config = replace(tiny_config(rounds=4), server_optimizer="fedadam")
+    whole = run(registry["fedavg"](), tiny_problem(), tiny_clients(), config)
+    with pytest.raises(RunInterrupted):
+        run(registry["fedavg"](), tiny_problem(), tiny_clients(), config, out=tmp_path, observers=[Stops()])
+    again = run(registry["fedavg"](), tiny_problem(), tiny_clients(), config, out=tmp_path, resume=True)
+    assert again.final.state_sha256 == whole.final.state_sha256
+
+
+def test_a_method_whose_mean_is_not_reached_says_why():
+    with pytest.raises(InvalidValueError, match="takes no server optimizer but 'none'"):
+        ran("refl", server_optimizer="fedadam")

@@ -1,0 +1,302 @@
+"""What a run refuses to confuse, to overwrite or to hide: folders, code, data, failures and secrets."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sparsekit_fl import identity
+from sparsekit_fl.callbacks.base import Callback, RunView
+from sparsekit_fl.engines.base import Engine
+from sparsekit_fl.engines.embedded import Embedded
+from sparsekit_fl.errors import ClientError, FolderInUseError, ResumeError, RunInterrupted, StorageError
+from sparsekit_fl.methods import fedavg
+from sparsekit_fl.options.config import RunConfig
+from sparsekit_fl.policies.personal import LocalModel
+from sparsekit_fl.problem.clients import Client, ClientData
+from sparsekit_fl.problem.metrics import accuracy
+from sparsekit_fl.results.records import RunResult
+from sparsekit_fl.server import checkpoint
+from sparsekit_fl.server.fingerprint import check_fingerprint
+from sparsekit_fl.server.loop import run
+from sparsekit_fl.state import storage
+from sparsekit_fl.state.lock import FolderLock
+from sparsekit_fl.state.store import ClientStore
+from sparsekit_fl.testing.engines import FailingSgd
+from sparsekit_fl.testing.methods import StopAfter
+from sparsekit_fl.testing.tiny import tiny_clients, tiny_config, tiny_problem
+
+ENGINES = ["one worker", "two workers", "a grid"]
+
+
+def engine_of(name: str) -> Engine:
+    if name == "a grid":
+        pytest.importorskip("flwr", reason="flwr is not installed; pip install 'sparsekit-torch[flower]'")
+        from sparsekit_fl.engines.flower.local_grid import InProcess
+
+        return InProcess(memory="nodes")
+    return Embedded(2 if name == "two workers" else 1)
+
+
+def tiny_run(**options: Any) -> RunResult:
+    config = options.pop("config", tiny_config())
+    method = options.pop("method", fedavg())
+    problem = options.pop("problem", tiny_problem())
+    return run(method, problem, options.pop("clients", tiny_clients()), config, **options)
+
+
+def picky(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """A metric that raises where a client has seven test examples."""
+    if len(targets) == 7:
+        raise ValueError("seven is too many")
+    return accuracy(outputs, targets)
+
+
+def with_seven(client: Client) -> Client:
+    data = client.data
+    return replace(client, data=ClientData(train=data.train, val=data.val, test=data.test.take(list(range(7)))))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_metric_that_raises_on_one_client_leaves_that_client_out_and_the_record_says_so(engine: str) -> None:
+    clients = tiny_clients()
+    clients[3] = with_seven(clients[3])
+    problem = replace(tiny_problem(), metrics={"accuracy": picky})
+    result = tiny_run(clients=clients, problem=problem, engine=engine_of(engine))
+    assert [one.client_id for one in result.final.per_client] == [0, 1, 2, 4, 5, 6, 7]
+    assert any("client 3 was not scored" in note and "seven is too many" in note for note in result.rounds[-1].notes)
+
+
+def test_a_metric_that_raises_on_every_client_ends_the_run() -> None:
+    problem = replace(tiny_problem(), metrics={"accuracy": picky})
+    with pytest.raises(ClientError, match="no client could be scored"):
+        tiny_run(clients=[with_seven(client) for client in tiny_clients()], problem=problem)
+
+
+def test_a_result_names_the_code_and_the_data(tmp_path: Path) -> None:
+    result = tiny_run(out=tmp_path)
+    assert result.fingerprint == {**identity.code_version(), "data": result.fingerprint["data"]}
+    assert len(result.fingerprint["data"]) == 16
+    assert json.loads((tmp_path / "result.json").read_text())["fingerprint"] == result.fingerprint
+
+
+def test_a_run_of_other_data_is_not_resumed(tmp_path: Path) -> None:
+    with pytest.raises(RunInterrupted):
+        tiny_run(out=tmp_path, observers=[StopAfter(1)])
+    clients = tiny_clients()
+    data = clients[5].data
+    labels = data.train.targets.clone()
+    labels[0] = 2 - labels[0] if labels[0] != 1 else 0
+    clients[5] = replace(clients[5], data=replace(data, train=replace(data.train, targets=labels)))
+    with pytest.raises(ResumeError, match="was run on other data"):
+        tiny_run(out=tmp_path, resume=True, clients=clients)
+
+
+def test_a_run_of_other_code_is_resumed_only_where_that_is_accepted_and_the_result_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = identity.code_version()
+    with pytest.raises(RunInterrupted):
+        tiny_run(out=tmp_path, observers=[StopAfter(1)])
+    monkeypatch.setattr("sparsekit_fl.server.fingerprint.code_version", lambda: {"sparsekit": "99.0", "code": "0" * 12})
+    with pytest.raises(ResumeError, match=r"was made by sparsekit .*, and this is sparsekit 99.0.*--accept-code"):
+        tiny_run(out=tmp_path, resume=True)
+    result = tiny_run(out=tmp_path, resume=True, accept_code=True)
+    assert result.fingerprint["earlier"] == [before]
+    assert result.fingerprint["sparsekit"] == "99.0"
+
+
+def test_a_run_of_version_0_1_which_says_nothing_of_its_code_is_taken_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    assert check_fingerprint({}, {**identity.code_version(), "data": "d"}, where="the run") == []
+    assert "does not say by which code" in caplog.text
+
+
+class Another(Callback):
+    """Starts a second run in the folder of the first."""
+
+    def __init__(self, out: Path, resume: bool) -> None:
+        self.out, self.resume = out, resume
+        self.error = ""
+
+    def on_round_end(self, run: RunView, record: Any) -> None:
+        try:
+            tiny_run(out=self.out, resume=self.resume)
+        except FolderInUseError as error:
+            self.error = str(error)
+
+
+@pytest.mark.parametrize("resume", [False, True])
+@pytest.mark.parametrize("workers", [1, 2])
+def test_two_runs_do_not_write_to_one_folder(tmp_path: Path, resume: bool, workers: int) -> None:
+    another = Another(tmp_path, resume)
+    result = tiny_run(out=tmp_path, callbacks=[another], engine=Embedded(workers))
+    assert "another run is writing to" in another.error
+    lines = (tmp_path / "rounds.jsonl").read_text().splitlines()
+    assert [json.loads(line)["round"] for line in lines] == [1, 2, 3, 4] == [record.round for record in result.rounds]
+
+
+def test_a_process_that_was_killed_frees_its_folder(tmp_path: Path) -> None:
+    program = (
+        "import os, signal, sys\nfrom pathlib import Path\nfrom sparsekit_fl.state.lock import FolderLock\n"
+        "lock = FolderLock(Path(sys.argv[1]))\nprint('locked', flush=True)\nsys.stdin.read()"
+    )
+    child = subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert child.stdout is not None
+    assert child.stdout.readline() == b"locked\n"
+    with pytest.raises(FolderInUseError):
+        FolderLock(tmp_path)
+    child.kill()
+    child.communicate()
+    FolderLock(tmp_path).release()
+
+
+class StopWhileScoring(Callback):
+    def on_client_end(self, run: RunView, client_id: int, work: Any) -> None:
+        if run.round == 2 and type(work).__name__ == "Evaluation":
+            raise KeyboardInterrupt
+
+
+def test_ctrl_c_while_a_round_is_scored_names_the_round_that_the_disk_holds(tmp_path: Path) -> None:
+    with pytest.raises(RunInterrupted, match="after round 1 of 4"):
+        tiny_run(out=tmp_path, callbacks=[StopWhileScoring()])
+    assert len((tmp_path / "rounds.jsonl").read_text().splitlines()) == 1
+    assert len(tiny_run(out=tmp_path, resume=True).rounds) == 4
+
+
+def right(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    return (outputs.argmax(-1) == targets).float().sum(), torch.tensor(float(len(targets)))
+
+
+def test_every_metric_of_every_client_is_in_the_result() -> None:
+    raw = tiny_run(problem=replace(tiny_problem(), metrics={"accuracy": accuracy, "right": right})).to_dict()
+    for one in raw["final"]["per_client"]:
+        assert set(one["metrics"]["personal"]) == {"accuracy", "right", "loss"}
+        assert one["metrics"]["personal"]["right"] == pytest.approx(one["personal"])
+        assert set(one["metrics"]) == {"personal", "validation", "global"}
+
+
+def test_a_problem_without_accuracy_has_numbers_too() -> None:
+    raw = tiny_run(problem=replace(tiny_problem(), metrics={"right": right})).to_dict()
+    assert raw["final"]["headline"] == "right"
+    assert all(isinstance(one["personal"], float) for one in raw["final"]["per_client"])
+
+
+def full(self: ClientStore, client_id: int, round: int, payload: bytes) -> None:
+    if round == 2:
+        raise OSError(28, "No space left on device")
+    return SAVE(self, client_id, round, payload)
+
+
+SAVE = ClientStore.save
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_full_disk_has_one_outcome_with_every_engine(engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ClientStore, "save", full)
+    method = replace(fedavg(), personal=LocalModel())
+    with pytest.raises(StorageError, match=r"No space left.*make room first.*Round 1 of 4 was the last to be saved.*--resume"):
+        tiny_run(method=method, out=tmp_path, engine=engine_of(engine))
+    monkeypatch.undo()
+    assert tiny_run(method=method, out=tmp_path, resume=True).final == tiny_run(method=method).final
+
+
+def test_the_simulation_writes_memories_as_safely_as_the_embedded_engine(tmp_path: Path) -> None:
+    pytest.importorskip("flwr", reason="flwr is not installed; pip install 'sparsekit-torch[flower]'")
+    from sparsekit_fl.engines.flower import simulation
+
+    class Reference:
+        def binary(self) -> bytes:
+            return b"a run"
+
+    made: list[Any] = []
+    for durable in (True, False):
+        simulation._executor = None
+        bundle = simulation._Bundle(None, {}, str(tmp_path), durable)  # type: ignore[arg-type]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(simulation.ray, "get", lambda _, bundle=bundle: bundle)
+            patch.setattr(simulation, "ClientExecutor", lambda spec, clients, store: made.append(store))
+            simulation._executor_of(Reference())
+    simulation._executor = None
+    assert [store.durable for store in made] == [True, False]
+
+
+def mode_of(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no such modes")
+def test_a_checkpoint_with_the_seed_of_the_noise_is_readable_by_its_owner_alone(tmp_path: Path) -> None:
+    pytest.importorskip("opacus", reason="opacus is not installed; pip install 'sparsekit-torch[privacy]'")
+    private = replace(tiny_config(), dp_clip=1.0, dp_noise=0.5, dp_noise_seed=7)
+    tiny_run(config=private, out=tmp_path / "private")
+    tiny_run(out=tmp_path / "plain")
+    for name in ("checkpoint.safetensors", "run.json", "result.json"):
+        assert mode_of(tmp_path / "private" / name) == 0o600
+    assert mode_of(tmp_path / "plain" / "checkpoint.safetensors") != 0o600
+
+
+def test_a_system_that_opens_no_folders_keeps_a_run_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opens = os.open
+
+    def as_windows(path: Any, *arguments: Any, **options: Any) -> int:
+        if os.path.isdir(path):
+            raise PermissionError(13, "Permission denied", str(path))
+        return opens(path, *arguments, **options)
+
+    monkeypatch.setattr(storage, "_FOLDERS_OPEN", False)
+    monkeypatch.setattr(os, "open", as_windows)
+    assert len(tiny_run(out=tmp_path).rounds) == 4
+
+
+def test_resuming_where_there_is_no_run_is_refused_and_a_like_name_is_named(tmp_path: Path) -> None:
+    tiny_run(out=tmp_path / "mnist-a")
+    with pytest.raises(ResumeError, match=r"holds no run to go on with; did you mean 'mnist-a'"):
+        tiny_run(out=tmp_path / "mnist-b", resume=True)
+    assert not (tmp_path / "mnist-b").exists()
+
+
+def test_a_run_that_was_killed_before_its_first_round_was_saved_starts_afresh(tmp_path: Path) -> None:
+    checkpoint.RunFolder(tmp_path).close()
+    assert len(tiny_run(out=tmp_path, resume=True).rounds) == 4
+
+
+def test_a_finished_run_is_extended_to_the_bits_of_a_longer_one(tmp_path: Path) -> None:
+    tiny_run(out=tmp_path)
+    longer = tiny_run(out=tmp_path, resume=True, config=tiny_config(rounds=6))
+    assert longer.extended == (4,)
+    assert longer.final == tiny_run(config=tiny_config(rounds=6)).final
+    assert [record.round for record in longer.rounds] == [1, 2, 3, 4, 5, 6]
+    with pytest.raises(ResumeError, match=r"config.rounds: was 6, now 5"):
+        tiny_run(out=tmp_path, resume=True, config=tiny_config(rounds=5))
+    assert tiny_run(out=tmp_path, resume=True, config=tiny_config(rounds=7)).extended == (4, 6)
+
+
+def test_a_resumed_run_may_be_scored_more_often(tmp_path: Path) -> None:
+    with pytest.raises(RunInterrupted):
+        tiny_run(out=tmp_path, observers=[StopAfter(1)])
+    result = tiny_run(out=tmp_path, resume=True, config=replace(tiny_config(), eval_every=1))
+    assert [record.round for record in result.rounds if record.evaluation] == [2, 3, 4]
+
+
+def test_clients_that_never_could_train_are_named_with_their_reason() -> None:
+    method = replace(fedavg(), local=FailingSgd((2, 5)))
+    result = tiny_run(method=method, config=tiny_config(rounds=8))
+    assert set(result.failures) == {2, 5}
+    assert "no luck with 5" in result.failures[5]
+    raw = result.to_dict()["failed_clients"]
+    assert [one["client"] for one in raw] == [2, 5]
+
+
+@pytest.mark.parametrize(("rounds", "every"), [(1, 1), (5, 1), (40, 4), (100, 10), (1000, 10)])
+def test_a_short_run_has_a_curve_too(rounds: int, every: int) -> None:
+    assert RunConfig(rounds=rounds).eval_every == every

@@ -1,0 +1,122 @@
+"""What new users of the federated layer met in their first hour."""
+
+from __future__ import annotations
+
+import ast
+import logging
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from saved_results import result, save
+from torch import nn
+
+import sparsekit_fl as fl
+from sparsekit.cli.main import execute
+from sparsekit.errors import DataError
+
+ROOT = Path(__file__).parent.parent.parent
+PUBLIC = set((ROOT / "tests" / "public_api.txt").read_text().split())
+
+
+def _net() -> nn.Module:
+    return nn.Sequential(nn.Linear(20, 8), nn.ReLU(), nn.Linear(8, 2))
+
+
+def _split(examples: int, *, nan: bool = False, seed: int = 0) -> fl.TensorData:
+    x = torch.randn(examples, 20, generator=torch.Generator().manual_seed(seed))
+    y = (x[:, 0] > 0).long()
+    if nan:
+        x[3, 4] = float("nan")
+        x[7, 1] = float("nan")
+    return fl.TensorData((x,), y)
+
+
+@pytest.mark.parametrize("method", [fl.methods.fedlps, fl.methods.fedavg])
+def test_inputs_with_nan_are_named_once_and_not_blamed_on_the_learning_rate(
+    method: object, caplog: pytest.LogCaptureFixture
+) -> None:
+    problem = fl.Problem(model=_net, example_inputs=(torch.zeros(1, 20),))
+    clients = [
+        fl.Client(id=id, data=fl.ClientData(_split(30, nan=id == 0, seed=id), _split(10, seed=id), _split(10, seed=id)))
+        for id in range(4)
+    ]
+    with caplog.at_level(logging.WARNING, logger="sparsekit_fl"):
+        fl.run(method(), problem, clients, fl.RunConfig(rounds=3, cohort=4, seed=0))  # type: ignore[operator]
+    lines = [record.getMessage() for record in caplog.records if "goes on without client 0" in record.getMessage()]
+    assert len(lines) == 3
+    assert "inputs of client 0 hold NaN, in 2 of 30 examples of train, in example 3 first" in lines[0]
+    assert "learning rate" not in lines[0]
+    assert [line.split(": ", 1)[1] for line in lines[1:]] == ["for the same reason as before"] * 2
+
+
+def test_an_empty_split_is_told_by_what_the_others_hold() -> None:
+    with pytest.raises(DataError, match="train is empty, val has 10 examples, test has 40 examples; every client needs"):
+        fl.ClientData(train=_split(0), val=_split(10), test=_split(40))
+
+
+def test_data_source_is_public() -> None:
+    source = fl.DataSource
+    assert source.__name__ == "DataSource"
+
+
+def _attributes(path: Path) -> set[str]:
+    """Dotted names below `sk` and `fl` that a file uses, and what it imports from the two packages."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            parts = []
+            inner: ast.expr = node
+            while isinstance(inner, ast.Attribute):
+                parts.append(inner.attr)
+                inner = inner.value
+            if isinstance(inner, ast.Name) and inner.id in ("sk", "fl"):
+                found.add(".".join([{"sk": "sparsekit", "fl": "sparsekit_fl"}[inner.id], *reversed(parts)]))
+    return found
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.stem)
+def test_examples_use_public_names(path: Path) -> None:
+    strange = {name for name in _attributes(path) if ".".join(name.split(".")[:2]) not in PUBLIC}
+    assert strange == set()
+
+
+def test_compare_says_which_files_are_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny = ["--rounds", "1", "--clients", "4", "--cohort", "2", "--local-epochs", "1", "--workers", "1", "--seeds", "1"]
+    monkeypatch.setenv("COLUMNS", "400")
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert execute(["compare", "fedavg", *tiny, "--out", str(tmp_path / "a"), "--quiet"]) == 0
+    out = capsys.readouterr().out
+    assert "no figures, since a package is missing" in out
+    assert list((tmp_path / "a" / "figures").glob("*")) == []
+
+
+def test_the_page_has_a_headline_version_command_and_the_numbers_beside(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from sparsekit_fl.cli.report import write_files
+
+    cheap = result("fedlps", accuracies={50: 0.4, 100: 0.895})
+    cheap["cost"]["flops_compact"] = 1e9
+    dear = result("fedavg", accuracies={50: 0.4, 100: 0.9})
+    for made in (cheap, dear):
+        made["environment"] = {"sparsekit": "0.2.0", "finished": "2026-11-22T10:00:00+00:00"}
+        made["config"]["experiment"]["partition_options"] = {"distinct": False, "classes_per_client": 2}
+    save(tmp_path, cheap, dear)
+    write_files(tmp_path, command="sparsekit compare fedlps fedavg")
+    text = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "fedavg is most accurate: 90.0% with 0.1T FLOPs. fedlps comes within a point, 89.5%" in text
+    for part in (
+        "sparksekit 0.2.0, 2026-11-22".replace("sparksekit", "sparsekit"),
+        'data-file="compare.csv"',
+        "sparsekit compare fedlps fedavg",
+    ):
+        assert part in text
+    assert "distinct" not in text
+    assert "2 classes a client" in text
+    write_files(tmp_path)
+    assert "sparsekit compare fedlps fedavg" in (tmp_path / "report.html").read_text(encoding="utf-8"), "the command is kept"
