@@ -92,7 +92,7 @@ ONLY_IN = {
     "hypothesis": ("sparsekit.testing.*", "sparsekit_fl.testing.*"),
     "pickle": ("sparsekit.testing.*", "sparsekit_fl.testing.*", "sparsekit_fl.processes"),
     "cloudpickle": ("sparsekit_fl.processes",),
-    "filelock": ("sparsekit_fl.state.lock",),
+    "filelock": ("sparsekit_fl.state.lock", "sparsekit.tuning.journal"),
     "tensorboard": ("sparsekit_fl.callbacks.tensorboard",),
     "mlflow": ("sparsekit_fl.callbacks.mlflow",),
     "IPython": ("sparsekit_fl.callbacks.notebook",),
@@ -117,7 +117,7 @@ REGISTRIES = {
     ),
     "sparsekit_fl/methods": ("sparsekit_fl.methods", "registry", {"method", "make", "settings"}),
     "sparsekit_fl/datasets": (
-        "sparsekit_fl.datasets", "datasets", {"base", "cache", "files", "hub", "text", "transforms"},
+        "sparsekit_fl.datasets", "datasets", {"base", "cache", "files", "hub", "loaders", "text", "transforms"},
     ),
     "sparsekit_fl/partition": ("sparsekit_fl.partition", "partitions", {"base", "flower"}),
     "sparsekit_fl/models": ("sparsekit_fl.models", "models", {"base"}),

@@ -7,13 +7,15 @@ arguments that returns a module, or a module and its example inputs.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import click
@@ -23,9 +25,10 @@ from rich.markup import escape
 from rich.table import Table
 from typer.core import TyperGroup
 
+from sparsekit.cli.model_source import example_inputs, load_checkpoint, load_model, models, pick_device
 from sparsekit.deprecations import RemovedIn0_3Warning
 from sparsekit.errors import InvalidValueError, SparsekitError, nearest
-from sparsekit.registry import Registry, load_object
+from sparsekit.registry import load_object
 from sparsekit.version import __version__
 
 if TYPE_CHECKING:
@@ -34,7 +37,7 @@ if TYPE_CHECKING:
     from sparsekit.graph.graph import UnitGraph
     from sparsekit.graph.groups import UnitGroup
 
-__all__ = ["COMMANDS_GROUP", "HINTS_GROUP", "app", "execute", "main", "models"]
+__all__ = ["COMMANDS_GROUP", "HINTS_GROUP", "SUMMARIES_GROUP", "app", "execute", "main", "models"]
 
 COMMANDS_GROUP = "sparsekit.commands"
 """Entry points that add commands."""
@@ -42,8 +45,8 @@ COMMANDS_GROUP = "sparsekit.commands"
 HINTS_GROUP = "sparsekit.hints"
 """Entry points that name a function: what was typed in place of a command → advice, or None."""
 
-models = Registry("model", {}, group="sparsekit.models")
-"""Models by name, for `sparsekit units`."""
+SUMMARIES_GROUP = "sparsekit.summaries"
+"""Entry points that name a mapping of commands to their one-line help; a command that is in none is imported to be listed."""
 
 _TIES, _OTHERS = 20, 47
 """Letters of the column of tied layers, at least, and of all columns of `units` but this and the names."""
@@ -55,6 +58,8 @@ INTERRUPTED = 130
 class _Commands(TyperGroup):
     """Our own commands and those of installed packages; one that cannot be loaded spoils only itself."""
 
+    _summaries: Mapping[str, str] = {}
+
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted({*super().list_commands(ctx), *_plugins()})
 
@@ -65,15 +70,32 @@ class _Commands(TyperGroup):
             ctx.fail(f"No such command {name!r}; {_meant(name, self.list_commands(ctx))}")
         return super().resolve_command(ctx, args)
 
+    def format_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the help from one-line summaries, so that no command and nothing that it needs is imported for it."""
+        self._summaries = _load_summaries()
+        super().format_help(ctx, formatter)
+
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         own = super().get_command(ctx, cmd_name)
-        point = _plugins().get(cmd_name)
-        if own is not None or point is None:
+        if own is not None:
             return own
+        if cmd_name in self._summaries:
+            return click.Command(cmd_name, help=self._summaries[cmd_name])
+        point = _plugins().get(cmd_name)
+        if point is None:
+            return None
         try:
             return _as_command(point)
         except Exception as error:  # noqa: BLE001 - whatever a foreign package does must not break the other commands
             return _broken_command(point, error)
+
+
+def _load_summaries() -> dict[str, str]:
+    found: dict[str, str] = {}
+    for point in entry_points(group=SUMMARIES_GROUP):
+        with contextlib.suppress(Exception):  # a broken package costs its lines, not the help of the others
+            found.update(point.load())
+    return found
 
 
 def _meant(name: str, commands: Sequence[str]) -> str:
@@ -115,7 +137,6 @@ def _broken_command(point: EntryPoint, error: Exception) -> click.Command:
 
 app = typer.Typer(
     cls=_Commands,
-    add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
@@ -140,17 +161,22 @@ def _root(
 
 @app.command(
     epilog="Examples:\n\n$ sparsekit units vgg11\n\n$ sparsekit units mypackage.nets:make_net --example-shape 1,3,32,32\n\n"
-    "$ sparsekit units mypackage.nets:TextNet --example-shape 1,20:int64 --json"
+    "$ sparsekit units mypackage.nets:TextNet --example-shape 1,20:int64 --json\n\n"
+    "$ sparsekit units nets.py:Bert --example-shape input_ids=1,20:int64 --checkpoint bert.safetensors --device cuda"
 )
 def units(
-    model: Annotated[str, typer.Argument(help="A built-in model, or package.module:factory.")],
+    model: Annotated[str, typer.Argument(help="A built-in model, package.module:factory or path/to/file.py:factory.")],
     example_shape: Annotated[
         list[str] | None,
         typer.Option(
-            help="Shape of an example input, as in 1,3,32,32; with :int64 behind it for token ids. Once per input."
-            " Default: what the model brings along.",
+            help="Shape of an example input, as in 1,3,32,32; with :int64 behind it for token ids, with NAME= before it for a"
+            " keyword input. Once per input. Default: what the model brings along.",
         ),
     ] = None,
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="Trained weights: a state dict as safetensors, or as torch saves it.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="Where the model runs: cpu, cuda, cuda:1, …")] = "cpu",
     norm: Annotated[
         str,
         typer.Option(
@@ -163,76 +189,24 @@ def units(
 
     A factory is called without arguments and returns the module, or the module and a tuple of example inputs.
     """
+    from sparsekit.tracing.inputs import map_tensors
     from sparsekit.tracing.trace import FixedUnitsWarning, trace_units
 
-    module, inputs = _load_model(model, [_example(text) for text in example_shape or []])
-    if example_shape:
-        inputs = _with_tokens(module, inputs)
+    module, own = load_model(model)
+    args, kwargs = example_inputs(model, module, own, example_shape or [])
+    if checkpoint is not None:
+        load_checkpoint(module, checkpoint)
+    where = pick_device(device)
+    args, kwargs = map_tensors(lambda tensor: tensor.to(where), (args, kwargs))
     with warnings.catch_warnings():
         # The same facts are in the table.
         warnings.simplefilter("ignore", FixedUnitsWarning)
-        graph = trace_units(module, *inputs, norm=norm)  # type: ignore[arg-type]  # a wrong name is refused there
+        graph = trace_units(module.to(where), *args, norm=norm, example_kwargs=kwargs)  # type: ignore[arg-type]  # refused there
     report = _describe(model, module, graph)
     if as_json:
         typer.echo(json.dumps(report, indent=1))
     else:
         _print_units(report)
-
-
-def _example(text: str) -> Any:
-    import torch
-
-    shape, _, kind = text.partition(":")
-    dtype = getattr(torch, kind or "float32", None)
-    sizes = shape.split(",")
-    if not isinstance(dtype, torch.dtype) or not all(size.strip().isdigit() and int(size) > 0 for size in sizes):
-        raise InvalidValueError(
-            f"--example-shape must be positive integers with commas between, as in 1,3,32,32 or 1,20:int64, got {text!r}"
-        )
-    return torch.zeros([int(size) for size in sizes], dtype=dtype)
-
-
-def _with_tokens(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Draw the integers, always the same, from the ids that every embedding knows: a row of zeros may be padding."""
-    import numpy as np
-    import torch
-    from torch import nn
-
-    from sparsekit.rng import torch_generator
-
-    known = min(
-        (part.num_embeddings for part in module.modules() if isinstance(part, nn.Embedding | nn.EmbeddingBag)), default=2
-    )
-    generator = torch_generator(np.random.default_rng(0))
-    return tuple(
-        tensor
-        if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool
-        else torch.randint(min(known, 100), tensor.shape, generator=generator, dtype=tensor.dtype)
-        for tensor in inputs
-    )
-
-
-def _load_model(name: str, inputs: list[Any]) -> tuple[nn.Module, tuple[Any, ...]]:
-    from torch import nn
-
-    factory = models.find(name)
-    if isinstance(factory, nn.Module) or not callable(factory):
-        raise InvalidValueError(f"{name!r} must be a class or function that builds a model, got {type(factory).__name__}")
-    try:
-        made = factory()
-    except TypeError as error:
-        raise InvalidValueError(f"{name!r} cannot be called without arguments: {error}; wrap it in a function") from error
-    module, own = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
-    if not isinstance(module, nn.Module):
-        raise InvalidValueError(f"{name!r} must return a torch.nn.Module or (module, inputs), got {type(module).__name__}")
-    if inputs:
-        return module, tuple(inputs)
-    if own is None:
-        raise InvalidValueError(
-            f"no example input is known for {name!r}; pass --example-shape, as in --example-shape 1,3,32,32,"
-            " or let the factory return (module, (input, …))"
-        )
-    return module, own if isinstance(own, tuple) else (own,)
 
 
 def _entries_of(group: UnitGroup, graph: UnitGraph, keys: set[str]) -> int:

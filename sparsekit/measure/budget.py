@@ -175,11 +175,11 @@ def _check(name: str, value: object) -> None:
 
 
 def format_cost(metric: str, value: float) -> str:
-    """A cost in words, such as `3.20 GFLOPs`, `1.21 M parameters`, `4.70 MB` or `2.31 ms`."""
+    """A cost in words, such as `3.20 GFLOPs`, `1.21 M` for parameters, `4.70 MB` or `2.31 ms`."""
     if metric == "latency_ms":
         return f"{value:.3g} ms"
-    unit = {"flops": "FLOPs", "params": "parameters"}.get(metric, "B")
+    unit = {"flops": "FLOPs", "params": ""}.get(metric, "B")
     for letter, scale in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if abs(value) >= scale:
-            return f"{value / scale:.2f} {letter}{' ' if unit == 'parameters' else ''}{unit}"
-    return f"{value:.0f} {unit}"
+            return f"{value / scale:.2f} {letter}{unit}"
+    return f"{value:.0f} {unit}".rstrip()

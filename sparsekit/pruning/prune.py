@@ -38,7 +38,7 @@ from sparsekit.surgery.compaction import compact
 from sparsekit.tracing.inputs import find_tensors
 from sparsekit.tracing.trace import trace_units
 
-__all__ = ["AfterCut", "prune"]
+__all__ = ["AfterCut", "as_criterion", "prune"]
 
 AfterCut: TypeAlias = Callable[[nn.Module, int], object]
 """Called with the narrow model and the number of the step, from 1; trains it in place, or returns the model that goes on."""
@@ -78,7 +78,7 @@ def prune(
             None where the allocation says all by itself.
         criterion: What a unit is worth, or its name; by default the magnitude of its weights.
         allocation: How many units stay in each group, or its name: "by_cost", "global", "isomorphic", "uniform", "knapsack".
-            A ready one brings its own budget, limits and multiples.
+            A ready one brings its own budget; it takes `keep`, `limits` and `multiple_of` where it has none.
         keep: Layers that keep all their units, by name, regular expression, type or module.
         limits: The same → (least, largest) share of the units that stays, each in [0, 1].
         multiple_of: What the width of each layer is a multiple of, or kind of unit → number; a group that keeps all its units
@@ -108,7 +108,7 @@ def prune(
     wanted = _as_budget(budget)
     check_multiples(multiple_of)
     graph = graph if graph is not None else trace_units(model, *args, rules=rules, norm=norm, example_kwargs=kwargs)
-    chosen = _as_criterion(criterion)
+    chosen = as_criterion(criterion)
     group_limits = read_limits(model, graph, keep, limits or {})
     plan = _as_allocation(allocation, wanted, group_limits, multiple_of, chosen)
     wanted = wanted if wanted is not None else getattr(plan, "budget", None)
@@ -312,7 +312,13 @@ def _as_budget(budget: Budget | Mapping[str, str | float] | str | None) -> Budge
     raise InvalidValueError(f'budget must be a Budget, as in Budget(flops="50%"), got {budget!r} of {type(budget).__name__}')
 
 
-def _as_criterion(criterion: Criterion | str | None) -> Criterion:
+def as_criterion(criterion: Criterion | str | None) -> Criterion:
+    """The criterion of a name; None is the magnitude of the weights.
+
+    Raises:
+        InvalidValueError: the criterion needs more than its name.
+        UnknownNameError: no such criterion.
+    """
     if criterion is None:
         return Magnitude()
     if not isinstance(criterion, str):
@@ -332,6 +338,20 @@ def _has(plan: object, name: str) -> bool:
     return is_dataclass(plan) and name in {item.name for item in fields(plan)}
 
 
+def _with_limits(allocation: Allocation, limits: Limits, multiple_of: Multiples) -> Allocation:
+    """A ready allocation with limits and multiples, where it can have them and has none of its own."""
+    changed: dict[str, Any] = {}
+    for name, value, unset in (("limits", limits, {}), ("multiple_of", multiple_of, 1)):
+        if value == unset:
+            continue
+        if not _has(allocation, name):
+            raise InvalidValueError(f"{type(allocation).__name__} has no {name}; leave out keep, limits and multiple_of")
+        if getattr(allocation, name) != unset:
+            raise InvalidValueError(f"the allocation has {name} of its own; give all of them to {type(allocation).__name__}")
+        changed[name] = value
+    return replace(cast(Any, allocation), **changed) if changed else allocation
+
+
 def _as_allocation(
     allocation: Allocation | str, budget: Budget | None, limits: Limits, multiple_of: Multiples, criterion: Criterion
 ) -> Allocation:
@@ -340,11 +360,7 @@ def _as_allocation(
             raise InvalidValueError(
                 f"the allocation has a budget of its own ({getattr(allocation, 'budget', None)}); leave `budget` out"
             )
-        if limits or multiple_of != 1:
-            raise InvalidValueError(
-                f"keep, limits and multiple_of belong to allocations by name; give them to {type(allocation).__name__} itself"
-            )
-        return allocation
+        return _with_limits(allocation, limits, multiple_of)
     name = "uniform_within" if allocation == "uniform" else allocation
     kind = allocations.find(name)
     known = {item.name for item in fields(kind)} if is_dataclass(kind) else set()

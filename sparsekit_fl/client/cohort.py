@@ -166,7 +166,7 @@ class CohortExecutor(ClientExecutor):
         try:
             begun = begin_round(self._worker, assignment, self._clients[client_id], memory)
             with begun.blame(method, "local"):
-                lane = method.local.lane(begun.ctx.scoped("local"), begun.start, begun.mask, begun.ratio)
+                lane = method.local.lane(begun.ctx.scoped("local"), begun.entered, begun.mask, begun.ratio)
         except ClientError as error:
             done[place] = Trained(client_id=client_id, error=error)
             return None

@@ -62,7 +62,8 @@ class BegunRound:
         memory: The client's memory; written to.
         ctx: The client's context.
         shared: What the server sent, dense.
-        start: The dense state to start from.
+        start: The dense state of the client, which its change is counted from.
+        entered: The same as the share policy lets it enter training.
         mask: What to train; None for everything.
         ratio: The executed ratio.
         seconds: Time that the client took so far.
@@ -74,6 +75,7 @@ class BegunRound:
     ctx: ClientContext
     shared: StateDict
     start: StateDict
+    entered: StateDict
     mask: Mask | None
     ratio: float
     seconds: float
@@ -102,7 +104,7 @@ def client_round(worker: WorkerState, assignment: Assignment, client: Client, me
     began = time.perf_counter()
     method = worker.spec.method
     with begun.blame(method, "local"):
-        result = method.local.train(begun.ctx.scoped("local"), begun.start, begun.mask, begun.ratio)
+        result = method.local.train(begun.ctx.scoped("local"), begun.entered, begun.mask, begun.ratio)
     return end_round(worker, begun, result, seconds=time.perf_counter() - began)
 
 
@@ -128,8 +130,10 @@ def begin_round(worker: WorkerState, assignment: Assignment, client: Client, mem
         start = _complete(worker, ctx, shared)
     with blame("ratio"):
         ratio = check_ratio(method.ratio.choose(ctx.scoped("ratio"), assignment.ratio))
+    with blame("share"):
+        entered = method.share.enter(ctx.scoped("share"), start)
     with blame("mask"):
-        mask = method.mask.choose(ctx.scoped("mask"), ratio, start)
+        mask = method.mask.choose(ctx.scoped("mask"), ratio, entered)
         if mask is not None:
             mask.check(graph)
     return BegunRound(
@@ -139,6 +143,7 @@ def begin_round(worker: WorkerState, assignment: Assignment, client: Client, mem
         ctx=ctx,
         shared=shared,
         start=start,
+        entered=entered,
         mask=mask,
         ratio=ratio,
         seconds=time.perf_counter() - began,
@@ -199,18 +204,19 @@ def _upload(
 ) -> tuple[dict[str, torch.Tensor], Any]:
     """Return trained minus received, of the shared entries that the upload mask keeps; put private entries into memory."""
     graph = ctx.graph
-    upload = worker.spec.method.share.upload_mask(ctx.scoped("share"), result)
+    share, scoped = worker.spec.method.share, ctx.scoped("share")
+    upload = share.upload_mask(scoped, result)
     private = [name for name in start if name not in shared and name not in worker.spec.frozen]
     trained, narrow = result.state, result.narrow
     if narrow and (private or upload is not result.mask):
         trained, narrow = Kept(graph, result.mask).scatter_all(trained, start), False
-    own = ctx.scoped("share").memory
-    own.update({name: trained[name] for name in private})
+    scoped.memory.update({name: trained[name] for name in private})
     kept = Kept(graph, upload)
     delta = {}
     for name in shared:
         value = trained[name] if narrow else kept.gather(name, trained[name])
-        change = value.detach() - kept.gather(name, start[name])
+        before = kept.gather(name, start[name])
+        change = share.leave(scoped, name, value.detach(), before) - before
         delta[name] = change.to(upload_dtype(change.dtype, worker.spec.config.upload))
     return delta, upload
 

@@ -25,9 +25,9 @@ from sparsekit.training.unit_vectors import UnitVectors
 from sparsekit_fl.context.client import ClientContext
 from sparsekit_fl.lanes.importance import PaperRule
 from sparsekit_fl.lanes.lane import Lane, LaneOutcome
-from sparsekit_fl.options.checked import Hint, NonNegative, NonNegativeCount
+from sparsekit_fl.options.checked import Hint, NonNegative, NonNegativeCount, Positive
 from sparsekit_fl.options.config import TrainingConfig
-from sparsekit_fl.policies.local import LocalPolicy, LocalResult, sgd_step
+from sparsekit_fl.policies.local import LocalPolicy, LocalResult, sgd_step, with_passes
 from sparsekit_fl.policies.mask import require_units
 from sparsekit_fl.problem.problem import Problem
 from sparsekit_fl.training.gate_probe import GateProbe
@@ -68,6 +68,7 @@ class LearnableSgd(LocalPolicy):
         proximal_reduction: "mean" over the entries of the whole model, or their "sum".
         explore_every: Every N steps one pass of the dense model measures the gate gradients of dropped units, which then
             stand for all N steps; the pass is counted as work. 0 leaves dropped units to the term.
+        passes: Factor on the local epochs of the run. What narrow submodels save may be spent on more iterations.
         noise: Upper end of the uniform noise that the initial importance gets, so that equal targets do not tie.
 
     Source: Xue et al., ICDE 2025 (arXiv 2412.07216), learnable sparse training, Algorithm 1, lines 13 to 23.
@@ -78,6 +79,7 @@ class LearnableSgd(LocalPolicy):
     proximal: Annotated[NonNegative, Hint("0 switches it off")] = 1.0
     proximal_reduction: Literal["mean", "sum"] = "mean"
     explore_every: Annotated[NonNegativeCount, Hint("0 never explores")] = 0
+    passes: Annotated[Positive, Hint("1 takes the local epochs of the run")] = 1.0
     noise: NonNegative = 0.0
 
     def check(self, problem: Problem, graph: UnitGraph) -> None:
@@ -100,12 +102,9 @@ class LearnableSgd(LocalPolicy):
         Raises:
             InvalidValueError: a mask policy chose a mask already, or the importance diverged.
         """
-        if mask is not None:
-            raise InvalidValueError("LearnableSgd learns its own mask; use it with the mask policy Dense()")
+        ctx, metrics, importance, first = self._begin(ctx, start, mask, ratio)
         narrow_model = ctx.narrow_model
-        metrics = self._first_scores(ctx, narrow_model)
-        importance = self._initial(ctx, narrow_model, start)
-        narrow_model.load(start, self._first_mask(ctx, importance, ratio))
+        narrow_model.load(start, first)
         fused = UnitVectors(narrow_model)
         learner = ImportanceLearner(fused, importance, lr=self._importance_lr(ctx), term=self.term)
         pull = 2.0 * self.proximal / self._scale(start, narrow_model)
@@ -128,11 +127,7 @@ class LearnableSgd(LocalPolicy):
 
     def lane(self, ctx: ClientContext, start: StateDict, mask: Mask | None, ratio: float) -> Lane[LocalResult]:
         """Describe the same training for several clients at once."""
-        if mask is not None:
-            raise InvalidValueError("LearnableSgd learns its own mask; use it with the mask policy Dense()")
-        narrow_model = ctx.narrow_model
-        metrics = self._first_scores(ctx, narrow_model)
-        importance = self._initial(ctx, narrow_model, start)
+        ctx, metrics, importance, first = self._begin(ctx, start, mask, ratio)
 
         def finish(outcome: LaneOutcome) -> LocalResult:
             ctx.memory.update(outcome.learned)
@@ -148,11 +143,11 @@ class LearnableSgd(LocalPolicy):
 
         return Lane(
             start=start,
-            mask=self._first_mask(ctx, importance, ratio),
+            mask=first,
             batches=ctx.batches(),
             training=ctx.training,
             rng=ctx.rng,
-            pull=2.0 * self.proximal / self._scale(start, narrow_model),
+            pull=2.0 * self.proximal / self._scale(start, ctx.narrow_model),
             learning=PaperRule(importance=importance, lr=self._importance_lr(ctx), term=self.term),
             finish=finish,
         )
@@ -165,11 +160,18 @@ class LearnableSgd(LocalPolicy):
             return "the masks of its clients change step by step, which is only faster together with batched kernels"
         return super().why_alone(batched=batched)
 
-    def _first_mask(self, ctx: ClientContext, importance: Tensor, ratio: float) -> UnitMask:
-        """Return the mask of the largest importance."""
+    def _begin(
+        self, ctx: ClientContext, start: StateDict, mask: Mask | None, ratio: float
+    ) -> tuple[ClientContext, Mapping[str, float], Tensor, UnitMask]:
+        """Return the context to train in, further metrics, the client's importance, and the mask of the largest importance."""
+        if mask is not None:
+            raise InvalidValueError("LearnableSgd learns its own mask; use it with the mask policy Dense()")
+        ctx = with_passes(ctx, self.passes)
+        metrics = self._first_scores(ctx, ctx.narrow_model)
+        importance = self._initial(ctx, ctx.narrow_model, start)
         sizes = [group.size for group in ctx.graph.groups.values()]
         view = View(importance=dict(zip(ctx.graph.groups, torch.split(importance, sizes), strict=True)))
-        return select(Learned(), ctx.graph, ratio, view)
+        return ctx, metrics, importance, select(Learned(), ctx.graph, ratio, view)
 
     def _first_scores(self, ctx: ClientContext, narrow_model: NarrowModel) -> Mapping[str, float]:
         if "importance" in ctx.memory:

@@ -140,7 +140,7 @@ class Rounds:
         assignments = self.server.assign(round)
         attempts = self._attempts(pool, round, assignments)
         replies, aggregated, dropped = attempts[-1]
-        valid = {update.client_id for update in aggregated.updates}
+        valid = {update.client_id for update in aggregated.trained}
         newest = {reply.client_id: round for reply in replies if reply.stored and reply.client_id in valid}
         stale = {client_id: self._versions[client_id] for client_id in newest if client_id in self._versions}
         self._versions = {**self._versions, **newest}
@@ -165,6 +165,7 @@ class Rounds:
             notes=(
                 *(f"repeated, since {one.text(self._needed(assignments))}" for one in attempts[:-1]),
                 *(reply.note for reply in replies if reply.note),
+                *([aggregated.note] if aggregated.note else []),
                 *unscored,
             ),
         )
@@ -199,7 +200,8 @@ class Rounds:
         return RoundScores.of(evaluations, sampled=self.spec.config.eval_clients is not None, lower=self._lower)
 
     def _needed(self, assignments: Sequence[Assignment]) -> int:
-        return self.spec.config.needed_replies(len(assignments))
+        buffer = self.spec.config.async_buffer
+        return self.spec.config.needed_replies(len(assignments) if buffer is None else buffer)
 
     def _attempts(self, pool: ClientPool, round: int, assignments: Sequence[Assignment]) -> list[_Attempt]:
         """Send out until enough valid updates came back; the last attempt is the one that counts.
@@ -211,7 +213,7 @@ class Rounds:
         attempts: list[_Attempt] = []
         for _ in range(1 + _REPEATS):
             replies: list[Reply] = []
-            for reply in pool.map(assignments, self._versions):
+            for reply in pool.map(assignments, self._versions) if assignments else ():
                 self._callbacks.on_client_end(self._view, reply.client_id, reply.update)
                 replies.append(reply)
             aggregated = self.server.aggregate([reply.update for reply in replies if reply.update is not None], needed=needed)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -20,6 +20,7 @@ from sparsekit_fl.options.config import Upload
 from sparsekit_fl.policies.robust import make_rule
 from sparsekit_fl.policies.server_optimizer import make_server_optimizer
 from sparsekit_fl.problem.clients import Client
+from sparsekit_fl.server.asynchronous import Flights, flights_of
 from sparsekit_fl.server.privacy import check_private, noise_seed_of, noisy_mean, privacy_of
 from sparsekit_fl.streams import Streams
 from sparsekit_fl.wire.kept import Kept
@@ -56,12 +57,21 @@ class Aggregated:
     Args:
         updates: The valid updates, in the order of the assignments.
         refused: Client id and reason of each update that is not valid.
-        seconds: Simulated length of the round, where the method does not wait for the slowest client.
+        seconds: Simulated length of the round, where it does not wait for the slowest client.
+        received: The valid updates of those who trained in this round, where others are aggregated; None: the same.
+        note: A text for the record of the round; empty for none.
     """
 
     updates: tuple[Update, ...]
     refused: tuple[tuple[int, UpdateError], ...]
     seconds: float | None = None
+    received: tuple[Update, ...] | None = None
+    note: str = ""
+
+    @property
+    def trained(self) -> tuple[Update, ...]:
+        """The valid updates of those who trained in this round."""
+        return self.updates if self.received is None else self.received
 
 
 def check_update(update: Update, assignment: Assignment, ctx: ServerContext, *, upload: Upload = "float32") -> None:
@@ -155,6 +165,7 @@ class Server:
         if config.dp_clip is not None:
             check_private(method)
         self._availability = None if config.availability is None else Availability.read(config.availability)
+        self._flights = flights_of(method, config, self.state.memory)
         self._optimizes = config.server_optimizer != "none"
         if (self._optimizes or config.server_lr not in (None, 1.0)) and method.aggregate.mean_only:
             raise InvalidValueError(
@@ -193,8 +204,16 @@ class Server:
         """
         method = self.spec.method
         ctx = self._ctx = self.context(round)
-        cohort = method.sampling.sample(self._reachable(ctx).scoped("sampling"))
-        if not cohort or len(set(cohort)) != len(cohort) or any(client_id not in ctx.roster for client_id in cohort):
+        sampled = self._reachable(ctx)
+        if self._flights is not None:
+            sampled = self._flights.sampling(sampled)
+        # Asynchronously all that can be reached may be under way; then none starts.
+        cohort = method.sampling.sample(sampled.scoped("sampling")) if sampled.cohort else []
+        if (
+            (not cohort and sampled.cohort)
+            or len(set(cohort)) != len(cohort)
+            or any(client_id not in ctx.roster for client_id in cohort)
+        ):
             raise InvalidValueError(
                 f"the sampling policy of {method.name!r} chose {cohort} in round {round};"
                 " it must choose distinct clients of the run"
@@ -261,15 +280,36 @@ class Server:
             valid.append(replace(update, delta=delta))
         places = {client_id: place for place, client_id in enumerate(self._assignments)}
         valid.sort(key=lambda update: places[update.client_id])
+        if self._flights is not None:
+            return self._land(self._flights, ctx, valid, refused, needed)
         seconds = None
         if len(valid) >= needed:
-            self._aggregate(ctx, valid)
+            self._aggregate(ctx, method.sampling.arrivals(ctx.scoped("sampling"), valid))
             seconds = method.sampling.seconds(ctx.scoped("sampling"))
-            method.ratio.observe_all(ctx.scoped("ratio"), valid)
-            method.mask.observe(ctx.scoped("mask"), valid)
-            method.sampling.observe(ctx.scoped("sampling"), valid)
-            self.state.round = ctx.round
+            self._learn(ctx, valid)
         return Aggregated(tuple(valid), tuple(refused), seconds)
+
+    def _land(
+        self, flights: Flights, ctx: ServerContext, valid: list[Update], refused: list[tuple[int, UpdateError]], needed: int
+    ) -> Aggregated:
+        """Aggregate those that come in first, and leave the others under way."""
+        landing = flights.land(valid, ctx.round)
+        landed = tuple(arrival.update for arrival in landing.arrivals)
+        seconds = landing.now - flights.now
+        if len(landed) < max(1, needed):
+            return Aggregated(landed, tuple(refused), seconds, tuple(valid))
+        self._aggregate(ctx, flights.take(landing))
+        self._learn(ctx, landed)
+        ages = ", ".join(f"{arrival.update.client_id} ({arrival.age})" for arrival in landing.arrivals)
+        note = f"asynchronous: clients that came in, and the age of what they received: {ages}"
+        return Aggregated(landed, tuple(refused), seconds, tuple(valid), note)
+
+    def _learn(self, ctx: ServerContext, valid: Sequence[Update]) -> None:
+        method = self.spec.method
+        method.ratio.observe_all(ctx.scoped("ratio"), valid)
+        method.mask.observe(ctx.scoped("mask"), valid)
+        method.sampling.observe(ctx.scoped("sampling"), valid)
+        self.state.round = ctx.round
 
     def _check(self, ctx: ServerContext, update: Update) -> None:
         """Raise UpdateError unless the update may touch the model, and every policy can use it."""
@@ -280,9 +320,8 @@ class Server:
         method.mask.validate(ctx.scoped("mask"), update, assignment)
         method.sampling.validate(ctx.scoped("sampling"), update, assignment)
 
-    def _aggregate(self, ctx: ServerContext, valid: list[Update]) -> None:
+    def _aggregate(self, ctx: ServerContext, arrivals: Sequence[tuple[Update, int]]) -> None:
         method, config = self.spec.method, self.spec.config
-        arrivals = method.sampling.arrivals(ctx.scoped("sampling"), valid)
         scoped = ctx.scoped("aggregate")
         acc = method.aggregate.init(scoped, ctx.state)
         rule = noisy_mean(config, ctx.round, noise_seed=self.state.noise_seed) or make_rule(config)

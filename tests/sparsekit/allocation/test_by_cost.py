@@ -65,10 +65,10 @@ def test_of_two_units_of_equal_worth_the_dearer_one_goes() -> None:
     graph, costs, scores = _setup()
     equal = {name: torch.ones_like(values) for name, values in scores.items()}
     dense = {name: group.size for name, group in graph.groups.items()}
-    saved = {name: costs.tracker(dense).gain((name,), size - 1, {"flops": 1.0}) for name, size in dense.items()}
-    limit = costs.dense_costs()["flops"] - 1
-    counts = ByCost(sk.Budget(flops=limit), scale="none").counts(graph, equal, costs)
+    saved = {name: -costs.tracker(dense).change((name,), size - 1)["flops"] for name, size in dense.items()}
     dearest = max(saved, key=lambda name: saved[name])
+    limit = costs.dense_costs()["flops"] - saved[dearest]
+    counts = ByCost(sk.Budget(flops=limit), scale="none").counts(graph, equal, costs)
     assert counts == {**dense, dearest: dense[dearest] - 1}
 
 
@@ -82,6 +82,20 @@ def test_the_budget_is_met_to_the_last_unit_and_not_exceeded(share: float, metri
     for name, count in counts.items():
         if count < graph.groups[name].size:
             assert costs.costs({**counts, name: count + 1})[metric] > limit, f"one more unit of {name} would fit"
+
+
+def test_what_one_dear_unit_leaves_of_the_budget_is_spent_on_others() -> None:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(1, 10, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(10, 20, 5), nn.ReLU(), nn.Flatten(),
+                              nn.Linear(20 * 64, 10))  # fmt: skip
+    x = torch.randn(1, 1, 28, 28)
+    graph = sk.trace_units(model, x)
+    costs = sk.cost_model(model, x, graph=graph)
+    scores = sk.criteria.Magnitude().scores(graph, sk.View(weights=model.state_dict()))
+    for share in (0.75, 0.5, 0.25, 0.12):
+        counts = ByCost(sk.Budget(flops=f"{100 * share}%"), scale="none").counts(graph, scores, costs)
+        assert 0.95 * share <= costs.costs(counts)["flops"] / costs.dense_costs()["flops"] <= share
 
 
 def test_several_budgets_hold_at_once() -> None:

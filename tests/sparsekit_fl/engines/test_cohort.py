@@ -17,6 +17,7 @@ from sparsekit_fl.lanes import kernels
 from sparsekit_fl.methods import registry
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.models.lstm import NextWordLstm
+from sparsekit_fl.policies.learnable import LearnableSgd
 from sparsekit_fl.policies.local import Sgd
 from sparsekit_fl.problem.clients import Client, ClientData
 from sparsekit_fl.problem.data import TensorData
@@ -115,6 +116,15 @@ def test_with_batched_kernels_a_whole_run_in_float64_equals_the_embedded_one(nam
         assert_close(ours, embedded, 1e-9)
         assert len(steps) > 0
     assert max(steps) == 2
+
+
+@pytest.mark.usefixtures("precise")
+def test_options_of_a_policy_hold_for_batched_kernels_too():
+    options = {"passes": 1.5, "proximal": 0.5, "proximal_reduction": "sum", "noise": 0.02, "importance_lr": 0.05}
+    method = replace(registry["fedlps"](), local=LearnableSgd(**options))
+    embedded = run(method, tiny_problem(), precise_clients(), tiny_config())
+    ours = run(method, tiny_problem(), precise_clients(), tiny_config(), engine=Cohort(batched=True))
+    assert_close(ours, embedded, 1e-9)
 
 
 @pytest.mark.parametrize("name", ["fedavg", "heterofl", "fedlps"])

@@ -1,0 +1,344 @@
+"""Pruning side by side: sparsekit, Torch-Pruning and narrow networks from scratch, on equal FLOPs and equal data.
+
+    python benchmarks/prune.py --out prune.json                                  everything, the short schedule, on the CPU
+    python benchmarks/prune.py --out prune.json --schedule published --device cuda
+    python benchmarks/prune.py --out prune.json --table                          what is in the file, as tables
+    python benchmarks/prune.py --out tiny.json --task tiny-digits --schedule tiny --seeds 1 --parts accuracy
+
+Every result is written when it is there, and a second call goes on where the first one ended, also within a training. Parts:
+
+- `accuracy`: each arm at each budget with each seed. One dense model per task and seed is pretrained for all of them. Test
+  accuracy as cut, after compensation where the arm has it, after recalibration of batch norms, and after fine-tuning at the
+  last epoch; choices are made on a tenth of the training images. Networks from scratch get the training FLOPs of pretraining
+  and fine-tuning together, up to a limit of epochs that the file has; `training_flops` says what each arm spent, pretraining
+  included.
+- `budgets`: 20 models of the tests, half of what can be pruned of their FLOPs asked of both libraries, and what they made of
+  it. Torch-Pruning has no budget, so it takes steps until the FLOPs are met, as its own scripts do.
+- `calls`: seconds and peak memory of a whole call on ResNet-50, a vision transformer and a Llama of a billion parameters,
+  each in a process of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import os
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from prune_arms import ARMS, Cell, accuracy, flops_of, train
+from prune_tasks import SCHEDULES, TASKS, load
+from torch import nn
+
+import sparsekit as sk
+from sparsekit.measure.cost import trace_cost
+from sparsekit.measure.latency import measure_latency
+
+TESTS = Path(__file__).parent.parent / "tests"
+CALLS = ("resnet50", "vit", "llama-1b")
+BUDGET_MODELS = 20
+
+
+class Results:
+    """The file of results, written whole after each change."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+        self.found.setdefault("environment", {"torch": torch.__version__, "machine": platform.machine()})
+
+    def has(self, part: str, key: str) -> bool:
+        return key in self.found.get(part, {})
+
+    def add(self, part: str, key: str, value: dict[str, Any]) -> None:
+        self.found.setdefault(part, {})[key] = value
+        temporary = self.path.with_suffix(".tmp")
+        temporary.write_text(json.dumps(self.found, indent=1))
+        temporary.replace(self.path)
+        print(f"{part}: {key}", flush=True)
+
+
+def _accuracy(options: argparse.Namespace, results: Results) -> None:
+    schedule, device = SCHEDULES[options.schedule], torch.device(options.device)
+    for task_name in options.task:
+        task = TASKS[task_name]
+        data = load(task, schedule, options.data_dir, device)
+        for seed in range(options.seeds):
+            folder = options.out.with_suffix("") / f"{task_name}-{options.schedule}-{seed}"
+            folder.mkdir(parents=True, exist_ok=True)
+            with torch.random.fork_rng():
+                torch.manual_seed(seed)
+                model = task.make().to(device)
+            cell = Cell(task, schedule, data, model, 1.0, seed, folder)
+            pretraining = train(model, cell, "dense", schedule.pretrain, schedule.rates[0])
+            model.eval()
+            dense = accuracy(model, data.loader("test", 500))
+            key = f"{task_name} | {options.schedule} | dense | 1 | {seed}"
+            if not results.has("accuracy", key):
+                about = {
+                    "finetuned": dense,
+                    "share": 1.0,
+                    "training_flops": pretraining,
+                    "flops": flops_of(model, cell.example),
+                }
+                results.add("accuracy", key, about)
+            for share in options.budgets:
+                for arm in options.arms:
+                    key = f"{task_name} | {options.schedule} | {arm} | {share:g} | {seed}"
+                    if not results.has("accuracy", key):
+                        place = folder / f"{arm.replace(': ', '-').replace(', ', '-').replace(' ', '-')}-{share:g}"
+                        place.mkdir(exist_ok=True)
+                        one = Cell(task, schedule, data, model, share, seed, place)
+                        results.add("accuracy", key, _one(one, arm, pretraining))
+
+
+def _one(cell: Cell, arm: str, pretraining: float) -> dict[str, Any]:
+    begun = time.perf_counter()
+    cut = ARMS[arm](cell)
+    seconds = time.perf_counter() - begun
+    test = cell.data.loader("test", 500)
+    small, schedule = cut.model, cell.schedule
+    dense_flops, flops = flops_of(cell.dense, cell.example), flops_of(small, cell.example)
+    found: dict[str, Any] = {
+        "flops": flops,
+        "share": flops / dense_flops,
+        "parameters": sum(p.numel() for p in small.parameters()),
+        "cut_seconds": seconds,
+        "latency_ms": measure_latency(small, (cell.example,), {}) if cell.example.device.type == "cpu" else None,
+        **cut.notes,
+    }
+    if cut.scratch:
+        wanted = (pretraining + 3.0 * flops * cell.data.labels["train"].numel() * schedule.finetune) / (
+            3.0 * flops * cell.data.labels["train"].numel()
+        )
+        epochs = int(min(wanted, schedule.longest * (schedule.pretrain + schedule.finetune)))
+        spent = train(small, cell, "scratch", epochs, schedule.rates[0])
+        return found | {"epochs": epochs, "training_flops": spent, "finetuned": accuracy(small, test)}
+    found["as_cut"] = accuracy(small, test)
+    plain = copy.deepcopy(small)
+    sk.recalibrate(plain, cell.scoring())
+    found["recalibrated"] = accuracy(plain, test)
+    start = plain
+    if cut.compensated is not None:
+        start = cut.compensated
+        sk.recalibrate(start, cell.scoring())
+        found["compensated"] = accuracy(start, test)
+    spent = train(start, cell, "finetuned", schedule.finetune, schedule.rates[1], teacher=cell.dense if cut.teacher else None)
+    if cut.teacher:  # its forward passes
+        spent += dense_flops * cell.data.labels["train"].numel() * schedule.finetune
+    return found | {"training_flops": pretraining + cut.sparse_flops + spent, "finetuned": accuracy(start, test)}
+
+
+def _alone(kind: str, name: str, seconds: float) -> dict[str, Any]:
+    """Run one measurement in a process of its own."""
+    command = [sys.executable, __file__, "--one", kind, name]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
+    except subprocess.TimeoutExpired:
+        return {"error": f"no answer within {seconds:g} s"}
+    lines = done.stdout.strip().splitlines()
+    if done.returncode or not lines:
+        return {"error": (done.stderr.strip().splitlines() or ["it ended without a word"])[-1][-300:]}
+    found: dict[str, Any] = json.loads(lines[-1])
+    return found
+
+
+def _zoo() -> dict[str, Any]:
+    sys.path.insert(0, str(TESTS))
+    import zoo
+
+    architectures: dict[str, Any] = zoo.ZOO
+    return architectures
+
+
+def _budget_names() -> list[str]:
+    """Every k-th model of the tests."""
+    names = sorted(_zoo())
+    return [names[place * len(names) // BUDGET_MODELS] for place in range(BUDGET_MODELS)]
+
+
+def _budget_of(name: str) -> dict[str, Any]:
+    """FLOPs asked and got, by "ours NAME" or "torch-pruning NAME"."""
+    library, _, name = name.partition(" ")
+    _zoo()
+    import zoo
+
+    model, args, kwargs = zoo.build(name)
+    model.eval()
+    graph = sk.trace_units(model, *args, example_kwargs=kwargs)
+    cost = trace_cost(model, *args, graph=graph, **kwargs)
+    one = sk.UnitMask({group: torch.arange(entry.size) < 1 for group, entry in graph.groups.items()})
+    dense, least = cost.cost().flops_compact, cost.cost(one).flops_compact
+    asked = (dense + least) / 2
+    found: dict[str, Any] = {"dense": dense, "least": least, "asked": asked}
+    begun = time.perf_counter()
+    if library == "ours":
+        inputs = kwargs if kwargs and not args else args
+        pruned = sk.prune(model, inputs, budget={"flops": asked / cost.examples}, graph=graph)
+        small = pruned.model
+    else:
+        small = _stepwise(model, args, kwargs, asked)
+    found["seconds"] = time.perf_counter() - begun
+    with torch.no_grad():
+        small(*args, **kwargs)
+    found["got"] = sk.count_cost(small, *args, **kwargs).flops_compact
+    return found
+
+
+def _stepwise(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], limit: float) -> nn.Module:
+    import torch_pruning as tp
+
+    layers = [module for module in model.modules() if isinstance(module, (nn.Linear, nn.Conv1d, nn.Conv2d))]
+    pruner = tp.pruner.BasePruner(
+        model,
+        kwargs or (args if len(args) > 1 else args[0]),
+        importance=tp.importance.MagnitudeImportance(p=2),
+        global_pruning=True,
+        pruning_ratio=1.0,
+        iterative_steps=200,
+        ignored_layers=layers[-1:],
+    )
+    for _ in range(200):
+        pruner.step()
+        if sk.count_cost(model, *args, **kwargs).flops_compact <= limit:
+            break
+    return model
+
+
+def _call_of(name: str) -> dict[str, Any]:
+    """Seconds and memory of one whole call."""
+    from nets import ResNet50, VisionTransformer
+
+    def peak() -> float:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
+
+    kwargs: dict[str, Any] = {}
+    args: tuple[Any, ...] = (torch.randn(1, 3, 224, 224),)
+    if name == "llama-1b":
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        base = peak()
+        config = LlamaConfig(
+            vocab_size=32000, hidden_size=2048, intermediate_size=8192, num_hidden_layers=14, num_attention_heads=32,
+            num_key_value_heads=8, tie_word_embeddings=True,
+        )  # fmt: skip
+        torch.set_default_dtype(torch.bfloat16)
+        with torch.device("meta"):
+            model: nn.Module = LlamaForCausalLM(config)
+        model = model.to_empty(device="cpu").eval()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.normal_(0, 0.02) if parameter.dim() > 1 else parameter.fill_(1)
+            for module in model.modules():
+                if hasattr(module, "inv_freq"):
+                    size = module.inv_freq.numel()
+                    module.inv_freq.copy_(10000.0 ** (-torch.arange(size) / size))
+        args, kwargs = (), {"input_ids": torch.randint(0, 32000, (1, 8))}
+    else:
+        base = peak()
+        vit_b = {"width": 768, "heads": 12, "tokens": 196}
+        model = (ResNet50() if name == "resnet50" else VisionTransformer(**vit_b)).eval()
+    own = sum(p.numel() * p.element_size() for p in model.parameters())
+    begun = time.perf_counter()
+    graph = sk.trace_units(model, *args, example_kwargs=kwargs)
+    traced = time.perf_counter()
+    if name == "llama-1b":
+        mask = sk.select(sk.criteria.Magnitude(), graph, 0.5, sk.View(weights=model.state_dict()))
+        sk.compact(model, graph, mask, inplace=True)
+    else:
+        model = sk.prune(model, args, budget={"flops": "50%"}, graph=graph).model
+    ended = time.perf_counter()
+    return {
+        "parameters_bytes": own,
+        "trace_seconds": traced - begun,
+        "prune_seconds": ended - traced,
+        "peak_bytes_over_start": peak() - base,
+        "peak_over_model": (peak() - base) / own,
+        "kept_parameters": sum(p.numel() for p in model.parameters()),
+    }
+
+
+def _tables(found: dict[str, Any]) -> None:
+    rows: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+    for key, value in found.get("accuracy", {}).items():
+        rows.setdefault(tuple(key.split(" | ")[:4]), []).append(value)
+    print("| task | schedule | budget | arm | share | as cut | recalibrated | compensated | fine-tuned | training FLOPs |")
+    print("|---|---|---|---|---|---|---|---|---|---|")
+    for (task, schedule, arm, share), values in sorted(rows.items(), key=lambda row: (row[0][0], -float(row[0][3]), row[0][2])):
+        cells = []
+        for name in ("as_cut", "recalibrated", "compensated", "finetuned"):
+            numbers = [value[name] for value in values if name in value]
+            spread = f" ± {statistics.stdev(numbers):.3f}" if len(numbers) > 1 else ""
+            cells.append(f"{statistics.mean(numbers):.3f}{spread}" if numbers else "")
+        got = statistics.mean(value["share"] for value in values)
+        flops = statistics.mean(value["training_flops"] for value in values)
+        print(f"| {task} | {schedule} | {share} | {arm} | {got:.3f} | {' | '.join(cells)} | {flops:.2e} |")
+    if "budgets" in found:
+        print("\n| model | asked | ours | torch-pruning |\n|---|---|---|---|")
+        names = dict.fromkeys(key.partition(" ")[2] for key in found["budgets"])
+        for name in names:
+            both = [found["budgets"].get(f"{library} {name}", {}) for library in ("ours", "torch-pruning")]
+            asked = next((one["asked"] for one in both if "asked" in one), None)
+            told = [f"{one['got'] / one['asked']:.3f}" if "got" in one else one.get("error", "")[:80] for one in both]
+            print(f"| {name} | {asked} | {' | '.join(told)} |")
+    if "calls" in found:
+        print("\n| model | trace | prune | peak memory over the model's own |\n|---|---|---|---|")
+        for name, one in found["calls"].items():
+            if "error" in one:
+                print(f"| {name} | {one['error']} | | |")
+            else:
+                print(
+                    f"| {name} | {one['trace_seconds']:.1f} s | {one['prune_seconds']:.1f} s | {one['peak_over_model']:.2f} |"
+                )
+
+
+def main() -> None:
+    """Measure what is missing, or print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("prune.json"))
+    parser.add_argument("--task", nargs="+", default=["resnet20-cifar10", "vgg19-cifar100"], choices=sorted(TASKS))
+    parser.add_argument("--schedule", default="short", choices=sorted(SCHEDULES))
+    parser.add_argument("--budgets", nargs="+", type=float, default=[0.5, 0.25, 0.12])
+    parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=list(ARMS))
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--data-dir", type=Path, default=os.environ.get("SPARSEKIT_DATA"))
+    parser.add_argument("--parts", nargs="+", default=["accuracy", "budgets", "calls"])
+    parser.add_argument("--table", action="store_true")
+    parser.add_argument("--one", nargs=2, metavar=("KIND", "NAME"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    if options.one:
+        kind, name = options.one
+        print(json.dumps((_budget_of if kind == "budgets" else _call_of)(name)))
+        return
+    options.data_dir = None if options.data_dir is None else Path(options.data_dir)
+    results = Results(options.out)
+    if options.table:
+        _tables(results.found)
+        return
+    if "accuracy" in options.parts:
+        _accuracy(options, results)
+    if "budgets" in options.parts:
+        for name in _budget_names():
+            for library in ("ours", "torch-pruning"):
+                if not results.has("budgets", f"{library} {name}"):
+                    results.add("budgets", f"{library} {name}", _alone("budgets", f"{library} {name}", 120))
+    if "calls" in options.parts:
+        for name in CALLS:
+            if not results.has("calls", name):
+                results.add("calls", name, _alone("calls", name, 1800))
+    _tables(results.found)
+
+
+if __name__ == "__main__":
+    main()

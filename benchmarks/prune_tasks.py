@@ -1,0 +1,187 @@
+"""What `benchmarks/prune.py` trains: ResNet-20 on CIFAR-10, VGG-19 on CIFAR-100, a tiny network on digits; and schedules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sparsekit_fl.datasets import datasets
+
+__all__ = ["SCHEDULES", "TASKS", "Images", "ResNet", "Schedule", "Splits", "Task", "load"]
+
+
+class _Block(nn.Module):
+    """Two convolutions and a shortcut."""
+
+    def __init__(self, entering: int, width: int, stride: int) -> None:
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(entering, width, 3, stride, 1, bias=False), nn.BatchNorm2d(width)
+        self.conv2, self.bn2 = nn.Conv2d(width, width, 3, 1, 1, bias=False), nn.BatchNorm2d(width)
+        self.shortcut: nn.Module = nn.Identity()
+        if stride != 1 or entering != width:
+            self.shortcut = nn.Sequential(nn.Conv2d(entering, width, 1, stride, bias=False), nn.BatchNorm2d(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.bn2(self.conv2(F.relu(self.bn1(self.conv1(x))))) + self.shortcut(x))
+
+
+class ResNet(nn.Module):
+    """The ResNet of He et al. for images of 32 pixels, with 6·blocks + 2 layers."""
+
+    def __init__(self, blocks: int, classes: int, width: int = 16) -> None:
+        super().__init__()
+        self.conv, self.bn = nn.Conv2d(3, width, 3, padding=1, bias=False), nn.BatchNorm2d(width)
+        stages, entering = [], width
+        for number in range(3):
+            for block in range(blocks):
+                stages.append(_Block(entering, width << number, 2 if number and not block else 1))
+                entering = width << number
+        self.stages, self.head = nn.Sequential(*stages), nn.Linear(entering, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.stages(F.relu(self.bn(self.conv(x)))).mean((2, 3)))
+
+
+def vgg19(classes: int) -> nn.Module:
+    """VGG-19 with batch norm and one linear layer."""
+    layers: list[nn.Module] = []
+    entering = 3
+    for width in (64, 64, 0, 128, 128, 0, 256, 256, 256, 256, 0, 512, 512, 512, 512, 0, 512, 512, 512, 512):
+        if not width:
+            layers.append(nn.MaxPool2d(2))
+            continue
+        layers += [nn.Conv2d(entering, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU()]
+        entering = width
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, classes))
+
+
+def tiny(classes: int) -> nn.Module:
+    """Three convolutions, for checks of the benchmark itself."""
+    convolutions: list[nn.Module] = []
+    for entering, leaving in ((1, 16), (16, 24), (24, 24)):
+        convolutions += [nn.Conv2d(entering, leaving, 3, padding=1, bias=False), nn.BatchNorm2d(leaving), nn.ReLU()]
+    return nn.Sequential(*convolutions, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(96, classes))
+
+
+@dataclass(frozen=True)
+class Task:
+    """A model and its data.
+
+    Args:
+        dataset: Name in the registry of data sets.
+        make: Builds the dense model.
+        example: Shape of an image.
+        decay: Weight decay of every training.
+        augment: Whether training images are cropped and flipped.
+    """
+
+    dataset: str
+    make: Callable[[], nn.Module]
+    example: tuple[int, ...]
+    decay: float = 5e-4
+    augment: bool = True
+
+
+TASKS = {
+    "resnet20-cifar10": Task("cifar10", lambda: ResNet(3, 10), (3, 32, 32)),
+    "vgg19-cifar100": Task("cifar100", lambda: vgg19(100), (3, 32, 32)),
+    "tiny-digits": Task("digits", lambda: tiny(10), (1, 8, 8), augment=False),
+}
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How long everything is trained.
+
+    Args:
+        pretrain, finetune, sparse: Epochs of the dense model, after the cut, and with a regulariser before it.
+        rates: Largest learning rates of the three.
+        train: Training images used; None uses all.
+        score_batches: Batches for criteria, recalibration and compensation.
+        longest: A network from scratch gets as many training FLOPs as pretraining and fine-tuning together took, but at
+            most so many times their epochs.
+        batch: Examples per batch.
+    """
+
+    pretrain: int
+    finetune: int
+    sparse: int
+    rates: tuple[float, float, float]
+    train: int | None
+    score_batches: int
+    longest: float
+    batch: int = 128
+
+
+SCHEDULES = {
+    "tiny": Schedule(2, 1, 1, (0.1, 0.02, 0.02), 400, 2, 2.0, 64),
+    "short": Schedule(12, 4, 4, (0.1, 0.03, 0.03), 10_000, 40, 2.0),
+    "published": Schedule(200, 100, 100, (0.1, 0.01, 0.01), None, 80, 4.0),
+}
+
+
+class Images:
+    """Batches on a device, shuffled and augmented by a generator of their own, which a checkpoint saves and restores."""
+
+    def __init__(self, images: Tensor, labels: Tensor, batch: int, *, seed: int | None, augment: bool = False) -> None:
+        self.images, self.labels, self.batch, self.augment = images, labels, batch, augment
+        self.generator = None if seed is None else torch.Generator().manual_seed(seed)
+
+    def __len__(self) -> int:
+        return -(-self.labels.numel() // self.batch)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        count = self.labels.numel()
+        order = torch.arange(count) if self.generator is None else torch.randperm(count, generator=self.generator)
+        for rows in order.split(self.batch):
+            if self.generator is not None and rows.numel() < 2:
+                continue  # a batch norm refuses a single example
+            rows = rows.to(self.labels.device)
+            images = self.images[rows]
+            yield (self._augmented(images) if self.augment else images), self.labels[rows]
+
+    def _augmented(self, images: Tensor) -> Tensor:
+        """Cropped out of a border of four pixels, and flipped."""
+        count, _, height, width = images.shape
+        shift = torch.randint(0, 9, (2, count), generator=self.generator).to(images.device)
+        flip = (torch.rand(count, generator=self.generator) < 0.5).to(images.device)
+        padded = F.pad(images, (4, 4, 4, 4))
+        rows = shift[0][:, None] + torch.arange(height, device=images.device)
+        columns = torch.arange(width, device=images.device).expand(count, width)
+        columns = torch.where(flip[:, None], width - 1 - columns, columns) + shift[1][:, None]
+        first = torch.arange(count, device=images.device)[:, None, None]
+        return padded[first, :, rows[:, :, None], columns[:, None, :]].movedim(-1, 1).contiguous()
+
+
+@dataclass(frozen=True)
+class Splits:
+    """The data of a task: a tenth of the training images is for choices."""
+
+    images: dict[str, Tensor]
+    labels: dict[str, Tensor]
+
+    def loader(self, split: str, batch: int, *, seed: int | None = None, augment: bool = False) -> Images:
+        """Batches of "train", "validation" or "test"."""
+        return Images(self.images[split], self.labels[split], batch, seed=seed, augment=augment)
+
+
+def load(task: Task, schedule: Schedule, root: Path | None, device: torch.device) -> Splits:
+    """Read the data of a task, normalised, on the device."""
+    source = datasets[task.dataset](root)
+    mean, std = (torch.tensor(values).view(-1, 1, 1) for values in (source.mean, source.std))
+    order = torch.randperm(len(source.train), generator=torch.Generator().manual_seed(0))
+    if schedule.train is not None:
+        order = order[: schedule.train * 10 // 9]
+    held = max(1, order.numel() // 10)
+    parts = {
+        "train": (source.train, order[held:]),
+        "validation": (source.train, order[:held]),
+        "test": (source.test, torch.arange(len(source.test))),
+    }
+    images = {name: (((data.inputs[0][rows].float() / 255) - mean) / std).to(device) for name, (data, rows) in parts.items()}
+    return Splits(images, {name: data.labels()[rows].to(device) for name, (data, rows) in parts.items()})

@@ -1,0 +1,186 @@
+"""Data, losses and metrics that a command line names."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sparsekit.cli.model_source import find_object
+from sparsekit.errors import DataError, InvalidValueError
+from sparsekit.registry import Registry
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+__all__ = ["Data", "accuracy", "data_sets", "find_loss", "find_metric", "load_data"]
+
+data_sets = Registry("data set", {}, group="sparsekit.data")
+"""Data by name. An entry point names a function that returns batches to train on, or a pair (training, validation); of
+`data_dir`, `batch_size` and `seed` it gets those that it takes."""
+
+_LOSSES = ("cross_entropy", "mse_loss", "l1_loss", "binary_cross_entropy_with_logits", "nll_loss", "smooth_l1_loss")
+
+
+@dataclass(frozen=True)
+class Data:
+    """Batches to train and to score with.
+
+    Args:
+        train: Can be read again.
+        validation: None if there is none.
+    """
+
+    train: Iterable[Any]
+    validation: Iterable[Any] | None
+
+
+class _Moved:
+    """The batches of a loader on another device."""
+
+    def __init__(self, batches: Iterable[Any], device: torch.device) -> None:
+        self.batches, self.device = batches, device
+
+    def __iter__(self) -> Iterator[Any]:
+        from sparsekit.tracing.inputs import map_tensors
+
+        for batch in self.batches:
+            yield map_tensors(lambda tensor: tensor.to(self.device), batch)
+
+
+def load_data(text: str, *, data_dir: Path | None, batch_size: int, seed: int, device: torch.device) -> Data:
+    """Load the data that `--data` names.
+
+    Args:
+        text: A name, or `package.module:loader`, or `path/to/file.py:loader`.
+        data_dir: Folder of the data sets.
+        batch_size: Examples in a batch, where the data are built here.
+        seed: Of the order of the batches.
+        device: Where the batches go.
+
+    Raises:
+        DataError: no batches, or none that can be read again.
+        InvalidValueError: nothing of that name can be imported or called.
+        UnknownNameError: no such name.
+    """
+    found = find_object(text, data_sets)
+    if callable(found) and not isinstance(found, Iterable):
+        offered = {"data_dir": data_dir, "batch_size": batch_size, "seed": seed}
+        try:
+            takes = inspect.signature(found).parameters
+            found = found(**{name: value for name, value in offered.items() if name in takes})
+        except TypeError as error:
+            raise InvalidValueError(
+                f"--data {text} cannot be called: {error}; a loader takes no argument but data_dir, batch_size and seed"
+            ) from error
+    pair = isinstance(found, tuple) and len(found) == 2
+    train, validation = found if pair else (found, None)
+    for batches in (train, validation):
+        if batches is not None and (not isinstance(batches, Iterable) or isinstance(batches, Iterator)):
+            raise DataError(
+                f"--data {text} must give batches that can be read again, a list or a loader, or a pair of them for"
+                f" training and validation, got {type(batches).__name__}"
+            )
+    if device.type != "cpu":
+        train, validation = _Moved(train, device), None if validation is None else _Moved(validation, device)
+    return Data(train, validation)
+
+
+def find_loss(text: str) -> Callable[..., Any] | None:
+    """A loss of `torch.nn.functional` by name, or `package.module:loss`; "outputs" takes the loss that the model computes.
+
+    Raises:
+        InvalidValueError: nothing of that name.
+        UnknownNameError: no such loss.
+    """
+    import torch.nn.functional as F
+
+    if text == "outputs":
+        return None
+    found = find_object(text, _Named("loss", {name: getattr(F, name) for name in _LOSSES}))
+    if not callable(found):
+        raise InvalidValueError(f"--loss {text} must be a function of outputs and target, got {type(found).__name__}")
+    return found  # type: ignore[no-any-return]
+
+
+class _Named(Registry):
+    """A registry of objects that are there already."""
+
+    def __init__(self, kind: str, objects: Mapping[str, Any]) -> None:
+        super().__init__(kind, dict.fromkeys(objects, ""), group=f"sparsekit.{kind}es")
+        self._objects = dict(objects)
+
+    def __getitem__(self, name: str) -> Any:
+        return self._objects[name] if name in self._objects else super().__getitem__(name)
+
+
+def find_metric(
+    text: str | None, data: Data, loss: Callable[..., Any] | None
+) -> tuple[str, Callable[[nn.Module], float]] | None:
+    """What a model is scored with: its name and a function, larger is better; None without validation data.
+
+    Args:
+        text: None or "accuracy", "loss" for minus the mean loss, or `package.module:metric`, a function of the model.
+        data: Where the validation batches are.
+        loss: Of "loss".
+
+    Raises:
+        InvalidValueError: nothing of that name, or no validation data for what needs them.
+    """
+    if text is not None and ":" in text:
+        found = find_object(text, _Named("metric", {}))
+        return text.rpartition(":")[2], lambda model: float(found(model))
+    if text not in (None, "accuracy", "loss"):
+        raise InvalidValueError(f"--metric must be accuracy, loss or package.module:metric, got {text!r}")
+    batches = data.validation
+    if batches is None:
+        if text is not None:
+            raise InvalidValueError(f"--metric {text} needs validation data; let the loader return (training, validation)")
+        return None
+    if text == "accuracy" or (text is None and getattr(loss, "__name__", "") == "cross_entropy"):
+        return "accuracy", lambda model: accuracy(model, batches)
+    return "minus loss", lambda model: -_mean_loss(model, batches, loss)
+
+
+def accuracy(model: nn.Module, batches: Iterable[Any]) -> float:
+    """Share of targets that are the largest output along axis 1, in eval mode, in [0, 1].
+
+    Raises:
+        DataError: no batches, or batches without targets.
+    """
+    import torch
+
+    from sparsekit.criteria.batches import scoring, split_batch
+
+    right = total = 0
+    with scoring(model), torch.no_grad():
+        for batch in batches:
+            args, kwargs, target = split_batch(batch, keep_target=False)
+            if target is None:
+                raise DataError("accuracy needs targets: batches (input, …, target), or mappings with 'labels'")
+            outputs = model(*args, **kwargs)
+            outputs = getattr(outputs, "logits", outputs)
+            right += int((outputs.argmax(1) == target).sum())
+            total += target.numel()
+    if not total:
+        raise DataError("the validation data are empty; a loader must give at least one batch")
+    return right / total
+
+
+def _mean_loss(model: nn.Module, batches: Iterable[Any], loss: Callable[..., Any] | None) -> float:
+    import torch
+
+    from sparsekit.criteria.batches import call_model, example_count, scoring
+
+    total = examples = 0.0
+    with scoring(model), torch.no_grad():
+        for batch in batches:
+            count = example_count(batch)
+            total += float(call_model(model, batch, loss)) * count
+            examples += count
+    if not examples:
+        raise DataError("the validation data are empty; a loader must give at least one batch")
+    return total / examples

@@ -1,0 +1,249 @@
+"""Models, checkpoints and example inputs that a command line names."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sparsekit.errors import InvalidValueError, nearest
+from sparsekit.registry import Registry
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+__all__ = ["example_inputs", "find_object", "load_checkpoint", "load_model", "models", "pick_device", "read_example"]
+
+models = Registry("model", {}, group="sparsekit.models")
+"""Models by name, for every command that takes a model."""
+
+_NESTED = ("state_dict", "model_state_dict", "model", "net", "module")
+_PREFIXES = ("module.", "_orig_mod.", "model.")
+
+
+def find_object(text: str, registry: Registry) -> Any:
+    """What a user named: `package.module:object`, `path/to/file.py:object`, or a name of the registry.
+
+    Raises:
+        InvalidValueError: nothing of that path can be imported.
+        UnknownNameError: no such name.
+    """
+    place, colon, attribute = text.rpartition(":")
+    if not colon or not place.endswith(".py"):
+        return registry.find(text)
+    path = Path(place)
+    if not path.is_file():
+        raise InvalidValueError(f"there is no file {place!r} to take {attribute!r} from")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(path.stem, module)  # data classes look their module up
+    spec.loader.exec_module(module)
+    if not hasattr(module, attribute):
+        raise InvalidValueError(
+            f"{place!r} has no {attribute!r}; {nearest(attribute, [n for n in vars(module) if n[0] != '_'])}"
+        )
+    return getattr(module, attribute)
+
+
+def load_model(name: str) -> tuple[nn.Module, tuple[Any, ...] | Mapping[str, Any] | None]:
+    """Build a model, and the example inputs that its factory brings along, if any.
+
+    Raises:
+        InvalidValueError: the factory cannot be called, or makes no module.
+        UnknownNameError: no such built-in model.
+    """
+    from torch import nn
+
+    factory = find_object(name, models)
+    if isinstance(factory, nn.Module) or not callable(factory):
+        raise InvalidValueError(f"{name!r} must be a class or function that builds a model, got {type(factory).__name__}")
+    try:
+        made = factory()
+    except TypeError as error:
+        raise InvalidValueError(f"{name!r} cannot be called without arguments: {error}; wrap it in a function") from error
+    module, own = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    if not isinstance(module, nn.Module):
+        raise InvalidValueError(f"{name!r} must return a torch.nn.Module or (module, inputs), got {type(module).__name__}")
+    return module, own if own is None or isinstance(own, tuple | Mapping) else (own,)
+
+
+def example_inputs(
+    name: str, module: nn.Module, own: tuple[Any, ...] | Mapping[str, Any] | None, shapes: Sequence[str]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The example inputs: those of the options, drawn at random, else those of the factory.
+
+    Args:
+        name: Of the model, for messages.
+        module: The model.
+        own: What its factory brought along.
+        shapes: Texts as for `read_example`.
+
+    Returns:
+        Positional and keyword inputs.
+
+    Raises:
+        InvalidValueError: there are none, or a text that says no shape.
+    """
+    if not shapes:
+        if own is None:
+            raise InvalidValueError(
+                f"no example input is known for {name!r}; pass --example-shape, as in --example-shape 1,3,32,32,"
+                " or let the factory return (module, (input, …))"
+            )
+        return ((), dict(own)) if isinstance(own, Mapping) else (own, {})
+    args: list[Tensor] = []
+    kwargs: dict[str, Tensor] = {}
+    for text in shapes:
+        keyword, tensor = read_example(text)
+        if keyword is None:
+            args.append(tensor)
+        else:
+            kwargs[keyword] = tensor
+    draw = _drawer(module)
+    return tuple(draw(tensor) for tensor in args), {keyword: draw(tensor) for keyword, tensor in kwargs.items()}
+
+
+def read_example(text: str) -> tuple[str | None, Tensor]:
+    """Read `1,3,32,32`, `1,20:int64` or `tokens=1,20:int64`: keyword or None, and a tensor of zeros.
+
+    Raises:
+        InvalidValueError: the text says no shape or no dtype.
+    """
+    import torch
+
+    keyword, equals, rest = text.partition("=")
+    shape, _, kind = (rest if equals else text).partition(":")
+    dtype = getattr(torch, kind or "float32", None)
+    sizes = shape.split(",")
+    right = isinstance(dtype, torch.dtype) and all(size.strip().isdigit() and int(size) > 0 for size in sizes)
+    if not right or (equals and not keyword.strip().isidentifier()):
+        raise InvalidValueError(
+            "--example-shape must be positive integers with commas between, as in 1,3,32,32 or 1,20:int64 or, for a keyword"
+            f" input, tokens=1,20:int64, got {text!r}"
+        )
+    return keyword.strip() if equals else None, torch.zeros([int(size) for size in sizes], dtype=dtype)
+
+
+def _drawer(module: nn.Module) -> Callable[[Tensor], Tensor]:
+    """Draw inputs, always the same: tokens from the ids that every embedding knows, since a row of zeros may be padding;
+    ones where a mask is asked for."""
+    import numpy as np
+    import torch
+    from torch import nn
+
+    from sparsekit.rng import torch_generator
+
+    known = min(
+        (part.num_embeddings for part in module.modules() if isinstance(part, nn.Embedding | nn.EmbeddingBag)), default=2
+    )
+    generator = torch_generator(np.random.default_rng(0))
+
+    def draw(tensor: Tensor) -> Tensor:
+        if tensor.dtype == torch.bool:
+            return torch.ones_like(tensor)
+        if tensor.is_floating_point():
+            return torch.randn(tensor.shape, generator=generator).to(tensor.dtype)
+        if tensor.is_complex():
+            return tensor
+        return torch.randint(min(known, 100), tensor.shape, generator=generator, dtype=tensor.dtype)
+
+    return draw
+
+
+def pick_device(text: str) -> torch.device:
+    """The device of a name.
+
+    Raises:
+        InvalidValueError: no such device here.
+    """
+    import torch
+
+    try:
+        device = torch.device(text)
+    except RuntimeError as error:
+        raise InvalidValueError(f"--device must name a device, such as cpu, cuda or cuda:1, got {text!r}") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise InvalidValueError(f"--device {text}: this torch sees no CUDA device; leave the option out for the CPU")
+    return device
+
+
+def load_checkpoint(model: nn.Module, path: Path) -> None:
+    """Load trained weights: a state dict as safetensors, or as torch writes it, read without running code.
+
+    A state dict inside a training checkpoint, under `state_dict`, `model` and the like, is found; prefixes of data-parallel
+    training and of the compiler are taken off.
+
+    Args:
+        model: Filled in place.
+        path: The file.
+
+    Raises:
+        InvalidValueError: the file holds no state dict, or one with other keys or shapes; the message says which.
+        OSError: the file cannot be read.
+    """
+    from torch import Tensor
+
+    state = _unwrapped(_read_file(path), path)
+    own = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+    for prefix in _PREFIXES:
+        if not own.keys() & state.keys() and all(name.startswith(prefix) for name in state):
+            state = {name.removeprefix(prefix): value for name, value in state.items()}
+    missing, unknown = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
+    if missing or unknown:
+        raise InvalidValueError(
+            f"{path} does not belong to this {type(model).__name__}: the file lacks {_some(missing)}, and has {_some(unknown)}"
+            " that the model does not; build the model that was trained"
+        )
+    for name, value in own.items():
+        if state[name].shape != value.shape:
+            raise InvalidValueError(
+                f"{path} does not belong to this {type(model).__name__}: {name!r} has shape {tuple(state[name].shape)} in the"
+                f" file and {tuple(value.shape)} in the model"
+            )
+    model.load_state_dict(state)
+
+
+def _some(names: Sequence[str]) -> str:
+    if not names:
+        return "nothing"
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return ", ".join(map(repr, names[:5])) + more
+
+
+def _read_file(path: Path) -> Any:
+    import torch
+    from safetensors.torch import load_file
+
+    # Torch's reader of plain weights runs no code; anything but tensors in plain containers is refused.
+    read = functools.partial(torch.load, map_location="cpu", weights_only=True)
+    if not path.is_file():
+        raise InvalidValueError(f"there is no checkpoint {str(path)!r}")
+    try:
+        return load_file(path) if path.suffix == ".safetensors" else read(path)
+    except OSError:
+        raise
+    except Exception as error:  # readers raise errors of many kinds for a damaged file
+        told = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise InvalidValueError(
+            f"{path} cannot be read as weights: {told}; save model.state_dict() with torch.save, or as safetensors"
+        ) from error
+
+
+def _unwrapped(found: Any, path: Path) -> dict[str, Tensor]:
+    from torch import Tensor
+
+    for _ in range(3):
+        if isinstance(found, Mapping) and found and all(isinstance(value, Tensor) for value in found.values()):
+            return dict(found)
+        key = next((key for key in _NESTED if isinstance(found, Mapping) and isinstance(found.get(key), Mapping)), None)
+        if key is None:
+            break
+        found = found[key]
+    held = f"a mapping with {_some([str(key) for key in found])}" if isinstance(found, Mapping) else type(found).__name__
+    raise InvalidValueError(f"{path} holds no state dict, but {held}; save model.state_dict(), alone or under 'state_dict'")

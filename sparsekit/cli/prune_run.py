@@ -1,0 +1,350 @@
+"""What `sparsekit prune` does, step by step: load, decide, cut, repair, train on, measure, write."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sparsekit.cli.data_source import Data, find_loss, find_metric, load_data
+from sparsekit.cli.model_source import example_inputs, find_object, load_checkpoint, load_model, pick_device
+from sparsekit.errors import InvalidValueError, MissingDependencyError, install_hint
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from sparsekit.pruning.result import Pruned
+
+__all__ = ["Job", "PruneOptions", "export_onnx", "open_folder", "read_limits_option", "read_multiples"]
+
+_logger = logging.getLogger(__name__)
+
+_REPORT, _PAGE, _SMALL, _ONNX, _OPTIONS = "report.json", "report.html", "model.safetensors", "model.onnx", "options.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PruneOptions:
+    """The options of `sparsekit prune`, as the command documents them."""
+
+    model: str
+    budget: tuple[str, ...]
+    checkpoint: Path | None = None
+    example_shape: tuple[str, ...] = ()
+    device: str = "cpu"
+    norm: str = "fixed"
+    criterion: str = "magnitude"
+    allocation: str = "by_cost"
+    table: Path | None = None
+    keep: tuple[str, ...] = ()
+    limit: tuple[str, ...] = ()
+    multiple_of: tuple[str, ...] = ()
+    schedule: str = "one_shot"
+    steps: int = 1
+    data: str | None = None
+    data_dir: Path | None = None
+    batch_size: int = 64
+    loss: str = "cross_entropy"
+    metric: str | None = None
+    scoring_batches: int = 10
+    compensate: bool = False
+    recalibrate: bool = True
+    epochs: int = 0
+    lr: float = 0.01
+    distill: float = 0.0
+    seed: int = 0
+    out: Path | None = None
+    onnx: bool = False
+    resume: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        """The options that say what comes out, as JSON data."""
+        found = json.loads(json.dumps(asdict(self), default=str))
+        for name in ("resume", "out"):
+            found.pop(name)
+        return dict(found)
+
+
+def read_limits_option(texts: tuple[str, ...]) -> dict[Any, tuple[float, float]]:
+    """Read `layer1=0.5:1` and the like.
+
+    Raises:
+        InvalidValueError: the text is no pair of shares.
+    """
+    found: dict[Any, tuple[float, float]] = {}
+    for text in texts:
+        name, equals, pair = text.rpartition("=")
+        least, colon, largest = pair.partition(":")
+        try:
+            found[name] = float(least), float(largest) if colon else 1.0
+        except ValueError:
+            equals = ""
+        if not equals or not name:
+            raise InvalidValueError(
+                f"--limit must be LAYER=LEAST:LARGEST, shares of the units that stay, as in layer1=0.5:1.0, got {text!r}"
+            )
+    return found
+
+
+def read_multiples(texts: tuple[str, ...]) -> int | dict[str, int]:
+    """Read `8`, or `channel=8` and `head=2`.
+
+    Raises:
+        InvalidValueError: no number, or several without a kind.
+    """
+    found: dict[str, int] = {}
+    for text in texts:
+        kind, _, number = text.rpartition("=")
+        if not number.isdigit():
+            raise InvalidValueError(f"--multiple-of must be a number, or KIND=number as in channel=8, got {text!r}")
+        if not kind and len(texts) == 1:
+            return int(number)
+        if not kind:
+            raise InvalidValueError(f"--multiple-of {text} needs a kind where there are several, as in channel={text}")
+        found[kind] = int(number)
+    return found or 1
+
+
+class Job:
+    """One run of the command."""
+
+    def __init__(self, options: PruneOptions, *, progress: bool) -> None:
+        """Build everything that the options name.
+
+        Raises:
+            SparsekitError: an option that cannot be meant.
+        """
+        import torch
+
+        from sparsekit.tracing.inputs import map_tensors
+
+        self.options, self.progress = options, progress
+        if options.epochs < 0 or options.batch_size < 1 or options.steps < 1 or options.scoring_batches < 1:
+            raise InvalidValueError("--epochs must be at least 0; --batch-size, --steps and --scoring-batches at least 1")
+        for name in ("epochs", "distill", "compensate"):
+            if getattr(options, name) and options.data is None:
+                raise InvalidValueError(f"--{name} needs data; pass --data, a name or package.module:loader")
+        if options.distill and not options.epochs:
+            raise InvalidValueError("--distill is how fine-tuning is taught; pass --epochs too")
+        self.device = pick_device(options.device)
+        self.model, own = load_model(options.model)
+        self.args, self.kwargs = example_inputs(options.model, self.model, own, options.example_shape)
+        if options.checkpoint is not None:
+            load_checkpoint(self.model, options.checkpoint)
+        self.model.to(self.device)
+        self.args, self.kwargs = map_tensors(lambda t: t.to(self.device), (self.args, self.kwargs))
+        self.loss = find_loss(options.loss)
+        self.data = Data((), None)
+        if options.data is not None:
+            self.data = load_data(
+                options.data,
+                data_dir=options.data_dir,
+                batch_size=options.batch_size,
+                seed=options.seed,
+                device=torch.device(self.device),
+            )
+        self.metric = find_metric(options.metric, self.data, self.loss)
+        self.measured: dict[str, Any] = {}
+
+    def decide(self, *, cut: bool = True) -> Pruned:
+        """Prune, with fine-tuning between the steps of a schedule."""
+        import numpy as np
+
+        from sparsekit.allocation.schedule import Schedule
+        from sparsekit.measure.budget import Budget
+        from sparsekit.pruning.prune import prune
+        from sparsekit.rng import torch_generator
+
+        options = self.options
+        schedule = Schedule(options.schedule, options.steps)
+        many = schedule.steps > 1
+        limits, multiples = read_limits_option(options.limit), read_multiples(options.multiple_of)
+        budget: Budget | None = Budget.parse(options.budget)
+        plan: Any = options.allocation
+        if plan == "sensitivity":
+            plan, budget = self._sensitivity(budget), None
+        return prune(
+            self.model,
+            self.kwargs if self.kwargs and not self.args else self.args,
+            budget=budget,
+            criterion=self.criterion(),
+            allocation=plan,
+            keep=options.keep,
+            limits=limits,
+            multiple_of=multiples,
+            schedule=schedule,
+            finetune=self._between if many and cut else None,
+            norm=options.norm,  # type: ignore[arg-type]  # a wrong name is refused there
+            generator=torch_generator(np.random.default_rng(options.seed)),
+            cut=cut,
+        )
+
+    def _sensitivity(self, budget: Any) -> Any:
+        from sparsekit.allocation.sensitivity import Sensitivity
+
+        path = self.options.table
+        if path is None:
+            raise InvalidValueError(
+                "--allocation sensitivity needs --table FILE, which `sparsekit sensitivity MODEL --out FILE` writes"
+            )
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))["table"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise InvalidValueError(f"{path} is no table of `sparsekit sensitivity`: {error}") from error
+        return Sensitivity(budget, {name: tuple(map(tuple, pairs)) for name, pairs in found.items()})
+
+    def criterion(self) -> Any:
+        """The criterion, with the data if it reads any."""
+        from sparsekit.criteria import registry
+
+        found = find_object(self.options.criterion, registry)
+        if isinstance(found, type) and is_dataclass(found) and "batches" in {item.name for item in fields(found)}:
+            if self.options.data is None:
+                raise InvalidValueError(f"criterion {self.options.criterion!r} needs data; pass --data")
+            given: dict[str, Any] = {"batches": self.data.train, "loss": self.loss, "limit": self.options.scoring_batches}
+            names = {item.name for item in fields(found)}
+            given["progress"] = self.progress
+            return found(**{name: value for name, value in given.items() if name in names})
+        return self.options.criterion
+
+    def _between(self, small: nn.Module, step: int) -> nn.Module:
+        self._repair(small)
+        self._train(small, step)
+        return small
+
+    def _repair(self, small: nn.Module) -> None:
+        from sparsekit.finetuning import recalibrate
+
+        if self.options.recalibrate and self.options.data is not None:
+            recalibrate(small, self.data.train, limit=50, progress=self.progress)
+
+    def _score(self, name: str, model: nn.Module) -> None:
+        if self.metric is not None:
+            what, function = self.metric
+            self.measured[f"{what} {name}"] = function(model)
+
+    def finish(self, pruned: Pruned) -> Pruned:
+        """Repair, train on and measure the small model; the report says what came of it."""
+        from sparsekit.finetuning import compensate
+        from sparsekit.measure.latency import measure_latency
+
+        small, options = pruned.model, self.options
+        self._score("of the dense model", self.model)
+        if options.steps == 1:
+            self._score("after the cut", small)
+            if options.compensate:
+                compensate(self.model, small, pruned.graph, pruned.mask, self.data.train, limit=20, progress=self.progress)
+                self._score("after compensation", small)
+            if options.recalibrate and options.data is not None:
+                self._repair(small)
+                self._score("after recalibration", small)
+            self._train(small, 1)
+        if options.epochs:
+            self._score("after fine-tuning", small)
+        for when, model in (("before", self.model), ("after", small)):
+            training = model.training
+            milliseconds = measure_latency(model.eval(), self.args, self.kwargs)
+            model.train(training)
+            self.measured.setdefault(f"latency_ms {when}", milliseconds)
+        report = replace(pruned.report, measured={**self.measured, **pruned.report.measured})
+        return replace(pruned, report=report)
+
+    def _train(self, small: nn.Module, step: int) -> None:
+        import torch
+
+        from sparsekit.finetuning import Distillation, finetune
+
+        options = self.options
+        if not options.epochs:
+            return
+        folder = options.out
+        done = finetune(
+            small.train(),
+            self.data.train,
+            self.loss,
+            epochs=options.epochs,
+            optimizer=lambda entries: torch.optim.SGD(entries, lr=options.lr, momentum=0.9, nesterov=True, weight_decay=5e-4),
+            scheduler=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, options.epochs),
+            validation=None if self.metric is None else self.metric[1],
+            distillation=Distillation(self.model, share=options.distill) if options.distill else None,
+            checkpoint=None if folder is None else folder / f"finetuning-{step}.checkpoint",
+            resume=options.resume,
+            seed=options.seed,
+            progress=self.progress,
+            on_epoch=lambda record: _logger.info("epoch %d: loss %.4f%s", record.epoch, record.loss, _told(record.score)),
+        )
+        self.measured[f"best epoch of fine-tuning{f' after step {step}' if options.steps > 1 else ''}"] = done.best_epoch
+        small.eval()
+
+    def write(self, pruned: Pruned) -> dict[str, str]:
+        """Write all files of the run; what → path."""
+        folder = self.options.out
+        if folder is None:
+            return {}
+        files = {"model": folder / _SMALL, "page": folder / _PAGE}
+        pruned.model.eval()
+        pruned.save(files["model"])
+        pruned.to_html(files["page"])
+        if self.options.onnx:
+            files["onnx"] = folder / _ONNX
+            export_onnx(pruned.model, self.args, self.kwargs, files["onnx"])
+        files["report"] = folder / _REPORT
+        found = {what: str(path) for what, path in files.items()}
+        text = json.dumps({**pruned.report.to_dict(), "files": found}, indent=1)
+        files["report"].write_text(text, encoding="utf-8")  # last: where it is, the run is finished
+        return found
+
+
+def _told(score: float | None) -> str:
+    return "" if score is None else f", score {score:.4f}"
+
+
+def export_onnx(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], path: Path) -> None:
+    """Write a model as ONNX.
+
+    Raises:
+        MissingDependencyError: the packages for it are not installed.
+    """
+    import torch
+
+    try:
+        import onnx  # noqa: F401
+        import onnxscript  # noqa: F401
+    except ImportError as error:
+        raise MissingDependencyError(f"--onnx needs onnx and onnxscript; install them with {install_hint('export')}") from error
+    torch.onnx.export(model.eval(), args, str(path), kwargs=dict(kwargs), dynamo=True, external_data=False, verbose=False)
+
+
+def open_folder(options: PruneOptions) -> dict[str, Any] | None:
+    """Prepare `--out`; the report of a finished run with the same options is returned on `--resume`.
+
+    Raises:
+        InvalidValueError: a run is there already, or one with other options.
+        OSError: the folder cannot be made or written.
+    """
+    folder = options.out
+    if folder is None:
+        if options.resume or options.onnx:
+            raise InvalidValueError("--resume and --onnx need --out, the folder of the run")
+        return None
+    folder.mkdir(parents=True, exist_ok=True)
+    if not os.access(folder, os.W_OK):
+        raise PermissionError(f"no permission to write into {str(folder)!r}; pass another --out")
+    saved = folder / _OPTIONS
+    if options.resume and saved.exists():
+        before = json.loads(saved.read_text(encoding="utf-8"))
+        now = options.to_json()
+        other = sorted(name.replace("_", "-") for name in {*before, *now} if before.get(name) != now.get(name))
+        if other:
+            raise InvalidValueError(
+                f"the run in {folder} had other options (--{', --'.join(other)}); give the same ones, or another --out"
+            )
+        if (folder / _REPORT).exists():
+            return dict(json.loads((folder / _REPORT).read_text(encoding="utf-8")))
+    elif (folder / _REPORT).exists() or saved.exists():
+        raise InvalidValueError(f"{folder} holds a run already; pass --resume to go on with it, or another --out")
+    saved.write_text(json.dumps(options.to_json(), indent=1), encoding="utf-8")
+    return None

@@ -1,0 +1,141 @@
+"""`sparsekit sensitivity`: what narrowing each group alone does to a model."""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from typer.core import TyperCommand
+
+from sparsekit.cli.prune_run import Job, PruneOptions
+from sparsekit.errors import InvalidValueError
+
+__all__ = ["sensitivity"]
+
+sensitivity = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
+
+
+@sensitivity.command(
+    cls=TyperCommand,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="Examples:\n\n"
+    "$ sparsekit sensitivity cnn\n\n"
+    "$ sparsekit sensitivity nets.py:make --checkpoint dense.pt --data nets.py:loaders --out sensitivity.json\n\n"
+    "$ sparsekit prune nets.py:make --checkpoint dense.pt --budget flops=50% --allocation sensitivity"
+    " --table sensitivity.json --out small",
+)
+def _sensitivity(
+    model: Annotated[str, typer.Argument(help="A built-in model, package.module:factory or path/to/file.py:factory.")],
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="Trained weights: a state dict as safetensors, or as torch saves it.")
+    ] = None,
+    example_shape: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Shape of an example input, as in 1,3,32,32; with :int64 behind it for token ids, with NAME= before it for a"
+            " keyword input. Once per input."
+        ),
+    ] = None,
+    device: Annotated[str, typer.Option(help="Where the model runs: cpu, cuda, cuda:1, …")] = "cpu",
+    norm: Annotated[str, typer.Option(metavar="[fixed|kept]", help="'kept' also narrows units under layer norms.")] = "fixed",
+    criterion: Annotated[str, typer.Option(help="Which units of a group go first.")] = "magnitude",
+    share: Annotated[
+        list[float] | None, typer.Option(help="Share of the units that stays. Default: 0.75, 0.5 and 0.25.")
+    ] = None,
+    data: Annotated[
+        str | None,
+        typer.Option(help="A data set by name, or package.module:loader. Without it: by how much the outputs change."),
+    ] = None,
+    data_dir: Annotated[Path | None, typer.Option(help="Folder of the data sets; without it they are fetched once.")] = None,
+    batch_size: Annotated[int, typer.Option(help="Examples in a batch of a data set by name.")] = 64,
+    loss: Annotated[str, typer.Option(help="cross_entropy, mse_loss, …, package.module:loss, or outputs.")] = "cross_entropy",
+    metric: Annotated[
+        str | None, typer.Option(help="accuracy, loss, or package.module:metric of a model; larger is better.")
+    ] = None,
+    scoring_batches: Annotated[int, typer.Option(help="Batches that a criterion scores on.")] = 10,
+    seed: Annotated[int, typer.Option(help="Of everything that is drawn.")] = 0,
+    out: Annotated[Path | None, typer.Option(help="File for the table, written after each group.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the table in --out.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress on stderr.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout and nothing else.")] = False,
+) -> None:
+    """Narrow each group alone and measure by how much the model gets worse: which layers a budget should spare.
+
+    Degradation is the loss in score on validation data. Without data it is the relative change of the outputs on the example
+    inputs.
+    """
+    import numpy as np
+
+    from sparsekit.criteria.base import View, score_units
+    from sparsekit.pruning.prune import as_criterion
+    from sparsekit.pruning.sensitivity import SHARES, measure_sensitivity, output_error
+    from sparsekit.rng import torch_generator
+    from sparsekit.tracing.trace import FixedUnitsWarning, trace_units
+
+    if resume and out is None:
+        raise InvalidValueError("--resume needs --out, the file of the table to go on with")
+    if out is not None and out.exists() and not resume:
+        raise InvalidValueError(f"{out} exists already; pass --resume to go on with it, or another --out")
+    shares = tuple(share or SHARES)
+    options = PruneOptions(
+        model=model, budget=(), checkpoint=checkpoint, example_shape=tuple(example_shape or ()), device=device, norm=norm,
+        criterion=criterion, data=data, data_dir=data_dir, batch_size=batch_size, loss=loss, metric=metric,
+        scoring_batches=scoring_batches, seed=seed,
+    )  # fmt: skip
+    job = Job(options, progress=not quiet and not as_json and sys.stderr.isatty())
+    settings = {**options.to_json(), "shares": list(shares)}
+    known = _known(out, settings) if resume and out is not None and out.exists() else {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FixedUnitsWarning)
+        graph = trace_units(job.model, *job.args, norm=norm, example_kwargs=job.kwargs)  # type: ignore[arg-type]
+    view = View(weights=job.model.state_dict(), model=job.model, generator=torch_generator(np.random.default_rng(seed)))
+    scores = score_units(as_criterion(job.criterion()), graph, view)
+    what, evaluate = job.metric or ("change of the outputs", output_error(job.model, job.args, job.kwargs))
+    found: dict[str, Sequence[tuple[float, float]]] = dict(known)
+
+    def keep(name: str, pairs: Sequence[tuple[float, float]]) -> None:
+        found[name] = pairs
+        if out is not None:
+            _write(out, {"settings": settings, "metric": what, "table": found})
+
+    table = measure_sensitivity(
+        job.model, graph, scores, evaluate, shares=shares, known=known, on_group=keep, progress=job.progress
+    )
+    report = {"model": model, "metric": what, "table": {name: [list(pair) for pair in pairs] for name, pairs in table.items()}}
+    if as_json:
+        typer.echo(json.dumps(report, indent=1))
+        return
+    console = Console()
+    console.print(escape(f"{model}: loss of {what} where one group alone is narrowed, the most sensitive first"))
+    shown = Table("group")
+    for each in sorted(set(shares), reverse=True):
+        shown.add_column(f"{each:.0%}", justify="right")
+    for name, pairs in sorted(table.items(), key=lambda item: -max(value for _, value in item[1])):
+        shown.add_row(escape(name), *(f"{value:.4f}" for _, value in pairs))
+    console.print(shown)
+
+
+def _known(out: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    try:
+        saved = json.loads(out.read_text(encoding="utf-8"))
+        before, table = saved["settings"], saved["table"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise InvalidValueError(f"{out} is no table of this command: {error}; pass another --out") from error
+    other = sorted(name.replace("_", "-") for name in {*before, *settings} if before.get(name) != settings.get(name))
+    if other:
+        raise InvalidValueError(f"the table in {out} was made with other options (--{', --'.join(other)}); pass another --out")
+    return dict(table)
+
+
+def _write(out: Path, saved: dict[str, Any]) -> None:
+    temporary = out.with_name(f".{out.name}.new")
+    temporary.write_text(json.dumps(saved, indent=1), encoding="utf-8")
+    temporary.replace(out)

@@ -1,0 +1,107 @@
+"""measure_sensitivity(): what narrowing each group alone does to a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sparsekit.allocation.choose import choose
+from sparsekit.allocation.rounding import tied_groups
+from sparsekit.allocation.uniform import check_ratio, keep_count
+from sparsekit.criteria.base import check_scores
+from sparsekit.errors import InvalidValueError
+from sparsekit.graph.graph import UnitGraph
+from sparsekit.layers import LayerRule
+from sparsekit.progress import track
+from sparsekit.surgery.compaction import compact
+from sparsekit.tracing.inputs import find_tensors
+
+__all__ = ["measure_sensitivity", "output_error"]
+
+SHARES = (0.75, 0.5, 0.25)
+"""Shares of the units of a group at which it is measured."""
+
+
+def output_error(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Callable[[nn.Module], float]:
+    """A score that needs no data: minus the relative change of the outputs on example inputs.
+
+    Args:
+        model: The dense model.
+        args: Positional inputs, at best real ones.
+        kwargs: Keyword inputs.
+
+    Returns:
+        Model → −‖outputs − dense outputs‖ / ‖dense outputs‖, in eval mode; 0 for the dense model.
+    """
+
+    def run(module: nn.Module) -> Tensor:
+        training = module.training
+        module.eval()
+        try:
+            with torch.no_grad():
+                found = [t.double().reshape(-1) for t in find_tensors(module(*args, **kwargs)) if t.is_floating_point()]
+        finally:
+            module.train(training)
+        return torch.cat(found)
+
+    dense = run(model)
+    return lambda small: -float((run(small) - dense).norm() / dense.norm().clamp_min(1e-30))
+
+
+def measure_sensitivity(
+    model: nn.Module,
+    graph: UnitGraph,
+    scores: Mapping[str, Tensor],
+    evaluate: Callable[[nn.Module], float],
+    *,
+    shares: Sequence[float] = SHARES,
+    known: Mapping[str, Sequence[tuple[float, float]]] | None = None,
+    on_group: Callable[[str, Sequence[tuple[float, float]]], None] | None = None,
+    rules: Mapping[type[nn.Module], LayerRule] | None = None,
+    progress: bool = False,
+) -> dict[str, tuple[tuple[float, float], ...]]:
+    """Narrow each group alone to some shares of its units, and measure by how much the model gets worse.
+
+    Args:
+        model: The dense model; not changed.
+        graph: Its units.
+        scores: Group name → float (units,): which units of a group go first.
+        evaluate: Scores a model; larger is better, such as accuracy on validation data.
+        shares: Of the units that stay, each in (0, 1].
+        known: Results of an earlier run, which are not measured again.
+        on_group: Called with the name and the result of a group as soon as it is measured, so that it can be kept.
+        rules: Rules for layers of your own.
+        progress: Whether to draw a progress bar on stderr.
+
+    Returns:
+        Group name → pairs (share kept, score of the dense model − score), from the widest on. Of tied groups, which are
+        narrowed together, the first one.
+
+    Raises:
+        InvalidValueError: a share outside (0, 1], or scores that do not fit the graph or hold NaN.
+    """
+    check_scores(graph, scores, "scores")
+    for share in shares:
+        check_ratio(share)
+    if not shares:
+        raise InvalidValueError("sensitivity needs at least one share to measure at, such as 0.5")
+    dense = evaluate(model)
+    found: dict[str, tuple[tuple[float, float], ...]] = {}
+    full = {name: group.size for name, group in graph.groups.items()}
+    for groups in track(tied_groups(graph), "Measuring groups", show=progress):
+        name = groups[0]
+        if known is not None and name in known:
+            found[name] = tuple((float(share), float(value)) for share, value in known[name])
+            continue
+        pairs = []
+        for share in sorted(set(shares), reverse=True):
+            counts = {**full, **{group: keep_count(share, graph.groups[name].size) for group in groups}}
+            small = compact(model, graph, choose(graph, scores, counts), rules=rules)
+            pairs.append((float(share), dense - evaluate(small)))
+        found[name] = tuple(pairs)
+        if on_group is not None:
+            on_group(name, found[name])
+    return found

@@ -1,0 +1,296 @@
+"""`sparsekit prune` and `sparsekit sensitivity`: what they write and print, dry runs, resuming, and bad input."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import sparsekit as sk
+from sparsekit.cli import main as cli
+from sparsekit.cli.model_source import load_checkpoint
+from sparsekit.cli.prune_run import read_limits_option, read_multiples
+from sparsekit.errors import InvalidValueError
+
+NETS = """
+import torch
+from torch import nn
+
+def make():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 12, 3), nn.ReLU(), nn.Flatten(),
+                        nn.Linear(12 * 16, 3))
+    return net, (torch.randn(2, 1, 8, 8),)
+
+class Text(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.hidden, self.head = nn.Embedding(50, 6), nn.Linear(6, 10), nn.Linear(10, 2)
+
+    def forward(self, *, tokens):
+        return self.head(self.hidden(self.embedding(tokens)).relu().mean(1))
+
+def batches(batch_size, seed):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(6 * batch_size, 1, 8, 8, generator=generator)
+    y = (x.mean((1, 2, 3)) > 0).long()
+    pairs = list(zip(x.split(batch_size), y.split(batch_size)))
+    return pairs[:4], pairs[4:]
+
+def empty():
+    return [], []
+
+def once():
+    return iter([1])
+
+def meta():
+    return [(torch.randn(4, 1, 8, 8, device="meta"), torch.zeros(4, dtype=torch.long, device="meta"))]
+
+def nan():
+    return [(torch.full((4, 1, 8, 8), float("nan")), torch.zeros(4, dtype=torch.long))]
+"""
+
+
+@pytest.fixture
+def nets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    path = tmp_path / f"nets_{abs(hash(str(tmp_path)))}.py"
+    path.write_text(NETS, encoding="utf-8")
+    monkeypatch.setenv("SPARSEKIT_CACHE", str(tmp_path / "cache"))
+    return str(path)
+
+
+def _json(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    assert cli.execute([*arguments, "--json"]) == 0, capsys.readouterr().err
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_it_writes_the_model_the_page_and_the_report(nets: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "small"
+    report = _json(capsys, "prune", f"{nets}:make", "--budget", "flops=50%", "--multiple-of", "2", "--out", str(out))
+    assert report["after"]["flops"] <= 0.5 * report["before"]["flops"]
+    assert report["measured"]["latency_ms before"] > 0
+    assert {path.name for path in out.iterdir()} == {"model.safetensors", "report.html", "report.json", "options.json"}
+    assert json.loads((out / "report.json").read_text())["after"] == report["after"]
+    small = sk.load_compact(out / "model.safetensors", lambda: _made(nets))
+    assert sum(entry.numel() for entry in small.parameters()) == report["after"]["params"]
+
+
+def _made(nets: str) -> Any:
+    from sparsekit.cli.model_source import load_model
+
+    return load_model(f"{nets}:make")[0]
+
+
+def test_the_tables_are_printed(nets: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.execute(["prune", f"{nets}:make", "--budget", "flops=50%,bytes=60%", "--keep", "3", "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert "nothing was cut" in out
+    assert all(word in out for word in ("flops", "bytes", "FLOPs it touches", "100%"))
+
+
+def test_a_dry_run_writes_nothing(nets: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = _json(capsys, "prune", f"{nets}:make", "--budget", "flops=50%", "--dry-run", "--out", str(tmp_path / "small"))
+    assert report["groups"][0]["after"] < report["groups"][0]["before"]
+    assert not (tmp_path / "small").exists()
+
+
+def test_data_score_repair_and_train_the_small_model(nets: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["prune", f"{nets}:make", "--budget", "flops=40%", "--data", f"{nets}:batches", "--batch-size", "8",
+                 "--criterion", "taylor", "--compensate", "--epochs", "2", "--distill", "0.5", "--out",
+                 str(tmp_path / "a")]  # fmt: skip
+    report = _json(capsys, *arguments)
+    steps = ("of the dense model", "after the cut", "after compensation", "after recalibration", "after fine-tuning")
+    assert all(0 <= report["measured"][f"accuracy {step}"] <= 1 for step in steps)
+    again = _json(capsys, *arguments[:-1], str(tmp_path / "b"))
+    state, other = (sk.load_compact(tmp_path / run / "model.safetensors", lambda: _made(nets)).state_dict() for run in "ab")
+    assert all(torch.equal(value, other[name]) for name, value in state.items()), "the same seed, the same bits"
+    assert again["groups"] == report["groups"]
+
+
+def test_a_finished_run_is_read_and_another_one_is_refused(
+    nets: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["prune", f"{nets}:make", "--budget", "flops=50%", "--out", str(tmp_path / "small")]
+    report = _json(capsys, *arguments)
+    assert _json(capsys, *arguments, "--resume") == report
+    assert cli.execute(arguments) == 2
+    assert "holds a run already" in capsys.readouterr().err
+    assert cli.execute([*arguments, "--resume", "--seed", "3"]) == 2
+    assert "other options (--seed)" in capsys.readouterr().err
+
+
+def test_a_run_that_was_cut_off_ends_as_if_it_had_not_been(
+    nets: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ["prune", f"{nets}:make", "--budget", "flops=40%", "--data", f"{nets}:batches", "--batch-size", "8",
+                 "--epochs", "2", "--schedule", "linear", "--steps", "2", "--out"]  # fmt: skip
+    _json(capsys, *arguments, str(tmp_path / "whole"))
+    with monkeypatch.context() as patch:
+        patch.setattr("sparsekit.cli.prune_run.Job.write", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        assert cli.execute([*arguments, str(tmp_path / "cut")]) == 130
+    capsys.readouterr()
+    _json(capsys, *arguments, str(tmp_path / "cut"), "--resume")
+    files = [
+        sk.load_compact(tmp_path / run / "model.safetensors", lambda: _made(nets)).state_dict() for run in ("whole", "cut")
+    ]
+    assert all(torch.equal(value, files[1][name]) for name, value in files[0].items())
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        (["--budget", "flops=150%"], "(0, 100] %"),
+        (["--budget", "flop=50%"], "did you mean 'flops'"),
+        (["--budget", "flops=1"], "is the least"),
+        (["--budget", "flops=50%", "--keep", "stem"], "selects nothing"),
+        (["--budget", "flops=50%", "--criterion", "taylor"], "needs data; pass --data"),
+        (["--budget", "flops=50%", "--criterion", "taylr"], "did you mean 'taylor'"),
+        (["--budget", "flops=50%", "--epochs", "1"], "needs data"),
+        (["--budget", "flops=50%", "--limit", "3"], "LAYER=LEAST:LARGEST"),
+        (["--budget", "flops=50%", "--multiple-of", "x"], "KIND=number"),
+        (["--budget", "flops=50%", "--schedule", "linear", "--steps", "0"], "at least 1"),
+        (["--budget", "flops=50%", "--device", "gpu"], "must name a device"),
+        (["--budget", "flops=50%", "--resume"], "need --out"),
+        (["--budget", "flops=50%", "--allocation", "sensitivity"], "--table"),
+        (["--budget", "flops=50%", "--checkpoint", "nowhere.pt"], "no checkpoint"),
+        (["--budget", "flops=50%", "--data", "NETS:empty", "--criterion", "taylor"], "empty"),
+        (["--budget", "flops=50%", "--data", "NETS:empty"], "empty"),
+        (["--budget", "flops=50%", "--data", "NETS:once"], "read again"),
+        (["--budget", "flops=50%", "--data", "NETS:meta", "--criterion", "taylor"], "meta"),
+        (["--budget", "flops=50%", "--data", "NETS:nan", "--criterion", "taylor"], "NaN"),
+        (["--budget", "flops=50%", "--data", "imagenet"], "unknown data set"),
+        (["--budget", "flops=50%", "--data", "NETS:bachtes"], "did you mean 'batches'"),
+        (["--budget", "flops=50%", "--data", "NETS:batches", "--loss", "crossentropy"], "did you mean 'cross_entropy'"),
+        (["--budget", "flops=50%", "--metric", "f1"], "--metric must be"),
+    ],
+)
+def test_bad_input_is_refused_in_one_line(nets: str, more: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.execute(["prune", f"{nets}:make", *(text.replace("NETS", nets) for text in more)]) == 2
+    error = capsys.readouterr().err
+    assert told.lower() in error.lower()
+    assert "Traceback" not in error
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_without_permission_is_told(nets: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tmp_path.joinpath("locked").mkdir(mode=0o500)
+    assert cli.execute(["prune", f"{nets}:make", "--budget", "flops=50%", "--out", str(tmp_path / "locked" / "small")]) == 2
+    assert "ermission" in capsys.readouterr().err
+
+
+def test_no_permission_is_told_before_anything_is_cut(
+    nets: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sparsekit.cli.prune_run.os.access", lambda *_: False)
+    assert cli.execute(["prune", f"{nets}:make", "--budget", "flops=50%", "--out", str(tmp_path / "small")]) == 2
+    assert "no permission to write" in capsys.readouterr().err
+
+
+def test_checkpoints_are_read_in_every_usual_form(nets: str, tmp_path: Path) -> None:
+    model, target = _made(nets), _made(nets)
+    state = {
+        name: torch.randn_like(value) if value.is_floating_point() else value for name, value in model.state_dict().items()
+    }
+    save_file(state, tmp_path / "a.safetensors")
+    torch.save(state, tmp_path / "b.pt")
+    torch.save({"epoch": 3, "state_dict": {f"module.{name}": value for name, value in state.items()}}, tmp_path / "c.pt")
+    for name in ("a.safetensors", "b.pt", "c.pt"):
+        target = _made(nets)
+        load_checkpoint(target, tmp_path / name)
+        assert all(torch.equal(value, state[key]) for key, value in target.state_dict().items())
+
+
+def test_a_checkpoint_of_another_model_says_which_keys_differ(nets: str, tmp_path: Path) -> None:
+    model = _made(nets)
+    state = model.state_dict()
+    save_file(
+        {**{k: v for k, v in state.items() if k != "0.bias"}, "classifier.weight": torch.ones(2)}, tmp_path / "a.safetensors"
+    )
+    with pytest.raises(InvalidValueError, match=r"lacks '0.bias', and has 'classifier.weight'"):
+        load_checkpoint(model, tmp_path / "a.safetensors")
+    save_file({**state, "0.bias": torch.ones(5)}, tmp_path / "b.safetensors")
+    with pytest.raises(InvalidValueError, match=r"'0.bias' has shape \(5,\) in the file and \(8,\) in the model"):
+        load_checkpoint(model, tmp_path / "b.safetensors")
+    (tmp_path / "c.pt").write_bytes(b"no weights")
+    with pytest.raises(InvalidValueError, match="cannot be read as weights"):
+        load_checkpoint(model, tmp_path / "c.pt")
+    torch.save({"epoch": 3}, tmp_path / "d.pt")
+    with pytest.raises(InvalidValueError, match="holds no state dict, but a mapping with 'epoch'"):
+        load_checkpoint(model, tmp_path / "d.pt")
+
+
+def test_units_take_checkpoints_keyword_inputs_and_devices(
+    nets: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_file(_made(nets).state_dict(), tmp_path / "a.safetensors")
+    found = _json(capsys, "units", f"{nets}:make", "--checkpoint", str(tmp_path / "a.safetensors"), "--device", "cpu")
+    assert [group["name"] for group in found["groups"]] == ["0", "3"]
+    found = _json(capsys, "units", f"{nets}:Text", "--example-shape", "tokens=2,7:int64")
+    assert [group["name"] for group in found["groups"]] == ["embedding", "hidden"]
+    assert cli.execute(["units", f"{nets}:Text", "--example-shape", "2 tokens=1"]) == 2
+    assert "--example-shape must be" in capsys.readouterr().err
+    if not torch.cuda.is_available():
+        assert cli.execute(["units", f"{nets}:make", "--device", "cuda"]) == 2
+        assert "no CUDA device" in capsys.readouterr().err
+
+
+def test_sensitivity_makes_a_table_that_prune_takes(nets: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table = tmp_path / "table.json"
+    found = _json(capsys, "sensitivity", f"{nets}:make", "--share", "0.5", "--share", "0.25", "--out", str(table))
+    assert set(found["table"]) == {"0", "3"}
+    assert all(pairs[0][0] == 0.5 and pairs[0][1] > 0 for pairs in found["table"].values())
+    report = _json(
+        capsys,
+        "prune",
+        f"{nets}:make",
+        "--budget",
+        "flops=50%",
+        "--allocation",
+        "sensitivity",
+        "--table",
+        str(table),
+        "--dry-run",
+    )
+    assert report["allocation"] == "Sensitivity"
+    saved = json.loads(table.read_text())
+    saved["table"] = {"0": [[0.5, 7.0], [0.25, 8.0]]}
+    table.write_text(json.dumps(saved))
+    again = _json(capsys, "sensitivity", f"{nets}:make", "--share", "0.5", "--share", "0.25", "--out", str(table), "--resume")
+    assert again["table"]["0"] == [[0.5, 7.0], [0.25, 8.0]], "what is there is not measured again"
+    assert again["table"]["3"] == found["table"]["3"]
+    assert cli.execute(["sensitivity", f"{nets}:make", "--out", str(table)]) == 2
+    assert "exists already" in capsys.readouterr().err
+    assert cli.execute(["sensitivity", f"{nets}:make", "--share", "0.5", "--out", str(table), "--resume"]) == 2
+    assert "other options (--shares)" in capsys.readouterr().err
+
+
+def test_sensitivity_is_the_loss_of_accuracy_where_there_are_data(nets: str, capsys: pytest.CaptureFixture[str]) -> None:
+    found = _json(capsys, "sensitivity", f"{nets}:make", "--data", f"{nets}:batches", "--batch-size", "8")
+    assert found["metric"] == "accuracy"
+    assert cli.execute(["sensitivity", f"{nets}:make"]) == 0
+    assert "change of the outputs" in capsys.readouterr().out
+
+
+def test_texts_of_options() -> None:
+    assert read_limits_option(("layer1=0.5:0.75", r"a=b\..*=0.25")) == {"layer1": (0.5, 0.75), r"a=b\..*": (0.25, 1.0)}
+    assert read_multiples(("8",)) == 8
+    assert read_multiples(("channel=8", "head=2")) == {"channel": 8, "head": 2}
+    assert read_multiples(()) == 1
+
+
+@pytest.mark.slow
+def test_the_small_model_is_written_as_onnx(nets: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runtime = pytest.importorskip("onnxruntime", reason="the extra 'export' is not installed")
+    out = tmp_path / "small"
+    _json(capsys, "prune", f"{nets}:make", "--budget", "flops=50%", "--out", str(out), "--onnx")
+    small = sk.load_compact(out / "model.safetensors", lambda: _made(nets)).eval()
+    x = torch.randn(2, 1, 8, 8)
+    session = runtime.InferenceSession(str(out / "model.onnx"))
+    [found] = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+    torch.testing.assert_close(torch.from_numpy(found), small(x), rtol=1e-4, atol=1e-5)

@@ -1,0 +1,56 @@
+"""The benchmark of pruning: batches that can be repeated, every arm on a tiny schedule, nothing measured twice."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+FOLDER = Path(__file__).parent.parent / "benchmarks"
+
+
+@pytest.fixture(autouse=True)
+def _found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(FOLDER))
+
+
+def test_batches_follow_from_the_state_of_their_generator() -> None:
+    from prune_tasks import Images
+
+    images, labels = torch.randn(10, 3, 8, 8), torch.arange(10)
+    loader = Images(images, labels, 4, seed=3, augment=True)
+    state = loader.generator.get_state()
+    first = [(x.clone(), y.clone()) for x, y in loader]
+    loader.generator.set_state(state)
+    assert all(torch.equal(a, c) and torch.equal(b, d) for (a, b), (c, d) in zip(first, loader, strict=True))
+    assert sorted(torch.cat([y for _, y in first]).tolist()) == list(range(10))
+
+
+def test_an_image_that_is_not_moved_is_the_image() -> None:
+    from prune_tasks import Images
+
+    images = torch.arange(64.0).reshape(1, 1, 8, 8).expand(4000, 3, 8, 8).contiguous()
+    loader = Images(images, torch.arange(4000), 4000, seed=0, augment=True)
+    [(x, _)] = list(loader)
+    assert any(torch.equal(one, images[0]) for one in x)
+    assert any(torch.equal(one, images[0].flip(-1)) for one in x)
+
+
+@pytest.mark.slow
+def test_every_arm_runs_and_a_second_call_measures_nothing_again(tmp_path: Path) -> None:
+    pytest.importorskip("torch_pruning", reason="pip install 'sparsekit-torch[bench]'")
+    out = tmp_path / "tiny.json"
+    command = [sys.executable, str(FOLDER / "prune.py"), "--out", str(out), "--task", "tiny-digits", "--schedule", "tiny"]
+    command += ["--seeds", "1", "--budgets", "0.5", "--parts", "accuracy"]
+    first = subprocess.run(command, capture_output=True, text=True, check=True)
+    cells = json.loads(out.read_text())["accuracy"]
+    assert len(cells) == 14
+    assert all(0.4 < cell["share"] <= 0.5 for key, cell in cells.items() if "dense" not in key)
+    assert all(0 <= cell["finetuned"] <= 1 for cell in cells.values())
+    second = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "accuracy: tiny-digits" in first.stdout
+    assert "accuracy: tiny-digits" not in second.stdout
