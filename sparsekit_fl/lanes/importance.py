@@ -91,7 +91,6 @@ class LaneImportance:
         self._producers = {place: producers[place] for place in sorted(producers)}
         every = slice(None)
         self._dense = {key: self._stacked(key) for key in self._name}
-        # Made now, since a captured graph cannot make them later.
         self._saved = {key: torch.zeros_like(self._dense[key]) for key, name in self._name.items() if name in weights.velocity}
         self._starts = {key: self._dense[key].clone() for key, name in self._name.items() if name in weights.anchors}
         """The dense weights of the round's start, to which entering units are pulled."""
@@ -156,7 +155,7 @@ class LaneImportance:
             magnitudes = torch.cat([_standardised(own) for own in magnitudes.split(self._sizes, 1)], 1)
         return torch.sigmoid(magnitudes)
 
-    def update(self, rows: Rows, gradients: Mapping[str, Tensor], active: Tensor | None) -> None:
+    def update(self, rows: Rows, gradients: Mapping[str, Tensor]) -> None:
         """One gradient step on the importance; see `LaneLearner`."""
         weights = self._weights.parameters
 
@@ -169,13 +168,10 @@ class LaneImportance:
         change = (importance - self.targets(rows)).mul_(self._pull)
         wider = torch.cat([change, change.new_zeros(len(change), 1)], 1)
         change = wider.scatter_add_(1, self.places.units[rows], gates)[:, :-1]
-        if active is not None:
-            change = torch.where(active.unsqueeze(1), change, torch.zeros_like(change))
         self.importance[rows] = importance - self._lr * change
 
-    def follow(self, rows: Rows, active: Tensor | None) -> None:
+    def follow(self, rows: Rows) -> None:
         """Give the lanes the units of largest importance; see `LaneLearner`."""
-        del active  # the importance of other lanes has not changed, and so their units do not
         units = self._chosen(rows)
         if self._weights.device.type == "cpu":
             changed = (units != self.places.units[rows]).any(1).nonzero().reshape(-1)

@@ -57,17 +57,16 @@ class LaneWeights(Protocol):
 class LaneLearner(Protocol):
     """Changes the masks of the lanes while they train."""
 
-    def update(self, rows: Rows, gradients: Mapping[str, Tensor], active: Tensor | None) -> None:
+    def update(self, rows: Rows, gradients: Mapping[str, Tensor]) -> None:
         """Learn from the gradients of a step, before the weights move.
 
         Args:
             rows: The lanes that take the step.
             gradients: Parameter name → (rows, …).
-            active: bool (rows,), lanes that count; None: all.
         """
         ...
 
-    def follow(self, rows: Rows, active: Tensor | None) -> None:
+    def follow(self, rows: Rows) -> None:
         """Give the lanes the masks that they have learned, after the weights moved."""
         ...
 

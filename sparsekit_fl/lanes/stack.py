@@ -61,12 +61,11 @@ class LaneStack:
         """Name → (lanes, …), 1 where an entry trains; only names of which a lane holds padding or frozen entries."""
         self.divisors: Tensor | None = None
 
-    def load(self, lanes: Sequence[Lane[object]], spare: int = 0) -> None:
-        """Take the clients' weights. Tensors that are there already are written over, so that captured graphs see them.
+    def load(self, lanes: Sequence[Lane[object]]) -> None:
+        """Take the clients' weights. Tensors of the right shape that are there already are written over.
 
         Args:
             lanes: The clients, of equal keys.
-            spare: Number of idle lanes after them; they hold what the first lane holds.
         """
         first = lanes[0]
         self.lanes = lanes
@@ -75,8 +74,6 @@ class LaneStack:
         self.starts = [lane.start for lane in lanes]
         narrow = [self._narrow(lane, mask) for lane, mask in zip(lanes, self.masks, strict=True)]
         real = [self._real(lane, mask) for lane, mask in zip(lanes, self.masks, strict=True)]
-        narrow += narrow[:1] * spare
-        real += real[:1] * spare
         for name in self.model.parameters:
             _write(self.parameters, name, [own[name] for own in narrow])
             limits = [own.get(name) for own in real]
@@ -97,7 +94,7 @@ class LaneStack:
         if first.divided:
             table = {} if self.divisors is None else {"": self.divisors}
             like = next(iter(self.parameters.values()))
-            _write(table, "", [like.new_tensor(lane.divisor) for lane in lanes] + [like.new_tensor(1.0)] * spare)
+            _write(table, "", [like.new_tensor(lane.divisor) for lane in lanes])
             self.divisors = table[""]
 
     def _narrow(self, lane: Lane[object], mask: UnitMask) -> dict[str, Tensor]:

@@ -67,22 +67,19 @@ class LaneStep:
         Returns:
             The loss of each lane, and sum and weight of the metric, float (lanes,) each.
         """
-        stack, active = self._stack, None
+        stack = self._stack
         rows = _rows(lanes, stack.device)
         buffers = {name: tensor[rows] for name, tensor in stack.buffers.items()}
-        before: dict[str, Tensor] = {} if active is None else {name: tensor.clone() for name, tensor in buffers.items()}
         if self._batched:
             losses, measured, gradients = self._together(rows, buffers, batches)
         else:
             losses, measured, gradients = self._in_turn(lanes, buffers, batches)
         with torch.no_grad():
             for name, tensor in buffers.items():
-                if active is not None:
-                    tensor.copy_(torch.where(_along_lanes(active, tensor), tensor, before[name]))
                 if isinstance(rows, Tensor):
                     stack.buffers[name][rows] = tensor
             # After the buffers, which move to other units where the masks change.
-            self._move(rows, gradients, active)
+            self._move(rows, gradients)
         return losses, measured[:, 0], measured[:, 1]
 
     def _together(
@@ -147,7 +144,7 @@ class LaneStep:
         values = self._metric(tree_map_only(Tensor, Tensor.detach, outputs), targets)
         return torch.stack([torch.as_tensor(value, device=targets.device).to(torch.float64) for value in values])
 
-    def _move(self, rows: Rows, found: dict[str, Tensor], active: Tensor | None) -> None:
+    def _move(self, rows: Rows, found: dict[str, Tensor]) -> None:
         stack, options = self._stack, self._stack.lanes[0].training
         names = list(found)
         if not names:
@@ -157,49 +154,39 @@ class LaneStep:
         if limits:
             found = {name: gradient * limits[name] if name in limits else gradient for name, gradient in found.items()}
         if self.learner is not None:
-            self.learner.update(rows, found, active)
+            self.learner.update(rows, found)
         gradients = [found[name] for name in names]
-        gradients = self._pulled(rows, names, parameters, gradients, active)
+        gradients = self._pulled(rows, names, parameters, gradients)
         if options.clip is not None:
             scale = (options.clip / (self._norms(gradients) + 1e-6)).clamp(max=1.0)
             gradients = [gradient * _along_lanes(scale, gradient) for gradient in gradients]
         if options.weight_decay:
             gradients = list(foreach_add(gradients, parameters, alpha=options.weight_decay))
         if options.momentum:
-            gradients = self._accumulated(rows, names, gradients, active, options.momentum)
-        if active is not None:
-            gradients = [torch.where(_along_lanes(active, g), g, torch.zeros_like(g)) for g in gradients]
+            gradients = self._accumulated(rows, names, gradients, options.momentum)
         foreach_add_(parameters, gradients, alpha=-options.lr)
         if isinstance(rows, Tensor):
             for name, parameter in zip(names, parameters, strict=True):
                 stack.parameters[name][rows] = parameter
         if self.learner is not None:
-            self.learner.follow(rows, active)
+            self.learner.follow(rows)
 
-    def _pulled(
-        self, rows: Rows, names: list[str], parameters: list[Tensor], gradients: list[Tensor], active: Tensor | None
-    ) -> list[Tensor]:
+    def _pulled(self, rows: Rows, names: list[str], parameters: list[Tensor], gradients: list[Tensor]) -> list[Tensor]:
         """Add the pull to the start; where steps are plain, by one interpolation of the weights in place."""
         stack, lane = self._stack, self._stack.lanes[0]
         if not lane.pull:
             return gradients
         options = lane.training
         anchors = [stack.anchors[name][rows] for name in names]
-        if active is None and not (options.momentum or options.weight_decay or options.clip):
+        if not (options.momentum or options.weight_decay or options.clip):
             foreach_lerp_(parameters, anchors, options.lr * lane.pull)
             return gradients
         return list(foreach_add(gradients, foreach_sub(parameters, anchors), alpha=lane.pull))
 
-    def _accumulated(
-        self, rows: Rows, names: list[str], gradients: list[Tensor], active: Tensor | None, momentum: float
-    ) -> list[Tensor]:
+    def _accumulated(self, rows: Rows, names: list[str], gradients: list[Tensor], momentum: float) -> list[Tensor]:
         velocity = [self._stack.velocity[name][rows] for name in names]
-        before = [] if active is None else [tensor.clone() for tensor in velocity]
         foreach_mul_(velocity, momentum)
         foreach_add_(velocity, gradients)
-        if active is not None:
-            for tensor, old in zip(velocity, before, strict=True):
-                tensor.copy_(torch.where(_along_lanes(active, tensor), tensor, old))
         if isinstance(rows, Tensor):
             for name, tensor in zip(names, velocity, strict=True):
                 self._stack.velocity[name][rows] = tensor
