@@ -21,6 +21,7 @@ from sparsekit_fl.lanes.lane import Lane
 from sparsekit_fl.lanes.model import LaneModel, refusal
 from sparsekit_fl.lanes.stack import padded
 from sparsekit_fl.lanes.train import LaneTrainer
+from sparsekit_fl.options.devices import device_of
 from sparsekit_fl.policies.local import LocalResult
 from sparsekit_fl.problem.clients import Client
 from sparsekit_fl.state.store import MemoryStore, Versions
@@ -102,7 +103,7 @@ def why_alone(spec: RunSpec, *, batched: bool) -> str | None:
     for name, plain in options.items():
         if getattr(training, name) != plain:
             return f"{name} is {getattr(training, name)!r}, and the steps of several clients are those of plain SGD"
-    return refusal(spec.problem.model()) if batched or torch.device(spec.config.device).type != "cpu" else None
+    return refusal(spec.problem.model()) if batched or torch.device(device_of(spec.config.device)).type != "cpu" else None
 
 
 class CohortExecutor(ClientExecutor):
@@ -113,12 +114,19 @@ class CohortExecutor(ClientExecutor):
         clients: Client id → client, at least those that will be asked for.
         store: The memories of the clients.
         options: How clients are put into lanes.
+        device: Where they train; None takes the first device of the run.
     """
 
     def __init__(
-        self, spec: RunSpec, clients: Mapping[int, Client], store: MemoryStore, options: CohortOptions | None = None
+        self,
+        spec: RunSpec,
+        clients: Mapping[int, Client],
+        store: MemoryStore,
+        options: CohortOptions | None = None,
+        *,
+        device: str | None = None,
     ) -> None:
-        super().__init__(spec, clients, store)
+        super().__init__(spec, clients, store, device=device)
         self._options = options or CohortOptions()
         self._trainers: OrderedDict[Any, LaneTrainer] = OrderedDict()
         self.alone = why_alone(spec, batched=self._options.batched)
@@ -220,7 +228,7 @@ class CohortExecutor(ClientExecutor):
                 LaneModel(narrow.module, divided),
                 counts,
                 spec.problem,
-                spec.config.device,
+                self._worker.device,
                 batched=self._options.batched,
             )
             while len(self._trainers) > _MODELS:

@@ -16,6 +16,7 @@ from sparsekit_fl.client.spec import RunSpec, check_device
 from sparsekit_fl.engines.base import ClientPool, Reply
 from sparsekit_fl.engines.embedded import GOODBYE, LocalPool, ProcessPool, checked_workers
 from sparsekit_fl.errors import ClientError
+from sparsekit_fl.options.devices import device_of, exact_arithmetic
 from sparsekit_fl.problem.clients import Client
 from sparsekit_fl.processes import Children, one_thread, start_method
 from sparsekit_fl.results.records import RunResult
@@ -155,7 +156,7 @@ class Cohort:
     ) -> RunResult:
         """Run the loop; torch has one thread meanwhile, since results depend on the number of threads."""
         check_device(spec.config.device)
-        on_cpu = torch.device(spec.config.device).type == "cpu"
+        on_cpu = torch.device(device_of(spec.config.device)).type == "cpu"
         batched = not on_cpu if self._batched is None else self._batched
         alone = why_alone(spec, batched=batched)
         if alone is not None:
@@ -163,7 +164,7 @@ class Cohort:
         widths = self._widths if self._widths is not None else (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0) if batched else ()
         options = CohortOptions(lanes=self._lanes, widths=tuple(widths), batched=batched)
         make = partial(CohortExecutor, spec, clients, store, options)
-        with one_thread():
+        with one_thread(), exact_arithmetic(spec.config.deterministic):
             if self.workers == 1:
                 return rounds(_LanesHere(make()))
             method = self._start_method or start_method(spec.config.device)

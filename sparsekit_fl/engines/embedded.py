@@ -21,6 +21,7 @@ from sparsekit_fl.client.executor import ClientExecutor
 from sparsekit_fl.client.spec import RunSpec, check_device
 from sparsekit_fl.engines.base import ClientPool, Reply, Unscored, in_order
 from sparsekit_fl.errors import ClientError, WorkerDiedError
+from sparsekit_fl.options.devices import device_of, exact_arithmetic
 from sparsekit_fl.problem.clients import Client
 from sparsekit_fl.processes import KILL, Child, Children, one_thread, start_method
 from sparsekit_fl.results.records import RunResult
@@ -126,17 +127,18 @@ class _Broken(str):
     """The traceback of an error that is no client's: its memory cannot be read or written, or this package has a bug."""
 
 
-def serve(connection: Connection, make: Callable[[], Any], shared: dict[str, Tensor]) -> None:
+def serve(connection: Connection, make: Callable[..., Any], shared: dict[str, Tensor], device: str) -> None:
     """Answer tasks in a worker process until the pipe closes.
 
     Args:
         connection: Brings tasks, each with `answer(executor, shared)`, and takes their answers.
-        make: Makes the executor.
+        make: Makes the executor, for a device.
         shared: The state, in shared memory.
+        device: Where this process trains.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        executor = make()
+        executor = make(device=device)
     except Exception as error:  # noqa: BLE001 - sent to the main process, which raises it
         _refuse(connection, _Broken(f"could not start: {type(error).__name__}: {error}\n{traceback.format_exc()}"))
         return
@@ -175,17 +177,17 @@ class ProcessPool:
         children: Starts the processes.
         workers: Number of processes.
         spec: The fixed parts of the run.
-        make: Makes the executor in each of them; picklable unless processes fork.
+        make: Makes the executor in each of them, with a keyword `device`; picklable unless processes fork.
     """
 
-    def __init__(self, children: Children, workers: int, spec: RunSpec, make: Callable[[], ClientExecutor]) -> None:
+    def __init__(self, children: Children, workers: int, spec: RunSpec, make: Callable[..., ClientExecutor]) -> None:
         self.workers = workers
         self._graph = spec.graph
         self._loaded: StateDict | None = None
         self._shared = {name: spec.initial[name].clone().share_memory_() for name in spec.shared_names()}
         self._children = children
-        for _ in range(workers):
-            children.start(serve, make, self._shared)
+        for number in range(workers):
+            children.start(serve, make, self._shared, device_of(spec.config.device, number))
 
     def map(self, assignments: Sequence[Assignment], versions: Versions) -> Iterator[Reply]:
         """See `ClientPool`."""
@@ -297,7 +299,7 @@ class Embedded:
     ) -> RunResult:
         """Run the loop; torch has one thread meanwhile, since results depend on the number of threads."""
         check_device(spec.config.device)
-        with one_thread():
+        with one_thread(), exact_arithmetic(spec.config.deterministic):
             if self.workers == 1:
                 return rounds(LocalPool(ClientExecutor(spec, clients, store)))
             method = self._start_method or start_method(spec.config.device)
