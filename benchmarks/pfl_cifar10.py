@@ -37,7 +37,7 @@ import sparsekit_fl as fl
 from sparsekit_fl.methods import registry
 from sparsekit_fl.results.records import Observer, RoundRecord
 
-CLIENTS, IMAGES, COHORT, BATCH, LR = 1000, 50, 50, 10, 0.1
+IMAGES, BATCH, LR = 50, 10, 0.1
 ENGINES = {
     "embedded-1": lambda: fl.Embedded(),
     "cohort-1": lambda: fl.Cohort(batched=False),
@@ -92,24 +92,24 @@ class Clock(Observer):
         return (wall_end - wall) / rounds, (cpu_end - cpu) / rounds
 
 
-def data() -> tuple[Tensor, Tensor]:
+def data(clients: int) -> tuple[Tensor, Tensor]:
     """Images and labels of all clients, one client's after another's."""
     generator = torch.Generator().manual_seed(0)
-    images = torch.randn(CLIENTS * IMAGES, 3, 32, 32, generator=generator)
+    images = torch.randn(clients * IMAGES, 3, 32, 32, generator=generator)
     return images, torch.randint(0, 10, (len(images),), generator=generator)
 
 
-def ours(engine: str, rounds: int, device: str, images: Tensor, labels: Tensor) -> tuple[float, float]:
+def ours(engine: str, rounds: int, cohort: int, device: str, images: Tensor, labels: Tensor) -> tuple[float, float]:
     """Seconds of a round of one of our engines."""
     held = fl.TensorData((images[:2],), labels[:2])
     clients = []
-    for number in range(CLIENTS):
+    for number in range(len(images) // IMAGES):
         rows = torch.arange(number * IMAGES, (number + 1) * IMAGES)
         clients.append(fl.Client(id=number, data=fl.ClientData(fl.TensorData((images,), labels, rows), held, held)))
     problem = fl.Problem(model=SimpleCnn, example_inputs=(torch.zeros(2, 3, 32, 32),), channels_last=device == "cpu")
     config = fl.RunConfig(
         rounds=rounds + 2,
-        cohort=COHORT,
+        cohort=cohort,
         training=fl.TrainingConfig(local_epochs=1, batch_size=BATCH, lr=LR),
         eval_every=rounds + 2,
         device=device,
@@ -119,7 +119,7 @@ def ours(engine: str, rounds: int, device: str, images: Tensor, labels: Tensor) 
     return clock.seconds(rounds)
 
 
-def theirs(rounds: int, device: str, images: Tensor, labels: Tensor) -> tuple[float, float]:
+def theirs(rounds: int, cohort: int, device: str, images: Tensor, labels: Tensor) -> tuple[float, float]:
     """Seconds of a round of pfl."""
     os.environ["PFL_PYTORCH_DEVICE"] = device
     from pfl.aggregate.simulate import SimulatedBackend
@@ -148,12 +148,12 @@ def theirs(rounds: int, device: str, images: Tensor, labels: Tensor) -> tuple[fl
 
     np.random.seed(0)  # noqa: NPY002 - pfl draws cohorts from numpy's global generator
     torch.manual_seed(0)
-    users = FederatedDataset(dataset, get_user_sampler("random", list(range(CLIENTS))))
+    users = FederatedDataset(dataset, get_user_sampler("random", list(range(len(images) // IMAGES))))
     network = SimpleCnn()
     model = PyTorchModel(network, torch.optim.SGD, torch.optim.SGD(network.parameters(), 1.0))
     FederatedAveraging().run(
         algorithm_params=NNAlgorithmParams(
-            central_num_iterations=rounds + 2, evaluation_frequency=10**6, train_cohort_size=COHORT, val_cohort_size=0
+            central_num_iterations=rounds + 2, evaluation_frequency=10**6, train_cohort_size=cohort, val_cohort_size=0
         ),
         backend=SimulatedBackend(training_data=users, val_data=users),
         model=model,
@@ -175,6 +175,8 @@ def main() -> int:
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=["embedded-1", "cohort-1"])
     parser.add_argument("--rounds", type=int, default=2, help="measured, after the first")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--clients", type=int, default=1000, help="fewer clients are another benchmark, for a quick look")
+    parser.add_argument("--cohort", type=int, default=50, help="likewise")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--out", type=Path, help="write the JSON there too")
     options = parser.parse_args()
@@ -182,14 +184,14 @@ def main() -> int:
         print("there is no package pfl here; the head of this file says how to get it", file=sys.stderr)
         return 2
     torch.set_num_threads(1)
-    images, labels = data()
+    images, labels = data(options.clients)
     before = os.getloadavg()
     pfl: list[tuple[float, float]] = []
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in options.engines}
     for _ in range(options.repeats):
-        pfl.append(theirs(options.rounds, options.device, images, labels))
+        pfl.append(theirs(options.rounds, options.cohort, options.device, images, labels))
         for name in options.engines:
-            found[name].append(ours(name, options.rounds, options.device, images, labels))
+            found[name].append(ours(name, options.rounds, options.cohort, options.device, images, labels))
     try:
         release = version("pfl")
     except PackageNotFoundError:
