@@ -159,12 +159,12 @@ With batched kernels it is a parity class of its own, since batched products rou
 
 - Over a whole run in float64 it equals the embedded engine within 1e-9 (1e-8 with convolutions and an LSTM), for each family of
   methods, with the same cohorts, ratios, FLOPs and accuracies.
-- On a CPU a client's bits do not depend on who shares its step, on the number of lanes or of workers. This is tested (linear layers,
-  convolutions, an LSTM; FedAvg, HeteroFL, FedLPS), not proven: it rests on batched products of the CPU that treat each lane by
-  itself.
+- On a CPU a client's bits do not depend on who shares its step, on the number of lanes or of workers. This is tested (linear
+  layers, convolutions, an LSTM; FedAvg, HeteroFL, FedLPS), not proven: it rests on batched products of the CPU that treat each
+  lane by itself.
 - The width that a client is padded to depends on that client alone. Another choice of `widths` may give other bits.
-- On a GPU none of this has been checked. Libraries choose kernels by the shape of the whole batch, so bits may depend on the number of
-  lanes there.
+- On a GPU none of this has been checked. Libraries choose kernels by the shape of the whole batch, so bits may depend on the
+  number of lanes there.
 """
 
 
