@@ -38,12 +38,12 @@ def _run(seed: int, data_dir: Path | None, method: str = "fedavg", **options: ob
     return fl.run(fl.methods.registry[method](), problem, clients, config)
 
 
-def server(data_dir: Path | None, rounds: int) -> None:
+def server(data_dir: Path | None, rounds: int, methods: tuple[str, ...] = ("fedavg", "heterofl")) -> None:
     """Global accuracy of the last round, mean and deviation over three seeds; whole models and submodels."""
-    print("| server | " + " | ".join(("fedavg", "heterofl")) + " |\n|---|---|---|")
+    print("| server | " + " | ".join(methods) + " |\n|---" + "|---" * len(methods) + "|")
     for name, options in SERVERS.items():
         cells = []
-        for method in ("fedavg", "heterofl"):
+        for method in methods:
             found = [
                 100 * _run(seed, data_dir, method, rounds=rounds, eval_every=rounds, **options).final.shared["accuracy"]
                 for seed in range(3)

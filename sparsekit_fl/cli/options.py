@@ -25,6 +25,7 @@ from sparsekit_fl.options.values import read_settings
 if TYPE_CHECKING:
     import click
 
+    from sparsekit_fl.callbacks.base import Callback
     from sparsekit_fl.experiment.preset import Preset
 
 __all__ = ["MOST_WORKERS", "DefaultsCommand", "RunOptions", "command_app", "takes_options"]
@@ -132,6 +133,10 @@ class RunOptions(Offer):
     resume: Annotated[
         bool, Option("Continue the run in --out, with its options, to the same bits; a finished one by more --rounds.", HOW)
     ] = False
+    log: Annotated[
+        tuple[str, ...] | None,
+        Option("Log to tensorboard or mlflow, or package.module:Class; once per logger. See docs/callbacks.md.", HOW),
+    ] = None
     accept_code: Annotated[bool, Option("Go on with, or compare with, what another version of this package ran.", HOW)] = False
     quiet: Annotated[bool, Option("Show no progress on stderr.", HOW, short="-q")] = False
     json: Annotated[bool, Option("Print the result as JSON on stdout and nothing else.", HOW)] = False
@@ -151,6 +156,27 @@ class RunOptions(Offer):
         """Path → value, of the options of the method: those of --set, and --sampling."""
         own = {} if self.sampling is None else {"sampling": self.sampling}
         return {**own, **read_settings(self.set or ())}
+
+    def loggers(self) -> list[Callback]:
+        """Return the loggers that were named, made.
+
+        Raises:
+            UnknownNameError: no such logger.
+            MissingDependencyError: its package is not installed.
+            InvalidValueError: it makes no Callback.
+        """
+        from sparsekit_fl.callbacks import loggers
+        from sparsekit_fl.callbacks.base import Callback
+
+        made = []
+        for name in self.log or ():
+            one = loggers.find(name)()
+            if not isinstance(one, Callback):
+                raise InvalidValueError(f"--log {name} must make a Callback, got {type(one).__name__}")
+            if name == "tensorboard" and self.out is None:
+                raise InvalidValueError("--log tensorboard needs --out DIR, where its files go")
+            made.append(one)
+        return made
 
     @classmethod
     def _called(cls, name: str) -> str:

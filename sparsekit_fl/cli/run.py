@@ -33,6 +33,7 @@ def _run(method_name: str, options: RunOptions) -> None:
             f"--capability {options.capability} contradicts {method.name!r}, which is about {method.capability} capabilities;"
             " leave the option out"
         )
+    loggers = options.loggers()
     experiment = Experiment.of(options)
 
     class Written(Callback):
@@ -52,7 +53,7 @@ def _run(method_name: str, options: RunOptions) -> None:
                 experiment.clients,
                 experiment.config,
                 engine=experiment.engine,
-                callbacks=[progress, Written(), *central],
+                callbacks=[progress, Written(), *loggers, *central],
                 out=options.out,
                 resume=options.resume,
                 accept_code=options.accept_code,
@@ -115,6 +116,7 @@ run = command_app(
         "sparsekit run --config runs/local/run.toml --seed 1",
         "sparsekit run --resume --out runs/local",
         "sparsekit run --resume --out runs/local --rounds 200",
+        "sparsekit run fedavg --eval-global-every 5 --log tensorboard --log mlflow --out runs/logged",
         "sparsekit run mypackage.methods:fedhalf --rounds 20",
     ),
 )

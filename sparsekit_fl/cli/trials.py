@@ -154,6 +154,7 @@ def run_trial(task: Task, observers: Sequence[Observer]) -> Trial:
         experiment.clients,
         experiment.config,
         engine=experiment.engine,
+        callbacks=plan.options.replaced(out=plan.folder).loggers(),
         observers=observers,
         out=plan.folder,
         resume=task.resume,

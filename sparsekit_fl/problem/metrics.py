@@ -10,10 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sparsekit.errors import DataError
+from sparsekit_fl.problem.names import lower_by_name
 
 __all__ = ["IGNORED", "Metric", "TokenAccuracy", "accuracy", "cross_entropy", "log_loss", "lower_is_better", "perplexity"]
-
-_LOWER = ("loss", "error", "perplexity")
 
 IGNORED = -100
 """The target that no loss and no metric counts (torch's own default), for padding."""
@@ -103,4 +102,4 @@ def lower_is_better(name: str, metric: Metric | None = None) -> bool:
         metric: The metric; its attribute `lower_is_better`, where it has one, decides alone.
     """
     told = getattr(metric, "lower_is_better", None)
-    return name.endswith(_LOWER) if told is None else bool(told)
+    return lower_by_name(name) if told is None else bool(told)

@@ -9,10 +9,11 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
+from sparsekit.errors import DataError
 from sparsekit_fl.report.comparison import TARGET, Comparison
-from sparsekit_fl.report.curves import Curve, curves_of
+from sparsekit_fl.report.curves import Curve, curves_of, metrics_of
 from sparsekit_fl.report.trials import Level
 
 __all__ = ["Chart", "Series", "Unit", "charts_of", "curve_charts", "on_front"]
@@ -58,6 +59,7 @@ class Chart:
         x: Text of the x axis; for bars that of their length.
         y: Text of the y axis; empty for bars.
         unit: Unit of x for curves, of the length for bars, of y for levels.
+        y_unit: Unit of y for curves.
     """
 
     name: str
@@ -67,6 +69,7 @@ class Chart:
     x: str
     y: str
     unit: Unit
+    y_unit: Unit = "share"
 
 
 _ACCURACY = "mean personal accuracy on test data"
@@ -100,10 +103,13 @@ def charts_of(comparison: Comparison) -> list[Chart]:
     section = comparison.section
     for level in section.levels:
         results = [trial.result for method in section.methods for trial in section.of(method, level) if trial.result]
-        curves = [curve for curve in curves_of(results) if len(curve.rounds)]
+        places = {method: place for place, method in enumerate(section.methods)}
+        # A problem may have other metrics and no accuracy.
+        scored = [curve for curve in curves_of(results) if len(curve.rounds)] if _has_accuracy(results) else []
         found = [
             _front(comparison, level),
-            *curve_charts(curves, {method: place for place, method in enumerate(section.methods)}, subject=comparison.subject),
+            *curve_charts(scored, places, subject=comparison.subject),
+            *_further(results, places, comparison.subject),
             *_bars(comparison, level),
         ]
         text = section.level_text(level)
@@ -112,6 +118,46 @@ def charts_of(comparison: Comparison) -> list[Chart]:
             found = [replace(chart, name=f"{chart.name}-{slug}", title=f"{chart.title} ({text})") for chart in found]
         charts += [chart for chart in found if _drawable(chart)]
     return charts
+
+
+def _has_accuracy(results: Sequence[Mapping[str, Any]]) -> bool:
+    return not results or "accuracy" in metrics_of(results)
+
+
+def _further(results: Sequence[Mapping[str, Any]], places: Mapping[str, int], subject: str) -> list[Chart]:
+    """Make the charts against rounds of all but mean personal accuracy: the global model, the worst tenth, other metrics."""
+    wanted = [("accuracy", "global", "mean"), ("accuracy", "personal", "worst")] if _has_accuracy(results) else []
+    others = [name for name in metrics_of(results) if name != "accuracy"]
+    wanted += [(name, part, kind) for name in others for part, kind in (("personal", "mean"), ("personal", "worst"))]
+    charts = []
+    for metric, part, kind in wanted:
+        known = [result for result in results if _scored(result, metric, part, kind)]
+        try:
+            curves = curves_of(known, metric=metric, part=part, kind=kind)
+        except DataError:
+            continue
+        about = {"mean": "", "worst": ", worst tenth of the clients"}[kind]
+        (chart,) = curve_charts(curves, places, subject=subject)[-1:]
+        charts.append(
+            replace(
+                chart,
+                name="-".join(filter(None, (re.sub(r"\W+", "-", metric), part if part != "personal" else "",
+                                            kind if kind != "mean" else "", "rounds"))),
+                title=f"{metric.replace('_', ' ').capitalize()} of the {part} model{about}, against rounds",
+                y=f"{kind if kind == 'mean' else 'mean of the worst tenth,'} {part} {metric} on test data",
+                y_unit="share" if metric == "accuracy" else "number",
+            )
+        )  # fmt: skip
+    return charts
+
+
+def _scored(result: Mapping[str, Any], metric: str, part: str, kind: str) -> bool:
+    """Whether a run has this number more than once: a single one is no curve, and is in the table."""
+    count = 0
+    for record in result["rounds"]:
+        scores = record["evaluation"] or {}
+        count += ((scores if kind == "mean" else scores.get(kind) or {}).get(part) or {}).get(metric) is not None
+    return count > 1
 
 
 def _drawable(chart: Chart) -> bool:

@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from sparsekit.errors import InvalidValueError
-from sparsekit_fl.report.table import COLUMNS, Column, Spread, seconds_to, share_text, spread, value_of
+from sparsekit_fl.report.table import COLUMNS, Column, Spread, metric_columns, seconds_to, share_text, spread, value_of
 from sparsekit_fl.report.trials import Level, Section, Trial
 from sparsekit_fl.results.extra import need
 
@@ -84,7 +84,12 @@ class Comparison:
     def columns(self) -> tuple[Column, ...]:
         """Columns of the table, with the time to the target before the last."""
         wanted = Column(TARGET, f"time to {share_text(self.goal).replace('.0%', '%')}", (), "seconds")
-        return (*COLUMNS[:-1], wanted, COLUMNS[-1])
+        return (*COLUMNS[:-1], wanted, COLUMNS[-1], *self.metrics)
+
+    @cached_property
+    def metrics(self) -> tuple[Column, ...]:
+        """Columns of what the others lack: further metrics, means by examples, the worst tenth."""
+        return metric_columns([trial.result for trial in self.section.finished if trial.result])
 
     @cached_property
     def _places(self) -> dict[tuple[str, Level], list[Trial]]:
@@ -128,7 +133,8 @@ class Comparison:
     def numbers(self, trial: Trial) -> dict[str, float | None]:
         """Return the numbers of a finished trial by column name."""
         result = trial.result or {"rounds": []}
-        return {**{column.name: value_of(result, column) for column in COLUMNS}, TARGET: seconds_to(result, self.goal)}
+        own = {column.name: value_of(result, column) for column in (*COLUMNS, *self.metrics)}
+        return {**own, TARGET: seconds_to(result, self.goal)}
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values: the content of `compare.json`."""

@@ -11,7 +11,7 @@ import numpy as np
 
 from sparsekit.errors import DataError
 
-__all__ = ["Curve", "curves_of"]
+__all__ = ["Curve", "curves_of", "metrics_of"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,7 +23,7 @@ class Curve:
         rounds: int (points,).
         flops: float (points,), compact, of the run so far.
         seconds: float (points,), simulated, of the run so far; NaN where the results have none.
-        accuracy: float (points,), personal, in [0, 1].
+        accuracy: float (points,), personal accuracy in [0, 1], or the value of another metric.
         deviation: float (points,), over runs; zeros for a single one.
         runs: Number of runs.
     """
@@ -37,30 +37,36 @@ class Curve:
     runs: int
 
 
-def _points(result: Mapping[str, Any]) -> dict[int, tuple[float, float, float]]:
-    """Map each evaluated round to (FLOPs so far, personal accuracy, simulated seconds so far)."""
+def _points(result: Mapping[str, Any], metric: str, part: str, kind: str) -> dict[int, tuple[float, float, float]]:
+    """Map each evaluated round to (FLOPs so far, value of the metric, simulated seconds so far)."""
     found = {}
     for record in result["rounds"]:
-        accuracy = ((record["evaluation"] or {}).get("personal") or {}).get("accuracy")
-        if accuracy is not None:
+        scores = record["evaluation"] or {}
+        value = ((scores if kind == "mean" else scores.get(kind) or {}).get(part) or {}).get(metric)
+        if value is not None:
             cost = record["cost"]
             seconds = float(cost.get("simulated_seconds", math.nan))
-            found[int(record["round"])] = float(cost["flops_compact"]), float(accuracy), seconds
+            found[int(record["round"])] = float(cost["flops_compact"]), float(value), seconds
     return found
 
 
-def curves_of(results: Sequence[Mapping[str, Any]]) -> list[Curve]:
+def curves_of(
+    results: Sequence[Mapping[str, Any]], *, metric: str = "accuracy", part: str = "personal", kind: str = "mean"
+) -> list[Curve]:
     """Group results by method, in the order in which methods first appear.
 
     Args:
         results: As in `result.json`.
+        metric: Name of the metric.
+        part: "personal", "validation" or "global".
+        kind: "mean", "weighted" or "worst".
 
     Raises:
         DataError: a method has no round in which all its runs were evaluated.
     """
     groups: dict[str, list[dict[int, tuple[float, float, float]]]] = {}
     for result in results:
-        groups.setdefault(str(result["method"]), []).append(_points(result))
+        groups.setdefault(str(result["method"]), []).append(_points(result, metric, part, kind))
     curves = []
     for method, runs in groups.items():
         rounds = sorted(set.intersection(*map(set, runs)))
@@ -71,3 +77,12 @@ def curves_of(results: Sequence[Mapping[str, Any]]) -> list[Curve]:
         deviation = table[:, :, 1].std(0, ddof=1) if len(runs) > 1 else np.zeros(len(rounds))
         curves.append(Curve(method, np.array(rounds), flops, seconds, accuracy, deviation, len(runs)))
     return curves
+
+
+def metrics_of(results: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the names of the metrics by which clients were scored at the end, in the order in which they first appear.
+
+    Args:
+        results: As in `result.json`.
+    """
+    return list(dict.fromkeys(name for result in results for name in result["final"]["personal"]))

@@ -167,8 +167,8 @@ def _lines(axes: Any, chart: Chart) -> None:
         else:
             axes.xaxis.set_major_locator(need("matplotlib.ticker").MaxNLocator(integer=True))  # rounds are whole
         _format(axes.xaxis, chart.unit)
-        _format(axes.yaxis, "share")
-    if chart.unit == "share" or not order:
+        _format(axes.yaxis, chart.y_unit)
+    if chart.unit == "share" or (not order and chart.y_unit == "share"):
         _limit(axes, chart)
 
 

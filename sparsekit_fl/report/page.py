@@ -175,7 +175,7 @@ class PagePart:
         if column.name == "wall_seconds" or len(self.comparison.rows) < 2:
             return None
         means = [mean for row in self.comparison.rows if (mean := row.numbers[column.name].mean) is not None]
-        choose = max if column.unit == "share" else min
+        choose = max if column.unit == "share" or column.larger else min
         return choose(means, default=None)
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rich.markup import escape
 from rich.table import Table
 
+from sparsekit_fl.problem.names import lower_by_name
 from sparsekit_fl.results.read import read_result
 from sparsekit_fl.results.text import (
     bytes_scale,
@@ -29,6 +30,7 @@ __all__ = [
     "Spread",
     "bytes_text",
     "flops_text",
+    "metric_columns",
     "read_result",
     "result_table",
     "seconds_text",
@@ -63,7 +65,13 @@ def spread(values: Sequence[float | None]) -> Spread:
     return Spread(mean, statistics.stdev(found) if len(found) > 1 else None, len(found), len(values))
 
 
-_TEXTS = {"share": share_text, "flops": flops_text, "bytes": bytes_text, "seconds": seconds_text}
+_TEXTS: Mapping[str, Callable[[float], str]] = {
+    "share": share_text,
+    "flops": flops_text,
+    "bytes": bytes_text,
+    "seconds": seconds_text,
+    "number": "{:.4g}".format,
+}
 
 
 @dataclass(frozen=True)
@@ -74,13 +82,15 @@ class Column:
         name: Name in files.
         title: Title in tables.
         path: Keys that lead to it in a result.
-        unit: "share", "flops", "bytes" or "seconds".
+        unit: "share", "flops", "bytes", "seconds" or "number".
+        larger: Whether large values are the good ones.
     """
 
     name: str
     title: str
     path: tuple[str, ...]
     unit: str
+    larger: bool = False
 
     def text(self, value: float | None) -> str:
         """Write a value with its unit; a dash for None."""
@@ -101,6 +111,8 @@ class Column:
     def _both(self, mean: float, deviation: float) -> str:
         if self.unit == "seconds" and mean >= 120:
             return f"{seconds_text(mean)} ± {minutes_text(deviation)}"
+        if self.unit == "number":
+            return f"{mean:.4g} ± {deviation:.2g}"
         if self.unit == "flops":
             size, letter = flops_step(mean)
             # Three digits of the mean, and as many decimals of the deviation.
@@ -121,6 +133,25 @@ COLUMNS = (
     Column("simulated_seconds", "simulated time", ("cost", "simulated_seconds"), "seconds"),
     Column("wall_seconds", "wall time", ("cost", "wall_seconds"), "seconds"),
 )
+
+
+def metric_columns(results: Sequence[Mapping[str, Any]]) -> tuple[Column, ...]:
+    """Return the columns of what `COLUMNS` lacks: other metrics than accuracy, means by examples, and the worst tenth.
+
+    Args:
+        results: As in `result.json`; those of version 0.1 have none of these.
+    """
+    finals = [result["final"] for result in results if result.get("final", {}).get("worst")]
+    names = dict.fromkeys(name for final in finals for name in final["personal"])
+    columns = []
+    for name in names:
+        unit, larger = ("share", True) if name == "accuracy" else ("number", not lower_by_name(name))
+        kinds: list[tuple[str, str, tuple[str, ...]]] = []
+        kinds += [] if name == "accuracy" else [("", "", ("final", "personal", name))]
+        kinds += [("_weighted", ", by examples", ("final", "weighted", "personal", name)),
+                  ("_worst", ", worst tenth", ("final", "worst", "personal", name))]  # fmt: skip
+        columns += [Column(f"personal_{name}{end}", f"{name}{title}", path, unit, larger) for end, title, path in kinds]
+    return tuple(columns)
 
 
 def value_of(result: Mapping[str, Any], column: Column) -> float | None:
@@ -167,6 +198,10 @@ def result_table(result: Mapping[str, Any]) -> Table:
     table = Table(title=escape(title), title_justify="left", show_header=False, min_width=len(title))
     table.add_column()
     table.add_column(justify="right")
-    for column in COLUMNS:
+    more = metric_columns([result])
+    shares = [column for column in COLUMNS if column.unit == "share"]
+    # A problem without accuracy has other metrics.
+    shown = [column for column in shares if not more or value_of(result, column) is not None]
+    for column in (*shown, *more, *COLUMNS[len(shares) :]):
         table.add_row(column.title, column.text(value_of(result, column)))
     return table

@@ -1,0 +1,151 @@
+"""`sparsekit predict` and `sparsekit export`: models of a finished run, put to use."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from sparsekit.errors import InvalidValueError
+from sparsekit_fl.cli.options import command_app
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["export", "predict"]
+
+_MOST_ROWS = 50
+
+Out = Annotated[Path, typer.Argument(help="The --out folder of a finished run.")]
+ClientId = Annotated[
+    int | None, typer.Option("--client", help="Id of the client whose model is taken. Default: the global model.")
+]
+Best = Annotated[bool, typer.Option("--best", help="Take the model that a BestCheckpoint kept.")]
+Model = Annotated[
+    str | None, typer.Option("--model", help="package.module:factory of the dense model. Default: what the run wrote down.")
+]
+
+
+def _which(client: int | None, best: bool) -> str | int:
+    if client is not None and best:
+        raise InvalidValueError("--client and --best are two models; leave one out")
+    return "best" if best else "global" if client is None else client
+
+
+def _predict(
+    *,
+    out: Out,
+    inputs: Annotated[
+        list[Path], typer.Option("--input", "-i", help="A picture, .npy, .npz, .csv or .json; once per file, in one batch.")
+    ],
+    client: ClientId = None,
+    best: Best = False,
+    model: Model = None,
+    output: Annotated[Path | None, typer.Option(help="Write the raw outputs to this .npy file.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout and nothing else.")] = False,
+) -> None:
+    """Predict with the global model of a run, or with that of a client.
+
+    Of a classifier the class and its probability are printed, of any other model its outputs. Pictures and bytes are scaled and
+    normalised as the data of the run were.
+    """
+    from sparsekit_fl.saved.inputs import read_inputs
+    from sparsekit_fl.saved.load import load_model
+    from sparsekit_fl.saved.predict import predict as outputs_of
+    from sparsekit_fl.state.models import read_recipe
+
+    which = _which(client, best)
+    module = load_model(out, which, model=model)
+    found = outputs_of(module, read_inputs(inputs, read_recipe(out)))
+    if output is not None:
+        import numpy as np
+
+        np.save(output, found.numpy())
+    rows = _rows(found)
+    if as_json:
+        typer.echo(json.dumps(rows, indent=1))
+        return
+    console = Console()
+    table = Table(
+        "example", *rows[0], title=f"{'global model' if which == 'global' else which if best else f'client {client}'}"
+    )
+    for place, row in enumerate(rows[:_MOST_ROWS]):
+        table.add_row(str(place), *(f"{value:.4g}" if isinstance(value, float) else str(value) for value in row.values()))
+    console.print(table)
+    if len(rows) > _MOST_ROWS:
+        console.print(f"{len(rows) - _MOST_ROWS} examples more; --json or --output FILE.npy has all")
+
+
+def _rows(outputs: Tensor) -> list[dict[str, Any]]:
+    """Return a row per example: class and probability of logits over classes, the outputs of anything else."""
+    if outputs.ndim == 2 and outputs.shape[1] > 1 and outputs.is_floating_point():
+        chances = outputs.softmax(-1)
+        best, classes = chances.max(-1)
+        return [{"class": int(label), "probability": float(chance)} for label, chance in zip(classes, best, strict=True)]
+    if outputs.ndim == 3 and outputs.is_floating_point():
+        return [{"classes": row.tolist()} for row in outputs.argmax(-1)]
+    return [{"output": row.tolist()} for row in outputs]
+
+
+def _export(
+    *,
+    out: Out,
+    client: ClientId = None,
+    best: Best = False,
+    onnx: Annotated[
+        bool, typer.Option("--onnx", help="Write an ONNX file, and compare it with torch by ONNX Runtime.")
+    ] = False,
+    pt2: Annotated[bool, typer.Option("--pt2", help="Write a program of torch.export.")] = False,
+    to: Annotated[Path | None, typer.Option(help="The file. Default: beside the model, in OUT/models.")] = None,
+    model: Model = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout and nothing else.")] = False,
+) -> None:
+    """Export the global model of a run, or that of a client, for devices without Python."""
+    from sparsekit_fl.saved.export import export_onnx, export_program
+    from sparsekit_fl.saved.load import example_inputs_of, load_model, model_file
+    from sparsekit_fl.state.models import read_recipe
+
+    if onnx == pt2:
+        raise InvalidValueError("say what to write: --onnx or --pt2")
+    which = _which(client, best)
+    recipe = read_recipe(out)
+    module, examples = load_model(out, which, model=model), example_inputs_of(recipe)
+    if to is None:
+        # A client that deploys the global model has no file of its own, but gets one here.
+        stem = model_file(out, which, recipe).stem if client is None else f"client-{client}"
+        to = out / "models" / f"{stem}.{'onnx' if onnx else 'pt2'}"
+    difference = None
+    if onnx:
+        difference = export_onnx(module, examples, to)
+    else:
+        export_program(module, examples, to)
+    size = to.stat().st_size
+    if as_json:
+        typer.echo(json.dumps({"file": str(to), "bytes": size, "difference": difference}))
+        return
+    checked = "" if difference is None else f"; outputs differ from torch's by {difference:.1g} at most"
+    typer.echo(f"{to}: {size:,} bytes{checked}")
+
+
+predict = command_app(
+    _predict,
+    examples=(
+        "sparsekit predict runs/mnist --client 3 --input digit.png",
+        "sparsekit predict runs/mnist --input images.npy --output logits.npy",
+        "sparsekit predict runs/mine --model mypackage.nets:net --input rows.csv --json",
+    ),
+    defaults=False,
+)
+
+export = command_app(
+    _export,
+    examples=(
+        "sparsekit export runs/mnist --client 3 --onnx",
+        "sparsekit export runs/mnist --pt2 --to global.pt2",
+    ),
+    defaults=False,
+)

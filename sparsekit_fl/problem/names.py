@@ -1,0 +1,12 @@
+"""lower_by_name(): what the name of a metric says of its direction. Reports use it, and need no torch for it."""
+
+from __future__ import annotations
+
+__all__ = ["lower_by_name"]
+
+_LOWER = ("loss", "error", "perplexity")
+
+
+def lower_by_name(name: str) -> bool:
+    """Whether small values of a metric of this name are the good ones: it ends with `loss`, `error` or `perplexity`."""
+    return name.endswith(_LOWER)

@@ -1,0 +1,233 @@
+"""Callbacks: what they are told, how they stop a run, and that a resumed run goes on where they stopped."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import sparsekit_fl as fl
+from sparsekit.errors import InvalidValueError
+from sparsekit_fl.callbacks import BestCheckpoint, Callback, EarlyStopping, NotebookDisplay, RunView, TensorBoard
+from sparsekit_fl.callbacks.monitor import Monitor
+from sparsekit_fl.engines.embedded import Embedded
+from sparsekit_fl.errors import ClientError, RunInterrupted
+from sparsekit_fl.methods import fedavg
+from sparsekit_fl.results.scores import RoundScores
+from sparsekit_fl.server.loop import run
+from sparsekit_fl.testing.engines import FailingSgd
+from sparsekit_fl.testing.methods import StopAfter
+from sparsekit_fl.testing.tiny import TinyNet, tiny_clients, tiny_config, tiny_problem
+
+
+def tiny_run(*callbacks: Callback, **options: Any) -> fl.RunResult:
+    config = options.pop("config", tiny_config())
+    method = options.pop("method", fedavg())
+    return run(method, tiny_problem(), tiny_clients(), config, callbacks=callbacks, **options)
+
+
+class Told(Callback):
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def on_run_start(self, run: RunView) -> None:
+        self.seen.append(("start", run.round, run.clients, run.metrics))
+
+    def on_client_end(self, run: RunView, client_id: int, work: Any) -> None:
+        self.seen.append(type(work).__name__)
+
+    def on_evaluation(self, run: RunView, scores: RoundScores) -> None:
+        self.seen.append(("evaluation", run.round, sorted(scores.personal)))
+
+    def on_round_end(self, run: RunView, record: fl.RoundRecord) -> None:
+        self.seen.append(("round", record.round, run.cost == record.cost))
+
+    def on_run_end(self, run: RunView, result: fl.RunResult | None) -> None:
+        self.seen.append(("end", None if result is None else len(result.rounds)))
+
+
+def test_callbacks_are_told_everything_in_order() -> None:
+    told = Told()
+    tiny_run(told, config=tiny_config(rounds=2))
+    assert told.seen == [
+        ("start", 0, 8, ("accuracy", "loss")), *["Update"] * 4, ("round", 1, True),
+        *["Update"] * 4, *["Evaluation"] * 8, ("evaluation", 2, ["accuracy", "loss"]), ("round", 2, True), ("end", 2),
+    ]  # fmt: skip
+
+
+def test_a_run_that_fails_tells_its_callbacks_that_it_ended() -> None:
+    told = Told()
+    with pytest.raises(ClientError):
+        tiny_run(told, method=replace(fedavg(), local=FailingSgd()))
+    assert told.seen[-1] == ("end", None)
+
+
+class StopIn(Callback):
+    def __init__(self, round: int, hook: str) -> None:
+        self.round, self.hook = round, hook
+
+    def on_evaluation(self, run: RunView, scores: RoundScores) -> None:
+        self._stop(run, "on_evaluation")
+
+    def on_round_end(self, run: RunView, record: fl.RoundRecord) -> None:
+        self._stop(run, "on_round_end")
+
+    def _stop(self, run: RunView, hook: str) -> None:
+        if (run.round, hook) == (self.round, self.hook):
+            run.stop("enough")
+            run.stop("a second reason, which does not count")
+
+
+@pytest.mark.parametrize(("round", "hook"), [(2, "on_evaluation"), (2, "on_round_end"), (3, "on_round_end")])
+def test_a_callback_stops_a_run_which_ends_as_one_of_fewer_rounds(round: int, hook: str, tmp_path: Path) -> None:
+    stopped = tiny_run(StopIn(round, hook), out=tmp_path)
+    assert (stopped.stopped, len(stopped.rounds)) == ("enough", round)
+    assert stopped.final == tiny_run(config=tiny_config(rounds=round)).final
+    assert stopped.rounds[-1].evaluation is not None
+    assert json.loads((tmp_path / "result.json").read_text())["stopped"] == "enough"
+    # It has not run its course, so it may be resumed.
+    assert tiny_run(out=tmp_path, resume=True).final == tiny_run().final
+
+
+@pytest.mark.parametrize("bad", [EarlyStopping, "tensorboard", None])
+def test_what_is_no_callback_is_refused(bad: Any) -> None:
+    with pytest.raises(InvalidValueError, match="callbacks must be Callback objects"):
+        tiny_run(bad)
+
+
+class TestMonitor:
+    def test_a_loss_is_better_when_it_is_lower_and_an_accuracy_when_it_is_higher(self) -> None:
+        view = RunView(method="m", config=tiny_config(), clients=1)
+        loss, share = Monitor("validation.loss"), Monitor("personal.accuracy.worst")
+        for value, better in ((0.5, True), (0.4, True), (0.45, False)):
+            scores = RoundScores(personal={}, validation={"loss": value}, worst={"personal": {"accuracy": value}})
+            assert loss.improved(view, scores) is better
+        for value, better in ((0.5, True), (0.4, False), (0.6, True)):
+            scores = RoundScores(personal={}, validation={}, worst={"personal": {"accuracy": value}})
+            assert share.improved(view, scores) is better
+
+    def test_an_evaluation_without_the_number_says_nothing(self) -> None:
+        view = RunView(method="m", config=tiny_config(), clients=1)
+        assert Monitor("global.accuracy").improved(view, RoundScores(personal={}, validation={})) is None
+
+    @pytest.mark.parametrize(
+        ("name", "says"), [("test.accuracy", "PART.METRIC"), ("validation.accuracy.median", "'median'"), ("accuracy", "PART")]
+    )
+    def test_a_name_that_means_nothing_is_refused(self, name: str, says: str) -> None:
+        with pytest.raises(InvalidValueError, match=says):
+            Monitor(name)
+
+    def test_a_metric_that_the_problem_lacks_is_refused_in_the_first_evaluation(self) -> None:
+        with pytest.raises(InvalidValueError, match="no metric 'acuracy'"):
+            tiny_run(EarlyStopping("validation.acuracy"))
+
+
+def test_early_stopping_waits_for_its_patience_and_says_why() -> None:
+    still = replace(tiny_config(rounds=12), training=replace(tiny_config().training, lr=0.0), eval_every=1)
+    result = tiny_run(EarlyStopping("validation.accuracy", patience=3), config=still)
+    assert len(result.rounds) < 12
+    assert "has not got better for 3 evaluations" in result.stopped
+
+
+def test_early_stopping_ends_a_run_that_reached_its_target() -> None:
+    result = tiny_run(EarlyStopping("personal.accuracy", target=0.1))
+    assert len(result.rounds) == 2
+    assert "the target is 0.1" in result.stopped
+
+
+def test_the_best_checkpoint_is_the_model_of_its_round(tmp_path: Path) -> None:
+    tiny_run(BestCheckpoint("personal.loss"), out=tmp_path, config=replace(tiny_config(), eval_every=1))
+    note = json.loads((tmp_path / "models/best.json").read_text())
+    best = fl.load_model(tmp_path, "best", model=TinyNet)
+    then = tiny_run(config=tiny_config(rounds=note["round"]))
+    assert all(torch.equal(best.state_dict()[name], tensor) for name, tensor in then.state.items())
+
+
+def test_the_best_checkpoint_needs_a_folder() -> None:
+    with pytest.raises(InvalidValueError, match="needs the folder of the run"):
+        tiny_run(BestCheckpoint())
+
+
+def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    return {tag: [(one.step, one.value) for one in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def test_tensorboard_gets_every_number_and_a_resumed_run_goes_on_in_the_same_curves(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed; pip install 'sparsekit-torch[tensorboard]'")
+    config = replace(tiny_config(), eval_global_every=2)
+    with pytest.raises(RunInterrupted):
+        tiny_run(TensorBoard(), out=tmp_path, config=config, observers=[StopAfter(2)])
+    result = tiny_run(TensorBoard(), out=tmp_path, config=config, resume=True)
+    found = scalars(tmp_path / "tensorboard")
+    assert [step for step, _ in found["train/loss"]] == [1, 2, 3, 4]
+    assert [value for _, value in found["train/loss"]] == pytest.approx([record.loss for record in result.rounds])
+    assert [step for step, _ in found["global/accuracy"]] == [2, 4]
+    assert {"personal/accuracy", "personal/accuracy_worst", "validation/loss_weighted", "cost/flops_compact"} <= set(found)
+
+
+def test_tensorboard_needs_a_folder() -> None:
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed; pip install 'sparsekit-torch[tensorboard]'")
+    with pytest.raises(InvalidValueError, match="TensorBoard needs a folder"):
+        tiny_run(TensorBoard())
+
+
+def test_mlflow_gets_options_numbers_and_files_and_a_resumed_run_goes_on(tmp_path: Path) -> None:
+    mlflow = pytest.importorskip("mlflow", reason="mlflow is not installed; pip install 'sparsekit-torch[mlflow]'")
+    uri, out = f"sqlite:///{tmp_path / 'mlflow.db'}", tmp_path / "run"
+
+    def logger() -> Callback:
+        return fl.callbacks.MLflow("tiny", tracking_uri=uri, artifacts=False)
+
+    with pytest.raises(RunInterrupted):
+        tiny_run(logger(), out=out, observers=[StopAfter(2)])
+    client = mlflow.MlflowClient(tracking_uri=uri)
+    (experiment,) = [one for one in client.search_experiments() if one.name == "tiny"]
+    assert [one.info.status for one in client.search_runs([experiment.experiment_id])] == ["KILLED"]
+    tiny_run(logger(), out=out, resume=True)
+    (logged,) = client.search_runs([experiment.experiment_id])
+    assert logged.info.status == "FINISHED"
+    assert logged.data.params["training.lr"] == "0.1"
+    assert [point.step for point in client.get_metric_history(logged.info.run_id, "train/loss")] == [1, 2, 3, 4]
+    assert "personal/accuracy_worst" in logged.data.metrics
+
+
+def test_a_notebook_shows_the_newest_scores_and_how_the_run_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("IPython", reason="IPython is not installed; pip install 'sparsekit-torch[notebook]'")
+    shown: list[str] = []
+
+    class Handle:
+        def update(self, html: Any) -> None:
+            shown.append(html.data)
+
+    display = NotebookDisplay(seconds=0.0)
+    monkeypatch.setattr(display._display, "display", lambda html, display_id: shown.append(html.data) or Handle())
+    result = tiny_run(display, config=replace(tiny_config(), eval_global_every=2))
+    assert len(shown) == 1 + 4 + 1
+    for part in ("<b>fedavg</b> finished", "round 4/4", "<svg", "worst tenth", "<title>global</title>"):
+        assert part in shown[-1]
+    assert f"{result.final.personal['accuracy']:.1%}" in shown[-1]
+
+
+def test_the_global_model_is_scored_along_the_way_with_a_curve_in_the_result() -> None:
+    result = tiny_run(config=replace(tiny_config(rounds=6), eval_every=3, eval_global_every=2))
+    curve = {record.round: record.evaluation.shared for record in result.rounds if record.evaluation is not None}
+    assert {round: shared is not None for round, shared in curve.items()} == {2: True, 3: False, 4: True, 6: True}
+    two = tiny_run(config=tiny_config(rounds=2))
+    assert curve[2] == two.final.shared
+    # Scoring changes no bit of what is learned.
+    assert result.final.state_sha256 == tiny_run(config=tiny_config(rounds=6)).final.state_sha256
+    assert result.to_dict()["rounds"][1]["evaluation"]["global"]["accuracy"] == two.final.shared["accuracy"]
+
+
+def test_callbacks_work_beside_several_workers() -> None:
+    told = Told()
+    assert tiny_run(told, engine=Embedded(2)).final == tiny_run().final
+    assert told.seen.count("Evaluation") == 16

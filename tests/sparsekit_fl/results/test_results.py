@@ -1,0 +1,151 @@
+"""Results: scores over clients, typed loading, frames, plots and the JSON schema."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from saved_results import result as made_up
+
+import sparsekit_fl as fl
+from sparsekit.errors import DataError, InvalidValueError
+from sparsekit_fl.methods import fedavg
+from sparsekit_fl.policies.personal import LocalModel
+from sparsekit_fl.problem.metrics import accuracy, lower_is_better
+from sparsekit_fl.results.schema import SCHEMA_NUMBER, json_schema
+from sparsekit_fl.results.scores import RoundScores, mean_scores, weighted_scores, worst_scores
+from sparsekit_fl.server.loop import run
+from sparsekit_fl.testing.tiny import tiny_clients, tiny_config, tiny_problem
+from sparsekit_fl.wire.messages import Evaluation
+
+ROOT = Path(__file__).parents[3]
+
+
+def tiny_run(**options: Any) -> fl.RunResult:
+    config = replace(tiny_config(), eval_global_every=2)
+    return run(replace(fedavg(), personal=LocalModel()), tiny_problem(), tiny_clients(), config, **options)
+
+
+def test_the_three_means_of_three_clients() -> None:
+    scores = [{"accuracy": (1.0, 10.0), "loss": (1.0, 10.0)}, {"accuracy": (5.0, 10.0), "loss": (8.0, 10.0)},
+              {"accuracy": (80.0, 80.0), "loss": (8.0, 80.0)}]  # fmt: skip
+    assert mean_scores(scores) == pytest.approx({"accuracy": 1.6 / 3, "loss": 1.0 / 3})
+    assert weighted_scores(scores) == pytest.approx({"accuracy": 0.86, "loss": 0.17})
+    assert worst_scores(scores) == pytest.approx({"accuracy": 0.1, "loss": 0.8})
+
+
+def test_the_worst_tenth_is_rounded_up() -> None:
+    scores = [{"accuracy": (float(k), 10.0)} for k in range(11)]
+    assert worst_scores(scores)["accuracy"] == pytest.approx((0.0 + 0.1) / 2)
+    assert worst_scores(scores[:10])["accuracy"] == 0.0
+    assert worst_scores(scores, lower=frozenset({"accuracy"}))["accuracy"] == pytest.approx((1.0 + 0.9) / 2)
+
+
+def test_clients_without_a_metric_do_not_count() -> None:
+    scores = RoundScores.of([Evaluation(client_id=0, examples=2, personal={"accuracy": (1.0, 2.0)}),
+                             Evaluation(client_id=1, examples=2, personal={"accuracy": (0.0, 0.0)})])  # fmt: skip
+    assert scores.personal["accuracy"] == scores.worst["personal"]["accuracy"] == 0.5
+
+
+def test_a_metric_says_itself_whether_lower_is_better() -> None:
+    def distance(outputs: Any, targets: Any) -> Any:
+        return accuracy(outputs, targets)
+
+    assert not lower_is_better("distance", distance)
+    distance.lower_is_better = True  # type: ignore[attr-defined]
+    assert lower_is_better("distance", distance)
+    assert [lower_is_better(name) for name in ("loss", "log_loss", "mean_error", "perplexity", "f1")] == [True] * 4 + [False]
+
+
+def test_a_saved_result_comes_back_as_it_was(tmp_path: Path) -> None:
+    result = tiny_run(out=tmp_path)
+    loaded = fl.load_result(tmp_path)
+    assert loaded.to_dict() == result.to_dict()
+    assert loaded.config == result.config
+    assert loaded.rounds == result.rounds
+    assert loaded.final.personal == result.final.personal
+    assert fl.load_result(tmp_path / "result.json").cost == result.cost
+
+
+def test_a_result_of_version_0_1_loads(tmp_path: Path) -> None:
+    raw = made_up("fedavg", rounds=4, accuracies={2: 0.5, 4: 0.75}, clients=2)
+    for record in raw["rounds"]:
+        record |= {"cohort": [0, 1], "dropped": [], "loss": 0.5, "accuracy": None, "ratios": {"0": 1.0}, "seconds": 0.5}
+        if record["evaluation"]:
+            record["evaluation"] |= {"validation": {"accuracy": 0.5}, "global": None}
+    raw["final"]["per_client"] = [{"id": 0, "examples": 8, "personal": 0.75, "global": 0.25, "ratio": None}]
+    raw["final"]["state_sha256"] = "0" * 64
+    (tmp_path / "result.json").write_text(json.dumps(raw))
+    loaded = fl.load_result(tmp_path)
+    assert loaded.final.per_client[0].personal == {"accuracy": (6.0, 8.0)}
+    assert loaded.final.personal == {"accuracy": 0.75}
+    assert [record.round for record in loaded.rounds if record.evaluation] == [2, 4]
+    assert list(loaded.to_frame()["personal_accuracy"].dropna()) == [0.5, 0.75]
+
+
+def test_a_result_of_a_later_version_and_a_damaged_one_are_refused(tmp_path: Path) -> None:
+    raw = tiny_run().to_dict()
+    path = tmp_path / "result.json"
+    path.write_text(json.dumps({**raw, "schema": SCHEMA_NUMBER + 1}))
+    with pytest.raises(DataError, match=r"has schema 3, and this version reads up to 2"):
+        fl.load_result(tmp_path)
+    path.write_text(json.dumps({**raw, "rounds": [{"round": 1}]}))
+    with pytest.raises(DataError, match="is damaged"):
+        fl.load_result(tmp_path)
+    with pytest.raises(DataError, match="no result at"):
+        fl.load_result(tmp_path / "nowhere")
+
+
+def test_the_frame_of_rounds_has_every_mean_of_every_metric() -> None:
+    pytest.importorskip("pandas", reason="pandas is not installed; pip install 'sparsekit-torch[report]'")
+    result = tiny_run()
+    frame = result.to_frame()
+    assert list(frame.index) == [1, 2, 3, 4]
+    assert frame.loc[4, "personal_accuracy"] == result.final.personal["accuracy"]
+    assert frame.loc[4, "personal_loss_worst"] == result.final.worst["personal"]["loss"]
+    assert frame.loc[4, "global_accuracy_weighted"] == result.final.weighted["global"]["accuracy"]
+    assert math.isnan(frame.loc[3, "validation_accuracy"])
+    assert frame.loc[4, "flops_compact"] == result.cost.flops_compact
+
+
+def test_the_frame_of_clients_has_a_row_for_each() -> None:
+    pytest.importorskip("pandas", reason="pandas is not installed; pip install 'sparsekit-torch[report]'")
+    result = tiny_run()
+    frame = result.clients_frame()
+    assert list(frame.index) == list(range(8))
+    assert frame["personal_accuracy"].mean() == pytest.approx(result.final.personal["accuracy"])
+    assert frame["trained"].sum() == sum(len(record.ratios) for record in result.rounds)
+    assert {"examples", "validation_loss", "global_loss", "dropped", "reason"} <= set(frame.columns)
+
+
+def test_a_plot_has_a_curve_for_personal_and_global_models(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed; pip install 'sparsekit-torch[report]'")
+    result = tiny_run()
+    figure = result.plot()
+    labels = [line.get_label() for line in figure.axes[0].lines]
+    assert labels == [
+        "personal models, mean", "personal models, by examples", "personal models, worst tenth", "global model, mean",
+        "global model, worst tenth",
+    ]  # fmt: skip
+    figure.savefig(tmp_path / "curve.png")
+    assert result.plot("loss").axes[0].get_ylabel() == "loss"
+    with pytest.raises(InvalidValueError, match="no round was scored by 'los'; did you mean 'loss'"):
+        result.plot("los")
+
+
+def test_the_schema_in_the_documentation_is_that_of_the_code() -> None:
+    """docs/results.md has the command that writes it."""
+    assert json.loads((ROOT / "docs/result.schema.json").read_text()) == json_schema()
+
+
+def test_results_keep_to_the_schema() -> None:
+    validators = pytest.importorskip("jsonschema", reason="jsonschema is not installed")
+    raw = tiny_run().to_dict()
+    validators.Draft202012Validator.check_schema(json_schema())
+    validators.validate(raw, json_schema())
+    with pytest.raises(validators.ValidationError):
+        validators.validate({**raw, "schema": 1}, json_schema())
