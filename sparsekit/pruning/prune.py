@@ -18,7 +18,7 @@ from sparsekit.allocation.limits import Limits
 from sparsekit.allocation.rounding import Multiples, check_multiples, free_counts
 from sparsekit.allocation.schedule import Schedule
 from sparsekit.criteria import registry as criteria
-from sparsekit.criteria.base import Criterion, View, is_comparable, score_units
+from sparsekit.criteria.base import Criterion, View, score_units
 from sparsekit.criteria.magnitude import Magnitude
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph.edit import narrow
@@ -110,7 +110,7 @@ def prune(
     graph = graph if graph is not None else trace_units(model, *args, rules=rules, norm=norm, example_kwargs=kwargs)
     chosen = as_criterion(criterion)
     group_limits = read_limits(model, graph, keep, limits or {})
-    plan = _as_allocation(allocation, wanted, group_limits, multiple_of, chosen)
+    plan = _as_allocation(allocation, wanted, group_limits, multiple_of)
     wanted = wanted if wanted is not None else getattr(plan, "budget", None)
     if steps.steps > 1 and (wanted is None or not _has(plan, "budget")):
         raise InvalidValueError(
@@ -352,9 +352,7 @@ def _with_limits(allocation: Allocation, limits: Limits, multiple_of: Multiples)
     return replace(cast(Any, allocation), **changed) if changed else allocation
 
 
-def _as_allocation(
-    allocation: Allocation | str, budget: Budget | None, limits: Limits, multiple_of: Multiples, criterion: Criterion
-) -> Allocation:
+def _as_allocation(allocation: Allocation | str, budget: Budget | None, limits: Limits, multiple_of: Multiples) -> Allocation:
     if not isinstance(allocation, str):
         if budget is not None and getattr(allocation, "budget", budget) != budget:
             raise InvalidValueError(
@@ -367,8 +365,6 @@ def _as_allocation(
     if "budget" in known and budget is None:
         raise InvalidValueError(f'{allocation!r} needs a budget, as in budget=sparsekit.Budget(flops="50%")')
     given: dict[str, Any] = {"budget": budget, "limits": limits, "multiple_of": multiple_of}
-    if is_comparable(criterion):
-        given["scale"] = "none"
     try:
         made: Allocation = kind(**{key: value for key, value in given.items() if key in known})
     except TypeError as error:
