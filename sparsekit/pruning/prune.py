@@ -18,7 +18,7 @@ from sparsekit.allocation.limits import Limits
 from sparsekit.allocation.rounding import Multiples, check_multiples, free_counts
 from sparsekit.allocation.schedule import Schedule
 from sparsekit.criteria import registry as criteria
-from sparsekit.criteria.base import Criterion, View, score_units
+from sparsekit.criteria.base import Criterion, View, is_comparable, score_units
 from sparsekit.criteria.magnitude import Magnitude
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph.edit import narrow
@@ -110,7 +110,7 @@ def prune(
     graph = graph if graph is not None else trace_units(model, *args, rules=rules, norm=norm, example_kwargs=kwargs)
     chosen = as_criterion(criterion)
     group_limits = read_limits(model, graph, keep, limits or {})
-    plan = _as_allocation(allocation, wanted, group_limits, multiple_of)
+    plan = _as_allocation(allocation, wanted, group_limits, multiple_of, chosen)
     wanted = wanted if wanted is not None else getattr(plan, "budget", None)
     if steps.steps > 1 and (wanted is None or not _has(plan, "budget")):
         raise InvalidValueError(
@@ -365,6 +365,8 @@ def _as_allocation(allocation: Allocation | str, budget: Budget | None, limits: 
     if "budget" in known and budget is None:
         raise InvalidValueError(f'{allocation!r} needs a budget, as in budget=sparsekit.Budget(flops="50%")')
     given: dict[str, Any] = {"budget": budget, "limits": limits, "multiple_of": multiple_of}
+    if name == "global" and is_comparable(criterion):  # by cost such scores would cut dear layers to a thread
+        given["scale"] = "none"
     try:
         made: Allocation = kind(**{key: value for key, value in given.items() if key in known})
     except TypeError as error:
