@@ -90,6 +90,7 @@ def prune(
         rules: Rules for layers of your own, as given to `trace_units`.
         generator: The source of randomness of criteria that draw; by default always the same.
         cut: False decides and reports only: `model` of the result is then the dense model, and nothing is called on it.
+            `compact(model, result.graph, result.mask, inplace=True)` then cuts a model that fits into memory only once.
 
     Returns:
         The small model, the mask, the units and the report.
@@ -119,7 +120,7 @@ def prune(
         )
     costs = cost_model(model, *args, graph=graph, metrics=wanted.metrics if wanted else (), rules=rules, **kwargs)
     generator = generator if generator is not None else torch_generator(np.random.default_rng(0))
-    way = _Way(model, args, kwargs, graph, chosen, plan, costs, steps, generator, rules)
+    way = _Way(model, args, kwargs, graph, chosen, plan, costs, steps, generator, rules, cut)
     small, mask, history = way.go(finetune if cut else None)
     report = _report(model, graph, costs, mask, wanted, chosen, plan, history, limits=group_limits, multiple_of=multiple_of)
     if way.measured:
@@ -141,6 +142,7 @@ class _Way:
     steps: Schedule
     generator: torch.Generator
     rules: Mapping[type[nn.Module], LayerRule] | None
+    cut: bool = True
     measured: dict[str, float] = field(default_factory=dict)
 
     def go(self, finetune: AfterCut | None) -> tuple[nn.Module, UnitMask, list[Mapping[str, float]]]:
@@ -175,10 +177,12 @@ class _Way:
         def to(allocation: Allocation) -> tuple[UnitMask, nn.Module]:
             counts = allocation.counts(units, scores, costs)
             mask = choose(units, scores, counts, source=f"{type(self.criterion).__name__} scores")
-            return mask, compact(model, units, mask, rules=self.rules)
+            # Who cuts by herself, perhaps in place, has no memory for a second model.
+            return mask, model if last and not self.cut and not timing else compact(model, units, mask, rules=self.rules)
 
         budget = getattr(plan, "budget", None)
-        if not last or not isinstance(budget, Budget) or "latency_ms" not in budget.metrics:
+        timing = last and isinstance(budget, Budget) and "latency_ms" in budget.metrics
+        if not timing or not isinstance(budget, Budget):
             return to(plan)
 
         def timed(other: Budget) -> tuple[tuple[UnitMask, nn.Module], float]:

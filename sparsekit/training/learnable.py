@@ -274,7 +274,7 @@ class LearnableMask(nn.Module):
             self._catch_up()
         with torch.no_grad():
             targets = self._targets().to(self.scores.dtype)
-            weights = self.regularizer.weights([group.size for group in self.graph.groups.values()]).to(self.scores)
+            weights = self.regularizer.weights([group.size for group in self.graph.groups.values()], self.scores)
         return (weights * (self.scores - targets).square()).sum()
 
     def unit_mask(self) -> UnitMask:
