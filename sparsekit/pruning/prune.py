@@ -356,7 +356,9 @@ def _with_limits(allocation: Allocation, limits: Limits, multiple_of: Multiples)
     return replace(cast(Any, allocation), **changed) if changed else allocation
 
 
-def _as_allocation(allocation: Allocation | str, budget: Budget | None, limits: Limits, multiple_of: Multiples) -> Allocation:
+def _as_allocation(
+    allocation: Allocation | str, budget: Budget | None, limits: Limits, multiple_of: Multiples, criterion: Criterion
+) -> Allocation:
     if not isinstance(allocation, str):
         if budget is not None and getattr(allocation, "budget", budget) != budget:
             raise InvalidValueError(
