@@ -39,5 +39,5 @@ def test_a_notebook_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
 @pytest.mark.slow
 def test_classes_of_a_notebook_work_in_spawned_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = ROOT / "examples/notebooks/train_see_take_home.ipynb"
-    spawned = {"fl.Embedded(2)": 'fl.Embedded(2, start_method="spawn")', "rounds=15": "rounds=3"}
+    spawned = {"fl.Embedded(2)": 'fl.Embedded(2, start_method="spawn")', "rounds=24": "rounds=4"}
     assert "parameters" in execute(path, tmp_path, monkeypatch, **spawned)
