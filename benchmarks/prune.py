@@ -40,6 +40,7 @@ from prune_tasks import SCHEDULES, TASKS, load
 from torch import nn
 
 import sparsekit as sk
+from sparsekit.graph.edit import tie_layers
 from sparsekit.measure.cost import trace_cost
 from sparsekit.measure.latency import measure_latency
 
@@ -252,8 +253,8 @@ def _call_of(name: str) -> dict[str, Any]:
     graph = sk.trace_units(model, *args, example_kwargs=kwargs)
     traced = time.perf_counter()
     if name == "llama-1b":
-        mask = sk.select(sk.criteria.Magnitude(), graph, 0.5, sk.View(weights=model.state_dict()))
-        sk.compact(model, graph, mask, inplace=True)
+        decided = sk.prune(model, kwargs, budget={"flops": "50%"}, graph=tie_layers(graph), cut=False)
+        sk.compact(model, graph, decided.mask, inplace=True)
     else:
         model = sk.prune(model, args, budget={"flops": "50%"}, graph=graph).model
     ended = time.perf_counter()

@@ -91,7 +91,7 @@ ONLY_IN = {
     "hypothesis": ("sparsekit.testing.*", "sparsekit_fl.testing.*"),
     "pickle": ("sparsekit.testing.*", "sparsekit_fl.testing.*", "sparsekit_fl.processes"),
     "cloudpickle": ("sparsekit_fl.processes",),
-    "filelock": ("sparsekit_fl.state.lock",),
+    "filelock": ("sparsekit_fl.state.lock", "sparsekit.tuning.journal"),
     "tensorboard": ("sparsekit_fl.callbacks.tensorboard",),
     "mlflow": ("sparsekit_fl.callbacks.mlflow",),
     "IPython": ("sparsekit_fl.callbacks.notebook",),

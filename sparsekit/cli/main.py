@@ -7,12 +7,13 @@ arguments that returns a module, or a module and its example inputs.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -36,13 +37,16 @@ if TYPE_CHECKING:
     from sparsekit.graph.graph import UnitGraph
     from sparsekit.graph.groups import UnitGroup
 
-__all__ = ["COMMANDS_GROUP", "HINTS_GROUP", "app", "execute", "main", "models"]
+__all__ = ["COMMANDS_GROUP", "HINTS_GROUP", "SUMMARIES_GROUP", "app", "execute", "main", "models"]
 
 COMMANDS_GROUP = "sparsekit.commands"
 """Entry points that add commands."""
 
 HINTS_GROUP = "sparsekit.hints"
 """Entry points that name a function: what was typed in place of a command → advice, or None."""
+
+SUMMARIES_GROUP = "sparsekit.summaries"
+"""Entry points that name a mapping of commands to their one-line help; a command that is in none is imported to be listed."""
 
 _TIES, _OTHERS = 20, 47
 """Letters of the column of tied layers, at least, and of all columns of `units` but this and the names."""
@@ -54,6 +58,8 @@ INTERRUPTED = 130
 class _Commands(TyperGroup):
     """Our own commands and those of installed packages; one that cannot be loaded spoils only itself."""
 
+    _summaries: Mapping[str, str] = {}
+
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted({*super().list_commands(ctx), *_plugins()})
 
@@ -64,15 +70,32 @@ class _Commands(TyperGroup):
             ctx.fail(f"No such command {name!r}; {_meant(name, self.list_commands(ctx))}")
         return super().resolve_command(ctx, args)
 
+    def format_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the help from one-line summaries, so that no command and nothing that it needs is imported for it."""
+        self._summaries = _load_summaries()
+        super().format_help(ctx, formatter)
+
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         own = super().get_command(ctx, cmd_name)
-        point = _plugins().get(cmd_name)
-        if own is not None or point is None:
+        if own is not None:
             return own
+        if cmd_name in self._summaries:
+            return click.Command(cmd_name, help=self._summaries[cmd_name])
+        point = _plugins().get(cmd_name)
+        if point is None:
+            return None
         try:
             return _as_command(point)
         except Exception as error:  # noqa: BLE001 - whatever a foreign package does must not break the other commands
             return _broken_command(point, error)
+
+
+def _load_summaries() -> dict[str, str]:
+    found: dict[str, str] = {}
+    for point in entry_points(group=SUMMARIES_GROUP):
+        with contextlib.suppress(Exception):  # a broken package costs its lines, not the help of the others
+            found.update(point.load())
+    return found
 
 
 def _meant(name: str, commands: Sequence[str]) -> str:
@@ -114,7 +137,6 @@ def _broken_command(point: EntryPoint, error: Exception) -> click.Command:
 
 app = typer.Typer(
     cls=_Commands,
-    add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",

@@ -162,10 +162,10 @@ class Job:
         schedule = Schedule(options.schedule, options.steps)
         many = schedule.steps > 1
         limits, multiples = read_limits_option(options.limit), read_multiples(options.multiple_of)
-        budget = Budget.parse(options.budget)
+        budget: Budget | None = Budget.parse(options.budget)
         plan: Any = options.allocation
         if plan == "sensitivity":
-            plan = self._sensitivity(budget)
+            plan, budget = self._sensitivity(budget), None
         return prune(
             self.model,
             self.kwargs if self.kwargs and not self.args else self.args,
@@ -194,8 +194,6 @@ class Job:
             found = json.loads(path.read_text(encoding="utf-8"))["table"]
         except (ValueError, KeyError, TypeError) as error:
             raise InvalidValueError(f"{path} is no table of `sparsekit sensitivity`: {error}") from error
-        if self.options.keep or self.options.limit or self.options.multiple_of:
-            raise InvalidValueError("--allocation sensitivity takes no --keep, --limit or --multiple-of from the command line")
         return Sensitivity(budget, {name: tuple(map(tuple, pairs)) for name, pairs in found.items()})
 
     def criterion(self) -> Any:

@@ -7,7 +7,7 @@ One multiply-add is 2 FLOPs. `flops_compact` is what a physically small model ex
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
@@ -16,12 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sparsekit.errors import InvalidValueError
+from sparsekit.errors import InvalidValueError, TraceError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.mask import UnitMask, WeightMask
 from sparsekit.measure.flops import entry_keys, record_pass
 from sparsekit.measure.tracker import CostTracker, Meter, Polynomials, tensor_products
-from sparsekit.surgery.rebuild import copy_with, narrow_module
+from sparsekit.surgery.rebuild import copy_with, named_entries, narrow_module
+from sparsekit.tracing.blocks import is_large, is_meta
+from sparsekit.tracing.inputs import map_tensors
 
 __all__ = ["Cost", "CostModel", "CostTerm", "count_cost", "trace_cost"]
 
@@ -226,10 +228,34 @@ def trace_cost(model: nn.Module, *example_inputs: Any, graph: UnitGraph, **examp
     Raises:
         TraceError: the model fails on the inputs.
     """
-    copied = copy_with(model, {}).eval()  # unlike a deep copy, it takes computed weights such as those of weight norm
+    refused: TraceError | None = None
+    for copied, args, kwargs in _copies(model, example_inputs, example_kwargs):
+        try:
+            return _trace(copied, args, kwargs, graph)
+        except TraceError as error:  # on the meta device, a model that looks at values
+            refused = error
+    assert refused is not None
+    raise refused
+
+
+def _copies(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Iterator[tuple[nn.Module, tuple[Any, ...], Mapping[str, Any]]]:
+    """Copies to run, the cheaper first: FLOPs need no values, so that of a large model one without any will mostly do."""
+    if not is_large(model):
+        yield copy_with(model, {}).eval(), args, kwargs  # unlike a deep copy, it takes computed weights, as of weight norm
+        return
+    bare = {id(entry): entry.detach().to("meta") for entry in named_entries(model).values()}
+    without_values = copy_with(model, {name: bare[id(entry)] for name, entry in named_entries(model).items()}).to("meta")
+    yield without_values.eval(), *map_tensors(lambda tensor: tensor.to("meta"), (args, dict(kwargs)))
+    if not is_meta(model):
+        yield copy_with(model, dict(model.named_parameters(remove_duplicate=False))).eval(), args, kwargs
+
+
+def _trace(copied: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], graph: UnitGraph) -> CostModel:
     state, keys = copied.state_dict(keep_vars=True), entry_keys(copied)
-    recorder = record_pass(copied, example_inputs, example_kwargs)
-    first = _first_tensor([*example_inputs, *example_kwargs.values()])
+    recorder = record_pass(copied, args, kwargs)
+    first = _first_tensor([*args, *kwargs.values()])
     return CostModel(
         graph=graph,
         terms=tuple(CostTerm(name, positions, _bias_of(name, state)) for name, positions in recorder.terms),
@@ -237,7 +263,7 @@ def trace_cost(model: nn.Module, *example_inputs: Any, graph: UnitGraph, **examp
         examples=max(1, first.shape[0]) if first is not None and first.dim() else 1,
         parameters=frozenset(name for name in keys.values() if isinstance(state[name], nn.Parameter)),
         widths={name: state[name].element_size() for name in keys.values()},
-        unit_flops=_unit_flops(copied, graph, recorder.products, example_inputs, example_kwargs),
+        unit_flops=_unit_flops(copied, graph, recorder.products, args, kwargs),
     )
 
 

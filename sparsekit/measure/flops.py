@@ -9,11 +9,11 @@ from fractions import Fraction
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import flop_registry
 
-from sparsekit._torch import DispatchMode, operator_packet, without_fast_path
+from sparsekit._torch import DispatchMode, operator_packet, storage_id, without_fast_path
 from sparsekit.errors import TraceError
 
 __all__ = ["Recorder", "entry_keys", "record_pass"]
@@ -29,7 +29,8 @@ class Recorder(DispatchMode):
 
     def __init__(self, keys: Mapping[int, str], numbers: Mapping[str, int]) -> None:
         super().__init__()
-        self.keys = keys  # where an entry lies in memory → its key
+        self.keys = dict(keys)  # what tells the memory of an entry → its key
+        self._casts: list[Tensor] = []  # kept, so that no other tensor gets their memory
         self.numbers = numbers  # key → numbers in the entry
         self.terms: list[tuple[str, Fraction]] = []  # (key, positions) of each use of a weight
         self.products: list[int] = []  # FLOPs of each product between activations, in the order of the calls
@@ -39,6 +40,9 @@ class Recorder(DispatchMode):
         result = func(*args, **(kwargs or {}))
         if self.inside:
             return result
+        if func is _aten._to_copy.default and storage_id(args[0]) in self.keys and result.numel() == args[0].numel():
+            self.keys[storage_id(result)] = self.keys[storage_id(args[0])]  # autocast reads a weight in another type
+            self._casts.append(result)
         if func in _CONVOLUTIONS:
             self._note([args[1]], func, args, kwargs, result)
         elif func in _PRODUCTS:
@@ -50,7 +54,7 @@ class Recorder(DispatchMode):
 
     def _note(self, factors: Any, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         flops = self._registered(func, args, kwargs, result)
-        keys = [self.keys.get(factor.untyped_storage().data_ptr()) for factor in factors]
+        keys = [self.keys.get(storage_id(factor)) for factor in factors]
         key = next((key for key in keys if key is not None), None)
         if key is None:
             self.products.append(flops)
@@ -80,7 +84,7 @@ def _recurrent_terms(model: nn.Module, recorder: Recorder, keys: Mapping[int, st
                 x = x.data if isinstance(x, nn.utils.rnn.PackedSequence) else x
                 for name, weight in module.named_parameters(recurse=False):
                     if name.startswith("weight"):
-                        key = keys[weight.untyped_storage().data_ptr()]
+                        key = keys[storage_id(weight)]
                         recorder.terms.append((key, Fraction(math.prod(x.shape[:-1]))))
             recorder.inside += 1
             try:
@@ -105,10 +109,10 @@ def _recurrent_terms(model: nn.Module, recorder: Recorder, keys: Mapping[int, st
 
 
 def entry_keys(model: nn.Module) -> dict[int, str]:
-    """Where an entry lies in memory → its first state-dict key."""
+    """What tells the memory of an entry, `storage_id` → its first state-dict key."""
     keys: dict[int, str] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
-        keys.setdefault(tensor.untyped_storage().data_ptr(), name)
+        keys.setdefault(storage_id(tensor), name)
     return keys
 
 

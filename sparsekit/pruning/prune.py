@@ -78,7 +78,7 @@ def prune(
             None where the allocation says all by itself.
         criterion: What a unit is worth, or its name; by default the magnitude of its weights.
         allocation: How many units stay in each group, or its name: "by_cost", "global", "isomorphic", "uniform", "knapsack".
-            A ready one brings its own budget, limits and multiples.
+            A ready one brings its own budget; it takes `keep`, `limits` and `multiple_of` where it has none.
         keep: Layers that keep all their units, by name, regular expression, type or module.
         limits: The same → (least, largest) share of the units that stays, each in [0, 1].
         multiple_of: What the width of each layer is a multiple of, or kind of unit → number; a group that keeps all its units
@@ -90,6 +90,7 @@ def prune(
         rules: Rules for layers of your own, as given to `trace_units`.
         generator: The source of randomness of criteria that draw; by default always the same.
         cut: False decides and reports only: `model` of the result is then the dense model, and nothing is called on it.
+            `compact(model, result.graph, result.mask, inplace=True)` then cuts a model that fits into memory only once.
 
     Returns:
         The small model, the mask, the units and the report.
@@ -119,7 +120,7 @@ def prune(
         )
     costs = cost_model(model, *args, graph=graph, metrics=wanted.metrics if wanted else (), rules=rules, **kwargs)
     generator = generator if generator is not None else torch_generator(np.random.default_rng(0))
-    way = _Way(model, args, kwargs, graph, chosen, plan, costs, steps, generator, rules)
+    way = _Way(model, args, kwargs, graph, chosen, plan, costs, steps, generator, rules, cut)
     small, mask, history = way.go(finetune if cut else None)
     report = _report(model, graph, costs, mask, wanted, chosen, plan, history, limits=group_limits, multiple_of=multiple_of)
     if way.measured:
@@ -141,6 +142,7 @@ class _Way:
     steps: Schedule
     generator: torch.Generator
     rules: Mapping[type[nn.Module], LayerRule] | None
+    cut: bool = True
     measured: dict[str, float] = field(default_factory=dict)
 
     def go(self, finetune: AfterCut | None) -> tuple[nn.Module, UnitMask, list[Mapping[str, float]]]:
@@ -175,10 +177,12 @@ class _Way:
         def to(allocation: Allocation) -> tuple[UnitMask, nn.Module]:
             counts = allocation.counts(units, scores, costs)
             mask = choose(units, scores, counts, source=f"{type(self.criterion).__name__} scores")
-            return mask, compact(model, units, mask, rules=self.rules)
+            # Who cuts by herself, perhaps in place, has no memory for a second model.
+            return mask, model if last and not self.cut and not timing else compact(model, units, mask, rules=self.rules)
 
         budget = getattr(plan, "budget", None)
-        if not last or not isinstance(budget, Budget) or "latency_ms" not in budget.metrics:
+        timing = last and isinstance(budget, Budget) and "latency_ms" in budget.metrics
+        if not timing or not isinstance(budget, Budget):
             return to(plan)
 
         def timed(other: Budget) -> tuple[tuple[UnitMask, nn.Module], float]:
@@ -338,6 +342,20 @@ def _has(plan: object, name: str) -> bool:
     return is_dataclass(plan) and name in {item.name for item in fields(plan)}
 
 
+def _with_limits(allocation: Allocation, limits: Limits, multiple_of: Multiples) -> Allocation:
+    """A ready allocation with limits and multiples, where it can have them and has none of its own."""
+    changed: dict[str, Any] = {}
+    for name, value, unset in (("limits", limits, {}), ("multiple_of", multiple_of, 1)):
+        if value == unset:
+            continue
+        if not _has(allocation, name):
+            raise InvalidValueError(f"{type(allocation).__name__} has no {name}; leave out keep, limits and multiple_of")
+        if getattr(allocation, name) != unset:
+            raise InvalidValueError(f"the allocation has {name} of its own; give all of them to {type(allocation).__name__}")
+        changed[name] = value
+    return replace(cast(Any, allocation), **changed) if changed else allocation
+
+
 def _as_allocation(
     allocation: Allocation | str, budget: Budget | None, limits: Limits, multiple_of: Multiples, criterion: Criterion
 ) -> Allocation:
@@ -346,11 +364,7 @@ def _as_allocation(
             raise InvalidValueError(
                 f"the allocation has a budget of its own ({getattr(allocation, 'budget', None)}); leave `budget` out"
             )
-        if limits or multiple_of != 1:
-            raise InvalidValueError(
-                f"keep, limits and multiple_of belong to allocations by name; give them to {type(allocation).__name__} itself"
-            )
-        return allocation
+        return _with_limits(allocation, limits, multiple_of)
     name = "uniform_within" if allocation == "uniform" else allocation
     kind = allocations.find(name)
     known = {item.name for item in fields(kind)} if is_dataclass(kind) else set()

@@ -48,7 +48,7 @@ class LayerReport:
     """The width of a layer before and after.
 
     Args:
-        name: Of the module.
+        name: Of the module; of its weight where it is not called `weight`.
         before: Width of its output in the dense model.
         after: The same after the cut.
         flops_before: FLOPs of one example.
@@ -140,6 +140,6 @@ def describe(
         pieces = [(name, piece) for name, piece in graph.slices_of.get(key, ()) if piece.side == "out"]
         dim = pieces[0][1].dim if pieces else 0
         kept = shape[dim] - sum(piece.span * (dense[name] - counts[name]) for name, piece in pieces if piece.dim == dim)
-        name = key.rpartition(".")[0] or key
+        name = key.removesuffix(".weight")  # one of several weights of a module keeps its own name
         layers.append(LayerReport(name, shape[dim], kept, before[key]["flops"], after[key]["flops"]))
     return tuple(groups), tuple(layers)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
+
+from filelock import BaseFileLock, FileLock, Timeout
 
 from sparsekit.errors import DataError, InvalidValueError
 
@@ -62,7 +63,7 @@ class Journal:
         self.settings: dict[str, Any] | None = self._read(_SETTINGS)
         self.state: dict[str, Any] | None = None
         self.records: list[Record] = []
-        self._lock: int | None = None
+        self._lock: BaseFileLock | None = None
 
     def _read(self, name: str) -> dict[str, Any] | None:
         path = self.folder / name
@@ -87,15 +88,15 @@ class Journal:
             DataError: a file of it is damaged.
         """
         (self.folder / "logs").mkdir(parents=True, exist_ok=True)
-        self._lock = os.open(self.folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+        # The system releases the lock when the process dies, however that happens.
+        lock = FileLock(self.folder / ".lock", timeout=0, thread_local=False)
         try:
-            # The kernel releases the lock when the process dies, however that happens.
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            self.close()
+            lock.acquire()
+        except Timeout as error:
             raise InvalidValueError(
                 f"another process is tuning in {self.folder}; wait for it, or take another --out"
             ) from error
+        self._lock = lock
         self.settings = dict(settings)
         self._write(_SETTINGS, self.settings)
         self.state = self._read(_STATE)
@@ -104,7 +105,7 @@ class Journal:
     def close(self) -> None:
         """Let other processes write."""
         if self._lock is not None:
-            os.close(self._lock)
+            self._lock.release()
             self._lock = None
 
     def _read_records(self) -> list[Record]:

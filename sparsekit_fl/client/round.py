@@ -86,12 +86,14 @@ def client_round(worker: WorkerState, assignment: Assignment, client: Client, me
         start = _complete(worker, ctx, shared)
     with blame("ratio"):
         ratio = check_ratio(method.ratio.choose(ctx.scoped("ratio"), assignment.ratio))
+    with blame("share"):
+        begin = method.share.enter(ctx.scoped("share"), start)
     with blame("mask"):
-        mask = method.mask.choose(ctx.scoped("mask"), ratio, start)
+        mask = method.mask.choose(ctx.scoped("mask"), ratio, begin)
         if mask is not None:
             mask.check(graph)
     with blame("local"):
-        result = _on_cpu(method.local.train(ctx.scoped("local"), start, mask, ratio))
+        result = _on_cpu(method.local.train(ctx.scoped("local"), begin, mask, ratio))
         ratio = ratio if result.ratio is None else check_ratio(result.ratio)
     with blame("mask"):
         method.mask.keep(ctx.scoped("mask"), result)
@@ -132,18 +134,19 @@ def _upload(
 ) -> tuple[dict[str, torch.Tensor], Any]:
     """Return trained minus received, of the shared entries that the upload mask keeps; put private entries into memory."""
     graph = ctx.graph
-    upload = worker.spec.method.share.upload_mask(ctx.scoped("share"), result)
+    share, scoped = worker.spec.method.share, ctx.scoped("share")
+    upload = share.upload_mask(scoped, result)
     private = [name for name in start if name not in shared and name not in worker.spec.frozen]
     trained, narrow = result.state, result.narrow
     if narrow and (private or upload is not result.mask):
         trained, narrow = Kept(graph, result.mask).scatter_all(trained, start), False
-    own = ctx.scoped("share").memory
-    own.update({name: trained[name] for name in private})
+    scoped.memory.update({name: trained[name] for name in private})
     kept = Kept(graph, upload)
     delta = {}
     for name in shared:
         value = trained[name] if narrow else kept.gather(name, trained[name])
-        change = value.detach() - kept.gather(name, start[name])
+        before = kept.gather(name, start[name])
+        change = share.leave(scoped, name, value.detach(), before) - before
         delta[name] = change.to(upload_dtype(change.dtype, worker.spec.config.upload))
     return delta, upload
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import platformdirs
 
 __all__ = ["cache_directory", "cached_arrays"]
 
@@ -25,9 +26,19 @@ Arrays = dict[str, np.ndarray[Any, Any]]
 
 
 def cache_directory() -> Path:
-    """`$SPARSEKIT_CACHE` if set, else `~/.cache/sparsekit`."""
+    """`$SPARSEKIT_CACHE` if set, else the folder where the system keeps caches.
+
+    That is `~/.cache/sparsekit` (or below `$XDG_CACHE_HOME`) on Linux, `~/Library/Caches/sparsekit` on macOS and
+    `%LOCALAPPDATA%\\sparsekit\\Cache` on Windows.
+
+    Raises:
+        RuntimeError: the user has no home.
+    """
     given = os.environ.get("SPARSEKIT_CACHE")
-    return Path(given).expanduser() if given else Path.home() / ".cache" / "sparsekit"
+    if given:
+        return Path(given).expanduser()
+    Path.home()  # raises where there is none, in place of a folder named `~`
+    return platformdirs.user_cache_path("sparsekit", appauthor=False)
 
 
 def cached_arrays(name: str, files: Sequence[Path], decode: Callable[[], Mapping[str, np.ndarray[Any, Any]]]) -> Arrays:

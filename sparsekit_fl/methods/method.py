@@ -9,7 +9,8 @@ In a round:
 
 1. The server calls `sampling.sample`, and for each client of the cohort `ratio.propose`, `mask.propose`,
    `aggregate.broadcast`.
-2. Each client calls `ratio.choose`, `mask.choose`, `local.train`, `mask.keep`, `personal.keep`, `share.upload_mask`.
+2. Each client calls `ratio.choose`, `share.enter`, `mask.choose`, `local.train`, `mask.keep`, `personal.keep`,
+   `share.upload_mask`, and `share.leave` for each entry that goes up.
 3. For each update the server calls `aggregate.validate`, `ratio.validate`, `mask.validate`, `sampling.validate`. An update
    that one of them refuses changes nothing.
 4. With all valid updates it calls `sampling.arrivals`, `aggregate.init`, for each update `aggregate.add` (which asks for

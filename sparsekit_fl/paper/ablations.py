@@ -18,7 +18,8 @@ from sparsekit.graph.state import StateDict
 from sparsekit_fl.context.client import ClientContext
 from sparsekit_fl.methods.fedlps import fedlps
 from sparsekit_fl.methods.method import Method
-from sparsekit_fl.policies.local import LocalPolicy, LocalResult, Sgd
+from sparsekit_fl.policies.learnable import LearnableSgd
+from sparsekit_fl.policies.local import LocalPolicy, LocalResult, Sgd, with_passes
 from sparsekit_fl.policies.mask import UnitCriterion
 from sparsekit_fl.policies.ratio import ByCapability, Constant
 from sparsekit_fl.wire.kept import Mask
@@ -78,11 +79,13 @@ class ProximalSgd(LocalPolicy):
 
     Args:
         proximal: μ; 1 in the paper, the mean over the entries of the whole model as in `LearnableSgd`.
+        passes: Factor on the local epochs of the run, as in `LearnableSgd`.
 
     Source: Xue et al., ICDE 2025 (arXiv 2412.07216), equation of the local loss without its importance term.
     """
 
     proximal: float = 1.0
+    passes: float = 1.0
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.proximal < float("inf"):
@@ -98,14 +101,18 @@ class ProximalSgd(LocalPolicy):
             if weight:
                 metrics["initial_accuracy"] = score / weight
         entries = sum(start[name].numel() for name in ctx.narrow_model.named_parameters())
-        result = Sgd(proximal=2.0 * self.proximal / max(1, entries)).train(ctx, start, mask, ratio)
+        result = Sgd(proximal=2.0 * self.proximal / max(1, entries)).train(with_passes(ctx, self.passes), start, mask, ratio)
         return replace(result, metrics={**result.metrics, **metrics})
+
+
+def _passes(method: Method) -> float:
+    return method.local.passes if isinstance(method.local, LearnableSgd) else 1.0
 
 
 def _with_criterion(name: str, criterion: Criterion, ratio: float | None) -> Method:
     whole = fedlps()
     chosen = whole.ratio if ratio is None else Constant(ratio)
-    return replace(whole, name=name, ratio=chosen, mask=UnitCriterion(criterion), local=ProximalSgd())
+    return replace(whole, name=name, ratio=chosen, mask=UnitCriterion(criterion), local=ProximalSgd(passes=_passes(whole)))
 
 
 def fedlps_random(ratio: float | None = None) -> Method:

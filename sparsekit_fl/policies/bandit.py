@@ -11,11 +11,12 @@ from typing import Annotated, Any, ClassVar, Literal
 import numpy as np
 
 from sparsekit.bandit import Bandit, Interval, Pull, make_bandit, registry
+from sparsekit.errors import InvalidValueError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit_fl.context.client import ClientContext
 from sparsekit_fl.context.memory import Memory
 from sparsekit_fl.context.server import ServerContext
-from sparsekit_fl.options.checked import Fraction, Hint
+from sparsekit_fl.options.checked import Fraction, Hint, Ratio
 from sparsekit_fl.policies.base import require_accuracy
 from sparsekit_fl.policies.ratio import RatioPolicy
 from sparsekit_fl.problem.problem import Problem
@@ -43,6 +44,9 @@ class BanditRatio(RatioPolicy):
     Args:
         bandit: Its name in `sparsekit.bandit.registry`, or `package.module:object`.
         low: Least ratio, the lower end of the arms.
+        high: Largest ratio, the upper end of the arms. Work grows with the square of the ratio and accuracy does not, so a
+            bound below 1 buys more rounds or more local passes for the same FLOPs; and the less the widths of the clients
+            differ, the more they learn from each other.
         arms: Initial arms of P-UCBV, I₀; the other bandits keep their own.
         exploration: ρ of P-UCBV, likewise.
         discount: Factor on older rewards at each participation, for a bandit that has such a setting; None: its own. Gains
@@ -59,7 +63,8 @@ class BanditRatio(RatioPolicy):
     learns_apart: ClassVar[bool] = True  # a bandit for each client
 
     bandit: str = "p-ucbv"
-    low: Annotated[Fraction, Hint("the arms cover [low, 1]")] = 1 / 16
+    low: Annotated[Fraction, Hint("the arms cover [low, high]")] = 1 / 16
+    high: Annotated[Ratio, Hint("the arms cover [low, high]")] = 1.0
     arms: int = 5
     exploration: float = 0.5
     threshold: float = -0.05
@@ -69,11 +74,13 @@ class BanditRatio(RatioPolicy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.high <= self.low:
+            raise InvalidValueError(f"high must be above low ({self.low:g}), got {self.high:g}; the arms cover [low, high]")
         if ":" not in self.bandit:
             registry[self.bandit]  # an unknown name raises, with those that are known
         if self.discount is not None:
             # A bandit that has none, or refuses this one, says so before the run.
-            make_bandit(self.bandit, Interval(self.low, 1.0), rng=np.random.default_rng(0), discount=self.discount)
+            make_bandit(self.bandit, Interval(self.low, self.high), rng=np.random.default_rng(0), discount=self.discount)
 
     def check(self, problem: Problem, graph: UnitGraph) -> None:
         """Raise InvalidValueError where there is no accuracy to learn from."""
@@ -85,7 +92,7 @@ class BanditRatio(RatioPolicy):
             own["discount"] = self.discount
         bandit = make_bandit(
             self.bandit,
-            Interval(self.low, 1.0),
+            Interval(self.low, self.high),
             horizon=ctx.rounds / ctx.cohort,
             rng=np.random.default_rng(seed),
             **own,
@@ -103,7 +110,7 @@ class BanditRatio(RatioPolicy):
             # No arm is that small: the client does what it can, and no bandit learns from it.
             memory["pull"] = None
             return capability
-        bound = capability if self.bounded else 1.0
+        bound = min(capability, self.high) if self.bounded else self.high
         open_pull = memory.get("pull")
         if open_pull is None or open_pull[1] > bound:
             bandit = self._bandit(ctx, memory, seed=seed)
@@ -114,7 +121,7 @@ class BanditRatio(RatioPolicy):
 
     def choose(self, ctx: ClientContext, proposal: float | None) -> float:
         """Return the proposal, or the client's capability where that is less."""
-        limit = ctx.capability.ratio
+        limit = min(ctx.capability.ratio, self.high)
         return limit if proposal is None else min(limit, proposal)
 
     def validate(self, ctx: ServerContext, update: Update, assignment: Assignment) -> None:

@@ -23,9 +23,9 @@ from sparsekit.training.narrow_model import NarrowModel
 from sparsekit.training.regularizer import ImportanceRegularizer
 from sparsekit.training.unit_vectors import UnitVectors
 from sparsekit_fl.context.client import ClientContext
-from sparsekit_fl.options.checked import Hint, NonNegative, NonNegativeCount
+from sparsekit_fl.options.checked import Hint, NonNegative, NonNegativeCount, Positive
 from sparsekit_fl.options.config import TrainingConfig
-from sparsekit_fl.policies.local import LocalPolicy, LocalResult, sgd_step
+from sparsekit_fl.policies.local import LocalPolicy, LocalResult, sgd_step, with_passes
 from sparsekit_fl.policies.mask import require_units
 from sparsekit_fl.problem.problem import Problem
 from sparsekit_fl.training.gate_probe import GateProbe
@@ -66,6 +66,7 @@ class LearnableSgd(LocalPolicy):
         proximal_reduction: "mean" over the entries of the whole model, or their "sum".
         explore_every: Every N steps one pass of the dense model measures the gate gradients of dropped units, which then
             stand for all N steps; the pass is counted as work. 0 leaves dropped units to the term.
+        passes: Factor on the local epochs of the run. What narrow submodels save may be spent on more iterations.
         noise: Upper end of the uniform noise that the initial importance gets, so that equal targets do not tie.
 
     Source: Xue et al., ICDE 2025 (arXiv 2412.07216), learnable sparse training, Algorithm 1, lines 13 to 23.
@@ -76,6 +77,7 @@ class LearnableSgd(LocalPolicy):
     proximal: Annotated[NonNegative, Hint("0 switches it off")] = 1.0
     proximal_reduction: Literal["mean", "sum"] = "mean"
     explore_every: Annotated[NonNegativeCount, Hint("0 never explores")] = 0
+    passes: Annotated[Positive, Hint("1 takes the local epochs of the run")] = 1.0
     noise: NonNegative = 0.0
 
     def check(self, problem: Problem, graph: UnitGraph) -> None:
@@ -100,6 +102,7 @@ class LearnableSgd(LocalPolicy):
         """
         if mask is not None:
             raise InvalidValueError("LearnableSgd learns its own mask; use it with the mask policy Dense()")
+        ctx = with_passes(ctx, self.passes)
         narrow_model = ctx.narrow_model
         metrics = self._first_scores(ctx, narrow_model)
         importance = self._initial(ctx, narrow_model, start)

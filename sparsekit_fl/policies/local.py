@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
@@ -33,6 +35,7 @@ __all__ = [
     "pull_towards",
     "sgd",
     "sgd_step",
+    "with_passes",
 ]
 
 
@@ -178,6 +181,20 @@ def sgd_step(training: TrainingConfig, leaves: Leaves, *, steps: int | None = No
         steps: Steps of the round, for a schedule over them; None: not known.
     """
     return make_step(training, leaves.values(), steps=steps)
+
+
+def with_passes(ctx: ClientContext, passes: float) -> ClientContext:
+    """Return the context with another number of local epochs.
+
+    Args:
+        ctx: The client's.
+        passes: Factor on the local epochs of the run; rounded to the nearest whole number (halves up), at least 1. With 5
+            epochs, 1.4 gives 7.
+    """
+    if passes == 1.0:
+        return ctx
+    epochs = max(1, math.floor(passes * ctx.training.local_epochs + 0.5))
+    return dataclasses.replace(ctx, training=dataclasses.replace(ctx.training, local_epochs=epochs))
 
 
 def sgd(ctx: ClientContext, leaves: Leaves, batches: Batches, adjusts: Sequence[Adjust] = ()) -> TrainingLog:

@@ -76,18 +76,21 @@ class GlobalModel(PersonalPolicy):
     """The global model as it stands."""
 
 
+def _mean_loss(*scores: Scores) -> float:
+    losses = [score["loss"] for score in scores if score]
+    return sum(total for total, _ in losses) / max(sum(weight for _, weight in losses), 1e-12)
+
+
 def _quality(validation: Scores, training: Scores) -> list[float]:
     """Return validation accuracy, where a problem has one, then minus the mean loss: the first that differs decides.
 
     Training data take the place of validation data that a client does not have.
     """
     validation = validation or training
-    losses = [validation["loss"], training["loss"]] if "accuracy" in validation else [validation["loss"]]
-    loss = sum(total for total, _ in losses) / max(sum(weight for _, weight in losses), 1e-12)
     if "accuracy" not in validation:
-        return [-loss]
+        return [-_mean_loss(validation)]
     total, weight = validation["accuracy"]
-    return [total / max(weight, 1e-12), -loss]
+    return [total / max(weight, 1e-12), -_mean_loss(validation, training)]
 
 
 @dataclass(frozen=True)
@@ -97,16 +100,19 @@ class LocalModel(PersonalPolicy):
     Args:
         select: "last" keeps that of the last participation; "best" the one of highest accuracy on the client's own
             validation data, of equal ones that of lowest loss on its validation and training data together, since a
-            few validation examples tie often (of validation loss alone where the problem has no accuracy).
+            few validation examples tie often (of validation loss alone where the problem has no accuracy). "loss" keeps the one
+            of lowest loss on its validation and training data together: with twenty validation examples a lucky early model
+            is "best" until the end.
     """
 
-    select: Literal["last", "best"] = "last"
+    select: Literal["last", "best", "loss"] = "last"
 
     def keep(self, ctx: ClientContext, result: LocalResult, ratio: float) -> None:
         """Keep the result, unless an earlier one was better."""
-        if self.select == "best":
+        if self.select != "last":
             module = self._module(ctx, result)
-            quality = _quality(ctx.score(module, "val"), ctx.score(module, "train"))
+            validation, training = ctx.score(module, "val"), ctx.score(module, "train")
+            quality = _quality(validation, training) if self.select == "best" else [-_mean_loss(validation, training)]
             if quality < ctx.memory.get("quality", [float("-inf")]):
                 return
             ctx.memory["quality"] = quality

@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
+from torch import Tensor
+
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.layers import head_entries
+from sparsekit.graph.state import StateDict
 from sparsekit_fl.context.client import ClientContext
 from sparsekit_fl.options.checked import Count, Hint
 from sparsekit_fl.policies.base import Policy
@@ -29,6 +32,26 @@ class SharePolicy(Policy):
             graph: The units, layers and shapes of the model.
         """
         return True
+
+    def enter(self, ctx: ClientContext, state: StateDict) -> StateDict:
+        """Return the dense state that training starts from; the default is what came, as it is.
+
+        Args:
+            ctx: The client's.
+            state: The global state, with the client's own entries put in; read-only.
+        """
+        return state
+
+    def leave(self, ctx: ClientContext, name: str, value: Tensor, start: Tensor) -> Tensor:
+        """Return a trained entry as the change that goes up is taken from it: without what `enter` did to it.
+
+        Args:
+            ctx: The client's.
+            name: State-dict key of a shared entry.
+            value: What was trained of it, in the shape that goes up.
+            start: What came of it, before `enter`, in the same shape.
+        """
+        return value
 
     def upload_mask(self, ctx: ClientContext, result: LocalResult) -> Mask | None:
         """Return the mask of the upload; the default is the mask of the training."""

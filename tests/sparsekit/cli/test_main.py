@@ -224,7 +224,7 @@ def test_help_imports_no_torch_and_names_every_command() -> None:
     assert "not available" not in done.stdout
 
 
-@pytest.mark.parametrize("command", ["units", "fedlps", "run", "compare", "list"])
+@pytest.mark.parametrize("command", ["units", "prune", "sensitivity", "fedlps", "run", "compare", "list"])
 def test_every_help_has_examples(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.execute([command, "--help"]) == 0
     out = capsys.readouterr().out

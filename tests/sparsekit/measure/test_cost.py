@@ -15,6 +15,7 @@ import sparsekit as sk
 from sparsekit.allocation.choose import select
 from sparsekit.criteria import Random, View
 from sparsekit.errors import ForeignMaskError, InvalidValueError, TraceError
+from sparsekit.measure.cost import trace_cost
 
 
 def _mlp() -> nn.Module:
@@ -190,3 +191,22 @@ def test_both_kinds_of_weight_norm_cost_the_same() -> None:
             costs.append([sk.count_cost(model, x, graph=graph, mask=chosen) for chosen in (None, mask)])
     assert costs[0] == costs[1]
     assert [cost.flops_compact for cost in costs[0]] == [2 * 2 * (6 * 8 + 8 * 3), 2 * 2 * (6 * 4 + 4 * 3)]
+
+
+@pytest.mark.parametrize("name", sorted(zoo.ZOO)[::8])
+def test_a_large_model_costs_what_a_copy_of_it_would(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, args, kwargs = zoo.build(name)
+    graph = sk.trace_units(model, *args, example_kwargs=kwargs)
+    half = sk.UnitMask({g: torch.arange(group.size) < (group.size + 1) // 2 for g, group in graph.groups.items()})
+    whole = trace_cost(model, *args, graph=graph, **kwargs).cost(half) if not graph.ties else None
+    monkeypatch.setattr("sparsekit.tracing.blocks.LARGE_NUMBERS", 0)
+    if whole is not None:
+        assert trace_cost(model, *args, graph=graph, **kwargs).cost(half) == whole
+
+
+def test_weights_that_autocast_reads_in_another_type_are_weights() -> None:
+    model, args, _ = zoo.build("autocast")
+    graph = sk.trace_units(model, *args)
+    mask = sk.UnitMask({name: torch.arange(group.size) < 3 for name, group in graph.groups.items()})
+    small = sk.compact(model, graph, mask)
+    assert sk.count_cost(model, *args, graph=graph, mask=mask).flops_compact == sk.count_cost(small, *args).flops_compact

@@ -109,6 +109,16 @@ def test_the_page_shows_every_group_and_layer_and_needs_nothing_else(tmp_path: P
     assert "<svg" in pruned._repr_html_()
 
 
+def test_a_ready_allocation_takes_limits_and_multiples_once() -> None:
+    plan = sk.allocation.Global(sk.Budget(flops="50%"))
+    pruned = sk.prune(_net(), X, allocation=plan, keep=["0"], multiple_of=4)
+    assert pruned.mask.counts()["0"] == 16
+    assert all(count % 4 == 0 for count in pruned.mask.counts().values())
+    own = sk.allocation.Global(sk.Budget(flops="50%"), multiple_of=2)
+    with pytest.raises(InvalidValueError, match="multiple_of of its own"):
+        sk.prune(_net(), X, allocation=own, multiple_of=4)
+
+
 def test_a_dry_run_decides_and_cuts_nothing() -> None:
     model = _net()
     dry = sk.prune(model, X, budget="flops=50%", cut=False)
@@ -212,7 +222,7 @@ class _Broken:
         (
             {"allocation": sk.allocation.Uniform(0.5), "budget": None, "keep": ["0"]},
             InvalidValueError,
-            "belong to allocations by name",
+            "has no limits",
         ),
         (
             {"allocation": sk.allocation.Uniform(0.5), "budget": None, "schedule": Schedule("linear", 2)},

@@ -18,10 +18,12 @@ from sparsekit_fl.context.server import ClientInfo, ServerContext
 from sparsekit_fl.methods import fedavg
 from sparsekit_fl.methods.fedlps import fedlps, fedlps_paper
 from sparsekit_fl.options.config import RunConfig, TrainingConfig
+from sparsekit_fl.policies.aggregate import DeltaMean
 from sparsekit_fl.policies.bandit import BanditRatio, utility
 from sparsekit_fl.policies.learnable import LearnableSgd
 from sparsekit_fl.policies.personal import GlobalModel
 from sparsekit_fl.policies.ratio import Constant, Full
+from sparsekit_fl.policies.share import Everything
 from sparsekit_fl.problem.clients import Capability, Client, ClientData
 from sparsekit_fl.problem.data import TensorData
 from sparsekit_fl.problem.metrics import accuracy, log_loss
@@ -51,6 +53,8 @@ def test_the_whole_model_without_its_terms_is_fedavg_bit_for_bit(momentum) -> No
     plain = dataclasses.replace(
         fedlps(),
         ratio=Full(),
+        share=Everything(),
+        aggregate=DeltaMean(),
         personal=GlobalModel(),
         local=LearnableSgd(proximal=0.0, term=ImportanceRegularizer(strength=0.0)),
     )
@@ -202,6 +206,37 @@ def test_a_capability_below_the_arms_is_executed_as_it_is() -> None:
     assert policy.propose(ctx, 7) == 0.125
     policy.observe(ctx, answer(0.125, 0.6))
     assert memory["7"]["accuracy"] == 0.6
+
+
+def test_the_arms_end_at_the_largest_ratio() -> None:
+    policy, memory = BanditRatio(high=0.25), {}
+    for round in range(1, 40):
+        ctx = server(round, (1.0, 0.5, 0.125)[round % 3], memory)
+        proposal = policy.propose(ctx, 7)
+        assert 1 / 16 <= proposal <= (0.125 if round % 3 == 2 else 0.25)
+        policy.observe(ctx, answer(proposal, 0.5 + 0.001 * round, initial_accuracy=0.1))
+    bandit = policy._bandit(server(40, 1.0, memory), memory["7"], seed=0)
+    assert max(arm.high for arm in bandit.arms) == 0.25
+    with pytest.raises(InvalidValueError, match=r"high must be above low \(0.25\), got 0.2"):
+        BanditRatio(low=0.25, high=0.2)
+
+
+def test_passes_multiply_the_local_epochs_and_round_halves_up() -> None:
+    def flops(passes: float, epochs: int) -> int:
+        config = tiny_config(rounds=1)
+        config = dataclasses.replace(config, training=dataclasses.replace(config.training, local_epochs=epochs))
+        method = dataclasses.replace(fedlps(), ratio=Constant(0.5), local=LearnableSgd(passes=passes))
+        return run(method, tiny_problem(), tiny_clients(), config).cost.flops_compact
+
+    one = flops(1.0, 1)
+    assert [flops(passes, 2) for passes in (0.1, 1.0, 1.25, 1.4)] == [one, 2 * one, 3 * one, 3 * one]
+
+
+def test_the_paper_method_keeps_the_papers_choices() -> None:
+    paper = fedlps_paper()
+    assert (paper.ratio, paper.share, paper.aggregate) == (BanditRatio(), Everything(), DeltaMean())
+    assert isinstance(paper.local, LearnableSgd)
+    assert paper.local.passes == 1.0
 
 
 def test_utility_is_the_papers_function() -> None:

@@ -1,0 +1,319 @@
+"""Draw the pictures of the site: `python docs/make/draw.py`. They are drawn from nothing but this file, always the same."""
+
+from __future__ import annotations
+
+from html import escape
+from pathlib import Path
+
+HOME = Path(__file__).parent.parent / "pictures"
+
+INK, SOFT, LINE, KEPT, GONE, ACCENT, SECOND = "#22302f", "#5d6b6a", "#9aa8a6", "#11857c", "#e3e8e7", "#d8622a", "#3a6ea5"
+FONT = "font-family='system-ui, -apple-system, Segoe UI, Roboto, sans-serif'"
+
+
+class Sheet:
+    """An SVG of a size, and what is drawn on it."""
+
+    def __init__(self, width: int, height: int, title: str) -> None:
+        self.size, self.title = (width, height), title
+        self.parts: list[str] = []
+
+    def box(
+        self, x: float, y: float, width: float, height: float, fill: str = "none", stroke: str = LINE, *, round: float = 3
+    ) -> None:
+        """A rectangle."""
+        self.parts.append(
+            f"<rect x='{x:g}' y='{y:g}' width='{width:g}' height='{height:g}' rx='{round:g}' fill='{fill}' stroke='{stroke}'/>"
+        )
+
+    def text(
+        self, x: float, y: float, words: str, *, size: int = 13, fill: str = INK, anchor: str = "middle", bold: bool = False
+    ) -> None:
+        """A line of text around, from or up to a point."""
+        weight = " font-weight='600'" if bold else ""
+        self.parts.append(
+            f"<text x='{x:g}' y='{y:g}' font-size='{size}' fill='{fill}' text-anchor='{anchor}'{weight}>{escape(words)}</text>"
+        )
+
+    def line(
+        self, x1: float, y1: float, x2: float, y2: float, stroke: str = LINE, *, width: float = 1.5, arrow: bool = False
+    ) -> None:
+        """A straight line, with an arrow at its end where asked."""
+        end = " marker-end='url(#arrow)'" if arrow else ""
+        self.parts.append(
+            f"<path d='M{x1:g} {y1:g}L{x2:g} {y2:g}' stroke='{stroke}' stroke-width='{width:g}' fill='none'{end}/>"
+        )
+
+    def curve(self, points: list[tuple[float, float]], stroke: str, *, dashed: bool = False) -> None:
+        """A line through points."""
+        path = "L".join(f"{x:g} {y:g}" for x, y in points)
+        dashes = " stroke-dasharray='5 4'" if dashed else ""
+        self.parts.append(f"<path d='M{path}' stroke='{stroke}' stroke-width='2.5' fill='none'{dashes}/>")
+
+    def matrix(self, x: float, y: float, rows: list[bool], columns: list[bool], cell: float = 14) -> None:
+        """A weight matrix whose entries stay where row and column do."""
+        for i, row in enumerate(rows):
+            for j, column in enumerate(columns):
+                self.box(x + j * cell, y + i * cell, cell - 2, cell - 2, KEPT if row and column else GONE, "none", round=2)
+
+    def save(self, name: str) -> None:
+        """Write the file."""
+        width, height = self.size
+        arrow = (
+            "<defs><marker id='arrow' viewBox='0 0 10 10' refX='9' refY='5' markerWidth='7' markerHeight='7' orient='auto'>"
+            f"<path d='M0 0L10 5L0 10z' fill='{SOFT}'/></marker></defs>"
+        )
+        head = f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {width} {height}' role='img' aria-label='{escape(self.title)}' {FONT}>"
+        (HOME / name).write_text(
+            "\n".join([head, f"<title>{escape(self.title)}</title>", arrow, *self.parts, "</svg>\n"]), encoding="utf-8"
+        )
+
+
+def home() -> None:
+    """The whole idea: a model, its units, and the three things that are done with them."""
+    sheet = Sheet(760, 300, "A dense model becomes a graph of units; a mask keeps some; what runs is a physically narrow model")
+    keep = [True, False, True, True, False, False]
+    sheet.text(95, 30, "your model", bold=True)
+    sheet.matrix(52, 50, [True] * 6, [True] * 6)
+    sheet.matrix(52, 160, [True] * 4, [True] * 6)
+    sheet.text(95, 250, "any nn.Module", fill=SOFT)
+    sheet.line(160, 125, 222, 125, SOFT, arrow=True)
+    sheet.text(191, 113, "trace", size=12, fill=SOFT)
+    sheet.text(300, 30, "its units", bold=True)
+    for place, kept in enumerate(keep):
+        y = 58 + 26 * place
+        sheet.box(240, y, 120, 20, KEPT if kept else GONE, "none")
+        sheet.text(300, y + 14.5, f"channel {place}", size=12, fill="#ffffff" if kept else SOFT)
+    sheet.text(300, 250, "what goes together", fill=SOFT)
+    sheet.line(378, 125, 440, 125, SOFT, arrow=True)
+    sheet.text(409, 113, "mask", size=12, fill=SOFT)
+    sheet.text(490, 30, "what runs", bold=True)
+    sheet.matrix(469, 62, [True] * 3, [True] * 3)
+    sheet.matrix(469, 125, [True] * 4, [True] * 3)
+    sheet.text(490, 250, "a small, plain model", fill=SOFT)
+    sheet.line(540, 90, 606, 60, SOFT, arrow=True)
+    sheet.line(540, 125, 606, 125, SOFT, arrow=True)
+    sheet.line(540, 160, 606, 190, SOFT, arrow=True)
+    for y, first, second in (
+        (48, "prune", "to a budget"),
+        (118, "train", "sparse and fast"),
+        (188, "federate", "a size per device"),
+    ):
+        sheet.box(612, y - 18, 136, 48, "#ffffff", ACCENT, round=8)
+        sheet.text(680, y + 2, first, bold=True)
+        sheet.text(680, y + 20, second, size=12, fill=SOFT)
+    sheet.text(
+        380,
+        285,
+        "Outputs of the small model equal those of the masked one: every removal is verified when the units are traced.",
+        size=12,
+        fill=SOFT,
+    )
+    sheet.save("home.svg")
+
+
+def units() -> None:
+    """One unit through a convolution, its norm and its reader; and a residual sum that ties two layers."""
+    sheet = Sheet(
+        760,
+        280,
+        "A unit is a row of one layer, its entries of the norm, and a column of the next layer; a residual sum ties layers",
+    )
+    rows = [True, True, False, True, True]
+    sheet.text(90, 30, "conv1.weight", bold=True)
+    sheet.matrix(62, 48, rows, [True] * 4)
+    sheet.text(90, 140, "a row goes", size=12, fill=SOFT)
+    sheet.text(215, 30, "bn", bold=True)
+    sheet.matrix(208, 48, rows, [True])
+    sheet.text(215, 140, "and its entry", size=12, fill=SOFT)
+    sheet.text(340, 30, "conv2.weight", bold=True)
+    sheet.matrix(305, 48, [True] * 4, rows)
+    sheet.text(340, 140, "and a column", size=12, fill=SOFT)
+    sheet.line(130, 82, 196, 82, SOFT, arrow=True)
+    sheet.line(234, 82, 296, 82, SOFT, arrow=True)
+    sheet.text(215, 175, "unit 2 of the group conv1", fill=ACCENT)
+    sheet.line(420, 30, 420, 190)
+    sheet.text(590, 30, "a residual sum ties its layers", bold=True)
+    for x, y, words in ((450, 60, "conv a"), (450, 130, "conv b"), (660, 95, "conv c")):
+        sheet.box(x, y, 80, 34, "#ffffff", KEPT, round=6)
+        sheet.text(x + 40, y + 22, words)
+    sheet.parts.append(f"<circle cx='595' cy='112' r='14' fill='#ffffff' stroke='{ACCENT}' stroke-width='2'/>")
+    sheet.text(595, 117, "+", size=16, fill=ACCENT, bold=True)
+    sheet.line(530, 77, 583, 104, SOFT, arrow=True)
+    sheet.line(530, 147, 583, 120, SOFT, arrow=True)
+    sheet.line(610, 112, 656, 112, SOFT, arrow=True)
+    sheet.text(590, 190, "channel 2 of a and of b can only go together: one unit", size=12, fill=SOFT)
+    sheet.text(
+        380,
+        235,
+        "sparsekit finds this by following each channel through the model's operators, then cuts every group",
+        fill=SOFT,
+    )
+    sheet.text(
+        380, 255, "on a copy and compares. What cannot be removed exactly stays whole, and the reason is said.", fill=SOFT
+    )
+    sheet.save("units.svg")
+
+
+def masks() -> None:
+    """Masked against compact."""
+    sheet = Sheet(760, 240, "A row mask sets entries to zero and saves no time; a compact model leaves them out")
+    keep = [True, False, True, False, True, False]
+    for x, title in ((110, "dense"), (380, "masked"), (650, "compact")):
+        sheet.text(x, 30, title, bold=True)
+    sheet.matrix(68, 50, [True] * 6, [True] * 6)
+    sheet.matrix(338, 50, keep, keep)
+    sheet.matrix(629, 71, [True] * 3, [True] * 3)
+    sheet.text(110, 165, "36 entries", fill=SOFT)
+    sheet.text(380, 165, "9 count, 36 are multiplied", fill=SOFT)
+    sheet.text(650, 165, "9 entries", fill=SOFT)
+    sheet.line(180, 90, 320, 90, SOFT, arrow=True)
+    sheet.text(250, 80, "mask", fill=SOFT)
+    sheet.line(440, 90, 610, 90, SOFT, arrow=True)
+    sheet.text(525, 80, "compact", fill=SOFT)
+    sheet.line(610, 104, 440, 104, SOFT, arrow=True)
+    sheet.text(525, 122, "expand", fill=SOFT)
+    sheet.text(
+        380, 205, "Half of the units of both sides stay, so a quarter of the entries do: ratio 0.5, density 0.25.", fill=ACCENT
+    )
+    sheet.save("masks.svg")
+
+
+def square() -> None:
+    """Density over ratio: the square."""
+    sheet = Sheet(760, 320, "Parameters and FLOPs kept over the ratio: about its square")
+    left, bottom, width, height = 90, 260, 420, 210
+    sheet.line(left, bottom, left + width, bottom, INK)
+    sheet.line(left, bottom, left, bottom - height, INK)
+    for share in (0.25, 0.5, 0.75, 1.0):
+        x, y = left + width * share, bottom - height * share
+        sheet.line(x, bottom, x, bottom - height, GONE, width=1)
+        sheet.line(left, y, left + width, y, GONE, width=1)
+        sheet.text(x, bottom + 18, f"{share:g}", size=12, fill=SOFT)
+        sheet.text(left - 8, y + 4, f"{share:.0%}", size=12, fill=SOFT, anchor="end")
+    steps = [step / 40 for step in range(41)]
+    sheet.curve([(left + width * s, bottom - height * s) for s in steps], LINE, dashed=True)
+    sheet.curve([(left + width * s, bottom - height * s * s) for s in steps], KEPT)
+    for s in (0.25, 0.5):
+        x, y = left + width * s, bottom - height * s * s
+        sheet.parts.append(f"<circle cx='{x:g}' cy='{y:g}' r='5' fill='{ACCENT}'/>")
+        sheet.text(x + 10, y + 5, f"ratio {s:g}: {s * s:.0%}", anchor="start", fill=ACCENT)
+    sheet.text(left + width / 2, 300, "ratio: share of units kept in each group", fill=SOFT)
+    sheet.text(left, 36, "parameters and FLOPs kept", anchor="start", fill=SOFT)
+    for y, words in (
+        (90, "A layer loses rows for its own"),
+        (108, "units and columns for those"),
+        (126, "of the layer before, so what"),
+        (144, "stays is the ratio times the"),
+        (162, "ratio. The first layer loses"),
+        (180, "only rows, the last only"),
+        (198, "columns: a little more stays."),
+    ):
+        sheet.text(535, y, words, anchor="start", size=13, fill=INK)
+    sheet.save("square.svg")
+
+
+def rounds() -> None:
+    """One round of federated learning with submodels."""
+    sheet = Sheet(
+        760, 300, "One round: the server sends submodels of a size per device, clients train them and send changes back"
+    )
+    sheet.box(300, 20, 160, 56, "#ffffff", INK, round=8)
+    sheet.text(380, 44, "server", bold=True)
+    sheet.text(380, 62, "global model", size=12, fill=SOFT)
+    clients = ((110, 6, "ratio 1", "client 0"), (380, 3, "ratio 1/2", "client 1"), (650, 2, "ratio 1/4", "client 2"))
+    for x, size, ratio, name in clients:
+        sheet.line(380 - (380 - x) * 0.18, 80, x + (380 - x) * 0.1, 148, SOFT, arrow=True)
+        cells = size * 12
+        sheet.matrix(x - cells / 2, 158, [True] * size, [True] * size, cell=12)
+        sheet.text(x, 250, name, bold=True)
+        sheet.text(x, 268, f"{ratio}: own data, own device", size=12, fill=SOFT)
+    sheet.text(200, 104, "down: a submodel", size=12, fill=SOFT)
+    sheet.text(560, 104, "up: what changed", size=12, fill=SOFT)
+    sheet.text(
+        380,
+        292,
+        "The cohort is the clients of one round. Each entry of the global model is averaged over the clients that trained it.",
+        size=12,
+        fill=SOFT,
+    )
+    sheet.save("rounds.svg")
+
+
+def personal() -> None:
+    """What personal and global accuracy score."""
+    sheet = Sheet(
+        760,
+        240,
+        "Personal accuracy scores what each client deploys, global accuracy the one model of the server, both on each client's own test data",
+    )
+    sheet.box(40, 40, 150, 60, "#ffffff", INK, round=8)
+    sheet.text(115, 66, "global model", bold=True)
+    sheet.text(115, 86, "one, on the server", size=12, fill=SOFT)
+    sheet.box(40, 140, 150, 60, "#ffffff", KEPT, round=8)
+    sheet.text(115, 166, "personal models", bold=True)
+    sheet.text(115, 186, "one a client deploys", size=12, fill=SOFT)
+    for place in range(4):
+        x = 330 + 70 * place
+        sheet.box(x, 92, 54, 54, "#f2f5f4", LINE, round=6)
+        sheet.text(x + 27, 115, "test", size=12)
+        sheet.text(x + 27, 133, f"client {place}", size=11, fill=SOFT)
+    sheet.line(195, 70, 322, 105, SOFT, arrow=True)
+    sheet.line(195, 170, 322, 135, SOFT, arrow=True)
+    sheet.line(612, 105, 650, 75, SOFT, arrow=True)
+    sheet.line(612, 135, 650, 165, SOFT, arrow=True)
+    sheet.text(705, 66, "global", bold=True)
+    sheet.text(705, 84, "accuracy", bold=True)
+    sheet.text(705, 160, "personal", bold=True)
+    sheet.text(705, 178, "accuracy", bold=True)
+    sheet.text(
+        380,
+        230,
+        "Both are means over all clients. On clients of two classes, telling two classes apart is enough for the personal one.",
+        size=12,
+        fill=SOFT,
+    )
+    sheet.save("personal.svg")
+
+
+def bandit() -> None:
+    """An interval that is split where it was pulled."""
+    sheet = Sheet(760, 220, "A bandit over an interval: each pull splits the arm that holds it, and good arms are split finer")
+    rows = (
+        (50, [(0, 1)], 0.62, "first pull"),
+        (100, [(0, 0.62), (0.62, 1)], 0.4, "second"),
+        (150, [(0, 0.4), (0.4, 0.62), (0.62, 1)], 0.5, "third"),
+    )
+    left, width = 150, 540
+    for y, arms, pulled, words in rows:
+        sheet.text(left - 14, y + 5, words, anchor="end", fill=SOFT)
+        for low, high in arms:
+            sheet.box(left + width * low + 1, y - 12, width * (high - low) - 2, 24, "#e4f0ee", KEPT)
+        sheet.parts.append(f"<circle cx='{left + width * pulled:g}' cy='{y}' r='6' fill='{ACCENT}'/>")
+    sheet.text(left, 190, "low", fill=SOFT)
+    sheet.text(left + width, 190, "high", fill=SOFT)
+    sheet.text(
+        left + width / 2,
+        210,
+        "Each arm keeps the mean and the spread of its rewards; the one of largest upper bound is pulled next.",
+        size=12,
+        fill=SOFT,
+    )
+    sheet.save("bandit.svg")
+
+
+def favicon() -> None:
+    """Rows and columns that stay."""
+    sheet = Sheet(32, 32, "sparsekit")
+    sheet.matrix(2, 2, [True, False, True], [True, False, True], cell=10)
+    sheet.save("favicon.svg")
+
+
+def draw() -> None:
+    """Draw all of them."""
+    for picture in (home, units, masks, square, rounds, personal, bandit, favicon):
+        picture()
+
+
+if __name__ == "__main__":
+    draw()

@@ -1,0 +1,85 @@
+"""Hooks of the site: the API reference, pages that lie beside docs/, and pages that the navigation does not name.
+
+mkdocs calls these functions; nothing is written but the site.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).parent.parent.parent
+sys.path.insert(0, str(ROOT / "docs" / "make"))
+sys.path.insert(0, str(ROOT))
+
+from reference import pages_of  # noqa: E402 - found beside this file
+
+BESIDE = ("SECURITY.md", "ZOO.md", "CHANGELOG.md", "CONTRIBUTING.md")
+"""Pages of the site that lie in the root of the repository, where people look for them."""
+
+TOPICS = "Guides"
+"""Section of pages that the navigation does not name, so that a new page is never lost."""
+
+_LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s#]+)(#[^)]*)?\)")
+
+
+def on_config(config: Any) -> Any:
+    """Name in the navigation what it does not name itself."""
+    reference = next(item for item in config.nav if "Reference" in item)
+    reference["Reference"] = [*reference["Reference"][:1], *({page.title: page.path} for page in pages_of(ROOT))]
+    named = {path for item in config.nav for path in _paths(item)}
+    found = [path.relative_to(config.docs_dir).as_posix() for path in sorted(Path(config.docs_dir).rglob("*.md"))]
+    left = [path for path in found if path not in named and not path.startswith("make/")]
+    if left:
+        config.nav.insert(3, {TOPICS: left})
+    return config
+
+
+def _paths(item: Any) -> list[str]:
+    if isinstance(item, str):
+        return [item]
+    values = item.values() if isinstance(item, dict) else item
+    return [path for value in values for path in _paths(value)]
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Add the pages that are made and those that lie elsewhere."""
+    for page in pages_of(ROOT):
+        files.append(File.generated(config, page.path, content=page.text))
+    for name in BESIDE:
+        if (ROOT / name).exists():
+            files.append(File.generated(config, name, content=(ROOT / name).read_text(encoding="utf-8")))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
+    """Let links into the repository lead to pages where there are some, and be plain names of files elsewhere."""
+    here = page.file.src_uri
+    beside = here in BESIDE
+
+    def turned(found: re.Match[str]) -> str:
+        picture, text, target, anchor = found.groups()
+        if re.match(r"[a-z]+:|/", target):
+            return found[0]
+        folder = ROOT if beside else Path(config.docs_dir, here).parent
+        path = (folder / target).resolve()
+        if not path.is_relative_to(ROOT):
+            return found[0]
+        try:
+            source = path.relative_to(config.docs_dir).as_posix()
+        except ValueError:
+            source = path.relative_to(ROOT).as_posix()
+            if source not in BESIDE:
+                return found[0] if picture or not path.exists() else f"`{source}`"
+        if files.get_file_from_path(source) is None:
+            return found[0] if picture or not path.exists() else f"`{path.relative_to(ROOT).as_posix()}`"
+        steps = [".."] * (len(Path(here).parts) - 1)
+        return f"{picture}[{text}]({'/'.join([*steps, source])}{anchor or ''})"
+
+    # Not in code, where brackets and parentheses are something else.
+    blocks = re.split(r"(^```.*?^```$)", markdown, flags=re.M | re.S)
+    return "".join(block if block.startswith("```") else _LINK.sub(turned, block) for block in blocks)

@@ -1,0 +1,456 @@
+"""Examples of the core's public names for the API reference; a test runs each after the lines before the mark."""
+
+import numpy as np
+import torch
+from torch import nn
+
+import sparsekit as sk
+
+model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 10))
+x, y = torch.randn(16, 3, 8, 8), torch.randint(10, (16,))
+graph = sk.trace_units(model, x[:2])
+mask = sk.select(sk.criteria.Magnitude(), graph, 0.5, sk.View(weights=model.state_dict()))
+masked = sk.LearnableMask(model, (x[:2],), ratio=0.5)
+small = sk.compact(model, graph, mask)
+rng = np.random.default_rng(0)
+bandit = sk.PUCBV(sk.Interval(0.0, 1.0), horizon=20, rng=rng)
+batches = [(x, y)]
+
+
+# --- examples ---
+# sparsekit.Allocation
+class AllButOne:
+    """An allocation: one unit less in each group."""
+
+    def counts(self, graph, scores, cost=None):
+        return {name: max(1, group.size - 1) for name, group in graph.groups.items()}
+
+
+assert isinstance(AllButOne(), sk.Allocation)
+
+
+# sparsekit.Bandit
+def search(bandit: sk.Bandit, loss, pulls: int) -> float:
+    for _ in range(pulls):
+        pull = bandit.ask()
+        bandit.tell(pull, -loss(pull.value))
+    return bandit.best().value
+
+
+search(bandit, lambda value: (value - 0.3) ** 2, 20)
+
+# sparsekit.Box
+space = sk.Box({"lr": sk.Interval(1e-4, 1.0, scale="log"), "momentum": sk.Interval(0.0, 0.99)})
+pull = sk.SplitUCBV(space, rng=rng).ask()
+print(pull.value["lr"], pull.value["momentum"])
+
+# sparsekit.Budget
+budget = sk.Budget(flops="50%", params=100_000)  # a string is a share of the dense model, a number is absolute
+
+# sparsekit.BudgetError
+try:
+    sk.select(
+        sk.criteria.Magnitude(),
+        graph,
+        sk.allocation.ByCost(sk.Budget(params=1)),
+        sk.View(weights=model.state_dict()),
+        cost=sk.cost_model(model, x[:2], graph=graph, metrics=("params",)),
+    )
+except sk.BudgetError as error:
+    print(error)
+
+# sparsekit.cost_model
+costs = sk.cost_model(model, x[:2], graph=graph, metrics=("flops", "params"))
+
+# sparsekit.Cost, sparsekit.count_cost
+cost = sk.count_cost(model, x[:1], graph=graph, mask=mask)
+print(cost.flops_compact, cost.parameters, cost.bytes)
+
+
+# sparsekit.Criterion
+class Norms:
+    """A criterion: a unit is worth the norm of its own first weight."""
+
+    learned = False
+    needs = frozenset({"weights"})
+
+    def scores(self, graph, view):
+        own = {name: group.slices[0].name for name, group in graph.groups.items()}
+        return {name: view.weights[key].flatten(1).norm(dim=1) for name, key in own.items()}
+
+
+assert isinstance(Norms(), sk.Criterion)
+sk.select(Norms(), graph, 0.5, sk.View(weights=model.state_dict()))
+
+# sparsekit.Interval
+rates = sk.Interval(1e-4, 1.0, scale="log")
+rates.from_unit(0.5)  # 0.01, half of the way on a log scale
+
+# sparsekit.LayerRule
+rule = sk.layers.find_rule(nn.Conv2d(3, 8, 3))
+assert isinstance(rule, sk.LayerRule)
+
+# sparsekit.LearnableMask
+masked = sk.LearnableMask(model, (x[:2],), ratio=0.25)
+optimizer = torch.optim.SGD(masked.parameters(), lr=0.1)
+for _ in range(3):
+    loss = nn.functional.cross_entropy(masked(x), y) + masked.penalty()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+small = masked.compact()
+
+# sparsekit.MovingAverage
+average = sk.MovingAverage(masked, decay=0.99)
+average.update()  # after each step of the optimiser
+small = average.compact()
+
+# sparsekit.NarrowModel
+narrow = sk.NarrowModel(model, graph)
+narrow.load(model.state_dict(), mask)
+narrow.module(x)
+
+# sparsekit.PUCBV
+bandit = sk.PUCBV(sk.Interval(1e-4, 1.0, scale="log"), horizon=40, rng=np.random.default_rng(0))
+pull = bandit.ask()
+bandit.tell(pull, reward=-0.1)
+
+# sparsekit.Pull
+pull = bandit.ask()
+bandit.tell(sk.Pull(pull.id, 0.5), 0.9)  # 0.5 was tried instead
+
+# sparsekit.SplitUCBV
+bandit = sk.SplitUCBV(sk.Interval(0.0, 1.0), rng=np.random.default_rng(0))  # no horizon, no scale of rewards
+bandit.tell(bandit.ask(), 12.5)
+
+# sparsekit.UnitGraph
+print(graph)
+again = sk.UnitGraph.from_json(graph.to_json())
+
+# sparsekit.UnitGroup
+group = graph.groups["0"]
+print(group.size, group.kind, group.modules)
+
+# sparsekit.UnitMask
+keep = torch.tensor([True] * 4 + [False] * 4)
+mask = sk.UnitMask({"0": keep})
+print(mask.density(graph))
+
+# sparsekit.UnitSlice
+for piece in graph.groups["0"].slices:
+    print(piece.name, piece.dim, piece.side)
+
+# sparsekit.View
+view = sk.View(weights=model.state_dict())
+
+# sparsekit.WeightMask
+mask = sk.WeightMask({"0.weight": model[0].weight.detach().abs() > 0.05})
+mask.check(graph)
+
+# sparsekit.allocation
+sk.allocation.registry["uniform"](0.5)
+
+# sparsekit.bandit
+from sparsekit.bandit import PUCBV, Interval  # needs numpy alone
+
+# sparsekit.choose, sparsekit.allocation.choose
+scores = sk.criteria.Magnitude().scores(graph, sk.View(weights=model.state_dict()))
+mask = sk.choose(graph, scores, {"0": 4})
+
+# sparsekit.compact
+small = sk.compact(model, graph, mask)
+small(x)
+
+# sparsekit.criteria
+sk.criteria.registry["magnitude"]()
+
+# sparsekit.errors
+try:
+    sk.LearnableMask(model, (x,), ratio=1.5)
+except sk.errors.SparsekitError as error:  # the root of all errors
+    print(error)
+
+# sparsekit.expand
+full = sk.expand(small.state_dict(), graph, mask, into=model.state_dict())
+
+# sparsekit.layers
+list(sk.layers.rules)
+
+# sparsekit.load_compact
+sk.save_compact(masked, "small.safetensors")
+small = sk.load_compact("small.safetensors", lambda: model)
+
+# sparsekit.load_mask
+sk.save_compact(masked, "small.safetensors")
+mask = sk.load_mask("small.safetensors", masked.graph)
+
+# sparsekit.remap_optimizer
+small = sk.compact(model, graph, mask)
+optimizer = torch.optim.Adam(model.parameters())
+model(x).sum().backward()
+optimizer.step()
+sk.remap_optimizer(optimizer, graph, model, small, new_mask=mask)
+
+# sparsekit.save_compact
+sk.save_compact(masked, "small.safetensors")
+
+# sparsekit.select, sparsekit.allocation.select
+mask = sk.select(sk.criteria.Magnitude(), graph, 0.5, sk.View(weights=model.state_dict()))
+
+# sparsekit.trace_units
+graph = sk.trace_units(model, x[:2])
+
+# sparsekit.allocation.ByCost
+by_cost = sk.allocation.ByCost(sk.Budget(params="50%"))
+
+# sparsekit.allocation.CostModel
+costs = sk.cost_model(model, x[:2], graph=graph, metrics=("params",))
+print(costs.costs({"0": 4}))
+
+# sparsekit.allocation.Schedule
+schedule = sk.allocation.Schedule("linear", steps=5)
+
+# sparsekit.allocation.Uniform
+sk.allocation.Uniform(0.5).counts(graph, {})  # half of each group
+
+# sparsekit.allocation.equal_in_ties
+sk.allocation.equal_in_ties(graph, {"0": 3})
+
+# sparsekit.allocation.registry
+list(sk.allocation.registry)
+
+# sparsekit.bandit.Arm
+bandit.tell(bandit.ask(), 1.0)
+print(bandit.arms[0].low, bandit.arms[0].mean)
+
+# sparsekit.bandit.BoxPull
+box = sk.SplitUCBV(sk.Box({"lr": sk.Interval(0.0, 1.0)}), rng=rng)
+pull = box.ask()
+box.tell(sk.bandit.BoxPull(pull.id, {"lr": 0.5}), 1.0)
+
+# sparsekit.bandit.EUCB
+sk.bandit.EUCB(sk.Interval(0.0, 1.0), rng=rng).ask()
+
+# sparsekit.bandit.UCBV
+sk.bandit.UCBV(sk.Interval(0.0, 1.0), arms=9, rng=rng).ask()
+
+# sparsekit.bandit.make_bandit
+sk.bandit.make_bandit("split-ucbv", sk.Interval(0.0, 1.0), rng=rng)
+
+# sparsekit.bandit.registry
+list(sk.bandit.registry)
+
+# sparsekit.bandit.restore_bandit
+again = sk.bandit.restore_bandit(bandit.state_dict())  # plain JSON values
+
+# sparsekit.criteria.Activation
+sk.select(sk.criteria.Activation(batches), graph, 0.5, sk.View(weights=model.state_dict(), model=model))
+
+# sparsekit.criteria.BatchNormScale
+sk.select(sk.criteria.BatchNormScale(), graph, 0.5, sk.View(weights=model.state_dict()))
+
+# sparsekit.criteria.Fisher
+fisher = sk.criteria.Fisher(batches, nn.functional.cross_entropy)
+sk.select(fisher, graph, 0.5, sk.View(weights=model.state_dict(), model=model))
+
+# sparsekit.criteria.GeometricMedian
+sk.select(sk.criteria.GeometricMedian(), graph, 0.5, sk.View(weights=model.state_dict()))
+
+# sparsekit.criteria.Lamp
+sk.select(sk.criteria.Lamp(), graph, 0.5, sk.View(weights=model.state_dict()))
+
+# sparsekit.criteria.Learned
+sk.select(sk.criteria.Learned(), graph, 0.5, sk.View(importance=masked.importance()))
+
+# sparsekit.criteria.Magnitude
+sk.select(sk.criteria.Magnitude(), graph, 0.5, sk.View(weights=model.state_dict()))
+
+# sparsekit.criteria.Normalised
+sk.criteria.Normalised(sk.criteria.Magnitude())
+
+# sparsekit.criteria.Ordered
+sk.select(sk.criteria.Ordered(), graph, 0.5, sk.View())  # the first half of each group
+
+# sparsekit.criteria.Random
+sk.select(sk.criteria.Random(), graph, 0.5, sk.View(generator=torch.Generator().manual_seed(0)))
+
+# sparsekit.criteria.Taylor
+taylor = sk.criteria.Taylor(batches, nn.functional.cross_entropy)
+sk.select(taylor, graph, 0.5, sk.View(weights=model.state_dict(), model=model))
+
+# sparsekit.criteria.TorchPruning
+adapter = sk.criteria.TorchPruning  # needs torch-pruning, in the extra `bench`
+
+# sparsekit.criteria.is_comparable
+sk.criteria.is_comparable(sk.criteria.Magnitude())
+
+# sparsekit.criteria.registry
+list(sk.criteria.registry)
+
+# sparsekit.errors.CompactFileError
+try:
+    sk.load_compact("nowhere.safetensors", lambda: model)
+except (sk.errors.CompactFileError, OSError) as error:
+    print(error)
+
+# sparsekit.errors.DISTRIBUTION
+print(f"pip install {sk.errors.DISTRIBUTION}")
+
+# sparsekit.errors.DataError
+import sparsekit_fl as fl
+
+try:
+    fl.TensorData((torch.zeros(3, 2),), torch.zeros(4))
+except sk.errors.DataError as error:
+    print(error)
+
+# sparsekit.errors.ForeignMaskError
+try:
+    sk.compact(nn.Linear(2, 2), graph, mask)
+except sk.errors.ForeignMaskError as error:
+    print(error)
+
+# sparsekit.errors.InvalidValueError
+try:
+    masked.ratio = 30
+except sk.errors.InvalidValueError as error:
+    print(error)
+
+# sparsekit.errors.MissingDependencyError
+try:
+    from sparsekit.bandit.plot import save_plot
+except sk.errors.MissingDependencyError as error:
+    print(error)  # names the extra that brings it
+
+# sparsekit.errors.MissingImportanceError
+try:
+    sk.select(sk.criteria.Magnitude(), graph, 0.5, sk.View())
+except sk.errors.MissingImportanceError as error:
+    print(error)
+
+# sparsekit.errors.NoUnitsError
+try:
+    sk.trace_units(nn.Linear(4, 2), torch.randn(1, 4))
+except sk.errors.NoUnitsError as error:
+    print(error.fixed)
+
+# sparsekit.errors.SparsekitError
+try:
+    sk.trace_units(nn.Linear(4, 2), torch.randn(1, 4))
+except sk.errors.SparsekitError as error:
+    print(error)
+
+# sparsekit.errors.TraceError
+try:
+    sk.trace_units(model, torch.randn(2, 5))
+except sk.errors.TraceError as error:
+    print(error)
+
+# sparsekit.errors.UnknownNameError
+try:
+    sk.criteria.registry["magnitud"]
+except sk.errors.UnknownNameError as error:
+    print(error)
+
+# sparsekit.errors.UnsupportedModelError
+try:
+    sk.trace_units(torch.jit.script(nn.Linear(4, 2)), torch.randn(1, 4))
+except sk.errors.UnsupportedModelError as error:
+    print(error)
+
+# sparsekit.errors.install_hint
+print(sk.errors.install_hint("fl"))
+
+# sparsekit.errors.nearest
+print(sk.errors.nearest("vgg12", ["vgg11", "cnn"]))
+
+# sparsekit.layers.ALWAYS_ZERO, sparsekit.layers.NOT_ZERO
+assert sk.layers.ALWAYS_ZERO != sk.layers.NOT_ZERO  # what a layer may say of an entry of its output
+
+
+# sparsekit.layers.Labels, sparsekit.layers.TensorLabels, sparsekit.layers.Tracer
+class Scale(nn.Module):
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.ones(size))
+
+    def forward(self, x):
+        return x * self.factor
+
+
+# A layer that is made of operators needs no rule; examples/layer_rule.py writes one with a Tracer and its labels.
+sk.trace_units(nn.Sequential(nn.Linear(4, 6), Scale(6), nn.Linear(6, 2)), torch.randn(2, 4))
+
+# sparsekit.layers.find_rule
+rule = sk.layers.find_rule(nn.Linear(4, 2))
+
+# sparsekit.layers.resize
+layer = nn.Linear(4, 2)
+layer.weight = nn.Parameter(torch.zeros(1, 4))
+layer.bias = nn.Parameter(torch.zeros(1))
+sk.layers.resize(layer)  # layer.out_features is 1 now
+
+# sparsekit.layers.rules
+list(sk.layers.rules)
+
+# sparsekit.PruneReport
+pruned = sk.prune(model, (x[:1],), budget=sk.Budget(flops="50%"))
+print(pruned.report.before["flops"], pruned.report.after["flops"])
+for group in pruned.report.groups:
+    print(group.name, group.before, group.after)
+
+# sparsekit.Pruned, sparsekit.prune
+pruned = sk.prune(model, (x[:1],), budget=sk.Budget(flops="50%"))
+small = pruned.model
+pruned.save("small.safetensors")
+pruned.to_html("report.html")
+
+# sparsekit.allocation.Global
+pruned = sk.prune(model, (x[:1],), allocation=sk.allocation.Global(sk.Budget(params="50%")))
+
+# sparsekit.allocation.Isomorphic
+pruned = sk.prune(model, (x[:1],), allocation=sk.allocation.Isomorphic(sk.Budget(params="50%")))
+
+# sparsekit.allocation.Knapsack
+pruned = sk.prune(model, (x[:1],), allocation=sk.allocation.Knapsack(sk.Budget(params="50%")))
+
+# sparsekit.allocation.PerGroup
+pruned = sk.prune(model, (x[:1],), allocation=sk.allocation.PerGroup({"0": 0.5}))
+
+# sparsekit.allocation.Sensitivity
+table = {"0": {1.0: 0.95, 0.5: 0.93, 0.25: 0.8}}  # group → share kept → score, measured by you
+print(sk.allocation.Sensitivity)
+
+# sparsekit.allocation.UniformWithin
+pruned = sk.prune(model, (x[:1],), allocation=sk.allocation.UniformWithin(sk.Budget(params="50%")))
+
+# sparsekit.compensate, sparsekit.finetuning.compensate
+small = sk.compact(model, graph, mask)
+sk.compensate(model, small, graph, mask, [x])  # the layers that read what was cut make up for its mean and shape
+
+# sparsekit.finetune, sparsekit.finetuning.finetune, sparsekit.finetuning.FineTuned, sparsekit.finetuning.EpochRecord
+tuned = sk.finetune(small, batches, nn.functional.cross_entropy, epochs=1)
+print(tuned.history[0].loss)
+
+# sparsekit.finetuning
+from sparsekit.finetuning import Distillation, GroupLasso
+
+# sparsekit.finetuning.Distillation
+tuned = sk.finetune(small, batches, nn.functional.cross_entropy, epochs=1, distillation=sk.finetuning.Distillation(model))
+
+# sparsekit.finetuning.GroupLasso
+tuned = sk.finetune(model, batches, nn.functional.cross_entropy, epochs=1, regularizer=sk.finetuning.GroupLasso(graph))
+
+# sparsekit.finetuning.GroupSL
+tuned = sk.finetune(model, batches, nn.functional.cross_entropy, epochs=1, regularizer=sk.finetuning.GroupSL(graph))
+
+# sparsekit.finetuning.GrowingRegularizer
+growing = sk.finetuning.GrowingRegularizer(graph, mask)
+tuned = sk.finetune(model, batches, nn.functional.cross_entropy, epochs=1, regularizer=growing)
+
+# sparsekit.recalibrate, sparsekit.finetuning.recalibrate
+sk.recalibrate(small, [x])  # the statistics of batch norms, from data
+
+# sparsekit.fit_config
+small = sk.compact(model, graph, mask)  # of a transformers model: its config then says the widths of the small one
+print(sk.fit_config.__doc__.splitlines()[0])

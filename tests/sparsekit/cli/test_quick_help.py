@@ -1,0 +1,52 @@
+"""`sparsekit --help` is quick: it says one line of each command and imports none of them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from importlib.metadata import entry_points
+
+import pytest
+import typer
+
+from sparsekit.cli.main import COMMANDS_GROUP, SUMMARIES_GROUP
+from sparsekit.registry import load_object
+
+SUMMARIES = {name: text for point in entry_points(group=SUMMARIES_GROUP) for name, text in point.load().items()}
+OURS = {
+    point.name: point.value
+    for point in entry_points(group=COMMANDS_GROUP)
+    if point.value.startswith(("sparsekit.", "sparsekit_fl."))
+}
+
+
+@pytest.mark.parametrize("name", sorted(OURS))
+def test_the_summary_of_a_command_is_the_first_line_of_its_help(name: str) -> None:
+    command = typer.main.get_command(load_object(OURS[name]))
+    first = (command.help or "").split("\n\n")[0]
+    assert SUMMARIES.get(name) == " ".join(first.split()), "write this line in cli/summaries.py"
+
+
+def test_help_imports_no_torch_numpy_or_pydantic_and_lists_every_command() -> None:
+    code = (
+        "import sys\nfrom sparsekit.cli.main import execute\nassert execute(['--help']) == 0\n"
+        "print([name for name in ('torch', 'numpy', 'pydantic', 'sparsekit.bandit') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=dict(os.environ))
+    assert done.stdout.rstrip().endswith("[]")
+    for name in OURS:
+        assert f" {name} " in done.stdout
+
+
+@pytest.mark.slow
+def test_a_cold_help_takes_less_than_three_tenths_of_a_second_of_the_processor() -> None:
+    def processor() -> float:
+        before = os.times()
+        subprocess.run([sys.executable, "-m", "sparsekit", "--help"], capture_output=True, check=True)
+        after = os.times()
+        return after.children_user + after.children_system - before.children_user - before.children_system
+
+    time.sleep(0.1)
+    assert min(processor() for _ in range(5)) < 0.3

@@ -1,0 +1,136 @@
+"""The site: its code runs, its commands exist, every public name has a page, and every page has a place."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from sparsekit.cli.main import execute
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+PAGES = sorted(path for path in DOCS.rglob("*.md") if "make" not in path.parts)
+PUBLIC = (ROOT / "tests" / "public_api.txt").read_text(encoding="utf-8").split()
+
+
+def _reference() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("site_reference", DOCS / "make" / "reference.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+REFERENCE = _reference()
+EXAMPLES = REFERENCE.examples_of(ROOT)
+
+
+def test_every_public_name_is_on_a_page_with_its_signature() -> None:
+    text = "\n".join(page.text for page in REFERENCE.pages_of(ROOT))
+    missing = [name for name in PUBLIC if f"## `{name}` {{ #{name} }}" not in text]
+    assert missing == []
+    for name in PUBLIC:
+        after = text.split(f"## `{name}` {{ #{name} }}\n", 1)[1].split("\n## ", 1)[0]
+        assert "```python" in after or "A module: " in after, name
+
+
+def test_every_public_name_has_an_example() -> None:
+    text = "\n".join(page.text for page in REFERENCE.pages_of(ROOT))
+    without = [name for name in PUBLIC if "Example:" not in text.split(f"{{ #{name} }}\n", 1)[1].split("\n## ", 1)[0]]
+    assert without == [], "write a line `# name` and code below it in docs/reference/examples"
+
+
+def test_no_example_is_of_a_name_that_is_gone() -> None:
+    assert set(EXAMPLES) - set(PUBLIC) == set()
+
+
+def _setup(name: str) -> str:
+    file = "federated" if name.startswith("sparsekit_fl") else "core"
+    return (DOCS / "reference" / "examples" / f"{file}.py").read_text(encoding="utf-8").split("# --- examples ---\n")[0]
+
+
+def _run(code: str, names: dict[str, Any], where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType("page")
+    module.__dict__.update(names)
+    monkeypatch.setitem(sys.modules, "page", module)
+    names["__name__"] = "page"
+    exec(compile(code, where, "exec", dont_inherit=True), names)
+
+
+@pytest.mark.parametrize("code", sorted(set(EXAMPLES.values())), ids=lambda code: code.splitlines()[0][:60])
+def test_every_example_of_the_reference_runs(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    name = next(name for name, own in EXAMPLES.items() if own == code)
+    names: dict[str, Any] = {}
+    _run(_setup(name), names, "preparation", monkeypatch)
+    before = len(names)
+    _run(code, names, f"example of {name}", monkeypatch)
+    assert len(names) >= before
+
+
+WITH_CODE = [page for page in PAGES if "```python\n" in page.read_text(encoding="utf-8")]
+WHOLE = [page for page in WITH_CODE if page.name == "index.md" or page.parent.name in ("tutorials", "howto", "concepts")]
+"""Pages whose blocks are one program; those of other pages are fragments, which are compiled only."""
+
+
+@pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: page.relative_to(DOCS).as_posix())
+def test_the_python_of_every_page_can_be_parsed(page: Path) -> None:
+    for code in re.findall(r"^```python\n(.*?)^```$", page.read_text(encoding="utf-8"), re.M | re.S):
+        assert compile(code, page.name, "exec", dont_inherit=True)
+
+
+@pytest.mark.parametrize("page", WHOLE, ids=lambda page: page.relative_to(DOCS).as_posix())
+def test_the_python_of_a_page_runs_from_its_top_to_its_end(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    names: dict[str, Any] = {}
+    for number, code in enumerate(re.findall(r"^```python\n(.*?)^```$", page.read_text(encoding="utf-8"), re.M | re.S)):
+        _run(code, names, f"{page.name}, python block {number}", monkeypatch)
+    assert names
+
+
+def _lines(kind: str) -> list[tuple[str, str]]:
+    found = []
+    for page in PAGES:
+        for block in re.findall(rf"^```{kind}\n(.*?)^```$", page.read_text(encoding="utf-8"), re.M | re.S):
+            for line in block.replace("\\\n", " ").splitlines():
+                if line.strip().startswith("sparsekit "):
+                    found.append((page.relative_to(DOCS).as_posix(), line.strip()))
+    return found
+
+
+def test_commands_and_options_that_pages_name_exist(capsys: pytest.CaptureFixture[str]) -> None:
+    helps: dict[str, str] = {}
+    for page, line in [*_lines("bash"), *_lines("")]:
+        command = line.split()[1]
+        if command.startswith("-"):
+            continue
+        if command not in helps:
+            assert execute([command, "--help"]) == 0, f"{page}: {line}"
+            helps[command] = capsys.readouterr().out
+        for option in re.findall(r"(?<!\S)--[a-z][a-z-]+", line.split("#")[0].split('"')[0]):
+            assert option in helps[command], f"{page}: {option} of {line}"
+
+
+def test_every_page_has_a_place_in_the_navigation_or_gets_one() -> None:
+    text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    nav = set(re.findall(r"[\w./-]+\.md", text.split("\nnav:\n")[1]))
+    there = {page.relative_to(DOCS).as_posix() for page in PAGES}
+    beside = {"SECURITY.md", "ZOO.md", "CHANGELOG.md", "CONTRIBUTING.md"}
+    assert nav - there - beside == set(), "the navigation names a page that is not there"
+    assert {path for path in beside if not (ROOT / path).exists()} == set()
+
+
+def test_every_picture_of_a_page_is_there_and_described() -> None:
+    for page in PAGES:
+        for text, target in re.findall(r"!\[([^\]]*)\]\(([^)]+)\)", page.read_text(encoding="utf-8")):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"
+            assert len(text) > 10, f"{page.name}: {target} needs words for those who cannot see it"
