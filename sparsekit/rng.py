@@ -20,11 +20,13 @@ def torch_generator(rng: np.random.Generator) -> torch.Generator:
 
 @contextmanager
 def torch_scope(rng: np.random.Generator) -> Iterator[None]:
-    """Seed torch's global generator inside the block and put its state back afterwards.
+    """Seed torch's global generators inside the block, those of GPUs too once CUDA is in use, and put their states back.
 
     For what knows no other generator: initialisers and dropout. The only place that touches global random state.
     """
     before = torch.random.get_rng_state()
+    generators = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
+    on_gpus = [generator.get_state() for generator in generators]
     seed = int(rng.integers(2**63 - 1))
     # Not torch.manual_seed: its first call imports the compiler, which takes seconds, and each takes a millisecond.
     torch.default_generator.manual_seed(seed)
@@ -34,3 +36,5 @@ def torch_scope(rng: np.random.Generator) -> Iterator[None]:
         yield
     finally:
         torch.random.set_rng_state(before)
+        for generator, state in zip(generators, on_gpus, strict=True):
+            generator.set_state(state)

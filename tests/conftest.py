@@ -10,6 +10,8 @@ from pathlib import Path
 import hypothesis
 import pytest
 import torch
+from on_device import OnDevice
+from second_device import load
 
 torch.set_num_threads(1)
 
@@ -22,14 +24,25 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--device",
         default=os.environ.get("SPARSEKIT_TEST_DEVICE", "cpu"),
-        help="Where the tests run: cpu, cuda, cuda:1, mps, …; also SPARSEKIT_TEST_DEVICE.",
+        help="Where the tests run: cpu, cuda, cuda:1, mps, …; `elsewhere` is another device that needs no GPU, only a C++"
+        " compiler (tests/second_device). Also SPARSEKIT_TEST_DEVICE.",
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--device") == "elsewhere":
+        load()
     cache = getattr(config, "cache", None)
     if cache is not None:
         os.environ.setdefault("SPARSEKIT_CACHE", str(cache.mkdir("sparsekit")))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip what needs a GPU where there is none, and what is said of the CPU alone elsewhere."""
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
 @pytest.fixture(autouse=True)
@@ -42,6 +55,17 @@ def loggers_as_they_were() -> Iterator[None]:
         logger.setLevel(level)
         logger.propagate = propagate
         logger.handlers[:] = handlers
+
+
+@pytest.fixture(autouse=True)
+def tensors_of_tests_on_the_device(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Whatever a test makes lies on the device of the run; what the package makes lies where the package puts it."""
+    name = str(request.config.getoption("--device"))
+    if name == "cpu" or request.node.get_closest_marker("cpu") or "device" in request.fixturenames:
+        yield
+    else:
+        with OnDevice(name):
+            yield
 
 
 @pytest.fixture(scope="session")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
+import json
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -54,3 +57,24 @@ def test_a_copy_has_nothing_that_a_method_hung_on_the_module(bench: ModuleType) 
     module = torch.nn.Linear(2, 2)
     module.register_forward_hook(lambda *_: None)
     assert not bench.plain_copy(module)._forward_hooks
+
+
+def test_the_gpu_benchmark_runs_its_parts_on_the_cpu_and_writes_one_file(tmp_path: Path) -> None:
+    folder = str(FILE.parent)
+    out = tmp_path / "gpu.json"
+    parts = ["exactness", "crossings", "steps", "client_rounds", "cohort", "memory", "cost"]
+    command = [sys.executable, f"{folder}/gpu.py", "--device", "cpu", "--quick", "--out", str(out), "--parts", *parts]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(out.read_text(encoding="utf-8"))
+    assert json.loads(done.stdout) == found
+    assert list(found["parts"]) == parts
+    assert found["parts"]["exactness"]["result"]["cnn"]["outputs"] < 1e-5
+    assert found["parts"]["cost"]["result"] == {"same_flops": True}
+    assert found["parts"]["steps"]["result"][0]["learnable_over_narrow"] > 0
+    sys.path.insert(0, folder)
+    try:
+        seconds = importlib.import_module("gpu_parts").PARTS
+    finally:
+        sys.path.remove(folder)
+    assert sum(share for share, _ in seconds.values()) <= 525  # nine minutes, less what starting takes

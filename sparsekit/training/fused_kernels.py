@@ -27,17 +27,17 @@ def refuse_broken_kernels(optimizer: Optimizer) -> None:
         return
     for group in optimizer.param_groups:
         if group.get("fused"):
-            for kind in {(p.dtype, p.device.type) for p in group["params"] if p.dtype.itemsize < 4}:
-                if kind[1] == "cpu" and not _steps(kind[0]):
+            for dtype, device in {(p.dtype, p.device) for p in group["params"] if p.dtype.itemsize < 4}:
+                if not _steps(dtype, device):
                     raise UnsupportedModelError(
-                        f"SGD(fused=True) of torch {torch.__version__} leaves most entries as they are in {kind[0]} on a CPU;"
+                        f"SGD(fused=True) of torch {torch.__version__} leaves most entries as they are in {dtype} on {device};"
                         " use foreach=True, or parameters in float32 under torch.autocast"
                     )
 
 
 @cache
-def _steps(dtype: torch.dtype) -> bool:
-    parameter = nn.Parameter(torch.zeros(_ENTRIES, dtype=dtype))
+def _steps(dtype: torch.dtype, device: torch.device) -> bool:
+    parameter = nn.Parameter(torch.zeros(_ENTRIES, dtype=dtype, device=device))
     parameter.grad = torch.ones_like(parameter)
     torch.optim.SGD([parameter], lr=1.0, fused=True).step()
     return bool((parameter.detach() == -1).all())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 import torch
@@ -54,19 +55,35 @@ class ImportanceRegularizer:
             float (J,) in [0, 1], float32 at least.
         """
         if self.target == "standardised":
-            magnitudes = standardise(magnitudes, _group_of(sizes).to(magnitudes.device))
+            magnitudes = standardise(magnitudes, *_tables(tuple(sizes), magnitudes.device))
         return torch.sigmoid(wide(magnitudes))
 
-    def weights(self, sizes: Sequence[int]) -> Tensor:
-        """λ, or λ divided by the size of the unit's group: float (J,)."""
-        if self.reduction == "sum":
-            return torch.full((sum(sizes),), self.strength)
+    def weights(self, sizes: Sequence[int], like: Tensor | None = None) -> Tensor:
+        """λ, or λ divided by the size of the unit's group: float (J,), of the dtype and on the device of `like`."""
+        dtype = torch.get_default_dtype()
+        return _weights(
+            self.strength, self.reduction, tuple(sizes), dtype, *((dtype, None) if like is None else (like.dtype, like.device))
+        )
+
+
+# Made once: a table that is made on the CPU would cross to the device of the model in every step.
+@lru_cache(maxsize=256)
+def _tables(sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """The group of each unit, and the size of each group."""
+    with torch.inference_mode(False):
         counts = torch.tensor(sizes)
-        return self.strength / counts.to(torch.get_default_dtype()).repeat_interleave(counts)
+        return torch.arange(len(sizes)).repeat_interleave(counts).to(device), counts.to(device)
 
 
-def _group_of(sizes: Sequence[int]) -> Tensor:
-    return torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
+@lru_cache(maxsize=256)
+def _weights(
+    strength: float, reduction: str, sizes: tuple[int, ...], dtype: torch.dtype, final: torch.dtype, device: torch.device | None
+) -> Tensor:
+    with torch.inference_mode(False):
+        if reduction == "sum":
+            return torch.full((sum(sizes),), strength, dtype=dtype).to(device, final)
+        counts = torch.tensor(sizes)
+        return (strength / counts.to(dtype).repeat_interleave(counts)).to(device, final)
 
 
 def standardise(values: Tensor, group_of: Tensor, sizes: Tensor | None = None) -> Tensor:

@@ -75,16 +75,19 @@ class UnitVectors:
         self.narrow_model = narrow_model
         graph = narrow_model.graph
         self.offsets = group_order(graph.groups.values())
-        self.sizes = torch.tensor([group.size for group in graph.groups.values()])
+        self._counts = [group.size for group in graph.groups.values()]
         self.total = graph.units
-        self.group_of = torch.repeat_interleave(torch.arange(len(graph.groups)), self.sizes)
         self._leaves = {narrow_model.key_of(name): leaf for name, leaf in narrow_model.named_parameters().items()}
+        # All tables lie where the model does, so that nothing crosses in a step.
+        device = next((leaf.device for leaf in self._leaves.values()), None)
+        self.sizes = torch.tensor(self._counts).to(device)
+        self.group_of = torch.arange(len(self._counts)).repeat_interleave(torch.tensor(self._counts)).to(device)
         self._layout = -1
         self.reload()
 
     def split(self, fused: Tensor) -> dict[str, Tensor]:
         """Views of a fused vector by group: group name → (units,)."""
-        return dict(zip(self.offsets, fused.split(self.sizes.tolist()), strict=True))
+        return dict(zip(self.offsets, fused.split(self._counts), strict=True))
 
     def fuse(self, values: Mapping[str, Tensor]) -> Tensor:
         """One vector (J,) from group name → (units,)."""

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from sparsekit.errors import InvalidValueError, MissingDependencyError, install_hint
 from sparsekit_fl.cli.options import MOST_WORKERS, RunOptions
 from sparsekit_fl.options.config import HETEROGENEITY, RunConfig, TrainingConfig
+from sparsekit_fl.options.devices import devices
 
 if TYPE_CHECKING:
     from sparsekit_fl.engines.base import Engine
@@ -171,7 +172,7 @@ def _engine(options: RunOptions) -> Engine:
     if workers is None:
         # A GPU is shared best by one process.
         on_cpu = options.device in (None, "cpu")
-        workers = min(cores(), MOST_WORKERS) if on_cpu else 1
+        workers = min(cores(), MOST_WORKERS) if on_cpu else len(devices(str(options.device)))
     engine: Engine = make(workers=workers, **given)
     return engine
 

@@ -25,11 +25,12 @@ class ClientExecutor:
         spec: The fixed parts of the run.
         clients: Client id → client, at least those that will be asked for.
         store: The memories of the clients; a call may bring another.
+        device: Where they train; None takes the first device of the run.
     """
 
-    def __init__(self, spec: RunSpec, clients: Mapping[int, Client], store: MemoryStore) -> None:
+    def __init__(self, spec: RunSpec, clients: Mapping[int, Client], store: MemoryStore, *, device: str | None = None) -> None:
         self.spec = spec
-        self._worker = WorkerState(spec)
+        self._worker = WorkerState(spec, device)
         self._clients = clients
         self._store = store
 

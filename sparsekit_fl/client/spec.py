@@ -19,6 +19,7 @@ from sparsekit.tracing.layer_order import trace_layers
 from sparsekit.tracing.trace import trace_units
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.options.config import RunConfig, TrainingConfig
+from sparsekit_fl.options.devices import devices
 from sparsekit_fl.problem.clients import Client
 from sparsekit_fl.problem.problem import Problem
 from sparsekit_fl.problem.recipe import recipe_of
@@ -127,20 +128,23 @@ def by_id(clients: Sequence[Client]) -> dict[int, Client]:
 
 
 def check_device(device: str, *, name: str = "device") -> None:
-    """Raise InvalidValueError unless this machine has a device.
+    """Raise InvalidValueError unless this machine has a device, or all of several.
 
     Args:
-        device: As torch calls it: cpu, cuda, cuda:1.
+        device: As torch calls it: cpu, cuda, cuda:1, mps; several by commas.
         name: The option, for the message.
     """
-    try:
-        asked = torch.device(device)
-    except RuntimeError as error:
-        raise InvalidValueError(f"{name} must be cpu, cuda or cuda:N, got {device!r}") from error
-    if asked.type != "cuda":
-        return
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if count == 0:
-        raise InvalidValueError(f"{name} {device}: this torch sees no CUDA device; leave it out to run on the CPU")
-    if asked.index is not None and asked.index >= count:
-        raise InvalidValueError(f"{name} {device}: this machine has {count}, cuda:0 to cuda:{count - 1}; take one of these")
+    for one in devices(device):
+        try:
+            asked = torch.device(one)
+        except RuntimeError as error:
+            raise InvalidValueError(f"{name} must be cpu, cuda, cuda:N or mps, or several by commas, got {device!r}") from error
+        if asked.type == "mps" and not torch.backends.mps.is_available():
+            raise InvalidValueError(f"{name} {device}: this torch sees no Metal device; leave it out to run on the CPU")
+        if asked.type != "cuda":
+            continue
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if count == 0:
+            raise InvalidValueError(f"{name} {device}: this torch sees no CUDA device; leave it out to run on the CPU")
+        if asked.index is not None and asked.index >= count:
+            raise InvalidValueError(f"{name} {device}: this machine has {count}, cuda:0 to cuda:{count - 1}; take one of these")

@@ -8,6 +8,7 @@ from sparsekit.training.narrow_model import NarrowModel
 from sparsekit_fl.client.spec import RunSpec
 from sparsekit_fl.context.client import ClientContext
 from sparsekit_fl.context.memory import Memory, rngs_by_kind
+from sparsekit_fl.options.devices import device_of, use_exact_arithmetic
 from sparsekit_fl.problem.clients import Capability, Client
 from sparsekit_fl.streams import Streams
 from sparsekit_fl.wire.kept import Mask
@@ -23,12 +24,16 @@ class WorkerState:
 
     Args:
         spec: The fixed parts of the run.
+        device: Where the model trains; None takes the first device of the run.
     """
 
-    def __init__(self, spec: RunSpec) -> None:
+    def __init__(self, spec: RunSpec, device: str | None = None) -> None:
         self.spec = spec
+        self.device = device_of(spec.config.device) if device is None else device
+        if spec.config.deterministic:
+            use_exact_arithmetic()
         with torch_scope(Streams(spec.config.seed).model()):
-            model = spec.problem.model().to(spec.config.device)
+            model = spec.problem.model().to(self.device)
         self.narrow_model = NarrowModel(model, spec.graph)
 
     def context(
@@ -53,7 +58,7 @@ class WorkerState:
             training=spec.training(max(round, 1)),
             costs=spec.costs,
             narrow_model=self.narrow_model,
-            device=spec.config.device,
+            device=self.device,
             rngs=rngs_by_kind(Streams(spec.config.seed).client(round, client.id)),
             memory=memory,
             extra=extra or {},

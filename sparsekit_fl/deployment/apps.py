@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import replace
 from pathlib import Path
 
 from flwr.app import Context, Message
@@ -15,7 +16,7 @@ from flwr.serverapp import Grid, ServerApp
 
 from sparsekit.errors import InvalidValueError
 from sparsekit_fl.client.executor import ClientExecutor
-from sparsekit_fl.client.spec import RunSpec
+from sparsekit_fl.client.spec import RunSpec, check_device
 from sparsekit_fl.deployment.plan import Plan, client_ids
 from sparsekit_fl.engines.flower.introduction import described, introduced_by
 from sparsekit_fl.engines.flower.node import make_app
@@ -35,7 +36,10 @@ def _make(context: Context) -> tuple[RunSpec, dict[int, Client]]:
         plan = Plan.of(context.run_config)
         ids = client_ids(_clients_of(context))
         problem, clients = plan.make_clients(ids, context.node_config)
-        spec = RunSpec.build(plan.make_method(), problem, plan.make_config(len(clients)))
+        device = str(context.node_config.get("device", "cpu"))
+        check_device(device)
+        config = replace(plan.make_config(len(clients)), device=device)
+        spec = RunSpec.build(plan.make_method(), problem, config)
         _clients.clear()
         _clients[key] = spec, clients
     return _clients[key]

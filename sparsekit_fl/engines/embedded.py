@@ -20,6 +20,7 @@ from sparsekit_fl.client.executor import ClientExecutor
 from sparsekit_fl.client.spec import RunSpec, check_device
 from sparsekit_fl.engines.base import ClientPool, Reply, Unscored, in_order
 from sparsekit_fl.errors import ClientError, WorkerDiedError
+from sparsekit_fl.options.devices import device_of, exact_arithmetic
 from sparsekit_fl.problem.clients import Client
 from sparsekit_fl.processes import KILL, Child, Children, one_thread, start_method
 from sparsekit_fl.results.records import RunResult
@@ -95,12 +96,17 @@ class _Broken(str):
 
 
 def _serve(
-    connection: Connection, spec: RunSpec, clients: Mapping[int, Client], store: ClientStore, shared: dict[str, Tensor]
+    connection: Connection,
+    spec: RunSpec,
+    clients: Mapping[int, Client],
+    store: ClientStore,
+    shared: dict[str, Tensor],
+    device: str,
 ) -> None:
     """Answer tasks in a worker process until the pipe closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        executor = ClientExecutor(spec, clients, store)
+        executor = ClientExecutor(spec, clients, store, device=device)
     except Exception as error:  # noqa: BLE001 - sent to the main process, which raises it
         _refuse(connection, _Broken(f"could not start: {type(error).__name__}: {error}\n{traceback.format_exc()}"))
         return
@@ -141,8 +147,8 @@ class _ProcessPool:
         self._loaded: StateDict | None = None
         self._shared = {name: spec.initial[name].clone().share_memory_() for name in spec.shared_names()}
         self._children = children
-        for _ in range(workers):
-            children.start(_serve, spec, clients, store, self._shared)
+        for number in range(workers):
+            children.start(_serve, spec, clients, store, self._shared, device_of(spec.config.device, number))
 
     def map(self, assignments: Sequence[Assignment], versions: Versions) -> Iterator[Reply]:
         tasks = [
@@ -246,7 +252,7 @@ class Embedded:
     ) -> RunResult:
         """Run the loop; torch has one thread meanwhile, since results depend on the number of threads."""
         check_device(spec.config.device)
-        with one_thread():
+        with one_thread(), exact_arithmetic(spec.config.deterministic):
             if self.workers == 1:
                 return rounds(_LocalPool(ClientExecutor(spec, clients, store)))
             method = self._start_method or start_method(spec.config.device)

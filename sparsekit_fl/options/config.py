@@ -165,7 +165,12 @@ class RunConfig(Checked):
             unset="all",
         ),
     ] = None
-    device: Annotated[str, Option("Where clients train: cpu, cuda, cuda:0, …", HOW)] = "cpu"
+    device: Annotated[
+        str, Option("Where clients train: cpu, cuda, cuda:0, mps, …; several by commas, which workers take in turn.", HOW)
+    ] = "cpu"
+    deterministic: Annotated[
+        bool, Option("On a GPU, use slower operators that give the same bits on every run, and no TF32.", HOW)
+    ] = False
     capability: Annotated[
         Literal["fixed", "dynamic"],
         Option("Draw the clients' capability levels once (fixed) or every round (dynamic).", WHAT, preset=True),

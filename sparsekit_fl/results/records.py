@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import json
-import platform
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-
-import sparsekit
 from sparsekit.graph.state import StateDict
 from sparsekit_fl.options.config import RunConfig
+from sparsekit_fl.results.environment import describe_environment
 from sparsekit_fl.results.frames import clients_frame, rounds_frame
 from sparsekit_fl.results.plot import plot_rounds
 from sparsekit_fl.results.rounds import RoundRecord, cost_dict, cost_from, plain
@@ -202,18 +197,3 @@ class Observer:
 
     def on_end(self, result: RunResult) -> None:
         """The run ended and is saved."""
-
-
-def describe_environment(*, workers: int, device: str) -> dict[str, Any]:
-    """Versions and settings that results may depend on, and when the run ended."""
-    return {
-        "finished": datetime.now(UTC).isoformat(timespec="seconds"),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "numpy": np.__version__,
-        "sparsekit": sparsekit.__version__,
-        "threads": torch.get_num_threads(),
-        "workers": workers,
-        "device": device,
-        "platform": platform.platform(),
-    }

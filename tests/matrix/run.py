@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from sparsekit import LearnableMask, trace_units
 from sparsekit.criteria import Magnitude
+from sparsekit.training.regularizer import ImportanceRegularizer
 
 __all__ = ["TOLERANCE", "distance"]
 
@@ -89,8 +90,10 @@ def _masked(cell: Cell, device: str, backend: str) -> LearnableMask:
     model, x = _model(cell, device)
     if cell.compiler != "off":
         model = torch.compile(model, backend=backend)  # type: ignore[assignment]
+    # Importance is learned by its gradient, which the reference has too.
     criterion = None if _learns(cell) else Magnitude()
-    return LearnableMask(model, (x,), ratio=0.5, explore=0.0, execution=cell.execution, criterion=criterion)  # type: ignore[arg-type]
+    rule: dict[str, Any] = {"criterion": criterion} if criterion is not None else {"regularizer": ImportanceRegularizer()}
+    return LearnableMask(model, (x,), ratio=0.5, explore=0.0, execution=cell.execution, **rule)  # type: ignore[arg-type]
 
 
 def distance(
@@ -135,7 +138,8 @@ def distance(
 
         if _learns(cell) and (step == 0 or (step in CHANGES_AT and cell.change != "ratio")):
             values = _importance(masked.scores.numel(), step, masked.scores)
-            masked.load_importance(masked._split(values))
+            sizes = {name: group.size for name, group in masked.graph.groups.items()}
+            masked.load_importance(dict(zip(sizes, values.split(list(sizes.values())), strict=True)))
             reference.scores.copy_(values)
         if step in CHANGES_AT and cell.change == "ratio":
             masked.ratio = reference.ratio = (0.25, 0.75)[CHANGES_AT.index(step)]
@@ -181,7 +185,7 @@ def _resumed(cell: Cell, masked: LearnableMask, optimizer: Any, device: str, bac
     buffer = io.BytesIO()
     torch.save((masked.state_dict(), optimizer.state_dict()), buffer)
     buffer.seek(0)
-    saved = torch.load(buffer, weights_only=True)
+    saved = torch.load(buffer, map_location="cpu", weights_only=True)
     masked = _masked(cell, device, backend)
     optimizer = _optimizer(cell, masked.weights(), masked.scores, plain=False)
     masked.load_state_dict(saved[0])

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from sparsekit import LearnableMask, UnitMask, compact, expand, trace_units
+from sparsekit.training.regularizer import ImportanceRegularizer
 
 Found = list[dict[str, dict[str, Tensor]]]
 
@@ -54,7 +55,9 @@ def _adam(model: nn.Module) -> torch.optim.Optimizer:
 
 def _masked(graph_of: nn.Module | None = None) -> LearnableMask:
     model = _dense() if graph_of is None else graph_of
-    return LearnableMask(model, (torch.zeros(2, 6, dtype=torch.float64),), ratio=0.5, explore=0.0)
+    return LearnableMask(
+        model, (torch.zeros(2, 6, dtype=torch.float64),), ratio=0.5, explore=0.0, regularizer=ImportanceRegularizer()
+    )
 
 
 def _turn(masked: LearnableMask, seed: int) -> None:

@@ -24,6 +24,7 @@ from sparsekit_fl.engines.base import ClientPool
 from sparsekit_fl.engines.flower.node import make_app
 from sparsekit_fl.engines.flower.pool import Carrier, GridPool
 from sparsekit_fl.errors import WorkerDiedError
+from sparsekit_fl.options.devices import devices
 from sparsekit_fl.problem.clients import Client
 from sparsekit_fl.processes import one_thread
 from sparsekit_fl.results.records import RunResult
@@ -171,7 +172,9 @@ class _Session(Carrier):
         reference = ray.put(self._bundle)
         ready: queue.Queue[Grid | BaseException] = queue.Queue()
         self._stop = stop = threading.Event()
-        gpus = 1.0 / self.actors if self._bundle.spec.config.device.startswith("cuda") else 0.0
+        # Ray gives each actor its share of the GPUs, and shows it no other.
+        device = self._bundle.spec.config.device
+        gpus = len(devices(device)) / self.actors if device.startswith("cuda") else 0.0
         server = ServerApp()
 
         def main(grid: Grid, _: Context) -> None:

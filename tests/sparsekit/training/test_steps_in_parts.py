@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from sparsekit import LearnableMask
 from sparsekit.criteria import Magnitude
 from sparsekit.errors import InvalidValueError
+from sparsekit.training.regularizer import ImportanceRegularizer
 
 
 def _task() -> tuple[nn.Module, Tensor, Tensor]:
@@ -53,7 +54,7 @@ def test_sam_in_compact_execution_equals_masked_execution(make: Any, parts: bool
     found = []
     for execution in ("compact", "masked"):
         model, x, y = _task()
-        masked = LearnableMask(model, (x,), ratio=0.5, execution=execution, explore=0.0)  # type: ignore[arg-type]
+        masked = LearnableMask(model, (x,), ratio=0.5, execution=execution, explore=0.0, regularizer=ImportanceRegularizer())  # type: ignore[arg-type]
         _train(masked, make(masked.parameters()), x, y, parts=parts, seeds=range(9))
         found.append(masked.dense_state())
     for name, tensor in found[0].items():
@@ -67,7 +68,7 @@ def test_sam_in_two_calls_equals_sam_in_one(make: Any) -> None:
     found = []
     for parts in (True, False):
         model, x, y = _task()
-        masked = LearnableMask(model, (x,), ratio=0.5, explore=0.0)
+        masked = LearnableMask(model, (x,), ratio=0.5, explore=0.0, regularizer=ImportanceRegularizer())
         _train(masked, make(masked.parameters()), x, y, parts=parts, seeds=range(9))
         found.append(masked.state_dict())
     for name, tensor in found[0].items():
@@ -76,7 +77,7 @@ def test_sam_in_two_calls_equals_sam_in_one(make: Any) -> None:
 
 def test_the_mask_stands_still_from_first_step_to_second_step_and_moves_after_it() -> None:
     model, x, y = _task()
-    masked = LearnableMask(model, (x,), ratio=0.5)
+    masked = LearnableMask(model, (x,), ratio=0.5, regularizer=ImportanceRegularizer())
     optimizer = Sam(masked.parameters())
     F.cross_entropy(masked(x), y).backward()
     before = masked.unit_mask()
@@ -93,7 +94,7 @@ def test_the_mask_stands_still_from_first_step_to_second_step_and_moves_after_it
 
 def test_a_step_that_fails_does_not_hold_the_mask() -> None:
     model, x, _ = _task()
-    masked = LearnableMask(model, (x,), ratio=0.5)
+    masked = LearnableMask(model, (x,), ratio=0.5, regularizer=ImportanceRegularizer())
     optimizer = torch.optim.SGD(masked.parameters(), lr=0.1)
 
     def fail() -> float:
@@ -109,7 +110,7 @@ def test_a_step_that_fails_does_not_hold_the_mask() -> None:
 
 def test_an_optimizer_is_found_when_it_is_made() -> None:
     model, x, _ = _task()
-    masked = LearnableMask(model, (x,), ratio=0.5)
+    masked = LearnableMask(model, (x,), ratio=0.5, regularizer=ImportanceRegularizer())
     optimizer = torch.optim.Adam(masked.parameters())
     other = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
     assert list(masked.optimizers) == [optimizer]
@@ -132,11 +133,11 @@ def test_two_optimizers_of_one_leaf_both_find_the_moments_of_dropped_units_again
         return [torch.optim.SGD(masked.parameters(), lr=0.1, momentum=momentum) for momentum in (0.9, 0.5)]
 
     model, x, y = _task()
-    masked = LearnableMask(model, (x,), criterion=None, ratio=0.5, explore=0.0)
+    masked = LearnableMask(model, (x,), ratio=0.5, explore=0.0, regularizer=ImportanceRegularizer())
     optimizers = make(masked)
     for seed in range(5):
         step(masked, optimizers, x, y, seed)
-    twin = LearnableMask(model, (x,), ratio=0.5, explore=0.0)
+    twin = LearnableMask(model, (x,), ratio=0.5, explore=0.0, regularizer=ImportanceRegularizer())
     others = make(twin)
     saved = copy.deepcopy((masked.state_dict(), [optimizer.state_dict() for optimizer in optimizers]))
     assert any(name.endswith(":2.0.weight") for name in saved[0])

@@ -16,7 +16,7 @@ from sparsekit.errors import InvalidValueError, NoUnitsError
 from sparsekit.training.regularizer import ImportanceRegularizer
 from sparsekit_fl.context.server import ClientInfo, ServerContext
 from sparsekit_fl.methods import fedavg
-from sparsekit_fl.methods.fedlps import fedlps, fedlps_paper
+from sparsekit_fl.methods.fedlps import fedlps, fedlps_own, fedlps_paper
 from sparsekit_fl.options.config import RunConfig, TrainingConfig
 from sparsekit_fl.policies.aggregate import DeltaMean
 from sparsekit_fl.policies.bandit import BanditRatio, utility
@@ -38,6 +38,12 @@ class TestFedLps(MethodContract):
     @pytest.fixture
     def make(self):
         return fedlps
+
+
+class TestFedLpsOwn(MethodContract):
+    @pytest.fixture
+    def make(self):
+        return fedlps_own
 
 
 class TestFedLpsPaper(MethodContract):

@@ -19,11 +19,13 @@ heterogeneity bandit lr batch_size local_epochs seed engine supernodes ray_addre
 min_replies aggregation trim_share clip_norm dp_clip dp_noise dp_delta dp_noise_seed upload out resume quiet json
 set config sampling init momentum weight_decay clip optimizer optimizer_args amp local_schedule local_warmup lr_decay
 lr_schedule lr_warmup lr_step lr_gamma lr_end server_optimizer server_lr server_momentum server_beta2 server_tau
-augment partition_args availability async_buffer async_staleness"""
+augment partition_args availability async_buffer async_staleness
+deterministic accept_code eval_global_every log"""
 
 RUN_CONFIGURATION = {
     "method": "fedlps", "preset": "digits", "problem": "", "rounds": 0, "cohort": 0, "seed": 0, "eval-every": 0,
     "eval-clients": 0, "local-epochs": 0, "batch-size": 0, "lr": 0.0, "data-dir": "", "out": "", "resume": False, "nodes": 2,
+    "deterministic": False, "eval-global-every": 0,
     "wait-seconds": 300.0, "timeout-seconds": 0.0, "min-replies": 0, "aggregation": "mean", "trim-share": 0.2,
     "clip-norm": 0.0, "dp-clip": 0.0, "dp-noise": 0.0, "dp-delta": 0.0, "upload": "float32", "memory": "nodes",
     "momentum": 0.0, "weight-decay": 0.0, "clip": 0.0, "optimizer": "sgd", "optimizer-args": "", "amp": "off",

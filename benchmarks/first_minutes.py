@@ -1,0 +1,142 @@
+"""The first minutes of a new user: the wheel in empty environments, with the lowest and the newest supported versions.
+
+    python benchmarks/first_minutes.py [--versions lowest newest] [--python 3.11 3.12] [--without-extras]
+
+Builds the wheel of this checkout, makes a fresh environment by `uv venv`, installs the wheel there by `uv pip install`
+(`--resolution lowest-direct` for the lowest), and runs commands in an empty folder: the help, units and pruning of a
+model, and, with the extra `fl`, a short federated run. Without extras, what needs one must say which. Prints a line per
+environment; the exit code is 1 where something failed. Needs uv (`pip install uv`) and a package index.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+SHOWN = ("torch", "numpy", "safetensors", "pydantic", "typer", "rich", "scikit-learn", "pyarrow", "pillow")
+PROGRAM = """
+import torch
+from torch import nn
+import sparsekit as sk
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Flatten(), nn.Linear(16 * 36, 10))
+x, y = torch.randn(16, 3, 8, 8), torch.randint(10, (16,))
+masked = sk.LearnableMask(model, (x[:2],), ratio=0.5)
+optimizer = torch.optim.SGD(masked.parameters(), lr=0.1)
+for _ in range(3):
+    optimizer.zero_grad()
+    (nn.functional.cross_entropy(masked(x), y) + masked.penalty()).backward()
+    optimizer.step()
+masked.eval()
+assert torch.allclose(masked.compact().eval()(x), masked(x), atol=1e-5)
+pruned = sk.prune(model, (x[:1],), budget=sk.Budget(params="50%"))
+assert pruned.report.after["params"] <= 0.5 * pruned.report.before["params"]
+sk.save_compact(masked, "small.safetensors")
+"""
+FEDERATED = ["fedlps", "--rounds", "2", "--clients", "4", "--cohort", "2", "--workers", "1", "--quiet", "--json"]
+
+
+def run(arguments: Sequence[str | Path], *, folder: Path, wrong: bool = False) -> str:
+    """Run a program and return what it wrote; raise where its exit code says otherwise."""
+    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV", "PYTHONHOME")}
+    done = subprocess.run([str(part) for part in arguments], cwd=folder, capture_output=True, text=True, env=environment)
+    if (done.returncode != 0) is not wrong:
+        raise RuntimeError(
+            f"{' '.join(map(str, arguments))} ended with {done.returncode}:\n{(done.stdout + done.stderr)[-3000:]}"
+        )
+    return done.stdout + done.stderr
+
+
+def build(folder: Path) -> Path:
+    """Build the wheel from a copy of the tracked files, so that nothing is left in the checkout."""
+    copy = folder / "source"
+    shutil.copytree(
+        ROOT, copy, ignore=shutil.ignore_patterns(".git", ".venv", "build", "site", "*.egg-info", "__pycache__", "tests")
+    )
+    run([sys.executable, "-m", "pip", "wheel", "--no-deps", "--quiet", "--wheel-dir", folder, copy], folder=folder)
+    return next(folder.glob("*.whl"))
+
+
+def direct(extra: str) -> list[str]:
+    """Return the requirements of the project and of one extra."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    return [*project["dependencies"], *(project["optional-dependencies"][extra] if extra else ())]
+
+
+def try_one(wheel: Path, *, python: str, versions: str, extras: str, folder: Path) -> dict[str, object]:
+    """Install the wheel into an empty environment and take the first steps there."""
+    home = folder / f"{python}-{versions}-{extras or 'none'}"
+    work = home / "work"
+    work.mkdir(parents=True)
+    run(["uv", "venv", "--quiet", "--python", python, home / "venv"], folder=folder)
+    programs = home / "venv" / ("Scripts" if os.name == "nt" else "bin")
+    wanted = f"{wheel}[{extras}]" if extras else str(wheel)
+    # What is named on the command line counts as direct, so the requirements of the wheel stand there too.
+    how = ["--resolution", "lowest-direct", *direct(extras)] if versions == "lowest" else []
+    start = time.perf_counter()
+    run(["uv", "pip", "install", "--quiet", "--python", programs / "python", *how, wanted], folder=folder)
+    took = time.perf_counter() - start
+    listed = json.loads(
+        run(["uv", "pip", "list", "--quiet", "--python", programs / "python", "--format", "json"], folder=folder)
+    )
+    found = {item["name"]: item["version"] for item in listed if item["name"] in SHOWN}
+    sparsekit = programs / "sparsekit"
+    run([sparsekit, "--version"], folder=work)
+    run([sparsekit, "--help"], folder=work)
+    times = []
+    for _ in range(5):
+        before = os.times()
+        run([sparsekit, "--help"], folder=work)
+        after = os.times()
+        times.append(after.children_user + after.children_system - before.children_user - before.children_system)
+    run([sparsekit, "units", "vgg11"], folder=work)
+    run([programs / "python", "-c", PROGRAM], folder=work)
+    if extras:
+        run([sparsekit, *FEDERATED], folder=work)
+    else:
+        said = run([sparsekit, *FEDERATED], folder=work, wrong=True)
+        if "sparsekit-torch[fl]" not in said:
+            raise RuntimeError(f"without extras the message names none: {said}")
+    return {"python": python, "versions": versions, "extras": extras, "installed in s": round(took, 1),
+            "help in CPU s": round(min(times), 2), "found": found}  # fmt: skip
+
+
+def main() -> int:
+    """Try every combination that was asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--versions", nargs="+", choices=("lowest", "newest"), default=["lowest", "newest"])
+    parser.add_argument("--python", nargs="+", default=[f"{sys.version_info.major}.{sys.version_info.minor}"])
+    parser.add_argument("--without-extras", action="store_true", help="also without the extra fl")
+    chosen = parser.parse_args()
+    failed = False
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        wheel = build(folder)
+        for python in chosen.python:
+            for versions in chosen.versions:
+                for extras in ("fl", "") if chosen.without_extras else ("fl",):
+                    try:
+                        print(
+                            json.dumps(try_one(wheel, python=python, versions=versions, extras=extras, folder=folder)),
+                            flush=True,
+                        )
+                    except RuntimeError as error:
+                        failed = True
+                        print(f"FAILED: Python {python}, {versions}, extras {extras or 'none'}: {error}", flush=True)
+                    shutil.rmtree(folder / f"{python}-{versions}-{extras or 'none'}", ignore_errors=True)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

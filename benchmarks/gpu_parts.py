@@ -1,0 +1,474 @@
+# ruff: noqa: ARG001, ARG002 - every part takes the same arguments, an observer likewise
+"""The parts of `gpu.py`: each returns plain data, runs on any device, and has a small version for `--quick`."""
+
+from __future__ import annotations
+
+import gc
+import math
+import re
+import statistics
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from client_step import MODELS as PROBLEMS
+from step import LR, MODELS, cross_entropy
+from torch import Tensor, nn
+
+import sparsekit_fl as fl
+from sparsekit import LearnableMask, compact, count_cost, select, trace_units
+from sparsekit.criteria import Magnitude, Random, View
+from sparsekit_fl.engines import registry as engines
+from sparsekit_fl.engines.embedded import Embedded
+from sparsekit_fl.methods import registry as methods
+from sparsekit_fl.models import models
+from sparsekit_fl.models.base import factory_spec
+from sparsekit_fl.options.config import RunConfig
+from sparsekit_fl.paper.presets import PRESETS
+from sparsekit_fl.problem.metrics import TokenAccuracy, accuracy
+from sparsekit_fl.results.records import Observer, RoundRecord
+
+__all__ = ["PARTS", "Clock", "exactness", "synchronise"]
+
+ROOT = Path(__file__).parent.parent
+
+
+class Clock:
+    """How much time a part has.
+
+    Args:
+        seconds: From now.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._end = time.perf_counter() + seconds
+
+    @property
+    def left(self) -> float:
+        """Seconds that are left; at least 0."""
+        return max(0.0, self._end - time.perf_counter())
+
+
+def synchronise(device: torch.device) -> None:
+    """Wait until the device has done what it was asked."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()
+
+
+def exactness(device: torch.device, quick: bool, clock: Clock) -> dict[str, Any]:
+    """Outputs and gradients of the device against the CPU in float64, and a masked against a compact network there."""
+    found: dict[str, Any] = {}
+    for name in ["cnn"] if quick else list(MODELS):
+        torch.manual_seed(0)
+        model, x, y = MODELS[name]()
+        graph = trace_units(model, x[:2])
+        mask = select(Random(), graph, 0.5, View(generator=torch.Generator().manual_seed(0)))
+        small = compact(model, graph, mask)
+        truth = compact(model.double() if name != "lstm" else model, graph, mask)
+        model.float()
+        small.to(device), truth.eval(), small.eval()
+        wide = x.double() if x.is_floating_point() and name != "lstm" else x
+        expected = truth(wide)
+        outputs = small(x.to(device))
+        cross_entropy(outputs, y.to(device)).backward()
+        cross_entropy(expected, y).backward()
+        of_weights = [
+            float((a.grad.cpu().double() - b.grad.double()).norm() / b.grad.double().norm().clamp_min(1e-30))
+            for a, b in zip(small.parameters(), truth.parameters(), strict=True)
+            if a.grad is not None and b.grad is not None
+        ]
+        found[name] = {
+            "outputs": float((outputs.detach().cpu().double() - expected.detach()).norm() / expected.detach().norm()),
+            "gradients_largest": max(of_weights),
+        }
+    return found
+
+
+def _train(call: Callable[..., Tensor], parameters: Iterator[nn.Parameter], x: Tensor, y: Tensor) -> Callable[[], None]:
+    """One step of plain SGD."""
+    optimizer = torch.optim.SGD(parameters, lr=LR)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        cross_entropy(call(x), y).backward()
+        optimizer.step()
+
+    return step
+
+
+def _seconds(step: Callable[[], None], device: torch.device, steps: int) -> float:
+    """Seconds of a step, over a block of steps."""
+    synchronise(device)
+    began = time.perf_counter()
+    for _ in range(steps):
+        step()
+    synchronise(device)
+    return (time.perf_counter() - began) / steps
+
+
+def steps(device: torch.device, quick: bool, clock: Clock) -> list[dict[str, Any]]:
+    """The step of a LearnableMask over that of a natively narrow network: paired blocks, medians of ratios. Goal: 1.15."""
+    rows = []
+    ratios = (0.5,) if quick else (1.0, 0.5, 0.25, 0.125, 0.0625)
+    cases = [("cnn", 20)] if quick else [("vgg11", 20), ("cnn", 20), ("lstm", 20), ("vgg11", 128)]
+    block, repeats = (2, 2) if quick else (10, 15)
+    for name, batch in cases:
+        for ratio in ratios:
+            if not clock.left:
+                rows.append({"model": name, "batch": batch, "ratio": ratio, "skipped": "out of time"})
+                continue
+            torch.manual_seed(0)
+            model, x, y = MODELS[name]()
+            x, y = (t.repeat(math.ceil(batch / len(t)), *[1] * (t.dim() - 1))[:batch].to(device) for t in (x, y))
+            model = model.to(device)
+            graph = trace_units(model, x[:2])
+            masked = LearnableMask(model, graph=graph, ratio=ratio)
+            still = LearnableMask(model, graph=graph, ratio=ratio, explore=0.0)
+            narrow = compact(model, graph, masked.unit_mask())
+            runs = {
+                "narrow": _train(narrow, narrow.parameters(), x, y),
+                "learnable": _train(masked, masked.parameters(), x, y),
+                "without_exploration": _train(still, still.parameters(), x, y),
+                "dense": _train(model, model.parameters(), x, y),
+            }
+            times: dict[str, list[float]] = {case: [] for case in runs}
+            for case in runs.values():
+                _seconds(case, device, block)
+            for _ in range(repeats):
+                for case, run in runs.items():
+                    times[case].append(_seconds(run, device, block))
+            row: dict[str, Any] = {"model": name, "batch": batch, "ratio": ratio}
+            row["narrow_milliseconds"] = 1e3 * statistics.median(times["narrow"])
+            for case in ("learnable", "without_exploration", "dense"):
+                quotients = sorted(a / b for a, b in zip(times[case], times["narrow"], strict=True))
+                row[f"{case}_over_narrow"] = statistics.median(quotients)
+                row[f"{case}_over_narrow_quartiles"] = [quotients[len(quotients) // 4], quotients[3 * len(quotients) // 4]]
+            rows.append(row)
+    return rows
+
+
+@contextmanager
+def _sync_warnings(device: torch.device) -> Iterator[list[str]]:
+    """The places where torch waits for the device."""
+    places: list[str] = []
+    if device.type != "cuda":
+        yield places
+        return
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield places
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    places += [f"{Path(w.filename).name}:{w.lineno}" for w in caught if "synchroniz" in str(w.message)]
+
+
+def crossings(device: torch.device, quick: bool, clock: Clock) -> dict[str, Any]:
+    """What waits for the device, and what is copied between it and the host, in a step whose mask stands. Goal: nothing."""
+    found: dict[str, Any] = {}
+    for name in ["cnn"] if quick else list(MODELS):
+        torch.manual_seed(0)
+        model, x, y = MODELS[name]()
+        model, x, y = model.to(device), x.to(device), y.to(device)
+        masked = LearnableMask(model, (x[:2],), ratio=0.5, explore=0.0)
+        optimizer = torch.optim.SGD(masked.param_groups(importance_lr=0.0), lr=LR)
+
+        def step(masked: LearnableMask = masked, optimizer: Any = optimizer, x: Tensor = x, y: Tensor = y) -> None:
+            loss = cross_entropy(masked(x), y) + masked.penalty()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+        for _ in range(3):
+            step()
+        synchronise(device)
+        with _sync_warnings(device) as places:
+            for _ in range(4):
+                step()
+        synchronise(device)
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if device.type == "cuda":
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        with torch.profiler.profile(activities=activities) as profile:
+            for _ in range(4):
+                step()
+        counts: dict[str, float] = {}
+        for event in profile.key_averages():
+            if re.search(r"Memcpy (HtoD|DtoH)|cudaStreamSynchronize|cudaEventSynchronize|_local_scalar_dense", event.key):
+                counts[event.key] = event.count / 4
+        launches = sum(event.count for event in profile.key_averages() if "LaunchKernel" in event.key) / 4
+        found[name] = {"waits_at": sorted(set(places)), "per_step": counts, "launches_per_step": launches}
+    return found
+
+
+def _problem(name: str, examples: int, clients: int) -> tuple[fl.Problem, list[fl.Client]]:
+    """A task of noise with clients of equal size, at five capability levels."""
+    torch.manual_seed(0)
+    problem, data = PROBLEMS[name](examples)
+    held = data.take(torch.arange(min(20, examples)).numpy())
+    levels = (1.0, 0.5, 0.25, 0.125, 0.0625)
+    return problem, [
+        fl.Client(id=id, data=fl.ClientData(data, held, held), capability=fl.Capability(ratio=levels[id % len(levels)]))
+        for id in range(clients)
+    ]
+
+
+class _Watch(Observer):
+    """Seconds between the ends of rounds."""
+
+    def __init__(self) -> None:
+        self.ends = [time.perf_counter()]
+
+    def on_round(self, record: RoundRecord) -> None:
+        self.ends.append(time.perf_counter())
+
+    def seconds(self) -> float:
+        """The median, without the first round, in which all is built, and the last, which also scores."""
+        return statistics.median(b - a for a, b in list(pairwise(self.ends))[1:-1])
+
+
+def _round_seconds(
+    engine: Any, method: Any, problem: Any, clients: Any, device: torch.device, *, epochs: int, rounds: int
+) -> float:
+    """Median seconds of a round."""
+    config = RunConfig(
+        rounds=rounds + 2,
+        cohort=len(clients),
+        training=fl.TrainingConfig(local_epochs=epochs, batch_size=20, lr=1e-3),
+        eval_every=1000,
+        eval_clients=1,
+        device=str(device),
+    )
+    watch = _Watch()
+    fl.run(method, problem, clients, config, engine=engine, observers=[watch])
+    return watch.seconds()
+
+
+def client_rounds(device: torch.device, quick: bool, clock: Clock) -> list[dict[str, Any]]:
+    """Seconds of one client's round, five epochs over 25 batches, FedLPS beside FedAvg."""
+    rows = []
+    for name in ["cnn"] if quick else ["cnn", "vgg11", "lstm"]:
+        for method in ("fedavg", "fedlps"):
+            if not clock.left:
+                return rows
+            problem, clients = _problem(name, 40 if quick else 500, 1)
+            seconds = _round_seconds(
+                Embedded(), methods[method](), problem, clients, device, epochs=1 if quick else 5, rounds=1 if quick else 3
+            )
+            rows.append({"model": name, "method": method, "seconds": seconds})
+    return rows
+
+
+def cohort(device: torch.device, quick: bool, clock: Clock) -> dict[str, Any] | list[dict[str, Any]]:
+    """Seconds of a round of ten clients with mixed widths: one after the other, and as one batched model. Goals: 10, 3, 3."""
+    if "cohort" not in engines:
+        return {"skipped": "this version has no engine 'cohort'"}
+    rows = []
+    cases = [(model, method) for model in ("cnn", "vgg11", "lstm") for method in ("fedavg", "fedlps")]
+    cases = cases[:1] if quick else cases
+    for name, method in (
+        [("cnn", "fedavg")] if quick else [(m, k) for m in ("cnn", "vgg11", "lstm") for k in ("fedavg", "fedlps")]
+    ):
+        if not clock.left:
+            break
+        problem, clients = _problem(name, 40 if quick else 500, 2 if quick else 10)
+        row: dict[str, Any] = {"model": name, "method": method}
+        for label, engine in (("one_by_one", Embedded()), ("cohort", engines["cohort"]())):
+            row[f"{label}_seconds"] = _round_seconds(
+                engine, methods[method](), problem, clients, device, epochs=1, rounds=1 if quick else 3
+            )
+        row["speed_up"] = row["one_by_one_seconds"] / row["cohort_seconds"]
+        rows.append(row)
+    return rows
+
+
+def presets(device: torch.device, quick: bool, clock: Clock) -> list[dict[str, Any]]:
+    """Seconds of a round of the paper's experiments with FedLPS, on noise of the same shapes and sizes."""
+    shapes: dict[str, tuple[tuple[int, ...], int]] = {
+        "mnist": ((1, 28, 28), 10),
+        "cifar10": ((3, 32, 32), 10),
+        "cifar100": ((3, 32, 32), 100),
+        "tiny-imagenet": ((3, 64, 64), 200),
+        "reddit": ((9,), 10_000),
+    }
+    rows = []
+    for name, (shape, classes) in shapes.items():
+        if not clock.left or (quick and name != "mnist"):
+            break
+        preset = PRESETS[name]
+        tokens = name == "reddit"
+        spec = factory_spec(preset.model, models.find(preset.model))
+        takes = spec.input_shape("tokens" if tokens else "image", shape)
+        examples = (
+            40 if quick else int(preset.options.get("images_per_class", 100)) * int(preset.options.get("classes_per_client", 2))
+        )
+        torch.manual_seed(0)
+        x = torch.randint(classes, (examples, *shape)) if tokens else torch.randn(examples, *takes.shape)
+        y = torch.randint(classes, (examples, *shape) if tokens else (examples,))
+        data = fl.TensorData((x,), y)
+        held = data.take(torch.arange(20).numpy())
+        problem = fl.Problem(
+            model=spec.factory(classes=classes, takes=takes),
+            example_inputs=takes.zeros(),
+            metrics={"accuracy": TokenAccuracy(()) if tokens else accuracy},
+            channels_last=spec.channels_last,
+        )
+        cohort = 2 if quick else preset.cohort
+        config = preset.config(
+            {"rounds": 3, "cohort": cohort, "device": str(device), "eval_every": 1000, "eval_clients": 1}, cohort
+        )
+        roster = [fl.Client(id=id, data=fl.ClientData(data, held, held)) for id in range(cohort)]
+        watch = _Watch()
+        fl.run(methods["fedlps"](), problem, roster, config, observers=[watch])
+        rows.append({"preset": name, "examples": examples, "seconds_per_round": watch.seconds()})
+    return rows
+
+
+def memory(device: torch.device, quick: bool, clock: Clock) -> list[dict[str, Any]]:
+    """Largest memory that three steps hold: dense, narrow, and a LearnableMask."""
+    rows = []
+    if device.type != "cuda":
+        return rows
+    for ratio in (1.0, 0.5, 0.25, 0.0625):
+        torch.manual_seed(0)
+        model, x, y = MODELS["vgg11"]()
+        x, y = x.repeat(7, 1, 1, 1)[:128].to(device), y.repeat(7)[:128].to(device)
+        model = model.to(device)
+        masked = LearnableMask(model, (x[:2],), ratio=ratio)
+        row: dict[str, Any] = {"model": "vgg11", "batch": 128, "ratio": ratio}
+        for label, module in (("narrow", masked.compact()), ("learnable", masked), ("dense", model)):
+            gc.collect()
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(device)
+            before = torch.cuda.memory_allocated(device)
+            step = _train(module, module.parameters(), x, y)
+            for _ in range(3):
+                step()
+            synchronise(device)
+            row[f"{label}_peak_bytes"] = torch.cuda.max_memory_allocated(device) - before
+            for parameter in module.parameters():
+                parameter.grad = None
+        rows.append(row)
+    return rows
+
+
+def llama(device: torch.device, quick: bool, clock: Clock) -> dict[str, Any]:
+    """A Llama of 1.2 billion parameters, random: traced, pruned by magnitude to 70 % of its units, checked and timed."""
+    try:
+        from transformers import LlamaConfig, LlamaForCausalLM
+    except ImportError:
+        return {"skipped": "transformers is not installed"}
+    sizes = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32}
+    small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = LlamaConfig(
+        **(small if quick else sizes),
+        num_key_value_heads=2 if quick else 8,
+        vocab_size=128 if quick else 128_256,
+        use_cache=False,
+    )
+    began = time.perf_counter()
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = LlamaForCausalLM(config).to(torch.float32 if quick else torch.bfloat16).eval()
+    ids = torch.randint(config.vocab_size, (1, 16), device=device)
+    result: dict[str, Any] = {"parameters": sum(p.numel() for p in model.parameters())}
+    result["build_seconds"] = time.perf_counter() - began
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    began = time.perf_counter()
+    graph = trace_units(model, example_kwargs={"input_ids": ids, "use_cache": False})
+    synchronise(device)
+    result["trace_seconds"] = time.perf_counter() - began
+    result["groups"], result["units"] = len(graph.groups), graph.units
+    began = time.perf_counter()
+    mask = select(Magnitude(), graph, 0.7, View(weights=model.state_dict()))
+    cut = compact(model, graph, mask).eval()
+    synchronise(device)
+    result["prune_seconds"] = time.perf_counter() - began
+    result["parameters_left"] = sum(p.numel() for p in cut.parameters())
+    if device.type == "cuda":
+        result["peak_bytes"] = torch.cuda.max_memory_allocated(device)
+    with torch.no_grad():
+        gates = {name: keep.to(device, model.dtype) for name, keep in mask.items()}
+        state = {**model.state_dict(), **graph.gate(model.state_dict(), gates)}
+        gated = torch.func.functional_call(model, state, kwargs={"input_ids": ids, "use_cache": False}).logits
+        own = cut(input_ids=ids, use_cache=False).logits
+        result["cut_against_gated"] = float((own.float() - gated.float()).norm() / gated.float().norm())
+        batch = torch.randint(config.vocab_size, (1, 32) if quick else (4, 512), device=device)
+        for label, module in (("dense", model), ("pruned", cut)):
+            module(input_ids=batch, use_cache=False)
+            seconds = _seconds(lambda m=module: m(input_ids=batch, use_cache=False) and None, device, 2 if quick else 5)  # type: ignore[misc]
+            result[f"{label}_tokens_per_second"] = batch.numel() / seconds
+    return result
+
+
+def cost(device: torch.device, quick: bool, clock: Clock) -> dict[str, Any]:
+    """FLOPs do not depend on the device."""
+    model, x, _ = MODELS["cnn"]()
+    here = count_cost(model, x[:1]).flops_compact
+    return {"same_flops": count_cost(model.to(device), x[:1].to(device)).flops_compact == here}
+
+
+def tests(device: torch.device, quick: bool, clock: Clock) -> dict[str, Any]:
+    """The tests of the core on the device, in a process of their own, until the time is over."""
+    folders = ["tests/sparsekit/graph/test_mask.py"] if quick else ["tests/matrix", "tests/sparsekit", "tests/sparsekit_fl"]
+    found: dict[str, Any] = {}
+    for folder in folders:
+        if clock.left < 5:
+            found[folder] = {"skipped": "out of time"}
+            continue
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            folder,
+            "--device",
+            str(device),
+            "-m",
+            "not slow",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+        ]
+        process = subprocess.Popen(
+            [*command, "--tb=line", "--maxfail=60"], cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
+        try:
+            output, _ = process.communicate(timeout=clock.left)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            output, _ = process.communicate()
+            output += "\nout of time"
+        lines = output.strip().splitlines()
+        found[folder] = {
+            "code": process.returncode,
+            "last": lines[-1] if lines else "",
+            "failed": [line[:300] for line in lines if line.startswith(("FAILED", "ERROR"))],
+            "errors": [line[:300] for line in lines if re.match(r"(E  |/.*Error)", line)][:60],
+        }
+    return found
+
+
+PARTS: dict[str, tuple[float, Callable[[torch.device, bool, Clock], Any]]] = {
+    "exactness": (20, exactness),
+    "crossings": (20, crossings),
+    "steps": (110, steps),
+    "client_rounds": (45, client_rounds),
+    "cohort": (75, cohort),
+    "presets": (60, presets),
+    "memory": (15, memory),
+    "llama": (60, llama),
+    "cost": (5, cost),
+    "tests": (110, tests),
+}
+"""Name → (seconds that it may take, function), in the order in which they run. Together under 9 minutes."""

@@ -1,0 +1,49 @@
+"""The option `device`: one device, or several by commas, which worker processes take in turn; and exact arithmetic there."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+__all__ = ["device_of", "devices", "exact_arithmetic", "use_exact_arithmetic"]
+
+
+def devices(device: str) -> list[str]:
+    """Split "cuda:0,cuda:1" into its devices."""
+    return [part.strip() for part in device.split(",")]
+
+
+def device_of(device: str, worker: int = 0) -> str:
+    """Return the device of a worker process, counted from 0: the devices take turns."""
+    found = devices(device)
+    return found[worker % len(found)]
+
+
+def use_exact_arithmetic() -> None:
+    """Let this process use operators that give the same bits on every run, and no TF32.
+
+    An operator that has no such version raises an error; on a CPU all that we use have one.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = False
+
+
+@contextmanager
+def exact_arithmetic(wanted: bool) -> Iterator[None]:
+    """Use exact arithmetic inside the block, where wanted, and put the switches back."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
+    tf32 = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    if wanted:
+        use_exact_arithmetic()
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        torch.backends.cudnn.benchmark = before[1]
+        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = tf32

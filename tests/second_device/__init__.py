@@ -1,0 +1,57 @@
+"""A second device, `elsewhere`, for machines without a GPU: host memory that torch takes for that of another device."""
+
+from __future__ import annotations
+
+import types
+from contextlib import nullcontext
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+__all__ = ["counts", "load"]
+
+
+@cache
+def load() -> Any:
+    """Compile the extension, once for each version of torch, and register the device.
+
+    Raises:
+        RuntimeError: no C++ compiler, or one that fails.
+    """
+    from torch.utils import cpp_extension
+
+    module = cpp_extension.load(
+        name="sparsekit_second_device",
+        sources=[str(Path(__file__).parent / "second.cpp")],
+        extra_cflags=["-O1", "-g0", "-w"],
+        verbose=False,
+    )
+    torch.utils.rename_privateuse1_backend("elsewhere")
+    torch._register_device_module("elsewhere", _module())
+    torch.utils.generate_methods_for_privateuse1_backend(for_packed_sequence=False, for_storage=True)
+    return module
+
+
+def _module() -> types.ModuleType:
+    """What torch asks of `torch.elsewhere`."""
+    module: Any = types.ModuleType("torch.elsewhere")
+    module.is_available = lambda: True
+    module.device_count = lambda: 1
+    module.current_device = lambda: 0
+    module.set_device = lambda _: None
+    module.device = lambda _: nullcontext()
+    module.synchronize = lambda *_: None
+    module._is_in_bad_fork = lambda: False
+    module.manual_seed_all = lambda _: None
+    module.get_rng_state = lambda *_: torch.get_rng_state()
+    module.set_rng_state = lambda *_: None
+    module.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
+    return module
+
+
+def counts() -> tuple[int, int]:
+    """Copies between the CPU and the device, and numbers that were read from it, since the start."""
+    found: tuple[int, int] = load().counts()
+    return found

@@ -1,0 +1,136 @@
+"""A learnable mask lives on the device of its model, and a step whose mask stands copies nothing between it and the CPU.
+
+The device is a CUDA device with `--device cuda`. Without a GPU, `elsewhere` is a device of its own (tests/second_device) in a
+process of its own, as torch knows only one such device.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sparsekit import LearnableMask, MovingAverage
+from sparsekit._torch import DispatchMode, tree_leaves
+from sparsekit.criteria import Magnitude
+from sparsekit.training.regularizer import ImportanceRegularizer
+
+ROOT = Path(__file__).parents[3]
+
+
+def _task(device: str) -> tuple[nn.Module, Tensor, Tensor]:
+    torch.manual_seed(0)
+    layers = (nn.Conv2d(2, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 6, 3), nn.ReLU(), nn.Flatten(), nn.Linear(24, 3))
+    model, x, y = nn.Sequential(*layers), torch.randn(12, 2, 6, 6), torch.randint(3, (12,))
+    return model.to(device), x.to(device), y.to(device)
+
+
+def _step(masked: LearnableMask, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> None:
+    loss = F.cross_entropy(masked(x), y) + masked.penalty()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+
+
+class _Operators(DispatchMode):
+    """Counts operators, and tensors that cross between devices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.counts[str(func).split(".")[1]] += 1
+        entering = {t.device.type for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.dim()}
+        leaving = {t.device.type for t in tree_leaves(result) if isinstance(t, Tensor) and t.dim()}
+        self.counts["crossings"] += bool(entering and leaving and entering != leaving)
+        return result
+
+
+WAITS = ("_local_scalar_dense", "nonzero", "bincount", "unique2", "equal", "masked_select", "crossings")
+"""Operators after which a GPU's host must wait for a number or a shape."""
+
+
+@pytest.mark.parametrize("criterion", [None, Magnitude()], ids=["learned", "fixed"])
+def test_a_step_whose_mask_stands_reads_at_most_one_number(criterion: Any, device: str) -> None:
+    model, x, y = _task(device)
+    rule = {"regularizer": ImportanceRegularizer()} if criterion is None else {"criterion": criterion}
+    masked = LearnableMask(model, (x[:2],), ratio=0.5, explore=0.0, **rule)
+    optimizer = torch.optim.SGD(masked.param_groups(importance_lr=0.0), lr=0.01, momentum=0.9)
+    for _ in range(3):
+        _step(masked, optimizer, x, y)
+    with _Operators() as operators:
+        _step(masked, optimizer, x, y)
+    found = {name: operators.counts[name] for name in WAITS if operators.counts[name]}
+    # A learned mask asks one number: whether it stands. Everything else of the step is asked for without waiting.
+    assert found in ({}, {"_local_scalar_dense": 1} if criterion is None else {})
+
+
+@pytest.mark.parametrize("execution", ["compact", "masked"])
+def test_a_mask_of_a_model_on_a_device_trains_there_as_on_the_cpu(execution: Any, device: str) -> None:
+    found = []
+    for place in ("cpu", device):
+        model, x, y = _task(place)
+        masked = LearnableMask(
+            model, (x[:2],), ratio=0.5, explore=0.0, execution=execution, regularizer=ImportanceRegularizer()
+        )
+        optimizer = torch.optim.Adam(masked.param_groups(importance_lr=1e-4), lr=0.01, eps=1e-2)
+        average = MovingAverage(masked, decay=0.5)
+        for step in range(5):
+            masked.ratio = 0.25 if step > 2 else 0.5
+            order = torch.arange(masked.scores.numel(), dtype=torch.float32).roll(3 * step).to(place)
+            sizes = [group.size for group in masked.graph.groups.values()]
+            masked.load_importance(dict(zip(masked.graph.groups, order.split(sizes), strict=True)))
+            _step(masked, optimizer, x, y)
+            average.update()
+        assert all(t.device.type == torch.device(place).type for t in masked.dense_state().values())
+        assert next(average.compact().parameters()).device.type == torch.device(place).type
+        saved = {name: tensor.cpu() for name, tensor in masked.state_dict().items()}
+        twin = LearnableMask(model, graph=masked.graph, ratio=0.5, explore=0.0, execution=execution)
+        twin.load_state_dict(saved)  # from the CPU, whatever the device
+        torch.testing.assert_close(twin.eval()(x), masked.eval()(x))
+        found.append(saved)
+    for name, tensor in found[0].items():
+        torch.testing.assert_close(found[1][name], tensor, rtol=1e-3, atol=1e-4, msg=name)
+
+
+def test_a_mask_that_moves_to_a_device_takes_everything_along(device: str) -> None:
+    if device == "elsewhere":
+        pytest.skip("torch gives a module new parameters when it moves to such a device")
+    model, x, y = _task("cpu")
+    masked = LearnableMask(model, (x[:2],), ratio=0.5)
+    optimizer = torch.optim.SGD(masked.parameters(), lr=0.01)
+    _step(masked, optimizer, x, y)
+    masked.to(device)
+    for ratio in (0.5, 0.25, 0.75):
+        masked.ratio = ratio
+        _step(masked, optimizer, x.to(device), y.to(device))
+    assert all(tensor.device.type == torch.device(device).type for tensor in masked.dense_state().values())
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
+@pytest.mark.parametrize(
+    "tests",
+    [
+        "tests/sparsekit/training/test_devices.py",
+        "tests/matrix/test_matrix.py",
+        "tests/sparsekit_fl/methods/test_every_device.py",
+    ],
+)
+def test_the_same_tests_pass_on_a_device_that_is_not_the_cpu(tests: str, device: str) -> None:
+    if device != "cpu":
+        pytest.skip("runs on a device of its own")
+    command = [sys.executable, "-m", "pytest", tests, "-q", "-m", "not slow", "-p", "no:cacheprovider", "--device=elsewhere"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stdout[-3000:]

@@ -1,0 +1,59 @@
+"""The option `device`: several devices take turns, and exact arithmetic is switched on where wanted, and off again."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import sparsekit_fl as fl
+from sparsekit.errors import InvalidValueError
+from sparsekit_fl.client.spec import check_device
+from sparsekit_fl.engines.embedded import Embedded
+from sparsekit_fl.options.devices import device_of, devices, exact_arithmetic
+from sparsekit_fl.testing.tiny import tiny_clients, tiny_config, tiny_problem
+
+
+def test_workers_take_the_devices_in_turn() -> None:
+    assert devices("cuda:0, cuda:1") == ["cuda:0", "cuda:1"]
+    assert [device_of("cuda:0,cuda:1", worker) for worker in range(4)] == ["cuda:0", "cuda:1", "cuda:0", "cuda:1"]
+    assert device_of("cpu", 3) == "cpu"
+
+
+def test_every_one_of_several_devices_must_be_there() -> None:
+    check_device("cpu,cpu")
+    with pytest.raises(InvalidValueError, match="must be cpu, cuda, cuda:N or mps, or several by commas, got 'cpu,gpu9'"):
+        check_device("cpu,gpu9")
+
+
+def test_workers_on_several_devices_get_the_bits_of_one() -> None:
+    config = tiny_config(rounds=2)
+    one = fl.run(fl.methods.fedlps(), tiny_problem(), tiny_clients(), config)
+    several = fl.run(fl.methods.fedlps(), tiny_problem(), tiny_clients(), replace(config, device="cpu,cpu"), engine=Embedded(2))
+    for name, tensor in one.state.items():
+        assert torch.equal(several.state[name], tensor), name
+    assert several.environment["workers"] == 2
+
+
+def test_exact_arithmetic_is_on_in_the_block_only_and_in_the_result() -> None:
+    assert not torch.are_deterministic_algorithms_enabled()
+    with exact_arithmetic(True):
+        assert torch.are_deterministic_algorithms_enabled()
+        assert not torch.backends.cudnn.allow_tf32
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert torch.backends.cudnn.allow_tf32
+    config = replace(tiny_config(rounds=2), deterministic=True)
+    result = fl.run(fl.methods.fedlps(), tiny_problem(), tiny_clients(), config)
+    assert result.environment["deterministic"]
+    assert not torch.are_deterministic_algorithms_enabled()
+    plain = fl.run(fl.methods.fedlps(), tiny_problem(), tiny_clients(), replace(config, deterministic=False))
+    assert all(torch.equal(plain.state[name], tensor) for name, tensor in result.state.items())
+    assert not plain.environment["deterministic"]
+
+
+def test_a_result_says_what_it_was_computed_with() -> None:
+    found = fl.run(fl.methods.fedavg(), tiny_problem(), tiny_clients(), tiny_config(rounds=1)).environment
+    assert {"gpu", "cuda", "cudnn", "tf32", "flwr", "ray", "deterministic", "torch", "threads", "device"} <= found.keys()
+    assert found["gpu"] is None
+    assert found["tf32"].keys() == {"matmul", "cudnn"}

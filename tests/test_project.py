@@ -1,0 +1,67 @@
+"""What a project has beside its code: one version, a changelog cut to it, citation, templates, workflows that can run."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from sparsekit.version import __version__
+
+yaml = pytest.importorskip("yaml")
+ROOT = Path(__file__).parent.parent
+
+
+def test_the_version_is_written_once_and_named_by_changelog_and_citation() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    assert "version" not in project["project"]
+    assert project["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "sparsekit.version.__version__"}
+    released = re.findall(
+        r"^## (\d+\.\d+\.\d+) - (\d{4}-\d\d-\d\d)$", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.M
+    )
+    assert released[0][0] == __version__
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert (cited["version"], cited["date-released"]) == released[0]
+    assert {"cff-version", "message", "title", "authors", "license"} <= set(cited)
+
+
+def test_every_entry_of_the_changelog_is_one_change_under_a_heading() -> None:
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    newest = text.split("\n## ")[2]
+    for heading in ("### Prune a model", "### Federated learning", "### Changed", "### Deprecated", "### Fixed"):
+        assert heading in newest
+    entries = re.findall(r"^- (.+(?:\n  .+)*)", newest, re.M)
+    assert len(entries) > 40
+    assert max(len(entry) for entry in entries) < 300
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / ".github").rglob("*.yml")), ids=lambda path: path.name)
+def test_workflows_and_templates_are_well_formed(path: Path) -> None:
+    found = yaml.safe_load(path.read_text(encoding="utf-8"))
+    assert isinstance(found, dict)
+    for job in found.get("jobs", {}).values():
+        for step in job["steps"]:
+            for program in re.findall(r"(?:^|\s)((?:\.ci|benchmarks)/[\w./]+)", step.get("run", "")):
+                assert (ROOT / program).exists(), program
+
+
+def test_a_workflow_calls_what_checks_everything_and_one_builds_site_and_wheel() -> None:
+    texts = {path.name: path.read_text(encoding="utf-8") for path in (ROOT / ".github" / "workflows").glob("*.yml")}
+    assert "run: .ci/run" in texts["ci.yml"]
+    assert "mkdocs build --strict" in texts["release.yml"]
+    assert "python -m build" in texts["release.yml"]
+    assert "mkdocs build --strict" in (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+
+
+def test_hooks_before_a_commit_are_tools_of_ours() -> None:
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))["repos"][0]
+    assert hooks["repo"] == "local", "nothing is fetched"
+    assert {hook["entry"].split()[0] for hook in hooks["hooks"]} == {"ruff", "mypy", "pytest"}
+
+
+@pytest.mark.parametrize("name", ["CONTRIBUTING.md", "CODE_OF_CONDUCT.md", "SECURITY.md", "CHANGELOG.md"])
+def test_links_of_pages_in_the_root_lead_somewhere(name: str) -> None:
+    links = re.findall(r"\]\(([^)#]+)\)", (ROOT / name).read_text(encoding="utf-8"))
+    assert [link for link in links if "://" not in link and not (ROOT / link).exists()] == []
