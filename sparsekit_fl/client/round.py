@@ -181,8 +181,10 @@ def end_round(worker: WorkerState, begun: BegunRound, result: LocalResult, *, se
         ratio=ratio,
         extra=result.extra,
         metrics={**result.log.metrics(), **result.metrics},
+        cost=WorkCost(flops_scoring=sum(ctx.scored)),
     )
-    cost = WorkCost(
+    cost = dataclasses.replace(
+        update.cost,
         flops_compact=work.flops_compact,
         flops_rowmask=work.flops_rowmask,
         uplink_bytes=update_bytes(update),
