@@ -34,7 +34,9 @@ if TYPE_CHECKING:
     from sparsekit.surgery.pretrained_config import fit_config
     from sparsekit.surgery.saving import load_compact, load_mask, save_compact
     from sparsekit.tracing.trace import trace_units
+    from sparsekit.training.gradient_importance import GradientImportance
     from sparsekit.training.learnable import LearnableMask
+    from sparsekit.training.loss_importance import LossImportance
     from sparsekit.training.moving_average import MovingAverage
     from sparsekit.training.narrow_model import NarrowModel
 
@@ -44,10 +46,12 @@ _HOME = {
     "Box": "sparsekit.bandit",
     "Budget": "sparsekit.measure.budget",
     "BudgetError": "sparsekit.measure.budget",
+    "LossImportance": "sparsekit.training.loss_importance",
     "MovingAverage": "sparsekit.training.moving_average",
     "NarrowModel": "sparsekit.training.narrow_model",
     "Cost": "sparsekit.measure.cost",
     "Criterion": "sparsekit.criteria.base",
+    "GradientImportance": "sparsekit.training.gradient_importance",
     "Interval": "sparsekit.bandit",
     "LayerRule": "sparsekit.layers",
     "LearnableMask": "sparsekit.training.learnable",
@@ -95,9 +99,11 @@ __all__ = [
     "BudgetError",
     "Cost",
     "Criterion",
+    "GradientImportance",
     "Interval",
     "LayerRule",
     "LearnableMask",
+    "LossImportance",
     "MovingAverage",
     "NarrowModel",
     "PruneReport",

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from sparsekit_fl.callbacks.base import Callback, RunView
     from sparsekit_fl.context.client import ClientContext
     from sparsekit_fl.context.server import ServerContext
+    from sparsekit_fl.costs.devices import DeviceBudgets
     from sparsekit_fl.datasets.base import DataSource
     from sparsekit_fl.engines.base import ClientPool, Engine
     from sparsekit_fl.engines.embedded import Embedded
@@ -52,6 +53,7 @@ _HOME = {
     "ClientData": "sparsekit_fl.problem.clients",
     "ClientPool": "sparsekit_fl.engines.base",
     "DataSource": "sparsekit_fl.datasets.base",
+    "DeviceBudgets": "sparsekit_fl.costs.devices",
     "Embedded": "sparsekit_fl.engines.embedded",
     "Engine": "sparsekit_fl.engines.base",
     "Evaluation": "sparsekit_fl.wire.messages",
@@ -98,6 +100,7 @@ __all__ = [
     "ClientData",
     "ClientPool",
     "DataSource",
+    "DeviceBudgets",
     "Embedded",
     "Engine",
     "Evaluation",

@@ -112,9 +112,16 @@ class KeptNorms(NormMode):
             if any(_inside(name, root) for root in roots):
                 self.patch(module, name)
 
-    def set_mask(self, keep: Mapping[str, Tensor]) -> None:
-        """Set what is kept: group name → bool (units,)."""
+    def set_mask(self, keep: Mapping[str, Tensor], within: Mapping[str, Tensor] | None = None) -> None:
+        """Set what is kept: group name → bool (units,).
+
+        Args:
+            keep: What is kept.
+            within: The units that the model has, if it is not dense.
+        """
         self._stays = {key: site.stays(keep) for key, site in self._sites.items()}
+        if within is not None:
+            self._stays = {key: stays[self._sites[key].stays(within)] for key, stays in self._stays.items()}
 
     def meet(self, module: str, number: int, call: NormCall, plain: Callable[[], Any]) -> Any:
         """Compute over the kept positions where units were traced, else plainly."""
@@ -122,10 +129,10 @@ class KeptNorms(NormMode):
         if site is None or stays is None or bool(stays.all()):
             return plain()
         dim = call.x.dim() + site.dim
-        if call.name != site.function or dim not in call.dims or call.x.shape[dim] != site.size:
+        if call.name != site.function or dim not in call.dims or call.x.shape[dim] != stays.numel():
             raise TraceError(
                 f"{module or 'the model'} calls {call.name} on {tuple(call.x.shape)} where it called {site.function} over"
-                f" {site.size} positions when its units were traced; trace it on inputs that take the same path"
+                f" {stays.numel()} positions when its units were traced; trace it on inputs that take the same path"
             )
         mask = stays.to(call.x.device).view([-1 if d == dim else 1 for d in range(call.x.dim())])
         return call.over(mask)

@@ -1,4 +1,4 @@
-"""DenseModel: passes of the dense model while its narrow copy trains; only there do dropped units have an effect."""
+"""DenseModel: passes of the dense, or a wider, model while its narrow copy trains: only there have dropped units an effect."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from sparsekit._torch import buffers_of, eager, parameters_of, reset_flat_weights
 from sparsekit.graph.graph import UnitGraph
+from sparsekit.graph.index import narrow_shape
 from sparsekit.graph.mask import UnitMask
 from sparsekit.graph.state import StateDict
 from sparsekit.layers import resize
@@ -20,16 +21,23 @@ from sparsekit.surgery.sizes import set_sizes
 __all__ = ["DenseModel", "dense_skeleton", "straight_through_gates"]
 
 
-def dense_skeleton(module: nn.Module, graph: UnitGraph) -> nn.Module:
+def dense_skeleton(module: nn.Module, graph: UnitGraph, wide: UnitMask | None = None) -> nn.Module:
     """Copy a narrow module with the dense sizes, but without memory for its state, which each call must bring.
 
     Tensors outside the state (a buffer that is not saved, a tensor in an attribute) are copied.
+
+    Args:
+        module: Narrow or dense.
+        graph: Its units.
+        wide: Gives it the sizes under this mask instead.
     """
     entries = named_entries(module)
-    dense = {name: torch.empty(shape, device="meta", dtype=entries[name].dtype) for name, shape in graph.shapes.items()}
+    axes = {} if wide is None else graph.kept_indices(wide)
+    shapes = {name: narrow_shape(shape, axes.get(name, {})) for name, shape in graph.shapes.items()}
+    dense = {name: torch.empty(shape, device="meta", dtype=entries[name].dtype) for name, shape in shapes.items()}
     skeleton = copy_with(module, dense)
     resize(skeleton)
-    set_sizes(skeleton, graph, {group.name: group.size for group in graph.groups.values()})
+    set_sizes(skeleton, graph, UnitMask.full(graph).counts() if wide is None else wide.counts())
     return skeleton
 
 
@@ -42,10 +50,11 @@ class DenseModel:
     Args:
         module: Narrow or dense; copied, with the names of the model that was traced.
         graph: Its units.
+        wide: Makes it a model of the sizes under this mask; all masks of a call are then within masks of these sizes.
     """
 
-    def __init__(self, module: nn.Module, graph: UnitGraph) -> None:
-        self._module = dense_skeleton(module, graph)
+    def __init__(self, module: nn.Module, graph: UnitGraph, wide: UnitMask | None = None) -> None:
+        self._module = dense_skeleton(module, graph, wide)
         self._norms = KeptNorms(self._module, graph)
         self._places: dict[str, tuple[nn.Module, str]] = {}
         modules = dict(self._module.named_modules(remove_duplicate=False))
@@ -69,22 +78,31 @@ class DenseModel:
             if isinstance(module, nn.RNNBase):
                 reset_flat_weights(module)
 
-    def call(self, state: StateDict, mask: UnitMask, like: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def call(
+        self,
+        state: StateDict,
+        mask: UnitMask,
+        like: nn.Module,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        within: UnitMask | None = None,
+    ) -> Any:
         """Run the model.
 
         Args:
-            state: Dense, gated. Its buffers are written to, as in any forward pass.
+            state: Dense or wide, gated. Its buffers are written to, as in any forward pass.
             mask: What is kept, for norms that leave out the rest.
             like: A module of the same structure; its training modes are used.
             args: Positional arguments.
             kwargs: Keyword arguments.
+            within: The units that a wide state has, of the sizes of `wide`.
         """
         for own, other in zip(self._module.modules(), like.modules(), strict=True):
             own.training = other.training
         for name, (owner, attribute) in self._places.items():
             owner.__dict__[attribute] = state[name]
         self._sync_recurrent()
-        self._norms.set_mask(mask)
+        self._norms.set_mask(mask, within)
         # A compiled module is compiled for its narrow sizes; a rare dense pass is not worth another compilation.
         with eager():
             return self._module(*args, **kwargs)

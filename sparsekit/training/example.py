@@ -9,9 +9,12 @@ from torch import Tensor, nn
 
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph.graph import UnitGraph
+from sparsekit.measure.budget import Budget
+from sparsekit.measure.cost import CostModel
+from sparsekit.measure.model import cost_model
 from sparsekit.tracing.trace import trace_units
 
-__all__ = ["trace_example"]
+__all__ = ["costs_of", "trace_example"]
 
 
 def trace_example(
@@ -36,3 +39,17 @@ def trace_example(
             f" got {type(example_inputs).__name__}; pass (x,), one call's worth of inputs"
         )
     return trace_units(model, *example_inputs, norm=norm)
+
+
+def costs_of(
+    model: nn.Module,
+    example_inputs: tuple[Any, ...] | Mapping[str, Any] | Tensor,
+    graph: UnitGraph,
+    budget: Budget | None,
+) -> CostModel:
+    """What numbers of units cost, in FLOPs and in the metrics of a budget, from inputs as `trace_example` takes them."""
+    metrics = () if budget is None else budget.metrics
+    if isinstance(example_inputs, Mapping):
+        return cost_model(model, graph=graph, metrics=metrics, **example_inputs)
+    inputs = (example_inputs,) if isinstance(example_inputs, Tensor) else tuple(example_inputs)
+    return cost_model(model, *inputs, graph=graph, metrics=metrics)

@@ -6,8 +6,9 @@ their norm statistics do not change.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,8 @@ from torch.optim import Optimizer
 from sparsekit.criteria.magnitudes import unit_magnitudes
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph.graph import UnitGraph
-from sparsekit.graph.index import along, wide
+from sparsekit.graph.groups import UnitSlice
+from sparsekit.graph.index import along, cut_axes, gather, wide
 from sparsekit.graph.mask import UnitMask, to_weights
 from sparsekit.graph.state import StateDict
 from sparsekit.surgery.compaction import compact
@@ -29,7 +31,10 @@ from sparsekit.training.dense_model import DenseModel, straight_through_gates
 from sparsekit.training.narrow_model import NarrowModel
 from sparsekit.training.unit_vectors import Reader, UnitVectors
 
-__all__ = ["CompactExecution", "Execution", "MaskedExecution"]
+__all__ = ["Collect", "CompactExecution", "Execution", "MaskedExecution"]
+
+Collect: TypeAlias = Callable[[str, Tensor], None]
+"""Takes a state-dict key and the gradient of its entry."""
 
 
 class Execution(Protocol):
@@ -47,6 +52,28 @@ class Execution(Protocol):
 
         The gradient of each kept unit's gate reaches `scores`, float (J,); those of dropped units too, times
         `explore`, at the price of a dense pass, unless that is 0.
+        """
+        ...
+
+    def explore(self, scores: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], wide: UnitMask, collect: Collect) -> Any:
+        """Run the sparse model with the units of `wide` behind gates of 0: the outputs are the same.
+
+        The gradient of each kept unit's gate reaches `scores`. `collect` gets the gradient of every gated entry, dense and
+        before its gates; it is right at the entries that read units of `wide`.
+        """
+        ...
+
+    def stored(self, name: str) -> Tensor:
+        """The dense entry under a key, not to be written to; right where dropped units are read."""
+        ...
+
+    def enter(self, units: Mapping[str, Tensor], afresh: Mapping[str, Tensor], optimizers: Sequence[Optimizer]) -> None:
+        """Let kept `units` begin: their optimiser state starts anew, and nothing reads those `afresh` yet.
+
+        Args:
+            units: Group name → int64 (n,).
+            afresh: Group name → those whose outgoing weights become zero.
+            optimizers: Hold the state.
         """
         ...
 
@@ -132,12 +159,26 @@ def _through_gates(ctx: Any, entries: Tensor, but: int | None = None) -> Tensor:
     return entries
 
 
+def _gated_and_watched(graph: UnitGraph, state: StateDict, gates: Mapping[str, Tensor], collect: Collect) -> dict[str, Tensor]:
+    """Gate the entries of a state, and let `collect` have the gradients of those that some gate multiplies."""
+    gated = graph.gate(state, gates)
+    for name, value in gated.items():
+        if value is not state[name] and value.requires_grad:
+            value.register_hook(functools.partial(_pass_on, collect, name))
+    return gated
+
+
+def _pass_on(collect: Collect, name: str, gradient: Tensor) -> None:
+    collect(name, gradient)
+
+
 class CompactExecution:
     """Run the narrow module of a `NarrowModel`: fast, the default."""
 
     def __init__(self, model: nn.Module, graph: UnitGraph) -> None:
         self.graph = graph
         self._dense: DenseModel | None = None
+        self._wide: dict[tuple[int, ...], DenseModel] = {}
         self.narrow_model = NarrowModel(model, graph)
         self.fused = UnitVectors(self.narrow_model)
         self.module = self.narrow_model.module
@@ -165,6 +206,26 @@ class CompactExecution:
         with torch.no_grad():
             self.narrow_model.store_buffers(gated)
         return result
+
+    def explore(self, scores: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], wide: UnitMask, collect: Collect) -> Any:
+        sizes = tuple(wide.counts().values())
+        if sizes not in self._wide:
+            self._wide[sizes] = DenseModel(self.module, self.graph, wide)
+        state = self.narrow_model.dense_tensors()
+        gated = _gated_and_watched(self.graph, state, straight_through_gates(self.graph, self.mask, scores, 0.0), collect)
+        axes = self.graph.kept_indices(wide)
+        # Entries without units are passed through; buffers are written to by the pass, and no one else's.
+        state = {name: gather(value, cut_axes(value.shape, axes.get(name, {}))) for name, value in gated.items()}
+        result = self._wide[sizes].call(state, self.mask, self.module, args, kwargs, within=wide)
+        with torch.no_grad():
+            self.narrow_model.store_wide_buffers(state, wide)
+        return result
+
+    def stored(self, name: str) -> Tensor:
+        return self.narrow_model.dense_view()[self.narrow_model.key_of(name)]
+
+    def enter(self, units: Mapping[str, Tensor], afresh: Mapping[str, Tensor], optimizers: Sequence[Optimizer]) -> None:
+        self.narrow_model.enter(units, afresh, optimizers)
 
     def magnitudes(self) -> Tensor:
         return self.fused.magnitudes()
@@ -212,7 +273,7 @@ class CompactExecution:
     def apply_to_tensors(self, function: Callable[[Tensor], Tensor]) -> None:
         self.narrow_model.apply_to_tensors(function)
         self.fused.apply_to_tensors(function)
-        self._dense = None  # it may hold buffers that are not in the state
+        self._dense, self._wide = None, {}  # they may hold buffers that are not in the state
 
 
 class MaskedExecution:
@@ -225,9 +286,9 @@ class MaskedExecution:
         self._dense = DenseModel(self.module, graph)
         self._saved: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def _dropped_by_name(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-        """(name, bool of its dropped entries) for those of `names` that units touch."""
-        kept = to_weights(self.graph, self.mask)
+    def _dropped_by_name(self, names: Iterable[str], mask: UnitMask | None = None) -> Iterator[tuple[str, Tensor]]:
+        """(name, bool of its dropped entries) for those of `names` that units touch, under the mask or another."""
+        kept = to_weights(self.graph, self.mask if mask is None else mask)
         device = next(self.module.parameters()).device
         for name in names:
             if name in kept:
@@ -236,14 +297,51 @@ class MaskedExecution:
     def call(self, scores: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], *, explore: float) -> Any:
         gates = straight_through_gates(self.graph, self.mask, scores, explore)
         gated = self.graph.gate(dict(self.module.named_parameters(remove_duplicate=False)), gates)
+        return self._call(gated, args, kwargs, self.mask)
+
+    def explore(self, scores: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], wide: UnitMask, collect: Collect) -> Any:
+        parameters = dict(self.module.named_parameters(remove_duplicate=False))
+        gates = straight_through_gates(self.graph, self.mask, scores, 0.0)
+        return self._call(_gated_and_watched(self.graph, parameters, gates, collect), args, kwargs, wide)
+
+    def _call(self, gated: dict[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any], updated: UnitMask) -> Any:
+        """Run the dense module; statistics of the units in `updated` are renewed."""
         # The forward pass writes statistics into copies, since autograd may need what it wrote, unchanged.
         buffers = {name: tensor for name, tensor in named_entries(self.module).items() if name not in gated}
         copies = {name: buffer.clone() for name, buffer in buffers.items()}
         result = self._dense.call({**gated, **copies}, self.mask, self.module, args, kwargs)
-        dropped = dict(self._dropped_by_name(copies))
+        dropped = dict(self._dropped_by_name(copies, updated))
         for name, buffer in buffers.items():
             buffer.copy_(torch.where(dropped[name], buffer, copies[name]) if name in dropped else copies[name])
         return result
+
+    def stored(self, name: str) -> Tensor:
+        return named_entries(self.module)[name].detach()
+
+    def enter(self, units: Mapping[str, Tensor], afresh: Mapping[str, Tensor], optimizers: Sequence[Optimizer]) -> None:
+        parameters = dict(self.module.named_parameters())
+        copies = {optimizer: copies_of_weights(optimizer, list(parameters.values())) for optimizer in optimizers}
+        dropped = dict(self._dropped_by_name(parameters))
+        for name in dropped:
+            parameter = parameters[name].detach()
+            for group, piece in self.graph.slices_of[name]:
+                if piece.gated and group in afresh:
+                    parameter[self._at(piece, afresh[group], ~dropped[name])] = 0.0
+        for name in dropped:
+            parameter = parameters[name]
+            for group, piece in self.graph.slices_of[name]:
+                if group in units:
+                    at = self._at(piece, units[group], ~dropped[name])
+                    for optimizer in optimizers:
+                        for state_name, value in state_of_shape(optimizer, parameter):
+                            weights = state_name in copies[optimizer]
+                            value[at] = parameter.detach()[at] if weights else first_value(optimizer, state_name)
+
+    def _at(self, piece: UnitSlice, units: Tensor, kept: Tensor) -> Tensor:
+        """bool, of the shape of `kept`: the kept entries of `units`."""
+        chosen = torch.zeros(kept.shape[piece.dim], dtype=torch.bool, device=kept.device)
+        chosen[piece.index[units].reshape(-1).to(kept.device)] = True
+        return kept & along(chosen, piece.dim, kept.dim())
 
     def magnitudes(self) -> Tensor:
         weights = {name: parameter.detach() for name, parameter in self.module.named_parameters()}

@@ -8,31 +8,32 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from sparsekit._torch import identity, outside_compiler
-from sparsekit.allocation.choose import choose
+from sparsekit._torch import outside_compiler
+from sparsekit.allocation.by_cost import ByCost
 from sparsekit.allocation.uniform import Uniform, check_ratio
-from sparsekit.criteria.base import Criterion, View, check_scores
+from sparsekit.criteria.base import Criterion, View, score_units
 from sparsekit.criteria.learned import Learned
 from sparsekit.deprecations import PatternCriterion, renamed_attribute, renamed_keywords
 from sparsekit.errors import ForeignMaskError, InvalidValueError, UnsupportedModelError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.mask import UnitMask
-from sparsekit.rng import torch_generator
-from sparsekit.surgery.optimizer_state import flat, take_flat
-from sparsekit.training.example import trace_example
+from sparsekit.measure.budget import Budget
+from sparsekit.training.checkpoint import load_entries, saved_entries
+from sparsekit.training.example import costs_of, trace_example
 from sparsekit.training.execution import CompactExecution, Execution, MaskedExecution
-from sparsekit.training.optimizer_hooks import OptimizerSet, holds, just_restored, refuse_history, settle, watch
+from sparsekit.training.gradient_importance import GradientImportance, targets_of
+from sparsekit.training.loss_importance import LossImportance
+from sparsekit.training.optimizer_hooks import OptimizerSet, holds, refuse_history, settle, watch
 from sparsekit.training.regularizer import ImportanceRegularizer
+from sparsekit.training.rule import Learning, split_units
 from sparsekit.training.wrappers import check_transforms, guard_wrappers
 
 __all__ = ["LearnableMask"]
 
-_PREFIX = "sparsekit."
 _UNCOMPILED = "torch.compile leaves a LearnableMask out; compile the model inside: LearnableMask(torch.compile(model), ...)"
 
 
@@ -40,9 +41,9 @@ class LearnableMask(nn.Module):
     """A model under a mask that is learned together with its weights.
 
     The wrapped model is copied and never edited. Calling the mask runs the sparse model, by default as a physically
-    narrow network; `parameters()` are the narrow weights and one vector of importance, for any torch optimiser. After
-    a step that changed the order of importance, the next call remasks: the weights and optimiser state of dropped units
-    are saved, those of entering units are restored.
+    narrow network; `parameters()` are the narrow weights and one vector of importance, for any torch optimiser. By default
+    importance is measured in units of the loss while the network trains, and dropped units take the places of kept ones where
+    they would lower the loss; at the end the mask has `settled`. What dropped units hold is saved until they return.
 
     ```python
     x, y = next(iter(loader))
@@ -54,7 +55,7 @@ class LearnableMask(nn.Module):
     small = masked.compact()
     ```
 
-    Weight decay would pull importance towards 0: `param_groups()` keeps it out, and `weights()` is what to clip.
+    Clip the gradients of `weights()`, not those of all parameters.
 
     Parts of the model may be checkpointed, with `use_reentrant=False`. A reentrant checkpoint trains the weights inside it
     as usual, but the importance of units that are read only there then learns from the regulariser alone.
@@ -65,19 +66,27 @@ class LearnableMask(nn.Module):
             of keyword inputs. Not needed with `graph`.
         graph: The units, if they were traced before.
         norm: What becomes of units that a layer norm averages over, as in `trace_units`; not needed with `graph`.
-        criterion: What a unit is worth. A learned one is asked once after every step, by default for the importance
-            itself; any other one when the ratio changes or `resample` is called.
+        criterion: What a unit is worth, in place of learning it from the loss. It is asked when the ratio changes or `resample`
+            is called; one that is `learned` is asked after every step, and learns as with `learning=GradientImportance()`.
         ratio: Share of units kept in each group, in (0, 1].
+        budget: What the sparse model may cost, in place of one ratio for all groups: `Budget(flops="25%")`. The first widths
+            are those at which the groups lose least for it; they are learned on as the mask is. Needs example inputs.
+        start: What the first mask, and within a budget the first widths, are chosen by; magnitudes if not given. One that
+            looks at data, such as `criteria.Taylor(batches, loss)`, pays where the network is trained already.
         execution: "compact", or "masked": the same training on a dense network, slow, for comparison.
-        regularizer: The regulariser behind `penalty()`.
+        regularizer: The regulariser behind `penalty()`; implies `learning=GradientImportance()`.
         generator: The source of randomness of criteria that draw; a learned one gets no other. Without it every `resample`
             draws the same.
-        explore: Share of extra work, in [0, 1], spent on learning whether dropped units would help. Every n-th training
-            pass runs on the dense model, with n such that this costs about `explore` more. The outputs are the same;
-            dropped units get the gradient of their gate, times n. With 0 they learn from the regulariser alone.
+        explore: Share of extra work, in [0, 1], spent on learning whether dropped units would help; 0.1 by default. Some
+            training passes run on a wider network, where dropped units have gradients too. The outputs are the same.
+        steps: Steps of the optimiser in the whole training, if known: the mask then changes early and settles at three
+            quarters. Without it, it settles by itself after some rounds.
+        learning: How importance is learned, with all settings: `LossImportance(…)`, or the paper's rule,
+            `GradientImportance(…)`. In place of `explore`, `steps` and `regularizer`.
 
     Raises:
-        InvalidValueError: a ratio outside (0, 1], an unknown execution, neither inputs nor graph.
+        InvalidValueError: a ratio outside (0, 1], a ratio and a budget, an unknown execution, neither inputs nor graph.
+        BudgetError: the budget cannot be met; the message has the least cost and what holds it up.
         TraceError: the model fails on the example inputs.
         NoUnitsError: the model has no units that can be removed exactly.
         ForeignMaskError: `graph` was traced from another model.
@@ -101,24 +110,27 @@ class LearnableMask(nn.Module):
         norm: Literal["fixed", "kept"] = "fixed",
         criterion: Criterion | None = None,
         ratio: float = 1.0,
+        budget: Budget | None = None,
+        start: Criterion | None = None,
         execution: Literal["compact", "masked"] = "compact",
         regularizer: ImportanceRegularizer | None = None,
         generator: torch.Generator | None = None,
-        explore: float = 0.1,
+        explore: float | None = None,
+        steps: int | None = None,
+        learning: Learning | None = None,
     ) -> None:
         super().__init__()
         self._ratio = check_ratio(ratio)
         if execution not in ("compact", "masked"):
             raise InvalidValueError(f"execution must be 'compact' or 'masked', got {execution!r}")
-        if not 0.0 <= explore <= 1.0:
-            raise InvalidValueError(f"explore must be in [0, 1], got {explore}; it is a share of extra work, 0.1 is 10 % more")
         if not isinstance(criterion, type) and hasattr(criterion, "keep") and not hasattr(criterion, "scores"):
-            criterion = PatternCriterion(criterion, self._counts)
+            criterion = PatternCriterion(criterion, lambda _: self.counts())
         if criterion is not None and (isinstance(criterion, type) or not isinstance(criterion, Criterion)):
             raise InvalidValueError(
                 "criterion must be an object with `scores`, `learned` and `needs`, such as criterion=Magnitude(),"
                 f" got {criterion!r}"
             )
+        learning = _learning(learning, criterion, regularizer, explore, steps)
         for name, module in model.named_modules():
             if isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel):
                 inner = f"{name}.module".strip(".")
@@ -131,38 +143,99 @@ class LearnableMask(nn.Module):
                 raise InvalidValueError("pass example_inputs=(x,), one call's worth of inputs, or a ready graph=")
             graph = trace_example(model, example_inputs, norm)
         graph.check_state(model.state_dict(), what="the model")
+        if budget is not None and ratio != 1.0:
+            raise InvalidValueError(f"give ratio={ratio} or budget={budget!r}, not both")
+        if budget is not None and example_inputs is None:
+            raise InvalidValueError(
+                "a budget needs example_inputs=(x,), one call's worth of inputs, to count what a pass costs"
+            )
         self.graph = graph
+        self.budget = budget
+        self._costs = None if example_inputs is None else costs_of(model, example_inputs, graph, budget)
         self.criterion: Criterion = Learned() if criterion is None else criterion
-        self.regularizer = ImportanceRegularizer() if regularizer is None else regularizer
+        self.learning = learning
         self.generator = generator
-        self.explore = explore
-        self._passes = 0
+        self.joined = False
         self.optimizers = OptimizerSet()
         executions: dict[str, Callable[[nn.Module, UnitGraph], Execution]]
         executions = {"compact": CompactExecution, "masked": MaskedExecution}
         self._execution = executions[execution](model, graph)
         self.model = self._execution.module
-        self.scores = nn.Parameter(self._targets())
+        first = regularizer if isinstance(regularizer, ImportanceRegularizer) else ImportanceRegularizer()
+        self.scores = nn.Parameter(targets_of(self, getattr(learning, "regularizer", first)))
         """Importance of every unit, float (J,), in the order of the graph's groups; `importance()` splits it.
 
         It is float32 for models in bfloat16 or float16, and stays so when the mask is moved to such a dtype.
         """
-        self._seen: tuple[object, ...] | None = None
-        self._stepped = False
-        self._judged = self.scores.detach().clone()
-        self.resample()
-        self.register_load_state_dict_pre_hook(_load_dense)  # type: ignore[no-untyped-call]
+        self._widths = self._first_widths(model, start)
+        self._rule = learning.rule(self)
+        self._rule.resample(self)
+        self.register_load_state_dict_pre_hook(_load)  # type: ignore[no-untyped-call]
         watch(self)
         guard_wrappers(LearnableMask)
 
+    def _first_widths(self, model: nn.Module, start: Criterion | None) -> dict[str, int] | None:
+        """The counts within the budget, if there is one; the importance becomes what `start` says."""
+        if start is not None:
+            scores = score_units(start, self.graph, View(weights=model.state_dict(), generator=self.generator, model=model))
+            fused = torch.cat([scores[name].to(self.scores) for name in self.graph.groups])
+            with torch.no_grad():
+                self.scores.copy_(fused)
+        if self.budget is None:
+            return None
+        return dict(self.within_budget(split_units(self.graph, self.scores.detach()), {}))
+
+    def within_budget(self, scores: Mapping[str, Tensor], limits: Mapping[str, tuple[float, float]]) -> Mapping[str, int]:
+        """The counts within the budget at which the groups lose least, for rules.
+
+        Args:
+            scores: Group name → float (units,).
+            limits: Group name → (least, largest) share of its units that stays.
+        """
+        assert self.budget is not None
+        return ByCost(self.budget, limits=limits).counts(self.graph, scores, self._costs)
+
     @property
     def ratio(self) -> float:
-        """Share of units kept in each group, in (0, 1]. Assign to change it; the next call remasks."""
-        return self._ratio
+        """Share of units kept in each group, in (0, 1]; with a budget, of all units.
+
+        Assign to change it; the next call remasks.
+
+        Raises:
+            InvalidValueError: assigned where a budget says what is kept.
+        """
+        return self._ratio if self._widths is None else sum(self._widths.values()) / self.graph.units
 
     @ratio.setter
     def ratio(self, ratio: float) -> None:
+        if self._widths is not None:
+            raise InvalidValueError("this mask has a budget, which says how many units stay; make one with ratio= instead")
         self._ratio = check_ratio(ratio)
+
+    @property
+    def target(self) -> object:
+        """What the counts follow from, for rules: compares unequal when they change."""
+        return self._ratio if self._widths is None else self._widths
+
+    @property
+    def settled(self) -> bool:
+        """Whether the mask will not change again by itself."""
+        return self._rule.settled
+
+    @property
+    def explored(self) -> float:
+        """Work of exploration so far, as a share of the work of all training passes on the narrow network."""
+        return self._rule.explored
+
+    @property
+    def regularizer(self) -> ImportanceRegularizer | None:
+        """The regulariser behind `penalty()`, if the rule has one."""
+        return getattr(self.learning, "regularizer", None)
+
+    @property
+    def execution(self) -> Execution:
+        """What runs the model; for rules."""
+        return self._execution
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the sparse model: the arguments and the result are those of the wrapped model."""
@@ -176,106 +249,41 @@ class LearnableMask(nn.Module):
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         check_transforms(self.scores, narrow=isinstance(self._execution, CompactExecution))
         self.sync()
-        return self._execution.call(self.scores, args, kwargs, explore=self._exploration())
-
-    def _exploration(self) -> float:
-        """Return n on every n-th training pass while a learned criterion drops units, else 0."""
-        learned = self.criterion.learned and self._ratio < 1.0 and self.explore > 0.0
-        if not (learned and self.training and torch.is_grad_enabled()):
-            return 0.0
-        self._passes += 1
-        # Work grows about as the entries do; dense work that costs `explore` of the narrow work done between.
-        every = math.ceil(1.0 / (self.explore * self._density))
-        return float(every) if self._passes % every == 0 else 0.0
+        return self._rule.call(self, args, kwargs)
 
     def sync(self) -> None:
         """Let the mask follow importance and ratio. `forward` and every reading method do this by themselves."""
-        if self._announced() or self._differs():
-            self._catch_up()
-
-    def _announced(self) -> bool:
-        """Whether the ratio, or a count of changes in place, or a step of an optimiser tells of a change."""
-        return self._stepped or (self._ratio, *identity(self.scores)) != self._seen
-
-    def _differs(self) -> bool:
-        """Whether importance has other values than when the mask was made: writes to `scores.data` leave no other trace."""
-        # Asked only where nothing was announced, so not in a training step.
-        return self.criterion.learned and not torch.equal(self.scores.detach(), self._judged)
-
-    def _catch_up(self) -> None:
-        if self.optimizers.hold:  # in the middle of a step
-            return
-        ratio_stands = self._seen is not None and self._seen[0] == self._ratio
-        if ratio_stands and not self.criterion.learned:
-            self._mark_seen()
-        else:
-            self._follow(unless_it_stands=ratio_stands)
-
-    def _mark_seen(self) -> None:
-        self._seen = (self._ratio, *identity(self.scores))
-        self._stepped = False
-        if self.criterion.learned:
-            self._judged = self.scores.detach().clone()
+        self._rule.sync(self)
 
     def resample(self) -> None:
-        """Ask the criterion again and change the mask to what it says; not in the middle of an optimiser's step."""
-        self._follow(unless_it_stands=False)
+        """Ask the criterion again and change the mask to what it says."""
+        self._rule.resample(self)
 
-    def _follow(self, *, unless_it_stands: bool) -> None:
-        """Ask the criterion, once, and change the mask to its scores; in compact execution without sorting if it stands."""
-        # What is made here outlives the call: tensors of inference mode could not be trained on later.
-        with torch.inference_mode(False), torch.no_grad():
-            execution, view = self._execution, self._view()
-            scores, source = self.criterion.scores(self.graph, view), f"{type(self.criterion).__name__} scores"
-            stands = False
-            if unless_it_stands and isinstance(execution, CompactExecution):
-                if scores is view.importance:
-                    stands = execution.fused.stands(self.scores.detach())  # most steps: nothing to check or to join
-                else:
-                    check_scores(self.graph, scores, source)
-                    stands = execution.fused.stands(execution.fused.fuse(scores))
-            if not stands:
-                mask = choose(self.graph, scores, self._counts(self.graph), source=source)
-                if mask != execution.mask:
-                    refuse_history(self.optimizers, self.weights())
-                    execution.remask(mask, list(self.optimizers))
-                    settle(self.optimizers)
-                self._density = mask.density(self.graph)
-            self._mark_seen()
+    def counts(self) -> Mapping[str, int]:
+        """Group name → units that the present ratio or the present widths keep."""
+        return Uniform(self._ratio).counts(self.graph, {}) if self._widths is None else self._widths
 
-    def _counts(self, graph: UnitGraph) -> Mapping[str, int]:
-        return Uniform(self._ratio).counts(graph, {})
+    def pass_flops(self, mask: UnitMask) -> float:
+        """Work of a pass under `mask`, for rules: FLOPs where example inputs were given, else it grows about as the entries."""
+        return mask.density(self.graph) if self._costs is None else self._costs.costs(mask.counts())["flops"]
 
-    def _view(self) -> View:
-        generator = self.generator
-        if generator is None and not self.criterion.learned:
-            generator = torch_generator(_fixed_rng())
-        return View(
-            importance=self._split(self.scores.detach()),
-            weights=self._execution.dense_state() if "weights" in self.criterion.needs else None,
-            previous=self._execution.mask,
-            generator=generator,
-        )
+    def set_widths(self, widths: Mapping[str, int]) -> None:
+        """Change the widths within the budget, for rules."""
+        self._widths = dict(widths)
 
-    def _split(self, fused: Tensor) -> dict[str, Tensor]:
-        parts = fused.split([group.size for group in self.graph.groups.values()])
-        return dict(zip(self.graph.groups, parts, strict=True))
-
-    def _targets(self) -> Tensor:
-        return self.regularizer.targets(self._execution.magnitudes(), [group.size for group in self.graph.groups.values()])
+    def change(self, mask: UnitMask) -> None:
+        """Change the mask, for rules: weights and optimiser state follow."""
+        refuse_history(self.optimizers, self.weights())
+        self._execution.remask(mask, list(self.optimizers))
+        settle(self.optimizers)
 
     def penalty(self) -> Tensor:
-        """The regulariser: importance pulled towards its target, which follows the weights. Add it to the loss.
+        """What learning adds to the loss: 0, or with `GradientImportance` importance pulled towards its target.
 
         Returns:
             A scalar that is differentiable in the importance and not in the weights.
         """
-        if self._announced():  # the call of the model has already compared the values
-            self._catch_up()
-        with torch.no_grad():
-            targets = self._targets().to(self.scores.dtype)
-            weights = self.regularizer.weights([group.size for group in self.graph.groups.values()], self.scores)
-        return (weights * (self.scores - targets).square()).sum()
+        return self._rule.penalty(self)
 
     def unit_mask(self) -> UnitMask:
         """What is kept now: hard, no gradient."""
@@ -284,7 +292,7 @@ class LearnableMask(nn.Module):
 
     def importance(self) -> dict[str, Tensor]:
         """Group name → float (units,): copies of the present importance."""
-        return {name: part.clone() for name, part in self._split(self.scores.detach()).items()}
+        return {name: part.clone() for name, part in split_units(self.graph, self.scores.detach()).items()}
 
     def load_importance(self, importance: Mapping[str, Tensor]) -> None:
         """Set the importance of some or all groups.
@@ -293,7 +301,7 @@ class LearnableMask(nn.Module):
             ForeignMaskError: an unknown group or another number of units.
             InvalidValueError: a value is NaN or infinite.
         """
-        parts = self._split(self.scores.detach())
+        parts = split_units(self.graph, self.scores.detach())
         for name, values in importance.items():
             if name not in parts or values.shape != parts[name].shape:
                 expected = {group.name: group.size for group in self.graph.groups.values()}
@@ -382,22 +390,21 @@ class LearnableMask(nn.Module):
         """Called after an optimiser over `parameters()` was loaded, copied or unpickled."""
         self._execution.claim_saved(optimizer)
 
-    def before_step(self, optimizer: Optimizer) -> None:  # noqa: ARG002 - for all optimisers alike
+    def before_step(self, optimizer: Optimizer) -> None:
         """Called before a step of an optimiser over `parameters()`."""
+        self._rule.before_step(self, optimizer)
         self._execution.before_step(list(self.optimizers))
 
     def after_step(self, optimizer: Optimizer) -> None:
         """Called after a step of an optimiser over `parameters()`."""
         self._execution.after_step(list(self.optimizers))
-        # Fused optimisers, and those that write to `.data`, leave no trace in the count of changes in place.
-        self._stepped = self._stepped or holds(optimizer, self.scores)
+        self._rule.after_step(self, optimizer)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Return the dense state under the model's own keys; all else that training goes on from under `sparsekit.` keys.
 
-        These are importance, mask, order of slots, ratio, the number of training passes, which says when to explore, and the
-        sums of weights and the optimiser state of dropped units. Save the state dict of the optimiser beside it and load
-        both, in either order.
+        These are importance, mask, order of slots, ratio, what the rule of learning remembers, and the sums of weights and the
+        optimiser state of dropped units. Save the state dict of the optimiser beside it and load both, in either order.
 
         The order of slots is that of the narrow parameters, so that an optimiser's own state dict fits them after loading.
         """
@@ -405,19 +412,7 @@ class LearnableMask(nn.Module):
         prefix: str = args[1] if len(args) > 1 else kwargs.get("prefix", "")
         self.sync()
         destination = {} if destination is None else destination
-        for name, tensor in self._execution.dense_state().items():
-            destination[prefix + name] = tensor
-        for name, scores in self.importance().items():
-            destination[f"{prefix}{_PREFIX}importance.{name}"] = scores
-        for name, keep in self._execution.mask.items():
-            destination[f"{prefix}{_PREFIX}mask.{name}"] = keep.clone()
-        for name, units in self._execution.slot_order().items():
-            destination[f"{prefix}{_PREFIX}slots.{name}"] = units
-        destination.update(flat(self._execution.saved_state(), f"{prefix}{_PREFIX}state."))
-        if isinstance(self._execution, CompactExecution):
-            destination[f"{prefix}{_PREFIX}magnitudes"] = self._execution.fused.sums()
-        destination[f"{prefix}{_PREFIX}ratio"] = torch.tensor(self._ratio, dtype=torch.float64)
-        destination[f"{prefix}{_PREFIX}passes"] = torch.tensor(self._passes)
+        destination.update(saved_entries(self, self._rule, self._ratio, prefix))
         return destination
 
     def _apply(self, fn: Any, recurse: bool = True) -> LearnableMask:
@@ -430,7 +425,7 @@ class LearnableMask(nn.Module):
             return tensor.to(result.device, torch.float32) if short else result
 
         super()._apply(moved, recurse)  # type: ignore[no-untyped-call]
-        self._judged = fn(self._judged)
+        self._rule.apply(fn)
         self._execution.apply_to_tensors(fn)
         return self
 
@@ -449,52 +444,38 @@ class LearnableMask(nn.Module):
         return twin
 
 
-def _fixed_rng() -> np.random.Generator:
-    """Return what a criterion that draws uses when no generator was given: the same draws in every program."""
-    return np.random.default_rng(0)
-
-
-def _load_dense(
-    module: nn.Module,
-    state: dict[str, Any],
-    prefix: str,
-    _metadata: Any,
-    strict: bool,
-    missing: list[str],
-    *_rest: Any,
+def _load(
+    module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any, strict: bool, missing: list[str], *_rest: Any
 ) -> None:
     """Read a dense state; leave in `state` what torch expects of the narrow module, so that its own loading succeeds."""
     assert isinstance(module, LearnableMask)
-    dense = {}
-    for name in module.graph.shapes:
-        if prefix + name in state:
-            dense[name] = state.pop(prefix + name)
-        elif strict:
-            missing.append(prefix + name)
-    present = module._execution.dense_state()
-    scores, entries = module.importance(), dict(module._execution.mask)
-    for name in module.graph.groups:
-        scores[name] = state.pop(f"{prefix}{_PREFIX}importance.{name}", scores[name])
-        entries[name] = state.pop(f"{prefix}{_PREFIX}mask.{name}", entries[name]).cpu()
-    saved = {name: state.pop(f"{prefix}{_PREFIX}slots.{name}", None) for name in module.graph.groups}
-    order = {name: units for name, units in saved.items() if units is not None}
-    ratio = state.pop(f"{prefix}{_PREFIX}ratio", None)
-    module._ratio = check_ratio(float(ratio)) if ratio is not None else module._ratio
-    module._passes = int(state.pop(f"{prefix}{_PREFIX}passes", module._passes))
-    # State that was just loaded comes from the same checkpoint and has its order of units already.
-    following = [optimizer for optimizer in module.optimizers if not just_restored(optimizer)]
-    saved = take_flat(state, f"{prefix}{_PREFIX}state.")
-    module._execution.load({**present, **dense}, UnitMask(entries), order or None, following, saved)
-    sums = state.pop(f"{prefix}{_PREFIX}magnitudes", None)
-    if sums is not None and isinstance(module._execution, CompactExecution):
-        module._execution.fused.restore_sums(sums)
-    for optimizer in module.optimizers:
-        if just_restored(optimizer):
-            module._execution.claim_saved(optimizer)
-    module._density = module._execution.mask.density(module.graph)
-    module.load_importance(scores)
-    module._mark_seen()
-    # The parameters themselves: load_state_dict(assign=True) then puts each in its own place, and optimisers keep theirs.
-    state[prefix + "scores"] = module.scores
-    for name, tensor in module.model.state_dict(keep_vars=True).items():
-        state[f"{prefix}model.{name}"] = tensor
+    load_entries(module, module._rule, module._ratio, state, prefix, missing if strict else [])
+
+
+def _learning(
+    learning: Learning | None,
+    criterion: object,
+    regularizer: ImportanceRegularizer | None,
+    explore: float | None,
+    steps: int | None,
+) -> Learning:
+    """The settings of learning: those given, or the default ones for the other arguments."""
+    if learning is not None:
+        given = {"explore": explore, "steps": steps, "regularizer": regularizer}
+        also = [name for name, value in given.items() if value is not None]
+        if also:
+            raise InvalidValueError(
+                f"learning= was given together with {', '.join(also)}, which it has itself; pass them to"
+                f" {type(learning).__name__}(…)"
+            )
+        if isinstance(learning, type) or not isinstance(learning, Learning):
+            raise InvalidValueError(
+                f"learning must be LossImportance(…), GradientImportance(…) or an object with `rule`, got {learning!r}"
+            )
+        return learning
+    explore = 0.1 if explore is None else explore
+    if criterion is None and regularizer is None:
+        return LossImportance(explore=explore, steps=steps)
+    if steps is not None:
+        raise InvalidValueError("steps= is for learning from the loss; leave out criterion= and regularizer=, or steps=")
+    return GradientImportance(regularizer=regularizer or ImportanceRegularizer(), explore=explore)

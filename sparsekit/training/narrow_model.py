@@ -9,7 +9,7 @@ optimiser state, do not change until it returns.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,10 +19,20 @@ from sparsekit._torch import buffers_of
 from sparsekit.deprecations import renamed_attribute
 from sparsekit.errors import ForeignMaskError
 from sparsekit.graph.graph import UnitGraph
+from sparsekit.graph.groups import UnitSlice
+from sparsekit.graph.index import cut_axes, scatter_
 from sparsekit.graph.mask import UnitMask
 from sparsekit.graph.state import StateDict
 from sparsekit.layers import resize
-from sparsekit.surgery.optimizer_state import HasState, OptimizerState, SavedState, other_state, state_of_shape
+from sparsekit.surgery.optimizer_state import (
+    HasState,
+    OptimizerState,
+    SavedState,
+    copies_of_weights,
+    first_value,
+    other_state,
+    state_of_shape,
+)
 from sparsekit.surgery.rebuild import copy_with, in_format, memory_format
 from sparsekit.surgery.safe_convolution import guard_convolutions
 from sparsekit.surgery.sizes import set_sizes
@@ -365,6 +375,50 @@ class NarrowModel:
                 key = self._key(entry)
                 value = state[entry.names[0]].detach()
                 entry.tensor.copy_(self._slots[key].gather(value) if key in self._slots else value)
+
+    def store_wide_buffers(self, state: StateDict, wide: UnitMask) -> None:
+        """Copy buffers after a pass of a model with the units of `wide`: also those of units that are dropped."""
+        axes = self.graph.kept_indices(wide)
+        for entry in self._entries:
+            if entry.parameter is None:
+                key = self._key(entry)
+                value = state[entry.names[0]].detach()
+                if key in self._slots:
+                    dense = scatter_(value, self._writable(key), cut_axes(self.graph.shapes[key], axes[key]))
+                    entry.tensor.copy_(self._slots[key].gather(dense))
+                else:
+                    entry.tensor.copy_(value)
+
+    def enter(self, units: Mapping[str, Tensor], afresh: Mapping[str, Tensor], optimizers: Sequence[HasState]) -> None:
+        """Let kept `units` begin: their optimiser state starts anew, and nothing reads those `afresh` yet.
+
+        Args:
+            units: Group name → int64 (n,).
+            afresh: Group name → those whose outgoing weights become zero.
+            optimizers: Hold the state.
+        """
+        copies = {id(owner): copies_of_weights(owner, self.parameters()) for owner in optimizers}
+        parameters = [entry for entry in self._touched if entry.parameter is not None]
+        for entry in parameters:
+            for _, piece, positions in self._positions_of(entry, afresh):
+                if piece.gated:
+                    entry.tensor.index_fill_(piece.dim, positions, 0.0)
+        for entry in parameters:
+            assert entry.parameter is not None
+            for _, piece, positions in self._positions_of(entry, units):
+                for owner in optimizers:
+                    for name, value in state_of_shape(owner, entry.parameter):
+                        if name in copies[id(owner)]:
+                            value.index_copy_(piece.dim, positions, entry.tensor.index_select(piece.dim, positions).to(value))
+                        else:
+                            value.index_fill_(piece.dim, positions, first_value(owner, name))
+
+    def _positions_of(self, entry: _Entry, units: Mapping[str, Tensor]) -> Iterator[tuple[str, UnitSlice, Tensor]]:
+        """(group, slice, int64 narrow positions) of kept `units` in an entry."""
+        for group, piece, table in self._slots[self._key(entry)].tables:
+            if group in units and units[group].numel():
+                slots = torch.isin(self._groups[group].units, units[group])
+                yield group, piece, table[slots].reshape(-1).to(entry.tensor.device)
 
     def dense_view(self) -> StateDict:
         """Return the dense copy itself, to be read only: exact for dropped entries, out of date for kept ones."""

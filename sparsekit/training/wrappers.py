@@ -125,6 +125,7 @@ def _refuse_average() -> None:
 def _join(wrapper: DistributedDataParallel, masked: Any) -> None:
     """Give every rank the state of the first one, and refuse to train on after a change of shape."""
     _broadcast(masked, wrapper.process_group)
+    masked.joined = True
     before = masked.shape_changes
 
     def check(*_: Any) -> None:

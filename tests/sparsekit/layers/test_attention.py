@@ -14,6 +14,7 @@ from laws import check_masked_equals_compact, check_nothing_is_lost, random_mask
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from sparsekit.criteria.learned import Learned
 from sparsekit.errors import NoUnitsError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.mask import UnitMask
@@ -198,7 +199,7 @@ def test_learning_a_mask_over_heads_equals_masked_dense_training(name: str) -> N
     model, args, kwargs, graph = traced(name)
     args = tree_map_only(Tensor, lambda t: t.double() if t.is_floating_point() else t, args)
     pair = [
-        LearnableMask(model.double(), graph=graph, ratio=0.6, execution=execution)  # type: ignore[arg-type]
+        LearnableMask(model.double(), graph=graph, ratio=0.6, execution=execution, criterion=Learned())  # type: ignore[arg-type]
         for execution in ("compact", "masked")
     ]
     model.float()

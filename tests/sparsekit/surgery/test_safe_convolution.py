@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsekit import LearnableMask, UnitMask, compact, load_compact, save_compact, trace_units
+from sparsekit.criteria.learned import Learned
 from sparsekit.surgery.safe_convolution import Conv2d, guard_convolutions, unguard_convolutions
 
 GUARDED, PLAIN = Conv2d, nn.Conv2d
@@ -96,7 +97,7 @@ def test_only_narrow_strided_pointwise_layers_of_a_compact_module_are_guarded() 
 
 def test_a_learnable_mask_and_a_loaded_file_are_guarded(tmp_path: Path) -> None:
     model = Residual()
-    masked = LearnableMask(model, torch.zeros(2, 3, 8, 8), ratio=0.2)
+    masked = LearnableMask(model, torch.zeros(2, 3, 8, 8), ratio=0.2, criterion=Learned())
     assert any(type(module) is GUARDED for module in masked.modules())
     assert type(masked.compact().shortcut) is GUARDED
     small = narrow(model, 6)

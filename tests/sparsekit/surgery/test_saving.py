@@ -78,7 +78,7 @@ def test_one_file_is_all_that_is_written(tmp_path: Path) -> None:
 
 def test_a_learnable_mask_is_saved_as_its_compact_model_with_its_mask(tmp_path: Path) -> None:
     model, (x,), _, _ = traced("vgg-small")
-    masked = sk.LearnableMask(model, (x,), ratio=0.5).eval()
+    masked = sk.LearnableMask(model, (x,), ratio=0.5, criterion=sk.criteria.Learned()).eval()
     sk.save_compact(masked, tmp_path / "m.safetensors")
     small = sk.load_compact(tmp_path / "m.safetensors", lambda: zoo.build("vgg-small")[0])
     torch.testing.assert_close(small(x), masked(x))

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from sparsekit import LearnableMask, MovingAverage
+from sparsekit.criteria.learned import Learned
 from sparsekit.errors import ForeignMaskError, InvalidValueError
 
 
@@ -16,7 +17,7 @@ def masked_model(dtype: torch.dtype = torch.float64, execution: str = "compact")
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 12), nn.BatchNorm1d(12), nn.Tanh(), nn.Linear(12, 3)).to(dtype)
     x = torch.randn(16, 5).to(dtype)
-    return LearnableMask(model, (x,), ratio=0.5, explore=0.0, execution=execution), x  # type: ignore[arg-type]
+    return LearnableMask(model, (x,), ratio=0.5, explore=0.0, execution=execution, criterion=Learned()), x  # type: ignore[arg-type]
 
 
 def step(masked: LearnableMask, optimizer: torch.optim.Optimizer, x: torch.Tensor, seed: int) -> None:

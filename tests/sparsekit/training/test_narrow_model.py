@@ -164,7 +164,7 @@ def test_a_mask_may_hold_its_groups_in_any_order(execution: Any) -> None:
     model = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 2)).double()
     found = []
     for turned in (False, True):
-        masked = LearnableMask(model, (torch.ones(2, 3).double(),), ratio=0.5, execution=execution)
+        masked = LearnableMask(model, (torch.ones(2, 3).double(),), ratio=0.5, execution=execution, criterion=Learned())
         entries = list(masked.unit_mask().items())
         masked._execution.load(masked.dense_state(), UnitMask(dict(entries[::-1] if turned else entries)), None, [])
         outputs = masked._execution.call(masked.scores, (torch.ones(2, 3).double(),), {}, explore=2.0)
@@ -179,7 +179,7 @@ def test_a_model_that_is_laid_out_channels_last_stays_so_at_every_remask() -> No
     torch.manual_seed(0)
     layers = (nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 6, 3), nn.ReLU(), nn.Flatten(), nn.Linear(6 * 4 * 4, 3))
     model = nn.Sequential(*layers).to(memory_format=torch.channels_last)
-    masked = LearnableMask(model, (torch.randn(1, 3, 8, 8),), ratio=0.5)
+    masked = LearnableMask(model, (torch.randn(1, 3, 8, 8),), ratio=0.5, criterion=Learned())
     for ratio in (0.5, 0.25, 0.1, 1.0):
         masked.ratio = ratio
         masked.sync()
@@ -198,7 +198,7 @@ def steps_with(make: Any, execution: Any, *, within: bool) -> tuple[dict[str, to
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 64), nn.Tanh(), nn.Linear(64, 3)).double()
     x, y = torch.randn(16, 6, dtype=torch.float64), torch.randint(3, (16,))
-    masked = LearnableMask(model, (x,), ratio=0.5, execution=execution, explore=0.0)
+    masked = LearnableMask(model, (x,), ratio=0.5, execution=execution, explore=0.0, criterion=Learned())
     optimizer = make(masked.parameters())
     for step in range(9):
         masked.ratio = 0.25 if step > 6 else 0.5
@@ -228,7 +228,7 @@ def test_an_optimiser_whose_step_is_never_called_is_followed_once_it_is_tracked(
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 64), nn.Tanh(), nn.Linear(64, 3)).double()
     x, y = torch.randn(16, 6, dtype=torch.float64), torch.randint(3, (16,))
-    masked = LearnableMask(model, (x,), ratio=0.5, explore=0.0)
+    masked = LearnableMask(model, (x,), ratio=0.5, explore=0.0, criterion=Learned())
     optimizer = Sam(masked.parameters(), rho=0.1)
     masked.track(optimizer)
     for step in range(16):
@@ -257,7 +257,9 @@ class _Dtypes(DispatchMode):
 def test_training_a_float32_model_makes_no_float64_which_not_every_device_has() -> None:
     torch.manual_seed(0)
     x = torch.randn(4, 6)
-    masked = LearnableMask(nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)), (x,), ratio=0.5, explore=0.5)
+    masked = LearnableMask(
+        nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)), (x,), ratio=0.5, explore=0.5, criterion=Learned()
+    )
     optimizer = torch.optim.Adam(masked.parameters(), lr=0.1)
     with _Dtypes() as dtypes:
         for step in range(6):

@@ -14,6 +14,7 @@ from torch import nn
 
 from sparsekit import LearnableMask
 from sparsekit.criteria import Magnitude, Ordered
+from sparsekit.criteria.learned import Learned
 from sparsekit.errors import InvalidValueError
 
 
@@ -55,7 +56,7 @@ SILENT = {
 @pytest.mark.parametrize("name", SILENT)
 def test_the_mask_follows_optimizers_whose_writes_torch_does_not_count(name: str, execution: str) -> None:
     model, x, y = _classifier(torch.float64)
-    pair = [LearnableMask(model, (x,), ratio=0.5, execution=execution) for _ in range(2)]
+    pair = [LearnableMask(model, (x,), ratio=0.5, execution=execution, criterion=Learned()) for _ in range(2)]
     optimizers = [make(masked.parameters()) for make, masked in zip(SILENT[name], pair, strict=True)]
     changes, before = 0, pair[0].unit_mask()
     for _ in range(15):
@@ -69,7 +70,7 @@ def test_the_mask_follows_optimizers_whose_writes_torch_does_not_count(name: str
 
 def test_an_optimizer_of_importance_alone_is_followed_too() -> None:
     model, x, y = _classifier()
-    masked = LearnableMask(model, (x,), ratio=0.5)
+    masked = LearnableMask(model, (x,), ratio=0.5, criterion=Learned())
     optimizer = torch.optim.SGD([masked.scores], lr=5.0, fused=True)
     before = masked.unit_mask()
     for _ in range(5):
@@ -80,7 +81,7 @@ def test_an_optimizer_of_importance_alone_is_followed_too() -> None:
 @pytest.mark.parametrize("execution", ["compact", "masked"])
 def test_the_mask_follows_writes_to_the_data_of_importance_that_nobody_announces(execution: str) -> None:
     model, x, _ = _classifier()
-    masked = LearnableMask(model, (x,), ratio=0.5, execution=execution)
+    masked = LearnableMask(model, (x,), ratio=0.5, execution=execution, criterion=Learned())
     before = masked.unit_mask()
     masked.scores.data.copy_(-masked.scores.data)
     masked(x)
@@ -90,7 +91,7 @@ def test_the_mask_follows_writes_to_the_data_of_importance_that_nobody_announces
 
 def test_a_training_step_does_not_compare_values_of_importance(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x, y = _classifier()
-    masked = LearnableMask(model, (x,), ratio=0.5)
+    masked = LearnableMask(model, (x,), ratio=0.5, criterion=Learned())
     optimizer = torch.optim.SGD(masked.parameters(), lr=0.1)
     _step(masked, optimizer, x, y)
 
@@ -112,7 +113,9 @@ MOMENTS = {
 
 def _trained(make: object, **settings: object) -> tuple[LearnableMask, torch.optim.Optimizer, torch.Tensor, torch.Tensor]:
     model, x, y = _classifier(torch.float64)
-    masked = LearnableMask(model, (x,), **{"ratio": 0.5, "explore": 0.0, **settings})
+    masked = LearnableMask(
+        model, (x,), **{"ratio": 0.5, "explore": 0.0, "criterion": Learned(), **settings}, criterion=Learned()
+    )
     optimizer = make(masked.parameters())
     for _ in range(3):
         _step(masked, optimizer, x, y)
@@ -202,7 +205,7 @@ def test_a_resumed_training_equals_one_that_never_stopped_bit_for_bit(name: str,
     """Also where dropped units return, with the moments that they left behind."""
     make = MOMENTS[name]
     model, x, y = _classifier()
-    masked = LearnableMask(model, (x,), ratio=0.5, explore=0.5)
+    masked = LearnableMask(model, (x,), ratio=0.5, explore=0.5, criterion=Learned())
     optimizer = make(masked.parameters())
 
     def shake(one: LearnableMask, other: torch.optim.Optimizer, seed: int) -> None:
@@ -220,7 +223,7 @@ def test_a_resumed_training_equals_one_that_never_stopped_bit_for_bit(name: str,
     buffer.seek(0)
     saved = torch.load(buffer, weights_only=True)
     assert any(key.startswith("sparsekit.state.") for key in saved["mask"])
-    twin = LearnableMask(_classifier()[0], (x,), explore=0.5)
+    twin = LearnableMask(_classifier()[0], (x,), explore=0.5, criterion=Learned())
     other = make(twin.parameters())
     loading = [lambda: twin.load_state_dict(saved["mask"]), lambda: other.load_state_dict(saved["optimizer"])]
     for load in loading if mask_first else reversed(loading):
@@ -238,7 +241,7 @@ def test_a_fresh_optimizer_after_loading_takes_no_moments_of_the_saved_one() -> 
     masked, optimizer, x, y = _trained(MOMENTS["momentum"])
     masked.load_importance({name: -values for name, values in masked.importance().items()})
     _step(masked, optimizer, x, y)
-    twin = LearnableMask(_classifier(torch.float64)[0], (x,), explore=0.0)
+    twin = LearnableMask(_classifier(torch.float64)[0], (x,), explore=0.0, criterion=Learned())
     twin.load_state_dict(masked.state_dict())
     other = MOMENTS["momentum"](twin.parameters())
     _step(twin, other, x, y)
@@ -259,7 +262,7 @@ def test_dropped_units_of_a_copied_training_find_their_moments_again(clone) -> N
 
 def test_param_groups_keep_importance_out_of_weight_decay() -> None:
     model, x, y = _classifier()
-    masked = LearnableMask(model, (x,), ratio=0.5)
+    masked = LearnableMask(model, (x,), ratio=0.5, criterion=Learned())
     optimizer = torch.optim.SGD(masked.param_groups(importance_lr=0.25, weight_decay=0.5), lr=0.1)
     assert [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups] == [(0.1, 0.5), (0.25, 0.0)]
     assert {id(p) for group in optimizer.param_groups for p in group["params"]} == {id(p) for p in masked.parameters()}
@@ -279,7 +282,7 @@ def test_param_groups_keep_importance_out_of_weight_decay() -> None:
 
 def test_clipping_the_weights_leaves_importance_out() -> None:
     model, x, y = _classifier()
-    masked = LearnableMask(model, (x,), ratio=0.5)
+    masked = LearnableMask(model, (x,), ratio=0.5, criterion=Learned())
     (F.cross_entropy(masked(x), y) + 100 * masked.penalty()).backward()
     assert masked.scores.grad is not None
     before = masked.scores.grad.clone()
@@ -294,7 +297,7 @@ def test_a_ratio_may_change_under_adafactor_where_the_head_has_one_output(ratios
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 1))
     x = torch.randn(12, 6)
-    masked = LearnableMask(model, (x,), ratio=ratios[0])
+    masked = LearnableMask(model, (x,), ratio=ratios[0], criterion=Learned())
     optimizer = torch.optim.Adafactor(masked.parameters(), lr=0.05)
     for ratio in ratios:
         masked.ratio = ratio
@@ -338,7 +341,7 @@ def test_lbfgs_is_refused_when_the_mask_changes_and_only_then(execution: str) ->
 
         optimizer.step(loss)
 
-    masked = LearnableMask(model, (x,), ratio=0.5, execution=execution)
+    masked = LearnableMask(model, (x,), ratio=0.5, execution=execution, criterion=Learned())
     optimizer = torch.optim.LBFGS(masked.parameters(), lr=0.5)
     with pytest.raises(InvalidValueError, match="LBFGS keeps a history of whole steps, which cannot follow a change of mask"):
         minimise(masked, optimizer)  # the first step moves importance
@@ -358,7 +361,7 @@ def test_second_derivatives_are_those_of_masked_execution() -> None:
     x, y = torch.randn(12, 6, dtype=torch.float64), torch.randint(3, (12,))
     found = []
     for execution in ("compact", "masked"):
-        masked = LearnableMask(model, (x,), ratio=0.5, execution=execution, explore=0.0)
+        masked = LearnableMask(model, (x,), ratio=0.5, execution=execution, explore=0.0, criterion=Learned())
         bias, (scores,) = masked.model[4].bias, [masked.scores]
         first = torch.autograd.grad(F.cross_entropy(masked(x), y), [scores, bias], create_graph=True)
         plain = torch.autograd.grad(F.cross_entropy(masked(x), y), [scores, bias])
@@ -387,7 +390,7 @@ def test_a_compiler_around_a_mask_leaves_it_out_and_says_so(in_place: bool, insi
             return graph.forward
 
         model = torch.compile(model, backend=backend) if inside else model
-        masked = LearnableMask(model, (x,), ratio=0.5, explore=0.5)
+        masked = LearnableMask(model, (x,), ratio=0.5, explore=0.5, criterion=Learned())
         optimizer = torch.optim.SGD(masked.parameters(), lr=0.5)
         call = masked
         if compiled and in_place:

@@ -10,6 +10,7 @@ from torch.overrides import TorchFunctionMode
 
 from sparsekit import LearnableMask, choose, select
 from sparsekit.criteria import Random, View
+from sparsekit.criteria.learned import Learned
 from sparsekit.criteria.magnitudes import unit_magnitudes
 from sparsekit.training.unit_vectors import Reader
 
@@ -86,7 +87,7 @@ def test_scores_have_a_gradient_in_their_own_dtype_when_backward_runs_under_auto
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(8 * 4, 3))
     x = torch.randn(4, 3, 4, 4)
-    masked = LearnableMask(model, (x,), ratio=0.5, explore=0.0)
+    masked = LearnableMask(model, (x,), ratio=0.5, explore=0.0, criterion=Learned())
     found = []
     for inside in (True, False):
         masked.zero_grad()

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
 from sparsekit import LearnableMask
+from sparsekit.criteria.learned import Learned
 from sparsekit.errors import UnsupportedModelError
 from sparsekit.training import wrappers
 
@@ -21,7 +22,7 @@ from sparsekit.training import wrappers
 def masked_model(seed: int = 0) -> LearnableMask:
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(5, 12), nn.BatchNorm1d(12), nn.Tanh(), nn.Linear(12, 3)).double()
-    return LearnableMask(model, (torch.randn(4, 5, dtype=torch.float64),), ratio=0.5, explore=0.2)
+    return LearnableMask(model, (torch.randn(4, 5, dtype=torch.float64),), ratio=0.5, explore=0.2, criterion=Learned())
 
 
 @pytest.mark.parametrize("inside", [False, True])

@@ -1,0 +1,276 @@
+"""Does a learned mask choose better than fixed ones? Arms × cells × seeds at equal training FLOPs, exploration counted.
+
+    python benchmarks/choice.py planted --seeds 3                      a minute per family
+    python benchmarks/choice.py images --ratios 0.25 --epochs 4        CIFAR-10, a part of it; `--train 50000` takes all
+    python benchmarks/choice.py images --data cifar100 --device cuda --train 50000 --test 10000 --epochs 30
+    python benchmarks/choice.py table                                  what choice.jsonl holds, as Markdown
+
+Every run is a line in `--out` (choice.jsonl); lines that are there are not run again. An arm that scores units on data, or
+explores, trains fewer steps by what that cost, so that all arms of a cell have the same FLOPs. `start` is "scratch", or
+"trained": three epochs of the dense network, which are no arm's cost.
+
+The arms: `learned` (LossImportance), `paper` (GradientImportance), `random`, `ordered`, `magnitude`, `taylor`, `fisher`,
+`torch-pruning` (its group magnitude), `rigl` (swaps by gradient norm, as large a share, without estimates), `oracle` for
+planted units; with a budget of the same FLOPs in place of one ratio: `widths` (learned), `widths-fixed` (its first widths),
+`widths-scratch` (the narrow network of its last widths, from scratch).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from choice_cells import PLANTED, Cell, images, planted
+from torch import Tensor
+
+import sparsekit as sk
+from sparsekit.training.loss_importance import Swapping
+
+BATCH, EXPLORE, SCORED = 64, 0.1, 10
+FIXED: dict[str, Callable[[Any], Any]] = {
+    "random": lambda _: sk.criteria.Random(),
+    "ordered": lambda _: sk.criteria.Ordered(),
+    "magnitude": lambda _: sk.criteria.Magnitude(),
+    "taylor": lambda data: sk.criteria.Taylor(data, F.cross_entropy),
+    "fisher": lambda data: sk.criteria.Fisher(data, F.cross_entropy),
+    "torch-pruning": lambda _: _torch_pruning(),
+}
+
+
+def _torch_pruning() -> Any:
+    import torch_pruning as tp
+
+    from sparsekit.criteria.torch_pruning import TorchPruning
+
+    return TorchPruning(tp.importance.GroupMagnitudeImportance(p=2))
+
+
+class _Rigl(Swapping):
+    """Drop the smallest outgoing weights, grow the largest gradients: no currency, no errors."""
+
+    def _swap(self, host: Any) -> None:
+        graph, state = host.graph, host.execution.dense_state()
+        norms = {name: torch.zeros(group.size) for name, group in graph.groups.items()}
+        for name, group in graph.groups.items():
+            for piece in group.slices:
+                if piece.gated:
+                    other = [d for d in range(state[piece.name].dim()) if d != piece.dim]
+                    norms[name] += state[piece.name].square().sum(other).cpu()[piece.index].sum(1)
+        fused = torch.cat([norms[name] for name in graph.groups]).to(host.scores)
+        self.evidence.removal = lambda: (fused - 1e9, torch.zeros_like(fused))  # type: ignore[method-assign]
+        gain = _direction_norms(self.evidence, graph)
+        self.evidence.insertion = lambda _: (gain, torch.zeros_like(gain, dtype=torch.bool))  # type: ignore[method-assign]
+        super()._swap(host)
+
+
+def _direction_norms(evidence: Any, graph: Any) -> Tensor:
+    norms = []
+    for name, group in graph.groups.items():
+        total = torch.zeros(group.size)
+        for number, piece in enumerate(group.slices):
+            direction = evidence._directions.get(f"{name}.{number}")
+            if direction is not None:
+                other = [d for d in range(direction.dim()) if d != piece.dim]
+                total += direction.square().sum(other).cpu()[piece.index].sum(1)
+        norms.append(total)
+    return torch.cat(norms)
+
+
+class _RiglLearning(sk.LossImportance):
+    def rule(self, host: Any) -> _Rigl:
+        return _Rigl(self, host)
+
+
+def _train(masked: sk.LearnableMask, cell: Cell, steps: int, seed: int) -> float:
+    """One cycle of the learning rate; the accuracy on the test images at its end."""
+    optimizer = torch.optim.SGD(masked.parameters(), cell.lr, momentum=0.0 if cell.good else 0.9)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, cell.lr, total_steps=max(2, steps))
+    generator = torch.Generator().manual_seed(1000 + seed)
+    for x, y in cell.batches(steps, BATCH, generator):
+        loss = F.cross_entropy(masked(x), y) + masked.penalty()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+    masked.eval()
+    x, y = cell.test
+    with torch.no_grad():
+        right = sum(int((masked(x[i : i + 500]).argmax(1) == y[i : i + 500]).sum()) for i in range(0, len(x), 500))
+    masked.train()
+    return right / len(x)
+
+
+def _pretrain(cell: Cell, steps: int, seed: int) -> None:
+    """Train the dense network in place."""
+    masked = sk.LearnableMask(cell.model, (cell.train[0][:2],), explore=0.0)
+    _train(masked, cell, steps, seed)
+    cell.model.load_state_dict(masked.dense_state())
+
+
+def _run(arm: str, cell: Cell, ratio: float, steps: int, seed: int) -> dict[str, Any]:
+    """Train an arm; `steps` are those of a plain narrow network."""
+    example = (cell.train[0][:2],)
+    data = [(cell.train[0][i : i + 100], cell.train[1][i : i + 100]) for i in range(0, 100 * SCORED, 100)]
+    graph = sk.trace_units(cell.model, *example)
+    costs = sk.cost_model(cell.model, *example, graph=graph)
+    uniform = sk.allocation.Uniform(ratio).counts(graph, {})
+    narrow = costs.costs(uniform)["flops"]
+    dense = costs.costs({name: group.size for name, group in graph.groups.items()})["flops"]
+    budget = sk.Budget(flops=float(narrow))
+    scored = arm in ("taylor", "fisher") or (arm.startswith("widths") and not cell.good)
+    own = steps - (round(100 * SCORED * dense / (BATCH * narrow)) if scored else 0)
+    explores = arm in ("learned", "paper", "rigl", "widths")
+    own = max(2, int(own / (1 + EXPLORE)) if explores else own)
+    options: dict[str, Any] = {"ratio": ratio}
+    if arm.startswith("widths"):
+        options = {"budget": budget, "start": sk.criteria.Fisher(data, F.cross_entropy)}
+    if arm in ("learned", "widths"):
+        options |= {"steps": own, "explore": EXPLORE}
+    elif arm == "rigl":
+        options["learning"] = _RiglLearning(steps=own, explore=EXPLORE)
+    elif arm == "paper":
+        options["learning"] = sk.GradientImportance(explore=EXPLORE)
+    else:
+        options["explore"] = 0.0
+    if arm in FIXED:
+        options["start"] = FIXED[arm](data)
+    torch.manual_seed(2000 + seed)
+    options["generator"] = torch.Generator().manual_seed(3000 + seed)
+    if arm == "learned" and cell.good:
+        options["start"] = sk.criteria.Random()
+    begun = time.perf_counter()
+    masked = sk.LearnableMask(cell.model, example, **options)
+    if arm == "oracle":
+        _keep(masked, cell.good)
+    first = masked.unit_mask().counts()
+    accuracy = _train(masked, cell, own, seed)
+    mask = masked.unit_mask()
+    found = [len(units & set(mask[name].nonzero().flatten().tolist())) / len(units) for name, units in _good(cell, mask)]
+    return {
+        "accuracy": accuracy, "steps": own, "explored": masked.explored, "widths": list(mask.counts().values()),
+        "first_widths": list(first.values()), "flops": costs.costs(mask.counts())["flops"] / dense,
+        "found": statistics.mean(found) if found else None, "seconds": round(time.perf_counter() - begun, 1),
+    }  # fmt: skip
+
+
+def _good(cell: Cell, mask: sk.UnitMask) -> Iterator[tuple[str, set[int]]]:
+    for start, units in cell.good.items():
+        yield next(name for name in mask if name.startswith(start)), units
+
+
+def _keep(masked: sk.LearnableMask, good: dict[str, set[int]]) -> None:
+    """Keep the planted units."""
+    worth = masked.importance()
+    for start, units in good.items():
+        name = next(name for name in worth if name.startswith(start))
+        worth[name] = torch.zeros_like(worth[name]).index_fill_(0, torch.tensor(sorted(units)), 1.0)
+    masked.load_importance(worth)
+    masked.resample()
+
+
+def _jobs(options: argparse.Namespace) -> Iterator[tuple[dict[str, Any], Callable[[], dict[str, Any]]]]:
+    if options.what == "planted":
+        arms = options.arms or ["oracle", "learned", "paper", "rigl", "random", "magnitude", "taylor", "fisher"]
+        for family in options.families:
+            for seed in range(options.seeds):
+                for arm in arms:
+                    key = {"cell": f"planted {family}", "ratio": 0.25, "arm": arm, "seed": seed}
+                    yield key, lambda f=family, a=arm, s=seed: _run(a, planted(f, s, options.device), 0.25, options.steps, s)
+        return
+    arms = options.arms or ["learned", "widths", "widths-fixed", "widths-scratch", "rigl", "paper", *FIXED]
+    for start in options.starts:
+        for ratio in options.ratios:
+            for seed in range(options.seeds):
+                for arm in arms:
+                    name = f"{options.data} {start} {options.train} images {options.epochs} epochs"
+                    key = {"cell": name, "ratio": ratio, "arm": arm, "seed": seed}
+                    yield key, lambda a=arm, s=seed, r=ratio, t=start: _image_run(options, a, t, r, s)
+
+
+def _image_run(options: argparse.Namespace, arm: str, start: str, ratio: float, seed: int) -> dict[str, Any]:
+    cell = images(options.data, seed, options.device, train=options.train, test=options.test)
+    per_epoch = options.train // BATCH
+    if start == "trained" and arm != "widths-scratch":
+        kept = Path(options.out).parent / f"dense-{options.data}-{options.train}-{seed}.pt"
+        if kept.exists():
+            cell.model.load_state_dict(torch.load(kept, weights_only=True))
+        else:
+            _pretrain(cell, 3 * per_epoch, seed)
+            torch.save(cell.model.state_dict(), kept)
+    if arm == "widths-scratch":
+        return _scratch(options, cell, start, ratio, seed)
+    return _run(arm, cell, ratio, options.epochs * per_epoch, seed)
+
+
+def _scratch(options: argparse.Namespace, cell: Cell, start: str, ratio: float, seed: int) -> dict[str, Any]:
+    """The narrow network with the widths that `widths` has learned, from scratch."""
+    name = f"{options.data} {start} {options.train} images {options.epochs} epochs"
+    wanted = {"cell": name, "ratio": ratio, "arm": "widths", "seed": seed}
+    widths = next(line["widths"] for line in _lines(options.out) if {key: line[key] for key in wanted} == wanted)
+    graph = sk.trace_units(cell.model, cell.train[0][:2])
+    counts = dict(zip(graph.groups, widths, strict=True))
+    scores = {
+        group: torch.rand(units.size, generator=torch.Generator().manual_seed(seed)) for group, units in graph.groups.items()
+    }
+    narrow = sk.compact(cell.model, graph, sk.choose(graph, scores, counts))
+    masked = sk.LearnableMask(narrow, (cell.train[0][:2],), explore=0.0)
+    accuracy = _train(masked, cell, options.epochs * (options.train // BATCH), seed)
+    return {"accuracy": accuracy, "widths": list(masked.unit_mask().counts().values()), "found": None, "explored": 0.0}
+
+
+def _lines(path: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in Path(path).read_text().splitlines()] if Path(path).exists() else []
+
+
+def _table(lines: list[dict[str, Any]]) -> Iterator[str]:
+    cells: dict[tuple[str, float], dict[str, list[dict[str, Any]]]] = {}
+    for line in lines:
+        cells.setdefault((line["cell"], line["ratio"]), {}).setdefault(line["arm"], []).append(line)
+    for (cell, ratio), arms in cells.items():
+        yield f"\n**{cell}, ratio {ratio:g}**\n\n| arm | accuracy % | planted units found | seeds |\n|---|---|---|---|"
+        for arm, runs in sorted(arms.items(), key=lambda item: -statistics.mean(run["accuracy"] for run in item[1])):
+            values = [100 * run["accuracy"] for run in runs]
+            spread = f" ± {statistics.stdev(values):.1f}" if len(values) > 1 else ""
+            found = [run["found"] for run in runs if run.get("found") is not None]
+            share = f"{100 * statistics.mean(found):.0f} %" if found else ""
+            yield f"| {arm} | {statistics.mean(values):.1f}{spread} | {share} | {len(values)} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["planted", "images", "table"])
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--arms", nargs="+")
+    parser.add_argument("--families", nargs="+", default=list(PLANTED))
+    parser.add_argument("--steps", type=int, default=1500, help="of planted units")
+    parser.add_argument("--data", choices=["cifar10", "cifar100"], default="cifar10")
+    parser.add_argument("--starts", nargs="+", choices=["scratch", "trained"], default=["scratch", "trained"])
+    parser.add_argument("--ratios", nargs="+", type=float, default=[0.5, 0.25, 0.125, 0.0625])
+    parser.add_argument("--epochs", type=int, default=4)
+    parser.add_argument("--train", type=int, default=20000, help="training images")
+    parser.add_argument("--test", type=int, default=4000, help="test images")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--out", default="benchmarks/choice.jsonl")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    if options.what != "table":
+        done = [{key: line[key] for key in ("cell", "ratio", "arm", "seed")} for line in _lines(options.out)]
+        for key, run in _jobs(options):
+            if key in done:
+                continue
+            line = {**key, **run()}
+            with Path(options.out).open("a") as file:
+                file.write(json.dumps(line) + "\n")
+            print(json.dumps(line), flush=True)
+    print("\n".join(_table(_lines(options.out))))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,149 @@
+"""The cells of `choice.py`: planted units, where the best set is known, and images, where it is not."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+__all__ = ["PLANTED", "Cell", "images", "planted"]
+
+
+@dataclass(frozen=True, eq=False)
+class Cell:
+    """A model, its data and, for planted units, the best set: group name → its units."""
+
+    model: nn.Module
+    train: tuple[Tensor, Tensor]
+    test: tuple[Tensor, Tensor]
+    lr: float
+    good: dict[str, set[int]]
+
+    def batches(self, steps: int, size: int, generator: torch.Generator) -> Iterator[tuple[Tensor, Tensor]]:
+        """Shuffled batches, epoch after epoch."""
+        x, y = self.train
+        order = torch.empty(0, dtype=torch.int64)
+        for _ in range(steps):
+            if order.numel() < size:
+                order = torch.randperm(len(x), generator=generator)
+            at, order = order[:size], order[size:]
+            yield x[at.to(x.device)], y[at.to(x.device)]
+
+
+class _Cells(nn.Module):
+    """An LSTM of which cell j reads input j alone, and a head."""
+
+    def __init__(self, units: int) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(units, units, batch_first=True)
+        with torch.no_grad():
+            self.lstm.weight_hh_l0.zero_()
+            self.lstm.weight_ih_l0.copy_(torch.eye(units).repeat(4, 1))
+        self.lstm.requires_grad_(False)
+        self.head = nn.Linear(units, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.head(self.lstm(x)[0][:, -1])
+        return result
+
+
+class _Heads(nn.Module):
+    """Attention of which head j reads inputs 2j and 2j + 1 alone, and a classifier."""
+
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(2 * heads, heads, batch_first=True)
+        with torch.no_grad():
+            self.attention.in_proj_weight.copy_(torch.eye(2 * heads).repeat(3, 1))
+            self.attention.in_proj_bias.zero_()
+        self.attention.in_proj_weight.requires_grad_(False)
+        self.attention.in_proj_bias.requires_grad_(False)
+        self.head = nn.Linear(2 * heads, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.head(torch.relu(self.attention(x, x, x, need_weights=False)[0]).mean(1))
+        return result
+
+
+def _linear(units: int) -> nn.Module:
+    model = nn.Sequential(nn.Linear(units, units, bias=False), nn.ReLU(), nn.Linear(units, 2))
+    with torch.no_grad():
+        model[0].weight.copy_(torch.eye(units))
+    model[0].requires_grad_(False)
+    return model
+
+
+def _convolution(units: int) -> nn.Module:
+    first = nn.Conv2d(units, units, 1, bias=False)
+    with torch.no_grad():
+        first.weight.copy_(torch.eye(units)[:, :, None, None])
+    first.requires_grad_(False)
+    after = (nn.ReLU(), nn.Conv2d(units, 8, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 2))
+    return nn.Sequential(first, *after)
+
+
+PLANTED: dict[str, tuple[Callable[[int], nn.Module], tuple[int, ...], int, str, float]] = {
+    "linear": (_linear, (), 1, "0", 0.2),
+    "convolution": (_convolution, (4, 4), 1, "0", 0.1),
+    "lstm": (_Cells, (5,), 1, "lstm", 0.5),
+    "heads": (_Heads, (4,), 2, "attention", 0.2),
+}
+"""Family → model of a number of units, extra axes of the input, inputs per unit, start of the group's name, learning rate."""
+
+
+def planted(family: str, seed: int, device: str) -> Cell:
+    """A quarter of the units see the signal, each a part of its own, so that no other set can do without one of them."""
+    make, axes, inputs, _, lr = PLANTED[family]
+    units = 8 if family == "heads" else 16
+    generator = torch.Generator().manual_seed(seed)
+    torch.manual_seed(seed)
+    model = make(units)
+    good = torch.randperm(units, generator=generator)[: units // 4]
+    seen = torch.cat([good * inputs + i for i in range(inputs)])
+    width = units * inputs
+    level = torch.randn(6000, width, generator=generator)
+    x = level.reshape(6000, width, *[1] * len(axes)).expand(-1, -1, *axes)
+    x = x + 0.5 * torch.randn(x.shape, generator=generator)
+    if family in ("lstm", "heads"):
+        x = x.transpose(1, 2)
+    signal = level[:, seen].relu().sum(1)
+    y = (signal > signal.median()).long()
+    x, y = x.contiguous().to(device), y.to(device)
+    names = {"lstm": "lstm", "heads": "attention"}.get(family, "0")
+    return Cell(model.to(device), (x[:4000], y[:4000]), (x[4000:], y[4000:]), lr, {names: set(good.tolist())})
+
+
+def _read(name: str, split: str, count: int) -> tuple[Tensor, Tensor]:
+    import pyarrow.parquet as pq
+    from PIL import Image
+
+    folder = Path(os.environ.get("SPARSEKIT_DATA", "../shared/data")) / name
+    table = pq.read_table(folder / f"{split}.parquet").slice(0, count).to_pydict()
+    pictures = next(values for key, values in table.items() if key.startswith("im"))
+    labels = next(values for key, values in table.items() if key in ("label", "fine_label"))
+    x = np.stack([np.asarray(Image.open(io.BytesIO(item["bytes"])).convert("RGB")) for item in pictures])
+    scaled = torch.from_numpy(x).permute(0, 3, 1, 2).float() / 255
+    mean, deviation = scaled.mean((0, 2, 3), keepdim=True), scaled.std((0, 2, 3), keepdim=True)
+    return (scaled - mean) / deviation, torch.tensor(labels)
+
+
+def _network(classes: int) -> nn.Module:
+    def block(entering: int, leaving: int) -> list[nn.Module]:
+        return [nn.Conv2d(entering, leaving, 3, padding=1, bias=False), nn.BatchNorm2d(leaving), nn.ReLU()]
+
+    parts = [*block(3, 64), nn.MaxPool2d(2), *block(64, 128), nn.MaxPool2d(2), *block(128, 128)]
+    return nn.Sequential(*parts, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(512, classes))
+
+
+def images(name: str, seed: int, device: str, *, train: int, test: int) -> Cell:
+    """Three convolutions of 64, 128 and 128 channels on the first images of CIFAR-10 or CIFAR-100."""
+    torch.manual_seed(seed)
+    model = _network(100 if name == "cifar100" else 10).to(device)
+    (x, y), (xt, yt) = _read(name, "train", train), _read(name, "test", test)
+    return Cell(model, (x.to(device), y.to(device)), (xt.to(device), yt.to(device)), 0.05, {})

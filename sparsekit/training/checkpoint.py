@@ -1,0 +1,93 @@
+"""What a learnable mask saves beside the dense weights, and how it goes on from there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsekit.allocation.uniform import check_ratio
+from sparsekit.graph.mask import UnitMask
+from sparsekit.surgery.optimizer_state import flat, take_flat
+from sparsekit.training.execution import CompactExecution
+from sparsekit.training.optimizer_hooks import just_restored
+from sparsekit.training.rule import Rule
+
+__all__ = ["load_entries", "saved_entries"]
+
+_OWN = "sparsekit."
+_RULE = f"{_OWN}rule."
+
+
+def saved_entries(host: Any, rule: Rule, ratio: float, prefix: str) -> dict[str, Tensor]:
+    """The dense state under the model's own keys, all else under `sparsekit.` keys, each after `prefix`."""
+    execution = host.execution
+    entries: dict[str, Tensor] = dict(execution.dense_state())
+    entries.update({f"{_OWN}importance.{name}": scores for name, scores in host.importance().items()})
+    entries.update({f"{_OWN}mask.{name}": keep.clone() for name, keep in execution.mask.items()})
+    entries.update({f"{_OWN}slots.{name}": units for name, units in execution.slot_order().items()})
+    entries.update(flat(execution.saved_state(), f"{_OWN}state."))
+    if isinstance(execution, CompactExecution):
+        entries[f"{_OWN}magnitudes"] = execution.fused.sums()
+    entries[f"{_OWN}ratio"] = torch.tensor(ratio, dtype=torch.float64)
+    entries.update({f"{_RULE}{name}": value for name, value in rule.state().items()})
+    return {prefix + name: value for name, value in entries.items()}
+
+
+def load_entries(host: Any, rule: Rule, ratio: float, state: dict[str, Any], prefix: str, missing: list[str]) -> float:
+    """Take what `saved_entries` made out of `state`, and leave there what torch expects of the narrow module.
+
+    Args:
+        host: The learnable mask.
+        rule: Its rule.
+        ratio: Its ratio, which stays if none was saved.
+        state: A state dict; dense entries that it lacks keep their present values.
+        prefix: Before every key.
+        missing: Gets the keys that `state` lacks.
+
+    Returns:
+        The ratio.
+    """
+    own = prefix + _OWN
+    execution = host.execution
+    dense = {}
+    for name in host.graph.shapes:
+        if prefix + name in state:
+            dense[name] = state.pop(prefix + name)
+        else:
+            missing.append(prefix + name)
+    present = execution.dense_state()
+    scores, entries = host.importance(), dict(execution.mask)
+    for name in host.graph.groups:
+        scores[name] = state.pop(f"{own}importance.{name}", scores[name])
+        entries[name] = state.pop(f"{own}mask.{name}", entries[name]).cpu()
+    slots = {name: state.pop(f"{own}slots.{name}", None) for name in host.graph.groups}
+    order = {name: units for name, units in slots.items() if units is not None}
+    given = state.pop(f"{own}ratio", None)
+    ratio = check_ratio(float(given)) if given is not None else ratio
+    remembered = {name: state.pop(name) for name in [name for name in state if name.startswith(prefix + _RULE)]}
+    remembered = {name.removeprefix(prefix + _RULE): value for name, value in remembered.items()}
+    if f"{own}passes" in state:  # as version 0.1 wrote it
+        remembered["passes"] = state.pop(f"{own}passes")
+    # State that was just loaded comes from the same checkpoint and has its order of units already.
+    following = [optimizer for optimizer in host.optimizers if not just_restored(optimizer)]
+    saved = take_flat(state, f"{own}state.")
+    execution.load({**present, **dense}, UnitMask(entries), order or None, following, saved)
+    sums = state.pop(f"{own}magnitudes", None)
+    if sums is not None and isinstance(execution, CompactExecution):
+        execution.fused.restore_sums(sums)
+    for optimizer in host.optimizers:
+        if just_restored(optimizer):
+            execution.claim_saved(optimizer)
+    host.load_importance(scores)
+    if host.budget is None:
+        host.ratio = ratio
+    else:
+        host.set_widths(execution.mask.counts())
+    rule.load(host, remembered)
+    # The parameters themselves: load_state_dict(assign=True) then puts each in its own place, and optimisers keep theirs.
+    state[prefix + "scores"] = host.scores
+    for name, tensor in host.model.state_dict(keep_vars=True).items():
+        state[f"{prefix}model.{name}"] = tensor
+    return ratio

@@ -1,0 +1,92 @@
+"""A learnable mask with a budget: widths of all groups, one cost."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import sparsekit as sk
+from sparsekit.errors import InvalidValueError
+
+
+def _model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 24, 3, padding=1), nn.ReLU(),
+        nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(96, 20), nn.ReLU(), nn.Linear(20, 4),
+    ).double()  # fmt: skip
+
+
+def _data() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(32, 3, 8, 8, dtype=torch.float64, generator=generator)
+    return x, (x.mean((1, 2, 3)) > 0).long() + 2 * (x[:, 0].std((1, 2)) > 1).long()
+
+
+@pytest.mark.parametrize("share", [60, 30, 12])
+@pytest.mark.parametrize("metric", ["flops", "params"])
+def test_widths_move_and_the_budget_holds_at_every_step(metric: str, share: int) -> None:
+    model, (x, y) = _model(), _data()
+    learning = sk.LossImportance(explore=1.0, samples=3, rounds=8, errors=0.0)
+    budget = sk.Budget(**{metric: f"{share}%"})
+    masked = sk.LearnableMask(model, (x,), budget=budget, learning=learning)
+    costs = sk.cost_model(model, x, graph=masked.graph)
+    limit = budget.limits(costs.costs({name: group.size for name, group in masked.graph.groups.items()}))[metric]
+    optimizer = torch.optim.Adam(masked.parameters(), lr=0.01)
+    first = masked.unit_mask().counts()
+    for _ in range(60):
+        loss = F.cross_entropy(masked(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        assert costs.costs(masked.unit_mask().counts())[metric] <= limit
+    assert masked.unit_mask().counts() != first or share > 12  # within a wide budget the first widths may be the last
+    twin = sk.LearnableMask(model, (x,), budget=budget, learning=learning)
+    twin.load_state_dict(masked.state_dict())
+    assert twin.unit_mask() == masked.unit_mask()
+    assert torch.equal(twin(x), masked(x))
+    small = masked.eval().compact()
+    torch.testing.assert_close(small(x), masked(x))
+
+
+def test_compact_and_masked_training_move_the_same_widths() -> None:
+    model, (x, y) = _model(), _data()
+    learning = sk.LossImportance(explore=1.0, samples=3, rounds=8, errors=0.0)
+    pair = [
+        sk.LearnableMask(model, (x,), budget=sk.Budget(flops="30%"), learning=learning, execution=execution)  # type: ignore[arg-type]
+        for execution in ("compact", "masked")
+    ]
+    optimizers = [torch.optim.SGD(masked.parameters(), lr=0.05, momentum=0.9) for masked in pair]
+    for step in range(40):
+        for masked, optimizer in zip(pair, optimizers, strict=True):
+            optimizer.zero_grad()
+            F.cross_entropy(masked(x), y).backward()
+            optimizer.step()
+        assert pair[0].unit_mask() == pair[1].unit_mask(), step
+    for name, value in pair[0].dense_state().items():
+        torch.testing.assert_close(pair[1].dense_state()[name], value, rtol=1e-8, atol=1e-10)
+
+
+def test_a_start_that_looks_at_data_decides_the_first_mask_and_widths() -> None:
+    model, (x, y) = _model(), _data()
+    start = sk.criteria.Fisher([(x, y)], F.cross_entropy)
+    masked = sk.LearnableMask(model, (x,), budget=sk.Budget(flops="30%"), start=start, explore=0.0)
+    scores = start.scores(masked.graph, sk.View(weights=model.state_dict(), model=model))
+    for name, keep in masked.unit_mask().items():
+        if not keep.all():
+            assert scores[name][keep].min() >= scores[name][~keep].max()
+
+
+def test_a_ratio_and_a_budget_are_refused_together() -> None:
+    model, (x, _) = _model(), _data()
+    with pytest.raises(InvalidValueError, match="not both"):
+        sk.LearnableMask(model, (x,), ratio=0.5, budget=sk.Budget(flops="30%"))
+    with pytest.raises(InvalidValueError, match="needs example_inputs"):
+        sk.LearnableMask(model, graph=sk.trace_units(model, x), budget=sk.Budget(flops="30%"))
+    masked = sk.LearnableMask(model, (x,), budget=sk.Budget(flops="30%"))
+    with pytest.raises(InvalidValueError, match="this mask has a budget"):
+        masked.ratio = 0.5
+    with pytest.raises(sk.BudgetError):
+        sk.LearnableMask(model, (x,), budget=sk.Budget(flops="0.01%"))

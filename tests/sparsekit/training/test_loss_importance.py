@@ -1,0 +1,338 @@
+"""LossImportance: the mask finds the units that lower the loss, costs what it may, and ends."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sparsekit.errors import InvalidValueError
+from sparsekit.graph.mask import UnitMask
+from sparsekit.training.gradient_importance import GradientImportance
+from sparsekit.training.learnable import LearnableMask
+from sparsekit.training.loss_importance import LossImportance
+
+
+def _convolutions() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 6, 3, bias=False),
+        nn.BatchNorm2d(6), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(24, 4),
+    )  # fmt: skip
+
+
+class Recurrent(nn.Module):
+    """Two stacked LSTM layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(5, 8, 2, batch_first=True)
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.lstm(x)[0][:, -1]
+        return self.head(out)  # type: ignore[no-any-return]
+
+
+class Attention(nn.Module):
+    """A transformer block with a layer norm over kept units."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(5, 8)
+        self.block = nn.TransformerEncoderLayer(8, 4, 12, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.block(self.inner(x)).mean(1))  # type: ignore[no-any-return]
+
+
+def images(generator: torch.Generator) -> Tensor:
+    return torch.randn(8, 3, 6, 6, dtype=torch.float64, generator=generator)
+
+
+def sequences(generator: torch.Generator) -> Tensor:
+    return torch.randn(8, 6, 5, dtype=torch.float64, generator=generator)
+
+
+CASES = [(_convolutions, images), (Recurrent, sequences), (Attention, sequences)]
+EAGER = LossImportance(explore=1.0, rounds=6, samples=3, share=1.0, errors=0.0)
+
+
+def _step(masked: LearnableMask, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor, scale: float = 1.0) -> None:
+    loss = F.cross_entropy(masked(x), y) + masked.penalty()
+    optimizer.zero_grad()
+    (loss * scale).backward()
+    for leaf in masked.parameters():
+        if leaf.grad is not None:
+            leaf.grad /= scale
+    optimizer.step()
+
+
+def _adam(masked: LearnableMask) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(masked.parameters(), lr=0.02, weight_decay=0.1)
+
+
+@pytest.mark.parametrize("make", [_adam, lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9)])
+@pytest.mark.parametrize(("model", "draw"), CASES)
+def test_compact_training_equals_masked_training_step_for_step(model: Any, draw: Any, make: Any) -> None:
+    generator = torch.Generator().manual_seed(1)
+    torch.manual_seed(0)
+    dense = model().double()
+    both = [
+        LearnableMask(dense, (draw(generator),), norm="kept", ratio=0.5, execution=execution, learning=EAGER)  # type: ignore[arg-type]
+        for execution in ("compact", "masked")
+    ]
+    pairs = [(m, make(m)) for m in both]
+    changes, previous = 0, both[0].unit_mask()
+    for step in range(50):
+        x, y = draw(generator), torch.randint(0, 4, (8,), generator=generator)
+        if step == 30:
+            both[0].ratio = both[1].ratio = 0.3
+        if step == 40:
+            both[0].ratio = both[1].ratio = 0.7
+        for m, optimizer in pairs:
+            _step(m, optimizer, x, y)
+        assert both[0].unit_mask() == both[1].unit_mask()
+        changes += both[0].unit_mask() != previous
+        previous = both[0].unit_mask()
+        left, right = both[0].state_dict(), both[1].state_dict()
+        for name in right:
+            assert torch.allclose(left[name].double(), right[name].double(), rtol=1e-8, atol=1e-10), (step, name)
+    assert changes >= 4
+
+
+def _planted(seed: int = 0) -> tuple[nn.Module, Tensor, Tensor, set[int]]:
+    """4 of 16 fixed units see the signal, one input each, so that no other set can do without one of them."""
+    generator = torch.Generator().manual_seed(seed)
+    good = torch.randperm(16, generator=generator)[:4].tolist()
+    model = nn.Sequential(nn.Linear(16, 16, bias=False), nn.ReLU(), nn.Linear(16, 2))
+    with torch.no_grad():
+        model[0].weight.copy_(torch.eye(16))
+    model[0].requires_grad_(False)
+    x = torch.randn(4000, 16, generator=generator)
+    return model, x, (x[:, good].relu().sum(1) > 1.6).long(), set(good)
+
+
+def _trained(masked: LearnableMask, x: Tensor, y: Tensor, steps: int, each: Callable[[], None] = lambda: None) -> LearnableMask:
+    optimizer = torch.optim.SGD(masked.parameters(), lr=0.2)
+    generator = torch.Generator().manual_seed(5)
+    for _ in range(steps):
+        at = torch.randint(0, len(x), (64,), generator=generator)
+        _step(masked, optimizer, x[at], y[at])
+        each()
+    return masked
+
+
+def test_planted_units_are_found_where_the_rule_of_the_paper_misses_some() -> None:
+    found = {LossImportance: 0, GradientImportance: 0}
+    for seed in range(3):
+        model, x, y, good = _planted(seed)
+        for learning in (LossImportance(steps=800), GradientImportance()):
+            masked = _trained(LearnableMask(model, (x[:2],), ratio=0.25, learning=learning), x, y, 800)
+            found[type(learning)] += len(set(masked.unit_mask()["0"].nonzero().flatten().tolist()) & good)
+    assert found[LossImportance] == 12
+    assert found[GradientImportance] <= 9
+
+
+def test_a_mask_settles_at_three_quarters_of_the_steps_and_exploration_keeps_to_its_share() -> None:
+    model, x, y, _ = _planted()
+    masked = LearnableMask(model, (x[:2],), ratio=0.25, steps=200, explore=0.2)
+    when: list[bool] = []
+    _trained(masked, x, y, 200, lambda: when.append(masked.settled))
+    assert when.index(True) in (149, 150)
+    assert all(when[150:])
+    assert 0.1 < masked.explored <= 0.2
+
+
+def test_without_a_number_of_steps_a_mask_settles_by_itself() -> None:
+    model, x, y, good = _planted()
+    masked = LearnableMask(model, (x[:2],), ratio=0.25, learning=LossImportance(rounds=4, explore=0.5))
+    when: list[bool] = []
+    _trained(masked, x, y, 600, lambda: when.append(masked.settled))
+    assert when[-1]
+    assert not when[100]
+    assert masked.explored <= 0.5
+    assert set(masked.unit_mask()["0"].nonzero().flatten().tolist()) == good
+
+
+def test_without_exploration_the_first_mask_stays_and_steps_are_those_of_the_narrow_network() -> None:
+    model, x, y, _ = _planted()
+    masked = LearnableMask(model, (x[:2],), ratio=0.25, explore=0.0)
+    before = masked.unit_mask()
+    _trained(masked, x, y, 50)
+    assert masked.unit_mask() == before
+    assert masked.settled
+    assert masked.explored == 0.0
+
+
+def test_noise_swaps_nothing() -> None:
+    """Labels that nothing predicts: no unit is worth anything, so none is worth a swap."""
+    model, x, _, _ = _planted()
+    y = torch.randint(0, 2, (len(x),), generator=torch.Generator().manual_seed(1))
+    masked = LearnableMask(model, (x[:2],), ratio=0.5, learning=LossImportance(explore=0.5, rounds=8, errors=4.0))
+    before = masked.unit_mask()
+    _trained(masked, x, y, 400)
+    assert masked.settled
+    assert masked.unit_mask() == before
+
+
+def test_optimisers_neither_step_nor_decay_importance() -> None:
+    model, x, y, _ = _planted()
+    masked = LearnableMask(model, (x[:2],), ratio=0.25)
+    before = masked.scores.detach().clone()
+    optimizer = torch.optim.AdamW(masked.parameters(), lr=0.1, weight_decay=0.5)
+    for _ in range(9):
+        _step(masked, optimizer, x[:64], y[:64])
+    assert torch.equal(masked.scores.detach(), before)
+    assert masked.scores not in optimizer.state
+
+
+def test_units_that_enter_afresh_do_not_change_the_outputs_of_the_others() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)).double()
+    x = torch.randn(5, 6, dtype=torch.float64)
+    masked = LearnableMask(model, (x,), ratio=0.5, explore=0.0)
+    optimizer = torch.optim.SGD(masked.parameters(), lr=0.1, momentum=0.9)
+    _step(masked, optimizer, x, torch.tensor([0, 1, 2, 0, 1]))
+    mask = masked.unit_mask()
+    leaving, entering = int(mask["0"].nonzero()[0]), int((~mask["0"]).nonzero()[0])
+    keep = mask["0"].clone()
+    keep[leaving] = False
+    dense = masked.dense_state()
+    zeroed = {**dense, "2.weight": dense["2.weight"] * keep}
+    expected = torch.func.functional_call(model, zeroed, (x,))
+    keep[entering] = True
+    masked.change(UnitMask({"0": keep}))
+    masked.execution.enter({"0": torch.tensor([entering])}, {"0": torch.tensor([entering])}, [optimizer])
+    masked.eval()
+    torch.testing.assert_close(masked(x), expected)
+    slot = int((masked.execution.slot_order()["0"] == entering).nonzero())
+    for leaf, dim in ((masked.model[0].weight, 0), (masked.model[0].bias, 0), (masked.model[2].weight, 1)):
+        moments = optimizer.state[leaf]["momentum_buffer"]
+        assert not moments.select(dim, slot).any(), "the state of a unit that enters is fresh"
+        assert moments.any()
+
+
+@pytest.mark.parametrize("how", ["state", "pickle", "copy"])
+def test_a_training_goes_on_with_the_same_bits_from_any_step(how: str) -> None:
+    torch.manual_seed(0)
+    generator = torch.Generator().manual_seed(1)
+    model = _convolutions().double()
+    masked = LearnableMask(model, (images(generator),), ratio=0.5, learning=EAGER)
+    optimizer = _adam(masked)
+    batches = [(images(generator), torch.randint(0, 4, (8,), generator=generator)) for _ in range(40)]
+    for at, (x, y) in enumerate(batches):
+        if at == 17:
+            if how == "state":
+                twin = LearnableMask(model, (x,), ratio=0.5, learning=EAGER)
+                twin.load_state_dict(masked.state_dict())
+                other = _adam(twin)
+                other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            else:
+                pair = (masked, optimizer)
+                twin, other = copy.deepcopy(pair) if how == "copy" else pickle.loads(pickle.dumps(pair))
+        _step(masked, optimizer, x, y)
+        if at >= 17:
+            _step(twin, other, x, y)
+    left, right = masked.state_dict(), twin.state_dict()
+    assert left.keys() == right.keys()
+    for name in left:
+        assert torch.equal(left[name], right[name]), name
+
+
+def test_the_scale_of_a_grad_scaler_changes_no_decision() -> None:
+    model, x, y, _ = _planted()
+    masks = []
+    for scale in (1.0, 1024.0):
+        masked = LearnableMask(model, (x[:2],), ratio=0.25, learning=LossImportance(steps=300, explore=0.3))
+        optimizer = torch.optim.SGD(masked.parameters(), lr=0.2)
+        generator = torch.Generator().manual_seed(5)
+        for _ in range(300):
+            at = torch.randint(0, len(x), (64,), generator=generator)
+            _step(masked, optimizer, x[at], y[at], scale)
+        masks.append(masked.unit_mask())
+    assert masks[0] == masks[1]
+
+
+def test_a_loop_without_an_optimiser_learns_too() -> None:
+    model, x, y, good = _planted()
+    masked = LearnableMask(model, (x[:2],), ratio=0.25, steps=600)
+    generator = torch.Generator().manual_seed(5)
+    for _ in range(600):
+        at = torch.randint(0, len(x), (64,), generator=generator)
+        F.cross_entropy(masked(x[at]), y[at]).backward()
+        with torch.no_grad():
+            for leaf in masked.weights():
+                if leaf.grad is not None:
+                    leaf -= 0.2 * leaf.grad
+        masked.zero_grad()
+    assert set(masked.unit_mask()["0"].nonzero().flatten().tolist()) == good
+
+
+def test_a_step_may_have_several_passes() -> None:
+    """Gradients that accumulate over four passes decide as those of one pass over all examples."""
+    model, x, y, _ = _planted()
+    masks = []
+    for parts in (1, 4):
+        masked = LearnableMask(model.double(), (x[:2].double(),), ratio=0.25, steps=200, explore=0.3)
+        optimizer = torch.optim.SGD(masked.parameters(), lr=0.2)
+        generator = torch.Generator().manual_seed(5)
+        for _ in range(200):
+            at = torch.randint(0, len(x), (64,), generator=generator)
+            for part in at.split(64 // parts):
+                (F.cross_entropy(masked(x[part].double()), y[part]) / parts).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        masks.append(masked.unit_mask())
+    assert masks[0] == masks[1]
+
+
+def test_importance_is_in_nats() -> None:
+    """What a kept unit is worth is of the size of the rise of the loss without it, though two terms fall short of that."""
+    model, x, y, good = _planted()
+    masked = _trained(LearnableMask(model, (x[:2],), ratio=0.5, steps=1200, explore=0.3), x, y, 800)
+    masked.eval()
+    with torch.no_grad():
+        whole = F.cross_entropy(masked(x), y)
+        small, kept = masked.compact(), masked.unit_mask()["0"].nonzero().flatten().tolist()
+        rises = []
+        for place in range(len(kept)):
+            less = copy.deepcopy(small)
+            less[2].weight[:, place] = 0  # type: ignore[index]
+            rises.append(float(F.cross_entropy(less(x), y) - whole))
+    worth = masked.importance()["0"][kept]
+    for unit, rise, value in zip(kept, rises, worth.tolist(), strict=True):
+        if unit in good:
+            assert rise / 6 < value < 2 * rise
+        else:
+            assert abs(value) < 0.02
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"explore": -0.1}, r"explore must be in \[0, 1\], got -0.1"),
+        ({"steps": 0}, "steps must be a whole number >= 1, got 0"),
+        ({"samples": 2}, "samples must be a whole number >= 3"),
+        ({"end": 0.0}, r"end must be in \(0, 1\]"),
+        ({"share": 1.5}, r"share must be in \(0, 1\]"),
+        ({"errors": float("nan")}, "errors must be a finite number >= 0"),
+    ],
+)
+def test_settings_outside_their_range_say_what_is_allowed(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidValueError, match=message):
+        LossImportance(**settings)
+
+
+def test_learning_is_given_in_one_way() -> None:
+    model, x, _, _ = _planted()
+    with pytest.raises(InvalidValueError, match="learning= was given together with explore"):
+        LearnableMask(model, (x[:2],), explore=0.2, learning=LossImportance())
+    with pytest.raises(InvalidValueError, match=r"learning must be LossImportance\(…\)"):
+        LearnableMask(model, (x[:2],), learning=LossImportance)  # type: ignore[arg-type]
