@@ -111,8 +111,10 @@ def client_round(worker: WorkerState, assignment: Assignment, client: Client, me
         ratio=ratio,
         extra=result.extra,
         metrics={**result.log.metrics(), **result.metrics},
+        cost=WorkCost(flops_scoring=sum(ctx.scored)),
     )
-    cost = WorkCost(
+    cost = dataclasses.replace(
+        update.cost,
         flops_compact=work.flops_compact,
         flops_rowmask=work.flops_rowmask,
         uplink_bytes=update_bytes(update),
