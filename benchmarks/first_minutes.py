@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -67,6 +68,12 @@ def build(folder: Path) -> Path:
     return next(folder.glob("*.whl"))
 
 
+def direct(extra: str) -> list[str]:
+    """Return the requirements of the project and of one extra."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    return [*project["dependencies"], *(project["optional-dependencies"][extra] if extra else ())]
+
+
 def try_one(wheel: Path, *, python: str, versions: str, extras: str, folder: Path) -> dict[str, object]:
     """Install the wheel into an empty environment and take the first steps there."""
     home = folder / f"{python}-{versions}-{extras or 'none'}"
@@ -75,7 +82,8 @@ def try_one(wheel: Path, *, python: str, versions: str, extras: str, folder: Pat
     run(["uv", "venv", "--quiet", "--python", python, home / "venv"], folder=folder)
     programs = home / "venv" / ("Scripts" if os.name == "nt" else "bin")
     wanted = f"{wheel}[{extras}]" if extras else str(wheel)
-    how = ["--resolution", "lowest-direct"] if versions == "lowest" else []
+    # What is named on the command line counts as direct, so the requirements of the wheel stand there too.
+    how = ["--resolution", "lowest-direct", *direct(extras)] if versions == "lowest" else []
     start = time.perf_counter()
     run(["uv", "pip", "install", "--quiet", "--python", programs / "python", *how, wanted], folder=folder)
     took = time.perf_counter() - start

@@ -185,18 +185,23 @@ def print_report(report: dict[str, Any], *, dry_run: bool = False) -> None:
     console = Console()
     title = f"{report['model']}: criterion {report['criterion']}, allocation {report['allocation']}"
     console.print(escape(title + (", dry run: nothing was cut" if dry_run else "")))
-    costs = Table("metric")
+    costs = Table()
+    costs.add_column("metric", no_wrap=True, min_width=10)
+
+    def told(name: str, value: float) -> str:
+        return format_cost(name, value).removesuffix("FLOPs").rstrip()  # the row has the name already
+
     for column in ("before", "after", "share", "asked", "least"):
         costs.add_column(column, justify="right", no_wrap=True)
     for name, before in report["before"].items():
         after, limit, least = report["after"][name], report["limits"].get(name), report["least"].get(name)
         costs.add_row(
             name,
-            format_cost(name, before),
-            format_cost(name, after),
+            told(name, before),
+            told(name, after),
             f"{after / before:.1%}" if before else "",
-            "" if limit is None else f"≤ {format_cost(name, limit)}",
-            "" if least is None else format_cost(name, least),
+            "" if limit is None else f"≤ {told(name, limit)}",
+            "" if least is None else told(name, least),
         )
     console.print(costs)
     groups = Table("group", "kind")

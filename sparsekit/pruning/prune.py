@@ -371,7 +371,7 @@ def _as_allocation(
     if "budget" in known and budget is None:
         raise InvalidValueError(f'{allocation!r} needs a budget, as in budget=sparsekit.Budget(flops="50%")')
     given: dict[str, Any] = {"budget": budget, "limits": limits, "multiple_of": multiple_of}
-    if is_comparable(criterion):
+    if name == "global" and is_comparable(criterion):  # by cost such scores would cut dear layers to a thread
         given["scale"] = "none"
     try:
         made: Allocation = kind(**{key: value for key, value in given.items() if key in known})

@@ -13,6 +13,7 @@ from sparsekit.registry import Registry
 if TYPE_CHECKING:
     from sparsekit_fl.callbacks.base import Callback, RunView
     from sparsekit_fl.callbacks.best import BestCheckpoint
+    from sparsekit_fl.callbacks.central import CentralTest
     from sparsekit_fl.callbacks.mlflow import MLflow
     from sparsekit_fl.callbacks.notebook import NotebookDisplay
     from sparsekit_fl.callbacks.progress import LiveProgress
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 _HOME = {
     "BestCheckpoint": "best",
     "Callback": "base",
+    "CentralTest": "central",
     "EarlyStopping": "stopping",
     "LiveProgress": "progress",
     "MLflow": "mlflow",
@@ -33,6 +35,7 @@ _HOME = {
 __all__ = [
     "BestCheckpoint",
     "Callback",
+    "CentralTest",
     "EarlyStopping",
     "LiveProgress",
     "MLflow",

@@ -207,9 +207,14 @@ def _where(out: Path | None, *, drawn: bool) -> str:
     return f"{there} and a folder per run are in {escape(str(out))}{missing}"
 
 
+_LEFT_OUT = ("resume", "heterogeneity", "lack_classes", "bandit", "set", "sampling", "init", "central_test", "config")
+
 compare = command_app(
     # Finished and half-finished runs are found by themselves; the two levels may be lists here.
-    takes_options(_compare, without=("resume", "heterogeneity", "lack_classes", "bandit", "set", "sampling", "init", "config")),
+    takes_options(
+        _compare,
+        without=("resume", "heterogeneity", "lack_classes", "bandit", "set", "sampling", "init", "central_test", "config"),
+    ),
     examples=(
         "sparsekit compare fedlps fedavg local --seeds 3",
         "sparsekit compare all --preset mnist --data-dir data --out runs/mnist",

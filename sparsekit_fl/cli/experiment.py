@@ -36,6 +36,7 @@ class Experiment:
         config: The options of the run.
         engine: Who runs clients.
         described: Names of what was run, for the result.
+        test: The central test set, where one was asked for.
     """
 
     problem: Problem
@@ -43,6 +44,7 @@ class Experiment:
     config: RunConfig
     engine: Engine
     described: Mapping[str, Any]
+    test: Any = None
 
     @cached_property
     def fingerprint(self) -> dict[str, Any]:
@@ -77,7 +79,7 @@ class Experiment:
             raise InvalidValueError(f"--init {options.init} does not exist; pass a file of weights, or the folder of a run")
         deal = {"classes_per_client": options.classes_per_client, "alpha": options.alpha}
         deal = {name: value for name, value in deal.items() if value is not None} | _arguments(options.partition_args)
-        problem, clients, own = build_task(
+        problem, clients, own, test = build_task(
             preset,
             model=options.model,
             clients=options.clients,
@@ -100,6 +102,8 @@ class Experiment:
             "partition": None if own else options.partition or preset.partition,
             "partition_options": {} if own else {**kept, **deal},
         }
+        if options.central_test and test is None:
+            raise InvalidValueError(f"--central-test: {preset.dataset!r} has no test examples apart from those of its clients")
         if options.augment is not None:
             described["augment"] = options.augment
         if options.init is not None:
@@ -111,6 +115,7 @@ class Experiment:
             config=_config(options, preset, len(clients), keep=any(client.capability != Capability() for client in clients)),
             engine=engine,
             described=described,
+            test=test if options.central_test else None,
         )
 
 

@@ -33,6 +33,7 @@ KINDS = {
     "allocations": "sparsekit.allocation:registry",
     "engines": "sparsekit_fl.engines:registry",
     "bandits": "sparsekit.bandit:registry",
+    "loggers": "sparsekit_fl.callbacks:loggers",
 }
 
 

@@ -112,7 +112,7 @@ class RunOptions(Offer):
             unset="random weights",
         ),
     ] = None
-    engine: Annotated[str | None, Option("What runs clients: embedded or flower.", HOW, unset="embedded")] = None
+    engine: Annotated[str | None, Option("What runs clients: embedded, cohort or flower.", HOW, unset="embedded")] = None
     supernodes: Annotated[
         int | None,
         Option("Number of virtual nodes in Flower's simulation.", HOW, unset="one per client, at most 100"),
@@ -126,6 +126,9 @@ class RunOptions(Offer):
             unset=f"the number of cores, at most {MOST_WORKERS}",
         ),
     ] = None
+    central_test: Annotated[
+        bool, Option("Score the global model on all test examples together too; the curve is in central.json of --out.", HOW)
+    ] = False
     out: Annotated[Path | None, Option("Folder for the result, the rounds, the checkpoint and the models.", HOW)] = None
     resume: Annotated[
         bool, Option("Continue the run in --out, with its options, to the same bits; a finished one by more --rounds.", HOW)

@@ -20,6 +20,7 @@ INCOMPLETE = 3
 
 def _run(method_name: str, options: RunOptions) -> None:
     from sparsekit_fl.callbacks.base import Callback, RunView
+    from sparsekit_fl.callbacks.central import CentralTest
     from sparsekit_fl.callbacks.progress import LiveProgress
     from sparsekit_fl.errors import RunInterrupted
     from sparsekit_fl.methods.make import make_method
@@ -43,6 +44,7 @@ def _run(method_name: str, options: RunOptions) -> None:
                 text = written(method_name, {**options.values(), "seed": run.config.seed})
                 write_atomically(run.out / "run.toml", text.encode(), private=run.config.dp_noise_seed is not None)
 
+    central = [] if experiment.test is None else [CentralTest(experiment.problem, experiment.test)]
     with LiveProgress(quiet=options.quiet or options.json) as progress:
         try:
             result = run_rounds(
@@ -51,7 +53,7 @@ def _run(method_name: str, options: RunOptions) -> None:
                 experiment.clients,
                 experiment.config,
                 engine=experiment.engine,
-                callbacks=[progress, Written(), *loggers],
+                callbacks=[progress, Written(), *loggers, *central],
                 out=options.out,
                 resume=options.resume,
                 accept_code=options.accept_code,
@@ -62,6 +64,9 @@ def _run(method_name: str, options: RunOptions) -> None:
             typer.echo(str(error), err=True)
             raise typer.Exit(INTERRUPTED) from None
     show_outcome(result, options)
+    for one in central:
+        scores = ", ".join(f"{name} {value:.4g}" for name, value in one.curve[-1].items() if name != "round")
+        typer.echo(f"global model on the central test set: {scores}", err=options.json)
     if result.failures or len(result.final.per_client) < len(experiment.clients):
         raise typer.Exit(INCOMPLETE)
 

@@ -361,7 +361,13 @@ def _short(value: str) -> str:
 
 
 sweep = command_app(
-    takes_options(_sweep, without=("resume",)),
+    takes_options(
+        _sweep,
+        without=(
+            "resume",
+            "central_test",
+        ),
+    ),
     examples=(
         "sparsekit sweep fedavg --vary lr=0.01:1:log --trials 10",
         "sparsekit sweep fedprox --vary lr=0.01:1:log --vary local.proximal=0.001:1:log --pruner median --out runs/sweep",

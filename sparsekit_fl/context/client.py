@@ -66,6 +66,7 @@ class ClientContext:
         reading: Split → the generator of random transforms and augmentations of its examples.
         frozen: State-dict keys of parameters that need no gradient; every client has them from the global state of round 0.
         cache: Split → examples that were read in this call.
+        scored: FLOPs of each call of `score` in this call of `client_round`.
         kind: The kind of policy that this context is for.
         root: The client's whole memory, of which `memory` is one part.
     """
@@ -88,6 +89,7 @@ class ClientContext:
     received: Mask | None = None
     frozen: frozenset[str] = frozenset()
     reading: Callable[[Split], np.random.Generator] | None = field(default=None, repr=False)
+    scored: list[int] = field(default_factory=list, repr=False)
     kind: PolicyKind = "local"
     root: Memory | None = field(default=None, repr=False)
 
@@ -172,4 +174,7 @@ class ClientContext:
         """Score a module on one split of this client; an empty split has no scores."""
         if len(getattr(self.client.data, split)) == 0:
             return {}
-        return evaluate(module, self.problem, self.examples(split), predict=predict)
+        examples = self.examples(split)
+        mask = self.narrow_model.mask if module is self.narrow_model.module else None
+        self.scored.append(len(examples) * self.costs.forward_flops(mask))
+        return evaluate(module, self.problem, examples, predict=predict)

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from sparsekit.rng import torch_generator
 from sparsekit_fl.datasets import datasets
+from sparsekit_fl.problem.data import TensorData
 
 __all__ = ["cifar10", "cifar100", "digits", "mnist", "tiny_imagenet"]
 
@@ -33,6 +34,7 @@ def _loaders(
         Training batches, in another order each time, and validation batches: normalised float images and labels.
     """
     source = datasets[name](data_dir)
+    assert isinstance(source.train, TensorData), "the image data sets are in memory"
     images, labels = source.train.inputs[0], source.train.labels()
     shape = (1, -1, 1, 1)
     mean, std = torch.tensor(source.mean).view(shape), torch.tensor(source.std).view(shape)

@@ -24,6 +24,8 @@ from sparsekit_fl.partition.flower import flower_partition
 from sparsekit_fl.partition.pathological import lacking
 from sparsekit_fl.problem.augment import make_augment
 from sparsekit_fl.problem.clients import Client
+from sparsekit_fl.problem.data import TensorData
+from sparsekit_fl.problem.lazy import LazyData
 from sparsekit_fl.problem.metrics import TokenAccuracy, accuracy
 from sparsekit_fl.problem.problem import Problem, check_fit
 from sparsekit_fl.streams import Streams
@@ -38,11 +40,13 @@ class Task(NamedTuple):
         problem: Model, loss and metrics.
         clients: With their data.
         own: The factory brought its own problem and clients.
+        test: The test examples of all clients together; None where each client splits its own.
     """
 
     problem: Problem
     clients: list[Client]
     own: bool
+    test: TensorData | LazyData | None = None
 
 
 def build_problem(preset: Preset, **options: Any) -> tuple[Problem, list[Client]]:
@@ -127,7 +131,7 @@ def build_task(
     )
     roster = [Client(id=id, data=data) for id, data in enumerate(splits)]
     check_fit(problem, roster[0])
-    return Task(problem, roster, own=False)
+    return Task(problem, roster, own=False, test=source.test)
 
 
 def _load(name: str, root: Path | None, seed: int) -> DataSource | tuple[Problem, list[Client]]:

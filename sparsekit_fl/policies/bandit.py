@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -97,7 +98,7 @@ class BanditRatio(RatioPolicy):
             **own,
         )
         if "bandit" in memory:
-            bandit.load_state_dict(memory["bandit"])
+            bandit.load_state_dict(_of_horizon(memory["bandit"], ctx.rounds / ctx.cohort))
         return bandit
 
     def propose(self, ctx: ServerContext, client_id: int) -> float | None:
@@ -145,3 +146,11 @@ class BanditRatio(RatioPolicy):
         else:
             bandit.tell(pull, gain / seconds, drop=drop)
         memory["bandit"], memory["pull"] = bandit.state_dict(), None
+
+
+def _of_horizon(state: Mapping[str, Any], horizon: float) -> Mapping[str, Any]:
+    """Return the state of a bandit for another number of rounds: a run that was extended explores as the longer one would."""
+    settings = state.get("settings")
+    if not isinstance(settings, Mapping) or settings.get("horizon") is None:
+        return state
+    return {**state, "settings": {**settings, "horizon": horizon}}

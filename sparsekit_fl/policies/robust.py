@@ -56,19 +56,20 @@ class _ByEntry(Rule):
         if not held:
             return None
         shape = acc.sums[name].shape
-        dtype = torch.float32 if held[0][1].is_floating_point() and held[0][1].element_size() <= 4 else torch.float64
-        rows = torch.full((len(held), shape.numel()), math.inf, dtype=dtype)
-        for row, (kept, delta, covered) in zip(rows, held):
-            value = delta.to(dtype)
-            kept.scatter(name, value if covered is None else torch.where(covered > 0, value, math.inf), row.view(shape))
+        whole = all(kept.is_whole(name) for kept, _, _ in held)
+        # What is whole is cut anywhere, and what has gaps along its first axis, so that no dense copy of every update is made.
+        size = 1 if whole or not shape else shape[1:].numel()
+        count, step = shape.numel() // max(size, 1), max(1, _CHUNK // max(size, 1))
         result = torch.empty(shape.numel(), dtype=torch.float64)
-        for begin in range(0, shape.numel(), _CHUNK):
+        for begin in range(0, count, step):
+            end = min(begin + step, count)
+            rows = torch.stack([_piece(*one, name, begin, end, whole, shape) for one in held])
             # What nobody holds is infinite, and sorted to the end. Sorted values make the order of arrival irrelevant.
             # NumPy sorts columns three times as fast as torch.
-            ordered = torch.from_numpy(np.sort(rows[:, begin : begin + _CHUNK].to(torch.float64).numpy(), axis=0))
-            count = torch.isfinite(ordered).sum(0)
-            centre = torch.where(count > 0, self.centre(ordered, count), 0.0) + 0.0
-            result[begin : begin + _CHUNK] = centre if by_coverage else centre * count / self._updates
+            ordered = torch.from_numpy(np.sort(rows.numpy(), axis=0))
+            holders = torch.isfinite(ordered).sum(0)
+            centre = torch.where(holders > 0, self.centre(ordered, holders), 0.0) + 0.0
+            result[begin * size : end * size] = centre if by_coverage else centre * holders / self._updates
         return result.view(shape)
 
     def centre(self, ordered: Tensor, count: Tensor) -> Tensor:
@@ -79,6 +80,22 @@ class _ByEntry(Rule):
             count: Int64 (entries,): number of clients that hold each entry; where it is 0 the result is not used.
         """
         raise AssertionError(f"{type(self).__name__} must override centre")
+
+
+def _piece(
+    kept: Kept, delta: Tensor, covered: Tensor | None, name: str, begin: int, end: int, whole: bool, shape: torch.Size
+) -> Tensor:
+    """A part of a dense change, flat, float64, infinite where the update does not hold it: positions or rows [begin, end)."""
+    if covered is not None:
+        delta = torch.where(covered > 0, delta.to(torch.float64), math.inf)
+    if whole:
+        return delta.reshape(-1)[begin:end].to(torch.float64)
+    piece = torch.full((end - begin, *shape[1:]), math.inf, dtype=torch.float64)
+    if not shape:
+        kept.scatter(name, delta.to(torch.float64), piece.view(()))
+    else:
+        kept.scatter_rows(name, delta.to(torch.float64), piece, begin)
+    return piece.view(-1)
 
 
 class Median(_ByEntry):

@@ -24,6 +24,8 @@ def cost_dict(cost: WorkCost) -> dict[str, Any]:
         "wall_seconds": cost.wall_seconds,
         # Only where memories travelled.
         **({"memory_bytes": cost.memory_bytes} if cost.memory_bytes else {}),
+        # Only where a method scores while it trains.
+        **({"flops_scoring": cost.flops_scoring} if cost.flops_scoring else {}),
     }
 
 

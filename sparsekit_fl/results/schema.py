@@ -41,6 +41,7 @@ _COST = _object(
         "simulated_seconds": {"type": "number", "minimum": 0},
         "wall_seconds": {"type": "number", "minimum": 0},
         "memory_bytes": {**_COUNT, "description": "memories of clients that travelled; absent where none did"},
+        "flops_scoring": {**_COUNT, "description": "passes by which a method decides while training; absent where none"},
     },
     "flops_compact", "flops_rowmask", "uplink_bytes", "downlink_bytes", "simulated_seconds", "wall_seconds",
 )  # fmt: skip

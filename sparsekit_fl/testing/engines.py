@@ -15,14 +15,14 @@ from sparsekit_fl.errors import ClientError
 from sparsekit_fl.methods.local import local
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.policies.local import LocalPolicy, LocalResult, Sgd
-from sparsekit_fl.policies.personal import LocalModel
+from sparsekit_fl.policies.personal import LocalModel, PersonalModel, PersonalPolicy
 from sparsekit_fl.results.records import Observer, RunResult
 from sparsekit_fl.server.loop import run
 from sparsekit_fl.testing.tiny import tiny_clients, tiny_config, tiny_problem
 from sparsekit_fl.wire.kept import Mask
 from sparsekit_fl.wire.messages import Update
 
-__all__ = ["CountingSgd", "EngineContract", "FailingSgd"]
+__all__ = ["CountingSgd", "EngineContract", "FailingSgd", "UnscoredModel"]
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,23 @@ class CountingSgd(LocalPolicy):
         result = Sgd().train(ctx, start, mask, ratio)
         extra = {"count": torch.tensor([ctx.memory["count"]])}
         return LocalResult(state=result.state, mask=mask, log=result.log, extra=extra, module=result.module)
+
+
+@dataclass(frozen=True)
+class UnscoredModel(PersonalPolicy):
+    """The global model, which raises on some clients when it is to be scored.
+
+    Args:
+        clients: Ids of those.
+    """
+
+    clients: tuple[int, ...] = ()
+
+    def model(self, ctx: ClientContext, state: StateDict) -> PersonalModel:
+        """Return the model, or raise."""
+        if ctx.client.id in self.clients:
+            raise ArithmeticError(f"no score for {ctx.client.id}")
+        return super().model(ctx, state)
 
 
 class _Watch(Observer):
@@ -117,6 +134,12 @@ class EngineContract:
     def test_when_every_client_fails_the_first_error_ends_the_run(self, engine: Engine) -> None:
         with pytest.raises(ClientError, match=r"local policy: ArithmeticError: no luck"):
             _run(Method(name="failing", source="", local=FailingSgd()), engine=engine)
+
+    def test_a_client_that_cannot_be_scored_is_left_out_and_the_record_says_so(self, engine: Engine) -> None:
+        result = _run(Method(name="unscored", source="", personal=UnscoredModel((1,))), engine=engine)
+        assert [evaluation.client_id for evaluation in result.final.per_client] == [0, *range(2, 8)]
+        (note,) = [note for note in result.rounds[-1].notes if "client 1 was not scored" in note]
+        assert "ArithmeticError: no score for 1" in note
 
     def test_personal_models_are_written_where_they_differ_from_the_global_one(self, engine: Engine, tmp_path: Path) -> None:
         method = Method(name="own", source="", personal=LocalModel())

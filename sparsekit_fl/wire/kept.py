@@ -67,6 +67,30 @@ class Kept:
         else:
             scatter_(kept, into, self._axes.get(name, {}))
 
+    def scatter_rows(self, name: str, kept: Tensor, into: Tensor, start: int) -> None:
+        """Write what is kept of some rows, those of `into`, in place: the positions on the first axis from `start` on.
+
+        Args:
+            name: State-dict key of an entry with at least one axis.
+            kept: All that is kept of it.
+            into: Dense, (rows, …).
+            start: Position of the first row.
+        """
+        stop = start + len(into)
+        if name in self._flat:
+            positions, row = self._flat[name], math.prod(self.graph.shapes[name][1:])
+            low, high = torch.searchsorted(positions, torch.tensor([start * row, stop * row])).tolist()
+            into.view(-1)[positions[low:high] - start * row] = kept[low:high]
+            return
+        axes = dict(self._axes.get(name, {}))
+        rows = axes.pop(0, None)
+        if rows is None:
+            scatter_(kept[start:stop], into, axes)
+            return
+        low, high = torch.searchsorted(rows, torch.tensor([start, stop])).tolist()
+        if high > low:
+            scatter_(kept[low:high], into, {**axes, 0: rows[low:high] - start})
+
     def add(self, name: str, kept: Tensor | float, into: Tensor) -> None:
         """Add to the kept entries of the dense tensor `into`, in place; a number is added to each."""
         if name in self._flat:

@@ -63,6 +63,8 @@ class WorkCost:
         wall_seconds: Measured here.
         memory_bytes: Memories of clients that travel to them and back when they train, beside assignments and updates: none
             where each client keeps its own. Counted by the server, and by no simulated second.
+        flops_scoring: Forward passes by which a method decides while it trains: which model a client keeps, whether it prunes.
+            They are no training, so the other two leave them out, and simulated seconds too.
 
     Source: the row-mask convention is that of Xue et al., ICDE 2025 (arXiv 2412.07216), Table I.
     """
@@ -74,6 +76,7 @@ class WorkCost:
     seconds: float = 0.0
     wall_seconds: float = 0.0
     memory_bytes: int = 0
+    flops_scoring: int = 0
 
     def __add__(self, other: WorkCost) -> WorkCost:
         return WorkCost(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in dataclasses.fields(self)})
@@ -202,13 +205,18 @@ _INT_COSTS = ("flops_compact", "flops_rowmask", "uplink_bytes", "downlink_bytes"
 _FLOAT_COSTS = ("seconds", "wall_seconds")
 
 
+def _int_costs(cost: WorkCost) -> tuple[str, ...]:
+    """The integers that travel: that of scoring only where a method scores."""
+    return (*_INT_COSTS, "flops_scoring") if cost.flops_scoring else _INT_COSTS
+
+
 def _update_parts(update: Update) -> tuple[dict[str, Tensor], dict[str, Any]]:
     mask_tensors, mask = pack_mask(update.mask)
     tensors = {
         **_prefixed("delta", update.delta),
         **_prefixed("extra", update.extra),
         **mask_tensors,
-        "cost": torch.tensor([getattr(update.cost, name) for name in _INT_COSTS], dtype=torch.int64),
+        "cost": torch.tensor([getattr(update.cost, name) for name in _int_costs(update.cost)], dtype=torch.int64),
         "seconds": torch.tensor([getattr(update.cost, name) for name in _FLOAT_COSTS], dtype=torch.float64),
         "metrics": torch.tensor(list(update.metrics.values()), dtype=torch.float64),
         "ratio": torch.tensor(update.ratio, dtype=torch.float64),
@@ -272,7 +280,8 @@ def decode_update(payload: bytes, graph: UnitGraph | None = None) -> Update:
     try:
         if meta["kind"] != "update":
             raise DataError(f"expected an update, got a message of kind {str(meta['kind'])[:40]!r}")
-        costs = dict(zip(_INT_COSTS, _numbers(tensors, "cost", torch.int64, len(_INT_COSTS)), strict=True))
+        kinds = (*_INT_COSTS, "flops_scoring")[: max(len(_INT_COSTS), len(tensors["cost"]))]
+        costs = dict(zip(kinds, _numbers(tensors, "cost", torch.int64, len(kinds)), strict=True))
         seconds = dict(zip(_FLOAT_COSTS, _numbers(tensors, "seconds", torch.float64, len(_FLOAT_COSTS)), strict=True))
         names = meta["metrics"]
         if not isinstance(names, list) or len(set(names)) != len(names) or not all(isinstance(name, str) for name in names):

@@ -173,6 +173,7 @@ def _assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-10, msg=name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrapper", ["ddp", "fsdp", "fsdp resumed"])
 def test_a_compact_model_trains_in_two_processes_as_in_one(wrapper: str, ranks: Found) -> None:
     small = _small()

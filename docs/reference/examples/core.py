@@ -454,3 +454,9 @@ sk.recalibrate(small, [x])  # the statistics of batch norms, from data
 # sparsekit.fit_config
 small = sk.compact(model, graph, mask)  # of a transformers model: its config then says the widths of the small one
 print(sk.fit_config.__doc__.splitlines()[0])
+
+# sparsekit.GradientImportance
+masked = sk.LearnableMask(model, (x[:2],), ratio=0.5, learning=sk.GradientImportance())
+
+# sparsekit.LossImportance
+masked = sk.LearnableMask(model, (x[:2],), ratio=0.5, learning=sk.LossImportance(steps=100))

@@ -253,3 +253,11 @@ model = fl.load_model("runs-mine", model=make_model)
 
 # sparsekit_fl.metrics.lower_is_better
 assert fl.metrics.lower_is_better("loss")
+
+# sparsekit_fl.DeviceBudgets
+budgets = fl.DeviceBudgets(problem)
+
+# sparsekit_fl.callbacks.CentralTest
+from sparsekit_fl.callbacks import CentralTest
+
+fl.run(fl.methods.fedavg(), problem, clients, config, callbacks=[CentralTest(problem, split(20))])

@@ -36,6 +36,7 @@ def test_help_imports_no_torch_numpy_or_pydantic_and_lists_every_command() -> No
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=dict(os.environ))
     assert done.stdout.rstrip().endswith("[]")
+    assert set(OURS) == set(SUMMARIES)
     for name in OURS:
         assert f" {name} " in done.stdout
 

@@ -80,6 +80,7 @@ for name in sys.argv[2:]:
 """
 
 
+@pytest.mark.slow
 def test_what_save_pretrained_writes_is_loaded_in_another_process(tmp_path: Path) -> None:
     from safetensors.torch import save_file
 

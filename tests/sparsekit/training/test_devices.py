@@ -125,6 +125,7 @@ def test_a_mask_that_moves_to_a_device_takes_everything_along(device: str) -> No
     [
         "tests/sparsekit/training/test_devices.py",
         "tests/matrix/test_matrix.py",
+        "tests/sparsekit/pruning/test_prune_on_devices.py",
         "tests/sparsekit_fl/methods/test_every_device.py",
     ],
 )

@@ -19,7 +19,7 @@ heterogeneity bandit lr batch_size local_epochs seed engine supernodes ray_addre
 min_replies aggregation trim_share clip_norm dp_clip dp_noise dp_delta dp_noise_seed upload out resume quiet json
 set config sampling init momentum weight_decay clip optimizer optimizer_args amp local_schedule local_warmup lr_decay
 lr_schedule lr_warmup lr_step lr_gamma lr_end server_optimizer server_lr server_momentum server_beta2 server_tau
-augment partition_args availability async_buffer async_staleness
+central_test augment partition_args availability async_buffer async_staleness
 deterministic accept_code eval_global_every log"""
 
 RUN_CONFIGURATION = {

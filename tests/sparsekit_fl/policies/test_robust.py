@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -19,7 +20,7 @@ from sparsekit_fl.context.server import ServerContext
 from sparsekit_fl.engines.embedded import Embedded
 from sparsekit_fl.methods import registry
 from sparsekit_fl.methods.method import Method
-from sparsekit_fl.policies import AggregatePolicy, CoverageMean, DeltaMean, WeightedMean
+from sparsekit_fl.policies import AggregatePolicy, CoverageMean, DeltaMean, WeightedMean, robust
 from sparsekit_fl.policies.robust import Median, NormClipped, TrimmedMean, trimmed, update_norm
 from sparsekit_fl.results.records import Observer
 from sparsekit_fl.server.loop import run
@@ -257,3 +258,13 @@ def test_options_at_their_defaults_are_not_written_so_that_older_runs_resume():
     config = replace(tiny_config(), aggregation="trimmed-mean", trim_share=0.1)
     assert config.to_dict()["trim_share"] == 0.1
     assert type(config).from_dict(config.to_dict()) == config
+
+
+@pytest.mark.parametrize("method", ["fedavg", "heterofl", "cs"])
+def test_entries_in_pieces_give_the_same_bits_as_whole_ones(method, monkeypatch):
+    config = dataclasses.replace(tiny_config(rounds=1), aggregation="trimmed-mean")
+    digests = []
+    for size in (2**18, 20):
+        monkeypatch.setattr(robust, "_CHUNK", size)
+        digests.append(run(registry[method](), tiny_problem(), tiny_clients(), config).final.state_sha256)
+    assert digests[0] == digests[1]

@@ -20,7 +20,7 @@ from sparsekit_fl.callbacks.base import Callback, RunView
 from sparsekit_fl.engines.base import Engine
 from sparsekit_fl.engines.embedded import Embedded
 from sparsekit_fl.errors import ClientError, FolderInUseError, ResumeError, RunInterrupted, StorageError
-from sparsekit_fl.methods import fedavg
+from sparsekit_fl.methods import fedavg, registry
 from sparsekit_fl.options.config import RunConfig
 from sparsekit_fl.policies.personal import LocalModel
 from sparsekit_fl.problem.clients import Client, ClientData
@@ -279,6 +279,12 @@ def test_a_finished_run_is_extended_to_the_bits_of_a_longer_one(tmp_path: Path) 
     with pytest.raises(ResumeError, match=r"config.rounds: was 6, now 5"):
         tiny_run(out=tmp_path, resume=True, config=tiny_config(rounds=5))
     assert tiny_run(out=tmp_path, resume=True, config=tiny_config(rounds=7)).extended == (4, 6)
+
+
+@pytest.mark.parametrize("name", ["fedlps", "fedspa", "prunefl", "depthfl"])
+def test_methods_that_plan_by_the_number_of_rounds_are_extended_too(name: str, tmp_path: Path) -> None:
+    tiny_run(method=registry[name](), out=tmp_path)
+    assert len(tiny_run(method=registry[name](), out=tmp_path, resume=True, config=tiny_config(rounds=6)).rounds) == 6
 
 
 def test_a_resumed_run_may_be_scored_more_often(tmp_path: Path) -> None:

@@ -1,0 +1,101 @@
+"""DeviceBudgets: a device that can spend so many FLOPs or bytes, as the ratio that it can train."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from sparsekit.allocation.uniform import Uniform
+from sparsekit.errors import InvalidValueError, NoUnitsError
+from sparsekit.measure.budget import Budget, BudgetError, format_cost
+from sparsekit.measure.model import cost_model
+from sparsekit.rng import torch_scope
+from sparsekit.tracing.trace import trace_units
+from sparsekit_fl.problem.clients import Capability
+from sparsekit_fl.problem.problem import Problem
+
+__all__ = ["DeviceBudgets"]
+
+
+class DeviceBudgets:
+    """What budgets of devices mean for a problem: the largest ratio whose uniform submodel fits.
+
+    The model is made and traced once; every capability is arithmetic from then on.
+
+    ```python
+    devices = fl.DeviceBudgets(problem)
+    clients = [fl.Client(id=k, data=data[k], capability=devices.capability(flops=2e6, memory_bytes=5e6)) for k in range(100)]
+    ```
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        """Make the model, trace its units and its costs.
+
+        Args:
+            problem: Whose model the devices train.
+
+        Raises:
+            NoUnitsError: the model has no units, so that every device must train all of it.
+        """
+        with torch_scope(np.random.default_rng(0)):
+            model = problem.model()
+        try:
+            self._graph = trace_units(model, *problem.example_inputs)
+        except NoUnitsError as error:
+            raise NoUnitsError(f"a budget of a device needs a model with units: {error}", error.fixed) from error
+        self._costs = cost_model(model, *problem.example_inputs, graph=self._graph, metrics=("memory",))
+        sizes = {group.size for group in self._graph.groups.values()}
+        self._ratios = sorted({count / size for size in sizes for count in range(1, size + 1)})
+
+    def costs(self, ratio: float) -> dict[str, float]:
+        """What the submodel at a ratio costs.
+
+        Args:
+            ratio: Share of units kept in each group, in (0, 1].
+
+        Returns:
+            "flops" of a forward pass of one example, and "memory_bytes": parameters, buffers and the peak of the activations of
+            one example.
+        """
+        found = self._costs.costs(Uniform(ratio).counts(self._graph, {}))
+        return {"flops": found["flops"], "memory_bytes": found["bytes"] + found["memory"] / self._costs.examples}
+
+    def capability(self, *, flops: float | None = None, memory_bytes: float | None = None, **more: Any) -> Capability:
+        """The capability of a device.
+
+        Args:
+            flops: The most FLOPs of a forward pass, for one example.
+            memory_bytes: The most bytes of parameters, buffers and activations, for one example.
+            **more: Other fields of `Capability`, such as `flops_per_second`.
+
+        Returns:
+            With the largest ratio whose uniform submodel is within all budgets.
+
+        Raises:
+            InvalidValueError: no budget, one that is no positive number, or a ratio beside it.
+            BudgetError: not even one unit of each group fits; the message has the least.
+        """
+        if "ratio" in more:
+            raise InvalidValueError("a capability from a budget finds its own ratio; leave `ratio` out")
+        budget = Budget(flops=flops, memory=memory_bytes)  # checks both numbers
+        limits = {"flops": budget.flops, "memory_bytes": budget.memory}
+        given = {name: float(limit) for name, limit in limits.items() if limit is not None}
+
+        def fits(ratio: float) -> bool:
+            costs = self.costs(ratio)
+            return all(costs[name] <= limit for name, limit in given.items())
+
+        low, high = 0, len(self._ratios)  # all below `low` fit, none from `high` on
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (middle + 1, high) if fits(self._ratios[middle]) else (low, middle)
+        if not low:
+            least = self.costs(self._ratios[0])
+            told = " and ".join(f"{name} ≤ {format_cost(_METRIC[name], limit)}" for name, limit in given.items())
+            reached = " and ".join(format_cost(_METRIC[name], least[name]) for name in given)
+            raise BudgetError(f"no submodel fits {told}: one unit of each group already costs {reached}", least)
+        return Capability(ratio=self._ratios[low - 1], **more)
+
+
+_METRIC = {"flops": "flops", "memory_bytes": "memory"}

@@ -1,0 +1,59 @@
+"""Pruning and what follows the cut give on a device what they give on the CPU, with `--device cuda` or `--device elsewhere`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import sparsekit as sk
+from sparsekit import criteria
+from sparsekit.finetuning import compensate, finetune, recalibrate
+
+CRITERIA: dict[str, Callable[[Any], Any]] = {
+    "magnitude": lambda _: criteria.Magnitude(),
+    "geometric median": lambda _: criteria.GeometricMedian(),
+    "lamp": lambda _: criteria.Lamp(),
+    "random": lambda _: criteria.Random(),
+    "normalised": lambda _: criteria.Normalised(criteria.Magnitude()),
+    "taylor": lambda batches: criteria.Taylor(batches, F.cross_entropy),
+    "fisher": lambda batches: criteria.Fisher(batches, F.cross_entropy),
+    "activation": lambda batches: criteria.Activation(batches),
+}
+
+
+def _task(device: str) -> tuple[nn.Module, Tensor, Tensor]:
+    torch.manual_seed(0)
+    front = (nn.Conv2d(2, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 6, 3), nn.BatchNorm2d(6), nn.ReLU())
+    model = nn.Sequential(*front, nn.Flatten(), nn.Linear(24, 10), nn.ReLU(), nn.Linear(10, 3))
+    return model.to(device), torch.randn(12, 2, 6, 6).to(device), torch.randint(3, (12,)).to(device)
+
+
+@pytest.mark.parametrize("name", CRITERIA)
+def test_every_criterion_keeps_the_same_units(name: str, device: str) -> None:
+    found = []
+    for place in ("cpu", device):
+        model, x, y = _task(place)
+        generator = torch.Generator().manual_seed(0)
+        pruned = sk.prune(model, (x[:2],), budget={"flops": "50%"}, criterion=CRITERIA[name]([(x, y)]), generator=generator)
+        assert all(p.device.type == torch.device(place).type for p in pruned.model.parameters())
+        found.append((pruned.mask, pruned.model.eval()(x).cpu()))
+    assert found[0][0] == found[1][0]
+    torch.testing.assert_close(found[0][1], found[1][1], rtol=1e-3, atol=1e-4)
+
+
+def test_what_follows_the_cut_changes_the_model_alike(device: str) -> None:
+    found = []
+    for place in ("cpu", device):
+        model, x, y = _task(place)
+        pruned = sk.prune(model, (x[:2],), budget={"flops": "50%"})
+        compensate(model, pruned.model, pruned.graph, pruned.mask, [x])
+        recalibrate(pruned.model, [x])
+        finetune(pruned.model, [(x, y)], F.cross_entropy, epochs=2)
+        found.append({name: tensor.cpu() for name, tensor in pruned.model.state_dict().items()})
+    for name, tensor in found[0].items():
+        torch.testing.assert_close(found[1][name], tensor, rtol=1e-3, atol=1e-4, msg=name)
