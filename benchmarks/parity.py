@@ -148,6 +148,26 @@ def _reference(plan: Plan, errors: bool, console: Console) -> dict[str, str]:
         return {}
 
 
+_COHORT = """\
+## The engine `cohort`
+
+Without batched kernels, the default on a CPU, the engine `cohort` gives the bits of the embedded engine:
+`pytest tests/sparsekit_fl/engines/test_cohort.py -k bits` shows it for
+eight methods, for convolutions and an LSTM.
+
+With batched kernels it is a parity class of its own, since batched products round differently:
+
+- Over a whole run in float64 it equals the embedded engine within 1e-9 (1e-8 with convolutions and an LSTM), for each family of
+  methods, with the same cohorts, ratios, FLOPs and accuracies.
+- On a CPU a client's bits do not depend on who shares its step, on the number of lanes or of workers. This is tested (linear
+  layers, convolutions, an LSTM; FedAvg, HeteroFL, FedLPS), not proven: it rests on batched products of the CPU that treat each
+  lane by itself.
+- The width that a client is padded to depends on that client alone. Another choice of `widths` may give other bits.
+- On a GPU none of this has been checked. Libraries choose kernels by the shape of the whole batch, so bits may depend on the
+  number of lanes there.
+"""
+
+
 def page(
     pairs: Mapping[tuple[str, str], Pair],
     references: Mapping[str, Mapping[str, str]],
@@ -172,7 +192,7 @@ def page(
     head = ["method", "global model", "scores", *(COLUMNS[engine].title for engine in engines)]
     table = ["| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *rows)]
     facts = _FACTS.format(rounds=rounds, cohort=COHORT, clients=CLIENTS, versions=versions)
-    return facts + "\n".join(table) + "\n"
+    return facts + "\n".join(table) + "\n\n" + _COHORT
 
 
 def _options(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -49,6 +49,9 @@ __all__ = [
     "in_transform",
     "is_exporting",
     "is_transformed",
+    "lane_axis",
+    "lanes_in",
+    "lanes_out",
     "operator_packet",
     "operator_schema",
     "parameters_of",
@@ -174,6 +177,26 @@ def is_exporting() -> bool:
 def is_transformed(tensor: Tensor) -> bool:
     """Whether a tensor stands for another one inside a transform of torch.func; it has no memory of its own."""
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
+
+
+def lane_axis(tensor: Tensor) -> int | None:
+    """The axis over which `torch.func.vmap` maps a tensor, counted in `lanes_out`; None where it is not mapped."""
+    axis = torch._C._functorch.maybe_get_bdim(tensor)
+    return axis if axis >= 0 else None
+
+
+def lanes_out(tensor: Tensor) -> Tensor:
+    """The whole tensor, all examples of `torch.func.vmap` together, of one of its examples."""
+    whole: Tensor = torch._C._functorch.get_unwrapped(tensor)
+    return whole
+
+
+def lanes_in(tensor: Tensor, axis: int) -> Tensor:
+    """One example of `torch.func.vmap`, of a whole tensor; `axis` is the one that is mapped over."""
+    level = torch._C._functorch.maybe_current_level()
+    assert level is not None
+    example: Tensor = torch._C._functorch._add_batch_dim(tensor, axis, level)
+    return example
 
 
 def without_compiler(model: nn.Module) -> nn.Module:

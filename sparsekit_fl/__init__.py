@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from sparsekit_fl.costs.devices import DeviceBudgets
     from sparsekit_fl.datasets.base import DataSource
     from sparsekit_fl.engines.base import ClientPool, Engine
+    from sparsekit_fl.engines.cohort import Cohort
     from sparsekit_fl.engines.embedded import Embedded
     from sparsekit_fl.experiment.build import build_problem
     from sparsekit_fl.methods.method import Method
@@ -52,6 +53,7 @@ _HOME = {
     "ClientContext": "sparsekit_fl.context.client",
     "ClientData": "sparsekit_fl.problem.clients",
     "ClientPool": "sparsekit_fl.engines.base",
+    "Cohort": "sparsekit_fl.engines.cohort",
     "DataSource": "sparsekit_fl.datasets.base",
     "DeviceBudgets": "sparsekit_fl.costs.devices",
     "Embedded": "sparsekit_fl.engines.embedded",
@@ -99,6 +101,7 @@ __all__ = [
     "ClientContext",
     "ClientData",
     "ClientPool",
+    "Cohort",
     "DataSource",
     "DeviceBudgets",
     "Embedded",

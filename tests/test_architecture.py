@@ -55,6 +55,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("results",),
         ("state",),
         ("context",),
+        ("lanes",),
         ("costs", "training"),
         ("wire", "partition"),
         ("datasets", "models"),

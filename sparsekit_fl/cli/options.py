@@ -112,7 +112,7 @@ class RunOptions(Offer):
             unset="random weights",
         ),
     ] = None
-    engine: Annotated[str | None, Option("What runs clients: embedded or flower.", HOW, unset="embedded")] = None
+    engine: Annotated[str | None, Option("What runs clients: embedded, cohort or flower.", HOW, unset="embedded")] = None
     supernodes: Annotated[
         int | None,
         Option("Number of virtual nodes in Flower's simulation.", HOW, unset="one per client, at most 100"),

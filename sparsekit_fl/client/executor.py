@@ -9,6 +9,7 @@ from sparsekit.graph.state import StateDict
 from sparsekit_fl.client.round import client_evaluate, client_round
 from sparsekit_fl.client.spec import RunSpec
 from sparsekit_fl.client.worker import WorkerState
+from sparsekit_fl.context.memory import Memory
 from sparsekit_fl.context.server import Roster
 from sparsekit_fl.errors import ClientError, MemoryStateError
 from sparsekit_fl.problem.clients import Client
@@ -52,8 +53,13 @@ class ClientExecutor:
         store = store or self._store
         memory = store.read(assignment.client_id, version)
         update = client_round(self._worker, assignment, self._clients[assignment.client_id], memory)
+        return update, self._save(assignment, memory, store)
+
+    def _save(self, assignment: Assignment, memory: Memory, store: MemoryStore | None = None) -> bool:
+        """Write the memory of a client that has trained, and return whether there was anything to write."""
+        store = store or self._store
         try:
-            return update, store.write(assignment.client_id, assignment.round, memory)
+            return store.write(assignment.client_id, assignment.round, memory)
         except MemoryStateError as error:
             who = f"client {assignment.client_id} failed in round {assignment.round} of method {self.spec.method.name!r}"
             raise ClientError(f"{who}: {error}") from error

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +22,15 @@ from sparsekit_fl.context.client import ClientContext
 from sparsekit_fl.context.memory import Memory
 from sparsekit_fl.costs.clock import client_seconds
 from sparsekit_fl.errors import ClientError
+from sparsekit_fl.methods.method import Method
 from sparsekit_fl.policies.local import LocalResult
 from sparsekit_fl.policies.personal import PersonalModel
 from sparsekit_fl.problem.clients import Capability, Client
-from sparsekit_fl.wire.kept import Kept, mask_state
+from sparsekit_fl.wire.kept import Kept, Mask, mask_state
 from sparsekit_fl.wire.messages import Assignment, Evaluation, Update, WorkCost, assignment_bytes, update_bytes
 from sparsekit_fl.wire.packing import upload_dtype
 
-__all__ = ["client_evaluate", "client_round"]
+__all__ = ["BegunRound", "begin_round", "client_evaluate", "client_round", "end_round"]
 
 
 @contextmanager
@@ -50,8 +52,41 @@ def _complete(worker: WorkerState, ctx: ClientContext, shared: StateDict) -> dic
     return {name: shared[name] if name in shared else own.get(name, tensor) for name, tensor in worker.spec.initial.items()}
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
+class BegunRound:
+    """A client that is ready to train.
+
+    Args:
+        assignment: The server's message.
+        client: The client, with its data.
+        memory: The client's memory; written to.
+        ctx: The client's context.
+        shared: What the server sent, dense.
+        start: The dense state of the client, which its change is counted from.
+        entered: The same as the share policy lets it enter training.
+        mask: What to train; None for everything.
+        ratio: The executed ratio.
+        seconds: Time that the client took so far.
+    """
+
+    assignment: Assignment
+    client: Client
+    memory: Memory
+    ctx: ClientContext
+    shared: StateDict
+    start: StateDict
+    entered: StateDict
+    mask: Mask | None
+    ratio: float
+    seconds: float
+
+    def blame(self, method: Method, policy: str) -> AbstractContextManager[None]:
+        """Name the policy, the method, the round and the client in what is raised within the block."""
+        return _blame(method.name, policy, self.assignment.round, self.client.id)
+
+
 def client_round(worker: WorkerState, assignment: Assignment, client: Client, memory: Memory) -> Update:
-    """Train one client for one round. The one function that every engine calls.
+    """Train one client for one round. The work of every engine, which may do its three parts for several clients in turn.
 
     Args:
         worker: The spec and the narrow model of this process.
@@ -65,18 +100,27 @@ def client_round(worker: WorkerState, assignment: Assignment, client: Client, me
     Raises:
         ClientError: a policy failed; names it, and carries the cause.
     """
+    begun = begin_round(worker, assignment, client, memory)
+    began = time.perf_counter()
+    method = worker.spec.method
+    with begun.blame(method, "local"):
+        result = method.local.train(begun.ctx.scoped("local"), begun.entered, begun.mask, begun.ratio)
+    return end_round(worker, begun, result, seconds=time.perf_counter() - began)
+
+
+def begin_round(worker: WorkerState, assignment: Assignment, client: Client, memory: Memory) -> BegunRound:
+    """Let the policies choose what a client trains; see `client_round`."""
     began = time.perf_counter()
     spec = worker.spec
     method, graph = spec.method, spec.graph
-    round, capability = assignment.round, assignment.capability
 
     def blame(policy: str) -> Any:
-        return _blame(method.name, policy, round, client.id)
+        return _blame(method.name, policy, assignment.round, client.id)
 
     ctx = worker.context(
         client=client,
-        round=round,
-        capability=capability,
+        round=assignment.round,
+        capability=assignment.capability,
         memory=memory,
         extra=assignment.extra,
         received=assignment.mask,
@@ -87,23 +131,49 @@ def client_round(worker: WorkerState, assignment: Assignment, client: Client, me
     with blame("ratio"):
         ratio = check_ratio(method.ratio.choose(ctx.scoped("ratio"), assignment.ratio))
     with blame("share"):
-        begin = method.share.enter(ctx.scoped("share"), start)
+        entered = method.share.enter(ctx.scoped("share"), start)
     with blame("mask"):
-        mask = method.mask.choose(ctx.scoped("mask"), ratio, begin)
+        mask = method.mask.choose(ctx.scoped("mask"), ratio, entered)
         if mask is not None:
             mask.check(graph)
-    with blame("local"):
-        result = _on_cpu(method.local.train(ctx.scoped("local"), begin, mask, ratio))
+    return BegunRound(
+        assignment=assignment,
+        client=client,
+        memory=memory,
+        ctx=ctx,
+        shared=shared,
+        start=start,
+        entered=entered,
+        mask=mask,
+        ratio=ratio,
+        seconds=time.perf_counter() - began,
+    )
+
+
+def end_round(worker: WorkerState, begun: BegunRound, result: LocalResult, *, seconds: float) -> Update:
+    """Make the update of a trained client; see `client_round`.
+
+    Args:
+        worker: The spec and the narrow model of this process.
+        begun: The client as it was before it trained.
+        result: What it learned.
+        seconds: Time that training took.
+    """
+    began = time.perf_counter()
+    spec, ctx, ratio, assignment, client = worker.spec, begun.ctx, begun.ratio, begun.assignment, begun.client
+    method, graph = spec.method, spec.graph
+    with begun.blame(method, "local"):
+        result = _on_cpu(result)
         ratio = ratio if result.ratio is None else check_ratio(result.ratio)
-    with blame("mask"):
+    with begun.blame(method, "mask"):
         method.mask.keep(ctx.scoped("mask"), result)
-    with blame("personal"):
+    with begun.blame(method, "personal"):
         method.personal.keep(ctx.scoped("personal"), result, ratio)
-    with blame("share"):
-        delta, upload = _upload(ctx, worker, result, start, shared)
+    with begun.blame(method, "share"):
+        delta, upload = _upload(ctx, worker, result, begun.start, begun.shared)
     work = result.work or ctx.work(result.mask, result.log)
     update = Update(
-        round=round,
+        round=assignment.round,
         client_id=client.id,
         examples=len(client.data.train),
         delta=delta,
@@ -119,9 +189,9 @@ def client_round(worker: WorkerState, assignment: Assignment, client: Client, me
         flops_rowmask=work.flops_rowmask,
         uplink_bytes=update_bytes(update),
         downlink_bytes=assignment_bytes(assignment, graph),
-        wall_seconds=time.perf_counter() - began,
+        wall_seconds=begun.seconds + seconds + time.perf_counter() - began,
     )
-    cost = dataclasses.replace(cost, seconds=client_seconds(cost, capability))
+    cost = dataclasses.replace(cost, seconds=client_seconds(cost, assignment.capability))
     return dataclasses.replace(update, cost=cost)
 
 

@@ -5,6 +5,7 @@ from sparsekit.registry import Registry
 from sparsekit_fl.client.executor import ClientExecutor
 from sparsekit_fl.client.spec import RunSpec
 from sparsekit_fl.engines.base import ClientPool, Engine, Reply, Unscored
+from sparsekit_fl.engines.cohort import Cohort
 from sparsekit_fl.engines.embedded import Embedded
 from sparsekit_fl.processes import one_thread
 from sparsekit_fl.state.store import ClientStore, Versions
@@ -14,6 +15,7 @@ __all__ = [
     "ClientExecutor",
     "ClientPool",
     "ClientStore",
+    "Cohort",
     "Embedded",
     "Engine",
     "Reply",
@@ -28,6 +30,7 @@ __all__ = [
 registry = Registry(
     "engine",
     {
+        "cohort": "sparsekit_fl.engines.cohort:Cohort",
         "embedded": "sparsekit_fl.engines.embedded:Embedded",
         "flower": "sparsekit_fl.engines.flower:Flower",
     },

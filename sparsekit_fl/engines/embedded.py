@@ -8,9 +8,10 @@ import signal
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -34,16 +35,26 @@ from sparsekit_fl.wire.messages import (
     encode_update,
 )
 
-__all__ = ["Embedded"]
+__all__ = ["GOODBYE", "Embedded", "LocalPool", "ProcessPool", "Task", "checked_workers"]
+
+GOODBYE = ((0.0, signal.SIGTERM), (5.0, KILL))
+"""How worker processes are ended: one in the middle of a task would finish it first, and nobody waits for that result."""
 
 
-class _LocalPool:
+class LocalPool:
+    """Clients in this process, one after the other.
+
+    Args:
+        executor: Runs them.
+    """
+
     workers = 1
 
     def __init__(self, executor: ClientExecutor) -> None:
         self._executor = executor
 
     def map(self, assignments: Sequence[Assignment], versions: Versions) -> Iterator[Reply]:
+        """See `ClientPool`."""
         for assignment in assignments:
             client_id = assignment.client_id
             try:
@@ -56,12 +67,28 @@ class _LocalPool:
     def evaluate(
         self, state: StateDict, ids: Sequence[int], versions: Versions, *, round: int, with_shared: bool, export: Path | None
     ) -> Iterator[Evaluation | Unscored]:
+        """See `ClientPool`."""
         options: Mapping[str, Any] = {"round": round, "with_shared": with_shared, "export": export}
         for client_id in ids:
             try:
                 yield self._executor.evaluate(state, client_id, versions.get(client_id), **options)
             except ClientError as error:
                 yield Unscored(client_id, str(error))
+
+
+class Task(Protocol):
+    """What a worker process is asked."""
+
+    def answer(self, executor: Any, shared: StateDict) -> Any:
+        """Do it, in the worker process."""
+        ...
+
+    def text(self) -> str:
+        """Say what it is, for the message about a worker that died over it."""
+        ...
+
+
+T = TypeVar("T", bound=Task)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -90,29 +117,34 @@ class _Task:
         update, stored = executor.train(assignment, self.version)
         return encode_update(update), stored
 
+    def text(self) -> str:
+        """Name the client."""
+        what = "train" if self.assignment else "evaluate"
+        return f"client {self.client_id} in round {self.round} (task: {what})"
+
 
 class _Broken(str):
     """The traceback of an error that is no client's: its memory cannot be read or written, or this package has a bug."""
 
 
-def _serve(
-    connection: Connection,
-    spec: RunSpec,
-    clients: Mapping[int, Client],
-    store: ClientStore,
-    shared: dict[str, Tensor],
-    device: str,
-) -> None:
-    """Answer tasks in a worker process until the pipe closes."""
+def serve(connection: Connection, make: Callable[..., Any], shared: dict[str, Tensor], device: str) -> None:
+    """Answer tasks in a worker process until the pipe closes.
+
+    Args:
+        connection: Brings tasks, each with `answer(executor, shared)`, and takes their answers.
+        make: Makes the executor, for a device.
+        shared: The state, in shared memory.
+        device: Where this process trains.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        executor = ClientExecutor(spec, clients, store, device=device)
+        executor = make(device=device)
     except Exception as error:  # noqa: BLE001 - sent to the main process, which raises it
         _refuse(connection, _Broken(f"could not start: {type(error).__name__}: {error}\n{traceback.format_exc()}"))
         return
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
         while True:
-            task: _Task = connection.recv()
+            task: Task = connection.recv()
             try:
                 answer = task.answer(executor, shared)
             except ClientError as error:
@@ -138,19 +170,27 @@ def _refuse(connection: Connection, why: _Broken) -> None:
             connection.recv()
 
 
-class _ProcessPool:
-    def __init__(
-        self, children: Children, workers: int, spec: RunSpec, clients: Mapping[int, Client], store: ClientStore
-    ) -> None:
+class ProcessPool:
+    """Clients in worker processes, which read the state from shared memory.
+
+    Args:
+        children: Starts the processes.
+        workers: Number of processes.
+        spec: The fixed parts of the run.
+        make: Makes the executor in each of them, with a keyword `device`; picklable unless processes fork.
+    """
+
+    def __init__(self, children: Children, workers: int, spec: RunSpec, make: Callable[..., ClientExecutor]) -> None:
         self.workers = workers
         self._graph = spec.graph
         self._loaded: StateDict | None = None
         self._shared = {name: spec.initial[name].clone().share_memory_() for name in spec.shared_names()}
         self._children = children
         for number in range(workers):
-            children.start(_serve, spec, clients, store, self._shared, device_of(spec.config.device, number))
+            children.start(serve, make, self._shared, device_of(spec.config.device, number))
 
     def map(self, assignments: Sequence[Assignment], versions: Versions) -> Iterator[Reply]:
+        """See `ClientPool`."""
         tasks = [
             _Task(
                 client_id=assignment.client_id,
@@ -170,12 +210,13 @@ class _ProcessPool:
     def evaluate(
         self, state: StateDict, ids: Sequence[int], versions: Versions, *, round: int, with_shared: bool, export: Path | None
     ) -> Iterator[Evaluation | Unscored]:
+        """See `ClientPool`."""
         options = {"with_shared": with_shared, "export": export}
         tasks = [_Task(client_id=i, version=versions.get(i), round=round, options=options) for i in ids]
         for task, answer in self._answers(state, tasks):
             yield Unscored(task.client_id, str(answer)) if isinstance(answer, ClientError) else answer
 
-    def _answers(self, state: StateDict, tasks: Sequence[_Task]) -> Iterator[tuple[_Task, Any]]:
+    def _answers(self, state: StateDict, tasks: Sequence[T]) -> Iterator[tuple[T, Any]]:
         """Put the state where the workers read it, now that all are idle; yield tasks and answers in the order of the tasks."""
         if state is not self._loaded:
             for name, tensor in self._shared.items():
@@ -183,7 +224,7 @@ class _ProcessPool:
             self._loaded = state
         return zip(tasks, in_order(self._exchange(tasks), len(tasks)), strict=True)
 
-    def _exchange(self, tasks: Sequence[_Task]) -> Iterator[tuple[int, Any]]:
+    def _exchange(self, tasks: Sequence[Task]) -> Iterator[tuple[int, Any]]:
         """Hand tasks to idle workers; yield the place of a task and its answer, in the order in which they come."""
         waiting = iter(enumerate(tasks))
         for child in self._children:
@@ -208,7 +249,7 @@ class _ProcessPool:
             yield from found
 
 
-def _give(child: Child, task: tuple[int, _Task] | None) -> None:
+def _give(child: Child, task: tuple[int, Task] | None) -> None:
     child.task = task
     if task is not None:
         try:
@@ -217,11 +258,22 @@ def _give(child: Child, task: tuple[int, _Task] | None) -> None:
             raise _died(child, task[1]) from None
 
 
-def _died(child: Child, task: _Task) -> WorkerDiedError:
-    return WorkerDiedError(
-        f"a worker process ended by {child.ending()} while it had client {task.client_id} in round {task.round}"
-        f" (task: {'train' if task.assignment else 'evaluate'})"
-    )
+def _died(child: Child, task: Task) -> WorkerDiedError:
+    return WorkerDiedError(f"a worker process ended by {child.ending()} while it had {task.text()}")
+
+
+def checked_workers(workers: int, start_method: str | None) -> int:
+    """Return the number of workers.
+
+    Raises:
+        InvalidValueError: it is none, or there is no such start method.
+    """
+    if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
+        raise InvalidValueError(f"workers must be an integer >= 1, got {workers!r}")
+    allowed = multiprocessing.get_all_start_methods()
+    if start_method is not None and start_method not in allowed:
+        raise InvalidValueError(f"start_method must be one of {allowed}, got {start_method!r}")
+    return workers
 
 
 class Embedded:
@@ -234,12 +286,7 @@ class Embedded:
     """
 
     def __init__(self, workers: int = 1, *, start_method: str | None = None) -> None:
-        if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
-            raise InvalidValueError(f"workers must be an integer >= 1, got {workers!r}")
-        allowed = multiprocessing.get_all_start_methods()
-        if start_method is not None and start_method not in allowed:
-            raise InvalidValueError(f"start_method must be one of {allowed}, got {start_method!r}")
-        self.workers = workers
+        self.workers = checked_workers(workers, start_method)
         self._start_method = start_method
 
     def run(
@@ -254,9 +301,7 @@ class Embedded:
         check_device(spec.config.device)
         with one_thread(), exact_arithmetic(spec.config.deterministic):
             if self.workers == 1:
-                return rounds(_LocalPool(ClientExecutor(spec, clients, store)))
+                return rounds(LocalPool(ClientExecutor(spec, clients, store)))
             method = self._start_method or start_method(spec.config.device)
-            # A worker in the middle of a task would finish it first; nobody waits for that result.
-            goodbye = ((0.0, signal.SIGTERM), (5.0, KILL))
-            with Children(method, goodbye, daemon=True) as children:
-                return rounds(_ProcessPool(children, self.workers, spec, clients, store))
+            with Children(method, GOODBYE, daemon=True) as children:
+                return rounds(ProcessPool(children, self.workers, spec, partial(ClientExecutor, spec, clients, store)))

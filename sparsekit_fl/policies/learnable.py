@@ -23,6 +23,8 @@ from sparsekit.training.narrow_model import NarrowModel
 from sparsekit.training.regularizer import ImportanceRegularizer
 from sparsekit.training.unit_vectors import UnitVectors
 from sparsekit_fl.context.client import ClientContext
+from sparsekit_fl.lanes.importance import PaperRule
+from sparsekit_fl.lanes.lane import Lane, LaneOutcome
 from sparsekit_fl.options.checked import Hint, NonNegative, NonNegativeCount, Positive
 from sparsekit_fl.options.config import TrainingConfig
 from sparsekit_fl.policies.local import LocalPolicy, LocalResult, sgd_step, with_passes
@@ -100,15 +102,9 @@ class LearnableSgd(LocalPolicy):
         Raises:
             InvalidValueError: a mask policy chose a mask already, or the importance diverged.
         """
-        if mask is not None:
-            raise InvalidValueError("LearnableSgd learns its own mask; use it with the mask policy Dense()")
-        ctx = with_passes(ctx, self.passes)
+        ctx, metrics, importance, first = self._begin(ctx, start, mask, ratio)
         narrow_model = ctx.narrow_model
-        metrics = self._first_scores(ctx, narrow_model)
-        importance = self._initial(ctx, narrow_model, start)
-        sizes = [group.size for group in ctx.graph.groups.values()]
-        view = View(importance=dict(zip(ctx.graph.groups, torch.split(importance, sizes), strict=True)))
-        narrow_model.load(start, select(Learned(), ctx.graph, ratio, view))
+        narrow_model.load(start, first)
         fused = UnitVectors(narrow_model)
         learner = ImportanceLearner(fused, importance, lr=self._importance_lr(ctx), term=self.term)
         pull = 2.0 * self.proximal / self._scale(start, narrow_model)
@@ -128,6 +124,54 @@ class LearnableSgd(LocalPolicy):
         final = UnitMask(dict(narrow_model.mask))
         work = ctx.work(final, log) + ctx.work_on(step.explored_examples)
         return LocalResult.of(ctx, final, log, metrics=metrics, work=work)
+
+    def lane(self, ctx: ClientContext, start: StateDict, mask: Mask | None, ratio: float) -> Lane[LocalResult]:
+        """Describe the same training for several clients at once."""
+        ctx, metrics, importance, first = self._begin(ctx, start, mask, ratio)
+
+        def finish(outcome: LaneOutcome) -> LocalResult:
+            ctx.memory.update(outcome.learned)
+            return LocalResult(
+                state=outcome.state,
+                mask=outcome.mask,
+                log=outcome.log,
+                narrow=True,
+                metrics=metrics,
+                work=ctx.work(outcome.mask, outcome.log),
+                module=outcome.module,
+            )
+
+        return Lane(
+            start=start,
+            mask=first,
+            batches=ctx.batches(),
+            training=ctx.training,
+            rng=ctx.rng,
+            pull=2.0 * self.proximal / self._scale(start, ctx.narrow_model),
+            learning=PaperRule(importance=importance, lr=self._importance_lr(ctx), term=self.term),
+            finish=finish,
+        )
+
+    def why_alone(self, *, batched: bool) -> str | None:
+        """Say so for clients that explore, and where the update of the weights alone would be shared."""
+        if self.explore_every:
+            return "its clients explore with the whole model"
+        if not batched:
+            return "the masks of its clients change step by step, which is only faster together with batched kernels"
+        return super().why_alone(batched=batched)
+
+    def _begin(
+        self, ctx: ClientContext, start: StateDict, mask: Mask | None, ratio: float
+    ) -> tuple[ClientContext, Mapping[str, float], Tensor, UnitMask]:
+        """Return the context to train in, further metrics, the client's importance, and the mask of the largest importance."""
+        if mask is not None:
+            raise InvalidValueError("LearnableSgd learns its own mask; use it with the mask policy Dense()")
+        ctx = with_passes(ctx, self.passes)
+        metrics = self._first_scores(ctx, ctx.narrow_model)
+        importance = self._initial(ctx, ctx.narrow_model, start)
+        sizes = [group.size for group in ctx.graph.groups.values()]
+        view = View(importance=dict(zip(ctx.graph.groups, torch.split(importance, sizes), strict=True)))
+        return ctx, metrics, importance, select(Learned(), ctx.graph, ratio, view)
 
     def _first_scores(self, ctx: ClientContext, narrow_model: NarrowModel) -> Mapping[str, float]:
         if "importance" in ctx.memory:

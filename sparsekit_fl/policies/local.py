@@ -12,9 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from sparsekit._torch import foreach_add, foreach_lerp_, foreach_mul, foreach_sub
+from sparsekit.errors import InvalidValueError
 from sparsekit.graph.mask import UnitMask, WeightMask
 from sparsekit.graph.state import StateDict
 from sparsekit_fl.context.client import ClientContext, Work
+from sparsekit_fl.lanes.lane import Lane, LaneOutcome
 from sparsekit_fl.options.checked import Hint, NonNegative
 from sparsekit_fl.options.config import TrainingConfig
 from sparsekit_fl.policies.base import Policy
@@ -97,6 +99,35 @@ class LocalPolicy(Policy):
             ratio: The executed ratio.
         """
         return Sgd().train(ctx, start, mask, ratio)
+
+    def lane(self, ctx: ClientContext, start: StateDict, mask: Mask | None, ratio: float) -> Lane[LocalResult]:
+        """Describe the same training so that it can run beside that of other clients, as the engine "cohort" does.
+
+        Only called where `why_alone` returns None.
+
+        Args:
+            ctx: The client's; draw from its `rng` what `train` draws, in the same order.
+            start: The dense state to start from; read-only.
+            mask: What to train; None for everything.
+            ratio: The executed ratio.
+        """
+        raise InvalidValueError(f"{type(self).__name__} trains one client at a time; call train")
+
+    def why_alone(self, *, batched: bool) -> str | None:
+        """Say why clients of this policy train one after the other; None where `lane` describes how they train together.
+
+        Args:
+            batched: Whether clients share every kernel; otherwise only the update of the weights.
+        """
+        for kind in type(self).__mro__:
+            # A subclass that changes how it trains and inherits `lane` would be described wrongly.
+            inherited = {name for base in kind.__bases__ for name in dir(base)} - {"check", "prepare", "validate", "why_alone"}
+            own = {name for name, value in vars(kind).items() if callable(value) and not name.startswith("__")}
+            if kind is LocalPolicy or ("lane" not in own and own & inherited):
+                break
+            if "lane" in own:
+                return None
+        return f"its local policy, {type(self).__name__}, trains one client at a time"
 
 
 Adjust = Callable[[list[Tensor], list[int]], list[Tensor]]
@@ -257,3 +288,21 @@ class Sgd(LocalPolicy):
         leaves = load_leaves(ctx, start, mask)
         log = sgd(ctx, leaves, ctx.batches(), self.adjusts(ctx, leaves, mask))
         return LocalResult.of(ctx, mask, log)
+
+    def lane(self, ctx: ClientContext, start: StateDict, mask: Mask | None, ratio: float) -> Lane[LocalResult]:
+        """Describe the same training for several clients at once."""
+
+        def finish(outcome: LaneOutcome) -> LocalResult:
+            narrow = isinstance(mask, UnitMask)
+            return LocalResult(state=outcome.state, mask=mask, log=outcome.log, narrow=narrow, module=outcome.module)
+
+        return Lane(
+            start=start,
+            mask=mask if isinstance(mask, UnitMask) else None,
+            frozen=mask if isinstance(mask, WeightMask) else None,
+            batches=ctx.batches(),
+            training=ctx.training,
+            rng=ctx.rng,
+            pull=self.proximal,
+            finish=finish,
+        )

@@ -23,6 +23,7 @@ from sparsekit.deprecations import renamed_keywords
 from sparsekit.graph.state import StateDict
 from sparsekit_fl.context.client import ClientContext
 from sparsekit_fl.context.server import ServerContext
+from sparsekit_fl.lanes.lane import Lane
 from sparsekit_fl.options.checked import Positive
 from sparsekit_fl.policies.aggregate import CoverageMean
 from sparsekit_fl.policies.local import LocalResult, Sgd
@@ -66,17 +67,24 @@ def _scaled(ctx: ClientContext, ratio: float) -> Iterator[None]:
 
     handles = []
     if ratio < 1.0:
-        for name, pieces in ctx.graph.slices_of.items():
-            owner, _, attribute = name.rpartition(".")
-            module = ctx.narrow_model.module.get_submodule(owner)
-            layer = isinstance(module, (nn.Linear, ConvNd)) and attribute == "weight"
-            if layer and any(piece.side == "out" for _, piece in pieces):
-                handles.append(module.register_forward_hook(divide))
+        module = ctx.narrow_model.module
+        handles = [module.get_submodule(name).register_forward_hook(divide) for name in _scaled_layers(ctx)]
     try:
         yield
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _scaled_layers(ctx: ClientContext) -> list[str]:
+    """Return the names of the convolutions and linear layers whose outputs are units."""
+    found = []
+    for name, pieces in ctx.graph.slices_of.items():
+        owner, _, attribute = name.rpartition(".")
+        layer = isinstance(ctx.narrow_model.module.get_submodule(owner), (nn.Linear, ConvNd)) and attribute == "weight"
+        if layer and any(piece.side == "out" for _, piece in pieces):
+            found.append(owner)
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,9 +112,7 @@ class SubmodelSgd(Sgd):
 
     def train(self, ctx: ClientContext, start: StateDict, mask: Mask | None, ratio: float) -> LocalResult:
         """Train; with `masked_loss` the update carries which classes the client owns."""
-        if self.clip is not None:
-            clip = min(self.clip, ctx.training.clip or math.inf)
-            ctx = dataclasses.replace(ctx, training=dataclasses.replace(ctx.training, clip=clip))
+        ctx = self._clipped(ctx)
         loss: _OwnedClassesLoss | None = None
         if self.masked_loss:
             examples = ctx.examples("train")
@@ -119,6 +125,23 @@ class SubmodelSgd(Sgd):
         if loss is None or loss.owned is None or bool(loss.owned.all()):
             return result
         return dataclasses.replace(result, extra={**result.extra, _OWNED: loss.owned.cpu()})
+
+    def lane(self, ctx: ClientContext, start: StateDict, mask: Mask | None, ratio: float) -> Lane[LocalResult]:
+        """Describe the same training for several clients at once."""
+        lane = super().lane(self._clipped(ctx), start, mask, ratio)
+        if not self.scaler:
+            return lane
+        return dataclasses.replace(lane, divided=tuple(_scaled_layers(ctx)), divisor=ratio)
+
+    def why_alone(self, *, batched: bool) -> str | None:
+        """Say so where each client has a loss of its own."""
+        return "each of its clients has a loss of its own" if self.masked_loss else super().why_alone(batched=batched)
+
+    def _clipped(self, ctx: ClientContext) -> ClientContext:
+        if self.clip is None:
+            return ctx
+        clip = min(self.clip, ctx.training.clip or math.inf)
+        return dataclasses.replace(ctx, training=dataclasses.replace(ctx.training, clip=clip))
 
 
 @dataclass(frozen=True)

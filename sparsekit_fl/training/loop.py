@@ -136,6 +136,11 @@ class Batches:
         """Examples of an epoch with its last batch counted as full, as the paper counts FLOPs."""
 
     @property
+    def epochs(self) -> int:
+        """Number of passes."""
+        return len(self._orders)
+
+    @property
     def steps(self) -> int:
         """Number of batches over all epochs."""
         return len(self.bounds) * len(self._orders)

@@ -27,7 +27,14 @@ NAMES: dict[str, tuple[str, ...]] = {
     "torch.nn.modules.instancenorm:_InstanceNorm": ("_get_no_batch_dim",),
     "torch.nn.utils.parametrizations": ("_WeightNorm", "_SpectralNorm", "_Orthogonal"),
     "torch:_C": ("DisableTorchFunction", "_functorch"),
-    "torch._C:_functorch": ("is_functorch_wrapped_tensor", "peek_interpreter_stack"),
+    "torch._C:_functorch": (
+        "_add_batch_dim",
+        "get_unwrapped",
+        "is_functorch_wrapped_tensor",
+        "maybe_current_level",
+        "maybe_get_bdim",
+        "peek_interpreter_stack",
+    ),
     "torch": (
         "_foreach_add",
         "_foreach_add_",

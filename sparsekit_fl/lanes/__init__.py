@@ -1,0 +1,1 @@
+"""Several clients in one training step: their tensors lie side by side in lanes, as the first axis of every tensor."""
