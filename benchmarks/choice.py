@@ -33,7 +33,7 @@ from torch import Tensor
 import sparsekit as sk
 from sparsekit.training.loss_importance import Swapping
 
-BATCH, EXPLORE, SCORED = 64, 0.1, 10
+BATCH, EXPLORE, SCORED = 64, 0.1, 2
 FIXED: dict[str, Callable[[Any], Any]] = {
     "random": lambda _: sk.criteria.Random(),
     "ordered": lambda _: sk.criteria.Ordered(),

@@ -47,11 +47,14 @@ class TimedPool:
         round: int,
         with_shared: bool,
         export: Path | None,
-    ) -> Iterator[fl.Evaluation]:
-        """Score clients, in the order of `ids`."""
+    ) -> Iterator[fl.Evaluation | fl.engines.Unscored]:
+        """Score clients, in the order of `ids`. One that cannot be scored is named."""
         for client_id in ids:
             version = versions.get(client_id)
-            yield self._executor.evaluate(state, client_id, version, round=round, with_shared=with_shared, export=export)
+            try:
+                yield self._executor.evaluate(state, client_id, version, round=round, with_shared=with_shared, export=export)
+            except fl.errors.ClientError as error:
+                yield fl.engines.Unscored(client_id, str(error))
 
 
 class Timed:

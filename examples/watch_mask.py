@@ -52,10 +52,10 @@ def draw(histories: dict[str, list[Tensor]], good: list[int], path: Path) -> Non
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 3), layout="constrained")
-    axes = figure.subplots(1, len(histories), sharey=True)
+    axes = figure.subplots(1, len(histories))
     for axis, (name, history) in zip(axes, histories.items(), strict=True):
         axis.imshow(torch.stack(history, 1), aspect="auto", cmap="Blues", interpolation="nearest", vmin=-0.2, vmax=1.2)
-        axis.set(title=name, xlabel="step", yticks=range(UNITS))
+        axis.set(title=name, xlabel="step", yticks=range(UNITS), yticklabels=range(UNITS))
         for unit in good:
             axis.get_yticklabels()[unit].set_color("tab:orange")
             axis.get_yticklabels()[unit].set_fontweight("bold")

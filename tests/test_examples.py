@@ -45,9 +45,20 @@ def test_every_example_is_tested_here() -> None:
         "tune_database",
         "tune_drifting",
         "tune_lr",
+        "watch_mask",
         "wrap_module",
     }
     assert {path.stem for path in FOLDER.glob("*.py")} == tested
+
+
+def test_watch_mask(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    example = _load("watch_mask", monkeypatch)
+    monkeypatch.setattr(example, "STEPS", 600)
+    example.main(tmp_path)
+    ours, paper = re.findall(r"that see the signal (\d)", capsys.readouterr().out)
+    assert int(ours) == 4
+    assert int(paper) < 4
+    assert (tmp_path / "watch_mask.svg").stat().st_size > 5000
 
 
 def test_wrap_module(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
+from sparsekit._torch import eager
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.measure.budget import Budget
@@ -46,10 +47,26 @@ def costs_of(
     example_inputs: tuple[Any, ...] | Mapping[str, Any] | Tensor,
     graph: UnitGraph,
     budget: Budget | None,
-) -> CostModel:
-    """What numbers of units cost, in FLOPs and in the metrics of a budget, from inputs as `trace_example` takes them."""
+) -> CostModel | None:
+    """What numbers of units cost, in FLOPs and in the metrics of a budget, from inputs as `trace_example` takes them.
+
+    Returns:
+        None where there is no budget and a keyword input has the name of an option of `cost_model`.
+
+    Raises:
+        InvalidValueError: there is a budget and a keyword input has such a name.
+    """
     metrics = () if budget is None else budget.metrics
-    if isinstance(example_inputs, Mapping):
-        return cost_model(model, graph=graph, metrics=metrics, **example_inputs)
-    inputs = (example_inputs,) if isinstance(example_inputs, Tensor) else tuple(example_inputs)
-    return cost_model(model, *inputs, graph=graph, metrics=metrics)
+    named = dict(example_inputs) if isinstance(example_inputs, Mapping) else {}
+    taken = sorted(named.keys() & {"model", "graph", "metrics", "rules"})
+    if taken:
+        if budget is None:
+            return None
+        raise InvalidValueError(
+            f"a budget cannot be counted for a model with a keyword input named {taken[0]!r}; pass the inputs by position"
+        )
+    inputs: tuple[Any, ...] = ()
+    if not named:
+        inputs = (example_inputs,) if isinstance(example_inputs, Tensor) else tuple(example_inputs)
+    with eager():  # counting is no reason to compile
+        return cost_model(model, *inputs, graph=graph, metrics=metrics, **named)

@@ -62,6 +62,7 @@ def test_result_json_has_what_scripts_rely_on(tmp_path):
         "wall_seconds",
     }
     names = {"python", "torch", "numpy", "sparsekit", "threads", "workers", "device", "platform", "finished"}
+    names |= {"cuda", "cudnn", "deterministic", "flwr", "gpu", "ray", "tf32"}
     assert set(raw["environment"]) == names
     assert raw["environment"]["threads"] == 1
     assert len(raw["rounds"]) == 4
