@@ -113,9 +113,7 @@ MOMENTS = {
 
 def _trained(make: object, **settings: object) -> tuple[LearnableMask, torch.optim.Optimizer, torch.Tensor, torch.Tensor]:
     model, x, y = _classifier(torch.float64)
-    masked = LearnableMask(
-        model, (x,), **{"ratio": 0.5, "explore": 0.0, "criterion": Learned(), **settings}
-    )
+    masked = LearnableMask(model, (x,), **{"ratio": 0.5, "explore": 0.0, "criterion": Learned(), **settings})
     optimizer = make(masked.parameters())
     for _ in range(3):
         _step(masked, optimizer, x, y)
