@@ -147,6 +147,8 @@ def _run(arm: str, cell: Cell, ratio: float, steps: int, seed: int) -> dict[str,
         options["start"] = sk.criteria.Random()
     begun = time.perf_counter()
     masked = sk.LearnableMask(cell.model, example, **options)
+    if arm in ("learned", "widths") and masked.settled:  # too short a training for exploration: no step is lost
+        own = round(own * (1 + EXPLORE))
     if arm == "oracle":
         _keep(masked, cell.good)
     first = masked.unit_mask().counts()

@@ -74,7 +74,7 @@ def main() -> None:
 
     steps = EPOCHS * -(-len(labels) // BATCH)
     # Traces the units; the model itself is never edited. Within `steps` the mask changes early and settles at three quarters.
-    masked = sk.LearnableMask(model, (images[:2],), ratio=RATIO, steps=steps)
+    masked = sk.LearnableMask(model, (images[:2],), ratio=RATIO, steps=steps, explore=0.3)
     optimizer = torch.optim.SGD(masked.parameters(), lr=0.05)
     start, first = time.perf_counter(), masked.unit_mask()
     for _ in range(EPOCHS):

@@ -11,6 +11,7 @@ swaps anneals to zero; then the mask has settled, and steps are those of a plain
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +30,8 @@ from sparsekit.training.swap import choose_swaps
 
 __all__ = ["LossImportance", "Swapping"]
 
+_ROUNDS = 2
+"""Rounds of swaps below which exploration is not begun: one look decides little, and costs as much as it can gain."""
 _EVERY = 4
 """Steps between two samples of the kept units' gates: they are cheap, not free."""
 
@@ -40,7 +43,8 @@ class LossImportance:
     Args:
         explore: Share of extra work, in [0, 1], spent on learning what dropped units would gain. With 0 the first mask stays.
         steps: Steps of the optimiser in the whole training. With it, exploration and swaps begin eagerly, anneal, and end
-            at `end` of the training. None, where this is not known, spends `explore` evenly until `rounds` rounds are over.
+            at `end` of the training; where `explore` pays for fewer than two rounds, the first mask stays, with a warning.
+            None, where the number is not known, spends `explore` evenly until `rounds` rounds are over.
         end: Share of `steps` after which the mask has settled, in (0, 1].
         rounds: Rounds of exploration after which the mask has settled if `steps` is None.
         samples: Samples of every dropped unit in a round.
@@ -223,6 +227,7 @@ class Swapping:
             self.resample(host)
 
     def resample(self, host: Host) -> None:
+        first = self._target is None
         with torch.inference_mode(False), torch.no_grad():
             if host.target != self._target:
                 self._resize(host)
@@ -231,6 +236,21 @@ class Swapping:
             else:
                 self._choose(host)
             self._due = False
+        if first:
+            self._weigh_exploration(host)
+
+    def _weigh_exploration(self, host: Host) -> None:
+        """Leave exploration out of a training that is too short for it."""
+        settings, work = self.settings, self.settings.samples * sum(self._count_costs(host).values())
+        if settings.steps and settings.explore and work and settings.explore * settings.steps < _ROUNDS * work:
+            self.pace.explore = 0.0
+            warnings.warn(
+                f"the mask stays as it is: in {settings.steps} steps, explore={settings.explore:g} pays for"
+                f" {settings.explore * settings.steps / work:.1f} rounds of swaps, and fewer than {_ROUNDS} do not earn their"
+                f" cost back; {math.ceil(_ROUNDS * work / settings.explore)} steps or explore="
+                f"{_ROUNDS * work / settings.steps:.2g} would do",
+                stacklevel=4,
+            )
 
     def _swap(self, host: Host) -> None:
         """End a round: swap what pays, beyond doubt."""

@@ -142,12 +142,23 @@ def test_planted_units_are_found_where_the_rule_of_the_paper_misses_some() -> No
 
 def test_a_mask_settles_at_three_quarters_of_the_steps_and_exploration_keeps_to_its_share() -> None:
     model, x, y, _ = _planted()
-    masked = LearnableMask(model, (x[:2],), ratio=0.25, steps=200, explore=0.2)
+    masked = LearnableMask(model, (x[:2],), ratio=0.25, steps=200, explore=0.3)
     when: list[bool] = []
     _trained(masked, x, y, 200, lambda: when.append(masked.settled))
     assert when.index(True) in (149, 150)
     assert all(when[150:])
-    assert 0.1 < masked.explored <= 0.2
+    assert 0.1 < masked.explored <= 0.3
+
+
+def test_a_training_too_short_for_two_rounds_does_not_pay_for_one() -> None:
+    model, x, y, _ = _planted()
+    with pytest.warns(UserWarning, match=r"in 100 steps, explore=0.1 pays for 0.4 rounds of swaps.* 480 steps or explore=0.48"):
+        masked = LearnableMask(model, (x[:2],), ratio=0.25, steps=100)
+    before = masked.unit_mask()
+    assert masked.settled
+    _trained(masked, x, y, 100)
+    assert masked.explored == 0.0
+    assert masked.unit_mask() == before
 
 
 def test_without_a_number_of_steps_a_mask_settles_by_itself() -> None:

@@ -31,6 +31,8 @@ from sparsekit_fl.server.loop import run
 from sparsekit_fl.testing.methods import MethodContract
 from sparsekit_fl.testing.tiny import tiny_clients, tiny_config, tiny_problem
 
+pytestmark = pytest.mark.slow
+
 PATTERNS = [fedlps_random, fedlps_ordered, fedlps_magnitude]
 
 

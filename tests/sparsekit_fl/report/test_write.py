@@ -17,6 +17,8 @@ from sparsekit_fl.paper.published import in_published_order
 from sparsekit_fl.report import text
 from sparsekit_fl.report.write import read_comparisons, write_report
 
+pytestmark = pytest.mark.slow
+
 
 def test_a_comparison_becomes_tables_figures_and_a_page(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")

@@ -25,6 +25,8 @@ from sparsekit_fl.problem.problem import Problem
 from sparsekit_fl.results.records import RunResult
 from sparsekit_fl.server.loop import run
 
+pytestmark = pytest.mark.slow
+
 # Flower's share of a message: its types, its ids and our header; about 1,300 bytes.
 _MOST_DIFFERENCE = 0.03
 
