@@ -33,7 +33,9 @@ def check(cell: Cell, device: str, backend: str) -> None:
         with pytest.raises((SparsekitError, RuntimeError), match=reason):
             distance(cell, device=device, backend=backend)
     else:
-        assert distance(cell, device=device, backend=backend) <= TOLERANCE[cell.precision]
+        # State of 8 bits has steps of 1/256: another order of sums, which a compiler may choose, moves an entry by a whole one.
+        rounds = cell.kind == "AdamW8bit" and backend == "inductor"
+        assert distance(cell, device=device, backend=backend) <= (1e-3 if rounds else TOLERANCE[cell.precision])
 
 
 @pytest.mark.parametrize("cell", FEW, ids=str)
