@@ -35,7 +35,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from prune_arms import ARMS, Cell, accuracy, flops_of, train
+from prune_arms import ARMS
+from prune_cells import Cell, accuracy, flops_of, train
 from prune_tasks import SCHEDULES, TASKS, load
 from torch import nn
 
@@ -79,6 +80,8 @@ def _accuracy(options: argparse.Namespace, results: Results) -> None:
             with torch.random.fork_rng():
                 torch.manual_seed(seed)
                 model = task.make().to(device)
+            if schedule.channels_last:
+                model = model.to(memory_format=torch.channels_last)
             cell = Cell(task, schedule, data, model, 1.0, seed, folder)
             pretraining = train(model, cell, "dense", schedule.pretrain, schedule.rates[0])
             model.eval()
@@ -92,13 +95,14 @@ def _accuracy(options: argparse.Namespace, results: Results) -> None:
                     "flops": flops_of(model, cell.example),
                 }
                 results.add("accuracy", key, about)
+            shared: dict[str, Any] = {}
             for share in options.budgets:
                 for arm in options.arms:
                     key = f"{task_name} | {options.schedule} | {arm} | {share:g} | {seed}"
                     if not results.has("accuracy", key):
                         place = folder / f"{arm.replace(': ', '-').replace(', ', '-').replace(' ', '-')}-{share:g}"
                         place.mkdir(exist_ok=True)
-                        one = Cell(task, schedule, data, model, share, seed, place)
+                        one = Cell(task, schedule, data, model, share, seed, place, tuple(options.budgets), shared)
                         results.add("accuracy", key, _one(one, arm, pretraining))
 
 
@@ -309,7 +313,7 @@ def main() -> None:
     parser.add_argument("--task", nargs="+", default=["resnet20-cifar10", "vgg19-cifar100"], choices=sorted(TASKS))
     parser.add_argument("--schedule", default="short", choices=sorted(SCHEDULES))
     parser.add_argument("--budgets", nargs="+", type=float, default=[0.5, 0.25, 0.12])
-    parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=list(ARMS))
+    parser.add_argument("--arms", nargs="*", default=list(ARMS), choices=list(ARMS))
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--data-dir", type=Path, default=os.environ.get("SPARSEKIT_DATA"))

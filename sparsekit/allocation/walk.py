@@ -17,6 +17,7 @@ __all__ = [
     "Counts",
     "Losses",
     "Problem",
+    "Search",
     "Width",
     "dense_counts",
     "fits",
@@ -265,7 +266,7 @@ def tighten(widths: Sequence[Width], places: list[int], tracker: Tracker, limits
 
 
 def within_budget(
-    graph: UnitGraph, cost: CostModel, budget: Budget, limits: Limits, multiple_of: Multiples, find: Callable[[Problem], Counts]
+    graph: UnitGraph, cost: CostModel, budget: Budget, limits: Limits, multiple_of: Multiples, find: Search
 ) -> Counts:
     """Let `find` look for counts, and make sure that they are within the budget by the exact costs.
 
@@ -340,3 +341,7 @@ class Problem:
         """`walk_to_budget` from the largest counts."""
         tracker = make_tracker(self.cost, dense_counts(self.free), self.budget.metrics)
         return walk_to_budget(widths_of(self.free, losses), tracker, self.limits, by_cost=by_cost, fill=fill)
+
+
+Search: TypeAlias = Callable[[Problem], Counts]
+"""How numbers of units are looked for."""
