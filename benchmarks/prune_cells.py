@@ -57,7 +57,7 @@ class Cell:
     @property
     def example(self) -> Tensor:
         """One image."""
-        return torch.zeros(1, *self.task.example, device=self.data.labels["train"].device)
+        return torch.zeros_like(self.data.images["train"][:1])
 
     def scoring(self) -> list[tuple[Tensor, Tensor]]:
         """Batches of training data for criteria, recalibration and compensation; the same for every arm."""

@@ -108,7 +108,8 @@ REGISTRIES = {
         "sparsekit.criteria", "registry", {"base", "batches", "gate_gradients", "magnitudes", "weight_products", "work"},
     ),
     "sparsekit/allocation": (
-        "sparsekit.allocation", "registry", {"base", "choose", "limits", "rounding", "schedule", "walk", "worth"},
+        "sparsekit.allocation", "registry",
+        {"base", "choose", "limits", "rounding", "schedule", "walk", "within_budget", "worth"},
     ),
     "sparsekit/bandit": (
         "sparsekit.bandit", "registry",

@@ -27,6 +27,7 @@ from sparsekit_fl.lanes.importance import PaperRule
 from sparsekit_fl.lanes.lane import Lane, LaneOutcome
 from sparsekit_fl.options.checked import Hint, NonNegative, NonNegativeCount, Positive
 from sparsekit_fl.options.config import TrainingConfig
+from sparsekit_fl.policies.allotment import AllotmentMetric, Allotted, within_uniform
 from sparsekit_fl.policies.local import LocalPolicy, LocalResult, sgd_step, with_passes
 from sparsekit_fl.policies.mask import require_units
 from sparsekit_fl.problem.problem import Problem
@@ -70,6 +71,9 @@ class LearnableSgd(LocalPolicy):
             stand for all N steps; the pass is counted as work. 0 leaves dropped units to the term.
         passes: Factor on the local epochs of the run. What narrow submodels save may be spent on more iterations.
         noise: Upper end of the uniform noise that the initial importance gets, so that equal targets do not tie.
+        allocation: How many units stay in each group: the same share of each, as in the paper, or what the client's
+            importance makes of the cost of that submodel, as the allocation of this name does in `sk.prune`.
+        allocation_metric: In what such a submodel must not cost more than the uniform one.
 
     Source: Xue et al., ICDE 2025 (arXiv 2412.07216), learnable sparse training, Algorithm 1, lines 13 to 23.
     """
@@ -81,6 +85,8 @@ class LearnableSgd(LocalPolicy):
     explore_every: Annotated[NonNegativeCount, Hint("0 never explores")] = 0
     passes: Annotated[Positive, Hint("1 takes the local epochs of the run")] = 1.0
     noise: NonNegative = 0.0
+    allocation: Allotted = "uniform"
+    allocation_metric: AllotmentMetric = "flops"
 
     def check(self, problem: Problem, graph: UnitGraph) -> None:
         """Raise NoUnitsError where the model has no units to learn."""
@@ -171,7 +177,8 @@ class LearnableSgd(LocalPolicy):
         importance = self._initial(ctx, ctx.narrow_model, start)
         sizes = [group.size for group in ctx.graph.groups.values()]
         view = View(importance=dict(zip(ctx.graph.groups, torch.split(importance, sizes), strict=True)))
-        return ctx, metrics, importance, select(Learned(), ctx.graph, ratio, view)
+        allotted = within_uniform(ctx.graph, ctx.costs, ratio, allocation=self.allocation, metric=self.allocation_metric)
+        return ctx, metrics, importance, select(Learned(), ctx.graph, allotted, view, cost=ctx.costs)
 
     def _first_scores(self, ctx: ClientContext, narrow_model: NarrowModel) -> Mapping[str, float]:
         if "importance" in ctx.memory:
