@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
-from prune_cells import Cell, Cut, accuracy, train
+from prune_cells import Cell, Cut, train
 from prune_rivals import RIVALS
 from torch import Tensor, nn
 
@@ -73,32 +73,23 @@ def _by_criterion(name: str, allocation: str = "by_cost") -> Callable[[Cell], Cu
     return arm
 
 
-def _best(cell: Cell) -> tuple[str, Any, nn.Module]:
-    """The criterion and the allocation with the highest accuracy on validation, recalibrated; then compensated."""
+def _default(cell: Cell) -> tuple[Any, nn.Module]:
+    """What `sk.prune` does by default with batches: Fisher by cost, and consumers refitted. Its parts, so that each is scored."""
 
-    def find() -> tuple[str, Any, nn.Module]:
-        found = []
-        batches = cell.once("batches", cell.scoring)
-        for allocation in ("by_cost", "isomorphic"):
-            for name in ("fisher", "taylor", "taylor products", "magnitude"):
-                pruned = _cut(cell, _criterion(cell, name), allocation)
-                tried = copy.deepcopy(pruned.model)
-                sk.recalibrate(tried, batches)
-                score = accuracy(tried, cell.data.loader("validation", 500))
-                found.append((score, f"{name}, {allocation}", pruned))
-        _, name, pruned = max(found, key=lambda item: item[0])
+    def find() -> tuple[Any, nn.Module]:
+        pruned = _cut(cell, _criterion(cell, "fisher"))
         small = copy.deepcopy(pruned.model)
-        sk.compensate(cell.dense, small, pruned.graph, pruned.mask, batches[: max(1, len(batches) // 2)])
-        return name, pruned, small
+        sk.compensate(cell.dense, small, pruned.graph, pruned.mask, cell.once("batches", cell.scoring))
+        return pruned, small
 
-    name, pruned, small = cell.once(f"best at {cell.share:g}", find)
-    return name, pruned, copy.deepcopy(small)
+    pruned, small = cell.once(f"default at {cell.share:g}", find)
+    return pruned, copy.deepcopy(small)
 
 
 def ours(cell: Cell) -> Cut:
-    """Criterion and allocation chosen on validation, consumers compensated, the dense model as a teacher."""
-    name, pruned, small = _best(cell)
-    return Cut(copy.deepcopy(pruned.model), small, teacher=True, notes={"chosen": name, "widths": pruned.mask.counts()})
+    """The default with batches, and the dense model as a teacher."""
+    pruned, small = _default(cell)
+    return Cut(copy.deepcopy(pruned.model), small, teacher=True, notes={"widths": pruned.mask.counts()})
 
 
 def ours_without_teacher(cell: Cell) -> Cut:
@@ -139,9 +130,9 @@ def scratch_uniform(cell: Cell) -> Cut:
 
 def scratch_ours(cell: Cell) -> Cut:
     """Random weights in the widths that `ours` has found."""
-    name, pruned, _ = _best(cell)
+    pruned, _ = _default(cell)
     small = _reset(copy.deepcopy(pruned.model), cell.seed)
-    return Cut(small, scratch=True, notes={"chosen": name, "widths": pruned.mask.counts()})
+    return Cut(small, scratch=True, notes={"widths": pruned.mask.counts()})
 
 
 ARMS: dict[str, Callable[[Cell], Cut]] = {
