@@ -42,7 +42,9 @@ def test_widths_move_and_the_budget_holds_at_every_step(metric: str, share: int)
         loss.backward()
         optimizer.step()
         assert costs.costs(masked.unit_mask().counts())[metric] <= limit
-    assert masked.unit_mask().counts() != first or share > 12  # within a wide budget the first widths may be the last
+    # With much to spend on FLOPs the first widths stay the best: the cheap groups are whole, and one is as wide as it can be.
+    stays = metric == "flops" and share > 12
+    assert (masked.unit_mask().counts() == first) == stays
     twin = sk.LearnableMask(model, (x,), budget=budget, learning=learning)
     twin.load_state_dict(masked.state_dict())
     assert twin.unit_mask() == masked.unit_mask()
