@@ -30,7 +30,8 @@ class _Rigl(Swapping):
         fused = torch.cat([norms[name] for name in graph.groups]).to(host.scores)
         self.evidence.removal = lambda: (fused - 1e9, torch.zeros_like(fused))  # type: ignore[method-assign]
         gain = _direction_norms(self.evidence, graph)
-        self.evidence.insertion = lambda errors: (gain, torch.zeros_like(gain, dtype=torch.bool))  # type: ignore[method-assign]
+        afresh = (gain, torch.zeros_like(gain, dtype=torch.bool))
+        self.evidence.insertion = lambda *_: afresh  # type: ignore[method-assign]
         super()._swap(host)
 
 
