@@ -102,4 +102,4 @@ def test_a_killed_supernode_holds_up_nobody_and_its_client_is_dropped(seen: Seen
     # Flower notices after a minute at most; a fast run has ended by then, and says that it was under way.
     assert dropped == [5] or "whose work does not count" in everywhere
     assert "client 5 was not scored" in told
-    assert {one["client"] for one in seen.result["final"]["per_client"]} == {0, 1, 2, 3, 4}
+    assert {one["id"] for one in seen.result["final"]["per_client"]} == {0, 1, 2, 3, 4}
