@@ -18,7 +18,7 @@ import socket
 import subprocess
 import sys
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -92,6 +92,12 @@ def _free_port() -> int:
         return int(found.getsockname()[1])
 
 
+def _listens(port: int) -> bool:
+    with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+        return True
+    return False
+
+
 def _program(name: str) -> str:
     found = Path(sys.executable).with_name(name)
     return str(found) if found.exists() else str(shutil.which(name))
@@ -135,7 +141,8 @@ def deploy(plan: Plan, folder: Path, slow_seconds: float) -> None:
             config = f'clients="{clients}" state-dir="{folder / "state" / clients}"'
             where = ("--superlink", f"127.0.0.1:{port}", "--port", str(_free_port()))
             start("flower-supernode", "--insecure", *where, "--node-config", config)
-        time.sleep(10)
+        while not _listens(port):
+            time.sleep(1)
         given = {name: value for name, value in plan.to_run_config().items() if value != Plan().to_run_config()[name]}
         text = " ".join(f"{name}={json.dumps(value)}" for name, value in given.items())
         subprocess.run([_program("flwr"), "run", ".", "local", "--run-config", text], env=env, cwd=app, check=True)

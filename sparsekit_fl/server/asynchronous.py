@@ -130,7 +130,7 @@ class Flights:
         while len(arrivals) < self._buffer:
             while waiting and len(flying) < self._cohort:
                 update = waiting.pop(0)
-                heapq.heappush(flying, (now + update.cost.seconds, order, round - 1, update))
+                heapq.heappush(flying, (now + update.cost.simulated_seconds, order, round - 1, update))
                 order += 1
             if not flying:
                 break
@@ -138,7 +138,7 @@ class Flights:
             arrivals.append(Arrival(update, round - 1 - base))
         # Who did not start in this step has trained for nothing else: it starts now.
         for update in waiting:
-            heapq.heappush(flying, (now + update.cost.seconds, order, round - 1, update))
+            heapq.heappush(flying, (now + update.cost.simulated_seconds, order, round - 1, update))
             order += 1
         return Landing(tuple(arrivals), now, tuple(sorted(flying, key=lambda one: one[:2])), order)
 

@@ -190,7 +190,7 @@ class Rounds:
             accuracy=_mean(aggregated.updates, "accuracy"),
             ratios={update.client_id: update.ratio for update in aggregated.updates},
             cost=self._cost + cost,
-            seconds=cost.seconds,
+            seconds=cost.simulated_seconds,
             evaluation=scores,
             notes=(
                 *(f"repeated, since {one.text(needed)}" for one in attempts[:-1]),
@@ -269,7 +269,8 @@ class Rounds:
         attempts: list[_Attempt] = []
         for _ in range(1 + _REPEATS):
             replies: list[Reply] = []
-            for reply in pool.map(assignments, self._versions) if assignments else ():
+            for one in pool.map(assignments, self._versions) if assignments else ():
+                reply = one if one.update is None else replace(one, update=self.server.timed(one.update))
                 self._callbacks.on_client_end(self._view, reply.client_id, reply.update)
                 replies.append(reply)
             aggregated = self.server.aggregate([reply.update for reply in replies if reply.update is not None], needed=needed)

@@ -15,6 +15,7 @@ from sparsekit_fl.client.spec import RunSpec
 from sparsekit_fl.context.availability import Availability
 from sparsekit_fl.context.memory import Memory, rngs_by_kind
 from sparsekit_fl.context.server import Roster, ServerContext
+from sparsekit_fl.costs.clock import scoring_seconds
 from sparsekit_fl.errors import UpdateError
 from sparsekit_fl.options.config import Upload
 from sparsekit_fl.policies.robust import make_rule
@@ -349,6 +350,14 @@ class Server:
         method.mask.observe(ctx.scoped("mask"), valid)
         method.sampling.observe(ctx.scoped("sampling"), valid)
         self.state.round = ctx.round
+
+    def timed(self, update: Update) -> Update:
+        """Return an update whose cost has the simulated seconds of scoring, by the roster of the round that has begun."""
+        assert self._ctx is not None, "begin() comes before timed()"
+        if not update.cost.flops_scoring or update.client_id not in self._clients:
+            return update
+        seconds = scoring_seconds(update.cost, self._ctx.roster[update.client_id].capability)
+        return replace(update, cost=replace(update.cost, scoring_seconds=seconds))
 
     def checked(self, update: Update, assignment: Assignment) -> Update:
         """Return an update as it is added up; raise UpdateError unless it may touch the model, and every policy can use it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sparsekit_fl.engines.base import ClientStream, Reply
 from sparsekit_fl.errors import ClientError, TooFewRepliesError, UpdateError
@@ -110,6 +110,8 @@ class WallClock:
                 self._waiting.extend(self._stream.arrived())
             while self._waiting and len(landed) < self._buffer:
                 reply = self._waiting.popleft()
+                if reply.update is not None:
+                    reply = replace(reply, update=self._server.timed(reply.update))
                 replies.append(reply)
                 done.add(reply.client_id)
                 self._told(reply.client_id, reply.update)
