@@ -1,9 +1,9 @@
 """Time to accuracy over real SuperNodes, one of which is slow: rounds that wait against asynchronous ones.
 
-python benchmarks/asynchronous_nodes.py run --out runs/nodes [--waiting 10] [--steps 30] [--seconds 60]
+python benchmarks/asynchronous_nodes.py run --out runs/nodes [--waiting 8] [--steps 14] [--seconds 60]
 python benchmarks/asynchronous_nodes.py draw --out runs/nodes --picture docs/pictures/asynchronous.svg
 
-A SuperLink and four SuperNodes with five clients of the preset `digits` each are started on this machine, once for either run.
+A SuperLink and three SuperNodes with five clients of the preset `digits` each are started on this machine, once for either run.
 Clients of the last node sleep for `--seconds` before they train. After each step the server's process scores the global model
 on the test data of all clients, and notes the time since the run began; scoring is not part of it. A finished run is kept.
 """
@@ -38,9 +38,9 @@ from sparsekit_fl.policies.local import LocalPolicy, LocalResult, Sgd
 from sparsekit_fl.results.records import RoundRecord
 from sparsekit_fl.training.loop import Examples, evaluate
 
-NODES = ("0-4", "5-9", "10-14", "15-19")
-SLOW = range(15, 20)
-COHORT = 4
+NODES = ("0-4", "5-9", "10-14")
+SLOW = range(10, 15)
+COHORT = 3
 
 
 @dataclass(frozen=True)
@@ -152,10 +152,10 @@ def deploy(plan: Plan, folder: Path, slow_seconds: float) -> None:
 
 def run(given: argparse.Namespace) -> None:
     """Make both curves."""
-    base = Plan(method="asynchronous_nodes:method", cohort=COHORT, nodes=len(NODES), local_epochs=5, timeout_seconds=0.0)
+    base = Plan(method="asynchronous_nodes:method", cohort=COHORT, nodes=len(NODES), local_epochs=5, wait_seconds=900.0)
     plans = {
-        "waiting": replace(base, rounds=given.waiting, eval_every=given.waiting),
         "asynchronous": replace(base, rounds=given.steps, eval_every=given.steps, async_buffer=COHORT),
+        "waiting": replace(base, rounds=given.waiting, eval_every=given.waiting),
     }
     for name, plan in plans.items():
         folder = (given.out / name).resolve()
@@ -193,8 +193,8 @@ if __name__ == "__main__":
     parser.add_argument("what", choices=("run", "draw"))
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--only", choices=("waiting", "asynchronous"))
-    parser.add_argument("--waiting", type=int, default=10, help="rounds that wait")
-    parser.add_argument("--steps", type=int, default=30, help="asynchronous steps")
+    parser.add_argument("--waiting", type=int, default=8, help="rounds that wait")
+    parser.add_argument("--steps", type=int, default=14, help="asynchronous steps")
     parser.add_argument("--seconds", type=float, default=60.0, help="how long a client of the slow node sleeps")
     parser.add_argument("--picture", type=Path, default=Path("asynchronous.svg"))
     given = parser.parse_args()

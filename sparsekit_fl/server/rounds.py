@@ -151,23 +151,22 @@ class Rounds:
             self.server, opened(), told=lambda client_id, update: self._callbacks.on_client_end(self._view, client_id, update)
         )
 
-    def _trained(self, pool: ClientPool, round: int) -> tuple[tuple[int, ...], int, list[_Attempt]]:
-        """Train; return who started, how many updates were needed, and the attempts, of which the last counts."""
+    def _trained(self, pool: ClientPool, round: int) -> tuple[Sequence[Assignment], list[_Attempt]]:
+        """Train; return the assignments of those who started, and the attempts, of which the last counts."""
         if self._wall is None:
             assignments = self.server.assign(round)
-            cohort = tuple(assignment.client_id for assignment in assignments)
-            return cohort, self._needed(assignments), self._attempts(pool, round, assignments)
+            return assignments, self._attempts(pool, round, assignments)
         try:
             step = self._wall.step(round, self._versions, ids=list(self._clients))
         except TooFewRepliesError as error:
             raise TooFewRepliesError(f"{error}. Nothing of that step counted; {self.hint}") from None
         self._warn(round, step.dropped)
-        return step.started, 0, [_Attempt(list(step.replies), step.aggregated, dict(step.dropped))]
+        return step.started, [_Attempt(list(step.replies), step.aggregated, dict(step.dropped))]
 
     def _round(self, pool: ClientPool, round: int) -> list[Evaluation] | None:
         """Run a round; return what every client scored, where this is the last one."""
         began = time.perf_counter()
-        cohort, needed, attempts = self._trained(pool, round)
+        assignments, attempts = self._trained(pool, round)
         replies, aggregated, dropped = attempts[-1]
         # Asynchronously a client may have started in an earlier round, after which its memory is named.
         valid = {update.client_id: update.round for update in aggregated.trained}
@@ -184,7 +183,7 @@ class Rounds:
         cost = replace(cost, wall_seconds=time.perf_counter() - began)
         record = RoundRecord(
             round=round,
-            cohort=cohort,
+            cohort=tuple(assignment.client_id for assignment in assignments),
             dropped=tuple((client_id, str(error)) for client_id, error in dropped.items()),
             loss=_mean(aggregated.updates, "loss"),
             accuracy=_mean(aggregated.updates, "accuracy"),
@@ -194,7 +193,7 @@ class Rounds:
             seconds=cost.simulated_seconds,
             evaluation=scores,
             notes=(
-                *(f"repeated, since {one.text(needed)}" for one in attempts[:-1]),
+                *(f"repeated, since {one.text(self._needed(assignments))}" for one in attempts[:-1]),
                 *(reply.note for reply in replies if reply.note),
                 *([aggregated.note] if aggregated.note else []),
                 *unscored,

@@ -24,13 +24,13 @@ class Step:
     """What happened until the server had its updates.
 
     Args:
-        started: Ids of the clients that started, in this order.
+        started: Assignments of the clients that started, in this order.
         replies: What came in, in this order.
         aggregated: The updates that count.
         dropped: Client id → why its work does not count.
     """
 
-    started: tuple[int, ...]
+    started: tuple[Assignment, ...]
     replies: tuple[Reply, ...]
     aggregated: Aggregated
     dropped: Mapping[int, Exception]
@@ -88,7 +88,7 @@ class WallClock:
             TooFewRepliesError: too few updates were valid, and nobody is left to ask.
         """
         self._server.begin(round)
-        started: list[int] = []
+        started: list[Assignment] = []
         replies: list[Reply] = []
         landed: list[Arrival] = []
         dropped: dict[int, Exception] = {}
@@ -127,9 +127,9 @@ class WallClock:
         aggregated = Aggregated(updates, (), seconds, note="; ".join([came_in(landed), *notes]))
         return Step(tuple(started), tuple(replies), aggregated, dropped)
 
-    def _start(self, ids: list[int], versions: Mapping[int, int]) -> list[int]:
-        """Start clients until there are enough under way, or no node is free; return their ids in this order."""
-        started: list[int] = []
+    def _start(self, ids: list[int], versions: Mapping[int, int]) -> list[Assignment]:
+        """Start clients until there are enough under way, or no node is free; return their assignments."""
+        started: list[Assignment] = []
         while (room := self._cohort - len(self._under_way)) > 0:
             free = [id for id in self._stream.free(ids) if id not in self._under_way]
             chosen = self._stream.apart(self._server.sample(free, room)) if free else []
@@ -139,7 +139,7 @@ class WallClock:
             assignments = self._server.write(sorted(chosen))
             self._under_way.update({assignment.client_id: assignment for assignment in assignments})
             self._stream.start(assignments, versions)
-            started += chosen
+            started += assignments
         return started
 
     def _landed(self, reply: Reply, round: int) -> tuple[Update, int]:

@@ -59,7 +59,9 @@ class Nodes(Carrier):
         self._said: dict[int, dict[int, Client]] = {}
         self._used: dict[int, int] = {}
         self._news: list[str] = []
-        self._asked: Post[int] = Post(grid, ttl=_QUERY_SECONDS)
+        # Starting a process may take a small device minutes.
+        self._query_seconds = max(_QUERY_SECONDS, wait_seconds)
+        self._asked: Post[int] = Post(grid, ttl=self._query_seconds)
         self._silent: dict[int, float] = {}  # node → when it may be asked again
 
     def introduce(self) -> dict[int, Client]:
@@ -163,7 +165,8 @@ class Nodes(Carrier):
     def _ask(self, nodes: Iterable[int]) -> None:
         """Ask nodes for their clients, unless a question is open."""
         fresh = sorted(set(nodes) - set(self._asked.keys()))
-        questions = {node: Message(content({"task": "introduce"}), node, "query", ttl=_QUERY_SECONDS) for node in fresh}
+        ttl = self._query_seconds
+        questions = {node: Message(content({"task": "introduce"}), node, "query", ttl=ttl) for node in fresh}
         for node in self._asked.send(questions):
             self._unanswered(node, "its node is gone")
 
