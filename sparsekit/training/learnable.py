@@ -267,6 +267,11 @@ class LearnableMask(nn.Module):
         """Work of a pass under `mask`, for rules: FLOPs where example inputs were given, else it grows about as the entries."""
         return mask.density(self.graph) if self._costs is None else self._costs.costs(mask.counts())["flops"]
 
+    def may_explore(self, group: str, wide: UnitMask) -> bool:
+        """Whether a step may run under `wide`, for rules: always."""
+        del group, wide
+        return True
+
     def set_widths(self, widths: Mapping[str, int]) -> None:
         """Change the widths within the budget, for rules."""
         self._widths = dict(widths)
