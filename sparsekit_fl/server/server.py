@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-import torch
 from torch import Tensor
 
 from sparsekit.allocation.uniform import check_ratio
 from sparsekit.errors import InvalidValueError, SparsekitError
-from sparsekit.graph.state import clone
+from sparsekit.graph.state import clone, is_finite
 from sparsekit_fl.client.spec import RunSpec
 from sparsekit_fl.context.availability import Availability
 from sparsekit_fl.context.memory import Memory, rngs_by_kind
@@ -111,7 +110,7 @@ def check_update(update: Update, assignment: Assignment, ctx: ServerContext, *, 
         if delta.dtype != dtype or tuple(delta.shape) != kept.shape(name):
             raise UpdateError(f"{who} has {name!r} as {delta.dtype} {tuple(delta.shape)}, expected {dtype} {kept.shape(name)}")
     for name, tensor in (*changes.items(), *sorted(update.extra.items())):
-        if (tensor.is_floating_point() or tensor.is_complex()) and not bool(torch.isfinite(tensor).all()):
+        if (tensor.is_floating_point() or tensor.is_complex()) and not is_finite(tensor):
             raise UpdateError(f"{who} has values in {name!r} that are not finite; a lower learning rate or clipping may help")
     for name, delta in changes.items():
         _check_change(who, name, delta, kept.gather(name, ctx.state[name]))
@@ -128,7 +127,7 @@ def check_update(update: Update, assignment: Assignment, ctx: ServerContext, *, 
 def _check_change(who: str, name: str, delta: Tensor, before: Tensor) -> None:
     """Raise where the changed values leave the range of their type, which no training does."""
     if delta.is_floating_point():
-        if not bool(torch.isfinite(before + delta.to(before.dtype)).all()):
+        if not is_finite(before + delta.to(before.dtype)):
             raise UpdateError(f"{who} takes {name!r} beyond the largest {before.dtype}")
     elif not delta.is_complex() and delta.numel() and max(-int(delta.min()), int(delta.max())) > _MOST_COUNTED:
         raise UpdateError(f"{who} changes the integers in {name!r} by more than {_MOST_COUNTED}")

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from sparsekit._torch import foreach_add, foreach_add_, foreach_mul, foreach_mul_, foreach_norm
 from sparsekit.errors import InvalidValueError, UnknownNameError, nearest
+from sparsekit.graph.state import is_finite
 from sparsekit.registry import load_object
 from sparsekit_fl.options.config import TrainingConfig
 from sparsekit_fl.options.schedule import factor
@@ -31,7 +32,7 @@ class _Scale:
 
     def undone(self, gradients: list[Tensor]) -> list[Tensor] | None:
         """The gradients over the factor; None where they are not finite, and the step must be left out."""
-        if not all(bool(torch.isfinite(gradient).all()) for gradient in gradients):
+        if not all(is_finite(gradient) for gradient in gradients):
             self.value, self._good = max(1.0, self.value / 2), 0
             return None
         factor_before = self.value

@@ -161,6 +161,30 @@ def test_a_training_too_short_for_two_rounds_does_not_pay_for_one() -> None:
     assert masked.unit_mask() == before
 
 
+class HalfUsed(nn.Module):
+    """Two branches, of which the loss sees one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 3))
+        self.unused = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 3))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.used(x), self.unused(x)
+
+
+def test_exploration_keeps_to_its_share_where_the_loss_does_not_see_all_units() -> None:
+    torch.manual_seed(0)
+    masked = LearnableMask(HalfUsed(), (torch.zeros(2, 5),), ratio=0.5, explore=0.2)
+    optimizer = torch.optim.SGD(masked.parameters(), lr=0.1)
+    x, y = torch.randn(16, 5), torch.randint(0, 3, (16,))
+    for _ in range(100):
+        optimizer.zero_grad()
+        F.cross_entropy(masked(x)[0], y).backward()
+        optimizer.step()
+    assert 0.1 < masked.explored <= 0.2
+
+
 def test_without_a_number_of_steps_a_mask_settles_by_itself() -> None:
     model, x, y, good = _planted()
     masked = LearnableMask(model, (x[:2],), ratio=0.25, learning=LossImportance(rounds=4, explore=0.5))
