@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from sparsekit_fl.results.scores import RoundScores
@@ -45,6 +45,14 @@ def plain(value: Any) -> Any:
     return value
 
 
+def _by_text(ratios: Mapping[int, float]) -> dict[str, float]:
+    return {str(client_id): ratio for client_id, ratio in ratios.items()}
+
+
+def _by_id(ratios: Mapping[str, float]) -> dict[int, float]:
+    return {int(client_id): ratio for client_id, ratio in ratios.items()}
+
+
 @dataclass(frozen=True, kw_only=True)
 class RoundRecord:
     """One round.
@@ -56,6 +64,7 @@ class RoundRecord:
         loss: Training loss, mean over the valid updates weighted by examples.
         accuracy: Training accuracy, likewise; None where the problem has none.
         ratios: Client id → executed ratio.
+        capabilities: Client id → largest ratio that its device could train in this round; empty in older results.
         cost: Of the run so far.
         seconds: Simulated, of this round.
         evaluation: Means over all clients or a sample, where this round was evaluated.
@@ -72,6 +81,7 @@ class RoundRecord:
     seconds: float
     evaluation: RoundScores | None = None
     notes: tuple[str, ...] = ()
+    capabilities: Mapping[int, float] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values: a line of `rounds.jsonl`."""
@@ -81,11 +91,12 @@ class RoundRecord:
             "dropped": [{"client": client_id, "reason": reason} for client_id, reason in self.dropped],
             "loss": self.loss,
             "accuracy": self.accuracy,
-            "ratios": {str(client_id): ratio for client_id, ratio in self.ratios.items()},
+            "ratios": _by_text(self.ratios),
             "cost": cost_dict(self.cost),
             "seconds": self.seconds,
             "evaluation": None if self.evaluation is None else self.evaluation.to_dict(),
             **({"notes": list(self.notes)} if self.notes else {}),
+            **({"capabilities": _by_text(self.capabilities)} if self.capabilities else {}),
         }
 
     @staticmethod
@@ -97,9 +108,10 @@ class RoundRecord:
             dropped=tuple((item["client"], item["reason"]) for item in raw["dropped"]),
             loss=raw["loss"],
             accuracy=raw["accuracy"],
-            ratios={int(client_id): ratio for client_id, ratio in raw["ratios"].items()},
+            ratios=_by_id(raw["ratios"]),
             cost=cost_from(raw["cost"]),
             seconds=raw["seconds"],
             evaluation=None if raw["evaluation"] is None else RoundScores.from_dict(raw["evaluation"]),
             notes=tuple(raw.get("notes", ())),
+            capabilities=_by_id(raw.get("capabilities", {})),
         )

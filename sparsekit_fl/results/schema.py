@@ -68,6 +68,7 @@ _ROUND = _object(
         "loss": {**_NUMBER, "description": "of training, mean over the valid updates weighted by examples"},
         "accuracy": {**_NUMBER, "description": "of training, likewise"},
         "ratios": _map({"type": "number"}, "client id → executed ratio, of those whose work counted"),
+        "capabilities": _map({"type": "number"}, "client id → largest ratio that its device could train"),
         "cost": {**_COST, "description": "of the run so far"},
         "seconds": {"type": "number", "description": "simulated, of this round"},
         "evaluation": {"anyOf": [_EVALUATION, {"type": "null"}]},

@@ -159,6 +159,7 @@ class Rounds:
             loss=_mean(aggregated.updates, "loss"),
             accuracy=_mean(aggregated.updates, "accuracy"),
             ratios={update.client_id: update.ratio for update in aggregated.updates},
+            capabilities={one.client_id: one.capability.ratio for one in assignments},
             cost=self._cost + cost,
             seconds=cost.seconds,
             evaluation=scores,
