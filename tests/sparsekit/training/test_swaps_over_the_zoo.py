@@ -38,16 +38,21 @@ def _shaken(value: Any, seed: int) -> Any:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_swaps_in_compact_and_masked_training_are_the_same_at_every_step(name: str) -> None:
+    _check(name, {"ratio": 0.5})
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if not ZOO[name].kwargs()][::6])
+def test_so_are_widths_that_move_within_a_budget(name: str) -> None:
+    _check(name, {"budget": "params=80%"})
+
+
+def _check(name: str, options: dict[str, Any]) -> None:
     model, args, kwargs = build(name)
     model, (args, kwargs) = model.double().train(), _double((args, kwargs))
+    options |= {"learning": sk.LossImportance(explore=1.0, samples=3, rounds=4, errors=0.0)}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FixedUnitsWarning)
-        graph = sk.trace_units(model, *args, example_kwargs=kwargs)
-    learning = sk.LossImportance(explore=1.0, samples=3, rounds=4, errors=0.0)
-    pair = [
-        sk.LearnableMask(model, graph=graph, ratio=0.5, learning=learning, execution=execution)  # type: ignore[arg-type]
-        for execution in ("compact", "masked")
-    ]
+        pair = [sk.LearnableMask(model, kwargs or args, execution=which, **options) for which in ("compact", "masked")]
     optimizers = [torch.optim.SGD(masked.parameters(), lr=0.05, momentum=0.9) for masked in pair]
     for step in range(STEPS):
         found = []
