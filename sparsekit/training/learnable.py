@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from sparsekit._torch import outside_compiler
+from sparsekit._torch import is_exporting, outside_compiler
 from sparsekit.allocation.by_cost import ByCost
 from sparsekit.allocation.uniform import Uniform, check_ratio
 from sparsekit.criteria.base import Criterion, View, score_units
@@ -31,7 +31,7 @@ from sparsekit.training.gradient_importance import targets_of
 from sparsekit.training.optimizer_hooks import OptimizerSet, holds, refuse_history, settle, watch
 from sparsekit.training.regularizer import ImportanceRegularizer
 from sparsekit.training.rule import Learning, split_units
-from sparsekit.training.wrappers import check_transforms, guard_wrappers
+from sparsekit.training.wrappers import EXPORT_INSTEAD, check_transforms, guard_wrappers
 
 __all__ = ["LearnableMask"]
 
@@ -250,6 +250,8 @@ class LearnableMask(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the sparse model: the arguments and the result are those of the wrapped model."""
         run = LearnableMask._run_uncompiled if torch.compiler.is_compiling() else LearnableMask._run
+        if is_exporting():  # a strict exporter looks no further than this line
+            raise UnsupportedModelError(EXPORT_INSTEAD)
         return outside_compiler(run)(self, args, kwargs)
 
     def _run_uncompiled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -276,6 +278,11 @@ class LearnableMask(nn.Module):
     def pass_flops(self, mask: UnitMask) -> float:
         """Work of a pass under `mask`, for rules: FLOPs where example inputs were given, else it grows about as the entries."""
         return mask.density(self.graph) if self._costs is None else self._costs.costs(mask.counts())["flops"]
+
+    def may_explore(self, group: str, wide: UnitMask) -> bool:
+        """Whether a step may run under `wide`, for rules: always."""
+        del group, wide
+        return True
 
     def set_widths(self, widths: Mapping[str, int]) -> None:
         """Change the widths within the budget, for rules."""

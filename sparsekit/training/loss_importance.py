@@ -149,14 +149,16 @@ class Swapping:
         self._sampling = bool(self._costs) and (self._group is not None or self.pace.step % _EVERY == 0)
 
     def _count_costs(self, host: Host) -> dict[str, float]:
-        """Group with dropped units → extra work of a pass that has them all, in passes of the narrow network."""
+        """Group with dropped units that may be explored → extra work of a pass with all of them, in narrow passes."""
         mask = host.execution.mask
         own = host.pass_flops(mask)
         firsts = {names[0]: names for names in self._bundles.values()}
         return {
             name: host.pass_flops(self._widened(mask, name)) / own - 1.0
             for name, names in firsts.items()
-            if not all(bool(mask[tied].all()) for tied in names) and gated_slices(host.graph, name)
+            if not all(bool(mask[tied].all()) for tied in names)
+            and gated_slices(host.graph, name)
+            and host.may_explore(name, self._widened(mask, name))
         }
 
     def _widened(self, mask: UnitMask, group: str) -> UnitMask:

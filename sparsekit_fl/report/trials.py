@@ -16,7 +16,7 @@ from sparsekit.errors import DataError
 from sparsekit_fl.options.config import HETEROGENEITY, current_names
 from sparsekit_fl.report.table import read_result
 
-__all__ = ["TRIAL_FILES", "Level", "Section", "Trial", "collect", "level_of", "sections_of", "trial_file"]
+__all__ = ["TRIAL_FILES", "Level", "Section", "Trial", "collect", "collect_all", "level_of", "sections_of", "trial_file"]
 
 TRIAL_FILES = ("trial.json", "cell.json")
 """Beside a run's own files: what was to be run, and the error of a run that failed. The second is what version 0.1 wrote."""
@@ -184,6 +184,31 @@ def collect(folder: Path | str) -> list[Trial]:
     if not found:
         raise DataError(f"{root} holds no result; pass the --out folder of `compare`, or of a finished run")
     return found
+
+
+def collect_all(folders: Sequence[Path | str]) -> list[Trial]:
+    """Read all trials in several folders; a run that is in two of them counts once.
+
+    Args:
+        folders: As in `collect`.
+
+    Raises:
+        DataError: as in `collect`, or two folders hold different results of one method, seed and setting.
+    """
+    if len(folders) == 1:
+        return collect(folders[0])
+    kept: dict[str, tuple[Trial, Path | str]] = {}
+    for folder in folders:
+        for trial in collect(folder):
+            key = _key(
+                {"method": trial.method, "seed": trial.seed, "level": str(trial.level), "config": _protocol(trial.config)}
+            )
+            other, where = kept.setdefault(key, (trial, folder))
+            if other is not trial and other.result != trial.result:
+                raise DataError(
+                    f"{trial.method}, seed {trial.seed}, has one result in {where} and another in {folder}; leave one out"
+                )
+    return [trial for trial, _ in kept.values()]
 
 
 def _copy(path: Path) -> Trial | None:

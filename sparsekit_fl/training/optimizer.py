@@ -99,6 +99,10 @@ class _Step(ABC):
             if parameters:
                 self._apply(self._clipped(gradients), parameters)
 
+    def loss_scale(self) -> float:
+        """Return the factor on the loss of the present step, 1 without mixed precision in float16."""
+        return 1.0 if self._scale is None else self._scale.value
+
     def follow(self, training: TrainingConfig, steps: int | None) -> None:
         """Take the course of the learning rate, and the scale of the loss, from the options."""
         self._course = _Course(training, steps)

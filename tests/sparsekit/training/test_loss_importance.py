@@ -129,6 +129,7 @@ def _trained(masked: LearnableMask, x: Tensor, y: Tensor, steps: int, each: Call
     return masked
 
 
+@pytest.mark.slow
 def test_planted_units_are_found_where_the_rule_of_the_paper_misses_some() -> None:
     found = {LossImportance: 0, GradientImportance: 0}
     for seed in range(3):
