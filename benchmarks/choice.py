@@ -3,6 +3,8 @@
     python benchmarks/choice.py planted --seeds 3                      a minute per family
     python benchmarks/choice.py images --ratios 0.25 --epochs 4        CIFAR-10, a part of it; `--train 50000` takes all
     python benchmarks/choice.py images --data cifar100 --device cuda --train 50000 --test 10000 --epochs 30
+    python benchmarks/choice.py images --network vgg --starts trained --ratios 0.5 0.25 0.125 --epochs 2
+    python benchmarks/choice.py planted --arms parts                   what each part of the learned arm is for
     python benchmarks/choice.py table                                  what choice.jsonl holds, as Markdown
 
 Every run is a line in `--out` (choice.jsonl); lines that are there are not run again. An arm that scores units on data, or
@@ -18,6 +20,7 @@ planted units; with a budget of the same FLOPs in place of one ratio: `widths` (
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import statistics
 import time
@@ -27,11 +30,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from choice_cells import PLANTED, Cell, images, planted
-from torch import Tensor
+from choice_cells import NETWORKS, PLANTED, Cell, images, planted
+from choice_parts import PARTS, RiglLearning
 
 import sparsekit as sk
-from sparsekit.training.loss_importance import Swapping
 
 BATCH, EXPLORE, SCORED = 64, 0.1, 2
 FIXED: dict[str, Callable[[Any], Any]] = {
@@ -52,48 +54,12 @@ def _torch_pruning() -> Any:
     return TorchPruning(tp.importance.GroupMagnitudeImportance(p=2))
 
 
-class _Rigl(Swapping):
-    """Drop the smallest outgoing weights, grow the largest gradients: no currency, no errors."""
-
-    def _swap(self, host: Any) -> None:
-        graph, state = host.graph, host.execution.dense_state()
-        norms = {name: torch.zeros(group.size) for name, group in graph.groups.items()}
-        for name, group in graph.groups.items():
-            for piece in group.slices:
-                if piece.gated:
-                    other = [d for d in range(state[piece.name].dim()) if d != piece.dim]
-                    norms[name] += state[piece.name].square().sum(other).cpu()[piece.index].sum(1)
-        fused = torch.cat([norms[name] for name in graph.groups]).to(host.scores)
-        self.evidence.removal = lambda: (fused - 1e9, torch.zeros_like(fused))  # type: ignore[method-assign]
-        gain = _direction_norms(self.evidence, graph)
-        self.evidence.insertion = lambda _: (gain, torch.zeros_like(gain, dtype=torch.bool))  # type: ignore[method-assign]
-        super()._swap(host)
-
-
-def _direction_norms(evidence: Any, graph: Any) -> Tensor:
-    norms = []
-    for name, group in graph.groups.items():
-        total = torch.zeros(group.size)
-        for number, piece in enumerate(group.slices):
-            direction = evidence._directions.get(f"{name}.{number}")
-            if direction is not None:
-                other = [d for d in range(direction.dim()) if d != piece.dim]
-                total += direction.square().sum(other).cpu()[piece.index].sum(1)
-        norms.append(total)
-    return torch.cat(norms)
-
-
-class _RiglLearning(sk.LossImportance):
-    def rule(self, host: Any) -> _Rigl:
-        return _Rigl(self, host)
-
-
 def _train(masked: sk.LearnableMask, cell: Cell, steps: int, seed: int) -> float:
     """One cycle of the learning rate; the accuracy on the test images at its end."""
     optimizer = torch.optim.SGD(masked.parameters(), cell.lr, momentum=0.0 if cell.good else 0.9)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, cell.lr, total_steps=max(2, steps))
     generator = torch.Generator().manual_seed(1000 + seed)
-    for x, y in cell.batches(steps, BATCH, generator):
+    for x, y in cell.batches(steps, cell.batch, generator):
         loss = F.cross_entropy(masked(x), y) + masked.penalty()
         optimizer.zero_grad()
         loss.backward()
@@ -125,16 +91,19 @@ def _run(arm: str, cell: Cell, ratio: float, steps: int, seed: int) -> dict[str,
     dense = costs.costs({name: group.size for name, group in graph.groups.items()})["flops"]
     budget = sk.Budget(flops=float(narrow))
     scored = arm in ("taylor", "fisher") or (arm.startswith("widths") and not cell.good)
-    own = steps - (round(100 * SCORED * dense / (BATCH * narrow)) if scored else 0)
-    explores = arm in ("learned", "paper", "rigl", "widths")
+    own = steps - (round(100 * SCORED * dense / (cell.batch * narrow)) if scored else 0)
+    learns = arm in ("learned", "widths", *PARTS)
+    explores = learns or arm in ("paper", "rigl")
     own = max(2, int(own / (1 + EXPLORE)) if explores else own)
     options: dict[str, Any] = {"ratio": ratio}
     if arm.startswith("widths"):
         options = {"budget": budget, "start": sk.criteria.Fisher(data, F.cross_entropy)}
-    if arm in ("learned", "widths"):
+    if arm in PARTS:
+        options["learning"] = PARTS[arm](steps=own, explore=EXPLORE)
+    elif learns:
         options |= {"steps": own, "explore": EXPLORE}
     elif arm == "rigl":
-        options["learning"] = _RiglLearning(steps=own, explore=EXPLORE)
+        options["learning"] = RiglLearning(steps=own, explore=EXPLORE)
     elif arm == "paper":
         options["learning"] = sk.GradientImportance(explore=EXPLORE)
     else:
@@ -143,11 +112,11 @@ def _run(arm: str, cell: Cell, ratio: float, steps: int, seed: int) -> dict[str,
         options["start"] = FIXED[arm](data)
     torch.manual_seed(2000 + seed)
     options["generator"] = torch.Generator().manual_seed(3000 + seed)
-    if arm == "learned" and cell.good:
+    if learns and cell.good:
         options["start"] = sk.criteria.Random()
     begun = time.perf_counter()
     masked = sk.LearnableMask(cell.model, example, **options)
-    if arm in ("learned", "widths") and masked.settled:  # too short a training for exploration: no step is lost
+    if learns and masked.settled:  # too short a training for exploration: no step is lost
         own = round(own * (1 + EXPLORE))
     if arm == "oracle":
         _keep(masked, cell.good)
@@ -179,28 +148,42 @@ def _keep(masked: sk.LearnableMask, good: dict[str, set[int]]) -> None:
 
 def _jobs(options: argparse.Namespace) -> Iterator[tuple[dict[str, Any], Callable[[], dict[str, Any]]]]:
     if options.what == "planted":
-        arms = options.arms or ["oracle", "learned", "paper", "rigl", "random", "magnitude", "taylor", "fisher"]
+        arms = (
+            list(PARTS)
+            if options.arms == ["parts"]
+            else options.arms or ["oracle", "learned", "paper", "rigl", "random", "magnitude", "taylor", "fisher"]
+        )
         for family in options.families:
             for seed in range(options.seeds):
                 for arm in arms:
-                    key = {"cell": f"planted {family}", "ratio": 0.25, "arm": arm, "seed": seed}
-                    yield key, lambda f=family, a=arm, s=seed: _run(a, planted(f, s, options.device), 0.25, options.steps, s)
+                    name = f"planted {family}" + (f", batches of {options.batch}" if options.batch != BATCH else "")
+                    key = {"cell": name, "ratio": 0.25, "arm": arm, "seed": seed}
+                    yield key, lambda f=family, a=arm, s=seed: _planted_run(options, a, f, s)
         return
     arms = options.arms or ["learned", "widths", "widths-fixed", "widths-scratch", "rigl", "paper", *FIXED]
     for start in options.starts:
         for ratio in options.ratios:
             for seed in range(options.seeds):
                 for arm in arms:
-                    name = f"{options.data} {start} {options.train} images {options.epochs} epochs"
-                    key = {"cell": name, "ratio": ratio, "arm": arm, "seed": seed}
+                    key = {"cell": _name(options, start), "ratio": ratio, "arm": arm, "seed": seed}
                     yield key, lambda a=arm, s=seed, r=ratio, t=start: _image_run(options, a, t, r, s)
 
 
+def _planted_run(options: argparse.Namespace, arm: str, family: str, seed: int) -> dict[str, Any]:
+    cell = dataclasses.replace(planted(family, seed, options.device), batch=options.batch)
+    return _run(arm, cell, 0.25, options.steps, seed)
+
+
+def _name(options: argparse.Namespace, start: str) -> str:
+    network = "" if options.network == "small" else f" {options.network}"
+    return f"{options.data}{network} {start} {options.train} images {options.epochs} epochs"
+
+
 def _image_run(options: argparse.Namespace, arm: str, start: str, ratio: float, seed: int) -> dict[str, Any]:
-    cell = images(options.data, seed, options.device, train=options.train, test=options.test)
+    cell = images(options.data, seed, options.device, train=options.train, test=options.test, network=options.network)
     per_epoch = options.train // BATCH
     if start == "trained" and arm != "widths-scratch":
-        kept = Path(options.out).parent / f"dense-{options.data}-{options.train}-{seed}.pt"
+        kept = Path(options.out).parent / f"dense-{options.data}-{options.network}-{options.train}-{seed}.pt"
         if kept.exists():
             cell.model.load_state_dict(torch.load(kept, weights_only=True))
         else:
@@ -213,8 +196,7 @@ def _image_run(options: argparse.Namespace, arm: str, start: str, ratio: float, 
 
 def _scratch(options: argparse.Namespace, cell: Cell, start: str, ratio: float, seed: int) -> dict[str, Any]:
     """The narrow network with the widths that `widths` has learned, from scratch."""
-    name = f"{options.data} {start} {options.train} images {options.epochs} epochs"
-    wanted = {"cell": name, "ratio": ratio, "arm": "widths", "seed": seed}
+    wanted = {"cell": _name(options, start), "ratio": ratio, "arm": "widths", "seed": seed}
     widths = next(line["widths"] for line in _lines(options.out) if {key: line[key] for key in wanted} == wanted)
     graph = sk.trace_units(cell.model, cell.train[0][:2])
     counts = dict(zip(graph.groups, widths, strict=True))
@@ -252,7 +234,9 @@ def main() -> None:
     parser.add_argument("--arms", nargs="+")
     parser.add_argument("--families", nargs="+", default=list(PLANTED))
     parser.add_argument("--steps", type=int, default=1500, help="of planted units")
+    parser.add_argument("--batch", type=int, default=BATCH, help="examples in a batch, of planted units; few are noise")
     parser.add_argument("--data", choices=["cifar10", "cifar100"], default="cifar10")
+    parser.add_argument("--network", choices=list(NETWORKS), default="small")
     parser.add_argument("--starts", nargs="+", choices=["scratch", "trained"], default=["scratch", "trained"])
     parser.add_argument("--ratios", nargs="+", type=float, default=[0.5, 0.25, 0.125, 0.0625])
     parser.add_argument("--epochs", type=int, default=4)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-__all__ = ["PLANTED", "Cell", "images", "planted"]
+__all__ = ["NETWORKS", "PLANTED", "Cell", "images", "planted"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,6 +24,7 @@ class Cell:
     test: tuple[Tensor, Tensor]
     lr: float
     good: dict[str, set[int]]
+    batch: int = 64
 
     def batches(self, steps: int, size: int, generator: torch.Generator) -> Iterator[tuple[Tensor, Tensor]]:
         """Shuffled batches, epoch after epoch."""
@@ -133,17 +134,34 @@ def _read(name: str, split: str, count: int) -> tuple[Tensor, Tensor]:
     return (scaled - mean) / deviation, torch.tensor(labels)
 
 
-def _network(classes: int) -> nn.Module:
-    def block(entering: int, leaving: int) -> list[nn.Module]:
-        return [nn.Conv2d(entering, leaving, 3, padding=1, bias=False), nn.BatchNorm2d(leaving), nn.ReLU()]
+def _block(entering: int, leaving: int) -> list[nn.Module]:
+    return [nn.Conv2d(entering, leaving, 3, padding=1, bias=False), nn.BatchNorm2d(leaving), nn.ReLU()]
 
-    parts = [*block(3, 64), nn.MaxPool2d(2), *block(64, 128), nn.MaxPool2d(2), *block(128, 128)]
+
+def _small(classes: int) -> nn.Module:
+    """Three convolutions of 64, 128 and 128 channels."""
+    parts = [*_block(3, 64), nn.MaxPool2d(2), *_block(64, 128), nn.MaxPool2d(2), *_block(128, 128)]
     return nn.Sequential(*parts, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(512, classes))
 
 
-def images(name: str, seed: int, device: str, *, train: int, test: int) -> Cell:
-    """Three convolutions of 64, 128 and 128 channels on the first images of CIFAR-10 or CIFAR-100."""
+def _vgg(classes: int) -> nn.Module:
+    """VGG11 of half the usual channels: eight convolutions, of which the first are narrow and the last need little."""
+    parts, entering = [], 3
+    for stage in ((32,), (64,), (128, 128), (256, 256), (256, 256)):
+        for leaving in stage:
+            parts += _block(entering, leaving)
+            entering = leaving
+        parts.append(nn.MaxPool2d(2))
+    return nn.Sequential(*parts, nn.Flatten(), nn.Linear(256, classes))
+
+
+NETWORKS = {"small": _small, "vgg": _vgg}
+"""Name → network of a number of classes, for images of 32 × 32."""
+
+
+def images(name: str, seed: int, device: str, *, train: int, test: int, network: str = "small") -> Cell:
+    """A network on the first images of CIFAR-10 or CIFAR-100."""
     torch.manual_seed(seed)
-    model = _network(100 if name == "cifar100" else 10).to(device)
+    model = NETWORKS[network](100 if name == "cifar100" else 10).to(device)
     (x, y), (xt, yt) = _read(name, "train", train), _read(name, "test", test)
     return Cell(model, (x.to(device), y.to(device)), (xt.to(device), yt.to(device)), 0.05, {})

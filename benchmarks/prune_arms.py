@@ -74,7 +74,7 @@ def _by_criterion(name: str, allocation: str = "by_cost") -> Callable[[Cell], Cu
 
 
 def _default(cell: Cell) -> tuple[Any, nn.Module]:
-    """What `sk.prune` does by default with batches: Fisher by cost, and consumers refitted. Its parts, so that each is scored."""
+    """What `sk.prune` does by default with batches, Fisher by cost and consumers refitted, in parts so that each is scored."""
 
     def find() -> tuple[Any, nn.Module]:
         pruned = _cut(cell, _criterion(cell, "fisher"))

@@ -105,7 +105,9 @@ BANDIT_EXTRAS = ("sparsekit.bandit.optuna", "sparsekit.bandit.plot")
 
 REGISTRIES = {
     "sparsekit/criteria": (
-        "sparsekit.criteria", "registry", {"base", "batches", "gate_gradients", "magnitudes", "weight_products", "work"},
+        "sparsekit.criteria",
+        "registry",
+        {"base", "batches", "by_name", "gate_gradients", "magnitudes", "weight_products", "work"},
     ),
     "sparsekit/allocation": (
         "sparsekit.allocation", "registry",

@@ -59,6 +59,7 @@ def test_a_copy_has_nothing_that_a_method_hung_on_the_module(bench: ModuleType) 
     assert not bench.plain_copy(module)._forward_hooks
 
 
+@pytest.mark.slow
 def test_the_gpu_benchmark_runs_its_parts_on_the_cpu_and_writes_one_file(tmp_path: Path) -> None:
     folder = str(FILE.parent)
     out = tmp_path / "gpu.json"

@@ -47,6 +47,15 @@ def test_the_python_blocks_run_one_after_the_other(tmp_path: Path, monkeypatch: 
     assert len(names) > 20
 
 
+def test_its_table_of_rivals_is_that_of_the_page_which_says_what_was_read() -> None:
+    page = (ROOT / "docs" / "evidence" / "beside.md").read_text(encoding="utf-8")
+    start = TEXT.index("| | sparsekit |")
+    table = TEXT[start : TEXT.index("\n\n", start)]
+    assert table in page
+    for rival in table.splitlines()[0].split("|")[3:-1]:
+        assert f"| {rival.strip()} | " in page.split("## What was read")[1], rival
+
+
 def test_it_has_an_example_of_each_part() -> None:
     for part in ("sk.prune(", "sk.LearnableMask(", "fl.run(", "sk.SplitUCBV(", "sparsekit flower-app"):
         assert part in TEXT

@@ -45,8 +45,12 @@ def test_every_public_name_is_on_a_page_with_its_signature() -> None:
 def test_every_public_name_has_an_example() -> None:
     text = "\n".join(page.text for page in REFERENCE.pages_of(ROOT))
     without = [name for name in PUBLIC if "Example:" not in text.split(f"{{ #{name} }}\n", 1)[1].split("\n## ", 1)[0]]
-    # A name that has just been added may wait for its example; more than a few may not.
-    assert len(without) <= len(PUBLIC) // 30, f"write a line `# name` and code below it in docs/reference/examples: {without}"
+    assert without == [], "write a line `# name` and code below it in docs/reference/examples"
+
+
+def test_an_example_says_the_name_that_it_is_of() -> None:
+    silent = {name for name, code in EXAMPLES.items() if not re.search(rf"\b{name.rpartition('.')[2]}\b", code)}
+    assert silent == set()
 
 
 def test_no_example_is_of_a_name_that_is_gone() -> None:

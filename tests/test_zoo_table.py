@@ -14,6 +14,7 @@ def written() -> list[str]:
     return zoo_table.PAGE.read_text(encoding="utf-8").splitlines()
 
 
+@pytest.mark.slow
 def test_the_page_of_the_zoo_is_up_to_date() -> None:
     lines = set(written())
     assert [name for name, row in zoo_table.all_rows().items() if row not in lines] == [], HINT

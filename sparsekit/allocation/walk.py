@@ -113,7 +113,7 @@ def check_reachable(
         if holders
         else "every group is at its last unit there, and the rest is in fixed units, the output layer and what was kept"
     )
-    raise BudgetError(f"the budget cannot be met: {told}; {because}, or ask for more than the least", least)
+    raise BudgetError(f"the budget cannot be met: {told}; {because}. Ask for the least or more", least)
 
 
 def walk_to_budget(

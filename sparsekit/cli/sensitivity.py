@@ -68,7 +68,7 @@ def _sensitivity(
     import numpy as np
 
     from sparsekit.criteria.base import View, score_units
-    from sparsekit.pruning.prune import as_criterion
+    from sparsekit.criteria.by_name import as_criterion
     from sparsekit.pruning.sensitivity import SHARES, measure_sensitivity, output_error
     from sparsekit.rng import torch_generator
     from sparsekit.tracing.trace import FixedUnitsWarning, trace_units

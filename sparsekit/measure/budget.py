@@ -108,6 +108,27 @@ class Budget:
                          for name, end in limits.items()})  # fmt: skip
 
     @staticmethod
+    def of(budget: Budget | Mapping[str, str | float] | str) -> Budget:
+        """Return a budget as it is, or read one: `"flops=50%,params=2e6"`, or metric → share or number.
+
+        Args:
+            budget: In any of these forms.
+
+        Raises:
+            InvalidValueError: none of them, or a value that is neither a share nor a number.
+            UnknownNameError: a metric that does not exist.
+        """
+        if isinstance(budget, Budget):
+            return budget
+        if isinstance(budget, str):
+            return Budget.parse(budget)
+        if isinstance(budget, Mapping):
+            return Budget.parse([f"{name}={value}" for name, value in budget.items()])
+        raise InvalidValueError(
+            f'budget must be a Budget, as in Budget(flops="50%"), got {budget!r} of {type(budget).__name__}'
+        )
+
+    @staticmethod
     def parse(text: str | Iterable[str]) -> Budget:
         """Read `flops=50%,latency_ms=4` or several such texts.
 

@@ -17,10 +17,9 @@ from sparsekit.allocation.choose import choose
 from sparsekit.allocation.limits import Limits
 from sparsekit.allocation.rounding import Multiples, check_multiples, free_counts
 from sparsekit.allocation.schedule import Schedule
-from sparsekit.criteria import registry as criteria
 from sparsekit.criteria.base import Criterion, View, is_comparable, score_units
 from sparsekit.criteria.batches import Batch, Loss
-from sparsekit.criteria.magnitude import Magnitude
+from sparsekit.criteria.by_name import as_criterion
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph.edit import narrow
 from sparsekit.graph.graph import UnitGraph
@@ -118,7 +117,7 @@ def prune(
     args, kwargs = _as_call(example_inputs)
     _check_devices(model, args, kwargs)
     steps = Schedule(schedule) if isinstance(schedule, str) else schedule or Schedule()
-    wanted = _as_budget(budget)
+    wanted = None if budget is None else Budget.of(budget)
     check_multiples(multiple_of)
     graph = graph if graph is not None else trace_units(model, *args, rules=rules, norm=norm, example_kwargs=kwargs)
     if loss is not None and batches is None:
@@ -327,38 +326,6 @@ def _check_devices(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str,
             f"the model is on {own.pop()}, the example inputs are on {', '.join(sorted(given))};"
             " move one of them with .to(device)"
         )
-
-
-def _as_budget(budget: Budget | Mapping[str, str | float] | str | None) -> Budget | None:
-    if budget is None or isinstance(budget, Budget):
-        return budget
-    if isinstance(budget, str):
-        return Budget.parse(budget)
-    if isinstance(budget, Mapping):
-        return Budget.parse([f"{name}={value}" for name, value in budget.items()])
-    raise InvalidValueError(f'budget must be a Budget, as in Budget(flops="50%"), got {budget!r} of {type(budget).__name__}')
-
-
-def as_criterion(criterion: Criterion | str | None) -> Criterion:
-    """The criterion of a name; None is the magnitude of the weights.
-
-    Raises:
-        InvalidValueError: the criterion needs more than its name.
-        UnknownNameError: no such criterion.
-    """
-    if criterion is None:
-        return Magnitude()
-    if not isinstance(criterion, str):
-        return criterion
-    found = criteria.find(criterion)
-    try:
-        made: Criterion = found() if isinstance(found, type) else found
-    except TypeError as error:
-        raise InvalidValueError(
-            f"criterion {criterion!r} needs more than its name: {error};"
-            f" build it, as in criterion=sparsekit.criteria.{getattr(found, '__name__', criterion)}(...)"
-        ) from error
-    return made
 
 
 def _has(plan: object, name: str) -> bool:

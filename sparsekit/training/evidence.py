@@ -150,6 +150,11 @@ class Evidence:
             for number, _ in gated_slices(self.graph, group):
                 self._directions.pop(f"{group}.{number}", None)
 
+    def forget_units(self, units: Tensor) -> None:
+        """Forget the sums of some units, int64 places in the vectors over all units, which came or went."""
+        for moments in self._moments.values():
+            moments.index_fill_(1, units.to(moments.device), 0.0)
+
     def fade(self) -> None:
         """Halve the weight of everything seen so far."""
         for moments in self._moments.values():

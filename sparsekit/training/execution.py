@@ -173,13 +173,19 @@ def _pass_on(collect: Collect, name: str, gradient: Tensor) -> None:
 
 
 class CompactExecution:
-    """Run the narrow module of a `NarrowModel`: fast, the default."""
+    """Run the narrow module of a `NarrowModel`: fast, the default.
 
-    def __init__(self, model: nn.Module, graph: UnitGraph) -> None:
+    Args:
+        model: Copied.
+        graph: Its units.
+        narrow_model: Runs this one in place of a copy of `model`.
+    """
+
+    def __init__(self, model: nn.Module, graph: UnitGraph, narrow_model: NarrowModel | None = None) -> None:
         self.graph = graph
         self._dense: DenseModel | None = None
         self._wide: dict[tuple[int, ...], DenseModel] = {}
-        self.narrow_model = NarrowModel(model, graph)
+        self.narrow_model = NarrowModel(model, graph) if narrow_model is None else narrow_model
         self.fused = UnitVectors(self.narrow_model)
         self.module = self.narrow_model.module
 

@@ -12,25 +12,26 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from sparsekit._torch import outside_compiler
+from sparsekit._torch import is_exporting, outside_compiler
 from sparsekit.allocation.by_cost import ByCost
 from sparsekit.allocation.uniform import Uniform, check_ratio
 from sparsekit.criteria.base import Criterion, View, score_units
+from sparsekit.criteria.by_name import as_criterion
 from sparsekit.criteria.learned import Learned
 from sparsekit.deprecations import PatternCriterion, renamed_attribute, renamed_keywords
 from sparsekit.errors import ForeignMaskError, InvalidValueError, UnsupportedModelError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.mask import UnitMask
 from sparsekit.measure.budget import Budget
+from sparsekit.training.arguments import learning_of
 from sparsekit.training.checkpoint import load_entries, saved_entries
 from sparsekit.training.example import costs_of, trace_example
 from sparsekit.training.execution import CompactExecution, Execution, MaskedExecution
-from sparsekit.training.gradient_importance import GradientImportance, targets_of
-from sparsekit.training.loss_importance import LossImportance
+from sparsekit.training.gradient_importance import targets_of
 from sparsekit.training.optimizer_hooks import OptimizerSet, holds, refuse_history, settle, watch
 from sparsekit.training.regularizer import ImportanceRegularizer
 from sparsekit.training.rule import Learning, split_units
-from sparsekit.training.wrappers import check_transforms, guard_wrappers
+from sparsekit.training.wrappers import EXPORT_INSTEAD, check_transforms, guard_wrappers
 
 __all__ = ["LearnableMask"]
 
@@ -69,10 +70,11 @@ class LearnableMask(nn.Module):
         criterion: What a unit is worth, in place of learning it from the loss. It is asked when the ratio changes or `resample`
             is called; one that is `learned` is asked after every step, and learns as with `learning=GradientImportance()`.
         ratio: Share of units kept in each group, in (0, 1].
-        budget: What the sparse model may cost, in place of one ratio for all groups: `Budget(flops="25%")`. The first widths
-            are those at which the groups lose least for it; they are learned on as the mask is. Needs example inputs.
-        start: What the first mask, and within a budget the first widths, are chosen by; magnitudes if not given. One that
-            looks at data, such as `criteria.Taylor(batches, loss)`, pays where the network is trained already.
+        budget: What the sparse model may cost, in place of one ratio for all groups: `Budget(flops="25%")`, "flops=25%" or
+            {"flops": "25%"}. The first widths are those at which the groups lose least for it; they are learned on as the mask
+            is. Needs example inputs.
+        start: What the first mask, and within a budget the first widths, are chosen by, or its name; magnitudes if not given.
+            One that looks at data, such as `criteria.Taylor(batches, loss)`, pays where the network is trained already.
         execution: "compact", or "masked": the same training on a dense network, slow, for comparison.
         regularizer: The regulariser behind `penalty()`; implies `learning=GradientImportance()`.
         generator: The source of randomness of criteria that draw; a learned one gets no other. Without it every `resample`
@@ -85,7 +87,8 @@ class LearnableMask(nn.Module):
             `GradientImportance(…)`. In place of `explore`, `steps` and `regularizer`.
 
     Raises:
-        InvalidValueError: a ratio outside (0, 1], a ratio and a budget, an unknown execution, neither inputs nor graph.
+        InvalidValueError: a ratio outside (0, 1], a ratio and a budget, a criterion and learning from the loss, an unknown
+            execution, neither inputs nor graph.
         BudgetError: the budget cannot be met; the message has the least cost and what holds it up.
         TraceError: the model fails on the example inputs.
         NoUnitsError: the model has no units that can be removed exactly.
@@ -110,8 +113,8 @@ class LearnableMask(nn.Module):
         norm: Literal["fixed", "kept"] = "fixed",
         criterion: Criterion | None = None,
         ratio: float = 1.0,
-        budget: Budget | None = None,
-        start: Criterion | None = None,
+        budget: Budget | Mapping[str, str | float] | str | None = None,
+        start: Criterion | str | None = None,
         execution: Literal["compact", "masked"] = "compact",
         regularizer: ImportanceRegularizer | None = None,
         generator: torch.Generator | None = None,
@@ -130,7 +133,7 @@ class LearnableMask(nn.Module):
                 "criterion must be an object with `scores`, `learned` and `needs`, such as criterion=Magnitude(),"
                 f" got {criterion!r}"
             )
-        learning = _learning(learning, criterion, regularizer, explore, steps)
+        learning = learning_of(learning, criterion, regularizer, explore, steps)
         for name, module in model.named_modules():
             if isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel):
                 inner = f"{name}.module".strip(".")
@@ -150,8 +153,8 @@ class LearnableMask(nn.Module):
                 "a budget needs example_inputs=(x,), one call's worth of inputs, to count what a pass costs"
             )
         self.graph = graph
-        self.budget = budget
-        self._costs = None if example_inputs is None else costs_of(model, example_inputs, graph, budget)
+        self.budget = None if budget is None else Budget.of(budget)
+        self._costs = None if example_inputs is None else costs_of(model, example_inputs, graph, self.budget)
         self.criterion: Criterion = Learned() if criterion is None else criterion
         self.learning = learning
         self.generator = generator
@@ -167,7 +170,7 @@ class LearnableMask(nn.Module):
 
         It is float32 for models in bfloat16 or float16, and stays so when the mask is moved to such a dtype.
         """
-        self._widths = self._first_widths(model, start)
+        self._widths = self._first_widths(model, None if start is None else as_criterion(start))
         self._rule = learning.rule(self)
         self._rule.resample(self)
         self.register_load_state_dict_pre_hook(_load)  # type: ignore[no-untyped-call]
@@ -237,9 +240,18 @@ class LearnableMask(nn.Module):
         """What runs the model; for rules."""
         return self._execution
 
+    def extra_repr(self) -> str:
+        """What is kept, by which rule, and whether the mask still changes; for `print`."""
+        limit = f"ratio={self._ratio:g}" if self.budget is None else f"budget={self.budget}"
+        kept = f"{sum(self._execution.mask.counts().values())} of {self.graph.units} units kept"
+        state = "settled" if self.settled else "still learning"
+        return f"{limit}, {kept}, {type(self.learning).__name__}, {state}"
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the sparse model: the arguments and the result are those of the wrapped model."""
         run = LearnableMask._run_uncompiled if torch.compiler.is_compiling() else LearnableMask._run
+        if is_exporting():  # a strict exporter looks no further than this line
+            raise UnsupportedModelError(EXPORT_INSTEAD)
         return outside_compiler(run)(self, args, kwargs)
 
     def _run_uncompiled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -266,6 +278,11 @@ class LearnableMask(nn.Module):
     def pass_flops(self, mask: UnitMask) -> float:
         """Work of a pass under `mask`, for rules: FLOPs where example inputs were given, else it grows about as the entries."""
         return mask.density(self.graph) if self._costs is None else self._costs.costs(mask.counts())["flops"]
+
+    def may_explore(self, group: str, wide: UnitMask) -> bool:
+        """Whether a step may run under `wide`, for rules: always."""
+        del group, wide
+        return True
 
     def set_widths(self, widths: Mapping[str, int]) -> None:
         """Change the widths within the budget, for rules."""
@@ -450,32 +467,3 @@ def _load(
     """Read a dense state; leave in `state` what torch expects of the narrow module, so that its own loading succeeds."""
     assert isinstance(module, LearnableMask)
     load_entries(module, module._rule, module._ratio, state, prefix, missing if strict else [])
-
-
-def _learning(
-    learning: Learning | None,
-    criterion: object,
-    regularizer: ImportanceRegularizer | None,
-    explore: float | None,
-    steps: int | None,
-) -> Learning:
-    """The settings of learning: those given, or the default ones for the other arguments."""
-    if learning is not None:
-        given = {"explore": explore, "steps": steps, "regularizer": regularizer}
-        also = [name for name, value in given.items() if value is not None]
-        if also:
-            raise InvalidValueError(
-                f"learning= was given together with {', '.join(also)}, which it has itself; pass them to"
-                f" {type(learning).__name__}(…)"
-            )
-        if isinstance(learning, type) or not isinstance(learning, Learning):
-            raise InvalidValueError(
-                f"learning must be LossImportance(…), GradientImportance(…) or an object with `rule`, got {learning!r}"
-            )
-        return learning
-    explore = 0.1 if explore is None else explore
-    if criterion is None and regularizer is None:
-        return LossImportance(explore=explore, steps=steps)
-    if steps is not None:
-        raise InvalidValueError("steps= is for learning from the loss; leave out criterion= and regularizer=, or steps=")
-    return GradientImportance(regularizer=regularizer or ImportanceRegularizer(), explore=explore)

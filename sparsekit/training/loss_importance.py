@@ -149,14 +149,16 @@ class Swapping:
         self._sampling = bool(self._costs) and (self._group is not None or self.pace.step % _EVERY == 0)
 
     def _count_costs(self, host: Host) -> dict[str, float]:
-        """Group with dropped units → extra work of a pass that has them all, in passes of the narrow network."""
+        """Group with dropped units that may be explored → extra work of a pass with all of them, in narrow passes."""
         mask = host.execution.mask
         own = host.pass_flops(mask)
         firsts = {names[0]: names for names in self._bundles.values()}
         return {
             name: host.pass_flops(self._widened(mask, name)) / own - 1.0
             for name, names in firsts.items()
-            if not all(bool(mask[tied].all()) for tied in names) and gated_slices(host.graph, name)
+            if not all(bool(mask[tied].all()) for tied in names)
+            and gated_slices(host.graph, name)
+            and host.may_explore(name, self._widened(mask, name))
         }
 
     def _widened(self, mask: UnitMask, group: str) -> UnitMask:
@@ -192,33 +194,35 @@ class Swapping:
     def _finish(self, host: Host, unscale: Tensor | None = None) -> None:
         """Take the samples of the step that ends."""
         gates = host.scores.grad if host.scores.grad is not None else self._raw
+        if self._group is not None and self._examples:  # paid for, whether or not it tells anything
+            self.pace.saw(self._group, self._costs[self._group])
         if self._sampling and gates is not None and self._examples:
             if unscale is not None:  # a fused optimiser divides by the scale of a GradScaler itself
                 gates = gates / unscale
             if bool(torch.isfinite(gates).all()):
                 self.evidence.examples(self._examples)
                 self.evidence.add_kept(gates)
-                if self._group is not None and self._add_dropped(host, self._bundles[self._group], gates):
-                    self.pace.saw(self._group, self._costs[self._group])
+                if self._group is not None:
+                    self._add_dropped(host, self._bundles[self._group], gates)
         self.pace.step += 1
         if self._group is not None and self.pace.complete(list(self._costs), self.settings.samples):
             self._due = True
         self._begin_step()
 
-    def _add_dropped(self, host: Host, groups: tuple[str, ...], gates: Tensor) -> bool:
-        """Add what a step told of the dropped units of `groups`; False where the loss does not depend on them."""
+    def _add_dropped(self, host: Host, groups: tuple[str, ...], gates: Tensor) -> None:
+        """Add what a step told of the dropped units of `groups`: nothing where the loss does not depend on them."""
         needed = {piece.name for group in groups for _, piece in gated_slices(host.graph, group)}
-        known = needed <= self._gradients.keys() and all(bool(torch.isfinite(self._gradients[name]).all()) for name in needed)
-        if known:
-            scale = 1.0
-            if self._raw is not None and bool(gates.any()):
-                scale = float((self._raw * gates).sum() / gates.square().sum()) or 1.0
-            if host.joined:  # the mean over the ranks differs from this rank's part, by far less than a scale does
-                scale = scale if not 1 / 16 < scale < 16 else 1.0
-            for group in groups:
-                execution = host.execution
-                self.evidence.add_dropped(group, self._gradients, execution.stored, execution.mask, scale)
-        return known
+        if not needed <= self._gradients.keys() or not all(
+            bool(torch.isfinite(self._gradients[name]).all()) for name in needed
+        ):
+            return
+        scale = 1.0
+        if self._raw is not None and bool(gates.any()):
+            scale = float((self._raw * gates).sum() / gates.square().sum()) or 1.0
+        if host.joined:  # the mean over the ranks differs from this rank's part, by far less than a scale does
+            scale = scale if not 1 / 16 < scale < 16 else 1.0
+        for group in groups:
+            self.evidence.add_dropped(group, self._gradients, host.execution.stored, host.execution.mask, scale)
 
     # Changes.
 

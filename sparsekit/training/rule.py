@@ -59,6 +59,10 @@ class Host(Protocol):
         """Work of a forward pass under `mask`, in any unit that is the same for all masks."""
         ...
 
+    def may_explore(self, group: str, wide: UnitMask) -> bool:
+        """Whether a training step may run under `wide`, the mask with all units of `group`."""
+        ...
+
     def change(self, mask: UnitMask) -> None:
         """Change the mask: weights and optimiser state follow."""
         ...

@@ -18,7 +18,13 @@ from torch.optim.swa_utils import AveragedModel
 from sparsekit._torch import DropoutNd, NormBase, in_transform, is_exporting, is_transformed
 from sparsekit.errors import UnsupportedModelError
 
-__all__ = ["EvalModeWarning", "Wrapped", "check_transforms", "guard_wrappers", "warn_of_eval_mode"]
+__all__ = ["EXPORT_INSTEAD", "EvalModeWarning", "Wrapped", "check_transforms", "guard_wrappers", "warn_of_eval_mode"]
+
+EXPORT_INSTEAD = (
+    "a LearnableMask cannot be exported, since its mask may still change; export what it has become:"
+    " torch.onnx.export(masked.compact().eval(), ...), and likewise torch.export and torch.jit.trace"
+)
+"""What to say to exporters, each of which ends somewhere else."""
 
 _DEPEND_ON_MODE = (NormBase, DropoutNd)
 
@@ -82,10 +88,7 @@ def check_transforms(scores: Tensor, *, narrow: bool) -> None:
         UnsupportedModelError: a transform would have to read values, or differentiate what it cannot; or an exporter traces.
     """
     if is_exporting():
-        raise UnsupportedModelError(
-            "a LearnableMask cannot be exported, since its mask may still change; export what it has become:"
-            " torch.onnx.export(masked.compact().eval(), ...), and likewise torch.export and torch.jit.trace"
-        )
+        raise UnsupportedModelError(EXPORT_INSTEAD)
     if in_transform() and (is_transformed(scores) or (narrow and torch.is_grad_enabled())):
         raise UnsupportedModelError(
             "a learnable mask cannot be differentiated inside torch.func (grad, vmap, …), which hands it tensors without"

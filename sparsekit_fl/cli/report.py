@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from sparsekit.errors import InvalidValueError
 from sparsekit_fl.cli.options import command_app
 
 if TYPE_CHECKING:
@@ -20,19 +21,18 @@ __all__ = ["report", "write_files"]
 
 
 def write_files(
-    folder: Path,
-    *,
+    *folders: Path,
     out: Path | None = None,
     target: float | None = None,
     order: Sequence[str] = (),
     progress: Callable[[str], None] = lambda _: None,
     command: str = "",
 ) -> tuple[list[Comparison], list[Path]]:
-    """Write the report of a folder with the published numbers beside ours.
+    """Write the report of folders with the published numbers and figures beside ours.
 
     Args:
-        folder: Folder of results.
-        out: Folder for the files; None takes `folder`.
+        folders: Folders of results.
+        out: Folder for the files; None takes the only folder.
         target: Accuracy whose simulated time is a column.
         order: Methods in the order of tables.
         progress: Receives the name of each file before it is written.
@@ -41,16 +41,21 @@ def write_files(
     Returns:
         The comparisons, one per protocol, and the files.
     """
+    from sparsekit_fl.paper.figures.plates import paper_plates
     from sparsekit_fl.paper.published import in_published_order, published_beside
     from sparsekit_fl.paper.tables import page_of
     from sparsekit_fl.report.write import read_comparisons, write_report
 
-    comparisons = read_comparisons(folder, target=target, order=order, sort=in_published_order)
+    if len(folders) > 1 and out is None:
+        raise InvalidValueError("a report of several folders needs one for its files; pass --out FOLDER")
+    folder = folders[0]
+    comparisons = read_comparisons(*folders, target=target, order=order, sort=in_published_order)
     written = write_report(
         folder,
         comparisons,
         out=out,
         beside=lambda comparison: page_of(published_beside(comparison, folder=folder)),
+        plates=paper_plates,
         progress=progress,
         command=command,
     )
@@ -59,8 +64,10 @@ def write_files(
 
 def _report(
     *,
-    folder: Annotated[Path, typer.Argument(help="The --out folder of compare or run, or any folder of results.")],
-    out: Annotated[Path | None, typer.Option(help="Folder for the files. Default: the folder itself.")] = None,
+    folders: Annotated[
+        list[Path], typer.Argument(metavar="FOLDER...", help="The --out folders of compare or run, or any folders of results.")
+    ],
+    out: Annotated[Path | None, typer.Option(help="Folder for the files. Default: the folder itself, where it is one.")] = None,
     target: Annotated[
         float | None, typer.Option(help="Accuracy whose simulated time is a column. Default: that of the last report there.")
     ] = None,
@@ -69,9 +76,13 @@ def _report(
 ) -> None:
     """Draw the tables, figures and report.html of finished runs; nothing is trained.
 
+    Figures 3 to 9 of the FedLPS paper are drawn where the runs hold what they need; the others are named with the command
+    that makes their runs.
+
     Runs of different data, models or settings stand in sections of their own. A file reasons.json in the folder says, in
     your words, why a number differs from the published one.
     """
+    from sparsekit_fl.paper.figures.plates import paper_plates
     from sparsekit_fl.paper.published import published_beside
     from sparsekit_fl.paper.tables import show_published
 
@@ -80,7 +91,7 @@ def _report(
         if quiet or as_json or not errors.is_terminal:
             status.stop()
         comparisons, written = write_files(
-            folder, out=out, target=target, progress=lambda name: status.update(f"writing {escape(name)}")
+            *folders, out=out, target=target, progress=lambda name: status.update(f"writing {escape(name)}")
         )
     if as_json:
         typer.echo(json.dumps([comparison.to_dict() for comparison in comparisons], indent=1, allow_nan=False))
@@ -89,10 +100,12 @@ def _report(
     for comparison in comparisons:
         console.print(f"[bold]{escape(comparison.section.title)}[/bold]", soft_wrap=True)
         comparison.show(console)
-        rows = published_beside(comparison, folder=folder)
+        rows = published_beside(comparison, folder=folders[0])
         if rows:
             show_published(rows, console)
-    home = out or folder
+    for one in paper_plates(comparisons).missing:
+        console.print(escape(one.text), soft_wrap=True, highlight=False)
+    home = out or folders[0]
     console.print(f"{len(written)} files in {escape(str(home))}; open {escape(str(home / 'report.html'))}", soft_wrap=True)
 
 
@@ -101,7 +114,7 @@ report = command_app(
     examples=(
         "sparsekit report runs/mnist",
         "sparsekit report runs/mnist --target 0.95",
-        "sparsekit report results --out pages --quiet",
+        "sparsekit report runs/mnist runs/classes runs/ratios --out pages --quiet",
     ),
     defaults=False,
 )

@@ -18,7 +18,6 @@ from sparsekit._torch import (
     foreach_sub,
     tree_map_only,
 )
-from sparsekit.errors import InvalidValueError
 from sparsekit.rng import generator_scope
 from sparsekit_fl.lanes.arrange import lane_of
 from sparsekit_fl.lanes.lane import LaneLearner, Rows
@@ -35,8 +34,7 @@ class LaneStep:
         stack: Loaded.
         loss: (outputs, targets) → scalar.
         metric: (outputs, targets) → (sum, weight); None measures nothing.
-        batched: Compute all lanes by one kernel; False computes lane after lane, which gives the bits of each client by
-            itself, and batches the update of the weights alone.
+        batched: Compute all lanes by one kernel; False takes lane after lane, which gives the bits of each client by itself.
     """
 
     def __init__(
@@ -67,13 +65,12 @@ class LaneStep:
         Returns:
             The loss of each lane, and sum and weight of the metric, float (lanes,) each.
         """
+        if not self._batched:
+            return self._in_turn(lanes, batches)
         stack = self._stack
         rows = _rows(lanes, stack.device)
         buffers = {name: tensor[rows] for name, tensor in stack.buffers.items()}
-        if self._batched:
-            losses, measured, gradients = self._together(rows, buffers, batches)
-        else:
-            losses, measured, gradients = self._in_turn(lanes, buffers, batches)
+        losses, measured, gradients = self._together(rows, buffers, batches)
         with torch.no_grad():
             for name, tensor in buffers.items():
                 if isinstance(rows, Tensor):
@@ -99,32 +96,25 @@ class LaneStep:
             measured = self._each(self._measure, outputs, targets)
         return losses.detach(), measured, {name: g for name, g in zip(leaves, found, strict=True) if g is not None}
 
-    def _in_turn(
-        self, lanes: Sequence[int], buffers: dict[str, Tensor], batches: Sequence[Batch]
-    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    def _in_turn(self, lanes: Sequence[int], batches: Sequence[Batch]) -> tuple[Tensor, Tensor, Tensor]:
         """The same, lane after lane, with the kernels of a client that trains by itself."""
         stack = self._stack
-        losses, measured, columns = [], [], []
-        for row, (number, batch) in enumerate(zip(lanes, batches, strict=True)):
-            leaves = {name: stack.parameters[name][number].detach().requires_grad_() for name in self._trained}
-            fixed = {name: tensor[number] for name, tensor in stack.parameters.items() if name not in leaves}
-            state = {**leaves, **fixed, **{name: tensor[row] for name, tensor in buffers.items()}}
+        losses, measured = [], []
+        for number, batch in zip(lanes, batches, strict=True):
+            state = {name: tensor[number] for name, tensor in (*stack.parameters.items(), *stack.buffers.items())}
+            leaves = {name: state[name].detach().requires_grad_() for name in self._trained}
             divisor = 1.0 if stack.divisors is None else stack.lanes[number].divisor
             with generator_scope(self.generators[number]) if self.generators else nullcontext():
-                outputs = stack.model.alone(state, batch.inputs, training=True, divisor=divisor)
+                outputs = stack.model.alone({**state, **leaves}, batch.inputs, training=True, divisor=divisor)
                 loss = self._loss(outputs, batch.targets)
-            columns.append(torch.autograd.grad(loss, list(leaves.values()), allow_unused=True))
+            found = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
             losses.append(loss.detach())
             with torch.no_grad():
                 measured.append(self._measure(outputs, batch.targets))
-        found = {}
-        for name, gradients in zip(self._trained, zip(*columns, strict=True), strict=True):
-            present = [gradient for gradient in gradients if gradient is not None]
-            if len(present) == len(batches):
-                found[name] = present[0].unsqueeze(0) if len(present) == 1 else torch.stack(present)
-            elif present:
-                raise InvalidValueError(f"the loss of some clients does not depend on {name!r}")
-        return torch.stack(losses), torch.stack(measured), found
+                gradients = {name: one.unsqueeze(0) for name, one in zip(leaves, found, strict=True) if one is not None}
+                self._move(slice(number, number + 1), gradients)
+        scores = torch.stack(measured)
+        return torch.stack(losses), scores[:, 0], scores[:, 1]
 
     def _each(self, function: Callable[[Any, Tensor], Any], outputs: Any, targets: Tensor) -> Tensor:
         """What a function gives for each lane, stacked."""

@@ -15,7 +15,7 @@ from sparsekit_fl.methods.depthfl import depthfl
 from sparsekit_fl.methods.ditto import ditto
 from sparsekit_fl.methods.efd import efd
 from sparsekit_fl.methods.fedavg import fedavg
-from sparsekit_fl.methods.fedlps import fedlps, fedlps_paper
+from sparsekit_fl.methods.fedlps import fedlps, fedlps_own, fedlps_paper
 from sparsekit_fl.methods.fedmp import fedmp
 from sparsekit_fl.methods.fedp3 import fedp3
 from sparsekit_fl.methods.fedper import fedper
@@ -40,6 +40,7 @@ __all__ = [
     "efd",
     "fedavg",
     "fedlps",
+    "fedlps_own",
     "fedlps_paper",
     "fedmp",
     "fedp3",

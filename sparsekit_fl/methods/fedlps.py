@@ -1,9 +1,9 @@
 """FedLPS: learnable personalised sparsification, with a bandit per client that decides the ratio.
 
 Xue, Sun, Liu, Wang, Liu, Wang: Learnable Sparse Customization in Heterogeneous Edge Computing, ICDE 2025
-(arXiv 2412.07216). What the paper leaves open is decided here, twice: `fedlps` is our reading, `fedlps_paper` is
-literal where the paper speaks and plain where it is silent. The authors' released code learns no pattern (no task
-gradient reaches its importance, which stays sorted); that is not copied.
+(arXiv 2412.07216). What the paper leaves open is decided here, thrice: `fedlps` is our reading, `fedlps_own` has what helps
+clients of few classes, `fedlps_paper` is literal where the paper speaks and plain where it is silent. The authors' released
+code learns no pattern (no task gradient reaches its importance, which stays sorted); that is not copied.
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ def fedlps() -> Method:
 def fedlps_own() -> Method:
     """FedLPS whose personal patterns reach the output layer, with means over holders and arms from 1/4 to 0.4.
 
-    `docs/fedlps.md` has the measurements. For clients of few classes each; not in the registry, so it is named by its place:
-    `sparsekit run sparsekit_fl.methods.fedlps:fedlps_own`.
+    For clients of few classes each, whose own classes are all that they will be asked: a client never predicts a class that it
+    had no training example of, and the global model, whose classes are never trained against each other, may be worse than that
+    of `fedlps`. `docs/fedlps.md` has the measurements.
     """
     return replace(
         fedlps(),

@@ -175,11 +175,22 @@ def _value(hint: Any, value: Any, path: str) -> Any:
     if _names_criterion(hint) and isinstance(value, str):
         found = criteria.find(value)
         return found() if isinstance(found, type) else found
+    if isinstance(value, str) and (known := _dataclasses(hint)):
+        if value in known:
+            return known[value]()
+        if ":" not in value and value.lower() not in ("", "none"):
+            raise InvalidValueError(f"{path} must be none, {' or '.join(known)}, or package.module:object, got {value!r}")
     if isinstance(value, str):
         value = parse_value(hint, value, name=path)
     if hint is not None and _checkable(hint):
         Choice(path, hint, MISSING).check(value)
     return value
+
+
+def _dataclasses(hint: Any) -> dict[str, Any]:
+    """Name → class of the dataclasses that an annotation allows: their names stand for one with its defaults."""
+    parts = get_args(hint) or (hint,)
+    return {part.__name__: part for part in parts if isinstance(part, type) and dataclasses.is_dataclass(part)}
 
 
 def _names_criterion(hint: Any) -> bool:
@@ -225,6 +236,8 @@ def _allowed(hint: Any) -> str:
         return ""
     if _names_criterion(hint):
         return f"a criterion: {', '.join(criteria)}, or package.module:object"
+    if _dataclasses(hint) and type(None) in get_args(hint):
+        return f"none, {', '.join(_dataclasses(hint))}, or package.module:object"
     if hint is bool:
         return "true or false"
     if hint is str:

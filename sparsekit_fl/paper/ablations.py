@@ -4,19 +4,20 @@ Xue et al., ICDE 2025 (arXiv 2412.07216), Table II and the comparison of sparse 
 ratio for everybody, RCR by the capability of the client; "fix" and "dyn" draw that capability once or in every round.
 Three variants replace the learned criterion. In the paper's comparison of patterns all clients have one ratio, and
 heuristic patterns are scored with the global model while the learned one is scored with the personal model; here every
-variant reports both, and `ratio` gives all clients the same.
+variant reports both, and `ratio` gives all clients the same. `whole` says which FedLPS a part is taken from.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal, TypeAlias
 
 from sparsekit.criteria import Magnitude, Ordered, Random
 from sparsekit.criteria.base import Criterion
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph.state import StateDict
 from sparsekit_fl.context.client import ClientContext
-from sparsekit_fl.methods.fedlps import fedlps
+from sparsekit_fl.methods.fedlps import fedlps, fedlps_own
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.policies.learnable import LearnableSgd
 from sparsekit_fl.policies.local import LocalPolicy, LocalResult, Sgd, with_passes
@@ -37,37 +38,65 @@ __all__ = [
 ]
 
 
+Whole: TypeAlias = Literal["fedlps", "fedlps-own"]
+"""The method that an ablation replaces a part of."""
+
 _FIX = "Capabilities are drawn once, whatever the run says."
 _DYN = "Capabilities are drawn anew in every round, whatever the run says."
 
 
-def flst(ratio: float = 0.5) -> Method:
+def _ablation(name: str, whole: Whole) -> Method:
+    """The whole method under the name of an ablation, such as `flst`; of fedlps-own it is `own-flst`."""
+    methods = {"fedlps": fedlps, "fedlps-own": fedlps_own}
+    if whole not in methods:
+        raise InvalidValueError(f"whole must be one of {', '.join(methods)}, got {whole!r}")
+    return replace(methods[whole](), name=name if whole == "fedlps" else f"own-{name}")
+
+
+def flst(ratio: float = 0.5, whole: Whole = "fedlps") -> Method:
     """FLST: one ratio for all clients, whatever they can do; the pattern is learned.
 
     Args:
         ratio: s; 0.5 in Table II.
+        whole: What the part is taken from: fedlps or fedlps-own.
     """
-    return replace(fedlps(), name="flst", ratio=Constant(ratio), note=f"Its ratio is {ratio:g}, whatever a client can do.")
+    return replace(_ablation("flst", whole), ratio=Constant(ratio), note=f"Its ratio is {ratio:g}, whatever a client can do.")
 
 
-def rcr_fix() -> Method:
-    """RCR-Fix: resource-controlled ratios, the client's capability, which is drawn once."""
-    return replace(fedlps(), name="rcr-fix", ratio=ByCapability(), capability="fixed", note=_FIX)
+def rcr_fix(whole: Whole = "fedlps") -> Method:
+    """RCR-Fix: resource-controlled ratios, the client's capability, which is drawn once.
+
+    Args:
+        whole: What the part is taken from: fedlps or fedlps-own.
+    """
+    return replace(_ablation("rcr-fix", whole), ratio=ByCapability(), capability="fixed", note=_FIX)
 
 
-def rcr_dyn() -> Method:
-    """RCR-Dyn: resource-controlled ratios, the client's capability, which is drawn anew in every round."""
-    return replace(fedlps(), name="rcr-dyn", ratio=ByCapability(), capability="dynamic", note=_DYN)
+def rcr_dyn(whole: Whole = "fedlps") -> Method:
+    """RCR-Dyn: resource-controlled ratios, the client's capability, which is drawn anew in every round.
+
+    Args:
+        whole: What the part is taken from: fedlps or fedlps-own.
+    """
+    return replace(_ablation("rcr-dyn", whole), ratio=ByCapability(), capability="dynamic", note=_DYN)
 
 
-def p_ucbv_fix() -> Method:
-    """P-UCBV-Fix: FedLPS where capabilities are drawn once."""
-    return replace(fedlps(), name="p-ucbv-fix", capability="fixed", note=_FIX)
+def p_ucbv_fix(whole: Whole = "fedlps") -> Method:
+    """P-UCBV-Fix: FedLPS where capabilities are drawn once.
+
+    Args:
+        whole: What the part is taken from: fedlps or fedlps-own.
+    """
+    return replace(_ablation("p-ucbv-fix", whole), capability="fixed", note=_FIX)
 
 
-def p_ucbv_dyn() -> Method:
-    """P-UCBV-Dyn: FedLPS where capabilities are drawn anew in every round."""
-    return replace(fedlps(), name="p-ucbv-dyn", capability="dynamic", note=_DYN)
+def p_ucbv_dyn(whole: Whole = "fedlps") -> Method:
+    """P-UCBV-Dyn: FedLPS where capabilities are drawn anew in every round.
+
+    Args:
+        whole: What the part is taken from: fedlps or fedlps-own.
+    """
+    return replace(_ablation("p-ucbv-dyn", whole), capability="dynamic", note=_DYN)
 
 
 @dataclass(frozen=True)
@@ -109,34 +138,37 @@ def _passes(method: Method) -> float:
     return method.local.passes if isinstance(method.local, LearnableSgd) else 1.0
 
 
-def _with_criterion(name: str, criterion: Criterion, ratio: float | None) -> Method:
-    whole = fedlps()
-    chosen = whole.ratio if ratio is None else Constant(ratio)
-    return replace(whole, name=name, ratio=chosen, mask=UnitCriterion(criterion), local=ProximalSgd(passes=_passes(whole)))
+def _with_criterion(name: str, criterion: Criterion, ratio: float | None, whole: Whole) -> Method:
+    found = _ablation(name, whole)
+    chosen = found.ratio if ratio is None else Constant(ratio)
+    return replace(found, ratio=chosen, mask=UnitCriterion(criterion), local=ProximalSgd(passes=_passes(found)))
 
 
-def fedlps_random(ratio: float | None = None) -> Method:
+def fedlps_random(ratio: float | None = None, whole: Whole = "fedlps") -> Method:
     """FedLPS with units drawn at random, anew for each client and round.
 
     Args:
         ratio: The same for all clients; None leaves it to the bandits, as in FedLPS.
+        whole: What the part is taken from: fedlps or fedlps-own.
     """
-    return _with_criterion("fedlps-random", Random(), ratio)
+    return _with_criterion("fedlps-random", Random(), ratio, whole)
 
 
-def fedlps_ordered(ratio: float | None = None) -> Method:
+def fedlps_ordered(ratio: float | None = None, whole: Whole = "fedlps") -> Method:
     """FedLPS with the first units of every layer.
 
     Args:
         ratio: The same for all clients; None leaves it to the bandits, as in FedLPS.
+        whole: What the part is taken from: fedlps or fedlps-own.
     """
-    return _with_criterion("fedlps-ordered", Ordered(), ratio)
+    return _with_criterion("fedlps-ordered", Ordered(), ratio, whole)
 
 
-def fedlps_magnitude(ratio: float | None = None) -> Method:
+def fedlps_magnitude(ratio: float | None = None, whole: Whole = "fedlps") -> Method:
     """FedLPS with the units of largest absolute weights in the global model.
 
     Args:
         ratio: The same for all clients; None leaves it to the bandits, as in FedLPS.
+        whole: What the part is taken from: fedlps or fedlps-own.
     """
-    return _with_criterion("fedlps-magnitude", Magnitude(), ratio)
+    return _with_criterion("fedlps-magnitude", Magnitude(), ratio, whole)

@@ -1,6 +1,7 @@
 """The published tables beside ours: where they differ by more than chance, and why.
 
 The numbers are in `published.json`, the reasons in `reasons.json`; a file `reasons.json` in a report's folder comes first.
+A reason rests on a measurement of ours, on the authors' code, on arithmetic with their numbers, or it is a guess and says so.
 """
 
 from __future__ import annotations
@@ -20,11 +21,23 @@ from sparsekit_fl.report.comparison import Comparison, Row
 from sparsekit_fl.report.table import Spread
 from sparsekit_fl.report.trials import Level
 
-__all__ = ["PUBLISHED_LEVELS", "UNEXPLAINED", "Pair", "Published", "in_published_order", "published_beside", "published_source"]
+__all__ = [
+    "PUBLISHED_LEVELS",
+    "UNEXPLAINED",
+    "Pair",
+    "Published",
+    "in_published_order",
+    "protocol_difference",
+    "published_beside",
+    "published_numbers",
+    "published_source",
+    "published_text",
+]
 
 _ROUNDING_E12 = 0.05
 _DEVIATIONS = 2.0
 UNEXPLAINED = "no reason is known"
+_GUESS = " That is a guess, which was not measured."
 # Rows at other levels of heterogeneity have no published numbers.
 PUBLISHED_LEVELS = (Level("high"), Level())
 
@@ -47,6 +60,33 @@ def in_published_order(names: Iterable[str]) -> list[str]:
     """Sort names by the published tables; others stay behind them, as they come."""
     order = [_key(row["method"]) for rows in _data("published.json")["tables"].values() for row in rows]
     return sorted(names, key=lambda name: order.index(_key(name)) if _key(name) in order else len(order))
+
+
+def published_text(figure: str, dataset: str) -> Mapping[str, Any]:
+    """Return what the paper's text says of a figure, which it gives no table for; empty where that is nothing.
+
+    Args:
+        figure: For example "Figure 5".
+        dataset: Name of the data set.
+    """
+    found = _data("published.json")["text"].get(figure, {})
+    return {**found.get("any", {}), **found.get(dataset, {})}
+
+
+def published_numbers(run: str, dataset: str) -> tuple[float, float, float] | None:
+    """Return accuracy and deviation in per cent and FLOPs in 10¹² that were published for one of our methods.
+
+    Args:
+        run: Name of our method.
+        dataset: Name of the data set.
+
+    Returns:
+        The numbers; None where there are none.
+    """
+    key = {_key(ours): _key(theirs) for ours, theirs in _data("published.json")["also"].items()}.get(_key(run), _key(run))
+    rows = [row for rows in _data("published.json")["tables"].values() for row in rows if _key(row["method"]) == key]
+    found = next((row[dataset] for row in rows if dataset in row), None)
+    return None if found is None else (float(found[0]), float(found[1]), float(found[2]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +159,7 @@ def published_beside(comparison: Comparison, *, folder: Path | None = None) -> l
     rows = [row for row in comparison.rows if row.level in PUBLISHED_LEVELS and _complete(row)]
     also = {_key(ours): _key(theirs) for ours, theirs in data["also"].items()}
     reasons = [*_own_reasons(folder), *_data("reasons.json")]
-    short = _shortfall(comparison)
+    short = protocol_difference(comparison)
 
     def pair(line: Mapping[str, Any], row: Row, quantity: str) -> Pair:
         accuracy, deviation, flops = line[dataset]
@@ -159,8 +199,12 @@ def _scaled(found: Spread, factor: float) -> tuple[float, float | None]:
     return found.mean * factor, None if found.deviation is None else found.deviation * factor
 
 
-def _shortfall(comparison: Comparison) -> str:
-    """Say why a whole table cannot be compared; empty where it can."""
+def protocol_difference(comparison: Comparison) -> str:
+    """Say why a whole table cannot be compared; empty where it can.
+
+    Args:
+        comparison: Ours.
+    """
     protocol = _data("published.json")["protocol"].get(comparison.section.dataset, {})
     config = next((trial.config for trial in comparison.section.finished), {})
     ours = {"clients": config.get("experiment", {}).get("clients"), "rounds": config.get("rounds")}
@@ -188,7 +232,7 @@ def _reason(reasons: Sequence[Mapping[str, Any]], facts: Mapping[str, str], meth
     wanted = {name: {fact} for name, fact in facts.items()} | {"methods": methods}
     for entry in reasons:
         if all(_allows(entry.get(name, "any"), values) for name, values in wanted.items()):
-            return str(entry["reason"])
+            return f"{entry['reason']}{_GUESS if entry.get('basis') == 'guess' else ''}"
     return UNEXPLAINED
 
 

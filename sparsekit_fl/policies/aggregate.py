@@ -78,7 +78,7 @@ class AggregatePolicy(Policy):
                 acc.optimizer.hold(name, kept, covered, acc.sums[name].shape)
             if rule is None:
                 # The product of a 24-bit mantissa and a small number is exact in float64; only the sum rounds.
-                change = delta.to(torch.float64) * weight
+                change = delta.to(torch.float64, copy=True).mul_(weight)
                 kept.add(name, change if covered is None else change * covered, acc.sums[name])
             else:
                 rule.add(acc, name, kept, update, covered, weight)

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from pydantic import Field
 from torch.utils.data import Subset, TensorDataset
 
-from sparsekit.errors import DataError
+from sparsekit.errors import DataError, InvalidValueError
 from sparsekit_fl.options.checked import Checked, Hint, NonNegativeCount, Positive
 from sparsekit_fl.options.config import HETEROGENEITY
 from sparsekit_fl.problem.data import TensorData, as_tensor_data
@@ -68,7 +68,7 @@ class ClientData:
         test: What it is scored with, and nothing else.
 
     Raises:
-        DataError: a split has no length, or train or test is empty.
+        DataError: a split has no length. That train or test is empty is told by the client, which has an id to be named by.
     """
 
     train: Any
@@ -82,25 +82,12 @@ class ClientData:
             split = getattr(self, name)
             if not hasattr(split, "__len__"):
                 raise DataError(f"{name} must be TensorData or a map-style data set with a length, got {type(split).__name__}")
-            if len(split) == 0 and name == "val":
-                continue
             if len(split) == 0:
-                raise DataError(
-                    f"{name} is empty, {self._sizes()}; every client needs examples to train on and to be scored with"
-                    " (val alone may be None)"
-                )
+                continue
             if isinstance(split, TensorDataset) or (
                 isinstance(split, Subset) and isinstance(split.dataset, TensorData | TensorDataset)
             ):
                 object.__setattr__(self, name, as_tensor_data(split, what=name))
-
-    def _sizes(self) -> str:
-        """Say what the client does have, so that it can be told from others: `train has 60 examples, test has 40`."""
-        splits = {name: getattr(self, name) for name in ("train", "val", "test")}
-        full = [
-            f"{name} has {len(split)} examples" for name, split in splits.items() if hasattr(split, "__len__") and len(split)
-        ]
-        return ", ".join(full) or "as are the other splits"
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,8 +101,24 @@ class Client(Checked):
 
     Raises:
         InvalidValueError: the id is not an integer >= 0.
+        DataError: it has no example to train on, or none to be scored with.
     """
 
     id: Annotated[NonNegativeCount, Hint(name="client id")]
     data: ClientData
     capability: Capability = field(default_factory=Capability)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.data, ClientData):
+            raise InvalidValueError(
+                f"data of client {self.id} must be ClientData(train=…, val=…, test=…), got {type(self.data).__name__}"
+            )
+        sizes = {name: len(getattr(self.data, name)) for name in ("train", "val", "test")}
+        for name in ("train", "test"):
+            if not sizes[name]:
+                held = [f"{split} has {size} example{'s' * (size != 1)}" for split, size in sizes.items() if size]
+                raise DataError(
+                    f"{name} of client {self.id} is empty, {', '.join(held) or 'as are its other splits'}; every client needs"
+                    " examples to train on and to be scored with (val alone may be None): leave this client out, or deal anew"
+                )

@@ -1,6 +1,6 @@
 """Charts: what a comparison is drawn as; `drawing` says how.
 
-Accuracy against FLOPs, simulated time and rounds; bars per method; accuracy and time against the levels of heterogeneity.
+Accuracy against FLOPs, simulated time and rounds; bars per method; those against levels of heterogeneity are in `levels`.
 """
 
 from __future__ import annotations
@@ -8,69 +8,17 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any
 
 from sparsekit.errors import DataError
+from sparsekit_fl.report.chart import Chart, Series, Unit, on_front
 from sparsekit_fl.report.comparison import TARGET, Comparison
 from sparsekit_fl.report.curves import Curve, curves_of, metrics_of
+from sparsekit_fl.report.levels import level_charts
 from sparsekit_fl.report.trials import Level
 
-__all__ = ["Chart", "Series", "Unit", "charts_of", "curve_charts", "on_front"]
-
-Unit = Literal["share", "flops", "seconds", "number"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Series:
-    """One method in a chart.
-
-    Args:
-        method: Name of the method.
-        place: Its place among the methods of the section, which decides colour, dashes and marker in every chart.
-        x: Numbers, or names of levels; a bar has none.
-        y: As many.
-        deviation: As many; zeros for a single run.
-        second: Second value of a bar, drawn as a ring; None for none.
-        subject: Drawn so that it is told from the rest.
-        label: Text of the legend; empty for the method.
-    """
-
-    method: str
-    place: int
-    x: tuple[float | str, ...]
-    y: tuple[float, ...]
-    deviation: tuple[float, ...]
-    second: float | None = None
-    subject: bool = False
-    label: str = ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Chart:
-    """One picture.
-
-    Args:
-        name: Name of its file.
-        title: Text above it.
-        kind: "curve" and "level" are lines, "bar" is one bar per series, "front" is one point per series with a line through
-            those that no other series beats in both numbers.
-        series: Methods that are drawn.
-        x: Text of the x axis; for bars that of their length.
-        y: Text of the y axis; empty for bars.
-        unit: Unit of x for curves, of the length for bars, of y for levels.
-        y_unit: Unit of y for curves.
-    """
-
-    name: str
-    title: str
-    kind: Literal["curve", "level", "bar", "front"]
-    series: tuple[Series, ...]
-    x: str
-    y: str
-    unit: Unit
-    y_unit: Unit = "share"
-
+__all__ = ["Chart", "Series", "charts_of", "curve_charts", "on_front"]
 
 _ACCURACY = "mean personal accuracy on test data"
 _CURVES: tuple[tuple[str, str, str, str, Unit], ...] = (
@@ -85,11 +33,6 @@ _BARS: tuple[tuple[str, str, str, Unit, str, str | None], ...] = (
      "flops_compact", "flops_rowmask"),
     ("bars-time", "Simulated {target} accuracy", "seconds; no bar: never reached", "seconds", TARGET, None),
 )  # fmt: skip
-_AGAINST_DEVICES: tuple[tuple[str, str, str, str, Unit], ...] = (
-    ("personal_accuracy", "accuracy", "Accuracy", _ACCURACY, "share"),
-    ("simulated_seconds", "time", "Simulated time", "simulated seconds of the run", "seconds"),
-    (TARGET, "target-time", "Time to the target", "simulated seconds to the target", "seconds"),
-)
 
 
 def charts_of(comparison: Comparison) -> list[Chart]:
@@ -99,11 +42,11 @@ def charts_of(comparison: Comparison) -> list[Chart]:
         comparison: Rows of the charts.
     """
     # What a comparison of levels was run for stands first.
-    charts = _levels(comparison)
+    charts = level_charts(comparison)
     section = comparison.section
     for level in section.levels:
         results = [trial.result for method in section.methods for trial in section.of(method, level) if trial.result]
-        places = {method: place for place, method in enumerate(section.methods)}
+        places = comparison.places
         # A problem may have other metrics and no accuracy.
         scored = [curve for curve in curves_of(results) if len(curve.rounds)] if _has_accuracy(results) else []
         found = [
@@ -174,7 +117,7 @@ def _front(comparison: Comparison, level: Level) -> Chart:
         if row.level == level and accuracy.mean is not None and flops.mean:
             one = Series(
                 method=row.method,
-                place=comparison.section.methods.index(row.method),
+                place=comparison.places[row.method],
                 x=(flops.mean,),
                 y=(accuracy.mean,),
                 deviation=(accuracy.deviation or 0.0,),
@@ -185,19 +128,6 @@ def _front(comparison: Comparison, level: Level) -> Chart:
     return Chart(
         name="front", title="Final accuracy against FLOPs", kind="front", series=tuple(series), x=x, y=_ACCURACY, unit="flops"
     )
-
-
-def on_front(series: Sequence[Series]) -> tuple[Series, ...]:
-    """Return the points that no other beats in both numbers, from few FLOPs to many.
-
-    Args:
-        series: One point each.
-    """
-    front: list[Series] = []
-    for one in sorted(series, key=lambda one: (float(one.x[0]), -one.y[0])):
-        if not front or one.y[0] > front[-1].y[0]:
-            front.append(one)
-    return tuple(front)
 
 
 def curve_charts(
@@ -244,7 +174,7 @@ def _bars(comparison: Comparison, level: Level) -> list[Chart]:
             if row.level == level:
                 one = Series(
                     method=row.method,
-                    place=comparison.section.methods.index(row.method),
+                    place=comparison.places[row.method],
                     x=(),
                     y=() if found.mean is None else (found.mean,),
                     deviation=() if found.mean is None else (found.deviation or 0.0,),
@@ -259,55 +189,3 @@ def _bars(comparison: Comparison, level: Level) -> list[Chart]:
             Chart(name=name, title=title.format(target=target), kind="bar", series=tuple(series), x=x, y="", unit=unit)
         )
     return charts
-
-
-def _levels(comparison: Comparison) -> list[Chart]:
-    """Make the charts against each axis of heterogeneity with several values, one for every value of the other."""
-    levels = comparison.section.levels
-    devices = list(dict.fromkeys(level.heterogeneity for level in levels))
-    named = [device for device in devices if device]
-    lacks = list(dict.fromkeys(level.lack_classes for level in sorted(levels, key=lambda level: level.order[1])))
-    numbers = [lack for lack in lacks if lack is not None]
-    charts = []
-    for lack in lacks if len(named) > 1 else ():
-        along = {name: Level(name, lack) for name in named}
-        several = lack is not None and len(lacks) > 1
-        for column, name, title, y, unit in _AGAINST_DEVICES:
-            charts.append(
-                Chart(
-                    name=f"{name}-heterogeneity" + (f"-lacks-{lack}" if several else ""),
-                    title=f"{title} against system heterogeneity" + (f", clients lack {lack} classes" if several else ""),
-                    kind="level",
-                    series=_along(comparison, along, column),
-                    x="heterogeneity of the devices",
-                    y=y,
-                    unit=unit,
-                )
-            )
-    for device in devices if len(numbers) > 1 else ():
-        several = len(devices) > 1
-        charts.append(
-            Chart(
-                name="accuracy-classes" + (f"-{device}" if several else ""),
-                title="Accuracy against non-IID level" + (f", heterogeneity {device}" if several else ""),
-                kind="level",
-                series=_along(comparison, {str(lack): Level(device, lack) for lack in numbers}, "personal_accuracy"),
-                x="classes that every client lacks",
-                y=_ACCURACY,
-                unit="share",
-            )
-        )
-    return [chart for chart in charts if _drawable(chart)]
-
-
-def _along(comparison: Comparison, levels: Mapping[str, Level], column: str) -> tuple[Series, ...]:
-    """Return the series of each method over named levels."""
-    found = {(row.method, row.level): row.numbers[column] for row in comparison.rows}
-    series = []
-    for place, method in enumerate(comparison.section.methods):
-        points = [(name, found[method, level]) for name, level in levels.items() if (method, level) in found]
-        known = [(name, value.mean, value.deviation or 0.0) for name, value in points if value.mean is not None]
-        if known:
-            x, y, deviation = zip(*known, strict=True)
-            series.append(Series(method=method, place=place, x=x, y=y, deviation=deviation))
-    return tuple(series)

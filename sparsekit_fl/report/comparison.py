@@ -22,6 +22,7 @@ __all__ = ["TARGET", "WALL_TIME", "Comparison", "Row", "check_target"]
 
 TARGET = "target_seconds"
 _SUBJECT = "fedlps"
+_MOST_FIRST = 6
 WALL_TIME = "wall time includes what else ran on the machine, simulated time does not"
 _SIGNS = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
 
@@ -124,6 +125,31 @@ class Comparison:
         """The method that the comparison is about: FedLPS where it takes part, else the first."""
         methods = self.section.methods
         return _SUBJECT if _SUBJECT in methods else methods[0]
+
+    @cached_property
+    def highlighted(self) -> tuple[str, ...]:
+        """Methods that stand out among many: the subject, the front of accuracy against FLOPs, then the most accurate."""
+        points = [
+            (row.numbers["flops_compact"].mean or 0.0, -row.numbers["personal_accuracy"].mean, row.method)
+            for row in self.rows
+            if row.numbers["personal_accuracy"].mean is not None
+        ]
+        front: list[str] = []
+        least = 0.0
+        for _, loss, method in sorted(points):
+            if not front or loss < least:
+                front.append(method)
+                least = loss
+        ranked = [method for _, method in sorted((loss, method) for _, loss, method in points)]
+        wanted = list(dict.fromkeys([self.subject, *front, *ranked]))
+        return tuple(wanted[: max(_MOST_FIRST, len(set(front)))])
+
+    @cached_property
+    def places(self) -> Mapping[str, int]:
+        """Method → its place, which decides colour, dashes and marker; highlighted ones first, so that theirs differ most."""
+        methods = self.section.methods
+        first = [method for method in methods if method in self.highlighted]
+        return {method: place for place, method in enumerate(dict.fromkeys([*first, *methods]))}
 
     def seeds_text(self) -> str:
         """Say over how many seeds the means are taken."""

@@ -22,6 +22,7 @@ class Curve:
         method: Name of the method.
         rounds: int (points,).
         flops: float (points,), compact, of the run so far.
+        flops_rowmask: float (points,), by the row-mask convention; NaN where the results have none.
         seconds: float (points,), simulated, of the run so far; NaN where the results have none.
         accuracy: float (points,), personal accuracy in [0, 1], or the value of another metric.
         deviation: float (points,), over runs; zeros for a single one.
@@ -35,18 +36,20 @@ class Curve:
     accuracy: np.ndarray[Any, Any]
     deviation: np.ndarray[Any, Any]
     runs: int
+    flops_rowmask: np.ndarray[Any, Any]
 
 
-def _points(result: Mapping[str, Any], metric: str, part: str, kind: str) -> dict[int, tuple[float, float, float]]:
-    """Map each evaluated round to (FLOPs so far, value of the metric, simulated seconds so far)."""
-    found = {}
+def _points(result: Mapping[str, Any], metric: str, part: str, kind: str) -> dict[int, tuple[float, ...]]:
+    """Map each evaluated round to (FLOPs so far, value of the metric, simulated seconds so far, row-mask FLOPs so far)."""
+    found: dict[int, tuple[float, ...]] = {}
     for record in result["rounds"]:
         scores = record["evaluation"] or {}
         value = ((scores if kind == "mean" else scores.get(kind) or {}).get(part) or {}).get(metric)
         if value is not None:
             cost = record["cost"]
             seconds = float(cost.get("simulated_seconds", math.nan))
-            found[int(record["round"])] = float(cost["flops_compact"]), float(value), seconds
+            rowmask = float(cost.get("flops_rowmask", math.nan))
+            found[int(record["round"])] = float(cost["flops_compact"]), float(value), seconds, rowmask
     return found
 
 
@@ -64,7 +67,7 @@ def curves_of(
     Raises:
         DataError: a method has no round in which all its runs were evaluated.
     """
-    groups: dict[str, list[dict[int, tuple[float, float, float]]]] = {}
+    groups: dict[str, list[dict[int, tuple[float, ...]]]] = {}
     for result in results:
         groups.setdefault(str(result["method"]), []).append(_points(result, metric, part, kind))
     curves = []
@@ -73,9 +76,9 @@ def curves_of(
         if not rounds:
             raise DataError(f"the runs of {method!r} have no scored round in common; run them with one --eval-every")
         table = np.array([[run[round] for round in rounds] for run in runs])
-        flops, accuracy, seconds = table.mean(0).T
+        flops, accuracy, seconds, rowmask = table.mean(0).T
         deviation = table[:, :, 1].std(0, ddof=1) if len(runs) > 1 else np.zeros(len(rounds))
-        curves.append(Curve(method, np.array(rounds), flops, seconds, accuracy, deviation, len(runs)))
+        curves.append(Curve(method, np.array(rounds), flops, seconds, accuracy, deviation, len(runs), rowmask))
     return curves
 
 

@@ -13,7 +13,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from sparsekit_fl.report.charts import Chart, Series, Unit, on_front
+from sparsekit_fl.report.chart import Chart, Mark, Series, Unit, on_front
 from sparsekit_fl.report.table import flops_text
 from sparsekit_fl.results.extra import need
 
@@ -23,7 +23,7 @@ __all__ = ["draw_chart", "draw_side_by_side", "inline_svg", "series_style"]
 _COLOURS = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6D4F", "#808080")
 _DASHES: tuple[tuple[float, ...], ...] = ((), (5, 2), (1.2, 1.6), (6, 2, 1.2, 2))
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
-_INK, _FAINT = "#333333", "#DDDDDD"
+_INK, _FAINT, _GREY = "#333333", "#DDDDDD", "#A0A8B0"
 _MOST_BANDS = 8
 _BAR_INCHES = 0.27
 
@@ -44,16 +44,18 @@ def draw_chart(chart: Chart, *paths: Path | str) -> None:
     Raises:
         MissingDependencyError: matplotlib is not installed.
     """
-    few = len(chart.series) <= 6
+    named = [*filter(_stands_out, chart.series)]
+    few = len(named) <= 6
     width = 6.4 if chart.kind == "bar" or few else 8.6
     # A legend at the side needs a line per method.
-    figure, axes = _figure(chart, width, 4.3 if few else max(4.3, 0.6 + 0.195 * len(chart.series)))
+    figure, axes = _figure(chart, width, 4.3 if few else max(4.3, 0.6 + 0.195 * len(named)))
     with _style():
         axes.set_title(chart.title, fontsize=12, loc="left")
         if chart.kind != "bar":
             where = {"loc": "outside lower center", "ncols": 3} if few else {"loc": "outside right upper"}
             handles, labels = axes.get_legend_handles_labels()
-            figure.legend(handles, labels, frameon=False, fontsize=9, handlelength=3.2, **where)
+            if handles:
+                figure.legend(handles, labels, frameon=False, fontsize=9, handlelength=3.2, **where)
         for path in paths:
             metadata = {"Date": None} if str(path).endswith(".svg") else None
             figure.savefig(path, dpi=150, facecolor="white", metadata=metadata)
@@ -82,7 +84,9 @@ def draw_side_by_side(charts: Sequence[Chart], path: Path | str, *, title: str) 
 
 
 def inline_svg(chart: Chart, *, prefix: str) -> str:
-    """Draw a chart as an SVG element for a page: no title, no legend, ink and grid from the page's CSS variables.
+    """Draw a chart as an SVG element for a page: no title, ink and grid from the page's CSS variables.
+
+    The page's chips are the legend, unless the chart has one of its own, which chips leave alone.
 
     Each series is a group with the attribute `data-method`, so that a page can hide it.
 
@@ -93,15 +97,20 @@ def inline_svg(chart: Chart, *, prefix: str) -> str:
     Raises:
         MissingDependencyError: matplotlib is not installed.
     """
-    figure, _ = _figure(chart, 5.3, 3.7)
+    lines = -(-sum(map(_stands_out, chart.series)) // 3) if chart.legend and chart.kind != "bar" else 0
+    figure, axes = _figure(chart, 5.3, 3.7 + 0.2 * lines)
     text = io.StringIO()
     with _style():
+        if lines:
+            handles, labels = axes.get_legend_handles_labels()
+            figure.legend(handles, labels, frameon=False, fontsize=10, handlelength=2.6, loc="outside lower center", ncols=3)
         figure.savefig(text, format="svg", transparent=True, metadata={"Date": None})
     svg = text.getvalue()
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.S)
     methods = {f"series-{one.place}": one.method for one in chart.series}
-    svg = re.sub(r'id="(series-\d+)"', lambda found: f'data-method="{escape(methods[found[1]])}"', svg)
+    attribute = "data-series" if chart.legend else "data-method"
+    svg = re.sub(r'id="(series-\d+)"', lambda found: f'{attribute}="{escape(methods[found[1]])}"', svg)
     # Pictures share a page, and ids must not.
     svg = re.sub(r'\bid="', f'id="{prefix}', svg)
     svg = re.sub(r'(href="#|url\(#)', rf"\1{prefix}", svg)
@@ -140,12 +149,15 @@ def _fill(axes: Any, chart: Chart) -> None:
 
 
 def _lines(axes: Any, chart: Chart) -> None:
-    bands = len(chart.series) <= _MOST_BANDS
+    bands = sum(map(_stands_out, chart.series)) <= _MOST_BANDS
     # Names of levels stand in the order of the axis, whatever the first series lacks.
     order = list(dict.fromkeys(x for one in chart.series for x in one.x)) if chart.kind == "level" else []
     for one in chart.series:
         colour, dashes, marker = series_style(one.place)
         x = [order.index(value) for value in one.x] if order else one.x
+        if one.faint:
+            axes.plot(x, one.y, color=_FAINT, linewidth=1.0, zorder=1)
+            continue
         line = axes.plot(
             x, one.y, color=colour, linestyle=(0, dashes) if dashes else "-", marker=marker, markersize=4.5,
             markevery=max(1, len(x) // 8), linewidth=3.2 if one.subject else 1.6, label=one.label or one.method,
@@ -157,19 +169,33 @@ def _lines(axes: Any, chart: Chart) -> None:
             high = [y + deviation for y, deviation in zip(one.y, one.deviation, strict=True)]
             band = axes.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
             band.set_gid(f"series-{one.place}")
+    _marks(axes, chart.marks, order)
     if order:
         axes.set_xticks(range(len(order)), [str(value) for value in order])
         axes.margins(x=0.08)
         _format(axes.yaxis, chart.unit)
     else:
-        if chart.unit in ("flops", "seconds"):
+        if chart.unit in ("flops", "seconds") and chart.scale == "log":
             _logarithmic(axes, chart)
-        else:
+        elif chart.unit == "number":
             axes.xaxis.set_major_locator(need("matplotlib.ticker").MaxNLocator(integer=True))  # rounds are whole
         _format(axes.xaxis, chart.unit)
         _format(axes.yaxis, chart.y_unit)
-    if chart.unit == "share" or (not order and chart.y_unit == "share"):
+    if (chart.unit if order else chart.y_unit) == "share":
         _limit(axes, chart)
+
+
+def _marks(axes: Any, marks: Sequence[Mark], order: Sequence[float | str]) -> None:
+    """Draw numbers of somebody else as hollow diamonds, and one line of the legend for all of them."""
+    for mark in marks:
+        colour = series_style(mark.place)[0]
+        x = order.index(mark.x) if order else mark.x
+        bars = axes.errorbar([x], [mark.y], [mark.deviation], color=colour, marker="D", markersize=8, linestyle="none",
+                             markerfacecolor="none", markeredgewidth=1.8, elinewidth=1.0, zorder=4)  # fmt: skip
+        for part in (bars.lines[0], *bars.lines[2]):
+            part.set_gid(f"series-{mark.place}")
+    if marks:
+        axes.plot([], [], "D", color=_INK, markersize=7, markerfacecolor="none", markeredgewidth=1.5, label="published")
 
 
 def _logarithmic(axes: Any, chart: Chart) -> None:
@@ -217,7 +243,7 @@ def _apart(wanted: Sequence[Series]) -> list[Series]:
 
 def _bars(axes: Any, chart: Chart) -> None:
     for place, one in enumerate(chart.series):
-        colour = series_style(one.place)[0]
+        colour = _GREY if one.faint else series_style(one.place)[0]
         for y, deviation in zip(one.y, one.deviation, strict=True):
             bar = axes.barh(place, y, height=0.66, color=colour, alpha=0.95 if one.subject else 0.6)[0]
             bar.set_gid(f"series-{one.place}")
@@ -227,7 +253,7 @@ def _bars(axes: Any, chart: Chart) -> None:
         if one.second is not None:
             ring = axes.plot([one.second], [place], "o", markersize=5, markerfacecolor="none", markeredgecolor=_INK)[0]
             ring.set_gid(f"series-{one.place}")
-    axes.set_yticks(range(len(chart.series)), [one.method for one in chart.series])
+    axes.set_yticks(range(len(chart.series)), [one.label or one.method for one in chart.series])
     for one, name in zip(chart.series, axes.get_yticklabels(), strict=True):
         name.set_weight("bold" if one.subject else "normal")
     axes.set_ylim(len(chart.series) - 0.4, -0.6)
@@ -252,10 +278,16 @@ def _format(axis: Any, unit: Unit) -> None:
 
 def _limit(axes: Any, chart: Chart) -> None:
     """Spend the height on where series differ, not on the first rounds."""
-    lowest = min(_low(one, early=chart.kind == "curve") for one in chart.series)
+    lowest = min(_low(one, early=chart.kind == "curve") for one in [*filter(_stands_out, chart.series)] or chart.series)
     highest = max(y + deviation for one in chart.series for y, deviation in zip(one.y, one.deviation, strict=True))
+    for mark in chart.marks:
+        lowest, highest = min(lowest, mark.y - mark.deviation), max(highest, mark.y + mark.deviation)
     room = max(0.01, 0.06 * (highest - lowest))
     axes.set_ylim(max(0.0, lowest - room), min(1.0, highest) + room)
+
+
+def _stands_out(one: Series) -> bool:
+    return not one.faint
 
 
 def _low(one: Series, *, early: bool) -> float:

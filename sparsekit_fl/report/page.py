@@ -10,12 +10,12 @@ from typing import Any
 from sparsekit_fl.report.beside import Beside, Cell, Line, Sheet
 from sparsekit_fl.report.comparison import Comparison, Row
 from sparsekit_fl.report.drawing import series_style
+from sparsekit_fl.report.plate import Plates
 from sparsekit_fl.report.table import Column, flops_text, share_text
 from sparsekit_fl.report.text import render
 
-__all__ = ["PagePart", "page"]
+__all__ = ["PageFigure", "PagePart", "page"]
 
-_MOST_FIRST = 6
 _NEAR = 0.01
 _CAPABILITY = {
     "dynamic": "capabilities drawn anew every round",
@@ -37,6 +37,23 @@ def _option_text(name: str, value: Any) -> str:
     return known.format(value) if known else f"{name.replace('_', ' ')}: {value}"
 
 
+@dataclass(frozen=True, kw_only=True)
+class PageFigure:
+    """A chart on the page.
+
+    Args:
+        title: Text above it.
+        kind: As in `Chart`.
+        svg: The picture.
+        caption: Text below a figure of somebody else's paper; empty for other charts.
+    """
+
+    title: str
+    kind: str
+    svg: str
+    caption: str = ""
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PagePart:
     """What the page shows of one protocol.
@@ -44,16 +61,26 @@ class PagePart:
     Args:
         comparison: The table.
         beside: Numbers of others; None where there are none.
-        charts: Title, kind and SVG of each chart.
+        figures: Charts, then the figures of somebody else's paper.
         csv: File name of the numbers, beside the page.
         command: What was typed; empty where it is not known.
     """
 
     comparison: Comparison
     beside: Beside | None
-    charts: Sequence[tuple[str, str, str]]
+    figures: Sequence[PageFigure]
     csv: str = ""
     command: str = ""
+
+    @property
+    def charts(self) -> list[PageFigure]:
+        """Charts of the comparison."""
+        return [one for one in self.figures if not one.caption]
+
+    @property
+    def plates(self) -> list[PageFigure]:
+        """Figures of somebody else's paper."""
+        return [one for one in self.figures if one.caption]
 
     @property
     def protocol(self) -> str:
@@ -103,29 +130,16 @@ class PagePart:
         when = "" if not dates else dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}"
         return ", ".join(filter(None, [f"sparsekit {' and '.join(versions)}" if versions else "", when]))
 
-    @cached_property
+    @property
     def first(self) -> frozenset[str]:
-        """Methods whose lines are drawn at first: the front of accuracy against FLOPs, the subject, then the most accurate."""
-        rows = [row for row in self.comparison.rows if row.numbers["personal_accuracy"].mean is not None]
-        points = [
-            (row.numbers["flops_compact"].mean or 0.0, -(row.numbers["personal_accuracy"].mean or 0.0), row.method)
-            for row in rows
-        ]
-        front: list[str] = []
-        least = 0.0
-        for _, loss, method in sorted(points):
-            if not front or loss < least:
-                front.append(method)
-                least = loss
-        ranked = [method for _, method in sorted((loss, method) for _, loss, method in points)]
-        wanted = list(dict.fromkeys([self.comparison.subject, *front, *ranked]))
-        return frozenset(wanted[: max(_MOST_FIRST, len(set(front)))])
+        """Methods whose lines are drawn at first."""
+        return frozenset(self.comparison.highlighted)
 
     @property
     def chips(self) -> list[tuple[str, str, str]]:
         """Method, colour and dashes of each button that shows or hides a method."""
         shown = {row.method for row in self.comparison.rows}
-        styles = [(method, *series_style(place)) for place, method in enumerate(self.comparison.section.methods)]
+        styles = [(method, *series_style(place)) for method, place in self.comparison.places.items()]
         return [
             (method, colour, " ".join(f"{2 * length:g}" for length in dashes))
             for method, colour, dashes, _ in styles
@@ -179,14 +193,15 @@ class PagePart:
         return choose(means, default=None)
 
 
-def page(parts: Sequence[PagePart]) -> str:
+def page(parts: Sequence[PagePart], *, plates: Plates) -> str:
     """Write the page.
 
     Args:
         parts: One per protocol.
+        plates: Heading above the figures of somebody else's paper, and those that are missing.
 
     Returns:
         HTML; equal parts give equal text.
     """
     title = parts[0].comparison.section.title if len(parts) == 1 else "Comparison of methods"
-    return render("page.html", title=title, parts=parts)
+    return render("page.html", title=title, parts=parts, plates=plates)

@@ -16,7 +16,7 @@ from sparsekit.errors import DataError
 from sparsekit_fl.options.config import HETEROGENEITY, current_names
 from sparsekit_fl.report.table import read_result
 
-__all__ = ["TRIAL_FILES", "Level", "Section", "Trial", "collect", "level_of", "sections_of", "trial_file"]
+__all__ = ["TRIAL_FILES", "Level", "Section", "Trial", "collect", "collect_all", "level_of", "sections_of", "trial_file"]
 
 TRIAL_FILES = ("trial.json", "cell.json")
 """Beside a run's own files: what was to be run, and the error of a run that failed. The second is what version 0.1 wrote."""
@@ -24,6 +24,7 @@ TRIAL_FILES = ("trial.json", "cell.json")
 # What may differ between the trials of a section: the axes of the comparison, and what changes no number.
 _AXES = ("seed", "capability_levels", "eval_every", "device")
 _DECIDED = "capability"
+_LACKING = "lack_classes"
 
 
 @dataclass(frozen=True)
@@ -186,6 +187,31 @@ def collect(folder: Path | str) -> list[Trial]:
     return found
 
 
+def collect_all(folders: Sequence[Path | str]) -> list[Trial]:
+    """Read all trials in several folders; a run that is in two of them counts once.
+
+    Args:
+        folders: As in `collect`.
+
+    Raises:
+        DataError: as in `collect`, or two folders hold different results of one method, seed and setting.
+    """
+    if len(folders) == 1:
+        return collect(folders[0])
+    kept: dict[str, tuple[Trial, Path | str]] = {}
+    for folder in folders:
+        for trial in collect(folder):
+            key = _key(
+                {"method": trial.method, "seed": trial.seed, "level": str(trial.level), "config": _protocol(trial.config)}
+            )
+            other, where = kept.setdefault(key, (trial, folder))
+            if other is not trial and other.result != trial.result:
+                raise DataError(
+                    f"{trial.method}, seed {trial.seed}, has one result in {where} and another in {folder}; leave one out"
+                )
+    return [trial for trial, _ in kept.values()]
+
+
 def _copy(path: Path) -> Trial | None:
     """Read a result under another name; None for any other JSON file."""
     try:
@@ -250,7 +276,7 @@ def _protocol(config: Mapping[str, Any]) -> dict[str, Any]:
     if level.heterogeneity is None:
         kept["capability_levels"] = config.get("capability_levels")
     if level.lack_classes is not None:
-        kept["experiment"] = {**config["experiment"], "partition_options": "lack_classes"}
+        kept["experiment"] = {**config["experiment"], "partition_options": _LACKING}
     return kept
 
 
@@ -262,8 +288,14 @@ def _titles(configs: Sequence[Mapping[str, Any]]) -> list[str]:
     for title, own in zip(plain, settings, strict=True):
         others = [other for name, other in zip(plain, settings, strict=True) if name == title]
         names = sorted({name for other in others for name in other if len({str(each.get(name)) for each in others}) > 1})
-        titles.append(", ".join([title, *(f"{name.rpartition('.')[2].replace('_', ' ')} {own.get(name)}" for name in names)]))
+        titles.append(", ".join([title, *(_setting(name, own[name]) for name in names if own.get(name) is not None)]))
     return titles
+
+
+def _setting(name: str, value: Any) -> str:
+    """For example `lr 0.1`, from the path `training.lr`."""
+    # What `_protocol` puts where the number of classes is an axis.
+    return "clients lack classes" if value == _LACKING else f"{name.rpartition('.')[2].replace('_', ' ')} {value}"
 
 
 def _flat(values: Mapping[str, Any], path: str = "") -> dict[str, Any]:

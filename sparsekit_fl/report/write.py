@@ -13,9 +13,10 @@ from sparsekit_fl.report.beside import Beside
 from sparsekit_fl.report.charts import charts_of
 from sparsekit_fl.report.comparison import Comparison, check_target
 from sparsekit_fl.report.drawing import draw_chart, inline_svg
-from sparsekit_fl.report.page import PagePart, page
+from sparsekit_fl.report.page import PageFigure, PagePart, page
+from sparsekit_fl.report.plate import Plates, plates_csv, plates_latex
 from sparsekit_fl.report.text import latex_table, markdown_table
-from sparsekit_fl.report.trials import collect, sections_of
+from sparsekit_fl.report.trials import collect_all, sections_of
 from sparsekit_fl.state.storage import write_atomically
 
 __all__ = ["read_comparisons", "write_report"]
@@ -27,16 +28,15 @@ _KINDS = ("png", "svg")
 
 
 def read_comparisons(
-    folder: Path | str,
-    *,
+    *folders: Path | str,
     target: float | None = None,
     order: Sequence[str] = (),
     sort: Callable[[Iterable[str]], Iterable[str]] = tuple,
 ) -> list[Comparison]:
-    """Read everything in a folder, a comparison for each protocol.
+    """Read everything in folders, a comparison for each protocol.
 
     Args:
-        folder: Folder of a comparison or a run, or with results in it.
+        folders: Folders of comparisons or runs, or with results in them; the report that is in the first one counts.
         target: Accuracy whose time is a column; None takes that of the report that is there, if one was asked for.
         order: Methods in the order of tables; without it that of the report that is there.
         sort: Order of the methods that neither names.
@@ -46,8 +46,8 @@ def read_comparisons(
         InvalidValueError: a target outside (0, 1].
     """
     check_target(target)
-    earlier = _earlier(Path(folder) / _SUMMARY)
-    trials = collect(folder)
+    earlier = _earlier(Path(folders[0]) / _SUMMARY) if folders else {}
+    trials = collect_all(folders)
     wanted = dict.fromkeys([*order, *earlier.get("methods", []), *sort(dict.fromkeys(trial.method for trial in trials))])
     goal = target if target is not None else earlier.get("asked_target")
     return [Comparison(section, goal) for section in sections_of(trials, order=list(wanted))]
@@ -67,6 +67,7 @@ def write_report(
     *,
     out: Path | str | None = None,
     beside: Callable[[Comparison], Beside | None] = lambda _: None,
+    plates: Callable[[Sequence[Comparison]], Plates] | None = None,
     progress: Callable[[str], None] = lambda _: None,
     command: str = "",
 ) -> list[Path]:
@@ -77,12 +78,14 @@ def write_report(
         comparisons: One per protocol, from `read_comparisons`.
         out: Folder for the files; None takes `folder`.
         beside: Returns the numbers of others that stand beside a comparison, or None.
+        plates: Returns figures of somebody else's paper, drawn from the comparisons; None for none.
         progress: Receives the name of each file before it is written.
         command: What was typed to run them; empty takes that of the report that is there.
 
     Returns:
         The files: for each protocol `compare.json`, `compare.csv`, `table.tex`, `table.md`, the files of what stands beside,
-        and `figures/`; one `report.html` for all. Several protocols have their title in the files' names.
+        `figures/`, and of plates `figures.csv` and `figures.tex`; one `report.html` for all. Several protocols have their
+        title in the files' names.
 
     Raises:
         DataError: `beside` reads a file that is not what it should be.
@@ -99,27 +102,33 @@ def write_report(
         written.append(home / name)
 
     parts: list[PagePart] = []
+    others = plates(comparisons) if plates else Plates(title="", drawn=[()] * len(comparisons))
     prefixes = [f"{comparison.section.slug}-" if len(comparisons) > 1 else "" for comparison in comparisons]
     for prefix, comparison in zip(prefixes, comparisons, strict=True):
         summary = {**comparison.to_dict(), "asked_target": comparison.target, **({"command": typed} if typed else {})}
         put(f"{prefix}{_SUMMARY}", json.dumps(summary, indent=1, allow_nan=False) + "\n")
-    for prefix, comparison in zip(prefixes, comparisons, strict=True):
+    for prefix, comparison, own in zip(prefixes, comparisons, others.drawn, strict=True):
         found = beside(comparison)
         put(f"{prefix}compare.csv", comparison.to_csv())
         put(f"{prefix}table.tex", latex_table(comparison))
         put(f"{prefix}table.md", markdown_table(comparison, found))
         for name, text in (found.files if found else {}).items():
             put(prefix + name, text)
-        drawn: list[tuple[str, str, str]] = []
+        if own:
+            put(f"{prefix}figures.csv", plates_csv(own))
+            put(f"{prefix}figures.tex", plates_latex(own, folder="figures", prefix=prefix))
+        drawn: list[PageFigure] = []
+        shown = [*((chart, "") for chart in charts_of(comparison)), *((plate.chart, plate.caption) for plate in own)]
         try:
-            for chart in charts_of(comparison):
+            for chart, caption in shown:
                 files = [home / f"figures/{prefix}{chart.name}.{kind}" for kind in _KINDS]
                 progress(files[0].name)
                 draw_chart(chart, *files)
                 written += files
-                drawn.append((chart.title, chart.kind, inline_svg(chart, prefix=f"s{len(parts)}c{len(drawn)}-")))
+                svg = inline_svg(chart, prefix=f"s{len(parts)}c{len(drawn)}-")
+                drawn.append(PageFigure(title=chart.title, kind=chart.kind, svg=svg, caption=caption))
         except MissingDependencyError as error:
             _log.warning("no figures: %s", error)
-        parts.append(PagePart(comparison=comparison, beside=found, charts=drawn, csv=f"{prefix}compare.csv", command=typed))
-    put("report.html", page(parts))
+        parts.append(PagePart(comparison=comparison, beside=found, figures=drawn, csv=f"{prefix}compare.csv", command=typed))
+    put("report.html", page(parts, plates=others))
     return written

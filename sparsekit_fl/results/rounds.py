@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from sparsekit_fl.results.scores import RoundScores
@@ -20,18 +20,27 @@ def cost_dict(cost: WorkCost) -> dict[str, Any]:
         "flops_rowmask": cost.flops_rowmask,
         "uplink_bytes": cost.uplink_bytes,
         "downlink_bytes": cost.downlink_bytes,
-        "simulated_seconds": cost.seconds,
+        "simulated_seconds": cost.simulated_seconds,
         "wall_seconds": cost.wall_seconds,
         # Only where memories travelled.
         **({"memory_bytes": cost.memory_bytes} if cost.memory_bytes else {}),
-        # Only where a method scores while it trains.
+        # Only where a method scores while it trains. Up to version 0.2 seconds had no scoring; that number goes with 0.3.
         **({"flops_scoring": cost.flops_scoring} if cost.flops_scoring else {}),
+        **(
+            {"simulated_seconds_scoring": cost.scoring_seconds, "simulated_seconds_training": cost.seconds}
+            if cost.scoring_seconds
+            else {}
+        ),
     }
 
 
 def cost_from(raw: Mapping[str, Any]) -> WorkCost:
     """The inverse of `cost_dict`."""
-    return WorkCost(**{("seconds" if name == "simulated_seconds" else name): value for name, value in raw.items()})
+    values = dict(raw)
+    total = values.pop("simulated_seconds")
+    # Both parts, and not a difference, which would round.
+    seconds = values.pop("simulated_seconds_training", total)
+    return WorkCost(seconds=seconds, scoring_seconds=values.pop("simulated_seconds_scoring", 0.0), **values)
 
 
 def plain(value: Any) -> Any:
@@ -45,6 +54,14 @@ def plain(value: Any) -> Any:
     return value
 
 
+def _by_text(ratios: Mapping[int, float]) -> dict[str, float]:
+    return {str(client_id): ratio for client_id, ratio in ratios.items()}
+
+
+def _by_id(ratios: Mapping[str, float]) -> dict[int, float]:
+    return {int(client_id): ratio for client_id, ratio in ratios.items()}
+
+
 @dataclass(frozen=True, kw_only=True)
 class RoundRecord:
     """One round.
@@ -56,8 +73,9 @@ class RoundRecord:
         loss: Training loss, mean over the valid updates weighted by examples.
         accuracy: Training accuracy, likewise; None where the problem has none.
         ratios: Client id → executed ratio.
+        capabilities: Client id → largest ratio that its device could train in this round; empty in older results.
         cost: Of the run so far.
-        seconds: Simulated, of this round.
+        seconds: Simulated, of this round, with scoring; measured where rounds are asynchronous by the wall clock.
         evaluation: Means over all clients or a sample, where this round was evaluated.
         notes: What else a reader should know, such as a client whose memory was lost.
     """
@@ -72,6 +90,7 @@ class RoundRecord:
     seconds: float
     evaluation: RoundScores | None = None
     notes: tuple[str, ...] = ()
+    capabilities: Mapping[int, float] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values: a line of `rounds.jsonl`."""
@@ -81,11 +100,12 @@ class RoundRecord:
             "dropped": [{"client": client_id, "reason": reason} for client_id, reason in self.dropped],
             "loss": self.loss,
             "accuracy": self.accuracy,
-            "ratios": {str(client_id): ratio for client_id, ratio in self.ratios.items()},
+            "ratios": _by_text(self.ratios),
             "cost": cost_dict(self.cost),
             "seconds": self.seconds,
             "evaluation": None if self.evaluation is None else self.evaluation.to_dict(),
             **({"notes": list(self.notes)} if self.notes else {}),
+            **({"capabilities": _by_text(self.capabilities)} if self.capabilities else {}),
         }
 
     @staticmethod
@@ -97,9 +117,10 @@ class RoundRecord:
             dropped=tuple((item["client"], item["reason"]) for item in raw["dropped"]),
             loss=raw["loss"],
             accuracy=raw["accuracy"],
-            ratios={int(client_id): ratio for client_id, ratio in raw["ratios"].items()},
+            ratios=_by_id(raw["ratios"]),
             cost=cost_from(raw["cost"]),
             seconds=raw["seconds"],
             evaluation=None if raw["evaluation"] is None else RoundScores.from_dict(raw["evaluation"]),
             notes=tuple(raw.get("notes", ())),
+            capabilities=_by_id(raw.get("capabilities", {})),
         )

@@ -93,14 +93,17 @@ def run(
         StorageError: the folder could not be written, as when the disk is full; says how to go on.
     """
     if not isinstance(method, Method):
-        raise InvalidValueError(f"method must be a Method, got {method!r}; call the function: fl.methods.fedlps()")
+        called = method if isinstance(method, str) else getattr(method, "__name__", "")
+        raise InvalidValueError(
+            f"method must be a Method, got {method!r}; call a function that makes one:"
+            f" fl.methods.{called if called.isidentifier() else 'fedlps'}()"
+        )
     roster = by_id(clients)
     if len(roster) != len(clients):
         raise InvalidValueError("client ids must be distinct; number them 0, 1, 2, …")
     if config.cohort > len(clients):
-        raise InvalidValueError(
-            f"cohort is {config.cohort}, but there are only {len(clients)} clients; lower it, or pass more clients"
-        )
+        there = "is only 1 client" if len(clients) == 1 else f"are only {len(clients)} clients"
+        raise InvalidValueError(f"cohort is {config.cohort}, but there {there}; lower it, or pass more clients")
     if resume and out is None:
         raise InvalidValueError("resume needs out, the folder of the run to go on with")
     told = Callbacks([*callbacks, *(Observed(observer) for observer in observers)])

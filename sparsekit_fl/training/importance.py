@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from sparsekit.errors import InvalidValueError
 from sparsekit.surgery.optimizer_state import HasState
 from sparsekit.training.regularizer import ImportanceRegularizer, standardise
 from sparsekit.training.unit_vectors import UnitVectors
+from sparsekit_fl.training.loop import Batch
 
 __all__ = ["ImportanceLearner"]
 
@@ -34,6 +36,11 @@ class ImportanceLearner:
         self.lr = lr
         self.term = term
         self._pull = 2.0 * term.weights(fused.sizes.tolist()).to(self.importance)
+
+    def outputs(self, batch: Batch, optimizers: Sequence[HasState]) -> Any:
+        """Run the narrow model on a batch."""
+        del optimizers  # the mask follows after the step
+        return self.fused.narrow_model.module(*batch.inputs)
 
     def targets(self) -> Tensor:
         """Return the targets of the regulariser at the present weights: float (J,)."""

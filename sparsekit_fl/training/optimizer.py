@@ -13,6 +13,7 @@ from torch import Tensor
 
 from sparsekit._torch import foreach_add, foreach_add_, foreach_mul, foreach_mul_, foreach_norm
 from sparsekit.errors import InvalidValueError, UnknownNameError, nearest
+from sparsekit.graph.state import is_finite
 from sparsekit.registry import load_object
 from sparsekit_fl.options.config import TrainingConfig
 from sparsekit_fl.options.schedule import factor
@@ -31,7 +32,7 @@ class _Scale:
 
     def undone(self, gradients: list[Tensor]) -> list[Tensor] | None:
         """The gradients over the factor; None where they are not finite, and the step must be left out."""
-        if not all(bool(torch.isfinite(gradient).all()) for gradient in gradients):
+        if not all(is_finite(gradient) for gradient in gradients):
             self.value, self._good = max(1.0, self.value / 2), 0
             return None
         factor_before = self.value
@@ -97,6 +98,10 @@ class _Step(ABC):
             parameters = self.parameters if len(places) == len(self.parameters) else [self.parameters[p] for p in places]
             if parameters:
                 self._apply(self._clipped(gradients), parameters)
+
+    def loss_scale(self) -> float:
+        """Return the factor on the loss of the present step, 1 without mixed precision in float16."""
+        return 1.0 if self._scale is None else self._scale.value
 
     def follow(self, training: TrainingConfig, steps: int | None) -> None:
         """Take the course of the learning rate, and the scale of the loss, from the options."""

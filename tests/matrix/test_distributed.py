@@ -186,6 +186,7 @@ def test_a_compact_model_trains_in_two_processes_as_in_one(wrapper: str, ranks: 
     assert expand(ranks[0][wrapper], graph, mask, into=model.state_dict())["4.weight"].shape == (3, 12)
 
 
+@pytest.mark.slow
 def test_a_learnable_mask_trains_in_two_processes_as_in_one_while_its_mask_changes(
     ranks: Found,
 ) -> None:

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from matrix.cells import AXES, Cell, all_cells, expected, pairwise
 from matrix.run import TOLERANCE, distance
+from torch import Tensor, nn
 
 from sparsekit.errors import SparsekitError
 from sparsekit.training.optimizer_hooks import OptimizerSet
@@ -33,7 +35,7 @@ def check(cell: Cell, device: str, backend: str) -> None:
         with pytest.raises((SparsekitError, RuntimeError), match=reason):
             distance(cell, device=device, backend=backend)
     else:
-        # State of 8 bits has steps of 1/256: another order of sums, which a compiler may choose, moves an entry by a whole one.
+        # A compiler sums in another order, and state of 8 bits turns the last digit into a whole step of 1/256 (test below).
         rounds = cell.kind == "AdamW8bit" and backend == "inductor"
         assert distance(cell, device=device, backend=backend) <= (1e-3 if rounds else TOLERANCE[cell.precision])
 
@@ -67,6 +69,28 @@ def test_state_that_does_not_follow_the_mask_would_be_found_out(optimizer: str, 
 
     cell = Cell(optimizer, precision, "compact", "off", "mask")
     assert distance(cell, device=device, after_step=forget) > 1.5 * TOLERANCE[precision]
+
+
+def test_state_of_8_bits_makes_much_of_the_last_digit_of_a_gradient() -> None:
+    optim = pytest.importorskip("torchao.optim")
+
+    def trained(noise: float, kind: Callable[..., torch.optim.Optimizer], **options: int) -> Tensor:
+        generator = torch.Generator().manual_seed(0)
+        weight = nn.Parameter(torch.zeros(2048, 16))
+        optimizer = kind([weight], lr=0.02, eps=1e-2, **options)
+        for _ in range(7):
+            weight.grad = torch.randn(2048, 16, generator=generator)
+            weight.grad *= 1 + noise * torch.randn(2048, 16, generator=generator)
+            with torch.compiler.set_stance("force_eager"):
+                optimizer.step()
+        return weight.detach()
+
+    def moved(kind: Callable[..., torch.optim.Optimizer], **options: int) -> float:
+        exact = trained(0.0, kind, **options)
+        return float((trained(1e-6, kind, **options) - exact).norm() / exact.norm())
+
+    assert moved(torch.optim.AdamW) < 1e-6
+    assert moved(optim.AdamW8bit, block_size=256) > 3e-5
 
 
 def test_the_page_says_what_the_tests_expect() -> None:

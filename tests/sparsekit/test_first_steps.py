@@ -111,6 +111,15 @@ def test_no_warning_where_the_mode_is_train_or_makes_no_difference(model: nn.Mod
     assert _steps(sk.LearnableMask(plain, (inputs,), ratio=0.5), inputs) == []
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_the_strict_exporter_names_the_way_out_too(model: nn.Module, inputs: Tensor) -> None:
+    if not hasattr(torch.compiler, "is_exporting"):
+        pytest.skip(f"torch {torch.__version__} does not say when it exports")
+    masked = sk.LearnableMask(model, (inputs,), ratio=0.5)
+    with pytest.raises(Exception, match=r"masked\.compact\(\)"):
+        torch.export.export(masked, (inputs,), strict=True)
+
+
 @pytest.mark.parametrize("export", [torch.export.export, torch.jit.trace])
 def test_an_exporter_of_a_learnable_mask_is_told_of_compact(export: object, model: nn.Module, inputs: Tensor) -> None:
     masked = sk.LearnableMask(model, (inputs,), ratio=0.5)

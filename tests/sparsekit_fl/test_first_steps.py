@@ -14,7 +14,7 @@ from torch import nn
 
 import sparsekit_fl as fl
 from sparsekit.cli.main import execute
-from sparsekit.errors import DataError
+from sparsekit.errors import DataError, InvalidValueError
 
 ROOT = Path(__file__).parent.parent.parent
 PUBLIC = set((ROOT / "tests" / "public_api.txt").read_text().split())
@@ -51,9 +51,26 @@ def test_inputs_with_nan_are_named_once_and_not_blamed_on_the_learning_rate(
     assert [line.split(": ", 1)[1] for line in lines[1:]] == ["for the same reason as before"] * 2
 
 
-def test_an_empty_split_is_told_by_what_the_others_hold() -> None:
-    with pytest.raises(DataError, match="train is empty, val has 10 examples, test has 40 examples; every client needs"):
-        fl.ClientData(train=_split(0), val=_split(10), test=_split(40))
+def test_an_empty_split_is_told_by_the_client_and_by_what_the_others_hold() -> None:
+    empty = fl.ClientData(train=_split(0), val=_split(10), test=_split(1))
+    with pytest.raises(
+        DataError, match="train of client 5 is empty, val has 10 examples, test has 1 example; every client needs"
+    ):
+        fl.Client(id=5, data=empty)
+
+
+@pytest.mark.parametrize("given", ["fedavg", fl.methods.fedavg])
+def test_a_method_that_was_not_called_is_told_how_to_call_it(given: object) -> None:
+    problem = fl.Problem(model=_net, example_inputs=(torch.zeros(1, 20),))
+    with pytest.raises(InvalidValueError, match=r"method must be a Method, got .*fedavg.*: fl\.methods\.fedavg\(\)"):
+        fl.run(given, problem, [], fl.RunConfig(rounds=1, cohort=1))  # type: ignore[arg-type]
+
+
+def test_one_client_is_no_clients() -> None:
+    problem = fl.Problem(model=_net, example_inputs=(torch.zeros(1, 20),))
+    alone = fl.Client(id=0, data=fl.ClientData(_split(10), None, _split(10)))
+    with pytest.raises(InvalidValueError, match="cohort is 2, but there is only 1 client; lower it"):
+        fl.run(fl.methods.fedavg(), problem, [alone], fl.RunConfig(rounds=1, cohort=2))
 
 
 def test_data_source_is_public() -> None:

@@ -195,7 +195,11 @@ def no_pickle(monkeypatch):
 
 
 @pytest.mark.usefixtures("no_pickle")
-@pytest.mark.parametrize("original", [PLAIN, MASKED, BY_ENTRY], ids=["whole", "units", "entries"])
+@pytest.mark.parametrize(
+    "original",
+    [pytest.param(PLAIN, marks=pytest.mark.slow), MASKED, pytest.param(BY_ENTRY, marks=pytest.mark.slow)],
+    ids=["whole", "units", "entries"],
+)
 def test_no_bytes_crash_the_decoder_or_move_the_model_beyond_a_valid_update(original):
     before = digest(SETUP.initial)
     counts = {"unreadable": 0, "refused": 0, "valid": 0}

@@ -63,7 +63,7 @@ except sk.BudgetError as error:
 costs = sk.cost_model(model, x[:2], graph=graph, metrics=("flops", "params"))
 
 # sparsekit.Cost, sparsekit.count_cost
-cost = sk.count_cost(model, x[:1], graph=graph, mask=mask)
+cost: sk.Cost = sk.count_cost(model, x[:1], graph=graph, mask=mask)
 print(cost.flops_compact, cost.parameters, cost.bytes)
 
 
@@ -128,7 +128,7 @@ print(graph)
 again = sk.UnitGraph.from_json(graph.to_json())
 
 # sparsekit.UnitGroup
-group = graph.groups["0"]
+group: sk.UnitGroup = graph.groups["0"]
 print(group.size, group.kind, group.modules)
 
 # sparsekit.UnitMask
@@ -137,7 +137,8 @@ mask = sk.UnitMask({"0": keep})
 print(mask.density(graph))
 
 # sparsekit.UnitSlice
-for piece in graph.groups["0"].slices:
+piece: sk.UnitSlice
+for piece in graph.groups["0"].slices:  # what of each tensor goes with a unit
     print(piece.name, piece.dim, piece.side)
 
 # sparsekit.View
@@ -204,7 +205,7 @@ graph = sk.trace_units(model, x[:2])
 by_cost = sk.allocation.ByCost(sk.Budget(params="50%"))
 
 # sparsekit.allocation.CostModel
-costs = sk.cost_model(model, x[:2], graph=graph, metrics=("params",))
+costs: sk.allocation.CostModel = sk.cost_model(model, x[:2], graph=graph, metrics=("params",))
 print(costs.costs({"0": 4}))
 
 # sparsekit.allocation.Schedule
@@ -221,7 +222,8 @@ list(sk.allocation.registry)
 
 # sparsekit.bandit.Arm
 bandit.tell(bandit.ask(), 1.0)
-print(bandit.arms[0].low, bandit.arms[0].mean)
+arm: sk.bandit.Arm = bandit.arms[0]
+print(arm.low, arm.mean)
 
 # sparsekit.bandit.BoxPull
 box = sk.SplitUCBV(sk.Box({"lr": sk.Interval(0.0, 1.0)}), rng=rng)
@@ -369,17 +371,38 @@ assert sk.layers.ALWAYS_ZERO != sk.layers.NOT_ZERO  # what a layer may say of an
 
 
 # sparsekit.layers.Labels, sparsekit.layers.TensorLabels, sparsekit.layers.Tracer
-class Scale(nn.Module):
-    def __init__(self, size: int) -> None:
+class Filter(nn.Module):
+    """Filters each feature over time; sparsekit knows no Fourier transform."""
+
+    def __init__(self, features: int) -> None:
         super().__init__()
-        self.factor = nn.Parameter(torch.ones(size))
+        self.gain = nn.Parameter(torch.ones(features))
 
     def forward(self, x):
-        return x * self.factor
+        return torch.fft.irfft(torch.fft.rfft(x, dim=1) * self.gain, n=x.shape[1], dim=1)
 
 
-# A layer that is made of operators needs no rule; examples/layer_rule.py writes one with a Tracer and its labels.
-sk.trace_units(nn.Sequential(nn.Linear(4, 6), Scale(6), nn.Linear(6, 2)), torch.randn(2, 4))
+class FilterRule(sk.LayerRule):
+    """Gain j scales feature j, and feature j comes out at place j."""
+
+    types, opaque = (Filter,), True
+
+    def resize(self, module) -> None:
+        """The layer keeps no sizes."""
+
+    def trace(self, tracer: sk.layers.Tracer, module, run, args, kwargs):
+        out = run(*args, **kwargs)
+        features: sk.layers.Labels = tracer.labels(args[0]).axes[-1]
+        gains: sk.layers.Labels = tracer.labels(module.gain).axes[0]
+        tracer.unite(features.nodes, gains.nodes)
+        tracer.make(tracer.labels(module.gain), 0)
+        tracer.set(out, sk.layers.TensorLabels((None, None, gains)))
+        return out
+
+
+net = nn.Sequential(nn.Linear(6, 32), Filter(32), nn.Linear(32, 4))
+found = sk.trace_units(net, torch.randn(2, 16, 6), rules={Filter: FilterRule()})
+print(found)
 
 # sparsekit.layers.find_rule
 rule = sk.layers.find_rule(nn.Linear(4, 2))
@@ -394,13 +417,13 @@ sk.layers.resize(layer)  # layer.out_features is 1 now
 list(sk.layers.rules)
 
 # sparsekit.PruneReport
-pruned = sk.prune(model, (x[:1],), budget=sk.Budget(flops="50%"))
-print(pruned.report.before["flops"], pruned.report.after["flops"])
-for group in pruned.report.groups:
+report: sk.PruneReport = sk.prune(model, (x[:1],), budget=sk.Budget(flops="50%")).report
+print(report.before["flops"], report.after["flops"])
+for group in report.groups:
     print(group.name, group.before, group.after)
 
 # sparsekit.Pruned, sparsekit.prune
-pruned = sk.prune(model, (x[:1],), budget=sk.Budget(flops="50%"))
+pruned: sk.Pruned = sk.prune(model, (x[:1],), budget=sk.Budget(flops="50%"))
 small = pruned.model
 pruned.save("small.safetensors")
 pruned.to_html("report.html")
@@ -429,8 +452,9 @@ small = sk.compact(model, graph, mask)
 sk.compensate(model, small, graph, mask, [x])  # the layers that read what was cut make up for its mean and shape
 
 # sparsekit.finetune, sparsekit.finetuning.finetune, sparsekit.finetuning.FineTuned, sparsekit.finetuning.EpochRecord
-tuned = sk.finetune(small, batches, nn.functional.cross_entropy, epochs=1)
-print(tuned.history[0].loss)
+tuned: sk.finetuning.FineTuned = sk.finetune(small, batches, nn.functional.cross_entropy, epochs=1)
+first: sk.finetuning.EpochRecord = tuned.history[0]
+print(first.loss)
 
 # sparsekit.finetuning
 from sparsekit.finetuning import Distillation, GroupLasso

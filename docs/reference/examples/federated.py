@@ -20,17 +20,100 @@ problem = fl.Problem(model=make_model, example_inputs=(torch.zeros(1, 8),))
 clients = [fl.Client(id=k, data=fl.ClientData(split(30), split(10), split(10))) for k in range(4)]
 config = fl.RunConfig(rounds=1, cohort=2, training=fl.TrainingConfig(local_epochs=1), seed=0)
 # --- examples ---
-# sparsekit_fl.AggregatePolicy, sparsekit_fl.LocalPolicy, sparsekit_fl.MaskPolicy, sparsekit_fl.PersonalPolicy, sparsekit_fl.SamplingPolicy, sparsekit_fl.SharePolicy
-method = fl.methods.fedavg()
-kinds = {
-    "sampling": method.sampling,
-    "mask": method.mask,
-    "local": method.local,
-    "share": method.share,
-    "aggregate": method.aggregate,
-    "personal": method.personal,
-}
-print({kind: type(policy).__name__ for kind, policy in kinds.items()})  # inherit one of their base classes for your own
+# sparsekit_fl.AggregatePolicy
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Newest(fl.AggregatePolicy):
+    """The mean of the changes, of which those that come late count half."""
+
+    def weight(self, update, age: int) -> float:
+        return super().weight(update, age) / (2 if age else 1)
+
+
+fl.run(fl.Method(name="newest", source="an example", aggregate=Newest()), problem, clients, config)
+
+# sparsekit_fl.LocalPolicy, sparsekit_fl.LocalResult
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True)
+class Clipped(fl.LocalPolicy):
+    """Plain SGD; no trained entry is larger than 1."""
+
+    def train(self, ctx, start, mask, ratio) -> fl.LocalResult:
+        result = super().train(ctx, start, mask, ratio)
+        state = {name: value.clamp(-1, 1) for name, value in result.state.items()}
+        return replace(result, state=state, module=None)
+
+
+fl.run(fl.Method(name="clipped", source="an example", local=Clipped()), problem, clients, config)
+
+# sparsekit_fl.MaskPolicy
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class FirstUnits(fl.MaskPolicy):
+    """The first units of each group, as many as the ratio says."""
+
+    def choose(self, ctx, ratio, state):
+        return sk.select(sk.criteria.Ordered(), ctx.graph, ratio, sk.View(weights=state))
+
+
+method = fl.Method(
+    name="first", source="an example", ratio=fl.policies.Constant(0.5), mask=FirstUnits(), aggregate=fl.policies.CoverageMean()
+)
+fl.run(method, problem, clients, config)
+
+# sparsekit_fl.PersonalPolicy, sparsekit_fl.PersonalModel
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class HalfOwn(fl.PersonalPolicy):
+    """The mean of the global model and of what the client trained last."""
+
+    def keep(self, ctx, result, ratio) -> None:
+        ctx.memory["own"] = result.state
+
+    def model(self, ctx, state) -> fl.PersonalModel:
+        own = ctx.memory.get("own", state)
+        return fl.PersonalModel(state={name: (state[name] + own[name]) / 2 for name in state})
+
+
+fl.run(fl.Method(name="half-own", source="an example", personal=HalfOwn()), problem, clients, config)
+
+# sparsekit_fl.SamplingPolicy, sparsekit_fl.ServerContext
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Turns(fl.SamplingPolicy):
+    """One client after the other."""
+
+    def sample(self, ctx: fl.ServerContext) -> list[int]:
+        ids = sorted(ctx.roster)
+        return sorted(ids[(ctx.round * ctx.cohort + place) % len(ids)] for place in range(ctx.cohort))
+
+
+fl.run(fl.Method(name="turns", source="an example", sampling=Turns()), problem, clients, config)
+
+# sparsekit_fl.SharePolicy
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class OwnHead(fl.SharePolicy):
+    """The last layer stays on the client."""
+
+    def is_shared(self, name, graph) -> bool:
+        return not name.startswith("2.")
+
+
+fl.run(fl.Method(name="own-head", source="an example", share=OwnHead()), problem, clients, config)
+
 
 # sparsekit_fl.RatioPolicy, sparsekit_fl.ClientContext
 from dataclasses import dataclass
@@ -54,18 +137,29 @@ method = fl.Method(
 fl.run(method, problem, clients, config)
 
 
-# sparsekit_fl.Assignment, sparsekit_fl.Update, sparsekit_fl.WorkCost, sparsekit_fl.Evaluation, sparsekit_fl.ServerContext, sparsekit_fl.LocalResult, sparsekit_fl.PersonalModel
+# sparsekit_fl.Update, sparsekit_fl.WorkCost, sparsekit_fl.Evaluation
 class Sizes(fl.Observer):
-    """Messages are met in policies and observers, and are not made by hand."""
+    """Prints what clients send; messages are made by the run, and not by hand."""
 
-    def on_client(self, round, client_id, update):
-        print(client_id, update.ratio, update.cost.flops_compact)
+    def on_client(self, round: int, client_id: int, update: fl.Update) -> None:
+        cost: fl.WorkCost = update.cost
+        print(client_id, update.ratio, update.examples, cost.flops_compact, cost.uplink_bytes)
 
-    def on_evaluation(self, round, client_id, evaluation):
+    def on_evaluation(self, round: int, client_id: int, evaluation: fl.Evaluation) -> None:
         print(client_id, evaluation.personal["accuracy"])
 
 
 fl.run(fl.methods.fedlps(), problem, clients, config, observers=[Sizes()])
+
+
+# sparsekit_fl.Assignment
+def bytes_of(assignment: fl.Assignment) -> int:
+    """What an engine of your own would send to a client, roughly."""
+    return sum(tensor.nbytes for tensor in assignment.state.values())
+
+
+print(bytes_of(fl.Assignment(round=1, client_id=0, state=make_model().state_dict())))
+
 
 # sparsekit_fl.Capability
 slow = fl.Capability(ratio=0.25, uplink_bytes_per_second=1e6)
@@ -76,13 +170,38 @@ client = fl.Client(id=0, data=fl.ClientData(split(30), split(10), split(10)), ca
 # sparsekit_fl.ClientData
 data = fl.ClientData(train=split(60), val=split(20), test=split(40))
 
-# sparsekit_fl.ClientPool, sparsekit_fl.Engine, sparsekit_fl.engines.ClientPool, sparsekit_fl.engines.Engine
-engine: fl.Engine = fl.Embedded(workers=1)  # examples/own_engine.py writes one
+# sparsekit_fl.ClientPool, sparsekit_fl.Engine, sparsekit_fl.engines.ClientPool, sparsekit_fl.engines.Engine, sparsekit_fl.engines.RunSpec, sparsekit_fl.engines.ClientStore
+class Loud:
+    """An engine that says how much there is to do; examples/own_engine.py writes a pool of clients too."""
+
+    def run(self, rounds, *, spec: fl.engines.RunSpec, clients, store: fl.engines.ClientStore) -> fl.RunResult:
+        def loudly(pool: fl.ClientPool) -> fl.RunResult:
+            print(f"{len(clients)} clients, workers: {pool.workers}")
+            return rounds(pool)
+
+        return fl.Embedded(workers=1).run(loudly, spec=spec, clients=clients, store=store)
+
+
+engine: fl.Engine = Loud()
+fl.run(fl.methods.fedavg(), problem, clients, config, engine=engine)
+
 
 # sparsekit_fl.DataSource
-source = fl.build_problem.__module__  # a factory of a data set returns one; see examples/own_data.py and `--dataset`
-digits = __import__("sparsekit_fl.datasets.digits", fromlist=["load"]).load()
-assert isinstance(digits, fl.DataSource)
+images, labels = torch.randint(256, (40, 1, 8, 8), dtype=torch.uint8), torch.randint(10, (40,))
+source = fl.DataSource(  # a function that returns one can be named on the command line: --dataset package.module:function
+    name="mine",
+    kind="image",
+    train=fl.TensorData((images[:30],), labels[:30]),
+    test=fl.TensorData((images[30:],), labels[30:]),
+    classes=10,
+    mean=(0.5,),
+    std=(0.25,),
+)
+
+
+# sparsekit_fl.Cohort, sparsekit_fl.engines.Cohort
+engine = fl.Cohort(batched=True)  # clients whose models have one shape share a step
+result = fl.run(fl.methods.fedavg(), problem, clients, config, engine=engine)
 
 # sparsekit_fl.Embedded, sparsekit_fl.engines.Embedded
 fl.run(fl.methods.fedavg(), problem, clients, config, engine=fl.Embedded(workers=2))
@@ -105,18 +224,18 @@ problem = fl.Problem(model=make_model, example_inputs=(torch.zeros(1, 8),), metr
 
 # sparsekit_fl.RoundRecord
 result = fl.run(fl.methods.fedavg(), problem, clients, config)
-record = result.rounds[-1]
-print(
-    record.round, record.cohort, record.cost.simulated_seconds if hasattr(record.cost, "simulated_seconds") else record.seconds
-)
+record: fl.RoundRecord = result.rounds[-1]
+print(record.round, record.cohort, record.cost.seconds)
+
 
 # sparsekit_fl.RunConfig
 config = fl.RunConfig(rounds=20, cohort=4, eval_every=5, seed=1)
 
 # sparsekit_fl.RunResult
-result = fl.run(fl.methods.fedavg(), problem, clients, config)
+result: fl.RunResult = fl.run(fl.methods.fedavg(), problem, clients, config)
 print(result.final.metrics["accuracy"], result.cost.flops_compact)
 result.save("result.json")
+
 
 # sparsekit_fl.TensorData
 data = fl.TensorData(inputs=(torch.randn(10, 8),), targets=torch.randint(2, (10,)))
@@ -150,25 +269,60 @@ fl.policies.Constant(0.5)
 # sparsekit_fl.run
 result = fl.run(fl.methods.fedlps(), problem, clients, config)
 
-# sparsekit_fl.engines.ClientExecutor, sparsekit_fl.engines.ClientStore, sparsekit_fl.engines.Reply, sparsekit_fl.engines.RunSpec, sparsekit_fl.engines.Unscored
-from sparsekit_fl.engines import ClientExecutor, ClientStore, Reply, RunSpec, Unscored  # what an engine is made of
+# sparsekit_fl.engines.ClientExecutor, sparsekit_fl.engines.Reply, sparsekit_fl.engines.Unscored, sparsekit_fl.engines.StateDict, sparsekit_fl.engines.Versions
+from collections.abc import Iterator, Sequence
 
-print(ClientExecutor.train.__doc__)  # examples/own_engine.py puts them together
 
-# sparsekit_fl.engines.StateDict, sparsekit_fl.engines.Versions
-state: fl.engines.StateDict = make_model().state_dict()
-versions: fl.engines.Versions = {0: None}
+class OneByOne:
+    """A pool of clients in this process, as examples/own_engine.py uses one."""
+
+    workers = 1
+
+    def __init__(self, executor: fl.engines.ClientExecutor) -> None:
+        self.executor = executor
+
+    def map(self, assignments: Sequence[fl.Assignment], versions: fl.engines.Versions) -> Iterator[fl.engines.Reply]:
+        for assignment in assignments:
+            update, stored = self.executor.train(assignment, versions.get(assignment.client_id))
+            yield fl.engines.Reply(client_id=assignment.client_id, update=update, stored=stored)
+
+    def evaluate(self, state: fl.engines.StateDict, ids, versions, *, round, with_shared, export):
+        for id in ids:
+            try:
+                yield self.executor.evaluate(state, id, versions.get(id), round=round, with_shared=with_shared, export=export)
+            except fl.errors.ClientError as error:
+                yield fl.engines.Unscored(id, str(error))
+
+
+class Simple:
+    def run(self, rounds, *, spec, clients, store) -> fl.RunResult:
+        return rounds(OneByOne(fl.engines.ClientExecutor(spec, clients, store)))
+
+
+fl.run(fl.methods.fedavg(), problem, clients, config, engine=Simple())
+
 
 # sparsekit_fl.engines.one_thread
-fl.engines.one_thread()
+with fl.engines.one_thread():  # so that results do not depend on the number of cores
+    make_model()(torch.zeros(1, 8))
 
-# sparsekit_fl.errors.ClientError, sparsekit_fl.errors.TooFewRepliesError, sparsekit_fl.errors.UpdateError, sparsekit_fl.errors.WorkerDiedError, sparsekit_fl.errors.MemoryStateError, sparsekit_fl.errors.LostMemoryError, sparsekit_fl.errors.StorageError
+# sparsekit_fl.errors.ClientError, sparsekit_fl.errors.UpdateError, sparsekit_fl.errors.WorkerDiedError, sparsekit_fl.errors.MemoryStateError
 try:
     fl.run(fl.methods.fedavg(), problem, clients, config)
 except (fl.errors.ClientError, fl.errors.UpdateError, fl.errors.WorkerDiedError, fl.errors.MemoryStateError) as error:
-    print(error)  # a failed client or a refused update ends a run only where too few are left
-except (fl.errors.LostMemoryError, fl.errors.StorageError) as error:
-    print(error)  # a damaged or full disk; the message says how to go on
+    print(error)  # names the method, the round and the client
+
+# sparsekit_fl.errors.TooFewRepliesError
+try:
+    fl.run(fl.methods.fedavg(), problem, clients, config)
+except fl.errors.TooFewRepliesError as error:  # so many clients failed that a round would mean little
+    print(error)
+
+# sparsekit_fl.errors.LostMemoryError, sparsekit_fl.errors.StorageError
+try:
+    fl.run(fl.methods.fedavg(), problem, clients, config, out="runs-mine", resume=True)
+except (fl.errors.LostMemoryError, fl.errors.StorageError, fl.errors.ResumeError) as error:  # a damaged or full disk
+    print(error)  # says how to go on
 
 # sparsekit_fl.errors.ResumeError
 try:
@@ -212,11 +366,19 @@ from sparsekit_fl.policies import RoundView  # a View that knows the round: what
 view = RoundView(round=3)
 
 # sparsekit_fl.Callback, sparsekit_fl.callbacks.Callback, sparsekit_fl.RunView, sparsekit_fl.callbacks.RunView
-class StopEarly(fl.Callback):
-    """Callbacks inherit `Callback` and override what they want to hear of; the run hands them a `RunView`."""
+class Spend(fl.Callback):
+    """Ends a run once its clients have done this much work."""
+
+    def __init__(self, flops: int) -> None:
+        self.flops = flops
+
+    def on_round_end(self, run: fl.RunView, record: fl.RoundRecord) -> None:
+        if run.cost.flops_compact > self.flops:
+            run.stop(f"{self.flops} FLOPs are spent")
 
 
-print([name for name in vars(fl.Callback) if name.startswith("on_")])
+result = fl.run(fl.methods.fedavg(), problem, clients, config, callbacks=[Spend(10**9)])
+
 
 # sparsekit_fl.callbacks, sparsekit_fl.callbacks.loggers
 list(fl.callbacks.loggers)
@@ -237,8 +399,29 @@ from sparsekit_fl.callbacks import LiveProgress
 with LiveProgress() as progress:
     fl.run(fl.methods.fedavg(), problem, clients, config, callbacks=[progress])
 
-# sparsekit_fl.callbacks.MLflow, sparsekit_fl.callbacks.TensorBoard, sparsekit_fl.callbacks.NotebookDisplay
-from sparsekit_fl.callbacks import MLflow, NotebookDisplay, TensorBoard  # observers, like the others; two need an extra
+# sparsekit_fl.callbacks.MLflow
+from sparsekit_fl.callbacks import MLflow
+
+
+def track() -> None:  # needs the extra `mlflow`
+    fl.run(fl.methods.fedavg(), problem, clients, config, callbacks=[MLflow(experiment="first")], out="runs-mlflow")
+
+
+# sparsekit_fl.callbacks.TensorBoard
+from sparsekit_fl.callbacks import TensorBoard
+
+
+def curves() -> None:  # needs the extra `tensorboard`; then: tensorboard --logdir runs-curves
+    fl.run(fl.methods.fedavg(), problem, clients, config, callbacks=[TensorBoard()], out="runs-curves")
+
+
+# sparsekit_fl.callbacks.NotebookDisplay
+from sparsekit_fl.callbacks import NotebookDisplay
+
+
+def show() -> None:  # in a notebook: curves that grow with each round
+    fl.run(fl.methods.fedavg(), problem, clients, config, callbacks=[NotebookDisplay()])
+
 
 # sparsekit_fl.errors.FolderInUseError
 try:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sparsekit.errors import ForeignMaskError
-from sparsekit.graph.state import check_same_keys, clone, count_bytes, digest, zeros_like
+from sparsekit.graph.state import check_same_keys, clone, count_bytes, digest, is_finite, zeros_like
 
 STATE = {"a": torch.tensor([1.0, 2.0]), "n": torch.tensor(3)}
 
@@ -66,3 +66,16 @@ def test_the_digest_tells_negative_zero_from_zero() -> None:
 
 def test_the_digest_takes_half_precision_and_booleans() -> None:
     assert len(digest({"h": torch.ones(3, dtype=torch.bfloat16), "b": torch.tensor([True])})) == 64
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64])
+def test_finite_is_what_holds_neither_nan_nor_infinity_even_where_the_sum_overflows(dtype: torch.dtype) -> None:
+    part = torch.finfo(dtype)
+    values = torch.ones(1000, dtype=dtype)
+    assert is_finite(values)
+    assert is_finite(values[:0])
+    assert is_finite(torch.full((1000,), part.max, dtype=dtype))
+    for bad in ([float("nan")], [float("inf")], [float("-inf")], [float("inf"), float("-inf")], [part.max, float("-inf")]):
+        holding = values.clone()
+        holding[500 : 500 + len(bad)] = torch.tensor(bad, dtype=dtype)
+        assert not is_finite(holding)

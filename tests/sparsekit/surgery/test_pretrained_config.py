@@ -18,10 +18,15 @@ from sparsekit.criteria import Magnitude, View
 from sparsekit.errors import InvalidValueError, UnsupportedModelError
 from sparsekit.graph.edit import only, tie_layers
 
-transformers = pytest.importorskip("transformers", reason="pip install transformers")
+transformers: Any = None  # importing it takes seconds, also where these tests are not run
 
 _TEXT: dict[str, Any] = {"vocab_size": 60, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 _HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _imported() -> None:
+    globals()["transformers"] = pytest.importorskip("transformers", reason="pip install transformers")
 
 
 def _tokens() -> dict[str, Tensor]:

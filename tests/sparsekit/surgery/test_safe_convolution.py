@@ -68,6 +68,7 @@ def train_and_compare(kept: int, side: int, guarded: bool) -> None:
     sys.stdout.write("survived")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("isa", "kept", "side"), [("AVX2", 6, 32), ("DEFAULT", 9, 112)])
 def test_a_narrow_shortcut_trains_in_channels_last_without_harm_to_the_heap(isa: str, kept: int, side: int) -> None:
     """Without the guard each of these ends by a signal, or fails by a wrong gradient, on processors that have the set."""

@@ -42,7 +42,9 @@ def test_widths_move_and_the_budget_holds_at_every_step(metric: str, share: int)
         loss.backward()
         optimizer.step()
         assert costs.costs(masked.unit_mask().counts())[metric] <= limit
-    assert masked.unit_mask().counts() != first or share > 12  # within a wide budget the first widths may be the last
+    # With much to spend on FLOPs the first widths stay the best: the cheap groups are whole, and one is as wide as it can be.
+    stays = metric == "flops" and share > 12
+    assert (masked.unit_mask().counts() == first) == stays
     twin = sk.LearnableMask(model, (x,), budget=budget, learning=learning)
     twin.load_state_dict(masked.state_dict())
     assert twin.unit_mask() == masked.unit_mask()
@@ -90,3 +92,28 @@ def test_a_ratio_and_a_budget_are_refused_together() -> None:
         masked.ratio = 0.5
     with pytest.raises(sk.BudgetError):
         sk.LearnableMask(model, (x,), budget=sk.Budget(flops="0.01%"))
+
+
+@pytest.mark.parametrize("budget", [sk.Budget(flops="30%"), "flops=30%", {"flops": "30%"}])
+def test_a_budget_may_be_written_in_any_form_that_prune_takes(budget: object) -> None:
+    model, (x, _) = _model(), _data()
+    masked = sk.LearnableMask(model, (x,), budget=budget, start="ordered")  # type: ignore[arg-type]
+    assert masked.budget == sk.Budget(flops="30%")
+    assert masked.unit_mask() == sk.prune(model, x, budget=budget, criterion="ordered").mask  # type: ignore[arg-type]
+    with pytest.raises(InvalidValueError, match=r"got 0\.3 of float"):
+        sk.LearnableMask(model, (x,), budget=0.3)  # type: ignore[arg-type]
+
+
+def test_a_printed_mask_says_what_it_keeps_and_whether_it_still_learns() -> None:
+    model, (x, _) = _model(), _data()
+    assert "ratio=0.5, 30 of 60 units kept, LossImportance, still learning" in repr(sk.LearnableMask(model, (x,), ratio=0.5))
+    fixed = sk.LearnableMask(model, (x,), budget="flops=30%", explore=0.0)
+    assert f"budget=flops ≤ 30%, {sum(fixed.unit_mask().counts().values())} of 60 units kept, LossImportance, settled" in repr(
+        fixed
+    )
+
+
+def test_a_criterion_and_learning_from_the_loss_are_refused_together() -> None:
+    model, (x, _) = _model(), _data()
+    with pytest.raises(InvalidValueError, match="pass start=criterion"):
+        sk.LearnableMask(model, (x,), ratio=0.5, criterion=sk.criteria.Magnitude(), learning=sk.LossImportance())

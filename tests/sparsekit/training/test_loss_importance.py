@@ -129,6 +129,7 @@ def _trained(masked: LearnableMask, x: Tensor, y: Tensor, steps: int, each: Call
     return masked
 
 
+@pytest.mark.slow
 def test_planted_units_are_found_where_the_rule_of_the_paper_misses_some() -> None:
     found = {LossImportance: 0, GradientImportance: 0}
     for seed in range(3):
@@ -159,6 +160,30 @@ def test_a_training_too_short_for_two_rounds_does_not_pay_for_one() -> None:
     _trained(masked, x, y, 100)
     assert masked.explored == 0.0
     assert masked.unit_mask() == before
+
+
+class HalfUsed(nn.Module):
+    """Two branches, of which the loss sees one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 3))
+        self.unused = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 3))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.used(x), self.unused(x)
+
+
+def test_exploration_keeps_to_its_share_where_the_loss_does_not_see_all_units() -> None:
+    torch.manual_seed(0)
+    masked = LearnableMask(HalfUsed(), (torch.zeros(2, 5),), ratio=0.5, explore=0.2)
+    optimizer = torch.optim.SGD(masked.parameters(), lr=0.1)
+    x, y = torch.randn(16, 5), torch.randint(0, 3, (16,))
+    for _ in range(100):
+        optimizer.zero_grad()
+        F.cross_entropy(masked(x)[0], y).backward()
+        optimizer.step()
+    assert 0.1 < masked.explored <= 0.2
 
 
 def test_without_a_number_of_steps_a_mask_settles_by_itself() -> None:

@@ -76,6 +76,7 @@ def _train_on_a_rank(rank: int, folder: str) -> None:
         dist.destroy_process_group()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="torch was built without gloo")
 def test_ranks_that_start_from_other_weights_train_the_same_units_of_the_first_ranks_model(tmp_path: Path) -> None:
     torch.multiprocessing.spawn(_train_on_a_rank, (str(tmp_path),), nprocs=2)

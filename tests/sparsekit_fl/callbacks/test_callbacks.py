@@ -179,6 +179,7 @@ def test_tensorboard_needs_a_folder() -> None:
         tiny_run(TensorBoard())
 
 
+@pytest.mark.slow
 def test_mlflow_gets_options_numbers_and_files_and_a_resumed_run_goes_on(tmp_path: Path) -> None:
     mlflow = pytest.importorskip("mlflow", reason="mlflow is not installed; pip install 'sparsekit-torch[mlflow]'")
     uri, out = f"sqlite:///{tmp_path / 'mlflow.db'}", tmp_path / "run"

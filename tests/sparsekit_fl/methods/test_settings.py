@@ -6,6 +6,7 @@ import pytest
 
 from sparsekit.criteria import Magnitude
 from sparsekit.errors import InvalidValueError, UnknownNameError
+from sparsekit.training.loss_importance import LossImportance
 from sparsekit_fl.methods import registry
 from sparsekit_fl.methods.make import make_method
 from sparsekit_fl.methods.settings import arguments_of, settings_of
@@ -33,6 +34,14 @@ def test_text_is_read_by_the_annotation():
     assert make_method("fjord", settings={"local.levels": "1, 0.5"}).local.levels == (1.0, 0.5)
     assert make_method("heterofl", settings={"mask.criterion": "magnitude"}).mask.criterion == Magnitude()
     assert make_method("heterofl", settings={"local.scaler": "false"}).local.scaler is False
+
+
+def test_a_dataclass_is_named_and_its_options_follow():
+    settings = {"local.learning": "LossImportance", "local.learning.explore": "0.3"}
+    assert make_method("fedlps", settings=settings).local.learning == LossImportance(explore=0.3)
+    assert make_method("fedlps", settings={"local.learning": "none"}).local.learning is None
+    with pytest.raises(InvalidValueError, match=r"local\.learning must be none, LossImportance, or package\.module:object"):
+        make_method("fedlps", settings={"local.learning": "Loss"})
 
 
 def test_an_argument_of_the_function_reaches_all_policies_that_it_is_for():

@@ -27,6 +27,7 @@ def test_every_one_of_several_devices_must_be_there() -> None:
         check_device("cpu,gpu9")
 
 
+@pytest.mark.slow
 def test_workers_on_several_devices_get_the_bits_of_one() -> None:
     config = tiny_config(rounds=2)
     one = fl.run(fl.methods.fedlps(), tiny_problem(), tiny_clients(), config)

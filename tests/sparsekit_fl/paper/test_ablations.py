@@ -11,7 +11,7 @@ from sparsekit.errors import InvalidValueError
 from sparsekit.training.regularizer import ImportanceRegularizer
 from sparsekit_fl import methods
 from sparsekit_fl.client.spec import RunSpec
-from sparsekit_fl.methods import fedavg, fedlps
+from sparsekit_fl.methods import fedavg, fedlps, fedlps_own
 from sparsekit_fl.paper.ablations import (
     ProximalSgd,
     fedlps_magnitude,
@@ -94,6 +94,18 @@ def watched(method, config=None):
 def test_only_the_named_part_differs_from_fedlps(method, changed) -> None:
     ours, whole = method().describe(), fedlps().describe()
     assert {kind for kind in whole if ours[kind] != whole[kind]} == changed | {"name"}
+
+
+@pytest.mark.parametrize("method", [flst, rcr_fix, rcr_dyn, p_ucbv_fix, p_ucbv_dyn, *PATTERNS])
+def test_the_same_part_can_be_taken_from_the_variant_for_own_classes(method) -> None:
+    def changed(ours, whole) -> set[str]:
+        return {kind for kind in whole.describe() if ours.describe()[kind] != whole.describe()[kind]}
+
+    own = method(whole="fedlps-own")
+    assert own.name == f"own-{method().name}"
+    assert changed(own, fedlps_own()) == changed(method(), fedlps())
+    with pytest.raises(InvalidValueError, match="whole must be one of fedlps, fedlps-own, got 'fedavg'"):
+        method(whole="fedavg")
 
 
 def test_flst_has_one_ratio_whatever_clients_can_do() -> None:

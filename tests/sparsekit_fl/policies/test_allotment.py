@@ -13,6 +13,7 @@ import sparsekit as sk
 from sparsekit.allocation.uniform import Uniform
 from sparsekit.cli.main import execute
 from sparsekit.errors import InvalidValueError
+from sparsekit.training.loss_importance import LossImportance
 from sparsekit_fl.engines.cohort import Cohort
 from sparsekit_fl.engines.embedded import Embedded
 from sparsekit_fl.methods.fedlps import fedlps, fedlps_own, fedlps_paper
@@ -130,3 +131,8 @@ def test_the_command_reaches_it_and_refuses_other_names(capsys):
     assert "allocation='by_cost'" in json.loads(capsys.readouterr().out)["policies"]["local"]
     with pytest.raises(InvalidValueError, match="allocation must be"):
         LearnableSgd(allocation="knapsack")
+
+
+def test_it_does_not_go_with_the_other_rule_of_learning():
+    with pytest.raises(InvalidValueError, match="goes with the paper's rule alone"):
+        run(method(allocation="by_cost", learning=LossImportance()), problem(), tiny_clients(), tiny_config(rounds=1))

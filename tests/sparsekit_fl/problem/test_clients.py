@@ -32,8 +32,8 @@ def test_impossible_devices_are_refused(wrong: dict[str, float]) -> None:
 
 def test_an_empty_split_is_refused_but_for_validation_data() -> None:
     for empty in ("train", "test"):
-        with pytest.raises(DataError, match=f"{empty} is empty"):
-            ClientData(**{"train": SPLIT, "val": SPLIT, "test": SPLIT, empty: []})
+        with pytest.raises(DataError, match=f"^{empty} of client 7 is empty"):
+            Client(id=7, data=ClientData(**{"train": SPLIT, "val": SPLIT, "test": SPLIT, empty: []}))
     assert len(ClientData(train=SPLIT, val=[], test=SPLIT).val) == len(ClientData(train=SPLIT, val=None, test=SPLIT).val) == 0
     with pytest.raises(DataError, match="test must be"):
         ClientData(train=SPLIT, val=SPLIT, test=iter([1]))
@@ -44,6 +44,11 @@ def test_subsets_of_a_tensor_data_set_become_views_at_once() -> None:
     data = ClientData(train=Subset(whole, [0, 1]), val=Subset(whole, [2]), test=Subset(whole, [3]))
     assert isinstance(data.train, TensorData)
     assert data.train.inputs[0] is whole.tensors[0]
+
+
+def test_data_that_are_no_client_data_are_told_apart_by_the_client() -> None:
+    with pytest.raises(InvalidValueError, match=r"data of client 3 must be ClientData\(train=…, val=…, test=…\), got tuple"):
+        Client(id=3, data=(SPLIT, SPLIT, SPLIT))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("wrong", [-1, "a", True, 1.0])

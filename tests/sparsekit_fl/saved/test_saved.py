@@ -158,6 +158,7 @@ def test_predict_prints_classes_and_writes_outputs(digits: Path, tmp_path: Path,
     assert "has no client 9" in " ".join(capsys.readouterr().err.split())
 
 
+@pytest.mark.slow
 def test_export_writes_onnx_that_gives_the_outputs_of_torch(
     digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

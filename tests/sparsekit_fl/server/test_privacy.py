@@ -239,6 +239,7 @@ def test_without_opacus_the_error_comes_before_the_run_and_names_the_extra(monke
         make_server(WeightedMean(), replace(PRIVATE, dp_noise=1.23456))
 
 
+@pytest.mark.slow
 def test_opacus_is_imported_only_where_privacy_is_asked_for():
     program = (
         "import sys, sparsekit_fl as fl\n"

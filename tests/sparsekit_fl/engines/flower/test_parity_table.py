@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 pytest.importorskip("flwr", reason="flwr is not installed; pip install 'sparsekit-torch[flower]'")
-pytest.importorskip("ray", reason="ray is not installed; pip install 'sparsekit-torch[flower]'")
+if importlib.util.find_spec("ray") is None:  # importing it takes seconds, also where these tests are not run
+    pytest.skip("ray is not installed; pip install 'sparsekit-torch[flower]'", allow_module_level=True)
 
 from sparsekit_fl.methods import registry
 

@@ -8,12 +8,14 @@ import socket
 import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
 
 pytest.importorskip("flwr", reason="flwr is not installed; pip install 'sparsekit-torch[flower]'")
-pytest.importorskip("ray", reason="ray is not installed; pip install 'sparsekit-torch[flower]'")
+if find_spec("ray") is None:  # importing it takes seconds, also where these tests are not run
+    pytest.skip("ray is not installed; pip install 'sparsekit-torch[flower]'", allow_module_level=True)
 
 from fault_deployment import free_port, program, until
 

@@ -1,0 +1,126 @@
+"""The learned arm of `choice.py` with one part taken out or another rule put in, to see what each part is for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import sparsekit as sk
+from sparsekit.training.loss_importance import Swapping
+from sparsekit.training.pace import Pace
+
+__all__ = ["PARTS", "RiglLearning"]
+
+
+class _Rigl(Swapping):
+    """Drop the smallest outgoing weights, grow the largest gradients: no currency, no errors."""
+
+    def _swap(self, host: Any) -> None:
+        graph, state = host.graph, host.execution.dense_state()
+        norms = {name: torch.zeros(group.size) for name, group in graph.groups.items()}
+        for name, group in graph.groups.items():
+            for piece in group.slices:
+                if piece.gated:
+                    other = [d for d in range(state[piece.name].dim()) if d != piece.dim]
+                    norms[name] += state[piece.name].square().sum(other).cpu()[piece.index].sum(1)
+        fused = torch.cat([norms[name] for name in graph.groups]).to(host.scores)
+        self.evidence.removal = lambda: (fused - 1e9, torch.zeros_like(fused))  # type: ignore[method-assign]
+        gain = _direction_norms(self.evidence, graph)
+        afresh = (gain, torch.zeros_like(gain, dtype=torch.bool))
+        self.evidence.insertion = lambda *_: afresh  # type: ignore[method-assign]
+        super()._swap(host)
+
+
+def _direction_norms(evidence: Any, graph: Any) -> Tensor:
+    norms = []
+    for name, group in graph.groups.items():
+        total = torch.zeros(group.size)
+        for number, piece in enumerate(group.slices):
+            direction = evidence._directions.get(f"{name}.{number}")
+            if direction is not None:
+                other = [d for d in range(direction.dim()) if d != piece.dim]
+                total += direction.square().sum(other).cpu()[piece.index].sum(1)
+        norms.append(total)
+    return torch.cat(norms)
+
+
+class RiglLearning(sk.LossImportance):
+    def rule(self, host: Any) -> _Rigl:
+        return _Rigl(self, host)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Changed(sk.LossImportance):
+    """LossImportance with a change of its rule."""
+
+    change: Callable[[Swapping], None] = lambda _: None
+
+    def rule(self, host: Any) -> Swapping:
+        rule = Swapping(self, host)
+        self.change(rule)
+        return rule
+
+
+def _without_second_moment(rule: Swapping) -> None:
+    """First order alone, where first order says anything: a unit that enters afresh has a slope and no step without it."""
+    evidence, removal, insertion = rule.evidence, rule.evidence.removal, rule.evidence.insertion
+
+    def first_order(call: Callable[..., Any], *args: Any) -> Any:
+        batch, evidence.batch = evidence.batch, 0.0
+        try:
+            return call(*args)
+        finally:
+            evidence.batch = batch
+
+    def inserted(errors: float) -> tuple[Tensor, Tensor]:
+        gain, as_it_was = insertion(errors)
+        plain, _ = first_order(insertion, errors)
+        return torch.where(as_it_was, plain, gain), as_it_was
+
+    evidence.removal = lambda: first_order(removal)  # type: ignore[method-assign]
+    evidence.insertion = inserted  # type: ignore[method-assign]
+
+
+class _Constant(Pace):
+    """As many swaps at the end as at the beginning."""
+
+    @property
+    def share(self) -> float:
+        return 1.0
+
+
+def _without_annealing(rule: Swapping) -> None:
+    pace = rule.pace
+    rule.pace = _Constant(pace.explore, pace.steps, pace.end, pace.rounds)
+
+
+def _one_way_in(rule: Swapping, kind: str) -> None:
+    """Leave the other way in unknown."""
+    insertion, moments = rule.evidence.insertion, rule.evidence._moments
+
+    def inserted(errors: float) -> tuple[Tensor, Tensor]:
+        kept = moments[kind].clone()
+        moments[kind].zero_()
+        try:
+            return insertion(errors)
+        finally:
+            moments[kind].copy_(kept)
+
+    rule.evidence.insertion = inserted  # type: ignore[method-assign]
+
+
+PARTS: dict[str, Callable[..., sk.LossImportance]] = {
+    "learned": sk.LossImportance,
+    "no second moment": lambda **options: _Changed(change=_without_second_moment, **options),
+    "no errors": lambda **options: sk.LossImportance(errors=0.0, **options),
+    "half the errors": lambda **options: sk.LossImportance(errors=0.5, **options),
+    "no annealing": lambda **options: _Changed(change=_without_annealing, **options),
+    "no entry afresh": lambda **options: _Changed(change=lambda rule: _one_way_in(rule, "afresh"), **options),
+    "no entry as it was": lambda **options: _Changed(change=lambda rule: _one_way_in(rule, "as_it_was"), **options),
+    "three samples": lambda **options: sk.LossImportance(samples=3, **options),
+}
+"""Arm → how its mask learns."""

@@ -1,0 +1,98 @@
+"""Two processes under DistributedDataParallel pool what they see of units: one mask, one model, as one process learns."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from sparsekit import LearnableMask
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="torch was built without gloo"),
+]
+
+STEPS = 600
+GOOD = {1, 6, 10, 13}
+
+
+def _model() -> nn.Module:
+    """16 fixed units of one input each, of which 4 see the signal."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16, bias=False), nn.ReLU(), nn.Linear(16, 2))
+    with torch.no_grad():
+        model[0].weight.copy_(torch.eye(16))
+    model[0].requires_grad_(False)
+    return model
+
+
+def _batch(step: int, part: slice) -> tuple[Tensor, Tensor]:
+    x = torch.randn(64, 16, generator=torch.Generator().manual_seed(step))
+    return x[part], (x[:, sorted(GOOD)].relu().sum(1) > 1.6).long()[part]
+
+
+def _train(part: slice, wrap: bool, scale: float = 1.0) -> dict[str, Any]:
+    masked = LearnableMask(_model(), (torch.zeros(2, 16),), ratio=0.25, steps=STEPS, explore=0.2)
+    called = DistributedDataParallel(masked) if wrap else masked
+    optimizer = torch.optim.SGD(masked.parameters(), lr=0.2)
+    masks = []
+    for step in range(STEPS):
+        x, y = _batch(step, part)
+        optimizer.zero_grad()
+        (F.cross_entropy(called(x), y) * scale).backward()
+        for weight in masked.weights():
+            if weight.grad is not None:
+                weight.grad /= scale
+        if masked.scores.grad is not None:
+            masked.scores.grad /= scale
+        optimizer.step()
+        masks.append(masked.unit_mask()["0"].clone())
+    return {"masks": torch.stack(masks), "state": masked.dense_state(), "importance": masked.importance()["0"].clone()}
+
+
+def _on_a_rank(rank: int, folder: str) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    try:
+        half = slice(32 * rank, 32 * rank + 32)
+        torch.save({scale: _train(half, wrap=True, scale=scale) for scale in (1.0, 1024.0)}, f"{folder}/{rank}.pt")
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[float, dict[str, Any]]]:
+    """Scale of the loss → what training found, for each of two processes that have half of each batch."""
+    folder = tmp_path_factory.mktemp("ranks")
+    torch.multiprocessing.spawn(_on_a_rank, (str(folder),), nprocs=2)
+    return [torch.load(Path(folder) / f"{rank}.pt") for rank in (0, 1)]
+
+
+def test_both_processes_have_one_mask_at_every_step_and_one_model(ranks: list[dict[float, dict[str, Any]]]) -> None:
+    one, other = (found[1.0] for found in ranks)
+    assert torch.equal(one["masks"], other["masks"])
+    for name, tensor in one["state"].items():
+        assert torch.equal(tensor, other["state"][name]), name
+    assert torch.equal(one["importance"], other["importance"])
+
+
+def test_the_planted_units_are_found_as_one_process_finds_them(ranks: list[dict[float, dict[str, Any]]]) -> None:
+    alone = _train(slice(None), wrap=False)
+    for found in (alone, ranks[0][1.0]):
+        assert set(found["masks"][-1].nonzero().flatten().tolist()) == GOOD
+    # Each half is seen with more noise, but it is one currency: the units are worth the same.
+    kept = sorted(GOOD)
+    torch.testing.assert_close(ranks[0][1.0]["importance"][kept], alone["importance"][kept], rtol=0.5, atol=0.05)
+
+
+def test_a_scale_of_the_loss_cancels(ranks: list[dict[float, dict[str, Any]]]) -> None:
+    assert torch.equal(ranks[0][1.0]["masks"], ranks[0][1024.0]["masks"])
