@@ -230,6 +230,8 @@ def _read_file(path: Path) -> Any:
         raise
     except Exception as error:  # readers raise errors of many kinds for a damaged file
         told = str(error).splitlines()[0] if str(error) else type(error).__name__
+        if isinstance(error, KeyError | IndexError | ValueError):  # torch takes any bytes for an old pickle: KeyError(101)
+            told = "it is no file of tensors"
         raise InvalidValueError(
             f"{path} cannot be read as weights: {told}; save model.state_dict() with torch.save, or as safetensors"
         ) from error

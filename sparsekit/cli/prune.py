@@ -173,6 +173,8 @@ def _prune(
         typer.echo(json.dumps(report, indent=1))
     else:
         print_report(report, dry_run=dry_run)
+        if out is None and not dry_run:
+            typer.echo("nothing was written; pass --out FOLDER to keep the small model")
 
 
 def print_report(report: dict[str, Any], *, dry_run: bool = False) -> None:

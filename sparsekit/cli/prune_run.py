@@ -190,6 +190,8 @@ class Job:
             raise InvalidValueError(
                 "--allocation sensitivity needs --table FILE, which `sparsekit sensitivity MODEL --out FILE` writes"
             )
+        if not path.is_file():
+            raise InvalidValueError(f"there is no table {str(path)!r}; `sparsekit sensitivity MODEL --out {path}` writes it")
         try:
             found = json.loads(path.read_text(encoding="utf-8"))["table"]
         except (ValueError, KeyError, TypeError) as error:
