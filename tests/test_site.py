@@ -131,6 +131,8 @@ def test_every_page_has_a_place_in_the_navigation_or_gets_one() -> None:
     there = {page.relative_to(DOCS).as_posix() for page in PAGES}
     beside = {"SECURITY.md", "ZOO.md", "CHANGELOG.md", "CONTRIBUTING.md"}
     assert nav - there - beside == set(), "the navigation names a page that is not there"
+    named = re.findall(r"[\w./-]+\.md", text.split("\nnav:\n")[1])
+    assert sorted(set(named)) == sorted(named), "the navigation names a page twice"
     assert {path for path in beside if not (ROOT / path).exists()} == set()
 
 
