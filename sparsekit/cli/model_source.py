@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import pickle
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -268,7 +267,7 @@ def _read_file(path: Path) -> Any:
         raise
     except Exception as error:  # readers raise errors of many kinds for a damaged file
         # Torch's own words advise to run whatever code the file holds.
-        pickled = isinstance(error, pickle.UnpicklingError) and "Unsupported" in str(error)
+        pickled = type(error).__name__ == "UnpicklingError" and "Unsupported" in str(error)
         told = (
             "it holds more than tensors, and to load that could run code"
             if pickled
