@@ -299,7 +299,7 @@ def test_the_small_model_is_written_as_onnx(nets: str, tmp_path: Path, capsys: p
 def test_a_file_without_tensors_and_a_missing_table_are_refused_in_words(tmp_path, capsys):
     (tmp_path / "notes.pt").write_text("hello")
     assert cli.execute(["prune", "cnn", "--budget", "flops=50%", "--checkpoint", str(tmp_path / "notes.pt")]) == 2
-    assert "notes.pt cannot be read as weights: it is no file of tensors" in capsys.readouterr().err
+    assert "notes.pt cannot be read as weights" in capsys.readouterr().err
     missing = str(tmp_path / "none.json")
     assert cli.execute(["prune", "cnn", "--budget", "flops=50%", "--allocation", "sensitivity", "--table", missing]) == 2
     assert "there is no table" in capsys.readouterr().err
