@@ -20,6 +20,7 @@ planted units; with a budget of the same FLOPs in place of one ratio: `widths` (
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import statistics
 import time
@@ -58,7 +59,7 @@ def _train(masked: sk.LearnableMask, cell: Cell, steps: int, seed: int) -> float
     optimizer = torch.optim.SGD(masked.parameters(), cell.lr, momentum=0.0 if cell.good else 0.9)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, cell.lr, total_steps=max(2, steps))
     generator = torch.Generator().manual_seed(1000 + seed)
-    for x, y in cell.batches(steps, BATCH, generator):
+    for x, y in cell.batches(steps, cell.batch, generator):
         loss = F.cross_entropy(masked(x), y) + masked.penalty()
         optimizer.zero_grad()
         loss.backward()
@@ -90,7 +91,7 @@ def _run(arm: str, cell: Cell, ratio: float, steps: int, seed: int) -> dict[str,
     dense = costs.costs({name: group.size for name, group in graph.groups.items()})["flops"]
     budget = sk.Budget(flops=float(narrow))
     scored = arm in ("taylor", "fisher") or (arm.startswith("widths") and not cell.good)
-    own = steps - (round(100 * SCORED * dense / (BATCH * narrow)) if scored else 0)
+    own = steps - (round(100 * SCORED * dense / (cell.batch * narrow)) if scored else 0)
     learns = arm in ("learned", "widths", *PARTS)
     explores = learns or arm in ("paper", "rigl")
     own = max(2, int(own / (1 + EXPLORE)) if explores else own)
@@ -155,8 +156,9 @@ def _jobs(options: argparse.Namespace) -> Iterator[tuple[dict[str, Any], Callabl
         for family in options.families:
             for seed in range(options.seeds):
                 for arm in arms:
-                    key = {"cell": f"planted {family}", "ratio": 0.25, "arm": arm, "seed": seed}
-                    yield key, lambda f=family, a=arm, s=seed: _run(a, planted(f, s, options.device), 0.25, options.steps, s)
+                    name = f"planted {family}" + (f", batches of {options.batch}" if options.batch != BATCH else "")
+                    key = {"cell": name, "ratio": 0.25, "arm": arm, "seed": seed}
+                    yield key, lambda f=family, a=arm, s=seed: _planted_run(options, a, f, s)
         return
     arms = options.arms or ["learned", "widths", "widths-fixed", "widths-scratch", "rigl", "paper", *FIXED]
     for start in options.starts:
@@ -165,6 +167,11 @@ def _jobs(options: argparse.Namespace) -> Iterator[tuple[dict[str, Any], Callabl
                 for arm in arms:
                     key = {"cell": _name(options, start), "ratio": ratio, "arm": arm, "seed": seed}
                     yield key, lambda a=arm, s=seed, r=ratio, t=start: _image_run(options, a, t, r, s)
+
+
+def _planted_run(options: argparse.Namespace, arm: str, family: str, seed: int) -> dict[str, Any]:
+    cell = dataclasses.replace(planted(family, seed, options.device), batch=options.batch)
+    return _run(arm, cell, 0.25, options.steps, seed)
 
 
 def _name(options: argparse.Namespace, start: str) -> str:
@@ -227,6 +234,7 @@ def main() -> None:
     parser.add_argument("--arms", nargs="+")
     parser.add_argument("--families", nargs="+", default=list(PLANTED))
     parser.add_argument("--steps", type=int, default=1500, help="of planted units")
+    parser.add_argument("--batch", type=int, default=BATCH, help="examples in a batch, of planted units; few are noise")
     parser.add_argument("--data", choices=["cifar10", "cifar100"], default="cifar10")
     parser.add_argument("--network", choices=list(NETWORKS), default="small")
     parser.add_argument("--starts", nargs="+", choices=["scratch", "trained"], default=["scratch", "trained"])

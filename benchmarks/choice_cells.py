@@ -24,6 +24,7 @@ class Cell:
     test: tuple[Tensor, Tensor]
     lr: float
     good: dict[str, set[int]]
+    batch: int = 64
 
     def batches(self, steps: int, size: int, generator: torch.Generator) -> Iterator[tuple[Tensor, Tensor]]:
         """Shuffled batches, epoch after epoch."""

@@ -22,7 +22,7 @@ class MLflow(Callback):
     Args:
         experiment: Name of the experiment; None takes MLflow's.
         tracking_uri: Where to log; None takes MLflow's.
-        name: Name of the run; None takes the method and the seed.
+        name: Name of the run; None takes the method and the seed, behind the name of the run's folder.
         artifacts: Log `result.json` and the models of the run's folder too.
 
     Raises:
@@ -51,7 +51,9 @@ class MLflow(Callback):
             self._run_id = kept.read_text(encoding="utf-8").strip()
             self._client.update_run(self._run_id, status="RUNNING")
             return
-        name = self._name or f"{run.method}, seed {run.config.seed}"
+        # Runs of one method and seed differ in their folders.
+        folder = "" if run.out is None else f"{run.out.name}: "
+        name = self._name or f"{folder}{run.method}, seed {run.config.seed}"
         self._run_id = self._client.create_run(self._experiment_id(), run_name=name).info.run_id
         if kept is not None:
             kept.write_text(self._run_id, encoding="utf-8")

@@ -8,7 +8,7 @@ from dataclasses import replace
 from sparsekit_fl.problem.clients import Capability
 from sparsekit_fl.wire.messages import WorkCost
 
-__all__ = ["client_seconds", "round_cost"]
+__all__ = ["client_seconds", "round_cost", "scoring_seconds"]
 
 
 def client_seconds(cost: WorkCost, capability: Capability) -> float:
@@ -25,6 +25,16 @@ def client_seconds(cost: WorkCost, capability: Capability) -> float:
     )
 
 
+def scoring_seconds(cost: WorkCost, capability: Capability) -> float:
+    """Return the seconds that a device of this capability needs for the passes by which its method decides.
+
+    Args:
+        cost: Needs `flops_scoring`.
+        capability: What the device can do in the round.
+    """
+    return max(0, cost.flops_scoring) / capability.flops_per_second
+
+
 def round_cost(costs: Iterable[WorkCost], *, wall_seconds: float, seconds: float | None = None) -> WorkCost:
     """Add up the work of all clients; the seconds are those of the slowest one.
 
@@ -34,5 +44,10 @@ def round_cost(costs: Iterable[WorkCost], *, wall_seconds: float, seconds: float
         seconds: Simulated length of a round that does not wait for its slowest client.
     """
     costs = list(costs)
-    slowest = max((cost.seconds for cost in costs), default=0.0)
-    return replace(sum(costs, WorkCost()), seconds=slowest if seconds is None else seconds, wall_seconds=wall_seconds)
+    if seconds is None:
+        seconds = max((cost.seconds for cost in costs), default=0.0)
+        # The slowest with scoring may be another client than the slowest without.
+        scoring = max((cost.simulated_seconds for cost in costs), default=0.0) - seconds
+    else:
+        scoring = 0.0
+    return replace(sum(costs, WorkCost()), seconds=seconds, scoring_seconds=scoring, wall_seconds=wall_seconds)

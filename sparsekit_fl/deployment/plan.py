@@ -117,6 +117,9 @@ class Plan(Offer):
         if self.problem:
             # A user's clients have capabilities of their own.
             given |= {"capability": "fixed", "capability_levels": None}
+        if given.get("async_buffer") is not None:
+            # Devices come in when they do.
+            given = {"async_clock": "wall", **given}
         return preset_for(preset=self.preset).config(given, clients)
 
     def make_clients(self, ids: Iterable[int], node_config: Mapping[str, Any]) -> tuple[Problem, dict[int, Client]]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 from flwr.app import Context
 from flwr.serverapp import Grid
 
+from sparsekit_fl.callbacks.base import Callback
 from sparsekit_fl.client.spec import RunSpec
 from sparsekit_fl.deployment.plan import Plan
 from sparsekit_fl.engines.flower.deployment import Deployment, Nodes
@@ -40,12 +42,13 @@ class _Report(Observer):
         _log.info(text)
 
 
-def serve(grid: Grid, context: Context) -> None:
+def serve(grid: Grid, context: Context, *, callbacks: Sequence[Callback] = ()) -> None:
     """Wait for the SuperNodes, find out who their clients are, and run all rounds.
 
     Args:
         grid: Reaches the SuperNodes.
         context: Has the run configuration, which is a `Plan`.
+        callbacks: What happens beside the run, in the server's process.
     """
     plan = Plan.of(context.run_config)
     problem, _ = plan.make_problem()
@@ -61,6 +64,7 @@ def serve(grid: Grid, context: Context) -> None:
         [clients[id] for id in sorted(clients)],
         config,
         engine=Deployment(nodes, memory=plan.memory, timeout_seconds=plan.timeout_seconds or None),
+        callbacks=callbacks,
         observers=[_Report()],
         out=plan.out or None,
         resume=plan.resume,

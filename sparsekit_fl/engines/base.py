@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -14,7 +14,7 @@ from sparsekit_fl.results.records import RunResult
 from sparsekit_fl.state.store import ClientStore, Versions
 from sparsekit_fl.wire.messages import Assignment, Evaluation, Update
 
-__all__ = ["ClientPool", "Engine", "Reply", "Unscored", "in_order"]
+__all__ = ["ClientPool", "ClientStream", "Engine", "Reply", "Unscored", "in_order"]
 
 T = TypeVar("T")
 
@@ -53,8 +53,36 @@ class Unscored:
     reason: str
 
 
+class ClientStream(Protocol):
+    """Starts clients one by one, and gives their replies as they come in: for rounds by the wall clock."""
+
+    def free(self, ids: Collection[int]) -> list[int]:
+        """Return those of these clients that could start now, since where they run has nothing to do."""
+        ...
+
+    def apart(self, ids: Collection[int]) -> list[int]:
+        """Return those of these free clients that can start together: of each node the first."""
+        ...
+
+    def start(self, assignments: Sequence[Assignment], versions: Versions) -> None:
+        """Start clients that are free and apart.
+
+        Args:
+            assignments: One per client.
+            versions: The memory of each client that counts.
+        """
+        ...
+
+    def arrived(self) -> list[Reply]:
+        """Wait until something has happened: replies in the order in which they came, or none where a client became free."""
+        ...
+
+
 class ClientPool(Protocol):
-    """Runs clients. Both methods yield in the order given, whatever finishes first; `workers` goes into the result."""
+    """Runs clients. Both methods yield in the order given, whatever finishes first; `workers` goes into the result.
+
+    A pool that can also start clients one by one has a method `stream()`, which returns a `ClientStream`.
+    """
 
     workers: int
 

@@ -26,6 +26,7 @@ __all__ = [
     "UPLOADS",
     "Aggregation",
     "Amp",
+    "AsyncClock",
     "RunConfig",
     "ServerOptimizer",
     "TrainingConfig",
@@ -60,6 +61,9 @@ ServerOptimizer = Literal["none", "fedavgm", "fedadam", "fedyogi", "fedadagrad"]
 SERVER_OPTIMIZERS: tuple[str, ...] = get_args(ServerOptimizer)
 """What the server can do with the combined change."""
 
+AsyncClock = Literal["simulated", "wall"]
+"""What decides who comes in first in asynchronous rounds."""
+
 _FORMER = {"clients_per_round": "cohort"}  # the old names go with version 0.3
 
 # Left out of plain values while they are what they were before there were such options, so that older runs can be resumed.
@@ -67,7 +71,7 @@ _LATER = {
     *("eval_clients", "eval_global_every", "aggregation", "trim_share", "clip_norm"),
     *("dp_clip", "dp_noise", "dp_delta", "dp_noise_seed", "upload"),
     *("lr_schedule", "lr_warmup", "lr_step", "lr_gamma", "lr_end", "server_optimizer", "server_lr", "server_momentum"),
-    *("server_beta2", "server_tau", "availability", "async_buffer", "async_staleness"),
+    *("server_beta2", "server_tau", "availability", "async_buffer", "async_staleness", "async_clock"),
     *("optimizer", "optimizer_args", "amp", "local_schedule", "local_warmup"),
 }
 
@@ -225,6 +229,15 @@ class RunConfig(Checked):
     async_staleness: Annotated[
         NonNegative, Option("An update that is s rounds old counts (1 + s)^-a, and this is a.", SERVER)
     ] = 0.5
+    async_clock: Annotated[
+        AsyncClock | None,
+        Option(
+            "What decides who comes in first: the clients' simulated speeds, with the same bits on any engine, or the wall"
+            " clock, on Flower's nodes alone.",
+            SERVER,
+            unset="simulated; on SuperNodes wall",
+        ),
+    ] = None
     min_replies: Annotated[
         Count | None,
         Option(
@@ -295,6 +308,8 @@ class RunConfig(Checked):
                 f"async_buffer must be at most cohort ({self.cohort}), the number of clients that train at a time, got"
                 f" {self.async_buffer}"
             )
+        if self.async_clock is not None and self.async_buffer is None:
+            raise InvalidValueError(f"async_clock belongs to async_buffer, got {self.async_clock!r} without it")
         if self.async_buffer is not None and self.dp_clip is not None:
             raise InvalidValueError(
                 "dp_clip needs rounds that wait for their cohort: with async_buffer fast clients take part more often, which"

@@ -104,6 +104,8 @@ def offers(*kinds: type, without: tuple[str, ...] = (), zeros: bool = False) -> 
 def _with_zero(choice: Choice, option: Option) -> tuple[Any, Any]:
     hint = without_none(choice.hint)
     kind = plain_type(hint)
+    if kind is str and choice.default is None and get_origin(hint) is Literal:
+        return Literal[("", *get_args(hint))], ""
     if kind is str:
         return hint, "" if choice.default is None else choice.default
     try:

@@ -20,18 +20,27 @@ def cost_dict(cost: WorkCost) -> dict[str, Any]:
         "flops_rowmask": cost.flops_rowmask,
         "uplink_bytes": cost.uplink_bytes,
         "downlink_bytes": cost.downlink_bytes,
-        "simulated_seconds": cost.seconds,
+        "simulated_seconds": cost.simulated_seconds,
         "wall_seconds": cost.wall_seconds,
         # Only where memories travelled.
         **({"memory_bytes": cost.memory_bytes} if cost.memory_bytes else {}),
-        # Only where a method scores while it trains.
+        # Only where a method scores while it trains. Up to version 0.2 seconds had no scoring; that number goes with 0.3.
         **({"flops_scoring": cost.flops_scoring} if cost.flops_scoring else {}),
+        **(
+            {"simulated_seconds_scoring": cost.scoring_seconds, "simulated_seconds_training": cost.seconds}
+            if cost.scoring_seconds
+            else {}
+        ),
     }
 
 
 def cost_from(raw: Mapping[str, Any]) -> WorkCost:
     """The inverse of `cost_dict`."""
-    return WorkCost(**{("seconds" if name == "simulated_seconds" else name): value for name, value in raw.items()})
+    values = dict(raw)
+    total = values.pop("simulated_seconds")
+    # Both parts, and not a difference, which would round.
+    seconds = values.pop("simulated_seconds_training", total)
+    return WorkCost(seconds=seconds, scoring_seconds=values.pop("simulated_seconds_scoring", 0.0), **values)
 
 
 def plain(value: Any) -> Any:
@@ -66,7 +75,7 @@ class RoundRecord:
         ratios: Client id → executed ratio.
         capabilities: Client id → largest ratio that its device could train in this round; empty in older results.
         cost: Of the run so far.
-        seconds: Simulated, of this round.
+        seconds: Simulated, of this round, with scoring; measured where rounds are asynchronous by the wall clock.
         evaluation: Means over all clients or a sample, where this round was evaluated.
         notes: What else a reader should know, such as a client whose memory was lost.
     """

@@ -38,10 +38,15 @@ _COST = _object(
         "flops_rowmask": {**_COUNT, "description": "the same work by the row-mask convention"},
         "uplink_bytes": _COUNT,
         "downlink_bytes": _COUNT,
-        "simulated_seconds": {"type": "number", "minimum": 0},
+        "simulated_seconds": {"type": "number", "minimum": 0, "description": "with the passes of flops_scoring"},
         "wall_seconds": {"type": "number", "minimum": 0},
         "memory_bytes": {**_COUNT, "description": "memories of clients that travelled; absent where none did"},
         "flops_scoring": {**_COUNT, "description": "passes by which a method decides while training; absent where none"},
+        "simulated_seconds_scoring": {"type": "number", "minimum": 0, "description": "of these passes; absent where none"},
+        "simulated_seconds_training": {
+            "type": "number", "minimum": 0,
+            "description": "without them, as results of version 0.2 count; absent where that is the same",
+        },
     },
     "flops_compact", "flops_rowmask", "uplink_bytes", "downlink_bytes", "simulated_seconds", "wall_seconds",
 )  # fmt: skip

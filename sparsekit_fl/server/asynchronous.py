@@ -23,7 +23,7 @@ from sparsekit_fl.policies.aggregate import AggregatePolicy
 from sparsekit_fl.policies.sampling import SamplingPolicy
 from sparsekit_fl.wire.messages import Update, decode_update, encode_update
 
-__all__ = ["Arrival", "Flights", "Landing", "flights_of"]
+__all__ = ["Arrival", "Flights", "Landing", "by_wall_clock", "came_in", "flights_of"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,6 +62,17 @@ class Landing:
     now: float
     left: tuple[tuple[float, int, int, Update], ...]
     order: int
+
+
+def by_wall_clock(config: RunConfig) -> bool:
+    """Whether the wall clock decides who comes in first."""
+    return config.async_buffer is not None and config.async_clock == "wall"
+
+
+def came_in(arrivals: Sequence[Arrival]) -> str:
+    """Return a text for the record of a round: who came in, in this order, and the age of what they received."""
+    ages = ", ".join(f"{arrival.update.client_id} ({arrival.age})" for arrival in arrivals)
+    return f"asynchronous: clients that came in, and the age of what they received: {ages}"
 
 
 class Flights:
@@ -119,7 +130,7 @@ class Flights:
         while len(arrivals) < self._buffer:
             while waiting and len(flying) < self._cohort:
                 update = waiting.pop(0)
-                heapq.heappush(flying, (now + update.cost.seconds, order, round - 1, update))
+                heapq.heappush(flying, (now + update.cost.simulated_seconds, order, round - 1, update))
                 order += 1
             if not flying:
                 break
@@ -127,7 +138,7 @@ class Flights:
             arrivals.append(Arrival(update, round - 1 - base))
         # Who did not start in this step has trained for nothing else: it starts now.
         for update in waiting:
-            heapq.heappush(flying, (now + update.cost.seconds, order, round - 1, update))
+            heapq.heappush(flying, (now + update.cost.simulated_seconds, order, round - 1, update))
             order += 1
         return Landing(tuple(arrivals), now, tuple(sorted(flying, key=lambda one: one[:2])), order)
 
@@ -149,7 +160,7 @@ def _packed(update: Update) -> torch.Tensor:
 
 
 def flights_of(method: Method, config: RunConfig, memory: Memory) -> Flights | None:
-    """Make the flights of a run; None where its rounds wait for their cohort.
+    """Make the flights of a run; None where its rounds wait for their cohort, or the wall clock decides who comes in first.
 
     Args:
         method: Must leave to the run which updates count when, and add up updates by `AggregatePolicy`.
@@ -173,4 +184,6 @@ def flights_of(method: Method, config: RunConfig, memory: Memory) -> Flights | N
             f"method {method.name!r} cannot run with async_buffer: {aggregate.__name__} changes the model beside adding up"
             " updates, and clients that are under way would not know"
         )
+    if by_wall_clock(config):
+        return None
     return Flights(config, memory.setdefault("asynchronous", {}))

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from sparsekit.errors import InvalidValueError
 from sparsekit.graph.state import digest
 from sparsekit.rng import torch_scope
 from sparsekit_fl.callbacks.base import Callbacks, RunView
@@ -21,8 +22,10 @@ from sparsekit_fl.problem.clients import Client
 from sparsekit_fl.problem.metrics import lower_is_better
 from sparsekit_fl.results.records import RoundRecord, RunResult, describe_environment
 from sparsekit_fl.results.scores import FinalScores, RoundScores
+from sparsekit_fl.server.asynchronous import by_wall_clock
 from sparsekit_fl.server.checkpoint import RunFolder, Saved
 from sparsekit_fl.server.server import Aggregated, Server
+from sparsekit_fl.server.wall_clock import WallClock
 from sparsekit_fl.state.models import global_file, save_whole, write_recipe
 from sparsekit_fl.state.store import ClientStore
 from sparsekit_fl.streams import Streams
@@ -74,6 +77,7 @@ class Rounds:
         self._store = store
         self._folder = folder
         self._callbacks = callbacks
+        self._wall: WallClock | None = None
         self._reasons: dict[int, str] = {}  # client id → why it was last dropped, so that a repetition is short
         self._experiment = experiment
         self._fingerprint = fingerprint if folder is None else folder.fingerprint
@@ -122,6 +126,8 @@ class Rounds:
 
     def _run(self, pool: ClientPool) -> RunResult:
         last = self.spec.config.rounds
+        if by_wall_clock(self.spec.config):
+            self._wall = self._by_wall_clock(pool)
         final: list[Evaluation] | None = None
         for round in range(self.server.state.round + 1, last + 1):
             final = self._round(pool, round)
@@ -130,18 +136,41 @@ class Rounds:
         if final is None:
             # Resumed after the last round: its scores were saved, those of each client were not. Or a callback ended the run
             # after a round in which not all were scored.
-            final, _ = self._evaluate(pool, self.server.state.round, last=True)
+            final, _ = self._evaluate(pool, self.server.state.round, list(self._clients), last=True)
             self._records[-1] = replace(self._records[-1], evaluation=self._scores(final))
         return self._finish(pool, final)
+
+    def _by_wall_clock(self, pool: ClientPool) -> WallClock:
+        opened = getattr(pool, "stream", None)
+        if opened is None:
+            raise InvalidValueError(
+                "async_clock 'wall' needs nodes that answer one by one: SuperNodes, or Flower's simulation (--engine flower);"
+                " this engine has the simulated clock alone"
+            )
+        return WallClock(
+            self.server, opened(), told=lambda client_id, update: self._callbacks.on_client_end(self._view, client_id, update)
+        )
+
+    def _trained(self, pool: ClientPool, round: int) -> tuple[Sequence[Assignment], list[_Attempt]]:
+        """Train; return the assignments of those who started, and the attempts, of which the last counts."""
+        if self._wall is None:
+            assignments = self.server.assign(round)
+            return assignments, self._attempts(pool, round, assignments)
+        try:
+            step = self._wall.step(round, self._versions, ids=list(self._clients))
+        except TooFewRepliesError as error:
+            raise TooFewRepliesError(f"{error}. Nothing of that step counted; {self.hint}") from None
+        self._warn(round, step.dropped)
+        return step.started, [_Attempt(list(step.replies), step.aggregated, dict(step.dropped))]
 
     def _round(self, pool: ClientPool, round: int) -> list[Evaluation] | None:
         """Run a round; return what every client scored, where this is the last one."""
         began = time.perf_counter()
-        assignments = self.server.assign(round)
-        attempts = self._attempts(pool, round, assignments)
+        assignments, attempts = self._trained(pool, round)
         replies, aggregated, dropped = attempts[-1]
-        valid = {update.client_id for update in aggregated.trained}
-        newest = {reply.client_id: round for reply in replies if reply.stored and reply.client_id in valid}
+        # Asynchronously a client may have started in an earlier round, after which its memory is named.
+        valid = {update.client_id: update.round for update in aggregated.trained}
+        newest = {reply.client_id: valid[reply.client_id] for reply in replies if reply.stored and reply.client_id in valid}
         stale = {client_id: self._versions[client_id] for client_id in newest if client_id in self._versions}
         self._versions = {**self._versions, **newest}
         self._view.round = round
@@ -161,13 +190,14 @@ class Rounds:
             ratios={update.client_id: update.ratio for update in aggregated.updates},
             capabilities={one.client_id: one.capability.ratio for one in assignments},
             cost=self._cost + cost,
-            seconds=cost.seconds,
+            seconds=cost.simulated_seconds,
             evaluation=scores,
             notes=(
                 *(f"repeated, since {one.text(self._needed(assignments))}" for one in attempts[:-1]),
                 *(reply.note for reply in replies if reply.note),
                 *([aggregated.note] if aggregated.note else []),
                 *unscored,
+                *self._left_out(final is not None),
             ),
         )
         self._records.append(record)
@@ -182,18 +212,43 @@ class Rounds:
         self._callbacks.on_round_end(self._view, record)
         return final
 
+    def _left_out(self, ended: bool) -> list[str]:
+        """Name the clients whose work the end of an asynchronous run cuts off."""
+        left = [] if self._wall is None or not ended else self._wall.under_way
+        return [f"asynchronous: the run ended while clients were under way, whose work does not count: {left}"] if left else []
+
+    def _last(self, round: int) -> bool:
+        return round == self.spec.config.rounds
+
+    def _whole(self, round: int) -> bool:
+        """Whether the global model is scored too."""
+        every = self.spec.config.eval_global_every
+        return self._last(round) or (every is not None and round % every == 0)
+
+    def _due(self, round: int) -> bool:
+        """Whether clients are scored."""
+        return self._whole(round) or round % (self.spec.config.eval_every or 1) == 0
+
     def _score(self, pool: ClientPool, round: int) -> tuple[RoundScores | None, list[str], list[Evaluation] | None]:
         """Score where it is time; the evaluations come back where all clients were scored for the end of the run."""
-        config = self.spec.config
-        last = round == config.rounds
-        whole = last or (config.eval_global_every is not None and round % config.eval_global_every == 0)
-        if not (whole or round % (config.eval_every or 1) == 0):
+        if not self._due(round):
             return None, [], None
-        found, unscored = self._evaluate(pool, round, last=last, with_shared=whole)
+        last = self._last(round)
+        ids = list(self._clients) if last else self._scored(round)
+        busy: list[str] = []
+        if self._wall is not None and not last:
+            # Others are at work, and nobody waits for them.
+            asked, ids = len(ids), self._wall.free(ids)
+            if len(ids) < asked:
+                busy = [f"asynchronous: {len(ids)} of {asked} clients were scored; the nodes of the others were at work"]
+        if not ids:
+            return None, busy, None
+        found, unscored = self._evaluate(pool, round, ids, last=last, with_shared=self._whole(round))
+        unscored = [*busy, *unscored]
         scores = self._scores(found)
         self._callbacks.on_evaluation(self._view, scores)
         if self._view.stopped and not last:
-            found, unscored = self._evaluate(pool, round, last=True)
+            found, unscored = self._evaluate(pool, round, list(self._clients), last=True)
             scores, last = self._scores(found), True
         return scores, unscored, found if last else None
 
@@ -214,7 +269,8 @@ class Rounds:
         attempts: list[_Attempt] = []
         for _ in range(1 + _REPEATS):
             replies: list[Reply] = []
-            for reply in pool.map(assignments, self._versions) if assignments else ():
+            for one in pool.map(assignments, self._versions) if assignments else ():
+                reply = one if one.update is None else replace(one, update=self.server.timed(one.update))
                 self._callbacks.on_client_end(self._view, reply.client_id, reply.update)
                 replies.append(reply)
             aggregated = self.server.aggregate([reply.update for reply in replies if reply.update is not None], needed=needed)
@@ -222,12 +278,7 @@ class Rounds:
             dropped.update(aggregated.refused)
             attempts.append(_Attempt(replies, aggregated, dropped))
             if len(aggregated.updates) >= needed:
-                for client_id, error in dropped.items():
-                    reason = str(error.__cause__ or error)
-                    again = self._reasons.get(client_id) == reason
-                    self._reasons[client_id] = reason
-                    told = "for the same reason as before" if again else str(error)
-                    _log.warning("round %d goes on without client %d: %s", round, client_id, told)
+                self._warn(round, dropped)
                 return attempts
             _log.warning("round %d does not count: %s", round, attempts[-1].text(needed))
         raise TooFewRepliesError(
@@ -235,10 +286,18 @@ class Rounds:
             f" Nothing of that round counted; {self.hint}"
         ) from next(iter(attempts[-1].dropped.values()), None)
 
+    def _warn(self, round: int, dropped: Mapping[int, Exception]) -> None:
+        for client_id, error in dropped.items():
+            reason = str(error.__cause__ or error)
+            again = self._reasons.get(client_id) == reason
+            self._reasons[client_id] = reason
+            told = "for the same reason as before" if again else str(error)
+            _log.warning("round %d goes on without client %d: %s", round, client_id, told)
+
     def _evaluate(
-        self, pool: ClientPool, round: int, *, last: bool, with_shared: bool = True
+        self, pool: ClientPool, round: int, ids: Sequence[int], *, last: bool, with_shared: bool = True
     ) -> tuple[list[Evaluation], list[str]]:
-        """Score a sample of the clients, or all; for the end of the run all. Return a text for each that could not be scored.
+        """Score clients; for the end of the run write their models. Return a text for each that could not be scored.
 
         Raises:
             ClientError: none could.
@@ -249,7 +308,7 @@ class Rounds:
         unscored: list[str] = []
         for evaluation in pool.evaluate(
             self.server.shared(),
-            list(self._clients) if last else self._scored(round),
+            ids,
             self._versions,
             round=round,
             with_shared=with_shared,

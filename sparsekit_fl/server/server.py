@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import Tensor
@@ -14,12 +14,13 @@ from sparsekit_fl.client.spec import RunSpec
 from sparsekit_fl.context.availability import Availability
 from sparsekit_fl.context.memory import Memory, rngs_by_kind
 from sparsekit_fl.context.server import Roster, ServerContext
+from sparsekit_fl.costs.clock import scoring_seconds
 from sparsekit_fl.errors import UpdateError
 from sparsekit_fl.options.config import Upload
 from sparsekit_fl.policies.robust import make_rule
 from sparsekit_fl.policies.server_optimizer import make_server_optimizer
 from sparsekit_fl.problem.clients import Client
-from sparsekit_fl.server.asynchronous import Flights, flights_of
+from sparsekit_fl.server.asynchronous import Arrival, Flights, came_in, flights_of
 from sparsekit_fl.server.privacy import check_private, noise_seed_of, noisy_mean, privacy_of
 from sparsekit_fl.streams import Streams
 from sparsekit_fl.wire.kept import Kept
@@ -201,28 +202,61 @@ class Server:
         Raises:
             InvalidValueError: the sampling policy returned no client, a stranger, or one twice.
         """
-        method = self.spec.method
-        ctx = self._ctx = self.context(round)
+        ctx = self.begin(round)
         sampled = self._reachable(ctx)
         if self._flights is not None:
             sampled = self._flights.sampling(sampled)
         # Asynchronously all that can be reached may be under way; then none starts.
-        cohort = method.sampling.sample(sampled.scoped("sampling")) if sampled.cohort else []
-        if (
-            (not cohort and sampled.cohort)
-            or len(set(cohort)) != len(cohort)
-            or any(client_id not in ctx.roster for client_id in cohort)
-        ):
-            raise InvalidValueError(
-                f"the sampling policy of {method.name!r} chose {cohort} in round {round};"
-                " it must choose distinct clients of the run"
-            )
+        cohort = self._sample(sampled) if sampled.cohort else []
+        if not cohort and sampled.cohort:
+            self._refuse_cohort(cohort)
+        assignments = self.write(cohort)
+        self._assignments = {assignment.client_id: assignment for assignment in assignments}
+        return assignments
+
+    def begin(self, round: int) -> ServerContext:
+        """Begin a round, counted from 1, and return its context."""
+        self._ctx = self.context(round)
+        return self._ctx
+
+    def sample(self, ids: Collection[int], room: int) -> list[int]:
+        """Sample clients that may start now, within a round that has begun, in the order in which they start.
+
+        Args:
+            ids: Those that could.
+            room: Number of clients wanted.
+        """
+        assert self._ctx is not None, "begin() comes before sample()"
+        there = self._reachable(self._ctx)
+        sampled = there.reaching([id for id in ids if id in there.roster])
+        sampled = replace(sampled, cohort=min(room, len(sampled.roster)))
+        cohort = self._sample(sampled) if sampled.cohort else []
+        # Policies sort; a node with several clients would always begin with the first.
+        return [cohort[place] for place in sampled.scoped("sampling").rng.permutation(len(cohort))]
+
+    def _sample(self, ctx: ServerContext) -> list[int]:
+        cohort = self.spec.method.sampling.sample(ctx.scoped("sampling"))
+        if len(set(cohort)) != len(cohort) or any(client_id not in self._clients for client_id in cohort):
+            self._refuse_cohort(cohort)
+        return cohort
+
+    def _refuse_cohort(self, cohort: Sequence[int]) -> None:
+        assert self._ctx is not None
+        raise InvalidValueError(
+            f"the sampling policy of {self.spec.method.name!r} chose {cohort} in round {self._ctx.round};"
+            " it must choose distinct clients of the run"
+        )
+
+    def write(self, cohort: Sequence[int]) -> list[Assignment]:
+        """Write the assignments of these clients, in the round that has begun."""
+        assert self._ctx is not None, "begin() comes before write()"
+        ctx, method = self._ctx, self.spec.method
         assignments = []
         for client_id in cohort:
             proposal = method.ratio.propose(ctx.scoped("ratio"), client_id)
             assignments.append(
                 Assignment(
-                    round=round,
+                    round=ctx.round,
                     client_id=client_id,
                     state=ctx.state,
                     mask=method.mask.propose(ctx.scoped("mask"), client_id, proposal),
@@ -231,7 +265,6 @@ class Server:
                     capability=ctx.roster[client_id].capability,
                 )
             )
-        self._assignments = {assignment.client_id: assignment for assignment in assignments}
         return assignments
 
     def _reachable(self, ctx: ServerContext) -> ServerContext:
@@ -269,14 +302,11 @@ class Server:
                     raise UpdateError(f"client {update.client_id} has no assignment in round {ctx.round}")
                 if update.client_id in seen:
                     raise UpdateError(f"client {update.client_id} sent a second update in round {ctx.round}")
-                self._check(ctx, update)
+                valid.append(self.checked(update, self._assignments[update.client_id]))
             except UpdateError as error:
                 refused.append((update.client_id, error))
                 continue
             seen.add(update.client_id)
-            # What was rounded on the way is added up as exactly as anything else.
-            delta = {name: tensor.to(ctx.state[name].dtype) for name, tensor in update.delta.items()}
-            valid.append(replace(update, delta=delta))
         places = {client_id: place for place, client_id in enumerate(self._assignments)}
         valid.sort(key=lambda update: places[update.client_id])
         if self._flights is not None:
@@ -299,9 +329,19 @@ class Server:
             return Aggregated(landed, tuple(refused), seconds, tuple(valid))
         self._aggregate(ctx, flights.take(landing))
         self._learn(ctx, landed)
-        ages = ", ".join(f"{arrival.update.client_id} ({arrival.age})" for arrival in landing.arrivals)
-        note = f"asynchronous: clients that came in, and the age of what they received: {ages}"
-        return Aggregated(landed, tuple(refused), seconds, tuple(valid), note)
+        return Aggregated(landed, tuple(refused), seconds, tuple(valid), came_in(landing.arrivals))
+
+    def take(self, arrivals: Sequence[Arrival]) -> None:
+        """Aggregate updates that `checked` returned, by their age, and let the policies learn from them.
+
+        Args:
+            arrivals: In any order; they are added up in the order of their clients, so that it decides nothing.
+        """
+        assert self._ctx is not None, "begin() comes before take()"
+        ordered = sorted(arrivals, key=lambda arrival: arrival.update.client_id)
+        staleness = self.spec.config.async_staleness
+        self._aggregate(self._ctx, [(arrival.counted(staleness), arrival.age) for arrival in ordered])
+        self._learn(self._ctx, [arrival.update for arrival in ordered])
 
     def _learn(self, ctx: ServerContext, valid: Sequence[Update]) -> None:
         method = self.spec.method
@@ -310,14 +350,26 @@ class Server:
         method.sampling.observe(ctx.scoped("sampling"), valid)
         self.state.round = ctx.round
 
-    def _check(self, ctx: ServerContext, update: Update) -> None:
-        """Raise UpdateError unless the update may touch the model, and every policy can use it."""
-        method, assignment = self.spec.method, self._assignments[update.client_id]
+    def timed(self, update: Update) -> Update:
+        """Return an update whose cost has the simulated seconds of scoring, by the roster of the round that has begun."""
+        assert self._ctx is not None, "begin() comes before timed()"
+        if not update.cost.flops_scoring or update.client_id not in self._clients:
+            return update
+        seconds = scoring_seconds(update.cost, self._ctx.roster[update.client_id].capability)
+        return replace(update, cost=replace(update.cost, scoring_seconds=seconds))
+
+    def checked(self, update: Update, assignment: Assignment) -> Update:
+        """Return an update as it is added up; raise UpdateError unless it may touch the model, and every policy can use it."""
+        assert self._ctx is not None, "begin() comes before checked()"
+        ctx, method = self._ctx, self.spec.method
         check_update(update, assignment, ctx, upload=self.spec.config.upload)
         method.aggregate.validate(ctx.scoped("aggregate"), update, assignment)
         method.ratio.validate(ctx.scoped("ratio"), update, assignment)
         method.mask.validate(ctx.scoped("mask"), update, assignment)
         method.sampling.validate(ctx.scoped("sampling"), update, assignment)
+        # What was rounded on the way is added up as exactly as anything else.
+        delta = {name: tensor.to(ctx.state[name].dtype) for name, tensor in update.delta.items()}
+        return replace(update, delta=delta)
 
     def _aggregate(self, ctx: ServerContext, arrivals: Sequence[tuple[Update, int]]) -> None:
         method, config = self.spec.method, self.spec.config

@@ -59,12 +59,15 @@ class WorkCost:
         flops_rowmask: The same work by the paper's convention: columns that read removed units are still paid for.
         uplink_bytes: Serialised updates.
         downlink_bytes: Serialised assignments.
-        seconds: Simulated, from `Capability`; of one client: its own, of a round: its slowest client's.
+        seconds: Simulated, from `Capability`, without `scoring_seconds`; of one client: its own, of a round: its slowest
+            client's. What policies decide by.
         wall_seconds: Measured here.
         memory_bytes: Memories of clients that travel to them and back when they train, beside assignments and updates: none
             where each client keeps its own. Counted by the server, and by no simulated second.
         flops_scoring: Forward passes by which a method decides while it trains: which model a client keeps, whether it prunes.
-            They are no training, so the other two leave them out, and simulated seconds too.
+            They are no training, so the other two leave them out.
+        scoring_seconds: Simulated seconds of these passes, beyond `seconds`, which leaves them out. The server adds them, so
+            they are in no message.
 
     Source: the row-mask convention is that of Xue et al., ICDE 2025 (arXiv 2412.07216), Table I.
     """
@@ -77,9 +80,15 @@ class WorkCost:
     wall_seconds: float = 0.0
     memory_bytes: int = 0
     flops_scoring: int = 0
+    scoring_seconds: float = 0.0
 
     def __add__(self, other: WorkCost) -> WorkCost:
         return WorkCost(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in dataclasses.fields(self)})
+
+    @property
+    def simulated_seconds(self) -> float:
+        """Simulated seconds, with the passes by which a method decides."""
+        return self.seconds + self.scoring_seconds
 
     @property
     def flops(self) -> int:

@@ -15,7 +15,8 @@ from sparsekit.errors import SparsekitError
 from sparsekit_fl.client.spec import RunSpec
 from sparsekit_fl.engines.base import ClientPool
 from sparsekit_fl.engines.flower.introduction import check_code, read_clients
-from sparsekit_fl.engines.flower.pool import Carrier, GridPool, exchange
+from sparsekit_fl.engines.flower.pool import GridPool
+from sparsekit_fl.engines.flower.post import POLL_SECONDS, Carrier, Post
 from sparsekit_fl.engines.flower.wire import content
 from sparsekit_fl.errors import ClientError, WorkerDiedError
 from sparsekit_fl.problem.clients import Client
@@ -30,6 +31,8 @@ _POLL_SECONDS = 0.5
 _QUERY_SECONDS = 120.0
 # Of a log line or a note; a node may have ten thousand clients.
 _MOST_NAMED = 20
+# A node that gave no answer is asked again after this time, where nobody waits for its answer.
+_AGAIN_SECONDS = 60.0
 
 
 class Nodes(Carrier):
@@ -56,6 +59,10 @@ class Nodes(Carrier):
         self._said: dict[int, dict[int, Client]] = {}
         self._used: dict[int, int] = {}
         self._news: list[str] = []
+        # Starting a process may take a small device minutes.
+        self._query_seconds = max(_QUERY_SECONDS, wait_seconds)
+        self._asked: Post[int] = Post(grid, ttl=self._query_seconds)
+        self._silent: dict[int, float] = {}  # node → when it may be asked again
 
     def introduce(self) -> dict[int, Client]:
         """Wait for the nodes and ask each for its clients.
@@ -74,13 +81,26 @@ class Nodes(Carrier):
                     " or run with a smaller `nodes`"
                 )
             time.sleep(_POLL_SECONDS)
-        self._settle(self._ask(found))
+        self._ask(found)
+        self._settle(self._hear(wait=True))
         if not self._used:
             raise WorkerDiedError("; ".join(["no SuperNode can be used", *self.news()]))
         return {client_id: self._said[node][client_id] for client_id, node in self._used.items()}
 
     def refresh(self) -> None:
         """Look which nodes are there now, and ask the new ones."""
+        here = self._here()
+        self._ask(here - set(self._said))
+        self._welcome(wait=True)
+
+    def look(self) -> bool:
+        """Look which nodes are there now, and ask the new ones; what they say is heard at a later look."""
+        here, now = self._here(), time.monotonic()
+        self._ask({node for node in here - set(self._said) if self._silent.get(node, 0.0) <= now})
+        return self._welcome(wait=False)
+
+    def _here(self) -> set[int]:
+        """Return the nodes that are there, and forget the others."""
         here = set(self.grid.get_node_ids())
         for node in [node for node in self._said if node not in here]:
             lost = [client_id for client_id, used in self._used.items() if used == node]
@@ -88,8 +108,14 @@ class Nodes(Carrier):
             if lost:
                 self._tell(f"SuperNode {node} is gone, with the clients {_named(lost)}")
         self._used = {client_id: node for client_id, node in self._used.items() if node in here}
-        for node, clients in self._settle(self._ask(here - set(self._said))).items():
+        return here
+
+    def _welcome(self, *, wait: bool) -> bool:
+        """Use nodes that answered; return whether there is one that was not used before."""
+        came = self._settle(self._hear(wait=wait))
+        for node, clients in came.items():
             self._tell(f"SuperNode {node} came, with the clients {_named(clients)}")
+        return bool(came)
 
     def news(self) -> list[str]:
         """Return what became of nodes since the last call."""
@@ -136,21 +162,30 @@ class Nodes(Carrier):
                 )
         return taken
 
-    def _ask(self, nodes: Iterable[int]) -> list[int]:
-        """Ask nodes for their clients; returns those that answered."""
-        asked = sorted(nodes)
+    def _ask(self, nodes: Iterable[int]) -> None:
+        """Ask nodes for their clients, unless a question is open."""
+        fresh = sorted(set(nodes) - set(self._asked.keys()))
+        ttl = self._query_seconds
+        questions = {node: Message(content({"task": "introduce"}), node, "query", ttl=ttl) for node in fresh}
+        for node in self._asked.send(questions):
+            self._unanswered(node, "its node is gone")
 
-        def query(place: int) -> Message:
-            return Message(content({"task": "introduce"}), asked[place], "query", ttl=_QUERY_SECONDS)
+    def _unanswered(self, node: int, reason: str) -> None:
+        # It is asked again before the next round.
+        self._silent[node] = time.monotonic() + _AGAIN_SECONDS
+        self._tell(f"SuperNode {node} did not say which clients it has: {reason}")
 
-        replies = dict(exchange(self.grid, query, len(asked), most=len(asked), ttl=_QUERY_SECONDS))
+    def _hear(self, *, wait: bool) -> list[int]:
+        """Read the answers of nodes; returns those that answered."""
+        replies = dict(self._asked.poll())
+        while wait and len(self._asked):
+            time.sleep(POLL_SECONDS)
+            replies |= self._asked.poll()
         answered = []
         # By their ids, so that which of two nodes was first does not depend on the network.
-        for place, node in enumerate(asked):
-            reply = replies[place]
+        for node, reply in sorted(replies.items()):
             if isinstance(reply, str):
-                # It is asked again before the next round.
-                self._tell(f"SuperNode {node} did not say which clients it has: {reply}")
+                self._unanswered(node, reply)
                 continue
             answered.append(node)
             self._said[node] = {}
@@ -175,6 +210,8 @@ def _named(ids: Iterable[int]) -> str:
 @dataclass(frozen=True)
 class Deployment:
     """Clients on SuperNodes.
+
+    By the wall clock (`async_clock="wall"`) each node has one task at a time, and gets the next as soon as it has answered.
 
     Args:
         nodes: The nodes, which have introduced their clients.

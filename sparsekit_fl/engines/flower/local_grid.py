@@ -23,7 +23,8 @@ from sparsekit_fl.client.executor import ClientExecutor
 from sparsekit_fl.client.spec import RunSpec
 from sparsekit_fl.engines.base import ClientPool
 from sparsekit_fl.engines.flower.node import make_app
-from sparsekit_fl.engines.flower.pool import Carrier, GridPool
+from sparsekit_fl.engines.flower.pool import GridPool
+from sparsekit_fl.engines.flower.post import Carrier
 from sparsekit_fl.problem.clients import Client
 from sparsekit_fl.results.records import RunResult
 from sparsekit_fl.state.store import ClientStore
@@ -53,10 +54,18 @@ class LocalGrid(Grid):
         rng: Shuffles the replies.
         fault: Changes or drops replies; None for none.
         twice: Deliver every reply twice.
+        delay: Message → number of looks for replies after which its own is there; None: at once.
     """
 
     def __init__(
-        self, app: ClientApp, *, nodes: int, rng: np.random.Generator, fault: Fault | None = None, twice: bool = False
+        self,
+        app: ClientApp,
+        *,
+        nodes: int,
+        rng: np.random.Generator,
+        fault: Fault | None = None,
+        twice: bool = False,
+        delay: Callable[[Message], int] | None = None,
     ) -> None:
         # Flower asks these of the process that makes a message; a run of its own would have set them.
         TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1
@@ -68,6 +77,8 @@ class LocalGrid(Grid):
         self._rng = rng
         self._fault = fault
         self._twice = twice
+        self._delay = delay
+        self._late: dict[str, int] = {}
         self._replies: dict[str, Message] = {}
         self.bytes_up = 0
 
@@ -105,12 +116,17 @@ class LocalGrid(Grid):
             if arrived is not None:
                 self.bytes_up += _wire_bytes(arrived)
                 self._replies[message.metadata.message_id] = arrived
+                self._late[message.metadata.message_id] = self._delay(message) if self._delay is not None else 0
             ids.append(message.metadata.message_id)
         return ids
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         """Some of what has come, shuffled."""
-        here = [id for id in sorted(message_ids) if id in self._replies]
+        # In the order in which they were sent: ids of messages differ from run to run.
+        wanted = set(message_ids)
+        asked = [id for id in self._replies if id in wanted]
+        here = [id for id in asked if self._late[id] <= 0]
+        self._late.update({id: self._late[id] - 1 for id in asked})
         self._rng.shuffle(here)
         found = [self._replies.pop(id) for id in here[: 1 + len(here) // 2]]
         return found * 2 if self._twice else found
@@ -133,14 +149,27 @@ class InProcess:
         seed: Seed of the shuffling.
         fault: Changes or drops replies.
         twice: Deliver every reply twice.
+        delay: Message → number of looks for replies after which its own is there; None: at once.
         options: For the pool.
     """
 
     def __init__(
-        self, *, nodes: int | None = None, seed: int = 0, fault: Fault | None = None, twice: bool = False, **options: Any
+        self,
+        *,
+        nodes: int | None = None,
+        seed: int = 0,
+        fault: Fault | None = None,
+        twice: bool = False,
+        delay: Callable[[Message], int] | None = None,
+        **options: Any,
     ) -> None:
         self._nodes = nodes
-        self._grid_options: dict[str, Any] = {"rng": np.random.default_rng(seed), "fault": fault, "twice": twice}
+        self._grid_options: dict[str, Any] = {
+            "rng": np.random.default_rng(seed),
+            "fault": fault,
+            "twice": twice,
+            "delay": delay,
+        }
         self._options = {"memory": "server", "workers": 1, **options}
         self.grid: LocalGrid | None = None
 

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from flwr.app import Message
-from flwr.serverapp import Grid
 
 from sparsekit.errors import DataError, InvalidValueError
 from sparsekit.graph.state import StateDict
 from sparsekit_fl.client.spec import RunSpec
 from sparsekit_fl.engines.base import Reply, Unscored, in_order
+from sparsekit_fl.engines.flower.post import Carrier, exchange
+from sparsekit_fl.engines.flower.stream import GridDiedError, GridStream
 from sparsekit_fl.engines.flower.wire import content, join, part, read
 from sparsekit_fl.errors import ClientError, WorkerDiedError
 from sparsekit_fl.state.storage import write_atomically
@@ -24,25 +23,18 @@ from sparsekit_fl.state.store import ClientStore, Versions
 from sparsekit_fl.wire.messages import Assignment, Evaluation, decode_update, encode_assignment
 from sparsekit_fl.wire.packing import pack
 
-__all__ = ["Carrier", "GridPool", "exchange"]
+__all__ = ["GridPool"]
 
-_POLL_SECONDS = 0.02
 _TTL_SECONDS = 12 * 3600.0
 # Flower's simulation looks through all open messages for each of its nodes, ten times a second, and at each of our polls;
 # with ten thousand clients to score at once it would do little else. As many as keep the workers busy are enough.
 _MOST_OPEN = 50
 # Of one message: what it says of them, and what its reply says, must fit into a header of 2**20 bytes.
 _MOST_TASKS = 1000
-# Flower's codes for a message, or a reply, that is no longer there.
-_EXPIRED = (3, 4)
 # A device's text about its failure is cut here.
 _MOST_TEXT = 4000
 # What Ray says of a process that was killed; Flower puts such an actor back to work, where it fails for ever.
 _DEAD_ACTOR = ("ActorDiedError", "RayActorError", "OutOfMemoryError", "WorkerCrashedError")
-
-
-class GridDiedError(WorkerDiedError):
-    """What runs the clients behind a grid is damaged, and must be started anew."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,67 +59,6 @@ class Answer:
     header: Mapping[str, Any] = field(default_factory=dict)
     payloads: Mapping[str, bytes] = field(default_factory=dict)
     failure: str | None = None
-
-
-class Carrier(ABC):
-    """A grid, and which of its nodes serves a client. The defaults are those of nodes that stay."""
-
-    grid: Grid
-
-    @abstractmethod
-    def node_of(self, client_id: int) -> int:
-        """Return the node that has this client; raises ClientError where none has."""
-
-    def refresh(self) -> None:  # noqa: B027 - a hook
-        """Look which nodes are there now; called before a round's messages are sent."""
-
-    def news(self) -> list[str]:
-        """Return what became of nodes since the last call, for the record of the round."""
-        return []
-
-    def restart(self, reason: str) -> None:
-        """Replace the grid after it was damaged.
-
-        Raises:
-            WorkerDiedError: that cannot help.
-        """
-        raise WorkerDiedError(reason)
-
-
-def exchange(
-    grid: Grid, message: Callable[[int], Message], count: int, *, most: int, ttl: float
-) -> Iterator[tuple[int, Message | str]]:
-    """Send messages, and yield the place of each and its reply, or why there is none, in the order in which they come.
-
-    Args:
-        grid: Flower's grid.
-        message: Makes the message of a place, once it is to be sent.
-        count: Number of messages; places are 0 to `count` - 1.
-        most: Number of messages that may be open at once.
-        ttl: Seconds after which a reply is given up.
-    """
-    late, waiting = f"no reply within {ttl:g} seconds", range(count)
-    open_ids: dict[str, tuple[float, int]] = {}
-    while waiting or open_ids:
-        room = most - len(open_ids)
-        fresh, waiting = waiting[:room], waiting[room:]
-        sent = time.monotonic()
-        for place, id in zip(fresh, grid.push_messages([message(place) for place in fresh]) if fresh else (), strict=True):
-            if id:
-                open_ids[id] = sent, place
-            else:
-                yield place, "its node is gone"
-        found = list(grid.pull_messages(list(open_ids))) if open_ids else []
-        for reply in found:
-            began, place = open_ids.pop(reply.metadata.reply_to_message_id, (0.0, -1))
-            over = time.monotonic() - began > 0.9 * ttl
-            if place >= 0:
-                # Flower's own words for a message that is over speak of databases.
-                yield place, late if over and reply.has_error() and reply.error.code in _EXPIRED else reply
-        for id in [id for id, (began, _) in open_ids.items() if time.monotonic() - began >= ttl]:
-            yield open_ids.pop(id)[1], late
-        if open_ids and not found:
-            time.sleep(_POLL_SECONDS)
 
 
 class GridPool:
@@ -180,15 +111,36 @@ class GridPool:
 
     def map(self, assignments: Sequence[Assignment], versions: Versions) -> Iterator[Reply]:
         """Train; see `ClientPool.map`."""
-        tasks = [
-            self._task("train", a.client_id, versions.get(a.client_id), a.round, body=encode_assignment(a, self._spec.graph))
-            for a in assignments
-        ]
+        tasks = [self._training(assignment, versions) for assignment in assignments]
         for assignment, (task, answer) in zip(assignments, self._in_order(tasks), strict=True):
-            travelled = sum(len(payloads.get("memory", b"")) for payloads in (task.payloads, answer.payloads))
-            reply = replace(self._reply(assignment, answer), memory_bytes=travelled)
-            news = self._carrier.news()
-            yield replace(reply, note="; ".join([*news, reply.note] if reply.note else news)) if news else reply
+            yield self._with_news(assignment, task, answer)
+
+    def stream(self) -> GridStream:
+        """Return what starts clients one by one, and gives their replies as they come in."""
+
+        def write(assignment: Assignment, versions: Versions, node: int) -> tuple[Task, Message]:
+            task = self._training(assignment, versions)
+            return task, self._message([task], node, self._ttl)
+
+        def answer(assignment: Assignment, task: Task, message: Message | str) -> Reply:
+            return self._with_news(assignment, task, self._answers(message, 1)[0])
+
+        return GridStream(self._carrier, write, answer, ttl=self._ttl)
+
+    @property
+    def _ttl(self) -> float:
+        return _TTL_SECONDS if self._timeout is None else self._timeout
+
+    def _training(self, assignment: Assignment, versions: Versions) -> Task:
+        id, body = assignment.client_id, encode_assignment(assignment, self._spec.graph)
+        return self._task("train", id, versions.get(id), assignment.round, body=body)
+
+    def _with_news(self, assignment: Assignment, task: Task, answer: Answer) -> Reply:
+        """Read a reply, and add what became of nodes."""
+        travelled = sum(len(payloads.get("memory", b"")) for payloads in (task.payloads, answer.payloads))
+        reply = replace(self._reply(assignment, answer), memory_bytes=travelled)
+        news = self._carrier.news()
+        return replace(reply, note="; ".join([*news, reply.note] if reply.note else news)) if news else reply
 
     def evaluate(
         self, state: StateDict, ids: Sequence[int], versions: Versions, *, round: int, with_shared: bool, export: Path | None
@@ -316,7 +268,7 @@ class GridPool:
         return lost, [(node, asked[i : i + most]) for node, asked in by_node.items() for i in range(0, len(asked), most)]
 
     def _once(self, tasks: Sequence[Task], places: Iterable[int]) -> Iterator[tuple[int, Answer]]:
-        ttl = _TTL_SECONDS if self._timeout is None else self._timeout
+        ttl = self._ttl
         lost, groups = self._by_node(tasks, places)
         yield from ((place, Answer(failure=reason)) for place, reason in lost.items())
         # Nodes that start a process for each message get theirs at once: each is a device, and slow ones delay no other.

@@ -22,7 +22,8 @@ from sparsekit_fl.client.executor import ClientExecutor
 from sparsekit_fl.client.spec import RunSpec
 from sparsekit_fl.engines.base import ClientPool
 from sparsekit_fl.engines.flower.node import make_app
-from sparsekit_fl.engines.flower.pool import Carrier, GridPool
+from sparsekit_fl.engines.flower.pool import GridPool
+from sparsekit_fl.engines.flower.post import Carrier
 from sparsekit_fl.errors import WorkerDiedError
 from sparsekit_fl.options.devices import devices
 from sparsekit_fl.problem.clients import Client
@@ -146,6 +147,8 @@ class _Session(Carrier):
         engine: The options.
         bundle: What the actors need.
     """
+
+    exclusive = False  # any actor serves any node
 
     def __init__(self, engine: Flower, bundle: _Bundle) -> None:
         self.actors = engine.workers

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from sparsekit_fl.costs.clock import round_cost, scoring_seconds
 from sparsekit_fl.engines.embedded import Embedded
 from sparsekit_fl.methods.make import make_method
+from sparsekit_fl.problem.clients import Capability
 from sparsekit_fl.results.rounds import cost_dict, cost_from
 from sparsekit_fl.server.loop import run
 from sparsekit_fl.testing.tiny import tiny_clients, tiny_config, tiny_problem
+from sparsekit_fl.wire.messages import WorkCost
 
 DENSE = 2 * (6 * 8 + 8 * 3)  # of one example of the tiny model
 
@@ -34,3 +37,25 @@ def test_methods_that_decide_by_scores_say_what_that_took(method, scores):
     assert (result.cost.flops_scoring > 0) is scores
     assert ("flops_scoring" in cost_dict(result.cost)) is scores
     assert cost(method, engine=Embedded(workers=2)).cost.flops_scoring == result.cost.flops_scoring
+
+
+@pytest.mark.parametrize("engine", [None, Embedded(workers=2)])
+def test_scoring_takes_simulated_seconds_and_the_number_without_stands_beside(engine):
+    result = cost("fedavg", settings={"personal": "LocalModel", "personal.select": "best"}, engine=engine)
+    plain, record = cost("fedavg"), result.rounds[0]
+    assert result.cost.seconds == pytest.approx(plain.cost.seconds, rel=0.01), "but for the bytes of the number itself"
+    assert result.cost.scoring_seconds > 0
+    assert record.seconds == result.cost.simulated_seconds == result.cost.seconds + result.cost.scoring_seconds
+    written = cost_dict(result.cost)
+    assert written["simulated_seconds"] == result.cost.simulated_seconds
+    assert written["simulated_seconds_training"] == result.cost.seconds
+    assert not {"simulated_seconds_training", "simulated_seconds_scoring"} & set(cost_dict(plain.cost))
+    assert cost_from(written) == result.cost
+
+
+def test_a_round_lasts_until_the_slowest_has_trained_and_scored():
+    slow = WorkCost(seconds=5.0, scoring_seconds=0.5)
+    scores = WorkCost(seconds=4.0, scoring_seconds=3.0)
+    together = round_cost([slow, scores], wall_seconds=0.0)
+    assert (together.seconds, together.simulated_seconds) == (5.0, 7.0)
+    assert scoring_seconds(WorkCost(flops_scoring=10), Capability(flops_per_second=4.0)) == 2.5

@@ -19,7 +19,7 @@ heterogeneity bandit lr batch_size local_epochs seed engine supernodes ray_addre
 min_replies aggregation trim_share clip_norm dp_clip dp_noise dp_delta dp_noise_seed upload out resume quiet json
 set config sampling init momentum weight_decay clip optimizer optimizer_args amp local_schedule local_warmup lr_decay
 lr_schedule lr_warmup lr_step lr_gamma lr_end server_optimizer server_lr server_momentum server_beta2 server_tau
-central_test augment partition_args availability async_buffer async_staleness
+central_test augment partition_args availability async_buffer async_staleness async_clock
 deterministic accept_code eval_global_every log"""
 
 RUN_CONFIGURATION = {
@@ -32,6 +32,7 @@ RUN_CONFIGURATION = {
     "local-schedule": "constant", "local-warmup": 0, "lr-decay": 0.0, "lr-schedule": "constant", "lr-warmup": 0, "lr-step": 0,
     "lr-gamma": 0.0, "lr-end": 0.0, "server-optimizer": "none", "server-lr": 0.0, "server-momentum": 0.9, "server-beta2": 0.99,
     "server-tau": 0.0, "availability": "", "async-buffer": 0, "async-staleness": 0.5,
+    "async-clock": "",
 }  # fmt: skip
 
 

@@ -11,7 +11,14 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 PAGE = HERE.parents[3] / "docs" / "FAULTS.md"
-MODULES = ("test_faults_deployment", "test_faults_restart", "test_deployment", "test_faults_disk", "test_faults_replies")
+MODULES = (
+    "test_faults_deployment",
+    "test_asynchronous_deployment",
+    "test_faults_restart",
+    "test_deployment",
+    "test_faults_disk",
+    "test_faults_replies",
+)
 
 
 @dataclass(frozen=True)

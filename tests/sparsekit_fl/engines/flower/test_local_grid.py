@@ -133,7 +133,7 @@ class StillClock:
 def test_a_faulty_reply_is_dropped_with_its_reason_and_the_round_goes_on_as_if_it_had_failed(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sparsekit_fl.engines.flower.pool.time", StillClock())
+    monkeypatch.setattr("sparsekit_fl.engines.flower.post.time", StillClock())
     change, reason = FAULTS[name]
     victim = _run().rounds[0].cohort[0]
     result = _run(InProcess(fault=_on_victim(victim, change), timeout_seconds=30.0))

@@ -1,0 +1,206 @@
+"""Asynchronous rounds by the wall clock, over Flower's wire format in one process: who comes in when is up to the test."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("flwr", reason="flwr is not installed; pip install 'sparsekit-torch[flower]'")
+
+from flwr.app import Error, Message
+
+from sparsekit.errors import InvalidValueError
+from sparsekit_fl.callbacks.base import Callback
+from sparsekit_fl.deployment.plan import Plan
+from sparsekit_fl.engines.embedded import Embedded
+from sparsekit_fl.engines.flower.local_grid import InProcess
+from sparsekit_fl.engines.flower.wire import content, read
+from sparsekit_fl.errors import RunInterrupted, TooFewRepliesError
+from sparsekit_fl.methods import registry
+from sparsekit_fl.results.records import RunResult
+from sparsekit_fl.server.loop import run
+from sparsekit_fl.testing.tiny import tiny_clients, tiny_config, tiny_problem
+
+SLOW = 200  # looks for replies; others come at the next one
+
+
+def asked(message: Message) -> tuple[str, int, int]:
+    """Task, client and round of a message with one task."""
+    header, _ = read(message)
+    return header["tasks"][0]["task"], header["tasks"][0]["client"], header["tasks"][0]["round"]
+
+
+def slow(*clients: int, looks: int = SLOW):
+    """Delay the training of these clients."""
+    return lambda message: looks * (asked(message)[0] == "train" and asked(message)[1] in clients)
+
+
+def fails(*clients: int, rounds: range = range(1, 99), times: int = 99):
+    """Lose the training of these clients."""
+    left = dict.fromkeys(clients, times)
+
+    def fault(message: Message, reply: Message) -> Message | None:
+        task, client, round = asked(message)
+        if task == "train" and left.get(client, 0) and round in rounds:
+            left[client] -= 1
+            return Message(Error(code=5, reason="node unavailable"), reply_to=message)
+        return reply
+
+    return fault
+
+
+def ran(method: str = "fedavg", engine: object = None, *, out: Path | None = None, callbacks=(), resume=False, **options):
+    given = {"cohort": 8, "async_buffer": 2, "async_clock": "wall", "rounds": 4, **options}
+    config = replace(tiny_config(rounds=given["rounds"]), **given)
+    engine = InProcess() if engine is None else engine
+    return run(
+        registry[method](), tiny_problem(), tiny_clients(), config, engine=engine, out=out, callbacks=callbacks, resume=resume
+    )
+
+
+def arrivals(result: RunResult) -> list[list[tuple[int, int]]]:
+    """(client, age) of who came in, by step."""
+    notes = [next(note for note in record.notes if "came in" in note) for record in result.rounds]
+    return [[(int(a), int(b)) for a, b in re.findall(r"(\d+) \((\d+)\)", note.partition(";")[0])] for note in notes]
+
+
+def test_whoever_comes_in_first_counts_and_a_slow_node_holds_up_nobody() -> None:
+    result = ran(engine=InProcess(delay=slow(0, 1)), rounds=6)
+    assert all(len(step) == 2 for step in arrivals(result))
+    came = {client for step in arrivals(result) for client, _ in step}
+    assert not came & {0, 1}
+    assert result.rounds[-1].notes[-1].endswith(f"whose work does not count: {_under_way(result)}")
+    assert all(record.seconds > 0 for record in result.rounds)
+
+
+def _under_way(result: RunResult) -> list[int]:
+    """Clients that started and did not come in."""
+    under_way: set[int] = set()
+    for record, step in zip(result.rounds, arrivals(result), strict=True):
+        under_way |= set(record.cohort)
+        under_way -= {client for client, _ in step}
+    return sorted(under_way)
+
+
+def test_an_old_update_has_its_age_and_counts_less() -> None:
+    # It comes in at the 4th look, and others at once: a few steps later.
+    result = ran(engine=InProcess(delay=slow(3, looks=3), seed=1), rounds=12)
+    ages = [age for step in arrivals(result) for client, age in step if client == 3]
+    assert max(ages, default=0) >= 1
+    whole = ran(engine=InProcess(delay=slow(3, looks=3), seed=1), rounds=12, async_staleness=0.0)
+    assert arrivals(whole) == arrivals(result)
+    assert whole.final.state_sha256 != result.final.state_sha256
+
+
+@pytest.mark.parametrize("method", ["fedavg", "fedlps", "ditto", "hermes", "heterofl"])
+def test_the_same_arrivals_give_the_same_bits(method: str) -> None:
+    one = ran(method, InProcess(delay=slow(3, looks=3), seed=1), rounds=6)
+    again = ran(method, InProcess(delay=slow(3, looks=3), seed=1), rounds=6)
+    assert arrivals(one) == arrivals(again)
+    assert one.final.state_sha256 == again.final.state_sha256
+
+
+def test_the_order_within_a_buffer_decides_nothing() -> None:
+    results = [ran(engine=InProcess(seed=seed), async_buffer=8, rounds=3) for seed in (1, 2)]
+    assert arrivals(results[0]) != arrivals(results[1])
+    assert results[0].final.state_sha256 == results[1].final.state_sha256
+
+
+def test_a_buffer_of_all_clients_gives_the_bits_of_rounds_that_wait() -> None:
+    waits = run(registry["fedlps"](), tiny_problem(), tiny_clients(), replace(tiny_config(), cohort=8))
+    assert ran("fedlps", async_buffer=8).final.state_sha256 == waits.final.state_sha256
+
+
+def test_a_node_has_one_task_at_a_time_and_gets_the_next_at_once() -> None:
+    engine = InProcess(nodes=2, delay=slow(*range(8), looks=2), grouped=True, memory="nodes")
+    result = ran(engine=engine, async_buffer=3, cohort=6, rounds=12)
+    assert all(len(step) == 3 for step in arrivals(result)), "three updates a step from two nodes"
+    assert {client for record in result.rounds for client in record.cohort} == set(range(8)), "all clients take their turn"
+    assert len(result.rounds[0].cohort) <= 2 + 3, "two to begin with, and one for each that came in"
+    assert len(_under_way(result)) <= 2
+
+
+def test_a_client_that_fails_is_dropped_and_others_take_its_place() -> None:
+    result = ran(engine=InProcess(fault=fails(3)), cohort=4, rounds=10)
+    assert all(len(step) == 2 for step in arrivals(result))
+    dropped = [(client, reason) for record in result.rounds for client, reason in record.dropped]
+    assert dropped
+    assert all(client == 3 and "node unavailable" in reason for client, reason in dropped)
+
+
+def test_a_forged_update_is_refused_with_its_reason() -> None:
+    def forge(message: Message, reply: Message) -> Message:
+        task, client, _ = asked(message)
+        if task != "train" or client != 1:
+            return reply
+        header, payloads = read(reply)
+        return Message(content(header, **{name: data[:-8] for name, data in payloads.items()}), reply_to=message)
+
+    result = ran(engine=InProcess(fault=forge, trusted=False), rounds=3)
+    assert {client for record in result.rounds for client, _ in record.dropped} <= {1}
+    assert all(1 not in record.ratios for record in result.rounds)
+
+
+def test_fewer_clients_than_the_buffer_make_do_with_what_there_is() -> None:
+    gone = fails(0, 1, 2, 3, 4)
+    result = ran(engine=InProcess(fault=gone), async_buffer=4, rounds=2)
+    assert [len(step) for step in arrivals(result)] == [3, 3]
+
+
+def test_those_who_failed_are_asked_again_before_the_run_gives_up() -> None:
+    result = ran(engine=InProcess(fault=fails(*range(7), rounds=range(1, 2), times=1)), async_buffer=4, rounds=1)
+    assert "asked again, since 1 updates came in, 2 are needed (min_replies)" in result.rounds[0].notes[0]
+    assert len(result.rounds[0].ratios) == 4
+    assert len(result.rounds[0].dropped) == 4, "of seven that failed, three made up for it before the buffer was full"
+
+
+def test_with_all_nodes_gone_the_run_stops_says_why_and_can_be_resumed(tmp_path: Path) -> None:
+    with pytest.raises(TooFewRepliesError, match=r"step \d+: \d updates came in.*node unavailable.*Nothing of that step"):
+        ran(engine=InProcess(fault=fails(*range(8), rounds=range(3, 99))), rounds=12, async_buffer=4, out=tmp_path)
+    again = ran(out=tmp_path, rounds=12, async_buffer=4, resume=True)
+    assert len(again.rounds) == 12
+
+
+@pytest.mark.parametrize("memory", ["server", "nodes"])
+def test_a_stopped_run_goes_on_without_those_who_were_under_way(tmp_path: Path, memory: str) -> None:
+    class Stops(Callback):
+        def on_round_end(self, view, record):
+            if record.round == 3:
+                raise KeyboardInterrupt
+
+    def engine() -> InProcess:
+        return InProcess(delay=slow(0, 1), memory=memory)
+
+    with pytest.raises(RunInterrupted):
+        ran("fedlps", engine(), out=tmp_path, rounds=6, callbacks=[Stops()])
+    result = ran("fedlps", engine(), out=tmp_path, rounds=6, resume=True)
+    assert [record.round for record in result.rounds] == [1, 2, 3, 4, 5, 6]
+    longer = ran("fedlps", engine(), out=tmp_path, rounds=8, resume=True)
+    assert (len(longer.rounds), longer.extended) == (8, (6,))
+
+
+def test_scores_on_the_way_are_those_of_nodes_that_have_nothing_to_do() -> None:
+    result = ran(engine=InProcess(delay=slow(0, 1)), rounds=4, eval_every=1)
+    first = result.rounds[0]
+    assert first.evaluation is not None
+    assert any(re.search(r"asynchronous: \d of 8 clients were scored", note) for note in first.notes)
+    assert len(result.final.per_client) == 8, "the end scores all"
+
+
+def test_engines_without_nodes_say_what_to_do() -> None:
+    with pytest.raises(InvalidValueError, match="async_clock 'wall' needs nodes that answer one by one"):
+        ran(engine=Embedded())
+    with pytest.raises(InvalidValueError, match="async_clock belongs to async_buffer"):
+        ran(async_buffer=None)
+    with pytest.raises(InvalidValueError, match="decides itself which updates count"):
+        ran("refl")
+
+
+def test_a_deployment_goes_by_the_wall_clock_unless_told_otherwise() -> None:
+    assert Plan(async_buffer=2).make_config(4).async_clock == "wall"
+    assert Plan(async_buffer=2, async_clock="simulated").make_config(4).async_clock == "simulated"
+    assert Plan().make_config(4).async_clock is None
+    assert Plan.of(Plan(async_buffer=2).to_run_config()) == Plan(async_buffer=2)
