@@ -1,6 +1,7 @@
 """The published tables beside ours: where they differ by more than chance, and why.
 
 The numbers are in `published.json`, the reasons in `reasons.json`; a file `reasons.json` in a report's folder comes first.
+A reason rests on a measurement of ours, on the authors' code, on arithmetic with their numbers, or it is a guess and says so.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ __all__ = [
 _ROUNDING_E12 = 0.05
 _DEVIATIONS = 2.0
 UNEXPLAINED = "no reason is known"
+_GUESS = " That is a guess, which was not measured."
 # Rows at other levels of heterogeneity have no published numbers.
 PUBLISHED_LEVELS = (Level("high"), Level())
 
@@ -230,7 +232,7 @@ def _reason(reasons: Sequence[Mapping[str, Any]], facts: Mapping[str, str], meth
     wanted = {name: {fact} for name, fact in facts.items()} | {"methods": methods}
     for entry in reasons:
         if all(_allows(entry.get(name, "any"), values) for name, values in wanted.items()):
-            return str(entry["reason"])
+            return f"{entry['reason']}{_GUESS if entry.get('basis') == 'guess' else ''}"
     return UNEXPLAINED
 
 

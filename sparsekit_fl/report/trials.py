@@ -24,6 +24,7 @@ TRIAL_FILES = ("trial.json", "cell.json")
 # What may differ between the trials of a section: the axes of the comparison, and what changes no number.
 _AXES = ("seed", "capability_levels", "eval_every", "device")
 _DECIDED = "capability"
+_LACKING = "lack_classes"
 
 
 @dataclass(frozen=True)
@@ -275,7 +276,7 @@ def _protocol(config: Mapping[str, Any]) -> dict[str, Any]:
     if level.heterogeneity is None:
         kept["capability_levels"] = config.get("capability_levels")
     if level.lack_classes is not None:
-        kept["experiment"] = {**config["experiment"], "partition_options": "lack_classes"}
+        kept["experiment"] = {**config["experiment"], "partition_options": _LACKING}
     return kept
 
 
@@ -287,8 +288,14 @@ def _titles(configs: Sequence[Mapping[str, Any]]) -> list[str]:
     for title, own in zip(plain, settings, strict=True):
         others = [other for name, other in zip(plain, settings, strict=True) if name == title]
         names = sorted({name for other in others for name in other if len({str(each.get(name)) for each in others}) > 1})
-        titles.append(", ".join([title, *(f"{name.rpartition('.')[2].replace('_', ' ')} {own.get(name)}" for name in names)]))
+        titles.append(", ".join([title, *(_setting(name, own[name]) for name in names if own.get(name) is not None)]))
     return titles
+
+
+def _setting(name: str, value: Any) -> str:
+    """For example `lr 0.1`, from the path `training.lr`."""
+    # What `_protocol` puts where the number of classes is an axis.
+    return "clients lack classes" if value == _LACKING else f"{name.rpartition('.')[2].replace('_', ' ')} {value}"
 
 
 def _flat(values: Mapping[str, Any], path: str = "") -> dict[str, Any]:

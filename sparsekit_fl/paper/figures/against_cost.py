@@ -19,7 +19,7 @@ from sparsekit_fl.report.chart import Chart, Series
 from sparsekit_fl.report.comparison import Comparison
 from sparsekit_fl.report.curves import Curve, curves_of, metrics_of
 from sparsekit_fl.report.plate import Plate
-from sparsekit_fl.report.table import flops_text, share_text
+from sparsekit_fl.report.table import flops_text, share_text, spread
 
 __all__ = ["accuracy_against_flops", "accuracy_against_time", "best_within"]
 
@@ -71,7 +71,8 @@ def _figure(comparison: Comparison, axis: Axis, *, number: str, name: str, title
         name=name, title=title, kind="curve", series=series, x=x, y="mean personal accuracy on test data",
         unit="flops" if flops else "seconds", scale="linear", marks=marks_at(comparison) if flops else (),
     )  # fmt: skip
-    return plate_of(comparison, number, as_in_the_paper(comparison, chart), _found(own, curves, axis))
+    found = _found(own, curves, axis) + (_left_out(comparison, own.method) if flops else "")
+    return plate_of(comparison, number, as_in_the_paper(comparison, chart), found)
 
 
 def _curves(comparison: Comparison) -> list[Curve]:
@@ -104,6 +105,14 @@ def best_within(curves: Sequence[Curve], axis: Axis, limit: float) -> tuple[str,
         if spent <= limit
     ]
     return (max(found)[1], max(found)[0]) if found else None
+
+
+def _left_out(comparison: Comparison, method: str) -> str:
+    """Name what the count lacks: passes by which a method decides while it trains; empty where there are none."""
+    level = level_of_figure(comparison)
+    trials = comparison.section.of(method, level) if level is not None else []
+    scoring = spread([float(trial.result["cost"].get("flops_scoring", 0)) for trial in trials if trial.result]).mean
+    return f" Its passes that score while it trains, {flops_text(scoring)} FLOPs, are not counted." if scoring else ""
 
 
 def _found(own: Curve, curves: Sequence[Curve], axis: Axis) -> str:

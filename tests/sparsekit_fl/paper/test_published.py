@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from sparsekit_fl.paper.published import (
 from sparsekit_fl.paper.tables import published_csv, show_published
 from sparsekit_fl.report.comparison import Comparison
 from sparsekit_fl.report.trials import Trial, sections_of
+from sparsekit_fl.report.write import read_comparisons
 
 
 def _beside(*results: dict[str, Any], folder: Path | None = None) -> list[Published]:
@@ -134,12 +136,29 @@ def test_every_recorded_reason_is_a_sentence_about_published_methods() -> None:
     published = json.loads(home.joinpath("published.json").read_text())
     names = {row["method"] for rows in published["tables"].values() for row in rows} | {"*", *published["also"]}
     for entry in json.loads(home.joinpath("reasons.json").read_text()):
-        assert set(entry) == {"quantity", "sign", "datasets", "methods", "reason"}
+        assert set(entry) == {"quantity", "sign", "datasets", "methods", "reason", "basis", "checked"}
+        assert entry["basis"] in ("measured", "code", "numbers", "guess")
+        assert date.fromisoformat(entry["checked"]) >= date(2026, 11, 22)
         assert entry["quantity"] in ("accuracy", "flops")
         assert entry["sign"] in ("any", "higher", "lower")
         assert set(entry["methods"]) <= names
         assert entry["reason"][0].isupper()
         assert entry["reason"].endswith(".")
+
+
+def test_each_difference_of_the_saved_results_has_a_reason_and_a_guess_says_that_it_is_one() -> None:
+    folder = Path(__file__).parents[3] / "examples/paper"
+    (comparison,) = read_comparisons(folder / "compare-mnist")
+    rows = published_beside(comparison)
+    assert len({row.method for row in rows}) == 26, "every row of both tables was run"
+    found = {(row.run, name): pair for row in rows for name, pair in (("accuracy", row.accuracy), ("flops", row.flops))}
+    assert [key for key, pair in found.items() if pair.flagged and pair.reason == UNEXPLAINED] == []
+    assert "not measured" in found["fedmp", "accuracy"].reason
+    assert "not measured" not in found["fedavg", "accuracy"].reason
+    assert "two, and both are counted" in found["per-fedavg", "flops"].reason
+    for comparison in read_comparisons(folder / "compare-cifar10"):
+        for row in published_beside(comparison):
+            assert row.accuracy.reason == "Another protocol: 10 rounds instead of 100."
 
 
 def test_it_is_shown_within_eighty_columns_with_reasons_below() -> None:

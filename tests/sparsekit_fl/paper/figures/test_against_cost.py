@@ -48,6 +48,14 @@ def test_figure_3_counts_flops_as_the_paper_does_and_has_its_table_beside() -> N
     assert "over 2 seeds" in plate.caption
 
 
+def test_what_the_count_leaves_out_is_named() -> None:
+    own = result("fedlps")
+    own["cost"]["flops_scoring"] = 3 * 10**9
+    plate = accuracy_against_flops(_comparison(own, result("fedavg")))
+    assert plate is not None
+    assert "Its passes that score while it trains, 3G FLOPs, are not counted." in plate.caption
+
+
 def test_another_protocol_has_no_published_marks_and_says_so() -> None:
     plate = accuracy_against_flops(_comparison(*(result(name, rounds=60) for name in ("fedlps", "fedavg"))))
     assert plate is not None
