@@ -43,7 +43,10 @@ def write_file(path: Path, entries: StateDict, spec: Mapping[str, Any]) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     temporary.touch()  # where this fails, the operating system says why: no such folder, no permission
     try:
+        mode = temporary.stat().st_mode
         save_file(_apart(entries), temporary, metadata=header)
+        # safetensors makes a file that its owner alone may read.
+        temporary.chmod(mode)
         with temporary.open("rb+") as file:
             os.fsync(file.fileno())  # a power cut must not leave a name without its bytes
         temporary.replace(path)

@@ -36,6 +36,8 @@ def completed(given: Mapping[str, Any], path: Path, *, known: Collection[str]) -
     """
     try:
         raw = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise InvalidValueError(f"--config {path} cannot be read: it does not exist") from error
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidValueError(f"--config {path} cannot be read: {error}") from error
     except tomllib.TOMLDecodeError as error:

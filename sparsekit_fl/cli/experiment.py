@@ -6,8 +6,10 @@ import ast
 import inspect
 import logging
 import os
+import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -16,6 +18,7 @@ from sparsekit.errors import InvalidValueError, MissingDependencyError, install_
 from sparsekit_fl.cli.options import MOST_WORKERS, RunOptions
 from sparsekit_fl.options.config import HETEROGENEITY, RunConfig, TrainingConfig
 from sparsekit_fl.options.devices import devices
+from sparsekit_fl.options.schema import options as options_of
 
 if TYPE_CHECKING:
     from sparsekit_fl.engines.base import Engine
@@ -74,22 +77,24 @@ class Experiment:
         preset = preset_for(preset=options.preset, dataset=options.dataset)
         engine = _engine(options)
         # Checked before the data are read, which may take long.
-        check_training(_config(options, preset, options.clients or preset.clients).training)
+        with _as_flags():
+            check_training(_config(options, preset, options.clients or preset.clients).training)
         if options.init is not None and not options.init.exists():
             raise InvalidValueError(f"--init {options.init} does not exist; pass a file of weights, or the folder of a run")
         deal = {"classes_per_client": options.classes_per_client, "alpha": options.alpha}
         deal = {name: value for name, value in deal.items() if value is not None} | _arguments(options.partition_args)
-        problem, clients, own, test = build_task(
-            preset,
-            model=options.model,
-            clients=options.clients,
-            partition=options.partition,
-            options=deal or None,
-            lack_classes=options.lack_classes,
-            data_dir=options.data_dir,
-            seed=options.seed or 0,
-            augment=options.augment,
-        )
+        with _as_flags():
+            problem, clients, own, test = build_task(
+                preset,
+                model=options.model,
+                clients=options.clients,
+                partition=options.partition,
+                options=deal or None,
+                lack_classes=options.lack_classes,
+                data_dir=options.data_dir,
+                seed=options.seed or 0,
+                augment=options.augment,
+            )
         kept = dict(preset.options) if options.partition in (None, preset.partition) else {}
         if options.lack_classes is not None:
             # It decides all that the preset says of shards, so what it overrides is not reported.
@@ -129,8 +134,20 @@ def _arguments(text: str | None) -> dict[str, Any]:
         return {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
     except (SyntaxError, ValueError):
         raise InvalidValueError(
-            f"--partition-args must be NAME=VALUE with commas between, as in 'min_examples=20', got {text!r}"
+            f"--partition-args must be NAME=VALUE with commas between, each a number, True, False, None or a text in quotes, as"
+            f" in 'min_examples=20', got {text!r}"
         ) from None
+
+
+@contextmanager
+def _as_flags() -> Iterator[None]:
+    """Name options in errors as the command line does: `--lr-step` for `lr_step`."""
+    try:
+        yield
+    except InvalidValueError as error:
+        names = [name for name in options_of(RunOptions) if "_" in name]
+        text = re.sub(rf"(?<![\w./-])({'|'.join(names)})(?![\w.])", lambda found: "--" + found[0].replace("_", "-"), str(error))
+        raise type(error)(text) from error
 
 
 def _name_of(problem: Problem) -> str:
@@ -152,7 +169,8 @@ def _config(options: RunOptions, preset: Preset, clients: int, *, keep: bool = F
         given = {"capability": "fixed", **given, "capability_levels": None}
     elif options.heterogeneity is not None:
         given["capability_levels"] = HETEROGENEITY[options.heterogeneity]
-    config = preset.config(given, clients)
+    with _as_flags():
+        config = preset.config(given, clients)
     if config.cohort > clients:
         raise InvalidValueError(f"--cohort is {config.cohort}, but there are {clients} clients; lower it")
     return config

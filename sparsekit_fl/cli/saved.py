@@ -36,6 +36,14 @@ def _which(client: int | None, best: bool) -> str | int:
     return "best" if best else "global" if client is None else client
 
 
+def _check_folder(option: str, path: Path | None) -> None:
+    """Raise where a file cannot be written, before the work for it is done."""
+    if path is not None and not path.parent.is_dir():
+        raise InvalidValueError(f"{option} {path}: there is no folder {path.parent}; make it first, or choose another one")
+    if path is not None and path.is_dir():
+        raise InvalidValueError(f"{option} {path} is a folder; name a file in it")
+
+
 def _predict(
     *,
     out: Out,
@@ -59,6 +67,7 @@ def _predict(
     from sparsekit_fl.state.models import read_recipe
 
     which = _which(client, best)
+    _check_folder("--output", output)
     module = load_model(out, which, model=model)
     found = outputs_of(module, read_inputs(inputs, read_recipe(out)))
     if output is not None:
@@ -110,7 +119,10 @@ def _export(
     from sparsekit_fl.state.models import read_recipe
 
     if onnx == pt2:
-        raise InvalidValueError("say what to write: --onnx or --pt2")
+        raise InvalidValueError(
+            "--onnx and --pt2 are two files; leave one out" if onnx else "say what to write: --onnx or --pt2"
+        )
+    _check_folder("--to", to)
     which = _which(client, best)
     recipe = read_recipe(out)
     module, examples = load_model(out, which, model=model), example_inputs_of(recipe)

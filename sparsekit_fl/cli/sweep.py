@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import json
 import signal
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,11 +17,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from sparsekit.errors import InvalidValueError, SparsekitError, UnknownNameError, nearest
+from sparsekit.errors import InvalidValueError, SparsekitError, UnknownNameError
 from sparsekit_fl.cli.config_file import written
 from sparsekit_fl.cli.experiment import Experiment, cores
 from sparsekit_fl.cli.options import RunOptions, command_app, takes_options
 from sparsekit_fl.options.checked import choices
+from sparsekit_fl.options.schema import options as options_of
 from sparsekit_fl.options.values import parse_value, read_settings
 
 if TYPE_CHECKING:
@@ -189,13 +191,18 @@ class _Plan:
             return
         from sparsekit_fl.methods import registry
         from sparsekit_fl.methods.settings import arguments_of
+        from sparsekit_fl.options.config import RunConfig, TrainingConfig
 
         options = [choice.name for choice in choices(RunOptions)]
         arguments = [setting.path for setting in arguments_of(registry.find(self.method.split()[0].partition("@")[0]))]
         kinds = ("sampling", "ratio", "mask", "local", "share", "aggregate", "personal")
         if name not in (*options, *arguments, *kinds):
+            offered = [*options_of(RunConfig, TrainingConfig), *arguments]
+            close = difflib.get_close_matches(name, offered, n=1)
             raise UnknownNameError(
-                f"--vary {name}: no option of a run or of {self.method!r}; {nearest(name, [*options, *arguments])}"
+                f"--vary {name}: no option of a run or of {self.method!r};"
+                + (f" did you mean {close[0]!r}?" if close else "")
+                + f" `sparsekit run --help` and `sparsekit list method {self.method.split()[0]}` show them"
             )
 
 

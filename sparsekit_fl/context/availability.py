@@ -50,7 +50,8 @@ class Availability:
         try:
             text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise DataError(f"availability {path} cannot be read: {error}") from error
+            reason = "it does not exist" if isinstance(error, FileNotFoundError) else str(error)
+            raise DataError(f"availability {path} cannot be read: {reason}") from error
         try:
             return _from_csv(text) if path.suffix.lower() == ".csv" else _from_json(json.loads(text))
         except (ValueError, TypeError, KeyError, AttributeError) as error:

@@ -137,9 +137,11 @@ def _policy(value: Any, kind: str) -> Any:
     if isinstance(value, Policy):
         return value
     text = _class_name(str(value))
-    known = [name for name in policies.__all__ if not name.endswith("Policy") and _is_policy(getattr(policies, name))]
-    if ":" not in text and text not in known:
-        raise UnknownNameError(f"{kind} must be a policy, got {text!r}; {nearest(text, known)}, or package.module:Class")
+    named = [name for name in policies.__all__ if not name.endswith("Policy") and _is(policies, name, Policy)]
+    if ":" not in text and text not in named:
+        base = annotation_of(Method, kind)
+        hint = nearest(_spelled(text), [_spelled(name) for name in named if _is(policies, name, base)])
+        raise UnknownNameError(f"{kind} must be a policy, got {str(value)!r}; {hint}, or package.module:Class")
     found = parse_value(Policy, text, name=kind) if ":" in text else getattr(policies, text)
     try:
         return found() if isinstance(found, type) else found
@@ -154,8 +156,15 @@ def _class_name(text: str) -> str:
     return "".join(word.capitalize() for word in text.split("-")) if text.islower() and ":" not in text else text
 
 
-def _is_policy(found: object) -> bool:
-    return isinstance(found, type) and issubclass(found, Policy)
+def _spelled(name: str) -> str:
+    """`PowerOfChoice` as `power-of-choice`, as options name it."""
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "-", name).lower()
+
+
+def _is(module: Any, name: str, base: Any) -> bool:
+    """Whether a name of a module is a class of policies of one kind."""
+    found = getattr(module, name)
+    return isinstance(found, type) and issubclass(found, base)
 
 
 def _replaced(method: Method, owner: Any, path: list[str], value: Any, whole: str) -> Any:

@@ -62,6 +62,8 @@ def _read(path: Path, examples: tuple[Tensor, ...], recipe: Mapping[str, Any]) -
             arrays = _arrays(path, kind)
     except MissingDependencyError:
         raise
+    except FileNotFoundError as error:
+        raise DataError(f"{path} cannot be read: it does not exist") from error
     except Exception as error:
         # Readers of pictures and arrays raise many kinds.
         raise DataError(f"{path} cannot be read: {type(error).__name__}: {error}") from error

@@ -235,9 +235,11 @@ def _arguments(training: TrainingConfig, kind: type[torch.optim.Optimizer]) -> d
         elif value:
             raise InvalidValueError(f"optimizer {training.optimizer!r} takes no {name}, got {value}; leave it out")
     for name, value in _parsed(training.optimizer_args).items():
-        if not anything and (name not in known or name in ("params", "lr")):
+        # Those that have options of their own are not for here.
+        offered = set(known) - {"params", "lr", "momentum", "weight_decay"}
+        if not anything and name not in offered | {"momentum", "weight_decay"}:
             raise InvalidValueError(
-                f"optimizer {training.optimizer!r} takes no argument {name!r} in optimizer_args; {nearest(name, set(known))}"
+                f"optimizer {training.optimizer!r} takes no argument {name!r} in optimizer_args; {nearest(name, offered)}"
             )
         given[name] = value
     return given
