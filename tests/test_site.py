@@ -131,6 +131,8 @@ def test_every_page_has_a_place_in_the_navigation_or_gets_one() -> None:
     there = {page.relative_to(DOCS).as_posix() for page in PAGES}
     beside = {"SECURITY.md", "ZOO.md", "CHANGELOG.md", "CONTRIBUTING.md"}
     assert nav - there - beside == set(), "the navigation names a page that is not there"
+    named = re.findall(r"[\w./-]+\.md", text.split("\nnav:\n")[1])
+    assert sorted(set(named)) == sorted(named), "the navigation names a page twice"
     assert {path for path in beside if not (ROOT / path).exists()} == set()
 
 
@@ -139,3 +141,8 @@ def test_every_picture_of_a_page_is_there_and_described() -> None:
         for text, target in re.findall(r"!\[([^\]]*)\]\(([^)]+)\)", page.read_text(encoding="utf-8")):
             assert (page.parent / target).exists(), f"{page.name}: {target}"
             assert len(text) > 10, f"{page.name}: {target} needs words for those who cannot see it"
+
+
+@pytest.mark.parametrize("page", ["units", "masks", "budget", "personal", "costs"])
+def test_every_concept_has_a_drawing(page: str) -> None:
+    assert re.search(r"!\[[^\]]+\]\(\.\./pictures/\w+\.svg\)", (DOCS / "concepts" / f"{page}.md").read_text(encoding="utf-8"))

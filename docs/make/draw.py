@@ -276,6 +276,40 @@ def personal() -> None:
     sheet.save("personal.svg")
 
 
+def costs() -> None:
+    """The same step counted by two conventions, and what a round adds up to."""
+    sheet = Sheet(
+        760, 330, "FLOPs of one layer at ratio 0.5: all, half by the row mask, a quarter compact; and what a round takes"
+    )
+    keep = [True, False, True, False, True, False]
+    for x, title, words in (
+        (110, "dense", "36 entries: 100 %"),
+        (380, "row mask (paper)", "18 entries: 50 %"),
+        (650, "compact (ours)", "9 entries: 25 %"),
+    ):
+        sheet.text(x, 30, title, bold=True)
+        sheet.text(x, 160, words, fill=SOFT)
+    sheet.matrix(68, 48, [True] * 6, [True] * 6)
+    sheet.matrix(338, 48, keep, [True] * 6)
+    sheet.matrix(608, 48, keep, keep)
+    sheet.text(380, 186, "Dropped units are rows of their own layer and columns of the next one.", size=12, fill=SOFT)
+    sheet.text(40, 226, "client 1", anchor="start", size=12)
+    sheet.text(40, 260, "client 2", anchor="start", size=12)
+    for y, parts in ((212, (60, 190, 50)), (246, (35, 400, 30))):
+        x = 110.0
+        for width, fill, words in zip(parts, (SECOND, KEPT, ACCENT), ("down", "train", "up"), strict=True):
+            sheet.box(x, y, width - 2, 22, fill, "none")
+            sheet.text(x + width / 2 - 1, y + 15, words, size=11, fill="#ffffff")
+            x += width
+    sheet.line(575, 202, 575, 278, INK)
+    sheet.text(585, 236, "the slowest client", anchor="start", size=12)
+    sheet.text(585, 252, "ends the round", anchor="start", size=12)
+    sheet.text(
+        380, 312, "Simulated time: bytes over the speed of the link, FLOPs over the speed of the device.", size=12, fill=SOFT
+    )
+    sheet.save("costs.svg")
+
+
 def bandit() -> None:
     """An interval that is split where it was pulled."""
     sheet = Sheet(760, 220, "A bandit over an interval: each pull splits the arm that holds it, and good arms are split finer")
@@ -311,7 +345,7 @@ def favicon() -> None:
 
 def draw() -> None:
     """Draw all of them."""
-    for picture in (home, units, masks, square, rounds, personal, bandit, favicon):
+    for picture in (home, units, masks, square, rounds, personal, costs, bandit, favicon):
         picture()
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sparsekit.cli.model_source import find_object
+from sparsekit.cli.model_source import find_object, ran
 from sparsekit.errors import DataError, InvalidValueError
 from sparsekit.registry import Registry
 
@@ -66,20 +67,19 @@ def load_data(text: str, *, data_dir: Path | None, batch_size: int, seed: int, d
         InvalidValueError: nothing of that name can be imported or called.
         UnknownNameError: no such name.
     """
+    from torch import nn
+
     found = find_object(text, data_sets)
     if callable(found) and not isinstance(found, Iterable):
         offered = {"data_dir": data_dir, "batch_size": batch_size, "seed": seed}
-        try:
-            takes = inspect.signature(found).parameters
-            found = found(**{name: value for name, value in offered.items() if name in takes})
-        except TypeError as error:
-            raise InvalidValueError(
-                f"--data {text} cannot be called: {error}; a loader takes no argument but data_dir, batch_size and seed"
-            ) from error
+        takes = inspect.signature(found).parameters
+        load = functools.partial(found, **{name: value for name, value in offered.items() if name in takes})
+        found = ran(f"--data {text}", load, advice="a loader takes no argument but data_dir, batch_size and seed")
     pair = isinstance(found, tuple) and len(found) == 2
     train, validation = found if pair else (found, None)
     for batches in (train, validation):
-        if batches is not None and (not isinstance(batches, Iterable) or isinstance(batches, Iterator)):
+        wrong = isinstance(batches, Iterator | nn.Module) or not isinstance(batches, Iterable)  # a Sequential is iterable
+        if batches is not None and wrong:
             raise DataError(
                 f"--data {text} must give batches that can be read again, a list or a loader, or a pair of them for"
                 f" training and validation, got {type(batches).__name__}"

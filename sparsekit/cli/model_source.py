@@ -5,18 +5,19 @@ from __future__ import annotations
 import functools
 import importlib.util
 import sys
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sparsekit.errors import InvalidValueError, nearest
+from sparsekit.errors import InvalidValueError, SparsekitError, nearest
 from sparsekit.registry import Registry
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-__all__ = ["example_inputs", "find_object", "load_checkpoint", "load_model", "models", "pick_device", "read_example"]
+__all__ = ["example_inputs", "find_object", "load_checkpoint", "load_model", "models", "pick_device", "ran", "read_example"]
 
 models = Registry("model", {}, group="sparsekit.models")
 """Models by name, for every command that takes a model."""
@@ -33,6 +34,8 @@ def find_object(text: str, registry: Registry) -> Any:
         UnknownNameError: no such name.
     """
     place, colon, attribute = text.rpartition(":")
+    if not colon and text.endswith(".py"):
+        raise InvalidValueError(f"{text!r} is a file; name what to take from it, as in {text}:make")
     if not colon or not place.endswith(".py"):
         return registry.find(text)
     path = Path(place)
@@ -43,12 +46,43 @@ def find_object(text: str, registry: Registry) -> Any:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules.setdefault(path.stem, module)  # data classes look their module up
-    spec.loader.exec_module(module)
+    ran(place, lambda: spec.loader.exec_module(module))  # type: ignore[union-attr]
     if not hasattr(module, attribute):
         raise InvalidValueError(
             f"{place!r} has no {attribute!r}; {nearest(attribute, [n for n in vars(module) if n[0] != '_'])}"
         )
     return getattr(module, attribute)
+
+
+def ran(name: str, code: Callable[[], Any], *, how: str = "", advice: str = "mend it, or name another") -> Any:
+    """Run a user's code and say in a line what failed in it.
+
+    Args:
+        name: As the user wrote it.
+        code: What to call.
+        how: How it is called, for messages.
+        advice: What to do where it cannot be called like that.
+
+    Raises:
+        InvalidValueError: it failed; says with what, and where.
+        SparsekitError: as it comes; such an error says what to do.
+    """
+    try:
+        return code()
+    except SparsekitError:
+        raise
+    except Exception as error:  # the user's code may raise anything
+        frames = traceback.extract_tb(error.__traceback__)
+        if isinstance(error, TypeError) and len(frames) == 1:
+            raise InvalidValueError(f"{name!r} cannot be called{how}: {error}; {advice}") from error
+        last = frames[-1]
+        where = (
+            f"{error.filename}, line {error.lineno}"
+            if isinstance(error, SyntaxError)
+            else f"{last.filename}, line {last.lineno}"
+        )
+        told = error.msg if isinstance(error, SyntaxError) else str(error)
+        raise InvalidValueError(f"{name!r} failed with {type(error).__name__}: {told} ({where})") from error
 
 
 def load_model(name: str) -> tuple[nn.Module, tuple[Any, ...] | Mapping[str, Any] | None]:
@@ -63,10 +97,7 @@ def load_model(name: str) -> tuple[nn.Module, tuple[Any, ...] | Mapping[str, Any
     factory = find_object(name, models)
     if isinstance(factory, nn.Module) or not callable(factory):
         raise InvalidValueError(f"{name!r} must be a class or function that builds a model, got {type(factory).__name__}")
-    try:
-        made = factory()
-    except TypeError as error:
-        raise InvalidValueError(f"{name!r} cannot be called without arguments: {error}; wrap it in a function") from error
+    made = ran(name, factory, how=" without arguments", advice="wrap it in a function")
     module, own = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(module, nn.Module):
         raise InvalidValueError(f"{name!r} must return a torch.nn.Module or (module, inputs), got {type(module).__name__}")
@@ -222,6 +253,12 @@ def _read_file(path: Path) -> Any:
 
     # Torch's reader of plain weights runs no code; anything but tensors in plain containers is refused.
     read = functools.partial(torch.load, map_location="cpu", weights_only=True)
+    if path.is_dir():
+        inside = sorted(each.name for each in path.iterdir() if each.suffix in (".safetensors", ".pt", ".pth", ".bin"))
+        raise InvalidValueError(
+            f"checkpoint {str(path)!r} is a folder; pass a file"
+            + (f", such as {path / inside[0]}" if inside else " of weights, safetensors or as torch saves it")
+        )
     if not path.is_file():
         raise InvalidValueError(f"there is no checkpoint {str(path)!r}")
     try:
@@ -229,7 +266,13 @@ def _read_file(path: Path) -> Any:
     except OSError:
         raise
     except Exception as error:  # readers raise errors of many kinds for a damaged file
-        told = str(error).splitlines()[0] if str(error) else type(error).__name__
+        # Torch's own words advise to run whatever code the file holds.
+        pickled = type(error).__name__ == "UnpicklingError" and "Unsupported" in str(error)
+        told = (
+            "it holds more than tensors, and to load that could run code"
+            if pickled
+            else f"{type(error).__name__}, it may be damaged"
+        )
         raise InvalidValueError(
             f"{path} cannot be read as weights: {told}; save model.state_dict() with torch.save, or as safetensors"
         ) from error

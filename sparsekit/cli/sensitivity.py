@@ -84,6 +84,8 @@ def _sensitivity(
         raise InvalidValueError("--resume needs --out, the file of the table to go on with")
     if out is not None and out.exists() and not resume:
         raise InvalidValueError(f"{out} exists already; pass --resume to go on with it, or another --out")
+    if out is not None and (out.is_dir() or not out.absolute().parent.is_dir()):
+        raise InvalidValueError(f"--out must be a file in a folder that exists, got {out}")
     shares = tuple(share or SHARES)
     options = PruneOptions(
         model=model, budget=(), checkpoint=checkpoint, example_shape=tuple(example_shape or ()), device=device, norm=norm,
@@ -114,7 +116,8 @@ def _sensitivity(
         typer.echo(json.dumps(report, indent=1))
         return
     console = Console()
-    console.print(escape(f"{model}: loss of {what} where one group alone is narrowed, the most sensitive first"))
+    worse = what if job.metric is None else f"loss in {what}"
+    console.print(escape(f"{model}: {worse} when one group keeps this share of its units, worst first"))
     shown = Table("group")
     for each in sorted(set(shares), reverse=True):
         shown.add_column(f"{each:.0%}", justify="right")

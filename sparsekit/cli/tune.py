@@ -186,7 +186,9 @@ def _report(search: Search, out: Path | None, *, as_json: bool) -> None:
     if best is None and search.records:
         last = search.records[-1]
         where = "" if out is None else f"; its output is in {search.journal.logs(last.trial)[0].parent}"
-        typer.echo(f"error: all {len(search.records)} trials have failed; the last: {last.reason}{where}", err=True)
+        number = len(search.records)
+        failed = "the only trial has failed" if number == 1 else f"all {number} trials have failed; the last"
+        typer.echo(f"error: {failed}: {last.reason}{where}", err=True)
         raise typer.Exit(FAILED)
     if out is not None and not as_json:
         typer.echo(

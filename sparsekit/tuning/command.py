@@ -102,4 +102,4 @@ class Metric:
             if not abs(number) <= _LARGEST:
                 raise InvalidValueError(f"the metric is {number:g}")
             return number
-        raise InvalidValueError("the output has no match of the metric")
+        raise InvalidValueError(f"the output has no match of the metric, {self._expression.pattern!r}")
