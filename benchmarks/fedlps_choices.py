@@ -18,10 +18,12 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from sparsekit.training.loss_importance import LossImportance
 from sparsekit_fl.context.client import ClientContext
 from sparsekit_fl.context.server import ServerContext
 from sparsekit_fl.datasets import datasets
@@ -29,6 +31,7 @@ from sparsekit_fl.datasets.base import DataSource
 from sparsekit_fl.experiment.build import build_problem
 from sparsekit_fl.methods.fedlps import fedlps, fedlps_own
 from sparsekit_fl.methods.method import Method
+from sparsekit_fl.paper.ablations import fedlps_magnitude, fedlps_ordered, fedlps_random
 from sparsekit_fl.paper.presets import preset_for
 from sparsekit_fl.policies.aggregate import CoverageMean
 from sparsekit_fl.policies.bandit import BanditRatio
@@ -39,7 +42,7 @@ from sparsekit_fl.policies.ratio import ByCapability
 from sparsekit_fl.policies.touched_rows import TouchedRowsMean
 from sparsekit_fl.server.loop import run
 
-__all__ = ["ARMS", "AtMost", "cifar10", "mnist", "narrow", "vgg11_quarter"]
+__all__ = ["ARMS", "OPTIONS", "AtMost", "cifar10", "mnist", "narrow", "vgg11_quarter"]
 
 
 def _held_out(name: str) -> DataSource:
@@ -116,6 +119,13 @@ def narrow() -> Method:
     return replace(method, local=replace(method.local, passes=1.4))
 
 
+def _own_local(**options: Any) -> Method:
+    """`fedlps_own` with other options of its local policy."""
+    method = fedlps_own()
+    assert isinstance(method.local, LearnableSgd)
+    return replace(method, local=replace(method.local, **options))
+
+
 ARMS: dict[str, Callable[[], Method]] = {
     "fedlps": fedlps,
     "half": lambda: replace(fedlps(), ratio=AtMost(high=0.5)),
@@ -125,7 +135,21 @@ ARMS: dict[str, Callable[[], Method]] = {
     "classes-half": lambda: replace(fedlps(), ratio=AtMost(high=0.5), share=OwnClasses(), aggregate=TouchedRowsMean()),
     "fedlps-own": fedlps_own,
     "narrow": narrow,
+    "own-depth3": lambda: replace(fedlps_own(), share=OwnClasses(depth=3.0)),
+    "own-low3": lambda: replace(fedlps_own(), ratio=BanditRatio(low=0.3, high=0.4)),
+    "own-passes": lambda: _own_local(passes=1.2),
+    "own-momentum": fedlps_own,
+    "own-cosine": fedlps_own,
+    "own-loss": lambda: _own_local(learning=LossImportance(explore=0.2, samples=3, rounds=6)),
+    "own-ordered": lambda: fedlps_ordered(whole="fedlps-own"),
+    "own-magnitude": lambda: fedlps_magnitude(whole="fedlps-own"),
+    "own-random": lambda: fedlps_random(whole="fedlps-own"),
 }
+OPTIONS: dict[str, dict[str, Any]] = {
+    "own-momentum": {"server_optimizer": "fedavgm", "server_momentum": 0.5},
+    "own-cosine": {"lr_schedule": "cosine", "lr_end": 0.1},
+}
+"""Options of the run that an arm changes."""
 
 
 def main() -> None:
@@ -147,7 +171,8 @@ def main() -> None:
             cell = {"dataset": given.dataset, "model": given.model, "rounds": given.rounds, "seed": seed, "arm": arm}
             if any(cell.items() <= row.items() for row in done):
                 continue
-            config = preset.config({"rounds": given.rounds, "seed": seed, "eval_every": given.rounds}, len(clients))
+            options = {"rounds": given.rounds, "seed": seed, "eval_every": given.rounds, **OPTIONS.get(arm, {})}
+            config = preset.config(options, len(clients))
             result = run(replace(ARMS[arm](), name=arm), problem, clients, config)
             scores = {
                 "personal": round(result.final.personal["accuracy"], 5),

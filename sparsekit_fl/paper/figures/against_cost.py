@@ -121,6 +121,5 @@ def _found(own: Curve, curves: Sequence[Curve], axis: Axis) -> str:
     best = best_within(curves, axis, limit)
     rest = "no rival had been scored by then" if best is None else f"the best rival by then, {best[0]}, {share_text(best[1])}"
     ahead = max((float(curve.accuracy[-1]), curve.method) for curve in curves if is_rival(curve.method))
-    return (
-        f"after {spent} {own.method} has {share_text(accuracy)}, {rest}; at its own end {ahead[1]} has {share_text(ahead[0])}."
-    )
+    end = f"at the end of its run {ahead[1]} has {share_text(ahead[0])}"
+    return f"after {spent} {own.method} has {share_text(accuracy)}, {rest}; {end}."

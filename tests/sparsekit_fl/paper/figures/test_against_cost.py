@@ -73,7 +73,7 @@ def test_figure_4_compares_at_equal_time() -> None:
     assert plate is not None
     assert (plate.number, plate.chart.unit, plate.chart.marks) == ("Figure 4", "seconds", ())
     assert plate.chart.series[0].x == (50 * SECONDS / 4, 100 * SECONDS / 4)
-    assert "fedlps has 95.0%, the best rival by then, fedper, 60.0%; at its own end fedper has 99.0%" in plate.caption
+    assert "fedlps has 95.0%, the best rival by then, fedper, 60.0%; at the end of its run fedper has 99.0%" in plate.caption
 
 
 def test_without_a_rival_or_without_a_curve_there_is_no_figure() -> None:
