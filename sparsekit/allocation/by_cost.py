@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
 from torch import Tensor
 
 from sparsekit.allocation.within_budget import RankedWithinBudget, Search
 from sparsekit.allocation.worth import block_losses, ranked_worth
+from sparsekit.errors import InvalidValueError
 from sparsekit.graph.graph import UnitGraph
 
 __all__ = ["ByCost"]
@@ -27,13 +30,24 @@ class ByCost(RankedWithinBudget):
         limits: Group name → (least, largest) share of its units that stays.
         multiple_of: What the counts are multiples of: one number, or kind or group name → number.
         scale: How scores of different groups are made comparable, as in `ranked_worth`; "none" where they are already.
+        rise: Power of (size of the group / units that stay) by which a unit is worth more where few stay. With 0, scores are
+            taken as they are, which may leave a group three units of 32: each alone was worth little. Where the loss falls
+            as 1 / width, the power is 2; right where the network trains on.
 
     Raises:
-        InvalidValueError: a limit, multiple or scale that is not allowed.
+        InvalidValueError: a limit, multiple, scale or rise that is not allowed.
 
     Source: Liu et al., Group Fisher pruning, ICML 2021 (arXiv 2108.00708), for scores by cost.
     """
 
+    rise: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0.0 <= self.rise < math.inf:
+            raise InvalidValueError(f"rise must be a finite number >= 0, got {self.rise}; 0 takes scores as they are")
+
     def _search(self, graph: UnitGraph, scores: Mapping[str, Tensor]) -> Search:
         worth = ranked_worth(graph, scores, self.scale)
+        worth = {name: own * (own.size / np.arange(1, own.size + 1)) ** self.rise for name, own in worth.items()}
         return lambda problem: problem.walk(lambda groups, counts: block_losses(worth, groups, counts), by_cost=True)

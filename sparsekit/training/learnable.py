@@ -15,7 +15,8 @@ from torch.optim import Optimizer
 from sparsekit._torch import is_exporting, outside_compiler
 from sparsekit.allocation.by_cost import ByCost
 from sparsekit.allocation.uniform import Uniform, check_ratio
-from sparsekit.criteria.base import Criterion, View, score_units
+from sparsekit.allocation.worth import Scale
+from sparsekit.criteria.base import Criterion, View, is_comparable, score_units
 from sparsekit.criteria.by_name import as_criterion
 from sparsekit.criteria.learned import Learned
 from sparsekit.deprecations import PatternCriterion, renamed_attribute, renamed_keywords
@@ -186,17 +187,22 @@ class LearnableMask(nn.Module):
                 self.scores.copy_(fused)
         if self.budget is None:
             return None
-        return dict(self.within_budget(split_units(self.graph, self.scores.detach()), {}))
+        return self._counts_within(self.scores.detach(), {}, "none" if start is not None and is_comparable(start) else "rest")
 
-    def within_budget(self, scores: Mapping[str, Tensor], limits: Mapping[str, tuple[float, float]]) -> Mapping[str, int]:
+    def _counts_within(self, scores: Tensor, limits: Mapping[str, tuple[float, float]], scale: Scale) -> dict[str, int]:
+        assert self.budget is not None
+        # Training goes on, so what stays of a group takes over from what goes, up to a point.
+        plan = ByCost(self.budget, limits=limits, scale=scale, rise=2.0)
+        return dict(plan.counts(self.graph, split_units(self.graph, scores), self._costs))
+
+    def within_budget(self, worth: Tensor, limits: Mapping[str, tuple[float, float]]) -> Mapping[str, int]:
         """The counts within the budget at which the groups lose least, for rules.
 
         Args:
-            scores: Group name → float (units,).
+            worth: float (J,), of units of the loss, in the order of the graph's groups.
             limits: Group name → (least, largest) share of its units that stays.
         """
-        assert self.budget is not None
-        return ByCost(self.budget, limits=limits).counts(self.graph, scores, self._costs)
+        return self._counts_within(worth.clamp_min(0.0), limits, "none")
 
     @property
     def ratio(self) -> float:

@@ -292,7 +292,7 @@ class Swapping:
             most = math.ceil(step * counts[name])
             low, high = max(1, counts[name] - most), min(group.size, counts[name] + most)
             limits[name] = (low / group.size, high / group.size)
-        widths = dict(host.within_budget(split_units(host.graph, host.scores.detach()), limits))
+        widths = dict(host.within_budget(host.scores.detach(), limits))
         if widths != counts:
             self.moved += sum(abs(widths[name] - counts[name]) for name in widths)
             host.set_widths(widths)

@@ -43,8 +43,8 @@ class Host(Protocol):
         """What the counts follow from: compares unequal when they change."""
         ...
 
-    def within_budget(self, scores: Mapping[str, Tensor], limits: Mapping[str, tuple[float, float]]) -> Mapping[str, int]:
-        """The counts within the budget at which the groups lose least, with the (least, largest) share of each."""
+    def within_budget(self, worth: Tensor, limits: Mapping[str, tuple[float, float]]) -> Mapping[str, int]:
+        """The counts within the budget at which the groups lose least, by worth (J,) and the (least, largest) share of each."""
         ...
 
     def set_widths(self, widths: Mapping[str, int]) -> None:

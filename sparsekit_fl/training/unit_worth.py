@@ -212,9 +212,9 @@ class UnitWorth:
     def change(self, mask: UnitMask) -> None:
         self.execution.remask(mask, cast(Sequence[Optimizer], self._followers))
 
-    def within_budget(self, scores: Mapping[str, Tensor], limits: Mapping[str, tuple[float, float]]) -> Mapping[str, int]:
+    def within_budget(self, worth: Tensor, limits: Mapping[str, tuple[float, float]]) -> Mapping[str, int]:
         raise InvalidValueError(
-            f"a client has a ratio and no budget, so {len(scores)} groups keep their widths, not within {limits!r}"
+            f"a client has a ratio and no budget, so {worth.numel()} units keep their widths, not within {limits!r}"
         )
 
     def set_widths(self, widths: Mapping[str, int]) -> None:

@@ -199,3 +199,23 @@ def test_schedules_go_from_the_dense_model_to_the_budget() -> None:
         sk.allocation.Schedule("cubik")
     with pytest.raises(InvalidValueError, match="at least one step"):
         sk.allocation.Schedule("linear", 0)
+
+
+def test_with_a_rise_units_of_equal_worth_go_from_every_group() -> None:
+    """By cost alone the dearer of two groups is emptied first; with a rise its last units are worth more."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(20, 40), nn.ReLU(), nn.Linear(40, 1), nn.Linear(1, 40), nn.ReLU(), nn.Linear(40, 8))
+        x = torch.randn(2, 20)
+    graph = sk.trace_units(model, x)
+    costs = sk.cost_model(model, x, graph=graph)
+    scores = {name: torch.ones(group.size) for name, group in graph.groups.items()}
+    plain, risen = (
+        ByCost(sk.Budget(params="40%"), scale="none", rise=rise).counts(graph, scores, costs) for rise in (0.0, 2.0)
+    )
+    assert plain["0"] < 10
+    assert plain["3"] == 40
+    assert risen["0"] > plain["0"]
+    assert risen["3"] < 40
+    with pytest.raises(InvalidValueError, match=r"rise must be a finite number >= 0, got -1"):
+        ByCost(sk.Budget(params="40%"), rise=-1.0)

@@ -42,8 +42,8 @@ def test_widths_move_and_the_budget_holds_at_every_step(metric: str, share: int)
         loss.backward()
         optimizer.step()
         assert costs.costs(masked.unit_mask().counts())[metric] <= limit
-    # With much to spend on FLOPs the first widths stay the best: the cheap groups are whole, and one is as wide as it can be.
-    stays = metric == "flops" and share > 12
+    # Where a step to other widths would have to be larger than a round allows, the first ones stay.
+    stays = metric == "flops" and share < 60
     assert (masked.unit_mask().counts() == first) == stays
     twin = sk.LearnableMask(model, (x,), budget=budget, learning=learning)
     twin.load_state_dict(masked.state_dict())
