@@ -214,8 +214,8 @@ def test_with_a_rise_units_of_equal_worth_go_from_every_group() -> None:
         ByCost(sk.Budget(params="40%"), scale="none", rise=rise).counts(graph, scores, costs) for rise in (0.0, 2.0)
     )
     assert plain["0"] < 10
-    assert plain["3"] == 40
+    assert plain["3"] > 30
     assert risen["0"] > plain["0"]
-    assert risen["3"] < 40
+    assert plain["3"] > risen["3"]
     with pytest.raises(InvalidValueError, match=r"rise must be a finite number >= 0, got -1"):
         ByCost(sk.Budget(params="40%"), rise=-1.0)
