@@ -1,11 +1,15 @@
 """Time to accuracy over real SuperNodes, one of which is slow: rounds that wait against asynchronous ones.
 
 python benchmarks/asynchronous_nodes.py run --out runs/nodes [--waiting 8] [--steps 14] [--seconds 60]
+python benchmarks/asynchronous_nodes.py simulate --out runs/nodes [--waiting 20] [--steps 40] [--seconds 8]
 python benchmarks/asynchronous_nodes.py draw --out runs/nodes --picture docs/pictures/asynchronous.svg
 
 A SuperLink and three SuperNodes with five clients of the preset `digits` each are started on this machine, once for either run.
 Clients of the last node sleep for `--seconds` before they train. After each step the server's process scores the global model
-on the test data of all clients, and notes the time since the run began; scoring is not part of it. A finished run is kept.
+on the test data of all clients, and notes the time since the first reply; scoring is not part of it. A finished run is kept.
+
+`simulate` does the same in Flower's simulation, whose processes start once: for a machine on which SuperNodes, which start a
+process for each message, would take most of the time.
 """
 
 from __future__ import annotations
@@ -66,9 +70,11 @@ class Curve(Callback):
         self._problem, self._test = task.problem, task.test
         self._file = Path(plan.out) / "curve.json"
         self._curve: list[tuple[float, float]] = []
+        self._began = 0.0
 
-    def on_run_start(self, run: RunView) -> None:  # noqa: ARG002
-        self._began = time.monotonic()
+    def on_client_end(self, run: RunView, client_id: int, work: object) -> None:  # noqa: ARG002
+        # From the first reply on: how long processes take to start for the first time is no part of it.
+        self._began = self._began or time.monotonic()
 
     def on_round_end(self, run: RunView, record: RoundRecord) -> None:  # noqa: ARG002
         now = time.monotonic()
@@ -165,6 +171,30 @@ def run(given: argparse.Namespace) -> None:
             deploy(replace(plan, out=str(folder / "run")), folder, given.seconds)
 
 
+def simulate(given: argparse.Namespace) -> None:
+    """Make both curves in Flower's simulation: three Ray actors, which start once, and clients that sleep as above."""
+    os.environ["SLOW_SECONDS"] = str(given.seconds)
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    from asynchronous_nodes import Curve as Here  # by the name that Ray's processes know
+    from asynchronous_nodes import method as sleepy
+
+    from sparsekit_fl.engines.flower.simulation import Flower
+    from sparsekit_fl.server.loop import run as train
+
+    for name, options in {
+        "asynchronous": {"rounds": given.steps, "async_buffer": COHORT, "async_clock": "wall"},
+        "waiting": {"rounds": given.waiting},
+    }.items():
+        out = given.out / name / "run"
+        if given.only in (None, name) and not (out / "result.json").exists():
+            shutil.rmtree(out, ignore_errors=True)
+            plan = Plan(cohort=COHORT, local_epochs=5, out=str(out))
+            task = build_task(preset_for(preset=plan.preset), seed=plan.seed)
+            clients = task.clients[: 1 + max(SLOW)]
+            config = replace(plan.make_config(len(clients)), **options, eval_every=options["rounds"])
+            train(sleepy(), task.problem, clients, config, engine=Flower(workers=3), callbacks=[Here(plan)], out=out)
+
+
 def draw(given: argparse.Namespace) -> None:
     """Print the table and draw both curves."""
     from matplotlib.figure import Figure
@@ -190,7 +220,7 @@ def draw(given: argparse.Namespace) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=("run", "draw"))
+    parser.add_argument("what", choices=("run", "simulate", "draw"))
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--only", choices=("waiting", "asynchronous"))
     parser.add_argument("--waiting", type=int, default=8, help="rounds that wait")
@@ -198,4 +228,4 @@ if __name__ == "__main__":
     parser.add_argument("--seconds", type=float, default=60.0, help="how long a client of the slow node sleeps")
     parser.add_argument("--picture", type=Path, default=Path("asynchronous.svg"))
     given = parser.parse_args()
-    {"run": run, "draw": draw}[given.what](given)
+    {"run": run, "simulate": simulate, "draw": draw}[given.what](given)

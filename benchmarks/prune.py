@@ -12,10 +12,10 @@ Every result is written when it is there, and a second call goes on where the fi
   last epoch; choices are made on a tenth of the training images. Networks from scratch get the training FLOPs of pretraining
   and fine-tuning together, up to a limit of epochs that the file has; `training_flops` says what each arm spent, pretraining
   included.
-- `budgets`: 20 models of the tests, half of what can be pruned of their FLOPs asked of both libraries, and what they made of
-  it. Torch-Pruning has no budget, so it takes steps until the FLOPs are met, as its own scripts do.
 - `calls`: seconds and peak memory of a whole call on ResNet-50, a vision transformer and a Llama of a billion parameters,
   each in a process of its own.
+
+How near the FLOPs come to what was asked, of both libraries, is in `prune_budget.py`.
 """
 
 from __future__ import annotations
@@ -35,18 +35,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from prune_arms import ARMS, Cell, accuracy, flops_of, train
+from prune_arms import ARMS
+from prune_cells import Cell, accuracy, flops_of, train
 from prune_tasks import SCHEDULES, TASKS, load
 from torch import nn
 
 import sparsekit as sk
 from sparsekit.graph.edit import tie_layers
-from sparsekit.measure.cost import trace_cost
 from sparsekit.measure.latency import measure_latency
 
-TESTS = Path(__file__).parent.parent / "tests"
 CALLS = ("resnet50", "vit", "llama-1b")
-BUDGET_MODELS = 20
 
 
 class Results:
@@ -79,6 +77,8 @@ def _accuracy(options: argparse.Namespace, results: Results) -> None:
             with torch.random.fork_rng():
                 torch.manual_seed(seed)
                 model = task.make().to(device)
+            if schedule.channels_last:
+                model = model.to(memory_format=torch.channels_last)
             cell = Cell(task, schedule, data, model, 1.0, seed, folder)
             pretraining = train(model, cell, "dense", schedule.pretrain, schedule.rates[0])
             model.eval()
@@ -92,13 +92,14 @@ def _accuracy(options: argparse.Namespace, results: Results) -> None:
                     "flops": flops_of(model, cell.example),
                 }
                 results.add("accuracy", key, about)
+            shared: dict[str, Any] = {}
             for share in options.budgets:
                 for arm in options.arms:
                     key = f"{task_name} | {options.schedule} | {arm} | {share:g} | {seed}"
                     if not results.has("accuracy", key):
                         place = folder / f"{arm.replace(': ', '-').replace(', ', '-').replace(' ', '-')}-{share:g}"
                         place.mkdir(exist_ok=True)
-                        one = Cell(task, schedule, data, model, share, seed, place)
+                        one = Cell(task, schedule, data, model, share, seed, place, tuple(options.budgets), shared)
                         results.add("accuracy", key, _one(one, arm, pretraining))
 
 
@@ -139,9 +140,9 @@ def _one(cell: Cell, arm: str, pretraining: float) -> dict[str, Any]:
     return found | {"training_flops": pretraining + cut.sparse_flops + spent, "finetuned": accuracy(start, test)}
 
 
-def _alone(kind: str, name: str, seconds: float) -> dict[str, Any]:
+def _alone(name: str, seconds: float) -> dict[str, Any]:
     """Run one measurement in a process of its own."""
-    command = [sys.executable, __file__, "--one", kind, name]
+    command = [sys.executable, __file__, "--one", name]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
     except subprocess.TimeoutExpired:
@@ -151,68 +152,6 @@ def _alone(kind: str, name: str, seconds: float) -> dict[str, Any]:
         return {"error": (done.stderr.strip().splitlines() or ["it ended without a word"])[-1][-300:]}
     found: dict[str, Any] = json.loads(lines[-1])
     return found
-
-
-def _zoo() -> dict[str, Any]:
-    sys.path.insert(0, str(TESTS))
-    import zoo
-
-    architectures: dict[str, Any] = zoo.ZOO
-    return architectures
-
-
-def _budget_names() -> list[str]:
-    """Every k-th model of the tests that has units. They are tiny: one unit may be a tenth of the FLOPs."""
-    names = sorted(name for name, architecture in _zoo().items() if architecture.groups)
-    return [names[place * len(names) // BUDGET_MODELS] for place in range(BUDGET_MODELS)]
-
-
-def _budget_of(name: str) -> dict[str, Any]:
-    """FLOPs asked and got, by "ours NAME" or "torch-pruning NAME"."""
-    library, _, name = name.partition(" ")
-    _zoo()
-    import zoo
-
-    model, args, kwargs = zoo.build(name)
-    model.eval()
-    graph = sk.trace_units(model, *args, example_kwargs=kwargs)
-    cost = trace_cost(model, *args, graph=graph, **kwargs)
-    one = sk.UnitMask({group: torch.arange(entry.size) < 1 for group, entry in graph.groups.items()})
-    dense, least = cost.cost().flops_compact, cost.cost(one).flops_compact
-    asked = (dense + least) / 2
-    found: dict[str, Any] = {"dense": dense, "least": least, "asked": asked}
-    begun = time.perf_counter()
-    if library == "ours":
-        inputs = kwargs if kwargs and not args else args
-        pruned = sk.prune(model, inputs, budget={"flops": asked / cost.examples}, graph=graph)
-        small = pruned.model
-    else:
-        small = _stepwise(model, args, kwargs, asked)
-    found["seconds"] = time.perf_counter() - begun
-    with torch.no_grad():
-        small(*args, **kwargs)
-    found["got"] = sk.count_cost(small, *args, **kwargs).flops_compact
-    return found
-
-
-def _stepwise(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], limit: float) -> nn.Module:
-    import torch_pruning as tp
-
-    layers = [module for module in model.modules() if isinstance(module, (nn.Linear, nn.Conv1d, nn.Conv2d))]
-    pruner = tp.pruner.BasePruner(
-        model,
-        kwargs or (args if len(args) > 1 else args[0]),
-        importance=tp.importance.MagnitudeImportance(p=2),
-        global_pruning=True,
-        pruning_ratio=1.0,
-        iterative_steps=200,
-        ignored_layers=layers[-1:],
-    )
-    for _ in range(200):
-        pruner.step()
-        if sk.count_cost(model, *args, **kwargs).flops_compact <= limit:
-            break
-    return model
 
 
 def _call_of(name: str) -> dict[str, Any]:
@@ -283,14 +222,6 @@ def _tables(found: dict[str, Any]) -> None:
         got = statistics.mean(value["share"] for value in values)
         flops = statistics.mean(value["training_flops"] for value in values)
         print(f"| {task} | {schedule} | {share} | {arm} | {got:.3f} | {' | '.join(cells)} | {flops:.2e} |")
-    if "budgets" in found:
-        print("\n| model | asked | ours | torch-pruning |\n|---|---|---|---|")
-        names = dict.fromkeys(key.partition(" ")[2] for key in found["budgets"])
-        for name in names:
-            both = [found["budgets"].get(f"{library} {name}", {}) for library in ("ours", "torch-pruning")]
-            asked = next((one["asked"] for one in both if "asked" in one), None)
-            told = [f"{one['got'] / one['asked']:.3f}" if "got" in one else one.get("error", "")[:80] for one in both]
-            print(f"| {name} | {asked} | {' | '.join(told)} |")
     if "calls" in found:
         print("\n| model | trace | prune | peak memory over the model's own |\n|---|---|---|---|")
         for name, one in found["calls"].items():
@@ -309,18 +240,17 @@ def main() -> None:
     parser.add_argument("--task", nargs="+", default=["resnet20-cifar10", "vgg19-cifar100"], choices=sorted(TASKS))
     parser.add_argument("--schedule", default="short", choices=sorted(SCHEDULES))
     parser.add_argument("--budgets", nargs="+", type=float, default=[0.5, 0.25, 0.12])
-    parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=list(ARMS))
+    parser.add_argument("--arms", nargs="*", default=list(ARMS), choices=list(ARMS))
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--data-dir", type=Path, default=os.environ.get("SPARSEKIT_DATA"))
-    parser.add_argument("--parts", nargs="+", default=["accuracy", "budgets", "calls"])
+    parser.add_argument("--parts", nargs="+", default=["accuracy", "calls"], choices=["accuracy", "calls"])
     parser.add_argument("--table", action="store_true")
-    parser.add_argument("--one", nargs=2, metavar=("KIND", "NAME"), help=argparse.SUPPRESS)
+    parser.add_argument("--one", choices=CALLS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     if options.one:
-        kind, name = options.one
-        print(json.dumps((_budget_of if kind == "budgets" else _call_of)(name)))
+        print(json.dumps(_call_of(options.one)))
         return
     options.data_dir = None if options.data_dir is None else Path(options.data_dir)
     results = Results(options.out)
@@ -329,15 +259,10 @@ def main() -> None:
         return
     if "accuracy" in options.parts:
         _accuracy(options, results)
-    if "budgets" in options.parts:
-        for name in _budget_names():
-            for library in ("ours", "torch-pruning"):
-                if not results.has("budgets", f"{library} {name}"):
-                    results.add("budgets", f"{library} {name}", _alone("budgets", f"{library} {name}", 120))
     if "calls" in options.parts:
         for name in CALLS:
             if not results.has("calls", name):
-                results.add("calls", name, _alone("calls", name, 1800))
+                results.add("calls", name, _alone(name, 1800))
     _tables(results.found)
 
 

@@ -1,6 +1,6 @@
 """A table of server optimizers: rates are chosen on validation data, scores are those of test data over several seeds.
 
-python benchmarks/server_optimizers.py --out runs/server --data-dir DIR [--preset mnist] [--rounds 20] [--seeds 3]
+python benchmarks/server_optimizers.py --out runs/server --data-dir DIR [--preset mnist] [--rounds 20] [--local-epochs 1]
 
 Every run has a folder in --out. The same command goes on where it was stopped: finished runs are read, a run that was cut off
 is resumed. `server_optimizers.json` in --out holds every score.
@@ -29,13 +29,14 @@ RATES = {
 
 def run(given: argparse.Namespace, name: str, rate: float, seed: int) -> fl.RunResult:
     """One run, from its folder where it is finished."""
-    out = given.out / f"{given.preset}-{given.rounds}" / f"{name}-{rate:g}-{seed}"
+    epochs = {} if given.local_epochs is None else {"local_epochs": given.local_epochs}
+    out = given.out / "-".join(map(str, (given.preset, given.rounds, *epochs.values()))) / f"{name}-{rate:g}-{seed}"
     if (out / "result.json").exists():
         return fl.load_result(out)
     preset = PRESETS[given.preset]
     problem, clients = build_problem(preset, data_dir=given.data_dir, seed=seed)
     options = {"server_optimizer": name, "server_lr": rate, "eval_every": given.rounds, "rounds": given.rounds, "seed": seed}
-    config = preset.config(options, len(clients))
+    config = preset.config({**options, **epochs}, len(clients))
     resume = (out / "run.json").exists()
     return fl.run(fl.methods.registry["fedavg"](), problem, clients, config, out=out, resume=resume)
 
@@ -69,5 +70,6 @@ if __name__ == "__main__":
     parser.add_argument("--data-dir", type=Path)
     parser.add_argument("--preset", default="mnist", choices=sorted(PRESETS))
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--local-epochs", type=int, help="default: the preset's")
     parser.add_argument("--seeds", type=int, default=3)
     main(parser.parse_args())

@@ -110,7 +110,8 @@ REGISTRIES = {
         {"base", "batches", "by_name", "gate_gradients", "magnitudes", "weight_products", "work"},
     ),
     "sparsekit/allocation": (
-        "sparsekit.allocation", "registry", {"base", "choose", "limits", "rounding", "schedule", "walk", "worth"},
+        "sparsekit.allocation", "registry",
+        {"base", "choose", "limits", "rounding", "schedule", "walk", "within_budget", "worth"},
     ),
     "sparsekit/bandit": (
         "sparsekit.bandit", "registry",

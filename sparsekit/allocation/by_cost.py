@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import Tensor
 
-from sparsekit.allocation.base import CostModel, needed
-from sparsekit.allocation.limits import Limits, check_limits
-from sparsekit.allocation.rounding import Multiples, check_multiples
-from sparsekit.allocation.walk import within_budget
-from sparsekit.allocation.worth import Scale, block_losses, check_scale, ranked_worth
+from sparsekit.allocation.within_budget import RankedWithinBudget, Search
+from sparsekit.allocation.worth import block_losses, ranked_worth
 from sparsekit.graph.graph import UnitGraph
-from sparsekit.measure.budget import Budget
 
 __all__ = ["ByCost"]
 
 
 @dataclass(frozen=True)
-class ByCost:
+class ByCost(RankedWithinBudget):
     """Take away the unit that loses least for what it saves of the budget, again and again, until the budget is met.
 
     What a unit saves is exact and taken at the present widths: the fewer channels a layer has, the less one more input
@@ -38,37 +34,6 @@ class ByCost:
     Source: Liu et al., Group Fisher pruning, ICML 2021 (arXiv 2108.00708), for scores by cost.
     """
 
-    budget: Budget
-    limits: Limits = field(default_factory=dict)
-    multiple_of: Multiples = 1
-    scale: Scale = "rest"
-
-    def __post_init__(self) -> None:
-        check_limits(self.limits)
-        check_multiples(self.multiple_of)
-        check_scale(self.scale)
-
-    def counts(self, graph: UnitGraph, scores: Mapping[str, Tensor], cost: CostModel | None = None) -> Mapping[str, int]:
-        """Find the numbers.
-
-        Args:
-            graph: The groups; tied groups get equal numbers.
-            scores: Group name → float (units,), larger stays.
-            cost: What numbers cost; needed.
-
-        Returns:
-            Group name → number of units kept. Never more than the budget.
-
-        Raises:
-            BudgetError: the budget cannot be met; the message has the least cost and what holds it up.
-            InvalidValueError: no cost model, or scores that hold NaN.
-        """
+    def _search(self, graph: UnitGraph, scores: Mapping[str, Tensor]) -> Search:
         worth = ranked_worth(graph, scores, self.scale)
-        return within_budget(
-            graph,
-            needed(cost, self),
-            self.budget,
-            self.limits,
-            self.multiple_of,
-            lambda problem: problem.walk(lambda groups, counts: block_losses(worth, groups, counts), by_cost=True),
-        )
+        return lambda problem: problem.walk(lambda groups, counts: block_losses(worth, groups, counts), by_cost=True)

@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
-from sparsekit.allocation.base import CostModel, needed
-from sparsekit.allocation.limits import Limits, check_limits
-from sparsekit.allocation.rounding import Multiples, check_multiples, tied_groups
-from sparsekit.allocation.walk import Counts, Problem, within_budget
-from sparsekit.allocation.worth import Scale, block_losses, check_scale, ranked_worth
+from sparsekit.allocation.rounding import tied_groups
+from sparsekit.allocation.walk import Counts
+from sparsekit.allocation.within_budget import Problem, RankedWithinBudget, Search
+from sparsekit.allocation.worth import Scale, block_losses, ranked_worth
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.groups import UnitGroup
-from sparsekit.measure.budget import Budget
 
 __all__ = ["Isomorphic"]
 
 
 @dataclass(frozen=True)
-class Isomorphic:
+class Isomorphic(RankedWithinBudget):
     """Every class of groups with the same structure loses the same share of its units, those of least worth in the class.
 
     Scores of attention heads and of convolutions mean different things; within a class they compare. The share is the least
@@ -41,31 +39,9 @@ class Isomorphic:
     Source: Fang et al., Isomorphic pruning for vision models, ECCV 2024 (arXiv 2407.04616).
     """
 
-    budget: Budget
-    limits: Limits = field(default_factory=dict)
-    multiple_of: Multiples = 1
     scale: Scale = "mean"
 
-    def __post_init__(self) -> None:
-        check_limits(self.limits)
-        check_multiples(self.multiple_of)
-        check_scale(self.scale)
-
-    def counts(self, graph: UnitGraph, scores: Mapping[str, Tensor], cost: CostModel | None = None) -> Mapping[str, int]:
-        """Find the numbers.
-
-        Args:
-            graph: The groups; tied groups get equal numbers.
-            scores: Group name → float (units,), larger stays.
-            cost: What numbers cost; needed.
-
-        Returns:
-            Group name → number of units kept. Never more than the budget.
-
-        Raises:
-            BudgetError: the budget cannot be met.
-            InvalidValueError: no cost model, or scores that hold NaN.
-        """
+    def _search(self, graph: UnitGraph, scores: Mapping[str, Tensor]) -> Search:
         worth = ranked_worth(graph, scores, self.scale)
 
         members: dict[Any, list[str]] = {}
@@ -102,7 +78,7 @@ class Isomorphic:
 
             return problem.fill(problem.least_that_fits(at), losses)
 
-        return within_budget(graph, needed(cost, self), self.budget, self.limits, self.multiple_of, find)
+        return find
 
 
 def _structure(graph: UnitGraph, groups: tuple[str, ...]) -> Any:

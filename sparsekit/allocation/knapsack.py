@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from sparsekit.allocation.base import CostModel, make_tracker, needed
-from sparsekit.allocation.limits import Limits, check_limits
-from sparsekit.allocation.rounding import Multiples, check_multiples
-from sparsekit.allocation.walk import Counts, Problem, fits, spread, within_budget
-from sparsekit.allocation.worth import Scale, block_losses, check_scale, ranked_worth
+from sparsekit.allocation.base import make_tracker
+from sparsekit.allocation.walk import Counts, fits, spread
+from sparsekit.allocation.within_budget import Problem, RankedWithinBudget, Search
+from sparsekit.allocation.worth import block_losses, ranked_worth
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph.graph import UnitGraph
-from sparsekit.measure.budget import Budget
 
 __all__ = ["Knapsack"]
 
@@ -25,7 +23,7 @@ _PASSES = 6
 
 
 @dataclass(frozen=True)
-class Knapsack:
+class Knapsack(RankedWithinBudget):
     """Choose one number of units for every group so that the worth of what stays is largest within the budget.
 
     The groups are the items, their numbers of units the choices, so that the units of least worth go first in each. Costs of
@@ -47,34 +45,14 @@ class Knapsack:
     programme here is a multiple-choice knapsack solved anew around each solution.
     """
 
-    budget: Budget
-    limits: Limits = field(default_factory=dict)
-    multiple_of: Multiples = 1
-    scale: Scale = "rest"
     choices: int = 33
 
     def __post_init__(self) -> None:
-        check_limits(self.limits)
-        check_multiples(self.multiple_of)
-        check_scale(self.scale)
+        super().__post_init__()
         if self.choices < 2:
             raise InvalidValueError(f"a knapsack needs at least two choices for each group, got choices={self.choices}")
 
-    def counts(self, graph: UnitGraph, scores: Mapping[str, Tensor], cost: CostModel | None = None) -> Mapping[str, int]:
-        """Find the numbers.
-
-        Args:
-            graph: The groups; tied groups get equal numbers.
-            scores: Group name → float (units,), larger stays.
-            cost: What numbers cost; needed.
-
-        Returns:
-            Group name → number of units kept. Never more than the budget.
-
-        Raises:
-            BudgetError: the budget cannot be met.
-            InvalidValueError: no cost model, or scores that hold NaN.
-        """
+    def _search(self, graph: UnitGraph, scores: Mapping[str, Tensor]) -> Search:
         worth = ranked_worth(graph, scores, self.scale)
 
         def losses(groups: tuple[str, ...], counts: Sequence[int]) -> list[float]:
@@ -101,7 +79,7 @@ class Knapsack:
                 around = found
             return best
 
-        return within_budget(graph, needed(cost, self), self.budget, self.limits, self.multiple_of, find)
+        return find
 
 
 def _evenly(counts: Sequence[int], most: int) -> tuple[int, ...]:

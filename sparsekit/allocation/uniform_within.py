@@ -4,23 +4,20 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import Tensor
 
-from sparsekit.allocation.base import CostModel, needed
-from sparsekit.allocation.limits import Limits, check_limits
-from sparsekit.allocation.rounding import Multiples, check_multiples
 from sparsekit.allocation.uniform import keep_count
-from sparsekit.allocation.walk import Counts, Problem, spread, within_budget
+from sparsekit.allocation.walk import Counts, spread
+from sparsekit.allocation.within_budget import Problem, Search, WithinBudget
 from sparsekit.graph.graph import UnitGraph
-from sparsekit.measure.budget import Budget
 
 __all__ = ["UniformWithin"]
 
 
 @dataclass(frozen=True)
-class UniformWithin:
+class UniformWithin(WithinBudget):
     """The largest ratio at which max(1, ⌈ratio · size⌉) units of each group meet the budget, rounded down to multiples.
 
     Nothing is put back afterwards, so that layers of one kind keep one width: what a configuration file can say.
@@ -34,35 +31,11 @@ class UniformWithin:
         InvalidValueError: a limit or multiple that is not allowed.
     """
 
-    budget: Budget
-    limits: Limits = field(default_factory=dict)
-    multiple_of: Multiples = 1
-
-    def __post_init__(self) -> None:
-        check_limits(self.limits)
-        check_multiples(self.multiple_of)
-
-    def counts(
+    def _search(
         self,
         graph: UnitGraph,
-        scores: Mapping[str, Tensor],  # noqa: ARG002 - the protocol's signature
-        cost: CostModel | None = None,
-    ) -> Mapping[str, int]:
-        """Find the numbers.
-
-        Args:
-            graph: The groups; tied groups get equal numbers.
-            scores: Not looked at.
-            cost: What numbers cost; needed.
-
-        Returns:
-            Group name → number of units kept. Never more than the budget.
-
-        Raises:
-            BudgetError: the budget cannot be met.
-            InvalidValueError: no cost model.
-        """
-
+        scores: Mapping[str, Tensor],  # noqa: ARG002 - the units of least worth go, however many
+    ) -> Search:
         def find(problem: Problem) -> Counts:
             def at(cut: float) -> Counts:
                 return spread(
@@ -74,4 +47,4 @@ class UniformWithin:
 
             return problem.least_that_fits(at)
 
-        return within_budget(graph, needed(cost, self), self.budget, self.limits, self.multiple_of, find)
+        return find

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TypeAlias
 
 from sparsekit.allocation.base import CostModel, Tracker, make_tracker
@@ -17,6 +18,7 @@ __all__ = [
     "Counts",
     "Losses",
     "Problem",
+    "Search",
     "Width",
     "dense_counts",
     "fits",
@@ -225,7 +227,7 @@ def tighten(widths: Sequence[Width], places: list[int], tracker: Tracker, limits
     """Where one more unit of anything is too much and yet much of the budget is left, take a few from one group for others.
 
     Of a small network one channel may cost a tenth of the budget; three channels less of one layer may let another keep
-    eight more.
+    eight more. Of numbers that leave hardly anything those with most worth are taken; where none do, those that leave least.
 
     Args:
         widths: All of them.
@@ -240,6 +242,13 @@ def tighten(widths: Sequence[Width], places: list[int], tracker: Tracker, limits
         totals = tracker.totals()
         return min((limit - totals[name]) / max(limit, 1e-300) for name, limit in limits.items())
 
+    kept = [list(accumulate(width.losses)) for width in widths]
+
+    def rank() -> tuple[bool, float]:
+        left = slack()
+        near = left <= _SLACK
+        return near, sum(each[place] for each, place in zip(kept, places)) if near else -left
+
     def go(wanted: Sequence[int]) -> None:
         for number, (width, place) in enumerate(zip(widths, wanted)):
             if places[number] != place:
@@ -247,16 +256,16 @@ def tighten(widths: Sequence[Width], places: list[int], tracker: Tracker, limits
                 tracker.move(width.groups, width.counts[place])
 
     for _ in range(4):
-        start, least = list(places), slack()
-        if least <= _SLACK or all(place == len(width.counts) - 1 for width, place in zip(widths, places)):
+        start, reached = list(places), rank()
+        if reached[0] or all(place == len(width.counts) - 1 for width, place in zip(widths, places)):
             return
         best: list[int] | None = None
         for number, place in enumerate(start):
             for down in (blocks for blocks in _DOWN if blocks <= place):
                 go([*start[:number], place - down, *start[number + 1 :]])
                 _fill(widths, places, tracker, limits, without=number)
-                if (left := slack()) < least - 1e-12:
-                    best, least = list(places), left
+                if (found := rank()) > reached:
+                    best, reached = list(places), found
                 go(start)
         if best is None:
             return
@@ -265,7 +274,7 @@ def tighten(widths: Sequence[Width], places: list[int], tracker: Tracker, limits
 
 
 def within_budget(
-    graph: UnitGraph, cost: CostModel, budget: Budget, limits: Limits, multiple_of: Multiples, find: Callable[[Problem], Counts]
+    graph: UnitGraph, cost: CostModel, budget: Budget, limits: Limits, multiple_of: Multiples, find: Search
 ) -> Counts:
     """Let `find` look for counts, and make sure that they are within the budget by the exact costs.
 
@@ -340,3 +349,7 @@ class Problem:
         """`walk_to_budget` from the largest counts."""
         tracker = make_tracker(self.cost, dense_counts(self.free), self.budget.metrics)
         return walk_to_budget(widths_of(self.free, losses), tracker, self.limits, by_cost=by_cost, fill=fill)
+
+
+Search: TypeAlias = Callable[[Problem], Counts]
+"""How numbers of units are looked for."""

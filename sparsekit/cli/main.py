@@ -15,7 +15,6 @@ import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from importlib.metadata import EntryPoint, entry_points
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import click
@@ -25,6 +24,7 @@ from rich.markup import escape
 from rich.table import Table
 from typer.core import TyperGroup
 
+from sparsekit.cli.model_options import CheckpointOption, DeviceOption, ExampleShapeOption, ModelArgument
 from sparsekit.cli.model_source import example_inputs, load_checkpoint, load_model, models, pick_device
 from sparsekit.deprecations import RemovedIn0_3Warning
 from sparsekit.errors import InvalidValueError, SparsekitError, nearest
@@ -165,18 +165,10 @@ def _root(
     "$ sparsekit units nets.py:Bert --example-shape input_ids=1,20:int64 --checkpoint bert.safetensors --device cuda"
 )
 def units(
-    model: Annotated[str, typer.Argument(help="A built-in model, package.module:factory or path/to/file.py:factory.")],
-    example_shape: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Shape of an example input, as in 1,3,32,32; with :int64 behind it for token ids, with NAME= before it for a"
-            " keyword input. Once per input. Default: what the model brings along.",
-        ),
-    ] = None,
-    checkpoint: Annotated[
-        Path | None, typer.Option(help="Trained weights: a state dict as safetensors, or as torch saves it.")
-    ] = None,
-    device: Annotated[str, typer.Option(help="Where the model runs: cpu, cuda, cuda:1, …")] = "cpu",
+    model: ModelArgument,
+    example_shape: ExampleShapeOption = None,
+    checkpoint: CheckpointOption = None,
+    device: DeviceOption = "cpu",
     norm: Annotated[
         str,
         typer.Option(

@@ -14,6 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 from typer.core import TyperCommand
 
+from sparsekit.cli.model_options import CheckpointOption, DeviceOption, ExampleShapeOption, ModelArgument
 from sparsekit.cli.prune_run import Job, PruneOptions, open_folder
 
 __all__ = ["prune"]
@@ -35,7 +36,7 @@ _WHAT, _WHERE, _DATA, _AFTER, _RUN = "The budget", "Where it is cut", "Data", "A
     " --epochs 2 --distill 0.5 --out small",
 )
 def _prune(
-    model: Annotated[str, typer.Argument(help="A built-in model, package.module:factory or path/to/file.py:factory.")],
+    model: ModelArgument,
     budget: Annotated[
         list[str],
         typer.Option(
@@ -44,23 +45,19 @@ def _prune(
             rich_help_panel=_WHAT,
         ),
     ],
-    checkpoint: Annotated[
-        Path | None, typer.Option(help="Trained weights: a state dict as safetensors, or as torch saves it.")
-    ] = None,
-    example_shape: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Shape of an example input, as in 1,3,32,32; with :int64 behind it for token ids, with NAME= before it for a"
-            " keyword input. Once per input. Default: what the model brings along."
-        ),
-    ] = None,
-    device: Annotated[str, typer.Option(help="Where the model runs: cpu, cuda, cuda:1, …")] = "cpu",
+    checkpoint: CheckpointOption = None,
+    example_shape: ExampleShapeOption = None,
+    device: DeviceOption = "cpu",
     norm: Annotated[
         str, typer.Option(metavar="[fixed|kept]", help="'kept' also cuts units under layer norms.", rich_help_panel=_WHERE)
     ] = "fixed",
     criterion: Annotated[
-        str, typer.Option(help="What a unit is worth: a name, or package.module:criterion.", rich_help_panel=_WHERE)
-    ] = "magnitude",
+        str | None,
+        typer.Option(
+            help="What a unit is worth: a name, or package.module:criterion. Default: fisher with --data, magnitude without.",
+            rich_help_panel=_WHERE,
+        ),
+    ] = None,
     allocation: Annotated[
         str,
         typer.Option(
@@ -111,8 +108,13 @@ def _prune(
     ] = None,
     scoring_batches: Annotated[int, typer.Option(help="Batches that a criterion scores on.", rich_help_panel=_DATA)] = 10,
     compensate: Annotated[
-        bool, typer.Option("--compensate", help="Refit layers that read dropped units.", rich_help_panel=_AFTER)
-    ] = False,
+        bool | None,
+        typer.Option(
+            "--compensate/--no-compensate",
+            help="Refit layers that read dropped units. Default: in one step and with data.",
+            rich_help_panel=_AFTER,
+        ),
+    ] = None,
     recalibrate: Annotated[
         bool, typer.Option(help="Estimate statistics of batch norms anew, where there are data.", rich_help_panel=_AFTER)
     ] = True,
@@ -171,6 +173,8 @@ def _prune(
         typer.echo(json.dumps(report, indent=1))
     else:
         print_report(report, dry_run=dry_run)
+        if out is None and not dry_run:
+            typer.echo("nothing was written; pass --out FOLDER to keep the small model")
 
 
 def print_report(report: dict[str, Any], *, dry_run: bool = False) -> None:

@@ -6,7 +6,7 @@ import json
 import logging
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +36,7 @@ class PruneOptions:
     example_shape: tuple[str, ...] = ()
     device: str = "cpu"
     norm: str = "fixed"
-    criterion: str = "magnitude"
+    criterion: str | None = None
     allocation: str = "by_cost"
     table: Path | None = None
     keep: tuple[str, ...] = ()
@@ -50,7 +50,7 @@ class PruneOptions:
     loss: str = "cross_entropy"
     metric: str | None = None
     scoring_batches: int = 10
-    compensate: bool = False
+    compensate: bool | None = None
     recalibrate: bool = True
     epochs: int = 0
     lr: float = 0.01
@@ -190,6 +190,8 @@ class Job:
             raise InvalidValueError(
                 "--allocation sensitivity needs --table FILE, which `sparsekit sensitivity MODEL --out FILE` writes"
             )
+        if not path.is_file():
+            raise InvalidValueError(f"there is no table {str(path)!r}; `sparsekit sensitivity MODEL --out {path}` writes it")
         try:
             found = json.loads(path.read_text(encoding="utf-8"))["table"]
         except (ValueError, KeyError, TypeError) as error:
@@ -199,16 +201,16 @@ class Job:
     def criterion(self) -> Any:
         """The criterion, with the data if it reads any."""
         from sparsekit.criteria import registry
+        from sparsekit.pruning.examples import reads_data
 
-        found = find_object(self.options.criterion, registry)
-        if isinstance(found, type) and is_dataclass(found) and "batches" in {item.name for item in fields(found)}:
+        named = self.options.criterion or ("magnitude" if self.options.data is None else "fisher")
+        if reads_data(found := find_object(named, registry)):
             if self.options.data is None:
-                raise InvalidValueError(f"criterion {self.options.criterion!r} needs data; pass --data")
-            given: dict[str, Any] = {"batches": self.data.train, "loss": self.loss, "limit": self.options.scoring_batches}
+                raise InvalidValueError(f"criterion {named!r} needs data; pass --data")
             names = {item.name for item in fields(found)}
-            given["progress"] = self.progress
-            return found(**{name: value for name, value in given.items() if name in names})
-        return self.options.criterion
+            given = {"loss": self.loss, "limit": self.options.scoring_batches, "progress": self.progress}
+            return found(self.data.train, **{name: value for name, value in given.items() if name in names})
+        return named
 
     def _between(self, small: nn.Module, step: int) -> nn.Module:
         self._repair(small)
@@ -235,7 +237,7 @@ class Job:
         self._score("of the dense model", self.model)
         if options.steps == 1:
             self._score("after the cut", small)
-            if options.compensate:
+            if options.data is not None and options.compensate is not False:
                 compensate(self.model, small, pruned.graph, pruned.mask, self.data.train, limit=20, progress=self.progress)
                 self._score("after compensation", small)
             if options.recalibrate and options.data is not None:

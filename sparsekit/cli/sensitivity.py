@@ -15,6 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 from typer.core import TyperCommand
 
+from sparsekit.cli.model_options import CheckpointOption, DeviceOption, ExampleShapeOption, ModelArgument
 from sparsekit.cli.prune_run import Job, PruneOptions
 from sparsekit.errors import InvalidValueError
 
@@ -33,18 +34,10 @@ sensitivity = typer.Typer(add_completion=False, pretty_exceptions_enable=False, 
     " --table sensitivity.json --out small",
 )
 def _sensitivity(
-    model: Annotated[str, typer.Argument(help="A built-in model, package.module:factory or path/to/file.py:factory.")],
-    checkpoint: Annotated[
-        Path | None, typer.Option(help="Trained weights: a state dict as safetensors, or as torch saves it.")
-    ] = None,
-    example_shape: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Shape of an example input, as in 1,3,32,32; with :int64 behind it for token ids, with NAME= before it for a"
-            " keyword input. Once per input."
-        ),
-    ] = None,
-    device: Annotated[str, typer.Option(help="Where the model runs: cpu, cuda, cuda:1, …")] = "cpu",
+    model: ModelArgument,
+    checkpoint: CheckpointOption = None,
+    example_shape: ExampleShapeOption = None,
+    device: DeviceOption = "cpu",
     norm: Annotated[str, typer.Option(metavar="[fixed|kept]", help="'kept' also narrows units under layer norms.")] = "fixed",
     criterion: Annotated[str, typer.Option(help="Which units of a group go first.")] = "magnitude",
     share: Annotated[

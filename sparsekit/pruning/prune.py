@@ -18,6 +18,7 @@ from sparsekit.allocation.limits import Limits
 from sparsekit.allocation.rounding import Multiples, check_multiples, free_counts
 from sparsekit.allocation.schedule import Schedule
 from sparsekit.criteria.base import Criterion, View, is_comparable, score_units
+from sparsekit.criteria.batches import Batch, Loss
 from sparsekit.criteria.by_name import as_criterion
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph.edit import narrow
@@ -29,6 +30,7 @@ from sparsekit.measure.cost import CostModel
 from sparsekit.measure.latency import measure_latency
 from sparsekit.measure.model import cost_model
 from sparsekit.pruning.calibration import meet_latency
+from sparsekit.pruning.examples import Examples
 from sparsekit.pruning.report import PruneReport, describe
 from sparsekit.pruning.result import Pruned
 from sparsekit.pruning.selection import Selector, read_limits
@@ -48,6 +50,9 @@ def prune(
     example_inputs: tuple[Any, ...] | Mapping[str, Any] | Tensor,
     *,
     budget: Budget | Mapping[str, str | float] | str | None = None,
+    batches: Iterable[Batch] | None = None,
+    loss: Loss | None = None,
+    repair: bool = True,
     criterion: Criterion | str | None = None,
     allocation: Allocation | str = "by_cost",
     keep: Iterable[Selector] = (),
@@ -75,7 +80,13 @@ def prune(
             peak of the memory and the latency of a budget are those of this batch.
         budget: What the small model may cost, also as a mapping or as text such as `"flops=50%,latency_ms=4"`. Never exceeded.
             None where the allocation says all by itself.
-        criterion: What a unit is worth, or its name; by default the magnitude of its weights.
+        batches: Training data that can be read again, such as a loader or a list, of which some dozen batches are used. With
+            them units are scored by `Fisher` unless `criterion` says otherwise, and the cut model is repaired.
+        loss: `loss(outputs, target)` of the batches; None takes `outputs.loss`.
+        repair: Whether layers that read dropped units are refitted (`compensate`) and batch norms recalibrated, after every
+            cut, where there are batches.
+        criterion: What a unit is worth, or its name; by default the magnitude of its weights, and `Fisher` with batches. A
+            name that needs data gets the batches and the loss.
         allocation: How many units stay in each group, or its name: "by_cost", "global", "isomorphic", "uniform", "knapsack".
             A ready one brings its own budget; it takes `keep`, `limits` and `multiple_of` where it has none.
         keep: Layers that keep all their units, by name, regular expression, type or module.
@@ -98,6 +109,7 @@ def prune(
         BudgetError: the budget cannot be met; the message has the least cost and the groups that hold it up.
         UnknownNameError: a metric, criterion, allocation or schedule that does not exist, or a selection that means nothing.
         InvalidValueError: options that do not go together, inputs on another device, scores that hold NaN.
+        DataError: an empty loader, or a batch on another device than the model.
         MissingImportanceError: the criterion needs what a model alone does not have.
         TraceError: the model fails on the inputs.
         NoUnitsError: nothing in the model can be removed exactly.
@@ -108,7 +120,10 @@ def prune(
     wanted = None if budget is None else Budget.of(budget)
     check_multiples(multiple_of)
     graph = graph if graph is not None else trace_units(model, *args, rules=rules, norm=norm, example_kwargs=kwargs)
-    chosen = as_criterion(criterion)
+    if loss is not None and batches is None:
+        raise InvalidValueError("a loss needs batches; pass batches=, training data such as a loader")
+    examples = None if batches is None else Examples(batches, loss, repair=repair)
+    chosen = as_criterion(criterion if examples is None else examples.criterion(criterion))
     group_limits = read_limits(model, graph, keep, limits or {})
     plan = _as_allocation(allocation, wanted, group_limits, multiple_of, chosen)
     wanted = wanted if wanted is not None else getattr(plan, "budget", None)
@@ -119,11 +134,13 @@ def prune(
         )
     costs = cost_model(model, *args, graph=graph, metrics=wanted.metrics if wanted else (), rules=rules, **kwargs)
     generator = generator if generator is not None else torch_generator(np.random.default_rng(0))
-    way = _Way(model, args, kwargs, graph, chosen, plan, costs, steps, generator, rules, cut)
+    way = _Way(model, args, kwargs, graph, chosen, plan, costs, steps, generator, rules, cut, examples)
     small, mask, history = way.go(finetune if cut else None)
     report = _report(model, graph, costs, mask, wanted, chosen, plan, history, limits=group_limits, multiple_of=multiple_of)
     if way.measured:
-        report = replace(report, measured=way.measured, after={**report.after, "latency_ms": way.measured["latency_ms after"]})
+        report = replace(report, measured=way.measured)
+    if "latency_ms after" in way.measured:
+        report = replace(report, after={**report.after, "latency_ms": way.measured["latency_ms after"]})
     return Pruned(small if cut else model, mask, graph, report)
 
 
@@ -142,6 +159,7 @@ class _Way:
     generator: torch.Generator
     rules: Mapping[type[nn.Module], LayerRule] | None
     cut: bool = True
+    examples: Examples | None = None
     measured: dict[str, float] = field(default_factory=dict)
 
     def go(self, finetune: AfterCut | None) -> tuple[nn.Module, UnitMask, list[Mapping[str, float]]]:
@@ -153,7 +171,12 @@ class _Way:
             view = View(weights=small.state_dict(), model=small, generator=self.generator)
             scores = score_units(self.criterion, units, view)
             part = _for_step(self.plan, self.steps.progress(step), dense, self.graph, units)
-            chosen, small = self._cut(small, units, scores, part, present, last=step == self.steps.steps)
+            whole = small
+            chosen, small = self._cut(whole, units, scores, part, present, last=step == self.steps.steps)
+            if self.examples is not None and small is not whole:
+                left = self.examples.after_cut(whole, small, units, chosen)
+                if left:
+                    self.measured["error of refitted layers that is left"] = sum(left.values()) / len(left)
             mask = _inside(mask, chosen)
             history.append(self.costs.costs(mask.counts()))
             units = narrow(self.graph, mask)
@@ -194,7 +217,7 @@ class _Way:
         found, after = meet_latency(budget, budget.limits(costs.dense_costs())["latency_ms"], timed)
         meter = self.costs.meters["latency_ms"]
         counts = found[0].counts()
-        self.measured = {
+        self.measured |= {
             "latency_ms before": self.costs.dense_costs()["latency_ms"],
             "latency_ms after": after,
             "latency_ms after, by the table": meter.at(counts),

@@ -29,6 +29,7 @@ from sparsekit_fl.lanes.importance import PaperRule
 from sparsekit_fl.lanes.lane import Lane, LaneOutcome
 from sparsekit_fl.options.checked import Hint, NonNegative, NonNegativeCount, Positive
 from sparsekit_fl.options.config import TrainingConfig
+from sparsekit_fl.policies.allotment import AllotmentMetric, Allotted, within_uniform
 from sparsekit_fl.policies.local import LocalPolicy, LocalResult, sgd_step, with_passes
 from sparsekit_fl.policies.mask import require_units
 from sparsekit_fl.problem.problem import Problem
@@ -79,6 +80,9 @@ class LearnableSgd(LocalPolicy):
             cost more than a submodel of the client's capability are not explored. Units that were never measured rank by the
             regulariser's target, of the weights that the server sent; `importance_lr`, `explore_every` and `noise` do nothing.
             Leave `steps` out, since no client can tell how often it will be asked.
+        allocation: How many units stay in each group: the same share of each, as in the paper, or what the client's
+            importance makes of the cost of that submodel, as the allocation of this name does in `sk.prune`.
+        allocation_metric: In what such a submodel must not cost more than the uniform one. Neither goes with `learning`.
 
     Source: Xue et al., ICDE 2025 (arXiv 2412.07216), learnable sparse training, Algorithm 1, lines 13 to 23.
     """
@@ -91,6 +95,8 @@ class LearnableSgd(LocalPolicy):
     passes: Annotated[Positive, Hint("1 takes the local epochs of the run")] = 1.0
     noise: NonNegative = 0.0
     learning: LossImportance | None = None
+    allocation: Allotted = "uniform"
+    allocation_metric: AllotmentMetric = "flops"
 
     def check(self, problem: Problem, graph: UnitGraph) -> None:
         """Raise NoUnitsError where the model has no units to learn."""
@@ -98,6 +104,10 @@ class LearnableSgd(LocalPolicy):
         if self.learning is not None and self.learning.steps is not None:
             raise InvalidValueError(
                 f"learning.steps must be None, got {self.learning.steps}; no client can tell how often it will be asked"
+            )
+        if self.learning is not None and self.allocation != "uniform":
+            raise InvalidValueError(
+                f"allocation={self.allocation!r} goes with the paper's rule alone; leave `learning` or `allocation` out"
             )
 
     def train(self, ctx: ClientContext, start: StateDict, mask: Mask | None, ratio: float) -> LocalResult:
@@ -223,7 +233,8 @@ class LearnableSgd(LocalPolicy):
         importance = self._initial(ctx, ctx.narrow_model, start)
         sizes = [group.size for group in ctx.graph.groups.values()]
         view = View(importance=dict(zip(ctx.graph.groups, torch.split(importance, sizes), strict=True)))
-        return ctx, metrics, importance, select(Learned(), ctx.graph, ratio, view)
+        allotted = within_uniform(ctx.graph, ctx.costs, ratio, allocation=self.allocation, metric=self.allocation_metric)
+        return ctx, metrics, importance, select(Learned(), ctx.graph, allotted, view, cost=ctx.costs)
 
     def _refuse(self, mask: Mask | None) -> None:
         if mask is not None:

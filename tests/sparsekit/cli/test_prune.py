@@ -294,3 +294,19 @@ def test_the_small_model_is_written_as_onnx(nets: str, tmp_path: Path, capsys: p
     session = runtime.InferenceSession(str(out / "model.onnx"))
     [found] = session.run(None, {session.get_inputs()[0].name: x.numpy()})
     torch.testing.assert_close(torch.from_numpy(found), small(x), rtol=1e-4, atol=1e-5)
+
+
+def test_a_file_without_tensors_and_a_missing_table_are_refused_in_words(tmp_path, capsys):
+    (tmp_path / "notes.pt").write_text("hello")
+    assert cli.execute(["prune", "cnn", "--budget", "flops=50%", "--checkpoint", str(tmp_path / "notes.pt")]) == 2
+    assert "notes.pt cannot be read as weights" in capsys.readouterr().err
+    missing = str(tmp_path / "none.json")
+    assert cli.execute(["prune", "cnn", "--budget", "flops=50%", "--allocation", "sensitivity", "--table", missing]) == 2
+    assert "there is no table" in capsys.readouterr().err
+
+
+def test_a_run_that_keeps_nothing_says_so(capsys):
+    assert cli.execute(["prune", "cnn", "--budget", "flops=50%"]) == 0
+    assert "nothing was written; pass --out FOLDER" in capsys.readouterr().out
+    assert cli.execute(["prune", "cnn", "--budget", "flops=50%", "--dry-run"]) == 0
+    assert "nothing was written" not in capsys.readouterr().out

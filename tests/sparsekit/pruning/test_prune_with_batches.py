@@ -1,0 +1,102 @@
+"""`prune` with batches: units are scored on them, and what the cut has damaged is repaired."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import sparsekit as sk
+from sparsekit.allocation import Schedule
+from sparsekit.errors import DataError, InvalidValueError
+
+
+def trained() -> tuple[nn.Module, list[tuple[torch.Tensor, torch.Tensor]]]:
+    """A small network with a batch norm that has learned a rule, and batches of it."""
+    generator = torch.Generator().manual_seed(0)
+    rule = torch.randn(12, 3, generator=generator)
+    batches = []
+    for _ in range(8):
+        x = torch.randn(32, 12, generator=generator)
+        batches.append((x, (x @ rule).argmax(1)))
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = nn.Sequential(
+            nn.Linear(12, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3)
+        )
+        sk.finetune(model, batches, F.cross_entropy, epochs=15, optimizer=lambda p: torch.optim.SGD(p, 0.1))
+    return model.eval(), batches
+
+
+@torch.no_grad()
+def loss_of(model: nn.Module, batches: list[tuple[torch.Tensor, torch.Tensor]]) -> float:
+    return sum(float(F.cross_entropy(model.eval()(x), y)) for x, y in batches) / len(batches)
+
+
+def test_with_batches_the_default_is_fisher_and_the_repaired_model_is_better_than_the_bare_one() -> None:
+    model, batches = trained()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    x = batches[0][0][:1]
+    bare = sk.prune(model, x, budget="flops=25%", batches=batches, loss=F.cross_entropy, repair=False)
+    repaired = sk.prune(model, x, budget="flops=25%", batches=batches, loss=F.cross_entropy)
+    assert repaired.report.criterion == "Fisher"
+    assert repaired.mask == bare.mask
+    assert loss_of(repaired.model, batches) < 0.8 * loss_of(bare.model, batches)
+    assert 0 <= repaired.report.measured["error of refitted layers that is left"] < 1
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_it_is_what_the_parts_do_one_after_the_other() -> None:
+    model, batches = trained()
+    x = batches[0][0][:1]
+    whole = sk.prune(model, x, budget="flops=50%", batches=batches, loss=F.cross_entropy)
+    parts = sk.prune(model, x, budget="flops=50%", criterion=sk.criteria.Fisher(batches, F.cross_entropy))
+    sk.compensate(model, parts.model, parts.graph, parts.mask, batches)
+    sk.recalibrate(parts.model, batches)
+    for name, value in whole.model.state_dict().items():
+        assert torch.equal(value, parts.model.state_dict()[name]), name
+
+
+def test_a_named_criterion_gets_the_batches_and_one_without_data_stays_as_it_is() -> None:
+    model, batches = trained()
+    x = batches[0][0][:1]
+    for name, kind in (("taylor", "Taylor"), ("magnitude", "Magnitude")):
+        found = sk.prune(model, x, budget="flops=50%", criterion=name, batches=batches, loss=F.cross_entropy)
+        assert found.report.criterion == kind
+    assert sk.prune(model, x, budget="flops=50%").report.criterion == "Magnitude"
+
+
+def test_every_step_of_a_schedule_is_repaired_before_it_is_trained_on() -> None:
+    model, batches = trained()
+    losses = []
+    sk.prune(
+        model,
+        batches[0][0][:1],
+        budget="flops=25%",
+        batches=batches,
+        loss=F.cross_entropy,
+        schedule=Schedule("linear", 3),
+        finetune=lambda small, step: losses.append(loss_of(small, batches)),
+    )
+    assert len(losses) == 3
+    assert max(losses) < 1.0
+
+
+def test_nothing_is_repaired_where_nothing_was_cut() -> None:
+    model, batches = trained()
+    with pytest.warns(UserWarning, match="within the budget already"):
+        found = sk.prune(model, batches[0][0][:1], budget="flops=100%", batches=batches, loss=F.cross_entropy)
+    assert found.report.measured == {}
+    assert loss_of(found.model, batches) == loss_of(model, batches)
+
+
+def test_bad_data_say_what_is_wrong() -> None:
+    model, batches = trained()
+    x = batches[0][0][:1]
+    with pytest.raises(InvalidValueError, match="a loss needs batches"):
+        sk.prune(model, x, budget="flops=50%", loss=F.cross_entropy)
+    with pytest.raises(DataError, match="the loader is empty"):
+        sk.prune(model, x, budget="flops=50%", batches=[], loss=F.cross_entropy)
+    with pytest.raises(InvalidValueError, match="no loss was given"):
+        sk.prune(model, x, budget="flops=50%", batches=batches)
