@@ -118,6 +118,7 @@ PARTS: dict[str, Callable[..., sk.LossImportance]] = {
     "no second moment": lambda **options: _Changed(change=_without_second_moment, **options),
     "no errors": lambda **options: sk.LossImportance(errors=0.0, **options),
     "half the errors": lambda **options: sk.LossImportance(errors=0.5, **options),
+    "half the errors, four samples": lambda **options: sk.LossImportance(errors=0.5, samples=4, **options),
     "no annealing": lambda **options: _Changed(change=_without_annealing, **options),
     "no entry afresh": lambda **options: _Changed(change=lambda rule: _one_way_in(rule, "afresh"), **options),
     "no entry as it was": lambda **options: _Changed(change=lambda rule: _one_way_in(rule, "as_it_was"), **options),
