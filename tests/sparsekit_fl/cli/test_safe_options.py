@@ -47,8 +47,8 @@ def test_a_private_run_prints_what_it_spent_and_puts_it_into_the_result(tmp_path
     ("given", "message"),
     [
         (["--aggregation", "krum"], "aggregation must be one of mean, trimmed-mean, median, norm-clipped"),
-        (["--dp-clip", "1"], "dp_clip needs dp_noise"),
-        (["--dp-clip", "1", "--dp-noise", "1", "--aggregation", "median"], "dp_clip needs aggregation 'mean'"),
+        (["--dp-clip", "1"], "--dp-clip needs --dp-noise"),
+        (["--dp-clip", "1", "--dp-noise", "1", "--aggregation", "median"], "--dp-clip needs aggregation 'mean'"),
         (["--upload", "int4"], "--upload must be 'float32' or 'bfloat16', got 'int4'"),
     ],
 )
