@@ -26,6 +26,7 @@ def played(name: str, pulls: int = 20, space: Any = None) -> Any:
     return bandit
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(registry))
 @pytest.mark.parametrize("kind", ["png", "svg"])
 def test_every_bandit_is_drawn_and_its_saved_state_gives_the_same_file(name: str, kind: str, tmp_path: Path) -> None:

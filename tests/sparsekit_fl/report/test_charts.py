@@ -79,6 +79,7 @@ def test_thirty_two_methods_can_be_told_apart() -> None:
     assert len({series_style(place)[:2] for place in range(32)}) == 32
 
 
+@pytest.mark.slow
 def test_every_kind_is_drawn_as_a_picture_and_equal_charts_give_equal_bytes(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     charts = _charts(*(result(name, heterogeneity=level) for name in ("a", "b<&") for level in ("low", "high")))

@@ -76,6 +76,7 @@ def test_curves_show_the_global_model_the_worst_tenth_and_other_metrics() -> Non
     assert charts["loss-rounds"].y_unit == "number"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("metrics", [{"accuracy": accuracy}, {"margin_error": margin_error}], ids=["accuracy", "another"])
 def test_a_report_is_written_whatever_the_metrics_are(metrics: dict[str, Any], tmp_path: Path) -> None:
     for package in ("pandas", "matplotlib", "jinja2"):
