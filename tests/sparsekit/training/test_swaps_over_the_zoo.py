@@ -52,14 +52,17 @@ def _check(name: str, options: dict[str, Any]) -> None:
     options |= {"learning": sk.LossImportance(explore=1.0, samples=3, rounds=4, errors=0.0)}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FixedUnitsWarning)
-        pair = [sk.LearnableMask(model, kwargs or args, execution=which, **options) for which in ("compact", "masked")]
+        if "budget" not in options:  # which needs inputs, and takes them by position or by name
+            options["graph"] = sk.trace_units(model, *args, example_kwargs=kwargs)
+        inputs = args if "budget" in options else None
+        pair = [sk.LearnableMask(model, inputs, execution=which, **options) for which in ("compact", "masked")]
     optimizers = [torch.optim.SGD(masked.parameters(), lr=0.05, momentum=0.9) for masked in pair]
     for step in range(STEPS):
         found = []
         for masked, optimizer in zip(pair, optimizers, strict=True):
             torch.manual_seed(step)
-            inputs, named = _shaken((args, kwargs), step)
-            outputs = find_tensors(masked(*inputs, **named))
+            given, named = _shaken((args, kwargs), step)
+            outputs = find_tensors(masked(*given, **named))
             optimizer.zero_grad()
             sum(((tensor - 0.5) ** 2).mean() for tensor in outputs if tensor.requires_grad).backward()  # type: ignore[union-attr]
             torch.nn.utils.clip_grad_norm_(masked.weights(), 1.0)

@@ -244,7 +244,7 @@ def test_all_stands_for_every_registered_method(capsys: pytest.CaptureFixture[st
         (["--heterogeneity", "low,much"], "--heterogeneity must be one of low, median, high, got 'much'"),
         (["--heterogeneity", "low,low"], "--heterogeneity has a value twice"),
         (["--lack-classes", "2,x"], "--lack-classes takes whole numbers"),
-        (["--lack-classes", "10"], "lack_classes must be an integer in [0, 9]"),
+        (["--lack-classes", "10"], "--lack-classes must be an integer in [0, 9]"),
         (
             ["--lack-classes", "2", "--alpha", "1", "--partition", "dirichlet"],
             "--lack-classes belongs to --partition pathological",
