@@ -76,10 +76,10 @@ class LearnableSgd(LocalPolicy):
         noise: Upper end of the uniform noise that the initial importance gets, so that equal targets do not tie.
         learning: In place of the paper's rule, importance in units of loss on the client's own data, as a `LearnableMask` has
             it by default: some steps run on a wider network, and dropped units take the places of kept ones where the gain
-            exceeds the cost beyond doubt. What a client saw counts on in its next rounds. Groups whose exploring pass would
-            cost more than a submodel of the client's capability are not explored. Units that were never measured rank by the
-            regulariser's target, of the weights that the server sent; `importance_lr`, `explore_every` and `noise` do nothing.
-            Leave `steps` out, since no client can tell how often it will be asked.
+            exceeds the cost by more than the errors. What a client saw counts on in its next rounds. Groups whose exploring
+            pass would cost more than a submodel of the client's capability are not explored. Units that were never measured
+            rank by the regulariser's target, of the weights that the server sent; `importance_lr`, `explore_every` and
+            `noise` do nothing. Leave `steps` out, since no client can tell how often it will be asked.
         allocation: How many units stay in each group: the same share of each, as in the paper, or what the client's
             importance makes of the cost of that submodel, as the allocation of this name does in `sk.prune`.
         allocation_metric: In what such a submodel must not cost more than the uniform one. Neither goes with `learning`.

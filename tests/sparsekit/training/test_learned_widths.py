@@ -42,7 +42,7 @@ def test_widths_move_and_the_budget_holds_at_every_step(metric: str, share: int)
         loss.backward()
         optimizer.step()
         assert costs.costs(masked.unit_mask().counts())[metric] <= limit
-    # Where a step to other widths would have to be larger than a round allows, the first ones stay.
+    # On smaller shares of the FLOPs the first widths of this model are also the last.
     stays = metric == "flops" and share < 60
     assert (masked.unit_mask().counts() == first) == stays
     twin = sk.LearnableMask(model, (x,), budget=budget, learning=learning)

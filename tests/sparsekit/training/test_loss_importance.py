@@ -207,7 +207,7 @@ def test_without_exploration_the_first_mask_stays_and_steps_are_those_of_the_nar
     assert masked.explored == 0.0
 
 
-def test_noise_swaps_nothing() -> None:
+def test_with_four_errors_noise_swaps_nothing() -> None:
     """Labels that nothing predicts: no unit is worth anything, so none is worth a swap."""
     model, x, _, _ = _planted()
     y = torch.randint(0, 2, (len(x),), generator=torch.Generator().manual_seed(1))
