@@ -109,11 +109,11 @@ class LaneTrainer:
     def _outcome(self, lane: int, log: TrainingLog) -> LaneOutcome:
         stack, learner = self._stack, self._step.learner
         own = {name: stack.of(name)[lane] for name in (*self._model.parameters, *self._model.buffers)}
-        module = BoundModel(self._model, own)
+        mask = stack.lanes[lane].mask if learner is None else learner.mask(lane)
+        module = BoundModel(self._model, own, mask)
         if learner is None:
-            return LaneOutcome(state=stack.read(lane), mask=stack.lanes[lane].mask, log=log, module=module)
-        state, mask, learned = learner.state(lane), learner.mask(lane), learner.memory(lane)
-        return LaneOutcome(state=state, mask=mask, log=log, module=module, learned=learned)
+            return LaneOutcome(state=stack.read(lane), mask=mask, log=log, module=module)
+        return LaneOutcome(state=learner.state(lane), mask=mask, log=log, module=module, learned=learner.memory(lane))
 
 
 class _Log:

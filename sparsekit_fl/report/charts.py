@@ -29,7 +29,7 @@ _CURVES: tuple[tuple[str, str, str, str, Unit], ...] = (
 _BARS: tuple[tuple[str, str, str, Unit, str, str | None], ...] = (
     ("bars-accuracy", "Accuracy per method", "personal accuracy; ring: of the global model", "share",
      "personal_accuracy", "global_accuracy"),
-    ("bars-flops", "FLOPs per method", "FLOPs, compact; ring: by the row-mask convention", "flops",
+    ("bars-flops", "FLOPs per method", "FLOPs, compact; ring: training alone, by the row-mask convention", "flops",
      "flops_compact", "flops_rowmask"),
     ("bars-time", "Simulated {target} accuracy", "seconds; no bar: never reached", "seconds", TARGET, None),
 )  # fmt: skip
