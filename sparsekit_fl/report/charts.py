@@ -17,6 +17,7 @@ from sparsekit_fl.report.comparison import TARGET, Comparison
 from sparsekit_fl.report.curves import Curve, curves_of, metrics_of
 from sparsekit_fl.report.levels import level_charts
 from sparsekit_fl.report.trials import Level
+from sparsekit_fl.results.scoring import FLOPS_LACK
 
 __all__ = ["Chart", "Series", "charts_of", "curve_charts", "on_front"]
 
@@ -125,9 +126,9 @@ def _front(comparison: Comparison, level: Level) -> Chart:
             )
             series.append(one)
     x = "FLOPs, compact; dotted: no method is better in both"
-    return Chart(
-        name="front", title="Final accuracy against FLOPs", kind="front", series=tuple(series), x=x, y=_ACCURACY, unit="flops"
-    )
+    lacking = "; version 0.1 left scoring out" if FLOPS_LACK in comparison.notes else ""
+    title = "Pareto chart: final accuracy against FLOPs"
+    return Chart(name="front", title=title, kind="front", series=tuple(series), x=x + lacking, y=_ACCURACY, unit="flops")
 
 
 def curve_charts(
