@@ -22,6 +22,7 @@ from sparsekit_fl.results.scoring import FLOPS_LACK
 __all__ = ["Chart", "Series", "charts_of", "curve_charts", "on_front"]
 
 _ACCURACY = "mean personal accuracy on test data"
+_FRONT = "FLOPs, compact; dotted: no method is better in both"
 _CURVES: tuple[tuple[str, str, str, str, Unit], ...] = (
     ("accuracy-flops", "Accuracy against FLOPs", "FLOPs of all clients so far (compact submodels)", "flops", "flops"),
     ("accuracy-time", "Accuracy against simulated time", "simulated seconds so far", "seconds", "seconds"),
@@ -125,10 +126,11 @@ def _front(comparison: Comparison, level: Level) -> Chart:
                 subject=row.method == comparison.subject,
             )
             series.append(one)
-    x = "FLOPs, compact; dotted: no method is better in both"
-    lacking = "; version 0.1 left scoring out" if FLOPS_LACK in comparison.notes else ""
+    # Both fit below the small picture of the page.
+    lacking = FLOPS_LACK in comparison.notes
+    x = "FLOPs, some without scoring; dotted: the Pareto front" if lacking else _FRONT
     title = "Pareto chart: final accuracy against FLOPs"
-    return Chart(name="front", title=title, kind="front", series=tuple(series), x=x + lacking, y=_ACCURACY, unit="flops")
+    return Chart(name="front", title=title, kind="front", series=tuple(series), x=x, y=_ACCURACY, unit="flops")
 
 
 def curve_charts(
