@@ -16,6 +16,7 @@ from sparsekit_fl.paper.published import published_beside
 from sparsekit_fl.paper.tables import page_of
 from sparsekit_fl.report.charts import charts_of
 from sparsekit_fl.report.comparison import Comparison
+from sparsekit_fl.report.drawing import draw_chart
 from sparsekit_fl.report.table import COLUMNS, result_table
 from sparsekit_fl.report.text import latex_table, markdown_table
 from sparsekit_fl.report.trials import Trial, sections_of
@@ -127,3 +128,15 @@ def test_the_table_of_one_run_has_both_numbers_where_it_scores() -> None:
     assert shown(dict(whole)).count("training alone") == 2
     assert "training alone" not in shown(result("fedavg"))
     assert not [column for column in COLUMNS if "training" in column.name]
+
+
+def test_the_pareto_chart_says_that_old_rows_lack_scoring_and_spreads_high_accuracies(tmp_path: Path) -> None:
+    old = {**result("fedlps", accuracies={100: 0.987}), "policies": {"personal": "OwnModel(select='best')"}}
+    rivals = (result("fedavg", accuracies={100: 0.965}), result("fjord", accuracies={100: 0.4}))
+    front = next(chart for chart in charts_of(compared(old, *rivals)) if chart.kind == "front")
+    assert front.title.startswith("Pareto chart")
+    assert "some without scoring" in front.x
+    assert "scoring" not in next(chart for chart in charts_of(compared(scoring("fedlps"), *rivals))).x
+    draw_chart(front, tmp_path / "front.svg")
+    drawn = (tmp_path / "front.svg").read_text()
+    assert all(f">{tick}%<" in drawn for tick in (50, 90, 95, 98, 99))
