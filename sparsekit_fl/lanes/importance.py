@@ -275,9 +275,9 @@ class LaneImportance:
             raise InvalidValueError("the importance became NaN or infinite; lower the learning rate of weights or importance")
         weights, keys = self._weights, {name: key for key, name in self._name.items()}
         own = {}
-        for name, tensor in {**weights.parameters, **weights.buffers}.items():
-            narrow = tensor[lane].detach()
-            own[name] = (self.places.ascending(keys[name], lane, narrow) if name in keys else narrow.clone()).cpu()
+        for name in (*weights.parameters, *weights.buffers):
+            narrow = weights.on_host(name)[lane]
+            own[name] = self.places.ascending(keys[name], lane, narrow) if name in keys else narrow.clone()
         return weights.named(own)
 
     def memory(self, lane: int) -> dict[str, Tensor]:

@@ -50,6 +50,10 @@ class LaneWeights(Protocol):
     velocity: dict[str, Tensor]
     anchors: dict[str, Tensor]
 
+    def on_host(self, name: str) -> Tensor:
+        """Return an entry of all lanes as it is now, on the CPU; only once training is over."""
+        ...
+
     def named(self, own: StateDict) -> dict[str, Tensor]:
         """Return entries under all keys of the model's state, tied ones under each, in its order."""
         ...

@@ -136,7 +136,7 @@ class LanePlaces:
     def ascending(self, key: str, lane: int, narrow: Tensor) -> Tensor:
         """Copy a narrow entry of a lane without its padding, positions in ascending dense order."""
         for dim, positions in self.positions[key].items():
-            own = positions[lane]
+            own = positions[lane].to(narrow.device)
             order = own.argsort()[: int((own < self.graph.shapes[key][dim]).sum())]
             narrow = narrow.index_select(dim, order)
         return narrow.clone()

@@ -65,6 +65,7 @@ class LaneStack:
         """Name → (lanes, …), 1 where an entry trains; only names of which a lane holds padding or frozen entries."""
         self.divisors: Tensor | None = None
         self._options: dict[str, Tensor] = {}
+        self._host: dict[str, Tensor] = {}
 
     @property
     def rates(self) -> Tensor:
@@ -78,6 +79,7 @@ class LaneStack:
             lanes: The clients, of equal keys.
         """
         first = lanes[0]
+        self._host = {}
         self.lanes = lanes
         self.masks = [padded(self.graph, lane.mask, self.counts) for lane in lanes]
         self.own = [UnitMask.full(self.graph) if lane.mask is None else lane.mask for lane in lanes]
@@ -119,6 +121,8 @@ class LaneStack:
         return [tensor for table in tables for tensor in table.values()]
 
     def _write(self, table: dict[str, Tensor], name: str, tensors: Sequence[Tensor]) -> None:
+        if tensors[0].device.type != self.device.type:
+            tensors = torch.stack(list(tensors)).to(self.device).unbind(0)  # one copy for all lanes
         # Side by side in memory whatever their strides were, as a narrow model holds them.
         if name in table and table[name].shape == (len(tensors), *tensors[0].shape):
             for place, tensor in zip(table[name], tensors, strict=True):
@@ -131,12 +135,12 @@ class LaneStack:
         start: StateDict = lane.start if lane.frozen is None else mask_state(self.graph, lane.frozen, lane.start)
         kept = Kept(self.graph, mask)
         names = [*self.model.parameters, *self.model.buffers]
-        return {name: kept.gather(name, start[name].detach()).to(self.device) for name in names}
+        return {name: kept.gather(name, start[name].detach()) for name in names}
 
     def _real(self, lane: Lane[object], mask: UnitMask) -> dict[str, Tensor]:
         """Name → 1 where an entry of the padded shape trains, for names in which some do not."""
         if lane.frozen is not None:
-            return {name: lane.frozen[name].to(self.device) for name in self.model.parameters if name in lane.frozen}
+            return {name: lane.frozen[name].cpu() for name in self.model.parameters if name in lane.frozen}
         if lane.mask is None or lane.mask == mask:
             return {}
         found: dict[str, Tensor] = {}
@@ -148,7 +152,7 @@ class LaneStack:
                     shape = tuple(self._size(name, axes, axis) for axis in range(len(self.graph.shapes[name])))
                     limit = found.get(name, torch.ones(shape, dtype=torch.bool))
                     found[name] = limit & along(own, dim, len(shape))
-        return {name: limit.to(self.device) for name, limit in found.items()}
+        return found
 
     def _size(self, name: str, axes: Mapping[int, Tensor], axis: int) -> int:
         return axes[axis].numel() if axis in axes else self.graph.shapes[name][axis]
@@ -160,11 +164,19 @@ class LaneStack:
         cut = {} if mask is None or mask == wide else self.graph.kept_indices(mask)
         around = self.graph.kept_indices(wide) if cut else {}
         for name in (*self.model.parameters, *self.model.buffers):
-            tensor = self.of(name)[lane].detach().cpu()
+            tensor = self.on_host(name)[lane]
             for dim, positions in cut.get(name, {}).items():
                 tensor = tensor.index_select(dim, torch.searchsorted(around[name][dim], positions))
             own[name] = tensor.clone()
         return self.named(own)
+
+    def on_host(self, name: str) -> Tensor:
+        """Return the stacked tensor of a parameter or buffer as it is now, on the CPU: one copy for all lanes, until `load`."""
+        if self.device.type == "cpu":
+            return self.of(name).detach()
+        if name not in self._host:
+            self._host[name] = self.of(name).detach().cpu()
+        return self._host[name]
 
     def of(self, name: str) -> Tensor:
         """Return the stacked tensor of a parameter or buffer."""
