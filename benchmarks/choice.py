@@ -181,7 +181,15 @@ def _name(options: argparse.Namespace, start: str) -> str:
 
 
 def _image_run(options: argparse.Namespace, arm: str, start: str, ratio: float, seed: int) -> dict[str, Any]:
-    cell = images(options.data, seed, options.device, train=options.train, test=options.test, network=options.network, pooled=options.pooled)
+    cell = images(
+        options.data,
+        seed,
+        options.device,
+        train=options.train,
+        test=options.test,
+        network=options.network,
+        pooled=options.pooled,
+    )
     per_epoch = options.train // BATCH
     if start == "trained" and arm != "widths-scratch":
         kept = Path(options.out).parent / f"dense-{options.data}-{options.network}-{options.train}-{options.pooled}-{seed}.pt"
