@@ -178,7 +178,8 @@ def main() -> None:
                 "personal": round(result.final.personal["accuracy"], 5),
                 "loss": round(result.final.personal["loss"], 4),
                 "global": round(result.final.shared["accuracy"], 4),
-                "flops_compact": result.cost.flops_compact,
+                "flops_compact": result.cost.flops_compact_training,  # as in the rows of before, which count training alone
+                "flops_scoring": result.cost.flops_scoring,
             }
             with given.out.open("a") as file:
                 file.write(json.dumps(cell | scores) + "\n")

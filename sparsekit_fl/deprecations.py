@@ -7,7 +7,7 @@ from typing import Any
 
 from sparsekit.deprecations import warn_renamed
 
-__all__ = ["RENAMED_POLICIES", "RenamedHooks"]
+__all__ = ["REMOVED_KEYS", "RENAMED_POLICIES", "RenamedHooks"]
 
 _POLICIES = {
     "ExceptHead": "PrivateHead",
@@ -21,6 +21,13 @@ RENAMED_POLICIES: Mapping[str, tuple[str, str]] = {
     old: (f"sparsekit_fl.policies:{new}", f"sparsekit_fl.policies.{new}") for old, new in _POLICIES.items()
 }
 """Old public name of `sparsekit_fl.policies` → where its object is, and the new name."""
+
+REMOVED_KEYS: Mapping[str, str] = {
+    "flops_compact_training": "flops_compact",
+    "simulated_seconds_training": "simulated_seconds",
+}
+"""Key of `cost` in a result that counts training alone, as results of version 0.1 do → the number that contains scoring. A file
+cannot warn: these keys are written until 0.3."""
 
 
 class RenamedHooks:

@@ -18,6 +18,10 @@ _COST = (
     "simulated_seconds",
     "wall_seconds",
     "memory_bytes",
+    "flops_scoring",
+    "flops_compact_training",
+    "simulated_seconds_scoring",
+    "simulated_seconds_training",
 )
 _ROUND = ("cohort", "dropped", "round_seconds")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +17,10 @@ from sparsekit_fl.client.executor import ClientExecutor
 from sparsekit_fl.client.round import BegunRound, begin_round, end_round
 from sparsekit_fl.client.spec import RunSpec
 from sparsekit_fl.errors import ClientError
-from sparsekit_fl.lanes.lane import Lane
+from sparsekit_fl.lanes.lane import Lane, LaneOutcome
 from sparsekit_fl.lanes.model import LaneModel, refusal
+from sparsekit_fl.lanes.queues import Queues
+from sparsekit_fl.lanes.recorder import RECORDERS, recorder_of
 from sparsekit_fl.lanes.stack import padded
 from sparsekit_fl.lanes.train import LaneTrainer
 from sparsekit_fl.options.devices import device_of
@@ -32,6 +34,7 @@ __all__ = ["CohortExecutor", "CohortOptions", "Trained", "why_alone"]
 _log = logging.getLogger(__name__)
 
 _MODELS = 8  # shapes whose modules are kept; a ladder of widths has fewer
+_REPEATED = 32  # the same where each number of lanes has a trainer of its own
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,11 +46,15 @@ class CohortOptions:
         widths: Shares of a group's units that lanes may hold, ascending to 1: a client gets the least that holds its units,
             and the rest is padding. Empty: clients share lanes only with those of equally many units.
         batched: Whether clients share every kernel; otherwise only the update of the weights.
+        graphs: Whether steps that share every kernel are recorded and replayed, where the device can.
+        streams: Number of streams of a GPU on which buckets train beside each other.
     """
 
     lanes: int = 16
     widths: tuple[float, ...] = ()
     batched: bool = False
+    graphs: bool = True
+    streams: int = 4
 
     def counts(self, spec: RunSpec, mask: UnitMask | None) -> dict[str, int]:
         """Group name → number of units of a lane for a client with this mask. It depends on that client alone."""
@@ -86,6 +93,15 @@ class _Member:
     place: int
     begun: BegunRound
     lane: Lane[LocalResult]
+
+
+@dataclass(eq=False)
+class _Started:
+    """Members whose training was started, and what waits for it."""
+
+    members: Sequence[_Member]
+    began: float
+    finish: Callable[[], list[LaneOutcome]]
 
 
 def why_alone(spec: RunSpec, *, batched: bool) -> str | None:
@@ -129,6 +145,10 @@ class CohortExecutor(ClientExecutor):
         super().__init__(spec, clients, store, device=device)
         self._options = options or CohortOptions()
         self._trainers: OrderedDict[Any, LaneTrainer] = OrderedDict()
+        on = torch.device(self._worker.device)
+        self._queues = Queues(on, self._options.streams)
+        self._repeats = self._options.batched and on.type in RECORDERS
+        self._recorder = recorder_of(on) if self._options.batched and self._options.graphs else None
         self.alone = why_alone(spec, batched=self._options.batched)
         """Why clients train one after the other; None where they train together."""
 
@@ -154,9 +174,17 @@ class CohortExecutor(ClientExecutor):
                 shared.setdefault((tuple(counts.items()), member.lane.key), []).append(member)
             elif place not in done:
                 done[place] = self._alone(assignment, versions)
+        wave: dict[Any, _Started] = {}
         for (counts, _), members in shared.items():
             for first in range(0, len(members), self._options.lanes):
-                self._together(dict(counts), members[first : first + self._options.lanes], versions, done)
+                some = members[first : first + self._options.lanes]
+                key = (counts, some[0].lane.key, len(some) if self._repeats else None)
+                if wave and (key in wave or not self._queues.parallel):
+                    self._finish(list(wave.values()), versions, done)
+                    wave = {}
+                if (started := self._start(key, some, versions, done)) is not None:
+                    wave[key] = started
+        self._finish(list(wave.values()), versions, done)
         return [done[place] for place in range(len(assignments))]
 
     def _alone(self, assignment: Assignment, versions: Versions) -> Trained:
@@ -180,21 +208,30 @@ class CohortExecutor(ClientExecutor):
             return None
         return _Member(place, begun, lane)
 
-    def _together(
-        self, counts: dict[str, int], members: Sequence[_Member], versions: Versions, done: dict[int, Trained]
-    ) -> None:
+    def _start(self, key: Any, members: Sequence[_Member], versions: Versions, done: dict[int, Trained]) -> _Started | None:
+        """Start to train clients of one shape; None where they trained one by one instead."""
         if self.alone:  # it turned out a moment ago
             done.update({member.place: self._alone(member.begun.assignment, versions) for member in members})
-            return
+            return None
         began = time.perf_counter()
         try:
-            trainer = self._trainer(counts, members)
-            outcomes = trainer.train([member.lane for member in members])
+            finish = self._trainer(key, members).train([member.lane for member in members])
         except Exception as error:  # noqa: BLE001 - whose fault it is shows when each client trains by itself
             self._one_by_one(members, versions, done, error)
-            return
-        seconds = (time.perf_counter() - began) / len(members)
-        for member, outcome in zip(members, outcomes, strict=True):
+            return None
+        return _Started(members, began, finish)
+
+    def _finish(self, wave: Sequence[_Started], versions: Versions, done: dict[int, Trained]) -> None:
+        """Wait for clients that train beside each other, and end their round."""
+        found: list[tuple[_Member, LaneOutcome]] = []
+        for started in wave:
+            try:
+                found += zip(started.members, started.finish(), strict=True)
+            except Exception as error:  # noqa: BLE001 - as above
+                self._one_by_one(started.members, versions, done, error)
+        # What trains at the same time shares the clock.
+        seconds = (time.perf_counter() - wave[0].began) / max(1, len(found)) if wave else 0.0
+        for member, outcome in found:
             client_id = member.begun.client.id
             try:
                 with member.begun.blame(self.spec.method, "local"):
@@ -215,23 +252,23 @@ class CohortExecutor(ClientExecutor):
         _log.warning("method %r trains one client at a time from now on: %s", self.spec.method.name, self.alone)
         _log.debug("why", exc_info=error)
 
-    def _trainer(self, counts: dict[str, int], members: Sequence[_Member]) -> LaneTrainer:
+    def _trainer(self, key: Any, members: Sequence[_Member]) -> LaneTrainer:
         """The trainer of a shape; those that were used last are kept, with their modules."""
-        divided = members[0].lane.divided
-        key = (tuple(counts.items()), members[0].lane.key)
         if key not in self._trainers:
-            spec, narrow = self.spec, self._worker.narrow_model
-            mask = members[0].lane.mask
-            narrow.load(spec.initial, None if mask is None else padded(spec.graph, mask, counts))
+            spec, narrow, lane = self.spec, self._worker.narrow_model, members[0].lane
+            counts = dict(key[0])
+            narrow.load(spec.initial, None if lane.mask is None else padded(spec.graph, lane.mask, counts))
             self._trainers[key] = LaneTrainer(
                 spec.graph,
-                LaneModel(narrow.module, divided),
+                LaneModel(narrow.module, lane.divided),
                 counts,
                 spec.problem,
                 self._worker.device,
                 batched=self._options.batched,
+                recorder=self._recorder,
+                queue=self._queues.take(),
             )
-            while len(self._trainers) > _MODELS:
+            while len(self._trainers) > (_REPEATED if self._repeats else _MODELS):
                 self._trainers.popitem(last=False)
         self._trainers.move_to_end(key)
         return self._trainers[key]

@@ -172,6 +172,7 @@ def end_round(worker: WorkerState, begun: BegunRound, result: LocalResult, *, se
     with begun.blame(method, "share"):
         delta, upload = _upload(ctx, worker, result, begun.start, begun.shared)
     work = result.work or ctx.work(result.mask, result.log)
+    scored = sum(ctx.scored)
     update = Update(
         round=assignment.round,
         client_id=client.id,
@@ -181,12 +182,10 @@ def end_round(worker: WorkerState, begun: BegunRound, result: LocalResult, *, se
         ratio=ratio,
         extra=result.extra,
         metrics={**result.log.metrics(), **result.metrics},
-        cost=WorkCost(flops_scoring=sum(ctx.scored)),
+        cost=WorkCost(flops_compact=work.flops_compact + scored, flops_rowmask=work.flops_rowmask, flops_scoring=scored),
     )
     cost = dataclasses.replace(
         update.cost,
-        flops_compact=work.flops_compact,
-        flops_rowmask=work.flops_rowmask,
         uplink_bytes=update_bytes(update),
         downlink_bytes=assignment_bytes(assignment, graph),
         wall_seconds=begun.seconds + seconds + time.perf_counter() - began,
@@ -259,6 +258,7 @@ def client_evaluate(
         _load(worker, model)
         module = worker.narrow_model.module
         personal.calibrate(ctx, module)
+        deploying = sum(ctx.deploying)
         predict = personal.predictor(ctx, module)
         test = ctx.score(module, "test", predict=predict)
         validation = ctx.score(module, "val", predict=predict)
@@ -282,6 +282,7 @@ def client_evaluate(
         validation=validation,
         shared=shared,
         ratio=model.ratio,
+        flops_deploying=deploying,
     )
 
 

@@ -67,6 +67,7 @@ class ClientContext:
         frozen: State-dict keys of parameters that need no gradient; every client has them from the global state of round 0.
         cache: Split → examples that were read in this call.
         scored: FLOPs of each call of `score` in this call of `client_round`.
+        deploying: FLOPs of what a personal policy runs to make the model that is deployed, such as a step of adaptation.
         kind: The kind of policy that this context is for.
         root: The client's whole memory, of which `memory` is one part.
     """
@@ -90,6 +91,7 @@ class ClientContext:
     frozen: frozenset[str] = frozenset()
     reading: Callable[[Split], np.random.Generator] | None = field(default=None, repr=False)
     scored: list[int] = field(default_factory=list, repr=False)
+    deploying: list[int] = field(default_factory=list, repr=False)
     kind: PolicyKind = "local"
     root: Memory | None = field(default=None, repr=False)
 
@@ -171,10 +173,17 @@ class ClientContext:
         return Work(3 * compact * examples, 3 * rowmask_flops(self.costs, mask) * padded)
 
     def score(self, module: nn.Module, split: Split, *, predict: Callable[..., Any] | None = None) -> Scores:
-        """Score a module on one split of this client; an empty split has no scores."""
+        """Score a module on one split of this client; an empty split has no scores. Its FLOPs are counted.
+
+        Args:
+            module: What is scored. One that is not the narrow model's counts as whole, unless its attribute `mask` is the unit
+                mask of what it holds.
+            split: The examples.
+            predict: What is called with a batch's inputs; None calls the module.
+        """
         if len(getattr(self.client.data, split)) == 0:
             return {}
         examples = self.examples(split)
-        mask = self.narrow_model.mask if module is self.narrow_model.module else None
-        self.scored.append(len(examples) * self.costs.forward_flops(mask))
+        held = self.narrow_model.mask if module is self.narrow_model.module else getattr(module, "mask", None)
+        self.scored.append(len(examples) * self.costs.forward_flops(held if isinstance(held, UnitMask) else None))
         return evaluate(module, self.problem, examples, predict=predict)

@@ -12,15 +12,15 @@ __all__ = ["client_seconds", "round_cost", "scoring_seconds"]
 
 
 def client_seconds(cost: WorkCost, capability: Capability) -> float:
-    """Return the seconds that a device of this capability needs: download, compute, upload, one after the other.
+    """Return the seconds that a device of this capability needs: download, train, upload, one after the other.
 
     Args:
-        cost: Needs `flops_compact`, `downlink_bytes` and `uplink_bytes`.
+        cost: Needs `flops_compact` and `flops_scoring`, whose seconds are left out, `downlink_bytes` and `uplink_bytes`.
         capability: What the device can do in the round.
     """
     return (
         cost.downlink_bytes / capability.downlink_bytes_per_second
-        + cost.flops_compact / capability.flops_per_second
+        + cost.flops_compact_training / capability.flops_per_second
         + cost.uplink_bytes / capability.uplink_bytes_per_second
     )
 

@@ -121,6 +121,10 @@ class Cohort:
         batched: Whether one kernel computes a layer for all clients of a step. Without, each client computes by itself, with
             the bits of the engine "embedded", and the update of the weights alone is shared. None decides by the device: a
             GPU waits for each kernel to start and batches, a CPU does not.
+        graphs: Whether the steps of a bucket are recorded as CUDA graphs and replayed, where kernels are batched on CUDA: one
+            call starts a whole step. The results are those of plain steps. Switch it off for a model, loss or metric that
+            changes from step to step by numbers that Python keeps, since a recording knows those of one step only.
+        streams: Number of streams on which buckets train beside each other on CUDA; 1 trains one bucket after the other.
         start_method: How processes start, as for `Embedded`.
 
     Raises:
@@ -134,16 +138,21 @@ class Cohort:
         lanes: int = 16,
         widths: Sequence[float] | None = None,
         batched: bool | None = None,
+        graphs: bool = True,
+        streams: int = 4,
         start_method: str | None = None,
     ) -> None:
         self.workers = checked_workers(workers, start_method)
         if isinstance(lanes, bool) or not isinstance(lanes, int) or lanes < 1:
             raise InvalidValueError(f"lanes must be an integer >= 1, got {lanes!r}")
+        if isinstance(streams, bool) or not isinstance(streams, int) or streams < 1:
+            raise InvalidValueError(f"streams must be an integer >= 1, got {streams!r}; 1 trains one bucket after the other")
         if widths and (list(widths) != sorted(set(widths)) or widths[0] <= 0 or widths[-1] != 1):
             raise InvalidValueError(
                 f"widths must ascend in (0, 1] and end with 1, got {tuple(widths)}; pass () to pad nothing, or leave it out"
             )
         self._lanes, self._widths, self._batched = lanes, widths, batched
+        self._graphs, self._streams = graphs, streams
         self._start_method = start_method
 
     def run(
@@ -162,7 +171,9 @@ class Cohort:
         if alone is not None:
             _log.warning("method %r trains one client at a time: %s", spec.method.name, alone)
         widths = self._widths if self._widths is not None else (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0) if batched else ()
-        options = CohortOptions(lanes=self._lanes, widths=tuple(widths), batched=batched)
+        options = CohortOptions(
+            lanes=self._lanes, widths=tuple(widths), batched=batched, graphs=self._graphs, streams=self._streams
+        )
         make = partial(CohortExecutor, spec, clients, store, options)
         with one_thread(), exact_arithmetic(spec.config.deterministic):
             if self.workers == 1:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeAlias, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -13,15 +13,13 @@ from torch import Tensor, nn
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.mask import UnitMask, WeightMask
 from sparsekit.graph.state import StateDict
+from sparsekit_fl.lanes.rows import Rows
 from sparsekit_fl.options.config import TrainingConfig
 from sparsekit_fl.training.loop import Batches, TrainingLog
 
-__all__ = ["Lane", "LaneLearner", "LaneLearning", "LaneOutcome", "LaneWeights", "Rows"]
+__all__ = ["Lane", "LaneLearner", "LaneLearning", "LaneOutcome", "LaneWeights"]
 
 Result = TypeVar("Result", covariant=True)
-
-Rows: TypeAlias = slice | Tensor
-"""Some lanes: a slice, which gives views, or int64 (rows,), which gives copies."""
 
 
 class LaneWeights(Protocol):
@@ -30,6 +28,8 @@ class LaneWeights(Protocol):
     Attributes:
         graph: The units of the dense model.
         device: Where the lanes are.
+        repeats: Whether steps are written so that they can be replayed: nothing is read from the device, and every tensor that
+            outlives a step is written in place.
         masks: The units that each lane holds at the start, padding included.
         own: Of these, those that the client trains.
         starts: The dense state that each client started from.
@@ -41,6 +41,7 @@ class LaneWeights(Protocol):
 
     graph: UnitGraph
     device: torch.device
+    repeats: bool
     masks: Sequence[UnitMask]
     own: Sequence[UnitMask]
     starts: Sequence[StateDict]
@@ -56,6 +57,18 @@ class LaneWeights(Protocol):
 
 class LaneLearner(Protocol):
     """Changes the masks of the lanes while they train."""
+
+    def load(self, lanes: Sequence[LaneLearning]) -> None:
+        """Begin again with other clients, whose weights are loaded: tensors are written over in place.
+
+        Args:
+            lanes: What each of them learns, in the order of the lanes; of the keys and in the number of those before.
+        """
+        ...
+
+    def tensors(self) -> list[Tensor]:
+        """Return what a step changes, beside the weights and what lies with them."""
+        ...
 
     def update(self, rows: Rows, gradients: Mapping[str, Tensor]) -> None:
         """Learn from the gradients of a step, before the weights move.
@@ -153,6 +166,6 @@ class Lane(Generic[Result]):
     @property
     def key(self) -> Hashable:
         """What must be equal, beside the shapes, for clients to train together."""
-        options = self.training
-        steps = (options.lr, options.momentum, options.weight_decay, options.clip, self.pull)
+        options = self.training  # the learning rate is each lane's own
+        steps = (options.momentum, options.weight_decay, options.clip, self.pull)
         return (steps, self.frozen is None, self.divided, None if self.learning is None else self.learning.key)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from sparsekit._torch import DropoutNd, buffers_of, lane_axis, lanes_in, lanes_out, parameters_of, tree_map_only
+from sparsekit.graph.mask import UnitMask
 from sparsekit.graph.state import StateDict
 from sparsekit.surgery.rebuild import copy_with
 from sparsekit_fl.lanes import kernels
@@ -134,10 +135,12 @@ class BoundModel(nn.Module):
     Args:
         model: The module of all lanes.
         state: What the lane holds: name → tensor.
+        mask: The units of the lane's client, by which the FLOPs of scoring it are counted; None for all of them.
     """
 
-    def __init__(self, model: LaneModel, state: StateDict) -> None:
+    def __init__(self, model: LaneModel, state: StateDict, mask: UnitMask | None = None) -> None:
         super().__init__()
+        self.mask = mask
         self._model = model
         self._state = dict(state)
 

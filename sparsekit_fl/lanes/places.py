@@ -12,7 +12,7 @@ from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.groups import group_order
 from sparsekit.graph.mask import UnitMask
 from sparsekit.training.slots import build_slots
-from sparsekit_fl.lanes.lane import Rows
+from sparsekit_fl.lanes.rows import Place
 
 __all__ = ["LanePlaces"]
 
@@ -34,33 +34,51 @@ class LanePlaces:
         self.graph = graph
         self.total = graph.units
         self.offsets = group_order(graph.groups.values())
-        built = [build_slots(graph, mask) for mask in masks]
         self._device = device
         self.spans: dict[str, slice] = {}
         """Group name → its slots."""
         first = 0
         for name in graph.groups:
-            count = built[0][0][name].units.numel()
+            count = int(masks[0][name].sum())
             self.spans[name] = slice(first, first + count)
             first += count
         self.slots = first
-        self.units = torch.stack([self._units(groups, real) for (groups, _), real in zip(built, own, strict=True)]).to(device)
+        self.units: Tensor
         """int64 (lanes, slots): the unit in each slot, counted through all groups; J where there is none."""
         self.positions: dict[str, dict[int, Tensor]] = {}
         """Key → axis → int64 (lanes, narrow size): dense positions."""
         self.tables: dict[tuple[str, int], list[tuple[slice, Tensor, Tensor]]] = {}
         """(key, axis) → for each slice of a group: its slots, (lanes, slots, span) narrow and (J + 1, span) dense positions."""
+        self.load(masks, own)
+
+    def load(self, masks: Sequence[UnitMask], own: Sequence[UnitMask]) -> None:
+        """Take the masks of other clients, of equally many slots. Tensors that are there are written over."""
+        graph, device = self.graph, self._device
+        built = [build_slots(graph, mask) for mask in masks]
+        units = torch.stack([self._units(groups, real) for (groups, _), real in zip(built, own, strict=True)])
+        again = bool(self.positions)
+        if not again:
+            self.units = units.to(device)
         for key, pieces in graph.slices_of.items():
             entries = [slots[key] for _, slots in built]
-            dims = entries[0].positions
-            self.positions[key] = {dim: torch.stack([entry.positions[dim] for entry in entries]).to(device) for dim in dims}
+            found = {dim: torch.stack([entry.positions[dim] for entry in entries]) for dim in entries[0].positions}
+            if again:
+                for dim, positions in found.items():
+                    self.positions[key][dim].copy_(positions)
+            else:
+                self.positions[key] = {dim: positions.to(device) for dim, positions in found.items()}
+            seen: dict[int, int] = {}
             for place, (group, piece) in enumerate(pieces):
-                narrow = torch.stack([entry.tables[place][2] for entry in entries]).to(device)
+                narrow = torch.stack([entry.tables[place][2] for entry in entries])
+                number = seen[piece.dim] = seen.get(piece.dim, -1) + 1
+                if again:
+                    self.tables[key, piece.dim][number][1].copy_(narrow)
+                    continue
                 dense = torch.full((self.total + 1, piece.index.shape[1]), graph.shapes[key][piece.dim])
                 dense[self.offsets[group] : self.offsets[group] + piece.index.shape[0]] = piece.index
-                table = self.spans[group], narrow, dense.to(device)
+                table = self.spans[group], narrow.to(device), dense.to(device)
                 self.tables.setdefault((key, piece.dim), []).append(table)
-        self.move(slice(None), self.units)
+        self.move(slice(None), units.to(device))
 
     def _units(self, groups: Mapping[str, Any], own: UnitMask) -> Tensor:
         found = []
@@ -69,7 +87,7 @@ class LanePlaces:
             found.append(torch.where(own[name][slots.units], units, self.total))
         return torch.cat(found)
 
-    def move(self, rows: Rows, units: Tensor) -> None:
+    def move(self, rows: Place, units: Tensor) -> None:
         """Put other units into the slots of some lanes: int64 (rows, slots)."""
         self.units[rows] = units
         for (key, dim), tables in self.tables.items():
@@ -87,7 +105,7 @@ class LanePlaces:
         wide[tuple(slice(size) for size in dense.shape)] = dense.to(self._device)
         return wide
 
-    def index(self, key: str, rows: Rows, *, lanes: bool = True) -> tuple[Any, ...]:
+    def index(self, key: str, rows: Place, *, lanes: bool = True) -> tuple[Any, ...]:
         """What a dense tensor (lanes, …) with spare positions is indexed with for the narrow entries of some lanes.
 
         Args:

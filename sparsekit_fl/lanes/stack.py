@@ -42,13 +42,17 @@ class LaneStack:
         model: The module of the lanes, of the shapes that the padded masks keep.
         counts: Group name → number of units that each lane holds, padding included.
         device: Where the lanes train.
+        repeats: Whether steps are replayed there; see `LaneWeights`.
     """
 
-    def __init__(self, graph: UnitGraph, model: LaneModel, counts: Mapping[str, int], device: str) -> None:
+    def __init__(self, graph: UnitGraph, model: LaneModel, counts: Mapping[str, int], device: str, *, repeats: bool) -> None:
         self.graph = graph
         self.model = model
         self.counts = dict(counts)
         self.device = torch.device(device)
+        self.repeats = repeats
+        self.version = 0
+        """Counts how often a tensor took the place of another: what was recorded before knows the old one."""
         self.lanes: Sequence[Lane[object]] = ()
         self.masks: Sequence[UnitMask] = ()
         self.own: Sequence[UnitMask] = ()
@@ -60,6 +64,12 @@ class LaneStack:
         self.kept: dict[str, Tensor] = {}
         """Name → (lanes, …), 1 where an entry trains; only names of which a lane holds padding or frozen entries."""
         self.divisors: Tensor | None = None
+        self._options: dict[str, Tensor] = {}
+
+    @property
+    def rates(self) -> Tensor:
+        """The learning rate of each lane, float (lanes,)."""
+        return self._options["lr"]
 
     def load(self, lanes: Sequence[Lane[object]]) -> None:
         """Take the clients' weights. Tensors of the right shape that are there already are written over.
@@ -75,27 +85,47 @@ class LaneStack:
         narrow = [self._narrow(lane, mask) for lane, mask in zip(lanes, self.masks, strict=True)]
         real = [self._real(lane, mask) for lane, mask in zip(lanes, self.masks, strict=True)]
         for name in self.model.parameters:
-            _write(self.parameters, name, [own[name] for own in narrow])
+            self._write(self.parameters, name, [own[name] for own in narrow])
             limits = [own.get(name) for own in real]
             if any(limit is not None for limit in limits):
                 like = narrow[0][name]
-                _write(self.kept, name, [torch.ones_like(like) if limit is None else limit.to(like) for limit in limits])
+                self._write(self.kept, name, [torch.ones_like(like) if limit is None else limit.to(like) for limit in limits])
                 self.parameters[name].mul_(self.kept[name])
+            elif name in self.kept and self.repeats:
+                self.kept[name].fill_(1.0)  # a recorded step multiplies by it
             else:
                 self.kept.pop(name, None)
         for name in self.model.buffers:
-            _write(self.buffers, name, [own[name] for own in narrow])
+            self._write(self.buffers, name, [own[name] for own in narrow])
         trained = [name for name, trains in self.model.parameters.items() if trains]
         for name in trained:
             if first.training.momentum:
-                _write(self.velocity, name, [torch.zeros_like(self.parameters[name][0])] * len(narrow))
+                self._write(self.velocity, name, [torch.zeros_like(self.parameters[name][0])] * len(narrow))
             if first.pull:
-                _write(self.anchors, name, self.parameters[name].unbind(0))
+                self._write(self.anchors, name, self.parameters[name].unbind(0))
         if first.divided:
-            table = {} if self.divisors is None else {"": self.divisors}
-            like = next(iter(self.parameters.values()))
-            _write(table, "", [like.new_tensor(lane.divisor) for lane in lanes])
-            self.divisors = table[""]
+            self._write(self._options, "divisor", self._numbers([lane.divisor for lane in lanes]))
+            self.divisors = self._options["divisor"]
+        self._write(self._options, "lr", self._numbers([lane.training.lr for lane in lanes]))
+
+    def _numbers(self, values: Sequence[float]) -> tuple[Tensor, ...]:
+        """One number per lane, in the type of the weights."""
+        like = next((tensor for tensor in self.parameters.values() if tensor.is_floating_point()), torch.zeros(()))
+        return like.new_tensor(values).unbind(0)
+
+    def tensors(self) -> list[Tensor]:
+        """Return what a step may change."""
+        tables = (self.parameters, self.buffers, self.velocity, self.anchors)
+        return [tensor for table in tables for tensor in table.values()]
+
+    def _write(self, table: dict[str, Tensor], name: str, tensors: Sequence[Tensor]) -> None:
+        # Side by side in memory whatever their strides were, as a narrow model holds them.
+        if name in table and table[name].shape == (len(tensors), *tensors[0].shape):
+            for place, tensor in zip(table[name], tensors, strict=True):
+                place.copy_(tensor)
+        else:
+            table[name] = torch.stack(list(tensors))
+            self.version += 1
 
     def _narrow(self, lane: Lane[object], mask: UnitMask) -> dict[str, Tensor]:
         start: StateDict = lane.start if lane.frozen is None else mask_state(self.graph, lane.frozen, lane.start)
@@ -143,12 +173,3 @@ class LaneStack:
     def named(self, own: StateDict) -> dict[str, Tensor]:
         """Return entries under all keys of the model's state, tied ones under each, in its order."""
         return {name: own[self.model.names[name]] for name in self.graph.shapes if self.model.names.get(name) in own}
-
-
-def _write(table: dict[str, Tensor], name: str, tensors: Sequence[Tensor]) -> None:
-    # Side by side in memory whatever their strides were, as a narrow model holds them.
-    if name in table and table[name].shape == (len(tensors), *tensors[0].shape):
-        for place, tensor in zip(table[name], tensors, strict=True):
-            place.copy_(tensor)
-    else:
-        table[name] = torch.stack(list(tensors))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,11 +21,26 @@ from sparsekit._torch import (
 )
 from sparsekit.rng import generator_scope
 from sparsekit_fl.lanes.arrange import lane_of
-from sparsekit_fl.lanes.lane import LaneLearner, Rows
+from sparsekit_fl.lanes.lane import LaneLearner
+from sparsekit_fl.lanes.recorder import Outputs, Recorder
+from sparsekit_fl.lanes.replay import Replay
+from sparsekit_fl.lanes.rows import Rows
 from sparsekit_fl.lanes.stack import LaneStack
+from sparsekit_fl.lanes.turn import FixedTurn
 from sparsekit_fl.training.loop import Batch
 
-__all__ = ["LaneStep"]
+__all__ = ["LaneStep", "StepResult"]
+
+_KINDS = 32  # of turns whose buffers are kept
+
+
+class StepResult(NamedTuple):
+    """What is noted of a step: float (rows,) each, and the row of each lane that took it."""
+
+    losses: Tensor
+    scores: Tensor
+    weights: Tensor
+    rows: Sequence[int]
 
 
 class LaneStep:
@@ -35,6 +51,7 @@ class LaneStep:
         loss: (outputs, targets) → scalar.
         metric: (outputs, targets) → (sum, weight); None measures nothing.
         batched: Compute all lanes by one kernel; False takes lane after lane, which gives the bits of each client by itself.
+        recorder: Records steps; None starts every kernel by itself.
     """
 
     def __init__(
@@ -44,18 +61,22 @@ class LaneStep:
         loss: Callable[[Any, Tensor], Tensor],
         metric: Callable[[Any, Tensor], tuple[Any, Any]] | None,
         batched: bool,
+        recorder: Recorder | None = None,
     ) -> None:
         self._stack = stack
         self._loss = loss
         self._metric = metric
         self._batched = batched
         self._trained = [name for name, trains in stack.model.parameters.items() if trains]
-        self._unmapped: list[Any] = []
+        self._maps: dict[Any, bool] = {}
         self.learner: LaneLearner | None = None
         self.generators: Sequence[torch.Generator] = ()
         """What the model draws from in each lane; empty where it draws nothing."""
+        self._replay = Replay(recorder, self._changed)
+        self._turns: OrderedDict[Any, FixedTurn] = OrderedDict()
+        self._version = stack.version
 
-    def __call__(self, lanes: Sequence[int], batches: Sequence[Batch]) -> tuple[Tensor, Tensor, Tensor]:
+    def __call__(self, lanes: Sequence[int], batches: Sequence[Batch]) -> StepResult:
         """Take a step.
 
         Args:
@@ -63,32 +84,59 @@ class LaneStep:
             batches: The batch of each, all of one size.
 
         Returns:
-            The loss of each lane, and sum and weight of the metric, float (lanes,) each.
+            The loss of each lane, and sum and weight of the metric.
         """
         if not self._batched:
             return self._in_turn(lanes, batches)
+        if self._stack.repeats:
+            return self._repeated(lanes, batches)
+        inputs = tuple(torch.stack(each) for each in zip(*(batch.inputs for batch in batches), strict=True))
+        found = self._step(_rows(lanes, self._stack.device), inputs, torch.stack([batch.targets for batch in batches]))
+        return StepResult(found[0], found[1], found[2], range(len(lanes)))
+
+    def _repeated(self, lanes: Sequence[int], batches: Sequence[Batch]) -> StepResult:
+        """The same on buffers that stay where they are, so that steps of one kind can be replayed."""
         stack = self._stack
-        rows = _rows(lanes, stack.device)
-        buffers = {name: tensor[rows] for name, tensor in stack.buffers.items()}
-        losses, measured, gradients = self._together(rows, buffers, batches)
+        if self._version != stack.version:
+            self._version = stack.version
+            self._replay.forget()
+            self._turns.clear()
+        kind = FixedTurn.kind(lanes, batches[0], len(stack.lanes))
+        if kind not in self._turns:
+            self._turns[kind] = FixedTurn(lanes, batches[0], len(stack.lanes), stack.device)
+            while len(self._turns) > _KINDS:
+                self._replay.forget()  # a recording reads the buffers of its turn
+                self._turns.popitem(last=False)
+        self._turns.move_to_end(kind)
+        turn = self._turns[kind]
+        turn.fill(lanes, batches)
+        found = self._replay(kind, lambda: self._step(turn.rows, turn.inputs, turn.targets))
+        return StepResult(found[0], found[1], found[2], turn.places(lanes))
+
+    def _changed(self) -> list[Tensor]:
+        return [*self._stack.tensors(), *(() if self.learner is None else self.learner.tensors())]
+
+    def _step(self, rows: Rows, inputs: tuple[Tensor, ...], targets: Tensor) -> Outputs:
+        """A step of rows by one kernel for all: losses, sums and weights of the metric, (rows,) each."""
+        stack = self._stack
+        buffers = {name: rows.copy(tensor) for name, tensor in stack.buffers.items()}
+        losses, measured, gradients = self._together(rows, buffers, inputs, targets)
         with torch.no_grad():
-            for name, tensor in buffers.items():
-                if isinstance(rows, Tensor):
-                    stack.buffers[name][rows] = tensor
+            if not rows.in_place:
+                for name, tensor in buffers.items():
+                    rows.put(stack.buffers[name], tensor)
             # After the buffers, which move to other units where the masks change.
-            self._move(rows, gradients)
+            self._move(rows, gradients, stack.rates[rows.place])
         return losses, measured[:, 0], measured[:, 1]
 
     def _together(
-        self, rows: Rows, buffers: dict[str, Tensor], batches: Sequence[Batch]
+        self, rows: Rows, buffers: dict[str, Tensor], inputs: tuple[Tensor, ...], targets: Tensor
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Losses, metric and gradients by one kernel for all lanes."""
-        stack = self._stack
-        inputs = tuple(torch.stack(each) for each in zip(*(batch.inputs for batch in batches), strict=True))
-        targets = torch.stack([batch.targets for batch in batches])
-        leaves = {name: stack.parameters[name][rows].detach().requires_grad_() for name in self._trained}
-        fixed = {name: tensor[rows] for name, tensor in stack.parameters.items() if name not in leaves}
-        divisors = None if stack.divisors is None else stack.divisors[rows]
+        stack, place = self._stack, rows.place
+        leaves = {name: stack.parameters[name][place].detach().requires_grad_() for name in self._trained}
+        fixed = {name: tensor[place] for name, tensor in stack.parameters.items() if name not in leaves}
+        divisors = None if stack.divisors is None else stack.divisors[place]
         outputs = stack.model({**leaves, **fixed, **buffers}, inputs, divisors)
         losses = self._each(self._loss, outputs, targets)
         found = torch.autograd.grad(losses.sum(), list(leaves.values()), allow_unused=True)
@@ -96,7 +144,7 @@ class LaneStep:
             measured = self._each(self._measure, outputs, targets)
         return losses.detach(), measured, {name: g for name, g in zip(leaves, found, strict=True) if g is not None}
 
-    def _in_turn(self, lanes: Sequence[int], batches: Sequence[Batch]) -> tuple[Tensor, Tensor, Tensor]:
+    def _in_turn(self, lanes: Sequence[int], batches: Sequence[Batch]) -> StepResult:
         """The same, lane after lane, with the kernels of a client that trains by itself."""
         stack = self._stack
         losses, measured = [], []
@@ -112,19 +160,23 @@ class LaneStep:
             with torch.no_grad():
                 measured.append(self._measure(outputs, batch.targets))
                 gradients = {name: one.unsqueeze(0) for name, one in zip(leaves, found, strict=True) if one is not None}
-                self._move(slice(number, number + 1), gradients)
+                self._move(Rows(slice(number, number + 1)), gradients, stack.lanes[number].training.lr)
         scores = torch.stack(measured)
-        return torch.stack(losses), scores[:, 0], scores[:, 1]
+        return StepResult(torch.stack(losses), scores[:, 0], scores[:, 1], range(len(lanes)))
 
     def _each(self, function: Callable[[Any, Tensor], Any], outputs: Any, targets: Tensor) -> Tensor:
         """What a function gives for each lane, stacked."""
-        if function not in self._unmapped:
+        mapped: Callable[..., Tensor] = torch.func.vmap(function, randomness="error")
+        if function not in self._maps:  # tried once: an error while a step is recorded is that of the recording
             try:
-                found: Tensor = torch.func.vmap(function, randomness="error")(outputs, targets)
+                found = mapped(outputs, targets)
             except (RuntimeError, ValueError, TypeError):
-                self._unmapped.append(function)  # it looks at values; called once per lane from now on
+                self._maps[function] = False  # it looks at values; called once per lane from now on
             else:
+                self._maps[function] = True
                 return found
+        if self._maps[function]:
+            return mapped(outputs, targets)
         return torch.stack([function(lane_of(outputs, lane), own) for lane, own in enumerate(targets.unbind(0))])
 
     def _measure(self, outputs: Any, targets: Tensor) -> Tensor:
@@ -132,21 +184,30 @@ class LaneStep:
         if self._metric is None:
             return torch.zeros(2, device=targets.device)
         values = self._metric(tree_map_only(Tensor, Tensor.detach, outputs), targets)
-        return torch.stack([torch.as_tensor(value, device=targets.device).to(torch.float64) for value in values])
+        # A number is filled in, since copying it there would wait for the device.
+        return torch.stack(
+            [
+                value.to(targets.device, torch.float64)
+                if isinstance(value, Tensor)
+                else torch.full((), float(value), dtype=torch.float64, device=targets.device)
+                for value in values
+            ]
+        )
 
-    def _move(self, rows: Rows, found: dict[str, Tensor]) -> None:
-        stack, options = self._stack, self._stack.lanes[0].training
+    def _move(self, rows: Rows, found: dict[str, Tensor], lr: float | Tensor) -> None:
+        """Move the weights of rows against their gradients: by one learning rate, or by one of each row, float (rows,)."""
+        stack, options, place = self._stack, self._stack.lanes[0].training, rows.place
         names = list(found)
         if not names:
             return
-        parameters = [stack.parameters[name][rows] for name in names]
-        limits = {name: stack.kept[name][rows] for name in names if name in stack.kept}
+        parameters = [rows.copy(stack.parameters[name]) for name in names]
+        limits = {name: stack.kept[name][place] for name in names if name in stack.kept}
         if limits:
             found = {name: gradient * limits[name] if name in limits else gradient for name, gradient in found.items()}
         if self.learner is not None:
             self.learner.update(rows, found)
         gradients = [found[name] for name in names]
-        gradients = self._pulled(rows, names, parameters, gradients)
+        gradients = self._pulled(rows, names, parameters, gradients, lr)
         if options.clip is not None:
             scale = (options.clip / (self._norms(gradients) + 1e-6)).clamp(max=1.0)
             gradients = [gradient * _along_lanes(scale, gradient) for gradient in gradients]
@@ -154,32 +215,41 @@ class LaneStep:
             gradients = list(foreach_add(gradients, parameters, alpha=options.weight_decay))
         if options.momentum:
             gradients = self._accumulated(rows, names, gradients, options.momentum)
-        foreach_add_(parameters, gradients, alpha=-options.lr)
-        if isinstance(rows, Tensor):
+        if isinstance(lr, Tensor):
+            foreach_add_(parameters, [gradient * _along_lanes(lr, gradient) for gradient in gradients], alpha=-1.0)
+        else:
+            foreach_add_(parameters, gradients, alpha=-lr)
+        if not rows.in_place:
             for name, parameter in zip(names, parameters, strict=True):
-                stack.parameters[name][rows] = parameter
+                rows.put(stack.parameters[name], parameter)
         if self.learner is not None:
             self.learner.follow(rows)
 
-    def _pulled(self, rows: Rows, names: list[str], parameters: list[Tensor], gradients: list[Tensor]) -> list[Tensor]:
+    def _pulled(
+        self, rows: Rows, names: list[str], parameters: list[Tensor], gradients: list[Tensor], lr: float | Tensor
+    ) -> list[Tensor]:
         """Add the pull to the start; where steps are plain, by one interpolation of the weights in place."""
         stack, lane = self._stack, self._stack.lanes[0]
         if not lane.pull:
             return gradients
         options = lane.training
-        anchors = [stack.anchors[name][rows] for name in names]
-        if not (options.momentum or options.weight_decay or options.clip):
-            foreach_lerp_(parameters, anchors, options.lr * lane.pull)
-            return gradients
-        return list(foreach_add(gradients, foreach_sub(parameters, anchors), alpha=lane.pull))
+        anchors = [stack.anchors[name][rows.place] for name in names]
+        if options.momentum or options.weight_decay or options.clip:
+            return list(foreach_add(gradients, foreach_sub(parameters, anchors), alpha=lane.pull))
+        if isinstance(lr, Tensor):
+            for parameter, anchor in zip(parameters, anchors, strict=True):
+                parameter.lerp_(anchor, _along_lanes(lr * lane.pull, parameter))
+        else:
+            foreach_lerp_(parameters, anchors, lr * lane.pull)
+        return gradients
 
     def _accumulated(self, rows: Rows, names: list[str], gradients: list[Tensor], momentum: float) -> list[Tensor]:
-        velocity = [self._stack.velocity[name][rows] for name in names]
+        velocity = [rows.copy(self._stack.velocity[name]) for name in names]
         foreach_mul_(velocity, momentum)
         foreach_add_(velocity, gradients)
-        if isinstance(rows, Tensor):
+        if not rows.in_place:
             for name, tensor in zip(names, velocity, strict=True):
-                self._stack.velocity[name][rows] = tensor
+                rows.put(self._stack.velocity[name], tensor)
         return velocity
 
     def _norms(self, gradients: list[Tensor]) -> Tensor:
@@ -189,13 +259,13 @@ class LaneStep:
 
 
 def _along_lanes(values: Tensor, like: Tensor) -> Tensor:
-    """View (lanes,) so that it broadcasts against (lanes, …)."""
-    viewed: Tensor = values.view(-1, *[1] * (like.ndim - 1))
+    """View (lanes,) so that it broadcasts against (lanes, …), in its type."""
+    viewed: Tensor = values.to(like.dtype).view(-1, *[1] * (like.ndim - 1))
     return viewed
 
 
 def _rows(lanes: Sequence[int], device: torch.device) -> Rows:
     """A slice where the lanes lie side by side. Example: (2, 3) gives slice(2, 4), and (0, 2) gives tensor([0, 2])."""
     if lanes[-1] - lanes[0] + 1 == len(lanes):
-        return slice(lanes[0], lanes[-1] + 1)
-    return torch.tensor(lanes, device=device)
+        return Rows(slice(lanes[0], lanes[-1] + 1))
+    return Rows(torch.tensor(lanes, device=device))

@@ -155,6 +155,7 @@ class AdaptedModel(PersonalPolicy):
         batches = _forever(lambda: ctx.batches(epochs=1, batch_size=min(self.largest_batch, len(ctx.client.data.train))))
         for _, batch in zip(range(self.steps), batches, strict=False):
             adapt(ctx.problem.loss(module(*batch.inputs), batch.targets))
+            ctx.deploying.append(ctx.work_on(batch.size).flops_compact)
         return PersonalModel(state=ctx.narrow_model.narrow_state())
 
 

@@ -49,7 +49,7 @@ def page_of(rows: Sequence[Published]) -> Beside | None:
     return Beside(
         title="Beside the published tables",
         caption=f"{published_source()}. {flagged} of {len(rows)} accuracies differ by more than two deviations,"
-        " theirs and ours taken together; FLOPs are marked beyond rounding and two deviations.",
+        " theirs and ours taken together; FLOPs are marked beyond rounding and two deviations. Both count training alone.",
         sheet=Sheet(
             words=("method", "run"),
             numbers=("published, %", "ours, %", "difference", "published, 10¹² FLOPs", "ours, row mask"),

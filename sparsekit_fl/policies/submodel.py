@@ -207,6 +207,7 @@ class RecalibratedBatchNorm(PersonalPolicy):
             for epoch in batches:
                 for batch in epoch:
                     module(*batch.inputs)
+        ctx.deploying.append(count * ctx.costs.forward_flops(ctx.narrow_model.mask))
         for norm, momentum in zip(norms, momenta, strict=True):
             norm.momentum = momentum
         module.eval()

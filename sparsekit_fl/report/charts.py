@@ -17,10 +17,12 @@ from sparsekit_fl.report.comparison import TARGET, Comparison
 from sparsekit_fl.report.curves import Curve, curves_of, metrics_of
 from sparsekit_fl.report.levels import level_charts
 from sparsekit_fl.report.trials import Level
+from sparsekit_fl.results.scoring import FLOPS_LACK
 
 __all__ = ["Chart", "Series", "charts_of", "curve_charts", "on_front"]
 
 _ACCURACY = "mean personal accuracy on test data"
+_FRONT = "FLOPs, compact; dotted: no method is better in both"
 _CURVES: tuple[tuple[str, str, str, str, Unit], ...] = (
     ("accuracy-flops", "Accuracy against FLOPs", "FLOPs of all clients so far (compact submodels)", "flops", "flops"),
     ("accuracy-time", "Accuracy against simulated time", "simulated seconds so far", "seconds", "seconds"),
@@ -29,7 +31,7 @@ _CURVES: tuple[tuple[str, str, str, str, Unit], ...] = (
 _BARS: tuple[tuple[str, str, str, Unit, str, str | None], ...] = (
     ("bars-accuracy", "Accuracy per method", "personal accuracy; ring: of the global model", "share",
      "personal_accuracy", "global_accuracy"),
-    ("bars-flops", "FLOPs per method", "FLOPs, compact; ring: by the row-mask convention", "flops",
+    ("bars-flops", "FLOPs per method", "FLOPs, compact; ring: training alone, by the row-mask convention", "flops",
      "flops_compact", "flops_rowmask"),
     ("bars-time", "Simulated {target} accuracy", "seconds; no bar: never reached", "seconds", TARGET, None),
 )  # fmt: skip
@@ -124,10 +126,11 @@ def _front(comparison: Comparison, level: Level) -> Chart:
                 subject=row.method == comparison.subject,
             )
             series.append(one)
-    x = "FLOPs, compact; dotted: no method is better in both"
-    return Chart(
-        name="front", title="Final accuracy against FLOPs", kind="front", series=tuple(series), x=x, y=_ACCURACY, unit="flops"
-    )
+    # Both fit below the small picture of the page.
+    lacking = FLOPS_LACK in comparison.notes
+    x = "FLOPs, some without scoring; dotted: the Pareto front" if lacking else _FRONT
+    title = "Pareto chart: final accuracy against FLOPs"
+    return Chart(name="front", title=title, kind="front", series=tuple(series), x=x, y=_ACCURACY, unit="flops")
 
 
 def curve_charts(

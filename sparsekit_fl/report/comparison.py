@@ -14,7 +14,17 @@ from rich.markup import escape
 from rich.table import Table
 
 from sparsekit.errors import InvalidValueError
-from sparsekit_fl.report.table import COLUMNS, Column, Spread, metric_columns, seconds_to, share_text, spread, value_of
+from sparsekit_fl.report.table import (
+    COLUMNS,
+    Column,
+    Spread,
+    base_columns,
+    metric_columns,
+    seconds_to,
+    share_text,
+    spread,
+    value_of,
+)
 from sparsekit_fl.report.trials import Level, Section, Trial
 from sparsekit_fl.results.extra import need
 
@@ -85,7 +95,11 @@ class Comparison:
     def columns(self) -> tuple[Column, ...]:
         """Columns of the table, with the time to the target before the last."""
         wanted = Column(TARGET, f"time to {share_text(self.goal).replace('.0%', '%')}", (), "seconds")
-        return (*COLUMNS[:-1], wanted, COLUMNS[-1], *self.metrics)
+        return (*self._base[:-1], wanted, self._base[-1], *self.metrics)
+
+    @cached_property
+    def _base(self) -> tuple[Column, ...]:
+        return base_columns([trial.result for trial in self.section.finished if trial.result])
 
     @cached_property
     def metrics(self) -> tuple[Column, ...]:
@@ -101,7 +115,7 @@ class Comparison:
     @cached_property
     def notes(self) -> tuple[str, ...]:
         """Footnotes, each once, in the order of their numbers."""
-        return tuple(dict.fromkeys(trial.note for trials in self._places.values() for trial in trials if trial.note))
+        return tuple(dict.fromkeys(note for trials in self._places.values() for trial in trials for note in trial.notes))
 
     @cached_property
     def rows(self) -> tuple[Row, ...]:
@@ -115,7 +129,7 @@ class Comparison:
                     level=level,
                     label=", ".join(filter(None, (method, self.section.level_text(level)))),
                     numbers={name: spread([own[name] for own in numbers]) for name in numbers[0]},
-                    notes=tuple(sorted({self.notes.index(trial.note) + 1 for trial in trials if trial.note})),
+                    notes=tuple(sorted({self.notes.index(note) + 1 for trial in trials for note in trial.notes})),
                 )
             )
         return tuple(rows)
@@ -159,7 +173,7 @@ class Comparison:
     def numbers(self, trial: Trial) -> dict[str, float | None]:
         """Return the numbers of a finished trial by column name."""
         result = trial.result or {"rounds": []}
-        own = {column.name: value_of(result, column) for column in (*COLUMNS, *self.metrics)}
+        own = {column.name: value_of(result, column) for column in (*self._base, *self.metrics)}
         return {**own, TARGET: seconds_to(result, self.goal)}
 
     def to_dict(self) -> dict[str, Any]:

@@ -228,8 +228,21 @@ def _points(axes: Any, chart: Chart) -> None:
     axes.plot([one.x[0] for one in front], [one.y[0] for one in front], color=_INK, linewidth=1.0, linestyle=":", zorder=1)
     _logarithmic(axes, chart)
     axes.margins(x=0.12)
+    _spread(axes, [one.y[0] for one in chart.series])
     _format(axes.xaxis, chart.unit)
     _format(axes.yaxis, "share")
+
+
+def _spread(axes: Any, shares: Sequence[float]) -> None:
+    """Give accuracies near 1 as much room as others, by a logit scale, where some are near and some are not."""
+    if not (0.0 < min(shares) < 0.9 and 0.95 < max(shares) < 1.0):
+        return
+    low, high = min(shares), max(shares)
+    ticks = [share for share in _SHARES if low / 2 < share < (1 + high) / 2]
+    axes.set_yscale("logit")
+    axes.set_ylim(low * 0.9, 1 - (1 - high) / 2)
+    axes.yaxis.set_major_locator(need("matplotlib.ticker").FixedLocator(ticks))
+    axes.yaxis.set_minor_locator(need("matplotlib.ticker").NullLocator())
 
 
 def _apart(wanted: Sequence[Series]) -> list[Series]:
@@ -264,6 +277,7 @@ def _bars(axes: Any, chart: Chart) -> None:
         axes.set_xlim(0.0, 1.02)
 
 
+_SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.97, 0.98, 0.99, 0.995, 0.998, 0.999)
 _TICKS: dict[Unit, Callable[[float], str]] = {
     "share": lambda value: f"{round(100 * value, 3):g}%" if value <= 1.0001 else "",
     "flops": flops_text,

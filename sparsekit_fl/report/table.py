@@ -28,6 +28,7 @@ __all__ = [
     "COLUMNS",
     "Column",
     "Spread",
+    "base_columns",
     "bytes_text",
     "flops_text",
     "metric_columns",
@@ -134,6 +135,26 @@ COLUMNS = (
     Column("wall_seconds", "wall time", ("cost", "wall_seconds"), "seconds"),
 )
 
+_TRAINING = {
+    "flops_compact": Column("flops_compact_training", "training alone", ("cost", "flops_compact_training"), "flops"),
+    "simulated_seconds": Column(
+        "simulated_seconds_training", "training alone", ("cost", "simulated_seconds_training"), "seconds"
+    ),
+}
+"""Beside a number that contains the passes by which methods decide: the same without them. Goes with 0.3."""
+
+
+def base_columns(results: Sequence[Mapping[str, Any]]) -> tuple[Column, ...]:
+    """Return `COLUMNS`, with the numbers of training alone beside FLOPs and simulated time where a method scores as it trains.
+
+    Args:
+        results: As `read_result` gives them.
+    """
+    if not any(result["cost"].get("flops_scoring") for result in results):
+        return COLUMNS
+    pairs = ((column, _TRAINING.get(column.name)) for column in COLUMNS)
+    return tuple(column for pair in pairs for column in pair if column is not None)
+
 
 def metric_columns(results: Sequence[Mapping[str, Any]]) -> tuple[Column, ...]:
     """Return the columns of what `COLUMNS` lacks: other metrics than accuracy, means by examples, and the worst tenth.
@@ -202,6 +223,7 @@ def result_table(result: Mapping[str, Any]) -> Table:
     shares = [column for column in COLUMNS if column.unit == "share"]
     # A problem without accuracy has other metrics.
     shown = [column for column in shares if not more or value_of(result, column) is not None]
-    for column in (*shown, *more, *COLUMNS[len(shares) :]):
+    spent = [column for column in base_columns([result]) if column.unit != "share"]
+    for column in (*shown, *more, *spent):
         table.add_row(column.title, column.text(value_of(result, column)))
     return table

@@ -15,6 +15,7 @@ from typing import Any
 from sparsekit.errors import DataError
 from sparsekit_fl.options.config import HETEROGENEITY, current_names
 from sparsekit_fl.report.table import read_result
+from sparsekit_fl.results.scoring import complete_result, lacks
 
 __all__ = ["TRIAL_FILES", "Level", "Section", "Trial", "collect", "collect_all", "level_of", "sections_of", "trial_file"]
 
@@ -79,9 +80,11 @@ class Trial:
         return level_of(self.config)
 
     @property
-    def note(self) -> str:
-        """Remark of the method on its numbers."""
-        return str((self.result or {}).get("note", ""))
+    def notes(self) -> tuple[str, ...]:
+        """Remarks on its numbers: that of the method, and what an older version did not count."""
+        if self.result is None:
+            return ()
+        return tuple(filter(None, (str(self.result.get("note", "")), lacks(self.result))))
 
     @staticmethod
     def of(saved: Mapping[str, Any]) -> Trial:
@@ -92,7 +95,7 @@ class Trial:
             seed=int(saved["seed"]),
             config=config,
             policies=saved.get("policies", {}),
-            result=saved if "final" in saved else None,
+            result=complete_result(saved) if "final" in saved else None,
             error=saved.get("error"),
         )
 

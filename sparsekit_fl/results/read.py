@@ -8,6 +8,7 @@ from typing import Any
 
 from sparsekit.errors import DataError
 from sparsekit_fl.results.schema import SCHEMA_NUMBER
+from sparsekit_fl.results.scoring import complete_result
 
 __all__ = ["read_result"]
 
@@ -16,6 +17,8 @@ _NEEDED = ("method", "seed", "final", "cost", "rounds")
 
 def read_result(path: Path | str) -> dict[str, Any]:
     """Read `result.json`, or the one in a folder, as plain JSON values.
+
+    Costs are those of `complete_result`, whatever version wrote them.
 
     Raises:
         DataError: there is none, it is not a result, or it was written by a later version.
@@ -36,4 +39,7 @@ def read_result(path: Path | str) -> dict[str, Any]:
         raise DataError(
             f"{path} has schema {raw['schema']}, and this version reads up to {SCHEMA_NUMBER}; install the one that wrote it"
         )
-    return raw
+    try:
+        return complete_result(raw)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise DataError(f"the result at {path} is damaged: {error!r}; run again, or restore the file") from error

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sparsekit_fl.results.scores import RoundScores
+from sparsekit_fl.results.scoring import complete_cost
 from sparsekit_fl.wire.messages import WorkCost
 
 __all__ = ["RoundRecord", "cost_dict", "cost_from", "plain"]
@@ -22,10 +23,16 @@ def cost_dict(cost: WorkCost) -> dict[str, Any]:
         "downlink_bytes": cost.downlink_bytes,
         "simulated_seconds": cost.simulated_seconds,
         "wall_seconds": cost.wall_seconds,
-        # Only where memories travelled.
+        # Only where clients run something to make what they deploy, and where memories travelled.
+        **({"flops_deploying": cost.flops_deploying} if cost.flops_deploying else {}),
         **({"memory_bytes": cost.memory_bytes} if cost.memory_bytes else {}),
-        # Only where a method scores while it trains. Up to version 0.2 seconds had no scoring; that number goes with 0.3.
-        **({"flops_scoring": cost.flops_scoring} if cost.flops_scoring else {}),
+        # Only where a method scores while it trains. The numbers of training alone, which is what results counted before,
+        # go with 0.3: `deprecations.REMOVED_KEYS`.
+        **(
+            {"flops_scoring": cost.flops_scoring, "flops_compact_training": cost.flops_compact_training}
+            if cost.flops_scoring
+            else {}
+        ),
         **(
             {"simulated_seconds_scoring": cost.scoring_seconds, "simulated_seconds_training": cost.seconds}
             if cost.scoring_seconds
@@ -35,11 +42,12 @@ def cost_dict(cost: WorkCost) -> dict[str, Any]:
 
 
 def cost_from(raw: Mapping[str, Any]) -> WorkCost:
-    """The inverse of `cost_dict`."""
-    values = dict(raw)
-    total = values.pop("simulated_seconds")
-    # Both parts, and not a difference, which would round.
-    seconds = values.pop("simulated_seconds_training", total)
+    """The inverse of `cost_dict`; also of what results had before `flops_compact` contained scoring."""
+    values = complete_cost(raw)
+    del values["flops_compact_training"]
+    # Both parts, and not a difference with the total, which would round.
+    del values["simulated_seconds"]
+    seconds = values.pop("simulated_seconds_training")
     return WorkCost(seconds=seconds, scoring_seconds=values.pop("simulated_seconds_scoring", 0.0), **values)
 
 

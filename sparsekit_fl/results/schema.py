@@ -1,7 +1,8 @@
 """The JSON schema of `result.json`, and its number.
 
 The number goes up when a reader of the former schema would misread a file; what is only added leaves it as it is. Results of
-version 0.1 have no number and are read as number 1.
+version 0.1 have no number and are read as number 1. In number 2 `cost.flops_compact` was training alone; `results.scoring`
+reads all of them.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from typing import Any
 
 __all__ = ["SCHEMA_NUMBER", "json_schema"]
 
-SCHEMA_NUMBER = 2
+SCHEMA_NUMBER = 3
 
 _NUMBER: dict[str, Any] = {"type": ["number", "null"]}
 _TEXT: dict[str, Any] = {"type": "string"}
@@ -34,18 +35,28 @@ _METRICS = _map(_NUMBER, "metric → value; null where it was not finite")
 _PARTS = _map(_METRICS, "personal, validation or global → metric → value")
 _COST = _object(
     {
-        "flops_compact": {**_COUNT, "description": "what physically small models executed; a multiply-add is 2"},
-        "flops_rowmask": {**_COUNT, "description": "the same work by the row-mask convention"},
+        "flops_compact": {
+            **_COUNT, "description": "what physically small models executed, flops_scoring among it; a multiply-add is 2",
+        },
+        "flops_rowmask": {**_COUNT, "description": "training alone, by the row-mask convention of the paper's tables"},
         "uplink_bytes": _COUNT,
         "downlink_bytes": _COUNT,
         "simulated_seconds": {"type": "number", "minimum": 0, "description": "with the passes of flops_scoring"},
         "wall_seconds": {"type": "number", "minimum": 0},
         "memory_bytes": {**_COUNT, "description": "memories of clients that travelled; absent where none did"},
         "flops_scoring": {**_COUNT, "description": "passes by which a method decides while training; absent where none"},
+        "flops_compact_training": {
+            **_COUNT, "description": "flops_compact without them, as results of version 0.1 count; absent where that is the"
+            " same; goes with 0.3",
+        },
+        "flops_deploying": {
+            **_COUNT, "description": "what clients run once to make the models that they deploy, in no total; of the run,"
+            " absent where that is nothing",
+        },
         "simulated_seconds_scoring": {"type": "number", "minimum": 0, "description": "of these passes; absent where none"},
         "simulated_seconds_training": {
             "type": "number", "minimum": 0,
-            "description": "without them, as results of version 0.2 count; absent where that is the same",
+            "description": "without them, as results of version 0.1 count; absent where that is the same; goes with 0.3",
         },
     },
     "flops_compact", "flops_rowmask", "uplink_bytes", "downlink_bytes", "simulated_seconds", "wall_seconds",

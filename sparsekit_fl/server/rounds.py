@@ -359,7 +359,7 @@ class Rounds:
                 weighted=scores.weighted,
                 worst=scores.worst,
             ),
-            cost=self._cost,
+            cost=replace(self._cost, flops_deploying=sum(one.flops_deploying for one in evaluations)),
             environment=describe_environment(workers=pool.workers, device=spec.config.device),
             experiment=self._experiment,
             state=state,

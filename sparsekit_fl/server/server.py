@@ -119,7 +119,8 @@ def check_update(update: Update, assignment: Assignment, ctx: ServerContext, *, 
         if not abs(value) < float("inf"):
             raise UpdateError(f"{who} reports {name} = {value!r}, which is not finite; a lower learning rate may help")
     cost = update.cost
-    if min(cost.flops_compact, cost.flops_rowmask, cost.flops_scoring, cost.uplink_bytes, cost.downlink_bytes) < 0:
+    counted = (cost.flops_compact_training, cost.flops_rowmask, cost.flops_scoring, cost.uplink_bytes, cost.downlink_bytes)
+    if min(counted) < 0:
         raise UpdateError(f"{who} reports a negative cost")
     if not (0 <= cost.seconds < float("inf") and 0 <= cost.wall_seconds < float("inf")):
         raise UpdateError(f"{who} reports a negative cost, or one without end")

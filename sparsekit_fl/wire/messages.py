@@ -55,8 +55,10 @@ class WorkCost:
     """What work took. Costs of several clients and rounds add up.
 
     Args:
-        flops_compact: What physically small models executed; 2 per multiply-add, backward = 2 x forward.
-        flops_rowmask: The same work by the paper's convention: columns that read removed units are still paid for.
+        flops_compact: What physically small models executed, `flops_scoring` among it; 2 per multiply-add, backward = 2 x
+            forward.
+        flops_rowmask: Training alone, by the paper's convention: columns that read removed units are still paid for. The
+            paper's tables count training only, so what is compared with them does too.
         uplink_bytes: Serialised updates.
         downlink_bytes: Serialised assignments.
         seconds: Simulated, from `Capability`, without `scoring_seconds`; of one client: its own, of a round: its slowest
@@ -64,8 +66,11 @@ class WorkCost:
         wall_seconds: Measured here.
         memory_bytes: Memories of clients that travel to them and back when they train, beside assignments and updates: none
             where each client keeps its own. Counted by the server, and by no simulated second.
-        flops_scoring: Forward passes by which a method decides while it trains: which model a client keeps, whether it prunes.
-            They are no training, so the other two leave them out.
+        flops_scoring: The part of `flops_compact` that is no training: forward passes by which a method decides while it
+            trains, such as which model a client keeps, or whether it prunes.
+        flops_deploying: What clients run once, after the last round, to make the models that they deploy: a step of adaptation,
+            batch norm statistics. Of a run, and in neither total: it does not depend on how long was trained, and no round
+            waits for it.
         scoring_seconds: Simulated seconds of these passes, beyond `seconds`, which leaves them out. The server adds them, so
             they are in no message.
 
@@ -80,6 +85,7 @@ class WorkCost:
     wall_seconds: float = 0.0
     memory_bytes: int = 0
     flops_scoring: int = 0
+    flops_deploying: int = 0
     scoring_seconds: float = 0.0
 
     def __add__(self, other: WorkCost) -> WorkCost:
@@ -94,6 +100,11 @@ class WorkCost:
     def flops(self) -> int:
         """What was executed: `flops_compact`."""
         return self.flops_compact
+
+    @property
+    def flops_compact_training(self) -> int:
+        """What was executed to train: `flops_compact` without `flops_scoring`. Policies and `seconds` go by it."""
+        return self.flops_compact - self.flops_scoring
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -164,6 +175,7 @@ class Evaluation:
         validation: Scores of the personal model on the validation data; empty where there are none.
         shared: Scores of the global model on the test data; None where not asked for.
         ratio: Ratio of the personal model; None where it is not sparse.
+        flops_deploying: FLOPs of making the personal model out of what the server sent; 0 where nothing runs.
     """
 
     client_id: int
@@ -172,6 +184,7 @@ class Evaluation:
     validation: Scores = field(default_factory=dict)
     shared: Scores | None = None
     ratio: float | None = None
+    flops_deploying: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
@@ -191,6 +204,8 @@ class Evaluation:
         found = Evaluation(**fields)
         if type(found.client_id) is not int or type(found.examples) is not int or found.examples < 0:
             raise ValueError("the client and its number of examples must be integers >= 0")
+        if type(found.flops_deploying) is not int or found.flops_deploying < 0:
+            raise ValueError("the FLOPs of deploying must be an integer >= 0")
         if found.ratio is not None and not 0.0 < float(found.ratio) <= 1.0:
             raise ValueError("the ratio must be in (0, 1]")
         # A loss may be infinite, as that of a model that diverged; what it is divided by may not.
@@ -209,8 +224,8 @@ def _section(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 # Costs and metrics travel as tensors of fixed size: an update's length must not depend on their digits, since the
-# uplink bytes that a cost contains are that length.
-_INT_COSTS = ("flops_compact", "flops_rowmask", "uplink_bytes", "downlink_bytes")
+# uplink bytes that a cost contains are that length. Training and scoring travel apart, as they always have.
+_INT_COSTS = ("flops_compact_training", "flops_rowmask", "uplink_bytes", "downlink_bytes")
 _FLOAT_COSTS = ("seconds", "wall_seconds")
 
 
@@ -291,6 +306,7 @@ def decode_update(payload: bytes, graph: UnitGraph | None = None) -> Update:
             raise DataError(f"expected an update, got a message of kind {str(meta['kind'])[:40]!r}")
         kinds = (*_INT_COSTS, "flops_scoring")[: max(len(_INT_COSTS), len(tensors["cost"]))]
         costs = dict(zip(kinds, _numbers(tensors, "cost", torch.int64, len(kinds)), strict=True))
+        costs["flops_compact"] = costs.pop("flops_compact_training") + costs.get("flops_scoring", 0)
         seconds = dict(zip(_FLOAT_COSTS, _numbers(tensors, "seconds", torch.float64, len(_FLOAT_COSTS)), strict=True))
         names = meta["metrics"]
         if not isinstance(names, list) or len(set(names)) != len(names) or not all(isinstance(name, str) for name in names):

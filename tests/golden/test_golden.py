@@ -15,7 +15,7 @@ from sparsekit_fl.server.loop import run
 from sparsekit_fl.testing.tiny import tiny_clients, tiny_config, tiny_problem
 
 FILE = Path(__file__).with_name("methods.json")
-EXACT = ("flops_compact", "flops_rowmask", "uplink_bytes", "downlink_bytes")
+EXACT = ("flops_compact", "flops_scoring", "flops_rowmask", "uplink_bytes", "downlink_bytes")
 
 
 def observed(name: str) -> dict[str, object]:

@@ -67,7 +67,7 @@ def test_the_whole_model_without_its_terms_is_fedavg_bit_for_bit(momentum) -> No
     ours = run(plain, tiny_problem(), tiny_clients(), config)
     reference = run(fedavg(), tiny_problem(), tiny_clients(), config)
     assert ours.final.state_sha256 == reference.final.state_sha256
-    assert ours.cost.flops_compact == reference.cost.flops_compact
+    assert ours.cost.flops_compact_training == reference.cost.flops_compact_training
 
 
 def test_the_proximal_shortcut_equals_the_added_gradient() -> None:
@@ -130,7 +130,7 @@ def test_exploring_is_counted_as_dense_work() -> None:
             tiny_problem(),
             tiny_clients(),
             tiny_config(rounds=1),
-        ).cost.flops_compact
+        ).cost.flops_compact_training
         for every in (0, 2, 1)
     ]
     assert costs[0] < costs[1] < costs[2]
@@ -232,7 +232,7 @@ def test_passes_multiply_the_local_epochs_and_round_halves_up() -> None:
         config = tiny_config(rounds=1)
         config = dataclasses.replace(config, training=dataclasses.replace(config.training, local_epochs=epochs))
         method = dataclasses.replace(fedlps(), ratio=Constant(0.5), local=LearnableSgd(passes=passes))
-        return run(method, tiny_problem(), tiny_clients(), config).cost.flops_compact
+        return run(method, tiny_problem(), tiny_clients(), config).cost.flops_compact_training
 
     one = flops(1.0, 1)
     assert [flops(passes, 2) for passes in (0.1, 1.0, 1.25, 1.4)] == [one, 2 * one, 3 * one, 3 * one]

@@ -91,7 +91,7 @@ def test_a_result_of_a_later_version_and_a_damaged_one_are_refused(tmp_path: Pat
     raw = tiny_run().to_dict()
     path = tmp_path / "result.json"
     path.write_text(json.dumps({**raw, "schema": SCHEMA_NUMBER + 1}))
-    with pytest.raises(DataError, match=r"has schema 3, and this version reads up to 2"):
+    with pytest.raises(DataError, match=r"has schema 4, and this version reads up to 3"):
         fl.load_result(tmp_path)
     path.write_text(json.dumps({**raw, "rounds": [{"round": 1}]}))
     with pytest.raises(DataError, match="is damaged"):

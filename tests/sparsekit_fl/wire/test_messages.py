@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -29,6 +30,7 @@ from sparsekit_fl.wire.messages import (
     encode_update,
     update_bytes,
 )
+from sparsekit_fl.wire.packing import unpack
 
 
 @pytest.fixture(scope="module")
@@ -114,6 +116,16 @@ def test_costs_count_the_serialised_messages():
 
     result = run(Method(name="m", source=""), tiny_problem(), tiny_clients(), tiny_config(rounds=1), observers=[Check()])
     assert result.cost.uplink_bytes > 0
+
+
+def test_scoring_travels_apart_from_training_as_it_always_has(spec):
+    update = make_update(spec, MASKS["unit"])
+    scored = replace(update, cost=WorkCost(flops_compact=70, flops_scoring=20))
+    payload = encode_update(scored)
+    tensors, _ = unpack(payload)
+    assert tensors["cost"].tolist() == [50, 0, 0, 0, 20]
+    assert decode_update(payload).cost == scored.cost
+    assert update_bytes(scored) == len(payload)
 
 
 def test_an_evaluation_survives_as_json():
