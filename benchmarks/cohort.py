@@ -3,6 +3,7 @@
     python benchmarks/cohort.py                                   the small CNN on this machine, one JSON on stdout
     python benchmarks/cohort.py --device cuda --models cnn vgg11 lstm --out cohort.json
     python benchmarks/cohort.py --methods fedavg fedlps --widths mixed --repeats 7
+    python benchmarks/cohort.py --device cuda --engines cohort-batched cohort-one-stream cohort-no-graphs
 
 In each repetition every engine runs the same few rounds, one after the other, and its time is divided by that of the
 reference beside it; shown are the median and the range of these ratios, and of the seconds of a round. A ratio above 1 says
@@ -38,6 +39,9 @@ ENGINES: dict[str, tuple[str, Any]] = {
     "embedded-1": ("embedded-1", lambda: fl.Embedded()),
     "cohort-1": ("embedded-1", lambda: fl.Cohort(batched=False)),
     "cohort-batched": ("embedded-1", lambda: fl.Cohort(batched=True)),
+    "cohort-one-stream": ("embedded-1", lambda: fl.Cohort(batched=True, streams=1)),
+    "cohort-no-graphs": ("embedded-1", lambda: fl.Cohort(batched=True, graphs=False)),
+    "cohort-no-graphs-one-stream": ("embedded-1", lambda: fl.Cohort(batched=True, graphs=False, streams=1)),
     "embedded-2": ("embedded-2", lambda: fl.Embedded(2)),
     "cohort-2": ("embedded-2", lambda: fl.Cohort(2, batched=False)),
 }
@@ -112,8 +116,8 @@ def measure(method: str, model: str, options: argparse.Namespace) -> list[dict[s
     wall: dict[str, list[float]] = {name: [] for name in wanted}
     cpu: dict[str, list[float]] = {name: [] for name in wanted}
     digests: dict[str, str] = {}
-    for _ in range(options.repeats):
-        for name in wanted:
+    for repeat in range(options.repeats):
+        for name in wanted if repeat % 2 == 0 else reversed(wanted):  # in turn, as a machine gets slower or faster meanwhile
             one, two, digests[name] = seconds(name, method, model, options)
             wall[name].append(one)
             cpu[name].append(two)

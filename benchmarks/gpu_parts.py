@@ -1,4 +1,4 @@
-# ruff: noqa: ARG001, ARG002 - every part takes the same arguments, an observer likewise
+# ruff: noqa: ARG001 - every part takes the same arguments, an observer likewise
 """The parts of `gpu.py`: each returns plain data, runs on any device, and has a small version for `--quick`."""
 
 from __future__ import annotations
@@ -13,55 +13,27 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
-from client_step import MODELS as PROBLEMS
+from gpu_clock import Clock, synchronise
+from gpu_rounds import Watch, client_rounds, cohort
 from step import LR, MODELS, cross_entropy
 from torch import Tensor, nn
 
 import sparsekit_fl as fl
 from sparsekit import LearnableMask, compact, count_cost, select, trace_units
 from sparsekit.criteria import Magnitude, Random, View
-from sparsekit_fl.engines import registry as engines
-from sparsekit_fl.engines.embedded import Embedded
 from sparsekit_fl.methods import registry as methods
 from sparsekit_fl.models import models
 from sparsekit_fl.models.base import factory_spec
-from sparsekit_fl.options.config import RunConfig
 from sparsekit_fl.paper.presets import PRESETS
 from sparsekit_fl.problem.metrics import TokenAccuracy, accuracy
-from sparsekit_fl.results.records import Observer, RoundRecord
 
-__all__ = ["PARTS", "Clock", "exactness", "synchronise"]
+__all__ = ["PARTS", "exactness"]
 
 ROOT = Path(__file__).parent.parent
-
-
-class Clock:
-    """How much time a part has.
-
-    Args:
-        seconds: From now.
-    """
-
-    def __init__(self, seconds: float) -> None:
-        self._end = time.perf_counter() + seconds
-
-    @property
-    def left(self) -> float:
-        """Seconds that are left; at least 0."""
-        return max(0.0, self._end - time.perf_counter())
-
-
-def synchronise(device: torch.device) -> None:
-    """Wait until the device has done what it was asked."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    elif device.type == "mps":
-        torch.mps.synchronize()
 
 
 def exactness(device: torch.device, quick: bool, clock: Clock) -> dict[str, Any]:
@@ -211,87 +183,6 @@ def crossings(device: torch.device, quick: bool, clock: Clock) -> dict[str, Any]
     return found
 
 
-def _problem(name: str, examples: int, clients: int) -> tuple[fl.Problem, list[fl.Client]]:
-    """A task of noise with clients of equal size, at five capability levels."""
-    torch.manual_seed(0)
-    problem, data = PROBLEMS[name](examples)
-    held = data.take(torch.arange(min(20, examples)).numpy())
-    levels = (1.0, 0.5, 0.25, 0.125, 0.0625)
-    return problem, [
-        fl.Client(id=id, data=fl.ClientData(data, held, held), capability=fl.Capability(ratio=levels[id % len(levels)]))
-        for id in range(clients)
-    ]
-
-
-class _Watch(Observer):
-    """Seconds between the ends of rounds."""
-
-    def __init__(self) -> None:
-        self.ends = [time.perf_counter()]
-
-    def on_round(self, record: RoundRecord) -> None:
-        self.ends.append(time.perf_counter())
-
-    def seconds(self) -> float:
-        """The median, without the first round, in which all is built, and the last, which also scores."""
-        return statistics.median(b - a for a, b in list(pairwise(self.ends))[1:-1])
-
-
-def _round_seconds(
-    engine: Any, method: Any, problem: Any, clients: Any, device: torch.device, *, epochs: int, rounds: int
-) -> float:
-    """Median seconds of a round."""
-    config = RunConfig(
-        rounds=rounds + 2,
-        cohort=len(clients),
-        training=fl.TrainingConfig(local_epochs=epochs, batch_size=20, lr=1e-3),
-        eval_every=1000,
-        eval_clients=1,
-        device=str(device),
-    )
-    watch = _Watch()
-    fl.run(method, problem, clients, config, engine=engine, observers=[watch])
-    return watch.seconds()
-
-
-def client_rounds(device: torch.device, quick: bool, clock: Clock) -> list[dict[str, Any]]:
-    """Seconds of one client's round, five epochs over 25 batches, FedLPS beside FedAvg."""
-    rows = []
-    for name in ["cnn"] if quick else ["cnn", "vgg11", "lstm"]:
-        for method in ("fedavg", "fedlps"):
-            if not clock.left:
-                return rows
-            problem, clients = _problem(name, 40 if quick else 500, 1)
-            seconds = _round_seconds(
-                Embedded(), methods[method](), problem, clients, device, epochs=1 if quick else 5, rounds=1 if quick else 3
-            )
-            rows.append({"model": name, "method": method, "seconds": seconds})
-    return rows
-
-
-def cohort(device: torch.device, quick: bool, clock: Clock) -> dict[str, Any] | list[dict[str, Any]]:
-    """Seconds of a round of ten clients with mixed widths: one after the other, and as one batched model. Goals: 10, 3, 3."""
-    if "cohort" not in engines:
-        return {"skipped": "this version has no engine 'cohort'"}
-    rows = []
-    cases = [(model, method) for model in ("cnn", "vgg11", "lstm") for method in ("fedavg", "fedlps")]
-    cases = cases[:1] if quick else cases
-    for name, method in (
-        [("cnn", "fedavg")] if quick else [(m, k) for m in ("cnn", "vgg11", "lstm") for k in ("fedavg", "fedlps")]
-    ):
-        if not clock.left:
-            break
-        problem, clients = _problem(name, 40 if quick else 500, 2 if quick else 10)
-        row: dict[str, Any] = {"model": name, "method": method}
-        for label, engine in (("one_by_one", Embedded()), ("cohort", engines["cohort"]())):
-            row[f"{label}_seconds"] = _round_seconds(
-                engine, methods[method](), problem, clients, device, epochs=1, rounds=1 if quick else 3
-            )
-        row["speed_up"] = row["one_by_one_seconds"] / row["cohort_seconds"]
-        rows.append(row)
-    return rows
-
-
 def presets(device: torch.device, quick: bool, clock: Clock) -> list[dict[str, Any]]:
     """Seconds of a round of the paper's experiments with FedLPS, on noise of the same shapes and sizes."""
     shapes: dict[str, tuple[tuple[int, ...], int]] = {
@@ -328,7 +219,7 @@ def presets(device: torch.device, quick: bool, clock: Clock) -> list[dict[str, A
             {"rounds": 3, "cohort": cohort, "device": str(device), "eval_every": 1000, "eval_clients": 1}, cohort
         )
         roster = [fl.Client(id=id, data=fl.ClientData(data, held, held)) for id in range(cohort)]
-        watch = _Watch()
+        watch = Watch()
         fl.run(methods["fedlps"](), problem, roster, config, observers=[watch])
         rows.append({"preset": name, "examples": examples, "seconds_per_round": watch.seconds()})
     return rows
@@ -421,7 +312,8 @@ def cost(device: torch.device, quick: bool, clock: Clock) -> dict[str, Any]:
 
 def tests(device: torch.device, quick: bool, clock: Clock) -> dict[str, Any]:
     """The tests of the core on the device, in a process of their own, until the time is over."""
-    folders = ["tests/sparsekit/graph/test_mask.py"] if quick else ["tests/matrix", "tests/sparsekit", "tests/sparsekit_fl"]
+    everything = ["tests/sparsekit_fl/lanes", "tests/matrix", "tests/sparsekit", "tests/sparsekit_fl"]
+    folders = ["tests/sparsekit/graph/test_mask.py"] if quick else everything
     found: dict[str, Any] = {}
     for folder in folders:
         if clock.left < 5:
@@ -462,13 +354,13 @@ def tests(device: torch.device, quick: bool, clock: Clock) -> dict[str, Any]:
 PARTS: dict[str, tuple[float, Callable[[torch.device, bool, Clock], Any]]] = {
     "exactness": (20, exactness),
     "crossings": (20, crossings),
-    "steps": (110, steps),
+    "steps": (90, steps),
     "client_rounds": (45, client_rounds),
-    "cohort": (75, cohort),
+    "cohort": (120, cohort),
     "presets": (60, presets),
     "memory": (15, memory),
     "llama": (60, llama),
     "cost": (5, cost),
-    "tests": (110, tests),
+    "tests": (85, tests),
 }
 """Name → (seconds that it may take, function), in the order in which they run. Together under 9 minutes."""

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-__all__ = ["generator_scope", "torch_generator", "torch_scope"]
+__all__ = ["torch_generator", "torch_scope"]
 
 
 def torch_generator(rng: np.random.Generator) -> torch.Generator:
@@ -38,15 +38,3 @@ def torch_scope(rng: np.random.Generator) -> Iterator[None]:
         torch.random.set_rng_state(before)
         for generator, state in zip(generators, on_gpus, strict=True):
             generator.set_state(state)
-
-
-@contextmanager
-def generator_scope(generator: torch.Generator) -> Iterator[None]:
-    """Let torch's global generator of the CPU stand for `generator` inside the block."""
-    before = torch.random.get_rng_state()
-    torch.random.set_rng_state(generator.get_state())
-    try:
-        yield
-    finally:
-        generator.set_state(torch.random.get_rng_state())
-        torch.random.set_rng_state(before)

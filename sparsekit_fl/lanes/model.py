@@ -44,8 +44,7 @@ class LaneModel:
         self._mode = _LaneMode()
         self._places: dict[str, tuple[nn.Module, str]] = {}
         self._divisor: Any = 1.0
-        self.draws = refusal(module) is not None
-        """Whether it draws random numbers while training."""
+        self._holds: StateDict | None = None
         for part in self._module.modules():
             if isinstance(part, nn.RNNBase):
                 # It would ask for addresses in memory, which mapped tensors do not have.
@@ -89,6 +88,7 @@ class LaneModel:
         return divided
 
     def _put(self, state: StateDict) -> None:
+        self._holds = None
         for name, (owner, attribute) in self._places.items():
             owner.__dict__[attribute] = state[name]
         for name, (owner, attribute) in self._tied.items():
@@ -118,14 +118,17 @@ class LaneModel:
         """Run one lane as an ordinary module.
 
         Args:
-            state: Name → tensor of that lane.
+            state: Name → tensor of that lane; a dict that does not change.
             inputs: The model's positional inputs, (batch, …) each.
             training: Whether it is in training mode.
             divisor: Of the layers whose outputs are divided.
         """
-        self._put(state)
+        if self._holds is not state:
+            self._put(state)
+            self._holds = state
         self._divisor = divisor
-        self._module.train(training)
+        if self._module.training is not training:
+            self._module.train(training)
         return self._module(*inputs)
 
 
@@ -136,17 +139,19 @@ class BoundModel(nn.Module):
         model: The module of all lanes.
         state: What the lane holds: name → tensor.
         mask: The units of the lane's client, by which the FLOPs of scoring it are counted; None for all of them.
+        divisor: Of the layers whose outputs are divided.
     """
 
-    def __init__(self, model: LaneModel, state: StateDict, mask: UnitMask | None = None) -> None:
+    def __init__(self, model: LaneModel, state: StateDict, mask: UnitMask | None = None, *, divisor: float = 1.0) -> None:
         super().__init__()
         self.mask = mask
+        self._divisor = divisor
         self._model = model
         self._state = dict(state)
 
     def forward(self, *inputs: Any) -> Any:
         """What the lane's model gives."""
-        return self._model.alone(self._state, inputs, training=self.training)
+        return self._model.alone(self._state, inputs, training=self.training, divisor=self._divisor)
 
 
 class _LaneMode(TorchFunctionMode):

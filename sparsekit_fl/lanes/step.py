@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -13,13 +12,11 @@ from torch import Tensor
 from sparsekit._torch import (
     foreach_add,
     foreach_add_,
-    foreach_lerp_,
     foreach_mul_,
     foreach_norm,
     foreach_sub,
     tree_map_only,
 )
-from sparsekit.rng import generator_scope
 from sparsekit_fl.lanes.arrange import lane_of
 from sparsekit_fl.lanes.lane import LaneLearner
 from sparsekit_fl.lanes.recorder import Outputs, Recorder
@@ -50,7 +47,6 @@ class LaneStep:
         stack: Loaded.
         loss: (outputs, targets) → scalar.
         metric: (outputs, targets) → (sum, weight); None measures nothing.
-        batched: Compute all lanes by one kernel; False takes lane after lane, which gives the bits of each client by itself.
         recorder: Records steps; None starts every kernel by itself.
     """
 
@@ -60,18 +56,14 @@ class LaneStep:
         *,
         loss: Callable[[Any, Tensor], Tensor],
         metric: Callable[[Any, Tensor], tuple[Any, Any]] | None,
-        batched: bool,
         recorder: Recorder | None = None,
     ) -> None:
         self._stack = stack
         self._loss = loss
         self._metric = metric
-        self._batched = batched
         self._trained = [name for name, trains in stack.model.parameters.items() if trains]
         self._maps: dict[Any, bool] = {}
         self.learner: LaneLearner | None = None
-        self.generators: Sequence[torch.Generator] = ()
-        """What the model draws from in each lane; empty where it draws nothing."""
         self._replay = Replay(recorder, self._changed)
         self._turns: OrderedDict[Any, FixedTurn] = OrderedDict()
         self._version = stack.version
@@ -86,8 +78,6 @@ class LaneStep:
         Returns:
             The loss of each lane, and sum and weight of the metric.
         """
-        if not self._batched:
-            return self._in_turn(lanes, batches)
         if self._stack.repeats:
             return self._repeated(lanes, batches)
         inputs = tuple(torch.stack(each) for each in zip(*(batch.inputs for batch in batches), strict=True))
@@ -144,26 +134,6 @@ class LaneStep:
             measured = self._each(self._measure, outputs, targets)
         return losses.detach(), measured, {name: g for name, g in zip(leaves, found, strict=True) if g is not None}
 
-    def _in_turn(self, lanes: Sequence[int], batches: Sequence[Batch]) -> StepResult:
-        """The same, lane after lane, with the kernels of a client that trains by itself."""
-        stack = self._stack
-        losses, measured = [], []
-        for number, batch in zip(lanes, batches, strict=True):
-            state = {name: tensor[number] for name, tensor in (*stack.parameters.items(), *stack.buffers.items())}
-            leaves = {name: state[name].detach().requires_grad_() for name in self._trained}
-            divisor = 1.0 if stack.divisors is None else stack.lanes[number].divisor
-            with generator_scope(self.generators[number]) if self.generators else nullcontext():
-                outputs = stack.model.alone({**state, **leaves}, batch.inputs, training=True, divisor=divisor)
-                loss = self._loss(outputs, batch.targets)
-            found = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
-            losses.append(loss.detach())
-            with torch.no_grad():
-                measured.append(self._measure(outputs, batch.targets))
-                gradients = {name: one.unsqueeze(0) for name, one in zip(leaves, found, strict=True) if one is not None}
-                self._move(Rows(slice(number, number + 1)), gradients, stack.lanes[number].training.lr)
-        scores = torch.stack(measured)
-        return StepResult(torch.stack(losses), scores[:, 0], scores[:, 1], range(len(lanes)))
-
     def _each(self, function: Callable[[Any, Tensor], Any], outputs: Any, targets: Tensor) -> Tensor:
         """What a function gives for each lane, stacked."""
         mapped: Callable[..., Tensor] = torch.func.vmap(function, randomness="error")
@@ -194,8 +164,8 @@ class LaneStep:
             ]
         )
 
-    def _move(self, rows: Rows, found: dict[str, Tensor], lr: float | Tensor) -> None:
-        """Move the weights of rows against their gradients: by one learning rate, or by one of each row, float (rows,)."""
+    def _move(self, rows: Rows, found: dict[str, Tensor], lr: Tensor) -> None:
+        """Move the weights of rows against their gradients, by a learning rate for each, float (rows,)."""
         stack, options, place = self._stack, self._stack.lanes[0].training, rows.place
         names = list(found)
         if not names:
@@ -215,10 +185,7 @@ class LaneStep:
             gradients = list(foreach_add(gradients, parameters, alpha=options.weight_decay))
         if options.momentum:
             gradients = self._accumulated(rows, names, gradients, options.momentum)
-        if isinstance(lr, Tensor):
-            foreach_add_(parameters, [gradient * _along_lanes(lr, gradient) for gradient in gradients], alpha=-1.0)
-        else:
-            foreach_add_(parameters, gradients, alpha=-lr)
+        foreach_add_(parameters, [gradient * _along_lanes(lr, gradient) for gradient in gradients], alpha=-1.0)
         if not rows.in_place:
             for name, parameter in zip(names, parameters, strict=True):
                 rows.put(stack.parameters[name], parameter)
@@ -226,7 +193,7 @@ class LaneStep:
             self.learner.follow(rows)
 
     def _pulled(
-        self, rows: Rows, names: list[str], parameters: list[Tensor], gradients: list[Tensor], lr: float | Tensor
+        self, rows: Rows, names: list[str], parameters: list[Tensor], gradients: list[Tensor], lr: Tensor
     ) -> list[Tensor]:
         """Add the pull to the start; where steps are plain, by one interpolation of the weights in place."""
         stack, lane = self._stack, self._stack.lanes[0]
@@ -236,11 +203,8 @@ class LaneStep:
         anchors = [stack.anchors[name][rows.place] for name in names]
         if options.momentum or options.weight_decay or options.clip:
             return list(foreach_add(gradients, foreach_sub(parameters, anchors), alpha=lane.pull))
-        if isinstance(lr, Tensor):
-            for parameter, anchor in zip(parameters, anchors, strict=True):
-                parameter.lerp_(anchor, _along_lanes(lr * lane.pull, parameter))
-        else:
-            foreach_lerp_(parameters, anchors, lr * lane.pull)
+        for parameter, anchor in zip(parameters, anchors, strict=True):
+            parameter.lerp_(anchor, _along_lanes(lr * lane.pull, parameter))
         return gradients
 
     def _accumulated(self, rows: Rows, names: list[str], gradients: list[Tensor], momentum: float) -> list[Tensor]:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.rng import torch_generator
+from sparsekit_fl.lanes.alone import train_alone
 from sparsekit_fl.lanes.lane import Lane, LaneLearner, LaneOutcome
 from sparsekit_fl.lanes.model import BoundModel, LaneModel
 from sparsekit_fl.lanes.queues import Queue
@@ -32,7 +33,7 @@ class LaneTrainer:
         counts: Group name → number of units that each lane holds, padding included.
         problem: Loss and metrics.
         device: Where the lanes train.
-        batched: Whether one kernel computes all lanes.
+        batched: Whether one kernel computes all lanes; otherwise they train one after the other.
         recorder: Records steps; None starts every kernel by itself.
         queue: Where the kernels run.
     """
@@ -54,7 +55,8 @@ class LaneTrainer:
         repeats = batched and torch.device(device).type in RECORDERS
         self._stack = LaneStack(graph, model, counts, device, repeats=repeats)
         self._accuracy = problem.metrics.get("accuracy")
-        self._step = LaneStep(self._stack, loss=problem.loss, metric=self._accuracy, batched=batched, recorder=recorder)
+        self._step = LaneStep(self._stack, loss=problem.loss, metric=self._accuracy, recorder=recorder)
+        self._problem, self._batched = problem, batched
         self._queue = queue or Queue()
         self._learned = -1  # the version of the stack that the learner knows
 
@@ -75,11 +77,14 @@ class LaneTrainer:
         # Those with the most batches first: who is left at the end lies side by side, and needs no copy.
         order = sorted(range(len(lanes)), key=lambda place: -_steps(lanes[place]))
         placed = [lanes[place] for place in order]
-        # One draw for each, as when a client trains by itself, whether the model draws from it or not.
-        generators = [torch_generator(lane.rng) for lane in placed]
-        self._step.generators = generators if self._model.draws else ()
         stack = self._stack
         stack.load(placed)
+        if not self._batched:
+            logs = [train_alone(stack, lane, self._problem) for lane in range(len(placed))]
+            outcomes = {place: self._outcome(lane, logs[lane]) for lane, place in enumerate(order)}
+            return lambda: [outcomes[place] for place in range(len(lanes))]
+        for lane in placed:
+            torch_generator(lane.rng)  # one draw, as when a client trains by itself; the model draws nothing
         self._step.learner = self._learner(placed)
         log = _Log(scored=self._accuracy is not None)
         for turn in turns([lane.batches for lane in placed]):

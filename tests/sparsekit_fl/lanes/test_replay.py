@@ -170,7 +170,7 @@ def test_a_learning_rate_that_was_baked_in_would_be_noticed(recorders, monkeypat
     real = step.LaneStep._move
 
     def baked(self, rows, found, lr):
-        real(self, rows, found, self._stack.lanes[0].training.lr if isinstance(lr, torch.Tensor) else lr)
+        real(self, rows, found, torch.full_like(lr, self._stack.lanes[0].training.lr))
 
     monkeypatch.setattr(step.LaneStep, "_move", baked)
     config = config_of(lr_decay=0.5)
