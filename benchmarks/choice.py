@@ -176,14 +176,23 @@ def _planted_run(options: argparse.Namespace, arm: str, family: str, seed: int) 
 
 def _name(options: argparse.Namespace, start: str) -> str:
     network = "" if options.network == "small" else f" {options.network}"
-    return f"{options.data}{network} {start} {options.train} images {options.epochs} epochs"
+    pixels = "" if options.pooled == 1 else f" {32 // options.pooled} pixels"
+    return f"{options.data}{network}{pixels} {start} {options.train} images {options.epochs} epochs"
 
 
 def _image_run(options: argparse.Namespace, arm: str, start: str, ratio: float, seed: int) -> dict[str, Any]:
-    cell = images(options.data, seed, options.device, train=options.train, test=options.test, network=options.network)
+    cell = images(
+        options.data,
+        seed,
+        options.device,
+        train=options.train,
+        test=options.test,
+        network=options.network,
+        pooled=options.pooled,
+    )
     per_epoch = options.train // BATCH
     if start == "trained" and arm != "widths-scratch":
-        kept = Path(options.out).parent / f"dense-{options.data}-{options.network}-{options.train}-{seed}.pt"
+        kept = Path(options.out).parent / f"dense-{options.data}-{options.network}-{options.train}-{options.pooled}-{seed}.pt"
         if kept.exists():
             cell.model.load_state_dict(torch.load(kept, weights_only=True))
         else:
@@ -242,6 +251,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--train", type=int, default=20000, help="training images")
     parser.add_argument("--test", type=int, default=4000, help="test images")
+    parser.add_argument("--pooled", type=int, default=1, help="2 averages images to 16 × 16, at a quarter of the work")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--out", default="benchmarks/choice.jsonl")
     options = parser.parse_args()

@@ -159,9 +159,10 @@ NETWORKS = {"small": _small, "vgg": _vgg}
 """Name → network of a number of classes, for images of 32 × 32."""
 
 
-def images(name: str, seed: int, device: str, *, train: int, test: int, network: str = "small") -> Cell:
-    """A network on the first images of CIFAR-10 or CIFAR-100."""
+def images(name: str, seed: int, device: str, *, train: int, test: int, network: str = "small", pooled: int = 1) -> Cell:
+    """A network on the first images of CIFAR-10 or CIFAR-100, averaged over squares of `pooled` pixels."""
     torch.manual_seed(seed)
     model = NETWORKS[network](100 if name == "cifar100" else 10).to(device)
     (x, y), (xt, yt) = _read(name, "train", train), _read(name, "test", test)
+    x, xt = (nn.functional.avg_pool2d(pictures, pooled) for pictures in (x, xt))
     return Cell(model, (x.to(device), y.to(device)), (xt.to(device), yt.to(device)), 0.05, {})

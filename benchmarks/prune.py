@@ -37,6 +37,7 @@ from typing import Any
 import torch
 from prune_arms import ARMS
 from prune_cells import Cell, accuracy, flops_of, train
+from prune_rivals import cut_once, tell_head_sizes
 from prune_tasks import SCHEDULES, TASKS, load
 from torch import nn
 
@@ -44,7 +45,7 @@ import sparsekit as sk
 from sparsekit.graph.edit import tie_layers
 from sparsekit.measure.latency import measure_latency
 
-CALLS = ("resnet50", "vit", "llama-1b")
+CALLS = ("resnet50", "vit", "llama-1b", "resnet50 by torch-pruning", "vit by torch-pruning", "llama-1b by torch-pruning")
 
 
 class Results:
@@ -155,7 +156,8 @@ def _alone(name: str, seconds: float) -> dict[str, Any]:
 
 
 def _call_of(name: str) -> dict[str, Any]:
-    """Seconds and memory of one whole call."""
+    """Seconds and memory of one whole call, ours or Torch-Pruning's."""
+    name, _, rival = name.partition(" by ")
     from nets import ResNet50, VisionTransformer
 
     def peak() -> float:
@@ -189,9 +191,19 @@ def _call_of(name: str) -> dict[str, Any]:
         model = (ResNet50() if name == "resnet50" else VisionTransformer(**vit_b)).eval()
     own = sum(p.numel() * p.element_size() for p in model.parameters())
     begun = time.perf_counter()
-    graph = sk.trace_units(model, *args, example_kwargs=kwargs)
-    traced = time.perf_counter()
-    if name == "llama-1b":
+    if rival:
+        pruner = cut_once(model, kwargs or args[0])
+        traced = time.perf_counter()
+        pruner.step()
+        tell_head_sizes(model)
+        with torch.no_grad():  # it must still run
+            model(*args, **kwargs)
+    else:
+        graph = sk.trace_units(model, *args, example_kwargs=kwargs)
+        traced = time.perf_counter()
+    if rival:
+        pass
+    elif name == "llama-1b":
         decided = sk.prune(model, kwargs, budget={"flops": "50%"}, graph=tie_layers(graph), cut=False)
         sk.compact(model, graph, decided.mask, inplace=True)
     else:

@@ -60,6 +60,19 @@ def vgg19(classes: int) -> nn.Module:
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, classes))
 
 
+def vgg11(classes: int) -> nn.Module:
+    """VGG-11 with batch norm, half its channels and one linear layer: what one core trains in minutes."""
+    layers: list[nn.Module] = []
+    entering = 3
+    for width in (32, 0, 64, 0, 128, 128, 0, 256, 256, 0, 256, 256):
+        if not width:
+            layers.append(nn.MaxPool2d(2))
+            continue
+        layers += [nn.Conv2d(entering, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU()]
+        entering = width
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(256, classes))
+
+
 def tiny(classes: int) -> nn.Module:
     """Three convolutions, for checks of the benchmark itself."""
     convolutions: list[nn.Module] = []
@@ -88,6 +101,7 @@ class Task:
 TASKS = {
     "resnet20-cifar10": Task("cifar10", lambda: ResNet(3, 10)),
     "vgg19-cifar100": Task("cifar100", lambda: vgg19(100)),
+    "vgg11-cifar100": Task("cifar100", lambda: vgg11(100)),
     "tiny-digits": Task("digits", lambda: tiny(10), augment=False),
 }
 
@@ -127,6 +141,7 @@ SCHEDULES = {
     # For one core that is shared, about a quarter of an hour of it for a task: images of half the size, and networks from
     # scratch get equal epochs, not equal FLOPs.
     "cpu-short": Schedule(6, 1, 1, (0.1, 0.03, 0.03), 5_000, 16, 1.0, 64, 2_000, True, 2),
+    "cpu-medium": Schedule(15, 5, 3, (0.1, 0.03, 0.03), 10_000, 16, 1.0, 64, 4_000, True, 2),
     "short": Schedule(12, 4, 4, (0.1, 0.03, 0.03), 10_000, 40, 2.0),
     "published": Schedule(200, 100, 100, (0.1, 0.01, 0.01), None, 80, 4.0),
 }

@@ -31,8 +31,8 @@ class ByCost(RankedWithinBudget):
         multiple_of: What the counts are multiples of: one number, or kind or group name → number.
         scale: How scores of different groups are made comparable, as in `ranked_worth`; "none" where they are already.
         rise: Power of (size of the group / units that stay) by which a unit is worth more where few stay. With 0, scores are
-            taken as they are, which may leave a group three units of 32: each alone was worth little. Where the loss falls
-            as 1 / width, the power is 2; right where the network trains on.
+            taken as they are, which may leave a group three units of 32: each alone was worth little, as long as the others
+            were there. Where the loss falls as 1 / width, and the network trains on, the power is 2.
 
     Raises:
         InvalidValueError: a limit, multiple, scale or rise that is not allowed.
@@ -40,7 +40,7 @@ class ByCost(RankedWithinBudget):
     Source: Liu et al., Group Fisher pruning, ICML 2021 (arXiv 2108.00708), for scores by cost.
     """
 
-    rise: float = 0.0
+    rise: float = 1.0
 
     def __post_init__(self) -> None:
         super().__post_init__()

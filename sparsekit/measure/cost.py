@@ -7,21 +7,21 @@ One multiply-add is 2 FLOPs. `flops_compact` is what a physically small model ex
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from sparsekit.errors import InvalidValueError, TraceError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.mask import UnitMask, WeightMask
+from sparsekit.measure.activations import Lengths, measure_shrinkage
 from sparsekit.measure.flops import entry_keys, record_pass
-from sparsekit.measure.tracker import CostTracker, Meter, Polynomials, tensor_products
-from sparsekit.surgery.rebuild import copy_with, named_entries, narrow_module
+from sparsekit.measure.tracker import CostTracker, Meter, Polynomials, Product, tensor_axes, tensor_products
+from sparsekit.surgery.rebuild import copy_with, named_entries
 from sparsekit.tracing.blocks import is_large, is_meta
 from sparsekit.tracing.inputs import map_tensors
 
@@ -52,11 +52,17 @@ class CostTerm:
         positions: Output positions per pass: examples times spatial or time positions; a part of that where only a part of
             the weight is used.
         bias: State-dict key of the bias that is added at each position, if any.
+        moves: The positions where they shrink with groups, as those of a layer over tokens do with the channels behind them.
     """
 
     weight: str
     positions: Fraction
     bias: str | None
+    moves: Lengths | None = None
+
+    def positions_at(self, counts: Mapping[str, int]) -> Fraction:
+        """Positions per pass where the groups keep `counts` units."""
+        return self.positions if self.moves is None else self.moves.at(counts)
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,7 +76,7 @@ class CostModel:
         examples: Examples in the traced pass.
         parameters: Keys that are parameters, tied ones once.
         widths: State-dict key → bytes per entry, tied ones once.
-        unit_flops: Group → how many of `other_flops` go with each of its units: attention heads take their maps along.
+        products: Those of `other_flops` that shrink with groups, such as attention maps with their heads.
         meters: Metrics that are no arithmetic over the weights: "memory" and "latency_ms" where somebody asked for them.
     """
 
@@ -80,7 +86,7 @@ class CostModel:
     examples: int
     parameters: frozenset[str]
     widths: Mapping[str, int]
-    unit_flops: Mapping[str, int] = field(default_factory=dict)
+    products: tuple[Lengths, ...] = ()
     meters: Mapping[str, Meter] = field(default_factory=dict)
 
     def sizes(self, mask: UnitMask | None = None, *, sides: Collection[str] = ("out", "in")) -> dict[str, int]:
@@ -120,10 +126,21 @@ class CostModel:
 
     def _pass_flops(self, counts: Mapping[str, int]) -> Fraction:
         sizes = self._sizes(counts)
-        flops = sum(2 * term.positions * sizes[term.weight] for term in self.terms) + self.other_flops
-        for group, each in self.unit_flops.items():
-            flops -= each * (self.graph.groups[group].size - counts[group])
-        return Fraction(flops)
+        flops = sum((2 * term.positions_at(counts) * sizes[term.weight] for term in self.terms), Fraction(self._fixed_flops))
+        return flops + sum((product.at(counts) for product in self.products), Fraction(0))
+
+    @cached_property
+    def _fixed_flops(self) -> Fraction:
+        """Of `other_flops`, those that no mask changes."""
+        dense = self._counts(None)
+        return self.other_flops - sum((product.at(dense) for product in self.products), Fraction(0))
+
+    def narrowed(self, graph: UnitGraph) -> CostModel:
+        """The same costs on the graph of a narrow model of this one: numbers of units mean the same there."""
+        counts = {name: group.size for name, group in graph.groups.items()}
+        terms = tuple(replace(term, positions=term.positions_at(counts)) for term in self.terms)
+        other = self._fixed_flops + sum((product.at(counts) for product in self.products), Fraction(0))
+        return replace(self, graph=graph, terms=terms, other_flops=int(other))
 
     def costs(self, counts: Mapping[str, int]) -> dict[str, float]:
         """All metrics of the narrow model, exact but for those of `meters`.
@@ -155,7 +172,7 @@ class CostModel:
             for name, width in self.widths.items()
         }
         for term in self.terms:
-            found[term.weight]["flops"] += float(2 * term.positions * sizes[term.weight] / self.examples)
+            found[term.weight]["flops"] += float(2 * term.positions_at(counts) * sizes[term.weight] / self.examples)
         return found
 
     def dense_costs(self) -> dict[str, float]:
@@ -179,15 +196,20 @@ class CostModel:
             factors[name] = {"bytes": float(width), "params": float(name in self.parameters)}
         positions: dict[str, Fraction] = {}
         for term in self.terms:
-            positions[term.weight] = positions.get(term.weight, Fraction(0)) + term.positions
+            if term.moves is None:
+                positions[term.weight] = positions.get(term.weight, Fraction(0)) + term.positions
         for name, times in positions.items():
             factors.setdefault(name, {})["flops"] = float(2 * times / self.examples)
         products, constants = tensor_products(self.graph, factors)
-        groups = self.graph.groups
-        other = self.other_flops - sum(each * groups[name].size for name, each in self.unit_flops.items())
-        constants["flops"] = constants.get("flops", 0.0) + other / self.examples
-        linear = {"flops": {name: each / self.examples for name, each in self.unit_flops.items()}}
-        return Polynomials(tuple(products), constants, linear)
+        constants["flops"] = constants.get("flops", 0.0) + float(self._fixed_flops / self.examples)
+        moving = [
+            (tensor_axes(self.graph, term.weight), 2 * term.moves.factor, term.moves) for term in self.terms if term.moves
+        ]
+        moving += [((), product.factor, product) for product in self.products]
+        for axes, factor, lengths in moving:
+            own = tuple((whole, {name: each}) for name, (whole, each) in lengths.of.items())
+            products.append(Product((*axes, *own), {"flops": float(factor / self.examples)}))
+        return Polynomials(tuple(products), constants)
 
     def entries(self, mask: UnitMask | WeightMask | None = None) -> dict[str, int]:
         """State-dict key → entries kept, tied ones once."""
@@ -256,47 +278,19 @@ def _trace(copied: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], 
     state, keys = copied.state_dict(keep_vars=True), entry_keys(copied)
     recorder = record_pass(copied, args, kwargs)
     first = _first_tensor([*args, *kwargs.values()])
+    shrinkage = measure_shrinkage(copied, graph, recorder, args, kwargs)
     return CostModel(
         graph=graph,
-        terms=tuple(CostTerm(name, positions, _bias_of(name, state)) for name, positions in recorder.terms),
+        terms=tuple(
+            CostTerm(name, positions, _bias_of(name, state), shrinkage.positions.get(call))
+            for call, (name, positions) in enumerate(recorder.terms)
+        ),
         other_flops=sum(recorder.products),
         examples=max(1, first.shape[0]) if first is not None and first.dim() else 1,
         parameters=frozenset(name for name in keys.values() if isinstance(state[name], nn.Parameter)),
         widths={name: state[name].element_size() for name in keys.values()},
-        unit_flops=_unit_flops(copied, graph, recorder.products, args, kwargs),
+        products=shrinkage.products,
     )
-
-
-def _unit_flops(
-    model: nn.Module, graph: UnitGraph, dense: Sequence[int], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> dict[str, int]:
-    """Group → FLOPs of products between activations that each of its units takes along, measured on narrow models.
-
-    Every group has a number, and pass k leaves one unit to the groups whose number has bit k set: the passes in which a
-    product is cheaper spell the number of the group that it shrinks with. A product that shrinks with several groups is
-    taken for one that no mask changes.
-    """
-    if not dense or not graph.groups:
-        return {}
-    sets = {name: next((min(tied) for tied in graph.ties if name in tied), name) for name in graph.groups}
-    numbers = {name: k for k, name in enumerate(dict.fromkeys(sets.values()), start=1)}
-    passes: list[list[int]] = []
-    for bit in range(max(numbers.values()).bit_length()):
-        keep = {}
-        for name, group in graph.groups.items():
-            reduced = numbers[sets[name]] >> bit & 1
-            keep[name] = torch.arange(group.size) < (1 if reduced else group.size)
-        passes.append(record_pass(narrow_module(model, graph, keep), args, kwargs).products)
-    found: dict[str, int] = {}
-    by_number = {number: name for name, number in numbers.items()}
-    for call, flops in enumerate(dense):
-        costs = [products[call] if len(products) == len(dense) else flops for products in passes]
-        number = sum(1 << bit for bit, cost in enumerate(costs) if cost != flops)
-        less = {cost for cost in costs if cost != flops}
-        if number in by_number and len(less) == 1:
-            name = by_number[number]
-            found[name] = found.get(name, 0) + (flops - less.pop()) // (graph.groups[name].size - 1)
-    return found
 
 
 def _bias_of(weight: str, state: Mapping[str, Tensor]) -> str | None:

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from sparsekit.graph.graph import UnitGraph
 
-__all__ = ["CostTracker", "Meter", "Polynomials", "Product", "Tracker", "tensor_products"]
+__all__ = ["CostTracker", "Meter", "Polynomials", "Product", "Tracker", "tensor_axes", "tensor_products"]
 
 
 @dataclass(frozen=True)
@@ -31,17 +31,15 @@ class Product:
 
 @dataclass(frozen=True)
 class Polynomials:
-    """Costs that are sums of products and of multiples of the number of units.
+    """Costs that are sums of products.
 
     Args:
         products: Those in which units lie on at least one axis.
         constants: Metric → the part that no width changes.
-        linear: Metric → group name → what each of its units adds beside the products.
     """
 
     products: tuple[Product, ...]
     constants: Mapping[str, float]
-    linear: Mapping[str, Mapping[str, float]]
 
 
 class Meter(Protocol):
@@ -76,6 +74,16 @@ class Tracker(Protocol):
         ...
 
 
+def tensor_axes(graph: UnitGraph, name: str) -> tuple[tuple[int, Mapping[str, int]], ...]:
+    """Of each axis of the tensor under a key its constant part, and group name → positions per unit."""
+    axes: list[tuple[int, dict[str, int]]] = [(size, {}) for size in graph.shapes[name]]
+    for group, piece in graph.slices_of.get(name, ()):
+        whole, spans = axes[piece.dim]
+        spans[group] = spans.get(group, 0) + piece.span
+        axes[piece.dim] = whole - piece.span * graph.groups[group].size, spans
+    return tuple(axes)
+
+
 def tensor_products(graph: UnitGraph, factors: Mapping[str, Mapping[str, float]]) -> tuple[list[Product], dict[str, float]]:
     """The entries of tensors as products.
 
@@ -89,13 +97,9 @@ def tensor_products(graph: UnitGraph, factors: Mapping[str, Mapping[str, float]]
     products: list[Product] = []
     constants: dict[str, float] = {}
     for name, each in factors.items():
-        axes: list[tuple[int, dict[str, int]]] = [(size, {}) for size in graph.shapes[name]]
-        for group, piece in graph.slices_of.get(name, ()):
-            whole, spans = axes[piece.dim]
-            spans[group] = spans.get(group, 0) + piece.span
-            axes[piece.dim] = whole - piece.span * graph.groups[group].size, spans
+        axes = tensor_axes(graph, name)
         if any(spans for _, spans in axes):
-            products.append(Product(tuple(axes), each))
+            products.append(Product(axes, each))
         else:
             entries = math.prod(graph.shapes[name])
             for metric, factor in each.items():
@@ -129,10 +133,6 @@ class CostTracker:
         self._linear: dict[str, list[float]] = {name: [0.0] * len(self._metrics) for name in counts}
         self._touched: dict[str, list[tuple[int, tuple[tuple[int, int], ...]]]] = {name: [] for name in counts}
         self._totals = [polynomials.constants.get(name, 0.0) for name in self._metrics]
-        for place, metric in enumerate(self._metrics):
-            for group, each in polynomials.linear.get(metric, {}).items():
-                self._linear[group][place] += each
-                self._totals[place] += each * counts[group]
         for product in polynomials.products:
             self._add(product)
         self._joint: dict[tuple[str, ...], tuple[list[tuple[int, tuple[tuple[int, int], ...]]], list[float]]] = {}

@@ -180,7 +180,7 @@ class _Way:
             mask = _inside(mask, chosen)
             history.append(self.costs.costs(mask.counts()))
             units = narrow(self.graph, mask)
-            present = _narrowed(self.costs, units)
+            present = self.costs.narrowed(units)
             if finetune is not None:
                 trained = finetune(small, step)
                 small = trained if isinstance(trained, nn.Module) else small
@@ -225,12 +225,6 @@ class _Way:
             "error of the table, small model": meter.at(counts) / after - 1,
         }
         return found
-
-
-def _narrowed(costs: CostModel, graph: UnitGraph) -> CostModel:
-    """The same costs on the graph of the narrow model: numbers of units mean the same there."""
-    lost = sum(each * (costs.graph.groups[name].size - graph.groups[name].size) for name, each in costs.unit_flops.items())
-    return replace(costs, graph=graph, other_flops=costs.other_flops - lost)
 
 
 def _inside(outer: UnitMask, inner: UnitMask) -> UnitMask:

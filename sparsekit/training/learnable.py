@@ -260,6 +260,10 @@ class LearnableMask(nn.Module):
             raise UnsupportedModelError(EXPORT_INSTEAD)
         return outside_compiler(run)(self, args, kwargs)
 
+    def __prepare_scriptable__(self) -> nn.Module:
+        """Called by `torch.jit.script`."""
+        raise UnsupportedModelError(EXPORT_INSTEAD)
+
     def _run_uncompiled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         warnings.warn(_UNCOMPILED, stacklevel=2)
         return self._run(args, kwargs)

@@ -22,7 +22,7 @@ __all__ = ["EXPORT_INSTEAD", "EvalModeWarning", "Wrapped", "check_transforms", "
 
 EXPORT_INSTEAD = (
     "a LearnableMask cannot be exported, since its mask may still change; export what it has become:"
-    " torch.onnx.export(masked.compact().eval(), ...), and likewise torch.export and torch.jit.trace"
+    " torch.onnx.export(masked.compact().eval(), ...), and likewise torch.export, torch.jit.trace and torch.jit.script"
 )
 """What to say to exporters, each of which ends somewhere else."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Literal, TypeAlias
 
 from sparsekit.allocation.base import Allocation
@@ -22,7 +22,11 @@ Allotted: TypeAlias = Literal["uniform", "by_cost", "global", "isomorphic"]
 AllotmentMetric: TypeAlias = Literal["flops", "flops and bytes"]
 """In what a submodel must not cost more than the uniform one."""
 
-_WITHIN: Mapping[str, type[ByCost | Global | Isomorphic]] = {"by_cost": ByCost, "global": Global, "isomorphic": Isomorphic}
+_WITHIN: Mapping[str, Callable[[Budget], Allocation]] = {
+    "by_cost": lambda budget: ByCost(budget, rise=0.0),  # a client's importance differs too little between groups for more
+    "global": Global,
+    "isomorphic": Isomorphic,
+}
 _METRICS: Mapping[str, tuple[str, ...]] = {"flops": ("flops",), "flops and bytes": ("flops", "bytes")}
 
 

@@ -150,9 +150,9 @@ def base_columns(results: Sequence[Mapping[str, Any]]) -> tuple[Column, ...]:
     Args:
         results: As `read_result` gives them.
     """
-    if not any(result["cost"].get("flops_scoring") for result in results):
-        return COLUMNS
-    pairs = ((column, _TRAINING.get(column.name)) for column in COLUMNS)
+    parts = {"flops_compact": "flops_scoring", "simulated_seconds": "simulated_seconds_scoring"}
+    known = {name for name, part in parts.items() if any(result["cost"].get(part) for result in results)}
+    pairs = ((column, _TRAINING[column.name] if column.name in known else None) for column in COLUMNS)
     return tuple(column for pair in pairs for column in pair if column is not None)
 
 

@@ -210,3 +210,13 @@ def test_torch_compile_gives_the_same_outputs_and_gradients(name: str) -> None:
     small(x).square().sum().backward()
     for (key, a), (_, b) in zip(compiled.named_parameters(), small.named_parameters(), strict=True):
         torch.testing.assert_close(a.grad, b.grad, rtol=1e-3, atol=1e-5, msg=key)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+def test_a_mask_is_not_scripted_and_what_to_script_is_said() -> None:
+    masked = sk.LearnableMask(nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2)), torch.zeros(1, 4), ratio=0.5)
+    with pytest.raises(sk.errors.UnsupportedModelError, match=r"masked\.compact\(\)"):
+        torch.jit.script(masked)
+    x = torch.randn(3, 4)
+    small = masked.compact().eval()
+    assert torch.equal(torch.jit.script(small)(x), small(x))

@@ -71,6 +71,7 @@ def test_scoring_that_a_file_has_apart_is_added_and_the_row_says_what_its_times_
     assert own.numbers["flops_compact"].mean == 100 * (FLOPS + SCORING)
     assert own.numbers["simulated_seconds"].mean == 100 * SECONDS
     assert (own.notes, plain.notes, comparison.notes) == ((1,), (), (SECONDS_LACK,))
+    assert [column.name for column in comparison.columns if "training" in column.name] == ["flops_compact_training"]
 
 
 def test_rows_of_version_0_1_say_that_scoring_is_not_in_them() -> None:
