@@ -34,7 +34,7 @@ __all__ = ["CohortExecutor", "CohortOptions", "Trained", "why_alone"]
 _log = logging.getLogger(__name__)
 
 _MODELS = 8  # shapes whose modules are kept; a ladder of widths has fewer
-_REPEATED = 32  # the same where each number of lanes has a trainer of its own
+_REPEATED = 64  # lanes of all trainers that are kept on a GPU, where each number of lanes has its own, with recordings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -268,7 +268,12 @@ class CohortExecutor(ClientExecutor):
                 recorder=self._recorder,
                 queue=self._queues.take(),
             )
-            while len(self._trainers) > (_REPEATED if self._repeats else _MODELS):
+            while self._too_many():
                 self._trainers.popitem(last=False)
         self._trainers.move_to_end(key)
         return self._trainers[key]
+
+    def _too_many(self) -> bool:
+        if self._repeats:
+            return len(self._trainers) > 1 and sum(lanes for *_, lanes in self._trainers) > _REPEATED
+        return len(self._trainers) > _MODELS
