@@ -127,6 +127,7 @@ def _run(arm: str, cell: Cell, ratio: float, steps: int, seed: int) -> dict[str,
     return {
         "accuracy": accuracy, "steps": own, "explored": masked.explored, "widths": list(mask.counts().values()),
         "first_widths": list(first.values()), "flops": costs.costs(mask.counts())["flops"] / dense,
+        "swapped": getattr(masked._rule, "swapped", 0),
         "found": statistics.mean(found) if found else None, "seconds": round(time.perf_counter() - begun, 1),
     }  # fmt: skip
 
@@ -223,17 +224,30 @@ def _lines(path: str) -> list[dict[str, Any]]:
 
 
 def _table(lines: list[dict[str, Any]]) -> Iterator[str]:
-    cells: dict[tuple[str, float], dict[str, list[dict[str, Any]]]] = {}
+    """A table for each cell: arms, the best on average first, by ratios."""
+    cells: dict[str, dict[str, dict[float, list[dict[str, Any]]]]] = {}
     for line in lines:
-        cells.setdefault((line["cell"], line["ratio"]), {}).setdefault(line["arm"], []).append(line)
-    for (cell, ratio), arms in cells.items():
-        yield f"\n**{cell}, ratio {ratio:g}**\n\n| arm | accuracy % | planted units found | seeds |\n|---|---|---|---|"
-        for arm, runs in sorted(arms.items(), key=lambda item: -statistics.mean(run["accuracy"] for run in item[1])):
-            values = [100 * run["accuracy"] for run in runs]
-            spread = f" ± {statistics.stdev(values):.1f}" if len(values) > 1 else ""
-            found = [run["found"] for run in runs if run.get("found") is not None]
+        cells.setdefault(line["cell"], {}).setdefault(line["arm"], {}).setdefault(line["ratio"], []).append(line)
+    for cell, arms in cells.items():
+        ratios = sorted({ratio for runs in arms.values() for ratio in runs}, reverse=True)
+        yield f"\n**{cell}**, accuracy in %, seeds in brackets where they are not 3\n"
+        yield f"| arm | {' | '.join(f'ratio {ratio:g}' for ratio in ratios)} | planted units found |"
+        yield f"|---|{'---|' * (len(ratios) + 1)}"
+        for arm, runs in sorted(arms.items(), key=lambda item: -statistics.mean(map(_mean, item[1].values()))):
+            every = [run for own in runs.values() for run in own]
+            found = [run["found"] for run in every if run.get("found") is not None]
             share = f"{100 * statistics.mean(found):.0f} %" if found else ""
-            yield f"| {arm} | {statistics.mean(values):.1f}{spread} | {share} | {len(values)} |"
+            yield f"| {arm} | {' | '.join(_score(runs.get(ratio, [])) for ratio in ratios)} | {share} |"
+
+
+def _mean(runs: list[dict[str, Any]]) -> float:
+    return statistics.mean(100 * run["accuracy"] for run in runs)
+
+
+def _score(runs: list[dict[str, Any]]) -> str:
+    """Mean ± deviation."""
+    spread = f" ± {statistics.stdev(100 * run['accuracy'] for run in runs):.1f}" if len(runs) > 1 else ""
+    return f"{_mean(runs):.1f}{spread}{f' ({len(runs)})' if len(runs) != 3 else ''}" if runs else ""
 
 
 def main() -> None:

@@ -117,6 +117,8 @@ PARTS: dict[str, Callable[..., sk.LossImportance]] = {
     "learned": sk.LossImportance,
     "no second moment": lambda **options: _Changed(change=_without_second_moment, **options),
     "no errors": lambda **options: sk.LossImportance(errors=0.0, **options),
+    "two errors": lambda **options: sk.LossImportance(errors=2.0, **options),
+    "three errors": lambda **options: sk.LossImportance(errors=3.0, **options),
     "half the errors": lambda **options: sk.LossImportance(errors=0.5, **options),
     "half the errors, four samples": lambda **options: sk.LossImportance(errors=0.5, samples=4, **options),
     "no annealing": lambda **options: _Changed(change=_without_annealing, **options),

@@ -122,6 +122,18 @@ def _reset(model: nn.Module, seed: int) -> nn.Module:
     return model
 
 
+def ours_group_sl_repaired(cell: Cell) -> Cut:
+    """The same, its consumers refitted against the network that was trained sparsely, which also teaches."""
+    found = ours_group_sl(cell)
+    dense = cell.shared["sparse"][0]
+    graph = sk.trace_units(dense.eval(), cell.example)
+    pruned = _cut(cell, Normalised(Magnitude(order=2, coupled=True)), dense=dense)
+    found.compensated = copy.deepcopy(found.model)
+    sk.compensate(dense, found.compensated, graph, pruned.mask, cell.once("batches", cell.scoring))
+    found.teacher = True
+    return found
+
+
 def scratch_uniform(cell: Cell) -> Cut:
     """A uniformly narrow network from random weights."""
     pruned = _cut(cell, "magnitude", "uniform_within")
@@ -142,6 +154,7 @@ ARMS: dict[str, Callable[[Cell], Cut]] = {
     "ours: taylor": _by_criterion("taylor"),
     "ours: magnitude": _by_criterion("magnitude"),
     "ours: group-sl": ours_group_sl,
+    "ours: group-sl, repaired": ours_group_sl_repaired,
     **RIVALS,
     "scratch, uniform": scratch_uniform,
     "scratch, our widths": scratch_ours,
