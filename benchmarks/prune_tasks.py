@@ -47,30 +47,27 @@ class ResNet(nn.Module):
         return self.head(self.stages(F.relu(self.bn(self.conv(x)))).mean((2, 3)))
 
 
-def vgg19(classes: int) -> nn.Module:
-    """VGG-19 with batch norm and one linear layer."""
+def vgg(classes: int, *widths: int) -> nn.Module:
+    """A VGG with batch norm and one linear layer; 0 among the widths is a pooling layer."""
     layers: list[nn.Module] = []
     entering = 3
-    for width in (64, 64, 0, 128, 128, 0, 256, 256, 256, 256, 0, 512, 512, 512, 512, 0, 512, 512, 512, 512):
+    for width in widths:
         if not width:
             layers.append(nn.MaxPool2d(2))
             continue
         layers += [nn.Conv2d(entering, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU()]
         entering = width
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, classes))
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(entering, classes))
+
+
+def vgg19(classes: int) -> nn.Module:
+    """VGG-19."""
+    return vgg(classes, 64, 64, 0, 128, 128, 0, 256, 256, 256, 256, 0, 512, 512, 512, 512, 0, 512, 512, 512, 512)
 
 
 def vgg11(classes: int) -> nn.Module:
-    """VGG-11 with batch norm, half its channels and one linear layer: what one core trains in minutes."""
-    layers: list[nn.Module] = []
-    entering = 3
-    for width in (32, 0, 64, 0, 128, 128, 0, 256, 256, 0, 256, 256):
-        if not width:
-            layers.append(nn.MaxPool2d(2))
-            continue
-        layers += [nn.Conv2d(entering, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU()]
-        entering = width
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(256, classes))
+    """VGG-11 with half its channels: what one core trains in minutes."""
+    return vgg(classes, 32, 0, 64, 0, 128, 128, 0, 256, 256, 0, 256, 256)
 
 
 def tiny(classes: int) -> nn.Module:
