@@ -14,7 +14,8 @@ from typing import Any
 STYLES = {
     "ours": ("#00796b", "-", "o"),
     "ours, no teacher": ("#00796b", "--", "o"),
-    "ours: group-sl": ("#4db6ac", "-", "s"),
+    "ours: group-sl": ("#4db6ac", "--", "s"),
+    "ours: group-sl, repaired": ("#4db6ac", "-", "s"),
     "torch-pruning: L2": ("#e65100", "-", "^"),
     "torch-pruning: L2, global": ("#f57c00", "--", "v"),
     "torch-pruning: L2, isomorphic": ("#ffb74d", "-", "<"),
@@ -40,7 +41,7 @@ def draw(cells: dict[str, dict[str, Any]], task: str, schedule: str, path: Path)
         if (of_task, of_schedule) == (task, schedule):
             means.setdefault(arm, {}).setdefault(float(share), []).append(cell)
     dense = statistics.mean(cell["finetuned"] for cell in means["dense"][1.0])
-    figure, panels = plt.subplots(1, 2, figsize=(10, 4.2), sharey=True)
+    figure, panels = plt.subplots(1, 2, figsize=(11.5, 4.2), sharey=True)
     for panel, title in zip(panels, ("no training after the cut", "after fine-tuning")):
         panel.axhline(100 * dense, color="#9e9e9e", linewidth=0.8)
         panel.text(12, 100 * dense + 0.4, "dense", color="#757575", fontsize=8)
@@ -59,7 +60,7 @@ def draw(cells: dict[str, dict[str, Any]], task: str, schedule: str, path: Path)
         panel.set_xlabel("FLOPs, % of the dense model")
         panel.grid(alpha=0.25)
     panels[0].set_ylabel("test accuracy, %")
-    panels[1].legend(fontsize=7, loc="lower right")
+    panels[1].legend(fontsize=8, loc="center left", bbox_to_anchor=(1.02, 0.5), frameon=False, handlelength=3.5)
     figure.tight_layout()
     figure.savefig(path, metadata={"Date": None})
 
