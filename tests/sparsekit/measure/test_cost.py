@@ -129,7 +129,7 @@ def test_heads_take_the_products_of_their_maps_along(name: str, ratio: float) ->
 
 SHRINK_WITH_SEVERAL = ["parametrised-entry-by-entry", "weight-norm-throughout", "token-mixing", "heads-as-axis"]
 EVERY = [
-    name if place % 4 == 0 or name in SHRINK_WITH_SEVERAL else pytest.param(name, marks=pytest.mark.slow)
+    name if place % 8 == 0 or name in SHRINK_WITH_SEVERAL else pytest.param(name, marks=pytest.mark.slow)
     for place, name in enumerate(sorted(name for name, architecture in zoo.ZOO.items() if architecture.groups))
 ]
 

@@ -63,6 +63,7 @@ def test_asking_whether_to_prune_costs_a_pass_over_validation_data(method):
     assert record.cost.flops_scoring == sum(examples_of(record, "val").values()) * DENSE
 
 
+@pytest.mark.slow
 def test_methods_that_score_while_they_train_are_those_of_the_documentation():
     found = {name for name in registry if cost(name).cost.flops_scoring}
     assert found == SCORES
@@ -142,6 +143,7 @@ def test_batch_norm_statistics_of_what_is_deployed_cost_a_pass_over_training_dat
     assert 0 < cost("fjord", engine=engine).cost.flops_deploying < whole, "each client deploys the width that it can run"
 
 
+@pytest.mark.slow
 def test_methods_that_run_something_to_deploy_are_those_of_the_documentation():
     found = {name for name in registry if cost(name).cost.flops_deploying}
     assert found == {

@@ -125,7 +125,12 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "kind", "options"), CASES)
+def mark_slow_but(cases: list, *quick: int) -> list:
+    """The cases of which those that are not named by their place belong to the slow part."""
+    return [case if place in quick else pytest.param(*case, marks=pytest.mark.slow) for place, case in enumerate(cases)]
+
+
+@pytest.mark.parametrize(("name", "kind", "options"), mark_slow_but(CASES, 1, 8, 10))
 def test_replayed_steps_give_the_bits_of_plain_ones_for_a_whole_run(name, kind, options, recorders, monkeypatch):
     config = config_of(**options)
     replayed = run(registry[name](), problem_of(kind), clients_of(kind), config, engine=Cohort(batched=True))
@@ -138,7 +143,7 @@ def test_replayed_steps_give_the_bits_of_plain_ones_for_a_whole_run(name, kind, 
     same(replayed, run(registry[name](), problem_of(kind), clients_of(kind), config, engine=Cohort(batched=True)))
 
 
-@pytest.mark.parametrize("kind", ["images", "tokens"])
+@pytest.mark.parametrize("kind", ["images", pytest.param("tokens", marks=pytest.mark.slow)])
 def test_the_kernels_of_a_gpu_can_be_recorded(kind, recorders, monkeypatch):
     monkeypatch.setattr(kernels, "each_by_itself", lambda x: False)
     problem, config = problem_of(kind), config_of(momentum=0.9)
@@ -149,7 +154,7 @@ def test_the_kernels_of_a_gpu_can_be_recorded(kind, recorders, monkeypatch):
     same(replayed, plain)
 
 
-@pytest.mark.parametrize(("name", "kind", "options"), [case for case in CASES if case[1] == "points"])
+@pytest.mark.parametrize(("name", "kind", "options"), mark_slow_but([case for case in CASES if case[1] == "points"], 1, 8))
 def test_the_form_of_steps_on_a_gpu_gives_the_numbers_of_the_embedded_engine(name, kind, options, recorders):
     """Lanes side by side, of which some rest, and masks that change without a look at how many."""
     before = torch.get_default_dtype()
@@ -198,7 +203,7 @@ def test_inputs_that_move_would_be_noticed(recorders, monkeypatch):
     assert ours.final.state_sha256 != theirs.final.state_sha256
 
 
-@pytest.mark.parametrize("name", ["fedavg", "fedlps-paper", "heterofl"])
+@pytest.mark.parametrize("name", ["fedavg", pytest.param("fedlps-paper", marks=pytest.mark.slow), "heterofl"])
 def test_cohorts_that_change_from_round_to_round_are_replayed_too(name, recorders):
     """Other clients, and other numbers of them, in each bucket; more clients than lanes."""
     config = replace(config_of(lr_decay=0.9), rounds=6, cohort=3)
@@ -342,7 +347,7 @@ class _Parallel:
         return self.real.take()
 
 
-@pytest.mark.parametrize("name", ["fedavg", "fedlps-paper"])
+@pytest.mark.parametrize("name", ["fedavg", pytest.param("fedlps-paper", marks=pytest.mark.slow)])
 def test_buckets_that_train_beside_each_other_give_the_same(name, recorders, monkeypatch):
     from sparsekit_fl.client import cohort
 
