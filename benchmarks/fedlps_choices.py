@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sparsekit.graph.state import StateDict
 from sparsekit.training.loss_importance import LossImportance
 from sparsekit_fl.context.client import ClientContext
 from sparsekit_fl.context.server import ServerContext
@@ -37,10 +38,12 @@ from sparsekit_fl.policies.aggregate import CoverageMean
 from sparsekit_fl.policies.bandit import BanditRatio
 from sparsekit_fl.policies.learnable import LearnableSgd
 from sparsekit_fl.policies.own_classes import OwnClasses
-from sparsekit_fl.policies.personal import LocalModel
+from sparsekit_fl.policies.personal import LocalModel, PersonalModel
 from sparsekit_fl.policies.ratio import ByCapability
+from sparsekit_fl.policies.share import PrivateHead
 from sparsekit_fl.policies.touched_rows import TouchedRowsMean
 from sparsekit_fl.server.loop import run
+from sparsekit_fl.wire.kept import Kept
 
 __all__ = ["ARMS", "OPTIONS", "AtMost", "cifar10", "mnist", "narrow", "vgg11_quarter"]
 
@@ -126,6 +129,27 @@ def _own_local(**options: Any) -> Method:
     return replace(method, local=replace(method.local, **options))
 
 
+@dataclass(frozen=True)
+class Blend(LocalModel):
+    """The kept model, part of the way back to the global model of the end.
+
+    Args:
+        share: Part of the kept model.
+    """
+
+    share: float = 0.5
+
+    def model(self, ctx: ClientContext, state: StateDict) -> PersonalModel:
+        """Return the mean of both, in the shapes of the kept model."""
+        kept = super().model(ctx, state)
+        if not kept.narrow:
+            return kept
+        part = Kept(ctx.graph, kept.mask)
+        start = OwnClasses().enter(ctx, state)
+        mean = {name: torch.lerp(part.gather(name, start[name]), own, self.share) for name, own in kept.state.items()}
+        return replace(kept, state=mean)
+
+
 ARMS: dict[str, Callable[[], Method]] = {
     "fedlps": fedlps,
     "half": lambda: replace(fedlps(), ratio=AtMost(high=0.5)),
@@ -140,6 +164,13 @@ ARMS: dict[str, Callable[[], Method]] = {
     "own-passes": lambda: _own_local(passes=1.2),
     "own-momentum": fedlps_own,
     "own-cosine": fedlps_own,
+    "own-head": lambda: replace(fedlps_own(), share=PrivateHead(), aggregate=CoverageMean("examples")),
+    "own-half-step": fedlps_own,
+    "own-decay": fedlps_own,
+    "own-rate-half": fedlps_own,
+    "own-rate-double": fedlps_own,
+    "own-blend": lambda: replace(fedlps_own(), personal=Blend("loss")),
+    "own-blend8": lambda: replace(fedlps_own(), personal=Blend("loss", 0.8)),
     "own-loss": lambda: _own_local(learning=LossImportance(explore=0.2, samples=3, rounds=6)),
     "own-ordered": lambda: fedlps_ordered(whole="fedlps-own"),
     "own-magnitude": lambda: fedlps_magnitude(whole="fedlps-own"),
@@ -147,6 +178,10 @@ ARMS: dict[str, Callable[[], Method]] = {
 }
 OPTIONS: dict[str, dict[str, Any]] = {
     "own-momentum": {"server_optimizer": "fedavgm", "server_momentum": 0.5},
+    "own-half-step": {"server_optimizer": "fedavgm", "server_momentum": 0.0, "server_lr": 0.5},
+    "own-decay": {"weight_decay": 1e-3},
+    "own-rate-half": {"lr": 0.05},
+    "own-rate-double": {"lr": 0.2},
     "own-cosine": {"lr_schedule": "cosine", "lr_end": 0.1},
 }
 """Options of the run that an arm changes."""
