@@ -2,10 +2,10 @@
 
     python benchmarks/choice_spread.py --ratios 0.5 0.25 --masks 16 --orders 3
 
-Accuracy differs between runs of one mask, since batches come in another order, and between masks. The variance of what a mask is
-worth is what is left of the variance between masks when the part of the orders is taken off (one-way analysis of variance). The
-network, the images and the training are those of `choice.py images --pooled 2 --starts trained --epochs 3`, the dense network that
-of seed 0; runs are lines in `--out` and are not run again.
+Accuracy differs between runs of one mask, since batches come in another order, and between masks. The variance of what a mask
+is worth is what is left of the variance between masks when the part of the orders is taken off (one-way analysis of variance).
+The network, the images and the training are those of `choice.py images --pooled 2 --starts trained --epochs 3`, the dense
+network that of seed 0; runs are lines in `--out` and are not run again.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def spread(accuracies: list[list[float]]) -> dict[str, float]:
     within = statistics.mean(statistics.variance(runs) for runs in accuracies)
     means = [statistics.mean(runs) for runs in accuracies]
     between = statistics.variance(means) - within / orders
-    # The error of `between` if there were no difference at all: a χ² of masks − 1 degrees of freedom, scaled by within / orders.
+    # The error of `between` if masks did not differ: a χ² of masks − 1 degrees of freedom, scaled by within / orders.
     error = within / orders * (2 / (len(means) - 1)) ** 0.5
     return {
         "mean": 100 * statistics.mean(means), "best": 100 * max(means), "orders": 100 * within**0.5,

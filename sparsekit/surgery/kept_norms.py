@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from sparsekit.errors import TraceError
+from sparsekit.graph.index import along
 from sparsekit.surgery.norm_calls import NormCall, read_norm_call
 
 if TYPE_CHECKING:
@@ -134,7 +135,7 @@ class KeptNorms(NormMode):
                 f"{module or 'the model'} calls {call.name} on {tuple(call.x.shape)} where it called {site.function} over"
                 f" {stays.numel()} positions when its units were traced; trace it on inputs that take the same path"
             )
-        mask = stays.to(call.x.device).view([-1 if d == dim else 1 for d in range(call.x.dim())])
+        mask = along(stays.to(call.x.device), dim, call.x.dim())
         return call.over(mask)
 
 

@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sparsekit.graph.index import along
+
 __all__ = ["batch_norm", "conv", "each_by_itself", "embedding", "linear", "lstm"]
 
 States = tuple[Tensor, Tensor]
@@ -101,7 +103,7 @@ def embedding(tokens: Tensor, weight: Tensor, padding: int | None) -> Tensor:
         padding: The row that gets no gradient; None: all do.
     """
     first = torch.arange(len(tokens), device=tokens.device) * weight.shape[1]
-    found = F.embedding(tokens + first.view(-1, *[1] * (tokens.ndim - 1)), weight.flatten(0, 1))
+    found = F.embedding(tokens + along(first, 0, tokens.ndim), weight.flatten(0, 1))
     return found if padding is None else torch.where((tokens != padding).unsqueeze(-1), found, found.detach())
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.groups import group_order
+from sparsekit.graph.index import along
 from sparsekit.graph.mask import UnitMask
 from sparsekit.training.slots import build_slots
 from sparsekit_fl.lanes.rows import Place
@@ -117,7 +118,7 @@ class LanePlaces:
         last = max(axes)
         rank = last + 2
         numbers = torch.arange(len(self.units), device=self._device)[rows]
-        found: list[Any] = [numbers.view(-1, *[1] * (rank - 1))] if lanes else []
+        found: list[Any] = [along(numbers, 0, rank)] if lanes else []
         for dim in range(last + 1):
             if dim in axes:
                 own = axes[dim][rows]

@@ -8,6 +8,8 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from sparsekit.graph.index import along
+
 __all__ = ["Place", "Rows"]
 
 Place: TypeAlias = slice | Tensor
@@ -39,5 +41,5 @@ class Rows:
     def put(self, tensor: Tensor, values: Tensor) -> None:
         """Write (rows, …) to the lanes whose values move."""
         if self.active is not None:
-            values = torch.where(self.active.view(-1, *[1] * (values.ndim - 1)), values, tensor[self.place])
+            values = torch.where(along(self.active, 0, values.ndim), values, tensor[self.place])
         tensor[self.place] = values

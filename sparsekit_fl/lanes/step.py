@@ -17,6 +17,7 @@ from sparsekit._torch import (
     foreach_sub,
     tree_map_only,
 )
+from sparsekit.graph.index import along
 from sparsekit_fl.lanes.arrange import lane_of
 from sparsekit_fl.lanes.lane import LaneLearner
 from sparsekit_fl.lanes.recorder import Outputs, Recorder
@@ -224,8 +225,7 @@ class LaneStep:
 
 def _along_lanes(values: Tensor, like: Tensor) -> Tensor:
     """View (lanes,) so that it broadcasts against (lanes, …), in its type."""
-    viewed: Tensor = values.to(like.dtype).view(-1, *[1] * (like.ndim - 1))
-    return viewed
+    return along(values.to(like.dtype), 0, like.ndim)
 
 
 def _rows(lanes: Sequence[int], device: torch.device) -> Rows:

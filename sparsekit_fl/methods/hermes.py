@@ -21,6 +21,7 @@ from sparsekit.allocation.uniform import Uniform
 from sparsekit.criteria.magnitudes import unit_magnitudes
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.groups import group_order
+from sparsekit.graph.index import along
 from sparsekit.graph.mask import UnitMask
 from sparsekit.graph.state import StateDict
 from sparsekit_fl.context.client import ClientContext
@@ -106,7 +107,7 @@ def _group_lasso(ctx: ClientContext, leaves: Leaves, strength: float) -> Adjust:
         for at, place in penalised:
             dim, units = rows[place]
             leaf = parameters[place].detach()
-            scale = factors[units].view([-1 if axis == dim else 1 for axis in range(leaf.dim())])
+            scale = along(factors[units], dim, leaf.dim())
             gradients[at] = torch.addcmul(gradients[at], leaf, scale)
         return gradients
 

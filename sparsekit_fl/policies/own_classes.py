@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from sparsekit.graph.graph import UnitGraph
+from sparsekit.graph.index import along
 from sparsekit.graph.layers import head_entries
 from sparsekit.graph.state import StateDict
 from sparsekit_fl.context.client import ClientContext
@@ -88,4 +89,4 @@ class OwnClasses(SharePolicy):
         others = self._others(ctx)
         if others is None or value.shape[0] != others.numel():
             return value
-        return torch.where(others.view(-1, *[1] * (value.ndim - 1)), start, value)
+        return torch.where(along(others, 0, value.ndim), start, value)

@@ -20,6 +20,7 @@ from sparsekit._torch import ConvNd
 from sparsekit.allocation.choose import select
 from sparsekit.criteria.base import Criterion
 from sparsekit.deprecations import renamed_keywords
+from sparsekit.graph.index import along
 from sparsekit.graph.state import StateDict
 from sparsekit_fl.context.client import ClientContext
 from sparsekit_fl.context.server import ServerContext
@@ -161,7 +162,7 @@ class OwnedRowsMean(CoverageMean):
             return None
         if any(piece.dim == 0 for _, piece in ctx.graph.slices_of.get(name, ())):
             return None
-        return owned.to(torch.float64).view(-1, *[1] * (len(shape) - 1))
+        return along(owned.to(torch.float64), 0, len(shape))
 
 
 @renamed_keywords(pattern="criterion")

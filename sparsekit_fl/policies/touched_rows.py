@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from sparsekit.graph.index import along
 from sparsekit.graph.layers import head_entries
 from sparsekit_fl.context.server import ServerContext
 from sparsekit_fl.policies.aggregate import CoverageMean, Weighting
@@ -36,4 +37,4 @@ class TouchedRowsMean(CoverageMean):
         if update.mask is not None and not hasattr(update.mask, "counts"):
             return None  # entries of a weight mask lie in one row
         changed = (delta != 0).reshape(delta.shape[0], -1).any(dim=1)
-        return changed.to(torch.float64).view(-1, *[1] * (delta.ndim - 1))
+        return along(changed.to(torch.float64), 0, delta.ndim)

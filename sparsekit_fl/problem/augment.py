@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sparsekit.errors import InvalidValueError, UnknownNameError, nearest
+from sparsekit.graph.index import along
 from sparsekit.registry import load_object
 from sparsekit_fl.options.checked import Checked, Count, Hint, Share
 
@@ -47,7 +48,7 @@ class Flip(Checked):
     def __call__(self, inputs: Tensor, generator: torch.Generator) -> Tensor:
         """float (batch, C, H, W), likewise returned."""
         flipped = (torch.rand(len(inputs), generator=generator) < self.share).to(inputs.device)
-        return torch.where(flipped.view(-1, *[1] * (inputs.ndim - 1)), inputs.flip(-1), inputs)
+        return torch.where(along(flipped, 0, inputs.ndim), inputs.flip(-1), inputs)
 
 
 @dataclass(frozen=True)

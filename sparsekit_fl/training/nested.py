@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsekit.errors import ForeignMaskError
+from sparsekit.graph.index import add_, cut_axes, gather, places, scatter_
 from sparsekit.graph.mask import UnitMask
 from sparsekit.layers import resize
 from sparsekit.training.narrow_model import NarrowModel
@@ -19,13 +20,15 @@ class _Part:
     """The part of one leaf that a narrower module holds: a view where its positions come first, else a copy."""
 
     def __init__(self, positions: dict[int, Tensor], shape: torch.Size) -> None:
-        self._positions = {dim: index for dim, index in positions.items() if index.numel() < shape[dim]}
+        self._positions = cut_axes(shape, positions)
         self.is_view = all(torch.equal(index, torch.arange(index.numel())) for index in self._positions.values())
 
     def of(self, whole: Tensor) -> Tensor:
         """Return the part of a tensor shaped like the leaf; shares its memory if `is_view`."""
+        if not self.is_view:
+            return gather(whole, self._positions)
         for dim, index in self._positions.items():
-            whole = whole.narrow(dim, 0, index.numel()) if self.is_view else whole.index_select(dim, index.to(whole.device))
+            whole = whole.narrow(dim, 0, index.numel())
         return whole
 
     def write(self, part: Tensor, into: Tensor, *, add: bool = False) -> None:
@@ -33,16 +36,8 @@ class _Part:
         if self.is_view:
             target = self.of(into)
             target.add_(part) if add else target.copy_(part)
-            return
-        # Rows first: the other axes are cut within the rows that are read and written back.
-        first, *rest = self._positions
-        rows = self._positions[first].to(into.device)
-        if not rest:
-            into.index_add_(first, rows, part) if add else into.index_copy_(first, rows, part)
-            return
-        block = into.index_select(first, rows)
-        _Part({dim: self._positions[dim] for dim in rest}, block.shape).write(part, block, add=add)
-        into.index_copy_(first, rows, block)
+        else:
+            add_(part, into, self._positions) if add else scatter_(part, into, self._positions)
 
 
 class NestedModule:
@@ -132,7 +127,5 @@ def _positions(narrow_model: NarrowModel, name: str, kept: dict[str, dict[int, T
     found = {}
     for dim, dense in kept[key].items():
         held = narrow_model.slots(key).positions[dim]
-        place = torch.full((narrow_model.graph.shapes[key][dim],), -1, dtype=torch.int64)
-        place[held] = torch.arange(held.numel())
-        found[dim] = place[dense]
+        found[dim] = places(held, narrow_model.graph.shapes[key][dim])[dense]
     return found

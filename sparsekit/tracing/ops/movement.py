@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sparsekit.graph.index import along
 from sparsekit.labels.joint import aligned, dropped, inserted, permuted
 from sparsekit.labels.values import IntArray, Joint, Labels, TensorLabels, uniform
 from sparsekit.tracing.ops.call import Call, Outputs, table
@@ -193,7 +194,7 @@ def _moved(call: Call) -> Outputs:
     for dim, axis in enumerate(labels.axes):
         if axis is None or axis.is_uniform:
             continue
-        codes = torch.from_numpy(pack(axis)).to(tensor.device).view([-1 if d == dim else 1 for d in range(tensor.dim())])
+        codes = along(torch.from_numpy(pack(axis)).to(tensor.device), dim, tensor.dim())
         moved = call.func(codes.expand(tensor.shape), **rest)
         pieces = [moved] if isinstance(moved, Tensor) else list(moved)
         for number, piece in enumerate(pieces):
