@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsekit.errors import ForeignMaskError
-from sparsekit.graph.index import add_, cut_axes, gather, places, scatter_
+from sparsekit.graph.index import cut_axes, gather, places
 from sparsekit.graph.mask import UnitMask
 from sparsekit.layers import resize
 from sparsekit.training.narrow_model import NarrowModel
@@ -36,8 +36,17 @@ class _Part:
         if self.is_view:
             target = self.of(into)
             target.add_(part) if add else target.copy_(part)
-        else:
-            add_(part, into, self._positions) if add else scatter_(part, into, self._positions)
+            return
+        # Rows first: the other axes are cut within the rows that are read and written back. That takes a third to two thirds
+        # of the time of `graph.index.add_`, and this runs in every step.
+        first, *rest = self._positions
+        rows = self._positions[first].to(into.device)
+        if not rest:
+            into.index_add_(first, rows, part) if add else into.index_copy_(first, rows, part)
+            return
+        block = into.index_select(first, rows)
+        _Part({dim: self._positions[dim] for dim in rest}, block.shape).write(part, block, add=add)
+        into.index_copy_(first, rows, block)
 
 
 class NestedModule:
