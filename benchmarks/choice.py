@@ -8,8 +8,8 @@
     python benchmarks/choice.py table                                  what choice.jsonl holds, as Markdown
 
 Every run is a line in `--out` (choice.jsonl); lines that are there are not run again. An arm that scores units on data, or
-explores, trains fewer steps by what that cost, so that all arms of a cell have the same FLOPs. `start` is "scratch", or
-"trained": three epochs of the dense network, which are no arm's cost.
+explores, trains fewer steps by what that cost, as it is spent, so that all arms of a cell have the same FLOPs. `start` is
+"scratch", or "trained": three epochs of the dense network, which are no arm's cost.
 
 The arms: `learned` (LossImportance), `paper` (GradientImportance), `random`, `ordered`, `magnitude`, `taylor`, `fisher`,
 `torch-pruning` (its group magnitude), `rigl` (swaps by gradient norm, as large a share, without estimates), `oracle` for
@@ -54,23 +54,34 @@ def _torch_pruning() -> Any:
     return TorchPruning(tp.importance.GroupMagnitudeImportance(p=2))
 
 
-def _train(masked: sk.LearnableMask, cell: Cell, steps: int, seed: int) -> float:
-    """One cycle of the learning rate; the accuracy on the test images at its end."""
+def _train(masked: sk.LearnableMask, cell: Cell, steps: int, seed: int) -> tuple[float, int]:
+    """Train for the FLOPs of `steps` plain narrow steps, in one cycle of the learning rate.
+
+    Returns:
+        The accuracy on the test images at its end, and the steps that exploration left.
+    """
     optimizer = torch.optim.SGD(masked.parameters(), cell.lr, momentum=0.0 if cell.good else 0.9)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, cell.lr, total_steps=max(2, steps))
     generator = torch.Generator().manual_seed(1000 + seed)
+    taken = turned = 0
     for x, y in cell.batches(steps, cell.batch, generator):
         loss = F.cross_entropy(masked(x), y) + masked.penalty()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        schedule.step()
+        taken += 1
+        spent = taken * (1.0 + masked.explored)
+        if spent >= steps:
+            break
+        for _ in range(turned, int(spent)):  # the cycle follows the work, whatever it was spent on
+            schedule.step()
+        turned = int(spent)
     masked.eval()
     x, y = cell.test
     with torch.no_grad():
         right = sum(int((masked(x[i : i + 500]).argmax(1) == y[i : i + 500]).sum()) for i in range(0, len(x), 500))
     masked.train()
-    return right / len(x)
+    return right / len(x), taken
 
 
 def _pretrain(cell: Cell, steps: int, seed: int) -> None:
@@ -94,16 +105,16 @@ def _run(arm: str, cell: Cell, ratio: float, steps: int, seed: int) -> dict[str,
     own = steps - (round(100 * SCORED * dense / (cell.batch * narrow)) if scored else 0)
     learns = arm in ("learned", "widths", *PARTS)
     explores = learns or arm in ("paper", "rigl")
-    own = max(2, int(own / (1 + EXPLORE)) if explores else own)
+    planned = max(2, int(own / (1 + EXPLORE)) if explores else own)
     options: dict[str, Any] = {"ratio": ratio}
     if arm.startswith("widths"):
         options = {"budget": budget, "start": sk.criteria.Fisher(data, F.cross_entropy)}
     if arm in PARTS:
-        options["learning"] = PARTS[arm](steps=own, explore=EXPLORE)
+        options["learning"] = PARTS[arm](steps=planned, explore=EXPLORE)
     elif learns:
-        options |= {"steps": own, "explore": EXPLORE}
+        options |= {"steps": planned, "explore": EXPLORE}
     elif arm == "rigl":
-        options["learning"] = RiglLearning(steps=own, explore=EXPLORE)
+        options["learning"] = RiglLearning(steps=planned, explore=EXPLORE)
     elif arm == "paper":
         options["learning"] = sk.GradientImportance(explore=EXPLORE)
     else:
@@ -116,16 +127,14 @@ def _run(arm: str, cell: Cell, ratio: float, steps: int, seed: int) -> dict[str,
         options["start"] = sk.criteria.Random()
     begun = time.perf_counter()
     masked = sk.LearnableMask(cell.model, example, **options)
-    if learns and masked.settled:  # too short a training for exploration: no step is lost
-        own = round(own * (1 + EXPLORE))
     if arm == "oracle":
         _keep(masked, cell.good)
     first = masked.unit_mask().counts()
-    accuracy = _train(masked, cell, own, seed)
+    accuracy, taken = _train(masked, cell, max(2, own), seed)
     mask = masked.unit_mask()
     found = [len(units & set(mask[name].nonzero().flatten().tolist())) / len(units) for name, units in _good(cell, mask)]
     return {
-        "accuracy": accuracy, "steps": own, "explored": masked.explored, "widths": list(mask.counts().values()),
+        "accuracy": accuracy, "steps": taken, "explored": masked.explored, "widths": list(mask.counts().values()),
         "first_widths": list(first.values()), "flops": costs.costs(mask.counts())["flops"] / dense,
         "swapped": getattr(masked._rule, "swapped", 0),
         "found": statistics.mean(found) if found else None, "seconds": round(time.perf_counter() - begun, 1),
@@ -215,7 +224,7 @@ def _scratch(options: argparse.Namespace, cell: Cell, start: str, ratio: float, 
     }
     narrow = sk.compact(cell.model, graph, sk.choose(graph, scores, counts))
     masked = sk.LearnableMask(narrow, (cell.train[0][:2],), explore=0.0)
-    accuracy = _train(masked, cell, options.epochs * (options.train // BATCH), seed)
+    accuracy, _ = _train(masked, cell, options.epochs * (options.train // BATCH), seed)
     return {"accuracy": accuracy, "widths": list(masked.unit_mask().counts().values()), "found": None, "explored": 0.0}
 
 

@@ -36,6 +36,6 @@ def swaps(errors: float, samples: int, seed: int) -> tuple[int, int]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    for errors, samples in ((0.0, 8), (0.5, 8), (1.0, 8), (4.0, 8), (0.5, 4), (1.0, 4)):
+    for errors, samples in ((0.0, 8), (0.5, 8), (1.0, 8), (2.0, 8), (1.0, 4), (2.0, 4)):
         found = [swaps(errors, samples, seed) for seed in range(4)]
         print(f"errors {errors:g}, {samples} samples a round: swaps and rounds {found}")

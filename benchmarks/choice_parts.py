@@ -34,6 +34,10 @@ class _Rigl(Swapping):
         self.evidence.insertion = lambda *_: afresh  # type: ignore[method-assign]
         super()._swap(host)
 
+    def _enter(self, host: Any, mask: sk.UnitMask, entering: Any, afresh: Any) -> None:
+        super()._enter(host, mask, entering, afresh)
+        self.evidence.forget(entering)  # gradients of one time, as in RigL
+
 
 def _direction_norms(evidence: Any, graph: Any) -> Tensor:
     norms = []
@@ -98,6 +102,23 @@ def _without_annealing(rule: Swapping) -> None:
     rule.pace = _Constant(pace.explore, pace.steps, pace.end, pace.rounds)
 
 
+def _with_fixed_errors(rule: Swapping) -> None:
+    """Whatever came of earlier swaps."""
+    rule.record.judge = lambda *_: None  # type: ignore[method-assign, assignment]
+
+
+def _with_short_memory(rule: Swapping) -> None:
+    """Forget a group when its mask changes, and else by half in a round."""
+    fade, enter = rule.evidence.fade, rule._enter
+
+    def entered(host: Any, mask: sk.UnitMask, entering: Any, afresh: Any) -> None:
+        enter(host, mask, entering, afresh)
+        rule.evidence.forget(entering)
+
+    rule.evidence.fade = lambda _: fade(0.5)  # type: ignore[method-assign, assignment]
+    rule._enter = entered  # type: ignore[method-assign]
+
+
 def _one_way_in(rule: Swapping, kind: str) -> None:
     """Leave the other way in unknown."""
     insertion, moments = rule.evidence.insertion, rule.evidence._moments
@@ -117,10 +138,12 @@ PARTS: dict[str, Callable[..., sk.LossImportance]] = {
     "learned": sk.LossImportance,
     "no second moment": lambda **options: _Changed(change=_without_second_moment, **options),
     "no errors": lambda **options: sk.LossImportance(errors=0.0, **options),
-    "two errors": lambda **options: sk.LossImportance(errors=2.0, **options),
+    "half an error": lambda **options: sk.LossImportance(errors=0.5, **options),
+    "one error": lambda **options: sk.LossImportance(errors=1.0, **options),
     "three errors": lambda **options: sk.LossImportance(errors=3.0, **options),
-    "half the errors": lambda **options: sk.LossImportance(errors=0.5, **options),
-    "half the errors, four samples": lambda **options: sk.LossImportance(errors=0.5, samples=4, **options),
+    "half an error, four samples": lambda **options: sk.LossImportance(errors=0.5, samples=4, **options),
+    "no track record": lambda **options: _Changed(change=_with_fixed_errors, **options),
+    "no memory": lambda **options: _Changed(change=_with_short_memory, **options),
     "no annealing": lambda **options: _Changed(change=_without_annealing, **options),
     "no entry afresh": lambda **options: _Changed(change=lambda rule: _one_way_in(rule, "afresh"), **options),
     "no entry as it was": lambda **options: _Changed(change=lambda rule: _one_way_in(rule, "as_it_was"), **options),

@@ -33,7 +33,7 @@ class _Recorded(Swapping):
 
     def _swap(self, host: Any) -> None:
         cost, _ = self.evidence.removal()
-        gain, _ = self.evidence.insertion(self.settings.errors)
+        gain, _ = self.evidence.insertion(self.record.errors)
         before = self._units(host)
         if self._line:
             found = float(cost[self._came & before].sum())
@@ -68,15 +68,14 @@ def main() -> None:
         ratio, steps = (0.25, 7 * epoch) if what == "scratch" else (0.5, 3 * epoch)
         if what == "trained":
             _pretrain(cell, 3 * epoch, 0)
-    steps = int(steps / (1 + EXPLORE))
     start = sk.criteria.Random() if cell.good else sk.criteria.Magnitude()
-    learning = _Recording(steps=steps, explore=EXPLORE)
+    learning = _Recording(steps=int(steps / (1 + EXPLORE)), explore=EXPLORE)
     generator = torch.Generator().manual_seed(3000)
     torch.manual_seed(2000)
     example = (cell.train[0][:2],)
     masked = sk.LearnableMask(cell.model, example, ratio=ratio, learning=learning, generator=generator, start=start)
     print("  step   came   expected       left      found   (thousandths of a nat)")
-    accuracy = _train(masked, cell, steps, 0)
+    accuracy, _ = _train(masked, cell, steps, 0)
     print(f"accuracy {100 * accuracy:.1f} %")
 
 

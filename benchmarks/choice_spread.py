@@ -48,7 +48,7 @@ def _run(options: argparse.Namespace, ratio: float, mask: int, order: int) -> di
     start = sk.criteria.Random()
     generator = torch.Generator().manual_seed(3000 + mask)
     masked = sk.LearnableMask(cell.model, (cell.train[0][:2],), ratio=ratio, start=start, explore=0.0, generator=generator)
-    return {"accuracy": _train(masked, cell, 3 * steps, order)}
+    return {"accuracy": _train(masked, cell, 3 * steps, order)[0]}
 
 
 def main() -> None:

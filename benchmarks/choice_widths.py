@@ -55,7 +55,7 @@ def main() -> None:
                 small = sk.compact(cell.model, graph, sk.choose(graph, scores, counts))
                 masked = sk.LearnableMask(small, (x,), explore=0.0)
                 found = {"ratio": ratio, "seed": seed, "widths": name, "counts": list(counts.values())}
-                print(json.dumps({**found, "accuracy": _train(masked, cell, options.steps, seed)}), flush=True)
+                print(json.dumps({**found, "accuracy": _train(masked, cell, options.steps, seed)[0]}), flush=True)
 
 
 if __name__ == "__main__":

@@ -155,10 +155,10 @@ class Evidence:
         for moments in self._moments.values():
             moments.index_fill_(1, units.to(moments.device), 0.0)
 
-    def fade(self) -> None:
-        """Halve the weight of everything seen so far."""
-        for moments in self._moments.values():
-            moments.mul_(0.5)
+    def fade(self, factor: float) -> None:
+        """Multiply the weight of everything seen so far; of what all ranks have seen, each goes on with its part."""
+        for kind, moments in self._moments.items():
+            moments.mul_(factor if kind == "kept" else factor / self.ranks)
 
     def state(self) -> dict[str, Tensor]:
         """What was seen, to be saved."""

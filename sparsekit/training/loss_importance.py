@@ -4,8 +4,9 @@ One loop, told once. Most steps are plain steps of the narrow network. Every fou
 gate, which the backward pass computes anyway. Some steps, as many as `explore` pays for, run on a network widened by the
 dropped units of one group behind gates of 0: the outputs are the same, and the weights behind those gates get gradients. From
 both, `Evidence` estimates in nats what each kept unit is worth and what each dropped one would be. When every group has been
-seen `samples` times, dropped units take the places of kept ones where their gain exceeds the cost by more than the errors. The
-number of swaps anneals to zero; then the mask has settled, and steps are those of a plain narrow network.
+seen `samples` times, dropped units take the places of kept ones where their gain exceeds the cost by more than the errors, and
+`TrackRecord` holds what was expected of the last newcomers against what they turned out to be worth. The number of swaps
+anneals to zero; then the mask has settled, and steps are those of a plain narrow network.
 """
 
 from __future__ import annotations
@@ -27,11 +28,14 @@ from sparsekit.training.evidence import Evidence, gated_slices
 from sparsekit.training.pace import Pace
 from sparsekit.training.rule import Host, split_units
 from sparsekit.training.swap import choose_swaps
+from sparsekit.training.track_record import TrackRecord
 
 __all__ = ["LossImportance", "Swapping"]
 
 _ROUNDS = 2
 """Rounds of swaps below which exploration is not begun: one look decides little, and costs as much as it can gain."""
+_MEMORY = 0.9
+"""Weight, after a round, of what was seen before it: weights change slowly, and a round alone tells little."""
 _EVERY = 4
 """Steps between two samples of the kept units' gates: they are cheap, not free."""
 
@@ -49,8 +53,9 @@ class LossImportance:
         rounds: Rounds of exploration after which the mask has settled if `steps` is None.
         samples: Samples of every dropped unit in a round.
         share: Largest share of a group's kept units that one round swaps, at first, in (0, 1]; a cosine takes it to 0.
-        errors: Standard errors by which a dropped unit's gain must exceed a kept unit's cost, each for its own part. With 1,
-            units that are all worth nothing still swap now and then; with 4 they did not in a test.
+        errors: Standard errors by which a dropped unit's gain must exceed a kept unit's cost, each for its own part, at first.
+            Where newcomers turn out to be worth what was expected of them, it falls to a quarter of this; where they are worth
+            less than half of it, it rises to twice as many. Fewer at first find more where batches are of few examples.
 
     Raises:
         InvalidValueError: a value outside its range.
@@ -66,7 +71,7 @@ class LossImportance:
     rounds: int = 12
     samples: int = 8
     share: float = 0.5
-    errors: float = 1.0
+    errors: float = 2.0
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.explore <= 1.0:
@@ -81,7 +86,7 @@ class LossImportance:
             if not 0.0 < getattr(self, name) <= 1.0:
                 raise InvalidValueError(f"{name} must be in (0, 1], got {getattr(self, name)}")
         if not 0.0 <= self.errors < math.inf:
-            raise InvalidValueError(f"errors must be a finite number >= 0, got {self.errors}; 1 is usual")
+            raise InvalidValueError(f"errors must be a finite number >= 0, got {self.errors}; 2 is usual")
 
     def rule(self, host: Host) -> Swapping:
         """Return a new rule for `host`."""
@@ -95,6 +100,7 @@ class Swapping:
         self.settings = settings
         self.pace = Pace(settings.explore, settings.steps, settings.end, settings.rounds)
         self.evidence = Evidence(host.graph, host.scores)
+        self.record = TrackRecord(host.graph.units, settings.errors)
         self.swapped = 0
         """Units swapped so far."""
         self.moved = 0
@@ -263,9 +269,10 @@ class Swapping:
         if host.joined and torch.distributed.is_initialized():
             self.evidence.pool()
         cost, error = self.evidence.removal()
-        gain, as_it_was = self.evidence.insertion(self.settings.errors)
+        self.record.judge(torch.where(_kept(host, mask, cost), cost, torch.inf), error)
+        gain, as_it_was = self.evidence.insertion(self.record.errors)
         self._store_worth(host, mask, cost, gain)
-        at_most = cost + self.settings.errors * error
+        at_most = cost + self.record.errors * error
         keep, entering, afresh = dict(mask), {}, {}
         for name in host.graph.groups:
             span = self.evidence.span(name)
@@ -276,8 +283,9 @@ class Swapping:
                 keep[name][leaving], keep[name][units] = False, True
                 entering[name] = units
                 afresh[name] = units[~as_it_was[span].cpu()[units]]
+                self.record.expect(span.start + units, gain[span].cpu()[units])
                 self.swapped += units.numel()
-        self.evidence.fade()
+        self.evidence.fade(_MEMORY)
         if entering:
             self._enter(host, UnitMask(keep), entering, afresh)
         if host.budget is not None:
@@ -300,9 +308,10 @@ class Swapping:
             self._resize(host)
 
     def _enter(self, host: Host, mask: UnitMask, entering: Mapping[str, Tensor], afresh: Mapping[str, Tensor]) -> None:
+        before = _kept(host, host.execution.mask, host.scores)
         host.change(mask)
         host.execution.enter(entering, afresh, list(host.optimizers))
-        self.evidence.forget(entering)
+        self.evidence.forget_units((_kept(host, mask, before) != before).nonzero().reshape(-1))
 
     def _choose(self, host: Host) -> None:
         """Keep the units of the largest importance, as it stands."""
@@ -329,8 +338,7 @@ class Swapping:
 
     def _store_worth(self, host: Host, mask: UnitMask, cost: Tensor, gain: Tensor) -> None:
         """Let the importance be what is known of each unit's worth, in nats."""
-        kept = torch.cat([mask[name] for name in host.graph.groups]).to(cost.device)
-        worth = torch.where(kept, cost, gain)
+        worth = torch.where(_kept(host, mask, cost), cost, gain)
         host.scores.copy_(torch.where(worth.isfinite(), worth, host.scores))
 
     def penalty(self, host: Host) -> Tensor:
@@ -342,7 +350,8 @@ class Swapping:
         pace = self.pace
         clock = torch.tensor([pace.step, pace.round, pace.spent, self.swapped, float(self._due)], dtype=torch.float64)
         seen = {f"seen.{name}": torch.tensor(count) for name, count in pace.seen.items()}
-        return {"clock": clock, **seen, **{f"evidence.{key}": value for key, value in self.evidence.state().items()}}
+        parts = {"evidence": self.evidence.state(), "record": self.record.state()}
+        return {"clock": clock, **seen, **{f"{part}.{key}": value for part, own in parts.items() for key, value in own.items()}}
 
     def load(self, host: Host, state: dict[str, Tensor]) -> None:
         self._target = host.target
@@ -353,12 +362,21 @@ class Swapping:
         self.pace.step, self.pace.round, self.pace.spent = int(step), int(round_), spent
         self.swapped, self._due = int(swapped), bool(due)
         self.pace.seen = {key.removeprefix("seen."): int(value) for key, value in state.items() if key.startswith("seen.")}
-        prefix = "evidence."
-        self.evidence.load({key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)})
+        evidence, record = (
+            {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
+            for prefix in ("evidence.", "record.")
+        )
+        self.evidence.load(evidence)
+        self.record.load(record)
 
     def apply(self, function: Callable[[Tensor], Tensor]) -> None:
         self._begin_step()
         self.evidence.apply(function)
+
+
+def _kept(host: Host, mask: UnitMask, like: Tensor) -> Tensor:
+    """bool (J,): which units the mask keeps."""
+    return torch.cat([mask[name] for name in host.graph.groups]).to(like.device)
 
 
 def _batch(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:

@@ -140,7 +140,7 @@ class UnitWorth:
         self._rule = learning.rule(self)
         self._rule.load(self, dict(memory.get("rule", {})))
         if memory:
-            self._rule.evidence.fade()
+            self._rule.evidence.fade(0.5)
             now = torch.cat([self.execution.mask[name] for name in self.graph.groups])
             before = torch.cat([memory["mask"][name] for name in self.graph.groups])
             self._rule.evidence.forget_units((now != before).nonzero().reshape(-1))
