@@ -17,7 +17,11 @@ __all__ = ["PARTS", "RiglLearning"]
 
 
 class _Rigl(Swapping):
-    """Drop the smallest outgoing weights, grow the largest gradients: no currency, no errors."""
+    """Drop the smallest outgoing weights, grow the largest gradients: no currency, no errors, no second thoughts."""
+
+    def __init__(self, settings: sk.LossImportance, host: Any) -> None:
+        super().__init__(settings, host)
+        self.record.judge = lambda *_: True  # type: ignore[method-assign]
 
     def _swap(self, host: Any) -> None:
         graph, state = host.graph, host.execution.dense_state()
@@ -102,9 +106,21 @@ def _without_annealing(rule: Swapping) -> None:
     rule.pace = _Constant(pace.explore, pace.steps, pace.end, pace.rounds)
 
 
+def _without_judgement(rule: Swapping) -> None:
+    """The same errors and the same exploration, whatever came of earlier swaps."""
+    rule.record.judge = lambda *_: True  # type: ignore[method-assign]
+
+
 def _with_fixed_errors(rule: Swapping) -> None:
-    """Whatever came of earlier swaps."""
-    rule.record.judge = lambda *_: None  # type: ignore[method-assign, assignment]
+    """The same errors whatever came of earlier swaps; exploration slows down all the same."""
+    judge = rule.record.judge
+
+    def judged(cost: Tensor, error: Tensor) -> bool | None:
+        verdict = judge(cost, error)
+        rule.record.errors = rule.settings.errors
+        return verdict
+
+    rule.record.judge = judged  # type: ignore[method-assign]
 
 
 def _with_short_memory(rule: Swapping) -> None:
@@ -142,7 +158,8 @@ PARTS: dict[str, Callable[..., sk.LossImportance]] = {
     "one error": lambda **options: sk.LossImportance(errors=1.0, **options),
     "three errors": lambda **options: sk.LossImportance(errors=3.0, **options),
     "half an error, four samples": lambda **options: sk.LossImportance(errors=0.5, samples=4, **options),
-    "no track record": lambda **options: _Changed(change=_with_fixed_errors, **options),
+    "no track record": lambda **options: _Changed(change=_without_judgement, **options),
+    "fixed errors": lambda **options: _Changed(change=_with_fixed_errors, **options),
     "no memory": lambda **options: _Changed(change=_with_short_memory, **options),
     "no annealing": lambda **options: _Changed(change=_without_annealing, **options),
     "no entry afresh": lambda **options: _Changed(change=lambda rule: _one_way_in(rule, "afresh"), **options),

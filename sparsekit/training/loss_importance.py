@@ -45,7 +45,8 @@ class LossImportance:
     """Importance in units of loss, for kept and dropped units alike; swaps where the gain exceeds the cost and their errors.
 
     Args:
-        explore: Share of extra work, in [0, 1], spent on learning what dropped units would gain. With 0 the first mask stays.
+        explore: Share of extra work, in [0, 1], that may be spent on learning what dropped units would gain. Less is spent
+            where `steps` is known and that brings nothing. With 0 the first mask stays.
         steps: Steps of the optimiser in the whole training. With it, exploration and swaps begin eagerly, anneal, and end
             at `end` of the training; where `explore` pays for fewer than two rounds, the first mask stays, with a warning.
             None, where the number is not known, spends `explore` evenly until `rounds` rounds are over.
@@ -268,8 +269,9 @@ class Swapping:
         mask = host.execution.mask
         if host.joined and torch.distributed.is_initialized():
             self.evidence.pool()
+        moved = self.moved
         cost, error = self.evidence.removal()
-        self.record.judge(torch.where(_kept(host, mask, cost), cost, torch.inf), error)
+        fruitful = self.record.judge(torch.where(_kept(host, mask, cost), cost, torch.inf), error)
         gain, as_it_was = self.evidence.insertion(self.record.errors)
         self._store_worth(host, mask, cost, gain)
         at_most = cost + self.record.errors * error
@@ -290,7 +292,8 @@ class Swapping:
             self._enter(host, UnitMask(keep), entering, afresh)
         if host.budget is not None:
             self._move_widths(host)
-        self.pace.next_round()
+        nothing = not entering and self.moved == moved
+        self.pace.next_round(False if nothing and fruitful is None else fruitful)
 
     def _move_widths(self, host: Host) -> None:
         """Move widths between groups towards those at which all of them lose least for what the budget allows."""
@@ -348,10 +351,11 @@ class Swapping:
 
     def state(self) -> dict[str, Tensor]:
         pace = self.pace
-        clock = torch.tensor([pace.step, pace.round, pace.spent, self.swapped, float(self._due)], dtype=torch.float64)
+        times = torch.tensor([pace.step, pace.round, pace.spent, self.swapped, float(self._due)], dtype=torch.float64)
         seen = {f"seen.{name}": torch.tensor(count) for name, count in pace.seen.items()}
+        clock = {"clock": times, "eagerness": torch.tensor(pace.eagerness, dtype=torch.float64)}
         parts = {"evidence": self.evidence.state(), "record": self.record.state()}
-        return {"clock": clock, **seen, **{f"{part}.{key}": value for part, own in parts.items() for key, value in own.items()}}
+        return {**clock, **seen, **{f"{part}.{key}": value for part, own in parts.items() for key, value in own.items()}}
 
     def load(self, host: Host, state: dict[str, Tensor]) -> None:
         self._target = host.target
@@ -360,6 +364,7 @@ class Swapping:
             return
         step, round_, spent, swapped, due = state["clock"].tolist()
         self.pace.step, self.pace.round, self.pace.spent = int(step), int(round_), spent
+        self.pace.eagerness = float(state.get("eagerness", 1.0))
         self.swapped, self._due = int(swapped), bool(due)
         self.pace.seen = {key.removeprefix("seen."): int(value) for key, value in state.items() if key.startswith("seen.")}
         evidence, record = (

@@ -12,7 +12,8 @@ class Pace:
     """Share out exploration over the steps of a training.
 
     With a known number of steps, the share anneals by a cosine from 2 / `end` times `explore` to 0 at `end` of the training,
-    and adds up to `explore`. Without one it is `explore` at every time, for a number of rounds.
+    and adds up to `explore` at most: rounds that bring nothing halve what is left of it, until one does. Without one it is
+    `explore` at every time, for a number of rounds.
 
     Args:
         explore: Share of extra work.
@@ -27,6 +28,8 @@ class Pace:
         self.round = 0
         self.spent = 0.0
         """Extra work so far, in narrow passes."""
+        self.eagerness = 1.0
+        """Part of the allowance that may be spent."""
         self.seen: dict[str, int] = {}
         """Group → samples in the present round."""
 
@@ -51,7 +54,7 @@ class Pace:
         if self.steps is None:
             return self.explore * (self.step + 1)
         done = min(1.0, (self.step + 1) / (self.end * self.steps))
-        return self.explore * self.steps * (done + math.sin(math.pi * done) / math.pi)
+        return self.eagerness * self.explore * self.steps * (done + math.sin(math.pi * done) / math.pi)
 
     def next_group(self, costs: Mapping[str, float]) -> str | None:
         """The group to explore in this step, if its cost is allowed: the one that was seen least in this round.
@@ -73,7 +76,13 @@ class Pace:
         """Whether every group has its samples of this round."""
         return bool(groups) and all(self.seen.get(name, 0) >= samples for name in groups)
 
-    def next_round(self) -> None:
-        """Begin the next round."""
+    def next_round(self, fruitful: bool | None) -> None:
+        """Begin the next round.
+
+        Args:
+            fruitful: Whether exploration brought something; None where that is not known yet.
+        """
         self.round += 1
         self.seen = {}
+        if fruitful is not None:
+            self.eagerness = 1.0 if fruitful else 0.5 * self.eagerness

@@ -41,22 +41,29 @@ class TrackRecord:
         """
         self._expected[units.cpu()] = gains.detach().float().cpu()
 
-    def judge(self, cost: Tensor, error: Tensor) -> None:
+    def judge(self, cost: Tensor, error: Tensor) -> bool | None:
         """Compare what was expected of the last newcomers with what removing them would cost now.
 
         Args:
             cost: float (J,), nats that removing each kept unit costs; infinite where unknown.
             error: float (J,), their standard errors.
+
+        Returns:
+            Whether they brought it: False below half of it; None in between, and where nothing is known.
         """
+        verdict = None
         known = (self._expected > 0) & cost.isfinite().cpu()
         if bool(known.any()):
             expected = float(self._expected[known].sum())
             found = float(cost.cpu()[known].sum())
             if found >= expected:
+                verdict = True
                 self.errors = max(_LOWEST * self._first, self.errors / _STEP)
             elif found + math.sqrt(float(error.cpu()[known].square().sum())) < 0.5 * expected:
+                verdict = False
                 self.errors = min(_HIGHEST * self._first, self.errors * _STEP)
         self._expected.zero_()
+        return verdict
 
     def state(self) -> dict[str, Tensor]:
         """What outlives a program."""
