@@ -129,6 +129,11 @@ def _own_local(**options: Any) -> Method:
     return replace(method, local=replace(method.local, **options))
 
 
+def _by_cost_six() -> Method:
+    """Widths by what units cost, six local epochs, and arms up to .37, so that the work stays below .4e12."""
+    return replace(_own_local(allocation="by_cost", passes=1.2), ratio=BanditRatio(low=0.25, high=0.37))
+
+
 @dataclass(frozen=True)
 class Blend(LocalModel):
     """The kept model, part of the way back to the global model of the end.
@@ -174,8 +179,10 @@ ARMS: dict[str, Callable[[], Method]] = {
     "own-loss": lambda: _own_local(learning=LossImportance(explore=0.2, samples=3, rounds=6)),
     "own-by-cost": lambda: _own_local(allocation="by_cost"),
     "own-by-cost-low3": lambda: replace(_own_local(allocation="by_cost"), ratio=BanditRatio(low=0.3, high=0.4)),
-    "own-by-cost-passes": lambda: _own_local(allocation="by_cost", passes=1.15),
-    "own-by-cost-six": lambda: replace(_own_local(allocation="by_cost", passes=1.2), ratio=BanditRatio(low=0.25, high=0.37)),
+    "own-by-cost-six": _by_cost_six,
+    "own-by-cost-six-decay": _by_cost_six,
+    "own-by-cost-six-momentum": _by_cost_six,
+    "own-by-cost-seven": lambda: replace(_own_local(allocation="by_cost", passes=1.4), ratio=BanditRatio(low=0.25, high=0.28)),
     "own-global": lambda: _own_local(allocation="global"),
     "own-isomorphic": lambda: _own_local(allocation="isomorphic"),
     "own-ordered": lambda: fedlps_ordered(whole="fedlps-own"),
@@ -185,6 +192,8 @@ ARMS: dict[str, Callable[[], Method]] = {
 OPTIONS: dict[str, dict[str, Any]] = {
     "own-momentum": {"server_optimizer": "fedavgm", "server_momentum": 0.5},
     "own-half-step": {"server_optimizer": "fedavgm", "server_momentum": 0.0, "server_lr": 0.5},
+    "own-by-cost-six-decay": {"weight_decay": 1e-3},
+    "own-by-cost-six-momentum": {"server_optimizer": "fedavgm", "server_momentum": 0.5},
     "own-decay": {"weight_decay": 1e-3},
     "own-rate-half": {"lr": 0.05},
     "own-rate-double": {"lr": 0.2},
