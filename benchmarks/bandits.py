@@ -3,7 +3,6 @@
     python benchmarks/bandits.py measure SplitUCBV --seeds 40     adds to benchmarks/bandit_results.json
     python benchmarks/bandits.py measure VHCT --set held-out      the same for others; slow ones with fewer seeds
     python benchmarks/bandits.py measure VHCT --set moved         where every seed has its maxima elsewhere
-    python benchmarks/bandits.py measure VHCT --set fresh         functions that played no part in the bandit's design
     python benchmarks/bandits.py table                            regret, mean and standard error, from that file
     python benchmarks/bandits.py time                             microseconds per ask + tell
     python benchmarks/bandits.py figure --out regret.png          regret against pulls
@@ -25,11 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from bandit_fresh import FRESH
-from bandit_more import MORE
 from bandit_objectives import DRIFTING, HELD_OUT, MOVED, OBJECTIVES, PYXAB, Objective
-from bandit_others import OTHERS
-from bandit_unseen import UNSEEN
 
 from sparsekit.bandit.base import Interval
 from sparsekit.bandit.make import make_bandit
@@ -43,12 +38,7 @@ SETS = {
     "held-out": HELD_OUT,
     "drifting": DRIFTING,
     "moved": MOVED,
-    "others": OTHERS,
-    "more": MORE,
-    "unseen": UNSEEN,
-    "fresh": FRESH,
 }
-EVERY = OBJECTIVES | OTHERS | MORE | UNSEEN | FRESH
 UNIT = Interval(0.0, 1.0)
 
 Play = tuple[Callable[[], list[float]], Callable[[float], None], Callable[[], list[float]]]
@@ -168,7 +158,7 @@ def noise(objective: str, seed: int, count: int) -> list[float]:
 
 def trace(name: str, title: str, seed: int, horizon: int, marks: tuple[int, ...]) -> list[tuple[float, float]]:
     """Cumulative regret and that of the recommended point after each of `marks` pulls; neither has noise in it."""
-    objective: Objective = EVERY[title].placed(title, seed)
+    objective: Objective = OBJECTIVES[title].placed(title, seed)
     ask, tell, recommend = player(name, objective.axes, horizon, seed)
     errors = noise(title, seed, horizon)
     total, found = 0.0, []
@@ -190,7 +180,7 @@ def summary(values: list[float]) -> list[float]:
 def measure(name: str, titles: list[str], seeds: int, horizons: tuple[int, ...], out: Path) -> None:
     """Play, and put mean, standard error and number of seeds into the file; what is there for the same is replaced."""
     for title in titles:
-        if name in ONE_AXIS and EVERY[title].axes > 1:
+        if name in ONE_AXIS and OBJECTIVES[title].axes > 1:
             continue
         games: dict[int, list[tuple[float, float]]] = {horizon: [] for horizon in horizons}
         for seed in range(seeds):
@@ -289,7 +279,7 @@ def figure(names: list[str], titles: list[str], seeds: int, path: Path) -> None:
     panels = drawn.subplots(rows, columns, squeeze=False).ravel()
     for panel, title in zip(panels, titles):
         for place, name in enumerate(names):
-            if name in ONE_AXIS and EVERY[title].axes > 1:
+            if name in ONE_AXIS and OBJECTIVES[title].axes > 1:
                 continue
             games = np.array([[total for total, _ in trace(name, title, seed, max(marks), marks)] for seed in range(seeds)])
             mean, error = games.mean(axis=0), games.std(axis=0, ddof=1) / math.sqrt(seeds)
@@ -313,7 +303,7 @@ def check() -> None:
     modules = {"Himmelblau": "Himmelblau_Normalized", "Ackley": "Ackley_Normalized", "Rastrigin": "Rastrigin_Normalized"}
     bounds = {"Himmelblau": (-5.0, 5.0), "Ackley": (-1.0, 1.0), "Rastrigin": (-1.0, 1.0)}
     rng = np.random.default_rng(0)
-    for title, objective in EVERY.items():
+    for title, objective in OBJECTIVES.items():
         points = rng.random((20_000, objective.axes)).tolist()
         least = min(objective.regret(point, 0) for point in points)
         apart = 0.0

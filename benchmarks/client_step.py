@@ -105,7 +105,9 @@ class Record:
 
 def plain_copy(module: nn.Module) -> nn.Module:
     """A module of its own, without what a method hung on it."""
-    copied = copy.deepcopy(module)
+    # Within `functional_call` the parameters are parts of others, which cannot be copied with their graph.
+    own = {id(p): nn.Parameter(p.detach().clone(), requires_grad=p.requires_grad) for p in module.parameters()}
+    copied = copy.deepcopy(module, own)
     for part in copied.modules():
         part._forward_hooks.clear()
         part._forward_pre_hooks.clear()

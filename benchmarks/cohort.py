@@ -2,16 +2,12 @@
 
     python benchmarks/cohort.py                                   the small CNN on this machine, one JSON on stdout
     python benchmarks/cohort.py --device cuda --models cnn vgg11 lstm --out cohort.json
-    python benchmarks/cohort.py --methods fedavg fedlps --widths mixed --repeats 7
-    python benchmarks/cohort.py --device cuda --engines cohort-batched cohort-one-stream cohort-no-graphs
+    python benchmarks/cohort.py --methods fedavg heterofl --widths mixed --repeats 7
 
-In each repetition every engine runs the same few rounds, one after the other, and its time is divided by that of the
-reference beside it; shown are the median and the range of these ratios, and of the seconds of a round. A ratio above 1 says
-that the engine is faster than its reference. References: `embedded-1`, one client at a time in this process, for engines of
-one process; `embedded-2`, the embedded engine with two workers, for `cohort-2`.
-
-`wall` are seconds on the clock: on a machine that does other work too, they say little, and `load` says what it did. `cpu`
-are the seconds of this process, which do not see worker processes; they are given for engines of one process.
+In each repetition both engines run the same few rounds, one after the other, and the time of the embedded engine is divided
+by that of the cohort; shown are the median and the range of these ratios, and of the seconds of a round. A ratio above 1 says
+that the cohort is faster. `wall` are seconds on the clock: on a machine that does other work too, they say little, and `load`
+says what it did. `cpu` are the seconds of this process.
 """
 
 from __future__ import annotations
@@ -28,34 +24,25 @@ from typing import Any
 import torch
 
 import sparsekit_fl as fl
+from sparsekit_fl.callbacks.base import Callback, RunView
 from sparsekit_fl.methods import registry
 from sparsekit_fl.models.cnn import Cnn
 from sparsekit_fl.models.lstm import NextWordLstm
 from sparsekit_fl.models.vgg import Vgg
-from sparsekit_fl.results.records import Observer, RoundRecord
+from sparsekit_fl.results.records import RoundRecord
 
 LEVELS = (1.0, 0.5, 0.25, 0.125, 0.0625)
-ENGINES: dict[str, tuple[str, Any]] = {
-    "embedded-1": ("embedded-1", lambda: fl.Embedded()),
-    "cohort-1": ("embedded-1", lambda: fl.Cohort(batched=False)),
-    "cohort-batched": ("embedded-1", lambda: fl.Cohort(batched=True)),
-    "cohort-one-stream": ("embedded-1", lambda: fl.Cohort(batched=True, streams=1)),
-    "cohort-no-graphs": ("embedded-1", lambda: fl.Cohort(batched=True, graphs=False)),
-    "cohort-no-graphs-one-stream": ("embedded-1", lambda: fl.Cohort(batched=True, graphs=False, streams=1)),
-    "embedded-2": ("embedded-2", lambda: fl.Embedded(2)),
-    "cohort-2": ("embedded-2", lambda: fl.Cohort(2, batched=False)),
-}
-"""Name → its reference, and how it is made."""
+ENGINES = {"embedded": fl.Embedded, "cohort": fl.Cohort}
 
 
-class Clock(Observer):
+class Clock(Callback):
     """Notes when rounds end."""
 
     def __init__(self) -> None:
         self.wall: list[float] = []
         self.cpu: list[float] = []
 
-    def on_round(self, record: RoundRecord) -> None:
+    def on_round_end(self, run: RunView, record: RoundRecord) -> None:
         """A round is over."""
         del record
         if torch.cuda.is_initialized():
@@ -89,8 +76,8 @@ def case(model: str, clients: int, examples: int, widths: str) -> tuple[fl.Probl
     return problem, found
 
 
-def seconds(engine: str, method: str, model: str, options: argparse.Namespace) -> tuple[float, float, str]:
-    """Wall and CPU seconds of a round, without the first, which warms up, and the last, which scores; and a digest."""
+def seconds(engine: str, method: str, model: str, options: argparse.Namespace) -> dict[str, float]:
+    """Wall and CPU seconds of a round, without the first, which warms up, and the last, which scores."""
     problem, clients = case(model, options.clients, options.examples, options.widths)
     config = fl.RunConfig(
         rounds=options.rounds + 2,
@@ -100,9 +87,8 @@ def seconds(engine: str, method: str, model: str, options: argparse.Namespace) -
         device=options.device,
     )
     clock = Clock()
-    result = fl.run(registry[method](), problem, clients, config, engine=ENGINES[engine][1](), observers=[clock])
-    wall, cpu = ((times[-2] - times[0]) / options.rounds for times in (clock.wall, clock.cpu))
-    return wall, cpu, result.final.state_sha256[:12]
+    fl.run(registry[method](), problem, clients, config, engine=ENGINES[engine](), callbacks=[clock])
+    return {name: (times[-2] - times[0]) / options.rounds for name, times in vars(clock).items()}
 
 
 def spread(values: list[float]) -> dict[str, float]:
@@ -110,28 +96,18 @@ def spread(values: list[float]) -> dict[str, float]:
     return {"median": round(statistics.median(values), 4), "least": round(min(values), 4), "most": round(max(values), 4)}
 
 
-def measure(method: str, model: str, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """A row for each engine."""
-    wanted = [name for name in ENGINES if name in options.engines or any(ENGINES[e][0] == name for e in options.engines)]
-    wall: dict[str, list[float]] = {name: [] for name in wanted}
-    cpu: dict[str, list[float]] = {name: [] for name in wanted}
-    digests: dict[str, str] = {}
+def measure(method: str, model: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Seconds of both engines, and their ratio."""
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in ENGINES}
     for repeat in range(options.repeats):
-        for name in wanted if repeat % 2 == 0 else reversed(wanted):  # in turn, as a machine gets slower or faster meanwhile
-            one, two, digests[name] = seconds(name, method, model, options)
-            wall[name].append(one)
-            cpu[name].append(two)
-    rows = []
-    for name in wanted:
-        reference = ENGINES[name][0]
-        row: dict[str, Any] = {"model": model, "method": method, "engine": name, "reference": reference}
-        row["wall_seconds"] = spread(wall[name])
-        row["wall_ratio"] = spread([a / b for a, b in zip(wall[reference], wall[name], strict=True)])
-        if reference == "embedded-1":
-            row["cpu_ratio"] = spread([a / b for a, b in zip(cpu[reference], cpu[name], strict=True)])
-        row["same_bits"] = digests[name] == digests[reference]
-        rows.append(row)
-    return rows
+        for name in ENGINES if repeat % 2 == 0 else reversed(ENGINES):  # in turn, as a machine gets slower or faster meanwhile
+            found[name].append(seconds(name, method, model, options))
+    row: dict[str, Any] = {"model": model, "method": method}
+    for clock in ("wall", "cpu"):
+        times = {name: [one[clock] for one in runs] for name, runs in found.items()}
+        row[f"{clock}_seconds"] = {name: spread(values) for name, values in times.items()}
+        row[f"{clock}_ratio"] = spread([a / b for a, b in zip(times["embedded"], times["cohort"], strict=True)])
+    return row
 
 
 def main() -> int:
@@ -139,7 +115,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=("cnn", "vgg11", "lstm"), default=["cnn"])
     parser.add_argument("--methods", nargs="+", default=["fedavg"])
-    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=["cohort-1", "cohort-batched", "cohort-2"])
     parser.add_argument("--widths", choices=("full", "mixed"), default="full", help="capabilities of the clients")
     parser.add_argument("--clients", type=int, default=10)
     parser.add_argument("--examples", type=int, default=100, help="per client")
@@ -150,7 +125,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="write the JSON there too")
     options = parser.parse_args()
     before = os.getloadavg()
-    rows = [row for model in options.models for method in options.methods for row in measure(method, model, options)]
+    rows = [measure(method, model, options) for model in options.models for method in options.methods]
     report = {
         "options": {name: str(value) for name, value in vars(options).items()},
         "torch": torch.__version__,

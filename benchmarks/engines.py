@@ -43,14 +43,15 @@ from typing import Any
 import torch
 
 import sparsekit_fl as fl
+from sparsekit_fl.callbacks.base import Callback, RunView
 from sparsekit_fl.client.spec import RunSpec, by_id
 from sparsekit_fl.engines.base import Engine
 from sparsekit_fl.engines.embedded import Embedded
-from sparsekit_fl.engines.flower.quiet import be_quiet
+from sparsekit_fl.engines.flower import be_quiet
 from sparsekit_fl.models.cnn import Cnn
 from sparsekit_fl.models.vgg import Vgg
 from sparsekit_fl.policies.local import LocalPolicy, LocalResult
-from sparsekit_fl.results.records import Observer, RoundRecord
+from sparsekit_fl.results.records import RoundRecord
 from sparsekit_fl.server.checkpoint import RunFolder, describe_run
 from sparsekit_fl.server.server import Server
 from sparsekit_fl.training.loop import TrainingLog
@@ -59,7 +60,8 @@ from sparsekit_fl.wire.messages import Evaluation, Update
 be_quiet()
 
 HERE = Path(__file__).resolve()
-HELPERS = HERE.parents[1] / "tests" / "sparsekit_fl" / "engines" / "flower"
+TESTS = HERE.parents[1] / "tests"
+HELPERS = TESTS / "sparsekit_fl" / "engines" / "flower"
 WORKERS = 2
 
 
@@ -132,7 +134,8 @@ def _engine(name: str) -> Engine:
     if name.startswith("embedded-"):
         return Embedded(int(name.removeprefix("embedded-")))
     if name == "grid":
-        from sparsekit_fl.engines.flower.local_grid import InProcess
+        sys.path.append(str(TESTS))
+        from local_grid import InProcess
 
         return InProcess(memory="nodes")
     from sparsekit_fl.engines.flower import Flower
@@ -239,7 +242,7 @@ def _below(pid: int) -> dict[int, str]:
     return {child: commands[child] for child in found[1:]}
 
 
-class Watch(Observer):
+class Watch(Callback):
     """Notes times and memory as a run goes on."""
 
     def __init__(self, rounds: int) -> None:
@@ -251,19 +254,17 @@ class Watch(Observer):
         self.workers: list[float] = []
         self.others = 0.0
 
-    def on_client(self, round: int, client_id: int, update: Update | None) -> None:
-        """The last of these ends the training."""
-        del round, client_id, update
-        self.trained, self.trained_cpu = time.perf_counter(), time.process_time()
-
-    def on_evaluation(self, round: int, client_id: int, evaluation: Evaluation) -> None:
-        """The first of these begins the scoring, the last ends it."""
-        del round, client_id, evaluation
+    def on_client_end(self, run: RunView, client_id: int, update: Update | Evaluation | None) -> None:
+        """The last update ends the training; the first evaluation begins the scoring, and the last ends it."""
+        del run, client_id
+        if not isinstance(update, Evaluation):
+            self.trained, self.trained_cpu = time.perf_counter(), time.process_time()
+            return
         if not self.scored:
             self.late, self.training_peak = _mib("self", "VmRSS"), _mib("self", "VmHWM")
         self.scored, self.scored_cpu = time.perf_counter(), time.process_time()
 
-    def on_round(self, record: RoundRecord) -> None:
+    def on_round_end(self, run: RunView, record: RoundRecord) -> None:
         """A round is over."""
         self.round_ends.append(time.perf_counter())
         self.cpu.append(time.process_time())
@@ -295,7 +296,7 @@ def one(options: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="sparsekit-") as folder:
         method, engine = fl.methods.registry[options.method](), _engine(options.engines[0])
         began = time.perf_counter()
-        fl.run(method, problem, clients, config, engine=engine, observers=[watch], out=folder)
+        fl.run(method, problem, clients, config, engine=engine, callbacks=[watch], out=folder)
         memories = sum(path.stat().st_size for path in Path(folder, "clients").iterdir())
         checkpoint = Path(folder, "checkpoint.safetensors").stat().st_size
     ends = watch.round_ends

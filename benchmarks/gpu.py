@@ -6,9 +6,8 @@
 
 The parts: `exactness`, the device against the CPU in float64; `crossings`, what a step waits for and copies (goal: nothing);
 `steps`, a LearnableMask over a natively narrow network (goal: at most 1.15, aim 1.05); `client_rounds`; `cohort`, ten clients
-as one batched model over one at a time (goals: the small CNN 10, VGG11 3, LSTM 3), with CUDA graphs and streams on and off;
-`presets`, seconds of a round of the paper's experiments; `memory`; `llama`, 1.2 billion parameters traced and pruned; `tests`
-of this repository on the device.
+in shared steps over one at a time; `presets`, seconds of a round of the paper's experiments; `memory`; `llama`, 1.2 billion
+parameters traced and pruned; `tests` of this repository on the device.
 
 The file is written anew after every part, so that a run that is cut off leaves what it had. A part that fails leaves its
 error there, and the others run.

@@ -220,7 +220,7 @@ def presets(device: torch.device, quick: bool, clock: Clock) -> list[dict[str, A
         )
         roster = [fl.Client(id=id, data=fl.ClientData(data, held, held)) for id in range(cohort)]
         watch = Watch()
-        fl.run(methods["fedlps"](), problem, roster, config, observers=[watch])
+        fl.run(methods["fedlps"](), problem, roster, config, callbacks=[watch])
         rows.append({"preset": name, "examples": examples, "seconds_per_round": watch.seconds()})
     return rows
 
@@ -312,7 +312,7 @@ def cost(device: torch.device, quick: bool, clock: Clock) -> dict[str, Any]:
 
 def tests(device: torch.device, quick: bool, clock: Clock) -> dict[str, Any]:
     """The tests of the core on the device, in a process of their own, until the time is over."""
-    everything = ["tests/sparsekit_fl/lanes", "tests/matrix", "tests/sparsekit", "tests/sparsekit_fl"]
+    everything = ["tests/matrix", "tests/sparsekit", "tests/sparsekit_fl"]
     folders = ["tests/sparsekit/graph/test_mask.py"] if quick else everything
     found: dict[str, Any] = {}
     for folder in folders:

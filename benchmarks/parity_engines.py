@@ -15,13 +15,17 @@ from sparsekit_fl.deployment.plan import Plan
 from sparsekit_fl.engines.base import ClientPool, Engine, Reply
 from sparsekit_fl.engines.embedded import Embedded
 from sparsekit_fl.engines.flower import Flower
-from sparsekit_fl.engines.flower.local_grid import InProcess
 from sparsekit_fl.engines.flower.wire import read
 from sparsekit_fl.errors import ClientError
 from sparsekit_fl.results.records import RunResult
 from sparsekit_fl.server.loop import run
 
-HELPERS = Path(__file__).resolve().parent.parent / "tests" / "sparsekit_fl" / "engines" / "flower"
+TESTS = Path(__file__).resolve().parent.parent / "tests"
+HELPERS = TESTS / "sparsekit_fl" / "engines" / "flower"
+sys.path.append(str(TESTS))
+
+from local_grid import InProcess  # noqa: E402
+
 CLIENTS = 20
 # Three rounds of seven are more than the clients there are: whoever is sampled, some client meets its memory again.
 COHORT = 7

@@ -3,7 +3,7 @@
     pip install --target pfl-site --no-deps pfl==0.6.0 dp-accounting prv-accountant multiprocess==0.70.15 dill absl-py attrs \
         dm-tree mpmath
     PYTHONPATH=pfl-site python benchmarks/pfl_cifar10.py
-    PYTHONPATH=pfl-site python benchmarks/pfl_cifar10.py --device cuda --engines cohort-batched --out pfl.json
+    PYTHONPATH=pfl-site python benchmarks/pfl_cifar10.py --device cuda --engines cohort --out pfl.json
 
 1,000 clients with 50 images each, 50 clients a round, one local epoch in batches of 10, learning rate 0.1, and the network
 of that benchmark (two convolutions of 32 and 64 channels, a pool, a linear layer of 128), here without its dropout. The
@@ -35,14 +35,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import sparsekit_fl as fl
+from sparsekit_fl.callbacks.base import Callback, RunView
 from sparsekit_fl.methods import registry
-from sparsekit_fl.results.records import Observer, RoundRecord
+from sparsekit_fl.results.records import RoundRecord
 
 IMAGES, BATCH, LR = 50, 10, 0.1
 ENGINES = {
     "embedded-1": lambda: fl.Embedded(),
-    "cohort-1": lambda: fl.Cohort(batched=False),
-    "cohort-batched": lambda: fl.Cohort(batched=True),
+    "cohort": lambda: fl.Cohort(),
 }
 
 
@@ -70,7 +70,7 @@ class SimpleCnn(nn.Module):
         return {"loss": float(self.loss(images, labels, eval))}
 
 
-class Clock(Observer):
+class Clock(Callback):
     """Notes when rounds end."""
 
     def __init__(self) -> None:
@@ -82,7 +82,7 @@ class Clock(Observer):
             torch.cuda.synchronize()
         self.marks.append((time.perf_counter(), time.process_time()))
 
-    def on_round(self, record: RoundRecord) -> None:
+    def on_round_end(self, run: RunView, record: RoundRecord) -> None:
         """A round of ours is over."""
         del record
         self.note()
@@ -116,7 +116,7 @@ def ours(engine: str, rounds: int, cohort: int, device: str, images: Tensor, lab
         device=device,
     )
     clock = Clock()
-    fl.run(registry["fedavg"](), problem, clients, config, engine=ENGINES[engine](), observers=[clock])
+    fl.run(registry["fedavg"](), problem, clients, config, engine=ENGINES[engine](), callbacks=[clock])
     return clock.seconds(rounds)
 
 
@@ -174,7 +174,7 @@ def spread(values: list[float]) -> dict[str, float]:
 def main() -> int:
     """Read the options, measure and print; 2 where there is no pfl."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=["embedded-1", "cohort-1"])
+    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=["embedded-1", "cohort"])
     parser.add_argument("--rounds", type=int, default=2, help="measured, after the first")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--clients", type=int, default=1000, help="fewer clients are another benchmark, for a quick look")

@@ -30,7 +30,7 @@ class _Known:
     comparable: ClassVar[bool] = True
     needs: ClassVar[frozenset[str]] = frozenset()
 
-    def scores(self, graph: Any, view: Any) -> Mapping[str, Tensor]:  # noqa: ARG002 - the protocol's signature
+    def scores(self, graph: Any, view: Any) -> Mapping[str, Tensor]:
         return self.known
 
 

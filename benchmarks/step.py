@@ -8,8 +8,8 @@ Paired and interleaved in one process, one thread, medians of the ratios of neig
 
 The cases: `narrow`, a plain module with fewer channels, trained with torch.optim.SGD; `ours`, the whole FedLPS step
 (task loss, importance update, both regularisers, look at the pattern); `wrapper`, a LearnableMask with torch.optim.SGD;
-`masked`, a dense network that is multiplied by zeros; `dense`, the whole network. `remask_over_narrow` is the time to
-change the pattern by one unit in a hundred (at least one) of every group, in steps of the narrow network.
+`dense`, the whole network. `remask_over_narrow` is the time to change the pattern by one unit in a hundred (at least one) of
+every group, in steps of the narrow network.
 """
 
 from __future__ import annotations
@@ -25,17 +25,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sparsekit import LearnableMask, NarrowModel, UnitGraph, UnitMask, compact, select, trace_units
+from sparsekit import GradientImportance, LearnableMask, UnitGraph, UnitMask, compact, trace_units
 from sparsekit.allocation.uniform import keep_count
-from sparsekit.criteria import Learned, View
-from sparsekit.training.regularizer import ImportanceRegularizer
-from sparsekit.training.unit_vectors import UnitVectors
 from sparsekit_fl.models.cnn import Cnn
 from sparsekit_fl.models.lstm import NextWordLstm
 from sparsekit_fl.models.vgg import Vgg
 from sparsekit_fl.options.config import TrainingConfig
-from sparsekit_fl.policies.learnable import LearnableStep
-from sparsekit_fl.training.importance import ImportanceLearner
+from sparsekit_fl.policies.learnable import learning, pull_to_received
+from sparsekit_fl.policies.local import local_step, sgd_step, trained_leaves
 from sparsekit_fl.training.loop import Batch
 
 LR = 1e-3
@@ -78,23 +75,20 @@ def plain_step(
     return step
 
 
-def our_step(model: nn.Module, graph: UnitGraph, ratio: float, x: Tensor, y: Tensor) -> tuple[Callable[[], None], UnitVectors]:
-    """One step of FedLPS on a compact narrow_model."""
-    narrow_model = NarrowModel(model, graph)
-    fused = UnitVectors(narrow_model)
-    importance = torch.rand(graph.units)
-    narrow_model.load(model.state_dict(), select(Learned(), graph, ratio, View(importance=fused.split(importance))))
-    fused.reload()
-    learner = ImportanceLearner(fused, importance, lr=0.1, term=ImportanceRegularizer())
+def our_step(
+    model: nn.Module, graph: UnitGraph, ratio: float, x: Tensor, y: Tensor
+) -> tuple[Callable[[], None], LearnableMask]:
+    """One step of FedLPS on its learnable mask."""
     # The pattern is looked at in every step but must not change here: changes are timed on their own.
-    learner.lr = 0.0
+    masked = LearnableMask(model, graph=graph, learning=GradientImportance(explore=0.0, lr=0.0))
+    masked.load(model.state_dict(), ratio=ratio, importance=torch.rand(graph.units))
+    training, leaves = TrainingConfig(lr=LR), trained_leaves(masked)
     entries = sum(p.numel() for p in model.parameters())
-    one = LearnableStep(
-        narrow_model, learner, model.state_dict(), loss=cross_entropy, training=TrainingConfig(lr=LR), pull=2.0 / entries
-    )
+    adjusts = [learning(masked, leaves), pull_to_received(masked, leaves, model.state_dict(), 2.0 / entries, training)]
+    one = local_step(masked, cross_entropy, sgd_step(training, leaves), adjusts)
     batch = Batch((x,), y, len(x))
-    narrow_model.module.train()
-    return lambda: one(batch) and None, fused
+    masked.train()
+    return lambda: one(batch) and None, masked
 
 
 def shifted(graph: UnitGraph, mask: UnitMask, generator: torch.Generator) -> UnitMask:
@@ -122,17 +116,15 @@ def measure(name: str, ratio: float, steps: int, warmup: int) -> dict[str, Any]:
     torch.manual_seed(0)
     model, x, y = MODELS[name]()
     graph = trace_units(model, x[:2])
-    ours, fused = our_step(model, graph, ratio, x, y)
+    ours, masked = our_step(model, graph, ratio, x, y)
     _, changing = our_step(model, graph, ratio, x, y)
-    mask = fused.narrow_model.mask
+    mask = masked.unit_mask()
     narrow = compact(model, graph, mask)
     wrapper = LearnableMask(model, graph=graph, ratio=ratio)
-    masked = LearnableMask(model, graph=graph, ratio=ratio, execution="masked")
     cases = {
         "narrow": plain_step(narrow, narrow.parameters(), x, y),
         "ours": ours,
         "wrapper": plain_step(wrapper, wrapper.parameters(), x, y),
-        "masked": plain_step(masked, masked.parameters(), x, y),
         "dense": plain_step(model, model.parameters(), x, y),
     }
     times: dict[str, list[float]] = {case: [] for case in cases}
@@ -142,13 +134,13 @@ def measure(name: str, ratio: float, steps: int, warmup: int) -> dict[str, Any]:
         for case, run in cases.items():
             times[case].append(timed(run))
         if ratio < 1:
-            other = shifted(graph, changing.narrow_model.mask, generator)
-            remasks.append(timed(lambda other=other: changing.remask(other)))  # type: ignore[misc]
+            other = shifted(graph, changing.unit_mask(), generator)
+            remasks.append(timed(lambda other=other: changing.change(other)))  # type: ignore[misc]
         if step == warmup - 1:
             times = {case: [] for case in cases}
             remasks = []
     result: dict[str, Any] = {"model": name, "ratio": ratio}
-    for case in ("ours", "wrapper", "masked", "dense"):
+    for case in ("ours", "wrapper", "dense"):
         ratios = [a / b for a, b in zip(times[case], times["narrow"], strict=True)]
         result[f"{case}_over_narrow"] = round(statistics.median(ratios), 3)
     if remasks:
@@ -167,9 +159,9 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object per line")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    header = ("model", "ratio", "ours", "wrapper", "masked", "dense", "remask", "narrow ms")
+    header = ("model", "ratio", "ours", "wrapper", "dense", "remask", "narrow ms")
     if not options.json:
-        print("{:>7} {:>7} {:>7} {:>8} {:>7} {:>7} {:>7} {:>10}".format(*header))
+        print("{:>7} {:>7} {:>7} {:>8} {:>7} {:>7} {:>10}".format(*header))
     for name in options.models:
         for ratio in options.ratios:
             row = measure(name, ratio, options.steps, options.warmup)
@@ -178,8 +170,8 @@ def main() -> None:
                 continue
             print(
                 f"{name:>7} {ratio:>7g} {row['ours_over_narrow']:>7.2f} {row['wrapper_over_narrow']:>8.2f}"
-                f" {row['masked_over_narrow']:>7.2f} {row['dense_over_narrow']:>7.2f}"
-                f" {row.get('remask_over_narrow', float('nan')):>7.2f} {row['narrow_milliseconds']:>10.2f}",
+                f" {row['dense_over_narrow']:>7.2f} {row.get('remask_over_narrow', float('nan')):>7.2f}"
+                f" {row['narrow_milliseconds']:>10.2f}",
                 flush=True,
             )
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
 
 import torch
 from sklearn.datasets import load_digits
@@ -27,9 +26,6 @@ import sparsekit as sk
 @dataclass(frozen=True)
 class Readers:
     """A unit is worth the norm of the weights that read it."""
-
-    learned: ClassVar[bool] = False
-    needs: ClassVar[frozenset[Any]] = frozenset({"weights"})
 
     def scores(self, graph: sk.UnitGraph, view: sk.View) -> Mapping[str, Tensor]:
         """Score every unit: group name → float (units,), larger stays."""

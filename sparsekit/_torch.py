@@ -6,7 +6,6 @@ file mentions a private name of torch.
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -19,7 +18,6 @@ from torch.nn.modules.conv import _ConvNd as ConvNd
 from torch.nn.modules.dropout import _DropoutNd as DropoutNd
 from torch.nn.modules.instancenorm import _InstanceNorm as InstanceNorm
 from torch.nn.utils import parametrizations
-from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -49,9 +47,6 @@ __all__ = [
     "in_transform",
     "is_exporting",
     "is_transformed",
-    "lane_axis",
-    "lanes_in",
-    "lanes_out",
     "operator_packet",
     "operator_schema",
     "parameters_of",
@@ -64,7 +59,6 @@ __all__ = [
     "storage_id",
     "tree_leaves",
     "tree_map_only",
-    "watch_optimizers",
     "without_compiler",
     "without_fast_path",
 ]
@@ -179,26 +173,6 @@ def is_transformed(tensor: Tensor) -> bool:
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
 
 
-def lane_axis(tensor: Tensor) -> int | None:
-    """The axis over which `torch.func.vmap` maps a tensor, counted in `lanes_out`; None where it is not mapped."""
-    axis = torch._C._functorch.maybe_get_bdim(tensor)
-    return axis if axis >= 0 else None
-
-
-def lanes_out(tensor: Tensor) -> Tensor:
-    """The whole tensor, all examples of `torch.func.vmap` together, of one of its examples."""
-    whole: Tensor = torch._C._functorch.get_unwrapped(tensor)
-    return whole
-
-
-def lanes_in(tensor: Tensor, axis: int) -> Tensor:
-    """One example of `torch.func.vmap`, of a whole tensor; `axis` is the one that is mapped over."""
-    level = torch._C._functorch.maybe_current_level()
-    assert level is not None
-    example: Tensor = torch._C._functorch._add_batch_dim(tensor, axis, level)
-    return example
-
-
 def without_compiler(model: nn.Module) -> nn.Module:
     """The module that torch.compile wraps, or the module itself."""
     inner = getattr(model, "_orig_mod", None)
@@ -235,26 +209,3 @@ def operator_schema(func: Any) -> Any:
 def operator_packet(func: Any) -> Any:
     """The operator without its overload."""
     return func._overloadpacket
-
-
-def watch_optimizers(*, made: Callable[[Optimizer], None], restored: Callable[[Optimizer], None]) -> None:
-    """Hear of every optimiser, for which torch has no hook; call it once.
-
-    Args:
-        made: Called after an optimiser has got a group of parameters, as it does while it is made.
-        restored: Called after an optimiser was loaded, copied or unpickled, all of which end in `__setstate__`.
-    """
-    setstate, add_group = Optimizer.__setstate__, Optimizer.add_param_group
-
-    @functools.wraps(setstate)
-    def restore(optimizer: Optimizer, state: dict[str, Any]) -> None:
-        setstate(optimizer, state)
-        restored(optimizer)
-
-    @functools.wraps(add_group)
-    def grow(optimizer: Optimizer, param_group: dict[str, Any]) -> None:
-        add_group(optimizer, param_group)
-        made(optimizer)
-
-    Optimizer.__setstate__ = restore  # type: ignore[assignment, method-assign]
-    Optimizer.add_param_group = grow  # type: ignore[assignment, method-assign]

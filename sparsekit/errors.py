@@ -9,8 +9,6 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-from sparsekit.deprecations import renamed_attribute, renamed_keywords
-
 __all__ = [
     "DISTRIBUTION",
     "CompactFileError",
@@ -55,9 +53,6 @@ class TraceError(SparsekitError, RuntimeError):
 class NoUnitsError(SparsekitError, ValueError):
     """Nothing in the model can be removed exactly. `fixed` lists what was found and why it stays, as in `UnitGraph.fixed`."""
 
-    frozen = renamed_attribute("frozen", "fixed")
-
-    @renamed_keywords(frozen="fixed")
     def __init__(self, message: str, fixed: Iterable[object] = ()) -> None:
         super().__init__(message)
         self.fixed = tuple(fixed)

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from importlib.metadata import entry_points
 from typing import Any
 
-from sparsekit.deprecations import renamed_value
 from sparsekit.errors import InvalidValueError, UnknownNameError, nearest
 
 __all__ = ["Registry", "load_object"]
@@ -46,19 +45,17 @@ def load_object(path: str) -> Any:
 class Registry(Mapping[str, Any]):
     """Names of one kind of plug-in. Looking a name up imports it; listing names imports nothing."""
 
-    def __init__(self, kind: str, table: Mapping[str, str], *, group: str, renamed: Mapping[str, str] | None = None) -> None:
+    def __init__(self, kind: str, table: Mapping[str, str], *, group: str) -> None:
         """Set up a registry.
 
         Args:
             kind: What the names stand for, in the singular, for error messages: "criterion".
             table: Name → `"module:object"` of what ships with the project.
             group: The entry-point group in which other packages add theirs.
-            renamed: Old name → name in `table`; an old name still works, with a warning.
         """
         self.kind = kind
         self.group = group
         self._table = dict(table)
-        self._renamed = dict(renamed or {})
 
     def _targets(self) -> dict[str, str]:
         added = {point.name: point.value for point in entry_points(group=self.group)}
@@ -66,7 +63,6 @@ class Registry(Mapping[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         # What ships with the project comes first, so that looking it up need not read the metadata of every installed package.
-        name = renamed_value(self.kind, name, self._renamed)
         target = self._table.get(name)
         if target is None:
             targets = self._targets()
@@ -93,4 +89,4 @@ class Registry(Mapping[str, Any]):
         return len(self._targets())
 
     def __contains__(self, name: object) -> bool:
-        return name in self._renamed or name in self._targets()
+        return name in self._targets()

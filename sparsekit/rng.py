@@ -1,14 +1,15 @@
-"""Streams: every generator of a run, derived from one seed and from what the numbers are for, never from order of use."""
+"""Global random state: seeded for a while, or put back as it was."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import numpy as np
 import torch
 
-__all__ = ["torch_generator", "torch_scope"]
+__all__ = ["same_random_state", "torch_generator", "torch_scope"]
 
 
 def torch_generator(rng: np.random.Generator) -> torch.Generator:
@@ -19,22 +20,31 @@ def torch_generator(rng: np.random.Generator) -> torch.Generator:
 
 
 @contextmanager
-def torch_scope(rng: np.random.Generator) -> Iterator[None]:
-    """Seed torch's global generators inside the block, those of GPUs too once CUDA is in use, and put their states back.
-
-    For what knows no other generator: initialisers and dropout. The only place that touches global random state.
-    """
-    before = torch.random.get_rng_state()
+def same_random_state() -> Iterator[None]:
+    """Put the global generators back afterwards: of Python, of numpy, of torch and, once CUDA is in use, of GPUs."""
+    python, numpy, cpu = random.getstate(), np.random.get_state(), torch.random.get_rng_state()  # noqa: NPY002
     generators = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
     on_gpus = [generator.get_state() for generator in generators]
-    seed = int(rng.integers(2**63 - 1))
-    # Not torch.manual_seed: its first call imports the compiler, which takes seconds, and each takes a millisecond.
-    torch.default_generator.manual_seed(seed)
-    if torch.cuda.is_initialized():
-        torch.cuda.manual_seed_all(seed)
     try:
         yield
     finally:
-        torch.random.set_rng_state(before)
+        random.setstate(python)
+        np.random.set_state(numpy)  # noqa: NPY002
+        torch.random.set_rng_state(cpu)
         for generator, state in zip(generators, on_gpus, strict=True):
             generator.set_state(state)
+
+
+@contextmanager
+def torch_scope(rng: np.random.Generator) -> Iterator[None]:
+    """Seed torch's global generators inside the block, those of GPUs too once CUDA is in use, and put their states back.
+
+    For what knows no other generator: initialisers and dropout. The only place that seeds global random state.
+    """
+    seed = int(rng.integers(2**63 - 1))
+    with same_random_state():
+        # Not torch.manual_seed: its first call imports the compiler, which takes seconds, and each takes a millisecond.
+        torch.default_generator.manual_seed(seed)
+        if torch.cuda.is_initialized():
+            torch.cuda.manual_seed_all(seed)
+        yield

@@ -4,148 +4,88 @@ The public names are listed in `__all__`; anything else may change. Names are im
 package needs no GPU, no network and none of the optional packages.
 """
 
+# ruff: noqa: I001 - one line for each home
+
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from sparsekit.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from sparsekit_fl import callbacks, engines, errors, methods, policies
-    from sparsekit_fl.callbacks.base import Callback, RunView
-    from sparsekit_fl.context.client import ClientContext
-    from sparsekit_fl.context.server import ServerContext
-    from sparsekit_fl.costs.devices import DeviceBudgets
-    from sparsekit_fl.datasets.base import DataSource
-    from sparsekit_fl.engines.base import ClientPool, Engine
-    from sparsekit_fl.engines.cohort import Cohort
-    from sparsekit_fl.engines.embedded import Embedded
-    from sparsekit_fl.experiment.build import build_problem
-    from sparsekit_fl.methods.method import Method
-    from sparsekit_fl.options.config import RunConfig, TrainingConfig
-    from sparsekit_fl.paper.presets import preset_for
-    from sparsekit_fl.policies import (
-        AggregatePolicy,
-        LocalPolicy,
-        LocalResult,
-        MaskPolicy,
-        PersonalModel,
-        PersonalPolicy,
-        RatioPolicy,
-        SamplingPolicy,
-        SharePolicy,
+    from sparsekit_fl import (
+        callbacks as callbacks,
+        engines as engines,
+        errors as errors,
+        methods as methods,
+        policies as policies,
     )
-    from sparsekit_fl.problem import metrics
-    from sparsekit_fl.problem.clients import Capability, Client, ClientData
-    from sparsekit_fl.problem.data import TensorData
-    from sparsekit_fl.problem.problem import Problem
-    from sparsekit_fl.results.load import load_result
-    from sparsekit_fl.results.records import Observer, RoundRecord, RunResult
-    from sparsekit_fl.saved.load import load_model
-    from sparsekit_fl.server.loop import run
-    from sparsekit_fl.wire.messages import Assignment, Evaluation, Update, WorkCost
+    from sparsekit_fl.callbacks.base import Callback as Callback, RunView as RunView
+    from sparsekit_fl.context.client import ClientContext as ClientContext
+    from sparsekit_fl.context.server import ServerContext as ServerContext
+    from sparsekit_fl.costs.devices import DeviceBudgets as DeviceBudgets
+    from sparsekit_fl.datasets.base import DataSource as DataSource
+    from sparsekit_fl.engines.base import ClientPool as ClientPool, Engine as Engine
+    from sparsekit_fl.engines.cohort import Cohort as Cohort
+    from sparsekit_fl.engines.embedded import Embedded as Embedded
+    from sparsekit_fl.experiment.build import build_problem as build_problem
+    from sparsekit_fl.methods.method import Method as Method
+    from sparsekit_fl.options.config import RunConfig as RunConfig, TrainingConfig as TrainingConfig
+    from sparsekit_fl.paper.presets import preset_for as preset_for
+    from sparsekit_fl.policies import (
+        AggregatePolicy as AggregatePolicy,
+        LocalPolicy as LocalPolicy,
+        LocalResult as LocalResult,
+        MaskPolicy as MaskPolicy,
+        PersonalModel as PersonalModel,
+        PersonalPolicy as PersonalPolicy,
+        RatioPolicy as RatioPolicy,
+        SamplingPolicy as SamplingPolicy,
+        SharePolicy as SharePolicy,
+    )
+    from sparsekit_fl.problem import metrics as metrics
+    from sparsekit_fl.problem.clients import Capability as Capability, Client as Client, ClientData as ClientData
+    from sparsekit_fl.problem.data import TensorData as TensorData
+    from sparsekit_fl.problem.problem import Problem as Problem
+    from sparsekit_fl.results.load import load_result as load_result
+    from sparsekit_fl.results.records import RoundRecord as RoundRecord, RunResult as RunResult
+    from sparsekit_fl.saved.load import load_model as load_model
+    from sparsekit_fl.server.loop import run as run
+    from sparsekit_fl.wire.messages import (
+        Assignment as Assignment,
+        Evaluation as Evaluation,
+        Update as Update,
+        WorkCost as WorkCost,
+    )
 
-_HOME = {
-    "AggregatePolicy": "sparsekit_fl.policies",
-    "Assignment": "sparsekit_fl.wire.messages",
-    "Callback": "sparsekit_fl.callbacks.base",
-    "Capability": "sparsekit_fl.problem.clients",
-    "Client": "sparsekit_fl.problem.clients",
-    "ClientContext": "sparsekit_fl.context.client",
-    "ClientData": "sparsekit_fl.problem.clients",
-    "ClientPool": "sparsekit_fl.engines.base",
-    "Cohort": "sparsekit_fl.engines.cohort",
-    "DataSource": "sparsekit_fl.datasets.base",
-    "DeviceBudgets": "sparsekit_fl.costs.devices",
-    "Embedded": "sparsekit_fl.engines.embedded",
-    "Engine": "sparsekit_fl.engines.base",
-    "Evaluation": "sparsekit_fl.wire.messages",
-    "LocalPolicy": "sparsekit_fl.policies",
-    "LocalResult": "sparsekit_fl.policies",
-    "MaskPolicy": "sparsekit_fl.policies",
-    "Method": "sparsekit_fl.methods.method",
-    "Observer": "sparsekit_fl.results.records",
-    "PersonalModel": "sparsekit_fl.policies",
-    "PersonalPolicy": "sparsekit_fl.policies",
-    "Problem": "sparsekit_fl.problem.problem",
-    "RatioPolicy": "sparsekit_fl.policies",
-    "RoundRecord": "sparsekit_fl.results.records",
-    "RunConfig": "sparsekit_fl.options.config",
-    "RunResult": "sparsekit_fl.results.records",
-    "RunView": "sparsekit_fl.callbacks.base",
-    "SamplingPolicy": "sparsekit_fl.policies",
-    "ServerContext": "sparsekit_fl.context.server",
-    "SharePolicy": "sparsekit_fl.policies",
-    "TensorData": "sparsekit_fl.problem.data",
-    "TrainingConfig": "sparsekit_fl.options.config",
-    "Update": "sparsekit_fl.wire.messages",
-    "WorkCost": "sparsekit_fl.wire.messages",
-    "build_problem": "sparsekit_fl.experiment.build",
-    "callbacks": "sparsekit_fl.callbacks",
-    "engines": "sparsekit_fl.engines",
-    "errors": "sparsekit_fl.errors",
-    "load_model": "sparsekit_fl.saved.load",
-    "load_result": "sparsekit_fl.results.load",
-    "methods": "sparsekit_fl.methods",
-    "metrics": "sparsekit_fl.problem.metrics",
-    "policies": "sparsekit_fl.policies",
-    "preset_for": "sparsekit_fl.paper.presets",
-    "run": "sparsekit_fl.server.loop",
+_NAMES = {
+    "sparsekit_fl": "callbacks engines errors methods policies",
+    "sparsekit_fl.callbacks.base": "Callback RunView",
+    "sparsekit_fl.context.client": "ClientContext",
+    "sparsekit_fl.context.server": "ServerContext",
+    "sparsekit_fl.costs.devices": "DeviceBudgets",
+    "sparsekit_fl.datasets.base": "DataSource",
+    "sparsekit_fl.engines.base": "ClientPool Engine",
+    "sparsekit_fl.engines.cohort": "Cohort",
+    "sparsekit_fl.engines.embedded": "Embedded",
+    "sparsekit_fl.experiment.build": "build_problem",
+    "sparsekit_fl.methods.method": "Method",
+    "sparsekit_fl.options.config": "RunConfig TrainingConfig",
+    "sparsekit_fl.paper.presets": "preset_for",
+    "sparsekit_fl.policies": "AggregatePolicy LocalPolicy LocalResult MaskPolicy PersonalModel PersonalPolicy RatioPolicy"
+    " SamplingPolicy SharePolicy",
+    "sparsekit_fl.problem": "metrics",
+    "sparsekit_fl.problem.clients": "Capability Client ClientData",
+    "sparsekit_fl.problem.data": "TensorData",
+    "sparsekit_fl.problem.problem": "Problem",
+    "sparsekit_fl.results.load": "load_result",
+    "sparsekit_fl.results.records": "RoundRecord RunResult",
+    "sparsekit_fl.saved.load": "load_model",
+    "sparsekit_fl.server.loop": "run",
+    "sparsekit_fl.wire.messages": "Assignment Evaluation Update WorkCost",
 }
-
-__all__ = [
-    "AggregatePolicy",
-    "Assignment",
-    "Callback",
-    "Capability",
-    "Client",
-    "ClientContext",
-    "ClientData",
-    "ClientPool",
-    "Cohort",
-    "DataSource",
-    "DeviceBudgets",
-    "Embedded",
-    "Engine",
-    "Evaluation",
-    "LocalPolicy",
-    "LocalResult",
-    "MaskPolicy",
-    "Method",
-    "Observer",
-    "PersonalModel",
-    "PersonalPolicy",
-    "Problem",
-    "RatioPolicy",
-    "RoundRecord",
-    "RunConfig",
-    "RunResult",
-    "RunView",
-    "SamplingPolicy",
-    "ServerContext",
-    "SharePolicy",
-    "TensorData",
-    "TrainingConfig",
-    "Update",
-    "WorkCost",
-    "build_problem",
-    "callbacks",
-    "engines",
-    "errors",
-    "load_model",
-    "load_result",
-    "methods",
-    "metrics",
-    "policies",
-    "preset_for",
-    "run",
-]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module 'sparsekit_fl' has no attribute {name!r}")
-    module = importlib.import_module(_HOME[name])
-    return getattr(module, name, module)
+"""Module → the public names that are imported from it when they are first used; type checkers read those above."""
+__all__, __getattr__ = lazy_names(__name__, _NAMES)
 
 
 def __dir__() -> list[str]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import io
+import logging
 import multiprocessing
 import os
 import signal
@@ -23,20 +25,40 @@ import torch
 
 from sparsekit.errors import InvalidValueError
 
-__all__ = ["KILL", "Child", "Children", "one_thread", "start_method"]
+__all__ = ["KILL", "Child", "Children", "end_with_parent", "flush_denormals", "one_thread", "start_method"]
+
+_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
+_log = logging.getLogger(__name__)
 
 KILL = getattr(signal, "SIGKILL", signal.SIGTERM)  # Windows has no other than the latter, which kills there
 
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """Use one torch thread meanwhile, so that results do not depend on the number of cores."""
-    before = torch.get_num_threads()
+    """Train as worker processes do meanwhile: with one torch thread, so that results do not depend on the number of cores, and
+    without denormal numbers."""
+    before, kept = torch.get_num_threads(), _keeps_denormals()
     torch.set_num_threads(1)
+    flush_denormals()
     try:
         yield
     finally:
         torch.set_num_threads(before)
+        torch.set_flush_denormal(not kept)
+
+
+def flush_denormals() -> None:
+    """Take numbers that are too small for their type's full precision for 0 in this thread.
+
+    Weights that decay towards 0 get there, and many processors compute with them several times as slowly. One that cannot
+    flush them is told of in the log.
+    """
+    if not torch.set_flush_denormal(True):
+        _log.info("this processor cannot flush denormal numbers; training slows down where weights are below 1e-38")
+
+
+def _keeps_denormals() -> bool:
+    return float(torch.tensor(1e-39) * 1.0) != 0.0
 
 
 def start_method(device: str | None) -> str:
@@ -59,6 +81,16 @@ def _autograd_threads() -> bool:
     with contextlib.suppress(OSError):
         return any(name.read_text(encoding="utf-8").startswith("pt_autograd") for name in names)
     return False
+
+
+def end_with_parent() -> None:
+    """Let this process be interrupted, as by Ctrl-C, when the one that started it dies; on Linux alone.
+
+    Elsewhere it stops when it writes to a pipe that nobody reads.
+    """
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGINT)
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
@@ -213,5 +245,6 @@ def _begin(connection: Connection, inherited: Sequence[Connection], work: Any) -
         # A forked process inherits the ends of its siblings; while it holds them, nobody sees a pipe close.
         other.close()
     torch.set_num_threads(1)
+    flush_denormals()
     target, arguments = work.value if isinstance(work, _Sent) else work
     target(connection, *arguments)

@@ -38,8 +38,15 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.setdefault("SPARSEKIT_CACHE", str(cache.mkdir("sparsekit")))
 
 
+SAME_BITS = {"test_same_results_as_the_default_engine", "test_workers_and_interruptions_change_no_bit"}
+"""Tests of contracts that are marked `same_bits` here: contracts lie in the package, whose users do not know the marker."""
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip what needs a GPU where there is none, and what is said of the CPU alone elsewhere."""
+    """Skip what needs a GPU where there is none, and mark what contracts promise."""
+    for item in items:
+        if getattr(item, "originalname", None) in SAME_BITS:
+            item.add_marker(pytest.mark.same_bits)
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):

@@ -226,10 +226,6 @@ def _fold(d: _Draw) -> Op:
     return Lambda(lambda m, x: m.a(x).unflatten(-1, (rows, -1)), a=nn.Linear(d.width, rows * d.size())), (d.at,)
 
 
-def _bilinear(d: _Draw) -> Op:
-    return Lambda(lambda m, x, y: m.a(x, y), a=nn.Bilinear(d.width, d.width, d.size())), (d.at, d.partner())
-
-
 def _dot(d: _Draw) -> Op:
     return Lambda(lambda _, x, y: x * (x * y).sum(-1, keepdim=True)), (d.at, d.partner())
 
@@ -359,7 +355,7 @@ _ANY = (
     _layer, _layer, _residual, _sum, _product, _concat, _split, _twice, _glu, _reuse, _again, _scale, _shift, _slice,
     _squeeze_excite, _mean, _softmax, _tied, _raw,
 )  # fmt: skip
-_FLAT = (*_ANY, _batch_norm, _batch_norm, _fold, _bilinear, _dot, _stack, _einsum)
+_FLAT = (*_ANY, _batch_norm, _batch_norm, _fold, _dot, _stack, _einsum)
 _SEQUENCE = (
     *_ANY, _layer_norm, _recurrent, _recurrent, _last_state, _attention, _multihead, _time_conv, _pool_time, _flatten,
     _einsum,

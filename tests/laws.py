@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -14,7 +16,7 @@ from sparsekit.surgery.rebuild import copy_with, named_entries
 from sparsekit.tracing.inputs import find_tensors, map_tensors
 from sparsekit.training.dense_model import DenseModel
 
-__all__ = ["check_masked_equals_compact", "check_nothing_is_lost", "random_mask", "run_gated"]
+__all__ = ["check_masked_equals_compact", "check_nothing_is_lost", "random_mask", "run_gated", "snapshot"]
 
 
 def random_mask(graph: UnitGraph, ratio: float, seed: int) -> UnitMask:
@@ -81,3 +83,15 @@ def check_nothing_is_lost(model: nn.Module, graph: UnitGraph, mask: UnitMask) ->
     state = model.state_dict()
     back = expand(compact_state(state, graph, mask), graph, mask, into=state)
     assert all(torch.equal(back[key], state[key]) for key in state)
+
+
+def _bits(tensor: Tensor) -> Any:
+    return tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+
+
+def snapshot(model: nn.Module) -> Any:
+    """All that a trace must leave as it is: values, buffers outside the state, modes, hooks, attributes, global state."""
+    tensors = {name: (id(t), t.data_ptr(), _bits(t)) for name, t in [*named_entries(model).items(), *model.named_buffers()]}
+    modules = [(m.training, sorted(vars(m)), dict(m._forward_hooks), dict(m._forward_pre_hooks)) for m in model.modules()]
+    state = (torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist())  # noqa: NPY002
+    return tensors, modules, state, torch.backends.mha.get_fastpath_enabled(), torch.is_grad_enabled()

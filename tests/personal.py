@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 from torch import nn
@@ -9,14 +11,16 @@ from torch import nn
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.layers import Layer
 from sparsekit.graph.mask import WeightMask
+from sparsekit_fl.callbacks.base import Callback
+from sparsekit_fl.client.spec import RunSpec
+from sparsekit_fl.client.worker import WorkerState
 from sparsekit_fl.context.memory import rngs_by_kind
 from sparsekit_fl.context.server import ClientInfo, ServerContext
 from sparsekit_fl.problem.problem import Problem
-from sparsekit_fl.results.records import Observer
 from sparsekit_fl.server.loop import run
 from sparsekit_fl.testing.tiny import tiny_clients, tiny_config, tiny_problem
 from sparsekit_fl.wire.kept import Kept
-from sparsekit_fl.wire.messages import Update
+from sparsekit_fl.wire.messages import Evaluation, Update
 
 # A hidden matrix of three numbers, its bias, and an output layer that nobody prunes.
 GRAPH = UnitGraph(
@@ -69,13 +73,15 @@ def _deep() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
 
 
-class Watch(Observer):
+class Watch(Callback):
     """Keeps every update."""
 
     def __init__(self) -> None:
         self.updates: list[Update] = []
 
-    def on_client(self, round, client_id, update) -> None:
+    def on_client_end(self, run, client_id, update) -> None:
+        if isinstance(update, Evaluation):
+            return
         self.updates.append(update)
 
 
@@ -83,9 +89,27 @@ def watched(method, *, problem=None, clients=None, config=None, **options):
     """A small run and its updates."""
     watch = Watch()
     result = run(
-        method, problem or tiny_problem(), clients or tiny_clients(), config or tiny_config(), observers=[watch], **options
+        method, problem or tiny_problem(), clients or tiny_clients(), config or tiny_config(), callbacks=[watch], **options
     )
     return result, watch.updates
+
+
+def training(config, **changes):
+    """A configuration with other options of local training."""
+    return replace(config, training=replace(config.training, **changes))
+
+
+ONE_STEP = training(tiny_config(), local_epochs=1, batch_size=64)
+"""All examples of a client in one batch, once."""
+
+
+def client_context(method, problem=None, config=None, *, place=0, kind="local", round=1, memory=None, received=None):
+    """The specification of a run, a client of it, and what the client's policy of that kind sees."""
+    spec = RunSpec.build(method, problem or tiny_problem(), config or tiny_config())
+    client = tiny_clients(place + 1)[place]
+    memory = {} if memory is None else memory
+    ctx = WorkerState(spec).context(client=client, round=round, capability=client.capability, memory=memory, received=received)
+    return spec, client, ctx.scoped(kind)
 
 
 def equals(count: int = 20):

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from sparsekit_fl.options.config import HETEROGENEITY
+from sparsekit_fl.results.schema import SCHEMA_NUMBER
 
 FLOPS, SECONDS = 10**9, 0.5
 """Of one round, by the compact count and simulated."""
@@ -43,7 +44,8 @@ def result(
         }
         for round in range(1, rounds + 1)
     ]
-    options = {"classes_per_client": 2} if lack_classes is None else {"lack_classes": lack_classes}
+    table_one = {"distinct": False, "classes_per_client": 2, "images_per_class": 100}
+    options = table_one if lack_classes is None else {"lack_classes": lack_classes}
     about = {
         "preset": dataset, "dataset": dataset, "model": "cnn", "clients": clients, "partition": "pathological",
         "partition_options": options,
@@ -55,7 +57,7 @@ def result(
     }  # fmt: skip
     final = {"personal": {"accuracy": scored[max(scored)]}, "global": {} if shared is None else {"accuracy": shared}}
     whole = {"method": method, "policies": {}, "config": config, "seed": seed, "final": final, "cost": cost(rounds)}
-    return {**whole, "rounds": records, **({"note": note} if note else {})}
+    return {"schema": SCHEMA_NUMBER, **whole, "rounds": records, **({"note": note} if note else {})}
 
 
 def save(folder: Path, *results: dict[str, Any]) -> Path:

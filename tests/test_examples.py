@@ -22,6 +22,7 @@ from sparsekit.testing.rules import RuleContract
 from sparsekit_fl.testing.engines import EngineContract
 
 FOLDER = Path(__file__).parent.parent / "examples"
+PACKAGES = {"sk": "sparsekit", "fl": "sparsekit_fl"}
 
 
 def _load(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
@@ -51,6 +52,7 @@ def test_every_example_is_tested_here() -> None:
     assert {path.stem for path in FOLDER.glob("*.py")} == tested
 
 
+@pytest.mark.slow
 def test_watch_mask(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     example = _load("watch_mask", monkeypatch)
     monkeypatch.setattr(example, "STEPS", 600)
@@ -76,6 +78,7 @@ def test_wrap_module(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     assert "times faster" in out
 
 
+@pytest.mark.slow
 def test_own_data(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     _load("own_data", monkeypatch).main()
     out = capsys.readouterr().out
@@ -84,6 +87,7 @@ def test_own_data(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
     assert scores["fedlps"] > 80
 
 
+@pytest.mark.slow
 def test_lora(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     for module in ("peft", "transformers"):
         pytest.importorskip(module, reason=f"{module} is not installed; pip install 'sparsekit-torch[lora]'")
@@ -183,21 +187,29 @@ def test_own_engine(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
     assert "the same bits: True" in out
 
 
-@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.py")), ids=lambda path: path.stem)
-def test_examples_need_public_names_alone(path: Path) -> None:
-    """What is imported of ours are the two packages and the namespaces that they list."""
+def _names(path: Path) -> set[str]:
+    """What a file imports of the two packages, and the dotted names below `sk` and `fl` that it uses."""
+    found = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        names = (
-            [node.module]
-            if isinstance(node, ast.ImportFrom)
-            else [a.name for a in node.names]
-            if isinstance(node, ast.Import)
-            else []
-        )
-        for name in names:
-            root, _, inner = (name or "").partition(".")
-            if root in ("sparsekit", "sparsekit_fl"):
-                assert not inner or inner in importlib.import_module(root).__all__, f"{path.name} imports {name}"
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Attribute) and re.fullmatch(r"(sk|fl)(\.\w+)+", ast.unparse(node)):
+            root, _, rest = ast.unparse(node).partition(".")
+            found.add(f"{PACKAGES[root]}.{rest}")
+    return {name for name in found if name.split(".")[0] in ("sparsekit", "sparsekit_fl")}
+
+
+def test_examples_need_public_names_alone() -> None:
+    public = {"sparsekit", "sparsekit_fl", *(FOLDER.parent / "tests" / "public_api.txt").read_text(encoding="utf-8").split()}
+    strange = {
+        f"{path.name}: {name}"
+        for path in FOLDER.glob("*.py")
+        for name in _names(path)
+        if ".".join(name.split(".")[:2]) not in public
+    }
+    assert strange == set()
 
 
 class TestOwnCriterion(CriterionContract):

@@ -30,7 +30,7 @@ def test_the_version_is_written_once_and_named_by_changelog_and_citation() -> No
 def test_every_entry_of_the_changelog_is_one_change_under_a_heading() -> None:
     text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     newest = text.split("\n## ")[2]
-    for heading in ("### Prune a model", "### Federated learning", "### Changed", "### Deprecated", "### Fixed"):
+    for heading in ("### Prune a model", "### Federated learning", "### Changed", "### Fixed"):
         assert heading in newest
     entries = re.findall(r"^- (.+(?:\n  .+)*)", newest, re.M)
     assert len(entries) > 40

@@ -34,11 +34,11 @@ class Architecture:
     ties: tuple[tuple[str, ...], ...] = field(default=())
 
 
-def build(name: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
-    """A seeded model of the zoo with its inputs."""
+def build(name: str, architectures: Mapping[str, Architecture] | None = None) -> tuple[nn.Module, Any, dict[str, Any]]:
+    """A seeded model of the zoo, or of other architectures, with its inputs."""
     with torch.random.fork_rng():
         torch.manual_seed(hash_of(name))
-        architecture = ZOO[name]
+        architecture = (ZOO if architectures is None else architectures)[name]
         return architecture.make(), architecture.inputs(), architecture.kwargs()
 
 

@@ -48,6 +48,7 @@ widened(
         "1.layers.1.linear1": 12,
     },
 )
+widened("weight-norm-throughout", {"0": 6, "2": 5, "4": 4})
 widened("llama", {"embed": 8, "attn.0.wq": 3, "gate.0": 10, "attn.1.wq": 4, "gate.1": 10})
 widened("channel-mean", {"a": 6}, fixed=("nothing but an average over its units reads them",))
 

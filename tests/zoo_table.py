@@ -21,12 +21,12 @@ import torch  # noqa: E402
 import zoo  # noqa: E402
 import zoo_norms  # noqa: E402
 from torch import nn  # noqa: E402
-from zoo_base import Architecture, hash_of  # noqa: E402
+from zoo_base import Architecture, build  # noqa: E402
 
 from sparsekit import UnitGraph, trace_units  # noqa: E402
 from sparsekit.errors import NoUnitsError  # noqa: E402
 
-__all__ = ["PAGE", "all_rows", "render"]
+__all__ = ["PAGE", "render", "row"]
 
 _HEAD = """\
 # What can be removed, and what stays
@@ -83,49 +83,33 @@ def _kept(fixed: Iterable[Any]) -> str:
     return "; ".join(f"{', '.join(names[:4])}{' …' if len(names) > 4 else ''}: {why}" for why, names in causes.items())
 
 
-def rows(architectures: Mapping[str, Architecture], **options: Any) -> dict[str, str]:
-    """Architecture → its row of the table.
-
-    Args:
-        architectures: By name.
-        **options: Of `trace_units`.
-    """
-    found = {}
-    for name in sorted(architectures):
-        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            torch.manual_seed(hash_of(name))
-            one = architectures[name]
-            found[name] = _row(name, one.make(), one.inputs(), {**one.kwargs(), **options})
-    return found
-
-
-def all_rows() -> dict[str, str]:
-    """Rows of both tables; of the second one under names with a star."""
-    kept = rows(zoo_norms.KEPT, norm="kept")
-    return rows(zoo.ZOO) | {f"{name} *": row for name, row in kept.items()}
-
-
-def _row(name: str, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
-    graph: UnitGraph | None = None
-    fixed: tuple[Any, ...] = ()
-    try:
-        graph = trace_units(model, *args, **kwargs)
-        fixed = graph.fixed
-    except NoUnitsError as error:
-        fixed = error.fixed
+def row(name: str, model: nn.Module, graph: UnitGraph | None, fixed: Iterable[Any]) -> str:
+    """The row of an architecture; the graph is None where it has no units."""
     cells = (name, _groups(graph) if graph is not None else "none", f"{share(model, graph):.0%}", _kept(fixed))
     return "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
 
 
+def rows(architectures: Mapping[str, Architecture], norm: str) -> list[str]:
+    """Trace every architecture for its row."""
+    found = []
+    for name in sorted(architectures):
+        model, args, kwargs = build(name, architectures)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                graph = trace_units(model, *args, norm=norm, example_kwargs=kwargs)  # type: ignore[arg-type]
+                found.append(row(name, model, graph, graph.fixed))
+            except NoUnitsError as error:
+                found.append(row(name, model, None, error.fixed))
+    return found
+
+
 def render() -> str:
     """The whole page."""
-    table = all_rows()
-    plain = [row for name, row in table.items() if not name.endswith(" *")]
-    kept = [row for name, row in table.items() if name.endswith(" *")]
-    cut = sum("| none |" not in row for row in plain)
+    plain, kept = rows(zoo.ZOO, "fixed"), rows(zoo_norms.KEPT, "kept")
+    cut = sum("| none |" not in line for line in plain)
     counted = f"\n{len(plain)} architectures, {cut} of them with units that can go.\n"
-    lines = "".join(f"{row}\n" for row in plain), "".join(f"{row}\n" for row in kept)
+    lines = "".join(f"{line}\n" for line in plain), "".join(f"{line}\n" for line in kept)
     return f"{_HEAD}\n{_TABLE}{lines[0]}{counted}{_KEPT_HEAD}{_TABLE}{lines[1]}"
 
 

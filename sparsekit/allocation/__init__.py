@@ -9,7 +9,7 @@ from sparsekit.allocation.knapsack import Knapsack
 from sparsekit.allocation.per_group import PerGroup
 from sparsekit.allocation.schedule import Schedule
 from sparsekit.allocation.sensitivity import Sensitivity
-from sparsekit.allocation.uniform import Uniform
+from sparsekit.allocation.uniform import Uniform, check_ratio
 from sparsekit.allocation.uniform_within import UniformWithin
 from sparsekit.registry import Registry
 
@@ -25,6 +25,7 @@ __all__ = [
     "Sensitivity",
     "Uniform",
     "UniformWithin",
+    "check_ratio",
     "choose",
     "equal_in_ties",
     "registry",

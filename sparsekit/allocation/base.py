@@ -53,9 +53,8 @@ def equal_in_ties(graph: UnitGraph, counts: Mapping[str, int]) -> dict[str, int]
     Ties (a, b) and (b, c) with the counts a: 5, b: 4, c: 3 give 3 everywhere.
     """
     equal = dict(counts)
-    for _ in graph.ties:
-        for tied in graph.ties:
-            equal.update(dict.fromkeys(tied, min(equal[name] for name in tied)))
+    for tied in graph.tied_sets:
+        equal.update(dict.fromkeys(tied, min(equal[name] for name in tied)))
     return equal
 
 

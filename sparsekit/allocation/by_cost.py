@@ -30,24 +30,26 @@ class ByCost(RankedWithinBudget):
         limits: Group name → (least, largest) share of its units that stays.
         multiple_of: What the counts are multiples of: one number, or kind or group name → number.
         scale: How scores of different groups are made comparable, as in `ranked_worth`; "none" where they are already.
-        rise: Power of (size of the group / units that stay) by which a unit is worth more where few stay. With 0, scores are
-            taken as they are, which may leave a group three units of 32: each alone was worth little, as long as the others
-            were there. Where the loss falls as 1 / width, and the network trains on, the power is 2.
+        thin_layer_power: Power of (size of the group / units that stay) by which a unit is worth more where few stay. With 0,
+            scores are taken as they are, which may leave a group three units of 32: each alone was worth little, as long as
+            the others were there. Where the loss falls as 1 / width, and the network trains on, the power is 2.
 
     Raises:
-        InvalidValueError: a limit, multiple, scale or rise that is not allowed.
+        InvalidValueError: a limit, multiple, scale or thin_layer_power that is not allowed.
 
     Source: Liu et al., Group Fisher pruning, ICML 2021 (arXiv 2108.00708), for scores by cost.
     """
 
-    rise: float = 1.0
+    thin_layer_power: float = 1.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0.0 <= self.rise < math.inf:
-            raise InvalidValueError(f"rise must be a finite number >= 0, got {self.rise}; 0 takes scores as they are")
+        if not 0.0 <= self.thin_layer_power < math.inf:
+            raise InvalidValueError(
+                f"thin_layer_power must be a finite number >= 0, got {self.thin_layer_power}; 0 takes scores as they are"
+            )
 
     def _search(self, graph: UnitGraph, scores: Mapping[str, Tensor]) -> Search:
         worth = ranked_worth(graph, scores, self.scale)
-        worth = {name: own * (own.size / np.arange(1, own.size + 1)) ** self.rise for name, own in worth.items()}
+        worth = {name: own * (own.size / np.arange(1, own.size + 1)) ** self.thin_layer_power for name, own in worth.items()}
         return lambda problem: problem.walk(lambda groups, counts: block_losses(worth, groups, counts), by_cost=True)

@@ -10,7 +10,6 @@ from torch import Tensor
 from sparsekit.allocation.base import Allocation, CostModel
 from sparsekit.allocation.uniform import Uniform
 from sparsekit.criteria.base import Criterion, View, check_scores, score_units
-from sparsekit.deprecations import PatternCriterion
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.mask import UnitMask
@@ -83,8 +82,5 @@ def select(
         InvalidValueError: a ratio outside (0, 1], or scores or counts that do not fit the graph.
     """
     allocation = allocation if isinstance(allocation, Allocation) else Uniform(allocation)
-    if hasattr(criterion, "keep") and not hasattr(criterion, "scores"):
-        counts = allocation.counts(graph, {}, cost)
-        criterion = PatternCriterion(criterion, lambda _: counts)
     scores = score_units(criterion, graph, view)
     return choose(graph, scores, allocation.counts(graph, scores, cost), source=f"{type(criterion).__name__} scores")

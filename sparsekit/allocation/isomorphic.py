@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from sparsekit.allocation.rounding import tied_groups
 from sparsekit.allocation.walk import Counts
 from sparsekit.allocation.within_budget import Problem, RankedWithinBudget, Search
 from sparsekit.allocation.worth import Scale, block_losses, ranked_worth
@@ -45,7 +44,7 @@ class Isomorphic(RankedWithinBudget):
         worth = ranked_worth(graph, scores, self.scale)
 
         members: dict[Any, list[str]] = {}
-        for groups in tied_groups(graph):
+        for groups in graph.tied_sets:
             members.setdefault(_structure(graph, groups), []).extend(groups)
         for names in members.values():  # between classes a unit counts for what it is worth of the mean of its class
             mean = float(np.mean(np.concatenate([worth[name] for name in names])))

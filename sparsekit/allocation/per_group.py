@@ -54,14 +54,6 @@ class PerGroup:
     ) -> Mapping[str, int]:
         """Round the shares up; tied groups take the least of their numbers.
 
-        Args:
-            graph: The groups.
-            scores: Not looked at.
-            cost: Not looked at.
-
-        Returns:
-            Group name → number of units kept, in [1, group.size].
-
         Raises:
             UnknownNameError: an entry of `ratios` names and matches no group.
         """

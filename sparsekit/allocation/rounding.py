@@ -11,7 +11,7 @@ from sparsekit.errors import InvalidValueError, UnknownNameError, nearest
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.groups import Kind, UnitGroup
 
-__all__ = ["Multiples", "check_multiples", "free_counts", "step_of", "tied_groups"]
+__all__ = ["Multiples", "check_multiples", "free_counts", "step_of"]
 
 Multiples = int | Mapping[str, int]
 """One number for the width of every layer, or kind of unit ("channel", "feature", "cell", "head") or group name → units."""
@@ -42,16 +42,6 @@ def step_of(group: UnitGroup, multiple_of: Multiples) -> int:
     return multiple_of // math.gcd(multiple_of, span)
 
 
-def tied_groups(graph: UnitGraph) -> list[tuple[str, ...]]:
-    """Sets of groups that keep equally many units, through chains of ties, in the order of the graph; most hold one group."""
-    home = {name: {name} for name in graph.groups}
-    for tied in graph.ties:
-        union = set().union(*(home[name] for name in tied))
-        home.update((name, union) for name in union)
-    found = dict.fromkeys(tuple(name for name in graph.groups if name in home[first]) for first in graph.groups)
-    return list(found)
-
-
 def free_counts(graph: UnitGraph, limits: Limits, multiple_of: Multiples) -> dict[tuple[str, ...], tuple[int, ...]]:
     """The numbers of units that each set of tied groups may keep.
 
@@ -77,7 +67,7 @@ def free_counts(graph: UnitGraph, limits: Limits, multiple_of: Multiples) -> dic
                     f"multiple_of names neither a kind of unit nor a group: {name!r}; {nearest(name, known)}"
                 )
     found: dict[tuple[str, ...], tuple[int, ...]] = {}
-    for groups in tied_groups(graph):
+    for groups in graph.tied_sets:
         least, largest = count_range(graph, limits, groups)
         step = math.lcm(*(step_of(graph.groups[name], multiple_of) for name in groups))
         size = min(graph.groups[name].size for name in groups)

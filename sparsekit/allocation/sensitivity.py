@@ -65,15 +65,7 @@ class Sensitivity:
         scores: Mapping[str, Tensor],  # noqa: ARG002 - the table has looked at them
         cost: CostModel | None = None,
     ) -> Mapping[str, int]:
-        """Find the numbers.
-
-        Args:
-            graph: The groups; tied groups get equal numbers.
-            scores: Not looked at: they have chosen the units of which the table speaks.
-            cost: What numbers cost; needed.
-
-        Returns:
-            Group name → number of units kept. Never more than the budget.
+        """Find the numbers, never more than the budget; `cost` is needed.
 
         Raises:
             BudgetError: the budget cannot be met.

@@ -70,14 +70,5 @@ class Uniform:
         scores: Mapping[str, Tensor],  # noqa: ARG002 - the protocol's signature
         cost: CostModel | None = None,  # noqa: ARG002
     ) -> Mapping[str, int]:
-        """Round the share up in each group; tied groups of different sizes take the least of their numbers.
-
-        Args:
-            graph: The groups.
-            scores: Not looked at.
-            cost: Not looked at.
-
-        Returns:
-            Group name → number of units kept, in [1, group.size].
-        """
+        """Round the share up in each group; tied groups of different sizes take the least of their numbers."""
         return equal_in_ties(graph, {name: keep_count(self.ratio, group.size) for name, group in graph.groups.items()})

@@ -41,15 +41,7 @@ class WithinBudget(ABC):
         check_multiples(self.multiple_of)
 
     def counts(self, graph: UnitGraph, scores: Mapping[str, Tensor], cost: CostModel | None = None) -> Mapping[str, int]:
-        """Find the numbers.
-
-        Args:
-            graph: The groups; tied groups get equal numbers.
-            scores: Group name → float (units,), larger stays; not every allocation looks at them.
-            cost: What numbers cost; needed.
-
-        Returns:
-            Group name → number of units kept. Never more than the budget.
+        """Find the numbers, never more than the budget; `cost` is needed, and not every allocation looks at the scores.
 
         Raises:
             BudgetError: the budget cannot be met; the message has the least cost and what holds it up.
@@ -77,7 +69,7 @@ class RankedWithinBudget(WithinBudget):
         InvalidValueError: a limit, multiple or scale that is not allowed.
     """
 
-    scale: Scale = "rest"
+    scale: Scale = "share_of_remaining"
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -8,18 +8,20 @@ from typing import Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
+from sparsekit.criteria.normalised import share_of_remaining
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph.graph import UnitGraph
 
 __all__ = ["Scale", "block_losses", "check_scale", "ranked_worth"]
 
-Scale = Literal["rest", "mean", "none"]
+Scale = Literal["share_of_remaining", "mean", "none"]
 """How scores of different groups are made comparable.
 
-"rest" takes the share of what is left of the group when the unit goes (as LAMP does for weights), once for each layer that
-makes the units; "mean" divides by the mean of the group; "none" compares scores as they are.
+"share_of_remaining" takes the share of what is left of the group when the unit goes (as LAMP does for weights), once for each
+layer that makes the units; "mean" divides by the mean of the group; "none" compares scores as they are.
 """
 
 _HUGE = 1e30
@@ -50,35 +52,33 @@ def ranked_worth(graph: UnitGraph, scores: Mapping[str, Tensor], scale: Scale) -
     Raises:
         InvalidValueError: scores are missing or NaN.
 
-    Source: Lee et al., Layer-adaptive sparsity for the magnitude-based pruning, ICLR 2021 (arXiv 2010.07611), for "rest",
-    there for single weights.
+    Source: Lee et al., Layer-adaptive sparsity for the magnitude-based pruning, ICLR 2021 (arXiv 2010.07611), for
+    "share_of_remaining", there for single weights.
     """
     check_scale(scale)
-    ranked: dict[str, npt.NDArray[np.float64]] = {}
+    given: dict[str, Tensor] = {}
     for name, group in graph.groups.items():
         found = scores.get(name)
         if found is None or found.shape != (group.size,):
             raise InvalidValueError(f"scores of group {name!r} must have shape ({group.size},), got {found!r}")
-        values = found.detach().cpu().double().numpy()
-        if np.isnan(values).any():
+        given[name] = found.detach().cpu().double().clamp(-_HUGE, _HUGE)
+        if bool(given[name].isnan().any()):
             raise InvalidValueError(
-                f"scores of group {name!r} hold NaN, for unit {int(np.isnan(values).argmax())} first;"
+                f"scores of group {name!r} hold NaN, for unit {int(given[name].isnan().nonzero()[0])} first;"
                 " look for NaN in the weights or the data that they were computed from"
             )
-        ranked[name] = np.clip(np.sort(values)[::-1], -_HUGE, _HUGE)
-    lowest = min((float(values[-1]) for values in ranked.values()), default=0.0)
-    for name, values in ranked.items():
+    lowest = min((float(values.min().clamp_max(0.0)) for values in given.values()), default=0.0)
+    worth = {}
+    for name, values in given.items():
         if scale == "none":
-            ranked[name] = values - min(lowest, 0.0)
-            continue
-        positive = values - min(float(values[-1]), 0.0)
-        largest = float(positive[0])
-        positive = positive / largest if largest > 0 else np.ones_like(positive)
-        if scale == "mean":
-            ranked[name] = positive / positive.mean()
+            values = values - lowest
+        elif scale == "mean":
+            values = values - values.min().clamp_max(0.0)
+            values = values / values.mean() if values.max() > 0 else torch.ones_like(values)
         else:
-            ranked[name] = _makers(graph, name) * positive**2 / np.cumsum(positive**2)
-    return ranked
+            values = _makers(graph, name) * share_of_remaining(values)
+        worth[name] = np.sort(values.numpy())[::-1]
+    return worth
 
 
 def _makers(graph: UnitGraph, group: str) -> int:

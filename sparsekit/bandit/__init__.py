@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from sparsekit.bandit.arms import Arm
 from sparsekit.bandit.base import Bandit, Interval, Pull
 from sparsekit.bandit.eucb import EUCB
@@ -10,6 +12,24 @@ from sparsekit.bandit.pucbv import PUCBV
 from sparsekit.bandit.space import Box, BoxPull
 from sparsekit.bandit.split_ucbv import SplitUCBV
 from sparsekit.bandit.ucbv import UCBV
+from sparsekit.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from sparsekit.bandit.axes import Axis as Axis
+    from sparsekit.bandit.axes import parse_axes as parse_axes
+    from sparsekit.bandit.study import Study as Study
+    from sparsekit.bandit.trials import Ended as Ended
+    from sparsekit.bandit.trials import Score as Score
+
+# What searches over the trials of a program, with Optuna.
+_, __getattr__ = lazy_names(
+    __name__,
+    {
+        "sparsekit.bandit.axes": "Axis parse_axes",
+        "sparsekit.bandit.study": "Study",
+        "sparsekit.bandit.trials": "Ended Score",
+    },
+)
 
 __all__ = [
     "EUCB",

@@ -1,17 +1,22 @@
-"""Arm: a part of an interval and its rewards; and how parts are found, and drawn from, on the scale of the interval."""
+"""Arm: a part of an interval and its rewards; ArmBandit: what bandits share that cut an interval into arms."""
 
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
-from sparsekit.bandit.base import Interval
+from sparsekit.bandit.base import Drop, Interval, Pull, check_number
+from sparsekit.bandit.logged import LoggedBandit
+from sparsekit.errors import InvalidValueError
 
-__all__ = ["Arm", "draw", "hold", "may_split"]
+__all__ = ["Arm", "ArmBandit", "check_min_width", "draw", "hold", "may_split"]
 
 
 @dataclass(frozen=True)
@@ -77,3 +82,91 @@ def draw(space: Interval, low: float, high: float, bound: float, *, rng: np.rand
     # The way through the unit interval may round across an edge.
     last = bound if bound < high else math.nextafter(high, low)
     return min(max(value, low), last)
+
+
+class ArmBandit(LoggedBandit[Pull]):
+    """A bandit that cuts an interval into arms and learns one by one what was told of a value.
+
+    Args:
+        space: Where to search.
+        arms: How many to begin with, at least `least_arms`.
+        exploration: At least 0.
+        rng: Draws the first arm and the values.
+        others: Further settings, checked by the subclass.
+
+    Raises:
+        InvalidValueError: one of these is not allowed.
+    """
+
+    space: Interval
+
+    def __init__(
+        self, space: Interval, *, arms: int, exploration: float, rng: np.random.Generator, least_arms: int = 1, **others: Any
+    ) -> None:
+        if not isinstance(space, Interval):
+            raise InvalidValueError(f"space must be an Interval, got {space!r}; pass Interval(low, high)")
+        if isinstance(arms, bool) or not isinstance(arms, (int, np.integer)) or arms < least_arms:
+            raise InvalidValueError(f"arms must be an integer >= {least_arms}, got {arms!r}")
+        self.exploration = check_number(exploration, "exploration")
+        if not 0.0 <= self.exploration < math.inf:
+            raise InvalidValueError(f"exploration must be finite and at least 0, got {exploration!r}; 0 is greedy")
+        super().__init__(space, {"arms": int(arms), "exploration": self.exploration, **others}, rng)
+
+    @property
+    @abstractmethod
+    def arms(self) -> tuple[Arm, ...]:
+        """The arms from low to high."""
+
+    @abstractmethod
+    def indices(self) -> tuple[float, ...]:
+        """The index U of each arm, in the order of `arms`."""
+
+    @abstractmethod
+    def _learn(self, value: float, reward: float, drop: Drop | None) -> None:
+        """Take in a reward."""
+
+    def tell(self, pull: Pull, reward: float, *, drop: Drop | None = None) -> None:
+        """Credit a reward to the arm of the executed value; see `Bandit.tell`."""
+        value, number = self._check_told(pull, reward, drop)
+        self._settle(pull, value, number, drop=drop)
+        self._learn(value, number, drop)
+
+    def _even(self, count: int) -> list[float]:
+        """So many values from end to end of the space, even on its scale.
+
+        Raises:
+            InvalidValueError: the space does not hold so many numbers.
+        """
+        values = [self.space.from_unit(i / (count - 1)) for i in range(count)]
+        if any(a >= b for a, b in pairwise(values)):
+            raise InvalidValueError(f"{self.space!r} holds too few numbers for so many arms; take fewer, or a wider space")
+        return values
+
+    def _draw_best(self, edges: Sequence[tuple[float, float]], bound: float | None) -> float:
+        """A value drawn from the arm of largest index, given the ends of each; at first, from any arm.
+
+        Only arms that begin below the bound compete, and if there is none, the bound itself is taken. Not those that begin at
+        it: such an arm would be pulled at one point for ever, since it cannot be split there.
+        """
+        limit = self.space.high if bound is None else bound
+        count = sum(low < limit for low, _ in edges)
+        if count == 0:
+            return limit
+        if self._told:
+            indices = self.indices()[:count]
+            chosen = indices.index(max(indices))
+        else:
+            chosen = int(self._rng.integers(count))
+        return draw(self.space, *edges[chosen], limit, rng=self._rng)
+
+
+def check_min_width(min_width: float, arms: int) -> float:
+    """The narrowest part that a split may leave, as a share of the space.
+
+    Raises:
+        InvalidValueError: not in [0, 1/arms].
+    """
+    width = check_number(min_width, "min_width")
+    if not 0.0 <= width <= 1.0 / arms:
+        raise InvalidValueError(f"min_width must be in [0, 1/arms] = [0, {1 / arms:g}], got {min_width!r}")
+    return width

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-
-from sparsekit.errors import InvalidValueError
 
 __all__ = ["DEEPEST", "NARROWEST", "Cells", "Floats", "Integers", "grid", "grown"]
 
@@ -130,38 +128,3 @@ class Cells:
         """The cell that holds a point; on a border, the first one."""
         inside = (self.low[: self.size] <= point) & (point <= self.high[: self.size])
         return int(inside.all(axis=1).argmax())
-
-    def state_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        return {
-            name: getattr(self, name)[: self.size].tolist() for name in ("low", "high", "depth", "born", "parent", "facing")
-        }
-
-    @classmethod
-    def from_state(cls, state: Mapping[str, Any], axes: int, capacity: int) -> Cells:
-        """The cells that `state_dict` described.
-
-        Raises:
-            InvalidValueError: they are too many, do not lie in the unit cube, or do not belong together.
-        """
-        size = len(state["low"])
-        if not 0 < size <= capacity:
-            raise InvalidValueError(f"a state must have 1 to {capacity} cells, got {size}")
-        made = cls([([0.0] * axes, [1.0] * axes)])
-        made.size = size
-        shapes = {"low": (axes,), "high": (axes,), "depth": (), "born": (), "parent": (), "facing": (2 * axes,)}
-        for name, shape in shapes.items():
-            values = np.array(state[name], dtype=getattr(made, name).dtype)
-            if values.shape != (size, *shape):
-                raise InvalidValueError(f"{name} of a state must have the shape {(size, *shape)}, got {values.shape}")
-            setattr(made, name, values)
-        if not bool(((made.low >= 0.0) & (made.low < made.high) & (made.high <= 1.0)).all()):
-            raise InvalidValueError("the cells of a state must lie in the unit cube, each with low below high")
-        depths = np.concatenate([made.depth, made.born])
-        if not bool(((depths >= 0) & (depths <= DEEPEST)).all()):
-            raise InvalidValueError(f"the depths of a state must lie in [0, {DEEPEST}]")
-        made.deepest = int(made.depth.max())
-        within = (made.parent >= 0).all() and (made.parent < size).all()
-        if not within or (made.facing < -1).any() or (made.facing >= size).any():
-            raise InvalidValueError("the cells of a state must name one another by their numbers")
-        return made

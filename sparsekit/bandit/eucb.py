@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import asdict
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 
-from sparsekit.bandit.arms import Arm, draw, hold, may_split
-from sparsekit.bandit.base import Drop, Interval, Pull, check_generator, check_number
-from sparsekit.bandit.pulls import PullRecords, check_settings, generator_from_state, generator_state, reading_state
+from sparsekit.bandit.arms import Arm, ArmBandit, check_min_width, hold, may_split
+from sparsekit.bandit.base import Drop, Interval, check_number
 from sparsekit.errors import InvalidValueError
 
 __all__ = ["EUCB"]
 
 
-class EUCB:
+class EUCB(ArmBandit):
     """Extended Upper Confidence Bound: a `Bandit` over an interval for rewards that drift.
 
     With t rewards G_1 … G_t told so far, at values x_1 … x_t, an arm P has the discounted count, mean and index
@@ -66,52 +62,32 @@ class EUCB:
         Raises:
             InvalidValueError: one of these is not allowed, or the space holds too few numbers for so many arms.
         """
-        if not isinstance(space, Interval):
-            raise InvalidValueError(f"space must be an Interval, got {space!r}; pass Interval(low, high)")
-        if isinstance(arms, bool) or not isinstance(arms, (int, np.integer)) or arms < 1:
-            raise InvalidValueError(f"arms must be an integer >= 1, got {arms!r}")
-        self.space = space
-        self.exploration = check_number(exploration, "exploration")
+        super().__init__(space, arms=arms, exploration=exploration, rng=rng)
         self.discount = check_number(discount, "discount")
-        self.min_width = check_number(min_width, "min_width")
-        if not 0.0 <= self.exploration < math.inf:
-            raise InvalidValueError(f"exploration must be finite and at least 0, got {exploration!r}; 0 is greedy")
+        self.min_width = check_min_width(min_width, arms)
         if not 0.0 < self.discount <= 1.0:
             raise InvalidValueError(f"discount must be in (0, 1], got {discount!r}; 1 forgets nothing")
-        if not 0.0 <= self.min_width <= 1.0 / arms:
-            raise InvalidValueError(f"min_width must be in [0, 1/arms] = [0, {1 / arms:g}], got {min_width!r}")
-        edges = [space.from_unit(i / arms) for i in range(int(arms) + 1)]
-        if any(a >= b for a, b in pairwise(edges)):
-            raise InvalidValueError(f"{space!r} holds too few numbers for {arms} arms; take fewer arms or a wider space")
-        self._settings: dict[str, Any] = {
-            "space": asdict(space),
-            "arms": int(arms),
-            "exploration": self.exploration,
-            "discount": self.discount,
-            "min_width": self.min_width,
-        }
-        self._edges = edges
-        self._rng = check_generator(rng)
-        self._records = PullRecords(space)
+        self._settings |= {"discount": self.discount, "min_width": self.min_width}
+        self._edges = self._even(arms + 1)
 
     def _sums(self) -> tuple[np.ndarray, np.ndarray]:
         """N and Σ λ^(t−s) G_s of each arm, float (arms,)."""
-        told, count = self._records.told, len(self._edges) - 1
+        told, count = self._told, len(self._edges) - 1
         values = np.fromiter((pull.value for pull, _ in told), float, len(told))
         rewards = np.fromiter((reward for _, reward in told), float, len(told))
         weights = self.discount ** np.arange(len(told) - 1, -1, -1, dtype=float)
-        # The end of the space belongs to the last arm.
-        at = np.minimum(np.searchsorted(self._edges, values, side="right") - 1, count - 1)
+        at = self._positions(values)
         return np.bincount(at, weights, count), np.bincount(at, weights * rewards, count)
 
-    def __repr__(self) -> str:
-        return self._records.summary(self, arms=len(self.arms))
+    def _positions(self, values: np.ndarray) -> np.ndarray:
+        """The arm that holds each value; the end of the space belongs to the last."""
+        return np.minimum(np.searchsorted(self._edges, values, side="right") - 1, len(self._edges) - 2)
 
     @property
     def arms(self) -> tuple[Arm, ...]:
         """The arms from low to high, with the plain number, mean and variance of the rewards pulled within each."""
         arms = [Arm(low, high) for low, high in pairwise(self._edges)]
-        for pull, reward in self._records.told:
+        for pull, reward in self._told:
             position, _ = hold(arms, pull.value, self.space)
             arms[position] = arms[position].rewarded(reward)
         return tuple(arms)
@@ -126,72 +102,19 @@ class EUCB:
             for count, gain in zip(counts, sums)
         )
 
-    def ask(self, *, upper: float | None = None) -> Pull:
-        """Propose a value from the arm of largest index; see `Bandit.ask`."""
-        bound = self._records.check_upper(upper)
-        count = sum(low < bound for low in self._edges[:-1])
-        if count == 0:
-            return self._records.propose(bound)
-        if self._records.told:
-            indices = self.indices()[:count]
-            chosen = indices.index(max(indices))
-        else:
-            chosen = int(self._rng.integers(count))
-        low, high = self._edges[chosen], self._edges[chosen + 1]
-        return self._records.propose(draw(self.space, low, high, bound, rng=self._rng))
+    def _choose(self, bound: float | None) -> float:
+        return self._draw_best(list(pairwise(self._edges)), bound)
 
-    def tell(self, pull: Pull, reward: float, *, drop: Drop | None = None) -> None:
-        """Note a reward, and split the arm that holds the executed value; see `Bandit.tell`. `drop` is ignored."""
-        value, _ = self._records.settle(pull, reward, drop)
-        position = min(int(np.searchsorted(self._edges, value, side="right")) - 1, len(self._edges) - 2)
+    def _learn(self, value: float, reward: float, drop: Drop | None) -> None:
+        del reward, drop  # sums are made anew from all that was told
+        position = int(self._positions(np.array([value]))[0])
         low, high = self._edges[position], self._edges[position + 1]
         if may_split(self.space, low, value, high, min_width=self.min_width):
             self._edges.insert(position + 1, value)
 
-    def forget(self, pull: Pull) -> None:
-        """Close a pull of which nothing will be told.
-
-        Raises:
-            InvalidValueError: the pull is not open.
-        """
-        self._records.forget(pull)
-
-    def best(self) -> Pull:
-        """The told pull in the arm of largest discounted mean; within it the one of largest reward, then the newest.
-
-        Raises:
-            InvalidValueError: nothing has been told.
-        """
-        if not self._records.told:
-            raise InvalidValueError("no reward has been told yet, so no pull is best; tell() one first")
+    def _place_of_best(self) -> int:
+        """Of the arm of largest discounted mean the pull of largest reward, then the newest."""
         counts, sums = self._sums()
         means = np.divide(sums, counts, out=np.full_like(sums, -math.inf), where=counts > 0.0)
-        last = len(self._edges) - 2
-
-        def merit(entry: tuple[Pull, float]) -> tuple[float, float, int]:
-            pull, reward = entry
-            position = min(int(np.searchsorted(self._edges, pull.value, side="right")) - 1, last)
-            return float(means[position]), reward, pull.id
-
-        return max(self._records.told, key=merit)[0]
-
-    def state_dict(self) -> dict[str, Any]:
-        """All that it takes to go on: settings, edges, pulls and the generator, as plain JSON values."""
-        return {
-            "settings": {**self._settings, "space": dict(self._settings["space"])},
-            "edges": list(self._edges),
-            "pulls": self._records.state_dict(),
-            "generator": generator_state(self._rng),
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was taken, with the same bits; see `Bandit.load_state_dict`."""
-        with reading_state("EUCB"):
-            check_settings(self._settings, state)
-            edges = [float(edge) for edge in state["edges"]]
-            whole = len(edges) > 1 and [edges[0], edges[-1]] == [self.space.low, self.space.high]
-            if not whole or any(a >= b for a, b in pairwise(edges)):
-                raise InvalidValueError(f"the edges of a state must rise from end to end of the space, got {edges!r}")
-            records = PullRecords.from_state(state["pulls"], self.space)
-            rng = generator_from_state(state["generator"])
-        self._edges, self._records, self._rng = edges, records, rng
+        worth = means[self._positions(np.array([pull.value for pull, _ in self._told]))].tolist()
+        return max(range(len(self._told)), key=lambda place: (worth[place], self._told[place][1], self._told[place][0].id))

@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from sparsekit.bandit.cells import Cells, Floats, Integers, grid, grown
-from sparsekit.bandit.drift import Watch
-from sparsekit.bandit.noise import Noise
+from sparsekit.bandit.noise import Noise, Watch
 from sparsekit.bandit.posterior import Posterior
 from sparsekit.bandit.rule import Rule
-from sparsekit.errors import InvalidValueError
 
 __all__ = ["Field"]
 
 _ARRAYS = ("points", "weights", "rewards", "tries", "pulls", "first", "dropped")
-_SUMS = ("told", "since", "clock", "probe", "probe_from", "spent")
 # A variance of which floats keep no digits is no scale.
 _LEAST_SCALE = 1e-250
 
@@ -300,67 +296,3 @@ class Field:
         columns = (self.cells.low[:size, 0], self.cells.high[:size, 0], self.pulls[:size], means, variances, index)
         rows = list(zip(*(column.tolist() for column in columns), strict=True))
         return sorted(row for row, dropped in zip(rows, self.dropped[:size].tolist(), strict=True) if not dropped)
-
-    def knows(self, told: int) -> bool:
-        """Whether the arms belong to so many told pulls."""
-        places = self.first[: self.cells.size]
-        return bool((places < told).all()) and (told == 0 or bool((places >= 0).any()))
-
-    # --- state ---
-
-    def state_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        size = self.cells.size
-        return {
-            "cells": self.cells.state_dict(),
-            "arms": {name: getattr(self, name)[:size].tolist() for name in _ARRAYS},
-            "sums": {name: getattr(self, name) for name in _SUMS} | self.noises.sums(),
-            "fall": None if self.watch is None else self.watch.fall,
-            "stale": self.stale,
-            "distinct": self.noises.distinct,
-            "beside": self.beside.tolist(),
-            "open": [[id, arm] for id, arm in self.open.items()],
-            "posterior": None if self.posterior is None else self.posterior.state_dict(size),
-        }
-
-    @classmethod
-    def from_state(cls, state: Mapping[str, Any], axes: int, *, discount: float | None, rule: Rule | None = None) -> Field:
-        """The field that `state_dict` described, to the bit.
-
-        Raises:
-            InvalidValueError: the numbers do not fit together.
-        """
-        made = cls(axes, discount=discount, rng=np.random.default_rng(0), rule=rule)
-        made.cells = Cells.from_state(state["cells"], axes, made.capacity)
-        size = made.cells.size
-        for name in _ARRAYS:
-            values = np.array(state["arms"][name], dtype=getattr(made, name).dtype)
-            if values.shape != (size, *getattr(made, name).shape[1:]) or not np.isfinite(values).all():
-                raise InvalidValueError(f"{name} of a state must hold {size} finite numbers, one per arm and axis")
-            setattr(made, name, values)
-        made.drops, made.tried = bool(made.dropped.any()), bool(made.tries.any())
-        for name in _SUMS:
-            setattr(made, name, float(state["sums"][name]))
-            if not 0.0 <= getattr(made, name) < math.inf:
-                raise InvalidValueError(f"{name} of a state must be finite and at least 0, got {state['sums'][name]!r}")
-        if made.watch is not None:
-            made.watch.fall = float(state["fall"])
-            if not 0.0 <= made.watch.fall <= made.rule.alarm:
-                raise InvalidValueError(f"fall of a state must lie in [0, {made.rule.alarm}], got {state['fall']!r}")
-        made.noises.load(state["sums"], distinct=bool(state["distinct"]))
-        made.stale = bool(state["stale"])
-        made.open = {int(id): int(arm) for id, arm in state["open"]}
-        if not all(-1 <= arm < size for arm in made.open.values()):
-            raise InvalidValueError("an open pull of a state has an arm that does not stand")
-        if (made.weights < 0.0).any() or (made.tries < 0.0).any() or ((made.points < 0.0) | (made.points > 1.0)).any():
-            raise InvalidValueError("the arms of a state must lie in the unit cube and have weights of at least 0")
-        if state["posterior"] is not None:
-            made.posterior = Posterior.from_state(state["posterior"], size, axes, made.rule)
-        made.beside = np.array(state["beside"], dtype=np.float64)
-        known = len(made.beside)
-        if made.beside.shape != (known,) or known > size or not np.isfinite(made.beside).all():
-            raise InvalidValueError(f"beside of a state must hold at most {size} finite numbers, one per arm")
-        if not made.stale and (made.posterior is None or known != size):
-            raise InvalidValueError("arms of a state that have learned from one another must have a posterior")
-        made._reserve(max(64, 2 * size))
-        return made

@@ -1,20 +1,19 @@
-"""Noise: the variance of a reward around the mean of its arm, learned from points that are pulled again."""
+"""What points that are pulled again tell: Noise, the variance of a reward around its arm's mean; Watch, that arms fall."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 
 from sparsekit.bandit.rule import Rule
-from sparsekit.errors import InvalidValueError
 
-__all__ = ["Noise"]
+__all__ = ["Noise", "Watch"]
 
-_SUMS = ("within", "replicates", "repeats")
 # The noise is taken for no less than this share of the scale, so that nothing is divided by 0.
 _LEAST = 1e-14
 # What a repeated reward that is equal to the last bit leaves of the noise that is expected before any is repeated.
 _EXACT = 0.01
+# Deviations beyond this count as this: one outlier is no change.
+_LARGEST = 3.0
 
 
 class Noise:
@@ -77,19 +76,38 @@ class Noise:
         self.within *= discount
         self.replicates *= discount
 
-    def sums(self) -> dict[str, float]:
-        """What was counted, by name."""
-        return {name: getattr(self, name) for name in _SUMS}
 
-    def load(self, sums: Mapping[str, float], *, distinct: bool) -> None:
-        """Take over what `sums` gave.
+class Watch:
+    """A cumulative sum of how far repeated rewards lie below the mean of earlier ones of the same arm, in deviations.
 
-        Raises:
-            InvalidValueError: a number is negative or not finite.
+        S ← max(0, S - z - k),   z = (reward - mean) / sqrt(σ² (1/w + 1/n)) within ±3;   alarm where S > h,
+
+    with w the weight of the reward and n that of the earlier ones. Only a fall is looked for: an arm that rises is pulled
+    anyway, and another one that rises past it is found when this one falls.
+
+    Source: Page, "Continuous Inspection Schemes", Biometrika 1954 (the sum); Liu, Lee, Shroff, "A Change-Detection Based
+    Framework for Piecewise-Stationary Multi-Armed Bandit Problem", AAAI 2018 (restarting a bandit on it).
+    """
+
+    def __init__(self, rule: Rule) -> None:
+        """Begin with no fall seen.
+
+        Args:
+            rule: Has k as `allowance` and h as `alarm`.
         """
-        for name in _SUMS:
-            value = float(sums[name])
-            if not 0.0 <= value < math.inf:
-                raise InvalidValueError(f"{name} of a state must be finite and at least 0, got {sums[name]!r}")
-            setattr(self, name, value)
-        self.distinct = distinct
+        self.fall = 0.0
+        self._rule = rule
+
+    def sees(self, surprise: float, variance: float) -> bool:
+        """Take in a repeated reward; whether arms have fallen. If so, the sum begins anew.
+
+        Args:
+            surprise: Reward less the mean of the earlier ones.
+            variance: Of this, if nothing changed; above 0.
+        """
+        deviations = max(-_LARGEST, min(_LARGEST, surprise / math.sqrt(variance)))
+        self.fall = max(0.0, self.fall - deviations - self._rule.allowance)
+        if self.fall <= self._rule.alarm:
+            return False
+        self.fall = 0.0
+        return True

@@ -63,9 +63,12 @@ class _Search:
         # Rewards of the values that were run.
         self._seen: dict[tuple[float, ...], list[float]] = {}
         self.known: set[int] = set()
+        # Of trials: their open pulls; and the trial that each told pull belongs to, where one bandit proposes all.
         self._asked: dict[int, list[Any]] = {}
-        # Rewards between which an infinite one is put, as soon as there is one.
+        self._trials: dict[int, int] = {}
+        # Rewards between which an infinite one is put, as soon as there is one; trials that wait for that.
         self._least, self._most = math.inf, -math.inf
+        self._waiting: list[tuple[FrozenTrial, float]] = []
         intervals = {name: axis.interval for name, axis in self.axes.items()}
         self._groups: list[tuple[tuple[str, ...], Bandit]] = []
         if len(intervals) > 1:
@@ -78,16 +81,21 @@ class _Search:
             self._groups = [((name,), make(interval)) for name, interval in intervals.items()]
 
     def ask(self, number: int) -> dict[str, float | int]:
-        pulls = [bandit.ask() for _, bandit in self._groups]
-        for _ in range(_REPLAYS):
-            values = self._executed(pulls)
-            known = self._seen.get(tuple(values.values()), [])
-            if len(known) < self._times or len(set(known)) > 1:
-                break
-            self._tell(pulls, values, known[0])
+        return self._executed(self._pulls(number))
+
+    def _pulls(self, number: int) -> list[Any]:
+        """The open pulls of a trial; new ones where there are none."""
+        if number not in self._asked:
             pulls = [bandit.ask() for _, bandit in self._groups]
-        self._asked[number] = pulls
-        return self._executed(pulls)
+            for _ in range(_REPLAYS):
+                values = self._executed(pulls)
+                known = self._seen.get(tuple(values.values()), [])
+                if len(known) < self._times or len(set(known)) > 1:
+                    break
+                self._tell(pulls, values, known[0])
+                pulls = [bandit.ask() for _, bandit in self._groups]
+            self._asked[number] = pulls
+        return self._asked[number]
 
     def _executed(self, pulls: Sequence[Any]) -> dict[str, float | int]:
         values: dict[str, float] = {}
@@ -103,28 +111,43 @@ class _Search:
     def learn(self, trial: FrozenTrial, reward: float | None) -> None:
         """Take note of a finished trial.
 
+        One that this object did not propose is asked for first, so that a study that goes on from its storage has the same
+        bandit as one that was never interrupted.
+
         Args:
             trial: Finished.
             reward: Larger is better; infinite is put at the end of those known; None is forgotten.
         """
+        self.known.add(trial.number)
         values: dict[str, float | int] = {name: trial.params.get(name, math.nan) for name in self.axes}
         fits = all(
             trial.distributions.get(name) == axis.distribution and float(values[name]) in axis.interval
             for name, axis in self.axes.items()
         )
-        if reward is not None and fits and math.isinf(reward):
-            if self._least > self._most:
-                return  # not known yet: the next call tries again
-            reward = self._most if reward > 0 else self._least
-        self.known.add(trial.number)
-        asked = self._asked.pop(trial.number, None)
+        pulls = self._pulls(trial.number)
         if reward is None or not fits:
-            for (_, bandit), pull in zip(self._groups, asked or ()):
+            for (_, bandit), pull in zip(self._groups, self._asked.pop(trial.number)):
                 bandit.forget(pull)
             return
+        if math.isinf(reward):
+            if self._least > self._most:
+                self._waiting.append((trial, reward))
+                return
+            reward = self._most if reward > 0 else self._least
         self._least, self._most = min(self._least, reward), max(self._most, reward)
+        del self._asked[trial.number]
         self._seen.setdefault(tuple(values.values()), []).append(reward)
-        self._tell(asked or [bandit.ask() for _, bandit in self._groups], values, reward)
+        self._trials[pulls[0].id] = trial.number
+        self._tell(pulls, values, reward)
+        waiting, self._waiting = self._waiting, []
+        for before, infinite in waiting:
+            self.learn(before, infinite)
+
+    def best(self) -> int | None:
+        """The number of the trial that the bandit recommends; None where each parameter has a bandit of its own."""
+        if len(self._groups) > 1 or not self._trials:
+            return None
+        return self._trials.get(self._groups[0][1].best().id)
 
 
 class BanditSampler(BaseSampler):
@@ -157,6 +180,7 @@ class BanditSampler(BaseSampler):
         failed: What a failed trial counts as. Where failing is a property of the values (out of memory, say), "worst"
             keeps the bandit from trying them again.
         deterministic: Whether equal parameters give equal values, so that none are worth running twice.
+        space: The parameters of every trial by name, where they are known before the first; then the bandit proposes that too.
         independent_sampler: For what the bandit does not propose; None takes a TPESampler.
         options: Whatever else the bandit takes.
 
@@ -173,6 +197,7 @@ class BanditSampler(BaseSampler):
         pruned: Literal["last", "forget"] = "last",
         failed: Literal["forget", "worst"] = "forget",
         deterministic: bool = False,
+        space: Mapping[str, BaseDistribution] | None = None,
         independent_sampler: BaseSampler | None = None,
         **options: Any,
     ) -> None:
@@ -192,6 +217,7 @@ class BanditSampler(BaseSampler):
         self._independent = TPESampler(seed=first) if independent_sampler is None else independent_sampler
         self._lock = threading.RLock()
         self._study: str | None = None
+        self._space = None if space is None else dict(space)
         self._intersection = IntersectionSearchSpace()
         self._search: _Search | None = None
 
@@ -225,7 +251,7 @@ class BanditSampler(BaseSampler):
         del trial
         with self._lock:
             self._check(study)
-            common = self._intersection.calculate(study)
+            common = self._intersection.calculate(study) if self._space is None else self._space
         return {name: d for name, d in common.items() if isinstance(d, (FloatDistribution, IntDistribution)) and not d.single()}
 
     def sample_relative(self, study: Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]) -> dict[str, Any]:
@@ -247,12 +273,18 @@ class BanditSampler(BaseSampler):
                 if name not in axes
             }
             if axes:
-                if self._search is None or self._search.axes != axes:
-                    self._rngs = []
-                    self._search = _Search(self._make, axes, self._times)
-                self._catch_up(study, self._search)
-                values |= self._search.ask(trial.number)
+                values |= self._caught_up(study, axes).ask(trial.number)
             return {name: values[name] for name in search_space}
+
+    def recommended(self, study: Study) -> FrozenTrial | None:
+        """The trial that the bandit would bet on: what was seen there and nearby counts, not one lucky value.
+
+        None where nothing is known yet, and where each parameter has a bandit of its own.
+        """
+        with self._lock:
+            self._check(study)
+            number = None if self._search is None else self._caught_up(study, self._search.axes).best()
+        return None if number is None else study.get_trials(deepcopy=False)[number]
 
     def _make(self, space: Interval | Box) -> Bandit:
         rng = np.random.default_rng(self._seeds.spawn(1)[0])
@@ -260,13 +292,17 @@ class BanditSampler(BaseSampler):
         self._rngs.append(rng)
         return made
 
-    def _catch_up(self, study: Study, search: _Search) -> None:
-        """Tell of all finished trials that are not known, in the order of their numbers."""
+    def _caught_up(self, study: Study, axes: Mapping[str, _Axis]) -> _Search:
+        """The bandits of a space, told of all finished trials in the order of their numbers."""
+        if self._search is None or self._search.axes != axes:
+            self._rngs = []
+            self._search = _Search(self._make, axes, self._times)
         finished = (TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL)
         sign = 1.0 if study.direction == StudyDirection.MAXIMIZE else -1.0
         for trial in study.get_trials(deepcopy=False, states=finished):
-            if trial.number not in search.known:
-                search.learn(trial, self._reward(trial, sign))
+            if trial.number not in self._search.known:
+                self._search.learn(trial, self._reward(trial, sign))
+        return self._search
 
     def _reward(self, trial: FrozenTrial, sign: float) -> float | None:
         if trial.state == TrialState.FAIL:

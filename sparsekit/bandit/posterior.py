@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 
 from sparsekit.bandit.cells import DEEPEST, Cells, Floats, grown
 from sparsekit.bandit.rule import Rule
-from sparsekit.errors import InvalidValueError
 
 __all__ = ["Posterior"]
 
@@ -115,41 +112,3 @@ class Posterior:
             rooms.append(variation * (base + growth * quantile + deeper * max(best - depth + 1, 0)))
         self.variation[: len(variations)] = variations
         self.room[: len(rooms)] = rooms
-
-    def state_dict(self, size: int) -> dict[str, Any]:
-        """Plain JSON values."""
-        return {
-            "scale": self.scale,
-            "level": self.level,
-            "means": self.means[:size].tolist(),
-            "variances": self.variances[:size].tolist(),
-            "variation": self.variation.tolist(),
-            "room": self.room.tolist(),
-        }
-
-    @classmethod
-    def from_state(cls, state: Mapping[str, Any], size: int, axes: int, rule: Rule) -> Posterior:
-        """The posterior that `state_dict` described, of so many arms.
-
-        Raises:
-            InvalidValueError: the numbers do not fit together.
-        """
-        scale, level = float(state["scale"]), float(state["level"])
-        made = cls(scale, level, axes, rule)
-        means, variances = (np.array(state[name], dtype=np.float64) for name in ("means", "variances"))
-        variation, room = (np.array(state[name], dtype=np.float64) for name in ("variation", "room"))
-        if means.shape != (size,) or variances.shape != (size,):
-            raise InvalidValueError(f"the posterior of a state must be of its {size} arms, got {means.shape}")
-        if variation.shape != (DEEPEST + 2,) or room.shape != (DEEPEST + 1,):
-            raise InvalidValueError(f"a state must have the variation at {DEEPEST + 2} depths, got {variation.shape}")
-        above = np.array([scale, *variances, *variation])
-        if (
-            not np.isfinite(np.array([level, *means, *room])).all()
-            or (room < 0.0).any()
-            or not (np.isfinite(above) & (above > 0.0)).all()
-        ):
-            raise InvalidValueError("the posterior of a state must be finite, and its variances above 0")
-        made.reserve(size + 1)
-        made.means[:size], made.variances[:size] = means, variances
-        made.variation, made.room = variation, room
-        return made

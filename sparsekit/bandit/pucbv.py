@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, astuple, replace
+from dataclasses import replace
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 
-from sparsekit.bandit.arms import Arm, draw, hold, may_split
-from sparsekit.bandit.base import Drop, Interval, Pull, check_generator, check_number
-from sparsekit.bandit.pulls import PullRecords, check_settings, generator_from_state, generator_state, reading_state
+from sparsekit.bandit.arms import Arm, ArmBandit, check_min_width, hold, may_split
+from sparsekit.bandit.base import Drop, Interval, Pull, check_number
 from sparsekit.errors import InvalidValueError
 
 __all__ = ["PUCBV"]
 
 
-class PUCBV:
+class PUCBV(ArmBandit):
     """Prompt Upper Confidence Bound Variance: a `Bandit` over an interval.
 
     The interval is cut into arms, disjoint and ordered. After t rewards and with I arms, an arm with h pulls of mean ḡ
@@ -86,46 +83,21 @@ class PUCBV:
         Raises:
             InvalidValueError: one of these is not allowed, or the space holds too few numbers for so many arms.
         """
-        if not isinstance(space, Interval):
-            raise InvalidValueError(f"space must be an Interval, got {space!r}; pass Interval(low, high)")
-        if isinstance(arms, bool) or not isinstance(arms, (int, np.integer)) or arms < 1:
-            raise InvalidValueError(f"arms must be an integer >= 1, got {arms!r}")
-        self.space = space
+        super().__init__(space, arms=arms, exploration=exploration, rng=rng)
         self.horizon = None if horizon is None else check_number(horizon, "horizon")
-        self.exploration = check_number(exploration, "exploration")
         self.decay = check_number(decay, "decay")
         self.floor = check_number(floor, "floor")
-        self.min_width = check_number(min_width, "min_width")
+        self.min_width = check_min_width(min_width, arms)
         if self.horizon is not None and not 0.0 < self.horizon < math.inf:
             raise InvalidValueError(
                 f"horizon must be finite and above 0, got {horizon!r}; it is the number of pulls to come, None if unknown"
             )
-        if not 0.0 <= self.exploration < math.inf:
-            raise InvalidValueError(f"exploration must be finite and at least 0, got {exploration!r}; 0 is greedy")
         if not 0.0 < self.decay <= 1.0:
             raise InvalidValueError(f"decay must be in (0, 1], got {decay!r}; the paper has 0.5, and 1 is no decay")
         if not 0.0 <= self.floor <= 1.0:
             raise InvalidValueError(f"floor must be in [0, 1], got {floor!r}; the paper has none, which is 0")
-        if not 0.0 <= self.min_width <= 1.0 / arms:
-            raise InvalidValueError(f"min_width must be in [0, 1/arms] = [0, {1 / arms:g}], got {min_width!r}")
-        edges = [space.from_unit(i / arms) for i in range(int(arms) + 1)]
-        if any(a >= b for a, b in pairwise(edges)):
-            raise InvalidValueError(f"{space!r} holds too few numbers for {arms} arms; take fewer arms or a wider space")
-        self._settings: dict[str, Any] = {
-            "space": asdict(space),
-            "horizon": self.horizon,
-            "arms": int(arms),
-            "exploration": self.exploration,
-            "decay": self.decay,
-            "floor": self.floor,
-            "min_width": self.min_width,
-        }
-        self._arms = [Arm(low, high) for low, high in pairwise(edges)]
-        self._rng = check_generator(rng)
-        self._records = PullRecords(space)
-
-    def __repr__(self) -> str:
-        return self._records.summary(self, arms=len(self.arms))
+        self._settings |= {"horizon": self.horizon, "decay": self.decay, "floor": self.floor, "min_width": self.min_width}
+        self._arms = [Arm(low, high) for low, high in pairwise(self._even(arms + 1))]
 
     @property
     def arms(self) -> tuple[Arm, ...]:
@@ -134,7 +106,7 @@ class PUCBV:
 
     def _schedule(self) -> tuple[float, int]:
         """ξ, and the rewards since which ε decays."""
-        told = len(self._records.told)
+        told = len(self._told)
         if self.horizon is not None:
             return self.horizon, told
         least = 2 * int(self._settings["arms"])
@@ -152,31 +124,8 @@ class PUCBV:
         scale = self.exploration * max(0.0, growth) / 4.0
         return tuple(arm.mean + math.sqrt(scale * (arm.variance + 2.0) / (arm.pulls + 1)) for arm in self._arms)
 
-    def ask(self, *, upper: float | None = None) -> Pull:
-        """Propose a value from the arm of largest index.
-
-        Args:
-            upper: The proposal does not exceed it; only arms that begin below it compete, and if there is none, `upper`
-                itself is proposed. `None` or more than `space.high`: no bound.
-
-        Returns:
-            An open pull. Several may be open at once; one that is never told costs nothing.
-
-        Raises:
-            InvalidValueError: `upper` is below `space.low`, or NaN.
-        """
-        bound = self._records.check_upper(upper)
-        # Not <=: an arm that begins at the bound would be pulled at one point for ever, since it cannot be split there.
-        count = sum(arm.low < bound for arm in self._arms)
-        if count == 0:
-            return self._records.propose(bound)
-        if self._records.told:
-            indices = self.indices()[:count]
-            chosen = indices.index(max(indices))
-        else:
-            chosen = int(self._rng.integers(count))
-        arm = self._arms[chosen]
-        return self._records.propose(draw(self.space, arm.low, arm.high, bound, rng=self._rng))
+    def _choose(self, bound: float | None) -> float:
+        return self._draw_best([(arm.low, arm.high) for arm in self._arms], bound)
 
     def tell(self, pull: Pull, reward: float, *, drop: Drop | None = None) -> None:
         """Credit a reward to the arm that holds the executed value, and split the arm there.
@@ -191,22 +140,16 @@ class PUCBV:
             InvalidValueError: the pull is not open, its value is outside the space, the reward is NaN or infinite, or
                 `drop` is no such word; nothing has changed then and the pull stays open.
         """
-        value, gain = self._records.settle(pull, reward, drop)
+        super().tell(pull, reward, drop=drop)
+
+    def _learn(self, value: float, reward: float, drop: Drop | None) -> None:
         position, _ = hold(self._arms, value, self.space)
-        arm = self._arms[position].rewarded(gain)
+        arm = self._arms[position].rewarded(reward)
         parts = [arm]
         if may_split(self.space, arm.low, value, arm.high, min_width=self.min_width):
             below, above = replace(arm, high=value), replace(arm, low=value)
             parts = [part for part, side in ((below, "below"), (above, "above")) if side != drop]
         self._arms[position : position + 1] = parts
-
-    def forget(self, pull: Pull) -> None:
-        """Close a pull of which nothing will be told, such as a failed trial; it leaves no trace in the arms.
-
-        Raises:
-            InvalidValueError: the pull is not open.
-        """
-        self._records.forget(pull)
 
     def best(self) -> Pull:
         """The told pull that lies in the arm of largest mean; within an arm, the one of largest reward, then the first.
@@ -219,52 +162,12 @@ class PUCBV:
         Raises:
             InvalidValueError: nothing has been told.
         """
-        if not self._records.told:
-            raise InvalidValueError("no reward has been told yet, so no pull is best; tell() one first")
+        return super().best()
 
-        def merit(entry: tuple[Pull, float]) -> tuple[bool, float, float, int]:
-            pull, reward = entry
+    def _place_of_best(self) -> int:
+        def merit(place: int) -> tuple[bool, float, float, int]:
+            pull, reward = self._told[place]
             position, inside = hold(self._arms, pull.value, self.space)
             return inside, self._arms[position].mean, reward, -pull.id
 
-        return max(self._records.told, key=merit)[0]
-
-    def state_dict(self) -> dict[str, Any]:
-        """All that it takes to go on: settings, arms, pulls and the generator, as plain JSON values."""
-        return {
-            "settings": {**self._settings, "space": dict(self._settings["space"])},
-            "arms": [list(astuple(arm)) for arm in self._arms],
-            "pulls": self._records.state_dict(),
-            "generator": generator_state(self._rng),
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was taken, with the same bits.
-
-        The generator passed to the constructor is left alone from here on: the bandit gets one of its own.
-
-        Args:
-            state: From a `PUCBV` with the same settings.
-
-        Raises:
-            InvalidValueError: the settings differ, or the state is malformed; nothing has changed then.
-        """
-        with reading_state("PUCBV"):
-            # States of version 0.1 have no floor; theirs was 0.
-            check_settings(self._settings, {"settings": {"floor": 0.0, **state["settings"]}})
-            arms = [
-                Arm(float(low), float(high), int(pulls), float(mean), float(variance))
-                for low, high, pulls, mean, variance in state["arms"]
-            ]
-            self._check_arms(arms)
-            records = PullRecords.from_state(state["pulls"], self.space)
-            rng = generator_from_state(state["generator"])
-        self._arms, self._records, self._rng = arms, records, rng
-
-    def _check_arms(self, arms: list[Arm]) -> None:
-        edges = [edge for arm in arms for edge in (arm.low, arm.high)]
-        widths = all(arm.low < arm.high for arm in arms)
-        if not arms or not widths or edges != sorted(edges) or not all(edge in self.space for edge in edges):
-            raise InvalidValueError(f"the arms of a state must be disjoint, ordered and within the space, got {arms!r}")
-        if not all(arm.pulls >= 0 and math.isfinite(arm.mean) and 0.0 <= arm.variance < math.inf for arm in arms):
-            raise InvalidValueError(f"the arms of a state need pulls >= 0, a finite mean and a variance >= 0, got {arms!r}")
+        return max(range(len(self._told)), key=merit)

@@ -3,38 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import asdict
-from typing import Any, Generic, TypeVar, cast, overload
+from typing import Any, overload
 
 import numpy as np
 
 from sparsekit.bandit.arms import Arm
-from sparsekit.bandit.base import Drop, Interval, Pull, check_generator, check_number
+from sparsekit.bandit.base import Drop, Interval, Pull, check_number
 from sparsekit.bandit.field import Field
+from sparsekit.bandit.logged import LoggedBandit, Trial
 from sparsekit.bandit.moves import arm_at, choose, drop_side
-from sparsekit.bandit.pulls import (
-    bandit_summary,
-    check_pull,
-    check_settings,
-    generator_from_state,
-    generator_state,
-    reading_state,
-)
 from sparsekit.bandit.space import Box, BoxPull
 from sparsekit.errors import InvalidValueError
 
 __all__ = ["SplitUCBV"]
 
-Trial = TypeVar("Trial", Pull, BoxPull)
-
-# Sums of squares of larger rewards overflow.
-_LARGEST_REWARD = 1e100
 # A pull that is still open after so many others counts as lost: until then its arm is taken for better known than it is.
 _LOST_AFTER = 64
 
 
-class SplitUCBV(Generic[Trial]):
+class SplitUCBV(LoggedBandit[Trial]):
     """Optimism over a tree of cells, with the variation at each depth learned.
 
     The space is cut into cells, each with one arm: a fixed point. A cell is split in two; the part with the arm keeps it
@@ -77,6 +64,7 @@ class SplitUCBV(Generic[Trial]):
     | `discount` | f drifts: each reward told lets the share `discount` of what is known survive |
     | no `discount` | a `Watch` looks for falling rewards; arms then keep a twentieth of a reward each |
     | NaN or infinity | is refused, and the pull stays open |
+    | `best` | the first told pull of the arm of largest posterior mean less one deviation |
 
     Source: ours. After Bubeck, Munos, Stoltz, Szepesvári, "X-Armed Bandits", JMLR 2011 (optimism over a tree of cells, with a
     bound for the variation within); Azar, Lazaric, Brunskill, "Online Stochastic Optimization under Correlated Bandit
@@ -106,71 +94,33 @@ class SplitUCBV(Generic[Trial]):
         """
         if not isinstance(space, (Interval, Box)):
             raise InvalidValueError(f"space must be an Interval or a Box, got {space!r}; pass Interval(low, high)")
-        self.space = space
         self.discount = None if discount is None else check_number(discount, "discount")
         if self.discount is not None and not 0.0 < self.discount <= 1.0:
             raise InvalidValueError(
                 f"discount must be in (0, 1], got {discount!r}; 1 forgets nothing, None only when rewards fall"
             )
-        self._rng = check_generator(rng)
-        self._settings: dict[str, Any] = {"space": asdict(space), "discount": self.discount}
-        self._axes = 1 if isinstance(space, Interval) else len(space.intervals)
-        self._field = Field(self._axes, discount=self.discount, rng=self._rng)
-        self._next = 0
+        super().__init__(space, {"discount": self.discount}, rng)
+        self._field = Field(1 if isinstance(space, Interval) else len(space.intervals), discount=self.discount, rng=rng)
         self._unit_cost: float | None = None
-        self._told: list[tuple[int, Any, float]] = []
-        self._open: dict[int, Any] = {}
         # What arms are called in the space, of those proposed so far.
         self._values: dict[int, Any] = {}
 
-    def __repr__(self) -> str:
-        return bandit_summary(self, told=len(self._told), waiting=len(self._open))
-
-    # --- asking ---
-
-    def ask(self, *, upper: float | None = None) -> Trial:
-        """Propose a value.
-
-        Args:
-            upper: The proposal does not exceed it; for an `Interval` alone. `None` or more than its end: no bound.
-
-        Returns:
-            An open pull. Several may be open at once; one that is never told costs nothing in the end.
-
-        Raises:
-            InvalidValueError: `upper` is below the interval, NaN, or given for a `Box`.
-        """
-        lost = self._next - _LOST_AFTER
-        if upper is None:
-            return self._propose(choose(self._field, lost=lost, rng=self._rng))
-        if not isinstance(self.space, Interval):
-            raise InvalidValueError("upper bounds the one value of an Interval; for a Box, narrow its intervals")
-        bound = check_number(upper, "upper")
-        if bound < self.space.low:
-            raise InvalidValueError(
-                f"upper must be at least {self.space.low!r}, the lowest value of the space, got {upper!r};"
-                " widen the space, or ask without a bound and execute another value"
-            )
-        if bound >= self.space.high:
-            return self._propose(choose(self._field, lost=lost, rng=self._rng))
-        return self._propose(choose(self._field, lost=lost, upper=self.space.to_unit(bound), rng=self._rng), bound)
-
-    def _propose(self, arm: int, bound: float = math.inf) -> Trial:
-        id, self._next = self._next, self._next + 1
-        value: Any = bound if arm < 0 else self._values.get(arm)
+    def _choose(self, bound: float | None) -> Any:
+        upper = None if bound is None else self._point(bound)[0]
+        arm = choose(self._field, lost=self._next - _LOST_AFTER, upper=upper, rng=self._rng)
+        self._field.open[self._next] = arm
+        if arm < 0:
+            return bound
+        value: Any = self._values.get(arm)
         if value is None:
-            value = self._values[arm] = self._value(self._field.points[arm].tolist())
-        made: Pull | BoxPull
-        if isinstance(self.space, Interval):
-            # The way through the unit interval may round across the bound.
-            made = Pull(id, min(value, bound))
-        else:
-            made = BoxPull(id, dict(value))
-        self._open[id] = made.value
-        self._field.open[id] = arm
-        return cast("Trial", made)
+            point = self._field.points[arm].tolist()
+            value = self.space.from_unit(point[0]) if isinstance(self.space, Interval) else self.space.from_unit(point)
+            self._values[arm] = value
+        # The way through the unit interval may round across the bound.
+        return value if bound is None else min(value, bound)
 
-    # --- telling ---
+    def _point(self, value: Any) -> tuple[float, ...]:
+        return (self.space.to_unit(value),) if isinstance(self.space, Interval) else self.space.to_unit(value)
 
     def tell(self, pull: Trial, reward: float, *, cost: float = 1.0, drop: Drop | None = None) -> None:
         """Report what came of a pull.
@@ -185,89 +135,30 @@ class SplitUCBV(Generic[Trial]):
             InvalidValueError: the pull is not open, its value is outside the space, the reward is NaN or infinite, the cost is
                 not above 0, or `drop` is no such word; nothing has changed then and the pull stays open.
         """
-        self._check_open(pull)
-        proposed = self._open[pull.id]
-        value = proposed if pull.value == proposed else self._check_value(pull.value)
-        number = reward if type(reward) is float else check_number(reward, "reward")
         price = cost if type(cost) is float else check_number(cost, "cost")
-        if not 0.0 < price < math.inf:
+        weight = price / (self._unit_cost or price) if price > 0.0 else 0.0
+        if not (price < math.inf and 0.0 < weight < math.inf):
             raise InvalidValueError(f"cost must be finite and above 0, got {cost!r}; leave it out if every pull costs the same")
-        weight = price / (self._unit_cost or price)
-        rate = number / price
-        if not max(abs(rate), abs(number)) <= _LARGEST_REWARD or not 0.0 < weight < math.inf:
-            raise InvalidValueError(
-                f"reward and reward / cost must be finite and at most {_LARGEST_REWARD:g} in magnitude, got {reward!r} at cost"
-                f" {cost!r}; tell a small finite number for a failed trial, or forget the pull"
-            )
-        if drop not in (None, "below", "above"):
-            raise InvalidValueError(f"drop must be 'below', 'above' or None, got {drop!r}")
+        value, number = self._check_told(pull, reward, drop, cost=price)
         if drop is not None and not isinstance(self.space, Interval):
             raise InvalidValueError("drop rules out one side of a value of an Interval; a Box has no sides")
         self._unit_cost = price / weight
-        field = self._field
-        arm = self._close(pull)
-        if arm < 0 or value is not proposed:
+        field, arm, elsewhere = self._field, self._field.open[pull.id], value != self._open[pull.id]
+        self._settle(pull, value, number, cost=price, drop=drop)
+        if arm < 0 or elsewhere:
             if arm >= 0:
                 field.miss(arm, weight)
             arm = arm_at(field, np.array(self._point(value)))
-        self._told.append((pull.id, value, rate))
-        field.learn(arm, rate, weight, len(self._told) - 1)
+        field.learn(arm, number / price, weight, len(self._told) - 1)
         if drop is not None:
             drop_side(field, arm, drop)
 
-    def _close(self, pull: Trial) -> int:
-        """The arm of an open pull, -1 if it stands no more."""
-        del self._open[pull.id]
-        return self._field.open.pop(pull.id)
+    def _close(self, id: int) -> None:
+        super()._close(id)
+        del self._field.open[id]
 
-    def _value(self, point: list[float]) -> Any:
-        return self.space.from_unit(point[0]) if isinstance(self.space, Interval) else self.space.from_unit(point)
-
-    def _point(self, value: Any) -> tuple[float, ...]:
-        return (self.space.to_unit(value),) if isinstance(self.space, Interval) else self.space.to_unit(value)
-
-    def _check_open(self, pull: Trial) -> None:
-        check_pull(pull)
-        if pull.id in self._open:
-            return
-        known = isinstance(pull.id, int) and 0 <= pull.id < self._next
-        told = any(pull.id == id for id, _, _ in self._told)
-        what = "has already been told" if told else "was forgotten" if known else "was never proposed"
-        raise InvalidValueError(f"pull {pull.id!r} {what}; open are {sorted(self._open)[:10] or 'none'}; ask() gives a new one")
-
-    def _check_value(self, value: Any) -> Any:
-        """The executed value in plain numbers."""
-        if not isinstance(self.space, Interval):
-            return self.space.check(value)
-        number = check_number(value, "the value of a pull")
-        if number not in self.space:
-            raise InvalidValueError(
-                f"the value of a pull must be in [{self.space.low!r}, {self.space.high!r}], got {value!r};"
-                " tell the nearest value inside, or widen the space"
-            )
-        return number
-
-    def forget(self, pull: Trial) -> None:
-        """Close a pull of which nothing will be told, such as a failed trial.
-
-        Raises:
-            InvalidValueError: the pull is not open.
-        """
-        self._check_open(pull)
-        self._close(pull)
-
-    # --- what is known ---
-
-    def best(self) -> Trial:
-        """The first told pull of the arm that is best with some confidence: of largest posterior mean less one deviation.
-
-        Raises:
-            InvalidValueError: nothing has been told.
-        """
-        if not self._told:
-            raise InvalidValueError("no reward has been told yet, so no pull is best; tell() one first")
-        id, value, _ = self._told[self._field.best()]
-        return cast("Trial", Pull(id, value) if isinstance(self.space, Interval) else BoxPull(id, dict(value)))
+    def _place_of_best(self) -> int:
+        return self._field.best()
 
     @property
     def arms(self) -> tuple[Arm, ...]:
@@ -289,52 +180,3 @@ class SplitUCBV(Generic[Trial]):
     def indices(self) -> tuple[float, ...]:
         """The index U of each arm, in the order of `arms`; infinite until there are enough rewards to learn from."""
         return tuple(row[-1] for row in self._field.rows()) if isinstance(self.space, Interval) else ()
-
-    # --- state ---
-
-    def state_dict(self) -> dict[str, Any]:
-        """All that it takes to go on: settings, cells, posterior, pulls and the generator, as plain JSON values."""
-        return {
-            "settings": {"space": asdict(self.space), "discount": self.discount},
-            "pulls": {
-                "next": self._next,
-                "open": [[id, _copied(value)] for id, value in self._open.items()],
-                "told": [[id, _copied(value), reward] for id, value, reward in self._told],
-            },
-            "unit_cost": self._unit_cost,
-            "field": self._field.state_dict(),
-            "generator": generator_state(self._rng),
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was taken, with the same bits.
-
-        The generator passed to the constructor is left alone from here on: the bandit gets one of its own.
-
-        Args:
-            state: From a `SplitUCBV` with the same settings.
-
-        Raises:
-            InvalidValueError: the settings differ, or the state is malformed; nothing has changed then.
-        """
-        with reading_state("SplitUCBV"):
-            check_settings(self._settings, state)
-            following = int(state["pulls"]["next"])
-            open_: dict[int, Any] = {int(id): self._check_value(value) for id, value in state["pulls"]["open"]}
-            told: list[tuple[int, Any, float]] = [
-                (int(id), self._check_value(value), check_number(rate, "reward")) for id, value, rate in state["pulls"]["told"]
-            ]
-            ids = [*open_, *(id for id, _, _ in told)]
-            if len(set(ids)) < len(ids) or not all(0 <= id < following for id in ids):
-                raise InvalidValueError("a pull stands twice in the state, or has an id that was never given out")
-            unit_cost = None if state["unit_cost"] is None else check_number(state["unit_cost"], "unit_cost")
-            field = Field.from_state(state["field"], self._axes, discount=self.discount)
-            if field.open.keys() != open_.keys() or not field.knows(len(told)):
-                raise InvalidValueError("the pulls of the state are not those of its arms")
-            rng = generator_from_state(state["generator"])
-        self._next, self._open, self._told, self._unit_cost = following, open_, told, unit_cost
-        self._field, self._rng, self._values = field, rng, {}
-
-
-def _copied(value: Any) -> Any:
-    return dict(value) if isinstance(value, Mapping) else value

@@ -117,10 +117,8 @@ class _Named(Registry):
         return self._objects[name] if name in self._objects else super().__getitem__(name)
 
 
-def find_metric(
-    text: str | None, data: Data, loss: Callable[..., Any] | None
-) -> tuple[str, Callable[[nn.Module], float]] | None:
-    """What a model is scored with: its name and a function, larger is better; None without validation data.
+def find_metric(text: str | None, data: Data, loss: Callable[..., Any] | None) -> Callable[[nn.Module], float] | None:
+    """What a model is scored with: a function with a name, larger is better; None without validation data.
 
     Args:
         text: None or "accuracy", "loss" for minus the mean loss, or `package.module:metric`, a function of the model.
@@ -132,7 +130,7 @@ def find_metric(
     """
     if text is not None and ":" in text:
         found = find_object(text, _Named("metric", {}))
-        return text.rpartition(":")[2], lambda model: float(found(model))
+        return _named(text.rpartition(":")[2], lambda model: float(found(model)))
     if text not in (None, "accuracy", "loss"):
         raise InvalidValueError(f"--metric must be accuracy, loss or package.module:metric, got {text!r}")
     batches = data.validation
@@ -141,8 +139,13 @@ def find_metric(
             raise InvalidValueError(f"--metric {text} needs validation data; let the loader return (training, validation)")
         return None
     if text == "accuracy" or (text is None and getattr(loss, "__name__", "") == "cross_entropy"):
-        return "accuracy", lambda model: accuracy(model, batches)
-    return "minus loss", lambda model: -_mean_loss(model, batches, loss)
+        return _named("accuracy", lambda model: accuracy(model, batches))
+    return _named("minus loss", lambda model: -_mean_loss(model, batches, loss))
+
+
+def _named(name: str, function: Callable[[nn.Module], float]) -> Callable[[nn.Module], float]:
+    function.__name__ = name
+    return function
 
 
 def accuracy(model: nn.Module, batches: Iterable[Any]) -> float:

@@ -26,7 +26,6 @@ from typer.core import TyperGroup
 
 from sparsekit.cli.model_options import CheckpointOption, DeviceOption, ExampleShapeOption, ModelArgument
 from sparsekit.cli.model_source import example_inputs, load_checkpoint, load_model, models, pick_device
-from sparsekit.deprecations import RemovedIn0_3Warning
 from sparsekit.errors import InvalidValueError, SparsekitError, nearest
 from sparsekit.registry import load_object
 from sparsekit.version import __version__
@@ -283,7 +282,6 @@ def _prepare_process() -> None:
     # A model or data set of the user is looked for where she stands too; last, so that nothing installed is hidden.
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
-    warnings.simplefilter("default", RemovedIn0_3Warning)
     warnings.showwarning = lambda message, *_, **__: typer.echo(f"warning: {message}", err=True)
     for package in ("sparsekit", "sparsekit_fl"):
         logger = logging.getLogger(package)
@@ -299,7 +297,7 @@ def execute(arguments: Sequence[str] | None = None) -> int:
         arguments: Without the program's name; None takes those of the process.
 
     Returns:
-        The exit code: 0, 2 for bad input or a failed run, 130 after Ctrl-C.
+        The exit code: 0, 2 for bad input, 130 after Ctrl-C, or what the command chose.
     """
     command = typer.main.get_command(app)
     try:

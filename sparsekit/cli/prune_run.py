@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,17 +31,17 @@ class PruneOptions:
     """The options of `sparsekit prune`, as the command documents them."""
 
     model: str
-    budget: tuple[str, ...]
+    budget: Sequence[str] = ()
     checkpoint: Path | None = None
-    example_shape: tuple[str, ...] = ()
+    example_shape: Sequence[str] = ()
     device: str = "cpu"
     norm: str = "fixed"
     criterion: str | None = None
     allocation: str = "by_cost"
     table: Path | None = None
-    keep: tuple[str, ...] = ()
-    limit: tuple[str, ...] = ()
-    multiple_of: tuple[str, ...] = ()
+    keep: Sequence[str] = ()
+    limit: Sequence[str] = ()
+    multiple_of: Sequence[str] = ()
     schedule: str = "one_shot"
     steps: int = 1
     data: str | None = None
@@ -60,6 +60,12 @@ class PruneOptions:
     onnx: bool = False
     resume: bool = False
 
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> PruneOptions:
+        """The options among the arguments of a command; None stands for the default."""
+        names = {item.name for item in fields(cls)}
+        return cls(**{name: value for name, value in given.items() if name in names and value is not None})
+
     def to_json(self) -> dict[str, Any]:
         """The options that say what comes out, as JSON data."""
         found = json.loads(json.dumps(asdict(self), default=str))
@@ -68,7 +74,7 @@ class PruneOptions:
         return dict(found)
 
 
-def read_limits_option(texts: tuple[str, ...]) -> dict[Any, tuple[float, float]]:
+def read_limits_option(texts: Sequence[str]) -> dict[Any, tuple[float, float]]:
     """Read `layer1=0.5:1` and the like.
 
     Raises:
@@ -89,7 +95,7 @@ def read_limits_option(texts: tuple[str, ...]) -> dict[Any, tuple[float, float]]
     return found
 
 
-def read_multiples(texts: tuple[str, ...]) -> int | dict[str, int]:
+def read_multiples(texts: Sequence[str]) -> int | dict[str, int]:
     """Read `8`, or `channel=8` and `head=2`.
 
     Raises:
@@ -147,39 +153,46 @@ class Job:
                 device=torch.device(self.device),
             )
         self.metric = find_metric(options.metric, self.data, self.loss)
-        self.measured: dict[str, Any] = {}
+        self.epochs: dict[str, int] = {}
 
     def decide(self, *, cut: bool = True) -> Pruned:
-        """Prune, with fine-tuning between the steps of a schedule."""
+        """Prune, with repair and fine-tuning after every step."""
         import numpy as np
 
         from sparsekit.allocation.schedule import Schedule
         from sparsekit.measure.budget import Budget
         from sparsekit.pruning.prune import prune
         from sparsekit.rng import torch_generator
+        from sparsekit.tracing.inputs import ModelInputs
 
         options = self.options
-        schedule = Schedule(options.schedule, options.steps)
-        many = schedule.steps > 1
-        limits, multiples = read_limits_option(options.limit), read_multiples(options.multiple_of)
         budget: Budget | None = Budget.parse(options.budget)
         plan: Any = options.allocation
         if plan == "sensitivity":
             plan, budget = self._sensitivity(budget), None
+        with_data = options.data is not None
+        compensate = with_data and options.compensate is not False
         return prune(
             self.model,
-            self.kwargs if self.kwargs and not self.args else self.args,
+            ModelInputs(self.args, self.kwargs),
             budget=budget,
+            batches=self.data.train if with_data else None,
+            loss=self.loss if with_data else None,
+            repair="recalibrate"
+            if not compensate and options.recalibrate
+            else compensate and (options.recalibrate or "compensate"),
+            metric=self.metric,
             criterion=self.criterion(),
             allocation=plan,
             keep=options.keep,
-            limits=limits,
-            multiple_of=multiples,
-            schedule=schedule,
-            finetune=self._between if many and cut else None,
+            limits=read_limits_option(options.limit),
+            multiple_of=read_multiples(options.multiple_of),
+            schedule=Schedule(options.schedule, options.steps),
+            finetune=self._train if options.epochs and cut else None,
             norm=options.norm,  # type: ignore[arg-type]  # a wrong name is refused there
             generator=torch_generator(np.random.default_rng(options.seed)),
             cut=cut,
+            progress=self.progress,
         )
 
     def _sensitivity(self, budget: Any) -> Any:
@@ -201,67 +214,34 @@ class Job:
     def criterion(self) -> Any:
         """The criterion, with the data if it reads any."""
         from sparsekit.criteria import registry
-        from sparsekit.pruning.examples import reads_data
+        from sparsekit.pruning.examples import reads_data, with_data
 
         named = self.options.criterion or ("magnitude" if self.options.data is None else "fisher")
-        if reads_data(found := find_object(named, registry)):
-            if self.options.data is None:
+        found = find_object(named, registry)
+        if self.options.data is None:
+            if reads_data(found):
                 raise InvalidValueError(f"criterion {named!r} needs data; pass --data")
-            names = {item.name for item in fields(found)}
-            given = {"loss": self.loss, "limit": self.options.scoring_batches, "progress": self.progress}
-            return found(self.data.train, **{name: value for name, value in given.items() if name in names})
-        return named
-
-    def _between(self, small: nn.Module, step: int) -> nn.Module:
-        self._repair(small)
-        self._train(small, step)
-        return small
-
-    def _repair(self, small: nn.Module) -> None:
-        from sparsekit.finetuning import recalibrate
-
-        if self.options.recalibrate and self.options.data is not None:
-            recalibrate(small, self.data.train, limit=50, progress=self.progress)
-
-    def _score(self, name: str, model: nn.Module) -> None:
-        if self.metric is not None:
-            what, function = self.metric
-            self.measured[f"{what} {name}"] = function(model)
+            return found
+        return with_data(found, self.data.train, self.loss, limit=self.options.scoring_batches, progress=self.progress)
 
     def finish(self, pruned: Pruned) -> Pruned:
-        """Repair, train on and measure the small model; the report says what came of it."""
-        from sparsekit.finetuning import compensate
+        """Measure the small model beside the dense one; the report says what came of it."""
         from sparsekit.measure.latency import measure_latency
 
-        small, options = pruned.model, self.options
-        self._score("of the dense model", self.model)
-        if options.steps == 1:
-            self._score("after the cut", small)
-            if options.data is not None and options.compensate is not False:
-                compensate(self.model, small, pruned.graph, pruned.mask, self.data.train, limit=20, progress=self.progress)
-                self._score("after compensation", small)
-            if options.recalibrate and options.data is not None:
-                self._repair(small)
-                self._score("after recalibration", small)
-            self._train(small, 1)
-        if options.epochs:
-            self._score("after fine-tuning", small)
-        for when, model in (("before", self.model), ("after", small)):
+        measured = {**pruned.report.measured, **self.epochs}
+        for when, model in (("before", self.model), ("after", pruned.model)):
             training = model.training
-            milliseconds = measure_latency(model.eval(), self.args, self.kwargs)
+            measured.setdefault(f"latency_ms {when}", measure_latency(model.eval(), self.args, self.kwargs))
             model.train(training)
-            self.measured.setdefault(f"latency_ms {when}", milliseconds)
-        report = replace(pruned.report, measured={**self.measured, **pruned.report.measured})
-        return replace(pruned, report=report)
+        return replace(pruned, report=replace(pruned.report, measured=measured))
 
     def _train(self, small: nn.Module, step: int) -> None:
+        """Train on after a step."""
         import torch
 
         from sparsekit.finetuning import Distillation, finetune
 
         options = self.options
-        if not options.epochs:
-            return
         folder = options.out
         done = finetune(
             small.train(),
@@ -270,7 +250,7 @@ class Job:
             epochs=options.epochs,
             optimizer=lambda entries: torch.optim.SGD(entries, lr=options.lr, momentum=0.9, nesterov=True, weight_decay=5e-4),
             scheduler=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, options.epochs),
-            validation=None if self.metric is None else self.metric[1],
+            validation=self.metric,
             distillation=Distillation(self.model, share=options.distill) if options.distill else None,
             checkpoint=None if folder is None else folder / f"finetuning-{step}.checkpoint",
             resume=options.resume,
@@ -278,7 +258,7 @@ class Job:
             progress=self.progress,
             on_epoch=lambda record: _logger.info("epoch %d: loss %.4f%s", record.epoch, record.loss, _told(record.score)),
         )
-        self.measured[f"best epoch of fine-tuning{f' after step {step}' if options.steps > 1 else ''}"] = done.best_epoch
+        self.epochs[f"best epoch of fine-tuning{f' after step {step}' if options.steps > 1 else ''}"] = done.best_epoch
         small.eval()
 
     def write(self, pruned: Pruned) -> dict[str, str]:

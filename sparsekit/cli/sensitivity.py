@@ -15,7 +15,22 @@ from rich.markup import escape
 from rich.table import Table
 from typer.core import TyperCommand
 
-from sparsekit.cli.model_options import CheckpointOption, DeviceOption, ExampleShapeOption, ModelArgument
+from sparsekit.cli.model_options import (
+    BatchSizeOption,
+    CheckpointOption,
+    DataDirOption,
+    DataOption,
+    DeviceOption,
+    ExampleShapeOption,
+    JsonOption,
+    LossOption,
+    MetricOption,
+    ModelArgument,
+    NormOption,
+    QuietOption,
+    ScoringBatchesOption,
+    SeedOption,
+)
 from sparsekit.cli.prune_run import Job, PruneOptions
 from sparsekit.errors import InvalidValueError
 
@@ -38,33 +53,30 @@ def _sensitivity(
     checkpoint: CheckpointOption = None,
     example_shape: ExampleShapeOption = None,
     device: DeviceOption = "cpu",
-    norm: Annotated[str, typer.Option(metavar="[fixed|kept]", help="'kept' also narrows units under layer norms.")] = "fixed",
+    norm: NormOption = "fixed",
     criterion: Annotated[str, typer.Option(help="Which units of a group go first.")] = "magnitude",
     share: Annotated[
         list[float] | None, typer.Option(help="Share of the units that stays. Default: 0.75, 0.5 and 0.25.")
     ] = None,
-    data: Annotated[
-        str | None,
-        typer.Option(help="A data set by name, or package.module:loader. Without it: by how much the outputs change."),
-    ] = None,
-    data_dir: Annotated[Path | None, typer.Option(help="Folder of the data sets; without it they are fetched once.")] = None,
-    batch_size: Annotated[int, typer.Option(help="Examples in a batch of a data set by name.")] = 64,
-    loss: Annotated[str, typer.Option(help="cross_entropy, mse_loss, …, package.module:loss, or outputs.")] = "cross_entropy",
-    metric: Annotated[
-        str | None, typer.Option(help="accuracy, loss, or package.module:metric of a model; larger is better.")
-    ] = None,
-    scoring_batches: Annotated[int, typer.Option(help="Batches that a criterion scores on.")] = 10,
-    seed: Annotated[int, typer.Option(help="Of everything that is drawn.")] = 0,
+    data: DataOption = None,
+    data_dir: DataDirOption = None,
+    batch_size: BatchSizeOption = 64,
+    loss: LossOption = "cross_entropy",
+    metric: MetricOption = None,
+    scoring_batches: ScoringBatchesOption = 10,
+    seed: SeedOption = 0,
     out: Annotated[Path | None, typer.Option(help="File for the table, written after each group.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the table in --out.")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress on stderr.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout and nothing else.")] = False,
+    quiet: QuietOption = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Narrow each group alone and measure by how much the model gets worse: which layers a budget should spare.
 
     Degradation is the loss in score on validation data. Without data it is the relative change of the outputs on the example
     inputs.
     """
+    options = PruneOptions.of(locals())
+
     import numpy as np
 
     from sparsekit.criteria.base import View, score_units
@@ -80,11 +92,6 @@ def _sensitivity(
     if out is not None and (out.is_dir() or not out.absolute().parent.is_dir()):
         raise InvalidValueError(f"--out must be a file in a folder that exists, got {out}")
     shares = tuple(share or SHARES)
-    options = PruneOptions(
-        model=model, budget=(), checkpoint=checkpoint, example_shape=tuple(example_shape or ()), device=device, norm=norm,
-        criterion=criterion, data=data, data_dir=data_dir, batch_size=batch_size, loss=loss, metric=metric,
-        scoring_batches=scoring_batches, seed=seed,
-    )  # fmt: skip
     job = Job(options, progress=not quiet and not as_json and sys.stderr.isatty())
     settings = {**options.to_json(), "shares": list(shares)}
     known = _known(out, settings) if resume and out is not None and out.exists() else {}
@@ -93,7 +100,8 @@ def _sensitivity(
         graph = trace_units(job.model, *job.args, norm=norm, example_kwargs=job.kwargs)  # type: ignore[arg-type]
     view = View(weights=job.model.state_dict(), model=job.model, generator=torch_generator(np.random.default_rng(seed)))
     scores = score_units(as_criterion(job.criterion()), graph, view)
-    what, evaluate = job.metric or ("change of the outputs", output_error(job.model, job.args, job.kwargs))
+    what = "change of the outputs" if job.metric is None else job.metric.__name__
+    evaluate = job.metric or output_error(job.model, job.args, job.kwargs)
     found: dict[str, Sequence[tuple[float, float]]] = dict(known)
 
     def keep(name: str, pairs: Sequence[tuple[float, float]]) -> None:

@@ -9,6 +9,6 @@ __all__ = ["SUMMARIES"]
 SUMMARIES: Mapping[str, str] = {
     "prune": "Cut a model down to a budget, which is never exceeded, and say what came of it.",
     "sensitivity": "Narrow each group alone and measure by how much the model gets worse: which layers a budget should spare.",
-    "tune": "Tune numbers in any command line: a bandit chooses them, and a regular expression reads the score.",
+    "tune": "Tune numbers and choices in any command line: a bandit chooses them, and a regular expression reads the score.",
 }
 """Command → the first line of its help, which a test compares."""

@@ -8,6 +8,7 @@ from sparsekit.criteria.geometric_median import GeometricMedian
 from sparsekit.criteria.lamp import Lamp
 from sparsekit.criteria.learned import Learned
 from sparsekit.criteria.magnitude import Magnitude
+from sparsekit.criteria.magnitudes import unit_magnitudes
 from sparsekit.criteria.normalised import Normalised
 from sparsekit.criteria.ordered import Ordered
 from sparsekit.criteria.random import Random
@@ -32,6 +33,7 @@ __all__ = [
     "View",
     "is_comparable",
     "registry",
+    "unit_magnitudes",
 ]
 
 registry = Registry(
@@ -51,5 +53,4 @@ registry = Registry(
         "torch_pruning": "sparsekit.criteria.torch_pruning:TorchPruning",
     },
     group="sparsekit.criteria",
-    renamed={"importance": "learned"},
 )

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar
 
-import torch
 from torch import Tensor, nn
 
-from sparsekit.criteria.base import Need, View
-from sparsekit.criteria.batches import DataDriven, check_finite, scoring, split_batch
+from sparsekit.criteria.base import View
+from sparsekit.criteria.batches import DataDriven, check_finite, split_batch
 from sparsekit.criteria.gate_gradients import InputViews, unit_readers
 from sparsekit.criteria.magnitudes import Order
 from sparsekit.errors import InvalidValueError
@@ -37,38 +35,20 @@ class Activation(DataDriven):
 
     order: Order = field(default=1, kw_only=True)
 
-    learned: ClassVar[bool] = False
-    comparable: ClassVar[bool] = False
-    needs: ClassVar[frozenset[Need]] = frozenset({"activations", "data"})
-
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.order not in (1, 2):
             raise InvalidValueError(f"order must be 1 or 2, got {self.order!r}")
 
     def scores(self, graph: UnitGraph, view: View) -> Mapping[str, Tensor]:
-        """Run the batches forward and weigh.
-
-        Args:
-            graph: The units.
-            view: Needs `model`, the dense model.
-
-        Returns:
-            Group name → float64 (units,), at least 0.
-
-        Raises:
-            MissingImportanceError: no model or no batches.
-            DataError: an empty loader, or a batch on another device than the model.
-            InvalidValueError: a group is read by no linear layer or convolution, or a score is not finite.
-        """
-        model = self._model(view)
-        graph.check_state(model.state_dict(), what=f"the {type(model).__name__}")
+        """Run the batches forward and weigh: float64, at least 0."""
+        model = self._model(view, graph)
         squares: dict[nn.Module, Tensor] = {}
         counts: dict[nn.Module, int] = {}
-        with scoring(model), torch.no_grad():
+        with self._passes(model) as passes:
             readers = unit_readers(model, graph)
             axes = {layer: axis for found in readers.values() for layer, _, axis in found or ()}
-            for batch, meter in self._read(model):
+            for batch, meter in passes:
                 args, kwargs, _ = split_batch(batch, keep_target=False)
                 with meter, InputViews(set(axes), differentiable=False) as views:
                     model(*args, **kwargs)

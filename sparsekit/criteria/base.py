@@ -4,20 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
-from sparsekit.errors import InvalidValueError
+from sparsekit.errors import InvalidValueError, MissingImportanceError
 from sparsekit.graph.graph import UnitGraph
-from sparsekit.graph.mask import UnitMask
 from sparsekit.graph.state import StateDict
 
-__all__ = ["Criterion", "Need", "View", "check_scores", "is_comparable", "score_units"]
-
-Need = Literal["weights", "gradients", "activations", "data"]
-"""What a criterion reads; all but the weights it brings along itself."""
+__all__ = ["Criterion", "View", "check_scores", "is_comparable", "is_learned", "score_units"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,31 +23,35 @@ class View:
     Args:
         weights: The dense state.
         importance: Group name → float (units,), larger stays.
-        previous: The mask before this choice.
         generator: The source of randomness of criteria that draw.
         model: The dense model, for criteria that run it on data. Its modes, flags and gradients are as before afterwards.
     """
 
     weights: StateDict | None = None
     importance: Mapping[str, Tensor] | None = None
-    previous: UnitMask | None = None
     generator: torch.Generator | None = None
     model: nn.Module | None = None
+
+    def weights_for(self, criterion: object) -> StateDict:
+        """The weights.
+
+        Raises:
+            MissingImportanceError: there are none.
+        """
+        if self.weights is None:
+            name = type(criterion).__name__
+            raise MissingImportanceError(f"{name} needs the weights; pass View(weights=model.state_dict())")
+        return self.weights
 
 
 @runtime_checkable
 class Criterion(Protocol):
-    """What a unit is worth. An allocation says how many units stay; `choose` keeps those of the largest scores."""
+    """What a unit is worth. An allocation says how many units stay; `choose` keeps those of the largest scores.
 
-    @property
-    def learned(self) -> bool:
-        """Whether the scores follow `View.importance`; a learnable mask then asks for them after every step."""
-        ...
-
-    @property
-    def needs(self) -> frozenset[Need]:
-        """What the scores are computed from. Without "weights" a view may lack them, which saves a copy."""
-        ...
+    Two attributes are optional, and False where they are absent. `comparable`: scores of units of different groups mean the
+    same, so that one ranking of all units makes sense; `Normalised` makes any criterion comparable. `learned`: the scores
+    follow `View.importance`, so that a learnable mask asks for them after every step.
+    """
 
     def scores(self, graph: UnitGraph, view: View) -> Mapping[str, Tensor]:
         """Score every unit.
@@ -62,16 +62,22 @@ class Criterion(Protocol):
 
         Returns:
             Group name → float (units,), for every group; larger stays, NaN is not allowed. Any device, any float dtype.
+
+        Raises:
+            MissingImportanceError: the view lacks what the criterion needs, or a criterion that reads data has none.
+            InvalidValueError: scores that are not finite, or groups that the criterion cannot score.
         """
         ...
 
 
 def is_comparable(criterion: object) -> bool:
-    """Whether the scores of units of different groups mean the same, so that one ranking of all units makes sense.
-
-    A criterion says so with an attribute `comparable`; without one it is not. `Normalised` makes any criterion comparable.
-    """
+    """Whether the scores of units of different groups mean the same, so that one ranking of all units makes sense."""
     return bool(getattr(criterion, "comparable", False))
+
+
+def is_learned(criterion: object) -> bool:
+    """Whether the scores follow the importance that is learned."""
+    return bool(getattr(criterion, "learned", False))
 
 
 def check_scores(graph: UnitGraph, scores: Mapping[str, Tensor], source: str) -> None:

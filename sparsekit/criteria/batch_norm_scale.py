@@ -9,16 +9,16 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from sparsekit.criteria.base import Criterion, Need, View, score_units
+from sparsekit.criteria.base import Criterion, View, score_units
 from sparsekit.errors import MissingImportanceError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.groups import UnitGroup, UnitSlice
 from sparsekit.graph.index import wide
 
-__all__ = ["BatchNormScale", "norm_scales"]
+__all__ = ["BatchNormScale"]
 
 
-def norm_scales(group: UnitGroup, graph: UnitGraph) -> list[UnitSlice]:
+def _norm_scales(group: UnitGroup, graph: UnitGraph) -> list[UnitSlice]:
     """The scales of batch norms that act on the units of a group: vectors `weight` beside a `running_var`."""
     return [
         piece
@@ -36,37 +36,18 @@ class BatchNormScale:
     Args:
         otherwise: Scores groups without a batch norm, such as the hidden layers of a classifier; None raises for them.
             Its scores should be on the scale of the others', as those of `Normalised(Magnitude())` are.
+
+    Source: Liu et al., Learning Efficient Convolutional Networks through Network Slimming, ICCV 2017.
     """
 
     otherwise: Criterion | None = None
 
-    learned: ClassVar[bool] = False
     comparable: ClassVar[bool] = True
 
-    @property
-    def needs(self) -> frozenset[Need]:
-        """The weights, and what `otherwise` needs."""
-        own: frozenset[Need] = frozenset({"weights"})
-        return own if self.otherwise is None else own | self.otherwise.needs
-
     def scores(self, graph: UnitGraph, view: View) -> Mapping[str, Tensor]:
-        """Read the scales.
-
-        Args:
-            graph: The groups.
-            view: Needs `weights`, the dense state.
-
-        Returns:
-            Group name → float (units,), at least 0 where a batch norm gives it.
-
-        Raises:
-            MissingImportanceError: `view.weights` is None, or a group has no batch norm and `otherwise` is None.
-
-        Source: Liu et al., Learning Efficient Convolutional Networks through Network Slimming, ICCV 2017.
-        """
-        if view.weights is None:
-            raise MissingImportanceError("BatchNormScale needs the weights; pass View(weights=model.state_dict())")
-        scales = {name: norm_scales(group, graph) for name, group in graph.groups.items()}
+        """Read the scales."""
+        weights = view.weights_for(self)
+        scales = {name: _norm_scales(group, graph) for name, group in graph.groups.items()}
         without = [name for name, found in scales.items() if not found]
         other: Mapping[str, Tensor] = {}
         if without:
@@ -81,7 +62,7 @@ class BatchNormScale:
         for name, pieces in scales.items():
             parts = []
             for piece in pieces:
-                scale = wide(view.weights[piece.name].detach()).abs()
+                scale = wide(weights[piece.name].detach()).abs()
                 parts.append(scale[piece.index.to(scale.device)].mean(1))
             found[name] = torch.stack(parts).mean(0) if parts else other[name]
         return found

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 from sparsekit._torch import tree_leaves, without_fast_path
 from sparsekit.criteria.base import View
-from sparsekit.criteria.work import FlopCounter, Work
 from sparsekit.errors import DataError, InvalidValueError, MissingImportanceError
+from sparsekit.graph.graph import UnitGraph
 from sparsekit.layers.narrow_attention import NarrowMultiheadAttention
+from sparsekit.measure.flops import watch_products
 from sparsekit.progress import track
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "Batch",
     "DataDriven",
     "Loss",
+    "Work",
     "call_model",
     "check_finite",
     "example_count",
@@ -222,6 +224,23 @@ def scoring(model: nn.Module, gradients: Iterable[nn.Parameter] = ()) -> Iterato
                 parameter.requires_grad_(flag)
 
 
+@dataclass
+class Work:
+    """What a data-driven criterion has spent on its last scores.
+
+    Args:
+        batches: Batches read.
+        examples: Examples read.
+        flops: FLOPs of all passes, forward and backward; one multiply-add is 2.
+        seconds: Wall-clock time.
+    """
+
+    batches: int = 0
+    examples: int = 0
+    flops: int = 0
+    seconds: float = 0.0
+
+
 @dataclass(frozen=True)
 class DataDriven:
     """The base of criteria that run the model on data.
@@ -246,12 +265,21 @@ class DataDriven:
         if self.limit is not None and self.limit < 1:
             raise InvalidValueError(f"limit must be at least 1 batch, got {self.limit}; None uses all batches")
 
-    def _model(self, view: View) -> nn.Module:
+    def _model(self, view: View, graph: UnitGraph) -> nn.Module:
         if view.model is None:
             raise MissingImportanceError(
                 f"{type(self).__name__} runs the model on data; pass View(model=model), the model that the graph is of"
             )
+        graph.check_state(view.model.state_dict(), what=f"the {type(view.model).__name__}")
         return view.model
+
+    @contextmanager
+    def _passes(
+        self, model: nn.Module, gradients: Iterable[nn.Parameter] | None = None
+    ) -> Iterator[Iterator[tuple[Batch, AbstractContextManager[Any]]]]:
+        """Prepare the model, with gradients for some parameters or, for None, without any; gives the batches."""
+        with scoring(model, gradients or ()), torch.inference_mode(mode=False), torch.set_grad_enabled(gradients is not None):
+            yield self._read(model)
 
     def _read(self, model: nn.Module) -> Iterator[tuple[Batch, AbstractContextManager[Any]]]:
         """Yield the batches, each with the context in which its passes run, which counts them and their FLOPs.
@@ -263,13 +291,20 @@ class DataDriven:
         name = type(self).__name__
         if self.batches is None:
             raise MissingImportanceError(f"{name} needs data; pass {name}(batches, loss), where a loader or a list will do")
-        self.work.clear()
-        begun = time.perf_counter()
-        shapes: dict[tuple[Any, ...], int] = {}
+        work, begun = self.work, time.perf_counter()
+        work.batches = work.examples = work.flops = 0
+        flops: dict[tuple[Any, ...], int] = {}
         for batch in read_batches(self.batches, model, f"{name} scores", limit=self.limit, progress=self.progress):
             key = tuple(tuple(leaf.shape) for leaf in _tensors(batch))
-            counter = None if key in shapes else FlopCounter(model)  # batches of one shape cost the same
-            yield batch, counter or nullcontext()
-            shapes[key] = shapes[key] if counter is None else counter.flops
-            self.work.add(batches=1, examples=example_count(batch), flops=shapes[key])
-        self.work.seconds = time.perf_counter() - begun
+            yield batch, nullcontext() if key in flops else _counting(model, flops, key)  # batches of one shape cost the same
+            work.batches += 1
+            work.examples += example_count(batch)
+            work.flops += flops[key]
+        work.seconds = time.perf_counter() - begun
+
+
+@contextmanager
+def _counting(model: nn.Module, flops: dict[tuple[Any, ...], int], key: tuple[Any, ...]) -> Iterator[None]:
+    with watch_products(model) as recorder:
+        yield
+    flops[key] = recorder.flops

@@ -10,18 +10,16 @@ from sparsekit.errors import InvalidValueError
 __all__ = ["as_criterion"]
 
 
-def as_criterion(criterion: Criterion | str | None) -> Criterion:
-    """Return the criterion of a name, a criterion as it is, and the magnitude of the weights for None.
+def as_criterion(criterion: Criterion | type | str | None) -> Criterion:
+    """Return the criterion of a name or a class, a criterion as it is, and the magnitude of the weights for None.
 
     Raises:
-        InvalidValueError: the criterion needs more than its name.
+        InvalidValueError: the criterion needs more than its name, or an object is none.
         UnknownNameError: no such criterion.
     """
     if criterion is None:
         return Magnitude()
-    if not isinstance(criterion, str):
-        return criterion
-    found = registry.find(criterion)
+    found = registry.find(criterion) if isinstance(criterion, str) else criterion
     try:
         made: Criterion = found() if isinstance(found, type) else found
     except TypeError as error:

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from sparsekit.criteria.base import Need, View
+from sparsekit.criteria.base import View
 from sparsekit.criteria.batches import DataDriven, check_finite
 from sparsekit.criteria.gate_gradients import Reduction, gate_moments
 from sparsekit.graph.graph import UnitGraph
@@ -31,24 +31,9 @@ class Fisher(DataDriven):
 
     reduction: Reduction = field(default="mean", kw_only=True)
 
-    learned: ClassVar[bool] = False
     comparable: ClassVar[bool] = True
-    needs: ClassVar[frozenset[Need]] = frozenset({"gradients", "data"})
 
     def scores(self, graph: UnitGraph, view: View) -> Mapping[str, Tensor]:
-        """Average the squares over the examples of all batches.
-
-        Args:
-            graph: The units.
-            view: Needs `model`, the dense model.
-
-        Returns:
-            Group name → float64 (units,), at least 0, in units of the loss.
-
-        Raises:
-            MissingImportanceError: no model or no batches.
-            DataError: an empty loader, or a batch on another device than the model.
-            InvalidValueError: a score is not finite, or the loss does not depend on a group.
-        """
-        moments = gate_moments(self, self._model(view), graph, reduction=self.reduction)
+        """Average the squares over the examples of all batches: float64, at least 0, in units of the loss."""
+        moments = gate_moments(self, self._model(view, graph), graph, reduction=self.reduction)
         return {name: check_finite(name, 0.5 * each.square, "Fisher") for name, each in moments.items()}

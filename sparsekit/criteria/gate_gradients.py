@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from sparsekit._torch import ConvNd
-from sparsekit.criteria.batches import DataDriven, call_model, example_count, scoring
+from sparsekit.criteria.batches import DataDriven, call_model, example_count
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.groups import UnitSlice
 from sparsekit.graph.index import wide
 
-__all__ = ["GateMoments", "InputViews", "Moments", "Reduction", "gate_moments", "unit_readers"]
+__all__ = ["InputViews", "Moments", "Reduction", "gate_moments", "unit_readers"]
 
 Reduction = Literal["mean", "sum"]
 
@@ -37,9 +37,6 @@ class Moments:
 
     mean: Tensor
     square: Tensor
-
-
-GateMoments = Mapping[str, Moments]
 
 
 def _channel_axis(module: nn.Module, piece: UnitSlice) -> int | None:
@@ -186,7 +183,6 @@ def gate_moments(
     """
     if reduction not in ("mean", "sum"):
         raise InvalidValueError(f"reduction must be 'mean' or 'sum', got {reduction!r}")
-    graph.check_state(model.state_dict(), what=f"the {type(model).__name__}")
     readers = unit_readers(model, graph)
     entries = dict(model.named_parameters(remove_duplicate=False))
     gated = {
@@ -196,8 +192,8 @@ def gate_moments(
     sums = {name: _Sums() for name in graph.groups}
     weights = {id(entry): entry for pairs in gated.values() for entry, _ in pairs if entry.is_floating_point()}
     examples_seen = 0
-    with scoring(model, weights.values()), torch.inference_mode(mode=False), torch.enable_grad():
-        for batch, meter in criterion._read(model):
+    with criterion._passes(model, weights.values()) as passes:
+        for batch, meter in passes:
             with meter, InputViews(layers, differentiable=True) as views:
                 value = call_model(model, batch, criterion.loss)
                 examples = example_count(batch)

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from sparsekit.criteria.base import Need, View
+from sparsekit.criteria.base import View
 from sparsekit.errors import MissingImportanceError
 from sparsekit.graph.graph import UnitGraph
 
@@ -17,26 +17,15 @@ __all__ = ["Learned"]
 
 @dataclass(frozen=True)
 class Learned:
-    """The rule of FedLPS: keep the units at or above the (1 − ratio)-quantile of their group's importance."""
+    """The rule of FedLPS: keep the units at or above the (1 − ratio)-quantile of their group's importance.
+
+    Source: Xue et al., ICDE 2025 (arXiv 2412.07216), importance-derived sparse pattern.
+    """
 
     learned: ClassVar[bool] = True
-    needs: ClassVar[frozenset[Need]] = frozenset()
 
     def scores(self, graph: UnitGraph, view: View) -> Mapping[str, Tensor]:
-        """Return the importance itself.
-
-        Args:
-            graph: The groups.
-            view: Needs `importance` of every group, float (units,).
-
-        Returns:
-            Group name → float (units,); views, not copies.
-
-        Raises:
-            MissingImportanceError: `view.importance` is None or lacks a group.
-
-        Source: Xue et al., ICDE 2025 (arXiv 2412.07216), importance-derived sparse pattern.
-        """
+        """Return the importance itself: views, not copies."""
         importance = {} if view.importance is None else view.importance
         for name in graph.groups:
             if name not in importance:

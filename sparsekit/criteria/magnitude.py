@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 from torch import Tensor
 
-from sparsekit.criteria.base import Need, View
+from sparsekit.criteria.base import View
 from sparsekit.criteria.magnitudes import Order, all_slices, own_slices, unit_sums
-from sparsekit.errors import InvalidValueError, MissingImportanceError
+from sparsekit.errors import InvalidValueError
 from sparsekit.graph.graph import UnitGraph
 
 __all__ = ["Magnitude"]
@@ -28,39 +27,19 @@ class Magnitude:
 
     Raises:
         InvalidValueError: another order.
+
+    Source: Li et al., Pruning Filters for Efficient ConvNets, ICLR 2017.
     """
 
     order: Order = field(default=1, kw_only=True)
     coupled: bool = field(default=False, kw_only=True)
-
-    learned: ClassVar[bool] = False
-    comparable: ClassVar[bool] = False
-    needs: ClassVar[frozenset[Need]] = frozenset({"weights"})
 
     def __post_init__(self) -> None:
         if self.order not in (1, 2):
             raise InvalidValueError(f"order must be 1 (absolute values) or 2 (squares), got {self.order!r}")
 
     def scores(self, graph: UnitGraph, view: View) -> Mapping[str, Tensor]:
-        """Sum up each unit's weights.
-
-        Args:
-            graph: The groups.
-            view: Needs `weights`, the dense state.
-
-        Returns:
-            Group name → float (units,) in the dtype of the weights.
-
-        Raises:
-            MissingImportanceError: `view.weights` is None.
-
-        Source: Li et al., Pruning Filters for Efficient ConvNets, ICLR 2017.
-        """
-        if view.weights is None:
-            raise MissingImportanceError("Magnitude needs the weights; pass View(weights=model.state_dict())")
-        chosen = all_slices if self.coupled else own_slices
-        sums = {
-            name: unit_sums(group, view.weights, chosen(group, view.weights), order=self.order)
-            for name, group in graph.groups.items()
-        }
+        """Sum up each unit's weights, in their dtype."""
+        weights, chosen = view.weights_for(self), all_slices if self.coupled else own_slices
+        sums = {n: unit_sums(group, weights, chosen(group, weights), order=self.order) for n, group in graph.groups.items()}
         return sums if self.order == 1 else {name: values.sqrt() for name, values in sums.items()}

@@ -9,14 +9,28 @@ from typing import ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
-from sparsekit.criteria.base import Criterion, Need, View, score_units
+from sparsekit.criteria.base import Criterion, View, is_learned, score_units
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.index import wide
 
-__all__ = ["Normalised"]
+__all__ = ["Normalised", "share_of_remaining"]
 
-By = Literal["mean", "sum", "max", "standard", "rank"]
+By = Literal["mean", "sum", "max", "standard", "rank", "share_of_remaining"]
+
+
+def share_of_remaining(scores: Tensor) -> Tensor:
+    """s² / Σ s² over the units that are left of the group when the unit goes, the worst first; float64 (units,).
+
+    Scores of 3, 1 and 2 give 1, 1/14 and 4/13. Of equal units the higher index goes first; where scores are negative the
+    least of them counts as 0, and where all are 0 the units are equal.
+    """
+    values = scores.detach().double()
+    order = torch.sort(values, descending=True, stable=True).indices
+    ranked = values[order]
+    ranked = ranked - ranked[-1].clamp_max(0.0)
+    ranked = ranked / ranked[0] if ranked[0] > 0 else torch.ones_like(ranked)
+    return torch.empty_like(values).index_copy_(0, order, ranked.square() / ranked.square().cumsum(0))
 
 
 @dataclass(frozen=True)
@@ -29,7 +43,8 @@ class Normalised:
     Args:
         criterion: What a unit is worth.
         by: "mean", "sum" or "max" of the absolute scores of the group; "standard": minus the mean, divided by the standard
-            deviation; "rank": place in the group, from 1/units for the least to 1.
+            deviation; "rank": place in the group, from 1/units for the least to 1, of two equal scores the lower index
+            ranks higher; "share_of_remaining": the square's share in those of all units at least as large, as in `Lamp`.
 
     Raises:
         InvalidValueError: another `by`.
@@ -49,27 +64,15 @@ class Normalised:
     @property
     def learned(self) -> bool:
         """As the criterion's."""
-        return self.criterion.learned
-
-    @property
-    def needs(self) -> frozenset[Need]:
-        """As the criterion's."""
-        return self.criterion.needs
+        return is_learned(self.criterion)
 
     def scores(self, graph: UnitGraph, view: View) -> Mapping[str, Tensor]:
-        """Divide the criterion's scores.
-
-        Args:
-            graph: The units.
-            view: What the criterion needs.
-
-        Returns:
-            Group name → float (units,), float32 at least, in the same order within each group; a group whose scores are
-            all 0 stays so. "rank" breaks ties by index: of two equal scores the lower index ranks higher.
-        """
+        """Divide the criterion's scores; the order within each group stays."""
         return {name: self._one(wide(s.detach())) for name, s in score_units(self.criterion, graph, view).items()}
 
     def _one(self, scores: Tensor) -> Tensor:
+        if self.by == "share_of_remaining":
+            return share_of_remaining(scores)
         if self.by == "rank":
             order = scores.argsort(descending=True, stable=True)
             places = torch.arange(scores.numel(), 0, -1, device=scores.device).to(scores)

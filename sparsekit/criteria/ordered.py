@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from sparsekit.criteria.base import Need, View
+from sparsekit.criteria.base import View
 from sparsekit.graph.graph import UnitGraph
 
 __all__ = ["Ordered"]
@@ -17,21 +16,11 @@ __all__ = ["Ordered"]
 
 @dataclass(frozen=True)
 class Ordered:
-    """Keep a prefix of each group: units 0 to count − 1."""
+    """Keep a prefix of each group: units 0 to count − 1.
 
-    learned: ClassVar[bool] = False
-    needs: ClassVar[frozenset[Need]] = frozenset()
+    Source: Horváth et al., FjORD, NeurIPS 2021; Diao et al., HeteroFL, ICLR 2021.
+    """
 
     def scores(self, graph: UnitGraph, view: View) -> Mapping[str, Tensor]:  # noqa: ARG002 - the protocol's signature
-        """Score each unit by minus its index.
-
-        Args:
-            graph: The groups.
-            view: Not looked at.
-
-        Returns:
-            Group name → float64 (units,).
-
-        Source: Horváth et al., FjORD, NeurIPS 2021; Diao et al., HeteroFL, ICLR 2021.
-        """
+        """Score each unit by minus its index."""
         return {name: -torch.arange(group.size, dtype=torch.float64) for name, group in graph.groups.items()}

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from sparsekit.criteria.base import Need, View
+from sparsekit.criteria.base import View
 from sparsekit.errors import MissingImportanceError
 from sparsekit.graph.graph import UnitGraph
 
@@ -18,26 +17,13 @@ __all__ = ["Random"]
 
 @dataclass(frozen=True)
 class Random:
-    """Keep a uniformly random subset, fresh each time."""
+    """Keep a uniformly random subset, fresh each time; the view must have a generator.
 
-    learned: ClassVar[bool] = False
-    needs: ClassVar[frozenset[Need]] = frozenset()
+    Source: Caldas et al., Federated Dropout, arXiv 1812.07210.
+    """
 
     def scores(self, graph: UnitGraph, view: View) -> Mapping[str, Tensor]:
-        """Draw an order of each group's units; the first drawn is worth most.
-
-        Args:
-            graph: The groups.
-            view: Needs `generator`.
-
-        Returns:
-            Group name → float64 (units,), no two equal.
-
-        Raises:
-            MissingImportanceError: `view.generator` is None.
-
-        Source: Caldas et al., Federated Dropout, arXiv 1812.07210.
-        """
+        """Draw an order of each group's units; the first drawn is worth most, and no two are worth the same."""
         generator = view.generator
         if generator is None:
             raise MissingImportanceError("Random needs a generator; pass View(generator=torch.Generator())")

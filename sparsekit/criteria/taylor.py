@@ -6,14 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal, get_args
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
-from sparsekit.criteria.base import Need, View
-from sparsekit.criteria.batches import DataDriven, check_finite
+from sparsekit.criteria.base import View
+from sparsekit.criteria.batches import DataDriven, call_model, check_finite, example_count
 from sparsekit.criteria.gate_gradients import Reduction, gate_moments
-from sparsekit.criteria.weight_products import weight_products
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph.graph import UnitGraph
+from sparsekit.graph.index import wide
 
 __all__ = ["Taylor"]
 
@@ -46,9 +47,7 @@ class Taylor(DataDriven):
     form: Form = field(default="cost", kw_only=True)
     reduction: Reduction = field(default="mean", kw_only=True)
 
-    learned: ClassVar[bool] = False
     comparable: ClassVar[bool] = True
-    needs: ClassVar[frozenset[Need]] = frozenset({"gradients", "data"})
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -56,23 +55,10 @@ class Taylor(DataDriven):
             raise InvalidValueError(f"form must be one of {', '.join(get_args(Form))}, got {self.form!r}")
 
     def scores(self, graph: UnitGraph, view: View) -> Mapping[str, Tensor]:
-        """Estimate what removing each unit costs.
-
-        Args:
-            graph: The units.
-            view: Needs `model`, the dense model.
-
-        Returns:
-            Group name → float64 (units,), in units of the loss but for "squared"; may be negative.
-
-        Raises:
-            MissingImportanceError: no model or no batches.
-            DataError: an empty loader, or a batch on another device than the model.
-            InvalidValueError: a score is not finite, or the loss does not depend on a group.
-        """
-        model = self._model(view)
+        """Estimate what removing each unit costs: float64, in units of the loss but for "squared"; may be negative."""
+        model = self._model(view, graph)
         if self.form == "products":
-            return {name: check_finite(name, s, "Taylor") for name, s in weight_products(self, model, graph).items()}
+            return {name: check_finite(name, s, "Taylor") for name, s in self._products(model, graph).items()}
         moments = gate_moments(self, model, graph, reduction=self.reduction)
         found = {}
         for name, each in moments.items():
@@ -83,4 +69,30 @@ class Taylor(DataDriven):
             else:
                 values = each.mean.abs() if self.form == "absolute" else each.mean.square()
             found[name] = check_finite(name, values, "Taylor")
+        return found
+
+    def _products(self, model: nn.Module, graph: UnitGraph) -> dict[str, Tensor]:
+        """Average the gradients of all entries over the batches and sum |w·gradient| over the entries of a unit."""
+        entries = {name: p for name, p in model.named_parameters(remove_duplicate=False) if p.is_floating_point()}
+        touched = {id(entries[name]): entries[name] for name in graph.slices_of if name in entries}
+        totals: dict[int, Tensor] = {}
+        with self._passes(model, touched.values()) as passes:
+            for batch, meter in passes:
+                with meter:
+                    loss = call_model(model, batch, self.loss)
+                    gradients = torch.autograd.grad(loss, list(touched.values()), allow_unused=True)
+                for key, gradient in zip(touched, gradients):
+                    if gradient is not None:
+                        part = wide(gradient) * example_count(batch)
+                        totals[key] = totals[key].add_(part) if key in totals else part
+        products = {key: (wide(touched[key].detach()) * total / self.work.examples).abs() for key, total in totals.items()}
+        found = {}
+        for name, group in graph.groups.items():
+            found[name] = torch.zeros(group.size, dtype=torch.float64)
+            pieces = {(id(entries.get(piece.name)), piece.dim): piece for piece in reversed(group.slices)}
+            for (key, dim), piece in pieces.items():  # of tied names the first counts
+                if key in products:
+                    others = [axis for axis in range(products[key].dim()) if axis != dim]
+                    along = products[key].sum(others) if others else products[key]
+                    found[name] += along.cpu().double()[piece.index].sum(1)
         return found

@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from sparsekit._torch import ConvNd, InstanceNorm, NormBase, tree_map_only
-from sparsekit.criteria.base import Need, View
-from sparsekit.criteria.batches import Batch, DataDriven, Loss, call_model, check_finite, example_count, scoring, split_batch
+from sparsekit.criteria.base import View
+from sparsekit.criteria.batches import Batch, DataDriven, Loss, call_model, check_finite, example_count, split_batch
 from sparsekit.errors import InvalidValueError, MissingDependencyError, MissingImportanceError, install_hint
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.groups import UnitGroup, UnitSlice
@@ -129,35 +129,26 @@ class TorchPruning(DataDriven):
     loss: Loss | None = field(default=None, kw_only=True)
     comparable: bool = field(default=True, kw_only=True)
 
-    learned: ClassVar[bool] = False
-    needs: ClassVar[frozenset[Need]] = frozenset({"weights"})
-
     def scores(self, graph: UnitGraph, view: View) -> Mapping[str, Tensor]:
-        """Call the importance object on every group.
-
-        Args:
-            graph: The units.
-            view: Needs `model`, the dense model.
-
-        Returns:
-            Group name → float64 (units,): the mean over a unit's channels, as that library does for heads.
-
-        Raises:
-            MissingDependencyError: torch-pruning is not installed.
-            MissingImportanceError: no importance object, no model, or gradients without batches.
-            InvalidValueError: the object skips a group, or its scores do not fit or are not finite.
-        """
+        """Call the importance object on every group: float64, the mean over a unit's channels, as there for heads."""
         _library()
         if self.importance is None:
             raise MissingImportanceError("TorchPruning needs an object of one of its classes; TorchPruning(LAMPImportance())")
-        model = self._model(view)
-        graph.check_state(model.state_dict(), what=f"the {type(model).__name__}")
+        model = self._model(view, graph)
         before = {parameter: parameter.grad for parameter in model.parameters()}
         attributes = {module: set(vars(module)) for module in model.modules()}
         try:
-            if self.batches is not None:
+            if self.batches is None:
+                return {name: self._one(group, model) for name, group in graph.groups.items()}
+            for parameter in before:
+                parameter.grad = None
+            if any(hasattr(self.importance, name) for name in ("accumulate_grad", "compute_importance")):
                 self._prepare(model)
-            return {name: self._one(group, model) for name, group in graph.groups.items()}
+            try:
+                return {name: self._one(group, model) for name, group in graph.groups.items()}
+            except MissingImportanceError:  # it reads gradients after all; classes that do not need no loss
+                self._prepare(model)
+                return {name: self._one(group, model) for name, group in graph.groups.items()}
         finally:
             for parameter, gradient in before.items():
                 parameter.grad = gradient
@@ -194,8 +185,8 @@ class TorchPruning(DataDriven):
         by_example = getattr(self.importance, "accumulate_grad", None)
         watching = getattr(self.importance, "compute_importance", None)
         if watching is not None:
-            with scoring(model), torch.no_grad():
-                for batch, meter in self._read(model):
+            with self._passes(model) as passes:
+                for batch, meter in passes:
                     args, kwargs, _ = split_batch(batch, keep_target=False)
                     with meter, watching(model):
                         model(*args, **kwargs)
@@ -205,8 +196,8 @@ class TorchPruning(DataDriven):
         parameters = [p for p in model.parameters() if p.is_floating_point()]
         for parameter in parameters:
             parameter.grad = None
-        with scoring(model, parameters), torch.inference_mode(mode=False), torch.enable_grad():
-            for batch, meter in self._read(model):
+        with self._passes(model, parameters) as passes:
+            for batch, meter in passes:
                 with meter:
                     for part in _examples(batch) if by_example is not None else (batch,):
                         call_model(model, part, self.loss).backward()

@@ -1,1 +1,35 @@
 """What can be removed from a model, as data: groups of units, index tables, masks."""
+
+from __future__ import annotations
+
+from sparsekit.graph.graph import UnitGraph
+from sparsekit.graph.groups import UnitGroup, UnitSlice, group_order
+from sparsekit.graph.index import Axes, add_, along, cut_axes, gather, narrow_shape, scatter_
+from sparsekit.graph.layers import Layer, head_entries, layer_weights, prefix_entries
+from sparsekit.graph.mask import UnitMask, WeightMask, to_weights
+from sparsekit.graph.state import StateDict, clone, digest, is_finite
+
+__all__ = [
+    "Axes",
+    "Layer",
+    "StateDict",
+    "UnitGraph",
+    "UnitGroup",
+    "UnitMask",
+    "UnitSlice",
+    "WeightMask",
+    "add_",
+    "along",
+    "clone",
+    "cut_axes",
+    "digest",
+    "gather",
+    "group_order",
+    "head_entries",
+    "is_finite",
+    "layer_weights",
+    "narrow_shape",
+    "prefix_entries",
+    "scatter_",
+    "to_weights",
+]

@@ -115,7 +115,7 @@ def _checked(graph: UnitGraph, groups: Collection[str]) -> frozenset[str]:
         if name not in graph.groups:
             raise UnknownNameError(f"no group {name!r} in this graph; {nearest(name, graph.groups)}")
     named = frozenset(groups)
-    for tied in graph.ties:
+    for tied in graph.tied_sets:
         if named & set(tied) and not named >= set(tied):
             raise InvalidValueError(
                 f"groups {', '.join(tied)} share one size and must keep equally many units; name all of them or none"

@@ -16,11 +16,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from sparsekit.deprecations import renamed_attribute, renamed_keywords
 from sparsekit.errors import ForeignMaskError, InvalidValueError
 from sparsekit.graph import json_format
 from sparsekit.graph.groups import FixedUnits, SizeAttribute, UnitGroup, UnitSlice, group_order
-from sparsekit.graph.index import gate
+from sparsekit.graph.index import gate, narrow_shape
 from sparsekit.graph.layers import Layer
 from sparsekit.graph.norms import NormSite
 from sparsekit.graph.state import StateDict
@@ -30,7 +29,6 @@ __all__ = ["UnitGraph"]
 _SHOWN = 6
 
 
-@renamed_keywords(frozen="fixed")
 @dataclass(frozen=True, eq=False)
 class UnitGraph:
     """The groups of a model, in forward order, with the shape of every entry of its state.
@@ -53,8 +51,6 @@ class UnitGraph:
     norms: tuple[NormSite, ...] = ()
     layers: tuple[Layer, ...] = ()
 
-    frozen = renamed_attribute("frozen", "fixed")
-
     def __repr__(self) -> str:
         """A summary on one line: `print(graph.groups[name])` shows one group, `sparsekit units` all of them."""
         shown = [f"{group.name}: {group.size} {group.kind}s" for group in list(self.groups.values())[:_SHOWN]]
@@ -69,6 +65,18 @@ class UnitGraph:
     def units(self) -> int:
         """Number of units of all groups, J in the paper."""
         return sum(group.size for group in self.groups.values())
+
+    @cached_property
+    def tied_sets(self) -> tuple[tuple[str, ...], ...]:
+        """All groups, in sets that keep equally many units, in forward order; most sets hold one group.
+
+        Ties that share a group are one: of (a, b) and (b, c) comes (a, b, c).
+        """
+        home = {name: {name} for name in self.groups}
+        for tied in self.ties:
+            union = set().union(*(home[name] for name in tied))
+            home.update((name, union) for name in union)
+        return tuple(dict.fromkeys(tuple(name for name in self.groups if name in same) for same in home.values()))
 
     @cached_property
     def slices_of(self) -> Mapping[str, tuple[tuple[str, UnitSlice], ...]]:
@@ -107,23 +115,35 @@ class UnitGraph:
             if len(set(kept.values())) > 1:
                 raise InvalidValueError(f"groups {', '.join(tied)} share one size and must keep equally many units, got {kept}")
 
-    def check_state(self, state: StateDict, *, what: str = "the state") -> None:
+    def check_state(self, state: StateDict, mask: Mapping[str, Tensor] | None = None, *, what: str = "the state") -> None:
         """Raise unless `state` has the keys and shapes of the model that was traced.
+
+        Args:
+            state: State-dict key → tensor; keys that the model does not have are ignored.
+            mask: Group name → bool (units,): the state is then that of the model compacted with it.
+            what: Names the state in the message.
 
         Raises:
             ForeignMaskError: a key or a shape differs.
         """
-        for name, shape in self.shapes.items():
+        kept = {} if mask is None else self.kept_indices(mask)
+        for name, dense in self.shapes.items():
             if name not in state:
                 raise ForeignMaskError(f"{what} lacks {name!r}; pass the state of the model that the graph was traced from")
-            if state[name].shape != shape:
-                raise ForeignMaskError(
-                    f"{what} has {name!r} of shape {tuple(state[name].shape)}, the graph expects {tuple(shape)};"
-                    " a compacted state must be expanded first"
-                )
+            expected, found = narrow_shape(dense, kept.get(name, {})), state[name].shape
+            if found != expected:
+                if mask is None:
+                    hint = f"the graph expects {tuple(expected)}; a compacted state must be expanded first"
+                else:
+                    hint = f"the mask gives {tuple(expected)}; pass the mask that it was compacted with"
+                raise ForeignMaskError(f"{what} has {name!r} of shape {tuple(found)}, {hint}")
 
     def gate(self, state: StateDict, gates: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Multiply each unit's contribution by its gate. Differentiable in the state and in the gates.
+        """Multiply the gated entries of each unit by its gate. Differentiable in the state and in the gates.
+
+        Gates of 0 and 1 are exact: the model computes what the compacted one does. A gate between them multiplies the unit's
+        contribution where the unit is gated at its readers, and else is exact only as far as what lies between the entries that
+        make the unit and its readers maps `g · x` to `g · f(x)`, as ReLU does and tanh does not; see `UnitSlice.gated`.
 
         Args:
             state: The dense state of the model.
@@ -165,17 +185,7 @@ class UnitGraph:
 
     def to_json(self) -> str:
         """The graph as JSON text, exact; `from_json` is its inverse."""
-        return json_format.dump(
-            json_format.GraphFields(
-                groups=self.groups,
-                shapes=self.shapes,
-                ties=self.ties,
-                fixed=self.fixed,
-                sizes=self.sizes,
-                norms=self.norms,
-                layers=self.layers,
-            )
-        )
+        return json_format.dump(vars(self))
 
     @staticmethod
     def from_json(text: str) -> UnitGraph:

@@ -24,8 +24,10 @@ class UnitSlice:
             spans H·W columns, an LSTM cell spans four gate rows.
         side: "out" where the entries make the unit's value (filter rows, bias, norm scale and statistics), "in" where
             they read it (the columns of its consumers).
-        gated: True where multiplying the entries by a gate multiplies all that the unit contributes by that gate;
-            False where the entries are only cut when compacting.
+        gated: True where a gate multiplies the entries, so that a gate of 0 silences the unit exactly and one of 1 changes
+            nothing. On side "in" any gate multiplies what the unit contributes. On side "out" the unit's value is made with
+            gated entries, and a gate between 0 and 1 passes through what follows: exact behind linear operators and ReLU,
+            not behind tanh. False where the entries are only cut when compacting.
     """
 
     name: str

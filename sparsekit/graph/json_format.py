@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any, TypedDict
+from typing import Any
 
 import torch
 
@@ -13,42 +13,27 @@ from sparsekit.graph.groups import FixedUnits, SizeAttribute, UnitGroup, UnitSli
 from sparsekit.graph.layers import Layer
 from sparsekit.graph.norms import NormSite
 
-__all__ = ["GraphFields", "dump", "load"]
+__all__ = ["dump", "load"]
 
-_PLAIN, _WITH_NORMS = 1, 2
-"""Formats. A version that does not know of kept norms must refuse a graph that has some, or masks would mean another thing."""
-
-
-class GraphFields(TypedDict):
-    """The fields of a `UnitGraph`, which stands above this file."""
-
-    groups: Mapping[str, UnitGroup]
-    shapes: Mapping[str, torch.Size]
-    ties: tuple[tuple[str, ...], ...]
-    fixed: tuple[FixedUnits, ...]
-    sizes: tuple[SizeAttribute, ...]
-    norms: tuple[NormSite, ...]
-    layers: tuple[Layer, ...]
+_FORMAT = 1
 
 
-def dump(graph: GraphFields) -> str:
-    """The fields of a graph as JSON text."""
+def dump(graph: Mapping[str, Any]) -> str:
+    """The fields of a `UnitGraph`, which stands above this file, as JSON text."""
     raw: dict[str, Any] = {
-        "format": _WITH_NORMS if graph["norms"] else _PLAIN,
+        "format": _FORMAT,
         "shapes": {name: list(shape) for name, shape in graph["shapes"].items()},
         "ties": [list(tied) for tied in graph["ties"]],
         "fixed": [[item.module, item.size, item.reason] for item in graph["fixed"]],
         "sizes": [[item.module, item.name, item.group, item.per_unit] for item in graph["sizes"]],
         "groups": [_group(group) for group in graph["groups"].values()],
+        "norms": [_norm(site) for site in graph["norms"]],
+        "layers": [[layer.name, list(layer.entries), list(layer.reads)] for layer in graph["layers"]],
     }
-    if graph["layers"]:
-        raw["layers"] = [[layer.name, list(layer.entries), list(layer.reads)] for layer in graph["layers"]]
-    if graph["norms"]:
-        raw["norms"] = [_norm(site) for site in graph["norms"]]
     return json.dumps(raw)
 
 
-def load(text: str) -> GraphFields:
+def load(text: str) -> dict[str, Any]:
     """Read what `dump` wrote.
 
     Raises:
@@ -56,18 +41,18 @@ def load(text: str) -> GraphFields:
     """
     try:
         raw = json.loads(text)
-        if raw["format"] not in (_PLAIN, _WITH_NORMS):
-            raise InvalidValueError(f"unit graph of format {raw['format']!r}; this version reads {_PLAIN} and {_WITH_NORMS}")
+        if raw["format"] != _FORMAT:
+            raise InvalidValueError(f"unit graph of format {raw['format']!r}; this version reads {_FORMAT}")
         groups = [_read_group(g) for g in raw["groups"]]
-        return GraphFields(
-            groups={group.name: group for group in groups},
-            shapes={name: torch.Size(shape) for name, shape in raw["shapes"].items()},
-            ties=tuple(tuple(tied) for tied in raw["ties"]),
-            fixed=tuple(FixedUnits(*item) for item in raw["fixed" if "fixed" in raw else "frozen"]),
-            sizes=tuple(SizeAttribute(*item) for item in raw.get("sizes", ())),
-            norms=tuple(_read_norm(n) for n in raw.get("norms", ())),
-            layers=tuple(Layer(name, tuple(entries), tuple(reads)) for name, entries, reads in raw.get("layers", ())),
-        )
+        return {
+            "groups": {group.name: group for group in groups},
+            "shapes": {name: torch.Size(shape) for name, shape in raw["shapes"].items()},
+            "ties": tuple(tuple(tied) for tied in raw["ties"]),
+            "fixed": tuple(FixedUnits(*item) for item in raw["fixed"]),
+            "sizes": tuple(SizeAttribute(*item) for item in raw["sizes"]),
+            "norms": tuple(_read_norm(n) for n in raw["norms"]),
+            "layers": tuple(Layer(name, tuple(entries), tuple(reads)) for name, entries, reads in raw["layers"]),
+        }
     except (KeyError, TypeError, json.JSONDecodeError) as error:
         raise InvalidValueError(f"this text is not a unit graph: {error!r}") from error
 
@@ -87,14 +72,7 @@ def _read_group(raw: dict[str, Any]) -> UnitGroup:
 
 def _norm(site: NormSite) -> dict[str, Any]:
     places = {name: [positions.tolist(), units.tolist()] for name, (positions, units) in site.places.items()}
-    return {
-        "module": site.module,
-        "call": site.call,
-        "function": site.function,
-        "dim": site.dim,
-        "size": site.size,
-        "places": places,
-    }
+    return {**vars(site), "places": places}
 
 
 def _read_norm(raw: dict[str, Any]) -> NormSite:
@@ -102,4 +80,4 @@ def _read_norm(raw: dict[str, Any]) -> NormSite:
         name: (torch.tensor(positions, dtype=torch.int64), torch.tensor(units, dtype=torch.int64))
         for name, (positions, units) in raw["places"].items()
     }
-    return NormSite(raw["module"], raw["call"], raw["function"], raw["dim"], raw["size"], places)
+    return NormSite(**{**raw, "places": places})

@@ -25,7 +25,7 @@ def _checked(entries: Mapping[str, Tensor], what: str) -> dict[str, Tensor]:
             raise InvalidValueError(
                 f"{what} of {name!r} must be boolean, True = kept, got {keep.dtype}; compare first: scores >= 0.5"
             )
-        checked[name] = keep.detach()
+        checked[name] = keep.detach().clone()  # of the caller's own tensor, which may change later
     return checked
 
 
@@ -61,10 +61,6 @@ class _Mask(Mapping[str, Tensor]):
     def counts(self) -> dict[str, int]:
         """Name → how many are kept."""
         return {name: int(keep.sum()) for name, keep in self.items()}
-
-    def wire_bytes(self) -> int:
-        """Bytes of the mask when sent as bits, each entry padded to whole bytes."""
-        return sum(math.ceil(keep.numel() / 8) for keep in self.values())
 
 
 class UnitMask(_Mask):

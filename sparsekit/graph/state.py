@@ -9,9 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparsekit.errors import ForeignMaskError
-
-__all__ = ["StateDict", "check_same_keys", "clone", "count_bytes", "digest", "is_finite", "zeros_like"]
+__all__ = ["StateDict", "clone", "digest", "is_finite"]
 
 StateDict = Mapping[str, Tensor]
 """A state dict, read-only by convention: state-dict key → tensor."""
@@ -22,11 +20,6 @@ def clone(state: StateDict) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in state.items()}
 
 
-def zeros_like(state: StateDict) -> dict[str, Tensor]:
-    """Zeros of the same keys, shapes, dtypes and devices."""
-    return {name: torch.zeros_like(tensor) for name, tensor in state.items()}
-
-
 def is_finite(tensor: Tensor) -> bool:
     """Whether a float or complex tensor holds neither NaN nor infinity.
 
@@ -34,30 +27,6 @@ def is_finite(tensor: Tensor) -> bool:
     finite sum, each is looked at.
     """
     return bool(torch.isfinite(tensor.sum())) or bool(torch.isfinite(tensor).all())
-
-
-def check_same_keys(state: StateDict, expected: Mapping[str, object], *, what: str) -> None:
-    """Raise unless `state` has exactly the keys of `expected`.
-
-    Args:
-        state: What came.
-        expected: What should have come; only its keys count.
-        what: Names the state in the message.
-
-    Raises:
-        ForeignMaskError: a key is missing or unknown.
-    """
-    missing, unknown = sorted(set(expected) - set(state)), sorted(set(state) - set(expected))
-    if missing or unknown:
-        raise ForeignMaskError(
-            f"{what} does not belong to this model: missing {missing[:5] or 'nothing'}, unknown {unknown[:5] or 'nothing'};"
-            " pass the state of the model that the graph was traced from"
-        )
-
-
-def count_bytes(state: StateDict) -> int:
-    """Bytes of all entries."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in state.values())
 
 
 def digest(state: StateDict) -> str:

@@ -12,12 +12,12 @@ from sparsekit.labels.values import IntArray, Joint, Labels, TensorLabels
 __all__ = ["aligned", "collapsed", "dropped", "inserted", "permuted", "reshaped", "without_repeats"]
 
 
-def without_repeats(array: IntArray) -> IntArray:
-    """The array with size 1 along every axis along which it is constant."""
-    for dim in range(array.ndim):
-        first = array.take([0], dim)
-        if array.shape[dim] > 1 and (array == first).all():
-            array = first
+def without_repeats(array: IntArray, *, first: int = 0) -> IntArray:
+    """The array with size 1 along every axis, from the first one on, along which it is constant."""
+    for dim in range(first, array.ndim):
+        line = array.take([0], dim)
+        if array.shape[dim] > 1 and (array == line).all():
+            array = line
     return array
 
 
@@ -77,9 +77,5 @@ def reshaped(joint: Joint, before: Sequence[int], after: Sequence[int], runs: Se
                 full[d] = before[d]
             for d in theirs:
                 shape[d] = after[d]
-    both = np.stack([np.broadcast_to(joint.nodes, full).reshape(shape), np.broadcast_to(joint.sources, full).reshape(shape)])
-    for dim in range(1, both.ndim):
-        first = both.take([0], dim)
-        if both.shape[dim] > 1 and (both == first).all():
-            both = first
-    return Joint(both[0], both[1])
+    both = np.stack([np.broadcast_to(array, full).reshape(shape) for array in (joint.nodes, joint.sources)])
+    return Joint(*without_repeats(both, first=1))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from sparsekit.graph.groups import Kind
-from sparsekit.labels.values import ALWAYS_ZERO, NO_UNIT, NOT_ZERO, Entry, IntArray, Labels, TensorLabels
+from sparsekit.labels.values import ALWAYS_ZERO, NOT_ZERO, Entry, IntArray, Labels, TensorLabels
 
 __all__ = ["OUTPUT", "Cause", "LabelStore", "Split", "components"]
 
@@ -65,7 +65,7 @@ class LabelStore:
         heads: Nodes whose units are attention heads: each makes a map of its own over the positions.
         splits: Where code lays units over several axes.
         attempts: Module → how many choices of integers that follow the number of its units have failed.
-        counts: (nodes, module, attribute, whether it fails without) of sizes that no parameter tells.
+        counts: (nodes, module, attribute) of sizes that no parameter tells, such as those of a norm without a scale.
     """
 
     nodes: int = 0
@@ -81,7 +81,7 @@ class LabelStore:
     heads: list[IntArray] = field(default_factory=list)
     splits: list[Split] = field(default_factory=list)
     attempts: dict[str, int] = field(default_factory=dict)
-    counts: list[tuple[IntArray, str, str, bool]] = field(default_factory=list)
+    counts: list[tuple[IntArray, str, str]] = field(default_factory=list)
     _sources: list[frozenset[tuple[int, int]]] = field(default_factory=lambda: [frozenset(), frozenset()])
     _source_ids: dict[frozenset[tuple[int, int]], int] = field(default_factory=dict)
 
@@ -129,40 +129,11 @@ class LabelStore:
                 out[(a == x) & (b == y)] = self.source(self._sources[x] | self._sources[y])
         return out
 
-    def unite(self, a: IntArray, b: IntArray, cause: Cause) -> None:
-        """Make the nodes of `a` and `b` one unit, position by position; fix those that meet no unit."""
-        lonely = (a == NO_UNIT) != (b == NO_UNIT)
-        if lonely.any():
-            self.fix(np.maximum(a, b)[lonely], cause)
-        pairs = (a >= 0) & (b >= 0) & (a != b)
-        if pairs.any():
-            self.united.append((a[pairs], b[pairs]))
-
     def fix(self, nodes: IntArray, cause: Cause) -> None:
         """Keep the units of these nodes whole."""
         nodes = nodes[nodes >= 0]
         if nodes.size:
             self.fixed.append((nodes, cause))
-
-    def make(self, nodes: IntArray, module: str, kind: Kind | None = None) -> None:
-        """Note that these entry positions make the values of their units."""
-        nodes = nodes[nodes >= 0]
-        if nodes.size:
-            self.made.append((nodes, module, kind))
-
-    def read(self, values: Labels, columns: IntArray | None, cause: Cause | None = None) -> None:
-        """Note a reader of units.
-
-        Args:
-            values: The units as they are read.
-            columns: Nodes of the parameter axis that multiplies them; None if nothing of a parameter does, so that the
-                values themselves must be zero where a unit is dropped.
-            cause: Why the units stay whole if `columns` is None and the values are not zero.
-        """
-        where = values.nodes >= 0
-        if columns is not None:
-            self.columns.append(columns[columns >= 0])
-        self.reads.append((values.nodes[where], values.sources[where], cause if columns is None else None))
 
 
 def components(size: int, united: Sequence[tuple[IntArray, IntArray]]) -> IntArray:

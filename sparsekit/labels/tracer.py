@@ -20,11 +20,13 @@ __all__ = ["Tracer"]
 class Tracer:
     """What a trace says about tensors: the words with which handlers and layer rules describe units."""
 
-    def __init__(self, store: LabelStore) -> None:
+    def __init__(self, store: LabelStore, *, kept_norms: bool = False) -> None:
         self.store = store
+        self.kept_norms = kept_norms  # norms are taken over kept units, so that units may leave them
         self.modules: list[str] = [""]
         self.watching = True
-        self.used: set[int] = set()  # numbers of the state entries that some operator has met
+        self.numbers: dict[int, int] = {}  # id of the tensor of each state entry → number of the entry
+        self.used: set[int] = set()  # numbers of the entries that some operator has met
         self.alive: list[Tensor] = []  # ids and storages must not be reused while the trace runs
         self._known: dict[int, TensorLabels] = {}
         self._objects: dict[str, nn.Module] = {}
@@ -79,7 +81,7 @@ class Tracer:
         """Note that the module which runs now lays one axis of units over several, or several over one."""
         if nodes.ndim > 1 and (nodes < 0).any():
             self.fix(nodes.reshape(-1), "reshaped together with values that belong to no unit")
-        owner = self._objects.get(self.module)
+        owner = self.running
         numbers = {} if owner is None else {name: value for name, value in vars(owner).items() if type(value) is int}
         self.store.splits.append(Split(nodes, self.module, numbers))
 
@@ -121,40 +123,60 @@ class Tracer:
         if nodes.size and (nodes >= 0).any():
             self.store.fix(nodes, self.cause(reason, quiet=quiet))
 
-    def unite(self, a: IntArray, b: IntArray) -> None:
-        """Make two runs of nodes one unit, position by position."""
+    def unite(self, a: IntArray, b: IntArray, *, quiet: bool = False) -> None:
+        """Make two runs of nodes one unit, position by position; fix those that meet no unit.
+
+        Args:
+            a: A run of nodes.
+            b: Another, of the same length.
+            quiet: Meeting no unit is normal and needs no warning.
+        """
         if a.shape != b.shape:
             self.fix(np.concatenate([a, b]), f"sizes {a.size} and {b.size} do not match")
             return
-        lonely = bool(((a == NO_UNIT) != (b == NO_UNIT)).any())
-        self.store.unite(a, b, self.cause("combined with values that belong to no unit", quiet=not lonely))
+        lonely = (a == NO_UNIT) != (b == NO_UNIT)
+        if lonely.any():
+            self.fix(np.maximum(a, b)[lonely], "combined with values that belong to no unit", quiet=quiet)
+        pairs = (a >= 0) & (b >= 0) & (a != b)
+        if pairs.any():
+            self.store.united.append((a[pairs], b[pairs]))
 
     def read(self, values: Labels, columns: IntArray | None) -> None:
-        """Note a reader of units; `columns` are the nodes of the parameter axis that multiplies them, if there is one."""
-        reason = "read by an operator without weights although the values of dropped units are not zero"
-        self.store.read(values, columns, self.cause(reason) if columns is None else None)
+        """Note a reader of units.
+
+        Args:
+            values: The units as they are read.
+            columns: Nodes of the parameter axis that multiplies them; None if nothing of a parameter does, so that the
+                values themselves must be zero where a unit is dropped.
+        """
+        cause = None
+        if columns is None:
+            cause = self.cause("read by an operator without weights although the values of dropped units are not zero")
+        else:
+            self.store.columns.append(columns[columns >= 0])
+        where = values.nodes >= 0
+        self.store.reads.append((values.nodes[where], values.sources[where], cause))
 
     def make(self, labels: TensorLabels, dim: int, kind: Kind | None = None) -> None:
         """Note that axis `dim` of a state entry makes units; nothing is noted for other tensors."""
         axis = labels.axes[dim]
         if labels.entry is not None and axis is not None:
-            self.store.make(axis.nodes, self.module, kind)
+            self.make_nodes(axis.nodes, kind)
 
-    def count(self, nodes: IntArray, module: str, attribute: str, *, needed: bool = True) -> None:
+    def make_nodes(self, nodes: IntArray, kind: Kind | None = None) -> None:
+        """Note that these entry positions make the values of their units."""
+        nodes = nodes[nodes >= 0]
+        if nodes.size:
+            self.store.made.append((nodes, self.module, kind))
+
+    def count(self, nodes: IntArray, module: str, attribute: str) -> None:
         """Note that an attribute of a layer counts these units, and that no parameter tells its value."""
-        self.store.counts.append((nodes, module, attribute, needed))
+        self.store.counts.append((nodes, module, attribute))
 
-    def count_groups(self, rows: IntArray) -> bool:
-        """Note that units go by whole norm groups, (groups, channels each), and no scale tells how many there are.
-
-        Returns:
-            False if the running module is no group norm, whose attribute could be set.
-        """
-        if not isinstance(self._objects.get(self.module), nn.GroupNorm):
-            return False
-        self.count(rows[:, 0], self.module, "num_groups")
-        self.count(rows.reshape(-1), self.module, "num_channels", needed=False)
-        return True
+    @property
+    def running(self) -> nn.Module | None:
+        """The innermost module that runs now."""
+        return self._objects.get(self.module)
 
     def contract(self, a: TensorLabels, a_dim: int, b: TensorLabels, b_dim: int) -> None:
         """Sum of products over an axis of `a` and an axis of `b`: the units on both are one, and are read here."""

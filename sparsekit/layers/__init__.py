@@ -11,6 +11,7 @@ from functools import cache
 
 from torch import nn
 
+from sparsekit._torch import ConvNd
 from sparsekit.labels.tracer import Tracer
 from sparsekit.labels.values import ALWAYS_ZERO, NOT_ZERO, Labels, TensorLabels
 from sparsekit.layers.base import LayerRule
@@ -24,6 +25,7 @@ __all__ = [
     "TensorLabels",
     "Tracer",
     "find_rule",
+    "is_convolution",
     "resize",
     "rules",
 ]
@@ -31,16 +33,10 @@ __all__ = [
 rules = Registry(
     "layer rule",
     {
-        "linear": "sparsekit.layers.linear:LinearRule",
-        "transposed-linear": "sparsekit.layers.transposed_linear:TransposedLinearRule",
-        "bilinear": "sparsekit.layers.bilinear:BilinearRule",
-        "prelu": "sparsekit.layers.linear:PReLURule",
-        "conv": "sparsekit.layers.conv:ConvRule",
-        "batch-norm": "sparsekit.layers.norm:BatchNormRule",
-        "instance-norm": "sparsekit.layers.norm:InstanceNormRule",
-        "group-norm": "sparsekit.layers.norm:GroupNormRule",
-        "layer-norm": "sparsekit.layers.norm:LayerNormRule",
-        "embedding": "sparsekit.layers.embedding:EmbeddingRule",
+        "sized": "sparsekit.layers.sized:SizedRule",
+        "conv": "sparsekit.layers.sized:ConvRule",
+        "group-norm": "sparsekit.layers.sized:GroupNormRule",
+        "instance-norm": "sparsekit.layers.instance_norm:InstanceNormRule",
         "attention": "sparsekit.layers.attention:MultiheadAttentionRule",
         "transformer-encoder": "sparsekit.layers.attention:TransformerEncoderRule",
         "weight-norm": "sparsekit.layers.parametrised:WeightNormRule",
@@ -54,20 +50,12 @@ rules = Registry(
 
 
 @cache
-def _by_type() -> dict[type[nn.Module], LayerRule]:
-    found: dict[type[nn.Module], LayerRule] = {}
-    for name in rules:
-        rule: LayerRule = rules[name]()
-        found |= dict.fromkeys(rule.types, rule)
-    return found
-
-
-@cache
-def _by_name() -> dict[str, LayerRule]:
-    found: dict[str, LayerRule] = {}
-    for name in rules:
-        rule: LayerRule = rules[name]()
-        found |= dict.fromkeys(rule.type_names, rule)
+def _known() -> dict[type[nn.Module] | str, LayerRule]:
+    """Type, or its name → rule."""
+    made: list[LayerRule] = [rules[name]() for name in rules]
+    found: dict[type[nn.Module] | str, LayerRule] = {}
+    for rule in made:
+        found |= dict.fromkeys(rule.types, rule) | dict.fromkeys(rule.type_names, rule)
     return found
 
 
@@ -78,12 +66,12 @@ def find_rule(module: nn.Module, extra: Mapping[type[nn.Module], LayerRule] | No
         module: Any module.
         extra: Type → rule, asked before the table.
     """
-    known = {**_by_type(), **(extra or {})}
     for kind in type(module).__mro__:
-        if kind in known:
-            return known[kind]
-        if (name := f"{kind.__module__}.{kind.__qualname__}") in _by_name():
-            return _by_name()[name]
+        if extra is not None and kind in extra:
+            return extra[kind]
+        for name in (kind, f"{kind.__module__}.{kind.__qualname__}"):
+            if name in _known():
+                return _known()[name]
     return None
 
 
@@ -98,3 +86,8 @@ def resize(model: nn.Module, extra: Mapping[type[nn.Module], LayerRule] | None =
         rule = find_rule(module, extra)
         if rule is not None:
             rule.resize(module)
+
+
+def is_convolution(module: nn.Module) -> bool:
+    """Whether a module is a convolution of torch over any number of axes, transposed ones too."""
+    return isinstance(module, ConvNd)

@@ -23,8 +23,9 @@ _SPECTRAL = "spectral_norm divides by a norm of the whole weight"
 def normed_weight(tracer: Tracer, direction: Tensor, length: Tensor, dim: int) -> TensorLabels | None:
     """Labels of length · direction / ‖direction‖, with one length for each position along `dim`.
 
-    A unit along `dim` is silenced by its length; a direction of zero would be divided by zero. Along the other axes a unit
-    is silenced by its part of the direction, which then leaves the norm, as it does in the narrow weight.
+    A unit along `dim` is silenced by its length; a direction of zero would be divided by zero. Without its part along another
+    axis the norm is another one, and so are the weights of all other units: such units stay, but where norms are taken over
+    kept units. There a unit is silenced by its part of the direction, which leaves the norm as it does in the narrow weight.
 
     Args:
         tracer: The trace.
@@ -33,12 +34,14 @@ def normed_weight(tracer: Tracer, direction: Tensor, length: Tensor, dim: int) -
         dim: Axis of the lengths; -1 for one length of the whole weight.
     """
     v, g = tracer.labels(direction), tracer.labels(length)
-    tracer.used |= {labels.entry.number for labels in (v, g) if labels.entry is not None}
     if v.entry is None or g.entry is None or dim == -1:
         for labels in (v, g):
             tracer.fix(labels, "weight_norm over the whole weight" if dim == -1 else "weight_norm of computed values")
         tracer.make(v, 0)
         return v
+    for other, axis in enumerate(v.axes):
+        if other != dim % len(v.axes) and not tracer.kept_norms:
+            tracer.fix(axis, "normalised over its units by 'weight_norm'")
     rows, lengths = v.axes[dim], g.axes[dim]
     tracer.make(v, dim)
     if rows is None or lengths is None:
@@ -85,8 +88,6 @@ class WholeWeightRule(LayerRule):
         reason = _SPECTRAL if spectral else "rows and columns of an orthogonal weight depend on each other"
         (original,) = args
         labels = tracer.labels(original)
-        if labels.entry is not None:
-            tracer.used.add(labels.entry.number)
         tracer.fix(labels, reason)
         tracer.make(labels, 0)
         if weight.shape == original.shape:

@@ -1,13 +1,8 @@
-"""LSTM, GRU and Elman networks: hidden unit h owns row g·H + h of every gate g and column h of the recurrence.
-
-In an LSTM with a projection, what recurs and leaves the layer is projected from the cells, so there are two kinds of units:
-a cell owns gate rows and a column of the projection, a projected unit a row of the projection and a column of the recurrence.
-"""
+"""LSTM, GRU and Elman networks: hidden unit h owns row g·H + h of every gate g and column h of the recurrence."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
@@ -18,22 +13,8 @@ from sparsekit._torch import flat_weights, parameters_of, reset_flat_weights, tr
 from sparsekit.labels.tracer import Tracer
 from sparsekit.labels.values import ALWAYS_ZERO, NOT_ZERO, IntArray, Labels, TensorLabels
 from sparsekit.layers.base import LayerRule
-from sparsekit.layers.narrow_lstm import NarrowProjectionLSTM
 
 __all__ = ["CellRule", "RecurrentRule"]
-
-
-@dataclass(frozen=True, eq=False)
-class _Layer:
-    """Units of one layer; None where there is a single one, which cannot go.
-
-    Args:
-        state: What recurs and leaves the layer.
-        cells: What the gates make; the same as `state` without a projection.
-    """
-
-    state: Labels | None
-    cells: Labels | None
 
 
 def _gate_count(module: nn.RNNBase | nn.RNNCellBase) -> int:
@@ -56,18 +37,18 @@ def _fix_all(tracer: Tracer, tensors: Sequence[Tensor], reason: str) -> None:
         tracer.fix(tracer.labels(tensor), reason)
 
 
-def _units(tracer: Tracer, weights: Mapping[str, Tensor], gates: int) -> _Layer:
-    """Unite the gate rows of one layer and direction.
+def _units(tracer: Tracer, weights: Mapping[str, Tensor], gates: int) -> Labels | None:
+    """Unite the gate rows of one layer and direction; None where there is a single unit, which cannot go.
 
     A unit whose rows and biases are all zero has state zero for ever, if it starts at zero.
     """
     first: IntArray | None = None
     gated: set[tuple[int, int]] = set()
-    for name, tensor in weights.items():
+    for tensor in weights.values():
         labels = tracer.labels(tensor)
         rows = labels.axes[0]
-        if name.startswith("weight_hr") or rows is None or rows.size == gates:
-            continue  # a single unit is no unit that could go
+        if rows is None or rows.size == gates:
+            continue
         blocks = rows.nodes.reshape(gates, -1)
         first = blocks[0] if first is None else first
         for block in blocks:
@@ -75,21 +56,13 @@ def _units(tracer: Tracer, weights: Mapping[str, Tensor], gates: int) -> _Layer:
         tracer.make(labels, 0, "cell")
         if labels.entry is not None:
             gated.add((labels.entry.number, 0))
-    cells = None
-    if first is not None:
-        cells = Labels(first, np.full(first.size, tracer.store.source(gated), dtype=np.int64))
-    state = cells
-    projection = next((tracer.labels(t) for name, t in weights.items() if name.startswith("weight_hr")), None)
-    if projection is not None:
-        tracer.contract(TensorLabels((cells,)), 0, projection, 1)
-        tracer.make(projection, 0, "cell")
-        state = projection.axes[0]
     recurrence = next(tracer.labels(t) for name, t in weights.items() if name.startswith("weight_hh"))
     columns = recurrence.axes[1]
-    if state is not None and columns is not None:
-        tracer.unite(state.nodes, columns.nodes)
-        tracer.read(Labels(columns.nodes, np.full(columns.size, NOT_ZERO, dtype=np.int64)), columns.nodes)
-    return _Layer(state, cells)
+    if first is None or columns is None:
+        return None
+    tracer.unite(first, columns.nodes)
+    tracer.read(columns.without_zero(), columns.nodes)
+    return Labels(first, np.full(first.size, tracer.store.source(gated), dtype=np.int64))
 
 
 def _tied_directions(tracer: Tracer, directions: Sequence[Labels | None]) -> Labels | None:
@@ -113,16 +86,12 @@ class RecurrentRule(LayerRule):
     opaque: ClassVar[bool] = True
 
     def resize(self, module: nn.Module) -> None:
-        """Set `input_size`, `hidden_size` and `proj_size`, and refresh the flat list of weights."""
+        """Set `input_size` and `hidden_size`, and refresh the flat list of weights."""
         assert isinstance(module, nn.RNNBase)
         weight = parameters_of(module).get("weight_ih_l0")
         if weight is None:
             return
         module.input_size, module.hidden_size = weight.shape[1], weight.shape[0] // _gate_count(module)
-        if module.proj_size and (projection := parameters_of(module).get("weight_hr_l0")) is not None:
-            module.proj_size = projection.shape[0]
-            if type(module) in (nn.LSTM, NarrowProjectionLSTM):
-                module.__class__ = nn.LSTM if module.hidden_size > module.proj_size else NarrowProjectionLSTM
         if any(flat is not parameters_of(module).get(name) for name, flat in flat_weights(module).items()):
             reset_flat_weights(module)
         else:
@@ -137,8 +106,9 @@ class RecurrentRule(LayerRule):
         x, states = _data(args[0] if args else kwargs["input"]), _states(args, kwargs)
         missing = [name for name in flat_weights(module) if name not in parameters_of(module)]
         own = list(module.parameters())
-        if missing or any(tracer.entry(p) is None for p in own):
-            what = f"computed weights ({', '.join(missing[:2])})" if missing else "computed weights"
+        if module.proj_size or missing or any(tracer.entry(p) is None for p in own):
+            what = "a projection" if module.proj_size else "computed weights"
+            what += f" ({', '.join(missing[:2])})" if missing else ""
             _fix_all(tracer, [*own, x, *states], f"recurrent layers with {what} keep their units")
             for name in flat_weights(module):
                 if (tensor := parameters_of(module).get(name)) is not None:
@@ -146,47 +116,44 @@ class RecurrentRule(LayerRule):
             return outputs
         layers = self._layers(tracer, module, x)
         self._label(tracer, module, layers, outputs)
-        for state, kind in zip(states, ("state", "cells"), strict=False):
-            self._given(tracer, [getattr(layer, kind) for layer in layers], state)
-        for kind in ("state", "cells") if module.proj_size else ("state",):
-            runs = tuple(labels.nodes for layer in layers if (labels := getattr(layer, kind)) is not None)
-            if len(runs) > 1:
-                tracer.store.tied.append(runs)
+        for state in states:
+            self._given(tracer, layers, state)
+        runs = tuple(labels.nodes for labels in layers if labels is not None)
+        if len(runs) > 1:
+            tracer.store.tied.append(runs)
         return outputs
 
-    def _layers(self, tracer: Tracer, module: nn.RNNBase, x: Tensor) -> list[_Layer]:
+    def _layers(self, tracer: Tracer, module: nn.RNNBase, x: Tensor) -> list[Labels | None]:
         """Unite rows, columns and inputs layer by layer."""
         entering = tracer.labels(x, *range(x.dim() - 1))
         for axis in entering.axes[:-1]:
             tracer.fix(axis, "an axis of units runs through a recurrent layer as time or batch")
         inputs = TensorLabels(entering.axes[-1:])
-        found: list[_Layer] = []
+        found: list[Labels | None] = []
         for layer in range(module.num_layers):
             directions = []
             for suffix in ("", "_reverse") if module.bidirectional else ("",):
-                kinds = ("weight_ih", "weight_hh", "bias_ih", "bias_hh", "weight_hr")
+                kinds = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
                 names = [f"{kind}_l{layer}{suffix}" for kind in kinds]
                 weights = {name: getattr(module, name) for name in names if name in parameters_of(module)}
                 tracer.contract(inputs, 0, tracer.labels(weights[names[0]]), 1)
                 directions.append(_units(tracer, weights, _gate_count(module)))
-            state = _tied_directions(tracer, [d.state for d in directions])
-            cells = _tied_directions(tracer, [d.cells for d in directions]) if module.proj_size else state
-            found.append(_Layer(state, cells))
-            inputs = TensorLabels((None if state is None else _joined([d.state for d in directions]),))
+            state = _tied_directions(tracer, directions)
+            found.append(state)
+            inputs = TensorLabels((None if state is None else _joined(directions),))
         return found
 
-    def _label(self, tracer: Tracer, module: nn.RNNBase, layers: list[_Layer], outputs: Any) -> None:
+    def _label(self, tracer: Tracer, module: nn.RNNBase, layers: list[Labels | None], outputs: Any) -> None:
         sequence, states = outputs
         directions = 2 if module.bidirectional else 1
-        data, last = _data(sequence), layers[-1].state
+        data, last = _data(sequence), layers[-1]
         tracer.set(data, TensorLabels((*([None] * (data.dim() - 1)), None if last is None else _joined([last] * directions))))
-        for state, kind in zip(states if isinstance(states, tuple) else (states,), ("state", "cells"), strict=False):
+        for state in states if isinstance(states, tuple) else (states,):
             rest = [None] * (state.dim() - 2)
-            units = [getattr(layer, kind) for layer in layers]
-            if len(units) == 1:
-                tracer.set(state, TensorLabels((None, *rest, units[0])))
-            elif None not in units:
-                parts = tuple(TensorLabels((*rest, layer)) for layer in units for _ in range(directions))
+            if len(layers) == 1:
+                tracer.set(state, TensorLabels((None, *rest, layers[0])))
+            elif None not in layers:
+                parts = tuple(TensorLabels((*rest, layer)) for layer in layers for _ in range(directions))
                 tracer.set(state, TensorLabels((None,) * state.dim(), parts=parts))
 
     def _given(self, tracer: Tracer, layers: list[Labels | None], given: Tensor) -> None:
@@ -239,7 +206,7 @@ class CellRule(LayerRule):
             return outputs
         entering = tracer.labels(x, *range(x.dim() - 1))
         tracer.contract(TensorLabels(entering.axes[-1:]), 0, tracer.labels(weights["weight_ih"]), 1)
-        units = _units(tracer, weights, _gate_count(module)).state
+        units = _units(tracer, weights, _gate_count(module))
         for state in states:
             axis = tracer.labels(state).axes[-1]
             if axis is None or units is None:

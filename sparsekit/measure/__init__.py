@@ -1,1 +1,19 @@
 """What a model costs."""
+
+from __future__ import annotations
+
+from sparsekit.measure.budget import Budget, BudgetError, format_cost
+from sparsekit.measure.cost import Cost, CostModel, CostTerm, count_cost, trace_cost
+from sparsekit.measure.model import cost_model
+
+__all__ = [
+    "Budget",
+    "BudgetError",
+    "Cost",
+    "CostModel",
+    "CostTerm",
+    "cost_model",
+    "count_cost",
+    "format_cost",
+    "trace_cost",
+]

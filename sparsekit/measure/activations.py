@@ -1,4 +1,4 @@
-"""How passes shrink with the groups where no weight tells it: measured on narrow models.
+"""How calls shrink with the groups where no weight tells it: read off the shapes of narrow passes.
 
 Attention maps go with their heads. A weight that is computed from its entries is multiplied as an activation is, and shrinks
 with two groups or more. A layer over tokens that channels stand behind is used at fewer positions.
@@ -7,64 +7,47 @@ with two groups or more. A layer over tokens that channels stand behind is used 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, TypeAlias
+from typing import Any
 
-import torch
 from torch import nn
 
 from sparsekit.errors import TraceError
 from sparsekit.graph.graph import UnitGraph
-from sparsekit.measure.flops import Recorder, record_pass
+from sparsekit.measure.flops import Call, Recorder, record_pass
+from sparsekit.measure.shapes import AffineShape, half_of_all, probe_shapes
+from sparsekit.measure.tracker import Axes, length
 from sparsekit.surgery.rebuild import narrow_module
 
-__all__ = ["Lengths", "Shrinkage", "measure_shrinkage"]
-
-_MOST = 64
-"""Groups that are looked at one by one, a narrow pass each."""
+__all__ = ["Lengths", "measure_shrinkage"]
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """A number that is a product of one length for each of some groups: factor · Π (whole + each · units kept).
+    """A number that is a product: factor · Π (whole + Σ each · units kept).
 
     Args:
         factor: The number where all lengths are 1.
-        of: Group name → (whole, each); of tied groups, the first name.
+        axes: Of each length its constant part, and group name → positions per unit; of tied groups, the first name.
     """
 
     factor: Fraction
-    of: Mapping[str, tuple[int, int]]
+    axes: Axes
 
     def at(self, counts: Mapping[str, int]) -> Fraction:
         """The number where the groups keep `counts` units."""
-        return self.factor * math.prod(whole + each * counts[name] for name, (whole, each) in self.of.items())
-
-
-@dataclass(frozen=True)
-class Shrinkage:
-    """What masks change beside the sizes of weights.
-
-    Args:
-        products: FLOPs of those products between activations that shrink.
-        positions: Number of a use of a weight, in the order of the calls → at how many positions it is, where that changes.
-    """
-
-    products: tuple[Lengths, ...] = ()
-    positions: Mapping[int, Lengths] = field(default_factory=dict)
+        return self.factor * math.prod(length(axis, counts) for axis in self.axes)
 
 
 def measure_shrinkage(
     model: nn.Module, graph: UnitGraph, dense: Recorder, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> Shrinkage:
+) -> dict[int, Lengths]:
     """Find with which groups each call shrinks.
 
-    Every group has a number, and pass k leaves two units to the groups whose number has bit k set: the passes in which a call
-    is cheaper spell the number of the group that it shrinks with. A call that this does not explain gets a pass for each group
-    that may have a part in it, and one in which all of these leave two units, which must cost what the single passes
-    say; else it counts as one that no mask changes.
+    A call that the lengths of narrow passes do not explain counts as one that no mask changes, so that costs are then too high
+    and never too low.
 
     Args:
         model: The dense model.
@@ -72,100 +55,67 @@ def measure_shrinkage(
         dense: A pass of it.
         args: Positional inputs.
         kwargs: Keyword inputs.
+
+    Returns:
+        Number of a call → its positions, or the FLOPs of a product between activations; none for calls that do not change.
     """
-    if not graph.groups or not (dense.products or dense.terms):
-        return Shrinkage()
-    passes = _Passes(model, graph, args, kwargs)
-    products = (passes.explain(Fraction(flops), _product(dense, i)) for i, flops in enumerate(dense.products))
-    positions = {i: passes.explain(places, _positions(dense, i)) for i, (_, places) in enumerate(dense.terms)}
-    return Shrinkage(
-        tuple(found for found in products if found is not None),
-        {i: found for i, found in positions.items() if found is not None},
-    )
+    if not graph.groups:
+        return {}
+    try:
+        narrow = record_pass(narrow_module(model, graph, half_of_all(graph)[1]), args, kwargs)
+    except TraceError:  # such as a normalisation that refuses so little; then nothing is known
+        return {}
+    # A narrow layer may use its weights by other calls than a dense one, and still make the same products.
+    kinds = [
+        {place: call for place, call in enumerate(dense.calls) if (call.key is None) == products} for products in (True, False)
+    ]
+    return {place: each for kind in kinds for place, each in _explain(model, graph, kind, dense, narrow, args, kwargs).items()}
 
 
-_Value: TypeAlias = Callable[[Recorder], Fraction | None]
-"""Reads a number of a call from a narrow pass; None if that made other calls."""
+def _explain(
+    model: nn.Module,
+    graph: UnitGraph,
+    calls: Mapping[int, Call],
+    dense: Recorder,
+    narrow: Recorder,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> dict[int, Lengths]:
+    """The lengths of those `calls` that differ in the narrow pass."""
+    keys = [call.key for call in calls.values()]
+
+    def alike(recorder: Recorder) -> list[Call]:
+        found = [call for call in recorder.calls if (call.key is None) == (keys[0] is None)]
+        if [call.key for call in found] != keys:
+            raise TraceError("a narrow model makes other calls")
+        return found
+
+    try:
+        halved = [narrow.amount(call) for call in alike(narrow)] if calls else []
+    except TraceError:
+        return {}
+    counts, _ = half_of_all(graph)
+    before = [dense.amount(call) for call in calls.values()]
+    changed = [i for i, (one, other) in enumerate(zip(before, halved)) if one != other]
+    if not changed:
+        return {}
+
+    def lengths(module: nn.Module) -> list[tuple[int, ...]]:
+        found = alike(dense if module is model else record_pass(module, args, kwargs))
+        return [found[i].lengths for i in changed]
+
+    shapes = zip(changed, probe_shapes(model, graph, lengths))
+    told = {i: each for i, shape in shapes if (each := _lengths(before[i], shape, graph)) is not None}
+    return {place: told[i] for i, place in enumerate(calls) if i in told and told[i].at(counts) == halved[i]}
 
 
-def _product(dense: Recorder, call: int) -> _Value:
-    """FLOPs of a product."""
-    count = len(dense.products)
-    return lambda found: Fraction(found.products[call]) if len(found.products) == count else None
-
-
-def _positions(dense: Recorder, call: int) -> _Value:
-    """Positions of a use of a weight."""
-    names = [name for name, _ in dense.terms]
-    return lambda found: found.terms[call][1] if [name for name, _ in found.terms] == names else None
-
-
-class _Passes:
-    """Passes of narrow models, each run once."""
-
-    def __init__(self, model: nn.Module, graph: UnitGraph, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        self.model, self.graph, self.args, self.kwargs = model, graph, args, kwargs
-        firsts = {name: next((min(tied) for tied in graph.ties if name in tied), name) for name in graph.groups}
-        self.tied: dict[str, list[str]] = {}
-        for name, first in firsts.items():
-            self.tied.setdefault(first, []).append(name)
-        # A tensor with an axis of one unit may take another way through an operator, so that calls cannot be told apart.
-        self.least = {name: min(2, max(1, graph.groups[name].size - 1)) for name in self.tied}
-        self._run: dict[frozenset[str], Recorder] = {}
-        self._numbers = {name: number for number, name in enumerate(self.tied, start=1)}
-        bits = range(max(self._numbers.values()).bit_length())
-        self._spelt = [[name for name, own in self._numbers.items() if own >> bit & 1] for bit in bits]
-
-    def narrow(self, firsts: Sequence[str]) -> Recorder:
-        """A pass in which some groups, and those tied to them, keep their least."""
-        key = frozenset(firsts)
-        if key not in self._run:
-            counts = {name: group.size for name, group in self.graph.groups.items()}
-            counts |= {name: self.least[first] for first in key for name in self.tied[first]}
-            keep = {name: torch.arange(self.graph.groups[name].size) < count for name, count in counts.items()}
-            try:
-                self._run[key] = record_pass(narrow_module(self.model, self.graph, keep), self.args, self.kwargs)
-            except TraceError:  # such as a normalisation that refuses so little; then nothing is known of this pass
-                self._run[key] = Recorder({}, {})
-        return self._run[key]
-
-    def explain(self, dense: Fraction, value: _Value) -> Lengths | None:
-        """With which groups a number of the dense pass shrinks; None for no group, or where passes do not say it."""
-        if value(self.narrow(list(self.tied))) == dense:
+def _lengths(dense: Fraction, shape: AffineShape, graph: UnitGraph) -> Lengths | None:
+    """The lengths of a shape, with whole positions for each unit."""
+    axes = []
+    for size, spans in shape.axes:
+        each = {name: int(span) for name, span in spans.items()}
+        if any(each[name] != span for name, span in spans.items()):
             return None
-        spelt = [value(self.narrow(names)) for names in self._spelt]
-        number = sum(1 << bit for bit, found in enumerate(spelt) if found not in (None, dense))
-        if not number:
-            return None
-        single = next((name for name, own in self._numbers.items() if own == number), None)
-        if single is not None and len({found for found in spelt if found is not None} - {dense}) == 1:
-            return self._line(single, dense, next(found for found in spelt if found not in (None, dense)))
-        parts = [name for name, own in self._numbers.items() if own & number == own and self.graph.groups[name].size > 1]
-        return self._joint(parts, dense, value) if len(parts) <= _MOST else None
-
-    def _line(self, name: str, dense: Fraction, least: Fraction | None) -> Lengths | None:
-        """The number as a length of one group, by its values at the least and at all units."""
-        size, few = self.graph.groups[name].size, self.least[name]
-        if least is None or size == few:
-            return None
-        each = (dense - least) / (size - few)
-        whole = dense - each * size
-        if whole < 0 or each < 0:
-            return None
-        unit = Fraction(math.gcd(whole.numerator * each.denominator, each.numerator * whole.denominator))
-        unit /= whole.denominator * each.denominator
-        return Lengths(unit, {name: (int(whole / unit), int(each / unit))})
-
-    def _joint(self, names: Sequence[str], dense: Fraction, value: _Value) -> Lengths | None:
-        """The number as a product of lengths, if a pass in which all shrink says so."""
-        factor, lengths = dense, dict[str, tuple[int, int]]()
-        for name in names:
-            alone = value(self.narrow([name]))
-            line = None if alone == dense else self._line(name, dense, alone)
-            if line is not None:
-                lengths |= line.of
-                factor *= line.factor / dense
-            elif alone != dense:
-                return None
-        found = Lengths(factor, lengths)
-        return found if lengths and value(self.narrow(list(lengths))) == found.at(self.least) else None
+        axes.append((size - sum(span * graph.groups[name].size for name, span in each.items()), each))
+    varying = math.prod(size for size, spans in shape.axes if spans)
+    return Lengths(dense / max(1, varying), tuple(axis for axis in axes if axis[1]))

@@ -20,7 +20,7 @@ from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.mask import UnitMask, WeightMask
 from sparsekit.measure.activations import Lengths, measure_shrinkage
 from sparsekit.measure.flops import entry_keys, record_pass
-from sparsekit.measure.tracker import CostTracker, Meter, Polynomials, Product, tensor_axes, tensor_products
+from sparsekit.measure.tracker import Axes, CostTracker, Meter, Polynomials, Product, tensor_axes, tensor_products
 from sparsekit.surgery.rebuild import copy_with, named_entries
 from sparsekit.tracing.blocks import is_large, is_meta
 from sparsekit.tracing.inputs import map_tensors
@@ -202,13 +202,12 @@ class CostModel:
             factors.setdefault(name, {})["flops"] = float(2 * times / self.examples)
         products, constants = tensor_products(self.graph, factors)
         constants["flops"] = constants.get("flops", 0.0) + float(self._fixed_flops / self.examples)
-        moving = [
+        moving: list[tuple[Axes, Fraction, Lengths]] = [
             (tensor_axes(self.graph, term.weight), 2 * term.moves.factor, term.moves) for term in self.terms if term.moves
         ]
         moving += [((), product.factor, product) for product in self.products]
         for axes, factor, lengths in moving:
-            own = tuple((whole, {name: each}) for name, (whole, each) in lengths.of.items())
-            products.append(Product((*axes, *own), {"flops": float(factor / self.examples)}))
+            products.append(Product((*axes, *lengths.axes), {"flops": float(factor / self.examples)}))
         return Polynomials(tuple(products), constants)
 
     def entries(self, mask: UnitMask | WeightMask | None = None) -> dict[str, int]:
@@ -278,18 +277,19 @@ def _trace(copied: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], 
     state, keys = copied.state_dict(keep_vars=True), entry_keys(copied)
     recorder = record_pass(copied, args, kwargs)
     first = _first_tensor([*args, *kwargs.values()])
-    shrinkage = measure_shrinkage(copied, graph, recorder, args, kwargs)
+    moves = measure_shrinkage(copied, graph, recorder, args, kwargs)
     return CostModel(
         graph=graph,
         terms=tuple(
-            CostTerm(name, positions, _bias_of(name, state), shrinkage.positions.get(call))
-            for call, (name, positions) in enumerate(recorder.terms)
+            CostTerm(call.key, recorder.amount(call), _bias_of(call.key, state), moves.get(place))
+            for place, call in enumerate(recorder.calls)
+            if call.key is not None
         ),
-        other_flops=sum(recorder.products),
+        other_flops=sum(call.flops for call in recorder.calls if call.key is None),
         examples=max(1, first.shape[0]) if first is not None and first.dim() else 1,
         parameters=frozenset(name for name in keys.values() if isinstance(state[name], nn.Parameter)),
         widths={name: state[name].element_size() for name in keys.values()},
-        products=shrinkage.products,
+        products=tuple(lengths for place, lengths in moves.items() if recorder.calls[place].key is None),
     )
 
 

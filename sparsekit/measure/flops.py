@@ -1,27 +1,46 @@
-"""What one pass of a model multiplies: which weight is used at how many positions, and products between activations."""
+"""What passes of a model multiply: which weight is used at how many positions, and products between activations."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import flop_registry
+from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from sparsekit._torch import DispatchMode, operator_packet, storage_id, without_fast_path
 from sparsekit.errors import TraceError
 
-__all__ = ["Recorder", "entry_keys", "record_pass"]
+__all__ = ["Call", "Recorder", "entry_keys", "record_pass", "watch_products"]
 
 _aten = torch.ops.aten
 _CONVOLUTIONS = {_aten.convolution.default, _aten._convolution.default}
 _PRODUCTS = {_aten.mm.default: 1, _aten.addmm.default: 2, _aten.bmm.default: 1, _aten.baddbmm.default: 2}
 _RECURRENT = (nn.RNNBase, nn.RNNCellBase)
+# Kernels for the CPU, which torch's own table of FLOPs lacks; a backward pass has five products where a forward pass has two.
+_ATTENTION = {"_scaled_dot_product_flash_attention_for_cpu": 1.0, "_scaled_dot_product_flash_attention_for_cpu_backward": 2.5}
+
+
+@dataclass(frozen=True)
+class Call:
+    """A convolution or a product.
+
+    Args:
+        key: State-dict key of the weight that it reads; None for a product between activations.
+        flops: One multiply-add is 2.
+        lengths: Lengths whose product the FLOPs go with: of a use of a weight the positions of its other factor, else the
+            lengths of both factors.
+    """
+
+    key: str | None
+    flops: int
+    lengths: tuple[int, ...]
 
 
 class Recorder(DispatchMode):
@@ -32,9 +51,18 @@ class Recorder(DispatchMode):
         self.keys = dict(keys)  # what tells the memory of an entry → its key
         self._casts: list[Tensor] = []  # kept, so that no other tensor gets their memory
         self.numbers = numbers  # key → numbers in the entry
-        self.terms: list[tuple[str, Fraction]] = []  # (key, positions) of each use of a weight
-        self.products: list[int] = []  # FLOPs of each product between activations, in the order of the calls
+        self.calls: list[Call] = []
         self.inside = 0
+
+    @property
+    def flops(self) -> int:
+        """FLOPs of everything that was noted."""
+        return sum(call.flops for call in self.calls)
+
+    def amount(self, call: Call) -> Fraction:
+        """What the lengths of a call tell: FLOPs of a product, and of a weight at how many positions all of it is used."""
+        # A third of the positions where a call uses one of three projections that the weight holds.
+        return Fraction(call.flops) if call.key is None else Fraction(call.flops, 2 * self.numbers[call.key])
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -44,28 +72,27 @@ class Recorder(DispatchMode):
             self.keys[storage_id(result)] = self.keys[storage_id(args[0])]  # autocast reads a weight in another type
             self._casts.append(result)
         if func in _CONVOLUTIONS:
-            self._note([args[1]], func, args, kwargs, result)
+            places = args[0] if args[6] else result  # a transposed one uses its weight at each position of its input
+            positions = (places.shape[0], *places.shape[2:])
+            self._note(func, args, kwargs, result, (*positions, *args[1].shape), [(args[1], positions)])
         elif func in _PRODUCTS:
-            right = _PRODUCTS[func]
-            self._note([args[right], args[right - 1]], func, args, kwargs, result)
+            left, right = args[_PRODUCTS[func] - 1], args[_PRODUCTS[func]]
+            factors = [(right, left.shape[:-1]), (left, (*left.shape[:-2], right.shape[-1]))]
+            self._note(func, args, kwargs, result, (*left.shape, right.shape[-1]), factors)
         elif operator_packet(func) in flop_registry:
-            self.products.append(self._registered(func, args, kwargs, result))
+            self._note(func, args, kwargs, result, (), [])
+        elif (products := _ATTENTION.get(str(operator_packet(func)).rpartition(".")[2])) is not None:
+            shapes = [x.shape for x in args if isinstance(x, Tensor) and x.dim() == 4]
+            query, key, value = shapes[:3] if products == 1.0 else shapes[1:4]  # behind the gradient of the outputs
+            self.calls.append(Call(None, int(products * sdpa_flop_count(query, key, value)), ()))
         return result
 
-    def _note(self, factors: Any, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        flops = self._registered(func, args, kwargs, result)
-        keys = [self.keys.get(storage_id(factor)) for factor in factors]
-        key = next((key for key in keys if key is not None), None)
-        if key is None:
-            self.products.append(flops)
-        else:
-            # As many positions as if the whole weight were used at each: a third where it holds three projections.
-            self.terms.append((key, Fraction(flops, 2 * self.numbers[key])))
-
-    @staticmethod
-    def _registered(func: Any, args: Any, kwargs: Any, result: Any) -> int:
-        count = flop_registry[operator_packet(func)]
-        return int(count(*args, **(kwargs or {}), out_val=result))
+    def _note(self, func: Any, args: Any, kwargs: Any, result: Any, lengths: Any, factors: list[tuple[Tensor, Any]]) -> None:
+        """Note a call, with each factor that may be a weight and the positions of the other."""
+        flops = int(flop_registry[operator_packet(func)](*args, **(kwargs or {}), out_val=result))
+        uses = ((self.keys.get(storage_id(factor)), positions) for factor, positions in factors)
+        key, lengths = next(((key, positions) for key, positions in uses if key is not None), (None, lengths))
+        self.calls.append(Call(key, flops, tuple(lengths)))
 
 
 @contextmanager
@@ -84,8 +111,10 @@ def _recurrent_terms(model: nn.Module, recorder: Recorder, keys: Mapping[int, st
                 x = x.data if isinstance(x, nn.utils.rnn.PackedSequence) else x
                 for name, weight in module.named_parameters(recurse=False):
                     if name.startswith("weight"):
-                        key = keys[storage_id(weight)]
-                        recorder.terms.append((key, Fraction(math.prod(x.shape[:-1]))))
+                        # A backward pass, whose kernel is as opaque, has twice as many products.
+                        passes = 3 if torch.is_grad_enabled() else 1
+                        flops = 2 * weight.numel() * passes * math.prod(x.shape[:-1])
+                        recorder.calls.append(Call(keys[storage_id(weight)], flops, tuple(x.shape[:-1])))
             recorder.inside += 1
             try:
                 return forward(*args, **kwargs)
@@ -116,6 +145,15 @@ def entry_keys(model: nn.Module) -> dict[int, str]:
     return keys
 
 
+@contextmanager
+def watch_products(model: nn.Module) -> Iterator[Recorder]:
+    """Note what the passes of a model multiply that run in this context, backward passes too."""
+    keys, state = entry_keys(model), model.state_dict()
+    recorder = Recorder(keys, {key: state[key].numel() for key in keys.values()})
+    with _recurrent_terms(model, recorder, keys), recorder:
+        yield recorder
+
+
 def record_pass(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Recorder:
     """Run the model once and watch.
 
@@ -127,18 +165,9 @@ def record_pass(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, An
     Raises:
         TraceError: the model fails on the inputs.
     """
-    keys = entry_keys(model)
-    state = model.state_dict()
-    recorder = Recorder(keys, {key: state[key].numel() for key in keys.values()})
     # Fused attention hides its products from a dispatcher.
     try:
-        with (
-            torch.no_grad(),
-            without_fast_path(),
-            sdpa_kernel(SDPBackend.MATH),
-            _recurrent_terms(model, recorder, keys),
-            recorder,
-        ):
+        with torch.no_grad(), without_fast_path(), sdpa_kernel(SDPBackend.MATH), watch_products(model) as recorder:
             model(*args, **kwargs)
     except Exception as error:
         raise TraceError(f"the model failed on the example inputs: {error}") from error

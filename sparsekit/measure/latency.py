@@ -20,7 +20,7 @@ from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.index import gather
 from sparsekit.layers import LayerRule, find_rule, resize
 from sparsekit.measure.latency_cache import LatencyCache
-from sparsekit.measure.shapes import AffineShape, probe_shapes, tied_sets, without_data
+from sparsekit.measure.shapes import AffineShape, probe_shapes, stack_shapes, without_data
 from sparsekit.rng import torch_generator
 from sparsekit.surgery.rebuild import copy_with, named_entries
 from sparsekit.tracing.inputs import find_tensors, map_tensors
@@ -126,15 +126,9 @@ class _Elements:
 
 
 def _elements(shapes: Sequence[Sequence[AffineShape]], leaders: Sequence[str]) -> _Elements:
-    flat = [(call, shape) for call, some in enumerate(shapes) for shape in some]
-    rank = max((len(shape.axes) for _, shape in flat), default=1)
-    axes, spans = np.ones((len(flat), rank)), np.zeros((len(flat), rank, len(leaders)))
-    for row, (_, shape) in enumerate(flat):
-        for dim, (size, own) in enumerate(shape.axes):
-            axes[row, dim] = size
-            for name, each in own.items():
-                spans[row, dim, leaders.index(name)] = each
-    return _Elements(axes, spans, np.array([call for call, _ in flat], dtype=np.int64), len(shapes))
+    axes, spans = stack_shapes([shape for some in shapes for shape in some], leaders)
+    owner = [call for call, some in enumerate(shapes) for _ in some]
+    return _Elements(axes, spans, np.array(owner, dtype=np.int64), len(shapes))
 
 
 def measure_latency(
@@ -156,8 +150,7 @@ def measure_latency(
         while len(times) < least + 2 or time.perf_counter() - begun < seconds:
             start = time.perf_counter()
             model(*args, **kwargs)
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
+            torch.get_device_module(device).synchronize()
             times.append(time.perf_counter() - start)
             if len(times) >= 200:
                 break
@@ -206,7 +199,7 @@ def measure_table(
     points = [table.measure(*parts) for parts in zip(calls, inputs, outputs, strict=True)]
     cache.save()
     whole = measure_latency(copied, args, kwargs)
-    sizes = {name: graph.groups[name].size for name in dict.fromkeys(tied_sets(graph).values())}
+    sizes = {name: graph.groups[name].size for name, *_ in graph.tied_sets}
     grid = np.array([grid for grid, _ in points]).reshape(len(points), 2, len(SHARES))
     tables = np.array([times for _, times in points]).reshape(len(points), len(SHARES), len(SHARES))
     return LatencyMeter(sizes, inputs, outputs, grid, tables, whole)
@@ -262,7 +255,7 @@ class _Table:
         device: torch.device,
     ) -> None:
         self.model, self.graph, self.rules, self.cache, self.device = model, graph, rules, cache, device
-        self.first = tied_sets(graph)
+        self.first = {name: tied[0] for tied in graph.tied_sets for name in tied}
         self.generator = torch_generator(np.random.default_rng(0))
 
     def measure(

@@ -19,7 +19,7 @@ from sparsekit._torch import DispatchMode, storage_id, tree_leaves, without_fast
 from sparsekit.errors import TraceError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.layers import LayerRule
-from sparsekit.measure.shapes import probe_shapes, tied_sets, without_data
+from sparsekit.measure.shapes import probe_shapes, stack_shapes, without_data
 from sparsekit.surgery.rebuild import copy_with
 from sparsekit.tracing.inputs import find_tensors
 
@@ -167,16 +167,10 @@ def measure_memory(
         except Exception as error:
             raise TraceError(f"the model failed on the example inputs: {error}") from error
     shapes = probe_shapes(call[0], graph, lambda module: lives(module).shapes, rules)
-    leaders = list(dict.fromkeys(tied_sets(graph).values()))
-    rank = 1 + max((len(shape.axes) for shape in shapes), default=0)
-    axes = np.ones((len(shapes), rank))
-    spans = np.zeros((len(shapes), rank, len(leaders)))
-    for place, (shape, width) in enumerate(zip(shapes, dense.widths, strict=True)):
-        axes[place, 0] = width
-        for dim, (size, own) in enumerate(shape.axes, start=1):
-            axes[place, dim] = size
-            for name, each in own.items():
-                spans[place, dim, leaders.index(name)] = each
+    leaders = [tied[0] for tied in graph.tied_sets]
+    axes, spans = stack_shapes(shapes, leaders)
+    axes = np.concatenate([np.array(dense.widths, dtype=np.float64).reshape(-1, 1), axes], axis=1)
+    spans = np.concatenate([np.zeros((len(shapes), 1, len(leaders))), spans], axis=1)
     # A moment whose tensors are all alive at the next one too is no peak.
     peaks = [now for now, then in zip(dense.moments, [*dense.moments[1:], frozenset()]) if not now <= then]
     alive = np.zeros((len(peaks), len(shapes)))

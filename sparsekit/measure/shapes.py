@@ -12,15 +12,17 @@ from itertools import combinations, count
 from math import comb
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.layers import LayerRule
 from sparsekit.surgery.rebuild import copy_with, named_entries, narrow_module
 from sparsekit.tracing.inputs import map_tensors
 
-__all__ = ["AffineShape", "probe_shapes", "tied_sets", "without_data"]
+__all__ = ["AffineShape", "half_of_all", "probe_shapes", "stack_shapes", "without_data"]
 
 
 @dataclass(frozen=True)
@@ -37,16 +39,6 @@ class AffineShape:
         """The shape where groups have lost numbers of units."""
         return tuple(max(min(1, size), round(size - sum(each * lost[name] for name, each in spans.items())))
                      for size, spans in self.axes)  # fmt: skip
-
-
-def tied_sets(graph: UnitGraph) -> dict[str, str]:
-    """Group name → the first of the groups that keep as many units, through chains of ties."""
-    first = {name: name for name in graph.groups}
-    for _ in graph.ties:
-        for tied in graph.ties:
-            least = min((first[name] for name in tied), key=list(graph.groups).index)
-            first.update(dict.fromkeys(tied, least))
-    return first
 
 
 def without_data(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[nn.Module, Any, Any]:
@@ -78,18 +70,14 @@ def probe_shapes(
         The shapes of the dense model and how they follow the widths.
     """
     dense = list(run(model))
-    first = tied_sets(graph)
-    leaders = list(dict.fromkeys(first.values()))
-    sizes = {name: min(graph.groups[group].size for group, home in first.items() if home == name) for name in leaders}
+    first, sizes = _widths(graph)
+    leaders = list(sizes)
 
     def shrinks(halved: Collection[str]) -> list[tuple[int, ...]] | None:
         """By how much each axis of each shape is shorter where some widths are halved."""
-        keep = {}
-        for name, group in graph.groups.items():
-            home = first[name]
-            keep[name] = torch.arange(group.size) < (_half(sizes[home]) if home in halved else group.size)
+        halves = {name: _half(sizes[home]) for name, home in first.items() if home in halved}
         try:
-            found = list(run(narrow_module(model, graph, keep, rules)))
+            found = list(run(narrow_module(model, graph, _first_units(graph, halves), rules)))
         except (RuntimeError, ValueError, TypeError, IndexError):
             return None
         if [len(shape) for shape in found] != [len(shape) for shape in dense]:
@@ -110,6 +98,37 @@ def probe_shapes(
         AffineShape(tuple((size, own) for size, own in zip(shape, each, strict=True)))
         for shape, each in zip(dense, spans, strict=True)
     )
+
+
+def half_of_all(graph: UnitGraph) -> tuple[dict[str, int], dict[str, Tensor]]:
+    """Numbers of units where every width is halved, as `probe_shapes` halves them one by one, and the units that stay."""
+    first, sizes = _widths(graph)
+    counts = {name: _half(sizes[home]) for name, home in first.items()}
+    return counts, _first_units(graph, counts)
+
+
+def _widths(graph: UnitGraph) -> tuple[dict[str, str], dict[str, int]]:
+    """Group → the first of its tied groups; that one → units of the least of them."""
+    first = {name: tied[0] for tied in graph.tied_sets for name in tied}
+    return first, {tied[0]: min(graph.groups[name].size for name in tied) for tied in graph.tied_sets}
+
+
+def _first_units(graph: UnitGraph, counts: Mapping[str, int]) -> dict[str, Tensor]:
+    return {name: torch.arange(group.size) < counts.get(name, group.size) for name, group in graph.groups.items()}
+
+
+def stack_shapes(
+    shapes: Sequence[AffineShape], leaders: Sequence[str]
+) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    """Shapes as arrays: float (shapes, axes), dense sizes, and float (shapes, axes, groups), positions per unit."""
+    rank = max((len(shape.axes) for shape in shapes), default=1)
+    axes, spans = np.ones((len(shapes), rank)), np.zeros((len(shapes), rank, len(leaders)))
+    for row, shape in enumerate(shapes):
+        for dim, (size, own) in enumerate(shape.axes):
+            axes[row, dim] = size
+            for name, each in own.items():
+                spans[row, dim, leaders.index(name)] = each
+    return axes, spans
 
 
 def _half(size: int) -> int:

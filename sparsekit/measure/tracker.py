@@ -9,11 +9,19 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from sparsekit.graph.graph import UnitGraph
 
-__all__ = ["CostTracker", "Meter", "Polynomials", "Product", "Tracker", "tensor_axes", "tensor_products"]
+__all__ = ["Axes", "CostTracker", "Meter", "Polynomials", "Product", "Tracker", "length", "tensor_axes", "tensor_products"]
+
+Axes: TypeAlias = tuple[tuple[int, Mapping[str, int]], ...]
+"""Of each axis its constant part, and group name → positions per unit."""
+
+
+def length(axis: tuple[int, Mapping[str, int]], counts: Mapping[str, int]) -> int:
+    """The length of an axis where the groups keep `counts` units."""
+    return axis[0] + sum(each * counts[group] for group, each in axis[1].items())
 
 
 @dataclass(frozen=True)
@@ -21,11 +29,11 @@ class Product:
     """A number that is a product of axes, such as the entries of a weight.
 
     Args:
-        axes: Of each axis its constant part, and group name → positions per unit.
+        axes: The lengths.
         factors: Metric → what one unit of the product costs.
     """
 
-    axes: tuple[tuple[int, Mapping[str, int]], ...]
+    axes: Axes
     factors: Mapping[str, float]
 
 
@@ -74,8 +82,8 @@ class Tracker(Protocol):
         ...
 
 
-def tensor_axes(graph: UnitGraph, name: str) -> tuple[tuple[int, Mapping[str, int]], ...]:
-    """Of each axis of the tensor under a key its constant part, and group name → positions per unit."""
+def tensor_axes(graph: UnitGraph, name: str) -> Axes:
+    """The axes of the tensor under a key."""
     axes: list[tuple[int, dict[str, int]]] = [(size, {}) for size in graph.shapes[name]]
     for group, piece in graph.slices_of.get(name, ()):
         whole, spans = axes[piece.dim]
@@ -141,18 +149,18 @@ class CostTracker:
         factors = tuple(product.factors.get(metric, 0.0) for metric in self._metrics)
         if not any(factors):
             return
-        lengths = [whole + sum(each * self.counts[group] for group, each in spans.items()) for whole, spans in product.axes]
+        lengths = [length(axis, self.counts) for axis in product.axes]
         entries = math.prod(lengths)
         self._totals = [total + factor * entries for total, factor in zip(self._totals, factors)]
         wide = [dim for dim, (_, spans) in enumerate(product.axes) if spans]
         if len(wide) == 1:  # linear in each of its groups
-            rest = math.prod(length for dim, length in enumerate(lengths) if dim != wide[0])
+            rest = math.prod(size for dim, size in enumerate(lengths) if dim != wide[0])
             for group, each in product.axes[wide[0]][1].items():
                 linear = self._linear[group]
                 for place, factor in enumerate(factors):
                     linear[place] += factor * rest * each
             return
-        rest = math.prod(length for dim, length in enumerate(lengths) if dim not in wide)
+        rest = math.prod(size for dim, size in enumerate(lengths) if dim not in wide)
         number = len(self._lengths)
         self._lengths.append([lengths[dim] for dim in wide])
         self._factors.append(tuple(factor * rest for factor in factors))

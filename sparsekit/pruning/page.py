@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from html import escape
 
-from sparsekit.measure.budget import METRICS, format_cost
+from sparsekit.measure.budget import format_cost
 from sparsekit.pruning.report import LayerReport, PruneReport
 
 __all__ = ["draw_page", "draw_summary", "draw_widths"]
@@ -19,9 +19,11 @@ _STYLE = """
 .sk-prune th, .sk-prune td { padding: 3px 12px 3px 0; text-align: right; white-space: nowrap; }
 .sk-prune td { border-bottom: 1px solid #eceff3; } .sk-prune .t { text-align: left; white-space: normal; }
 .sk-prune code { font: 12px ui-monospace, monospace; } .sk-prune svg text { font: 11px ui-monospace, monospace; fill: #1b1f24; }
-.sk-prune .dim { fill: #6a7380 !important; } .sk-prune .meet { color: #12703c; font-weight: 600; }
+.sk-prune .dim { fill: #6a7380 !important; }
 """
 _BAR, _DENSE = "#2563a8", "#dbe5f0"
+_TEXTS = {"metric", "what", "step", "group", "kind", "module", "reason"}
+"""Columns that are not numbers."""
 
 
 def draw_widths(layers: Sequence[LayerReport], *, what: str = "width") -> str:
@@ -64,100 +66,36 @@ def _short(name: str, most: int = 34) -> str:
     return name if len(name) <= most else f"…{name[-most + 1 :]}"
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]], text_columns: int = 1) -> str:
-    def cells(values: Sequence[str], tag: str) -> str:
-        return "".join(
-            f"<{tag}{' class=t' if place < text_columns else ''}>{value}</{tag}>" for place, value in enumerate(values)
-        )
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    def line(values: Sequence[str], tag: str) -> str:
+        cells = (f"<{tag}{' class=t' if head[place] in _TEXTS else ''}>{value}</{tag}>" for place, value in enumerate(values))
+        return f"<tr>{''.join(cells)}</tr>"
 
-    body = "".join(f"<tr>{cells(row, 'td')}</tr>" for row in rows)
-    return f"<table><tr>{cells(head, 'th')}</tr>{body}</table>"
-
-
-def _costs(report: PruneReport) -> str:
-    rows = []
-    for name, before in report.before.items():
-        after = report.after[name]
-        limit = report.limits.get(name)
-        asked = report.asked.get(name)
-        rows.append(
-            (
-                f'<span title="{escape(METRICS.get(name, name))}">{escape(name)}</span>',
-                format_cost(name, before),
-                f'<span class="meet">{format_cost(name, after)}</span>' if limit is not None else format_cost(name, after),
-                f"{after / before:.1%}" if before else "",
-                f"≤ {format_cost(name, limit)}" + (f" ({escape(asked)})" if isinstance(asked, str) else "") if limit else "",
-                format_cost(name, report.least[name]) if name in report.least else "",
-            )
-        )
-    return _table(("metric", "before", "after", "share", "asked", "least possible"), rows)
-
-
-def _groups(report: PruneReport) -> str:
-    rows = (
-        (
-            f"<code>{escape(group.name)}</code>",
-            group.kind,
-            str(group.before),
-            str(group.after),
-            f"{group.after / group.before:.0%}",
-            f"{format_cost('flops', group.flops_before)} → {format_cost('flops', group.flops_after)}",
-            f"{group.params_before:,.0f} → {group.params_after:,.0f}",
-        )
-        for group in report.groups
-    )
-    return _table(("group", "kind", "before", "after", "share", "FLOPs it touches", "parameters it touches"), rows, 2)
-
-
-def _style() -> str:
-    return f"<style>{_STYLE}</style>"
+    body = [line([f"<code>{escape(row[0])}</code>", *map(escape, row[1:])], "td") for row in rows]
+    return f"<table>{line(head, 'th')}{''.join(body)}</table>"
 
 
 def _title(report: PruneReport) -> str:
     return (
-        f"<h1>{escape(report.model)}, pruned</h1><p>criterion {escape(report.criterion)}, allocation"
+        f"<style>{_STYLE}</style><h1>{escape(report.model)}, pruned</h1><p>criterion {escape(report.criterion)}, allocation"
         f" {escape(report.allocation)}</p>"
     )
 
 
 def draw_summary(report: PruneReport) -> str:
     """Costs and widths, for a notebook."""
-    return f'{_style()}<div class="sk-prune">{_title(report)}{_costs(report)}{draw_widths(report.layers)}</div>'
+    return f'<div class="sk-prune">{_title(report)}{_table(*report.tables()["Costs"])}{draw_widths(report.layers)}</div>'
 
 
 def draw_page(report: PruneReport) -> str:
     """The whole report as a page of its own."""
-    body = [_title(report), *(f"<p>{escape(note)}</p>" for note in report.notes), "<h2>Costs</h2>", _costs(report)]
-    if report.measured:
-        rows = ((escape(name.replace("_", " ")), escape(_told(value))) for name, value in report.measured.items())
-        body += ["<h2>Measured</h2>", _table(("what", "value"), rows)]
-    if len(report.steps) > 1:
-        rows_of_steps = (
-            (str(number), *(format_cost(name, value) for name, value in step.items()))
-            for number, step in enumerate(report.steps, start=1)
-        )
-        body += ["<h2>Steps</h2>", _table(("step", *report.steps[0]), rows_of_steps)]
+    tables = {title: f"<h2>{title}</h2>{_table(*table)}" for title, table in report.tables().items()}
+    groups, kept = tables.pop("Groups"), tables.pop("Kept whole", "")
+    body = [_title(report), *(f"<p>{escape(note)}</p>" for note in report.notes), *tables.values()]
     body += ["<h2>Widths by layer</h2>", draw_widths(report.layers)]
     body += ["<h2>FLOPs by layer, for one example</h2>", draw_widths(report.layers, what="flops")]
-    body += ["<h2>Groups</h2>", _groups(report)]
-    body.append("<p>What lies between two groups counts for both.</p>")
-    if report.fixed:
-        rows_fixed = (
-            (f"<code>{escape(item['module'])}</code>", str(item["size"]), escape(item["reason"])) for item in report.fixed
-        )
-        head = "".join(
-            f"<th{' class=t' if place != 1 else ''}>{name}</th>" for place, name in enumerate(("module", "size", "reason"))
-        )
-        cells = "".join(
-            f"<tr><td class=t>{module}</td><td>{size}</td><td class=t>{reason}</td></tr>" for module, size, reason in rows_fixed
-        )
-        body += ["<h2>Kept whole</h2>", f"<table><tr>{head}</tr>{cells}</table>"]
+    body += [groups, "<p>What lies between two groups counts for both.</p>", kept]
     return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(report.model)}, pruned</title>'
-        f"<style>body {{ margin: 24px; background: #fff; }}</style>{_style()}</head>"
-        f'<body><div class="sk-prune">{"".join(body)}</div></body></html>'
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(report.model)}, pruned</title></head>'
+        f'<body style="margin: 24px; background: #fff"><div class="sk-prune">{"".join(body)}</div></body></html>'
     )
-
-
-def _told(value: object) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)

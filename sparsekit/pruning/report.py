@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
 
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.measure.budget import format_cost
 from sparsekit.measure.cost import CostModel
 from sparsekit.pruning.selection import makers
 
-__all__ = ["GroupReport", "LayerReport", "PruneReport", "describe"]
+__all__ = ["GroupReport", "LayerReport", "PruneReport", "count_denormals", "describe"]
+
+
+Table: TypeAlias = tuple[Sequence[str], Sequence[Sequence[str]]]
 
 
 @dataclass(frozen=True)
@@ -81,6 +87,7 @@ class PruneReport:
         steps: Metric → cost after each step of the schedule.
         measured: What was measured beside: latencies before and after, errors of tables, scores of fine-tuning.
         notes: Sentences for the reader.
+        denormals: Number of weights of the pruned model that are smaller than any normal number of their type, and not 0.
     """
 
     model: str
@@ -97,11 +104,64 @@ class PruneReport:
     steps: Sequence[Mapping[str, float]] = ()
     measured: Mapping[str, Any] = field(default_factory=dict)
     notes: Sequence[str] = ()
+    denormals: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """The report as JSON data."""
         found: dict[str, Any] = json.loads(json.dumps(asdict(self)))
         return found
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> PruneReport:
+        """The report that `to_dict` wrote; other entries are not looked at."""
+        own = {item.name: data[item.name] for item in fields(cls) if item.name in data}
+        own["groups"] = [GroupReport(**{**group, "modules": tuple(group["modules"])}) for group in own["groups"]]
+        return cls(**{**own, "layers": [LayerReport(**layer) for layer in own["layers"]]})
+
+    def tables(self) -> dict[str, Table]:
+        """Title → heads and rows of texts: "Costs", "Groups", and where there are any "Measured", "Steps" and "Kept whole"."""
+        costs = []
+        for name, before in self.before.items():
+            limit, asked = self.limits.get(name), self.asked.get(name)
+            share = f" ({asked})" if isinstance(asked, str) else ""
+            costs.append(
+                (
+                    name,
+                    format_cost(name, before),
+                    format_cost(name, self.after[name]),
+                    f"{self.after[name] / before:.1%}" if before else "",
+                    f"≤ {format_cost(name, limit)}{share}" if limit is not None else "",
+                    format_cost(name, self.least[name]) if name in self.least else "",
+                )
+            )
+        groups = [
+            (
+                group.name,
+                group.kind,
+                str(group.before),
+                str(group.after),
+                f"{group.after / group.before:.0%}",
+                f"{format_cost('flops', group.flops_before)} → {format_cost('flops', group.flops_after)}",
+                f"{group.params_before:,.0f} → {group.params_after:,.0f}",
+            )
+            for group in self.groups
+        ]
+        measured = [(name, f"{value:.4g}" if isinstance(value, float) else str(value)) for name, value in self.measured.items()]
+        steps = [
+            (str(number), *(format_cost(name, value) for name, value in step.items()))
+            for number, step in enumerate(self.steps, start=1)
+        ]
+        found: dict[str, Table] = {
+            "Costs": (("metric", "before", "after", "share", "asked", "least possible"), costs),
+            "Measured": (("what", "value"), measured),
+            "Steps": (("step", *(self.steps[0] if self.steps else ())), steps if len(steps) > 1 else []),
+            "Groups": (("group", "kind", "before", "after", "share", "FLOPs it touches", "parameters it touches"), groups),
+            "Kept whole": (
+                ("module", "size", "reason"),
+                [(item["module"], str(item["size"]), item["reason"]) for item in self.fixed],
+            ),
+        }
+        return {title: table for title, table in found.items() if table[1]}
 
     def __str__(self) -> str:
         lines = [f"{self.model}, {self.criterion}, {self.allocation}"]
@@ -112,6 +172,12 @@ class PruneReport:
             lines.append(f"{name}: {format_cost(name, before)} → {format_cost(name, self.after[name])}{share}{asked}{least}")
         lines += [f"{group.name}: {group.before} → {group.after} {group.kind}s" for group in self.groups]
         return "\n".join([*lines, *self.notes])
+
+
+def count_denormals(model: nn.Module) -> int:
+    """Number of weights between 0 and the smallest normal number of their type, as training with penalties leaves them."""
+    weights = [entry.detach() for entry in model.parameters() if entry.is_floating_point() and not entry.is_meta]
+    return sum(int(((weight != 0) & (weight.abs() < torch.finfo(weight.dtype).tiny)).sum()) for weight in weights)
 
 
 def describe(

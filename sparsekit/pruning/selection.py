@@ -9,7 +9,6 @@ from typing import TypeAlias
 from torch import nn
 
 from sparsekit.allocation.limits import Limits, check_limits
-from sparsekit.allocation.rounding import tied_groups
 from sparsekit.errors import InvalidValueError, UnknownNameError, nearest
 from sparsekit.graph.graph import UnitGraph
 
@@ -48,7 +47,7 @@ def select_groups(model: nn.Module, graph: UnitGraph, selector: Selector) -> tup
     Raises:
         UnknownNameError: nothing is meant: no group and no module of that name, no match, no such type, or a module of
             another model. The message lists the nearest names.
-        InvalidValueError: the text is no regular expression, or the selector is none of these.
+        InvalidValueError: the text is no regular expression, the selector is none of these, or what is meant has no weights.
     """
     modules = dict(model.named_modules())
     made = makers(graph)
@@ -77,6 +76,10 @@ def select_groups(model: nn.Module, graph: UnitGraph, selector: Selector) -> tup
     else:
         raise InvalidValueError(
             f"a layer is selected by name, regular expression, type or module, got {selector!r} of {type(selector).__name__}"
+        )
+    if not any(name in graph.groups or next(modules[name].parameters(), None) is not None for name in chosen):
+        raise InvalidValueError(
+            f"{selector!r} selects layers without weights, which make no units; select the layers whose units they pass on"
         )
     return tuple(name for name in graph.groups if name in chosen or chosen & set(made[name]))
 
@@ -149,7 +152,7 @@ def read_limits(
         for name in groups:
             narrow(name, *pair, selector)
     kept = {name for selector in keep for name in select_groups(model, graph, selector)}
-    for groups in tied_groups(graph):
+    for groups in graph.tied_sets:
         if kept & set(groups):
             found.update(dict.fromkeys(groups, (1.0, 1.0)))
     return found

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from sparsekit.allocation.choose import choose
-from sparsekit.allocation.rounding import tied_groups
 from sparsekit.allocation.uniform import check_ratio, keep_count
 from sparsekit.criteria.base import check_scores
 from sparsekit.errors import InvalidValueError
@@ -91,7 +90,7 @@ def measure_sensitivity(
     dense = evaluate(model)
     found: dict[str, tuple[tuple[float, float], ...]] = {}
     full = {name: group.size for name, group in graph.groups.items()}
-    for groups in track(tied_groups(graph), "Measuring groups", show=progress):
+    for groups in track(graph.tied_sets, "Measuring groups", show=progress):
         name = groups[0]
         if known is not None and name in known:
             found[name] = tuple((float(share), float(value)) for share, value in known[name])

@@ -1,1 +1,17 @@
 """Cut units away and put them back: modules, states, optimisers, files."""
+
+from __future__ import annotations
+
+from sparsekit.surgery.compaction import compact, expand
+from sparsekit.surgery.optimizer_state import remap_optimizer
+from sparsekit.surgery.saving import Factory, load_compact, load_mask, save_compact
+
+__all__ = [
+    "Factory",
+    "compact",
+    "expand",
+    "load_compact",
+    "load_mask",
+    "remap_optimizer",
+    "save_compact",
+]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import hashlib
 import json
@@ -11,8 +10,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -22,7 +19,7 @@ from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.state import StateDict
 from sparsekit.version import __version__
 
-__all__ = ["damage", "digest", "pack_mask", "read_file", "unpack_mask", "write_file"]
+__all__ = ["damage", "digest", "read_file", "write_file"]
 
 _KEY, _FORMAT = "sparsekit", 1
 
@@ -86,11 +83,7 @@ def read_file(path: Path, *, tensors: bool = True) -> tuple[dict[str, Tensor], d
             f"{path} cannot be read: {error}; it is cut off, damaged or no safetensors file, so copy or save it again"
         ) from error
     if _KEY not in header:
-        raise CompactFileError(
-            f"{path} was not written by save_compact: its header has no {_KEY!r}; save the model with it. A file with tensors"
-            " named 'state:…' is a model that a federated run of an earlier version exported: run it again, or read it with"
-            " safetensors"
-        )
+        raise CompactFileError(f"{path} was not written by save_compact: its header has no {_KEY!r}; save the model with it")
     with damage(path):
         spec = json.loads(header[_KEY])
         if spec["format"] != _FORMAT:
@@ -110,17 +103,6 @@ def damage(path: str | os.PathLike[str]) -> Iterator[None]:
         raise
     except (LookupError, TypeError, AttributeError, ValueError) as error:
         raise CompactFileError(f"the description in {path} is damaged ({error!r}); save the model again") from error
-
-
-def pack_mask(keep: Tensor) -> str:
-    """A boolean vector as text."""
-    return base64.b64encode(np.packbits(keep.cpu().numpy()).tobytes()).decode("ascii")
-
-
-def unpack_mask(bits: str, size: int) -> Tensor:
-    """Read what `pack_mask` wrote: bool (size,)."""
-    packed = np.frombuffer(base64.b64decode(bits), dtype=np.uint8)
-    return torch.from_numpy(np.unpackbits(packed, count=size).astype(bool))
 
 
 def digest(graph: UnitGraph) -> str:

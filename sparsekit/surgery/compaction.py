@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 from torch import Tensor, nn
 
-from sparsekit.errors import ForeignMaskError, InvalidValueError
+from sparsekit.errors import InvalidValueError
 from sparsekit.graph.graph import UnitGraph
-from sparsekit.graph.index import cut_axes, narrow_shape, scatter
+from sparsekit.graph.index import cut_axes, scatter
 from sparsekit.graph.mask import UnitMask
 from sparsekit.graph.state import StateDict
 from sparsekit.layers import LayerRule
@@ -26,7 +26,11 @@ def compact(
     rules: Mapping[type[nn.Module], LayerRule] | None = None,
     inplace: bool = False,
 ) -> nn.Module:
-    """A smaller, plain module that computes what `model` computes when the dropped units are gated away.
+    """A smaller module that computes what `model` computes when the dropped units are gated away.
+
+    Its layers are of the classes of the dense model but for two that torch cannot run narrow or runs wrong: attention with
+    fewer heads than its width (`NarrowMultiheadAttention`), and strided 1×1 convolutions of few channels (`Conv2d` of
+    `sparsekit.surgery.safe_convolution`). Both are subclasses of torch's own and have the same parameters.
 
     Args:
         model: The dense model. Not changed unless in place; the result shares no memory with it.
@@ -92,17 +96,7 @@ def expand(state: StateDict, graph: UnitGraph, mask: UnitMask, *, into: StateDic
     """
     mask.check(graph)
     graph.check_state(into, what="`into`")
+    graph.check_state(state, mask, what="the compact state")
     indices = graph.kept_indices(mask)
-    full: dict[str, Tensor] = {}
-    for name, dense in into.items():
-        if name not in state:
-            raise ForeignMaskError(f"the compact state lacks {name!r}; pass the state_dict() of the compacted model")
-        axes = cut_axes(dense.shape, indices.get(name, {}))
-        expected = narrow_shape(dense.shape, axes)
-        if state[name].shape != expected:
-            raise ForeignMaskError(
-                f"the compact state has {name!r} of shape {tuple(state[name].shape)}, this mask gives {tuple(expected)};"
-                " pass the mask that it was compacted with"
-            )
-        full[name] = scatter(state[name].detach(), dense.detach(), axes)
-    return full
+    axes = {name: cut_axes(dense.shape, indices.get(name, {})) for name, dense in into.items()}
+    return {name: scatter(state[name].detach(), dense.detach(), axes[name]) for name, dense in into.items()}

@@ -12,11 +12,11 @@ from torch.optim import Optimizer
 
 from sparsekit.errors import ForeignMaskError, InvalidValueError
 from sparsekit.graph.graph import UnitGraph
-from sparsekit.graph.index import Axes, cut_axes, gather, narrow_shape, scatter_
+from sparsekit.graph.index import Axes, cut_axes, gather, scatter_
 from sparsekit.graph.mask import UnitMask
 from sparsekit.graph.state import StateDict
 from sparsekit.surgery.rebuild import named_entries
-from sparsekit.surgery.state_kinds import state_shape
+from sparsekit.surgery.state_kinds import REDUCED, state_shape
 
 __all__ = [
     "HasState",
@@ -36,9 +36,6 @@ OptimizerState: TypeAlias = dict[str, dict[str, Tensor]]
 
 Narrow: TypeAlias = Callable[[str, str, Tensor], Tensor]
 Whole: TypeAlias = Callable[[str, str, Tensor, Tensor], Tensor]
-
-_FACTORED = frozenset({"row_var", "col_var"})
-"""Adafactor's moments of rows and columns: those of a matrix of one row have its shape, and are none the less sums."""
 
 
 def flat(state: OptimizerState, prefix: str) -> dict[str, Tensor]:
@@ -101,7 +98,7 @@ def copies_of_weights(owner: HasState, leaves: Iterable[Tensor]) -> set[str]:
 def state_of_shape(owner: HasState, leaf: Tensor) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, tensor) of the state that lies entry by entry, so that it can follow the units of `leaf`."""
     for name, value in (owner.state.get(leaf) or {}).items():
-        if isinstance(value, Tensor) and value.dim() > 0 and value.shape == leaf.shape and name not in _FACTORED:
+        if isinstance(value, Tensor) and value.dim() > 0 and value.shape == leaf.shape and name not in REDUCED:
             yield name, value
 
 
@@ -111,7 +108,7 @@ def other_state(owner: HasState, leaf: Tensor, shape: torch.Size) -> list[str]:
         name
         for name, value in (owner.state.get(leaf) or {}).items()
         if isinstance(value, list | tuple | dict)
-        or (isinstance(value, Tensor) and value.dim() > 0 and (value.shape != shape or name in _FACTORED))
+        or (isinstance(value, Tensor) and value.dim() > 0 and (value.shape != shape or name in REDUCED))
     ]
 
 
@@ -325,19 +322,9 @@ def _axes(graph: UnitGraph, model: nn.Module, mask: UnitMask | None, which: str)
     """Where the entries of a compact model lie in the dense one, by state-dict key; only axes that are cut."""
     mask = UnitMask.full(graph) if mask is None else mask
     mask.check(graph)
+    graph.check_state(named_entries(model), mask, what=f"the {which} {type(model).__name__} (see {which}_mask)")
     indices = graph.kept_indices(mask)
-    entries = named_entries(model)
-    axes: dict[str, Axes] = {}
-    for name, dense in graph.shapes.items():
-        axes[name] = cut_axes(dense, indices.get(name, {}))
-        expected = narrow_shape(dense, axes[name])
-        if name not in entries or entries[name].shape != expected:
-            shape = tuple(entries[name].shape) if name in entries else None
-            raise ForeignMaskError(
-                f"the {which} {type(model).__name__} has {name!r} of shape {shape}, its mask gives {tuple(expected)};"
-                f" pass the mask that it was compacted with as {which}_mask"
-            )
-    return axes
+    return {name: cut_axes(dense, indices.get(name, {})) for name, dense in graph.shapes.items()}
 
 
 def _remapped(

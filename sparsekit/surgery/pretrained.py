@@ -6,7 +6,7 @@ cannot be read again, which shows only when somebody loads it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
 from typing import Any, NoReturn
 
 from torch import nn
@@ -18,19 +18,14 @@ __all__ = ["guard_pretrained"]
 _METHOD = "save_pretrained"
 
 
-@dataclass(frozen=True)
-class _Refusal:
-    """Stands in place of `save_pretrained` on one compact model; can be copied and pickled with it."""
-
-    model: str
-
-    def __call__(self, *_args: Any, **_kwargs: Any) -> NoReturn:
-        raise UnsupportedModelError(
-            f"save_pretrained of this compact {self.model} would write a config with the widths of the dense model, which"
-            " from_pretrained cannot load. Where all layers keep one shape, sparsekit.fit_config(small, graph, mask) writes the"
-            " config that fits. Or save it with sparsekit.save_compact(masked, 'small.safetensors') and read it with"
-            f" sparsekit.load_compact. Where you have changed the config yourself: {self.model}.save_pretrained(model, folder)"
-        )
+def _refuse(model: str, *_args: Any, **_kwargs: Any) -> NoReturn:
+    """Stands, as a partial that can be copied and pickled, in place of `save_pretrained` on one compact model."""
+    raise UnsupportedModelError(
+        f"save_pretrained of this compact {model} would write a config with the widths of the dense model, which"
+        " from_pretrained cannot load. Where all layers keep one shape, sparsekit.fit_config(small, graph, mask) writes the"
+        " config that fits. Or save it with sparsekit.save_compact(masked, 'small.safetensors') and read it with"
+        f" sparsekit.load_compact. Where you have changed the config yourself: {model}.save_pretrained(model, folder)"
+    )
 
 
 def guard_pretrained(compact: nn.Module, *, cut: bool) -> nn.Module:
@@ -44,5 +39,5 @@ def guard_pretrained(compact: nn.Module, *, cut: bool) -> nn.Module:
         The same model.
     """
     if cut and callable(getattr(compact, _METHOD, None)) and hasattr(compact, "config"):
-        setattr(compact, _METHOD, _Refusal(type(compact).__name__))
+        setattr(compact, _METHOD, functools.partial(_refuse, type(compact).__name__))
     return compact

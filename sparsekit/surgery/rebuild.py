@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from sparsekit._torch import buffers_of, parameters_of, refresh_flat_weights
-from sparsekit.errors import ForeignMaskError
 from sparsekit.graph.graph import UnitGraph
-from sparsekit.graph.index import cut_axes, gather, narrow_shape
+from sparsekit.graph.index import cut_axes, gather
 from sparsekit.graph.state import StateDict
 from sparsekit.layers import LayerRule, resize
 from sparsekit.surgery.safe_convolution import guard_convolutions
@@ -160,7 +159,7 @@ def narrow_module(
     """
     indices = graph.kept_indices(keep)
     small = copy_with(model, narrow_state(named_entries(model), graph, keep, indices))
-    _fit(small, graph, keep, indices, rules)
+    _fit(small, graph, keep, rules)
     return small
 
 
@@ -201,7 +200,7 @@ def narrow_in_place(
     for module in model.modules():
         if isinstance(module, nn.RNNBase):
             refresh_flat_weights(module)
-    _fit(model, graph, keep, indices, rules)
+    _fit(model, graph, keep, rules)
     return model
 
 
@@ -216,20 +215,11 @@ def _fit(
     small: nn.Module,
     graph: UnitGraph,
     keep: Mapping[str, Tensor],
-    indices: Mapping[str, Mapping[int, Tensor]],
     rules: Mapping[type[nn.Module], LayerRule] | None,
 ) -> None:
     """Set all sizes of a module whose entries are narrow, and check its shapes."""
     resize(small, rules)
     set_sizes(small, graph, {name: int(stays.sum()) for name, stays in keep.items()})
     guard_convolutions(small)
-    entries = named_entries(small)
     # A fused kernel that gets wrong shapes reads past its buffers, so all shapes are checked.
-    for name, dense in graph.shapes.items():
-        expected = narrow_shape(dense, indices.get(name, {}))
-        if name not in entries or entries[name].shape != expected:
-            found = tuple(entries[name].shape) if name in entries else "nothing"
-            raise ForeignMaskError(
-                f"after compaction {name!r} has shape {found}, expected {tuple(expected)};"
-                " the model is not the one that the graph was traced from"
-            )
+    graph.check_state(named_entries(small), keep, what=f"the compacted {type(small).__name__}")

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["Conv2d", "guard_convolutions", "strided_pointwise", "unguard_convolutions"]
+__all__ = ["Conv2d", "guard_convolutions", "strided_pointwise"]
 
 LIMIT = 16  # the channels of one AVX-512 block; AVX2 needs 8
 
@@ -39,13 +39,6 @@ def guard_convolutions(model: nn.Module, *, wide: bool = False) -> None:
     for module in model.modules():
         if type(module) is nn.Conv2d and _is_candidate(module) and (wide or module.in_channels < LIMIT):
             module.__class__ = Conv2d
-
-
-def unguard_convolutions(model: nn.Module) -> None:
-    """Make guarded layers of `model` plain `nn.Conv2d` again, in place."""
-    for module in model.modules():
-        if type(module) is Conv2d:
-            object.__setattr__(module, "__class__", nn.Conv2d)
 
 
 def _is_candidate(module: nn.Conv2d) -> bool:

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from sparsekit._torch import without_compiler
 from sparsekit.errors import CompactFileError, ForeignMaskError, InvalidValueError
 from sparsekit.graph.graph import UnitGraph
-from sparsekit.graph.index import narrow_shape
+from sparsekit.graph.index import places
 from sparsekit.graph.mask import UnitMask
 from sparsekit.layers import LayerRule, resize
 from sparsekit.registry import load_object
-from sparsekit.surgery.compact_file import damage, digest, pack_mask, read_file, unpack_mask, write_file
+from sparsekit.surgery.compact_file import damage, digest, read_file, write_file
 from sparsekit.surgery.rebuild import copy_with, named_entries
 from sparsekit.surgery.safe_convolution import guard_convolutions
 from sparsekit.version import __version__
@@ -81,14 +81,15 @@ def save_compact(
     model = _plain(model)
     entries, ties = _entries(model)
     if graph is not None and mask is not None:
-        _check_mask(named_entries(model), graph, mask)
+        mask.check(graph)
+        graph.check_state(named_entries(model), mask, what=f"this {type(model).__name__}")
     spec = {
         "model": type(model).__qualname__,
         "modules": {name: [type(module).__qualname__, _attributes(module)] for name, module in model.named_modules()},
         "ties": ties,
         "fixed": [name for name, entry in entries.items() if isinstance(entry, nn.Parameter) and not entry.requires_grad],
         "graph": None if graph is None else digest(graph),
-        "mask": None if mask is None else {name: pack_mask(keep) for name, keep in mask.items()},
+        "mask": None if mask is None else {name: keep.nonzero().flatten().tolist() for name, keep in mask.items()},
     }
     write_file(Path(path), entries, spec)
 
@@ -163,7 +164,8 @@ def load_mask(path: str | os.PathLike[str], graph: UnitGraph) -> UnitMask:
                 f"the mask in {path} belongs to other units than this graph has; trace the model that it was saved from,"
                 f" with sparsekit {spec['sparsekit']} if the versions differ (this is {__version__})"
             )
-        mask = UnitMask({name: unpack_mask(bits, graph.groups[name].size) for name, bits in spec["mask"].items()})
+        kept = {name: torch.tensor(units, dtype=torch.int64) for name, units in spec["mask"].items()}
+        mask = UnitMask({name: places(units, graph.groups[name].size) >= 0 for name, units in kept.items()})
         mask.check(graph)
         return mask
 
@@ -217,19 +219,6 @@ def _like(own: Any, value: Any) -> Any:
     kinds = own if isinstance(own, tuple | list) and len(own) == len(value) else [()] * len(value)
     items = [_like(kind, item) for kind, item in zip(kinds, value, strict=True)]
     return items if isinstance(own, list) else torch.Size(items) if isinstance(own, torch.Size) else tuple(items)
-
-
-def _check_mask(entries: Mapping[str, Tensor], graph: UnitGraph, mask: UnitMask) -> None:
-    mask.check(graph)
-    indices = graph.kept_indices(mask)
-    for name, dense in graph.shapes.items():
-        expected = narrow_shape(dense, indices.get(name, {}))
-        found = entries[name].shape if name in entries else None
-        if found != expected:
-            raise ForeignMaskError(
-                f"{name!r} has shape {None if found is None else tuple(found)}, this graph and mask give {tuple(expected)};"
-                " pass those that the model was compacted with"
-            )
 
 
 def _make(factory: Factory) -> nn.Module:

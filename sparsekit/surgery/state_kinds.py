@@ -10,15 +10,18 @@ from torch.optim import Optimizer
 
 from sparsekit.errors import InvalidValueError
 
-__all__ = ["check_movable", "factored_state", "mixes_units", "reduced_axis", "state_shape"]
+__all__ = ["REDUCED", "check_movable", "factored_state", "mixes_units", "reduced_axis", "state_shape"]
 
-_REDUCED = {"row_var": 1, "col_var": 2}
-"""Adafactor's moments of rows and columns → the axis, counted from the end, that they are a mean over."""
+REDUCED = {"row_var": 1, "col_var": 2}
+"""Adafactor's moments of rows and columns → the axis, counted from the end, that they are a mean over.
+
+Those of a matrix of one row have its shape, and are means none the less.
+"""
 
 
 def reduced_axis(name: str, rank: int) -> int | None:
     """Return the axis over which a factored moment is a mean, for a leaf of `rank` axes; None for other state."""
-    return rank - _REDUCED[name] if name in _REDUCED and rank > 1 else None
+    return rank - REDUCED[name] if name in REDUCED and rank > 1 else None
 
 
 def state_shape(name: str, shape: torch.Size) -> torch.Size:
@@ -35,7 +38,7 @@ def factored_state(optimizer: object, leaf: Tensor) -> Iterator[tuple[str, Tenso
     """
     if isinstance(optimizer, torch.optim.Adafactor):
         for name, value in optimizer.state.get(leaf, {}).items():
-            if name in _REDUCED and value.shape == state_shape(name, leaf.shape):
+            if name in REDUCED and value.shape == state_shape(name, leaf.shape):
                 yield name, value
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,14 +19,13 @@ import torch
 from torch import Tensor, nn
 
 from sparsekit._torch import buffers_of
+from sparsekit.graph.edit import only
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.groups import UnitGroup
 from sparsekit.layers import LayerRule
 from sparsekit.surgery.rebuild import copy_with, named_entries, narrow_module
-from sparsekit.tracing.inputs import ModelInputs, find_tensors, map_tensors
-from sparsekit.tracing.tokens import random_tokens
-from sparsekit.tracing.train_mode import TrainMode
-from sparsekit.tracing.verify import Verifier, tied_sets
+from sparsekit.tracing.inputs import ModelInputs, find_tensors, map_tensors, with_tokens
+from sparsekit.tracing.verify import Verifier
 
 __all__ = ["BlockVerifier", "is_large", "is_meta"]
 
@@ -58,29 +57,30 @@ class BlockVerifier:
     """Compares gated and compacted blocks of a model, and the whole model only for groups that reach over blocks.
 
     Args:
-        model: In eval mode; not changed.
-        inputs: What it is called on.
+        model: A private copy, which may lend its parameters, in eval mode.
+        calls: What it is called on.
         rules: The user's layer rules.
-        training: What the model does in train mode, to compare there too; None does not.
+        training: The calls that train mode accepts, as in `Verifier`.
     """
 
     model: nn.Module
-    inputs: ModelInputs
+    calls: Sequence[ModelInputs]
     rules: Mapping[type[nn.Module], LayerRule] | None = None
-    training: TrainMode | None = None
+    training: Sequence[tuple[int, bool]] = ()
 
     def __post_init__(self) -> None:
         self._modules = dict(self.model.named_modules())
         self._meta = is_meta(self.model)
         self._numbers = _count(self.model)
-        self._captured: dict[str, _Captured] = {}
+        self._captured: dict[str, list[ModelInputs]] = {}
         self._passed: set[tuple[Any, ...]] = set()
+        self._passed_with: tuple[Any, ...] = ()
         self._whole: Verifier | None = None
-        self._drawn = self.inputs
+        self._drawn = self.calls
         with contextlib.suppress(Exception):  # a model may refuse other tokens than its example
-            drawn = random_tokens(self.model, self.inputs, torch.Generator().manual_seed(20130))
-            with torch.no_grad(), torch.random.fork_rng(devices=[]):
-                drawn.call(self.model)
+            drawn = with_tokens(self.model, self.calls, torch.Generator().manual_seed(20130))
+            for inputs in drawn:
+                inputs.call(self.model)
             self._drawn = drawn
 
     def failures(self, graph: UnitGraph) -> dict[str, str]:
@@ -89,7 +89,10 @@ class BlockVerifier:
         Returns:
             Group name → reason; empty if all is well.
         """
-        waiting = [names for names in tied_sets(graph) if self._key(graph, names) not in self._passed]
+        # A size that follows other units now may break what has passed in the same module.
+        if self._passed_with != (graph.sizes, graph.ties):
+            self._passed, self._passed_with = set(), (graph.sizes, graph.ties)
+        waiting = [names for names in graph.tied_sets if self._key(graph, names) not in self._passed]
         homes: dict[str, list[tuple[str, ...]]] = {}
         for names in waiting:
             homes.setdefault(self._home(_places(graph, names)), []).append(names)
@@ -124,36 +127,41 @@ class BlockVerifier:
 
     @staticmethod
     def _key(graph: UnitGraph, names: tuple[str, ...]) -> tuple[Any, ...]:
+        """What tells a set of groups from one of the same names in another graph."""
         groups = [graph.groups[name] for name in names]
         return tuple((g.name, g.size, tuple((s.name, s.dim, s.side, s.span) for s in g.slices)) for g in groups)
 
     def _capture(self, homes: Mapping[str, Any]) -> None:
-        """Note what modules are called on, in their first call."""
+        """Note what modules are called on, in their first call on each of the inputs."""
         wanted = [name for name in homes if name not in self._captured]
-        if not wanted:
-            return
-        with ExitStack() as stack, torch.no_grad(), torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(0)
-            for name in wanted:
-                note = functools.partial(self._note, name)
-                stack.callback(self._modules[name].register_forward_pre_hook(note, with_kwargs=True).remove)
-            self._drawn.call(self.model)
+        for inputs in self._drawn if wanted else ():
+            noted: dict[str, ModelInputs] = {}
+            with ExitStack() as stack:
+                torch.default_generator.manual_seed(0)
+                for name in wanted:
+                    note = functools.partial(self._note, noted, name)
+                    stack.callback(self._modules[name].register_forward_pre_hook(note, with_kwargs=True).remove)
+                inputs.call(self.model)
+            for name, captured in noted.items():
+                self._captured.setdefault(name, []).append(captured)
 
-    def _note(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # noqa: ARG002
-        if name not in self._captured:
-            self._captured[name] = _Captured(*copy.deepcopy((args, kwargs)))
+    @staticmethod
+    def _note(noted: dict[str, ModelInputs], name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if name not in noted:
+            noted[name] = _Captured(*copy.deepcopy((args, kwargs)))
 
     def _block(self, graph: UnitGraph, home: str, sets: list[tuple[str, ...]]) -> dict[str, str]:
         """Group name → why it is not exact within one module."""
         names = [name for tied in sets for name in tied]
         if home not in self._captured:
             return dict.fromkeys(names, f"{home!r} is not called on the example inputs")
-        block, inputs = self._modules[home], self._captured[home]
+        block, calls = self._modules[home], self._captured[home]
+        doubled = any(twice for _, twice in self.training)
+        training = [(number, doubled) for number in range(len(calls))] if self.training else []
         try:
             if self._meta:
-                block, inputs = _with_values(block), _valued(inputs)
-            part = _part_of(graph, home, names, block)
-            return Verifier(block, inputs, self.rules, self.training, dtype=torch.float32).failures(part)
+                block, calls = _with_values(block), [_valued(inputs) for inputs in calls]
+            return Verifier(block, calls, self.rules, training).failures(_part_of(graph, home, names, block))
         except Exception as error:  # noqa: BLE001 (whatever the user's code raises is the answer)
             return dict.fromkeys(names, f"{home!r} cannot run by itself: {type(error).__name__}: {error}")
 
@@ -164,9 +172,9 @@ class BlockVerifier:
             found = {name: reasons[name] for name in names if reasons.get(name)}
             reason = self._shapes(graph, [name for name in names if name not in found])
             return found | ({} if reason is None else dict.fromkeys(names, reason))
-        part = _restricted(graph, names)
-        if self._whole is None:
-            self._whole = Verifier(self.model, self.inputs, self.rules, self.training, dtype=torch.float32)
+        part = only(graph, names)
+        if self._whole is None:  # float64 would take twice the memory, for a whole large model
+            self._whole = Verifier(self.model, self.calls, self.rules, self.training, dtype=torch.float32)
         found = self._whole.failures(part)
         if not found:
             self._passed |= {self._key(graph, tied) for tied in sets}
@@ -179,9 +187,9 @@ class BlockVerifier:
         }
         try:
             with torch.no_grad():
-                expected = [t.shape for t in find_tensors(self.inputs.call(self.model))]
+                expected = [t.shape for t in find_tensors(self.calls[0].call(self.model))]
                 small = narrow_module(self.model, graph, keep, self.rules)
-                found = [t.shape for t in find_tensors(self.inputs.call(small))]
+                found = [t.shape for t in find_tensors(self.calls[0].call(small))]
         except Exception as error:  # noqa: BLE001
             return f"the compacted model fails: {type(error).__name__}: {error}"
         return None if found == expected else "removing units changes the shape of the output"
@@ -206,23 +214,9 @@ def _places(graph: UnitGraph, names: tuple[str, ...]) -> str:
     return ".".join(common)
 
 
-def _restricted(graph: UnitGraph, names: list[str]) -> UnitGraph:
-    """The graph with some of its groups alone; what is left out is kept whole and not listed."""
-    chosen = set(names)
-    sites = (replace(site, places={n: at for n, at in site.places.items() if n in chosen}) for site in graph.norms)
-    return replace(
-        graph,
-        groups={name: group for name, group in graph.groups.items() if name in chosen},
-        ties=tuple(tied for tied in graph.ties if set(tied) <= chosen),
-        sizes=tuple(size for size in graph.sizes if size.group in chosen),
-        norms=tuple(site for site in sites if site.places),
-        fixed=(),
-    )
-
-
 def _part_of(graph: UnitGraph, home: str, names: list[str], block: nn.Module) -> UnitGraph:
     """The graph of one module of the model: names without the path of the module."""
-    whole = _restricted(graph, names)
+    whole = only(graph, names)
     cut = len(home) + 1
 
     def local(group: UnitGroup) -> UnitGroup:
@@ -258,7 +252,7 @@ def _with_values(block: nn.Module) -> nn.Module:
     return twin
 
 
-def _valued(inputs: _Captured) -> _Captured:
+def _valued(inputs: ModelInputs) -> ModelInputs:
     """The same with values: random numbers, rising integers, everything visible."""
     generator = torch.Generator().manual_seed(20132)
 

@@ -39,6 +39,8 @@ class Dispatcher(DispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        numbers = self.tracer.numbers
+        self.tracer.used |= {numbers[id(leaf)] for leaf in tree_leaves((args, kwargs)) if id(leaf) in numbers}
         result = func(*args, **kwargs)
         if not self.tracer.watching:
             return result
@@ -55,7 +57,6 @@ class Dispatcher(DispatchMode):
         return result
 
     def _propagate(self, call: Call, mutates: bool) -> None:
-        self.tracer.used |= {entry.number for tensor in call.tensors if (entry := self.tracer.entry(tensor)) is not None}
         handler = find_handler(call.func, call.name)
         entering = [self.tracer.joint_labels(tensor) for tensor in call.tensors]
         if self._exhausted(entering):
@@ -65,7 +66,7 @@ class Dispatcher(DispatchMode):
         for each in entering:
             self.tracer.fix(each.mixed, f"mixed over units before they are used by {call.name!r}")
         answer: Outputs
-        if stacked and call.name not in ("select", "unbind", "view", "_unsafe_view", "slice"):
+        if stacked and call.name not in ("select", "unbind", "slice"):
             call.fix_inputs(f"stacked states of several layers used as a whole by {call.name!r}")
             answer = None
         elif handler is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-__all__ = ["ModelInputs", "find_tensors", "map_tensors"]
+from sparsekit.errors import InvalidValueError
+
+__all__ = ["ModelInputs", "find_tensors", "map_tensors", "with_tokens"]
 
 
 _PLAIN = (str, bytes, int, float, bool, type(None), torch.dtype, torch.device, nn.Module)
@@ -84,6 +86,26 @@ class ModelInputs:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
 
+    @classmethod
+    def of(cls, example_inputs: object) -> ModelInputs:
+        """One call's worth of inputs: a tuple of positional ones, a mapping of keyword inputs, one tensor, or these inputs.
+
+        Raises:
+            InvalidValueError: inputs of another kind.
+        """
+        if isinstance(example_inputs, ModelInputs):
+            return example_inputs
+        if isinstance(example_inputs, Mapping):
+            return cls((), dict(example_inputs))
+        if isinstance(example_inputs, Tensor):
+            return cls((example_inputs,), {})
+        if isinstance(example_inputs, tuple | list):
+            return cls(tuple(example_inputs), {})
+        raise InvalidValueError(
+            "example_inputs must be a tuple of positional inputs, a mapping of keyword inputs or one tensor,"
+            f" got {type(example_inputs).__name__}; pass (x,), one call's worth of inputs"
+        )
+
     def call(self, model: nn.Module) -> Any:
         """Run the model on copies of the inputs, which it may overwrite."""
         args, kwargs = map_tensors(lambda t: t.detach().clone(), (self.args, dict(self.kwargs)))
@@ -122,3 +144,22 @@ class ModelInputs:
 
         args, kwargs = map_tensors(one, (self.args, dict(self.kwargs)))
         return type(self)(args, kwargs)
+
+
+def with_tokens(model: nn.Module, calls: Sequence[ModelInputs], generator: torch.Generator) -> list[ModelInputs]:
+    """Draw integer inputs that are all zero, since equal tokens make all positions of a sequence equal.
+
+    Args:
+        model: Its smallest embedding bounds the draws.
+        calls: What it is called on. A model may refuse other tokens.
+        generator: For the draws.
+    """
+    rows = min((m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)), default=1)
+
+    def drawn(tensor: Tensor) -> Tensor:
+        integers = not tensor.is_floating_point() and not tensor.is_complex() and tensor.dtype != torch.bool
+        if not integers or tensor.is_meta or tensor.numel() < 2 or bool(tensor.any()):
+            return tensor
+        return torch.randint(rows, tensor.shape, generator=generator).to(tensor)
+
+    return [ModelInputs(*map_tensors(drawn, (inputs.args, dict(inputs.kwargs)))) for inputs in calls]

@@ -6,53 +6,43 @@ themselves, that leave it out of pruning, or that train the first layers only, r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
-from sparsekit._torch import plain_tensors, without_fast_path
+from sparsekit._torch import DispatchMode, tree_leaves, without_fast_path
 from sparsekit.errors import TraceError
 from sparsekit.graph.layers import Layer
+from sparsekit.surgery.rebuild import copy_with, named_entries
 
 __all__ = ["trace_layers"]
 
 
-class _Reads(TorchFunctionMode):
-    """Notes which entries each torch function reads, told by the memory that they lie in."""
+class _Reads(DispatchMode):
+    """Notes which entries each operator reads; of tied names the first."""
 
-    def __init__(self, keys: Mapping[int, str]) -> None:
+    def __init__(self, names: Mapping[int, str]) -> None:
         super().__init__()
-        self._keys = keys
+        self._names = names  # by the identity of the tensor: entries may share memory
         self.events: list[list[str]] = []
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        # Looking at a shape or a dtype is no reading of values; a transposed view is noticed where it is used.
-        if getattr(func, "__name__", "") != "__get__":
-            found = [self._keys[place] for place in _places([*args, *(kwargs or {}).values()]) if place in self._keys]
-            if found:
-                self.events.append(found)
-        return func(*args, **(kwargs or {}))
-
-
-def _places(values: Iterable[Any]) -> Iterator[int]:
-    for value in values:
-        if isinstance(value, Tensor):
-            with plain_tensors():
-                yield value.untyped_storage().data_ptr()
-        elif isinstance(value, (list, tuple)):
-            yield from _places(value)
+        kwargs = kwargs or {}
+        found = [self._names[id(leaf)] for leaf in tree_leaves((args, kwargs)) if id(leaf) in self._names]
+        if found:
+            self.events.append(found)
+        return func(*args, **kwargs)
 
 
 def trace_layers(model: nn.Module, *example_inputs: Any, **example_kwargs: Any) -> tuple[Layer, ...]:
     """Run the model once and note who reads what, in which order.
 
     Args:
-        model: Its training modes and its state are as before afterwards.
+        model: Any module; a copy of it runs.
         *example_inputs: One call's inputs.
         **example_kwargs: Keyword inputs.
 
@@ -62,25 +52,18 @@ def trace_layers(model: nn.Module, *example_inputs: Any, **example_kwargs: Any) 
     Raises:
         TraceError: the model fails on the inputs.
     """
-    state = model.state_dict(keep_vars=True)
-    tensors = {name: tensor for name, tensor in state.items() if isinstance(tensor, Tensor)}
-    keys: dict[int, str] = {}
+    private = copy_with(model, {}).eval()
+    tensors = named_entries(private)
+    names: dict[int, str] = {}
     for name, tensor in tensors.items():
-        if tensor.numel():
-            keys.setdefault(tensor.untyped_storage().data_ptr(), name)
-    reads = _Reads(keys)
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
+        names.setdefault(id(tensor), name)
+    reads = _Reads(names)
     try:
-        with torch.no_grad(), without_fast_path(), reads:
-            model(*example_inputs, **example_kwargs)
+        with torch.no_grad(), torch.random.fork_rng(devices=[]), without_fast_path(), reads:
+            private(*example_inputs, **example_kwargs)
     except Exception as error:
         raise TraceError(f"the model failed on the example inputs: {error}") from error
-    finally:
-        for module, training in modes:
-            module.training = training
-    ties = {name: keys.get(tensor.untyped_storage().data_ptr(), name) for name, tensor in tensors.items()}
-    return _layers(reads.events, tensors, ties)
+    return _layers(reads.events, tensors, {name: names[id(tensor)] for name, tensor in tensors.items()})
 
 
 def _layers(events: Sequence[Sequence[str]], tensors: Mapping[str, Tensor], ties: Mapping[str, str]) -> tuple[Layer, ...]:
@@ -102,7 +85,11 @@ def _layers(events: Sequence[Sequence[str]], tensors: Mapping[str, Tensor], ties
     # A layer that is called again owns nothing new; only as the last one it matters, since it then makes the outputs.
     found = [layer for place, layer in enumerate(found) if layer[1] or place == len(found) - 1]
     _add_unread(found, tensors, ties)
-    return tuple(Layer(name, tuple(entries), tuple(read)) for name, entries, read in found)
+    # Within a layer in the order of the state: kernels of one module read its entries in orders of their own.
+    place = {name: number for number, name in enumerate(tensors)}
+    return tuple(
+        Layer(name, *(tuple(sorted(keys, key=place.__getitem__)) for keys in (entries, read))) for name, entries, read in found
+    )
 
 
 def _add_unread(found: list[tuple[str, list[str], list[str]]], tensors: Mapping[str, Tensor], ties: Mapping[str, str]) -> None:

@@ -55,7 +55,6 @@ class NormRecorder(NormMode):
             outputs = plain()
         finally:
             tracer.watching = True
-        tracer.used |= {entry.number for t in (call.x, *scales) if (entry := tracer.entry(t)) is not None}
         answer = self._norm(call, labels, dim, axis) if call.is_norm else _average(call, labels)
         for tensor in tree_leaves(outputs):
             if isinstance(tensor, Tensor):
@@ -81,8 +80,7 @@ class NormRecorder(NormMode):
                 labels, own = tracer.labels(tensor), call.axis_of_scale(dim)
                 scale = labels.axes[own]
                 assert scale is not None
-                quiet = tracer.cause("scale of values that belong to no unit", quiet=True)
-                tracer.store.unite(axis.nodes, scale.nodes, quiet)
+                tracer.unite(axis.nodes, scale.nodes, quiet=True)
                 tracer.make(labels, own)
                 shift = scale.sources if tensor is call.weight else tracer.store.both(shift, scale.sources)
             sources = shift

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import gc
-import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from sparsekit._torch import without_fast_path
-from sparsekit.deprecations import renamed_value
+from sparsekit._torch import eager, without_fast_path
 from sparsekit.errors import InvalidValueError, NoUnitsError, TraceError, UnsupportedModelError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.groups import FixedUnits
@@ -32,10 +29,11 @@ from sparsekit.tracing.grouping.norms import NormNotes
 from sparsekit.tracing.grouping.sizes import try_other_sizes
 from sparsekit.tracing.inputs import ModelInputs, find_tensors
 from sparsekit.tracing.norms import NormRecorder
-from sparsekit.tracing.train_mode import TrainMode, WithoutDropout, compare_modes, train_without_dropout
+from sparsekit.tracing.train_mode import WithoutDropout, train_without_dropout
+from sparsekit.tracing.untouched import untouched
 from sparsekit.tracing.verify import Verifier
 
-__all__ = ["FixedUnitsWarning", "TrainModeWarning", "trace_units"]
+__all__ = ["FixedUnitsWarning", "TrainModeWarning", "UnreadParametersWarning", "trace_units"]
 
 
 _AVERAGES = ("mean", "var", "std", "var_mean", "std_mean")
@@ -49,32 +47,41 @@ class TrainModeWarning(UserWarning):
     """The model refuses the example inputs in train mode, so that what it does only there is not known."""
 
 
+class UnreadParametersWarning(UserWarning):
+    """No pass read some parameters: what reads them, such as another branch, is not traced and may break after a cut."""
+
+
 def trace_units(
     model: nn.Module,
-    *example_inputs: Any,
+    *inputs: Any,
     rules: Mapping[type[nn.Module], LayerRule] | None = None,
     verify: bool = True,
     norm: Literal["fixed", "kept"] = "fixed",
+    example_inputs: Sequence[Any] = (),
     example_kwargs: Mapping[str, Any] | None = None,
     **more_kwargs: Any,
 ) -> UnitGraph:
     """Find the units of a model: everything that can be removed exactly, with all tensors that go when one goes.
 
-    The model runs once on the example inputs, as a private copy in eval mode. Each operator says which positions of its
-    outputs belong to which units; an operator that is not known keeps its inputs whole. The model itself is not touched.
+    The model runs on the example inputs, as a private copy, in eval mode and in train mode. Each operator says which positions
+    of its outputs belong to which units; an operator that is not known keeps its inputs whole. The model itself and the global
+    generators are not touched. What is known is what these passes do: a branch that no example takes is not traced.
 
     Args:
         model: Any module.
-        *example_inputs: What `model` is called on. Their values do not matter, their shapes should be typical. One example
-            is enough: where train mode needs two, as a batch norm may, the example is doubled.
+        *inputs: What `model` is called on. Their values do not matter but where the code of the model branches on them, their
+            shapes should be typical. One example is enough: where train mode needs two, as a batch norm may, it is doubled.
         rules: Module type → rule, for layers of your own; asked before the built-in ones.
-        verify: Compare a masked and a compacted copy, and keep whole every group for which they differ. Models of 50
-            million numbers and more, and those on the meta device, are compared block by block, so that a trace takes
-            little more memory than the model; blocks on the meta device are filled with random values for it.
+        verify: Compare the outputs of a masked and a compacted copy, and keep whole every group for which they differ by more
+            than rounding, judged channel by channel against what the mask changes. Models of 50 million numbers and more, and
+            those on the meta device, are compared block by block, so that a trace takes little more memory than the model;
+            blocks on the meta device are filled with random values for it.
         norm: What becomes of units that a layer norm, an RMS norm or a plain mean averages over, such as the width of a
             transformer. "fixed" keeps them whole, since without some of them the statistics are others. "kept" lets
             them go: a model under a mask then takes these statistics over the kept units, as the narrow model does.
-        example_kwargs: Keyword arguments of the call.
+        example_inputs: Further calls, so that every branch is taken: each is a tensor, a tuple of arguments or a mapping of
+            keyword arguments. All of them are traced and verified.
+        example_kwargs: Keyword arguments of the call with `inputs`.
         **more_kwargs: More of them, as long as their names are not taken above.
 
     Returns:
@@ -88,32 +95,49 @@ def trace_units(
 
     Warns:
         FixedUnitsWarning: units stay whole; once per cause, naming the modules and the reason.
+        UnreadParametersWarning: no pass read some parameters.
         TrainModeWarning: the model fails in train mode, so parts that run only there (auxiliary heads) stay unknown.
     """
     _check(model)
-    inputs = ModelInputs(example_inputs, _joined(example_kwargs or {}, more_kwargs))
-    norm = renamed_value("norm", norm, {"frozen": "fixed"})
+    kwargs = _joined(example_kwargs or {}, more_kwargs)
+    calls = [ModelInputs(inputs, kwargs)] if inputs or kwargs or not example_inputs else []
+    calls += [_as_call(given) for given in example_inputs]
     if norm not in ("fixed", "kept"):
         raise InvalidValueError(f"norm must be 'fixed' or 'kept', got {norm!r}")
     notes: NormNotes | None = {} if norm == "kept" else None
     store = LabelStore()
-    with _plain_execution():
-        mode = _run(model, inputs, store, rules, notes)
+    with _plain_execution(), untouched(model):
+        # A large model lends its parameters, which are written to in vain.
+        private = copy_with(model, dict(model.named_parameters(remove_duplicate=False)) if is_large(model) else {})
+        seen = _run(private, calls, store, rules, notes)
         shapes = {name: tensor.shape for name, tensor in model.state_dict().items() if isinstance(tensor, torch.Tensor)}
         built = build(store, shapes, notes)
         if verify and built.graph.groups:
-            verify_with = BlockVerifier if is_large(model) else Verifier
-            verifier = verify_with(_in_eval_mode(model), inputs, rules, training=mode if mode.differs else None)
-            built = _verified(verifier, store, built, notes)
+            verifier: Verifier | BlockVerifier
             if is_large(model):
-                del verifier
-                gc.collect()  # copies that lend the parameters would keep them alive after a cut in place
+                verifier = BlockVerifier(private.eval(), calls, rules, seen.training)
+            else:
+                verifier = Verifier(_twin(model).eval(), calls, rules, seen.training)
+            built = _verified(verifier, store, built, notes)
+            del verifier
+        del private
+        if is_large(model):
+            gc.collect()  # copies that lend the parameters would keep them alive after a cut in place
     hint = "" if norm == "kept" else '; norm="kept" averages over the kept units instead'
     _warn(built, hint)
-    if mode.error is not None:
+    if seen.unread:
+        shown = ", ".join(map(repr, seen.unread[:5])) + (f" and {len(seen.unread) - 5} more" if len(seen.unread) > 5 else "")
         warnings.warn(
-            f"{type(model).__name__} fails on the example inputs in train mode ({type(mode.error).__name__}:"
-            f" {mode.error}), so what runs only in training, such as an auxiliary head, was not traced and would be trained"
+            f"no pass of {type(model).__name__} on the example inputs read {shown}: a branch that reads them is not traced and"
+            " may fail or change after a cut. Pass further calls that take it in example_inputs=[…]. Where a lambda or a"
+            " closure holds the original module, a copy calls the original: make it a method",
+            UnreadParametersWarning,
+            stacklevel=2,
+        )
+    if seen.error is not None:
+        warnings.warn(
+            f"{type(model).__name__} fails on the example inputs in train mode ({type(seen.error).__name__}:"
+            f" {seen.error}), so what runs only in training, such as an auxiliary head, was not traced and would be trained"
             " wrong; pass inputs that it accepts in both modes, such as a batch of two",
             TrainModeWarning,
             stacklevel=2,
@@ -151,16 +175,18 @@ def _check(model: nn.Module) -> None:
 
 @contextmanager
 def _plain_execution() -> Iterator[None]:
-    """Switch off what bypasses the submodules or their operators, and put it back; leave random numbers as they were."""
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(without_fast_path())
-        stack.enter_context(torch.random.fork_rng(devices=[]))
-        stack.enter_context(warnings.catch_warnings())
+    """Switch off what bypasses the submodules or their operators, and put it back."""
+    with without_fast_path(), eager(), warnings.catch_warnings():
         # Reentrant checkpoints warn without gradients, which a trace does without.
         warnings.filterwarnings("ignore", message="None of the inputs have requires_grad=True")
-        if "torch._dynamo" in sys.modules:  # only then can anything be compiled, and its import takes seconds
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
         yield
+
+
+def _as_call(given: Any) -> ModelInputs:
+    """One of several example inputs: a tensor, a tuple of arguments or a mapping of keyword arguments."""
+    if isinstance(given, Mapping):
+        return ModelInputs((), given)
+    return ModelInputs(tuple(given) if isinstance(given, tuple | list) else (given,), {})
 
 
 def _joined(example: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
@@ -170,36 +196,59 @@ def _joined(example: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, An
     return {**example, **more}
 
 
+@dataclass(frozen=True)
+class _Seen:
+    """What the passes have shown beside labels.
+
+    Args:
+        training: The calls that train mode accepts: their numbers, and whether each is doubled.
+        unread: First names of the parameters that no pass read.
+        error: Why train mode refuses a call, even doubled; None if it does not.
+    """
+
+    training: tuple[tuple[int, bool], ...]
+    unread: tuple[str, ...]
+    error: Exception | None
+
+
 def _run(
-    model: nn.Module,
-    inputs: ModelInputs,
+    private: nn.Module,
+    calls: Sequence[ModelInputs],
     store: LabelStore,
     rules: Mapping[type[nn.Module], LayerRule] | None,
     notes: NormNotes | None,
-) -> TrainMode:
-    """Fill store and notes from one pass in eval mode, and one in train mode if it may show something else."""
-    # A pass changes buffers at most, so that a large model can lend its parameters.
-    private = copy_with(model, dict(model.named_parameters(remove_duplicate=False)) if is_large(model) else {})
+) -> _Seen:
+    """Fill store and notes from passes in eval mode and in train mode, where auxiliary heads may run."""
     parameters = _enter(private, store)
+    met: set[int] = set()
     try:
-        met = _pass(_twin(private).eval(), inputs, store, rules, notes)
+        for inputs in calls:
+            met |= _pass(_twin(private).eval(), inputs, store, rules, notes)
     except UnsupportedModelError:
         raise
     except Exception as error:
         raise TraceError(
-            f"{type(model).__name__} fails on the example inputs: {type(error).__name__}: {error};"
+            f"{type(private).__name__} fails on the example inputs: {type(error).__name__}: {error};"
             " pass inputs that model(*inputs) accepts"
         ) from error
-    mode = compare_modes(_twin(private), inputs)
-    if mode.error is None and (mode.differs or notes or not parameters <= met):
-        # Auxiliary heads run in training only; what they read must be known too, and norms are told apart by their number
-        # in a pass, which must be the same in training.
-        try:
-            with WithoutDropout():
-                _pass(train_without_dropout(_twin(private)), mode.inputs(inputs), store, rules, notes)
-        except Exception as error:  # noqa: BLE001 (the pass was accepted before, so this is rare)
-            return replace(mode, error=error)
-    return mode
+    training: list[tuple[int, bool]] = []
+    failure: Exception | None = None
+    for number, inputs in enumerate(calls):
+        refused: Exception | None = None
+        for doubled in (False, True):  # a batch norm refuses a single example
+            try:
+                with WithoutDropout():
+                    copy = train_without_dropout(_twin(private))
+                    met |= _pass(copy, inputs.doubled() if doubled else inputs, store, rules, notes)
+            except Exception as error:  # noqa: BLE001 (whatever the user's code raises)
+                refused = refused or error
+            else:
+                training.append((number, doubled))
+                refused = None
+                break
+        failure = failure or refused
+    unread = tuple(store.entries[number].names[0] for number in sorted(parameters - met))
+    return _Seen(tuple(training), unread, failure)
 
 
 def _twin(model: nn.Module) -> nn.Module:
@@ -230,9 +279,10 @@ def _pass(
     notes: NormNotes | None,
 ) -> set[int]:
     """Run a private copy of the model under the tracer; the numbers of the entries that it used."""
-    tracer = Tracer(store)
+    tracer = Tracer(store, kept_norms=notes is not None)
     entries = named_entries(copy)
     for entry in store.entries:
+        tracer.numbers[id(entries[entry.names[0]])] = entry.number
         tracer.set(entries[entry.names[0]], store.labels_of(entry))
     for module in copy.modules():
         rule = find_rule(module, rules)
@@ -269,12 +319,7 @@ def _opaque(tracer: Tracer, rule: LayerRule, module: nn.Module, forward: Any, *a
         finally:
             tracer.watching = before
 
-    tracer.used |= {entry.number for p in module.parameters() if (entry := tracer.entry(p)) is not None}
     return rule.trace(tracer, module, run, args, kwargs)
-
-
-def _in_eval_mode(model: nn.Module) -> nn.Module:
-    return _twin(model).eval() if any(module.training for module in model.modules()) else model
 
 
 def _verified(verifier: Verifier | BlockVerifier, store: LabelStore, built: Built, notes: NormNotes | None) -> Built:

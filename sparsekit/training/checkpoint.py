@@ -10,7 +10,6 @@ from torch import Tensor
 from sparsekit.allocation.uniform import check_ratio
 from sparsekit.graph.mask import UnitMask
 from sparsekit.surgery.optimizer_state import flat, take_flat
-from sparsekit.training.execution import CompactExecution
 from sparsekit.training.optimizer_hooks import just_restored
 from sparsekit.training.rule import Rule
 
@@ -26,10 +25,10 @@ def saved_entries(host: Any, rule: Rule, ratio: float, prefix: str) -> dict[str,
     entries: dict[str, Tensor] = dict(execution.dense_state())
     entries.update({f"{_OWN}importance.{name}": scores for name, scores in host.importance().items()})
     entries.update({f"{_OWN}mask.{name}": keep.clone() for name, keep in execution.mask.items()})
-    entries.update({f"{_OWN}slots.{name}": units for name, units in execution.slot_order().items()})
-    entries.update(flat(execution.saved_state(), f"{_OWN}state."))
-    if isinstance(execution, CompactExecution):
-        entries[f"{_OWN}magnitudes"] = execution.fused.sums()
+    narrow_model = execution.narrow_model
+    entries.update({f"{_OWN}slots.{name}": units for name, units in narrow_model.slot_order().items()})
+    entries.update(flat(narrow_model.saved_state(), f"{_OWN}state."))
+    entries[f"{_OWN}magnitudes"] = execution.fused.sums()
     entries[f"{_OWN}ratio"] = torch.tensor(ratio, dtype=torch.float64)
     entries.update({f"{_RULE}{name}": value for name, value in rule.state().items()})
     return {prefix + name: value for name, value in entries.items()}
@@ -68,18 +67,19 @@ def load_entries(host: Any, rule: Rule, ratio: float, state: dict[str, Any], pre
     ratio = check_ratio(float(given)) if given is not None else ratio
     remembered = {name: state.pop(name) for name in [name for name in state if name.startswith(prefix + _RULE)]}
     remembered = {name.removeprefix(prefix + _RULE): value for name, value in remembered.items()}
-    if f"{own}passes" in state:  # as version 0.1 wrote it
-        remembered["passes"] = state.pop(f"{own}passes")
     # State that was just loaded comes from the same checkpoint and has its order of units already.
     following = [optimizer for optimizer in host.optimizers if not just_restored(optimizer)]
     saved = take_flat(state, f"{own}state.")
-    execution.load({**present, **dense}, UnitMask(entries), order or None, following, saved)
+    mask = UnitMask(entries)
+    ascending = {name: keep.nonzero().reshape(-1) for name, keep in mask.items()}
+    execution.narrow_model.remask(mask, following, order or ascending)
+    execution.load({**present, **dense}, mask, order or None, saved)
     sums = state.pop(f"{own}magnitudes", None)
-    if sums is not None and isinstance(execution, CompactExecution):
+    if sums is not None:
         execution.fused.restore_sums(sums)
     for optimizer in host.optimizers:
         if just_restored(optimizer):
-            execution.claim_saved(optimizer)
+            execution.narrow_model.claim_saved(optimizer)
     host.load_importance(scores)
     if host.budget is None:
         host.ratio = ratio

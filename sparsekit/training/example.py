@@ -13,6 +13,7 @@ from sparsekit.graph.graph import UnitGraph
 from sparsekit.measure.budget import Budget
 from sparsekit.measure.cost import CostModel
 from sparsekit.measure.model import cost_model
+from sparsekit.tracing.inputs import ModelInputs
 from sparsekit.tracing.trace import trace_units
 
 __all__ = ["costs_of", "trace_example"]
@@ -30,16 +31,8 @@ def trace_example(
         TraceError: the model fails on them.
         NoUnitsError: the model has no units that can be removed exactly.
     """
-    if isinstance(example_inputs, Mapping):
-        return trace_units(model, norm=norm, example_kwargs=example_inputs)
-    if isinstance(example_inputs, Tensor):
-        return trace_units(model, example_inputs, norm=norm)
-    if not isinstance(example_inputs, tuple | list):
-        raise InvalidValueError(
-            "example_inputs must be a tuple of positional inputs, a mapping of keyword inputs or one tensor,"
-            f" got {type(example_inputs).__name__}; pass (x,), one call's worth of inputs"
-        )
-    return trace_units(model, *example_inputs, norm=norm)
+    call = ModelInputs.of(example_inputs)
+    return trace_units(model, *call.args, norm=norm, example_kwargs=call.kwargs)
 
 
 def costs_of(
@@ -57,16 +50,13 @@ def costs_of(
         InvalidValueError: there is a budget and a keyword input has such a name.
     """
     metrics = () if budget is None else budget.metrics
-    named = dict(example_inputs) if isinstance(example_inputs, Mapping) else {}
-    taken = sorted(named.keys() & {"model", "graph", "metrics", "rules"})
+    call = ModelInputs.of(example_inputs)
+    taken = sorted(call.kwargs.keys() & {"model", "graph", "metrics", "rules"})
     if taken:
         if budget is None:
             return None
         raise InvalidValueError(
             f"a budget cannot be counted for a model with a keyword input named {taken[0]!r}; pass the inputs by position"
         )
-    inputs: tuple[Any, ...] = ()
-    if not named:
-        inputs = (example_inputs,) if isinstance(example_inputs, Tensor) else tuple(example_inputs)
     with eager():  # counting is no reason to compile
-        return cost_model(model, *inputs, graph=graph, metrics=metrics, **named)
+        return cost_model(model, *call.args, graph=graph, metrics=metrics, **call.kwargs)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,10 +14,10 @@ from torch.optim import Optimizer
 
 from sparsekit._torch import identity
 from sparsekit.allocation.choose import choose
-from sparsekit.criteria.base import View, check_scores
+from sparsekit.criteria.base import View, check_scores, is_learned
+from sparsekit.criteria.learned import Learned
 from sparsekit.errors import InvalidValueError
 from sparsekit.rng import torch_generator
-from sparsekit.training.execution import CompactExecution
 from sparsekit.training.optimizer_hooks import holds
 from sparsekit.training.regularizer import ImportanceRegularizer
 from sparsekit.training.rule import Host, split_units
@@ -27,31 +27,43 @@ __all__ = ["FollowScores", "GradientImportance", "targets_of"]
 
 @dataclass(frozen=True, kw_only=True)
 class GradientImportance:
-    """Importance is a parameter: the optimiser steps it along the gradient of each unit's gate, a regulariser pulls it.
+    """Importance is a parameter: it is stepped along the gradient of each unit's gate, and a regulariser pulls it.
 
-    The mask follows after every step in which the order of importance changed. Add `masked.penalty()` to the loss, and keep
-    importance out of weight decay with `masked.param_groups()`.
+    The mask follows after every step in which the order of importance changed. By default the optimiser steps importance: add
+    `masked.penalty()` to the loss, and keep importance out of weight decay with `masked.param_groups()`. With a rate of its own
+    the rule steps it by plain gradient descent, which is faster, as both gradients are computed in closed form from those of
+    the weights; `penalty()` is then 0, and optimisers need not know importance.
+
+    ```python
+    masked = sk.LearnableMask(model, (x,), ratio=0.25, learning=sk.GradientImportance(lr=0.02))
+    optimizer = torch.optim.AdamW(masked.weights())
+    ```
 
     Args:
         regularizer: The regulariser behind `penalty()`.
         explore: Share of extra work, in [0, 1]. Every n-th training pass runs on the dense model, with n such that this
             costs about `explore` more. The outputs are the same; dropped units get the gradient of their gate, times n.
             With 0 they learn from the regulariser alone.
+        lr: Learning rate of importance; None leaves its step to the optimiser. Where gradients of the weights are clipped, call
+            `masked.learn()` before.
 
     Raises:
-        InvalidValueError: `explore` outside [0, 1].
+        InvalidValueError: `explore` outside [0, 1], or `lr` below 0 or infinite.
 
     Source: Xue et al., ICDE 2025 (arXiv 2412.07216), learnable sparse training; straight-through on kept units.
     """
 
     regularizer: ImportanceRegularizer = field(default_factory=ImportanceRegularizer)
     explore: float = 0.1
+    lr: float | None = None
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.explore <= 1.0:
             raise InvalidValueError(
                 f"explore must be in [0, 1], got {self.explore}; it is a share of extra work, 0.1 is 10 % more"
             )
+        if self.lr is not None and not 0.0 <= self.lr < math.inf:
+            raise InvalidValueError(f"lr must be a finite number >= 0 or None, got {self.lr}")
 
     def rule(self, host: Host) -> FollowScores:
         """Return a new rule for `host`."""
@@ -70,10 +82,13 @@ class FollowScores:
         self.settings = settings
         self.passes = 0
         self._explored = 0.0
-        self._every = 0
+        self._density = 1.0
         self._seen: tuple[object, ...] | None = None
         self._stepped = False
-        self._judged = host.scores.detach().clone()
+        self._learned = False
+        sizes = [group.size for group in host.graph.groups.values()]
+        self._sizes = sizes
+        self._pull = 2.0 * settings.regularizer.weights(sizes, host.scores)
 
     @property
     def settled(self) -> bool:
@@ -84,12 +99,15 @@ class FollowScores:
         return self._explored / max(1, self.passes)
 
     def call(self, host: Host, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return host.execution.call(host.scores, args, kwargs, explore=self._exploration(host))
+        explore = self._exploration(host)
+        by_autograd = self.settings.lr is None or explore or host.joined
+        scores = host.scores if by_autograd else host.scores.detach()
+        return host.execution.call(scores, args, kwargs, explore=explore)
 
     def _exploration(self, host: Host) -> float:
         """Return n on every n-th training pass while a learned criterion drops units, else 0."""
         explore = self.settings.explore
-        learned = host.criterion.learned and self._density < 1.0 and explore > 0.0
+        learned = is_learned(host.criterion) and self._density < 1.0 and explore > 0.0
         if not (learned and host.training and torch.is_grad_enabled()):
             return 0.0
         self.passes += 1
@@ -101,78 +119,97 @@ class FollowScores:
         return float(every)
 
     def sync(self, host: Host) -> None:
-        if self._announced(host) or self._differs(host):
+        self._learned = False
+        if self._announced(host):
             self._catch_up(host)
 
     def _announced(self, host: Host) -> bool:
         """Whether the ratio, or a count of changes in place, or a step of an optimiser tells of a change."""
         return self._stepped or (host.target, *identity(host.scores)) != self._seen
 
-    def _differs(self, host: Host) -> bool:
-        """Whether importance has other values than when the mask was made: writes to `scores.data` leave no other trace."""
-        # Asked only where nothing was announced, so not in a training step.
-        return host.criterion.learned and not torch.equal(host.scores.detach(), self._judged)
-
     def _catch_up(self, host: Host) -> None:
         if host.optimizers.hold:  # in the middle of a step
             return
         ratio_stands = self._seen is not None and self._seen[0] == host.target
-        if ratio_stands and not host.criterion.learned:
-            self._mark_seen(host)
+        by_importance = isinstance(host.criterion, Learned)
+        if ratio_stands and (not is_learned(host.criterion) or (by_importance and host.execution.stands(host.scores.detach()))):
+            self._mark_seen(host)  # most steps
         else:
-            self._follow(host, unless_it_stands=ratio_stands)
+            self._follow(host, unless_it_stands=ratio_stands and not by_importance)
 
     def _mark_seen(self, host: Host) -> None:
         self._seen = (host.target, *identity(host.scores))
         self._stepped = False
-        if host.criterion.learned:
-            self._judged = host.scores.detach().clone()
 
     def resample(self, host: Host) -> None:
         self._follow(host, unless_it_stands=False)
 
     def _follow(self, host: Host, *, unless_it_stands: bool) -> None:
-        """Ask the criterion, once, and change the mask to its scores; in compact execution without sorting if it stands."""
+        """Change the mask to the scores of the criterion, asked once; without sorting if it stands."""
         # What is made here outlives the call: tensors of inference mode could not be trained on later.
         with torch.inference_mode(False), torch.no_grad():
-            execution, view = host.execution, self._view(host)
-            scores, source = host.criterion.scores(host.graph, view), f"{type(host.criterion).__name__} scores"
-            stands = False
-            if unless_it_stands and isinstance(execution, CompactExecution):
-                if scores is view.importance:
-                    stands = execution.fused.stands(host.scores.detach())  # most steps: nothing to check or to join
-                else:
-                    check_scores(host.graph, scores, source)
-                    stands = execution.fused.stands(execution.fused.fuse(scores))
-            if not stands:
-                mask = choose(host.graph, scores, host.counts(), source=source)
-                if mask != execution.mask:
-                    host.change(mask)
-                self._density = mask.density(host.graph)
+            execution, source = host.execution, f"{type(host.criterion).__name__} scores"
+            if isinstance(host.criterion, Learned):
+                scores: Mapping[str, Tensor] = split_units(host.graph, host.scores.detach())
+            else:
+                scores = host.criterion.scores(host.graph, self._view(host))
+                check_scores(host.graph, scores, source)
+            if unless_it_stands and execution.stands(torch.cat([scores[name] for name in host.graph.groups])):
+                self._mark_seen(host)
+                return
+            mask = choose(host.graph, scores, host.counts(), source=source)
+            if mask != execution.mask:
+                host.change(mask)
+            self._density = mask.density(host.graph)
             self._mark_seen(host)
 
     def _view(self, host: Host) -> View:
         generator = host.generator
-        if generator is None and not host.criterion.learned:
+        if generator is None and not is_learned(host.criterion):
             generator = torch_generator(_fixed_rng())
         return View(
             importance=split_units(host.graph, host.scores.detach()),
-            weights=host.execution.dense_state() if "weights" in host.criterion.needs else None,
-            previous=host.execution.mask,
+            weights=None if type(host.criterion) is Learned else host.execution.dense_state(),
             generator=generator,
         )
 
+    def _targets(self, host: Host) -> Tensor:
+        return self.settings.regularizer.targets(host.execution.magnitudes(), self._sizes).to(host.scores.dtype)
+
+    def learn(self, host: Host, gradients: Mapping[Tensor, Tensor] | None) -> None:
+        self._learn(host, gradients, None)
+
+    def _learn(self, host: Host, gradients: Mapping[Tensor, Tensor] | None, scale: Tensor | None) -> None:
+        """Step importance: both gradients in closed form, without a graph."""
+        lr = self.settings.lr
+        if lr is None or self._learned:
+            return
+        self._learned = self._stepped = True
+        with torch.no_grad():
+            fused = host.execution.fused
+            scores = host.scores.detach()
+            gates = fused.gate_gradient(gradients)
+            gradient = (scores - self._targets(host)).mul_(self._pull)
+            gradient.index_add_(0, fused.slot_units, (gates if scale is None else gates / scale).to(gradient))
+            if host.scores.grad is not None:  # of a pass of the dense model
+                dropped, seen = fused.dropped_units, host.scores.grad
+                gradient.index_add_(0, dropped, seen[dropped] if scale is None else seen[dropped] / scale)
+                host.scores.grad = None
+            scores.sub_(gradient, alpha=lr)
+
     def penalty(self, host: Host) -> Tensor:
-        if self._announced(host):  # the call of the model has already compared the values
+        if self.settings.lr is not None:
+            return host.scores.new_zeros(())
+        if self._announced(host):
             self._catch_up(host)
         with torch.no_grad():
-            regularizer, sizes = self.settings.regularizer, [group.size for group in host.graph.groups.values()]
-            targets = targets_of(host, regularizer).to(host.scores.dtype)
-            weights = regularizer.weights(sizes, host.scores)
-        return (weights * (host.scores - targets).square()).sum()
+            targets = self._targets(host)
+        return (0.5 * self._pull * (host.scores - targets).square()).sum()
 
     def before_step(self, host: Host, optimizer: Optimizer) -> None:
-        """Nothing: the optimiser steps importance as any other parameter."""
+        """Step importance, if the optimiser does not."""
+        # A fused optimiser divides by the scale of a GradScaler itself.
+        self._learn(host, None, getattr(optimizer, "grad_scale", None))
 
     def after_step(self, host: Host, optimizer: Optimizer) -> None:
         # Fused optimisers, and those that write to `.data`, leave no trace in the count of changes in place.
@@ -187,7 +224,8 @@ class FollowScores:
         self._mark_seen(host)
 
     def apply(self, function: Callable[[Tensor], Tensor]) -> None:
-        self._judged = function(self._judged)
+        moved = function(self._pull)
+        self._pull = self._pull.to(moved.device) if moved.dtype.itemsize < 4 else moved
 
 
 def _fixed_rng() -> np.random.Generator:

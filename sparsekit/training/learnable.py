@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import copy
-import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
@@ -14,32 +13,34 @@ from torch.optim import Optimizer
 
 from sparsekit._torch import is_exporting, outside_compiler
 from sparsekit.allocation.by_cost import ByCost
+from sparsekit.allocation.choose import choose
 from sparsekit.allocation.uniform import Uniform, check_ratio
 from sparsekit.allocation.worth import Scale
-from sparsekit.criteria.base import Criterion, View, is_comparable, score_units
+from sparsekit.criteria.base import Criterion, View, is_comparable, is_learned, score_units
 from sparsekit.criteria.by_name import as_criterion
 from sparsekit.criteria.learned import Learned
-from sparsekit.deprecations import PatternCriterion, renamed_attribute, renamed_keywords
 from sparsekit.errors import ForeignMaskError, InvalidValueError, UnsupportedModelError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.mask import UnitMask
+from sparsekit.graph.state import StateDict
 from sparsekit.measure.budget import Budget
 from sparsekit.training.arguments import learning_of
 from sparsekit.training.checkpoint import load_entries, saved_entries
 from sparsekit.training.example import costs_of, trace_example
-from sparsekit.training.execution import CompactExecution, Execution, MaskedExecution
+from sparsekit.training.execution import Execution
 from sparsekit.training.gradient_importance import targets_of
-from sparsekit.training.optimizer_hooks import OptimizerSet, holds, refuse_history, settle, watch
+from sparsekit.training.optimizer_hooks import OptimizerSet, refuse_history, settle, watch
 from sparsekit.training.regularizer import ImportanceRegularizer
 from sparsekit.training.rule import Learning, split_units
-from sparsekit.training.wrappers import EXPORT_INSTEAD, check_transforms, guard_wrappers
+from sparsekit.training.tracking import TracksOptimizers
+from sparsekit.training.wrappers import EXPORT_INSTEAD, check_transforms, guard_wrappers, refuse_parallel
 
 __all__ = ["LearnableMask"]
 
 _UNCOMPILED = "torch.compile leaves a LearnableMask out; compile the model inside: LearnableMask(torch.compile(model), ...)"
 
 
-class LearnableMask(nn.Module):
+class LearnableMask(TracksOptimizers, nn.Module):
     """A model under a mask that is learned together with its weights.
 
     The wrapped model is copied and never edited. Calling the mask runs the sparse model, by default as a physically
@@ -76,7 +77,6 @@ class LearnableMask(nn.Module):
             is. Needs example inputs.
         start: What the first mask, and within a budget the first widths, are chosen by, or its name; magnitudes if not given.
             One that looks at data, such as `criteria.Taylor(batches, loss)`, pays where the network is trained already.
-        execution: "compact", or "masked": the same training on a dense network, slow, for comparison.
         regularizer: The regulariser behind `penalty()`; implies `learning=GradientImportance()`.
         generator: The source of randomness of criteria that draw; a learned one gets no other. Without it every `resample`
             draws the same.
@@ -88,8 +88,8 @@ class LearnableMask(nn.Module):
             `GradientImportance(…)`. In place of `explore`, `steps` and `regularizer`.
 
     Raises:
-        InvalidValueError: a ratio outside (0, 1], a ratio and a budget, a criterion and learning from the loss, an unknown
-            execution, neither inputs nor graph.
+        InvalidValueError: a ratio outside (0, 1], a ratio and a budget, a criterion and learning from the loss, neither inputs
+            nor graph.
         BudgetError: the budget cannot be met; the message has the least cost and what holds it up.
         TraceError: the model fails on the example inputs.
         NoUnitsError: the model has no units that can be removed exactly.
@@ -99,12 +99,6 @@ class LearnableMask(nn.Module):
     Source: Xue et al., ICDE 2025 (arXiv 2412.07216), learnable sparse training; straight-through on kept units.
     """
 
-    pattern = renamed_attribute("pattern", "criterion")
-    term = renamed_attribute("term", "regularizer")
-    refresh = renamed_attribute("refresh", "sync")
-    redraw = renamed_attribute("redraw", "resample")
-
-    @renamed_keywords(pattern="criterion", term="regularizer")
     def __init__(
         self,
         model: nn.Module,
@@ -116,7 +110,6 @@ class LearnableMask(nn.Module):
         ratio: float = 1.0,
         budget: Budget | Mapping[str, str | float] | str | None = None,
         start: Criterion | str | None = None,
-        execution: Literal["compact", "masked"] = "compact",
         regularizer: ImportanceRegularizer | None = None,
         generator: torch.Generator | None = None,
         explore: float | None = None,
@@ -125,23 +118,13 @@ class LearnableMask(nn.Module):
     ) -> None:
         super().__init__()
         self._ratio = check_ratio(ratio)
-        if execution not in ("compact", "masked"):
-            raise InvalidValueError(f"execution must be 'compact' or 'masked', got {execution!r}")
-        if not isinstance(criterion, type) and hasattr(criterion, "keep") and not hasattr(criterion, "scores"):
-            criterion = PatternCriterion(criterion, lambda _: self.counts())
         if criterion is not None and (isinstance(criterion, type) or not isinstance(criterion, Criterion)):
             raise InvalidValueError(
                 "criterion must be an object with `scores`, `learned` and `needs`, such as criterion=Magnitude(),"
                 f" got {criterion!r}"
             )
         learning = learning_of(learning, criterion, regularizer, explore, steps)
-        for name, module in model.named_modules():
-            if isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel):
-                inner = f"{name}.module".strip(".")
-                raise UnsupportedModelError(
-                    f"a learnable mask replaces weights at every call, which {type(module).__name__} does not allow;"
-                    f" wrap what is inside of it, model.{inner}"
-                )
+        refuse_parallel(model)
         if graph is None:
             if example_inputs is None:
                 raise InvalidValueError("pass example_inputs=(x,), one call's worth of inputs, or a ready graph=")
@@ -161,12 +144,11 @@ class LearnableMask(nn.Module):
         self.generator = generator
         self.joined = False
         self.optimizers = OptimizerSet()
-        executions: dict[str, Callable[[nn.Module, UnitGraph], Execution]]
-        executions = {"compact": CompactExecution, "masked": MaskedExecution}
-        self._execution = executions[execution](model, graph)
+        self._execution = Execution(model, graph)
+        self._fixed = False
+        self._moved = False
         self.model = self._execution.module
-        first = regularizer if isinstance(regularizer, ImportanceRegularizer) else ImportanceRegularizer()
-        self.scores = nn.Parameter(targets_of(self, getattr(learning, "regularizer", first)))
+        self.scores = nn.Parameter(targets_of(self, self._targeting) if graph.groups else torch.zeros(0))
         """Importance of every unit, float (J,), in the order of the graph's groups; `importance()` splits it.
 
         It is float32 for models in bfloat16 or float16, and stays so when the mask is moved to such a dtype.
@@ -174,6 +156,8 @@ class LearnableMask(nn.Module):
         self._widths = self._first_widths(model, None if start is None else as_criterion(start))
         self._rule = learning.rule(self)
         self._rule.resample(self)
+        self._moved = False
+        """Whether the mask has changed since an optimiser may have been loaded."""
         self.register_load_state_dict_pre_hook(_load)  # type: ignore[no-untyped-call]
         watch(self)
         guard_wrappers(LearnableMask)
@@ -187,12 +171,14 @@ class LearnableMask(nn.Module):
                 self.scores.copy_(fused)
         if self.budget is None:
             return None
-        return self._counts_within(self.scores.detach(), {}, "none" if start is not None and is_comparable(start) else "rest")
+        return self._counts_within(
+            self.scores.detach(), {}, "none" if start is not None and is_comparable(start) else "share_of_remaining"
+        )
 
     def _counts_within(self, scores: Tensor, limits: Mapping[str, tuple[float, float]], scale: Scale) -> dict[str, int]:
         assert self.budget is not None
         # Training goes on, so what stays of a group takes over from what goes, up to a point.
-        plan = ByCost(self.budget, limits=limits, scale=scale, rise=2.0)
+        plan = ByCost(self.budget, limits=limits, scale=scale, thin_layer_power=2.0)
         return dict(plan.counts(self.graph, split_units(self.graph, scores), self._costs))
 
     def within_budget(self, worth: Tensor, limits: Mapping[str, tuple[float, float]]) -> Mapping[str, int]:
@@ -229,12 +215,17 @@ class LearnableMask(nn.Module):
     @property
     def settled(self) -> bool:
         """Whether the mask will not change again by itself."""
-        return self._rule.settled
+        return self._fixed or self._rule.settled
 
     @property
     def explored(self) -> float:
         """Work of exploration so far, as a share of the work of all training passes on the narrow network."""
         return self._rule.explored
+
+    @property
+    def _targeting(self) -> ImportanceRegularizer:
+        """Says what importance starts at."""
+        return self.regularizer or ImportanceRegularizer()
 
     @property
     def regularizer(self) -> ImportanceRegularizer | None:
@@ -269,13 +260,14 @@ class LearnableMask(nn.Module):
         return self._run(args, kwargs)
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        check_transforms(self.scores, narrow=isinstance(self._execution, CompactExecution))
+        check_transforms(self.scores)
         self.sync()
-        return self._rule.call(self, args, kwargs)
+        return self.model(*args, **kwargs) if self._fixed else self._rule.call(self, args, kwargs)
 
     def sync(self) -> None:
         """Let the mask follow importance and ratio. `forward` and every reading method do this by themselves."""
-        self._rule.sync(self)
+        if not self._fixed:
+            self._rule.sync(self)
 
     def resample(self) -> None:
         """Ask the criterion again and change the mask to what it says."""
@@ -289,11 +281,6 @@ class LearnableMask(nn.Module):
         """Work of a pass under `mask`, for rules: FLOPs where example inputs were given, else it grows about as the entries."""
         return mask.density(self.graph) if self._costs is None else self._costs.costs(mask.counts())["flops"]
 
-    def may_explore(self, group: str, wide: UnitMask) -> bool:
-        """Whether a step may run under `wide`, for rules: always."""
-        del group, wide
-        return True
-
     def set_widths(self, widths: Mapping[str, int]) -> None:
         """Change the widths within the budget, for rules."""
         self._widths = dict(widths)
@@ -301,8 +288,83 @@ class LearnableMask(nn.Module):
     def change(self, mask: UnitMask) -> None:
         """Change the mask, for rules: weights and optimiser state follow."""
         refuse_history(self.optimizers, self.weights())
+        self._moved = True
         self._execution.remask(mask, list(self.optimizers))
         settle(self.optimizers)
+
+    def load(
+        self,
+        state: StateDict,
+        *,
+        ratio: float | None = None,
+        mask: UnitMask | None = None,
+        importance: Tensor | None = None,
+        learning: Learning | None = None,
+    ) -> None:
+        """Begin another training from a dense state, as a new mask would, without tracing or copying the model again.
+
+        What was learned and remembered before is gone; make new optimisers.
+
+        ```python
+        masked = sk.LearnableMask(model, (x,), learning=sk.GradientImportance(lr=0.02))
+        for client in clients:
+            masked.load(received, ratio=client.ratio, importance=client.importance)
+            optimizer = torch.optim.SGD(masked.weights(), lr=0.1)
+            for x, y in client.loader:
+                optimizer.zero_grad(); F.cross_entropy(masked(x), y).backward(); optimizer.step()
+            client.importance = masked.importance_vector()
+            send(masked.narrow_state(), masked.unit_mask())
+        ```
+
+        Args:
+            state: The dense state under the model's own keys; never written to.
+            ratio: Share of units kept in each group; None keeps the present ratio.
+            mask: What is kept until the next load, in place of learning it.
+            importance: Where importance starts, float (J,), as from `importance_vector`; None starts at its target under
+                `state`. The units of the largest importance are kept.
+            learning: How importance is learned from now on; None keeps the present settings.
+
+        Raises:
+            ForeignMaskError: the state, the mask or the importance belongs to another model.
+            InvalidValueError: a ratio outside (0, 1], one for a mask with a budget, or importance that is NaN or infinite.
+        """
+        if learning is not None:
+            self.learning = learning
+        if ratio is not None:
+            self.ratio = ratio
+        self.optimizers, self._moved, self._fixed = OptimizerSet(), False, mask is not None
+        if mask is not None:
+            self._execution.load(state, mask, follow=False)
+            return
+        self.graph.check_state(state)
+        magnitudes = self._execution.magnitudes_of(state)
+        if importance is None:
+            sizes = [group.size for group in self.graph.groups.values()]
+            importance = self._targeting.targets(magnitudes, sizes)
+        elif importance.shape != (self.graph.units,):
+            raise ForeignMaskError(f"importance must have shape ({self.graph.units},), got {tuple(importance.shape)}")
+        with torch.no_grad():
+            self.scores.copy_(importance)
+        self.scores.grad = None
+        first = choose(self.graph, split_units(self.graph, self.scores.detach()), self.counts(), source="importance")
+        self._execution.load(state, first, magnitudes=magnitudes)
+        self._rule = self.learning.rule(self)
+        if is_learned(self.criterion):
+            self._rule.load(self, {})
+        else:
+            self._rule.resample(self)
+
+    def learn(self, gradients: Mapping[Tensor, Tensor] | None = None) -> None:
+        """Step importance by the gradients of the weights, with `GradientImportance(lr=…)`; with other rules, do nothing.
+
+        The step of an optimiser does this by itself. Call it after `backward()` where gradients are changed before that step,
+        as by clipping, or where there is no torch optimiser.
+
+        Args:
+            gradients: Weight → gradient; None reads `.grad` of the weights.
+        """
+        if not self._fixed:
+            self._rule.learn(self, gradients)
 
     def penalty(self) -> Tensor:
         """What learning adds to the loss: 0, or with `GradientImportance` importance pulled towards its target.
@@ -320,6 +382,10 @@ class LearnableMask(nn.Module):
     def importance(self) -> dict[str, Tensor]:
         """Group name → float (units,): copies of the present importance."""
         return {name: part.clone() for name, part in split_units(self.graph, self.scores.detach()).items()}
+
+    def importance_vector(self) -> Tensor:
+        """The present importance of all units, float (J,), in the order of the graph's groups; a copy."""
+        return self.scores.detach().clone()
 
     def load_importance(self, importance: Mapping[str, Tensor]) -> None:
         """Set the importance of some or all groups.
@@ -348,84 +414,29 @@ class LearnableMask(nn.Module):
         """The dense weights under the model's own keys: kept entries as trained, dropped ones as when last kept."""
         return self._execution.dense_state()
 
-    def weights(self) -> list[nn.Parameter]:
-        """The narrow weights: all `parameters()` but the importance, such as for `torch.nn.utils.clip_grad_norm_`."""
-        return list(self.model.parameters())
+    def narrow_state(self) -> dict[str, Tensor]:
+        """Copies of the kept entries under the model's own keys, units in ascending order, as `compact_state` has them."""
+        self.sync()
+        return self._execution.narrow_model.narrow_state()
 
-    def param_groups(self, *, importance_lr: float | None = None, weight_decay: float | None = None) -> list[dict[str, Any]]:
-        """Parameter groups for an optimiser that keep importance out of weight decay.
-
-        An optimiser over plain `parameters()` decays importance as it does weights, and `clip_grad_norm_` over them counts
-        the gradients of importance.
-
-        ```python
-        optimizer = torch.optim.AdamW(masked.param_groups(importance_lr=0.01, weight_decay=0.05), lr=1e-3)
-        loss = F.cross_entropy(masked(x), y) + masked.penalty()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(masked.weights(), 1.0)
-        optimizer.step()
-        ```
-
-        Args:
-            importance_lr: Learning rate of the importance; None takes the optimiser's own.
-            weight_decay: Weight decay of the weights; None takes the optimiser's own. That of importance is 0.
-
-        Returns:
-            Two groups: the weights, then the importance.
-
-        Raises:
-            InvalidValueError: a number below 0, infinite or NaN.
-        """
-        for name, value in (("importance_lr", importance_lr), ("weight_decay", weight_decay)):
-            if value is not None and not 0.0 <= value < math.inf:
-                raise InvalidValueError(f"{name} must be a finite number >= 0 or None, got {value}")
-        weights: dict[str, Any] = {"params": self.weights()}
-        importance: dict[str, Any] = {"params": [self.scores], "weight_decay": 0.0}
-        if weight_decay is not None:
-            weights["weight_decay"] = weight_decay
-        if importance_lr is not None:
-            importance["lr"] = importance_lr
-        return [weights, importance]
-
-    def leaves(self) -> list[nn.Parameter]:
-        """The parameters whose optimisers follow a remask, and the importance."""
-        return [*self.weights(), self.scores]
+    def named_weights(self) -> dict[str, nn.Parameter]:
+        """The narrow weights under the model's own keys, a shared one once."""
+        return self._execution.narrow_model.named_parameters()
 
     @property
     def shape_changes(self) -> int:
         """Number of times that the narrow parameters took other shapes, as they do with another ratio."""
-        return self._execution.narrow_model.shape_changes if isinstance(self._execution, CompactExecution) else 0
-
-    def track(self, optimizer: Optimizer) -> None:
-        """Let the state of `optimizer` follow the mask from now on.
-
-        Subclasses of `torch.optim.Optimizer` need no such call: they are found when they are made, loaded, copied or unpickled.
-
-        Args:
-            optimizer: Steps some of `parameters()`; held weakly.
-
-        Raises:
-            InvalidValueError: `optimizer` steps none of them.
-        """
-        if not any(holds(optimizer, leaf) for leaf in self.leaves()):
-            raise InvalidValueError(
-                f"this {type(optimizer).__name__} steps no parameter of the mask; make it over masked.parameters()"
-            )
-        self.optimizers.add(optimizer)
-
-    def after_restore(self, optimizer: Optimizer) -> None:
-        """Called after an optimiser over `parameters()` was loaded, copied or unpickled."""
-        self._execution.claim_saved(optimizer)
+        return self._execution.narrow_model.shape_changes
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Called before a step of an optimiser over `parameters()`."""
-        self._rule.before_step(self, optimizer)
-        self._execution.before_step(list(self.optimizers))
+        if not self._fixed:
+            self._rule.before_step(self, optimizer)
 
     def after_step(self, optimizer: Optimizer) -> None:
         """Called after a step of an optimiser over `parameters()`."""
-        self._execution.after_step(list(self.optimizers))
-        self._rule.after_step(self, optimizer)
+        if not self._fixed:
+            self._rule.after_step(self, optimizer)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Return the dense state under the model's own keys; all else that training goes on from under `sparsekit.` keys.
@@ -458,6 +469,7 @@ class LearnableMask(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._moved = False
         watch(self)
         guard_wrappers(LearnableMask)
 
@@ -467,6 +479,7 @@ class LearnableMask(nn.Module):
         nn.Module.__init__(twin)
         for name, value in self.__dict__.items():
             twin.__dict__[name] = copy.deepcopy(value, memo)
+        twin._moved = False
         watch(twin)
         return twin
 
@@ -477,3 +490,4 @@ def _load(
     """Read a dense state; leave in `state` what torch expects of the narrow module, so that its own loading succeeds."""
     assert isinstance(module, LearnableMask)
     load_entries(module, module._rule, module._ratio, state, prefix, missing if strict else [])
+    module._moved = False

@@ -108,8 +108,7 @@ class Swapping:
         """Units by which groups became wider or narrower within a budget so far."""
         self._target: object = None
         self._due = False
-        tied = {name: names for names in host.graph.ties for name in names}
-        self._bundles = {name: tied.get(name, (name,)) for name in host.graph.groups}
+        self._bundles = {name: names for names in host.graph.tied_sets for name in names}
         self._costs: dict[str, float] = {}
         self._costs_of: UnitMask | None = None
         self._begin_step()
@@ -164,9 +163,7 @@ class Swapping:
         return {
             name: host.pass_flops(self._widened(mask, name)) / own - 1.0
             for name, names in firsts.items()
-            if not all(bool(mask[tied].all()) for tied in names)
-            and gated_slices(host.graph, name)
-            and host.may_explore(name, self._widened(mask, name))
+            if not all(bool(mask[tied].all()) for tied in names) and gated_slices(host.graph, name)
         }
 
     def _widened(self, mask: UnitMask, group: str) -> UnitMask:
@@ -313,7 +310,7 @@ class Swapping:
     def _enter(self, host: Host, mask: UnitMask, entering: Mapping[str, Tensor], afresh: Mapping[str, Tensor]) -> None:
         before = _kept(host, host.execution.mask, host.scores)
         host.change(mask)
-        host.execution.enter(entering, afresh, list(host.optimizers))
+        host.execution.narrow_model.enter(entering, afresh, list(host.optimizers))
         self.evidence.forget_units((_kept(host, mask, before) != before).nonzero().reshape(-1))
 
     def _choose(self, host: Host) -> None:
@@ -343,6 +340,9 @@ class Swapping:
         """Let the importance be what is known of each unit's worth, in nats."""
         worth = torch.where(_kept(host, mask, cost), cost, gain)
         host.scores.copy_(torch.where(worth.isfinite(), worth, host.scores))
+
+    def learn(self, host: Host, gradients: Mapping[Tensor, Tensor] | None) -> None:
+        """Nothing: importance is measured, not stepped."""
 
     def penalty(self, host: Host) -> Tensor:
         return host.scores.new_zeros(())

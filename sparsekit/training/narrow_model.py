@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from sparsekit._torch import buffers_of
-from sparsekit.deprecations import renamed_attribute
 from sparsekit.errors import ForeignMaskError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.groups import UnitSlice
@@ -147,8 +146,8 @@ class NarrowModel:
         return [entry.parameter for entry in self._entries if entry.parameter is not None]
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
-        """First state-dict key → narrow leaf."""
-        return {entry.names[0]: entry.parameter for entry in self._entries if entry.parameter is not None}
+        """State-dict key → narrow leaf; a shared one once, under a key that units touch if it has one."""
+        return {self._key(entry): entry.parameter for entry in self._entries if entry.parameter is not None}
 
     def slots(self, name: str) -> EntrySlots:
         """Return the dense positions of a narrow entry; `name` is the state-dict key of an entry that units touch."""
@@ -174,18 +173,15 @@ class NarrowModel:
 
     def saved_state(self) -> OptimizerState:
         """Return what dropped units left behind of their optimiser state: state-dict key → name → dense tensor."""
-        return self._saved.state(self._leaves(), lambda *names: self._slots_of(*names[:2]).scatter(*names[2:]))
+        return self._saved.state(self.named_parameters(), lambda *names: self._slots_of(*names[:2]).scatter(*names[2:]))
 
     def claim_saved(self, owner: HasState) -> None:
         """Let an optimiser that was loaded or copied take over the saved state that came with the last `load` or copy."""
-        self._saved.claim(owner, self._leaves(), lambda *names: self._slots_of(*names[:2]).gather(names[2]))
+        self._saved.claim(owner, self.named_parameters(), lambda *names: self._slots_of(*names[:2]).gather(names[2]))
 
     def _slots_of(self, key: str, name: str) -> EntrySlots:
         """The slots of one kind of optimiser state of an entry."""
         return self._slots[key].without(reduced_axis(name, len(self.graph.shapes[key])))
-
-    def _leaves(self) -> dict[str, Tensor]:
-        return {self._key(entry): entry.parameter for entry in self._entries if entry.parameter is not None}
 
     def load(
         self,
@@ -254,8 +250,6 @@ class NarrowModel:
             self._dense[key] = self._dense[key].clone()
             self._owned.add(key)
         return self._dense[key]
-
-    rekey = renamed_attribute("rekey", "remask")
 
     def remask(self, mask: UnitMask, optimizers: Sequence[HasState] = (), order: Mapping[str, Tensor] | None = None) -> None:
         """Change the mask: save the weights and optimiser state of dropped units, restore those of entering ones.

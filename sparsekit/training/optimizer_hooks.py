@@ -1,32 +1,33 @@
-"""Find the optimisers that step the leaves of a learnable mask, so that their state can follow a change of the mask.
+"""Meet the optimisers that step the leaves of a learnable mask, so that their state can follow a change of the mask.
 
-Any torch optimiser over `masked.parameters()` is found without being registered: when it is made, loaded, copied or
-unpickled, and at each step, around which torch calls global hooks.
+Any torch optimiser over `masked.parameters()` is met at its first step, around which torch calls global hooks. Nothing of
+torch is changed: what happens to an optimiser before its first step (a checkpoint is loaded into it, and then the mask
+changes) is told to the mask by `masked.track(optimizer)`.
 
 A mask stands still while an optimiser steps. Sharpness-aware optimisers climb, call the model, and step from the weights before
-the climb; a unit that left in between would keep its climb. So the mask is held while a closure runs within a step, and from
-`first_step` to `second_step`, the names by which such optimisers are called in two parts.
+the climb; a unit that left in between would keep its climb. So the mask is held while a closure runs within a step. Where such
+an optimiser is called in two parts, `masked.held()` says so.
 """
 
 from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from sparsekit._torch import watch_optimizers
 from sparsekit.errors import InvalidValueError
+from sparsekit.surgery.optimizer_state import HasState
 from sparsekit.training.fused_kernels import refuse_broken_kernels
 from sparsekit.training.wrappers import warn_of_eval_mode
 
-__all__ = ["OptimizerSet", "Watched", "holds", "just_restored", "refuse_history", "settle", "watch"]
+__all__ = ["OptimizerSet", "Watched", "has_begun", "holds", "introduce", "just_restored", "refuse_history", "settle", "watch"]
 
 
 class Watched(Protocol):
@@ -38,6 +39,10 @@ class Watched(Protocol):
         """The parameters whose optimisers are watched."""
         ...
 
+    def meet(self, optimizer: Optimizer) -> None:
+        """Called when `optimizer` is met, and when it was loaded."""
+        ...
+
     def before_step(self, optimizer: Optimizer) -> None:
         """Called before `optimizer` changes the leaves."""
         ...
@@ -46,38 +51,35 @@ class Watched(Protocol):
         """Called after `optimizer` changed the leaves."""
         ...
 
-    def after_restore(self, optimizer: Optimizer) -> None:
-        """Called after `optimizer` was loaded, copied or unpickled."""
-        ...
-
 
 class OptimizerSet:
-    """Weak references to optimisers, in the order in which they were found. A copy of a mask starts with none."""
+    """Weak references to optimisers, in the order in which they were met. A copy of a mask starts with none."""
 
     def __init__(self) -> None:
-        self._references: list[weakref.ref[Optimizer]] = []
-        self._holding: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._references: list[weakref.ref[Any]] = []
+        self._holds = 0
 
     @property
     def hold(self) -> bool:
         """Whether one of them is in the middle of a step, in which the mask must not change."""
-        return len(self._holding) > 0
+        return self._holds > 0
 
-    def begin(self, optimizer: Optimizer) -> None:
-        """Hold the mask; again has no effect."""
-        self._holding.add(optimizer)
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Hold the mask within the block."""
+        self._holds += 1
+        try:
+            yield
+        finally:
+            self._holds -= 1
 
-    def end(self, optimizer: Optimizer) -> None:
-        """Release the mask."""
-        self._holding.discard(optimizer)
-
-    def __iter__(self) -> Iterator[Optimizer]:
+    def __iter__(self) -> Iterator[Any]:
         return iter([found for found in (reference() for reference in self._references) if found is not None])
 
     def __contains__(self, optimizer: object) -> bool:
         return any(found is optimizer for found in self)
 
-    def add(self, optimizer: Optimizer) -> None:
+    def add(self, optimizer: HasState) -> None:
         """Add `optimizer`; it leaves the set when it is deleted."""
         if optimizer not in self:
             self._references = [r for r in self._references if r() is not None] + [weakref.ref(optimizer)]
@@ -91,22 +93,31 @@ class OptimizerSet:
 
 _watched: weakref.WeakSet[Any] = weakref.WeakSet()
 _known: weakref.WeakKeyDictionary[Optimizer, tuple[int, list[weakref.ref[Any]]]] = weakref.WeakKeyDictionary()
+_introduced: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 _restored: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 _hooked = False
 
 
-def just_restored(optimizer: Optimizer) -> bool:
-    """Whether `optimizer` was loaded, copied or unpickled, and has neither stepped nor followed a remask since."""
-    return optimizer in _restored
+def just_restored(optimizer: object) -> bool:
+    """Whether `optimizer` was loaded, and has neither stepped nor followed a remask since."""
+    return isinstance(optimizer, Optimizer) and optimizer in _restored
 
 
-def settle(optimizers: Iterable[Optimizer]) -> None:
+def settle(optimizers: Iterable[object]) -> None:
     """Say that the state of `optimizers` belongs to the present units, since it has followed a remask."""
     for optimizer in optimizers:
-        _restored.discard(optimizer)
+        if isinstance(optimizer, Optimizer):
+            _restored.discard(optimizer)
 
 
-def holds(optimizer: Optimizer, leaf: nn.Parameter) -> bool:
+def has_begun(state: Mapping[str, Any], leaf: Tensor) -> bool:
+    """Whether an optimiser's state of a leaf is that of some units: not before its first step, in the leaf's shape."""
+    fresh = "step" in state and float(state["step"]) == 0.0
+    fits = all(value.shape == leaf.shape for value in state.values() if isinstance(value, Tensor) and value.dim())
+    return bool(state) and not (fresh and fits)
+
+
+def holds(optimizer: Any, leaf: nn.Parameter) -> bool:
     """Whether `leaf` is among the parameters that `optimizer` steps."""
     return any(parameter is leaf for group in optimizer.param_groups for parameter in group["params"])
 
@@ -140,48 +151,25 @@ def _owners(optimizer: Optimizer) -> list[Any]:
         owners = [item for item in _watched if any(id(leaf) in held for leaf in item.leaves())]
         _known[optimizer] = (groups, [weakref.ref(item) for item in owners])
         for item in owners:
-            item.optimizers.add(optimizer)
+            if optimizer not in item.optimizers:
+                item.meet(optimizer)
         return owners
     return [item for item in (reference() for reference in known[1]) if item is not None]
 
 
-def _meet(optimizer: Optimizer, item: Watched) -> None:
-    """Introduce a restored optimiser to an object whose leaves it may hold."""
-    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    if any(id(leaf) in held for leaf in item.leaves()):
-        _known.pop(optimizer, None)
-        item.optimizers.add(optimizer)
-        item.after_restore(optimizer)
+def introduce(optimizer: Optimizer) -> None:
+    """Hear of it when an optimiser is loaded; the state that it has when it is introduced counts as just loaded."""
+    if optimizer not in _introduced:
+        _introduced.add(optimizer)
+        optimizer.register_load_state_dict_post_hook(_loaded)
+        if optimizer.state:
+            _restored.add(optimizer)
 
 
-def _restored_or_copied(optimizer: Optimizer) -> None:
+def _loaded(optimizer: Optimizer) -> None:
     _restored.add(optimizer)
-    for item in list(_watched):
-        _meet(optimizer, item)
-    _made(optimizer)
-
-
-def _made(optimizer: Optimizer) -> None:
-    """Find the owners of its leaves before its first step, and whether it is called in two parts."""
-    if _owners(optimizer) and callable(getattr(optimizer, "first_step", None)):
-        _wrap_part(type(optimizer), "first_step", lambda items, it: [item.optimizers.begin(it) for item in items])
-        _wrap_part(type(optimizer), "second_step", lambda items, it: [item.optimizers.end(it) for item in items])
-
-
-def _wrap_part(kind: type[Optimizer], name: str, afterwards: Callable[[list[Any], Optimizer], Any]) -> None:
-    """Call `afterwards` with the watched objects and the optimiser after a method of a class of optimisers, once only."""
-    part = getattr(kind, name, None)
-    if part is None or hasattr(part, "_watched_by_sparsekit"):
-        return
-
-    @functools.wraps(part)
-    def watched(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        result = part(self, *args, **kwargs)
-        afterwards(_owners(self), self)
-        return result
-
-    watched._watched_by_sparsekit = True  # type: ignore[attr-defined]
-    setattr(kind, name, watched)
+    for item in _owners(optimizer):
+        item.meet(optimizer)
 
 
 def _held(optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
@@ -189,27 +177,17 @@ def _held(optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]
 
     @functools.wraps(closure)
     def run() -> Any:
-        with _hold(optimizer):
+        with ExitStack() as stack:
+            for item in _owners(optimizer):
+                stack.enter_context(item.optimizers.held())
             return closure()
 
     return run
 
 
-@contextmanager
-def _hold(optimizer: Optimizer) -> Iterator[None]:
-    fresh = [item for item in _owners(optimizer) if not item.optimizers.hold]
-    for item in fresh:
-        item.optimizers.begin(optimizer)
-    try:
-        yield
-    finally:
-        for item in fresh:
-            item.optimizers.end(optimizer)
-
-
 def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-    _restored.discard(optimizer)
     owners = _owners(optimizer)
+    _restored.discard(optimizer)
     if owners:
         refuse_broken_kernels(optimizer)
     for item in owners:
@@ -232,16 +210,10 @@ def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ARG00
 
 
 def watch(item: Watched) -> None:
-    """Call the methods of `item` around steps of every optimiser that holds its leaves, until `item` is deleted.
-
-    Optimisers that were copied or unpickled before it, together with its leaves, are found too.
-    """
+    """Call the methods of `item` around steps of every optimiser that holds its leaves, until `item` is deleted."""
     global _hooked
     if not _hooked:
         register_optimizer_step_pre_hook(_before)
         register_optimizer_step_post_hook(_after)
-        watch_optimizers(made=_made, restored=_restored_or_copied)
         _hooked = True
     _watched.add(item)
-    for optimizer in list(_restored):
-        _meet(optimizer, item)

@@ -59,10 +59,6 @@ class Host(Protocol):
         """Work of a forward pass under `mask`, in any unit that is the same for all masks."""
         ...
 
-    def may_explore(self, group: str, wide: UnitMask) -> bool:
-        """Whether a training step may run under `wide`, the mask with all units of `group`."""
-        ...
-
     def change(self, mask: UnitMask) -> None:
         """Change the mask: weights and optimiser state follow."""
         ...
@@ -91,6 +87,10 @@ class Rule(Protocol):
 
     def call(self, host: Host, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the sparse model."""
+        ...
+
+    def learn(self, host: Host, gradients: Mapping[Tensor, Tensor] | None) -> None:
+        """Step importance by the gradients of the weights, leaf → gradient or their `.grad`, if the rule steps it itself."""
         ...
 
     def penalty(self, host: Host) -> Tensor:

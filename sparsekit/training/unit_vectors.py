@@ -77,7 +77,7 @@ class UnitVectors:
         self.offsets = group_order(graph.groups.values())
         self._counts = [group.size for group in graph.groups.values()]
         self.total = graph.units
-        self._leaves = {narrow_model.key_of(name): leaf for name, leaf in narrow_model.named_parameters().items()}
+        self._leaves = narrow_model.named_parameters()
         # All tables lie where the model does, so that nothing crosses in a step.
         device = next((leaf.device for leaf in self._leaves.values()), None)
         self.sizes = torch.tensor(self._counts).to(device)
@@ -103,13 +103,18 @@ class UnitVectors:
         self.narrow_model.remask(mask, optimizers)
         self._follow(full)
 
-    def reload(self) -> None:
-        """Follow the narrow model after its `load`."""
-        self._read(self.narrow_model.dense_view())
+    def reload(self, magnitudes: Tensor | None = None) -> None:
+        """Follow the narrow model after its `load`.
 
-    def _read(self, dense: StateDict) -> None:
-        leaves = {name: dense[name] for name in self._leaves}
-        self._follow(torch.cat([unit_magnitudes(group, leaves) for group in self.narrow_model.graph.groups.values()]))
+        Args:
+            magnitudes: What `magnitudes_of` says of the loaded state; read anew if not given.
+        """
+        self._follow(self.magnitudes_of(self.narrow_model.dense_view()) if magnitudes is None else magnitudes)
+
+    def magnitudes_of(self, dense: StateDict) -> Tensor:
+        """Σ |θ| over each unit's own parameters in a dense state: float (J,), where the tables lie."""
+        leaves = {name: dense[name].detach().to(self.group_of.device) for name in self._leaves}
+        return torch.cat([unit_magnitudes(group, leaves) for group in self.narrow_model.graph.groups.values()])
 
     def _follow(self, full: Tensor) -> None:
         narrow_model = self.narrow_model
@@ -202,7 +207,7 @@ class UnitVectors:
                 setattr(self, name, function(value))
         self._gated = None
         if self._full.dtype != dtype:  # the weights have been rounded; sums of them stay in float32 at least
-            self._read(self.narrow_model.dense_state())
+            self._follow(self.magnitudes_of(self.narrow_model.dense_state()))
 
     def magnitudes(self) -> Tensor:
         """Σ |θ| over each unit's own parameters in the dense copy, |θ|_J in the paper: float (J,).

@@ -18,7 +18,15 @@ from torch.optim.swa_utils import AveragedModel
 from sparsekit._torch import DropoutNd, NormBase, in_transform, is_exporting, is_transformed
 from sparsekit.errors import UnsupportedModelError
 
-__all__ = ["EXPORT_INSTEAD", "EvalModeWarning", "Wrapped", "check_transforms", "guard_wrappers", "warn_of_eval_mode"]
+__all__ = [
+    "EXPORT_INSTEAD",
+    "EvalModeWarning",
+    "Wrapped",
+    "check_transforms",
+    "guard_wrappers",
+    "refuse_parallel",
+    "warn_of_eval_mode",
+]
 
 EXPORT_INSTEAD = (
     "a LearnableMask cannot be exported, since its mask may still change; export what it has become:"
@@ -77,19 +85,33 @@ def warn_of_eval_mode(mask: Any) -> None:
     )
 
 
-def check_transforms(scores: Tensor, *, narrow: bool) -> None:
+def refuse_parallel(model: nn.Module) -> None:
+    """Refuse a model with a parallel wrapper inside, which holds on to the weights that it was made with.
+
+    Raises:
+        UnsupportedModelError: a part is a DataParallel or DistributedDataParallel.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, nn.DataParallel | DistributedDataParallel):
+            inner = f"{name}.module".strip(".")
+            raise UnsupportedModelError(
+                f"a learnable mask replaces weights at every call, which {type(module).__name__} does not allow;"
+                f" wrap what is inside of it, model.{inner}"
+            )
+
+
+def check_transforms(scores: Tensor) -> None:
     """Refuse to be exported, and to be differentiated inside torch.func.
 
     Args:
-        scores: The importance.
-        narrow: Whether the model is narrow, so that the gradient of the scores is computed from that of the weights.
+        scores: The importance, whose gradient is computed from that of the weights.
 
     Raises:
         UnsupportedModelError: a transform would have to read values, or differentiate what it cannot; or an exporter traces.
     """
     if is_exporting():
         raise UnsupportedModelError(EXPORT_INSTEAD)
-    if in_transform() and (is_transformed(scores) or (narrow and torch.is_grad_enabled())):
+    if in_transform() and (is_transformed(scores) or torch.is_grad_enabled()):
         raise UnsupportedModelError(
             "a learnable mask cannot be differentiated inside torch.func (grad, vmap, …), which hands it tensors without"
             " values to read the mask from; for gradients per example call backward() on one example at a time, or, for"

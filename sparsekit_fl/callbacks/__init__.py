@@ -48,6 +48,7 @@ __all__ = [
 loggers = Registry(
     "logger",
     {
+        "best": "sparsekit_fl.callbacks.best:BestCheckpoint",
         "mlflow": "sparsekit_fl.callbacks.mlflow:MLflow",
         "tensorboard": "sparsekit_fl.callbacks.tensorboard:TensorBoard",
     },

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
 from sparsekit.errors import InvalidValueError
-from sparsekit.graph.state import StateDict
+from sparsekit.graph import StateDict
 from sparsekit_fl.options.config import RunConfig
 from sparsekit_fl.results.records import RoundRecord, RunResult
 from sparsekit_fl.results.scores import RoundScores
@@ -69,7 +70,8 @@ class RunView:
 class Callback:
     """Inherit, and override what is of interest. A callback reads; the only thing it may change is that the run goes on.
 
-    An error in a callback ends the run; everything up to the round before is saved.
+    An error in a callback ends the run; everything up to the round before is saved. A callback begins afresh in each run:
+    set in `on_run_start` what it counts. What a resumed run must not lose it returns by `state` and takes up by `load`.
     """
 
     def on_run_start(self, run: RunView) -> None:
@@ -87,9 +89,16 @@ class Callback:
     def on_run_end(self, run: RunView, result: RunResult | None) -> None:
         """The run ended and is saved; None where an error or Ctrl-C ended it."""
 
+    def state(self) -> dict[str, Any]:
+        """Return plain JSON values for the checkpoint of each round; nothing by default."""
+        return {}
 
-class Callbacks(Callback):
-    """Several callbacks, in their order.
+    def load(self, run: RunView, state: Mapping[str, Any]) -> None:
+        """Take up what `state` returned, in a run that is resumed, after `on_run_start`; stop it again where it was stopped."""
+
+
+class Callbacks:
+    """Several callbacks, told in their order.
 
     Args:
         callbacks: The callbacks.
@@ -105,28 +114,24 @@ class Callbacks(Callback):
                 raise InvalidValueError(f"callbacks must be Callback objects, got {one!r}{hint}")
         self._all = tuple(callbacks)
 
-    def on_run_start(self, run: RunView) -> None:
-        """Tell all."""
-        for one in self._all:
-            one.on_run_start(run)
-
-    def on_client_end(self, run: RunView, client_id: int, work: Update | Evaluation | None) -> None:
-        """Tell all."""
-        for one in self._all:
-            one.on_client_end(run, client_id, work)
-
-    def on_evaluation(self, run: RunView, scores: RoundScores) -> None:
-        """Tell all."""
-        for one in self._all:
-            one.on_evaluation(run, scores)
-
-    def on_round_end(self, run: RunView, record: RoundRecord) -> None:
-        """Tell all."""
-        for one in self._all:
-            one.on_round_end(run, record)
-
-    def on_run_end(self, run: RunView, result: RunResult | None) -> None:
-        """Tell all, also where one of them fails: each may have something to close."""
+    def tell(self, hook: str, *arguments: Any) -> None:
+        """Call a hook of all by its name, the end of a run also where one of them fails: each may have something to close."""
         with ExitStack() as stack:
-            for one in reversed(self._all):
-                stack.callback(one.on_run_end, run, result)
+            for one in reversed(self._all) if hook == "on_run_end" else ():
+                stack.callback(getattr(one, hook), *arguments)
+            for one in self._all if hook != "on_run_end" else ():
+                getattr(one, hook)(*arguments)
+
+    def start(self, run: RunView, saved: Sequence[tuple[str, Mapping[str, Any]]] = ()) -> None:
+        """Begin a run; of a resumed one each callback takes up the state of the same class at the same place among its kind."""
+        left = list(saved)
+        self.tell("on_run_start", run)
+        for one in self._all:
+            mine = next((pair for pair in left if pair[0] == type(one).__qualname__), None)
+            if mine is not None:
+                left.remove(mine)
+                one.load(run, mine[1])
+
+    def states(self) -> list[tuple[str, dict[str, Any]]]:
+        """Return class and state of each, as plain JSON values."""
+        return [(type(one).__qualname__, one.state()) for one in self._all]

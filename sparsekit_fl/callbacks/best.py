@@ -5,16 +5,15 @@ from __future__ import annotations
 import json
 
 from sparsekit.errors import InvalidValueError
-from sparsekit_fl.callbacks.base import Callback, RunView
-from sparsekit_fl.callbacks.monitor import Monitor
-from sparsekit_fl.results.scores import RoundScores
+from sparsekit_fl.callbacks.base import RunView
+from sparsekit_fl.callbacks.monitor import Monitoring
 from sparsekit_fl.state.models import best_file, save_whole
 from sparsekit_fl.state.storage import write_atomically
 
 __all__ = ["BestCheckpoint"]
 
 
-class BestCheckpoint(Callback):
+class BestCheckpoint(Monitoring):
     """Write the global model to `models/best.safetensors` whenever a number is the best so far.
 
     `load_model(out, "best")` reads it. `models/best.json` says of which round it is, and how good; a resumed run
@@ -27,28 +26,23 @@ class BestCheckpoint(Callback):
     """
 
     def __init__(self, monitor: str = "", *, min_delta: float = 0.0) -> None:
-        self._monitor = Monitor(monitor, min_delta=min_delta)
+        super().__init__(monitor, min_delta=min_delta)
 
     def on_run_start(self, run: RunView) -> None:
-        """Read how good the kept model is.
+        """Begin.
 
         Raises:
             InvalidValueError: the run has no folder.
         """
         if run.out is None:
             raise InvalidValueError("BestCheckpoint needs the folder of the run; give it one (out=, --out DIR)")
-        note = best_file(run.out).with_suffix(".json")
-        if run.round and note.exists():
-            raw = json.loads(note.read_text(encoding="utf-8"))
-            if raw["round"] <= run.round:
-                self._monitor.best, self._monitor.round = raw["value"], raw["round"]
+        super().on_run_start(run)
 
-    def on_evaluation(self, run: RunView, scores: RoundScores) -> None:
-        """Keep the model if it is the best so far."""
-        if run.out is None or not self._monitor.improved(run, scores):
+    def _followed(self, run: RunView, better: bool) -> None:
+        if run.out is None or not better:
             return
         path = best_file(run.out)
         path.parent.mkdir(exist_ok=True)
         save_whole(path, run.model())
-        note = {"round": run.round, "monitor": self._monitor.text, "value": self._monitor.best}
+        note = {"round": run.round, "monitor": self._monitor.text, "value": self._best}
         write_atomically(path.with_suffix(".json"), (json.dumps(note) + "\n").encode())

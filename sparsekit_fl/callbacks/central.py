@@ -42,20 +42,17 @@ class CentralTest(Callback):
         self.curve: list[Mapping[str, float]] = []
 
     def on_run_start(self, run: RunView) -> None:
-        """Go on with the curve of a run that is resumed."""
         self.curve = []
         file = None if run.out is None else run.out / _FILE
         if file is not None and run.round and file.exists():
             self.curve = [one for one in json.loads(file.read_text(encoding="utf-8")) if one["round"] <= run.round]
 
     def on_round_end(self, run: RunView, record: RoundRecord) -> None:
-        """Score, where it is time."""
         due = record.evaluation is not None if self._every is None else record.round % self._every == 0
         if due:
             self._score(run, record.round)
 
     def on_run_end(self, run: RunView, result: RunResult | None) -> None:
-        """Score the last model, unless it was."""
         if result is not None and (not self.curve or self.curve[-1]["round"] != run.round):
             self._score(run, run.round)
 

@@ -69,12 +69,10 @@ class MLflow(Callback):
         return str(self._client.create_experiment(self._experiment) if found is None else found.experiment_id)
 
     def on_round_end(self, run: RunView, record: RoundRecord) -> None:
-        """Log the numbers of the round, with the round as the step."""
         for name, value in numbers_of(record).items():
             self._client.log_metric(self._run_id, name, value, step=record.round)
 
     def on_run_end(self, run: RunView, result: RunResult | None) -> None:
-        """Log what is in the folder, and end the run of MLflow."""
         if not self._run_id:
             return
         if result is not None and run.out is not None and self._artifacts:

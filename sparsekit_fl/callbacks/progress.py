@@ -98,7 +98,6 @@ class LiveProgress(Callback, AbstractContextManager["LiveProgress"]):
         self._doing(record.round + 1)
 
     def on_run_end(self, run: RunView, result: RunResult | None) -> None:
-        """Remove the bar."""
         self._progress.stop()
 
 

@@ -50,7 +50,6 @@ class TensorBoard(Callback):
         self._writer.add_text("config", f"```\n{json.dumps(run.config.to_dict(), indent=1)}\n```", run.round)
 
     def on_round_end(self, run: RunView, record: RoundRecord) -> None:
-        """Write the numbers of the round."""
         for name, value in numbers_of(record).items():
             self._writer.add_scalar(name, value, record.round)
         if record.ratios:

@@ -70,11 +70,18 @@ def _compare(
     """
     # What trains is imported only now, so that --help is quick.
     from sparsekit_fl.errors import RunInterrupted
-    from sparsekit_fl.report.comparison import Comparison, check_target
-    from sparsekit_fl.report.trials import sections_of
+    from sparsekit_fl.report.comparison import check_target, comparisons_of
+    from sparsekit_fl.report.tables import show
+    from sparsekit_fl.results.extra import need
 
     check_target(target)
+    need("pandas")  # before hours of training, and not behind them
     made = _distinct(methods)
+    if options.settings():
+        raise InvalidValueError(
+            f"--set {next(iter(options.settings()))}: no option of a run; those of a method stand behind its name, as in"
+            " 'fedprox local.proximal=0.1'"
+        )
     if jobs < 1:
         raise InvalidValueError(f"--jobs must be an integer >= 1, got {jobs}")
     grid = _grid(options, seeds, heterogeneity, lack_classes, jobs)
@@ -85,7 +92,7 @@ def _compare(
         kept = "nothing was kept, since there was no --out DIR" if options.out is None else "the same command line goes on"
         typer.echo(f"{found[0] if found else 'stopped by the user'}; {kept}", err=True)
         raise typer.Exit(INTERRUPTED) from None
-    comparison = Comparison(sections_of(trials, order=list(made))[0], target)
+    comparison = comparisons_of(trials, order=list(made), target=target)[0]
     drawn = False
     if options.out is not None:
         try:
@@ -97,9 +104,9 @@ def _compare(
         typer.echo(json.dumps(comparison.to_dict(), indent=1, allow_nan=False))
     else:
         console = Console()
-        comparison.show(console)
+        show(comparison, console)
         console.print(_where(options.out, drawn=drawn), soft_wrap=True)
-    if comparison.section.failed:
+    if comparison.failed:
         raise typer.Exit(FAILED)
 
 
@@ -143,7 +150,8 @@ def _grid(
         # Curves and times to a target need points, also in a short run.
         rounds = options.rounds or preset_for(preset=options.preset, dataset=options.dataset).rounds
         every = max(1, min(10, rounds // 10))
-    workers = options.workers if options.workers is not None or jobs == 1 else max(1, cores() // jobs)
+    whole = options.workers is not None or jobs == 1 or options.engine == "cohort"
+    workers = options.workers if whole else max(1, cores() // jobs)
     return [
         options.replaced(heterogeneity=level, lack_classes=lack, seed=seed, workers=workers, eval_every=every, out=None)
         for level in levels
@@ -207,14 +215,9 @@ def _where(out: Path | None, *, drawn: bool) -> str:
     return f"{there} and a folder per run are in {escape(str(out))}{missing}"
 
 
-_LEFT_OUT = ("resume", "heterogeneity", "lack_classes", "bandit", "set", "sampling", "init", "central_test", "config")
-
 compare = command_app(
     # Finished and half-finished runs are found by themselves; the two levels may be lists here.
-    takes_options(
-        _compare,
-        without=("resume", "heterogeneity", "lack_classes", "bandit", "set", "sampling", "init", "central_test", "config"),
-    ),
+    takes_options(_compare, without=("resume", "config", "heterogeneity", "lack_classes", "init", "central_test")),
     examples=(
         "sparsekit compare fedlps fedavg local --seeds 3",
         "sparsekit compare all --preset mnist --data-dir data --out runs/mnist",

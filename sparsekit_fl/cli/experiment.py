@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import ast
 import inspect
 import logging
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -80,25 +79,24 @@ class Experiment:
         with _as_flags():
             check_training(_config(options, preset, options.clients or preset.clients).training)
         if options.init is not None and not options.init.exists():
-            raise InvalidValueError(f"--init {options.init} does not exist; pass a file of weights, or the folder of a run")
-        deal = {"classes_per_client": options.classes_per_client, "alpha": options.alpha}
-        deal = {name: value for name, value in deal.items() if value is not None} | _arguments(options.partition_args)
-        with _as_flags():
+            raise InvalidValueError(f"init {options.init} does not exist; pass a file of weights, or the folder of a run")
+        deal, lack = options.partition_options(), options.lack_classes
+        with _as_flags(deal):
             problem, clients, own, test = build_task(
                 preset,
                 model=options.model,
                 clients=options.clients,
                 partition=options.partition,
                 options=deal or None,
-                lack_classes=options.lack_classes,
+                lack_classes=lack,
                 data_dir=options.data_dir,
                 seed=options.seed or 0,
                 augment=options.augment,
             )
         kept = dict(preset.options) if options.partition in (None, preset.partition) else {}
-        if options.lack_classes is not None:
+        if lack is not None:
             # It decides all that the preset says of shards, so what it overrides is not reported.
-            kept = {"lack_classes": options.lack_classes}
+            kept = {"lack_classes": lack}
         described = {
             "preset": preset.name,
             "dataset": preset.dataset,
@@ -108,7 +106,7 @@ class Experiment:
             "partition_options": {} if own else {**kept, **deal},
         }
         if options.central_test and test is None:
-            raise InvalidValueError(f"--central-test: {preset.dataset!r} has no test examples apart from those of its clients")
+            raise InvalidValueError(f"central_test: {preset.dataset!r} has no test examples apart from those of its clients")
         if options.augment is not None:
             described["augment"] = options.augment
         if options.init is not None:
@@ -124,30 +122,24 @@ class Experiment:
         )
 
 
-def _arguments(text: str | None) -> dict[str, Any]:
-    """`alpha=0.1, min_examples=20` as values."""
-    try:
-        call = ast.parse(f"f({text or ''})", mode="eval").body
-        assert isinstance(call, ast.Call)
-        if call.args or any(word.arg is None for word in call.keywords):
-            raise ValueError(text)
-        return {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
-    except (SyntaxError, ValueError):
-        raise InvalidValueError(
-            f"--partition-args must be NAME=VALUE with commas between, each a number, True, False, None or a text in quotes, as"
-            f" in 'min_examples=20', got {text!r}"
-        ) from None
-
-
 @contextmanager
-def _as_flags() -> Iterator[None]:
-    """Name options in errors as the command line does: `--lr-step` for `lr_step`."""
+def _as_flags(partition: Collection[str] = ()) -> Iterator[None]:
+    """Name options in errors as the command line does: `--local-epochs` for `local_epochs`, `training.clip` for `clip`.
+
+    Args:
+        partition: Names of the options of the partition.
+    """
     try:
         yield
     except InvalidValueError as error:
-        names = [name for name in options_of(RunOptions) if "_" in name]
-        text = re.sub(rf"(?<![\w./-])({'|'.join(names)})(?![\w.])", lambda found: "--" + found[0].replace("_", "-"), str(error))
-        raise type(error)(text) from error
+        called = {name: f"partition.{name}" for name in partition if "_" in name} | {
+            name: RunOptions._called(name) for name in _LONG
+        }
+        pattern = rf"(?<![\w./-])({'|'.join(called)})(?![\w.])"
+        raise type(error)(re.sub(pattern, lambda found: called[found[0]], str(error))) from error
+
+
+_LONG = [name for name in options_of(RunOptions) if "_" in name]
 
 
 def _name_of(problem: Problem) -> str:
@@ -188,15 +180,16 @@ def _engine(options: RunOptions) -> Engine:
     given = {option: value for option, value in given.items() if value is not None}
     for option in given:
         if option not in inspect.signature(make).parameters:
-            raise InvalidValueError(
-                f"--{option.replace('_', '-')} is not for engine {name!r}; leave it out, or add --engine flower"
-            )
-    workers = options.workers
-    if workers is None:
+            raise InvalidValueError(f"{option} is not for engine {name!r}; leave it out, or add --engine flower")
+    if "workers" in inspect.signature(make).parameters:
         # A GPU is shared best by one process.
         on_cpu = options.device in (None, "cpu")
-        workers = min(cores(), MOST_WORKERS) if on_cpu else len(devices(str(options.device)))
-    engine: Engine = make(workers=workers, **given)
+        given["workers"] = min(cores(), MOST_WORKERS) if on_cpu else len(devices(str(options.device)))
+        if options.workers is not None:
+            given["workers"] = options.workers
+    elif options.workers not in (None, 1):
+        raise InvalidValueError(f"--workers is not for engine {name!r}, which runs in one process; leave it out")
+    engine: Engine = make(**given)
     return engine
 
 

@@ -14,7 +14,7 @@ from sparsekit.errors import SparsekitError
 from sparsekit_fl.cli.progress import Events, TrialsProgress
 from sparsekit_fl.cli.trials import Task, TrialPlan, failed_trial, run_trial, tasks
 from sparsekit_fl.errors import ResumeError, RunInterrupted, WorkerDiedError
-from sparsekit_fl.processes import KILL, Child, Children, one_thread, start_method
+from sparsekit_fl.processes import KILL, Child, Children, end_with_parent, one_thread, start_method
 from sparsekit_fl.report.trials import Trial
 
 __all__ = ["run_at_once"]
@@ -38,6 +38,7 @@ class _LogToPipe(logging.Handler):
 
 def _run_one(connection: Connection, task: Task) -> None:
     """Run one trial, in a process of its own, and send events; the last one is how the trial ended."""
+    end_with_parent()
     for package in ("sparsekit", "sparsekit_fl"):
         logging.getLogger(package).handlers = [_LogToPipe(connection)]
     warnings.showwarning = lambda message, *_, **__: connection.send({"said": f"warning: {message}"})

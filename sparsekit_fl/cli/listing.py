@@ -1,28 +1,31 @@
-"""`sparsekit list KIND`: the names that options take."""
+"""`sparsekit list KIND`: the names that options take, and the paths of all options; `sparsekit describe NAME`: one of them."""
 
 from __future__ import annotations
 
 import inspect
 import json
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import asdict
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
 from types import ModuleType
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, get_origin
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from sparsekit.deprecations import renamed_value
-from sparsekit.errors import InvalidValueError, UnknownNameError, nearest
-from sparsekit_fl.cli.options import command_app
+from sparsekit.errors import UnknownNameError, nearest
+from sparsekit_fl.cli.options import RunOptions, command_app, known_options, path_of
+from sparsekit_fl.options.config import RunConfig, TrainingConfig
+from sparsekit_fl.options.schema import options as options_of
+from sparsekit_fl.options.schema import plain_type
 
 if TYPE_CHECKING:
     from sparsekit.registry import Registry
+    from sparsekit_fl.methods.settings import Setting
 
-__all__ = ["list_names"]
+__all__ = ["describe", "list_names"]
 
 KINDS = {
     "methods": "sparsekit_fl.methods:registry",
@@ -39,23 +42,17 @@ KINDS = {
 
 def _list(
     *,
-    kind: Annotated[str, typer.Argument(help=f"One of {', '.join(KINDS)}; or method, for the options of one.")],
-    name: Annotated[
-        str | None, typer.Argument(help="For `list method`: the method, by name or package.module:function.")
-    ] = None,
+    kind: Annotated[str, typer.Argument(help=f"One of {', '.join(KINDS)}; or options, for every PATH of --set.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout and nothing else.")] = False,
 ) -> None:
-    """List what options take, of one kind: our names and those of installed packages; or the options of one method."""
+    """List what options take, of one kind: our names and those of installed packages; or every option itself."""
     from sparsekit.registry import load_object
 
-    if kind == "method":
-        _list_method(name, as_json=as_json)
+    if kind == "options":
+        _list_options(as_json=as_json)
         return
-    if name is not None:
-        raise InvalidValueError(f"`sparsekit list {kind}` takes no name, got {name!r}; `sparsekit list method NAME` does")
-    kind = renamed_value("sparsekit list", kind, {"patterns": "criteria"})
     if kind not in KINDS:
-        raise UnknownNameError(f"cannot list {kind!r}; {nearest(kind, [*KINDS, 'method'])}")
+        raise UnknownNameError(f"cannot list {kind!r}; {nearest(kind, [*KINDS, 'options'])}")
     found = list(_describe(load_object(KINDS[kind])))
     if as_json:
         typer.echo(json.dumps([{"name": name, "about": about} for name, about in found], indent=1))
@@ -68,16 +65,95 @@ def _list(
     Console().print(table)
 
 
-def _list_method(name: str | None, *, as_json: bool) -> None:
+def _list_options(*, as_json: bool) -> None:
+    """Show every option of a run by its path: the run's own, those of training and those of the partitions."""
+    found = _run_settings()
+    if as_json:
+        typer.echo(json.dumps([{**asdict(setting), "value": _plain(setting.value)} for setting in found], indent=1))
+        return
+    console = Console(highlight=False)
+    console.print(_table("--set PATH=VALUE", found))
+    console.print("The preset decides where no default is shown. `sparsekit describe METHOD` has the options of a method.")
+
+
+def _run_settings() -> list[Setting]:
+    from sparsekit_fl.methods.settings import Setting, arguments_of
+    from sparsekit_fl.partition import partitions
+
+    found = []
+    trains, defaults = options_of(TrainingConfig), options_of(TrainingConfig, RunConfig)
+    for name, (choice, option) in options_of(RunOptions).items():
+        path, own = path_of(name), defaults.get(name, (choice, option))[0]
+        if path not in known_options():
+            continue
+        value = option.unset or ("as the preset says" if option.preset else own.default)
+        owner = "training" if name in trains else "partition pathological" if path != name else "run"
+        found.append(Setting(path=path, value=value, allowed=_allowed(own.hint), about=option.help, owner=owner))
+    for name in partitions:
+        for setting in arguments_of(partitions[name]):
+            found.append(replace(setting, path=f"partition.{setting.path}", owner=f"partition {name}"))
+    return found
+
+
+def _allowed(hint: Any) -> str:
+    from sparsekit_fl.options.checked import described, without_none
+
+    if get_origin(plain_type(hint)) is tuple:
+        return "words, with commas between"
+    text = described(without_none(hint))
+    return {"a bool": "true or false", "a str": "a word", "a Path": "a path"}.get(text, text)
+
+
+def _table(title: str, found: Sequence[Setting]) -> Table:
+    table = Table(title=title, title_justify="left", show_lines=True)
+    for column in ("path", "default", "allowed", "meaning and source"):
+        table.add_column(column, no_wrap=column == "path", overflow="fold")
+    for setting in found:
+        origin = "; ".join(filter(None, (setting.owner, setting.source)))
+        meaning = f"{escape(setting.about)} [dim]{escape(origin)}[/dim]"
+        table.add_row(escape(setting.path), escape(_shown(setting.value)), escape(setting.allowed), meaning)
+    return table
+
+
+def _describe_name(
+    *,
+    name: Annotated[str, typer.Argument(help="A method, data set, criterion or any other name that `sparsekit list` shows.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout and nothing else.")] = False,
+) -> None:
+    """Describe a method with all its options, or a data set, a criterion or anything else that has a name."""
+    from sparsekit.registry import load_object
+    from sparsekit_fl.methods import registry
+
+    plain = name.split()[0].partition("@")[0]
+    homes = {kind: load_object(place) for kind, place in KINDS.items()}
+    if plain in registry or ":" in plain:
+        _describe_method(name, as_json=as_json)
+        return
+    found = [(kind, home) for kind, home in homes.items() if name in home]
+    if not found:
+        known = list(dict.fromkeys(one for home in homes.values() for one in home))
+        raise UnknownNameError(f"nothing is called {name!r}; {nearest(name, known)}; `sparsekit list KIND` shows what there is")
+    abouts = [{"kind": kind, "name": name, "about": _documentation(home[name])} for kind, home in found]
+    if as_json:
+        typer.echo(json.dumps(abouts, indent=1))
+        return
+    for about in abouts:
+        typer.echo(f"{about['kind']}: {name}\n\n{about['about']}\n")
+
+
+def _documentation(found: object) -> str:
+    """What was written about an entry, all of it."""
+    own = inspect.getdoc(found if callable(found) else getattr(found, "build", found)) or ""
+    home = inspect.getmodule(found)
+    return "\n\n".join(filter(None, dict.fromkeys((inspect.getdoc(home) or "" if home else "", own))))
+
+
+def _describe_method(name: str, *, as_json: bool) -> None:
     """Show the options of a method: those of its function, then those of its policies, with the class that has them."""
     from sparsekit_fl.methods import registry
     from sparsekit_fl.methods.make import make_method
     from sparsekit_fl.methods.settings import arguments_of, settings_of
 
-    if name is None:
-        raise InvalidValueError(
-            "`sparsekit list method` needs a name, as in `sparsekit list method fedprox`; did you mean 'methods', for all?"
-        )
     method = make_method(name)
     found = [*arguments_of(registry.find(name.split()[0].partition("@")[0])), *settings_of(method)]
     if as_json:
@@ -91,15 +167,7 @@ def _list_method(name: str | None, *, as_json: bool) -> None:
     if method.note:
         console.print(escape(method.note))
     console.print("Policies: " + escape(", ".join(f"{kind} {type(p).__name__}" for kind, p in method.policies().items())))
-    table = Table(title=f"--set PATH=VALUE for {escape(method.name)}", title_justify="left", show_lines=True)
-    for column in ("path", "default", "allowed", "meaning and source"):
-        table.add_column(column, no_wrap=column == "path", overflow="fold")
-    for setting in found:
-        meaning = escape(setting.about) + (
-            f" [dim]{escape(setting.owner)}; {escape(setting.source)}[/dim]" if setting.source else ""
-        )
-        table.add_row(escape(setting.path), escape(_shown(setting.value)), escape(setting.allowed), meaning)
-    console.print(table)
+    console.print(_table(f"--set PATH=VALUE for {escape(method.name)}", found))
 
 
 def _shown(value: object) -> str:
@@ -145,7 +213,13 @@ list_names = command_app(
         "sparsekit list methods",
         "sparsekit list datasets",
         "sparsekit list models --json",
-        "sparsekit list method fedprox",
+        "sparsekit list options",
     ),
+    defaults=False,
+)
+
+describe = command_app(
+    _describe_name,
+    examples=("sparsekit describe fedprox", "sparsekit describe cifar10", "sparsekit describe magnitude --json"),
     defaults=False,
 )

@@ -5,9 +5,11 @@ An option that is not given is None: the preset of the data set decides it, and 
 
 from __future__ import annotations
 
+import ast
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_origin
 
@@ -16,11 +18,11 @@ from rich.markup import escape
 from typer.core import TyperCommand
 
 from sparsekit.errors import InvalidValueError
-from sparsekit_fl.cli.config_file import completed
+from sparsekit_fl.cli.config_file import by_path, completed, with_set
 from sparsekit_fl.options.checked import Choice, Count
 from sparsekit_fl.options.config import RunConfig, TrainingConfig
-from sparsekit_fl.options.schema import HOW, SERVER, TRAIN, WHAT, Offer, Option, offers, options, plain_type, shown_help
-from sparsekit_fl.options.values import read_settings
+from sparsekit_fl.options.schema import HOW, WHAT, Offer, Option, offers, options, plain_type, shown_help
+from sparsekit_fl.options.values import parse_value, read_settings
 
 if TYPE_CHECKING:
     import click
@@ -28,12 +30,27 @@ if TYPE_CHECKING:
     from sparsekit_fl.callbacks.base import Callback
     from sparsekit_fl.experiment.preset import Preset
 
-__all__ = ["MOST_WORKERS", "DefaultsCommand", "RunOptions", "command_app", "takes_options"]
+__all__ = ["FRONT", "MOST_WORKERS", "DefaultsCommand", "RunOptions", "command_app", "known_options", "path_of", "takes_options"]
 
 MOST_WORKERS = 8
 
-# What the help lists first, in this order; the rest is as it is declared.
-_FIRST = ("config", "preset", "dataset", "model", "data_dir", "rounds", "clients", "cohort")
+FRONT = (
+    "config", "preset", "dataset", "model", "data_dir", "rounds", "clients", "cohort", "partition", "heterogeneity", "set",
+    "local_epochs", "batch_size", "lr", "optimizer",
+    "seed", "eval_every", "device", "deterministic", "engine", "workers",
+    "out", "resume", "log", "accept_code", "quiet", "json",
+)  # fmt: skip
+"""The options that have a flag; all others are given by --set and in files."""
+
+PARTITION = "The partition"
+_OF_PARTITION = "partition."
+# Old flags of options that are not fields of RunOptions.
+_PATHS = {
+    "alpha": "partition.alpha", "classes_per_client": "partition.classes_per_client", "lack_classes": "partition.lack_classes",
+    "bandit": "ratio.bandit", "sampling": "sampling",
+}  # fmt: skip
+# Those of one command line alone.
+_MOMENTARY = ("config", "set", "resume", "quiet", "json")
 
 Level = Literal["low", "median", "high", "own"]
 
@@ -43,25 +60,26 @@ Level = Literal["low", "median", "high", "own"]
 class RunOptions(Offer):
     """What the user gave, for every option of a run and for these; None where nothing was given."""
 
-    preset: Annotated[str | None, Option("An experiment of the paper; see the defaults below.", WHAT)] = None
-    dataset: Annotated[
-        str | None, Option("A data set by name, hf:FOLDER or hf:REPOSITORY, or package.module:factory.", WHAT)
+    preset: Annotated[
+        str | None, Option("An experiment of the paper; see the defaults below.", WHAT, unset="that of the data set, or digits")
     ] = None
-    model: Annotated[str | None, Option("A model by name, or package.module:factory.", WHAT)] = None
+    dataset: Annotated[
+        str | None, Option("A data set by name, hf:FOLDER or hf:REPOSITORY, or package.module:factory.", WHAT, preset=True)
+    ] = None
+    model: Annotated[str | None, Option("A model by name, or package.module:factory.", WHAT, preset=True)] = None
     data_dir: Annotated[Path | None, Option("Folder that holds DATASET/; without it the data are fetched once.", WHAT)] = None
-    clients: Annotated[Count | None, Option("Number of clients.", WHAT)] = None
+    clients: Annotated[Count | None, Option("Number of clients.", WHAT, preset=True)] = None
     partition: Annotated[
         str | None,
-        Option("How examples are split over clients: pathological, dirichlet, natural, or flwr:NAME of flwr-datasets.", WHAT),
+        Option(
+            "How examples are split over clients: pathological, dirichlet, natural, or flwr:NAME of flwr-datasets; its options"
+            " by --set partition.NAME=VALUE.",
+            WHAT,
+            preset=True,
+        ),
     ] = None
-    classes_per_client: Annotated[int | None, Option("For the pathological partition: classes of each client.", WHAT)] = None
     lack_classes: Annotated[
-        int | None, Option("For the pathological partition: number of classes that each client lacks.", WHAT)
-    ] = None
-    alpha: Annotated[float | None, Option("For the dirichlet partition: concentration; a small one is uneven.", WHAT)] = None
-    partition_args: Annotated[
-        str | None,
-        Option("Further arguments of the partition, as in 'min_examples=20'; those of flwr-datasets' partitioners too.", WHAT),
+        int | None, Option("For the pathological partition: number of classes that each client lacks.", PARTITION)
     ] = None
     augment: Annotated[
         str | None,
@@ -73,35 +91,22 @@ class RunOptions(Offer):
             "Draw capabilities from 1 and 1/2 (low), from 1 to 1/4 (median) or from 1 to 1/16 (high); own: keep those of the"
             " clients.",
             WHAT,
+            preset=True,
         ),
     ] = None
     set: Annotated[
         tuple[str, ...] | None,
         Option(
-            "PATH=VALUE of an option of the method, as in local.proximal=0.1; once per option. `sparsekit list method METHOD`"
-            " shows them.",
-            TRAIN,
-        ),
-    ] = None
-    bandit: Annotated[
-        str | None,
-        Option(
-            "The bandit that decides the ratios of fedlps: p-ucbv, split-ucbv, e-ucb, ucb-v, or package.module:object.", TRAIN
+            "PATH=VALUE of any option of the run, of its partition or of its method, as in training.momentum=0.5,"
+            " partition.alpha=0.3, local.proximal=0.1; once per option. `sparsekit list options` and `sparsekit describe"
+            " METHOD` show them.",
+            WHAT,
         ),
     ] = None
     config: Annotated[
         Path | None,
         Option(
             "TOML file with options, such as the run.toml that a run with --out writes; the command line comes first.", WHAT
-        ),
-    ] = None
-    sampling: Annotated[
-        str | None,
-        Option(
-            "Who trains: uniform, by-size, poisson, power-of-choice, fixed, or package.module:Class; options by --set"
-            " sampling.NAME=VALUE.",
-            SERVER,
-            unset="as the method says",
         ),
     ] = None
     init: Annotated[
@@ -127,35 +132,59 @@ class RunOptions(Offer):
         ),
     ] = None
     central_test: Annotated[
-        bool, Option("Score the global model on all test examples together too; the curve is in central.json of --out.", HOW)
-    ] = False
+        bool | None,
+        Option("Score the global model on all test examples together too; the curve is in central.json of --out.", HOW),
+    ] = None
     out: Annotated[Path | None, Option("Folder for the result, the rounds, the checkpoint and the models.", HOW)] = None
     resume: Annotated[
         bool, Option("Continue the run in --out, with its options, to the same bits; a finished one by more --rounds.", HOW)
     ] = False
     log: Annotated[
         tuple[str, ...] | None,
-        Option("Log to tensorboard or mlflow, or package.module:Class; once per logger. See docs/callbacks.md.", HOW),
+        Option("Log to tensorboard or mlflow, keep the best model (best), or package.module:Class; once per callback.", HOW),
     ] = None
     accept_code: Annotated[bool, Option("Go on with, or compare with, what another version of this package ran.", HOW)] = False
     quiet: Annotated[bool, Option("Show no progress on stderr.", HOW, short="-q")] = False
     json: Annotated[bool, Option("Print the result as JSON on stdout and nothing else.", HOW)] = False
 
+    unset: Annotated[tuple[str, ...] | None, Option("Options that were given as none, over what a preset says.")] = None
+
     def __post_init__(self) -> None:
         super().__post_init__()
-        read_settings(self.set or ())
         if self.resume and self.out is None:
             raise InvalidValueError("--resume needs --out DIR, the folder of the run to go on with")
         if self.data_dir is not None and not self.data_dir.is_dir():
             raise InvalidValueError(f"--data-dir {self.data_dir} is not a folder; pass the folder that holds DATASET/")
-        for name, kind in (("classes_per_client", "pathological"), ("lack_classes", "pathological"), ("alpha", "dirichlet")):
-            if getattr(self, name) is not None and self.partition not in (None, kind):
-                raise InvalidValueError(f"{self._called(name)} belongs to --partition {kind}, got --partition {self.partition}")
+
+    def given(self, *kinds: type) -> dict[str, Any]:
+        """The values that were given for the options of some classes, by name; None where `none` was given."""
+        known = options(*kinds)
+        return super().given(*kinds) | {name: None for name in self.unset or () if name in known}
 
     def settings(self) -> dict[str, str]:
-        """Path → value, of the options of the method: those of --set, and --sampling."""
-        own = {} if self.sampling is None else {"sampling": self.sampling}
-        return {**own, **read_settings(self.set or ())}
+        """Path → value, of the options of the method."""
+        return {path: value for path, value in read_settings(self.set or ()).items() if not path.startswith(_OF_PARTITION)}
+
+    def partition_options(self) -> dict[str, Any]:
+        """Name → value, of the options of the partition: literals of Python, true and false as such, the rest as text."""
+        texts = {path: text for path, text in read_settings(self.set or ()).items() if path.startswith(_OF_PARTITION)}
+        return {path.removeprefix(_OF_PARTITION): _literal(text, path) for path, text in texts.items()}
+
+    def with_paths(self, texts: Mapping[str, str]) -> RunOptions:
+        """A copy with other options of the run, of the partition and of the method.
+
+        Args:
+            texts: Path → value, as for --set.
+
+        Raises:
+            InvalidValueError: a value that is not allowed.
+        """
+        values, unset, rest = by_path(texts, known_options())
+        own = {**read_settings(self.set or ()), **rest}
+        return self.replaced(  # type: ignore[no-any-return]
+            **dict.fromkeys(unset), **values, set=tuple(f"{path}={value}" for path, value in own.items()) or None,
+            unset=tuple(sorted({*(self.unset or ()), *unset} - values.keys())) or None,
+        )  # fmt: skip
 
     def loggers(self) -> list[Callback]:
         """Return the loggers that were named, made.
@@ -180,29 +209,58 @@ class RunOptions(Offer):
 
     @classmethod
     def _called(cls, name: str) -> str:
-        return "--" + name.replace("_", "-")
+        return "--" + name.replace("_", "-") if name in FRONT else path_of(name)
 
 
-def takes_options(command: Callable[..., None], *, without: tuple[str, ...] = ()) -> Callable[..., None]:
-    """Give a command a parameter for every field of RunOptions, in place of its parameter `options`.
+def _literal(text: str, path: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except (SyntaxError, ValueError):
+        return parse_value(None, text, name=path)
+
+
+def path_of(name: str) -> str:
+    """The path by which --set reaches an option: `training.momentum` for momentum."""
+    return _PATHS.get(name) or (f"training.{name}" if name in options(TrainingConfig) else name)
+
+
+@cache
+def known_options() -> Mapping[str, tuple[str, Any]]:
+    """Path → name and annotation of the options of a run; the name of a flag stands for its path."""
+    hints = {name: choice.hint for name, (choice, _) in options(RunOptions).items() if name not in _MOMENTARY}
+    hints |= {name: choice.hint for name, (choice, _) in options(TrainingConfig, RunConfig).items()}
+    return {
+        path: (name, hint)
+        for name, hint in hints.items()
+        for path in ((name, path_of(name)) if name in FRONT else (path_of(name),))
+    }
+
+
+def takes_options(
+    command: Callable[..., None], *, without: tuple[str, ...] = (), hidden: tuple[str, ...] = ()
+) -> Callable[..., None]:
+    """Give a command a flag for each of `FRONT`, in place of its parameter `options`.
 
     Args:
         command: Its keyword-only parameter `options` receives a RunOptions.
-        without: Fields that the command does not offer.
+        without: Options that the command does not take.
+        hidden: Options of `FRONT` that it takes by --set and from a file alone.
 
     Returns:
         What Typer reads as a command with all the options.
     """
     offered = options(RunOptions)
-    names = [name for name in dict.fromkeys((*_FIRST, *offered)) if name not in without]
+    names = [name for name in FRONT if name not in (*without, *hidden)]
     own = inspect.signature(command, eval_str=True).parameters
+    known = {path: (name, hint) for path, (name, hint) in known_options().items() if name not in without}
 
     def spread(**given: Any) -> None:
         rest = {name: value for name, value in given.items() if name not in names}
-        mine: dict[str, Any] = {name: tuple(given[name]) if isinstance(given[name], list) else given[name] for name in names}
+        mine = {name: tuple(given[name]) if isinstance(given[name], list) else given[name] for name in names}
+        mine = with_set(mine, known)
         file = mine.get("config") or _file_of(mine)
         if file is not None:
-            method, mine = completed(mine, file, known=names)
+            method, mine = completed(mine, file, known)
             if "method" in own:
                 rest["method"] = rest.get("method") or method
             elif method not in (None, command.__name__.strip("_")):
@@ -230,17 +288,45 @@ def _parameter(name: str, choice: Choice, option: Option) -> inspect.Parameter:
     """What Typer reads as an option; ranges are checked by RunOptions, whose messages say what to do."""
     kind: Any = plain_type(choice.hint)
     kind = list[str] if get_origin(kind) is tuple else kind
-    flags = [RunOptions._called(name)] if kind is bool else []
+    flag = RunOptions._called(name)
+    # A flag that a file may set can be taken back.
+    flags = ([flag] if choice.default is False else [f"{flag}/--no-{flag[2:]}"]) if kind is bool else []
     short = [option.short] if option.short else []
     about = typer.Option(*flags, *short, help=shown_help(option, _DEFAULTS.get(name)), rich_help_panel=option.panel)
-    annotation: Any = Annotated[kind if kind is bool else kind | None, about]
+    annotation: Any = Annotated[kind if choice.default is False else kind | None, about]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=choice.default, annotation=annotation)
 
 
 _DEFAULTS = {name: choice.default for name, (choice, _) in options(TrainingConfig, RunConfig).items()}
 
 
-class DefaultsCommand(TyperCommand):
+class _Command(TyperCommand):
+    """A command that says of an option without a flag by which path it is given."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        import click
+
+        typed = list(args)
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            flag = error.option_name
+            path = path_of(flag.removeprefix("--no-").lstrip("-").replace("-", "_"))
+            if path not in {*known_options(), *_PATHS.values()} or not any(one.name == "set" for one in self.params):
+                raise
+            raise InvalidValueError(f"no such option {flag}; pass --set {path}={_value_of(flag, typed)}") from None
+
+
+def _value_of(flag: str, typed: Sequence[str]) -> str:
+    """What was typed behind a flag, or with an equals sign; VALUE where nothing was."""
+    for place, word in enumerate(typed):
+        name, equals, value = word.partition("=")
+        if name == flag:
+            return value if equals else "".join(one for one in typed[place + 1 : place + 2] if one[:2] != "--") or "VALUE"
+    return "VALUE"
+
+
+class DefaultsCommand(_Command):
     """A command whose help ends with the presets, read from where they are defined."""
 
     def format_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -273,5 +359,5 @@ def command_app(command: Callable[..., None], *, examples: tuple[str, ...], defa
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
     epilog = "\n\n".join(["Examples:", *(f"$ {escape(example)}" for example in examples)])
     settings = {"help_option_names": ["-h", "--help"]}
-    app.command(cls=DefaultsCommand if defaults else TyperCommand, epilog=epilog, context_settings=settings)(command)
+    app.command(cls=DefaultsCommand if defaults else _Command, epilog=epilog, context_settings=settings)(command)
     return app

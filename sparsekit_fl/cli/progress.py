@@ -14,9 +14,11 @@ from rich.progress import (
     TaskID,
 )
 
+from sparsekit_fl.callbacks.base import Callback, RunView
 from sparsekit_fl.callbacks.progress import bar
-from sparsekit_fl.report.table import seconds_text, share_text
-from sparsekit_fl.results.records import Observer, RoundRecord, RunStart
+from sparsekit_fl.results.records import RoundRecord
+from sparsekit_fl.results.text import seconds_text, share_text
+from sparsekit_fl.wire.messages import Evaluation
 
 if TYPE_CHECKING:
     from sparsekit_fl.report.trials import Trial
@@ -25,8 +27,8 @@ if TYPE_CHECKING:
 __all__ = ["Events", "TrialsProgress"]
 
 
-class Events(Observer):
-    """An observer that sends what a display needs, as plain JSON values, so that it may cross a pipe.
+class Events(Callback):
+    """Sends what a display needs, as plain JSON values, so that it may cross a pipe.
 
     Args:
         send: Receives one event at a time.
@@ -35,15 +37,16 @@ class Events(Observer):
     def __init__(self, send: Callable[[Mapping[str, Any]], None]) -> None:
         self._send = send
 
-    def on_start(self, start: RunStart) -> None:
+    def on_run_start(self, run: RunView) -> None:
         """Send the number of rounds, in all and finished."""
-        self._send({"rounds": start.config.rounds, "cohort": start.config.cohort, "done": start.round})
+        self._send({"rounds": run.config.rounds, "cohort": run.config.cohort, "done": run.round})
 
-    def on_client(self, round: int, client_id: int, update: Update | None) -> None:
+    def on_client_end(self, run: RunView, client_id: int, work: Update | Evaluation | None) -> None:
         """Send that one more client is done."""
-        self._send({"client": round})
+        if not isinstance(work, Evaluation):
+            self._send({"client": run.round + 1})
 
-    def on_round(self, record: RoundRecord) -> None:
+    def on_round_end(self, run: RunView, record: RoundRecord) -> None:
         """Send the round, and the accuracy where it was evaluated."""
         scores = {} if record.evaluation is None else record.evaluation.personal
         self._send({"round": record.round, "accuracy": scores.get("accuracy")})

@@ -41,21 +41,22 @@ def write_files(
     Returns:
         The comparisons, one per protocol, and the files.
     """
-    from sparsekit_fl.paper.figures.plates import paper_plates
-    from sparsekit_fl.paper.published import in_published_order, published_beside
-    from sparsekit_fl.paper.tables import page_of
+    from sparsekit_fl.paper.figures import missing_figures, paper_figures
+    from sparsekit_fl.paper.published import in_published_order, published_beside, published_source
     from sparsekit_fl.report.write import read_comparisons, write_report
 
     if len(folders) > 1 and out is None:
         raise InvalidValueError("a report of several folders needs one for its files; pass --out FOLDER")
-    folder = folders[0]
     comparisons = read_comparisons(*folders, target=target, order=order, sort=in_published_order)
+    published = {id(comparison): published_beside(comparison, folder=folders[0]) for comparison in comparisons}
+    source = [published_source()] if any(one is not None for one in published.values()) else []
     written = write_report(
-        folder,
+        folders[0],
         comparisons,
         out=out,
-        beside=lambda comparison: page_of(published_beside(comparison, folder=folder)),
-        plates=paper_plates,
+        published=lambda comparison: published[id(comparison)],
+        paper=paper_figures,
+        about_paper=[*source, *missing_figures(comparisons)],
         progress=progress,
         command=command,
     )
@@ -76,15 +77,14 @@ def _report(
 ) -> None:
     """Draw the tables, figures and report.html of finished runs; nothing is trained.
 
-    Figures 3 to 9 of the FedLPS paper are drawn where the runs hold what they need; the others are named with the command
-    that makes their runs.
+    Figures 3 to 9 of the FedLPS paper are drawn where the runs hold what they need; for the paper's data, the page names the
+    others with the command that makes their runs. Published numbers stand beside runs of their own protocol.
 
     Runs of different data, models or settings stand in sections of their own. A file reasons.json in the folder says, in
     your words, why a number differs from the published one.
     """
-    from sparsekit_fl.paper.figures.plates import paper_plates
     from sparsekit_fl.paper.published import published_beside
-    from sparsekit_fl.paper.tables import show_published
+    from sparsekit_fl.report.tables import show, show_published
 
     errors = Console(stderr=True)
     with errors.status("reading") as status:
@@ -98,13 +98,11 @@ def _report(
         return
     console = Console()
     for comparison in comparisons:
-        console.print(f"[bold]{escape(comparison.section.title)}[/bold]", soft_wrap=True)
-        comparison.show(console)
-        rows = published_beside(comparison, folder=folders[0])
-        if rows:
-            show_published(rows, console)
-    for one in paper_plates(comparisons).missing:
-        console.print(escape(one.text), soft_wrap=True, highlight=False)
+        console.print(f"[bold]{escape(comparison.title)}[/bold]", soft_wrap=True)
+        show(comparison, console)
+        published = published_beside(comparison, folder=folders[0])
+        if published is not None:
+            show_published(published, console)
     home = out or folders[0]
     console.print(f"{len(written)} files in {escape(str(home))}; open {escape(str(home / 'report.html'))}", soft_wrap=True)
 

@@ -14,23 +14,22 @@ from sparsekit_fl.cli.outcome import show_outcome
 
 __all__ = ["fedlps", "run"]
 
-INTERRUPTED = 130
-INCOMPLETE = 3
+FAILED, INCOMPLETE, INTERRUPTED = 1, 3, 130
 
 
 def _run(method_name: str, options: RunOptions) -> None:
     from sparsekit_fl.callbacks.base import Callback, RunView
     from sparsekit_fl.callbacks.central import CentralTest
     from sparsekit_fl.callbacks.progress import LiveProgress
-    from sparsekit_fl.errors import RunInterrupted
+    from sparsekit_fl.errors import ClientError, RunInterrupted, StorageError, WorkerDiedError
     from sparsekit_fl.methods.make import make_method
     from sparsekit_fl.server.loop import run as run_rounds
     from sparsekit_fl.state.storage import write_atomically
 
-    method = make_method(method_name, bandit=options.bandit, settings=options.settings())
+    method = make_method(method_name, settings=options.settings())
     if method.capability is not None and options.capability not in (None, method.capability):
         raise InvalidValueError(
-            f"--capability {options.capability} contradicts {method.name!r}, which is about {method.capability} capabilities;"
+            f"capability {options.capability} contradicts {method.name!r}, which is about {method.capability} capabilities;"
             " leave the option out"
         )
     loggers = options.loggers()
@@ -63,6 +62,9 @@ def _run(method_name: str, options: RunOptions) -> None:
         except RunInterrupted as error:
             typer.echo(str(error), err=True)
             raise typer.Exit(INTERRUPTED) from None
+        except (ClientError, StorageError, WorkerDiedError) as error:
+            typer.echo(f"error: {error}", err=True)
+            raise typer.Exit(FAILED) from None
     show_outcome(result, options)
     for one in central:
         scores = ", ".join(f"{name} {value:.4g}" for name, value in one.curve[-1].items() if name != "round")
@@ -86,10 +88,10 @@ def _method(
     ] = None,
     options: RunOptions,
 ) -> None:
-    """Run any federated method; `sparsekit list methods` shows them, `sparsekit list method NAME` the options of one.
+    """Run any federated method; `sparsekit list methods` shows them, `sparsekit describe NAME` the options of one.
 
     Exit codes: 0, finished; 3, finished, though a client that was asked could never train, or could not be scored; 2, an
-    option or a file that is wrong; 1, any other error; 130, stopped by Ctrl-C.
+    option or a file that is wrong; 1, the run failed; 130, stopped by Ctrl-C.
     """
     if method is None:
         raise InvalidValueError("METHOD is missing; name one, as in `sparsekit run fedavg`, or pass a --config FILE that does")
@@ -103,7 +105,7 @@ fedlps = command_app(
         "sparsekit fedlps --model vgg11 --rounds 5",
         "sparsekit fedlps --preset mnist --data-dir data --seed 1 --out runs/mnist",
         "sparsekit fedlps --preset mnist --data-dir data --seed 1 --out runs/mnist --resume",
-        "sparsekit fedlps --dataset cifar10 --data-dir data --partition dirichlet --alpha 0.3 --json",
+        "sparsekit fedlps --dataset cifar10 --data-dir data --partition dirichlet --set partition.alpha=0.3 --json",
     ),
 )
 
@@ -112,11 +114,11 @@ run = command_app(
     examples=(
         "sparsekit run fedavg",
         "sparsekit run local --preset mnist --data-dir data --out runs/local",
-        "sparsekit run fedprox --set local.proximal=0.1 --lr 0.05",
+        "sparsekit run fedprox --set local.proximal=0.1 --set training.momentum=0.5",
         "sparsekit run --config runs/local/run.toml --seed 1",
         "sparsekit run --resume --out runs/local",
         "sparsekit run --resume --out runs/local --rounds 200",
-        "sparsekit run fedavg --eval-global-every 5 --log tensorboard --log mlflow --out runs/logged",
+        "sparsekit run fedavg --set eval_global_every=5 --log tensorboard --log mlflow --out runs/logged",
         "sparsekit run mypackage.methods:fedhalf --rounds 20",
     ),
 )

@@ -24,7 +24,7 @@ Out = Annotated[Path, typer.Argument(help="The --out folder of a finished run.")
 ClientId = Annotated[
     int | None, typer.Option("--client", help="Id of the client whose model is taken. Default: the global model.")
 ]
-Best = Annotated[bool, typer.Option("--best", help="Take the model that a BestCheckpoint kept.")]
+Best = Annotated[bool, typer.Option("--best", help="Take the model of the best round, which a run with --log best keeps.")]
 Model = Annotated[
     str | None, typer.Option("--model", help="package.module:factory of the dense model. Default: what the run wrote down.")
 ]
@@ -58,7 +58,8 @@ def _predict(
 ) -> None:
     """Predict with the global model of a run, or with that of a client.
 
-    Of a classifier the class and its probability are printed, of any other model its outputs. Pictures and bytes are scaled and
+    Of a classifier, which is what a problem with the metric accuracy has, the class and its probability are printed, of any
+    other model its outputs. Pictures and bytes are scaled and
     normalised as the data of the run were.
     """
     from sparsekit_fl.saved.inputs import read_inputs
@@ -68,13 +69,14 @@ def _predict(
 
     which = _which(client, best)
     _check_folder("--output", output)
+    recipe = read_recipe(out)
     module = load_model(out, which, model=model)
-    found = outputs_of(module, read_inputs(inputs, read_recipe(out)))
+    found = outputs_of(module, read_inputs(inputs, recipe))
     if output is not None:
         import numpy as np
 
         np.save(output, found.numpy())
-    rows = _rows(found)
+    rows = _rows(found, classifies=bool(recipe.get("classifies")))
     if as_json:
         typer.echo(json.dumps(rows, indent=1))
         return
@@ -89,13 +91,13 @@ def _predict(
         console.print(f"{len(rows) - _MOST_ROWS} examples more; --json or --output FILE.npy has all")
 
 
-def _rows(outputs: Tensor) -> list[dict[str, Any]]:
-    """Return a row per example: class and probability of logits over classes, the outputs of anything else."""
-    if outputs.ndim == 2 and outputs.shape[1] > 1 and outputs.is_floating_point():
+def _rows(outputs: Tensor, *, classifies: bool) -> list[dict[str, Any]]:
+    """Return a row per example: class and probability of a classifier's logits, the outputs of anything else."""
+    if classifies and outputs.ndim == 2 and outputs.shape[1] > 1:
         chances = outputs.softmax(-1)
         best, classes = chances.max(-1)
         return [{"class": int(label), "probability": float(chance)} for label, chance in zip(classes, best, strict=True)]
-    if outputs.ndim == 3 and outputs.is_floating_point():
+    if classifies and outputs.ndim == 3:
         return [{"classes": row.tolist()} for row in outputs.argmax(-1)]
     return [{"output": row.tolist()} for row in outputs]
 

@@ -4,68 +4,72 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import json
 import signal
+import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
+from sparsekit.bandit import Axis, Ended, Score, parse_axes
 from sparsekit.errors import InvalidValueError, SparsekitError, UnknownNameError
 from sparsekit_fl.cli.config_file import written
 from sparsekit_fl.cli.experiment import Experiment, cores
-from sparsekit_fl.cli.options import RunOptions, command_app, takes_options
-from sparsekit_fl.options.checked import choices
-from sparsekit_fl.options.schema import options as options_of
-from sparsekit_fl.options.values import parse_value, read_settings
+from sparsekit_fl.cli.options import RunOptions, command_app, known_options, takes_options
 
 if TYPE_CHECKING:
-    from sparsekit_fl.cli.study import Axis, Study
+    from optuna.trial import FrozenTrial
+
+    from sparsekit_fl.processes import Children
     from sparsekit_fl.results.records import RoundRecord
 
-__all__ = ["objective_value", "sweep"]
+__all__ = ["score_of", "sweep"]
 
-INTERRUPTED, FAILED = 130, 2
 _HOW = "How values are chosen"
 _POLL_SECONDS = 0.25
+_PATIENCE_SECONDS = 60.0
+_INTERRUPTED = "interrupted"
 _GOODBYE = ((3.0, signal.SIGINT), (15.0, signal.SIGKILL))
 
 
 def _sweep(
     *,
     method: Annotated[str | None, typer.Argument(help="A method by name, or package.module:function.")] = None,
-    vary: Annotated[
+    space: Annotated[
         list[str],
         typer.Option(
-            help="NAME=LOW:HIGH (behind it :log, :int or both) or NAME=A,B,C: an option of the run by its name, or of the"
-            " method by its path, as for --set. Once per option.",
+            help="PATH=LOW:HIGH (behind it :log, :int or both) or PATH=A,B,C: an option of the run or of the method, as for"
+            " --set. Once per option.",
             rich_help_panel=_HOW,
         ),
     ],
     trials: Annotated[int, typer.Option(help="Trials in all, those of an earlier call included.", rich_help_panel=_HOW)] = 20,
     sampler: Annotated[
-        str, typer.Option(help="tpe, random, grid, or a bandit: p-ucbv, split-ucbv, …", rich_help_panel=_HOW)
+        str,
+        typer.Option(
+            help="What chooses values: tpe, random, grid, or a bandit (p-ucbv, split-ucbv, …, or package.module:object).",
+            rich_help_panel=_HOW,
+        ),
     ] = "tpe",
     pruner: Annotated[
         str,
         typer.Option(help="Ends trials early that look bad: none, median, hyperband or halving.", rich_help_panel=_HOW),
     ] = "none",
-    objective: Annotated[
+    metric: Annotated[
         str,
         typer.Option(
             help="What counts: validation.METRIC of the personal models, never test data, or train.loss, train.accuracy.",
             rich_help_panel=_HOW,
         ),
     ] = "validation.accuracy",
-    minimize: Annotated[
+    maximize: Annotated[
         bool | None,
-        typer.Option("--minimize/--maximize", help="Whether less is better. Default: for a loss.", rich_help_panel=_HOW),
+        typer.Option(
+            "--maximize/--minimize", help="Whether more is better. Default: --minimize for a loss.", rich_help_panel=_HOW
+        ),
     ] = None,
     storage: Annotated[
         str | None,
@@ -82,53 +86,57 @@ def _sweep(
     """Tune options of a run and of its method: every trial is a run, scored on validation data.
 
     The same command line goes on where an earlier call with the same --out (or --storage) ended: finished trials count, and
-    trials that were interrupted go on from their last round. DIR gets a folder per trial, and best.toml for
+    trials that were interrupted go on from their last round. DIR gets a folder per trial, trials.json, and best.toml for
     `sparsekit run --config`.
     """
-    from sparsekit_fl.cli.study import Axis, Study
+    from sparsekit.bandit import Study
+    from sparsekit.cli import finish_study, run_study
+    from sparsekit_fl.processes import Children, start_method
+    from sparsekit_fl.state.storage import write_atomically
 
     if method is None:
-        raise InvalidValueError("METHOD is missing; name one, as in `sparsekit sweep fedprox --vary lr=0.01:1:log`")
+        raise InvalidValueError("METHOD is missing; name one, as in `sparsekit sweep fedprox --space lr=0.01:1:log`")
     for name, value in (("--trials", trials), ("--jobs", jobs)):
         if value < 1:
             raise InvalidValueError(f"{name} must be an integer >= 1, got {value}")
-    axes = [Axis.parse(text) for text in vary]
-    plan = _Plan(method, options.replaced(resume=False, out=None), objective, _less_is_better(objective, minimize))
+    axes, out, quiet = parse_axes(space), options.out, options.quiet or options.json
+    plan = _Plan(method, options.replaced(resume=False, out=None), metric)
     rounds = plan.check(axes)
-    described = {
-        "method": method,
-        "vary": vary,
-        "objective": objective,
-        "minimize": plan.minimize,
-        "sampler": sampler,
-        **{name: str(value) for name, value in _settings_of(options).items()},
-    }
-    found = Study(
-        study or method, axes, described, maximize=not plan.minimize, sampler=sampler, pruner=pruner, seed=options.seed or 0,
-        jobs=jobs, rounds=rounds, storage=storage, out=options.out,
-    )  # fmt: skip
-    if jobs > 1 and options.workers is None:
-        plan = plan.with_workers(max(1, cores() // jobs))
-    try:
-        _run(plan, found, trials, jobs, options.out, quiet=options.quiet or options.json)
-    except KeyboardInterrupt:
-        kept = "nothing was kept, since there was no --out DIR" if options.out is None else "the same command line goes on"
-        typer.echo(f"stopped by the user after {len(found.ended)} of {trials} trials; {kept}", err=True)
-        raise typer.Exit(INTERRUPTED) from None
-    _report(plan, found, options)
+    settings = {"method": method, "space": space, "metric": metric, "sampler": sampler, **_settings_of(options)}
+    more = not metric.endswith("loss") if maximize is None else maximize
+    if jobs > 1 and options.workers is None and options.engine != "cohort":
+        plan = replace(plan, options=plan.options.replaced(workers=max(1, cores() // jobs)))
+    go_on = "nothing was kept, since there was no --out DIR" if out is None else "the same command line goes on"
+    with Study(
+        study or method, axes, settings | {"maximize": more}, maximize=more, sampler=sampler, pruner=pruner,
+        seed=options.seed or 0, trials=trials, jobs=jobs, steps=rounds, storage=storage, out=out,
+    ) as found:  # fmt: skip
+        with Children(start_method(options.device), _GOODBYE, daemon=False) as children:
+            run_study(found, _Runs(plan, out, children), trials, quiet=quiet, go_on=go_on)
+        chosen = {"best": found.best(), "recommended": found.recommended()}
+        for name, trial in chosen.items():
+            if trial is not None and out is not None and not (name == "recommended" and trial == chosen["best"]):
+                text = written(method, plan.with_values(found.texts(trial)).values())
+                write_atomically(out / f"{name}.toml", text.encode(), private=options.dp_noise_seed is not None)
+
+        def how(trial: FrozenTrial) -> str:
+            if out is None:
+                return ", ".join(f"{name}={value}" for name, value in found.texts(trial).items())
+            name = "best" if trial == chosen["best"] else "recommended"
+            return f"sparsekit run --config {out / name}.toml"
+
+        finish_study(found, metric=metric, out=out, as_json=options.json, how=how)
 
 
-def _less_is_better(objective: str, minimize: bool | None) -> bool:
-    group, _, metric = objective.partition(".")
-    if group not in ("validation", "train") or not metric:
-        raise InvalidValueError(f"--objective must be validation.METRIC or train.METRIC, got {objective!r}")
-    return metric.endswith("loss") if minimize is None else minimize
+def _settings_of(options: RunOptions) -> dict[str, str]:
+    """What was given and must be equal for a sweep to go on; zero is a value like any other."""
+    momentary = ("out", "quiet", "json", "workers", "resume", "config", "log", "accept_code")
+    given = {name: value for name, value in options.values().items() if name not in momentary}
+    return {name: str(value) for name, value in given.items() if value is not None and value is not False}
 
 
-def _settings_of(options: RunOptions) -> dict[str, Any]:
-    given = options.values()
-    momentary = ("out", "quiet", "json", "workers", "resume", "config")
-    return {name: value for name, value in given.items() if name not in momentary and value not in (None, False)}
+def _folder(out: Path, number: int) -> Path:
+    return out / f"trial-{number:04d}"
 
 
 @dataclass(frozen=True)
@@ -138,17 +146,12 @@ class _Plan:
     Args:
         method: As the user wrote it.
         options: Those of the command line.
-        objective: What counts.
-        minimize: Whether less is better.
+        metric: What counts.
     """
 
     method: str
     options: RunOptions
-    objective: str
-    minimize: bool
-
-    def with_workers(self, workers: int) -> _Plan:
-        return _Plan(self.method, self.options.replaced(workers=workers), self.objective, self.minimize)
+    metric: str
 
     def with_values(self, values: Mapping[str, str]) -> RunOptions:
         """The options of a trial.
@@ -156,11 +159,7 @@ class _Plan:
         Raises:
             InvalidValueError, UnknownNameError: a value, or a name, that is not allowed.
         """
-        hints = {choice.name: choice.hint for choice in choices(RunOptions)}
-        own = {name: value for name, value in values.items() if name not in hints}
-        given = {name: parse_value(hints[name], value, name=name) for name, value in values.items() if name in hints}
-        texts = [f"{path}={value}" for path, value in {**read_settings(self.options.set or ()), **own}.items()]
-        return self.options.replaced(**given, set=tuple(texts) or None)  # type: ignore[no-any-return]
+        return self.options.with_paths(values)
 
     def check(self, axes: Sequence[Axis]) -> int:
         """Try the ends of every axis, and return the number of rounds.
@@ -172,15 +171,15 @@ class _Plan:
         from sparsekit_fl.options.config import RunConfig, TrainingConfig
         from sparsekit_fl.paper.presets import preset_for
 
-        names = [axis.name for axis in axes]
-        if len(set(names)) < len(names):
-            raise InvalidValueError(f"--vary names {', '.join(sorted({n for n in names if names.count(n) > 1}))} twice")
+        group, _, metric = self.metric.partition(".")
+        if group not in ("validation", "train") or not metric:
+            raise InvalidValueError(f"--metric must be validation.METRIC or train.METRIC, got {self.metric!r}")
         rounds = 1
         for axis in axes:
             for end in axis.ends():
                 self._known(axis.name)
                 options = self.with_values({axis.name: end})
-                make_method(self.method, bandit=options.bandit, settings=options.settings())
+                make_method(self.method, settings=options.settings())
                 preset = preset_for(preset=options.preset, dataset=options.dataset)
                 config = preset.config(options.given(TrainingConfig, RunConfig), options.clients or preset.clients)
                 rounds = max(rounds, config.rounds)
@@ -191,195 +190,135 @@ class _Plan:
             return
         from sparsekit_fl.methods import registry
         from sparsekit_fl.methods.settings import arguments_of
-        from sparsekit_fl.options.config import RunConfig, TrainingConfig
 
-        options = [choice.name for choice in choices(RunOptions)]
         arguments = [setting.path for setting in arguments_of(registry.find(self.method.split()[0].partition("@")[0]))]
         kinds = ("sampling", "ratio", "mask", "local", "share", "aggregate", "personal")
-        if name not in (*options, *arguments, *kinds):
-            offered = [*options_of(RunConfig, TrainingConfig), *arguments]
+        if name not in (*known_options(), *arguments, *kinds):
+            offered = [*known_options(), *arguments]
             close = difflib.get_close_matches(name, offered, n=1)
             raise UnknownNameError(
-                f"--vary {name}: no option of a run or of {self.method!r};"
+                f"--space {name}: no option of a run or of {self.method!r};"
                 + (f" did you mean {close[0]!r}?" if close else "")
-                + f" `sparsekit run --help` and `sparsekit list method {self.method.split()[0]}` show them"
+                + f" `sparsekit list options` and `sparsekit describe {self.method.split()[0]}` show them"
             )
 
 
-def objective_value(record: RoundRecord, objective: str) -> float | None:
+def score_of(record: RoundRecord, metric: str) -> float | None:
     """The score of a round; None where it was not evaluated.
 
     Args:
         record: The round.
-        objective: `validation.METRIC` or `train.METRIC`.
+        metric: `validation.METRIC` or `train.METRIC`.
 
     Raises:
         InvalidValueError: it was evaluated, and has no such metric.
     """
-    group, _, metric = objective.partition(".")
+    group, _, name = metric.partition(".")
     if group == "train":
         scores = {name: value for name, value in (("loss", record.loss), ("accuracy", record.accuracy)) if value is not None}
     elif record.evaluation is None:
         return None
     else:
         scores = dict(record.evaluation.validation)
-    if metric not in scores:
-        raise InvalidValueError(f"--objective {objective}: the run has {group} metrics {', '.join(sorted(scores)) or 'none'}")
-    return scores[metric]
+    if name not in scores:
+        raise InvalidValueError(f"--metric {metric}: the run has {group} metrics {', '.join(sorted(scores)) or 'none'}")
+    return scores[name]
 
 
 def _run_one(connection: Connection, plan: _Plan, values: Mapping[str, str], folder: Path | None) -> None:
-    """Run one trial in a process of its own, and send the score of each round; the last event is how it ended."""
+    """Run one trial in a process of its own, and send a Score for each round, then an Ended, or _INTERRUPTED."""
+    from sparsekit_fl.callbacks.base import Callback, RunView
     from sparsekit_fl.errors import RunInterrupted
     from sparsekit_fl.methods.make import make_method
-    from sparsekit_fl.results.records import Observer
+    from sparsekit_fl.processes import end_with_parent
     from sparsekit_fl.server.checkpoint import holds_run
     from sparsekit_fl.server.loop import run
 
-    class Scores(Observer):
-        last: float | None = None
+    # Those of the process that this one was forked from only take note.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    end_with_parent()
 
-        def on_round(self, record: RoundRecord) -> None:
-            score = objective_value(record, plan.objective)
+    class Scores(Callback):
+        def on_round_end(self, run: RunView, record: RoundRecord) -> None:
+            score = score_of(record, plan.metric)
             if score is not None:
-                self.last = score
-                connection.send({"round": record.round, "score": score})
+                connection.send(Score(record.round, score))
 
+    # Where nobody listens any more, the trial stops; it goes on when the command line is given again.
     with contextlib.suppress(BrokenPipeError):
         try:
-            options, scores = plan.with_values(values), Scores()
+            if folder is not None:
+                _wait_for(folder)
+            options = plan.with_values(values).replaced(out=folder)
             experiment = Experiment.of(options)
-            method = make_method(plan.method, bandit=options.bandit, settings=options.settings())
+            method = make_method(plan.method, settings=options.settings())
             result = run(
                 method, experiment.problem, experiment.clients, experiment.config, engine=experiment.engine,
-                observers=[scores], out=folder, resume=folder is not None and holds_run(folder),
-                experiment=experiment.described, init=options.init,
+                callbacks=[Scores(), *options.loggers()], out=folder, resume=folder is not None and holds_run(folder),
+                accept_code=options.accept_code, experiment=experiment.described, init=options.init,
             )  # fmt: skip
-            last = objective_value(result.rounds[-1], plan.objective)
-            connection.send({"ended": last})
+            connection.send(Ended(score_of(result.rounds[-1], plan.metric), "the last round was not scored"))
         except (RunInterrupted, KeyboardInterrupt):
-            connection.send({"interrupted": True})
+            connection.send(_INTERRUPTED)
         except BrokenPipeError:
             raise
         except Exception as error:  # noqa: BLE001 - a trial may fail in any way; the others go on
-            text = str(error) if isinstance(error, SparsekitError) else f"{type(error).__name__}: {error}"
-            connection.send({"failed": text})
+            connection.send(
+                Ended(None, str(error) if isinstance(error, SparsekitError) else f"{type(error).__name__}: {error}")
+            )
 
 
-def _run(plan: _Plan, study: Study, trials: int, jobs: int, out: Path | None, *, quiet: bool) -> None:
-    from sparsekit_fl.processes import Children, start_method
+def _wait_for(folder: Path) -> None:
+    """Wait while another process writes there: the trial of a sweep that was killed, which ends with its round."""
+    from sparsekit_fl.errors import FolderInUseError
+    from sparsekit_fl.state.lock import FolderLock
 
-    console = Console(stderr=True)
-
-    def say(text: str) -> None:
-        if not quiet:
-            console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-    def fresh() -> Iterator[Any]:
-        yield from study.left_over()
-        while not study.exhausted:
-            yield study.ask()
-
-    more = fresh()
-    with Children(start_method(plan.options.device), _GOODBYE, daemon=False) as children:
-        while True:
-            while len(children) < jobs and len(study.ended) + len(children) < trials:
-                trial = next(more, None)
-                if trial is None:
-                    break
-                values = study.texts(trial)
-                folder = None if out is None else out / f"trial-{trial.number:04d}"
-                children.start(_run_one, plan, values, folder, task=trial)
-                say(f"trial {trial.number}: {_line(values)}")
-            if not len(children):
-                return
-            for child, event in children.poll(_POLL_SECONDS):
-                if event is not None and "round" in event:
-                    if study.report(child.task, event["score"], event["round"]):
-                        study.tell(child.task, None, pruned=True)
-                        say(f"trial {child.task.number}: pruned after round {event['round']} at {event['score']:.4g}")
-                        child.process.terminate()
-                        children.remove(child)
-                    continue
-                if event is not None and "interrupted" in event:
-                    raise KeyboardInterrupt
-                score = None if event is None else event.get("ended")
-                reason = "" if score is not None else f"its process ended by {child.ending()}" if event is None else ""
-                reason = reason or (event or {}).get("failed", "" if score is not None else "it has no score")
-                study.tell(child.task, score, reason=reason)
-                say(
-                    f"trial {child.task.number}: " + (f"failed: {reason}" if score is None else f"{plan.objective} {score:.4g}")
-                )
-                children.remove(child)
+    for _ in range(int(_PATIENCE_SECONDS / _POLL_SECONDS)):
+        try:
+            FolderLock(folder).release()
+        except FolderInUseError:
+            time.sleep(_POLL_SECONDS)
+        else:
+            return
 
 
-def _line(values: Mapping[str, str]) -> str:
-    return ", ".join(f"{name}={value}" for name, value in values.items())
+class _Runs:
+    """Runs of a plan as the workers of a study."""
+
+    def __init__(self, plan: _Plan, out: Path | None, children: Children) -> None:
+        self._plan, self._out, self._children = plan, out, children
+
+    def start(self, number: int, values: Mapping[str, str]) -> None:
+        folder = None if self._out is None else _folder(self._out, number)
+        self._children.start(_run_one, self._plan, values, folder, task=number)
+
+    def poll(self) -> Iterator[tuple[int, Score | Ended]]:
+        for child, event in self._children.poll(_POLL_SECONDS):
+            if event == _INTERRUPTED:
+                raise KeyboardInterrupt
+            if event is None:
+                event = Ended(None, f"its process ended by {child.ending()}")
+            if isinstance(event, Ended):
+                self._children.remove(child)
+            yield child.task, event
+
+    def stop(self, number: int) -> None:
+        child = next(child for child in self._children if child.task == number)
+        child.process.terminate()
+        self._children.remove(child)
 
 
-def _report(plan: _Plan, study: Study, options: RunOptions) -> None:
-    best, ended = study.best(), study.ended
-    rows = [
-        {
-            "trial": trial.number,
-            "state": trial.state.name.lower(),
-            "score": trial.value,
-            "values": study.texts(trial),
-            **({"error": trial.user_attrs["error"]} if "error" in trial.user_attrs else {}),
-        }
-        for trial in ended
-        if set(trial.params) == {axis.name for axis in study.axes}
-    ]
-    if best is not None and options.out is not None:
-        chosen = plan.with_values(study.texts(best))
-        (options.out / "best.toml").write_text(written(plan.method, chosen.values()), encoding="utf-8")
-    if options.json:
-        about = {"objective": plan.objective, "minimize": plan.minimize, "trials": rows}
-        found = None if best is None else {"trial": best.number, "score": best.value, "values": study.texts(best)}
-        typer.echo(json.dumps({**about, "best": found}, indent=1, allow_nan=False))
-    else:
-        _print(plan, study, rows)
-        if best is not None and options.out is not None:
-            typer.echo(f"The best: sparsekit run --config {options.out / 'best.toml'}")
-    if best is None:
-        last = next((row["error"] for row in reversed(rows) if "error" in row), "all were pruned")
-        typer.echo(f"error: no trial was finished; the last: {last}", err=True)
-        raise typer.Exit(FAILED)
-
-
-def _print(plan: _Plan, study: Study, rows: Sequence[Mapping[str, Any]]) -> None:
-    table = Table(title=escape(f"{plan.method}: {len(rows)} trials, {plan.objective}"), title_justify="left")
-    for name in ("trial", "state", plan.objective, *(axis.name for axis in study.axes)):
-        table.add_column(escape(name), justify="right")
-    finished = sorted(
-        (row for row in rows if row["score"] is not None), key=lambda row: row["score"] * (1 if plan.minimize else -1)
-    )
-    for row in [*finished, *(row for row in rows if row["score"] is None)][:15]:
-        score = "" if row["score"] is None else f"{row['score']:.4g}"
-        table.add_row(str(row["trial"]), row["state"], score, *(f"{_short(value)}" for value in row["values"].values()))
-    Console().print(table)
-
-
-def _short(value: str) -> str:
-    try:
-        return f"{float(value):.4g}"
-    except ValueError:
-        return value
-
+# So that its own options have room on one page of help.
+_HIDDEN = ("heterogeneity", "batch_size", "lr", "optimizer", "deterministic", "log", "accept_code")
 
 sweep = command_app(
-    takes_options(
-        _sweep,
-        without=(
-            "resume",
-            "central_test",
-        ),
-    ),
+    takes_options(_sweep, without=("resume", "central_test"), hidden=_HIDDEN),
     examples=(
-        "sparsekit sweep fedavg --vary lr=0.01:1:log --trials 10",
-        "sparsekit sweep fedprox --vary lr=0.01:1:log --vary local.proximal=0.001:1:log --pruner median --out runs/sweep",
-        "sparsekit sweep fedavg --vary lr=0.01:1:log --sampler p-ucbv --jobs 2 --out runs/bandit",
-        "sparsekit sweep heterofl --vary mask.criterion=ordered,magnitude,random --sampler grid --out runs/grid",
+        "sparsekit sweep fedavg --space lr=0.01:1:log --trials 10",
+        "sparsekit sweep fedprox --space lr=0.01:1:log --space local.proximal=0.001:1:log --pruner median --out runs/sweep",
+        "sparsekit sweep fedavg --space lr=0.01:1:log --sampler p-ucbv --jobs 2 --out runs/bandit",
+        "sparsekit sweep heterofl --space mask.criterion=ordered,magnitude,random --sampler grid --out runs/grid",
     ),
     defaults=False,
 )

@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from sparsekit.errors import SparsekitError
+from sparsekit_fl.callbacks.base import Callback
 from sparsekit_fl.cli.experiment import Experiment
 from sparsekit_fl.cli.options import RunOptions
 from sparsekit_fl.cli.progress import Events, TrialsProgress
 from sparsekit_fl.errors import ResumeError, RunInterrupted
 from sparsekit_fl.methods.make import make_method
-from sparsekit_fl.report.table import read_result
-from sparsekit_fl.report.trials import TRIAL_FILES, Trial, trial_file
-from sparsekit_fl.results.records import Observer
+from sparsekit_fl.report.trials import TRIAL_FILE, Trial
+from sparsekit_fl.results.read import read_result
 from sparsekit_fl.server.checkpoint import differences, holds_run
 from sparsekit_fl.server.fingerprint import check_fingerprint
 from sparsekit_fl.server.loop import run
@@ -106,10 +106,10 @@ def _finished(plan: TrialPlan, described: Mapping[str, Any], experiment: Experim
     """Return the finished trial in a plan's folder; None for one to run or to go on with."""
     if plan.folder is None:
         return None
-    unfinished = trial_file(plan.folder)
+    unfinished = plan.folder / TRIAL_FILE
     if (plan.folder / "result.json").exists():
         saved = Trial.of(read_result(plan.folder))
-    elif unfinished is not None and (plan.folder / "checkpoint.safetensors").exists():
+    elif unfinished.exists() and (plan.folder / "checkpoint.safetensors").exists():
         saved = Trial.of(json.loads(unfinished.read_text(encoding="utf-8")))
     else:
         # Without a finished round there is nothing to lose.
@@ -123,10 +123,8 @@ def _finished(plan: TrialPlan, described: Mapping[str, Any], experiment: Experim
     if saved.result is None:
         # Its checkpoint says by which code and on which data; the run looks there.
         return None
-    environment = saved.result.get("environment", {})
-    fingerprint = saved.result.get("fingerprint") or {"sparsekit": environment.get("sparsekit")}
     where = f"{plan.label} in {plan.folder}"
-    check_fingerprint(fingerprint, experiment.fingerprint, where=where, accept_code=plan.options.accept_code)
+    check_fingerprint(saved.result["fingerprint"], experiment.fingerprint, where=where, accept_code=plan.options.accept_code)
     return saved
 
 
@@ -134,7 +132,7 @@ def _record(plan: TrialPlan, described: Mapping[str, Any], error: str | None) ->
     if plan.folder is not None:
         plan.folder.mkdir(parents=True, exist_ok=True)
         raw = {"method": plan.name, "seed": plan.options.seed, **described, "error": error}
-        write_atomically(plan.folder / TRIAL_FILES[0], (json.dumps(raw, indent=1) + "\n").encode())
+        write_atomically(plan.folder / TRIAL_FILE, (json.dumps(raw, indent=1) + "\n").encode())
 
 
 def failed_trial(plan: TrialPlan, described: Mapping[str, Any], error: Exception) -> Trial:
@@ -144,7 +142,7 @@ def failed_trial(plan: TrialPlan, described: Mapping[str, Any], error: Exception
     return Trial(method=plan.name, seed=plan.options.seed or 0, **described, error=text)
 
 
-def run_trial(task: Task, observers: Sequence[Observer]) -> Trial:
+def run_trial(task: Task, callbacks: Sequence[Callback]) -> Trial:
     """Run one trial in this process, from its last checkpoint on."""
     plan, experiment = task.plan, _experiment(task.plan.options)
     _record(plan, task.described, None)
@@ -154,16 +152,14 @@ def run_trial(task: Task, observers: Sequence[Observer]) -> Trial:
         experiment.clients,
         experiment.config,
         engine=experiment.engine,
-        callbacks=plan.options.replaced(out=plan.folder).loggers(),
-        observers=observers,
+        callbacks=[*plan.options.replaced(out=plan.folder).loggers(), *callbacks],
         out=plan.folder,
         resume=task.resume,
         accept_code=plan.options.accept_code,
         experiment=experiment.described,
     )
     if plan.folder is not None:
-        for name in TRIAL_FILES:
-            (plan.folder / name).unlink(missing_ok=True)
+        (plan.folder / TRIAL_FILE).unlink(missing_ok=True)
     return Trial.of(result.to_dict())
 
 

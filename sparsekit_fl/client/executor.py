@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from sparsekit.graph.state import StateDict
-from sparsekit_fl.client.round import client_evaluate, client_round
+from sparsekit.graph import StateDict
+from sparsekit_fl.client.round import OpenRound, client_evaluate
 from sparsekit_fl.client.spec import RunSpec
 from sparsekit_fl.client.worker import WorkerState
-from sparsekit_fl.context.memory import Memory
 from sparsekit_fl.context.server import Roster
 from sparsekit_fl.errors import ClientError, MemoryStateError
+from sparsekit_fl.policies.local import LocalResult
 from sparsekit_fl.problem.clients import Client
 from sparsekit_fl.state.store import MemoryStore
 from sparsekit_fl.wire.messages import Assignment, Evaluation, Update
@@ -50,18 +50,29 @@ class ClientExecutor:
             ClientError: the client failed; its memory is as it was.
             DataError: its memory cannot be read.
         """
-        store = store or self._store
-        memory = store.read(assignment.client_id, version)
-        update = client_round(self._worker, assignment, self._clients[assignment.client_id], memory)
-        return update, self._save(assignment, memory, store)
+        opened = self.open(assignment, version, store=store)
+        return self.close(opened, lambda: self.spec.method.local.train(*opened.asked), store=store)
 
-    def _save(self, assignment: Assignment, memory: Memory, store: MemoryStore | None = None) -> bool:
-        """Write the memory of a client that has trained, and return whether there was anything to write."""
-        store = store or self._store
+    def open(self, assignment: Assignment, version: int | None, *, store: MemoryStore | None = None) -> OpenRound:
+        """Begin what `train` does, up to where the local policy trains."""
+        memory = (store or self._store).read(assignment.client_id, version)
+        return OpenRound(self._worker, assignment, self._clients[assignment.client_id], memory)
+
+    def close(
+        self, opened: OpenRound, train: Callable[[], LocalResult], *, store: MemoryStore | None = None
+    ) -> tuple[Update, bool]:
+        """End what `train` does.
+
+        Args:
+            opened: A round that has begun.
+            train: Does what the local policy would do.
+            store: Another store of memories, for this call.
+        """
+        update = opened.close(train)
         try:
-            return store.write(assignment.client_id, assignment.round, memory)
+            return update, (store or self._store).write(update.client_id, update.round, opened.memory)
         except MemoryStateError as error:
-            who = f"client {assignment.client_id} failed in round {assignment.round} of method {self.spec.method.name!r}"
+            who = f"client {update.client_id} failed in round {update.round} of method {self.spec.method.name!r}"
             raise ClientError(f"{who}: {error}") from error
 
     def evaluate(

@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from sparsekit.allocation.uniform import check_ratio
-from sparsekit.graph.mask import UnitMask
-from sparsekit.graph.state import StateDict
-from sparsekit.surgery.saving import save_compact
-from sparsekit.training.narrow_model import NarrowModel
+from sparsekit.allocation import check_ratio
+from sparsekit.graph import StateDict
+from sparsekit.surgery import save_compact
+from sparsekit.training import LearnableMask
 from sparsekit_fl.client.worker import WorkerState
 from sparsekit_fl.context.client import ClientContext
 from sparsekit_fl.context.memory import Memory
 from sparsekit_fl.costs.clock import client_seconds
 from sparsekit_fl.errors import ClientError
-from sparsekit_fl.methods.method import Method
 from sparsekit_fl.policies.local import LocalResult
 from sparsekit_fl.policies.personal import PersonalModel
 from sparsekit_fl.problem.clients import Capability, Client
@@ -30,7 +27,7 @@ from sparsekit_fl.wire.kept import Kept, Mask, mask_state
 from sparsekit_fl.wire.messages import Assignment, Evaluation, Update, WorkCost, assignment_bytes, update_bytes
 from sparsekit_fl.wire.packing import upload_dtype
 
-__all__ = ["BegunRound", "begin_round", "client_evaluate", "client_round", "end_round"]
+__all__ = ["Asked", "OpenRound", "client_evaluate", "client_round"]
 
 
 @contextmanager
@@ -52,41 +49,53 @@ def _complete(worker: WorkerState, ctx: ClientContext, shared: StateDict) -> dic
     return {name: shared[name] if name in shared else own.get(name, tensor) for name, tensor in worker.spec.initial.items()}
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class BegunRound:
-    """A client that is ready to train.
+class Asked(NamedTuple):
+    """What a local policy is asked to train: the arguments of its `train`."""
 
-    Args:
-        assignment: The server's message.
-        client: The client, with its data.
-        memory: The client's memory; written to.
-        ctx: The client's context.
-        shared: What the server sent, dense.
-        start: The dense state of the client, which its change is counted from.
-        entered: The same as the share policy lets it enter training.
-        mask: What to train; None for everything.
-        ratio: The executed ratio.
-        seconds: Time that the client took so far.
-    """
-
-    assignment: Assignment
-    client: Client
-    memory: Memory
     ctx: ClientContext
-    shared: StateDict
     start: StateDict
-    entered: StateDict
     mask: Mask | None
     ratio: float
-    seconds: float
 
-    def blame(self, method: Method, policy: str) -> AbstractContextManager[None]:
-        """Name the policy, the method, the round and the client in what is raised within the block."""
-        return _blame(method.name, policy, self.assignment.round, self.client.id)
+
+class OpenRound:
+    """A round of a client that has begun, and stands where the local policy trains.
+
+    Args:
+        worker: The spec and the narrow model of this process.
+        assignment: The server's message.
+        client: The client, with its data.
+        memory: The client's memory; written to. When anything raises, throw the memory away.
+
+    Raises:
+        ClientError: a policy failed; names it, and carries the cause.
+    """
+
+    def __init__(self, worker: WorkerState, assignment: Assignment, client: Client, memory: Memory) -> None:
+        self.assignment = assignment
+        self.memory = memory
+        self._steps = _steps(worker, assignment, client, memory)
+        self.asked = next(self._steps)
+
+    def close(self, train: Callable[[], LocalResult]) -> Update:
+        """Let the client be trained, and return its update.
+
+        Args:
+            train: Trains what was asked.
+
+        Raises:
+            ClientError: a policy, or `train`, failed.
+        """
+        try:
+            self._steps.send(train)
+        except StopIteration as end:
+            update: Update = end.value
+            return update
+        raise AssertionError("a round stops once")
 
 
 def client_round(worker: WorkerState, assignment: Assignment, client: Client, memory: Memory) -> Update:
-    """Train one client for one round. The work of every engine, which may do its three parts for several clients in turn.
+    """Train one client for one round. The work of every engine.
 
     Args:
         worker: The spec and the narrow model of this process.
@@ -100,16 +109,14 @@ def client_round(worker: WorkerState, assignment: Assignment, client: Client, me
     Raises:
         ClientError: a policy failed; names it, and carries the cause.
     """
-    begun = begin_round(worker, assignment, client, memory)
-    began = time.perf_counter()
-    method = worker.spec.method
-    with begun.blame(method, "local"):
-        result = method.local.train(begun.ctx.scoped("local"), begun.entered, begun.mask, begun.ratio)
-    return end_round(worker, begun, result, seconds=time.perf_counter() - began)
+    opened = OpenRound(worker, assignment, client, memory)
+    return opened.close(lambda: worker.spec.method.local.train(*opened.asked))
 
 
-def begin_round(worker: WorkerState, assignment: Assignment, client: Client, memory: Memory) -> BegunRound:
-    """Let the policies choose what a client trains; see `client_round`."""
+def _steps(
+    worker: WorkerState, assignment: Assignment, client: Client, memory: Memory
+) -> Generator[Asked, Callable[[], LocalResult], Update]:
+    """The work of a client; it is given what trains."""
     began = time.perf_counter()
     spec = worker.spec
     method, graph = spec.method, spec.graph
@@ -136,41 +143,16 @@ def begin_round(worker: WorkerState, assignment: Assignment, client: Client, mem
         mask = method.mask.choose(ctx.scoped("mask"), ratio, entered)
         if mask is not None:
             mask.check(graph)
-    return BegunRound(
-        assignment=assignment,
-        client=client,
-        memory=memory,
-        ctx=ctx,
-        shared=shared,
-        start=start,
-        entered=entered,
-        mask=mask,
-        ratio=ratio,
-        seconds=time.perf_counter() - began,
-    )
-
-
-def end_round(worker: WorkerState, begun: BegunRound, result: LocalResult, *, seconds: float) -> Update:
-    """Make the update of a trained client; see `client_round`.
-
-    Args:
-        worker: The spec and the narrow model of this process.
-        begun: The client as it was before it trained.
-        result: What it learned.
-        seconds: Time that training took.
-    """
-    began = time.perf_counter()
-    spec, ctx, ratio, assignment, client = worker.spec, begun.ctx, begun.ratio, begun.assignment, begun.client
-    method, graph = spec.method, spec.graph
-    with begun.blame(method, "local"):
-        result = _on_cpu(result)
+    with blame("local"):
+        train = yield Asked(ctx.scoped("local"), entered, mask, ratio)
+        result = _on_cpu(train())
         ratio = ratio if result.ratio is None else check_ratio(result.ratio)
-    with begun.blame(method, "mask"):
+    with blame("mask"):
         method.mask.keep(ctx.scoped("mask"), result)
-    with begun.blame(method, "personal"):
+    with blame("personal"):
         method.personal.keep(ctx.scoped("personal"), result, ratio)
-    with begun.blame(method, "share"):
-        delta, upload = _upload(ctx, worker, result, begun.start, begun.shared)
+    with blame("share"):
+        delta, upload = _upload(ctx, worker, result, start, shared)
     work = result.work or ctx.work(result.mask, result.log)
     scored = sum(ctx.scored)
     update = Update(
@@ -188,7 +170,7 @@ def end_round(worker: WorkerState, begun: BegunRound, result: LocalResult, *, se
         update.cost,
         uplink_bytes=update_bytes(update),
         downlink_bytes=assignment_bytes(assignment, graph),
-        wall_seconds=begun.seconds + seconds + time.perf_counter() - began,
+        wall_seconds=time.perf_counter() - began,
     )
     cost = dataclasses.replace(cost, seconds=client_seconds(cost, assignment.capability))
     return dataclasses.replace(update, cost=cost)
@@ -255,8 +237,8 @@ def client_evaluate(
     with _blame(spec.method.name, "personal", round, client.id):
         full = _complete(worker, whole, state)
         model = personal.model(ctx, full)
-        _load(worker, model)
-        module = worker.narrow_model.module
+        _load(ctx, spec.initial, model)
+        module = worker.masked.model
         personal.calibrate(ctx, module)
         deploying = sum(ctx.deploying)
         predict = personal.predictor(ctx, module)
@@ -269,12 +251,12 @@ def client_evaluate(
             shared = test
             if not is_global or private:
                 globally = {name: state.get(name, tensor) for name, tensor in spec.initial.items()}
-                worker.narrow_model.load(globally, None)
+                ctx.load(globally, None)
                 personal.calibrate(ctx, module)
                 shared = ctx.score(module, "test", predict=personal.predictor(ctx, module))
         if export is not None and not (is_global and not private):
-            _load(worker, model)  # scoring may have calibrated it, or loaded the global one
-            _export(export, client.id, worker.narrow_model)
+            _load(ctx, spec.initial, model)  # scoring may have calibrated it, or loaded the global one
+            _export(export, client.id, worker.masked)
     return Evaluation(
         client_id=client.id,
         examples=len(client.data.test),
@@ -286,14 +268,14 @@ def client_evaluate(
     )
 
 
-def _load(worker: WorkerState, model: PersonalModel) -> None:
-    graph, state = worker.spec.graph, model.state
+def _load(ctx: ClientContext, initial: StateDict, model: PersonalModel) -> None:
+    state = model.state
     if model.narrow:
         # What is dropped never runs, so it may hold anything of the right shape.
-        state = Kept(graph, model.mask).scatter_all(state, worker.spec.initial)
-    worker.narrow_model.load(state, model.mask if isinstance(model.mask, UnitMask) else None)
+        state = Kept(ctx.graph, model.mask).scatter_all(state, initial)
+    ctx.load(state, model.mask)
 
 
-def _export(folder: Path, client_id: int, model: NarrowModel) -> None:
+def _export(folder: Path, client_id: int, masked: LearnableMask) -> None:
     """Write a file for `load_compact`, with the mask; what a weight mask drops is saved as zeros."""
-    save_compact(model.compact(), folder / f"client-{client_id}.safetensors", graph=model.graph, mask=model.mask)
+    save_compact(masked.compact(), folder / f"client-{client_id}.safetensors", graph=masked.graph, mask=masked.unit_mask())

@@ -11,12 +11,10 @@ from typing import Any
 import torch
 
 from sparsekit.errors import InvalidValueError, NoUnitsError
-from sparsekit.graph.graph import UnitGraph
-from sparsekit.graph.state import StateDict, clone
-from sparsekit.measure.cost import CostModel, trace_cost
+from sparsekit.graph import StateDict, UnitGraph, clone
+from sparsekit.measure import CostModel, trace_cost
 from sparsekit.rng import torch_scope
-from sparsekit.tracing.layer_order import trace_layers
-from sparsekit.tracing.trace import trace_units
+from sparsekit.tracing import trace_layers, trace_units
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.options.config import RunConfig, TrainingConfig
 from sparsekit_fl.options.devices import devices

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from sparsekit.graph.state import StateDict
+from sparsekit.graph import StateDict
 from sparsekit.rng import torch_scope
-from sparsekit.training.narrow_model import NarrowModel
+from sparsekit.training import GradientImportance, LearnableMask
 from sparsekit_fl.client.spec import RunSpec
 from sparsekit_fl.context.client import ClientContext
 from sparsekit_fl.context.memory import Memory, rngs_by_kind
@@ -20,7 +20,7 @@ _SPLITS = ("train", "val", "test")
 
 
 class WorkerState:
-    """The part of a worker process that lives from client to client: the spec and one narrow model.
+    """The part of a worker process that lives from client to client: the spec and one learnable mask, loaded for each client.
 
     Args:
         spec: The fixed parts of the run.
@@ -34,7 +34,7 @@ class WorkerState:
             use_exact_arithmetic()
         with torch_scope(Streams(spec.config.seed).model()):
             model = spec.problem.model().to(self.device)
-        self.narrow_model = NarrowModel(model, spec.graph)
+        self.masked = LearnableMask(model, graph=spec.graph, learning=GradientImportance(explore=0.0))
 
     def context(
         self,
@@ -57,7 +57,7 @@ class WorkerState:
             graph=spec.graph,
             training=spec.training(max(round, 1)),
             costs=spec.costs,
-            narrow_model=self.narrow_model,
+            masked=self.masked,
             device=self.device,
             rngs=rngs_by_kind(Streams(spec.config.seed).client(round, client.id)),
             memory=memory,

@@ -11,13 +11,10 @@ from typing import Any, Literal
 import numpy as np
 from torch import nn
 
-from sparsekit.deprecations import renamed_attribute
 from sparsekit.errors import DataError
-from sparsekit.graph.graph import UnitGraph
-from sparsekit.graph.mask import UnitMask, WeightMask
-from sparsekit.graph.state import StateDict
-from sparsekit.measure.cost import CostModel
-from sparsekit.training.narrow_model import NarrowModel
+from sparsekit.graph import StateDict, UnitGraph, UnitMask, WeightMask
+from sparsekit.measure import CostModel
+from sparsekit.training import LearnableMask
 from sparsekit_fl.context.memory import Memory, PolicyKind
 from sparsekit_fl.costs.rowmask import rowmask_flops
 from sparsekit_fl.options.config import TrainingConfig
@@ -56,7 +53,7 @@ class ClientContext:
         graph: The units of the model.
         training: Options, with the learning rate of this round.
         costs: FLOPs of the model.
-        narrow_model: The narrow model of this process; load it before use.
+        masked: The narrow model of this process, its mask and importance; load it before use.
         device: Where the narrow model trains.
         rngs: Kind of policy → its generator for this client in this round; the kinds draw independently.
         memory: State of this kind of policy on this client, which lives from round to round.
@@ -80,7 +77,7 @@ class ClientContext:
     graph: UnitGraph
     training: TrainingConfig
     costs: CostModel
-    narrow_model: NarrowModel
+    masked: LearnableMask
     device: str
     rngs: Mapping[str, np.random.Generator] = field(repr=False)
     memory: Memory
@@ -95,7 +92,14 @@ class ClientContext:
     kind: PolicyKind = "local"
     root: Memory | None = field(default=None, repr=False)
 
-    session = renamed_attribute("session", "narrow_model")
+    def load(self, state: StateDict, mask: Mask | None) -> None:
+        """Load a state into the narrow model, under a mask that does not change.
+
+        Args:
+            state: Dense; read-only.
+            mask: Units outside a unit mask are cut away; under a weight mask, or None, the model is whole.
+        """
+        self.masked.load(state, mask=mask if isinstance(mask, UnitMask) else UnitMask.full(self.graph))
 
     def scoped(self, kind: PolicyKind) -> ClientContext:
         """Return the same context with the memory and the generator of one kind of policy."""
@@ -184,6 +188,6 @@ class ClientContext:
         if len(getattr(self.client.data, split)) == 0:
             return {}
         examples = self.examples(split)
-        held = self.narrow_model.mask if module is self.narrow_model.module else getattr(module, "mask", None)
+        held = self.masked.unit_mask() if module is self.masked.model else getattr(module, "mask", None)
         self.scored.append(len(examples) * self.costs.forward_flops(held if isinstance(held, UnitMask) else None))
         return evaluate(module, self.problem, examples, predict=predict)

@@ -8,10 +8,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from sparsekit.deprecations import renamed_attribute
-from sparsekit.graph.graph import UnitGraph
-from sparsekit.graph.state import StateDict
-from sparsekit.measure.cost import CostModel
+from sparsekit.graph import StateDict, UnitGraph
+from sparsekit.measure import CostModel
 from sparsekit_fl.context.memory import Memory, PolicyKind
 from sparsekit_fl.options.config import RunConfig
 from sparsekit_fl.problem.clients import Capability, Client
@@ -94,8 +92,6 @@ class ServerContext:
     kind: PolicyKind = "sampling"
     costs: CostModel | None = None
     unreachable: frozenset[int] = frozenset()
-
-    cohort_size = renamed_attribute("cohort_size", "cohort")
 
     def scoped(self, kind: PolicyKind) -> ServerContext:
         """Return the same context with the memory and the generator of one kind of policy."""

@@ -6,12 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from sparsekit.allocation.uniform import Uniform
+from sparsekit.allocation import Uniform
 from sparsekit.errors import InvalidValueError, NoUnitsError
-from sparsekit.measure.budget import Budget, BudgetError, format_cost
-from sparsekit.measure.model import cost_model
+from sparsekit.measure import Budget, BudgetError, cost_model, format_cost
 from sparsekit.rng import torch_scope
-from sparsekit.tracing.trace import trace_units
+from sparsekit.tracing import trace_units
 from sparsekit_fl.problem.clients import Capability
 from sparsekit_fl.problem.problem import Problem
 

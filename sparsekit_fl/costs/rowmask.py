@@ -12,8 +12,8 @@ import math
 from collections.abc import Collection
 from fractions import Fraction
 
-from sparsekit.graph.mask import UnitMask, WeightMask
-from sparsekit.measure.cost import CostModel, CostTerm
+from sparsekit.graph import UnitMask, WeightMask
+from sparsekit.measure import CostModel, CostTerm
 
 __all__ = ["part_flops", "rowmask_flops"]
 

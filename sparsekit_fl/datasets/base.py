@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Literal
 
 import torch
@@ -14,7 +12,7 @@ from sparsekit.errors import DataError
 from sparsekit_fl.problem.data import TensorData, Transform
 from sparsekit_fl.problem.lazy import LazyData
 
-__all__ = ["DataSource", "Load"]
+__all__ = ["DataSource"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -88,7 +86,3 @@ class DataSource:
             train=replace(self.train, transform=transform),
             test=None if self.test is None else replace(self.test, transform=transform),
         )
-
-
-Load = Callable[[Path | None], DataSource]
-"""root → source, where root is the user's data directory, or None to fetch the data set."""

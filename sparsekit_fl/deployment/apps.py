@@ -5,8 +5,8 @@ Flower starts a process for each message to a SuperNode, so nothing lives there 
 
 from __future__ import annotations
 
-import hashlib
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -38,7 +38,7 @@ def _make(context: Context) -> tuple[RunSpec, dict[int, Client]]:
         problem, clients = plan.make_clients(ids, context.node_config)
         device = str(context.node_config.get("device", "cpu"))
         check_device(device)
-        config = replace(plan.make_config(len(clients)), device=device)
+        config = replace(plan.make_config(), device=device)
         spec = RunSpec.build(plan.make_method(), problem, config)
         _clients.clear()
         _clients[key] = spec, clients
@@ -55,13 +55,7 @@ def _clients_of(context: Context) -> str:
     raise InvalidValueError('this SuperNode was given no clients; start it with --node-config \'clients="0-3" state-dir="…"\'')
 
 
-def _run_id(context: Context) -> str:
-    """The same for a run and for the run that resumes it, so that a node finds the memories of its clients again."""
-    settled = {name: value for name, value in context.run_config.items() if name not in ("resume", "nodes", "wait-seconds")}
-    return hashlib.sha256(json.dumps(settled, sort_keys=True, default=str).encode()).hexdigest()[:16]
-
-
-def _executor(context: Context) -> ClientExecutor:
+def _executor(context: Context, run: str) -> ClientExecutor:
     spec, clients = _make(context)
     plan = Plan.of(context.run_config)
     store: MemoryStore = CarriedMemory()
@@ -72,7 +66,9 @@ def _executor(context: Context) -> ClientExecutor:
                 "this SuperNode has no place for the memories of its clients; start it with --node-config"
                 ' \'state-dir="FOLDER" …\', or run with memory="server"'
             )
-        store = DeviceStore(Path(folder) / _run_id(context))
+        if not re.fullmatch("[0-9a-f]{16}", run):
+            raise InvalidValueError(f"the server must send the id of its run, 16 hexadecimal digits, got {run[:20]!r}")
+        store = DeviceStore(Path(folder) / run)
     return ClientExecutor(spec, clients, store)
 
 

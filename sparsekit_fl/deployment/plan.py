@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,8 @@ from sparsekit_fl.problem.clients import Client, ClientData
 from sparsekit_fl.problem.problem import Problem
 
 __all__ = ["Plan", "client_ids"]
+
+_MANY = 10**6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +62,14 @@ class Plan(Offer):
         Option('"nodes": each keeps the memories of its clients in its `state-dir`; "server": they travel.'),
     ] = "nodes"
 
+    allowed: Annotated[
+        str,
+        Option(
+            'TOML file on the server with a line for each SuperNode, such as `client-0 = "0-3"`: the name under which its key'
+            " was registered, and the clients that it may have. Without it nodes are believed."
+        ),
+    ] = ""
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.resume and not self.out:
@@ -90,6 +101,13 @@ class Plan(Offer):
         """The method."""
         return make_method(self.method)
 
+    def allowed_clients(self) -> dict[str, list[int]] | None:
+        """Name of a SuperNode → clients that it may have, from the file `allowed`; None without it."""
+        if not self.allowed:
+            return None
+        with Path(self.allowed).open("rb") as file:
+            return {name: client_ids(text) for name, text in tomllib.load(file).items()}
+
     def make_problem(self, data_dir: str | None = None) -> tuple[Problem, list[Client]]:
         """The problem, and all clients of the preset; none where the problem is the user's.
 
@@ -107,11 +125,11 @@ class Plan(Offer):
             raise InvalidValueError(f"problem {self.problem!r} must return a Problem, got {type(problem).__name__}")
         return problem, []
 
-    def make_config(self, clients: int) -> RunConfig:
+    def make_config(self, clients: int | None = None) -> RunConfig:
         """The options of the run.
 
         Args:
-            clients: How many clients there are.
+            clients: Number of all clients; None where it is not known, as on a node, whose own are only some of them.
         """
         given = self.given(TrainingConfig, RunConfig)
         if self.problem:
@@ -120,7 +138,7 @@ class Plan(Offer):
         if given.get("async_buffer") is not None:
             # Devices come in when they do.
             given = {"async_clock": "wall", **given}
-        return preset_for(preset=self.preset).config(given, clients)
+        return preset_for(preset=self.preset).config(given, _MANY if clients is None else clients)
 
     def make_clients(self, ids: Iterable[int], node_config: Mapping[str, Any]) -> tuple[Problem, dict[int, Client]]:
         """The problem and the clients of a node, with their data.

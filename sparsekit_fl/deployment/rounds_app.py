@@ -9,26 +9,24 @@ from typing import Any
 from flwr.app import Context
 from flwr.serverapp import Grid
 
-from sparsekit_fl.callbacks.base import Callback
+from sparsekit_fl.callbacks.base import Callback, RunView
 from sparsekit_fl.client.spec import RunSpec
 from sparsekit_fl.deployment.plan import Plan
-from sparsekit_fl.engines.flower.deployment import Deployment, Nodes
 from sparsekit_fl.engines.flower.introduction import introduced_by
-from sparsekit_fl.results.records import Observer, RoundRecord
+from sparsekit_fl.engines.flower.nodes import Deployment, Nodes
+from sparsekit_fl.results.records import RoundRecord
 from sparsekit_fl.server.loop import run
 
 __all__ = ["serve"]
 
 _log = logging.getLogger("flwr")  # what Flower shows of an app
 
-_ANY = 10**6
-
 # Of a round in the log; with thousands of clients there may be as many.
 _MOST_NOTES = 10
 
 
-class _Report(Observer):
-    def on_round(self, record: RoundRecord) -> None:
+class _Report(Callback):
+    def on_round_end(self, run: RunView, record: RoundRecord) -> None:
         scores = record.evaluation
         text = f"round {record.round}: loss {record.loss if record.loss is not None else float('nan'):.4f}"
         if scores is not None:
@@ -53,8 +51,10 @@ def serve(grid: Grid, context: Context, *, callbacks: Sequence[Callback] = ()) -
     plan = Plan.of(context.run_config)
     problem, _ = plan.make_problem()
     # The number of clients is not known yet, and no part of what the model is.
-    spec = RunSpec.build(plan.make_method(), problem, plan.make_config(_ANY))
-    nodes = Nodes(grid, wanted=plan.nodes, wait_seconds=plan.wait_seconds, identity=introduced_by(spec))
+    spec = RunSpec.build(plan.make_method(), problem, plan.make_config())
+    nodes = Nodes(
+        grid, wanted=plan.nodes, wait_seconds=plan.wait_seconds, identity=introduced_by(spec), allowed=plan.allowed_clients()
+    )
     clients = nodes.introduce()
     config = plan.make_config(len(clients))
     described: dict[str, Any] = {"preset": None if plan.problem else plan.preset, "problem": plan.problem or None}
@@ -64,8 +64,7 @@ def serve(grid: Grid, context: Context, *, callbacks: Sequence[Callback] = ()) -
         [clients[id] for id in sorted(clients)],
         config,
         engine=Deployment(nodes, memory=plan.memory, timeout_seconds=plan.timeout_seconds or None),
-        callbacks=callbacks,
-        observers=[_Report()],
+        callbacks=[*callbacks, _Report()],
         out=plan.out or None,
         resume=plan.resume,
         experiment={**described, "clients": len(clients)},

@@ -1,6 +1,6 @@
 """Engines: who runs clients. `registry` finds them by name."""
 
-from sparsekit.graph.state import StateDict
+from sparsekit.graph import StateDict
 from sparsekit.registry import Registry
 from sparsekit_fl.client.executor import ClientExecutor
 from sparsekit_fl.client.spec import RunSpec

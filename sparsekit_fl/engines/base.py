@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from sparsekit.graph.state import StateDict
+from sparsekit.graph import StateDict
 from sparsekit_fl.client.spec import RunSpec
 from sparsekit_fl.problem.clients import Client
 from sparsekit_fl.results.records import RunResult
 from sparsekit_fl.state.store import ClientStore, Versions
 from sparsekit_fl.wire.messages import Assignment, Evaluation, Update
 
-__all__ = ["ClientPool", "ClientStream", "Engine", "Reply", "Unscored", "in_order"]
+__all__ = ["ClientPool", "ClientStream", "Engine", "Reply", "Unscored", "await_clients", "in_order"]
 
 T = TypeVar("T")
 
@@ -81,7 +81,8 @@ class ClientStream(Protocol):
 class ClientPool(Protocol):
     """Runs clients. Both methods yield in the order given, whatever finishes first; `workers` goes into the result.
 
-    A pool that can also start clients one by one has a method `stream()`, which returns a `ClientStream`.
+    A pool that can also start clients one by one has a method `stream()`, which returns a `ClientStream`. One whose clients may
+    be away for a while has a method `await_clients(ids, needed)`; see the function of that name.
     """
 
     workers: int
@@ -138,6 +139,19 @@ class Engine(Protocol):
             store: The memories of the clients.
         """
         ...
+
+
+def await_clients(pool: ClientPool, ids: Collection[int], needed: int) -> None:
+    """Before clients are asked again: wait until enough of them can be reached, or for as long as the pool waits.
+
+    Args:
+        pool: May have a method of this name; clients of others are always there.
+        ids: Those that will be asked.
+        needed: Number of them that is enough.
+    """
+    wait = getattr(pool, "await_clients", None)
+    if wait is not None:
+        wait(ids, needed)
 
 
 def in_order(answers: Iterator[tuple[int, T]], count: int) -> Iterator[T]:

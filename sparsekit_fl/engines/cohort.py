@@ -1,159 +1,67 @@
-"""Cohort: the clients of a round whose models have one shape train as one batched model."""
+"""Cohort: clients of a round whose models have one shape train in shared steps."""
 
 from __future__ import annotations
 
 import logging
+import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import nullcontext
 from functools import partial
+from typing import Any
 
 import torch
+from torch import Tensor
+from torch.func import functional_call, grad_and_value, vmap
 
-from sparsekit.errors import InvalidValueError
-from sparsekit.graph.state import StateDict
-from sparsekit_fl.client.cohort import CohortExecutor, CohortOptions, Trained, why_alone
+from sparsekit.errors import InvalidValueError, SparsekitError
+from sparsekit.graph import UnitMask
+from sparsekit.rng import torch_scope
+from sparsekit_fl.client.executor import ClientExecutor
+from sparsekit_fl.client.round import Asked, OpenRound
 from sparsekit_fl.client.spec import RunSpec, check_device
 from sparsekit_fl.engines.base import ClientPool, Reply
-from sparsekit_fl.engines.embedded import GOODBYE, LocalPool, ProcessPool, checked_workers
+from sparsekit_fl.engines.embedded import LocalPool
 from sparsekit_fl.errors import ClientError
-from sparsekit_fl.options.devices import device_of, exact_arithmetic
+from sparsekit_fl.methods.fedprox import ProximalSgd
+from sparsekit_fl.options.config import TrainingConfig
+from sparsekit_fl.options.devices import exact_arithmetic
+from sparsekit_fl.policies.local import LocalPolicy, LocalResult, Sgd
+from sparsekit_fl.policies.submodel import SubmodelSgd, scaled_outputs
 from sparsekit_fl.problem.clients import Client
-from sparsekit_fl.processes import Children, one_thread, start_method
+from sparsekit_fl.processes import one_thread
 from sparsekit_fl.results.records import RunResult
 from sparsekit_fl.state.store import ClientStore, Versions
-from sparsekit_fl.wire.messages import Assignment, decode_assignment, decode_update, encode_assignment, encode_update
+from sparsekit_fl.training.loop import Batch, Batches, TrainingLog
+from sparsekit_fl.wire.messages import Assignment
 
 __all__ = ["Cohort"]
 
 _log = logging.getLogger(__name__)
 
-
-def _reply(trained: Trained) -> Reply:
-    return Reply(client_id=trained.client_id, update=trained.update, error=trained.error, stored=trained.stored)
-
-
-class _LanesHere(LocalPool):
-    def __init__(self, executor: CohortExecutor) -> None:
-        super().__init__(executor)
-        self._lanes = executor
-
-    def map(self, assignments: Sequence[Assignment], versions: Versions) -> Iterator[Reply]:
-        return map(_reply, self._lanes.train_all(assignments, versions))
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class _Share:
-    """What one worker process trains of a round.
-
-    Args:
-        places: Places of the clients in the cohort.
-        assignments: What each of them trains on, packed, without the state: that is in shared memory.
-        versions: The memory of each client that counts.
-        round: The round.
-    """
-
-    places: tuple[int, ...]
-    assignments: tuple[bytes, ...]
-    versions: Versions
-    round: int
-
-    def answer(self, executor: CohortExecutor, shared: StateDict) -> list[tuple[bytes | None, ClientError | None, bool]]:
-        """Return a packed update or an error for each, and whether a memory was stored."""
-        graph = executor.spec.graph
-        unpacked = [decode_assignment(packed, graph, state=shared) for packed in self.assignments]
-        found = executor.train_all(unpacked, self.versions)
-        return [(None if one.update is None else encode_update(one.update), _plain(one.error), one.stored) for one in found]
-
-    def text(self) -> str:
-        """Say how many clients."""
-        return f"{len(self.places)} clients of round {self.round} (task: train)"
-
-
-def _plain(error: ClientError | None) -> ClientError | None:
-    """The error without its cause, which may not travel."""
-    return None if error is None else ClientError(str(error))
-
-
-class _LanesInProcesses(ProcessPool):
-    shares_per_worker = 1
-
-    def map(self, assignments: Sequence[Assignment], versions: Versions) -> Iterator[Reply]:
-        shares = [
-            _Share(
-                places=tuple(places),
-                assignments=tuple(encode_assignment(assignments[place], self._graph, with_state=False) for place in places),
-                versions={id: versions[id] for place in places if (id := assignments[place].client_id) in versions},
-                round=assignments[0].round,
-            )
-            for places in _shares(assignments, self.workers * self.shares_per_worker)
-        ]
-        replies: dict[int, Reply] = {}
-        for share, answers in self._answers(assignments[0].state, shares):
-            if isinstance(answers, ClientError):
-                raise answers
-            for place, (payload, error, stored) in zip(share.places, answers, strict=True):
-                update = None if payload is None else decode_update(payload)
-                replies[place] = Reply(client_id=assignments[place].client_id, update=update, error=error, stored=stored)
-        return (replies[place] for place in range(len(assignments)))
-
-
-def _shares(assignments: Sequence[Assignment], count: int) -> list[list[int]]:
-    """Places of the clients of each share, of about equal work: the largest first, each to the share that has least."""
-    sizes = [min(one.ratio or 1.0, one.capability.ratio) for one in assignments]
-    shares: list[list[int]] = [[] for _ in range(min(count, len(assignments)))]
-    loads = [0.0] * len(shares)
-    for place in sorted(range(len(assignments)), key=lambda place: (-sizes[place], place)):
-        least = loads.index(min(loads))
-        shares[least].append(place)
-        loads[least] += sizes[place] + 0.1  # what every client costs
-    return [sorted(share) for share in shares if share]
+_State = dict[str, Tensor]
 
 
 class Cohort:
-    """Clients of a round in one batched step, where their local policy says how; other methods train one at a time.
+    """Clients of a round whose models have one shape train in shared steps, in one process.
+
+    A step computes the gradients of several clients by one call of `torch.func.vmap`. It takes clients whose local policy is
+    SGD (FedAvg, FedPer, …), FedProx's or that of submodels (HeteroFL, FedRolex, …). All others train one after the other, as
+    under the engine "embedded", and a warning says why. Results equal those of that engine within rounding.
+
+    It is meant for a GPU, where it was not measured yet; on a CPU one client at a time is faster.
 
     Args:
-        workers: Number of processes among which the clients of a round are divided; on a GPU 1 is best.
-        lanes: Most clients in one step.
-        widths: Shares of a group's units, ascending and ending with 1: a client's model is padded with zeros to the least
-            of them that holds it, so that clients of other widths can share its step. None takes 1, 1/2, 1/4, 1/8 and 1/16
-            where kernels are batched, and pads nothing elsewhere, where padding costs time.
-        batched: Whether one kernel computes a layer for all clients of a step. Without, each client computes by itself, with
-            the bits of the engine "embedded", and the update of the weights alone is shared. None decides by the device: a
-            GPU waits for each kernel to start and batches, a CPU does not.
-        graphs: Whether the steps of a bucket are recorded as CUDA graphs and replayed, where kernels are batched on CUDA: one
-            call starts a whole step. The results are those of plain steps. Switch it off for a model, loss or metric that
-            changes from step to step by numbers that Python keeps, since a recording knows those of one step only.
-        streams: Number of streams on which buckets train beside each other on CUDA; 1 trains one bucket after the other.
-        start_method: How processes start, as for `Embedded`.
+        clients_per_step: Largest number of clients that share a step.
 
     Raises:
-        InvalidValueError: a value that is not allowed.
+        InvalidValueError: the number is none.
     """
 
-    def __init__(
-        self,
-        workers: int = 1,
-        *,
-        lanes: int = 16,
-        widths: Sequence[float] | None = None,
-        batched: bool | None = None,
-        graphs: bool = True,
-        streams: int = 4,
-        start_method: str | None = None,
-    ) -> None:
-        self.workers = checked_workers(workers, start_method)
-        if isinstance(lanes, bool) or not isinstance(lanes, int) or lanes < 1:
-            raise InvalidValueError(f"lanes must be an integer >= 1, got {lanes!r}")
-        if isinstance(streams, bool) or not isinstance(streams, int) or streams < 1:
-            raise InvalidValueError(f"streams must be an integer >= 1, got {streams!r}; 1 trains one bucket after the other")
-        if widths and (list(widths) != sorted(set(widths)) or widths[0] <= 0 or widths[-1] != 1):
-            raise InvalidValueError(
-                f"widths must ascend in (0, 1] and end with 1, got {tuple(widths)}; pass () to pad nothing, or leave it out"
-            )
-        self._lanes, self._widths, self._batched = lanes, widths, batched
-        self._graphs, self._streams = graphs, streams
-        self._start_method = start_method
+    def __init__(self, clients_per_step: int = 16) -> None:
+        if isinstance(clients_per_step, bool) or not isinstance(clients_per_step, int) or clients_per_step < 1:
+            raise InvalidValueError(f"clients_per_step must be an integer >= 1, got {clients_per_step!r}")
+        self.clients_per_step = clients_per_step
 
     def run(
         self,
@@ -165,24 +73,229 @@ class Cohort:
     ) -> RunResult:
         """Run the loop; torch has one thread meanwhile, since results depend on the number of threads."""
         check_device(spec.config.device)
-        on_cpu = torch.device(device_of(spec.config.device)).type == "cpu"
-        batched = not on_cpu if self._batched is None else self._batched
-        alone = why_alone(spec, batched=batched)
-        if alone is not None:
-            _log.warning("method %r trains one client at a time: %s", spec.method.name, alone)
-        widths = self._widths if self._widths is not None else (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0) if batched else ()
-        options = CohortOptions(
-            lanes=self._lanes, widths=tuple(widths), batched=batched, graphs=self._graphs, streams=self._streams
-        )
-        make = partial(CohortExecutor, spec, clients, store, options)
         with one_thread(), exact_arithmetic(spec.config.deterministic):
-            if self.workers == 1:
-                return rounds(_LanesHere(make()))
-            method = self._start_method or start_method(spec.config.device)
-            with Children(method, GOODBYE, daemon=True) as children:
-                if alone is not None:
-                    return rounds(ProcessPool(children, self.workers, spec, make))
-                pool = _LanesInProcesses(children, self.workers, spec, make)
-                # A share is a step's clients where kernels are batched; elsewhere small ones keep all workers busy.
-                pool.shares_per_worker = 1 if batched else 2
-                return rounds(pool)
+            return rounds(_Together(ClientExecutor(spec, clients, store), self.clients_per_step))
+
+
+class _Together(LocalPool):
+    """Trains the clients of a round, those of one shape together."""
+
+    def __init__(self, executor: ClientExecutor, most: int) -> None:
+        super().__init__(executor)
+        self._spec, self._most, self._alone = executor.spec, most, False
+        if reason := _why_alone(executor.spec):
+            self._give_up(reason)
+
+    def _give_up(self, reason: str) -> None:
+        self._alone = True
+        _log.warning("method %r trains one client at a time: %s", self._spec.method.name, reason)
+
+    def map(self, assignments: Sequence[Assignment], versions: Versions) -> Iterator[Reply]:
+        """See `ClientPool`."""
+        done: dict[int, Reply] = {}
+        waiting: dict[Any, list[tuple[int, OpenRound]]] = {}
+        for place, assignment in enumerate(assignments):
+            if self._alone:
+                done[place] = self._by_itself(assignment, versions)
+                continue
+            try:
+                opened = self._executor.open(assignment, versions.get(assignment.client_id))
+            except ClientError as error:
+                done[place] = Reply(client_id=assignment.client_id, error=error)
+                continue
+            shape = self._shape(opened.asked)
+            waiting.setdefault(shape, []).append((place, opened))
+            if len(waiting[shape]) == self._most:
+                done.update(self._train(waiting.pop(shape), versions))
+        for members in waiting.values():
+            done.update(self._train(members, versions))
+        return (done[place] for place in range(len(assignments)))
+
+    def _shape(self, asked: Asked) -> Any:
+        """What clients have in common that share a step."""
+        divisor = asked.ratio if isinstance(self._spec.method.local, SubmodelSgd) else 1.0
+        if asked.mask is None or isinstance(asked.mask, UnitMask):
+            return divisor, None if asked.mask is None else tuple(asked.mask.counts().values())
+        return object()  # masks of single weights: nobody else's
+
+    def _train(self, members: Sequence[tuple[int, OpenRound]], versions: Versions) -> dict[int, Reply]:
+        """Train clients of one shape and end their round: place → reply."""
+        if len(members) == 1 or self._alone:
+            train = self._spec.method.local.train
+            return {place: self._close(opened, partial(train, *opened.asked)) for place, opened in members}
+        try:
+            steps = _Steps(self._spec, [opened.asked for _, opened in members])
+            steps.run()
+        except Exception as error:  # noqa: BLE001 - whose fault it is shows when each client trains by itself
+            replies = {place: self._by_itself(opened.assignment, versions) for place, opened in members}
+            if not isinstance(error, SparsekitError) and not any(reply.error for reply in replies.values()):
+                self._give_up(f"torch cannot run the model for several clients at once ({type(error).__name__}: {error})")
+            return replies
+        return {place: self._close(opened, partial(steps.result, number)) for number, (place, opened) in enumerate(members)}
+
+    def _close(self, opened: OpenRound, train: Callable[[], LocalResult]) -> Reply:
+        return self._reply(opened.assignment, partial(self._executor.close, opened, train))
+
+    def _by_itself(self, assignment: Assignment, versions: Versions) -> Reply:
+        return next(super().map([assignment], versions))
+
+
+def _why_alone(spec: RunSpec) -> str:
+    """Say why no clients of this run can share a step; empty where they can."""
+    policy, training = spec.method.local, spec.config.training
+    # By exact type: a subclass may train in another way.
+    if type(policy) not in (LocalPolicy, Sgd, ProximalSgd, SubmodelSgd):
+        return f"its local policy, {type(policy).__name__}, trains in a way of its own"
+    if isinstance(policy, ProximalSgd) and policy.stragglers:
+        return "its stragglers take fewer steps"
+    if isinstance(policy, SubmodelSgd) and policy.masked_loss:
+        return "each of its clients has a loss of its own"
+    plain = TrainingConfig()
+    for name in ("optimizer", "optimizer_args", "amp", "local_schedule", "local_warmup"):
+        if (value := getattr(training, name)) != getattr(plain, name):
+            return f"{name} is {value!r}, and clients share steps of SGD at a constant rate in full precision alone"
+    return ""
+
+
+class _Steps:
+    """The training of clients whose models have one shape.
+
+    Args:
+        spec: The fixed parts of the run.
+        asked: What each of them trains.
+    """
+
+    def __init__(self, spec: RunSpec, asked: Sequence[Asked]) -> None:
+        self._asked, self._problem = asked, spec.problem
+        self._training = asked[0].ctx.training
+        policy = spec.method.local
+        self._pull = policy.proximal if isinstance(policy, Sgd) else 0.0
+        self._clip, self._divided = self._training.clip, False
+        if isinstance(policy, SubmodelSgd):
+            self._divided = policy.scaler
+            if policy.clip is not None:
+                self._clip = min(policy.clip, self._clip or math.inf)
+        self._module = asked[0].ctx.masked.model
+        loaded = [self._load(one) for one in asked]
+        self._stack: _State = {name: torch.stack([state[name] for state in loaded]) for name in loaded[0]}
+        self._leaves = [name for name, leaf in self._module.named_parameters() if leaf.requires_grad]
+        self._anchors = {name: self._stack[name].clone() for name in self._leaves} if self._pull else {}
+        self._velocity = {name: torch.zeros_like(self._stack[name]) for name in self._leaves if self._training.momentum}
+        self._batches = [one.ctx.batches() for one in asked]
+        self._sums: Tensor | None = None
+
+    def _load(self, asked: Asked) -> _State:
+        """Put what a client trains into the module; return its parameters and buffers, the tensors themselves."""
+        asked.ctx.load(asked.start, asked.mask)
+        return {name: tensor.detach() for name, tensor in (*self._module.named_parameters(), *self._module.named_buffers())}
+
+    def run(self) -> None:
+        """Take all steps: each with the clients whose next batches have one shape, that of most clients first."""
+        streams = [_stream(batches) for batches in self._batches]
+        following = {place: next(stream) for place, stream in enumerate(streams)}
+        self._module.train()
+        ctx = self._asked[0].ctx
+        scaled = scaled_outputs(ctx, self._asked[0].ratio) if self._divided else nullcontext()
+        # No random numbers are shared between clients: `vmap` refuses a model that draws some.
+        with torch_scope(ctx.rng), scaled:
+            self._leaves = self._moved(following[len(streams) - 1][1])
+            while following:
+                shapes = {place: _shapes(batch) for place, (_, batch) in following.items()}
+                shape = Counter(shapes.values()).most_common(1)[0][0]
+                places = [place for place, found in shapes.items() if found == shape]
+                self._step(places, [following[place] for place in places])
+                for place in places:
+                    after = next(streams[place], None)
+                    if after is None:
+                        del following[place]
+                    else:
+                        following[place] = after
+
+    def _moved(self, batch: Batch) -> list[str]:
+        """Return the leaves that the loss depends on, since no others get a weight decay."""
+        leaves = dict(self._module.named_parameters())
+        loss = self._problem.loss(self._module(*batch.inputs), batch.targets)
+        found = torch.autograd.grad(loss, [leaves[name] for name in self._leaves], allow_unused=True)
+        return [name for name, gradient in zip(self._leaves, found, strict=True) if gradient is not None]
+
+    def _step(self, places: Sequence[int], found: Sequence[tuple[int, Batch]]) -> None:
+        """Take a step of the clients at some places, each down the loss of its own batch."""
+        at = None if len(places) == len(self._asked) else torch.tensor(places, device=found[0][1].targets.device)
+        state = {name: _rows(tensor, at) for name, tensor in self._stack.items()}
+        leaves = {name: state.pop(name) for name in self._leaves}
+        inputs = tuple(map(torch.stack, zip(*(batch.inputs for _, batch in found), strict=True)))
+        targets = torch.stack([batch.targets for _, batch in found])
+        gradients, (loss, (after, *scores)) = vmap(grad_and_value(self._loss, has_aux=True))(leaves, state, inputs, targets)
+        with torch.no_grad():
+            self._move(leaves, gradients, at)
+            for name, tensor in (*leaves.items(), *after.items()):
+                _put(self._stack[name], tensor, at)
+            self._count(places, found, torch.stack([loss * found[0][1].size, *(score.to(loss) for score in scores)], 1))
+
+    def _loss(self, leaves: _State, rest: _State, inputs: tuple[Tensor, ...], targets: Tensor) -> Any:
+        """Return one client's loss, and the running statistics after it and the sum and weight of its accuracy."""
+        outputs = functional_call(self._module, {**leaves, **rest}, inputs)
+        accuracy = self._problem.metrics.get("accuracy")
+        scores = () if accuracy is None else accuracy(outputs.detach() if isinstance(outputs, Tensor) else outputs, targets)
+        return self._problem.loss(outputs, targets), (rest, *(torch.as_tensor(score) for score in scores))
+
+    def _move(self, leaves: _State, gradients: _State, at: Tensor | None) -> None:
+        """Move the leaves as `SgdStep` does: pull, clip, decay, momentum."""
+        training = self._training
+        for name, leaf in leaves.items() if self._pull else ():
+            gradients[name] = gradients[name] + self._pull * (leaf - _rows(self._anchors[name], at))
+        if self._clip is not None:
+            norms = torch.stack([gradient.flatten(1).norm(dim=1) for gradient in gradients.values()], 1).norm(dim=1)
+            factor = (self._clip / (norms + 1e-6)).clamp(max=1.0)
+            gradients = {n: g * factor.view(-1, *[1] * (g.dim() - 1)) for n, g in gradients.items()}
+        for name, leaf in leaves.items():
+            gradient = gradients[name] + training.weight_decay * leaf if training.weight_decay else gradients[name]
+            if training.momentum:
+                gradient = training.momentum * _rows(self._velocity[name], at) + gradient
+                _put(self._velocity[name], gradient, at)
+            leaves[name] = leaf - training.lr * gradient
+
+    def _count(self, places: Sequence[int], found: Sequence[tuple[int, Batch]], sums: Tensor) -> None:
+        """Add loss, right predictions and their weight to the epochs of their clients."""
+        if self._sums is None:
+            self._sums = sums.new_zeros(len(self._asked), self._batches[0].epochs, sums.shape[1])
+        epochs = torch.tensor([epoch for epoch, _ in found], device=sums.device)
+        self._sums[torch.tensor(places, device=sums.device), epochs] += sums
+
+    def result(self, place: int) -> LocalResult:
+        """Return what one client learned, and leave it in the narrow model."""
+        asked, batches = self._asked[place], self._batches[place]
+        for name, tensor in self._load(asked).items():
+            tensor.copy_(self._stack[name][place])
+        assert self._sums is not None
+        examples = batches.bounds[-1][1]
+        epochs = self._sums[place].tolist()
+        log = TrainingLog(
+            loss=tuple(sums[0] / examples for sums in epochs),
+            accuracy=tuple(sums[1] / max(sums[2], 1e-12) for sums in epochs if len(sums) == 3),
+            examples=examples * batches.epochs,
+            padded_examples=batches.padded_examples * batches.epochs,
+            batches=batches.steps,
+        )
+        return LocalResult.of(asked.ctx, asked.mask, log)
+
+
+def _stream(batches: Batches) -> Iterator[tuple[int, Batch]]:
+    """Yield (epoch, batch) over all epochs."""
+    return ((epoch, batch) for epoch, found in enumerate(batches) for batch in found)
+
+
+def _shapes(batch: Batch) -> Any:
+    return tuple((tensor.shape, tensor.dtype) for tensor in (*batch.inputs, batch.targets))
+
+
+def _rows(tensor: Tensor, at: Tensor | None) -> Tensor:
+    return tensor if at is None else tensor[at]
+
+
+def _put(tensor: Tensor, values: Tensor, at: Tensor | None) -> None:
+    """Write the rows of some clients; None: of all."""
+    if at is None:
+        tensor.copy_(values)
+    else:
+        tensor[at] = values

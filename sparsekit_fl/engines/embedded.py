@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeVar
 from torch import Tensor
 
 from sparsekit.errors import InvalidValueError
-from sparsekit.graph.state import StateDict
+from sparsekit.graph import StateDict
 from sparsekit_fl.client.executor import ClientExecutor
 from sparsekit_fl.client.spec import RunSpec, check_device
 from sparsekit_fl.engines.base import ClientPool, Reply, Unscored, in_order
@@ -29,6 +29,7 @@ from sparsekit_fl.state.store import ClientStore, Versions
 from sparsekit_fl.wire.messages import (
     Assignment,
     Evaluation,
+    Update,
     decode_assignment,
     decode_update,
     encode_assignment,
@@ -55,14 +56,15 @@ class LocalPool:
 
     def map(self, assignments: Sequence[Assignment], versions: Versions) -> Iterator[Reply]:
         """See `ClientPool`."""
-        for assignment in assignments:
-            client_id = assignment.client_id
-            try:
-                update, stored = self._executor.train(assignment, versions.get(client_id))
-            except ClientError as error:
-                yield Reply(client_id=client_id, error=error)
-            else:
-                yield Reply(client_id=client_id, update=update, stored=stored)
+        for one in assignments:
+            yield self._reply(one, partial(self._executor.train, one, versions.get(one.client_id)))
+
+    def _reply(self, assignment: Assignment, train: Callable[[], tuple[Update, bool]]) -> Reply:
+        try:
+            update, stored = train()
+        except ClientError as error:
+            return Reply(client_id=assignment.client_id, error=error)
+        return Reply(client_id=assignment.client_id, update=update, stored=stored)
 
     def evaluate(
         self, state: StateDict, ids: Sequence[int], versions: Versions, *, round: int, with_shared: bool, export: Path | None

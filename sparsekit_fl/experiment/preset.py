@@ -47,11 +47,20 @@ class Preset:
         """Return the options of a run.
 
         Args:
-            given: Options of `RunConfig` and of its `TrainingConfig` by name, in place of the preset's.
+            given: Options of `RunConfig` and of its `TrainingConfig` by name, in place of the preset's. Another optimizer comes
+                with its own learning rate, momentum and weight decay.
             clients: Number of clients.
         """
         trains = {field.name for field in fields(TrainingConfig)}
-        training = replace(self.training, **{name: value for name, value in given.items() if name in trains})
+        trained = {name: value for name, value in given.items() if name in trains}
+        if trained.get("optimizer", self.training.optimizer) == self.training.optimizer:
+            training = replace(self.training, **trained)
+        else:
+            # The preset's rate, momentum and decay were chosen for its own optimizer.
+            kept = {
+                name: getattr(self.training, name) for name in trains - {"lr", "momentum", "weight_decay", "optimizer_args"}
+            }
+            training = TrainingConfig(**kept | trained)
         own: dict[str, Any] = {
             "rounds": self.rounds,
             "cohort": min(self.cohort, clients),

@@ -6,9 +6,6 @@ later would take its function's name.
 
 from __future__ import annotations
 
-import warnings
-from typing import Any
-
 from sparsekit.registry import Registry
 from sparsekit_fl.methods.cs import cs
 from sparsekit_fl.methods.depthfl import depthfl
@@ -66,15 +63,3 @@ registry = Registry(
     {name.replace("_", "-"): f"{globals()[name].__module__}:{name}" for name in __all__ if name != "registry"},
     group="sparsekit_fl.methods",
 )
-
-
-def __getattr__(name: str) -> Any:
-    known = name.replace("_", "-")
-    if name.startswith("_") or known not in registry:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; methods: {', '.join(registry)}")
-    warnings.warn(
-        f"sparsekit_fl.methods.{name} goes in version 0.3; use sparsekit_fl.methods.registry[{known!r}]",
-        DeprecationWarning,
-        stacklevel=2,
-    )
-    return registry[known]

@@ -15,20 +15,15 @@ from typing import Annotated, Literal
 from torch import Tensor
 
 from sparsekit.errors import InvalidValueError
-from sparsekit.graph.graph import UnitGraph
-from sparsekit.graph.mask import WeightMask
-from sparsekit.graph.state import StateDict
+from sparsekit.graph import StateDict, UnitGraph, WeightMask
 from sparsekit_fl.context.client import ClientContext
 from sparsekit_fl.context.server import ServerContext
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.options.checked import Hint, Positive, Ratio
-from sparsekit_fl.policies.aggregate import DeltaMean, Weighting
-from sparsekit_fl.policies.local import LocalResult, Sgd
-from sparsekit_fl.policies.mask import MaskPolicy
+from sparsekit_fl.policies import Constant, DeltaMean, LocalResult, MaskPolicy, Sgd, SharePolicy
+from sparsekit_fl.policies.aggregate import Weighting
 from sparsekit_fl.policies.pruning import prunable_weights
-from sparsekit_fl.policies.ratio import Constant
 from sparsekit_fl.policies.rule import Accumulator
-from sparsekit_fl.policies.share import SharePolicy
 from sparsekit_fl.policies.weight_masks import largest_weights
 from sparsekit_fl.problem.problem import Problem
 from sparsekit_fl.wire.kept import Mask, mask_state
@@ -46,7 +41,6 @@ class LargestOnServer(MaskPolicy):
     """From the second round on the server sends the largest weights of each layer; the client trains all of them."""
 
     def check(self, problem: Problem, graph: UnitGraph) -> None:
-        """Raise InvalidValueError where there is nothing to prune."""
         prunable_weights(graph, "CS")
 
     def propose(self, ctx: ServerContext, client_id: int, proposal: float | None) -> Mask | None:
@@ -67,7 +61,6 @@ class DenseFromSparse(Sgd):
     """
 
     def train(self, ctx: ClientContext, start: StateDict, mask: Mask | None, ratio: float) -> LocalResult:
-        """Train everything."""
         result = super().train(ctx, start, None, ratio)
         return replace(result, work=ctx.work(ctx.received, result.log))
 
@@ -77,7 +70,6 @@ class Complement(SharePolicy):
     """Of the weights, those that the server had pruned go up; everything after a round without pruning."""
 
     def upload_mask(self, ctx: ClientContext, result: LocalResult) -> Mask | None:
-        """Return the mask of what the server did not send."""
         received = ctx.received
         return WeightMask({name: ~keep for name, keep in received.items()}) if isinstance(received, WeightMask) else None
 
@@ -99,7 +91,6 @@ class ComplementMean(DeltaMean):
     ratio: Ratio = 0.5
 
     def add(self, ctx: ServerContext, acc: Accumulator, update: Update, age: int) -> None:
-        """Add one update, and note which entries it holds in part."""
         super().add(ctx, acc, update, age)
         acc.extra.setdefault("pruned", set()).update(update.mask or ())
 
@@ -109,7 +100,6 @@ class ComplementMean(DeltaMean):
         return mean if mean is None or name not in acc.extra["pruned"] else mean * self.rate
 
     def finish(self, ctx: ServerContext, state: StateDict, acc: Accumulator) -> dict[str, Tensor]:
-        """Return the new sparse model."""
         dense = super().finish(ctx, state, acc)
         return mask_state(ctx.graph, _largest(ctx.graph, dense, self.ratio), dense)
 
@@ -125,7 +115,6 @@ class LargestChanges(DenseFromSparse):
     share: Ratio = 0.5
 
     def train(self, ctx: ClientContext, start: StateDict, mask: Mask | None, ratio: float) -> LocalResult:
-        """Train everything, and choose what goes up."""
         result = super().train(ctx, start, mask, ratio)
         changes = {name: result.state[name] - start[name] for name in prunable_weights(ctx.graph, "CS")}
         return replace(result, mask=largest_weights(changes, changes, self.share))
@@ -144,7 +133,6 @@ class ChangeMean(DeltaMean):
     ratio: Ratio = 0.5
 
     def finish(self, ctx: ServerContext, state: StateDict, acc: Accumulator) -> dict[str, Tensor]:
-        """Return the new model, dense."""
         sent = state if ctx.round == 1 else mask_state(ctx.graph, _largest(ctx.graph, state, self.ratio), state)
         return super().finish(ctx, sent, acc)
 

@@ -19,22 +19,18 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from sparsekit._torch import foreach_sub
-from sparsekit.graph.graph import UnitGraph
-from sparsekit.graph.layers import prefix_entries
-from sparsekit.graph.mask import WeightMask
-from sparsekit.graph.state import StateDict
-from sparsekit.measure.cost import CostModel
+from sparsekit.foreach import foreach_sub
+from sparsekit.graph import StateDict, UnitGraph, WeightMask, prefix_entries
+from sparsekit.measure import CostModel
 from sparsekit_fl.context.client import ClientContext, Work
 from sparsekit_fl.context.server import ServerContext
 from sparsekit_fl.costs.rowmask import part_flops
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.options.checked import Hint, NonNegative, Ratio
-from sparsekit_fl.policies.aggregate import CoverageMean, Weighting
+from sparsekit_fl.policies import ByCapability, CoverageMean, LocalPolicy, LocalResult, MaskPolicy
+from sparsekit_fl.policies.aggregate import Weighting
 from sparsekit_fl.policies.exits import WithExits, build_with_exits
-from sparsekit_fl.policies.local import Adjust, Leaves, LocalPolicy, LocalResult, load_leaves, pull_towards, sgd_step
-from sparsekit_fl.policies.mask import MaskPolicy
-from sparsekit_fl.policies.ratio import ByCapability
+from sparsekit_fl.policies.local import Adjust, Leaves, load_leaves, pull_towards, sgd_step
 from sparsekit_fl.policies.rule import Accumulator
 from sparsekit_fl.problem.metrics import IGNORED
 from sparsekit_fl.problem.problem import Problem
@@ -135,7 +131,6 @@ class ExitSgd(LocalPolicy):
     alpha: Annotated[NonNegative, Hint("0 leaves FedDyn out")] = 0.1
 
     def prepare(self, problem: Problem) -> Problem:
-        """Return the same problem with exits in its model."""
         return replace(problem, model=partial(build_with_exits, problem.model, problem.example_inputs, self.exits))
 
     def train(self, ctx: ClientContext, start: StateDict, mask: Mask | None, ratio: float) -> LocalResult:
@@ -146,7 +141,7 @@ class ExitSgd(LocalPolicy):
         batches = ctx.batches()
         update = sgd_step(ctx.training, leaves, steps=batches.steps)
         adjust = self._dynamic(ctx, leaves, start) if self.alpha else None
-        module, loss_of = ctx.narrow_model.module, ctx.problem.loss
+        module, loss_of = ctx.masked.model, ctx.problem.loss
         assert isinstance(module, WithExits)
         ramp = self.ramp * ctx.rounds
         weight = math.exp(-5.0 * (1.0 - min(ctx.round, ramp) / ramp) ** 2) if self.distillation and depth > 1 else 0.0
@@ -160,7 +155,7 @@ class ExitSgd(LocalPolicy):
             return torch.stack([output.detach() for output in outputs]).mean(0), losses.mean()
 
         log = ctx.fit(module, batches, step)
-        state = ctx.narrow_model.narrow_state()
+        state = ctx.masked.narrow_state()
         if self.alpha:
             before = ctx.memory.get("drift", {})
             moved = {name: state[name].cpu() - start[name].cpu() for name in leaves}
@@ -200,7 +195,6 @@ class DynamicMean(CoverageMean):
     alpha: float = 0.1
 
     def init(self, ctx: ServerContext, state: StateDict) -> Accumulator:
-        """Return an empty accumulator with h."""
         acc = super().init(ctx, state)
         parameters = ctx.costs.parameters if ctx.costs is not None else frozenset(state)
         acc.extra = {"drift": ctx.memory.setdefault("drift", {}), "clients": len(ctx.roster), "parameters": parameters}

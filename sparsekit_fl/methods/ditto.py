@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from sparsekit.errors import InvalidValueError
-from sparsekit.graph.state import StateDict
+from sparsekit.graph import StateDict
 from sparsekit_fl.context.client import ClientContext
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.options.checked import Hint, NonNegative
@@ -41,13 +41,13 @@ class TwoModels(LocalPolicy):
             raise InvalidValueError("TwoModels trains whole models; use it with the mask policy Dense()")
         batches = ctx.batches()
         log = sgd(ctx, load_leaves(ctx, start, None), batches)
-        trained = ctx.narrow_model.narrow_state()
+        trained = ctx.masked.narrow_state()
         own: StateDict = {**ctx.initial_state(), **ctx.memory.get("model", {})}
         leaves = load_leaves(ctx, own, None)
         anchors = [start[name].to(leaf) for name, leaf in leaves.items()]
         second = sgd(ctx, leaves, batches, [pull_towards(leaves, anchors, self.strength)] if self.strength else [])
         ctx.memory["model"] = {
-            name: tensor.cpu() for name, tensor in ctx.narrow_model.narrow_state().items() if name not in ctx.frozen
+            name: tensor.cpu() for name, tensor in ctx.masked.narrow_state().items() if name not in ctx.frozen
         }
         return LocalResult(state=trained, mask=None, log=log, work=ctx.work(None, log) + ctx.work(None, second))
 
@@ -57,7 +57,6 @@ class SecondModel(PersonalPolicy):
     """The client's own model; that of round 0 before its first participation."""
 
     def model(self, ctx: ClientContext, state: StateDict) -> PersonalModel:
-        """Return the model in the memory of the local policy."""
         return PersonalModel(state={**ctx.initial_state(), **ctx.peek("local").get("model", {})})
 
 

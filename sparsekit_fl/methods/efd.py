@@ -10,10 +10,7 @@ from __future__ import annotations
 
 from sparsekit.criteria import Random
 from sparsekit_fl.methods.method import Method
-from sparsekit_fl.policies.aggregate import CoverageMean
-from sparsekit_fl.policies.mask import ServerCriterion
-from sparsekit_fl.policies.ratio import ByCapability
-from sparsekit_fl.policies.submodel import RecalibratedBatchNorm, SubmodelSgd
+from sparsekit_fl.policies import ByCapability, CoverageMean, RecalibratedBatchNorm, ServerCriterion, SubmodelSgd
 
 __all__ = ["efd"]
 

@@ -10,14 +10,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from sparsekit.training.regularizer import ImportanceRegularizer
+from sparsekit.training import ImportanceRegularizer
 from sparsekit_fl.methods.method import Method
-from sparsekit_fl.policies.aggregate import DeltaMean
-from sparsekit_fl.policies.bandit import BanditRatio
-from sparsekit_fl.policies.learnable import LearnableSgd
-from sparsekit_fl.policies.own_classes import OwnClasses
-from sparsekit_fl.policies.personal import LocalModel
-from sparsekit_fl.policies.touched_rows import TouchedRowsMean
+from sparsekit_fl.policies import BanditRatio, DeltaMean, LearnableSgd, LocalModel, OwnClasses, TouchedRowsMean
 
 __all__ = ["fedlps", "fedlps_own", "fedlps_paper"]
 

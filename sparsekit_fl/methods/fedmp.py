@@ -20,10 +20,7 @@ from sparsekit_fl.context.client import ClientContext
 from sparsekit_fl.context.server import ServerContext
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.options.checked import Fraction, Hint, Positive, Ratio
-from sparsekit_fl.policies.aggregate import DeltaMean
-from sparsekit_fl.policies.mask import ServerCriterion
-from sparsekit_fl.policies.ratio import RatioPolicy
-from sparsekit_fl.policies.submodel import RecalibratedBatchNorm
+from sparsekit_fl.policies import DeltaMean, RatioPolicy, RecalibratedBatchNorm, ServerCriterion
 from sparsekit_fl.wire.messages import Assignment, Update, require_metrics
 
 __all__ = ["TimelyRatio", "fedmp"]
@@ -77,7 +74,6 @@ class TimelyRatio(RatioPolicy):
         return 1.0 if proposal is None else proposal
 
     def validate(self, ctx: ServerContext, update: Update, assignment: Assignment) -> None:
-        """Raise UpdateError where the update has no loss."""
         require_metrics(update, "loss")
 
     def observe_all(self, ctx: ServerContext, updates: Sequence[Update]) -> None:

@@ -14,22 +14,15 @@ from dataclasses import dataclass
 
 import torch
 
-from sparsekit.allocation.choose import select
+from sparsekit.allocation import select
 from sparsekit.criteria import Ordered, View
-from sparsekit.graph.graph import UnitGraph
-from sparsekit.graph.layers import Layer, head_entries, layer_weights
-from sparsekit.graph.mask import UnitMask, WeightMask, to_weights
-from sparsekit.graph.state import StateDict
+from sparsekit.graph import Layer, StateDict, UnitGraph, UnitMask, WeightMask, head_entries, layer_weights, to_weights
 from sparsekit_fl.context.client import ClientContext
 from sparsekit_fl.context.server import ServerContext
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.options.checked import Count, Ratio
-from sparsekit_fl.policies.aggregate import CoverageMean
-from sparsekit_fl.policies.local import LocalResult
-from sparsekit_fl.policies.mask import MaskPolicy, require_units
-from sparsekit_fl.policies.personal import LocalModel
-from sparsekit_fl.policies.ratio import ByCapability
-from sparsekit_fl.policies.share import PrivateHead
+from sparsekit_fl.policies import ByCapability, CoverageMean, LocalModel, LocalResult, MaskPolicy, PrivateHead
+from sparsekit_fl.policies.mask import require_units
 from sparsekit_fl.policies.weight_masks import largest_weights
 from sparsekit_fl.problem.problem import Problem
 from sparsekit_fl.wire.kept import Mask
@@ -67,11 +60,9 @@ class PrunedOthers(MaskPolicy):
     private_head: bool = True
 
     def check(self, problem: Problem, graph: UnitGraph) -> None:
-        """Raise NoUnitsError where there are no units to drop on the client."""
         require_units(graph, "FedP3")
 
     def propose(self, ctx: ServerContext, client_id: int, proposal: float | None) -> Mask | None:
-        """Return the mask of what the server sends."""
         own = own_layers(ctx.graph, client_id, self.layers, private_head=self.private_head)
         mine = {name for layer in own for name in layer.entries}
         names = [n for n in layer_weights(ctx.graph.layers, ctx.graph.shapes) if n not in mine and n in ctx.state]
@@ -95,12 +86,10 @@ class OwnLayers(PrivateHead):
     private_head: bool = True
 
     def check(self, problem: Problem, graph: UnitGraph) -> None:
-        """Raise InvalidValueError where the head should stay and there is none."""
         if self.private_head:
             super().check(problem, graph)
 
     def is_shared(self, name: str, graph: UnitGraph) -> bool:
-        """Return False for a private head."""
         return not self.private_head or name not in head_entries(graph.layers, self.layers)
 
     def upload_mask(self, ctx: ClientContext, result: LocalResult) -> Mask | None:

@@ -10,9 +10,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Annotated
 
-from sparsekit.graph.state import StateDict
+from sparsekit.graph import StateDict
 from sparsekit_fl.context.client import ClientContext
-from sparsekit_fl.lanes.lane import Lane
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.options.checked import Hint, NonNegative, Share
 from sparsekit_fl.policies.local import LocalResult, Sgd
@@ -40,10 +39,6 @@ class ProximalSgd(Sgd):
     def train(self, ctx: ClientContext, start: StateDict, mask: Mask | None, ratio: float) -> LocalResult:
         """Train, for fewer epochs on a straggler."""
         return super().train(self._shortened(ctx), start, mask, ratio)
-
-    def lane(self, ctx: ClientContext, start: StateDict, mask: Mask | None, ratio: float) -> Lane[LocalResult]:
-        """Describe the same training for several clients at once."""
-        return super().lane(self._shortened(ctx), start, mask, ratio)
 
     def _shortened(self, ctx: ClientContext) -> ClientContext:
         """Draw whether the client is a straggler, and its number of epochs."""

@@ -13,9 +13,7 @@ from typing import Annotated
 from torch import nn
 
 from sparsekit.errors import InvalidValueError
-from sparsekit.graph.graph import UnitGraph
-from sparsekit.graph.layers import head_entries
-from sparsekit.graph.state import StateDict
+from sparsekit.graph import StateDict, UnitGraph, head_entries
 from sparsekit_fl.context.client import ClientContext, Work
 from sparsekit_fl.costs.rowmask import part_flops
 from sparsekit_fl.methods.method import Method
@@ -73,7 +71,6 @@ class HeadThenBody(LocalPolicy):
                 leaf.requires_grad_(True)
 
     def check(self, problem: Problem, graph: UnitGraph) -> None:
-        """Raise InvalidValueError where the model has no head of its own."""
         PrivateHead(self.layers).check(problem, graph)
 
 

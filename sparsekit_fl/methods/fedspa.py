@@ -17,18 +17,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparsekit.graph.graph import UnitGraph
-from sparsekit.graph.mask import WeightMask
-from sparsekit.graph.state import StateDict
+from sparsekit.graph import StateDict, UnitGraph, WeightMask
 from sparsekit.rng import torch_generator
 from sparsekit_fl.context.client import ClientContext
 from sparsekit_fl.context.server import ServerContext
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.options.checked import Hint, Share
-from sparsekit_fl.policies.aggregate import DeltaMean
-from sparsekit_fl.policies.local import LocalResult, Sgd, gradients_of
-from sparsekit_fl.policies.pruning import RememberedMask, UnderOwnMask, prunable_weights, recall_mask, remember_mask
-from sparsekit_fl.policies.ratio import Constant
+from sparsekit_fl.policies import Constant, DeltaMean, LocalResult, RememberedMask, Sgd, UnderOwnMask
+from sparsekit_fl.policies.local import gradients_of
+from sparsekit_fl.policies.pruning import prunable_weights, recall_mask, remember_mask
 from sparsekit_fl.policies.weight_masks import keep_largest_entries, layer_densities, random_weights
 from sparsekit_fl.problem.problem import Problem
 from sparsekit_fl.wire.kept import Mask
@@ -50,11 +47,9 @@ class MovingMask(RememberedMask):
     densities: Literal["erk", "uniform"] = "erk"
 
     def check(self, problem: Problem, graph: UnitGraph) -> None:
-        """Raise InvalidValueError where there is nothing to prune."""
         prunable_weights(graph, "FedSpa")
 
     def propose(self, ctx: ServerContext, client_id: int, proposal: float | None) -> Mask | None:
-        """Return the client's own mask, or the first one."""
         memory = ctx.memory.setdefault("initial", {})
         if not memory:
             shapes = {name: ctx.graph.shapes[name] for name in prunable_weights(ctx.graph, "FedSpa")}
@@ -63,7 +58,6 @@ class MovingMask(RememberedMask):
         return super().propose(ctx, client_id, proposal) or recall_mask(memory)
 
     def following(self, mask: Mask | None, extra: StateDict) -> Mask | None:
-        """Return the mask that the client moved to."""
         if _NEXT not in extra or mask is None:
             return mask
         shapes = [[name, list(keep.shape)] for name, keep in mask.items()]
@@ -119,7 +113,7 @@ class SparseToSparseSgd(Sgd):
 
     def _screen(self, ctx: ClientContext, mask: WeightMask) -> tuple[StateDict, int]:
         """Return the gradients of one batch in evaluation mode, and its size."""
-        module, leaves = ctx.narrow_model.module, ctx.narrow_model.named_parameters()
+        module, leaves = ctx.masked.model, ctx.masked.named_weights()
         batch = next(next(iter(ctx.batches(epochs=1))))
         module.eval()
         loss = ctx.problem.loss(module(*batch.inputs), batch.targets)

@@ -8,35 +8,28 @@ the widths share scale and shift, as there.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.func import functional_call
 
-from sparsekit.allocation.choose import select
-from sparsekit.allocation.uniform import check_ratio
+from sparsekit.allocation import check_ratio, select
 from sparsekit.criteria import Ordered, View
 from sparsekit.errors import InvalidValueError
-from sparsekit.graph.graph import UnitGraph
-from sparsekit.graph.mask import UnitMask
-from sparsekit.graph.state import StateDict
-from sparsekit.training.narrow_model import NarrowModel
+from sparsekit.graph import Axes, StateDict, UnitGraph, UnitMask
 from sparsekit_fl.context.client import ClientContext, Work
 from sparsekit_fl.costs.rowmask import rowmask_flops
 from sparsekit_fl.methods.method import Method
-from sparsekit_fl.options.config import TrainingConfig
-from sparsekit_fl.policies.aggregate import CoverageMean
-from sparsekit_fl.policies.local import Adjust, LocalPolicy, LocalResult, sgd_step
-from sparsekit_fl.policies.mask import ServerCriterion, require_units
-from sparsekit_fl.policies.ratio import ByCapability
-from sparsekit_fl.policies.submodel import RecalibratedBatchNorm
+from sparsekit_fl.policies import ByCapability, CoverageMean, LocalPolicy, LocalResult, RecalibratedBatchNorm, ServerCriterion
+from sparsekit_fl.policies.local import Leaves, load_leaves, sgd_step
+from sparsekit_fl.policies.mask import require_units
 from sparsekit_fl.problem.clients import CAPABILITY_LEVELS
 from sparsekit_fl.problem.metrics import IGNORED
-from sparsekit_fl.problem.problem import Loss, Problem
+from sparsekit_fl.problem.problem import Problem
 from sparsekit_fl.training.loop import Batch
-from sparsekit_fl.training.nested import NestedModule
-from sparsekit_fl.training.optimizer import SgdStep, TorchStep
 from sparsekit_fl.wire.kept import Mask
 
 __all__ = ["OrderedDropoutSgd", "fjord"]
@@ -53,54 +46,49 @@ def _soft_cross_entropy(outputs: Any, teacher: Any, targets: Tensor) -> Tensor:
 
 
 class _Width:
-    """A width below the client's own: its module, and its optimiser, both on the memory of the widest."""
+    """A width below the client's own: its module, run on parts of the leaves of the widest.
 
-    def __init__(
-        self, narrow_model: NarrowModel, widest: SgdStep | TorchStep, training: TrainingConfig, mask: UnitMask
-    ) -> None:
-        self.nested = NestedModule(narrow_model, mask)
-        self.nested.module.train()
-        self._step = sgd_step(training, self.nested.leaves)
-        # Of the leaves that train: their places among all, as `NestedModule` counts them.
-        self._places = [place for place, leaf in enumerate(self.nested.leaves.values()) if leaf.requires_grad]
-        for place, wide, narrow in zip(self._places, widest.parameters, self._step.parameters, strict=True):
-            if training.momentum and isinstance(self._step, SgdStep):
-                whole = widest.state.setdefault(wide, {}).setdefault("momentum_buffer", torch.zeros_like(wide))
-                self._step.state[narrow] = {"momentum_buffer": self.nested.share(place, whole)}
+    Args:
+        ctx: The client's; its narrow model is loaded with this width and copied.
+        start: The dense state.
+        widest: What the widest keeps.
+        mask: What this width keeps, a part of it.
+    """
 
-    def train(self, batch: Batch, loss_of: Loss) -> tuple[Any, Tensor]:
-        """Take one step of this width alone."""
-        self.nested.pull()
-        outputs = self.nested.module(*batch.inputs)
-        loss = loss_of(outputs, batch.targets)
-        self._step(loss)
-        self.nested.push()
-        return outputs, loss
+    def __init__(self, ctx: ClientContext, start: StateDict, widest: UnitMask, mask: UnitMask) -> None:
+        ctx.load(start, mask)
+        self._module = ctx.masked.compact().train()
+        outer, inner = ctx.graph.kept_indices(widest), ctx.graph.kept_indices(mask)
+        self._axes = {name: _places(outer[name], axes) for name, axes in inner.items()}
 
-    def distil(self, batch: Batch, teacher: Any) -> Adjust:
-        """Return an adjust that adds the gradients of this width towards the teacher's outputs to those of the widest."""
-        self.nested.pull()
-        loss = _soft_cross_entropy(self.nested.module(*batch.inputs), teacher, batch.targets)
-        mine = torch.autograd.grad(loss, self._step.parameters, allow_unused=True)
+    def outputs(self, leaves: Leaves, batch: Batch) -> Any:
+        """Run this width; what it reads of the leaves gets their gradient, all else zeros."""
+        parts = {name: _part(leaf, self._axes[name]) if name in self._axes else leaf for name, leaf in leaves.items()}
+        return functional_call(self._module, parts, batch.inputs)
 
-        def adjust(gradients: list[Tensor], places: list[int]) -> list[Tensor]:
-            # Copies first, since autograd may hand out expanded or shared tensors.
-            summed = [gradient.clone() for gradient in gradients]
-            for whole, place in zip(summed, places, strict=True):
-                part = mine[place]
-                if part is not None:
-                    self.nested.write(self._places[place], part, whole, add=True)
-            return summed
 
-        return adjust
+def _places(outer: Axes, inner: Axes) -> list[tuple[int, Tensor, bool]]:
+    """Axis, where its kept dense positions lie among those that a wider mask keeps, and whether they come first there."""
+    found = []
+    for dim, kept in inner.items():
+        places = torch.searchsorted(outer[dim], kept)
+        found.append((dim, places, bool((places == torch.arange(places.numel())).all())))
+    return found
+
+
+def _part(leaf: Tensor, axes: Sequence[tuple[int, Tensor, bool]]) -> Tensor:
+    """The positions of a leaf along some axes: a view where they come first, as the units of a prefix do."""
+    for dim, places, first in axes:
+        leaf = leaf.narrow(dim, 0, places.numel()) if first else leaf.index_select(dim, places.to(leaf.device))
+    return leaf
 
 
 @dataclass(frozen=True, kw_only=True)
 class OrderedDropoutSgd(LocalPolicy):
     """SGD in which every step trains a prefix of the client's submodel, of a width drawn uniformly from those it affords.
 
-    The widths are physically narrow modules in the memory of the widest, so a step costs what a step of a natively narrow
-    network costs.
+    The widths are physically narrow modules that read the leaves of the widest. One optimiser steps those: its momentum and
+    weight decay also move what the drawn width does not hold, as in the reference code.
 
     Args:
         levels: Widths to draw from; those below the client's own ratio, which is always one of them, are used. The
@@ -119,26 +107,24 @@ class OrderedDropoutSgd(LocalPolicy):
             check_ratio(level)
 
     def check(self, problem: Problem, graph: UnitGraph) -> None:
-        """Raise NoUnitsError where the model has no units to drop."""
         require_units(graph, type(self).__name__)
 
     def train(self, ctx: ClientContext, start: StateDict, mask: Mask | None, ratio: float) -> LocalResult:
         """Train the prefix that `mask` keeps, at a width drawn for each step."""
-        narrow_model, training = ctx.narrow_model, ctx.training
         widest = select(Ordered(), ctx.graph, ratio, View())
         if mask not in (None, widest):
             raise InvalidValueError("OrderedDropoutSgd trains prefixes; use it with ServerCriterion(Ordered()) or with Dense()")
-        narrow_model.load(start, widest)
         widths = sorted({*(level for level in self.levels if level < ratio), ratio})
         masks = [select(Ordered(), ctx.graph, width, View()) for width in widths]
+        narrower = [_Width(ctx, start, widest, mask) for mask in masks[:-1]]
+        leaves = load_leaves(ctx, start, widest)
         batches = ctx.batches()
-        update = sgd_step(training, narrow_model.named_parameters(), steps=batches.steps)
-        narrower = [_Width(narrow_model, update, training, mask) for mask in masks[:-1]]
-        steps = len(batches.bounds) * training.local_epochs
+        update = sgd_step(ctx.training, leaves, steps=batches.steps)
         # With one width nothing is drawn, so that the run is FedAvg's to the bit.
+        steps = batches.steps
         drawn = iter(ctx.rng.integers(len(widths), size=steps).tolist() if narrower else [0] * steps)
         counts, examples = [0] * len(widths), [0] * len(widths)
-        module, loss_of = narrow_model.module, ctx.problem.loss
+        module, loss_of = ctx.masked.model, ctx.problem.loss
 
         def step(batch: Batch) -> tuple[Any, Tensor]:
             place = next(drawn)
@@ -146,12 +132,12 @@ class OrderedDropoutSgd(LocalPolicy):
             for width in trained:
                 counts[width] += 1
                 examples[width] += batch.size
-            if len(narrower) not in trained:
-                return narrower[place].train(batch, loss_of)
-            outputs = module(*batch.inputs)
-            loss = loss_of(outputs, batch.targets)
-            teacher = outputs.detach() if isinstance(outputs, Tensor) else outputs
-            update(loss, adjust=narrower[place].distil(batch, teacher) if len(trained) > 1 else None)
+            outputs = module(*batch.inputs) if len(narrower) in trained else narrower[place].outputs(leaves, batch)
+            loss = total = loss_of(outputs, batch.targets)
+            if len(trained) > 1:
+                teacher = outputs.detach() if isinstance(outputs, Tensor) else outputs
+                total = loss + _soft_cross_entropy(narrower[place].outputs(leaves, batch), teacher, batch.targets)
+            update(total)
             return outputs, loss
 
         log = ctx.fit(module, batches, step)

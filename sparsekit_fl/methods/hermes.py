@@ -16,21 +16,15 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from sparsekit.allocation.choose import choose
-from sparsekit.allocation.uniform import Uniform
-from sparsekit.criteria.magnitudes import unit_magnitudes
-from sparsekit.graph.graph import UnitGraph
-from sparsekit.graph.groups import group_order
-from sparsekit.graph.index import along
-from sparsekit.graph.mask import UnitMask
-from sparsekit.graph.state import StateDict
+from sparsekit.allocation import Uniform, choose
+from sparsekit.criteria import unit_magnitudes
+from sparsekit.graph import StateDict, UnitGraph, UnitMask, along, group_order
 from sparsekit_fl.context.client import ClientContext
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.options.checked import Hint, NonNegative
-from sparsekit_fl.policies.aggregate import CoverageMean
-from sparsekit_fl.policies.local import Adjust, Leaves, LocalResult, Sgd
+from sparsekit_fl.policies import CoverageMean, GatedPruning, LocalResult, Sgd, UnderOwnMask
+from sparsekit_fl.policies.local import Adjust, Leaves
 from sparsekit_fl.policies.mask import require_units
-from sparsekit_fl.policies.pruning import GatedPruning, UnderOwnMask
 from sparsekit_fl.problem.problem import Problem
 from sparsekit_fl.wire.kept import Mask
 
@@ -49,7 +43,6 @@ class Subnetworks(GatedPruning):
     """
 
     def check(self, problem: Problem, graph: UnitGraph) -> None:
-        """Raise where there is no accuracy or there are no units."""
         super().check(problem, graph)
         require_units(graph, "Hermes")
 
@@ -68,20 +61,19 @@ def _unit_rows(ctx: ClientContext, leaves: Leaves) -> Mapping[int, tuple[int, Te
 
     Units are numbered through all groups; one more number stands for positions that make no unit.
     """
-    narrow_model, graph = ctx.narrow_model, ctx.graph
-    offsets, kept = group_order(graph.groups.values()), graph.kept_indices(narrow_model.mask)
+    graph = ctx.graph
+    offsets, kept = group_order(graph.groups.values()), graph.kept_indices(ctx.masked.unit_mask())
     found: dict[int, tuple[int, Tensor]] = {}
     for place, (name, leaf) in enumerate(leaves.items()):
-        key = narrow_model.key_of(name)
-        pieces = [(group, piece) for group, piece in graph.slices_of.get(key, ()) if piece.side == "out"]
+        pieces = [(group, piece) for group, piece in graph.slices_of.get(name, ()) if piece.side == "out"]
         if leaf.dim() < 2 or not pieces:
             continue
         dim = pieces[0][1].dim
-        units = torch.full((graph.shapes[key][dim],), graph.units)
+        units = torch.full((graph.shapes[name][dim],), graph.units)
         for group, piece in pieces:
             numbers = offsets[group] + torch.arange(len(piece.index))
             units[piece.index.reshape(-1).cpu()] = numbers.repeat_interleave(piece.span)
-        found[place] = dim, units[kept[key][dim]].to(leaf.device)
+        found[place] = dim, units[kept[name][dim]].to(leaf.device)
     return found
 
 
@@ -127,12 +119,10 @@ class GroupLassoSgd(Sgd):
     lasso: Annotated[NonNegative, Hint("0 switches it off")] = 0.001
 
     def adjusts(self, ctx: ClientContext, leaves: Leaves, mask: Mask | None) -> list[Adjust]:
-        """Return the lasso's gradient."""
         own = [_group_lasso(ctx, leaves, self.lasso)] if self.lasso else []
         return [*super().adjusts(ctx, leaves, mask), *own]
 
     def train(self, ctx: ClientContext, start: StateDict, mask: Mask | None, ratio: float) -> LocalResult:
-        """Train the units of `mask`."""
         return replace(super().train(ctx, start, mask, ratio), ratio=ctx.peek("mask").get("ratio"))
 
 

@@ -12,10 +12,15 @@ from __future__ import annotations
 
 from sparsekit.criteria import Ordered
 from sparsekit_fl.methods.method import Method
-from sparsekit_fl.policies.mask import ServerCriterion
-from sparsekit_fl.policies.personal import GlobalModel
-from sparsekit_fl.policies.ratio import ByCapability
-from sparsekit_fl.policies.submodel import OwnedRowsMean, RecalibratedBatchNorm, SubmodelSgd
+from sparsekit_fl.policies import (
+    ByCapability,
+    CoverageMean,
+    GlobalModel,
+    RecalibratedBatchNorm,
+    ServerCriterion,
+    SubmodelSgd,
+    TouchedRowsMean,
+)
 
 __all__ = ["heterofl"]
 
@@ -35,6 +40,6 @@ def heterofl(*, clip: float | None = 1.0, scaler: bool = True, masked_loss: bool
         ratio=ByCapability(),
         mask=ServerCriterion(Ordered()),
         local=SubmodelSgd(clip=clip, scaler=scaler, masked_loss=masked_loss),
-        aggregate=OwnedRowsMean("uniform"),
+        aggregate=TouchedRowsMean("uniform") if masked_loss else CoverageMean("uniform"),
         personal=RecalibratedBatchNorm() if static_norm else GlobalModel(),
     )

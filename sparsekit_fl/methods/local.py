@@ -8,8 +8,7 @@ from __future__ import annotations
 from typing import Literal
 
 from sparsekit_fl.methods.method import Method
-from sparsekit_fl.policies.personal import GlobalModel, LocalModel
-from sparsekit_fl.policies.share import Nothing
+from sparsekit_fl.policies import GlobalModel, LocalModel, Nothing
 
 __all__ = ["local"]
 

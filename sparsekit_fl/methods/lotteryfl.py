@@ -13,14 +13,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from sparsekit.graph.graph import UnitGraph
-from sparsekit.graph.mask import WeightMask
-from sparsekit.graph.state import StateDict
+from sparsekit.graph import StateDict, UnitGraph, WeightMask
 from sparsekit_fl.context.client import ClientContext
 from sparsekit_fl.methods.method import Method
-from sparsekit_fl.policies.aggregate import CoverageMean
-from sparsekit_fl.policies.local import LocalResult, Sgd
-from sparsekit_fl.policies.pruning import GatedPruning, UnderOwnMask, prunable_weights
+from sparsekit_fl.policies import CoverageMean, GatedPruning, LocalResult, Sgd, UnderOwnMask
+from sparsekit_fl.policies.pruning import prunable_weights
 from sparsekit_fl.policies.weight_masks import largest_weights
 from sparsekit_fl.problem.problem import Problem
 from sparsekit_fl.wire.kept import Mask
@@ -41,12 +38,10 @@ class Tickets(GatedPruning):
     """
 
     def check(self, problem: Problem, graph: UnitGraph) -> None:
-        """Raise InvalidValueError where there is no accuracy or nothing to prune."""
         super().check(problem, graph)
         prunable_weights(graph, "LotteryFL")
 
     def prune(self, ctx: ClientContext, state: StateDict, mask: Mask | None, ratio: float) -> Mask:
-        """Return the largest `ratio` of each layer, among those alive."""
         alive = mask if isinstance(mask, WeightMask) else None
         return largest_weights(state, prunable_weights(ctx.graph, "LotteryFL"), ratio, within=alive)
 

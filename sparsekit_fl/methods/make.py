@@ -16,7 +16,7 @@ from sparsekit_fl.policies.bandit import BanditRatio
 __all__ = ["make_method"]
 
 
-def make_method(text: str, *, bandit: str | None = None, settings: Mapping[str, Any] | None = None) -> Method:
+def make_method(text: str, *, settings: Mapping[str, Any] | None = None) -> Method:
     """A method by its name in the registry or as `package.module:function`.
 
     `METHOD@BANDIT` says its bandit too, and `METHOD PATH=VALUE …` its options, as in `fedprox local.proximal=0.1`; both are
@@ -24,7 +24,6 @@ def make_method(text: str, *, bandit: str | None = None, settings: Mapping[str, 
 
     Args:
         text: What the user wrote.
-        bandit: Decides the ratio, in place of the method's own bandit. None: as the text or the method says.
         settings: Further options by path; see `methods.settings`.
 
     Raises:
@@ -44,7 +43,7 @@ def make_method(text: str, *, bandit: str | None = None, settings: Mapping[str, 
     made = with_settings(made, {path: value for path, value in given.items() if path not in taken})
     if own:
         made = replace(made, name=f"{made.name}[{','.join(f'{path}={value}' for path, value in own.items())}]")
-    return _with_bandit(made, bandit or wanted) if bandit or wanted else made
+    return _with_bandit(made, wanted) if wanted else made
 
 
 def _with_bandit(method: Method, bandit: str) -> Method:

@@ -18,13 +18,12 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from sparsekit.graph.state import StateDict
+from sparsekit.graph import StateDict
 from sparsekit_fl.context.client import ClientContext
 from sparsekit_fl.context.server import ClientInfo, ServerContext
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.options.checked import Count, NonNegative, Positive, Share
-from sparsekit_fl.policies.local import LocalResult, Sgd
-from sparsekit_fl.policies.sampling import SamplingPolicy
+from sparsekit_fl.policies import LocalResult, SamplingPolicy, Sgd
 from sparsekit_fl.problem.problem import Loss
 from sparsekit_fl.wire.kept import Mask
 from sparsekit_fl.wire.messages import Assignment, Update, require_metrics
@@ -74,7 +73,6 @@ class SampleLossSgd(Sgd):
     """
 
     def train(self, ctx: ClientContext, start: StateDict, mask: Mask | None, ratio: float) -> LocalResult:
-        """Train and report."""
         loss = _RecordingLoss(ctx.problem.loss, len(ctx.client.data.train))
         ctx = dataclasses.replace(ctx, problem=dataclasses.replace(ctx.problem, loss=loss))
         result = super().train(ctx, start, mask, ratio)
@@ -121,9 +119,9 @@ class GuidedSampling(SamplingPolicy):
     def sample(self, ctx: ServerContext) -> list[int]:
         """Sample exploited, then explored clients; if they are too few, the rest is drawn from all."""
         memory = ctx.memory
-        tried: dict[str, Any] = memory.setdefault("tried", {})
         # Read once, since each access of the roster draws the client's capability.
         roster = dict(ctx.roster)
+        tried = {key: item for key, item in memory.setdefault("tried", {}).items() if int(key) in roster}
         seconds = _expected_seconds(roster, tried)
         preferred = self._preferred(memory, seconds)
         scores = self._scores(ctx.round, tried, preferred)
@@ -145,7 +143,6 @@ class GuidedSampling(SamplingPolicy):
         return sorted(cohort)
 
     def validate(self, ctx: ServerContext, update: Update, assignment: Assignment) -> None:
-        """Raise UpdateError where the update has no mean square of the loss."""
         require_metrics(update, _SQUARES)
 
     def observe(self, ctx: ServerContext, updates: Sequence[Update]) -> None:

@@ -14,16 +14,15 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor
 
-from sparsekit._torch import foreach_add, foreach_copy_, foreach_sub
 from sparsekit.errors import InvalidValueError
-from sparsekit.graph.state import StateDict
+from sparsekit.foreach import foreach_add, foreach_copy_, foreach_sub
+from sparsekit.graph import StateDict
 from sparsekit_fl.context.client import ClientContext, Work
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.options.checked import Count, Hint, NonNegative, NonNegativeCount, Positive
 from sparsekit_fl.options.config import TrainingConfig
-from sparsekit_fl.policies.aggregate import WeightedMean
-from sparsekit_fl.policies.local import Leaves, LocalPolicy, LocalResult, gradients_of, load_leaves, sgd_step
-from sparsekit_fl.policies.personal import PersonalModel, PersonalPolicy
+from sparsekit_fl.policies import LocalPolicy, LocalResult, PersonalModel, PersonalPolicy, WeightedMean
+from sparsekit_fl.policies.local import Leaves, gradients_of, load_leaves, sgd_step
 from sparsekit_fl.training.loop import Batch, Batches
 from sparsekit_fl.training.optimizer import SgdStep
 from sparsekit_fl.wire.kept import Mask
@@ -73,7 +72,7 @@ class MetaSgd(LocalPolicy):
         others = _forever(lambda: ctx.batches(epochs=1))
         delta = self.delta if self.variant == "hessian-free" else None
         step = _MetaStep(ctx, leaves, others, self.adaptation_lr, delta, steps=batches.steps)
-        log = ctx.fit(ctx.narrow_model.module, batches, step)
+        log = ctx.fit(ctx.masked.model, batches, step)
         once = ctx.work(None, log)
         extra = Work(3 * ctx.costs.forward_flops(None) * step.further_examples, once.flops_rowmask * step.gradients_per_batch)
         return LocalResult.of(ctx, None, log, work=once + extra)
@@ -92,7 +91,7 @@ class _MetaStep:
         *,
         steps: int,
     ) -> None:
-        self._module, self._loss = ctx.narrow_model.module, ctx.problem.loss
+        self._module, self._loss = ctx.masked.model, ctx.problem.loss
         self._parameters: list[Tensor] = list(leaves.values())
         self._update = sgd_step(ctx.training, leaves, steps=steps)
         self._adapt = _adaptation(ctx.training, leaves, rate)
@@ -147,16 +146,15 @@ class AdaptedModel(PersonalPolicy):
     largest_batch: Count = 256
 
     def model(self, ctx: ClientContext, state: StateDict) -> PersonalModel:
-        """Return the adapted model."""
         adapt = _adaptation(ctx.training, load_leaves(ctx, state, None), self.adaptation_lr)
-        module = ctx.narrow_model.module
+        module = ctx.masked.model
         # Statistics of batch norm stay those of the server: a few steps are too few to learn them anew.
         module.eval()
         batches = _forever(lambda: ctx.batches(epochs=1, batch_size=min(self.largest_batch, len(ctx.client.data.train))))
         for _, batch in zip(range(self.steps), batches, strict=False):
             adapt(ctx.problem.loss(module(*batch.inputs), batch.targets))
             ctx.deploying.append(ctx.work_on(batch.size).flops_compact)
-        return PersonalModel(state=ctx.narrow_model.narrow_state())
+        return PersonalModel(state=ctx.masked.narrow_state())
 
 
 def per_fedavg(

@@ -21,24 +21,20 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from sparsekit._torch import foreach_add_, foreach_zero_
 from sparsekit.errors import InvalidValueError
-from sparsekit.graph.graph import UnitGraph
-from sparsekit.graph.mask import WeightMask
-from sparsekit.graph.state import StateDict
-from sparsekit.measure.cost import CostModel
+from sparsekit.foreach import foreach_add_, foreach_zero_
+from sparsekit.graph import StateDict, UnitGraph, WeightMask
+from sparsekit.measure import CostModel
 from sparsekit_fl.context.client import ClientContext, Work
 from sparsekit_fl.context.server import ServerContext
 from sparsekit_fl.costs.rowmask import part_flops
 from sparsekit_fl.errors import UpdateError
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.options.checked import Checked, Count, Hint, NonNegative, NonNegativeCount
-from sparsekit_fl.policies.aggregate import DeltaMean
-from sparsekit_fl.policies.local import Leaves, LocalResult, Sgd, load_leaves, sgd
-from sparsekit_fl.policies.mask import MaskPolicy
+from sparsekit_fl.policies import DeltaMean, LocalResult, MaskPolicy, SamplingPolicy, Sgd
+from sparsekit_fl.policies.local import Leaves, load_leaves, sgd
 from sparsekit_fl.policies.pruning import prunable_weights, recall_mask, remember_mask
 from sparsekit_fl.policies.rule import Accumulator
-from sparsekit_fl.policies.sampling import SamplingPolicy
 from sparsekit_fl.policies.weight_masks import search_weights
 from sparsekit_fl.problem.clients import Capability
 from sparsekit_fl.problem.problem import Problem
@@ -124,7 +120,6 @@ class FirstAlone(SamplingPolicy):
     search: Search = field(default_factory=Search)
 
     def sample(self, ctx: ServerContext) -> list[int]:
-        """Sample one client, or the cohort."""
         cohort = super().sample(ctx)
         return [cohort[int(ctx.rng.integers(len(cohort)))]] if self.search.alone(ctx.round) else cohort
 
@@ -140,7 +135,6 @@ class SearchedMask(MaskPolicy):
     search: Search = field(default_factory=Search)
 
     def check(self, problem: Problem, graph: UnitGraph) -> None:
-        """Raise InvalidValueError where there is nothing to prune."""
         prunable_weights(graph, "PruneFL")
 
     def propose(self, ctx: ServerContext, client_id: int, proposal: float | None) -> Mask | None:
@@ -157,7 +151,6 @@ class SearchedMask(MaskPolicy):
         return recall_mask(memory)
 
     def validate(self, ctx: ServerContext, update: Update, assignment: Assignment) -> None:
-        """Raise UpdateError where the mask of the initial pruning, or the gradients, are not of these weights."""
         names = set(prunable_weights(ctx.graph, "PruneFL"))
         who = f"the update of client {update.client_id}"
         if self.search.alone(ctx.round) and (update.mask is None or set(update.mask) != names):
@@ -171,7 +164,6 @@ class SearchedMask(MaskPolicy):
                 raise UpdateError(f"{who} has no gradients of the weights that are pruned, or of others too")
 
     def observe(self, ctx: ServerContext, updates: Sequence[Update]) -> None:
-        """Keep the mask of the initial pruning, or the gradients."""
         memory = ctx.memory
         if self.search.alone(ctx.round):
             remember_mask(memory, updates[0].mask)
@@ -216,7 +208,6 @@ class SearchingSgd(Sgd):
     search: Search = field(default_factory=Search)
 
     def train(self, ctx: ClientContext, start: StateDict, mask: Mask | None, ratio: float) -> LocalResult:
-        """Train; in the first round prune as well."""
         if mask is not None and not isinstance(mask, WeightMask):
             raise InvalidValueError("SearchingSgd prunes by entry; use it with SearchedMask()")
         if self.search.alone(ctx.round):
@@ -241,7 +232,7 @@ class SearchingSgd(Sgd):
         for _ in range(search.initial):
             part, squares = self._measure(ctx, state, mask)
             log, work = log + part, work + ctx.work(mask, part)
-            state = ctx.narrow_model.narrow_state()
+            state = ctx.masked.narrow_state()
             seconds = weight_seconds(ctx.costs, ctx.graph.shapes, tuple(mask), part.examples)
             before, mask = mask, search_weights(state, mask, squares, seconds, share=search.share, overhead=search.overhead)
             unmoved = unmoved + 1 if abs(_density(mask) / _density(before) - 1) <= search.settled else 0
@@ -261,17 +252,14 @@ class MaskedMean(DeltaMean):
     """The mean of the changes; what the round's mask drops becomes zero, so that a weight that comes back begins there."""
 
     def validate(self, ctx: ServerContext, update: Update, assignment: Assignment) -> None:
-        """Raise UpdateError where the update has another mask than the one that was sent."""
         if assignment.mask is not None and update.mask != assignment.mask:
             raise UpdateError(f"the update of client {update.client_id} has another mask than the one that it was sent")
 
     def add(self, ctx: ServerContext, acc: Accumulator, update: Update, age: int) -> None:
-        """Add one update, and note its mask, which is everybody's."""
         super().add(ctx, acc, update, age)
         acc.extra["mask"] = update.mask
 
     def finish(self, ctx: ServerContext, state: StateDict, acc: Accumulator) -> dict[str, Tensor]:
-        """Return the new sparse model."""
         return mask_state(ctx.graph, acc.extra.get("mask"), super().finish(ctx, state, acc))
 
 

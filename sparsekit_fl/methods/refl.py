@@ -19,7 +19,7 @@ from pydantic import Field
 from torch import Tensor
 
 from sparsekit.errors import InvalidValueError
-from sparsekit.graph.state import StateDict
+from sparsekit.graph import StateDict
 from sparsekit_fl.context.server import ServerContext
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.options.checked import Checked, Hint, NonNegativeCount, Ratio, Share
@@ -102,10 +102,13 @@ class LeastAvailable(SamplingPolicy):
     def sample(self, ctx: ServerContext) -> list[int]:
         """Sample the least available clients, at most the wanted number."""
         memory = ctx.memory
-        ids = list(ctx.roster)
+        ids = sorted(ctx.roster)
         here, likely = [True] * len(ids), [True] * len(ids)
         if self.availability is not None:
-            here, likely = self.availability.advance(memory, len(ids), ctx.rng)
+            # Chains of all clients go on, also of those that cannot be reached in this round.
+            all_ids = sorted(ctx.everybody)
+            places = [place for place, client_id in enumerate(all_ids) if client_id in ctx.roster]
+            here, likely = ([of[p] for p in places] for of in self.availability.advance(memory, len(all_ids), ctx.rng))
         late = memory.setdefault("late", [])
         busy = {item["client"] for item in late}
         last = memory.setdefault("last", {})

@@ -95,7 +95,7 @@ def with_arguments(make: Callable[..., Any], given: Mapping[str, Any], *, name: 
                 continue
             raise UnknownNameError(
                 f"method {name!r} has no argument {path!r}; {nearest(path, [*known, *_KINDS])};"
-                f" `sparsekit list method {name}` shows its options"
+                f" `sparsekit describe {name}` shows its options, `sparsekit list options` those of a run"
             )
     return make(**{path: _value(hints.get(path), value, path) for path, value in given.items() if path in known})
 
@@ -129,7 +129,7 @@ def _unknown(method: Method, path: str) -> UnknownNameError:
     known = [setting.path for setting in settings_of(method)]
     return UnknownNameError(
         f"method {method.name!r} has no option {path!r}; {nearest(path, [*known, *_KINDS])};"
-        f" `sparsekit list method {method.name}` shows its options"
+        f" `sparsekit describe {method.name}` shows its options, `sparsekit list options` those of a run"
     )
 
 

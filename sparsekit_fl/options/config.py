@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import tomllib
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_args
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from sparsekit.deprecations import RemovedIn0_3Warning
 from sparsekit.errors import InvalidValueError, UnknownNameError, nearest
-from sparsekit_fl.options.checked import Checked, Count, Fraction, Hint, NonNegative, NonNegativeCount, Positive, Share
+from sparsekit_fl.options.checked import Checked, Count, Fraction, Hint, NonNegative, NonNegativeCount, Positive, Share, choices
+from sparsekit_fl.options.optimizers import optimizer_defaults
 from sparsekit_fl.options.schedule import Schedule, factor
 from sparsekit_fl.options.schema import HOW, SAFE, SERVER, TRAIN, WHAT, Option
 
 __all__ = [
-    "AGGREGATIONS",
     "HETEROGENEITY",
-    "SERVER_OPTIMIZERS",
-    "UPLOADS",
     "Aggregation",
     "Amp",
     "AsyncClock",
@@ -31,7 +26,6 @@ __all__ = [
     "ServerOptimizer",
     "TrainingConfig",
     "Upload",
-    "current_names",
 ]
 
 HETEROGENEITY: Mapping[str, tuple[float, ...]] = {
@@ -45,72 +39,74 @@ Source: Xue et al., ICDE 2025 (arXiv 2412.07216), Effect of Heterogeneity (Q3); 
 """
 
 Aggregation = Literal["mean", "trimmed-mean", "median", "norm-clipped"]
-AGGREGATIONS: tuple[str, ...] = get_args(Aggregation)
 """Names of the rules by which the server combines changes."""
 
 Upload = Literal["float32", "bfloat16"]
-UPLOADS: tuple[str, ...] = get_args(Upload)
 """What changes are sent as."""
-
-Config = TypeVar("Config", bound=type)
 
 Amp = Literal["off", "bfloat16", "float16"]
 """In which data type forward passes are computed."""
 
 ServerOptimizer = Literal["none", "fedavgm", "fedadam", "fedyogi", "fedadagrad"]
-SERVER_OPTIMIZERS: tuple[str, ...] = get_args(ServerOptimizer)
 """What the server can do with the combined change."""
 
 AsyncClock = Literal["simulated", "wall"]
 """What decides who comes in first in asynchronous rounds."""
 
-_FORMER = {"clients_per_round": "cohort"}  # the old names go with version 0.3
 
-# Left out of plain values while they are what they were before there were such options, so that older runs can be resumed.
-_LATER = {
-    *("eval_clients", "eval_global_every", "aggregation", "trim_share", "clip_norm"),
-    *("dp_clip", "dp_noise", "dp_delta", "dp_noise_seed", "upload"),
-    *("lr_schedule", "lr_warmup", "lr_step", "lr_gamma", "lr_end", "server_optimizer", "server_lr", "server_momentum"),
-    *("server_beta2", "server_tau", "availability", "async_buffer", "async_staleness", "async_clock"),
-    *("optimizer", "optimizer_args", "amp", "local_schedule", "local_warmup"),
+_SGD: Mapping[str, float] = {"lr": 0.1, "weight_decay": 0.0}
+
+_ADAPTIVE = ("fedadam", "fedyogi", "fedadagrad")
+_BELONGS: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "lr_step": ("lr_schedule", ("step",)),
+    "lr_gamma": ("lr_schedule", ("step",)),
+    "lr_end": ("lr_schedule", ("linear", "cosine")),
+    "server_momentum": ("server_optimizer", ("fedavgm", *_ADAPTIVE)),
+    "server_beta2": ("server_optimizer", ("fedadam", "fedyogi")),
+    "server_tau": ("server_optimizer", _ADAPTIVE),
+    "async_staleness": ("async_buffer", ()),
+    "async_clock": ("async_buffer", ()),
+    "trim_share": ("aggregation", ("trimmed-mean",)),
+    "clip_norm": ("aggregation", ("norm-clipped",)),
+    "dp_noise": ("dp_clip", ()),
+    "dp_delta": ("dp_clip", ()),
+    "dp_noise_seed": ("dp_clip", ()),
 }
-
-
-def current_names(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Saved options by their present names."""
-    return {_FORMER.get(name, name): value for name, value in raw.items()}
-
-
-def _takes_former_names(kind: Config) -> Config:
-    made: Any = kind.__init__  # type: ignore[misc]
-
-    @functools.wraps(made)
-    def init(self: Any, **given: Any) -> None:
-        for old in _FORMER.keys() & given.keys():
-            text = f"{old} is now called {_FORMER[old]}; the old name goes with version 0.3"
-            warnings.warn(text, RemovedIn0_3Warning, stacklevel=2)
-            given[_FORMER[old]] = given.pop(old)
-        made(self, **given)
-
-    kind.__init__ = init  # type: ignore[misc]
-    return kind
+"""Option → the option without which it has no effect, and the values of that one; () is any but None."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig(Checked):
     """How a client trains. Each option has its meaning and its range where it is declared.
 
+    A learning rate or a weight decay that is not given is the optimizer's own: 0.1 and 0 for sgd, and what the class of torch
+    says for any other, as 0.001 and 0.01 for adamw. Without one in the class it is that of sgd.
+
     Raises:
         InvalidValueError: a value that is not allowed.
+        UnknownNameError: torch has no such optimizer; it is looked up where a default depends on it.
     """
 
     local_epochs: Annotated[
         Count, Option("Passes over a client's training data per round, E in the papers.", TRAIN, preset=True)
     ] = 5
     batch_size: Annotated[Count, Option("Examples per step, B in the papers.", TRAIN, preset=True)] = 20
-    lr: Annotated[NonNegative, Option("Learning rate of round 1.", TRAIN, preset=True)] = 0.1
+    lr: Annotated[
+        NonNegative,
+        Option(
+            "Learning rate of round 1.", TRAIN, preset=True, unset="the preset's; with another optimizer than its own, torch's"
+        ),
+    ] = None  # type: ignore[assignment]  # a number once made
     momentum: Annotated[float, Field(ge=0, lt=1), Option("Momentum of SGD and RMSprop.", TRAIN, preset=True)] = 0.0
-    weight_decay: Annotated[NonNegative, Option("Weight decay of the optimizer.", TRAIN, preset=True)] = 0.0
+    weight_decay: Annotated[
+        NonNegative,
+        Option(
+            "Weight decay of the optimizer.",
+            TRAIN,
+            preset=True,
+            unset="the preset's; with another optimizer than its own, torch's",
+        ),
+    ] = None  # type: ignore[assignment]  # a number once made
     clip: Annotated[Positive | None, Option("Largest norm of the gradient of a step.", TRAIN, preset=True)] = None
     optimizer: Annotated[
         str,
@@ -128,6 +124,14 @@ class TrainingConfig(Checked):
     ] = "constant"
     local_warmup: Annotated[NonNegativeCount, Option("Steps at the start of each round with a growing rate.", TRAIN)] = 0
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        absent = [name for name in _SGD if getattr(self, name) is None]
+        if absent:
+            own = {} if self.optimizer == "sgd" else optimizer_defaults(self.optimizer)
+            for name in absent:
+                object.__setattr__(self, name, own.get(name, _SGD[name]))
+
     @property
     def is_plain(self) -> bool:
         """Whether a step is θ ← θ − lr · gradient and nothing else."""
@@ -136,7 +140,6 @@ class TrainingConfig(Checked):
         return off and not any(changed)
 
 
-@_takes_former_names
 @dataclass(frozen=True, kw_only=True)
 class RunConfig(Checked):
     """Everything that decides a run, beside method, problem and clients.
@@ -295,21 +298,27 @@ class RunConfig(Checked):
             raise InvalidValueError(f"training must be a TrainingConfig, got {type(self.training).__name__}")
         if self.min_replies is not None and self.min_replies > self.cohort:
             raise InvalidValueError(f"min_replies must be at most cohort ({self.cohort}), got {self.min_replies}")
-        if self.clip_norm is not None and self.aggregation != "norm-clipped":
-            raise InvalidValueError(f"clip_norm belongs to aggregation 'norm-clipped', got {self.aggregation!r}")
+        self._check_features()
         self._check_privacy()
         self._check_server()
 
+    def _check_features(self) -> None:
+        """Refuse an option that has no effect; its default passes, since a saved run has them all."""
+        for choice in choices(RunConfig):
+            feature, values = _BELONGS.get(choice.name, ("", ()))
+            if not feature or choice.is_default(getattr(self, choice.name)):
+                continue
+            found = getattr(self, feature)
+            if found is None or (values and found not in values):
+                allowed = " " + " or ".join(map(repr, values)) if values else ""
+                raise InvalidValueError(f"{choice.name} belongs to {feature}{allowed}, got {found!r}; leave it out")
+
     def _check_server(self) -> None:
-        if self.lr_step is not None and self.lr_schedule != "step":
-            raise InvalidValueError(f"lr_step belongs to lr_schedule 'step', got {self.lr_schedule!r}")
         if self.async_buffer is not None and self.async_buffer > self.cohort:
             raise InvalidValueError(
                 f"async_buffer must be at most cohort ({self.cohort}), the number of clients that train at a time, got"
                 f" {self.async_buffer}"
             )
-        if self.async_clock is not None and self.async_buffer is None:
-            raise InvalidValueError(f"async_clock belongs to async_buffer, got {self.async_clock!r} without it")
         if self.async_buffer is not None and self.dp_clip is not None:
             raise InvalidValueError(
                 "dp_clip needs rounds that wait for their cohort: with async_buffer fast clients take part more often, which"
@@ -318,12 +327,10 @@ class RunConfig(Checked):
 
     def _check_privacy(self) -> None:
         if self.dp_clip is None:
-            for name in ("dp_noise", "dp_delta", "dp_noise_seed"):
-                if getattr(self, name) is not None:
-                    raise InvalidValueError(f"{name} needs dp_clip, the largest norm of a client's change")
-        elif self.dp_noise is None:
+            return
+        if self.dp_noise is None:
             raise InvalidValueError("dp_clip needs dp_noise, the noise multiplier; aggregation 'norm-clipped' clips alone")
-        elif self.aggregation != "mean":
+        if self.aggregation != "mean":
             raise InvalidValueError(
                 f"dp_clip needs aggregation 'mean', got {self.aggregation!r}: one client can move a trimmed mean or a median by"
                 " more than the noise hides, and dp_clip clips norms itself"
@@ -351,8 +358,7 @@ class RunConfig(Checked):
         raw = dataclasses.asdict(self)
         if self.capability_levels is not None:
             raw["capability_levels"] = list(self.capability_levels)
-        raw["training"] = _without_later(TrainingConfig, raw["training"])
-        return _without_later(RunConfig, raw)
+        return raw
 
     @staticmethod
     def from_dict(raw: Mapping[str, Any]) -> RunConfig:
@@ -384,13 +390,9 @@ class RunConfig(Checked):
         return RunConfig.from_dict(raw)
 
 
-def _without_later(kind: type, raw: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in raw.items() if name not in _LATER or value != getattr(kind, name)}
-
-
 def _known(kind: type, raw: Mapping[str, Any], where: str) -> dict[str, Any]:
     names = [f.name for f in dataclasses.fields(kind)]
     for key in raw:
-        if _FORMER.get(key, key) not in names:
+        if key not in names:
             raise UnknownNameError(f"unknown option {key!r} of {where}; {nearest(key, names)}")
     return dict(raw)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import Literal, get_args
+from typing import Literal
 
-__all__ = ["SCHEDULES", "Schedule", "factor"]
+__all__ = ["Schedule", "factor"]
 
 Schedule = Literal["constant", "linear", "cosine", "step"]
-SCHEDULES: tuple[str, ...] = get_args(Schedule)
 """Names of the courses that a learning rate may take."""
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from sparsekit.errors import InvalidValueError
 from sparsekit.registry import load_object
 
-__all__ = ["parse_value", "read_settings"]
+__all__ = ["parse_value", "read_settings", "takes_none"]
 
 _NOTHING = ("none", "null")
 _WORDS = {"true": True, "yes": True, "false": False, "no": False}
@@ -43,6 +44,11 @@ def parse_value(hint: Any, text: str, *, name: str) -> Any:
     raise InvalidValueError(f"{name} must be {' or '.join(map(_allowed, members))}, got {text!r}")
 
 
+def takes_none(hint: Any) -> bool:
+    """Whether an annotation allows None."""
+    return NoneType in _members(hint)
+
+
 def _members(hint: Any) -> list[Any]:
     if hint is None:
         return [bool, int, float, str]
@@ -69,8 +75,8 @@ def _read(kind: Any, text: str) -> Any:
         if text.lower() not in _WORDS:
             raise ValueError(text)
         return _WORDS[text.lower()]
-    if kind is str:
-        return text
+    if kind in (str, Path):
+        return kind(text)
     if kind in (int, float):
         return kind(text)
     if ":" not in text:
@@ -95,7 +101,7 @@ def _allowed(kind: Any) -> str:
         return " or ".join(map(str, get_args(kind)))
     if get_origin(kind) is tuple:
         return f"values separated by commas, each {_allowed(_members(get_args(kind)[0])[0])}"
-    words = {bool: "true or false", int: "an integer", float: "a number", str: "a word"}
+    words = {bool: "true or false", int: "an integer", float: "a number", str: "a word", Path: "a path"}
     return words.get(kind, f"package.module:object of a {getattr(kind, '__name__', kind)}")
 
 

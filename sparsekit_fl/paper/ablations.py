@@ -12,17 +12,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
-from sparsekit.criteria import Magnitude, Ordered, Random
-from sparsekit.criteria.base import Criterion
+from sparsekit.criteria import Criterion, Magnitude, Ordered, Random
 from sparsekit.errors import InvalidValueError
-from sparsekit.graph.state import StateDict
+from sparsekit.graph import StateDict
 from sparsekit_fl.context.client import ClientContext
 from sparsekit_fl.methods.fedlps import fedlps, fedlps_own
 from sparsekit_fl.methods.method import Method
-from sparsekit_fl.policies.learnable import LearnableSgd
-from sparsekit_fl.policies.local import LocalPolicy, LocalResult, Sgd, with_passes
-from sparsekit_fl.policies.mask import UnitCriterion
-from sparsekit_fl.policies.ratio import ByCapability, Constant
+from sparsekit_fl.policies import ByCapability, Constant, LearnableSgd, LocalPolicy, LocalResult, Sgd, UnitCriterion
+from sparsekit_fl.policies.local import with_passes
 from sparsekit_fl.wire.kept import Mask
 
 __all__ = [
@@ -125,11 +122,11 @@ class ProximalSgd(LocalPolicy):
         metrics = {}
         if "seen" not in ctx.memory:
             ctx.memory["seen"] = True
-            ctx.narrow_model.load(ctx.initial_state(), None)
-            score, weight = ctx.score(ctx.narrow_model.module, "train").get("accuracy", (0.0, 0.0))
+            ctx.load(ctx.initial_state(), None)
+            score, weight = ctx.score(ctx.masked.model, "train").get("accuracy", (0.0, 0.0))
             if weight:
                 metrics["initial_accuracy"] = score / weight
-        entries = sum(start[name].numel() for name in ctx.narrow_model.named_parameters())
+        entries = sum(start[name].numel() for name in ctx.masked.named_weights())
         result = Sgd(proximal=2.0 * self.proximal / max(1, entries)).train(with_passes(ctx, self.passes), start, mask, ratio)
         return replace(result, metrics={**result.metrics, **metrics})
 

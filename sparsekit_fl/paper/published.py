@@ -2,6 +2,7 @@
 
 The numbers are in `published.json`, the reasons in `reasons.json`; a file `reasons.json` in a report's folder comes first.
 A reason rests on a measurement of ours, on the authors' code, on arithmetic with their numbers, or it is a guess and says so.
+Published numbers stand beside runs of their own protocol alone: data, model, partition, levels of devices and training.
 """
 
 from __future__ import annotations
@@ -10,22 +11,19 @@ import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from sparsekit.errors import DataError
+from sparsekit_fl.paper.presets import PRESETS
 from sparsekit_fl.report.comparison import Comparison, Row
-from sparsekit_fl.report.table import Spread
-from sparsekit_fl.report.trials import Level
+from sparsekit_fl.results.extra import need
 
 __all__ = [
-    "PUBLISHED_LEVELS",
+    "PUBLISHED_LEVEL",
     "UNEXPLAINED",
-    "Pair",
-    "Published",
     "in_published_order",
     "protocol_difference",
     "published_beside",
@@ -38,18 +36,15 @@ _ROUNDING_E12 = 0.05
 _DEVIATIONS = 2.0
 UNEXPLAINED = "no reason is known"
 _GUESS = " That is a guess, which was not measured."
-# Rows at other levels of heterogeneity have no published numbers.
-PUBLISHED_LEVELS = (Level("high"), Level())
+PUBLISHED_LEVEL = ("high", -1)
+"""Heterogeneity of the devices and number of lacking classes of the published tables, as of `report.trials.Trial`."""
+# Options that change no number of a table, and the levels, which are told apart by row.
+_FREE = ("seed", "device", "deterministic", "eval_every", "eval_global_every", "eval_clients", "capability_levels")
 
 
 @cache
 def _data(name: str) -> Any:
     return json.loads(files(__package__).joinpath(name).read_text(encoding="utf-8"))
-
-
-def published_source() -> str:
-    """Return the paper that the numbers are from."""
-    return str(_data("published.json")["source"])
 
 
 def _key(name: str) -> str:
@@ -60,6 +55,11 @@ def in_published_order(names: Iterable[str]) -> list[str]:
     """Sort names by the published tables; others stay behind them, as they come."""
     order = [_key(row["method"]) for rows in _data("published.json")["tables"].values() for row in rows]
     return sorted(names, key=lambda name: order.index(_key(name)) if _key(name) in order else len(order))
+
+
+def published_source() -> str:
+    """Return where published numbers are from."""
+    return f"Published numbers: {_data('published.json')['source']}."
 
 
 def published_text(figure: str, dataset: str) -> Mapping[str, Any]:
@@ -73,76 +73,59 @@ def published_text(figure: str, dataset: str) -> Mapping[str, Any]:
     return {**found.get("any", {}), **found.get(dataset, {})}
 
 
-def published_numbers(run: str, dataset: str) -> tuple[float, float, float] | None:
-    """Return accuracy and deviation in per cent and FLOPs in 10¹² that were published for one of our methods.
+def published_numbers(run: str, dataset: str) -> list[tuple[str, str, float, float, float]]:
+    """Return table, published name, accuracy and deviation in per cent, and FLOPs in 10¹² of the rows of one of our methods.
 
     Args:
         run: Name of our method.
         dataset: Name of the data set.
-
-    Returns:
-        The numbers; None where there are none.
     """
-    key = {_key(ours): _key(theirs) for ours, theirs in _data("published.json")["also"].items()}.get(_key(run), _key(run))
-    rows = [row for rows in _data("published.json")["tables"].values() for row in rows if _key(row["method"]) == key]
-    found = next((row[dataset] for row in rows if dataset in row), None)
-    return None if found is None else (float(found[0]), float(found[1]), float(found[2]))
+    data = _data("published.json")
+    keys = {_key(run), *(_key(theirs) for ours, theirs in data["also"].items() if _key(ours) == _key(run))}
+    return [
+        (table, line["method"], *map(float, line[dataset]))
+        for table, lines in data["tables"].items()
+        for line in lines
+        if dataset in line and _key(line["method"]) in keys
+    ]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Pair:
-    """One published number and ours.
+def protocol_difference(comparison: Comparison) -> str:
+    """Say in what the runs are not those of the paper; empty where they are.
 
     Args:
-        published: As printed.
-        deviation: As printed; None for numbers without one.
-        mean: Our mean over seeds.
-        spread: Our deviation over seeds; None for a single one.
-        flagged: Whether they differ by more than two deviations, or for FLOPs also by more than rounding.
-        reason: Cause of the difference, where flagged.
+        comparison: Ours.
     """
-
-    published: float
-    deviation: float | None
-    mean: float
-    spread: float | None
-    flagged: bool
-    reason: str
-
-    @property
-    def difference(self) -> float:
-        """Ours minus published."""
-        return self.mean - self.published
-
-
-@dataclass(frozen=True, kw_only=True)
-class Published:
-    """One published row and ours.
-
-    Args:
-        table: Title of the published table.
-        method: Published name of the method.
-        run: Name of our method.
-        accuracy: In per cent.
-        flops: In 10¹², by the row-mask convention, which is that of the paper.
-    """
-
-    table: str
-    method: str
-    run: str
-    accuracy: Pair
-    flops: Pair
-
-    @property
-    def reason(self) -> str:
-        """Cause of the difference of either number; empty where none differs."""
-        found = {name: pair.reason for name, pair in (("Accuracy", self.accuracy), ("FLOPs", self.flops)) if pair.reason}
-        if len(found) == 2 and self.accuracy.reason == self.flops.reason:
-            return self.accuracy.reason
-        return " ".join(f"{name}: {reason}" for name, reason in found.items())
+    dataset = comparison.dataset
+    if dataset not in _data("published.json")["datasets"]:
+        return f"The paper has no {dataset or 'such'} data."
+    preset, config = PRESETS[dataset], comparison.config
+    about = config.get("experiment", {})
+    wanted = {
+        "model": preset.model, "clients": preset.clients, "partition": preset.partition, **preset.options,
+        **_flat(json.loads(json.dumps(preset.config({}, preset.clients).to_dict()))),
+    }  # fmt: skip
+    ours = {**about, **about.get("partition_options", {}), **_flat(config)}
+    # A method may decide the capability itself, which is then a part of it.
+    free = {*_FREE, *(name for trial in comparison.trials for name in trial.policies)}
+    changed = [
+        f"{name.replace('_', ' ')} {ours[name]} instead of {value}"
+        for name, value in wanted.items()
+        if name not in free and name in ours and ours[name] != value
+    ]
+    # What the partition leaves out is as unlike the paper's as another value.
+    changed += [f"no {name.replace('_', ' ')}" for name in preset.options if name not in ours]
+    if PUBLISHED_LEVEL[0] not in {trial.heterogeneity for trial in comparison.trials}:
+        changed.append("other levels of devices")
+    return f"Another protocol than the paper's: {', '.join(changed)}." if changed else ""
 
 
-def published_beside(comparison: Comparison, *, folder: Path | None = None) -> list[Published]:
+def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
+    rest = {name: value for name, value in config.items() if name not in ("training", "experiment")}
+    return {**rest, **config.get("training", {})}
+
+
+def published_beside(comparison: Comparison, *, folder: Path | None = None) -> Any:
     """Pair every published row of the comparison's data set with the runs of its method.
 
     Args:
@@ -150,66 +133,41 @@ def published_beside(comparison: Comparison, *, folder: Path | None = None) -> l
         folder: Folder in which a `reasons.json` of the reader may be.
 
     Returns:
-        Rows in published order; empty for a data set that was not published.
+        DataFrame with two rows for each pair, its accuracy and its FLOPs, in published order; None where the protocol is not
+        the paper's or no method has a row. `flagged` is 1 where they differ by more than two deviations, FLOPs also by more
+        than rounding, and `reason` says why.
 
     Raises:
         DataError: the reader's file cannot be read.
     """
-    data, dataset = _data("published.json"), comparison.section.dataset
-    rows = [row for row in comparison.rows if row.level in PUBLISHED_LEVELS and _complete(row)]
-    also = {_key(ours): _key(theirs) for ours, theirs in data["also"].items()}
-    reasons = [*_own_reasons(folder), *_data("reasons.json")]
-    short = protocol_difference(comparison)
-
-    def pair(line: Mapping[str, Any], row: Row, quantity: str) -> Pair:
-        accuracy, deviation, flops = line[dataset]
-        if quantity == "accuracy":
-            published, factor, found, room = accuracy, 100.0, row.numbers["personal_accuracy"], 0.0
-        else:
-            published, factor, found, room = flops, 1e-12, row.numbers["flops_rowmask"], _ROUNDING_E12
-            deviation = None
-        mean, spread = _scaled(found, factor)
-        flagged = abs(mean - published) > max(_DEVIATIONS * math.hypot(deviation or 0.0, spread or 0.0), room)
-        facts = {"quantity": quantity, "sign": "higher" if mean > published else "lower", "datasets": dataset}
-        reason = (short or _reason(reasons, facts, {line["method"], row.method})) if flagged else ""
-        return Pair(published=published, deviation=deviation, mean=mean, spread=spread, flagged=flagged, reason=reason)
-
-    return [
-        Published(
-            table=table,
-            method=line["method"],
-            run=row.method,
-            accuracy=pair(line, row, "accuracy"),
-            flops=pair(line, row, "flops"),
-        )
-        for table, lines in data["tables"].items()
-        for line in lines
-        if dataset in line
-        for row in rows
-        if _key(line["method"]) in (_key(row.method), also.get(_key(row.method)))
-    ]
+    if protocol_difference(comparison):
+        return None
+    dataset, reasons = comparison.dataset, [*_own_reasons(folder), *_data("reasons.json")]
+    lines: list[tuple[Any, ...]] = []
+    for row in comparison.rows:
+        known = not math.isnan(row.mean["personal_accuracy"] + row.mean["flops_rowmask"])
+        if not known or (row.heterogeneity, row.lack_classes) != PUBLISHED_LEVEL:
+            continue
+        for table, method, accuracy, deviation, flops in published_numbers(row.method, dataset):
+            pairs = (("accuracy", "accuracy_percent", accuracy, deviation, _ours(row, "personal_accuracy", 100.0), 0.0),
+                     ("flops", "flops_e12", flops, None, _ours(row, "flops_rowmask", 1e-12), _ROUNDING_E12))  # fmt: skip
+            for quantity, name, published, theirs, (mean, spread), room in pairs:
+                flagged = abs(mean - published) > max(_DEVIATIONS * math.hypot(theirs or 0.0, spread or 0.0), room)
+                facts = {"quantity": quantity, "sign": "higher" if mean > published else "lower", "datasets": dataset}
+                reason = _reason(reasons, facts, {method, row.method}) if flagged else ""
+                numbers = (published, theirs, mean, spread, mean - published, int(flagged))
+                lines.append((table, method, row.label, name, *numbers, reason))
+    if not lines:
+        return None
+    order = [(table, line["method"]) for table, rows in _data("published.json")["tables"].items() for line in rows]
+    lines.sort(key=lambda line: order.index(line[:2]))
+    columns = ["table", "method", "run", "quantity", "published", "published_deviation", "ours", "our_deviation"]
+    return need("pandas").DataFrame(lines, columns=[*columns, "difference", "flagged", "reason"], dtype=object)
 
 
-def _complete(row: Row) -> bool:
-    return row.numbers["personal_accuracy"].mean is not None and row.numbers["flops_rowmask"].mean is not None
-
-
-def _scaled(found: Spread, factor: float) -> tuple[float, float | None]:
-    assert found.mean is not None
-    return found.mean * factor, None if found.deviation is None else found.deviation * factor
-
-
-def protocol_difference(comparison: Comparison) -> str:
-    """Say why a whole table cannot be compared; empty where it can.
-
-    Args:
-        comparison: Ours.
-    """
-    protocol = _data("published.json")["protocol"].get(comparison.section.dataset, {})
-    config = next((trial.config for trial in comparison.section.finished), {})
-    ours = {"clients": config.get("experiment", {}).get("clients"), "rounds": config.get("rounds")}
-    changed = [f"{ours[name]} {name} instead of {wanted}" for name, wanted in protocol.items() if ours[name] != wanted]
-    return f"Another protocol: {' and '.join(changed)}." if changed else ""
+def _ours(row: Row, column: str, factor: float) -> tuple[float, float | None]:
+    deviation = row.deviation[column]
+    return row.mean[column] * factor, None if math.isnan(deviation) else deviation * factor
 
 
 def _own_reasons(folder: Path | None) -> list[Mapping[str, Any]]:

@@ -1,9 +1,5 @@
 """The seven kinds of choice that make up a method; one file per kind, each opening with its base class."""
 
-from typing import Any
-
-from sparsekit.deprecations import find_renamed
-from sparsekit_fl.deprecations import RENAMED_POLICIES
 from sparsekit_fl.policies.aggregate import AggregatePolicy, CoverageMean, DeltaMean, WeightedMean
 from sparsekit_fl.policies.bandit import BanditRatio
 from sparsekit_fl.policies.learnable import LearnableSgd
@@ -15,7 +11,7 @@ from sparsekit_fl.policies.pruning import GatedPruning, RememberedMask, UnderOwn
 from sparsekit_fl.policies.ratio import ByCapability, Constant, Full, RatioPolicy
 from sparsekit_fl.policies.sampling import BySize, Fixed, Poisson, PowerOfChoice, SamplingPolicy, Uniform
 from sparsekit_fl.policies.share import Everything, Nothing, PrivateHead, SharePolicy
-from sparsekit_fl.policies.submodel import OwnedRowsMean, RecalibratedBatchNorm, SubmodelSgd
+from sparsekit_fl.policies.submodel import RecalibratedBatchNorm, SubmodelSgd
 from sparsekit_fl.policies.touched_rows import TouchedRowsMean
 
 __all__ = [
@@ -39,7 +35,6 @@ __all__ = [
     "MaskPolicy",
     "Nothing",
     "OwnClasses",
-    "OwnedRowsMean",
     "PersonalModel",
     "PersonalPolicy",
     "Poisson",
@@ -60,7 +55,3 @@ __all__ = [
     "UnitCriterion",
     "WeightedMean",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    return find_renamed(__name__, name, RENAMED_POLICIES)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sparsekit.errors import InvalidValueError
-from sparsekit.graph.state import StateDict
+from sparsekit.graph import StateDict
 from sparsekit_fl.context.server import ServerContext
 from sparsekit_fl.errors import UpdateError
 from sparsekit_fl.policies.base import Policy

@@ -12,7 +12,7 @@ import numpy as np
 
 from sparsekit.bandit import Bandit, Interval, Pull, make_bandit, registry
 from sparsekit.errors import InvalidValueError
-from sparsekit.graph.graph import UnitGraph
+from sparsekit.graph import UnitGraph
 from sparsekit_fl.context.client import ClientContext
 from sparsekit_fl.context.memory import Memory
 from sparsekit_fl.context.server import ServerContext
@@ -83,7 +83,6 @@ class BanditRatio(RatioPolicy):
             make_bandit(self.bandit, Interval(self.low, self.high), rng=np.random.default_rng(0), discount=self.discount)
 
     def check(self, problem: Problem, graph: UnitGraph) -> None:
-        """Raise InvalidValueError where there is no accuracy to learn from."""
         require_accuracy(problem, f"{type(self).__name__} learns from training accuracy")
 
     def _bandit(self, ctx: ServerContext, memory: Memory, *, seed: int) -> Bandit:
@@ -120,12 +119,10 @@ class BanditRatio(RatioPolicy):
         return min(capability, float(memory["pull"][1]))
 
     def choose(self, ctx: ClientContext, proposal: float | None) -> float:
-        """Return the proposal, or the client's capability where that is less."""
         limit = min(ctx.capability.ratio, self.high)
         return limit if proposal is None else min(limit, proposal)
 
     def validate(self, ctx: ServerContext, update: Update, assignment: Assignment) -> None:
-        """Raise UpdateError where the update has no accuracy."""
         require_metrics(update, "accuracy")
 
     def observe(self, ctx: ServerContext, update: Update) -> None:

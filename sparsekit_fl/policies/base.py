@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from sparsekit.errors import InvalidValueError
-from sparsekit.graph.graph import UnitGraph
+from sparsekit.graph import UnitGraph
 from sparsekit_fl.context.server import ServerContext
-from sparsekit_fl.deprecations import RenamedHooks
 from sparsekit_fl.options.checked import Checked
 from sparsekit_fl.problem.problem import Problem
 from sparsekit_fl.wire.messages import Assignment, Update
@@ -13,7 +12,7 @@ from sparsekit_fl.wire.messages import Assignment, Update
 __all__ = ["Policy", "require_accuracy"]
 
 
-class Policy(Checked, RenamedHooks):
+class Policy(Checked):
     """One choice of a method: a frozen dataclass of options, whose ranges are in their annotations.
 
     What a policy learns is in the `memory` of its context.

@@ -16,12 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from sparsekit._torch import ConvNd
 from sparsekit.errors import InvalidValueError
-from sparsekit.graph.graph import UnitGraph
-from sparsekit.graph.layers import Layer, prefix_entries
-from sparsekit.measure.cost import trace_cost
-from sparsekit.tracing.layer_order import trace_layers
+from sparsekit.graph import Layer, UnitGraph, prefix_entries
+from sparsekit.layers import is_convolution
+from sparsekit.measure import trace_cost
+from sparsekit.tracing import trace_layers
 from sparsekit_fl.costs.rowmask import part_flops
 
 __all__ = ["ExitHead", "WithExits", "build_with_exits", "place_exits"]
@@ -133,7 +132,7 @@ class _Point:
 
     @property
     def is_convolution(self) -> bool:
-        return isinstance(self.module, ConvNd)
+        return is_convolution(self.module)
 
     @property
     def resolution(self) -> tuple[int, ...] | None:

@@ -11,17 +11,15 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor, nn
 
-from sparsekit._torch import foreach_add, foreach_lerp_, foreach_mul, foreach_sub
-from sparsekit.errors import InvalidValueError
-from sparsekit.graph.mask import UnitMask, WeightMask
-from sparsekit.graph.state import StateDict
+from sparsekit.foreach import foreach_add, foreach_lerp_, foreach_mul, foreach_sub
+from sparsekit.graph import StateDict, UnitMask, WeightMask
+from sparsekit.training import LearnableMask
 from sparsekit_fl.context.client import ClientContext, Work
-from sparsekit_fl.lanes.lane import Lane, LaneOutcome
 from sparsekit_fl.options.checked import Hint, NonNegative
 from sparsekit_fl.options.config import TrainingConfig
 from sparsekit_fl.policies.base import Policy
-from sparsekit_fl.problem.problem import Problem
-from sparsekit_fl.training.loop import Batch, Batches, TrainingLog
+from sparsekit_fl.problem.problem import Loss, Problem
+from sparsekit_fl.training.loop import Batch, Batches, Step, TrainingLog
 from sparsekit_fl.training.optimizer import SgdStep, TorchStep, make_step
 from sparsekit_fl.wire.kept import Mask, mask_state
 
@@ -34,9 +32,11 @@ __all__ = [
     "freeze_dropped",
     "gradients_of",
     "load_leaves",
+    "local_step",
     "pull_towards",
     "sgd",
     "sgd_step",
+    "trained_leaves",
     "with_passes",
 ]
 
@@ -77,9 +77,8 @@ class LocalResult:
             log: Of the training.
             **others: The other fields.
         """
-        model = ctx.narrow_model
-        narrow = isinstance(mask, UnitMask)
-        return LocalResult(state=model.narrow_state(), mask=mask, log=log, narrow=narrow, module=model.module, **others)
+        masked, narrow = ctx.masked, isinstance(mask, UnitMask)
+        return LocalResult(state=masked.narrow_state(), mask=mask, log=log, narrow=narrow, module=masked.model, **others)
 
 
 class LocalPolicy(Policy):
@@ -99,35 +98,6 @@ class LocalPolicy(Policy):
             ratio: The executed ratio.
         """
         return Sgd().train(ctx, start, mask, ratio)
-
-    def lane(self, ctx: ClientContext, start: StateDict, mask: Mask | None, ratio: float) -> Lane[LocalResult]:
-        """Describe the same training so that it can run beside that of other clients, as the engine "cohort" does.
-
-        Only called where `why_alone` returns None.
-
-        Args:
-            ctx: The client's; draw from its `rng` what `train` draws, in the same order.
-            start: The dense state to start from; read-only.
-            mask: What to train; None for everything.
-            ratio: The executed ratio.
-        """
-        raise InvalidValueError(f"{type(self).__name__} trains one client at a time; call train")
-
-    def why_alone(self, *, batched: bool) -> str | None:
-        """Say why clients of this policy train one after the other; None where `lane` describes how they train together.
-
-        Args:
-            batched: Whether clients share every kernel; otherwise only the update of the weights.
-        """
-        for kind in type(self).__mro__:
-            # A subclass that changes how it trains and inherits `lane` would be described wrongly.
-            inherited = {name for base in kind.__bases__ for name in dir(base)} - {"check", "prepare", "validate", "why_alone"}
-            own = {name for name, value in vars(kind).items() if callable(value) and not name.startswith("__")}
-            if kind is LocalPolicy or ("lane" not in own and own & inherited):
-                break
-            if "lane" in own:
-                return None
-        return f"its local policy, {type(self).__name__}, trains one client at a time"
 
 
 Adjust = Callable[[list[Tensor], list[int]], list[Tensor]]
@@ -191,10 +161,14 @@ def load_leaves(ctx: ClientContext, start: StateDict, mask: Mask | None) -> dict
         The leaves that train.
     """
     if isinstance(mask, WeightMask):
-        ctx.narrow_model.load(mask_state(ctx.graph, mask, start), None)
-    else:
-        ctx.narrow_model.load(start, mask)
-    return {name: leaf for name, leaf in ctx.narrow_model.named_parameters().items() if leaf.requires_grad}
+        start = mask_state(ctx.graph, mask, start)
+    ctx.load(start, mask)
+    return trained_leaves(ctx.masked)
+
+
+def trained_leaves(masked: LearnableMask) -> dict[str, nn.Parameter]:
+    """State-dict key → narrow leaf, of those that train."""
+    return {name: leaf for name, leaf in masked.named_weights().items() if leaf.requires_grad}
 
 
 def gradients_of(loss: Tensor, leaves: Sequence[Tensor]) -> list[Tensor]:
@@ -237,8 +211,22 @@ def sgd(ctx: ClientContext, leaves: Leaves, batches: Batches, adjusts: Sequence[
         batches: The epochs.
         adjusts: Changes of the gradients, one after the other, before clipping.
     """
-    module, loss_of = ctx.narrow_model.module, ctx.problem.loss
     update = sgd_step(ctx.training, leaves, steps=batches.steps)
+    return ctx.fit(ctx.masked.model, batches, local_step(ctx.masked, ctx.problem.loss, update, adjusts))
+
+
+def local_step(masked: LearnableMask, loss_of: Loss, update: SgdStep | TorchStep, adjusts: Sequence[Adjust] = ()) -> Step:
+    """Return the step of every method that trains one model by one loss: the mask follows, then the weights learn.
+
+    Args:
+        masked: Loaded with what trains.
+        loss_of: (outputs, targets) → scalar.
+        update: The optimiser of its leaves.
+        adjusts: Changes of the gradients, one after the other, before clipping.
+    """
+    module = masked.model
+    if not masked.settled and update.parameters:
+        masked.track(update.holder)
 
     def adjust(gradients: list[Tensor], places: list[int]) -> list[Tensor]:
         for change in adjusts:
@@ -246,12 +234,13 @@ def sgd(ctx: ClientContext, leaves: Leaves, batches: Batches, adjusts: Sequence[
         return gradients
 
     def step(batch: Batch) -> tuple[Any, Tensor]:
+        masked.sync()
         outputs = module(*batch.inputs)
         loss = loss_of(outputs, batch.targets)
         update(loss, adjust=adjust if adjusts else None)
         return outputs, loss
 
-    return ctx.fit(module, batches, step)
+    return step
 
 
 @dataclass(frozen=True)
@@ -288,21 +277,3 @@ class Sgd(LocalPolicy):
         leaves = load_leaves(ctx, start, mask)
         log = sgd(ctx, leaves, ctx.batches(), self.adjusts(ctx, leaves, mask))
         return LocalResult.of(ctx, mask, log)
-
-    def lane(self, ctx: ClientContext, start: StateDict, mask: Mask | None, ratio: float) -> Lane[LocalResult]:
-        """Describe the same training for several clients at once."""
-
-        def finish(outcome: LaneOutcome) -> LocalResult:
-            narrow = isinstance(mask, UnitMask)
-            return LocalResult(state=outcome.state, mask=mask, log=outcome.log, narrow=narrow, module=outcome.module)
-
-        return Lane(
-            start=start,
-            mask=mask if isinstance(mask, UnitMask) else None,
-            frozen=mask if isinstance(mask, WeightMask) else None,
-            batches=ctx.batches(),
-            training=ctx.training,
-            rng=ctx.rng,
-            pull=self.proximal,
-            finish=finish,
-        )

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sparsekit.allocation.choose import select
-from sparsekit.criteria.base import Criterion, View
-from sparsekit.deprecations import renamed_keywords
+from sparsekit.allocation import select
+from sparsekit.criteria import Criterion, View
 from sparsekit.errors import NoUnitsError
-from sparsekit.graph.graph import UnitGraph
-from sparsekit.graph.state import StateDict
+from sparsekit.graph import StateDict, UnitGraph
 from sparsekit.rng import torch_generator
 from sparsekit_fl.context.client import ClientContext
 from sparsekit_fl.context.server import ServerContext
@@ -76,7 +74,6 @@ class Dense(MaskPolicy):
     """The whole model."""
 
 
-@renamed_keywords(pattern="criterion")
 @dataclass(frozen=True)
 class UnitCriterion(MaskPolicy):
     """The units that a criterion ranks first at the client's ratio, chosen anew in each round.
@@ -88,16 +85,13 @@ class UnitCriterion(MaskPolicy):
     criterion: Criterion
 
     def check(self, problem: Problem, graph: UnitGraph) -> None:
-        """Raise NoUnitsError where the model has no units to choose from."""
         require_units(graph, type(self.criterion).__name__)
 
     def choose(self, ctx: ClientContext, ratio: float, state: StateDict) -> Mask | None:
-        """The criterion's mask for this client."""
         view = RoundView(round=ctx.round, weights=state, generator=torch_generator(ctx.rng))
         return select(self.criterion, ctx.graph, ratio, view)
 
 
-@renamed_keywords(pattern="criterion")
 @dataclass(frozen=True)
 class ServerCriterion(MaskPolicy):
     """The server chooses units of the global model by a criterion and sends the submodel alone.
@@ -109,11 +103,9 @@ class ServerCriterion(MaskPolicy):
     criterion: Criterion
 
     def check(self, problem: Problem, graph: UnitGraph) -> None:
-        """Raise NoUnitsError where the model has no units to choose from."""
         require_units(graph, type(self.criterion).__name__)
 
     def propose(self, ctx: ServerContext, client_id: int, proposal: float | None) -> Mask | None:
-        """The criterion's mask for this client at the proposed ratio; the whole model where none is proposed."""
         view = RoundView(round=ctx.round, weights=ctx.state, generator=torch_generator(ctx.rng))
         return select(self.criterion, ctx.graph, 1.0 if proposal is None else proposal, view)
 

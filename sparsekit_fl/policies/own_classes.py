@@ -10,10 +10,7 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from sparsekit.graph.graph import UnitGraph
-from sparsekit.graph.index import along
-from sparsekit.graph.layers import head_entries
-from sparsekit.graph.state import StateDict
+from sparsekit.graph import StateDict, UnitGraph, along, head_entries
 from sparsekit_fl.context.client import ClientContext
 from sparsekit_fl.options.checked import Hint, Positive
 from sparsekit_fl.policies.share import SharePolicy

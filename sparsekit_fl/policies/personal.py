@@ -9,8 +9,7 @@ from typing import Any, Literal
 from torch import nn
 
 from sparsekit.errors import InvalidValueError
-from sparsekit.graph.mask import UnitMask
-from sparsekit.graph.state import StateDict
+from sparsekit.graph import StateDict
 from sparsekit_fl.context.client import ClientContext
 from sparsekit_fl.policies.base import Policy
 from sparsekit_fl.policies.local import LocalResult
@@ -131,8 +130,8 @@ class LocalModel(PersonalPolicy):
             return result.module
         if result.narrow:
             raise InvalidValueError("a local policy that returns a narrow state must return the module that holds it")
-        ctx.narrow_model.load(result.state, result.mask if isinstance(result.mask, UnitMask) else None)
-        return ctx.narrow_model.module
+        ctx.load(result.state, result.mask)
+        return ctx.masked.model
 
     def model(self, ctx: ClientContext, state: StateDict) -> PersonalModel:
         """Return the kept model, or the global one before the first participation."""

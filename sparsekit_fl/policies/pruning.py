@@ -7,10 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
 from sparsekit.errors import InvalidValueError, SparsekitError
-from sparsekit.graph.graph import UnitGraph
-from sparsekit.graph.layers import layer_weights
-from sparsekit.graph.mask import UnitMask
-from sparsekit.graph.state import StateDict
+from sparsekit.graph import StateDict, UnitGraph, UnitMask, layer_weights
 from sparsekit_fl.context.client import ClientContext, Split
 from sparsekit_fl.context.memory import Memory
 from sparsekit_fl.context.server import ServerContext
@@ -84,7 +81,6 @@ class RememberedMask(MaskPolicy):
             raise UpdateError(f"the update of client {update.client_id} has a wrong next mask: {error}") from error
 
     def observe(self, ctx: ServerContext, updates: Sequence[Update]) -> None:
-        """Note each client's mask."""
         for update in updates:
             remember_mask(ctx.memory.setdefault(str(update.client_id), {}), self.following(update.mask, update.extra))
 
@@ -113,7 +109,6 @@ class GatedPruning(RememberedMask):
     step: Annotated[Fraction, Hint("it is a share of what is kept")] = 0.1
 
     def check(self, problem: Problem, graph: UnitGraph) -> None:
-        """Raise InvalidValueError where there is no accuracy to decide by."""
         require_accuracy(problem, f"{type(self).__name__} decides by accuracy")
 
     def prune(self, ctx: ClientContext, state: StateDict, mask: Mask | None, ratio: float) -> Mask:
@@ -130,10 +125,10 @@ class GatedPruning(RememberedMask):
         return mask
 
     def _accuracy(self, ctx: ClientContext, state: StateDict, mask: Mask | None) -> float:
-        ctx.narrow_model.load(state, mask if isinstance(mask, UnitMask) else None)
+        ctx.load(state, mask)
         # A client without validation data decides by its training data.
         split: Split = "val" if len(ctx.client.data.val) else "train"
-        score, weight = ctx.score(ctx.narrow_model.module, split).get("accuracy", (0.0, 0.0))
+        score, weight = ctx.score(ctx.masked.model, split).get("accuracy", (0.0, 0.0))
         return score / weight if weight else 0.0
 
 

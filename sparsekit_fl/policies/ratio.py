@@ -50,11 +50,9 @@ class Constant(RatioPolicy):
     ratio: Ratio = 0.5
 
     def propose(self, ctx: ServerContext, client_id: int) -> float | None:
-        """Return the constant."""
         return self.ratio
 
     def choose(self, ctx: ClientContext, proposal: float | None) -> float:
-        """Return the constant."""
         return self.ratio
 
 
@@ -66,9 +64,7 @@ class ByCapability(RatioPolicy):
     """
 
     def propose(self, ctx: ServerContext, client_id: int) -> float | None:
-        """Return the client's capability in this round."""
         return ctx.roster[client_id].capability.ratio
 
     def choose(self, ctx: ClientContext, proposal: float | None) -> float:
-        """Return the client's capability."""
         return ctx.capability.ratio

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparsekit.graph.state import StateDict
+from sparsekit.graph import StateDict
 from sparsekit_fl.options.config import RunConfig
 from sparsekit_fl.policies.rule import Accumulator, Rule
 from sparsekit_fl.wire.kept import Kept
@@ -109,7 +109,6 @@ class Median(_ByEntry):
     """
 
     def centre(self, ordered: Tensor, count: Tensor) -> Tensor:
-        """Return the median."""
         low = ((count - 1).clamp(min=0) // 2).unsqueeze(0)
         high = (count // 2).clamp(max=ordered.shape[0] - 1).unsqueeze(0)
         return ((ordered.gather(0, low) + ordered.gather(0, high)) / 2).squeeze(0)
@@ -145,7 +144,6 @@ class TrimmedMean(_ByEntry):
         self._share = share
 
     def centre(self, ordered: Tensor, count: Tensor) -> Tensor:
-        """Return the mean of what is left."""
         rows = ordered.shape[0]
         cut = torch.tensor([trimmed(self._share, holders) for holders in range(rows + 1)])[count]
         place = torch.arange(rows).unsqueeze(1)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from sparsekit.criteria.base import Need, View
+from sparsekit.criteria import View
 from sparsekit.errors import InvalidValueError, MissingImportanceError
-from sparsekit.graph.graph import UnitGraph
+from sparsekit.graph import UnitGraph
 
 __all__ = ["Rolling"]
 
@@ -25,8 +24,6 @@ class Rolling:
     """
 
     step: int = 1
-    learned: ClassVar[bool] = False
-    needs: ClassVar[frozenset[Need]] = frozenset()
 
     def __post_init__(self) -> None:
         if self.step < 1:

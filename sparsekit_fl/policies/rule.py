@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsekit.graph.state import StateDict
+from sparsekit.graph import StateDict
 from sparsekit_fl.policies.server_optimizer import ServerOptimizer
 from sparsekit_fl.wire.kept import Kept
 from sparsekit_fl.wire.messages import Update

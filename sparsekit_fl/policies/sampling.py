@@ -27,7 +27,8 @@ class SamplingPolicy(Policy):
             ctx: `ctx.cohort` clients are wanted, out of `ctx.roster`.
 
         Returns:
-            Distinct client ids; updates are added up in this order.
+            Distinct ids out of the roster; updates are added up in this order. A round without anybody changes the model by
+            its noise alone, where there is any.
         """
         ids = list(ctx.roster)
         return sorted(int(ids[place]) for place in ctx.rng.choice(len(ids), size=ctx.cohort, replace=False))
@@ -75,7 +76,6 @@ class BySize(SamplingPolicy):
     """
 
     def sample(self, ctx: ServerContext) -> list[int]:
-        """Return the cohort."""
         ids = list(ctx.roster)
         places = ctx.rng.choice(len(ids), size=ctx.cohort, replace=False, p=_shares(ctx, ids))
         return sorted(int(ids[place]) for place in places)
@@ -83,20 +83,15 @@ class BySize(SamplingPolicy):
 
 @dataclass(frozen=True)
 class Poisson(SamplingPolicy):
-    """Each client by a coin of its own, so that the cohort is of the asked size on average.
-
-    A round without anybody is drawn anew.
+    """Each client by a coin of its own, so that the cohort is of the asked size on average, and empty now and then.
 
     Source: the sampling that accountants of differential privacy analyse; Abadi et al., CCS 2016.
     """
 
     def sample(self, ctx: ServerContext) -> list[int]:
-        """Return the cohort."""
         ids = list(ctx.roster)
-        while True:
-            taken = ctx.rng.random(len(ids)) < ctx.cohort / len(ids)
-            if taken.any():
-                return sorted(int(ids[place]) for place in np.flatnonzero(taken))
+        taken = ctx.rng.random(len(ids)) < ctx.cohort / len(ids)
+        return sorted(int(ids[place]) for place in np.flatnonzero(taken))
 
 
 @dataclass(frozen=True)
@@ -115,7 +110,6 @@ class PowerOfChoice(SamplingPolicy):
     candidates: Annotated[NonNegativeCount, Hint("0 takes twice the cohort")] = 0
 
     def sample(self, ctx: ServerContext) -> list[int]:
-        """Return the cohort."""
         ids = list(ctx.roster)
         if 0 < self.candidates < ctx.cohort:
             raise InvalidValueError(
@@ -133,7 +127,6 @@ class PowerOfChoice(SamplingPolicy):
         require_metrics(update, "loss")
 
     def observe(self, ctx: ServerContext, updates: Sequence[Update]) -> None:
-        """Note the training losses."""
         losses = ctx.memory.setdefault("losses", {})
         losses.update({str(update.client_id): float(update.metrics["loss"]) for update in updates})
 
@@ -149,7 +142,6 @@ class Fixed(SamplingPolicy):
     clients: Annotated[tuple[int, ...], Hint("empty draws them once")] = ()
 
     def sample(self, ctx: ServerContext) -> list[int]:
-        """Return the cohort; of its clients those that can be reached."""
         if not self.clients and "clients" not in ctx.memory:
             ctx.memory["clients"] = super().sample(ctx)
         wanted = list(self.clients or ctx.memory["clients"])

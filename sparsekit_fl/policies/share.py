@@ -8,9 +8,7 @@ from typing import Annotated
 from torch import Tensor
 
 from sparsekit.errors import InvalidValueError
-from sparsekit.graph.graph import UnitGraph
-from sparsekit.graph.layers import head_entries
-from sparsekit.graph.state import StateDict
+from sparsekit.graph import StateDict, UnitGraph, head_entries
 from sparsekit_fl.context.client import ClientContext
 from sparsekit_fl.options.checked import Count, Hint
 from sparsekit_fl.policies.base import Policy
@@ -102,5 +100,4 @@ class PrivateHead(SharePolicy):
             )
 
     def is_shared(self, name: str, graph: UnitGraph) -> bool:
-        """Return False for the entries of the head."""
         return name not in head_entries(graph.layers, self.layers)

@@ -1,6 +1,6 @@
-"""SubmodelSgd, OwnedRowsMean, RecalibratedBatchNorm: training submodels of several widths, averaging and scoring them.
+"""SubmodelSgd, RecalibratedBatchNorm: training submodels of several widths, and scoring them.
 
-Three measures of HeteroFL against what goes wrong when widths mix: activations of another size, classes that a client
+Measures of HeteroFL against what goes wrong when widths mix: activations of another size, classes that a client
 has never seen, and batch norm statistics that belong to no width.
 """
 
@@ -16,76 +16,56 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sparsekit._torch import ConvNd
-from sparsekit.allocation.choose import select
-from sparsekit.criteria.base import Criterion
-from sparsekit.deprecations import renamed_keywords
-from sparsekit.graph.index import along
-from sparsekit.graph.state import StateDict
+from sparsekit.allocation import select
+from sparsekit.criteria import Criterion
+from sparsekit.graph import StateDict
+from sparsekit.layers import is_convolution
 from sparsekit_fl.context.client import ClientContext
-from sparsekit_fl.context.server import ServerContext
-from sparsekit_fl.lanes.lane import Lane
 from sparsekit_fl.options.checked import Positive
-from sparsekit_fl.policies.aggregate import CoverageMean
 from sparsekit_fl.policies.local import LocalResult, Sgd
 from sparsekit_fl.policies.mask import RoundView
 from sparsekit_fl.policies.personal import PersonalModel, PersonalPolicy
 from sparsekit_fl.problem.problem import Loss
 from sparsekit_fl.wire.kept import Kept, Mask
-from sparsekit_fl.wire.messages import Update
 
-__all__ = ["OwnedRowsMean", "RecalibratedBatchNorm", "SubmodelSgd"]
+__all__ = ["RecalibratedBatchNorm", "SubmodelSgd", "scaled_outputs"]
 
-_OWNED = "owned_classes"
 _LARGEST_BATCH = 256
 
 
-class _OwnedClassesLoss:
-    """A loss that sees 0 in place of the logits of classes that the client does not own."""
+def _own_classes(loss: Loss, labels: Tensor) -> Loss:
+    """A loss that sees 0 in place of the logits of classes that are not among `labels`."""
+    owned = labels[labels >= 0]
 
-    def __init__(self, loss: Loss, labels: Tensor) -> None:
-        self._loss = loss
-        self._labels = labels
-        self.owned: Tensor | None = None
-        """bool (classes,), once a batch has shown the number of classes; None where targets are no classes."""
+    def masked(outputs: Any, targets: Tensor) -> Tensor:
+        if not isinstance(outputs, Tensor) or outputs.shape[:-1] != targets.shape:
+            return loss(outputs, targets)
+        others = torch.ones(outputs.shape[-1], dtype=torch.bool, device=outputs.device).index_fill_(0, owned, False)
+        return loss(outputs.masked_fill(others, 0.0), targets)
 
-    def __call__(self, outputs: Any, targets: Tensor) -> Tensor:
-        if not isinstance(outputs, Tensor) or targets.is_floating_point() or outputs.shape[:-1] != targets.shape:
-            return self._loss(outputs, targets)
-        if self.owned is None:
-            self.owned = torch.zeros(outputs.shape[-1], dtype=torch.bool, device=outputs.device)
-            self.owned[self._labels[self._labels >= 0]] = True
-            self._hidden = ~self.owned
-        return self._loss(outputs.masked_fill(self._hidden, 0.0), targets)
+    return masked
 
 
 @contextmanager
-def _scaled(ctx: ClientContext, ratio: float) -> Iterator[None]:
+def scaled_outputs(ctx: ClientContext, ratio: float) -> Iterator[None]:
     """Divide what every convolution and linear layer whose outputs are units gives by `ratio`, within the block."""
 
     def divide(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:  # noqa: ARG001 - torch's signature
         return output / ratio
 
     handles = []
-    if ratio < 1.0:
-        module = ctx.narrow_model.module
-        handles = [module.get_submodule(name).register_forward_hook(divide) for name in _scaled_layers(ctx)]
+    for name, pieces in ctx.graph.slices_of.items() if ratio < 1.0 else ():
+        owner, _, attribute = name.rpartition(".")
+        layer = ctx.masked.model.get_submodule(owner)
+        if not isinstance(layer, nn.Linear) and not is_convolution(layer):
+            continue
+        if attribute == "weight" and any(piece.side == "out" for _, piece in pieces):
+            handles.append(layer.register_forward_hook(divide))
     try:
         yield
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _scaled_layers(ctx: ClientContext) -> list[str]:
-    """Return the names of the convolutions and linear layers whose outputs are units."""
-    found = []
-    for name, pieces in ctx.graph.slices_of.items():
-        owner, _, attribute = name.rpartition(".")
-        layer = isinstance(ctx.narrow_model.module.get_submodule(owner), (nn.Linear, ConvNd)) and attribute == "weight"
-        if layer and any(piece.side == "out" for _, piece in pieces):
-            found.append(owner)
-    return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,31 +92,16 @@ class SubmodelSgd(Sgd):
     masked_loss: bool = False
 
     def train(self, ctx: ClientContext, start: StateDict, mask: Mask | None, ratio: float) -> LocalResult:
-        """Train; with `masked_loss` the update carries which classes the client owns."""
+        """Train the submodel with the measures that are on."""
         ctx = self._clipped(ctx)
-        loss: _OwnedClassesLoss | None = None
         if self.masked_loss:
             examples = ctx.examples("train")
-            whole = next(examples.batches(None, [(0, len(examples))]))
-            if not whole.targets.is_floating_point():
-                loss = _OwnedClassesLoss(ctx.problem.loss, whole.targets.unique())
+            labels = next(examples.batches(None, [(0, len(examples))])).targets
+            if not labels.is_floating_point():
+                loss = _own_classes(ctx.problem.loss, labels.unique())
                 ctx = dataclasses.replace(ctx, problem=dataclasses.replace(ctx.problem, loss=loss))
-        with _scaled(ctx, ratio if self.scaler else 1.0):
-            result = super().train(ctx, start, mask, ratio)
-        if loss is None or loss.owned is None or bool(loss.owned.all()):
-            return result
-        return dataclasses.replace(result, extra={**result.extra, _OWNED: loss.owned.cpu()})
-
-    def lane(self, ctx: ClientContext, start: StateDict, mask: Mask | None, ratio: float) -> Lane[LocalResult]:
-        """Describe the same training for several clients at once."""
-        lane = super().lane(self._clipped(ctx), start, mask, ratio)
-        if not self.scaler:
-            return lane
-        return dataclasses.replace(lane, divided=tuple(_scaled_layers(ctx)), divisor=ratio)
-
-    def why_alone(self, *, batched: bool) -> str | None:
-        """Say so where each client has a loss of its own."""
-        return "each of its clients has a loss of its own" if self.masked_loss else super().why_alone(batched=batched)
+        with scaled_outputs(ctx, ratio if self.scaler else 1.0):
+            return super().train(ctx, start, mask, ratio)
 
     def _clipped(self, ctx: ClientContext) -> ClientContext:
         if self.clip is None:
@@ -145,27 +110,6 @@ class SubmodelSgd(Sgd):
         return dataclasses.replace(ctx, training=dataclasses.replace(ctx.training, clip=clip))
 
 
-@dataclass(frozen=True)
-class OwnedRowsMean(CoverageMean):
-    """`CoverageMean` in which a client's rows of the output layer count only for the classes that it owns.
-
-    The output layer is told by its shape: entries whose first axis has one position per class and no units.
-
-    Source: Diao, Ding, Tarokh, HeteroFL, ICLR 2021, reference code.
-    """
-
-    def coverage(self, ctx: ServerContext, name: str, update: Update) -> Tensor | None:
-        """Return 1 on the rows of owned classes; None for entries that are no output layer."""
-        owned = update.extra.get(_OWNED)
-        shape = update.delta[name].shape
-        if owned is None or owned.dtype != torch.bool or not shape or shape[0] != owned.numel():
-            return None
-        if any(piece.dim == 0 for _, piece in ctx.graph.slices_of.get(name, ())):
-            return None
-        return along(owned.to(torch.float64), 0, len(shape))
-
-
-@renamed_keywords(pattern="criterion")
 @dataclass(frozen=True, kw_only=True)
 class RecalibratedBatchNorm(PersonalPolicy):
     """The global model, its batch norm statistics taken anew from the client's training data.
@@ -208,7 +152,7 @@ class RecalibratedBatchNorm(PersonalPolicy):
             for epoch in batches:
                 for batch in epoch:
                     module(*batch.inputs)
-        ctx.deploying.append(count * ctx.costs.forward_flops(ctx.narrow_model.mask))
+        ctx.deploying.append(count * ctx.costs.forward_flops(ctx.masked.unit_mask()))
         for norm, momentum in zip(norms, momenta, strict=True):
             norm.momentum = momentum
         module.eval()

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sparsekit.graph.index import along
-from sparsekit.graph.layers import head_entries
+from sparsekit.graph import along, head_entries
 from sparsekit_fl.context.server import ServerContext
 from sparsekit_fl.policies.aggregate import CoverageMean, Weighting
 from sparsekit_fl.wire.messages import Update
@@ -20,8 +19,8 @@ __all__ = ["TouchedRowsMean"]
 class TouchedRowsMean(CoverageMean):
     """`CoverageMean` in which a row of the output layer counts only where it changed.
 
-    With `OwnClasses` a client's rows of other clients' classes come back as they were; to average them in would slow down what
-    the owners learn. The server is told nothing more: which rows changed is in the update.
+    With `OwnClasses`, or a masked loss, a client's rows of other clients' classes come back as they were; to average them in
+    would slow down what the owners learn. The server is told nothing more: which rows changed is in the update.
 
     Args:
         weighting: By the number of examples, or equal.

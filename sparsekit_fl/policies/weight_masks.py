@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from sparsekit.errors import InvalidValueError
-from sparsekit.graph.mask import WeightMask
-from sparsekit.graph.state import StateDict
+from sparsekit.graph import StateDict, WeightMask
 
 __all__ = ["keep_largest_entries", "largest_weights", "layer_densities", "random_weights", "search_weights", "weight_count"]
 

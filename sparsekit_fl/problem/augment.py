@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sparsekit.errors import InvalidValueError, UnknownNameError, nearest
-from sparsekit.graph.index import along
+from sparsekit.graph import along
 from sparsekit.registry import load_object
 from sparsekit_fl.options.checked import Checked, Count, Hint, Share
 

@@ -26,7 +26,12 @@ def recipe_of(problem: Problem) -> dict[str, Any]:
         {"shape": list(one.shape), "dtype": str(one.dtype).removeprefix("torch.")} if isinstance(one, Tensor) else None
         for one in problem.example_inputs
     ]
-    return {"about": dict(problem.about), "factory": _importable(problem.model), "example_inputs": shapes}
+    return {
+        "about": dict(problem.about),
+        "factory": _importable(problem.model),
+        "example_inputs": shapes,
+        "classifies": "accuracy" in problem.metrics,
+    }
 
 
 def _importable(model: Callable[[], nn.Module]) -> str | None:

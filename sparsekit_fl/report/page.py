@@ -1,26 +1,21 @@
-"""One HTML page of everything: tables that sort, charts whose methods can be hidden, and numbers of others beside ours."""
+"""One HTML page of everything: tables that sort, figures whose methods can be hidden, and published numbers beside ours."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
-from sparsekit_fl.report.beside import Beside, Cell, Line, Sheet
+from sparsekit_fl.report.columns import Column, texts
 from sparsekit_fl.report.comparison import Comparison, Row
-from sparsekit_fl.report.drawing import series_style
-from sparsekit_fl.report.plate import Plates
-from sparsekit_fl.report.table import Column, flops_text, share_text
-from sparsekit_fl.report.text import render
+from sparsekit_fl.report.plots import Figure, series_style
+from sparsekit_fl.results.extra import need
+from sparsekit_fl.results.text import flops_text, share_text
 
-__all__ = ["PageFigure", "PagePart", "page"]
+__all__ = ["Part", "page"]
 
 _NEAR = 0.01
-_CAPABILITY = {
-    "dynamic": "capabilities drawn anew every round",
-    "fixed": "capabilities drawn once",
-}
 _OPTIONS = {
     "classes_per_client": "{} classes a client",
     "images_per_class": "{} images a shard",
@@ -29,91 +24,80 @@ _OPTIONS = {
 _DISTINCT = {False: "shards of a client may share a class", True: "shards of a client have different classes"}
 
 
-def _option_text(name: str, value: Any) -> str:
-    """Say an option of a partition in words; one that is not known as `name: value`."""
-    if name == "distinct":
-        return _DISTINCT[bool(value)]
-    known = _OPTIONS.get(name)
-    return known.format(value) if known else f"{name.replace('_', ' ')}: {value}"
+class _Cell(NamedTuple):
+    """Text of a cell, what the column is sorted by (None stays last), small text behind it, and a class of CSS."""
+
+    text: str
+    value: float | str | None = None
+    small: str = ""
+    mark: str = ""
 
 
-@dataclass(frozen=True, kw_only=True)
-class PageFigure:
-    """A chart on the page.
+class _Line(NamedTuple):
+    """A line of a table: the method whose chip hides it, words below its name, numbers of footnotes, and its cells."""
 
-    Args:
-        title: Text above it.
-        kind: As in `Chart`.
-        svg: The picture.
-        caption: Text below a figure of somebody else's paper; empty for other charts.
-    """
-
-    title: str
-    kind: str
-    svg: str
-    caption: str = ""
+    method: str
+    below: str
+    notes: tuple[int, ...]
+    cells: list[_Cell]
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class PagePart:
+class _Sheet(NamedTuple):
+    """A table: titles of its columns, the last of which is prose where `prose` is set."""
+
+    titles: list[str]
+    lines: list[_Line]
+    prose: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
     """What the page shows of one protocol.
 
     Args:
         comparison: The table.
-        beside: Numbers of others; None where there are none.
-        figures: Charts, then the figures of somebody else's paper.
+        published: Published numbers beside ours; None where there are none.
+        drawn: Figures and their pictures.
         csv: File name of the numbers, beside the page.
         command: What was typed; empty where it is not known.
     """
 
     comparison: Comparison
-    beside: Beside | None
-    figures: Sequence[PageFigure]
+    published: Any
+    drawn: Sequence[tuple[Figure, str]]
     csv: str = ""
     command: str = ""
 
     @property
-    def charts(self) -> list[PageFigure]:
-        """Charts of the comparison."""
-        return [one for one in self.figures if not one.caption]
-
-    @property
-    def plates(self) -> list[PageFigure]:
-        """Figures of somebody else's paper."""
-        return [one for one in self.figures if one.caption]
-
-    @property
     def protocol(self) -> str:
         """Settings that all its runs have in common, in one line."""
-        config = next((trial.config for trial in self.comparison.section.trials if trial.config), {})
+        config = self.comparison.config
         about, training = config.get("experiment", {}), config.get("training", {})
-        options = {name: value for name, value in about.get("partition_options", {}).items() if name != "lack_classes"}
-        rounds = f", {config['rounds']} round{'' if config['rounds'] == 1 else 's'}" if "rounds" in config else ""
-        parts = [
-            f"{config['cohort']} clients a round{rounds}" if "cohort" in config else "",
-            f"{training['local_epochs']} local epochs of batches of {training['batch_size']}, learning rate {training['lr']:g}"
-            if training
-            else "",
-            f"{about['partition']} partition" if about.get("partition") else "",
-            ", ".join(_option_text(name, value) for name, value in options.items()),
-            _CAPABILITY.get(config.get("capability", ""), f"capability {config.get('capability')}")
-            if "capability" in config
-            else "",
-        ]
-        return "; ".join(filter(None, parts))
+        parts = [f"{config['cohort']} clients a round"] if "cohort" in config else []
+        if training:
+            parts.append(f"{training['local_epochs']} local epochs of batches of {training['batch_size']}")
+            parts.append(f"learning rate {training['lr']:g}")
+        parts += [f"{about['partition']} partition"] if about.get("partition") else []
+        for name, value in about.get("partition_options", {}).items():
+            if name == "distinct":
+                parts.append(_DISTINCT[bool(value)])
+            elif name != "lack_classes":
+                parts.append(_OPTIONS[name].format(value) if name in _OPTIONS else f"{name.replace('_', ' ')}: {value}")
+        parts += [f"capability {config['capability']}"] if "capability" in config else []
+        return "; ".join(parts)
 
     @property
     def headline(self) -> str:
         """What the table says, in one sentence."""
-        found = [
-            (row.label, accuracy, flops)
+        known = [
+            (row.label, row.mean["personal_accuracy"], row.mean["flops_compact"])
             for row in self.comparison.rows
-            if (accuracy := row.numbers["personal_accuracy"].mean) is not None and (flops := row.numbers["flops_compact"].mean)
+            if not math.isnan(row.mean["personal_accuracy"]) and row.mean["flops_compact"] > 0
         ]
-        if len(found) < 2:
+        if len(known) < 2:
             return ""
-        best = max(found, key=lambda one: one[1])
-        near = min((one for one in found if one[1] >= best[1] - _NEAR), key=lambda one: one[2])
+        best = max(known, key=lambda one: one[1])
+        near = min((one for one in known if one[1] >= best[1] - _NEAR), key=lambda one: one[2])
         first = f"{best[0]} is most accurate: {share_text(best[1])} with {flops_text(best[2])} FLOPs"
         if near[0] == best[0]:
             return f"{first}, and nothing within a point of it costs less."
@@ -124,84 +108,105 @@ class PagePart:
     @property
     def origin(self) -> str:
         """Version and date of the runs, as far as their results have them."""
-        known = [trial.result.get("environment", {}) for trial in self.comparison.section.finished if trial.result]
+        known = [trial.result.get("environment", {}) for trial in self.comparison.finished if trial.result]
         versions = sorted({str(one["sparsekit"]) for one in known if "sparsekit" in one})
-        dates = sorted(str(one["finished"])[:10] for one in known if "finished" in one)
-        when = "" if not dates else dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}"
+        dates = sorted({str(one["finished"])[:10] for one in known if "finished" in one})
+        when = " to ".join([dates[0], dates[-1]] if len(dates) > 1 else dates)
         return ", ".join(filter(None, [f"sparsekit {' and '.join(versions)}" if versions else "", when]))
 
     @property
-    def first(self) -> frozenset[str]:
-        """Methods whose lines are drawn at first."""
-        return frozenset(self.comparison.highlighted)
-
-    @property
-    def chips(self) -> list[tuple[str, str, str]]:
-        """Method, colour and dashes of each button that shows or hides a method."""
-        shown = {row.method for row in self.comparison.rows}
-        styles = [(method, *series_style(place)) for method, place in self.comparison.places.items()]
+    def chips(self) -> list[tuple[str, str, str, bool]]:
+        """Method, colour and dashes of each button that shows or hides a method, and whether its lines are drawn at first."""
+        order, first = list(self.comparison.methods), set(self.comparison.highlighted())
+        order.sort(key=lambda method: method not in first)
+        styles = {method: series_style(place)[:2] for place, method in enumerate(order)}
+        shown = dict.fromkeys(row.method for row in self.comparison.rows)
         return [
-            (method, colour, " ".join(f"{2 * length:g}" for length in dashes))
-            for method, colour, dashes, _ in styles
-            if method in shown
+            (name, styles[name][0], " ".join(f"{2 * length:g}" for length in styles[name][1]), name in first) for name in shown
         ]
 
-    @cached_property
-    def table(self) -> Sheet | None:
-        """Means and deviations; None where no run is finished."""
+    @property
+    def table(self) -> _Sheet:
+        """Means and deviations."""
         columns = self.comparison.columns
         best = {column.name: self._best(column) for column in columns}
         lines = []
         for row in self.comparison.rows:
-            cells = []
+            cells = [_Cell(row.runs, row.n, mark="flag" if row.n < row.of else "")]
             for column in columns:
-                found = row.numbers[column.name]
-                text, sign, rest = column.spread_text(found).partition(" ± ")
-                wins = found.mean is not None and found.mean == best[column.name]
-                cells.append(Cell(text, found.mean, (sign + rest).strip(), "best" if wins else ""))
-            lines.append(self._line(row, cells))
-        return (
-            Sheet(words=("method",), numbers=tuple(column.title for column in columns), lines=tuple(lines)) if lines else None
+                mean = row.mean[column.name]
+                text, sign, rest = row.text[column.name].partition(" ± ")
+                mark = "best" if mean == best[column.name] else ""
+                cells.append(_Cell(text, None if math.isnan(mean) else mean, (sign + rest).strip(), mark))
+            lines.append(_Line(row.method, row.level, row.notes, cells))
+        return _Sheet(["method", "n", *(column.title for column in columns)], lines)
+
+    @property
+    def runs(self) -> _Sheet:
+        """Every single run."""
+        columns, records = self.comparison.columns, self.comparison.records()
+        written = {column.name: texts(column.unit, [one[column.name] for one in records]) for column in columns}
+        lines = []
+        for place, (trial, own) in enumerate(zip(self.comparison.finished, records, strict=True)):
+            cells = [_Cell(str(trial.seed), trial.seed)]
+            cells += [_Cell(written[column.name][place], own[column.name]) for column in columns]
+            below = self.comparison.level_text(trial.heterogeneity, trial.lack_classes)
+            lines.append(_Line(trial.method, below, (), cells))
+        order = self.comparison.methods.index
+        return _Sheet(
+            ["method", "seed", *(column.title for column in columns)], sorted(lines, key=lambda one: order(one.method))
         )
 
     @property
-    def runs(self) -> Sheet:
-        """Every single run."""
-        comparison, columns = self.comparison, self.comparison.columns
+    def beside(self) -> _Sheet:
+        """The published tables beside ours."""
         lines = []
-        for row in sorted(comparison.rows, key=lambda row: comparison.section.methods.index(row.method)):
-            for trial in comparison.section.of(row.method, row.level):
-                numbers = comparison.numbers(trial)
-                cells = [Cell(column.text(numbers[column.name]), numbers[column.name]) for column in columns]
-                lines.append(self._line(row, [Cell(str(trial.seed), trial.seed), *cells], notes=False))
-        titles = ("seed", *(column.title for column in columns))
-        return Sheet(words=("method",), numbers=titles, lines=tuple(lines))
-
-    def _line(self, row: Row, cells: Sequence[Cell], *, notes: bool = True) -> Line:
-        below = self.comparison.section.level_text(row.level)
-        value = ", ".join(filter(None, (row.method, below)))
-        return Line(
-            method=row.method, name=row.method, value=value, below=below, notes=row.notes if notes else (), cells=tuple(cells)
-        )
+        for _, pair in self.published.groupby(["table", "run"], sort=False):
+            accuracy, flops = pair.itertuples()
+            why = dict.fromkeys(filter(None, (accuracy.reason, flops.reason)))
+            cells = [
+                _Cell(accuracy.method, accuracy.method),
+                _Cell(f"{accuracy.published:.2f}", accuracy.published, f"± {accuracy.published_deviation:.2f}"),
+                _Cell(f"{accuracy.ours:.2f}", accuracy.ours, _spread(accuracy.our_deviation, 2)),
+                _Cell(f"{accuracy.difference:+.2f}", accuracy.difference, mark="flag" if accuracy.flagged else ""),
+                _Cell(f"{flops.published:,.1f}", flops.published),
+                _Cell(f"{flops.ours:,.3f}", flops.ours, _spread(flops.our_deviation, 3), "flag" if flops.flagged else ""),
+                _Cell(" ".join(why), mark="text"),
+            ]
+            lines.append(_Line(accuracy.run, "", (), cells))
+        titles = ["run", "published as", "published, %", "ours, %", "difference", "published, 10¹² FLOPs", "ours, row mask"]
+        return _Sheet([*titles, "why they differ"], lines, prose=True)
 
     def _best(self, column: Column) -> float | None:
         """Return the largest accuracy, or the least that is spent; wall time depends on the machine and is not marked."""
-        if column.name == "wall_seconds" or len(self.comparison.rows) < 2:
+        rows: Sequence[Row] = self.comparison.rows
+        if column.name == "wall_seconds" or len(rows) < 2:
             return None
-        means = [mean for row in self.comparison.rows if (mean := row.numbers[column.name].mean) is not None]
-        choose = max if column.unit == "share" or column.larger else min
-        return choose(means, default=None)
+        means = [mean for row in rows if not math.isnan(mean := row.mean[column.name])]
+        return (max if column.larger else min)(means, default=None)
 
 
-def page(parts: Sequence[PagePart], *, plates: Plates) -> str:
+def _spread(deviation: float | None, decimals: int) -> str:
+    return "" if not deviation else f"± {deviation:,.{decimals}f}"
+
+
+def page(parts: Sequence[Part], about_paper: Sequence[str] = ()) -> str:
     """Write the page.
 
     Args:
         parts: One per protocol.
-        plates: Heading above the figures of somebody else's paper, and those that are missing.
+        about_paper: Sentences for its end.
 
     Returns:
         HTML; equal parts give equal text.
+
+    Raises:
+        MissingDependencyError: Jinja2 is not installed.
     """
-    title = parts[0].comparison.section.title if len(parts) == 1 else "Comparison of methods"
-    return render("page.html", title=title, parts=parts, plates=plates)
+    jinja = need("jinja2")
+    environment = jinja.Environment(
+        loader=jinja.PackageLoader(__package__), autoescape=True, undefined=jinja.StrictUndefined, trim_blocks=True,
+        lstrip_blocks=True, keep_trailing_newline=True,
+    )  # fmt: skip
+    title = parts[0].comparison.title if len(parts) == 1 else "Comparison of methods"
+    return str(environment.get_template("page.html.j2").render(title=title, parts=parts, about_paper=about_paper))

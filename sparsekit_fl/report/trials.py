@@ -1,57 +1,29 @@
-"""Trials and sections: what a folder of finished runs holds, grouped into comparisons that may stand in one table.
+"""Trials: what a folder of finished runs holds, and which of them may stand in one table.
 
-A trial is one method under one seed at one level of heterogeneity; a section is all trials that differ in nothing else.
+A trial is one method under one seed at one level of heterogeneity.
 """
 
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from sparsekit.errors import DataError
-from sparsekit_fl.options.config import HETEROGENEITY, current_names
-from sparsekit_fl.report.table import read_result
-from sparsekit_fl.results.scoring import complete_result, lacks
+from sparsekit_fl.options.config import HETEROGENEITY
+from sparsekit_fl.results.read import read_result
 
-__all__ = ["TRIAL_FILES", "Level", "Section", "Trial", "collect", "collect_all", "level_of", "sections_of", "trial_file"]
+__all__ = ["TRIAL_FILE", "Trial", "collect", "protocols_of"]
 
-TRIAL_FILES = ("trial.json", "cell.json")
-"""Beside a run's own files: what was to be run, and the error of a run that failed. The second is what version 0.1 wrote."""
+TRIAL_FILE = "trial.json"
+"""Beside a run's own files: what was to be run, and the error of a run that failed."""
 
-# What may differ between the trials of a section: the axes of the comparison, and what changes no number.
+# What may differ between the trials of a table: the axes of the comparison, and what changes no number.
 _AXES = ("seed", "capability_levels", "eval_every", "device")
 _DECIDED = "capability"
 _LACKING = "lack_classes"
-
-
-@dataclass(frozen=True)
-class Level:
-    """Heterogeneity of the clients, in device and data.
-
-    Args:
-        heterogeneity: A name in `options.config.HETEROGENEITY`; None for other capabilities.
-        lack_classes: Number of classes that every client lacks; None for other partitions.
-    """
-
-    heterogeneity: str | None = None
-    lack_classes: int | None = None
-
-    @property
-    def order(self) -> tuple[int, int]:
-        """From less to more different clients."""
-        names = [None, *HETEROGENEITY]
-        return names.index(self.heterogeneity), -1 if self.lack_classes is None else self.lack_classes
-
-
-def level_of(config: Mapping[str, Any]) -> Level:
-    """Return the level of a run, from the `config` of its result."""
-    drawn = tuple(config.get("capability_levels") or ())
-    heterogeneity = next((name for name, levels in HETEROGENEITY.items() if levels == drawn), None)
-    return Level(heterogeneity, config.get("experiment", {}).get("partition_options", {}).get("lack_classes"))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -75,157 +47,88 @@ class Trial:
     error: str | None = None
 
     @property
-    def level(self) -> Level:
-        """Level of heterogeneity."""
-        return level_of(self.config)
+    def notes(self) -> tuple[str, ...]:
+        """Remarks on its numbers, one a line of its note."""
+        return () if self.result is None else tuple(str(self.result.get("note", "")).splitlines())
 
     @property
-    def notes(self) -> tuple[str, ...]:
-        """Remarks on its numbers: that of the method, and what an older version did not count."""
-        if self.result is None:
-            return ()
-        return tuple(filter(None, (str(self.result.get("note", "")), lacks(self.result))))
+    def heterogeneity(self) -> str:
+        """Heterogeneity of the devices, a name in `options.config.HETEROGENEITY`; empty for other capabilities."""
+        drawn = tuple(self.config.get("capability_levels") or ())
+        return next((name for name, levels in HETEROGENEITY.items() if levels == drawn), "")
+
+    @property
+    def lack_classes(self) -> int:
+        """Number of classes that every client lacks; -1 for other partitions."""
+        found = self.config.get("experiment", {}).get("partition_options", {}).get(_LACKING)
+        return -1 if found is None else int(found)
 
     @staticmethod
     def of(saved: Mapping[str, Any]) -> Trial:
         """Read a trial from the content of `result.json`, or of a `trial.json`, which has no "final"."""
-        config = current_names(saved.get("config", {}))
         return Trial(
             method=str(saved["method"]),
             seed=int(saved["seed"]),
-            config=config,
+            config=saved.get("config", {}),
             policies=saved.get("policies", {}),
-            result=complete_result(saved) if "final" in saved else None,
+            result=saved if "final" in saved else None,
             error=saved.get("error"),
         )
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Section:
-    """Trials under one protocol.
+def collect(*folders: Path | str) -> list[Trial]:
+    """Read all trials in folders: their own results, those of subfolders, and results under other names.
+
+    A run that is there twice counts once.
 
     Args:
-        title: Model, data set and settings, in words.
-        trials: Trials of all methods, seeds and levels; at least one.
-        methods: Names of the methods, in the order of tables.
-    """
-
-    title: str
-    trials: tuple[Trial, ...]
-    methods: tuple[str, ...]
-
-    @property
-    def slug(self) -> str:
-        """The title as part of a file name."""
-        return re.sub(r"[^a-z0-9]+", "-", self.title.lower()).strip("-")
-
-    @property
-    def dataset(self) -> str:
-        """Name of the data set; empty where it is not known."""
-        return str(self.trials[0].config.get("experiment", {}).get("dataset", ""))
-
-    @property
-    def finished(self) -> tuple[Trial, ...]:
-        """Trials with a result."""
-        return tuple(trial for trial in self.trials if trial.result is not None)
-
-    @property
-    def failed(self) -> tuple[Trial, ...]:
-        """Trials that ended with an error."""
-        return tuple(trial for trial in self.trials if trial.error is not None)
-
-    @property
-    def levels(self) -> tuple[Level, ...]:
-        """Levels that occur, from less to more different clients."""
-        return tuple(sorted({trial.level for trial in self.finished}, key=lambda level: level.order))
-
-    @property
-    def seeds(self) -> tuple[int, ...]:
-        """Seeds that occur."""
-        return tuple(sorted({trial.seed for trial in self.finished}))
-
-    def level_text(self, level: Level) -> str:
-        """Say how a level differs from the others of this section; empty where there is one."""
-        levels = {trial.level for trial in self.trials if trial.config}
-        parts = [
-            f"heterogeneity {level.heterogeneity or 'other'}" if len({each.heterogeneity for each in levels}) > 1 else "",
-            f"lacks {level.lack_classes}" if len({each.lack_classes for each in levels}) > 1 else "",
-        ]
-        return ", ".join(filter(None, parts))
-
-    def name_of(self, trial: Trial) -> str:
-        """Join method, level and seed of a trial."""
-        level = self.level_text(trial.level) if trial.config else ""
-        return ", ".join(filter(None, (trial.method, level, f"seed {trial.seed}")))
-
-    def of(self, method: str, level: Level) -> list[Trial]:
-        """Return the finished trials of a method at a level, by seed."""
-        found = [trial for trial in self.finished if trial.method == method and trial.level == level]
-        return sorted(found, key=lambda trial: trial.seed)
-
-
-def trial_file(folder: Path) -> Path | None:
-    """Find the file of a trial that is not finished, under its name of today or of version 0.1."""
-    return next((folder / name for name in TRIAL_FILES if (folder / name).exists()), None)
-
-
-def collect(folder: Path | str) -> list[Trial]:
-    """Read all trials in a folder: its own result, those of its subfolders, and results under other names.
-
-    Args:
-        folder: Folder of a run, of a comparison, or of copies of `result.json` under names of their own.
+        folders: Folders of runs, of comparisons, or of copies of `result.json` under names of their own.
 
     Raises:
-        DataError: no such folder, a file that should be a result and is none, or nothing at all.
+        DataError: no such folder, a file that should be a result and is none, nothing at all, or different results of one
+            method, seed and setting.
     """
-    root = Path(folder)
-    if not root.is_dir():
-        raise DataError(f"{root} is not a folder; pass the --out folder of `compare`, or of a finished run")
-    own = ("result.json", *TRIAL_FILES)
-    copies = [_copy(path) for path in sorted(root.glob("*.json")) if path.name not in own]
-    homes = {path.parent for name in own for path in root.rglob(name)}
-    found = [*filter(None, copies), *(_trial(home) for home in sorted(homes))]
-    if not found:
-        raise DataError(f"{root} holds no result; pass the --out folder of `compare`, or of a finished run")
-    return found
-
-
-def collect_all(folders: Sequence[Path | str]) -> list[Trial]:
-    """Read all trials in several folders; a run that is in two of them counts once.
-
-    Args:
-        folders: As in `collect`.
-
-    Raises:
-        DataError: as in `collect`, or two folders hold different results of one method, seed and setting.
-    """
-    if len(folders) == 1:
-        return collect(folders[0])
-    kept: dict[str, tuple[Trial, Path | str]] = {}
-    for folder in folders:
-        for trial in collect(folder):
-            key = _key(
-                {"method": trial.method, "seed": trial.seed, "level": str(trial.level), "config": _protocol(trial.config)}
-            )
-            other, where = kept.setdefault(key, (trial, folder))
-            if other is not trial and other.result != trial.result:
+    kept: dict[str, tuple[Trial, Path]] = {}
+    for folder in map(Path, folders):
+        for path, trial in _found(folder):
+            about = (trial.method, trial.seed, trial.heterogeneity, trial.lack_classes, _protocol(trial.config))
+            other, where = kept.setdefault(_key(about), (trial, path))
+            if other.result is None and trial.result is not None:
+                kept[_key(about)] = (trial, path)
+            elif trial.result is not None and other.result is not None and _digest(trial.result) != _digest(other.result):
                 raise DataError(
-                    f"{trial.method}, seed {trial.seed}, has one result in {where} and another in {folder}; leave one out"
+                    f"{trial.method}, seed {trial.seed}, has one result in {where} and another in {path}; leave one out"
                 )
     return [trial for trial, _ in kept.values()]
 
 
-def _copy(path: Path) -> Trial | None:
-    """Read a result under another name; None for any other JSON file."""
-    try:
-        return Trial.of(read_result(path))
-    except DataError:
-        return None
+def _digest(result: Mapping[str, Any]) -> str:
+    """Return what two copies of a result have in common, also where one was run again and took another time."""
+    return str(result["final"].get("state_sha256") or _key(result))
+
+
+def _found(root: Path) -> Iterator[tuple[Path, Trial]]:
+    if not root.is_dir():
+        raise DataError(f"{root} is not a folder; pass the --out folder of `compare`, or of a finished run")
+    own = ("result.json", TRIAL_FILE)
+    any_there = False
+    for path in sorted(root.glob("*.json")):
+        if path.name not in own:
+            try:
+                yield path, Trial.of(read_result(path))
+                any_there = True
+            except DataError:
+                continue  # any other JSON file
+    for home in sorted({path.parent for name in own for path in root.rglob(name)}):
+        yield home, _trial(home)
+        any_there = True
+    if not any_there:
+        raise DataError(f"{root} holds no result; pass the --out folder of `compare`, or of a finished run")
 
 
 def _trial(home: Path) -> Trial:
-    path = trial_file(home)
-    if path is None or (home / "result.json").exists():
+    path = home / TRIAL_FILE
+    if (home / "result.json").exists():
         return Trial.of(read_result(home))
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
@@ -234,26 +137,15 @@ def _trial(home: Path) -> Trial:
         raise DataError(f"{path} is damaged: {error}; remove it") from error
 
 
-def sections_of(trials: Iterable[Trial], *, order: Sequence[str] = ()) -> list[Section]:
+def protocols_of(trials: Iterable[Trial]) -> list[tuple[str, list[Trial]]]:
     """Group trials by everything that must be equal in one table.
 
     Args:
         trials: Finished and failed ones.
-        order: Methods in the order of tables; others follow as they first appear.
+
+    Returns:
+        Title and trials of each group; titles that would be equal name the settings that differ.
     """
-    groups = _groups(trials)
-    sections = []
-    for title, members in zip(_titles([members[0].config for members in groups]), groups, strict=True):
-        present = dict.fromkeys(trial.method for trial in members)
-        methods = list(dict.fromkeys([*(name for name in order if name in present), *present]))
-        places = {name: place for place, name in enumerate(methods)}
-        ranks = {id(trial): (trial.level.order, trial.seed, places[trial.method]) for trial in members}
-        ranked = sorted(members, key=lambda trial, ranks=ranks: ranks[id(trial)])  # type: ignore[misc]
-        sections.append(Section(title=title, trials=tuple(ranked), methods=tuple(methods)))
-    return sections
-
-
-def _groups(trials: Iterable[Trial]) -> list[list[Trial]]:
     groups: dict[str, list[Trial]] = {}
     # What decides an option itself, and what failed before it had a configuration, joins a group of the others.
     for trial in sorted(trials, key=lambda trial: 2 if not trial.config else _DECIDED in trial.policies):
@@ -265,26 +157,26 @@ def _groups(trials: Iterable[Trial]) -> list[list[Trial]]:
         else:
             key = _key(_protocol(trial.config))
         groups.setdefault(key, []).append(trial)
-    return list(groups.values())
+    members = list(groups.values())
+    return list(zip(_titles([group[0].config for group in members]), members, strict=True))
 
 
-def _key(protocol: Mapping[str, Any]) -> str:
-    return json.dumps(protocol, sort_keys=True)
+def _key(value: Any) -> str:
+    return json.dumps(value, sort_keys=True)
 
 
 def _protocol(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Drop the axes of a comparison from a configuration, and options that were not used: older results lack them."""
+    """Drop the axes of a comparison from a configuration, and options that were not used."""
     kept = {name: value for name, value in config.items() if name not in _AXES and value is not None}
-    level = level_of(config)
-    if level.heterogeneity is None:
+    trial = Trial(method="", seed=0, config=config)
+    if not trial.heterogeneity:
         kept["capability_levels"] = config.get("capability_levels")
-    if level.lack_classes is not None:
+    if trial.lack_classes >= 0:
         kept["experiment"] = {**config["experiment"], "partition_options": _LACKING}
     return kept
 
 
 def _titles(configs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return one title per section; equal ones are told apart by the settings that differ."""
     plain = [_title(config) for config in configs]
     settings = [_flat(_protocol(config)) if config else {} for config in configs]
     titles = []
@@ -309,16 +201,11 @@ def _flat(values: Mapping[str, Any], path: str = "") -> dict[str, Any]:
     return found
 
 
-def _counted(number: int, what: str) -> str:
-    """For example `1 round` and `2 rounds`."""
-    return f"{number} {what}{'' if number == 1 else 's'}"
-
-
 def _title(config: Mapping[str, Any]) -> str:
     about = config.get("experiment", {})
+    counts = [(about.get("clients"), "client"), (config.get("rounds"), "round")]
     parts = [
         f"{about['model']} on {about['dataset']}" if {"model", "dataset"} <= set(about) else "runs",
-        _counted(about["clients"], "client") if "clients" in about else "",
-        _counted(config["rounds"], "round") if "rounds" in config else "",
+        *(f"{number} {what}{'' if number == 1 else 's'}" for number, what in counts if number is not None),
     ]
-    return ", ".join(filter(None, parts))
+    return ", ".join(parts)

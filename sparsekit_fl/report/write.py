@@ -1,4 +1,4 @@
-"""write_report: every file of a comparison, from saved results alone."""
+"""write_report: every file of a report, from saved results alone."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from sparsekit.errors import MissingDependencyError
-from sparsekit_fl.report.beside import Beside
-from sparsekit_fl.report.charts import charts_of
-from sparsekit_fl.report.comparison import Comparison, check_target
-from sparsekit_fl.report.drawing import draw_chart, inline_svg
-from sparsekit_fl.report.page import PageFigure, PagePart, page
-from sparsekit_fl.report.plate import Plates, plates_csv, plates_latex
-from sparsekit_fl.report.text import latex_table, markdown_table
-from sparsekit_fl.report.trials import collect_all, sections_of
+from sparsekit_fl.report.comparison import Comparison, check_target, comparisons_of
+from sparsekit_fl.report.figures import POINTS, figures_of
+from sparsekit_fl.report.page import Part, page
+from sparsekit_fl.report.plots import Figure, draw, inline_svg
+from sparsekit_fl.report.tables import latex_figure, latex_table, markdown_table
+from sparsekit_fl.report.trials import collect
+from sparsekit_fl.results.extra import need
 from sparsekit_fl.state.storage import write_atomically
 
 __all__ = ["read_comparisons", "write_report"]
@@ -46,19 +45,23 @@ def read_comparisons(
         InvalidValueError: a target outside (0, 1].
     """
     check_target(target)
-    earlier = _earlier(Path(folders[0]) / _SUMMARY) if folders else {}
-    trials = collect_all(folders)
+    earlier = _earlier(Path(folders[0])) if folders else {}
+    trials = collect(*folders)
     wanted = dict.fromkeys([*order, *earlier.get("methods", []), *sort(dict.fromkeys(trial.method for trial in trials))])
     goal = target if target is not None else earlier.get("asked_target")
-    return [Comparison(section, goal) for section in sections_of(trials, order=list(wanted))]
+    return comparisons_of(trials, order=list(wanted), target=goal)
 
 
-def _earlier(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
+def _earlier(folder: Path) -> dict[str, Any]:
+    """Return the last report of a folder; of several protocols that of any of them."""
+    for path in [folder / _SUMMARY, *sorted(folder.glob(f"*-{_SUMMARY}"))]:
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            continue
+        if isinstance(found, dict):
+            return found
+    return {}
 
 
 def write_report(
@@ -66,8 +69,9 @@ def write_report(
     comparisons: Sequence[Comparison],
     *,
     out: Path | str | None = None,
-    beside: Callable[[Comparison], Beside | None] = lambda _: None,
-    plates: Callable[[Sequence[Comparison]], Plates] | None = None,
+    published: Callable[[Comparison], Any] = lambda _: None,
+    paper: Callable[[Comparison], Sequence[Figure]] = lambda _: (),
+    about_paper: Sequence[str] = (),
     progress: Callable[[str], None] = lambda _: None,
     command: str = "",
 ) -> list[Path]:
@@ -77,22 +81,23 @@ def write_report(
         folder: Folder that they were read from.
         comparisons: One per protocol, from `read_comparisons`.
         out: Folder for the files; None takes `folder`.
-        beside: Returns the numbers of others that stand beside a comparison, or None.
-        plates: Returns figures of somebody else's paper, drawn from the comparisons; None for none.
+        published: Returns published numbers beside ours as a DataFrame, or None.
+        paper: Returns figures of a paper, drawn from a comparison.
+        about_paper: Sentences for the end of the page.
         progress: Receives the name of each file before it is written.
         command: What was typed to run them; empty takes that of the report that is there.
 
     Returns:
-        The files: for each protocol `compare.json`, `compare.csv`, `table.tex`, `table.md`, the files of what stands beside,
-        `figures/`, and of plates `figures.csv` and `figures.tex`; one `report.html` for all. Several protocols have their
-        title in the files' names.
+        The files: for each protocol `compare.json`, `compare.csv`, `table.tex`, `table.md`, where there are published numbers
+        `published.csv`, and `figures/`, of a paper's figures `figures.csv` and `figures.tex`; one `report.html` for all.
+        Several protocols have their title in the files' names.
 
     Raises:
-        DataError: `beside` reads a file that is not what it should be.
-        MissingDependencyError: Jinja2 or pandas is not installed; `compare.json` is written.
+        DataError: `published` reads a file that is not what it should be.
+        MissingDependencyError: Jinja2 is not installed; all but the page and the figures is written.
     """
     home = Path(folder if out is None else out)
-    typed = command or str(_earlier(Path(folder) / _SUMMARY).get("command", ""))
+    typed = command or str(_earlier(Path(folder)).get("command", ""))
     (home / "figures").mkdir(parents=True, exist_ok=True)
     written: list[Path] = []
 
@@ -101,34 +106,47 @@ def write_report(
         write_atomically(home / name, text.encode(), durable=False)
         written.append(home / name)
 
-    parts: list[PagePart] = []
-    others = plates(comparisons) if plates else Plates(title="", drawn=[()] * len(comparisons))
-    prefixes = [f"{comparison.section.slug}-" if len(comparisons) > 1 else "" for comparison in comparisons]
-    for prefix, comparison in zip(prefixes, comparisons, strict=True):
-        summary = {**comparison.to_dict(), "asked_target": comparison.target, **({"command": typed} if typed else {})}
-        put(f"{prefix}{_SUMMARY}", json.dumps(summary, indent=1, allow_nan=False) + "\n")
-    for prefix, comparison, own in zip(prefixes, comparisons, others.drawn, strict=True):
-        found = beside(comparison)
-        put(f"{prefix}compare.csv", comparison.to_csv())
-        put(f"{prefix}table.tex", latex_table(comparison))
-        put(f"{prefix}table.md", markdown_table(comparison, found))
-        for name, text in (found.files if found else {}).items():
-            put(prefix + name, text)
-        if own:
-            put(f"{prefix}figures.csv", plates_csv(own))
-            put(f"{prefix}figures.tex", plates_latex(own, folder="figures", prefix=prefix))
-        drawn: list[PageFigure] = []
-        shown = [*((chart, "") for chart in charts_of(comparison)), *((plate.chart, plate.caption) for plate in own)]
+    def pictures(figures: Sequence[Figure], prefix: str, ids: str) -> list[tuple[Figure, str]]:
+        drawn: list[tuple[Figure, str]] = []
         try:
-            for chart, caption in shown:
-                files = [home / f"figures/{prefix}{chart.name}.{kind}" for kind in _KINDS]
+            for figure in figures:
+                files = [home / f"figures/{prefix}{figure.name}.{kind}" for kind in _KINDS]
                 progress(files[0].name)
-                draw_chart(chart, *files)
-                written += files
-                svg = inline_svg(chart, prefix=f"s{len(parts)}c{len(drawn)}-")
-                drawn.append(PageFigure(title=chart.title, kind=chart.kind, svg=svg, caption=caption))
+                draw(figure, *files)
+                written.extend(files)
+                drawn.append((figure, inline_svg(figure, prefix=f"{ids}{len(drawn)}-")))
         except MissingDependencyError as error:
             _log.warning("no figures: %s", error)
-        parts.append(PagePart(comparison=comparison, beside=found, figures=drawn, csv=f"{prefix}compare.csv", command=typed))
-    put("report.html", page(parts, plates=others))
+        return drawn
+
+    parts: list[Part] = []
+    for place, comparison in enumerate(comparisons):
+        prefix = f"{comparison.slug}-" if len(comparisons) > 1 else ""
+        summary = {**comparison.to_dict(), "asked_target": comparison.target, **({"command": typed} if typed else {})}
+        put(f"{prefix}{_SUMMARY}", json.dumps(summary, indent=1, allow_nan=False) + "\n")
+        put(f"{prefix}compare.csv", comparison.to_csv())
+        beside, own = published(comparison), paper(comparison)
+        put(f"{prefix}table.md", markdown_table(comparison, beside))
+        put(f"{prefix}table.tex", latex_table(comparison))
+        if beside is not None:
+            put(f"{prefix}published.csv", beside.to_csv(index=False, lineterminator="\n"))
+        if own:
+            put(f"{prefix}figures.csv", _points_csv(own))
+            texts = [latex_figure(f"{prefix}{one.name}", one.title, one.caption, folder="figures") for one in own]
+            put(f"{prefix}figures.tex", "".join(texts))
+        drawn = pictures([*figures_of(comparison), *own], prefix, f"s{place}c")
+        parts.append(Part(comparison, beside, drawn, f"{prefix}compare.csv", typed))
+    put("report.html", page(parts, about_paper))
     return written
+
+
+def _points_csv(figures: Sequence[Figure]) -> str:
+    """Return CSV with one line per point of a paper's figures, ours and published ones apart."""
+    frames = []
+    for figure in figures:
+        about = {"figure": figure.number, "file": figure.name, "x_axis": figure.x, "y_axis": figure.y or figure.x}
+        for source, points in (("ours", figure.points), ("published", figure.marks)):
+            if points is not None:
+                frames.append(points[POINTS].astype(object).assign(**about, source=source))
+    order = ["figure", "file", "x_axis", "y_axis", "series", "source", "x", "y", "deviation"]
+    return str(need("pandas").concat(frames)[order].to_csv(index=False, lineterminator="\n"))

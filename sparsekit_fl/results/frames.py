@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sparsekit_fl.results.extra import need
-from sparsekit_fl.results.rounds import RoundRecord, cost_dict
+from sparsekit_fl.results.part import Cost
+from sparsekit_fl.results.rounds import RoundRecord
 from sparsekit_fl.results.scores import FinalScores, RoundScores, value_of
 from sparsekit_fl.wire.messages import Evaluation
 
@@ -31,7 +32,7 @@ def rounds_table(records: Sequence[RoundRecord]) -> list[dict[str, Any]]:
             "cohort": len(record.cohort),
             "dropped": len(record.dropped),
             "round_seconds": record.seconds,
-            **cost_dict(record.cost),
+            **Cost.of(record.cost).to_dict(),
         }
         rows.append(row | ({} if record.evaluation is None else _scores(record.evaluation)))
     return rows

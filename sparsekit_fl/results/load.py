@@ -15,13 +15,13 @@ def load_result(path: Path | str) -> RunResult:
     """Read the result of a finished run.
 
     Args:
-        path: The run's folder, or its `result.json`; also of version 0.1.
+        path: The run's folder, or its `result.json`.
 
     Returns:
         What `run` returned, without the global state, which `load_model` gives.
 
     Raises:
-        DataError: there is no result, it is damaged, or it was written by a later version.
+        DataError: there is no result, it is damaged, or another version wrote it.
     """
     raw = read_result(path)
     try:

@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from sparsekit.errors import DataError
-from sparsekit_fl.results.schema import SCHEMA_NUMBER
-from sparsekit_fl.results.scoring import complete_result
 
-__all__ = ["read_result"]
+__all__ = ["SCHEMA_NUMBER", "read_result"]
 
-_NEEDED = ("method", "seed", "final", "cost", "rounds")
+SCHEMA_NUMBER: Final = 3
+"""It goes up when a reader of the former schema would misread a file; what is only added leaves it as it is."""
+
+_NEEDED = ("schema", "method", "seed", "final", "cost", "rounds")
 
 
 def read_result(path: Path | str) -> dict[str, Any]:
     """Read `result.json`, or the one in a folder, as plain JSON values.
 
-    Costs are those of `complete_result`, whatever version wrote them.
-
     Raises:
-        DataError: there is none, it is not a result, or it was written by a later version.
+        DataError: there is none, it is not a result, or another version wrote it.
     """
     path = Path(path)
     path = path / "result.json" if path.is_dir() else path
@@ -35,11 +34,8 @@ def read_result(path: Path | str) -> dict[str, Any]:
     if missing:
         raise DataError(f"{path} is not a result: it lacks {', '.join(sorted(missing))}")
     assert isinstance(raw, dict)
-    if isinstance(raw.get("schema", 1), int) and raw.get("schema", 1) > SCHEMA_NUMBER:
+    if raw["schema"] != SCHEMA_NUMBER:
         raise DataError(
-            f"{path} has schema {raw['schema']}, and this version reads up to {SCHEMA_NUMBER}; install the one that wrote it"
+            f"{path} has schema {raw['schema']}, and this version reads {SCHEMA_NUMBER}; install the one that wrote it"
         )
-    try:
-        return complete_result(raw)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise DataError(f"the result at {path} is damaged: {error!r}; run again, or restore the file") from error
+    return raw

@@ -1,4 +1,4 @@
-"""RunResult, RoundRecord, Observer: what a run reports, as it goes and at its end."""
+"""RunResult: what a run reports."""
 
 from __future__ import annotations
 
@@ -6,30 +6,59 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from sparsekit.graph.state import StateDict
+from pydantic import Field
+
+from sparsekit.graph import StateDict
 from sparsekit_fl.options.config import RunConfig
 from sparsekit_fl.results.environment import describe_environment
 from sparsekit_fl.results.frames import clients_frame, rounds_frame
+from sparsekit_fl.results.part import Count, Failures, Part, SavedCost, about, plain
 from sparsekit_fl.results.plot import plot_rounds
-from sparsekit_fl.results.rounds import RoundRecord, cost_dict, cost_from, plain
-from sparsekit_fl.results.schema import SCHEMA_NUMBER
+from sparsekit_fl.results.read import SCHEMA_NUMBER
+from sparsekit_fl.results.rounds import RoundRecord
 from sparsekit_fl.results.scores import FinalScores, RoundScores, mean_scores
 from sparsekit_fl.state.storage import write_atomically
-from sparsekit_fl.wire.messages import Evaluation, Update, WorkCost
+from sparsekit_fl.wire.messages import WorkCost
 
 __all__ = [
     "FinalScores",
-    "Observer",
+    "ResultFile",
     "RoundRecord",
     "RoundScores",
     "RunResult",
-    "RunStart",
     "describe_environment",
     "mean_scores",
     "plain",
 ]
+
+
+_SAME = ("rounds", "final", "cost", "environment", "note", "privacy", "fingerprint", "stopped", "extended")
+
+
+class ResultFile(Part):
+    """The content of `result.json`."""
+
+    schema_: Literal[3] = Field(validation_alias="schema", serialization_alias="schema")
+    method: str
+    policies: Mapping[str, str] = about("kind of policy → text")
+    note: str = about("of the method, for tables", default="")
+    config: Mapping[str, Any] = about("every option of the run; `experiment` names data and model")
+    seed: Count
+    final: FinalScores
+    cost: SavedCost
+    privacy: Mapping[str, Any] = {}
+    rounds: tuple[RoundRecord, ...]
+    environment: Mapping[str, Any] = about("versions, threads, workers, device", default_factory=dict)
+    fingerprint: Mapping[str, Any] = about(
+        "`sparsekit` (version) and `code` (digest), `data` (digest of the clients' examples), and `earlier`: code by which"
+        " earlier rounds were run",
+        default_factory=dict,
+    )
+    failed_clients: Failures = about("clients that never could train though they were asked", default=())
+    stopped: str = about("reason why a callback ended the run", default="")
+    extended: tuple[Count, ...] = about("numbers of rounds that the run had before it was extended", default=())
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -107,29 +136,26 @@ class RunResult:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values: the content of `result.json`."""
-        raw = {
-            "schema": SCHEMA_NUMBER,
-            "method": self.method["name"],
-            "policies": dict(self.method),
-            **({"note": self.note} if self.note else {}),
-            "config": {**self.config.to_dict(), "experiment": dict(self.experiment)},
-            "seed": self.config.seed,
-            "final": self.final.to_dict(),
-            "cost": cost_dict(self.cost),
-            **({"privacy": dict(self.privacy)} if self.privacy else {}),
-            "rounds": [record.to_dict() for record in self.rounds],
-            "environment": dict(self.environment),
-            "fingerprint": dict(self.fingerprint),
-            **({"failed_clients": self._failed()} if self.failures else {}),
-            **({"stopped": self.stopped} if self.stopped else {}),
-            **({"extended": list(self.extended)} if self.extended else {}),
-        }
-        result = plain(raw)
+        found = ResultFile(
+            schema_=SCHEMA_NUMBER,
+            method=self.method["name"],
+            policies=self.method,
+            note=self.note,
+            config={**self.config.to_dict(), "experiment": self.experiment},
+            seed=self.config.seed,
+            final=self.final,
+            cost=self.cost,
+            privacy=self.privacy,
+            rounds=self.rounds,
+            environment=self.environment,
+            fingerprint=self.fingerprint,
+            failed_clients=tuple(self.failures.items()),
+            stopped=self.stopped,
+            extended=self.extended,
+        )
+        result = plain(found.to_dict())
         assert isinstance(result, dict)
         return result
-
-    def _failed(self) -> list[dict[str, Any]]:
-        return [{"client": client_id, "reason": reason} for client_id, reason in self.failures.items()]
 
     @staticmethod
     def from_dict(raw: Mapping[str, Any]) -> RunResult:
@@ -138,62 +164,15 @@ class RunResult:
         Raises:
             KeyError, TypeError, ValueError: it is no result.
         """
-        config = dict(raw["config"])
-        experiment = config.pop("experiment", {})
+        found = ResultFile.from_dict(raw)
         return RunResult(
-            method={**raw.get("policies", {}), "name": raw["method"]},
-            config=RunConfig.from_dict(config),
-            rounds=tuple(RoundRecord.from_dict(record) for record in raw["rounds"]),
-            final=FinalScores.from_dict(raw["final"]),
-            cost=cost_from(raw["cost"]),
-            environment=raw.get("environment", {}),
-            experiment=experiment,
-            note=raw.get("note", ""),
-            privacy=raw.get("privacy", {}),
-            fingerprint=raw.get("fingerprint", {}),
-            stopped=raw.get("stopped", ""),
-            extended=tuple(raw.get("extended", ())),
+            method={**found.policies, "name": found.method},
+            config=RunConfig.from_dict({name: value for name, value in found.config.items() if name != "experiment"}),
+            experiment=found.config.get("experiment", {}),
+            **{name: getattr(found, name) for name in _SAME},
         )
 
     def save(self, path: Path | str) -> None:
         """Write `to_dict()` as JSON, atomically; with the seed of a private run's noise, readable by the owner alone."""
         text = json.dumps(self.to_dict(), indent=1, allow_nan=False) + "\n"
         write_atomically(Path(path), text.encode(), private=self.config.dp_noise_seed is not None)
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class RunStart:
-    """What observers are told before the first round.
-
-    Args:
-        method: Its name.
-        config: The options.
-        clients: How many.
-        round: The last round already finished; 0 unless resumed.
-        cost: Of the rounds already finished.
-    """
-
-    method: str
-    config: RunConfig
-    clients: int
-    round: int
-    cost: WorkCost
-
-
-class Observer:
-    """Watches a run; inherit and override what is of interest. An observer changes nothing."""
-
-    def on_start(self, start: RunStart) -> None:
-        """Before the first round; worker processes already run."""
-
-    def on_client(self, round: int, client_id: int, update: Update | None) -> None:
-        """A client's work came in; None where it failed."""
-
-    def on_round(self, record: RoundRecord) -> None:
-        """A round ended and is saved."""
-
-    def on_evaluation(self, round: int, client_id: int, evaluation: Evaluation) -> None:
-        """A client was evaluated."""
-
-    def on_end(self, result: RunResult) -> None:
-        """The run ended and is saved."""

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Annotated, Any, ClassVar
+
+from pydantic import PlainValidator, computed_field, field_serializer
 
 from sparsekit_fl.problem.metrics import lower_is_better
+from sparsekit_fl.results.part import Count, Number, Part, about
 from sparsekit_fl.wire.messages import Evaluation, Scores
 
 __all__ = ["FinalScores", "Means", "RoundScores", "headline", "mean_scores", "value_of", "weighted_scores", "worst_scores"]
 
-Means = Mapping[str, float]
+Means = Mapping[str, Number]
 """Metric name → value over clients."""
+_Parts = Mapping[str, Means]
 
 _PARTS = ("personal", "validation", "global")
 
@@ -36,6 +39,15 @@ def _values(scores: Sequence[Scores]) -> dict[str, list[float]]:
     return {name: [value for value in values if value is not None] for name, values in found.items()}
 
 
+def _total(values: Iterable[float]) -> float:
+    """Exact sum; as floats add up where it is beyond them, since a client may send any number."""
+    values = list(values)
+    try:
+        return math.fsum(values)
+    except (OverflowError, ValueError):
+        return sum(values)
+
+
 def mean_scores(scores: Sequence[Scores]) -> dict[str, float]:
     """Mean over clients of each metric's value on the client's own data; a client without a metric does not count.
 
@@ -45,7 +57,7 @@ def mean_scores(scores: Sequence[Scores]) -> dict[str, float]:
     Returns:
         Metric name → mean of sum / weight.
     """
-    return {name: math.fsum(values) / len(values) if values else math.nan for name, values in _values(scores).items()}
+    return {name: _total(values) / len(values) if values else math.nan for name, values in _values(scores).items()}
 
 
 def weighted_scores(scores: Sequence[Scores]) -> dict[str, float]:
@@ -58,7 +70,7 @@ def weighted_scores(scores: Sequence[Scores]) -> dict[str, float]:
         Metric name → Σ sum / Σ weight.
     """
     names = dict.fromkeys(name for score in scores for name in score)
-    sums = {name: [math.fsum(score[name][part] for score in scores if name in score) for part in (0, 1)] for name in names}
+    sums = {name: [_total(score[name][part] for score in scores if name in score) for part in (0, 1)] for name in names}
     return {name: total / weight if weight > 0 else math.nan for name, (total, weight) in sums.items()}
 
 
@@ -76,7 +88,7 @@ def worst_scores(scores: Sequence[Scores], *, lower: frozenset[str] | None = Non
     for name, values in _values(scores).items():
         small = lower_is_better(name) if lower is None else name in lower
         tenth = sorted(values, reverse=small)[: -(-len(values) // 10)]
-        worst[name] = math.fsum(tenth) / len(tenth) if tenth else math.nan
+        worst[name] = _total(tenth) / len(tenth) if tenth else math.nan
     return worst
 
 
@@ -95,25 +107,28 @@ def _over_clients(evaluations: Sequence[Evaluation], lower: frozenset[str] | Non
     }
 
 
-@dataclass(frozen=True, kw_only=True)
-class RoundScores:
+class RoundScores(Part):
     """Scores over the clients that were scored, each on its own data.
 
     Args:
         personal: Means, of the personal models on test data.
         validation: Means, of the personal models on validation data.
-        shared: Means, of the global model on test data; None where not asked for.
+        shared: Means, of the global model on test data; None where not asked for. In files it is "global".
         clients: Number of clients that were scored, in a run that scores a sample; None where it scores all.
         weighted: "personal", "validation", "global" → means in which a client counts by its examples.
         worst: The same → means over the worst tenth of the clients.
     """
 
-    personal: Means
-    validation: Means
-    shared: Means | None = None
-    clients: int | None = None
-    weighted: Mapping[str, Means] = field(default_factory=dict)
-    worst: Mapping[str, Means] = field(default_factory=dict)
+    nulls: ClassVar[tuple[str, ...]] = ("shared",)
+
+    personal: Means = about("means over clients of the personal models on own test data")
+    validation: Means = about("the same on own validation data")
+    shared: Means | None = about(
+        "the global model; null where it was not scored", validation_alias="global", serialization_alias="global"
+    )
+    clients: Count | None = about("number of clients that were scored, where a sample was", default=None)
+    weighted: _Parts = about("means in which a client counts by its examples", default={})
+    worst: _Parts = about("means over the worst tenth of the clients, of each metric its own", default={})
 
     @staticmethod
     def of(evaluations: Sequence[Evaluation], *, sampled: bool = False, lower: frozenset[str] | None = None) -> RoundScores:
@@ -134,130 +149,107 @@ class RoundScores:
             worst=found["worst"],
         )
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        return {
-            "personal": dict(self.personal),
-            "validation": dict(self.validation),
-            "global": None if self.shared is None else dict(self.shared),
-            **({} if self.clients is None else {"clients": self.clients}),
-            **_more(self.weighted, self.worst),
-        }
+
+class ClientScores(Part):
+    """The scores of one client, as they stand in files.
+
+    Args:
+        id: The client.
+        examples: Number of its test examples.
+        personal: Value of the headline metric.
+        shared: The same of the global model.
+        ratio: Ratio of the personal model; None where it is not sparse.
+        metrics: "personal", "validation", "global" → metric → value.
+        weights: The same → what a mean is over, where that is not the number of examples, as for tokens.
+    """
+
+    id: Count
+    examples: Count = about("of its test data")
+    personal: Number | None = about("of the personal model by the metric `headline`")
+    shared: Number | None = about(
+        "of the global model by the metric `headline`", validation_alias="global", serialization_alias="global"
+    )
+    ratio: float | None = about("of the personal model; null where it is not sparse")
+    metrics: Mapping[str, Mapping[str, Number | None]] = about("personal, validation or global → metric → value")
+    weights: Mapping[str, Mapping[str, float]] = about("what a mean is over, where that is not `examples`", default={})
 
     @staticmethod
-    def from_dict(raw: Mapping[str, Any]) -> RoundScores:
-        """The inverse of `to_dict`; numbers that were not finite come back as NaN."""
-        return RoundScores(
-            personal=_numbers(raw["personal"]),
-            validation=_numbers(raw.get("validation") or {}),
-            shared=None if raw.get("global") is None else _numbers(raw["global"]),
-            clients=raw.get("clients"),
-            weighted={name: _numbers(means) for name, means in raw.get("weighted", {}).items()},
-            worst={name: _numbers(means) for name, means in raw.get("worst", {}).items()},
+    def of(evaluation: Evaluation, main: str) -> ClientScores:
+        """Return the scores of a client; `main` is the headline metric."""
+        parts = zip(_PARTS, (evaluation.personal, evaluation.validation, evaluation.shared), strict=True)
+        known = {part: scores for part, scores in parts if scores}
+        weights = {
+            part: {name: weight for name, (_, weight) in scores.items() if weight != _usual(evaluation.examples, part)}
+            for part, scores in known.items()
+        }
+        return ClientScores(
+            id=evaluation.client_id,
+            examples=evaluation.examples,
+            personal=value_of(evaluation.personal, main),
+            shared=value_of(evaluation.shared, main),
+            ratio=evaluation.ratio,
+            metrics={part: {name: value_of(scores, name) for name in scores} for part, scores in known.items()},
+            weights={part: own for part, own in weights.items() if own},
+        )
+
+    def evaluation(self) -> Evaluation:
+        """The inverse of `of`."""
+
+        def scores(part: str) -> dict[str, tuple[float, float]]:
+            found = {}
+            for name, value in self.metrics.get(part, {}).items():
+                weight = self.weights.get(part, {}).get(name, _usual(self.examples, part))
+                found[name] = (math.nan if value is None else value * weight, weight)
+            return found
+
+        return Evaluation(
+            client_id=self.id,
+            examples=self.examples,
+            personal=scores("personal"),
+            validation=scores("validation"),
+            shared=scores("global") if "global" in self.metrics else None,
+            ratio=self.ratio,
         )
 
 
-def _more(weighted: Mapping[str, Means], worst: Mapping[str, Means]) -> dict[str, Any]:
-    found = {"weighted": weighted, "worst": worst}
-    return {kind: {name: dict(means) for name, means in parts.items()} for kind, parts in found.items() if parts}
+def _usual(examples: int, part: str) -> float:
+    return float(examples) if part != "validation" else 1.0
 
 
-def _numbers(means: Mapping[str, float | None]) -> dict[str, float]:
-    return {name: math.nan if value is None else value for name, value in means.items()}
+def _evaluations(value: Any) -> tuple[Evaluation, ...]:
+    return tuple(one if isinstance(one, Evaluation) else ClientScores.from_dict(one).evaluation() for one in value)
 
 
-@dataclass(frozen=True, kw_only=True)
-class FinalScores:
+class FinalScores(Part):
     """The end of a run.
 
     Args:
         personal: Metric → mean over all clients of the personal model on own test data.
-        shared: The same of the global model.
+        shared: The same of the global model. In files it is "global".
         per_client: One evaluation per client that could be scored.
         state_sha256: Digest of the final global state; see `sparsekit.graph.state.digest`.
         weighted: "personal", "validation", "global" → means in which a client counts by its examples.
         worst: The same → means over the worst tenth of the clients.
     """
 
-    personal: Means
-    shared: Means
-    per_client: tuple[Evaluation, ...]
+    personal: Means = about("means over all clients of the personal models on own test data")
+    shared: Means = about("the same of the global model", validation_alias="global", serialization_alias="global")
+    weighted: _Parts = about("means in which a client counts by its examples", default={})
+    worst: _Parts = about("means over the worst tenth of the clients, of each metric its own", default={})
+    per_client: Annotated[tuple[Evaluation, ...], PlainValidator(_evaluations)] = about("clients that could be scored")
     state_sha256: str
-    weighted: Mapping[str, Means] = field(default_factory=dict)
-    worst: Mapping[str, Means] = field(default_factory=dict)
+
+    @computed_field(description="accuracy, or the first metric other than the loss, or the loss")  # type: ignore[prop-decorator]
+    @property
+    def headline(self) -> str:
+        """The metric that stands for all where there is room for one."""
+        return headline(list(self.personal))
+
+    @field_serializer("per_client")
+    def _clients(self, evaluations: tuple[Evaluation, ...]) -> list[ClientScores]:
+        return [ClientScores.of(evaluation, self.headline) for evaluation in evaluations]
 
     @property
     def metrics(self) -> Means:
         """Of what clients deploy: `personal`."""
         return self.personal
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        main = headline(list(self.personal))
-        return {
-            "personal": dict(self.personal),
-            "global": dict(self.shared),
-            **_more(self.weighted, self.worst),
-            "headline": main,
-            "per_client": [_client_dict(evaluation, main) for evaluation in self.per_client],
-            "state_sha256": self.state_sha256,
-        }
-
-    @staticmethod
-    def from_dict(raw: Mapping[str, Any]) -> FinalScores:
-        """The inverse of `to_dict`; also of results of version 0.1, whose clients have their accuracy alone."""
-        main = raw.get("headline", "accuracy")
-        return FinalScores(
-            personal=_numbers(raw["personal"]),
-            shared=_numbers(raw.get("global") or {}),
-            per_client=tuple(_client_from(one, main) for one in raw.get("per_client", ())),
-            state_sha256=raw.get("state_sha256", ""),
-            weighted={name: _numbers(means) for name, means in raw.get("weighted", {}).items()},
-            worst={name: _numbers(means) for name, means in raw.get("worst", {}).items()},
-        )
-
-
-def _client_dict(evaluation: Evaluation, main: str) -> dict[str, Any]:
-    parts = dict(zip(_PARTS, (evaluation.personal, evaluation.validation, evaluation.shared), strict=True))
-    # What a mean is over is mostly the number of examples; where it is not, as for tokens, it is said.
-    weights = {
-        part: {name: weight for name, (_, weight) in scores.items() if weight != _examples(evaluation, part)}
-        for part, scores in parts.items()
-        if scores
-    }
-    return {
-        "id": evaluation.client_id,
-        "examples": evaluation.examples,
-        "personal": value_of(evaluation.personal, main),
-        "global": value_of(evaluation.shared, main),
-        "ratio": evaluation.ratio,
-        "metrics": {part: {name: value_of(scores, name) for name in scores} for part, scores in parts.items() if scores},
-        **({"weights": found} if (found := {part: own for part, own in weights.items() if own}) else {}),
-    }
-
-
-def _examples(evaluation: Evaluation, part: str) -> float:
-    return evaluation.examples if part != "validation" else 1.0
-
-
-def _client_from(raw: Mapping[str, Any], main: str) -> Evaluation:
-    examples = int(raw["examples"])
-    metrics = raw.get("metrics") or {part: {main: raw[part]} for part in ("personal", "global") if raw.get(part) is not None}
-
-    def scores(part: str) -> dict[str, tuple[float, float]]:
-        own = raw.get("weights", {}).get(part, {})
-        usual = float(examples) if part != "validation" else 1.0
-        weights = {name: float(own.get(name, usual)) for name in metrics.get(part, {})}
-        return {
-            name: (math.nan if value is None else value * weights[name], weights[name])
-            for name, value in metrics.get(part, {}).items()
-        }
-
-    return Evaluation(
-        client_id=int(raw["id"]),
-        examples=examples,
-        personal=scores("personal"),
-        validation=scores("validation"),
-        shared=scores("global") if "global" in metrics else None,
-        ratio=raw.get("ratio"),
-    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,20 +43,13 @@ def export_onnx(model: nn.Module, inputs: Sequence[Tensor], path: Path | str) ->
         except ImportError as error:
             raise MissingDependencyError(f"ONNX needs {package}; {install_hint('export')}") from error
     model.eval()
-    several = tuple(_several(tensor) for tensor in inputs)
-    batch = torch.export.Dim("batch")
-    shapes = tuple({0: batch} for _ in several)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            program: Any = torch.onnx.export(model, several, dynamo=True, dynamic_shapes=shapes, verbose=False)
-        except Exception as error:  # noqa: BLE001 - whatever the exporter raises; a fixed number of examples may still do
-            _log.warning("%s takes %d examples and no other number: %s", path, len(inputs[0]), _first_line(error))
-            several = tuple(inputs)
-            try:
-                program = torch.onnx.export(model, several, dynamo=True, verbose=False)
-            except Exception as failed:
-                raise DataError(f"the model cannot be written as ONNX: {_first_line(failed)}") from failed
+
+    def export(given: tuple[Tensor, ...], shapes: Any) -> Any:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return torch.onnx.export(model, given, dynamo=True, dynamic_shapes=shapes, verbose=False)
+
+    program, several = _exported(export, inputs, path)
     program.save(str(path))
     return _difference(model, several, Path(path))
 
@@ -72,17 +65,25 @@ def export_program(model: nn.Module, inputs: Sequence[Tensor], path: Path | str)
     Raises:
         DataError: the model cannot be exported.
     """
+    model.eval()
+    program, _ = _exported(lambda given, shapes: torch.export.export(model, given, dynamic_shapes=shapes), inputs, path)
+    torch.export.save(program, Path(path))
+
+
+def _exported(
+    export: Callable[[tuple[Tensor, ...], Any], Any], inputs: Sequence[Tensor], path: Path | str
+) -> tuple[Any, tuple[Tensor, ...]]:
+    """Export for any number of examples, or for that of `inputs` where the model allows no other; return the inputs too."""
     several = tuple(_several(tensor) for tensor in inputs)
     batch = torch.export.Dim("batch")
     try:
-        program = torch.export.export(model.eval(), several, dynamic_shapes=tuple({0: batch} for _ in several))
-    except Exception as error:  # noqa: BLE001 - as above
+        return export(several, tuple({0: batch} for _ in several)), several
+    except Exception as error:  # noqa: BLE001 - whatever the exporter raises; a fixed number of examples may still do
         _log.warning("%s takes %d examples and no other number: %s", path, len(inputs[0]), _first_line(error))
-        try:
-            program = torch.export.export(model, tuple(inputs))
-        except Exception as failed:
-            raise DataError(f"the model cannot be exported: {_first_line(failed)}") from failed
-    torch.export.save(program, Path(path))
+    try:
+        return export(tuple(inputs), None), tuple(inputs)
+    except Exception as failed:
+        raise DataError(f"the model cannot be exported: {_first_line(failed)}") from failed
 
 
 def _several(tensor: Tensor) -> Tensor:

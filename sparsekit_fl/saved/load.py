@@ -11,13 +11,12 @@ from torch import Tensor, nn
 
 from sparsekit.errors import DataError, InvalidValueError, SparsekitError
 from sparsekit.registry import load_object
-from sparsekit.surgery.saving import Factory, load_compact
+from sparsekit.surgery import Factory, load_compact
 from sparsekit_fl.methods.make import make_method
 from sparsekit_fl.models import models
 from sparsekit_fl.models.base import InputShape, factory_spec
 from sparsekit_fl.problem.problem import Problem
 from sparsekit_fl.state.models import best_file, client_file, global_file, read_recipe
-from sparsekit_fl.wire.packing import unpack
 
 __all__ = ["example_inputs_of", "load_model", "model_file"]
 
@@ -44,8 +43,6 @@ def load_model(out: Path | str, which: str | int = "global", *, model: Factory |
     recipe = read_recipe(out)
     path = model_file(out, which, recipe)
     factory = _prepared(_factory(recipe, out) if model is None else model, recipe)
-    if path == global_file(out) and _is_plain(path):
-        return _of_state(path, factory).eval()
     return load_compact(path, factory).eval()
 
 
@@ -67,7 +64,7 @@ def model_file(out: Path, which: str | int, recipe: Mapping[str, Any]) -> Path:
         return whole
     if which == "best":
         if not best_file(out).exists():
-            raise DataError(f"{out} holds no best model; run with callbacks=[BestCheckpoint()], or take 'global'")
+            raise DataError(f"{out} holds no best model; run with callbacks=[BestCheckpoint()] (--log best), or take 'global'")
         return best_file(out)
     client_id = _client_id(which)
     known = recipe.get("clients")
@@ -87,29 +84,6 @@ def _client_id(which: str | int) -> int:
     if isinstance(which, bool) or not (isinstance(which, int) or str(which).isdecimal()):
         raise InvalidValueError(f"which must be 'global', 'best' or the id of a client, got {which!r}")
     return int(which)
-
-
-def _is_plain(path: Path) -> bool:
-    """Whether a file holds the tensors of a state alone, as version 0.1 wrote the global model."""
-    raw = path.read_bytes()
-    try:
-        unpack(raw)
-    except DataError:
-        return False
-    return True
-
-
-def _of_state(path: Path, factory: Factory) -> nn.Module:
-    tensors, _ = unpack(path.read_bytes())
-    made = load_object(factory) if isinstance(factory, str) else factory
-    model: Any = made if isinstance(made, nn.Module) else made()
-    model = model[0] if isinstance(model, tuple) else model
-    try:
-        model.load_state_dict(tensors)
-    except RuntimeError as error:
-        raise DataError(f"{path} holds the state of another model: {error}; pass the model of that run") from error
-    assert isinstance(model, nn.Module)
-    return model
 
 
 def _factory(recipe: Mapping[str, Any], out: Path) -> Factory:

@@ -1,189 +1,296 @@
-"""Flights: asynchronous rounds over any engine. Clients train all the time, and the server steps when enough have come in.
+"""Asynchronous steps: clients train all the time, and the server aggregates as soon as enough have come in.
 
-The clock is simulated: a client is under way for as long as its capability says that its work takes, so any engine, any number
-of workers and any resume give the same bits. What a client makes depends on the model that it started from and not on the
-moment, so the clients of one model version are trained together; the clock then decides who comes in when and who starts where.
+One loop and two clocks. By the simulated clock a client is under way for as long as its capability says that its work takes, so
+any engine, any number of workers and any resume give the same bits. By the wall clock clients come in when they do.
+
+Source: Nguyen et al., Federated Learning with Buffered Asynchronous Aggregation (FedBuff), AISTATS 2022 (arXiv 2106.06639),
+algorithm 1; that a client which came in is sampled again only after the next aggregation is ours: from the same model it would
+learn the same.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 
 from sparsekit.errors import InvalidValueError
-from sparsekit_fl.context.memory import Memory
-from sparsekit_fl.context.server import ServerContext
-from sparsekit_fl.methods.method import Method
-from sparsekit_fl.options.config import RunConfig
-from sparsekit_fl.policies.aggregate import AggregatePolicy
-from sparsekit_fl.policies.sampling import SamplingPolicy
-from sparsekit_fl.wire.messages import Update, decode_update, encode_update
+from sparsekit_fl.engines.base import ClientPool, ClientStream, Reply, await_clients
+from sparsekit_fl.errors import ClientError, TooFewRepliesError, UpdateError
+from sparsekit_fl.server.server import Aggregated, Arrival, Server
+from sparsekit_fl.state.store import Versions
+from sparsekit_fl.wire.messages import Assignment, Update, decode_update, encode_update
 
-__all__ = ["Arrival", "Flights", "Landing", "by_wall_clock", "came_in", "flights_of"]
+__all__ = ["Asynchronous", "Simulated", "Step", "Told", "Wall"]
 
+_REPEATS = 2
+_MOST_REASONS = 5
 
-@dataclass(frozen=True, eq=False)
-class Arrival:
-    """An update that came in.
-
-    Args:
-        update: As the client made it.
-        age: Aggregations since the client received its model.
-    """
-
-    update: Update
-    age: int
-
-    def counted(self, staleness: float) -> Update:
-        """The update with its changes times (1 + age)^-staleness; integers, which count batches, as they are."""
-        if not self.age or not staleness:
-            return self.update
-        factor = (1 + self.age) ** -staleness
-        delta = {name: value * factor if value.is_floating_point() else value for name, value in self.update.delta.items()}
-        return replace(self.update, delta=delta)
+Told = Callable[[int, Update | None], None]
+"""Called with a client's id and its update, or None where it failed."""
 
 
-@dataclass(frozen=True, eq=False)
-class Landing:
-    """What a step of the server takes, and the state of the clock behind it.
+@dataclass(eq=False)
+class Step:
+    """What happens until the server has its updates.
 
     Args:
-        arrivals: In the order in which they came in.
-        now: Simulated seconds since the start of the run.
-        left: (end, order, base, update) of each client that is still under way.
-        order: Number of clients that have started so far.
+        round: Of the server, counted from 1.
+        versions: The memory of each client that counts.
+        started: Assignments of the clients that started, in this order.
+        replies: What came back, in this order.
+        received: The valid updates among them.
+        landed: What the server aggregates.
+        dropped: Client id → why its work does not count.
+        done: Clients that are not asked again in this step.
+        notes: Why clients that failed were asked again.
     """
 
-    arrivals: tuple[Arrival, ...]
-    now: float
-    left: tuple[tuple[float, int, int, Update], ...]
-    order: int
+    round: int
+    versions: Versions
+    started: list[Assignment] = field(default_factory=list)
+    replies: list[Reply] = field(default_factory=list)
+    received: list[Update] = field(default_factory=list)
+    landed: list[Arrival] = field(default_factory=list)
+    dropped: dict[int, Exception] = field(default_factory=dict)
+    done: set[int] = field(default_factory=set)
+    notes: list[str] = field(default_factory=list)
 
 
-def by_wall_clock(config: RunConfig) -> bool:
-    """Whether the wall clock decides who comes in first."""
-    return config.async_buffer is not None and config.async_clock == "wall"
+class Asynchronous(ABC):
+    """Steps of the server, in which at most `cohort` clients are under way.
 
-
-def came_in(arrivals: Sequence[Arrival]) -> str:
-    """Return a text for the record of a round: who came in, in this order, and the age of what they received."""
-    ages = ", ".join(f"{arrival.update.client_id} ({arrival.age})" for arrival in arrivals)
-    return f"asynchronous: clients that came in, and the age of what they received: {ages}"
-
-
-class Flights:
-    """Clients under way, kept in the server's memory.
-
-    In each step of the server clients are sampled from those that are not under way. As soon as one comes in, the next starts,
-    so that `cohort` clients train at any time where there are enough. With `async_buffer` updates the server aggregates.
+    With `async_buffer` valid updates the server aggregates, in the order of the clients' ids. Where nobody is under way, and
+    nobody can start, it takes what there is, if that is `min_replies`; otherwise those who failed are asked again, twice at
+    most.
 
     Args:
-        config: Has `cohort` and `async_buffer`.
-        memory: Lives from round to round.
-
-    Source: Nguyen et al., Federated Learning with Buffered Asynchronous Aggregation (FedBuff), AISTATS 2022
-        (arXiv 2106.06639), algorithm 1; that a client which comes in is sampled again only after the next aggregation is ours.
+        server: Its config has `cohort`, `async_buffer` and `async_staleness`.
+        pool: Trains clients.
+        told: Is told of every client that has trained.
     """
 
-    def __init__(self, config: RunConfig, memory: Memory) -> None:
+    def __init__(self, server: Server, pool: ClientPool, told: Told) -> None:
+        self._server, self._pool, self._told = server, pool, told
+        config = server.spec.config
         assert config.async_buffer is not None
-        self._cohort, self._buffer, self._staleness = config.cohort, config.async_buffer, config.async_staleness
-        self._memory = memory
+        self._cohort, self._buffer = config.cohort, config.async_buffer
+        self._needed = config.needed_replies(self._buffer)
 
     @property
-    def now(self) -> float:
-        """Simulated seconds since the start of the run."""
-        return float(self._memory.get("now", 0.0))
+    @abstractmethod
+    def under_way(self) -> list[int]:
+        """Ids of clients whose updates have not been aggregated."""
 
-    def _under_way(self) -> list[tuple[float, int, int, Update]]:
-        return [
-            (float(one["end"]), int(one["order"]), int(one["base"]), decode_update(one["update"].numpy().tobytes()))
-            for one in self._memory.get("flights", [])
-        ]
+    def free(self, ids: Collection[int]) -> list[int]:
+        """Return those of these clients that can be scored now. The default returns all: the clock stands meanwhile."""
+        return list(ids)
 
-    def sampling(self, ctx: ServerContext) -> ServerContext:
-        """Return the context that samples those who start in this step: from clients that are not under way."""
-        busy = {int(one["client"]) for one in self._memory.get("flights", [])}
-        idle = [id for id in ctx.roster if id not in busy]
-        starting = self._cohort - len(busy) + self._buffer - 1
-        return replace(ctx.reaching(idle), cohort=max(0, min(starting, len(idle))))
+    @abstractmethod
+    def _now(self) -> float:
+        """Seconds, on the clock."""
 
-    def land(self, updates: Sequence[Update], round: int) -> Landing:
-        """Let clients start and come in until the buffer is full; nothing is changed before `take`.
+    @abstractmethod
+    def _start(self, step: Step, ids: list[int]) -> None:
+        """Let clients start where there is room, of those that may be asked; their assignments go into the step."""
+
+    @abstractmethod
+    def _arrive(self, step: Step) -> None:
+        """Wait for the next who come in; their updates go into the step."""
+
+    def step(self, round: int, versions: Versions, *, ids: Sequence[int]) -> tuple[Step, Aggregated]:
+        """Start clients and take in what comes until the server can aggregate, and aggregate.
 
         Args:
-            updates: Of the clients that start in this step, in the order in which they start.
-            round: The step, counted from 1.
+            round: Of the server, counted from 1.
+            versions: The memory of each client that counts.
+            ids: All clients.
 
-        Returns:
-            The updates that the server aggregates now: fewer than asked for where no more client is under way.
+        Raises:
+            TooFewRepliesError: too few updates were valid, and nobody is left to ask.
         """
-        now, order = self.now, int(self._memory.get("order", 0))
-        flying = self._under_way()
-        heapq.heapify(flying)
-        waiting = list(updates)
-        arrivals: list[Arrival] = []
-        while len(arrivals) < self._buffer:
-            while waiting and len(flying) < self._cohort:
-                update = waiting.pop(0)
-                heapq.heappush(flying, (now + update.cost.simulated_seconds, order, round - 1, update))
-                order += 1
-            if not flying:
+        self._server.begin(round)
+        step, began = Step(round, versions), self._now()
+        while len(step.landed) < self._buffer:
+            self._start(step, [id for id in ids if id not in step.done])
+            if self.under_way:
+                self._arrive(step)
+            elif len(step.landed) >= self._needed:
                 break
-            now, _, base, update = heapq.heappop(flying)
-            arrivals.append(Arrival(update, round - 1 - base))
-        # Who did not start in this step has trained for nothing else: it starts now.
-        for update in waiting:
-            heapq.heappush(flying, (now + update.cost.simulated_seconds, order, round - 1, update))
-            order += 1
-        return Landing(tuple(arrivals), now, tuple(sorted(flying, key=lambda one: one[:2])), order)
-
-    def take(self, landing: Landing) -> list[tuple[Update, int]]:
-        """Keep the state behind a landing, and return what is aggregated: updates, scaled by their age, and ages."""
-        self._memory.update(
-            now=landing.now,
-            order=landing.order,
-            flights=[
-                {"client": update.client_id, "end": end, "order": order, "base": base, "update": _packed(update)}
-                for end, order, base, update in landing.left
-            ],
+            else:
+                text = self._missing(step)
+                if len(step.notes) == _REPEATS:
+                    raise TooFewRepliesError(f"step {round}: {text}")
+                step.notes.append(f"asked again, since {text}")
+                await_clients(self._pool, ids, self._needed - len(step.landed))
+                step.done -= step.dropped.keys()
+        # In the order of clients, so that the order in which they came in decides nothing.
+        landed = sorted(step.landed, key=lambda arrival: arrival.update.client_id)
+        self._server.take(landed)
+        ages = ", ".join(f"{arrival.update.client_id} ({arrival.age})" for arrival in step.landed)
+        came = f"asynchronous: clients that came in, and the age of what they received: {ages}"
+        return step, Aggregated(
+            updates=tuple(arrival.update for arrival in landed),
+            refused=(),
+            seconds=self._now() - began,
+            received=tuple(step.received),
+            note="; ".join([came, *step.notes]),
         )
-        return [(arrival.counted(self._staleness), arrival.age) for arrival in landing.arrivals]
+
+    def _receive(self, step: Step, reply: Reply, assignment: Assignment) -> Update | None:
+        """Note a reply; return its update where that is valid."""
+        if reply.update is not None:
+            reply = replace(reply, update=self._server.timed(reply.update))
+        step.replies.append(reply)
+        step.done.add(reply.client_id)
+        self._told(reply.client_id, reply.update)
+        try:
+            if reply.update is None:
+                raise reply.error if isinstance(reply.error, ClientError) else ClientError(str(reply.error))
+            update = self._server.checked(reply.update, assignment)
+        except (ClientError, UpdateError) as error:
+            step.dropped[reply.client_id] = error
+            return None
+        step.dropped.pop(reply.client_id, None)
+        step.received.append(update)
+        return update
+
+    def _missing(self, step: Step) -> str:
+        """Say why a step cannot end; the first reasons in full."""
+        reasons = [f"client {client_id}: {str(error).rstrip('.')}" for client_id, error in step.dropped.items()]
+        more = [f"and {len(reasons) - _MOST_REASONS} clients more"] if len(reasons) > _MOST_REASONS else []
+        return (
+            f"{len(step.landed)} updates came in, {self._needed} are needed (min_replies), nobody is under way and no other"
+            " client can start; " + "; ".join([*reasons[:_MOST_REASONS], *more] or ["no node has a client that is not done"])
+        )
+
+
+class Simulated(Asynchronous):
+    """By the simulated clock, over any engine.
+
+    What a client makes depends on the model that it started from and not on the moment. So those who will start in a step are
+    trained together at its begin, by all workers; the clock then decides who starts and comes in when. Those who are under way
+    are part of the server's memory, and of a checkpoint.
+    """
+
+    def __init__(self, server: Server, pool: ClientPool, told: Told) -> None:
+        super().__init__(server, pool, told)
+        self._memory = server.state.memory.setdefault("asynchronous", {"now": 0.0, "order": 0, "flights": []})
+        self._waiting: deque[Update] = deque()
+        # (end, order of the start, step of the start, update)
+        self._flying: list[tuple[float, int, int, Update]] = [
+            (float(one["end"]), int(one["order"]), int(one["base"]), decode_update(one["update"].numpy().tobytes()))
+            for one in self._memory["flights"]
+        ]
+        heapq.heapify(self._flying)
+
+    @property
+    def under_way(self) -> list[int]:
+        """Ids of clients whose updates have not been aggregated."""
+        return sorted(update.client_id for update in (*(one[-1] for one in self._flying), *self._waiting))
+
+    def _now(self) -> float:
+        return float(self._memory["now"])
+
+    def _start(self, step: Step, ids: list[int]) -> None:
+        busy = set(self.under_way)
+        if not step.started or not busy:
+            room = self._cohort - len(busy) + self._buffer - len(step.landed) - 1
+            assignments = self._server.write(self._server.sample([id for id in ids if id not in busy], room))
+            step.started += assignments
+            replies = self._pool.map(assignments, step.versions) if assignments else ()
+            for assignment, reply in zip(assignments, replies, strict=True):
+                update = self._receive(step, reply, assignment)
+                if update is not None:
+                    self._waiting.append(update)
+        while self._waiting and len(self._flying) < self._cohort:
+            self._fly(step)
+
+    def _fly(self, step: Step) -> None:
+        update, order = self._waiting.popleft(), int(self._memory["order"])
+        heapq.heappush(self._flying, (self._now() + update.cost.simulated_seconds, order, step.round, update))
+        self._memory["order"] = order + 1
+
+    def _arrive(self, step: Step) -> None:
+        self._memory["now"], _, base, update = heapq.heappop(self._flying)
+        step.landed.append(Arrival(update, step.round - base))
+
+    def step(self, round: int, versions: Versions, *, ids: Sequence[int]) -> tuple[Step, Aggregated]:
+        """See `Asynchronous.step`; keep those who are under way."""
+        step, aggregated = super().step(round, versions, ids=ids)
+        while self._waiting:
+            # Who did not start in this step has trained for nothing else: it starts now.
+            self._fly(step)
+        self._memory["flights"] = [
+            {"client": update.client_id, "end": end, "order": order, "base": base, "update": _packed(update)}
+            for end, order, base, update in sorted(self._flying, key=lambda one: one[:2])
+        ]
+        return step, aggregated
 
 
 def _packed(update: Update) -> torch.Tensor:
     return torch.from_numpy(np.frombuffer(encode_update(update), dtype=np.uint8).copy())
 
 
-def flights_of(method: Method, config: RunConfig, memory: Memory) -> Flights | None:
-    """Make the flights of a run; None where its rounds wait for their cohort, or the wall clock decides who comes in first.
+class Wall(Asynchronous):
+    """By the wall clock, over nodes that answer one by one: whoever comes in makes room for the next at once.
 
-    Args:
-        method: Must leave to the run which updates count when, and add up updates by `AggregatePolicy`.
-        config: Has the options.
-        memory: Of the whole server.
+    An update depends on the client, the model that it started from and its step, and on no clock; who comes in when does.
 
     Raises:
-        InvalidValueError: the method cannot run asynchronously; says why.
+        InvalidValueError: the engine has no nodes.
     """
-    if config.async_buffer is None:
-        return None
-    sampling, aggregate = type(method.sampling), type(method.aggregate)
-    for name in ("arrivals", "seconds"):
-        if getattr(sampling, name) is not getattr(SamplingPolicy, name):
+
+    def __init__(self, server: Server, pool: ClientPool, told: Told) -> None:
+        super().__init__(server, pool, told)
+        opened = getattr(pool, "stream", None)
+        if opened is None:
             raise InvalidValueError(
-                f"method {method.name!r} cannot run with async_buffer: {sampling.__name__} decides itself"
-                f" {'which updates count' if name == 'arrivals' else 'how long a round lasts'}"
+                "async_clock 'wall' needs nodes that answer one by one: SuperNodes, or Flower's simulation (--engine flower);"
+                " this engine has the simulated clock alone"
             )
-    if any(getattr(aggregate, name) is not getattr(AggregatePolicy, name) for name in ("init", "finish")):
-        raise InvalidValueError(
-            f"method {method.name!r} cannot run with async_buffer: {aggregate.__name__} changes the model beside adding up"
-            " updates, and clients that are under way would not know"
-        )
-    if by_wall_clock(config):
-        return None
-    return Flights(config, memory.setdefault("asynchronous", {}))
+        self._stream: ClientStream = opened()
+        self._asked: dict[int, Assignment] = {}
+        # Came in together with the last one that a step needed.
+        self._waiting: deque[Reply] = deque()
+
+    @property
+    def under_way(self) -> list[int]:
+        """Ids of clients whose updates have not been aggregated."""
+        return sorted(self._asked)
+
+    def free(self, ids: Collection[int]) -> list[int]:
+        """Return those of these clients whose nodes have nothing to do."""
+        return self._stream.free(ids)
+
+    def _now(self) -> float:
+        return time.monotonic()
+
+    def _start(self, step: Step, ids: list[int]) -> None:
+        while (room := self._cohort - len(self._asked)) > 0:
+            free = [id for id in self._stream.free(ids) if id not in self._asked]
+            # Policies sort; a node with several clients would always begin with the first.
+            chosen = self._stream.apart(self._server.shuffled(self._server.sample(free, room))) if free else []
+            if not chosen:
+                return
+            # The order of draws for them must not depend on the order of nodes.
+            assignments = self._server.write(sorted(chosen))
+            self._asked.update({assignment.client_id: assignment for assignment in assignments})
+            self._stream.start(assignments, step.versions)
+            step.started += assignments
+
+    def _arrive(self, step: Step) -> None:
+        if not self._waiting:
+            self._waiting.extend(self._stream.arrived())
+        while self._waiting and len(step.landed) < self._buffer:
+            reply = self._waiting.popleft()
+            assignment = self._asked.pop(reply.client_id)
+            update = self._receive(step, reply, assignment)
+            if update is not None:
+                step.landed.append(Arrival(update, step.round - assignment.round))

@@ -8,15 +8,15 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from sparsekit.errors import DataError, nearest
+from sparsekit.graph import digest
 from sparsekit_fl.client.spec import RunSpec
 from sparsekit_fl.errors import ResumeError
-from sparsekit_fl.options.config import current_names
 from sparsekit_fl.problem.clients import Client
 from sparsekit_fl.results.records import RoundRecord, plain
 from sparsekit_fl.server.fingerprint import check_fingerprint
@@ -47,7 +47,7 @@ def describe_run(spec: RunSpec, clients: Mapping[int, Client], experiment: Mappi
         "config": spec.config.to_dict(),
         "experiment": dict(experiment),
         "clients": {"count": len(clients), "sizes": sha(sizes)},
-        "model": {"entries": len(shapes), "shapes": sha(shapes), "units": sha(groups)},
+        "model": {"entries": len(shapes), "shapes": sha(shapes), "units": sha(groups), "initial": digest(spec.initial)[:16]},
     }
     return json.loads(json.dumps(plain(described)))  # type: ignore[no-any-return]
 
@@ -70,11 +70,13 @@ class Saved:
         server: The server after the last finished round.
         versions: Client id → round of its newest memory.
         records: One per finished round.
+        callbacks: Class and state of each callback.
     """
 
     server: ServerState
     versions: dict[int, int]
     records: list[RoundRecord]
+    callbacks: list[tuple[str, dict[str, Any]]]
 
 
 def holds_run(path: Path) -> bool:
@@ -147,7 +149,7 @@ class RunFolder:
             self._rounds.unlink(missing_ok=True)
             (self.path / "result.json").unlink(missing_ok=True)
             begun = {"format": _FORMAT, "run": described, "fingerprint": self.fingerprint}
-            secret = "dp_noise_seed" in described["config"]
+            secret = described["config"].get("dp_noise_seed") is not None
             write_atomically(self.path / _BEGUN, (json.dumps(begun, indent=1) + "\n").encode(), private=secret)
             return None
         try:
@@ -156,7 +158,7 @@ class RunFolder:
                 raise ResumeError(f"the checkpoint in {self.path} has format {meta['format']!r}, this version reads {_FORMAT}")
             self._refuse_changes(meta)
             earlier = check_fingerprint(
-                meta.get("fingerprint", {}), self.fingerprint, where=f"the run in {self.path}", accept_code=accept_code
+                meta["fingerprint"], self.fingerprint, where=f"the run in {self.path}", accept_code=accept_code
             )
             if earlier:
                 self.fingerprint["earlier"] = earlier
@@ -168,12 +170,13 @@ class RunFolder:
                 meta.get("noise_seed"),
             )
             versions = {int(client_id): int(round) for client_id, round in meta["versions"].items()}
-            return Saved(server, versions, self._truncated(int(meta["rounds_bytes"]), server.round))
+            callbacks = [(str(kind), dict(state)) for kind, state in meta.get("callbacks", ())]
+            return Saved(server, versions, self._truncated(int(meta["rounds_bytes"]), server.round), callbacks)
         except (DataError, KeyError, TypeError) as error:
             raise ResumeError(f"the checkpoint in {self.path} is damaged: {error}; start afresh in another folder") from error
 
     def _refuse_changes(self, meta: Mapping[str, Any]) -> None:
-        saved = {**meta["run"], "config": current_names(meta["run"]["config"])}
+        saved = dict(meta["run"])
         before, now = saved["config"]["rounds"], self._described["config"]["rounds"]
         self.extended = list(meta.get("extended", ()))
         if now > before == int(meta["round"]):
@@ -205,7 +208,9 @@ class RunFolder:
             file.flush()
             os.fsync(file.fileno())
 
-    def save(self, server: ServerState, versions: Mapping[int, int]) -> None:
+    def save(
+        self, server: ServerState, versions: Mapping[int, int], callbacks: Sequence[tuple[str, dict[str, Any]]] = ()
+    ) -> None:
         """Write the checkpoint, atomically."""
         tensors, skeleton = flatten(server.memory)
         meta = {
@@ -217,6 +222,7 @@ class RunFolder:
             "versions": {str(client_id): round for client_id, round in versions.items()},
             "rounds_bytes": self._rounds.stat().st_size,
             "fingerprint": self.fingerprint,
+            "callbacks": [list(pair) for pair in callbacks],
             **({"extended": self.extended} if self.extended else {}),
             **({} if server.noise_seed is None else {"noise_seed": server.noise_seed}),
         }

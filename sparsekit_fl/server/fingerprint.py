@@ -31,7 +31,7 @@ def check_fingerprint(
     """Refuse a saved run of other data or of other code.
 
     Args:
-        saved: The fingerprint that was saved; of a run of version 0.1 it holds the version at most.
+        saved: The fingerprint that was saved.
         now: The fingerprint of what is to be run, from `fingerprint_of`.
         where: Names the run, for the message.
         accept_code: Take one of other code all the same, with a warning.
@@ -48,13 +48,10 @@ def check_fingerprint(
             " choose another folder, or bring the data back"
         )
     earlier: list[dict[str, Any]] = [dict(one) for one in saved.get("earlier", ())]
-    known = {name: saved[name] for name in ("sparsekit", "code") if saved.get(name)}
-    other = {name: text for name, text in known.items() if text != now[name]}
-    if not known or not other:
-        if "code" not in known:
-            _log.warning("%s does not say by which code it was made; it is taken to be this one", where)
+    known = {name: saved[name] for name in ("sparsekit", "code")}
+    if all(text == now[name] for name, text in known.items()):
         return earlier
-    made = f"sparsekit {known.get('sparsekit', 'of an unknown version')}, code {known.get('code', 'unknown')}"
+    made = f"sparsekit {known['sparsekit']}, code {known['code']}"
     here = f"sparsekit {now['sparsekit']}, code {now['code']}"
     if not accept_code:
         raise ResumeError(

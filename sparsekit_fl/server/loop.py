@@ -10,10 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from sparsekit.errors import InvalidValueError
-from sparsekit.graph.graph import UnitGraph
-from sparsekit.graph.state import StateDict
+from sparsekit.graph import StateDict, UnitGraph
 from sparsekit_fl.callbacks.base import Callback, Callbacks
-from sparsekit_fl.callbacks.observed import Observed
 from sparsekit_fl.client.spec import RunSpec, by_id
 from sparsekit_fl.engines.base import Engine
 from sparsekit_fl.engines.embedded import Embedded
@@ -22,7 +20,7 @@ from sparsekit_fl.methods.method import Method
 from sparsekit_fl.options.config import RunConfig
 from sparsekit_fl.problem.clients import Client
 from sparsekit_fl.problem.problem import Problem
-from sparsekit_fl.results.records import Observer, RunResult
+from sparsekit_fl.results.records import RunResult
 from sparsekit_fl.server.checkpoint import RunFolder, describe_run
 from sparsekit_fl.server.fingerprint import fingerprint_of
 from sparsekit_fl.server.rounds import Rounds
@@ -44,7 +42,6 @@ def run(
     *,
     engine: Engine | None = None,
     callbacks: Sequence[Callback] = (),
-    observers: Sequence[Observer] = (),
     out: Path | str | None = None,
     resume: bool = False,
     accept_code: bool = False,
@@ -67,7 +64,6 @@ def run(
         config: The options.
         engine: What runs clients; None trains them in this process, one after the other.
         callbacks: What happens beside the run: displays, loggers, early stopping; see `Callback`.
-        observers: Objects that are told of every client by itself.
         out: Folder for the result, the rounds, the checkpoint and the models; None keeps nothing. One run at a time writes to
             it.
         resume: Go on from the checkpoint in `out`, to the same bits as a run that was never interrupted. A finished run goes
@@ -106,7 +102,7 @@ def run(
         raise InvalidValueError(f"cohort is {config.cohort}, but there {there}; lower it, or pass more clients")
     if resume and out is None:
         raise InvalidValueError("resume needs out, the folder of the run to go on with")
-    told = Callbacks([*callbacks, *(Observed(observer) for observer in observers)])
+    told = Callbacks(callbacks)
     engine = Embedded() if engine is None else engine
     experiment = dict(experiment or {})
     folder = None if out is None else RunFolder(Path(out), resume=resume)

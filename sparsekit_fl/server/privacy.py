@@ -10,23 +10,27 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from sparsekit.errors import InvalidValueError, MissingDependencyError, install_hint
-from sparsekit.graph.state import StateDict
+from sparsekit.graph import StateDict
+from sparsekit_fl.context.availability import Availability
 from sparsekit_fl.options.config import RunConfig
 from sparsekit_fl.policies.mask import MaskPolicy
 from sparsekit_fl.policies.ratio import RatioPolicy
 from sparsekit_fl.policies.robust import update_norm
 from sparsekit_fl.policies.rule import Accumulator, Rule
-from sparsekit_fl.policies.sampling import SamplingPolicy
+from sparsekit_fl.policies.sampling import Poisson, SamplingPolicy
 from sparsekit_fl.streams import Streams
 from sparsekit_fl.wire.messages import Update
 
@@ -48,12 +52,13 @@ __all__ = [
 _SECRET_BITS = 128
 
 _ASSUMES = (
-    "The sampling of clients is accounted for as if each took part in a round by an independent coin of probability"
-    " sampling_rate (Poisson sampling); the run draws a cohort of fixed size without replacement, for which this is customary"
-    " and not proven. Whoever knows the seed of the run, as clients do, knows who was sampled. epsilon_unamplified needs no"
-    " assumption on the sampling. Both protect the sequence of global models alone, from those who do not know the seed of the"
-    " noise, which is in the checkpoint, and in this file where dp_noise_seed gave it: not the losses and scores of this file,"
-    " nor the models that clients deploy."
+    "Neighbouring runs differ in whether one client's changes count. epsilon holds for the sampling that took place: the coins"
+    " of Poisson sampling, or a cohort of fixed size drawn without replacement, each among the clients that could be reached."
+    " Cohorts are drawn from the secret seed of the noise, and must stay secret; epsilon_unamplified holds whatever is known of"
+    " them. epsilon_as_poisson is what is customarily stated for cohorts of fixed size, for which it is not proven. All protect"
+    " the sequence of global models alone, from those who do not know the seed of the noise, which is in the checkpoint, and in"
+    " this file where dp_noise_seed gave it: not the cohorts, losses and scores of this file, nor the models that clients"
+    " deploy."
 )
 
 
@@ -141,7 +146,7 @@ def check_private(method: Method) -> None:
     """
     if method.aggregate.mean_only:
         raise InvalidValueError(f"method {method.name!r} cannot be made private: {method.aggregate.mean_only}")
-    if _defines(method.sampling, SamplingPolicy, "sample") is not None:
+    if _defines(method.sampling, SamplingPolicy, "sample") not in (None, Poisson):
         raise InvalidValueError(
             f"method {method.name!r} cannot be made private: {type(method.sampling).__name__} does not sample uniformly, which"
             " the accountant counts on"
@@ -166,12 +171,13 @@ class PrivacySpent:
     """The guarantee of a run, once all its rounds are done.
 
     Args:
-        epsilon: ε, with amplification by sampling; see `assumes`.
+        epsilon: ε for the sampling that took place; see `assumes`.
         epsilon_unamplified: ε where a client may be in every round.
+        epsilon_as_poisson: ε as if each client had been drawn by a coin of its own; a bound where the sampling is Poisson.
         delta: δ.
         clip: C, the largest norm of a client's change.
         noise: z, the noise multiplier.
-        sampling_rate: Size of the cohort / number of clients.
+        sampling_rate: Size of the cohort / number of clients that could be reached, in the round where it is largest.
         rounds: Number of models that are released.
         accountant: The library that computed ε, and its method.
         assumes: The assumptions behind ε.
@@ -179,6 +185,7 @@ class PrivacySpent:
 
     epsilon: float
     epsilon_unamplified: float
+    epsilon_as_poisson: float
     delta: float
     clip: float
     noise: float
@@ -188,15 +195,31 @@ class PrivacySpent:
     assumes: str = _ASSUMES
 
 
+def _of_fixed_size(rate: float, noise: float, orders: Sequence[float]) -> list[float]:
+    """Rényi divergences of one round whose cohort has a fixed size and is drawn without replacement.
+
+    Draw the same cohort with and without the client's changes. With probability 1 − q the client is not in it, and the models
+    are distributed alike; else they are Gaussians whose means differ by C at most. ∫ p^α r^(1−α) is jointly convex in (p, r),
+    so that of the mixtures is at most 1 − q + q · exp(α (α − 1) / (2 z²)).
+    """
+    return [
+        math.log1p(rate * math.expm1(alpha * (alpha - 1) / (2 * noise**2))) / (alpha - 1)
+        if alpha * (alpha - 1) / (2 * noise**2) < 700
+        else alpha / (2 * noise**2)
+        for alpha in orders
+    ]
+
+
 @cache
-def epsilon_of(*, noise: float, sampling_rate: float, rounds: int, delta: float) -> float:
-    """Compute ε of the subsampled Gaussian mechanism, by its Rényi divergences.
+def epsilon_of(*, noise: float, rates: tuple[float, ...], delta: float, fixed_size: bool = False) -> float:
+    """Compute ε of Gaussian mechanisms on cohorts that are drawn, by their Rényi divergences.
 
     Args:
         noise: z, the noise multiplier.
-        sampling_rate: Probability that a client is in a round.
-        rounds: Number of rounds.
+        rates: Probability that a client is in the cohort, of each round.
         delta: δ.
+        fixed_size: Whether cohorts have a fixed size and are drawn without replacement. Else each client is drawn by a coin of
+            its own (Poisson sampling).
 
     Raises:
         MissingDependencyError: Opacus is not installed.
@@ -205,40 +228,53 @@ def epsilon_of(*, noise: float, sampling_rate: float, rounds: int, delta: float)
     """
     try:
         from opacus.accountants import RDPAccountant
+        from opacus.accountants.analysis import rdp
     except ImportError as error:
         raise MissingDependencyError(f"privacy needs Opacus: {error}; {install_hint('privacy')}") from error
     # Beyond Opacus's own orders, whose ends are too close for very little and for very much noise.
     orders = [1 + step / 100 for step in range(1, 10)] + [*RDPAccountant.DEFAULT_ALPHAS, 96, 128, 256, 512, 1024, 4096]
-    accountant = RDPAccountant()
-    accountant.history = [(noise, sampling_rate, rounds)]
-    epsilon = float(accountant.get_privacy_spent(delta=delta, alphas=orders)[0])
+    spent = np.zeros(len(orders))
+    for rate, rounds in Counter(rates).items():
+        if fixed_size:
+            spent += rounds * np.asarray(_of_fixed_size(rate, noise, orders))
+        else:
+            spent += rdp.compute_rdp(q=rate, noise_multiplier=noise, steps=rounds, orders=orders)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # an order at the end of the range is a bound too
+        epsilon = float(rdp.get_privacy_spent(orders=orders, rdp=spent, delta=delta)[0])
     return epsilon if math.isfinite(epsilon) else math.inf
 
 
-def privacy_of(config: RunConfig, clients: int) -> PrivacySpent | None:
+def privacy_of(
+    config: RunConfig, clients: Collection[int], *, poisson: bool = False, availability: Availability | None = None
+) -> PrivacySpent | None:
     """Return the guarantee that a run will give at its end; None where it is not private.
 
     Args:
         config: The options.
-        clients: K, the number of clients.
+        clients: Ids of all clients.
+        poisson: Whether each client is drawn by a coin of its own, and not a cohort of fixed size.
+        availability: When clients can be reached; None: always. A smaller crowd hides a client less.
     """
     if config.dp_clip is None or config.dp_noise is None:
         return None
-    delta = min(1e-5, clients**-1.1) if config.dp_delta is None else config.dp_delta
-    rate = min(1.0, config.cohort / clients)
-
-    def epsilon(sampling_rate: float) -> float:
-        return epsilon_of(noise=config.dp_noise or 0.0, sampling_rate=sampling_rate, rounds=config.rounds, delta=delta)
-
+    noise, rounds = config.dp_noise, config.rounds
+    delta = min(1e-5, len(clients) ** -1.1) if config.dp_delta is None else config.dp_delta
+    reached = [
+        len(clients) if availability is None else len(availability.among(clients, round)) for round in range(1, rounds + 1)
+    ]
+    rates = tuple(min(1.0, config.cohort / max(1, count)) for count in reached)
+    as_poisson = epsilon_of(noise=noise, rates=rates, delta=delta)
     return PrivacySpent(
-        epsilon=epsilon(rate),
-        epsilon_unamplified=epsilon(1.0),
+        epsilon=as_poisson if poisson else epsilon_of(noise=noise, rates=rates, delta=delta, fixed_size=True),
+        epsilon_unamplified=epsilon_of(noise=noise, rates=(1.0,) * rounds, delta=delta),
+        epsilon_as_poisson=as_poisson,
         delta=delta,
         clip=config.dp_clip,
-        noise=config.dp_noise,
-        sampling_rate=rate,
-        rounds=config.rounds,
-        accountant=f"opacus {version('opacus')}, RDPAccountant",
+        noise=noise,
+        sampling_rate=max(rates),
+        rounds=rounds,
+        accountant=f"opacus {version('opacus')}, Rényi divergences",
     )
 
 
@@ -271,5 +307,5 @@ def privacy_line(raw: Mapping[str, Any]) -> str:
     )
     return (
         f"Client-level differential privacy of the global models: ε = {amplified} at δ = {raw['delta']:.3g}"
-        f" (Poisson sampling assumed; {plain} whatever the sampling)."
+        f" ({plain} for those who know the cohorts)."
     )

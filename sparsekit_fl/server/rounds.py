@@ -10,22 +10,20 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from sparsekit.errors import InvalidValueError
-from sparsekit.graph.state import digest
+from sparsekit.graph import digest
 from sparsekit.rng import torch_scope
 from sparsekit_fl.callbacks.base import Callbacks, RunView
 from sparsekit_fl.client.spec import RunSpec
 from sparsekit_fl.costs.clock import round_cost
-from sparsekit_fl.engines.base import ClientPool, Reply, Unscored
+from sparsekit_fl.engines.base import ClientPool, Reply, Unscored, await_clients
 from sparsekit_fl.errors import ClientError, TooFewRepliesError
 from sparsekit_fl.problem.clients import Client
 from sparsekit_fl.problem.metrics import lower_is_better
 from sparsekit_fl.results.records import RoundRecord, RunResult, describe_environment
 from sparsekit_fl.results.scores import FinalScores, RoundScores
-from sparsekit_fl.server.asynchronous import by_wall_clock
+from sparsekit_fl.server.asynchronous import Asynchronous, Simulated, Wall
 from sparsekit_fl.server.checkpoint import RunFolder, Saved
 from sparsekit_fl.server.server import Aggregated, Server
-from sparsekit_fl.server.wall_clock import WallClock
 from sparsekit_fl.state.models import global_file, save_whole, write_recipe
 from sparsekit_fl.state.store import ClientStore
 from sparsekit_fl.streams import Streams
@@ -77,7 +75,8 @@ class Rounds:
         self._store = store
         self._folder = folder
         self._callbacks = callbacks
-        self._wall: WallClock | None = None
+        self._saved_states = () if saved is None else saved.callbacks
+        self._asynchronous: Asynchronous | None = None
         self._reasons: dict[int, str] = {}  # client id → why it was last dropped, so that a repetition is short
         self._experiment = experiment
         self._fingerprint = fingerprint if folder is None else folder.fingerprint
@@ -113,55 +112,48 @@ class Rounds:
     def run(self, pool: ClientPool) -> RunResult:
         """Run what is left of the rounds, and write the result."""
         try:
-            self._callbacks.on_run_start(self._view)
+            self._callbacks.start(self._view, self._saved_states)
             result = self._run(pool)
         except BaseException:
             try:
-                self._callbacks.on_run_end(self._view, None)
+                self._callbacks.tell("on_run_end", self._view, None)
             except Exception:  # noqa: BLE001 - anybody's callback; what ended the run is what matters
                 _log.exception("a callback failed when it was told that the run has ended")
             raise
-        self._callbacks.on_run_end(self._view, result)
+        self._callbacks.tell("on_run_end", self._view, result)
         return result
 
     def _run(self, pool: ClientPool) -> RunResult:
         last = self.spec.config.rounds
-        if by_wall_clock(self.spec.config):
-            self._wall = self._by_wall_clock(pool)
+        config = self.spec.config
+        if config.async_buffer is not None:
+            clock = Wall if config.async_clock == "wall" else Simulated
+            self._asynchronous = clock(
+                self.server, pool, lambda *reply: self._callbacks.tell("on_client_end", self._view, *reply)
+            )
         final: list[Evaluation] | None = None
         for round in range(self.server.state.round + 1, last + 1):
-            final = self._round(pool, round)
             if self._view.stopped:
                 break
+            final = self._round(pool, round)
         if final is None:
             # Resumed after the last round: its scores were saved, those of each client were not. Or a callback ended the run
             # after a round in which not all were scored.
             final, _ = self._evaluate(pool, self.server.state.round, list(self._clients), last=True)
-            self._records[-1] = replace(self._records[-1], evaluation=self._scores(final))
+            self._records[-1] = self._records[-1].model_copy(update={"evaluation": self._scores(final)})
         return self._finish(pool, final)
-
-    def _by_wall_clock(self, pool: ClientPool) -> WallClock:
-        opened = getattr(pool, "stream", None)
-        if opened is None:
-            raise InvalidValueError(
-                "async_clock 'wall' needs nodes that answer one by one: SuperNodes, or Flower's simulation (--engine flower);"
-                " this engine has the simulated clock alone"
-            )
-        return WallClock(
-            self.server, opened(), told=lambda client_id, update: self._callbacks.on_client_end(self._view, client_id, update)
-        )
 
     def _trained(self, pool: ClientPool, round: int) -> tuple[Sequence[Assignment], list[_Attempt]]:
         """Train; return the assignments of those who started, and the attempts, of which the last counts."""
-        if self._wall is None:
+        if self._asynchronous is None:
             assignments = self.server.assign(round)
             return assignments, self._attempts(pool, round, assignments)
         try:
-            step = self._wall.step(round, self._versions, ids=list(self._clients))
+            step, aggregated = self._asynchronous.step(round, self._versions, ids=list(self._clients))
         except TooFewRepliesError as error:
             raise TooFewRepliesError(f"{error}. Nothing of that step counted; {self.hint}") from None
         self._warn(round, step.dropped)
-        return step.started, [_Attempt(list(step.replies), step.aggregated, dict(step.dropped))]
+        return step.started, [_Attempt(step.replies, aggregated, step.dropped)]
 
     def _round(self, pool: ClientPool, round: int) -> list[Evaluation] | None:
         """Run a round; return what every client scored, where this is the last one."""
@@ -193,7 +185,7 @@ class Rounds:
             seconds=cost.simulated_seconds,
             evaluation=scores,
             notes=(
-                *(f"repeated, since {one.text(self._needed(assignments))}" for one in attempts[:-1]),
+                *(f"repeated, since {one.text(self.spec.config.needed_replies(len(assignments)))}" for one in attempts[:-1]),
                 *(reply.note for reply in replies if reply.note),
                 *([aggregated.note] if aggregated.note else []),
                 *unscored,
@@ -201,20 +193,26 @@ class Rounds:
             ),
         )
         self._records.append(record)
+        states: list[tuple[str, dict[str, Any]]] = []
         if self._folder is not None:
             self._store.sync()
             self._folder.append(record)
-            self._folder.save(self.server.state, self._versions)
+            states = self._callbacks.states()
+            self._folder.save(self.server.state, self._versions, states)
         self.finished = round
         self._view.cost = record.cost
         # Only now does no checkpoint on the disk need the older memories.
         self._store.remove(stale)
-        self._callbacks.on_round_end(self._view, record)
+        try:
+            self._callbacks.tell("on_round_end", self._view, record)
+        finally:
+            if self._folder is not None and self._callbacks.states() != states:
+                self._folder.save(self.server.state, self._versions, self._callbacks.states())
         return final
 
     def _left_out(self, ended: bool) -> list[str]:
         """Name the clients whose work the end of an asynchronous run cuts off."""
-        left = [] if self._wall is None or not ended else self._wall.under_way
+        left = [] if self._asynchronous is None or not ended else self._asynchronous.under_way
         return [f"asynchronous: the run ended while clients were under way, whose work does not count: {left}"] if left else []
 
     def _last(self, round: int) -> bool:
@@ -236,9 +234,9 @@ class Rounds:
         last = self._last(round)
         ids = list(self._clients) if last else self._scored(round)
         busy: list[str] = []
-        if self._wall is not None and not last:
+        if self._asynchronous is not None and not last:
             # Others are at work, and nobody waits for them.
-            asked, ids = len(ids), self._wall.free(ids)
+            asked, ids = len(ids), self._asynchronous.free(ids)
             if len(ids) < asked:
                 busy = [f"asynchronous: {len(ids)} of {asked} clients were scored; the nodes of the others were at work"]
         if not ids:
@@ -246,7 +244,7 @@ class Rounds:
         found, unscored = self._evaluate(pool, round, ids, last=last, with_shared=self._whole(round))
         unscored = [*busy, *unscored]
         scores = self._scores(found)
-        self._callbacks.on_evaluation(self._view, scores)
+        self._callbacks.tell("on_evaluation", self._view, scores)
         if self._view.stopped and not last:
             found, unscored = self._evaluate(pool, round, list(self._clients), last=True)
             scores, last = self._scores(found), True
@@ -255,23 +253,21 @@ class Rounds:
     def _scores(self, evaluations: Sequence[Evaluation]) -> RoundScores:
         return RoundScores.of(evaluations, sampled=self.spec.config.eval_clients is not None, lower=self._lower)
 
-    def _needed(self, assignments: Sequence[Assignment]) -> int:
-        buffer = self.spec.config.async_buffer
-        return self.spec.config.needed_replies(len(assignments) if buffer is None else buffer)
-
     def _attempts(self, pool: ClientPool, round: int, assignments: Sequence[Assignment]) -> list[_Attempt]:
         """Send out until enough valid updates came back; the last attempt is the one that counts.
 
         Raises:
             TooFewRepliesError: there was none.
         """
-        needed = self._needed(assignments)
+        needed = self.spec.config.needed_replies(len(assignments))
         attempts: list[_Attempt] = []
         for _ in range(1 + _REPEATS):
+            if attempts:
+                await_clients(pool, [assignment.client_id for assignment in assignments], needed)
             replies: list[Reply] = []
             for one in pool.map(assignments, self._versions) if assignments else ():
                 reply = one if one.update is None else replace(one, update=self.server.timed(one.update))
-                self._callbacks.on_client_end(self._view, reply.client_id, reply.update)
+                self._callbacks.tell("on_client_end", self._view, reply.client_id, reply.update)
                 replies.append(reply)
             aggregated = self.server.aggregate([reply.update for reply in replies if reply.update is not None], needed=needed)
             dropped: dict[int, Exception] = {reply.client_id: reply.error for reply in replies if reply.error is not None}
@@ -317,7 +313,7 @@ class Rounds:
             if isinstance(evaluation, Unscored):
                 unscored.append(f"client {evaluation.client_id} was not scored: {evaluation.reason}")
                 continue
-            self._callbacks.on_client_end(self._view, evaluation.client_id, evaluation)
+            self._callbacks.tell("on_client_end", self._view, evaluation.client_id, evaluation)
             found.append(evaluation)
         if unscored:
             more = f"; and {len(unscored) - _MOST_REASONS} clients more" if len(unscored) > _MOST_REASONS else ""

@@ -7,30 +7,36 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
-from sparsekit.allocation.uniform import check_ratio
+from sparsekit.allocation import check_ratio
 from sparsekit.errors import InvalidValueError, SparsekitError
-from sparsekit.graph.state import clone, is_finite
+from sparsekit.graph import clone, is_finite
 from sparsekit_fl.client.spec import RunSpec
 from sparsekit_fl.context.availability import Availability
 from sparsekit_fl.context.memory import Memory, rngs_by_kind
 from sparsekit_fl.context.server import Roster, ServerContext
 from sparsekit_fl.costs.clock import scoring_seconds
 from sparsekit_fl.errors import UpdateError
+from sparsekit_fl.methods.method import Method
 from sparsekit_fl.options.config import Upload
+from sparsekit_fl.policies.aggregate import AggregatePolicy
 from sparsekit_fl.policies.robust import make_rule
+from sparsekit_fl.policies.sampling import Poisson, SamplingPolicy
 from sparsekit_fl.policies.server_optimizer import make_server_optimizer
 from sparsekit_fl.problem.clients import Client
-from sparsekit_fl.server.asynchronous import Arrival, Flights, came_in, flights_of
 from sparsekit_fl.server.privacy import check_private, noise_seed_of, noisy_mean, privacy_of
 from sparsekit_fl.streams import Streams
 from sparsekit_fl.wire.kept import Kept
 from sparsekit_fl.wire.messages import Assignment, Update
 from sparsekit_fl.wire.packing import upload_dtype
 
-__all__ = ["Aggregated", "Server", "ServerState", "check_update"]
+__all__ = ["Aggregated", "Arrival", "Server", "ServerState", "check_update"]
 
 # More steps than any client takes between two rounds, and far from where integers wrap around.
 _MOST_COUNTED = 2**31
+
+# Policies square, add and divide what clients report; within these bounds nothing leaves the range of a float.
+_LARGEST_METRIC = 1e40  # a little beyond what float32 holds
+_LONGEST = 1e15  # seconds
 
 
 @dataclass
@@ -72,6 +78,27 @@ class Aggregated:
     def trained(self) -> tuple[Update, ...]:
         """The valid updates of those who trained in this round."""
         return self.updates if self.received is None else self.received
+
+
+@dataclass(frozen=True, eq=False)
+class Arrival:
+    """An update that came in.
+
+    Args:
+        update: As the client made it.
+        age: Aggregations since the client received its model.
+    """
+
+    update: Update
+    age: int
+
+    def counted(self, staleness: float) -> Update:
+        """The update with its changes times (1 + age)^-staleness; integers, which count batches, as they are."""
+        if not self.age or not staleness:
+            return self.update
+        factor = (1 + self.age) ** -staleness
+        delta = {name: value * factor if value.is_floating_point() else value for name, value in self.update.delta.items()}
+        return replace(self.update, delta=delta)
 
 
 def check_update(update: Update, assignment: Assignment, ctx: ServerContext, *, upload: Upload = "float32") -> None:
@@ -116,14 +143,14 @@ def check_update(update: Update, assignment: Assignment, ctx: ServerContext, *, 
     for name, delta in changes.items():
         _check_change(who, name, delta, kept.gather(name, ctx.state[name]))
     for name, value in update.metrics.items():
-        if not abs(value) < float("inf"):
-            raise UpdateError(f"{who} reports {name} = {value!r}, which is not finite; a lower learning rate may help")
+        if not abs(value) < _LARGEST_METRIC:
+            raise UpdateError(f"{who} reports {name} = {value!r}, which no float32 holds; a lower learning rate may help")
     cost = update.cost
     counted = (cost.flops_compact_training, cost.flops_rowmask, cost.flops_scoring, cost.uplink_bytes, cost.downlink_bytes)
     if min(counted) < 0:
         raise UpdateError(f"{who} reports a negative cost")
-    if not (0 <= cost.seconds < float("inf") and 0 <= cost.wall_seconds < float("inf")):
-        raise UpdateError(f"{who} reports a negative cost, or one without end")
+    if not (0 <= cost.seconds < _LONGEST and 0 <= cost.wall_seconds < _LONGEST):
+        raise UpdateError(f"{who} reports a negative time, or one without end")
 
 
 def _check_change(who: str, name: str, delta: Tensor, before: Tensor) -> None:
@@ -133,6 +160,22 @@ def _check_change(who: str, name: str, delta: Tensor, before: Tensor) -> None:
             raise UpdateError(f"{who} takes {name!r} beyond the largest {before.dtype}")
     elif not delta.is_complex() and delta.numel() and max(-int(delta.min()), int(delta.max())) > _MOST_COUNTED:
         raise UpdateError(f"{who} changes the integers in {name!r} by more than {_MOST_COUNTED}")
+
+
+def _check_asynchronous(method: Method) -> None:
+    """Raise InvalidValueError where a method does not leave to the run which updates count when."""
+    sampling, aggregate = type(method.sampling), type(method.aggregate)
+    for name in ("arrivals", "seconds"):
+        if getattr(sampling, name) is not getattr(SamplingPolicy, name):
+            raise InvalidValueError(
+                f"method {method.name!r} cannot run with async_buffer: {sampling.__name__} decides itself"
+                f" {'which updates count' if name == 'arrivals' else 'how long a round lasts'}"
+            )
+    if any(getattr(aggregate, name) is not getattr(AggregatePolicy, name) for name in ("init", "finish")):
+        raise InvalidValueError(
+            f"method {method.name!r} cannot run with async_buffer: {aggregate.__name__} changes the model beside adding up"
+            " updates, and clients that are under way would not know"
+        )
 
 
 class Server:
@@ -166,14 +209,17 @@ class Server:
         if config.dp_clip is not None:
             check_private(method)
         self._availability = None if config.availability is None else Availability.read(config.availability)
-        self._flights = flights_of(method, config, self.state.memory)
+        if config.async_buffer is not None:
+            _check_asynchronous(method)
         self._optimizes = config.server_optimizer != "none"
         if (self._optimizes or config.server_lr not in (None, 1.0)) and method.aggregate.mean_only:
             raise InvalidValueError(
                 f"method {method.name!r} takes no server optimizer but 'none' and no server_lr but 1:"
                 f" {method.aggregate.mean_only}"
             )
-        self.privacy = privacy_of(config, len(clients))
+        self.privacy = privacy_of(
+            config, clients, poisson=isinstance(method.sampling, Poisson), availability=self._availability
+        )
 
     def shared(self) -> dict[str, Tensor]:
         """Return the shared entries of the global state."""
@@ -182,12 +228,16 @@ class Server:
     def context(self, round: int) -> ServerContext:
         """Make the context of a round, which policies see."""
         config = self.spec.config
+        rngs = rngs_by_kind(Streams(config.seed).server(round))
+        if config.dp_clip is not None and self.state.noise_seed is not None:
+            # Clients know the seed of the run; who can draw the cohorts again is protected by no sampling.
+            rngs["sampling"] = rngs_by_kind(Streams(self.state.noise_seed).server(round))["sampling"]
         return ServerContext(
             round=round,
             rounds=config.rounds,
             roster=Roster(self._clients, config, round),
             cohort=config.cohort,
-            rngs=rngs_by_kind(Streams(config.seed).server(round)),
+            rngs=rngs,
             memory=self.state.memory,
             graph=self.spec.graph,
             state=self.shared(),
@@ -201,16 +251,9 @@ class Server:
             round: The next round, counted from 1.
 
         Raises:
-            InvalidValueError: the sampling policy returned no client, a stranger, or one twice.
+            InvalidValueError: the sampling policy returned a client that is away or under way, a stranger, or one twice.
         """
-        ctx = self.begin(round)
-        sampled = self._reachable(ctx)
-        if self._flights is not None:
-            sampled = self._flights.sampling(sampled)
-        # Asynchronously all that can be reached may be under way; then none starts.
-        cohort = self._sample(sampled) if sampled.cohort else []
-        if not cohort and sampled.cohort:
-            self._refuse_cohort(cohort)
+        cohort = self._sample(self._reachable(self.begin(round)))
         assignments = self.write(cohort)
         self._assignments = {assignment.client_id: assignment for assignment in assignments}
         return assignments
@@ -221,7 +264,7 @@ class Server:
         return self._ctx
 
     def sample(self, ids: Collection[int], room: int) -> list[int]:
-        """Sample clients that may start now, within a round that has begun, in the order in which they start.
+        """Sample clients that may start now, within a round that has begun.
 
         Args:
             ids: Those that could.
@@ -230,23 +273,23 @@ class Server:
         assert self._ctx is not None, "begin() comes before sample()"
         there = self._reachable(self._ctx)
         sampled = there.reaching([id for id in ids if id in there.roster])
-        sampled = replace(sampled, cohort=min(room, len(sampled.roster)))
-        cohort = self._sample(sampled) if sampled.cohort else []
-        # Policies sort; a node with several clients would always begin with the first.
-        return [cohort[place] for place in sampled.scoped("sampling").rng.permutation(len(cohort))]
+        sampled = replace(sampled, cohort=max(0, min(room, len(sampled.roster))))
+        return self._sample(sampled) if sampled.cohort else []
+
+    def shuffled(self, ids: Sequence[int]) -> list[int]:
+        """Return clients in another order, drawn within the round that has begun."""
+        assert self._ctx is not None, "begin() comes before shuffled()"
+        return [ids[place] for place in self._ctx.scoped("sampling").rng.permutation(len(ids))]
 
     def _sample(self, ctx: ServerContext) -> list[int]:
         cohort = self.spec.method.sampling.sample(ctx.scoped("sampling"))
-        if len(set(cohort)) != len(cohort) or any(client_id not in self._clients for client_id in cohort):
-            self._refuse_cohort(cohort)
+        wrong = sorted({id for id in cohort if id not in ctx.roster or cohort.count(id) > 1})
+        if wrong or not (cohort or isinstance(self.spec.method.sampling, Poisson)):
+            raise InvalidValueError(
+                f"the sampling policy of {self.spec.method.name!r} chose {cohort} in round {ctx.round}; it must choose distinct"
+                " clients out of ctx.roster, which holds those that can be reached and are not under way"
+            )
         return cohort
-
-    def _refuse_cohort(self, cohort: Sequence[int]) -> None:
-        assert self._ctx is not None
-        raise InvalidValueError(
-            f"the sampling policy of {self.spec.method.name!r} chose {cohort} in round {self._ctx.round};"
-            " it must choose distinct clients of the run"
-        )
 
     def write(self, cohort: Sequence[int]) -> list[Assignment]:
         """Write the assignments of these clients, in the round that has begun."""
@@ -310,46 +353,33 @@ class Server:
             seen.add(update.client_id)
         places = {client_id: place for place, client_id in enumerate(self._assignments)}
         valid.sort(key=lambda update: places[update.client_id])
-        if self._flights is not None:
-            return self._land(self._flights, ctx, valid, refused, needed)
         seconds = None
         if len(valid) >= needed:
-            self._aggregate(ctx, method.sampling.arrivals(ctx.scoped("sampling"), valid))
+            if valid or self.privacy is not None:  # noise is added to an empty sum too, or its absence would tell
+                self._aggregate(ctx, method.sampling.arrivals(ctx.scoped("sampling"), valid))
             seconds = method.sampling.seconds(ctx.scoped("sampling"))
             self._learn(ctx, valid)
         return Aggregated(tuple(valid), tuple(refused), seconds)
-
-    def _land(
-        self, flights: Flights, ctx: ServerContext, valid: list[Update], refused: list[tuple[int, UpdateError]], needed: int
-    ) -> Aggregated:
-        """Aggregate those that come in first, and leave the others under way."""
-        landing = flights.land(valid, ctx.round)
-        landed = tuple(arrival.update for arrival in landing.arrivals)
-        seconds = landing.now - flights.now
-        if len(landed) < max(1, needed):
-            return Aggregated(landed, tuple(refused), seconds, tuple(valid))
-        self._aggregate(ctx, flights.take(landing))
-        self._learn(ctx, landed)
-        return Aggregated(landed, tuple(refused), seconds, tuple(valid), came_in(landing.arrivals))
 
     def take(self, arrivals: Sequence[Arrival]) -> None:
         """Aggregate updates that `checked` returned, by their age, and let the policies learn from them.
 
         Args:
-            arrivals: In any order; they are added up in the order of their clients, so that it decides nothing.
+            arrivals: In the order in which they are added up.
         """
         assert self._ctx is not None, "begin() comes before take()"
-        ordered = sorted(arrivals, key=lambda arrival: arrival.update.client_id)
         staleness = self.spec.config.async_staleness
-        self._aggregate(self._ctx, [(arrival.counted(staleness), arrival.age) for arrival in ordered])
-        self._learn(self._ctx, [arrival.update for arrival in ordered])
+        self._aggregate(self._ctx, [(arrival.counted(staleness), arrival.age) for arrival in arrivals])
+        self._learn(self._ctx, [arrival.update for arrival in arrivals])
 
     def _learn(self, ctx: ServerContext, valid: Sequence[Update]) -> None:
         method = self.spec.method
+        self.state.round = ctx.round
+        if not valid:
+            return
         method.ratio.observe_all(ctx.scoped("ratio"), valid)
         method.mask.observe(ctx.scoped("mask"), valid)
         method.sampling.observe(ctx.scoped("sampling"), valid)
-        self.state.round = ctx.round
 
     def timed(self, update: Update) -> Update:
         """Return an update whose cost has the simulated seconds of scoring, by the roster of the round that has begun."""

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from sparsekit.errors import DataError
-from sparsekit.graph.state import StateDict
+from sparsekit.graph import StateDict
 
 __all__ = ["read_initial"]
 

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from sparsekit.errors import DataError, InvalidValueError
-from sparsekit.surgery.saving import save_compact
+from sparsekit.surgery import save_compact
 from sparsekit_fl.state.storage import write_atomically
 from sparsekit_fl.wire.packing import pack
 
@@ -55,7 +55,7 @@ def write_recipe(out: Path, recipe: Mapping[str, Any]) -> None:
 
 
 def read_recipe(out: Path) -> dict[str, Any]:
-    """Return what `write_recipe` wrote; nothing where a run of version 0.1 left no such file.
+    """Return what `write_recipe` wrote; nothing where the run has no such file.
 
     Raises:
         DataError: the file is damaged.

@@ -28,37 +28,24 @@ class DatasetContract:
         """Load the data set, afresh at every call."""
         raise AssertionError(f"{type(self).__name__} must override make_source")
 
-    def _pools(self) -> list[TensorData]:
-        source = self.make_source()
-        pools = [source.train] if source.test is None else [source.train, source.test]
-        return [_in_memory(pool) for pool in pools]
-
-    def test_loading_twice_gives_the_same_examples(self) -> None:
-        for first, second in zip(self._pools(), self._pools(), strict=True):
-            assert torch.equal(first.inputs[0], second.inputs[0])
-            assert torch.equal(first.targets, second.targets)
-
-    def test_labels_are_in_range(self) -> None:
-        source = self.make_source()
-        for pool in self._pools():
-            labels = pool.labels()
+    def test_examples_are_always_the_same_raw_and_labelled(self) -> None:
+        source, again = self.make_source(), self.make_source()
+        for one, other in ((source.train, again.train), (source.test, again.test)):
+            if one is None:
+                continue
+            pool, same = _in_memory(one), _in_memory(other)
+            raw, labels = pool.inputs[0], pool.labels()
+            assert torch.equal(raw, same.inputs[0])
+            assert torch.equal(pool.targets, same.targets)
+            assert raw.shape[1:] == source.shape
+            assert raw.dtype == torch.uint8 if source.kind == "image" else not raw.is_floating_point()
             counted = labels[labels != IGNORED]
             assert labels.dtype == torch.int64
             assert len(counted) > 0
-            assert 0 <= int(counted.min()) <= int(counted.max()) < source.classes
-
-    def test_inputs_are_raw_and_of_one_shape(self) -> None:
-        source = self.make_source()
-        for pool in self._pools():
-            raw = pool.inputs[0]
-            assert raw.shape[1:] == source.shape
-            assert raw.dtype == torch.uint8 if source.kind == "image" else not raw.is_floating_point()
-
-    def test_tokens_are_in_the_vocabulary(self) -> None:
-        source = self.make_source()
-        if source.kind == "tokens":
-            tokens = _in_memory(source.train).inputs[0]
-            assert 0 <= int(tokens.min()) <= int(tokens.max()) < source.classes
+            for numbers in (counted, raw) if source.kind == "tokens" else (counted,):
+                assert 0 <= int(numbers.min()) <= int(numbers.max()) < source.classes
+        view = _in_memory(source.train.take([1, 0]))
+        assert torch.equal(pickle.loads(pickle.dumps(view.materialise())).inputs[0], view.batch()[0][0])
 
     def test_owners_name_every_example(self) -> None:
         source = self.make_source()
@@ -66,14 +53,11 @@ class DatasetContract:
             assert source.owners.shape == (len(source.train),)
             assert set(source.owners.tolist()) == set(range(len(source.owner_names)))
 
-    def test_a_view_survives_pickling(self) -> None:
-        view = _in_memory(self.make_source().train.take([1, 0]))
-        again = pickle.loads(pickle.dumps(view.materialise()))
-        assert torch.equal(again.inputs[0], view.batch()[0][0])
-
 
 class PartitionContract:
     """What every partition promises. Override `make_source` and `partition`."""
+
+    clients = 4
 
     def make_source(self) -> DataSource:
         """Load a data set that the partition can split."""
@@ -83,36 +67,18 @@ class PartitionContract:
         """Call the partition."""
         raise AssertionError(f"{type(self).__name__} must override partition")
 
-    clients = 4
-
-    def _partitioned(self, seed: int = 0) -> tuple[DataSource, list[ClientData]]:
+    def test_every_client_gets_examples_of_its_own_and_the_same_ones_twice(self) -> None:
         source = self.make_source()
-        return source, self.partition(source, self.clients, np.random.default_rng(seed))
-
-    def test_every_client_gets_examples_of_every_split(self) -> None:
-        _, splits = self._partitioned()
+        splits, again = (self.partition(source, self.clients, np.random.default_rng(7)) for _ in range(2))
         assert len(splits) == self.clients
-        assert all(len(client.train) and len(client.val) and len(client.test) for client in splits)
-
-    def test_one_seed_gives_the_same_splits_twice(self) -> None:
-        for first, second in zip(self._partitioned(7)[1], self._partitioned(7)[1], strict=True):
-            for split in ("train", "val", "test"):
-                assert torch.equal(getattr(first, split).index, getattr(second, split).index)
-
-    def test_splits_of_a_client_are_disjoint(self) -> None:
-        for client in self._partitioned()[1]:
-            train, val = set(client.train.index.tolist()), set(client.val.index.tolist())
-            assert not train & val
-            if client.test.targets is client.train.targets:
-                assert not (train | val) & set(client.test.index.tolist())
-
-    def test_no_two_clients_train_on_one_example(self) -> None:
-        rows = [
-            row for client in self._partitioned()[1] for split in (client.train, client.val) for row in split.index.tolist()
-        ]
-        assert len(rows) == len(set(rows))
-
-    def test_clients_share_the_tensors_of_the_source(self) -> None:
-        source, splits = self._partitioned()
         storage = _in_memory(source.train).inputs[0].data_ptr()
-        assert all(client.train.inputs[0].data_ptr() == storage for client in splits)
+        taken: list[int] = []
+        for client, same in zip(splits, again, strict=True):
+            assert min(len(client.train), len(client.val), len(client.test)) > 0
+            assert all(torch.equal(getattr(client, s).index, getattr(same, s).index) for s in ("train", "val", "test"))
+            assert client.train.inputs[0].data_ptr() == storage, "clients share the tensors of the source"
+            own = [*client.train.index.tolist(), *client.val.index.tolist()]
+            taken += own
+            if client.test.targets is client.train.targets:
+                assert not set(own) & set(client.test.index.tolist())
+        assert len(taken) == len(set(taken)), "no two clients train on one example"

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsekit._torch import foreach_add, foreach_add_, foreach_mul, foreach_mul_, foreach_norm
-from sparsekit.errors import InvalidValueError, UnknownNameError, nearest
-from sparsekit.graph.state import is_finite
-from sparsekit.registry import load_object
+from sparsekit.errors import InvalidValueError, nearest
+from sparsekit.foreach import foreach_add, foreach_add_, foreach_mul, foreach_mul_, foreach_norm
+from sparsekit.graph import is_finite
 from sparsekit_fl.options.config import TrainingConfig
+from sparsekit_fl.options.optimizers import optimizer_class
 from sparsekit_fl.options.schedule import factor
 
-__all__ = ["SgdStep", "TorchStep", "check_training", "make_step", "optimizer_class", "optimizer_names"]
+__all__ = ["SgdStep", "TorchStep", "check_training", "make_step"]
 
 _FIRST_SCALE, _GROWS_AFTER = 2.0**16, 2000
 
@@ -99,9 +99,10 @@ class _Step(ABC):
             if parameters:
                 self._apply(self._clipped(gradients), parameters)
 
-    def loss_scale(self) -> float:
-        """Return the factor on the loss of the present step, 1 without mixed precision in float16."""
-        return 1.0 if self._scale is None else self._scale.value
+    @property
+    def holder(self) -> Any:
+        """What holds the state of the leaves, so that it can follow a mask."""
+        return self
 
     def follow(self, training: TrainingConfig, steps: int | None) -> None:
         """Take the course of the learning rate, and the scale of the loss, from the options."""
@@ -177,9 +178,8 @@ class TorchStep(_Step):
         self._optimizer = made(self.parameters, **_arguments(training, made)) if self.parameters else None
 
     @property
-    def state(self) -> Any:
-        """Leaf → name → tensor, of the optimiser itself, so that a narrow model can remask it."""
-        return {} if self._optimizer is None else self._optimizer.state
+    def holder(self) -> Any:
+        return self._optimizer
 
     def _apply(self, gradients: list[Tensor], parameters: list[Tensor]) -> None:
         assert self._optimizer is not None
@@ -190,37 +190,6 @@ class TorchStep(_Step):
         self._optimizer.step()
         for parameter in parameters:
             parameter.grad = None
-
-
-def optimizer_names() -> dict[str, type[torch.optim.Optimizer]]:
-    """Lower-case name → class, for the optimisers of torch that take a step by gradients alone."""
-    found = {}
-    for name, kind in vars(torch.optim).items():
-        if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer:
-            closure = inspect.signature(kind.step).parameters.get("closure")
-            if closure is None or closure.default is None:
-                found[name.lower()] = kind
-    return found
-
-
-def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
-    """Return an optimiser by its name in `torch.optim`, in any case, or as `package.module:Class`.
-
-    Raises:
-        UnknownNameError: torch has none of that name.
-        InvalidValueError: it is no optimiser, or needs a closure.
-    """
-    if ":" not in name:
-        names = optimizer_names()
-        if name.lower() == "lbfgs":
-            raise InvalidValueError("optimizer 'lbfgs' needs a closure that computes the loss anew; choose one that does not")
-        if name.lower() not in names:
-            raise UnknownNameError(f"unknown optimizer {name!r}; {nearest(name.lower(), names)}, or package.module:Class")
-        return names[name.lower()]
-    found = load_object(name)
-    if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
-        raise InvalidValueError(f"optimizer {name!r} must be a class that inherits torch.optim.Optimizer, got {found!r}")
-    return found
 
 
 def _arguments(training: TrainingConfig, kind: type[torch.optim.Optimizer]) -> dict[str, Any]:

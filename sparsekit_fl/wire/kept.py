@@ -8,10 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsekit.graph.graph import UnitGraph
-from sparsekit.graph.index import add_, cut_axes, gather, narrow_shape, scatter_
-from sparsekit.graph.mask import UnitMask, WeightMask
-from sparsekit.graph.state import StateDict
+from sparsekit.graph import StateDict, UnitGraph, UnitMask, WeightMask, add_, cut_axes, gather, narrow_shape, scatter_
 
 __all__ = ["Kept", "Mask", "mask_state"]
 

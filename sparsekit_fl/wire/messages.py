@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from sparsekit.errors import DataError
-from sparsekit.graph.graph import UnitGraph
-from sparsekit.graph.state import StateDict
+from sparsekit.graph import StateDict, UnitGraph
 from sparsekit_fl.errors import UpdateError
 from sparsekit_fl.problem.clients import Capability
 from sparsekit_fl.wire.kept import Kept, Mask, mask_state

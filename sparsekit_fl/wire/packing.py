@@ -18,7 +18,7 @@ from safetensors.torch import load
 from torch import Tensor
 
 from sparsekit.errors import DataError, InvalidValueError
-from sparsekit.graph.mask import UnitMask, WeightMask
+from sparsekit.graph import UnitMask, WeightMask
 from sparsekit_fl.options.config import Upload
 from sparsekit_fl.wire.kept import Mask
 

@@ -1,4 +1,4 @@
-"""The cells of the matrix: every optimiser, precision, execution, compiler and change, and what must come of each.
+"""The cells of the matrix: every optimiser, precision, compiler and change, and what must come of each.
 
 `pairwise` selects cells such that every pair of values of two axes occurs in one of them.
 """
@@ -18,13 +18,11 @@ OPTIMIZERS = (
 """Class of optimiser and its implementation; without one, a plain loop over parameters. `AdamW8bit` is torchao's."""
 
 PRECISIONS = ("float32", "bfloat16", "autocast bfloat16", "autocast float16", "float64")
-EXECUTIONS = ("compact", "masked")
 COMPILERS = ("off", "inductor")
 CHANGES = ("mask", "ratio", "resume")
 AXES = {
     "optimizer": OPTIMIZERS,
     "precision": PRECISIONS,
-    "execution": EXECUTIONS,
     "compiler": COMPILERS,
     "change": CHANGES,
 }
@@ -37,14 +35,12 @@ class Cell:
     Args:
         optimizer: One of `OPTIMIZERS`.
         precision: Dtype of the weights, or of autocast over float32 weights; float16 with a GradScaler.
-        execution: That of the learnable mask.
         compiler: Of the model inside.
         change: What changes while training; "resume" saves and loads mask and optimiser between two changes of mask.
     """
 
     optimizer: str
     precision: str
-    execution: str
     compiler: str
     change: str
 
@@ -68,12 +64,10 @@ def expected(cell: Cell, device: str = "cpu") -> str:
         return "Closure use is not currently supported"  # by torch's GradScaler
     if cell.kind == "LBFGS" and cell.change != "resume":
         return "LBFGS keeps a history of whole steps"
-    if cell.kind == "AdamW8bit" and (cell.change != "resume" or cell.execution == "masked"):
+    if cell.kind == "AdamW8bit" and cell.change != "resume":
         return "quantised in blocks of entries"
     if cell.optimizer == "SGD fused" and cell.precision == "bfloat16" and device in ("cpu", "elsewhere"):
         return "leaves most entries as they are"  # torch's kernel, on a CPU
-    if cell.kind == "Adafactor" and cell.execution == "masked":
-        return "use execution='compact'"
     return "equal"
 
 
@@ -104,4 +98,4 @@ def pairwise(cells: Iterable[Cell]) -> list[Cell]:
 
 
 def _compiles(cell: Cell) -> bool:
-    return cell.compiler != "off" and cell.execution == "compact" and expected(cell) == "equal"
+    return cell.compiler != "off" and expected(cell) == "equal"

@@ -93,7 +93,7 @@ def _masked(cell: Cell, device: str, backend: str) -> LearnableMask:
     # Importance is learned by its gradient, which the reference has too.
     criterion = None if _learns(cell) else Magnitude()
     rule: dict[str, Any] = {"criterion": criterion} if criterion is not None else {"regularizer": ImportanceRegularizer()}
-    return LearnableMask(model, (x,), ratio=0.5, explore=0.0, execution=cell.execution, **rule)  # type: ignore[arg-type]
+    return LearnableMask(model, (x,), ratio=0.5, explore=0.0, **rule)
 
 
 def distance(

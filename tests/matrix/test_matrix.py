@@ -1,4 +1,4 @@
-"""Every optimiser, precision, execution and compiler trains as masked dense training does through every change, or is refused.
+"""Every optimiser, precision and compiler trains as masked dense training does through every change, or is refused.
 
 The default run takes cells such that every pair of values occurs, and runs a compiled model without code for the machine, which
 takes long to make: torch's tracer and its autograd, then eager operators. `pytest tests/matrix -m "slow or not slow"` runs the
@@ -67,7 +67,7 @@ def test_state_that_does_not_follow_the_mask_would_be_found_out(optimizer: str, 
     def forget(masked: object) -> None:
         masked.optimizers = OptimizerSet()  # type: ignore[attr-defined]
 
-    cell = Cell(optimizer, precision, "compact", "off", "mask")
+    cell = Cell(optimizer, precision, "off", "mask")
     assert distance(cell, device=device, after_step=forget) > 1.5 * TOLERANCE[precision]
 
 

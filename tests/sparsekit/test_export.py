@@ -47,8 +47,6 @@ def _norm(m: Any) -> nn.Module:
 
 def _recurrent(m: Any) -> nn.Module:
     options = {"num_layers": m.num_layers, "bidirectional": m.bidirectional, "bias": m.bias}
-    if isinstance(m, nn.LSTM):
-        options["proj_size"] = m.proj_size
     return type(m)(m.input_size, m.hidden_size, **options)  # type: ignore[no-any-return]
 
 
@@ -66,12 +64,12 @@ NATIVE: dict[type[nn.Module], Callable[[Any], nn.Module]] = {
     nn.GRU: _recurrent,
     nn.RNN: _recurrent,
     nn.RNNCellBase: lambda m: type(m)(m.input_size, m.hidden_size, bias=m.bias),
-    nn.Bilinear: lambda m: nn.Bilinear(m.in1_features, m.in2_features, m.out_features, bias=m.bias is not None),
 }
 
 
 @pytest.mark.parametrize("name", CUTTABLE)
-def test_attributes_are_those_of_a_natively_narrow_module(name: str) -> None:
+@pytest.mark.same_bits
+def test_a_compact_module_is_a_natively_narrow_one_and_nothing_of_the_trace_is_left_behind(name: str) -> None:
     small, args, kwargs = compacted(name)
     small(*args, **kwargs)  # weights that a hook computes have their shape after a pass
     for path, module in small.named_modules():
@@ -82,11 +80,6 @@ def test_attributes_are_those_of_a_natively_narrow_module(name: str) -> None:
         native = NATIVE[kind](module)
         for key, expected in (dict(native.named_parameters()) | dict(native.named_buffers())).items():
             assert getattr(module, key).shape == expected.shape, f"{path}.{key}"
-
-
-@pytest.mark.parametrize("name", CUTTABLE)
-def test_nothing_of_the_trace_is_left_behind(name: str) -> None:
-    small, args, kwargs = compacted(name)
     for before, after in zip(zoo.build(name)[0].modules(), small.modules(), strict=True):
         assert len(before._forward_hooks) == len(after._forward_hooks)
         assert len(before._forward_pre_hooks) == len(after._forward_pre_hooks)
@@ -213,6 +206,7 @@ def test_torch_compile_gives_the_same_outputs_and_gradients(name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+@pytest.mark.same_bits
 def test_a_mask_is_not_scripted_and_what_to_script_is_said() -> None:
     masked = sk.LearnableMask(nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2)), torch.zeros(1, 4), ratio=0.5)
     with pytest.raises(sk.errors.UnsupportedModelError, match=r"masked\.compact\(\)"):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import sparsekit as sk
 from sparsekit.bandit import EUCB, UCBV
-from sparsekit.errors import InvalidValueError, UnsupportedModelError, nearest
+from sparsekit.errors import InvalidValueError, UnsupportedModelError
 from sparsekit.training.wrappers import EvalModeWarning
 
 
@@ -76,14 +76,6 @@ def test_a_name_or_a_class_in_place_of_a_criterion_is_refused_with_the_way_out(
         sk.select(wrong, graph, 0.5, sk.View(weights=model.state_dict()))  # type: ignore[arg-type]
 
 
-def test_weights_with_nan_give_no_mask(model: nn.Module, inputs: Tensor) -> None:
-    graph = sk.trace_units(model, inputs)
-    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    state["0.weight"][5, 0, 0, 0] = float("nan")
-    with pytest.raises(InvalidValueError, match="Magnitude scores of group '0' hold NaN, for unit 5 first"):
-        sk.select(sk.criteria.Magnitude(), graph, 0.5, sk.View(weights=state))
-
-
 def _steps(masked: sk.LearnableMask, inputs: Tensor, count: int = 2) -> list[warnings.WarningMessage]:
     optimizer = torch.optim.SGD(masked.parameters(), lr=0.01)
     with warnings.catch_warnings(record=True) as caught:
@@ -127,7 +119,3 @@ def test_an_exporter_of_a_learnable_mask_is_told_of_compact(export: object, mode
         warnings.simplefilter("ignore")
         with pytest.raises(UnsupportedModelError, match=r"masked.compact\(\)"):
             export(masked, (inputs,))  # type: ignore[operator]
-
-
-def test_letters_in_another_order_are_the_nearest_name() -> None:
-    assert nearest("fedlsp", ["fedspa", "fedlps"]).startswith("did you mean 'fedlps'?")

@@ -24,16 +24,8 @@ def shelf(monkeypatch: pytest.MonkeyPatch) -> Registry:
     return Registry("number", {"pi": "math:pi", "lazy": "antigravity:geohash"}, group="shelf")
 
 
-def test_a_name_of_the_table_is_found(shelf: Registry) -> None:
-    assert shelf["pi"] == math.pi
-
-
-def test_a_name_of_an_entry_point_is_found(shelf: Registry) -> None:
-    assert shelf["tau"] == math.tau
-
-
-def test_our_table_wins_over_an_entry_point(shelf: Registry) -> None:
-    assert shelf["pi"] != math.e
+def test_names_of_the_table_are_found_before_those_of_entry_points(shelf: Registry) -> None:
+    assert (shelf["pi"], shelf["tau"]) == (math.pi, math.tau)
 
 
 def test_names_are_listed_in_order_without_importing(shelf: Registry) -> None:

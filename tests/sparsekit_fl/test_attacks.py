@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 import torch
 
+from sparsekit_fl.callbacks.base import Callback
 from sparsekit_fl.methods import registry
 from sparsekit_fl.options.config import RunConfig
-from sparsekit_fl.results.records import Observer
 from sparsekit_fl.server.loop import run
 from sparsekit_fl.testing.tiny import tiny_clients, tiny_config, tiny_problem
+from sparsekit_fl.wire.messages import Evaluation
 
 pytestmark = pytest.mark.slow
 
@@ -31,22 +32,25 @@ def bench():
     return module
 
 
-class Sent(Observer):
+class Sent(Callback):
     def __init__(self):
         self.updates = {}
 
-    def on_client(self, round, client_id, update):
+    def on_client_end(self, run, client_id, update):
+        if isinstance(update, Evaluation):
+            return
         self.updates[client_id] = update
 
 
 @pytest.mark.parametrize("method", ["fedavg", "fedlps", "heterofl"])
+@pytest.mark.same_bits
 def test_a_hostile_client_sends_a_multiple_of_its_honest_change_and_the_others_what_they_would(bench, method):
     sent = []
     for factor in (1.0, -10.0):
         watch = Sent()
         engine = bench.Hostile(frozenset({0, 1, 2, 3}), factor)
         config = tiny_config(rounds=1)
-        run(registry[method](), tiny_problem(), tiny_clients(), config, engine=engine, observers=[watch])
+        run(registry[method](), tiny_problem(), tiny_clients(), config, engine=engine, callbacks=[watch])
         sent.append(watch.updates)
     assert len({client_id < 4 for client_id in sent[0]}) == 2
     for client_id, honest in sent[0].items():
@@ -55,6 +59,7 @@ def test_a_hostile_client_sends_a_multiple_of_its_honest_change_and_the_others_w
             assert torch.equal(sent[1][client_id].delta[name], factor * delta)
 
 
+@pytest.mark.same_bits
 def test_a_method_without_hostile_clients_is_the_method(bench):
     settings = (tiny_problem(), tiny_clients(), tiny_config(rounds=2))
     plain = bench._run("fedlps", 1.0, frozenset({1}), settings)

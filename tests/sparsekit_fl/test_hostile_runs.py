@@ -2,33 +2,41 @@
 
 from __future__ import annotations
 
+import itertools
+import json
+import math
 from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from sparsekit.graph.mask import WeightMask
+from sparsekit_fl.callbacks.base import Callback
 from sparsekit_fl.client.executor import ClientExecutor
 from sparsekit_fl.client.spec import RunSpec
 from sparsekit_fl.methods import registry
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.methods.prunefl import Search, prunefl
-from sparsekit_fl.results.records import Observer
+from sparsekit_fl.results.records import plain
+from sparsekit_fl.results.scores import RoundScores
 from sparsekit_fl.server.loop import run
 from sparsekit_fl.testing.tiny import tiny_clients, tiny_config, tiny_problem
 from sparsekit_fl.wire.kept import Kept
+from sparsekit_fl.wire.messages import Evaluation
 
 HOSTILE = (1, 4)
 GRAPH = RunSpec.build(Method(name="m", source=""), tiny_problem(), tiny_config()).graph
 
 
-class Dropped(Observer):
+class Dropped(Callback):
     """Notes who was refused, and why."""
 
     def __init__(self):
         self.reasons = []
 
-    def on_round(self, record):
+    def on_round_end(self, run, record):
         self.reasons += [reason for _, reason in record.dropped]
 
 
@@ -46,7 +54,7 @@ def spoiled(monkeypatch):
         monkeypatch.setattr(ClientExecutor, "train", hostile)
         watch = Dropped()
         config = replace(tiny_config(rounds=rounds), eval_every=rounds)
-        result = run(method, tiny_problem(), tiny_clients(), config, observers=[watch])
+        result = run(method, tiny_problem(), tiny_clients(), config, callbacks=[watch])
         assert len(result.rounds) == rounds
         return watch.reasons
 
@@ -54,7 +62,11 @@ def spoiled(monkeypatch):
 
 
 # PruneFL asks one client alone in the first round, so that a hostile one stops that round for good; it has tests of its own.
-OTHERS = sorted(set(registry) - {"prunefl"})
+# Ablations of FedLPS are made of its policies.
+OTHERS = [
+    pytest.param(name, marks=[pytest.mark.slow] if registry[name].__module__ == "sparsekit_fl.paper.ablations" else [])
+    for name in sorted(set(registry) - {"prunefl"})
+]
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -83,6 +95,34 @@ def test_an_update_with_a_mask_of_its_own_never_stops_a_run(spoiled, name):
     if name in ("fedavg", "fedprox", "refl"):
         assert reasons
         assert all("needs whole entries" in reason for reason in reasons)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_no_number_that_a_client_reports_stops_a_run(spoiled, name):
+    """The largest, the least, none: in every metric, cost and time; the changes themselves are honest."""
+    extremes = (1.7e308, -1.7e308, 5e-324, 0.0, math.inf, -math.inf, math.nan)
+    calls = itertools.count()
+
+    def change(update):
+        turn = next(calls)
+        metrics = {key: extremes[(turn + place) % len(extremes)] for place, key in enumerate(update.metrics)}
+        seconds = abs(extremes[(turn + 1) % len(extremes)])
+        cost = replace(update.cost, seconds=seconds, wall_seconds=seconds, flops_compact=2**62, uplink_bytes=2**62)
+        return replace(update, metrics=metrics, cost=cost)
+
+    spoiled(registry[name](), change, rounds=5)
+
+
+@given(st.lists(st.floats(), min_size=1, max_size=5), st.lists(st.sampled_from([0.0, 1.0, 3.5, 1e308]), min_size=5, max_size=5))
+@example([math.inf, -math.inf], [1.0] * 5)
+@example([1.7e308, 1.7e308], [1.0] * 5)
+def test_no_scores_that_clients_send_stop_a_run(sums, weights):
+    evaluations = [
+        Evaluation(client_id=id, examples=1, personal={"loss": pair}, validation={"loss": pair}, shared={"loss": pair})
+        for id, pair in enumerate(zip(sums, weights, strict=False))
+    ]
+    scores = RoundScores.of(evaluations)
+    json.dumps(plain(scores.to_dict()), allow_nan=False)
 
 
 def test_prunefl_refuses_gradients_that_are_not_of_its_weights(spoiled):

@@ -82,6 +82,36 @@ def test_processes_fork_for_the_cpu_alone():
     assert start_method("cuda:0") == "spawn"
 
 
+TINY = 1e-39  # below the normal numbers of float32
+
+
+def step_of_denormals(connection=None):
+    """A step of SGD on weights that have nearly decayed: what comes out, and whether the gradient held numbers that small."""
+    layer = torch.nn.Linear(4, 4, bias=False)
+    torch.nn.init.constant_(layer.weight, TINY)
+    (layer(torch.ones(2, 4)).sum() * TINY).backward()
+    found = float(layer.weight.grad.max()), float((layer.weight.detach() * 1.0).max())
+    if connection is None:
+        return found
+    return connection.send(found)
+
+
+def test_a_step_while_training_takes_denormal_numbers_for_zero_and_one_before_and_after_does_not():
+    assert all(value > 0 for value in step_of_denormals())
+    with one_thread():
+        assert step_of_denormals() == (0.0, 0.0)
+        with one_thread():
+            pass
+        assert step_of_denormals() == (0.0, 0.0)
+    assert all(value > 0 for value in step_of_denormals())
+
+
+def test_workers_take_denormal_numbers_for_zero():
+    with Children("fork", SOON, daemon=True) as children:
+        children.start(step_of_denormals, task="step")
+        assert one_answer(children)[1] == (0.0, 0.0)
+
+
 def test_the_number_of_threads_is_put_back_after_an_error():
     before = torch.get_num_threads()
     with contextlib.suppress(ValueError), one_thread():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -25,6 +27,7 @@ SHAPES = {
 }
 
 
+@cache
 def costed(name: str):
     """(preset, example-passes per run, cost model) of a row of Table I."""
     preset = PRESETS[name]

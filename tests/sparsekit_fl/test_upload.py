@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from personal import watched
 
 from sparsekit.errors import InvalidValueError
 from sparsekit_fl.client.spec import RunSpec, by_id
@@ -13,7 +14,6 @@ from sparsekit_fl.engines.embedded import Embedded
 from sparsekit_fl.methods import registry
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.policies import DeltaMean
-from sparsekit_fl.results.records import Observer
 from sparsekit_fl.server.loop import run
 from sparsekit_fl.server.server import Server
 from sparsekit_fl.testing.tiny import tiny_clients, tiny_config, tiny_problem
@@ -21,14 +21,6 @@ from sparsekit_fl.wire.messages import Update, decode_update, encode_update, upd
 from sparsekit_fl.wire.packing import upload_dtype
 
 ROUNDED = replace(tiny_config(), upload="bfloat16")
-
-
-class Keep(Observer):
-    def __init__(self):
-        self.updates = []
-
-    def on_client(self, round, client_id, update):
-        self.updates.append(update)
 
 
 def test_floating_changes_are_rounded_and_integers_are_not():
@@ -39,10 +31,8 @@ def test_floating_changes_are_rounded_and_integers_are_not():
 
 @pytest.mark.parametrize("method", ["fedavg", "fedlps", "cs"])
 def test_bytes_up_are_counted_as_sent_and_the_changes_take_half(method):
-    plain, rounded = Keep(), Keep()
-    run(registry[method](), tiny_problem(), tiny_clients(), tiny_config(rounds=1), observers=[plain])
-    run(registry[method](), tiny_problem(), tiny_clients(), replace(ROUNDED, rounds=1), observers=[rounded])
-    for before, after in zip(plain.updates, rounded.updates, strict=True):
+    plain, rounded = (watched(registry[method](), config=replace(config, rounds=1))[1] for config in (tiny_config(), ROUNDED))
+    for before, after in zip(plain, rounded, strict=True):
         assert after.cost.uplink_bytes == update_bytes(after) == len(encode_update(after))
         floats = sum(t.numel() for t in before.delta.values() if t.is_floating_point())
         # Two bytes less for each number; the header, which is padded to eight bytes, says "BF16" where it said "F32".
@@ -53,7 +43,8 @@ def test_bytes_up_are_counted_as_sent_and_the_changes_take_half(method):
             assert after.delta[name].dtype == expected.dtype
 
 
-@pytest.mark.parametrize("method", ["fedavg", "fedlps", "refl"])
+@pytest.mark.parametrize("method", ["fedlps", pytest.param("fedavg", marks=pytest.mark.slow), "refl"])
+@pytest.mark.same_bits
 def test_processes_give_the_bits_of_one_process_which_are_not_those_of_exact_uploads(method):
     results = [
         run(registry[method](), tiny_problem(), tiny_clients(), config, engine=Embedded(workers=workers)).final.state_sha256
@@ -63,9 +54,7 @@ def test_processes_give_the_bits_of_one_process_which_are_not_those_of_exact_upl
 
 
 def test_a_rounded_update_survives_the_wire_bit_for_bit():
-    keep = Keep()
-    run(registry["fedlps"](), tiny_problem(), tiny_clients(), replace(ROUNDED, rounds=1), observers=[keep])
-    for update in keep.updates:
+    for update in watched(registry["fedlps"](), config=replace(ROUNDED, rounds=1))[1]:
         again = decode_update(encode_update(update))
         assert all(torch.equal(again.delta[name], delta) for name, delta in update.delta.items())
 
@@ -89,9 +78,10 @@ def test_another_type_is_refused():
 
 
 @pytest.mark.flower
+@pytest.mark.same_bits
 def test_the_grid_of_flower_gives_the_same_bits():
     pytest.importorskip("flwr")
-    from sparsekit_fl.engines.flower.local_grid import InProcess
+    from local_grid import InProcess
 
     for config in (
         ROUNDED,
@@ -106,10 +96,11 @@ def test_the_grid_of_flower_gives_the_same_bits():
 
 
 @pytest.mark.flower
+@pytest.mark.same_bits
 def test_the_grid_of_flower_draws_the_same_noise():
     pytest.importorskip("flwr")
     pytest.importorskip("opacus")
-    from sparsekit_fl.engines.flower.local_grid import InProcess
+    from local_grid import InProcess
 
     config = replace(tiny_config(), dp_clip=1.0, dp_noise=1.0, dp_noise_seed=7)
     shas = [

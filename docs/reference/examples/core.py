@@ -320,7 +320,7 @@ except sk.errors.InvalidValueError as error:
 
 # sparsekit.errors.MissingDependencyError
 try:
-    from sparsekit.bandit.plot import save_plot
+    from sparsekit.bandit.optuna import BanditSampler
 except sk.errors.MissingDependencyError as error:
     print(error)  # names the extra that brings it
 
@@ -484,3 +484,110 @@ masked = sk.LearnableMask(model, (x[:2],), ratio=0.5, learning=sk.GradientImport
 
 # sparsekit.LossImportance
 masked = sk.LearnableMask(model, (x[:2],), ratio=0.5, learning=sk.LossImportance(steps=100))
+
+# sparsekit.allocation.check_ratio
+ratio = sk.allocation.check_ratio(0.5)  # an error that says what is allowed for 0, 1.5 or "half"
+
+# sparsekit.criteria.unit_magnitudes
+sums = {name: sk.criteria.unit_magnitudes(group, model.state_dict()) for name, group in graph.groups.items()}
+
+# sparsekit.foreach.foreach_add, sparsekit.foreach.foreach_sub, sparsekit.foreach.foreach_mul, sparsekit.foreach.foreach_norm
+weights = [parameter.detach() for parameter in model.parameters()]
+halved = sk.foreach.foreach_mul(weights, 0.5)
+doubled = sk.foreach.foreach_add(weights, weights)
+changes = sk.foreach.foreach_sub(doubled, halved)
+length = torch.stack(sk.foreach.foreach_norm(changes)).norm()
+
+# sparsekit.foreach.foreach_add_, sparsekit.foreach.foreach_mul_, sparsekit.foreach.foreach_copy_, sparsekit.foreach.foreach_zero_
+sums = [torch.zeros_like(parameter) for parameter in model.parameters()]
+weights = [parameter.detach() for parameter in model.parameters()]
+sk.foreach.foreach_add_(sums, weights, alpha=2.0)  # twice the weights
+sk.foreach.foreach_mul_(sums, 0.5)  # the weights
+sk.foreach.foreach_copy_(weights, sums)
+sk.foreach.foreach_zero_(sums)
+
+# sparsekit.foreach.foreach_lerp_
+means = [parameter.detach().clone() for parameter in model.parameters()]
+sk.foreach.foreach_lerp_(means, [parameter.detach() for parameter in model.parameters()], 0.01)
+
+# sparsekit.graph.Axes, sparsekit.graph.gather, sparsekit.graph.scatter_, sparsekit.graph.add_
+axes: sk.graph.Axes = {0: torch.tensor([0, 2]), 1: torch.tensor([1])}  # rows 0 and 2, column 1
+weight = torch.arange(12.0).reshape(4, 3)
+part = sk.graph.gather(weight, axes)  # (2, 1)
+sk.graph.scatter_(part * 10, weight, axes)
+sk.graph.add_(part, weight, axes)
+
+# sparsekit.graph.narrow_shape, sparsekit.graph.cut_axes
+axes = {0: torch.tensor([0, 2]), 1: torch.arange(3)}
+print(sk.graph.narrow_shape((4, 3), axes))  # torch.Size([2, 3])
+print(list(sk.graph.cut_axes((4, 3), axes)))  # [0], since all columns stay
+
+# sparsekit.graph.along
+row = sk.graph.along(torch.arange(3.0), dim=1, rank=4)  # (1, 3, 1, 1): one number for each channel
+
+# sparsekit.graph.clone, sparsekit.graph.digest, sparsekit.graph.is_finite
+state = sk.graph.clone(model.state_dict())
+assert sk.graph.digest(state) == sk.graph.digest(model.state_dict())
+assert all(sk.graph.is_finite(tensor) for tensor in state.values())
+
+# sparsekit.graph.group_order
+offsets = sk.graph.group_order(graph.groups.values())  # where each group begins in one vector of all units
+
+# sparsekit.graph.Layer, sparsekit.graph.head_entries, sparsekit.graph.layer_weights, sparsekit.graph.prefix_entries
+layers: tuple[sk.graph.Layer, ...] = graph.layers
+print(sk.graph.head_entries(layers))  # ('4.weight', '4.bias')
+print(sk.graph.layer_weights(layers, graph.shapes))  # ('0.weight',)
+print(sk.graph.prefix_entries(layers, 1))  # what the convolution alone reads
+
+# sparsekit.graph.to_weights
+by_entry = sk.graph.to_weights(graph, mask)
+print(by_entry.counts()["4.weight"])
+
+# sparsekit.layers.is_convolution
+convolutions = [module for module in model.modules() if sk.layers.is_convolution(module)]
+
+# sparsekit.measure.CostModel, sparsekit.measure.CostTerm, sparsekit.measure.trace_cost
+costs: sk.measure.CostModel = sk.measure.trace_cost(model, x[:1], graph=graph)
+first: sk.measure.CostTerm = costs.terms[0]
+print(first.weight, costs.forward_flops(mask), costs.forward_flops(None))
+
+# sparsekit.measure.format_cost
+print(sk.measure.format_cost("flops", 3.2e9))  # 3.20 GFLOPs
+
+# sparsekit.surgery.Factory
+make: sk.surgery.Factory = lambda: nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+
+# sparsekit.tracing.trace_layers
+layers = sk.tracing.trace_layers(model, x[:2])
+print([layer.name for layer in layers])  # ['0', '4']
+
+# sparsekit.training.ImportanceRegularizer
+regularizer = sk.training.ImportanceRegularizer(strength=0.5)
+rule = sk.GradientImportance(regularizer=regularizer)
+
+# sparsekit.foreach
+from sparsekit.foreach import foreach_add_
+
+foreach_add_([parameter.detach() for parameter in model.parameters()], 1e-3)  # one call moves all weights
+
+# sparsekit.graph, sparsekit.tracing
+from sparsekit.graph import UnitGraph
+from sparsekit.tracing import trace_units
+
+found: UnitGraph = trace_units(model, x[:2])
+
+# sparsekit.measure
+from sparsekit.measure import count_cost
+
+print(count_cost(model, x[:1], graph=graph, mask=mask).flops_compact)
+
+# sparsekit.surgery
+from sparsekit.surgery import compact, expand
+
+small = compact(model, graph, mask)
+whole = expand(small.state_dict(), graph, mask, into=model.state_dict())
+
+# sparsekit.training
+from sparsekit.training import LearnableMask
+
+masked = LearnableMask(model, (x[:2],), ratio=0.5)

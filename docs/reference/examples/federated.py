@@ -138,18 +138,18 @@ fl.run(method, problem, clients, config)
 
 
 # sparsekit_fl.Update, sparsekit_fl.WorkCost, sparsekit_fl.Evaluation
-class Sizes(fl.Observer):
+class Sizes(fl.Callback):
     """Prints what clients send; messages are made by the run, and not by hand."""
 
-    def on_client(self, round: int, client_id: int, update: fl.Update) -> None:
-        cost: fl.WorkCost = update.cost
-        print(client_id, update.ratio, update.examples, cost.flops_compact, cost.uplink_bytes)
+    def on_client_end(self, run: fl.RunView, client_id: int, work: fl.Update | fl.Evaluation | None) -> None:
+        if isinstance(work, fl.Update):
+            cost: fl.WorkCost = work.cost
+            print(client_id, work.ratio, work.examples, cost.flops_compact, cost.uplink_bytes)
+        elif work is not None:
+            print(client_id, work.personal["accuracy"])
 
-    def on_evaluation(self, round: int, client_id: int, evaluation: fl.Evaluation) -> None:
-        print(client_id, evaluation.personal["accuracy"])
 
-
-fl.run(fl.methods.fedlps(), problem, clients, config, observers=[Sizes()])
+fl.run(fl.methods.fedlps(), problem, clients, config, callbacks=[Sizes()])
 
 
 # sparsekit_fl.Assignment
@@ -200,7 +200,7 @@ source = fl.DataSource(  # a function that returns one can be named on the comma
 
 
 # sparsekit_fl.Cohort, sparsekit_fl.engines.Cohort
-engine = fl.Cohort(batched=True)  # clients whose models have one shape share a step
+engine = fl.Cohort(clients_per_step=8)  # clients whose models have one shape share a step
 result = fl.run(fl.methods.fedavg(), problem, clients, config, engine=engine)
 
 # sparsekit_fl.Embedded, sparsekit_fl.engines.Embedded
@@ -210,14 +210,6 @@ fl.run(fl.methods.fedavg(), problem, clients, config, engine=fl.Embedded(workers
 method = fl.Method(name="mine", source="an example", aggregate=fl.policies.CoverageMean())
 fl.run(method, problem, clients, config)
 
-
-# sparsekit_fl.Observer
-class Print(fl.Observer):
-    def on_round(self, record):
-        print(record.round, record.loss)
-
-
-fl.run(fl.methods.fedavg(), problem, clients, config, observers=[Print()])
 
 # sparsekit_fl.Problem
 problem = fl.Problem(model=make_model, example_inputs=(torch.zeros(1, 8),), metrics={"accuracy": fl.metrics.accuracy})

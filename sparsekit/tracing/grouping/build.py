@@ -13,9 +13,8 @@ from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.groups import FixedUnits, Kind, SizeAttribute, UnitGroup, UnitSlice
 from sparsekit.labels.store import OUTPUT, Cause, LabelStore, components
 from sparsekit.labels.values import NOT_ZERO, Entry, IntArray
-from sparsekit.tracing.grouping.counts import find_counts
 from sparsekit.tracing.grouping.norms import NormNotes, find_sites, noted_nodes
-from sparsekit.tracing.grouping.sizes import chosen_sizes, find_sizes, tie_splits
+from sparsekit.tracing.grouping.sizes import chosen_sizes, counted_sizes, find_sizes, tie_splits
 
 __all__ = ["Built", "build"]
 
@@ -278,13 +277,20 @@ def build(store: LabelStore, shapes: Mapping[str, torch.Size], notes: NormNotes 
                 for run in runs:
                     store.fix(run, _TIED)
         unit_of = {root: (name, unit) for name, roots in nodes.items() for unit, root in enumerate(roots.tolist())}
-        norms, counted = find_sites(notes, store, builder.root, unit_of), find_counts(store, builder.root, group_of, groups)
-        if not broken and norms is not None and counted is not None:
+        norms = find_sites(notes, store, builder.root, unit_of)
+        if not broken and norms is not None:
             break
     fixed = builder.fixed()
     heads = {group.name: group.size for group in groups.values() if group.kind == "head"}
     candidates = find_sizes(store, builder.root, group_of, heads)
     sizes, shared = chosen_sizes(store, candidates)
     whole = tuple(item for item, cause in fixed if cause is not _UNREAD)
-    graph = UnitGraph(groups, dict(shapes), (*ties, *shared), whole, (*sizes, *counted), norms)
+    graph = UnitGraph(
+        groups,
+        dict(shapes),
+        tuple(dict.fromkeys((*ties, *shared))),
+        whole,
+        (*sizes, *counted_sizes(store, builder.root, group_of, groups)),
+        norms,
+    )
     return Built(graph, nodes, tuple((item, cause) for item, cause in fixed if not cause.quiet), candidates)

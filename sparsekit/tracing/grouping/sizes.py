@@ -12,11 +12,11 @@ from itertools import combinations
 
 import numpy as np
 
-from sparsekit.graph.groups import SizeAttribute
+from sparsekit.graph.groups import SizeAttribute, UnitGroup
 from sparsekit.labels.store import LabelStore, Split
 from sparsekit.labels.values import IntArray
 
-__all__ = ["chosen_sizes", "find_sizes", "tie_splits", "try_other_sizes"]
+__all__ = ["chosen_sizes", "counted_sizes", "find_sizes", "tie_splits", "try_other_sizes"]
 
 _WIDTHS = ("dim", "size", "width", "inner", "hidden", "embd", "embed", "model", "feature", "channel", "total", "out")
 _OF_HEADS = ("inner", "all", "total", "split", "attn", "attention", "qkv", "heads")
@@ -73,6 +73,26 @@ def _varying(split: Split, root: IntArray) -> list[int]:
     """Axes of a split along which units differ."""
     units = np.where(split.nodes >= 0, root[split.nodes], split.nodes)
     return [dim for dim in range(units.ndim) if (units != units.take([0], dim)).any()]
+
+
+def counted_sizes(
+    store: LabelStore, root: IntArray, group_of: Mapping[int, str], groups: Mapping[str, UnitGroup]
+) -> tuple[SizeAttribute, ...]:
+    """Attributes that count the units of one group; where they count those of several, verification keeps these whole.
+
+    Args:
+        store: What a trace has learnt.
+        root: The lowest node of each node's component.
+        group_of: Root → name of the group that it is a unit of.
+        groups: The groups.
+    """
+    found: dict[tuple[str, str], SizeAttribute] = {}
+    for nodes, module, attribute in store.counts:
+        names = {group_of.get(int(root[node])) if node >= 0 else None for node in nodes}
+        if len(names) == 1 and (group := names.pop()) is not None:
+            size = SizeAttribute(module, attribute, group, len(nodes) // groups[group].size)
+            found.setdefault((module, attribute), size)
+    return tuple(found.values())
 
 
 def find_sizes(

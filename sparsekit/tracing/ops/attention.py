@@ -62,9 +62,8 @@ def _attention(call: Call) -> Outputs:
     if isinstance(mask, Tensor):
         # The mask is added to the maps, which have the leading axes of the result.
         maps = (*out.shape[:-1], call.arguments["key"].shape[-2])
-        added = Call(tracer, call.func, "add", {}, call.outputs)
         own = TensorLabels((*lead, None, None))
-        combine(added, [own, tracer.labels(mask, -1, -2)], [maps, tuple(mask.shape)], maps)
+        combine(call, [own, tracer.labels(mask, -1, -2)], [maps, tuple(mask.shape)], maps, "add")
     return [labels] + [None] * (len(call.outputs) - 1)
 
 

@@ -48,8 +48,7 @@ def _multiply(call: Call) -> Outputs:
     if not isinstance(bias, Tensor):
         return product
     shape = tuple(call.outputs[0].shape)
-    sum_call = Call(call.tracer, call.func, "add", {}, call.outputs)
-    return combine(sum_call, [product, call.tracer.labels(bias)], [shape, tuple(bias.shape)], shape)
+    return combine(call, [product, call.tracer.labels(bias)], [shape, tuple(bias.shape)], shape, "add")
 
 
 def _linear(call: Call) -> Outputs:
@@ -62,8 +61,7 @@ def _linear(call: Call) -> Outputs:
     if bias is None:
         return product
     shape = tuple(call.outputs[0].shape)
-    sum_call = Call(call.tracer, call.func, "add", {}, call.outputs)
-    return combine(sum_call, [product, call.tracer.labels(bias)], [shape, tuple(bias.shape)], shape)
+    return combine(call, [product, call.tracer.labels(bias)], [shape, tuple(bias.shape)], shape, "add")
 
 
 def _convolution(call: Call) -> Outputs:
@@ -84,8 +82,7 @@ def _convolution(call: Call) -> Outputs:
         return product
     shape = tuple(out.shape)
     column = TensorLabels((tracer.labels(bias).axes[0], *([None] * (out.dim() - 2))), tracer.entry(bias))
-    sum_call = Call(tracer, call.func, "add", {}, call.outputs)
-    return combine(sum_call, [product, column], [shape, (bias.shape[0], *([1] * (out.dim() - 2)))], shape)
+    return combine(call, [product, column], [shape, (bias.shape[0], *([1] * (out.dim() - 2)))], shape, "add")
 
 
 def _channels(call: Call, x: TensorLabels, w: TensorLabels, groups: int, in_dim: int, out_dim: int) -> Labels | None:

@@ -13,7 +13,6 @@ from sparsekit.labels.joint import aligned, dropped, inserted, permuted
 from sparsekit.labels.values import IntArray, Joint, Labels, TensorLabels, uniform
 from sparsekit.tracing.ops.call import Call, Outputs, table
 from sparsekit.tracing.ops.reshape import MOST_POSITIONS, one_axis, pack, unpack
-from sparsekit.tracing.ops.stacked import slice_stacked
 
 __all__ = ["HANDLERS"]
 
@@ -89,13 +88,13 @@ def _tie_parts(call: Call, labels: Labels, size: int) -> None:
 
 def _slice(call: Call) -> Outputs:
     labels, tensor = call.joint_labels("self"), call.arguments["self"]
-    if labels is not None and labels.parts is not None:
-        return slice_stacked(call, labels.parts)
     dim: int = call.arg("dim", 0) % tensor.dim()
     start, stop, step = slice(call.arg("start"), call.arg("end"), call.arg("step", 1)).indices(tensor.shape[dim])
     length = len(range(start, stop, step))
     if labels is None or length == tensor.shape[dim]:
         return labels
+    if labels.parts is not None:
+        return _sliced_layers(call, labels.parts[start:stop:step] if dim == 0 else ())
     labels = call.tracer.tie(labels, dim)
     axis = labels.axes[dim]
     if axis is None:
@@ -106,6 +105,16 @@ def _slice(call: Call) -> Outputs:
         else:
             call.tracer.fix(axis, "sliced at fixed positions")
     return labels.with_axis(dim, axis.take(slice(start, stop, step)))
+
+
+def _sliced_layers(call: Call, parts: Sequence[TensorLabels]) -> TensorLabels | None:
+    """Labels of the last states of some layers; those of one layer alone are an ordinary tensor."""
+    if not parts:
+        call.fix_inputs("stacked states of several layers are cut across layers")
+        return None
+    if all(parts[0].same(part) for part in parts):
+        return TensorLabels((None, *parts[0].axes))
+    return TensorLabels((None,) * call.outputs[0].dim(), parts=tuple(parts))
 
 
 def _split(call: Call) -> Outputs:

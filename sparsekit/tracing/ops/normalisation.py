@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from torch import Tensor
+from torch import Tensor, nn
 
 from sparsekit.labels.values import ALWAYS_ZERO, NOT_ZERO, Labels, TensorLabels
 from sparsekit.layers.parametrised import normed_weight
@@ -66,9 +66,12 @@ def _group_norm(call: Call) -> Outputs:
             rows = channel.nodes.reshape(groups, -1)
             for k in range(1, rows.shape[1]):
                 tracer.unite(rows[:, 0], rows[:, k])
-            counted = isinstance(call.arguments.get("weight"), Tensor) or tracer.count_groups(rows)
-            if not counted and groups != channel.size:
-                tracer.fix(channel, "normalised by 'group_norm' with a fixed number of groups")
+            if not isinstance(call.arguments.get("weight"), Tensor):  # from whose scale the numbers could be read
+                if isinstance(tracer.running, nn.GroupNorm):
+                    tracer.count(rows[:, 0], tracer.module, "num_groups")
+                    tracer.count(channel.nodes, tracer.module, "num_channels")
+                elif groups != channel.size:
+                    tracer.fix(channel, "normalised by 'group_norm' with a fixed number of groups")
     made = _affine(call, x)
     first = None if x.axes[0] is None or x.axes[0].is_uniform else x.axes[0].without_zero()
     return [TensorLabels((first, made, *([None] * (len(x.axes) - 2)))), None, None]

@@ -39,9 +39,8 @@ def _keeps_zero(call: Call) -> bool:
     return bool((made == 0).all())
 
 
-def _sources(call: Call, operands: Sequence[IntArray], size: int) -> IntArray:
+def _sources(call: Call, name: str, operands: Sequence[IntArray], size: int) -> IntArray:
     """Sources of the result from those of the operands (NOT_ZERO everywhere for operands without units)."""
-    name = call.name
     if name == "mul":
         first = operands[0]
         return np.where(first != NOT_ZERO, first, operands[1]) if len(operands) > 1 else first
@@ -56,7 +55,13 @@ def _sources(call: Call, operands: Sequence[IntArray], size: int) -> IntArray:
     return np.full(size, NOT_ZERO, dtype=np.int64)
 
 
-def combine(call: Call, owners: Sequence[TensorLabels], shapes: Sequence[Sequence[int]], shape: Sequence[int]) -> TensorLabels:
+def combine(
+    call: Call,
+    owners: Sequence[TensorLabels],
+    shapes: Sequence[Sequence[int]],
+    shape: Sequence[int],
+    name: str | None = None,
+) -> TensorLabels:
     """Labels of an element-wise result.
 
     Args:
@@ -64,9 +69,10 @@ def combine(call: Call, owners: Sequence[TensorLabels], shapes: Sequence[Sequenc
         owners: Labels of the operands.
         shapes: Their shapes, which broadcast to `shape`.
         shape: Shape of the result.
+        name: What is done to the operands, where it is but a part of the operator: "add" for the bias of a product.
     """
-    rank = len(shape)
-    owners, joint = _meet(call, owners, shapes, rank)
+    rank, name = len(shape), name or call.name
+    owners, joint = _meet(call, name, owners, shapes, rank)
     axes: list[Labels | None] = []
     for d, size in enumerate(shape):
         pieces: list[tuple[Labels, TensorLabels]] = []
@@ -77,18 +83,18 @@ def combine(call: Call, owners: Sequence[TensorLabels], shapes: Sequence[Sequenc
             own = owner.axes[k] if k >= 0 else None
             own_size = own_shape[k] if k >= 0 else 1
             if own is not None and own_size != size:
-                call.tracer.fix(own, f"a single unit is broadcast by {call.name!r}", quiet=owner.entry is not None)
+                call.tracer.fix(own, f"a single unit is broadcast by {name!r}", quiet=owner.entry is not None)
                 own = None
             sources.append(own.sources if own is not None else np.full(size, NOT_ZERO, dtype=np.int64))
             if own is not None:
                 pieces.append((own, owner))
             ordinary = ordinary or (own is None and own_size > 1)
-        axes.append(_one(call, pieces, ordinary, sources, size, broadcast=len(pieces) < len(owners)))
+        axes.append(_one(call, name, pieces, ordinary, sources, size, broadcast=len(pieces) < len(owners)))
     return TensorLabels(tuple(axes), joint=joint)
 
 
 def _meet(
-    call: Call, owners: Sequence[TensorLabels], shapes: Sequence[Sequence[int]], rank: int
+    call: Call, name: str, owners: Sequence[TensorLabels], shapes: Sequence[Sequence[int]], rank: int
 ) -> tuple[list[TensorLabels], Joint | None]:
     """Joint labels of an element-wise result, and the operands with those that the result keeps taken out.
 
@@ -115,10 +121,10 @@ def _meet(
     rest = iter(codes)
     unknown = np.full(full, NOT_ZERO, dtype=np.int64)
     parts = [np.broadcast_to(next(rest)[1], full) if labels.joint is not None else unknown for labels in met]
-    sources = _sources(call, [part.reshape(-1) for part in parts], math.prod(full)).reshape(full)
+    sources = _sources(call, name, [part.reshape(-1) for part in parts], math.prod(full)).reshape(full)
     for labels in met:
         if labels.joint is not None and labels.entry is not None:
-            call.tracer.store.make(labels.joint.nodes.reshape(-1), call.tracer.module)
+            call.tracer.make_nodes(labels.joint.nodes.reshape(-1))
     return [replace(labels, joint=None) for labels in met], Joint(spread[0], sources)
 
 
@@ -146,6 +152,7 @@ def _fitting(
 
 def _one(
     call: Call,
+    name: str,
     pieces: list[tuple[Labels, TensorLabels]],
     ordinary: bool,
     sources: list[IntArray],
@@ -158,7 +165,7 @@ def _one(
         return None if ordinary or not pieces or (broadcast and size == 1) else uniform(size)
     if ordinary:
         for axis, owner in held:
-            reason = f"combined by {call.name!r} with values that belong to no unit"
+            reason = f"combined by {name!r} with values that belong to no unit"
             call.tracer.fix(axis, reason, quiet=owner.entry is not None)
         # Fixed units keep their labels: what follows is fixed with them, and an output layer is known as such.
         return held[0][0].without_zero()
@@ -167,8 +174,8 @@ def _one(
         call.tracer.unite(first.nodes, axis.nodes)
     for axis, owner in held:
         if owner.entry is not None:
-            call.tracer.store.make(axis.nodes, call.tracer.module)
-    return Labels(first.nodes, _sources(call, sources, size))
+            call.tracer.make_nodes(axis.nodes)
+    return Labels(first.nodes, _sources(call, name, sources, size))
 
 
 def spread(call: Call) -> Outputs:

@@ -10,7 +10,6 @@ import numpy as np
 from sparsekit.labels.joint import collapsed, reshaped, without_repeats
 from sparsekit.labels.values import IntArray, Joint, Labels, TensorLabels, uniform
 from sparsekit.tracing.ops.call import Call, Outputs, table
-from sparsekit.tracing.ops.stacked import reshape_stacked
 
 __all__ = ["HANDLERS", "MOST_POSITIONS", "one_axis", "pack", "unpack"]
 
@@ -65,8 +64,6 @@ def _reshape(call: Call) -> Outputs:
     if 0 in before or call.func.name() == "aten::view.dtype":
         call.fix_inputs("reinterpreted memory or an empty tensor")
         return None
-    if labels.parts is not None:
-        return reshape_stacked(call, labels.parts)
     runs = _groups(before, after)
     if labels.joint is not None and not _can_follow(labels, labels.joint, before, runs):
         labels = call.labels("self")

@@ -46,7 +46,7 @@ def _indexed(call: Call) -> Outputs:
     if shapes[0] != shapes[1]:
         call.fix_inputs(f"moved by {call.name!r}")
         return None
-    return combine(Call(tracer, call.func, "add", {}, call.outputs), flat, shapes, shapes[0])
+    return combine(call, flat, shapes, shapes[0], "add")
 
 
 def _gather(call: Call) -> Outputs:

@@ -1,16 +1,15 @@
 """What a SuperNode says of its clients, and what the server makes of it: ids, sizes and capabilities, never data.
 
-It travels as payloads and not in the header, which is short, and in parts, so that the server need not read ten thousand
-clients at once to find that the last is no client.
+It travels as a payload and not in the header, which is short.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
 
+import torch
 from flwr.app import Message
 
 from sparsekit.errors import DataError
@@ -18,14 +17,18 @@ from sparsekit_fl.client.spec import RunSpec
 from sparsekit_fl.engines.flower.wire import read
 from sparsekit_fl.identity import code_version
 from sparsekit_fl.problem.clients import Capability, Client, ClientData
+from sparsekit_fl.wire.packing import pack, unpack
 
 __all__ = ["check_code", "described", "introduced_by", "read_clients"]
 
-_PART = 5_000
 _LETTERS = 16
+_SAME = {
+    "sparsekit": "it has sparsekit {}, the server {}; install the same version",
+    "code": "its sparsekit has other code (digest {}) than the server ({}); install the same build",
+    "graph": "its model has other units (digest {}) than the server's ({}); use the same model, data set and torch version",
+}
 _MOST_CLIENTS = 1_000_000
-# Of one client, with room: it takes about a hundred.
-_MOST_BYTES = 256
+_BYTES, _ROOM = 64, 4096  # of a client, and of what is around them
 
 
 def introduced_by(spec: RunSpec) -> dict[str, str]:
@@ -50,27 +53,16 @@ def check_code(message: Message, ours: Mapping[str, str]) -> None:
     Raises:
         DataError: something differs, or the node does not say; with what to do.
     """
-    header, _ = read(message, max_bytes=_MOST_CLIENTS * _MOST_BYTES)
+    header, _ = read(message, max_bytes=_MOST_CLIENTS * _BYTES + _ROOM)
     theirs = header.get("identity")
     if not isinstance(theirs, dict) or "sparsekit" not in theirs:
         raise DataError(
             f"it does not say by which version it was made, so it is an older one; install sparsekit {ours['sparsekit']} there"
         )
-    told = {name: str(theirs.get(name))[:_LETTERS] for name in ours}
-    if told["sparsekit"] != ours["sparsekit"]:
-        raise DataError(
-            f"it has sparsekit {told['sparsekit']}, the server {ours['sparsekit']}; install the same version on both"
-        )
-    if told["code"] != ours["code"]:
-        raise DataError(
-            f"its sparsekit {told['sparsekit']} has other code (digest {told['code']}) than the server ({ours['code']});"
-            " install the same build on both"
-        )
-    if told["graph"] != ours["graph"]:
-        raise DataError(
-            f"its model has other units (digest {told['graph']}) than the server's ({ours['graph']}); give both the same model,"
-            " data set and torch version"
-        )
+    for name, what in _SAME.items():
+        told = str(theirs.get(name))[:_LETTERS]
+        if told != ours[name]:
+            raise DataError(f"{what.format(told, ours[name])} on both")
 
 
 def described(clients: Iterable[Client]) -> dict[str, bytes]:
@@ -79,22 +71,15 @@ def described(clients: Iterable[Client]) -> dict[str, bytes]:
     Args:
         clients: Of one node.
     """
-    about = [_about(client) for client in clients]
-    return {str(start): json.dumps(about[start : start + _PART]).encode() for start in range(0, len(about), _PART)}
-
-
-def _about(client: Client) -> dict[str, Any]:
-    can = client.capability
-    return {
-        "id": client.id,
-        "sizes": [len(client.data.train), len(client.data.val), len(client.data.test)],
-        "capability": [
-            can.ratio,
-            can.flops_per_second,
-            can.uplink_bytes_per_second,
-            can.downlink_bytes_per_second,
-        ],
+    found = list(clients)
+    data, can = [client.data for client in found], [client.capability for client in found]
+    rates = [[one.ratio, one.flops_per_second, one.uplink_bytes_per_second, one.downlink_bytes_per_second] for one in can]
+    tensors = {
+        "ids": torch.tensor([client.id for client in found]),
+        "sizes": torch.tensor([[len(one.train), len(one.val), len(one.test)] for one in data]),
+        "capabilities": torch.tensor(rates, dtype=torch.float64),
     }
+    return {"clients": pack(tensors, {})}
 
 
 def read_clients(message: Message) -> dict[int, Client]:
@@ -111,37 +96,27 @@ def read_clients(message: Message) -> dict[int, Client]:
     """
     if message.has_error():
         raise DataError(f"{message.error.reason} (Flower's error {message.error.code})")
-    _, parts = read(message, max_bytes=_MOST_CLIENTS * _MOST_BYTES)
-    clients: dict[int, Client] = {}
-    for part in parts.values():
-        for client in _read_part(part):
-            if client.id in clients:
-                raise DataError("it names a client twice")
-            if len(clients) == _MOST_CLIENTS:
-                raise DataError(f"it names more than {_MOST_CLIENTS:,} clients")
-            clients[client.id] = client
-    if not clients:
-        raise DataError("it names no clients")
-    return clients
-
-
-def _read_part(part: bytes) -> Iterator[Client]:
+    _, payloads = read(message, max_bytes=_MOST_CLIENTS * _BYTES + _ROOM)
     try:
-        listed = json.loads(part)
-        if not isinstance(listed, list) or len(listed) > _PART:
-            raise DataError(f"it must list at most {_PART} clients in a part")
-        for about in listed:
-            yield _client(about)
-    except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
-        raise error if isinstance(error, DataError) else DataError(f"it describes a client badly: {error!r}") from error
-
-
-def _client(about: Mapping[str, Any]) -> Client:
-    train, val, test = about["sizes"]
-    for size, low in ((train, 1), (val, 0), (test, 1)):
-        if isinstance(size, bool) or not isinstance(size, int) or not low <= size < 2**40:
-            raise ValueError(f"sizes {about['sizes']}")
-    if about["id"] >= 2**63:
-        raise ValueError(f"an id of {about['id'].bit_length()} bits")
-    data = ClientData(train=range(train), val=range(val), test=range(test))
-    return Client(id=about["id"], data=data, capability=Capability(*(float(value) for value in about["capability"])))
+        tensors, _ = unpack(payloads["clients"])
+        ids, sizes, rates = tensors["ids"], tensors["sizes"], tensors["capabilities"]
+    except KeyError as error:
+        raise DataError(f"it does not say {error} of its clients") from error
+    count = ids.numel()
+    if ids.shape != (count,) or sizes.shape != (count, 3) or rates.shape != (count, 4):
+        raise DataError(f"it describes its clients by tensors of shapes {[tuple(one.shape) for one in (ids, sizes, rates)]}")
+    if ids.dtype != torch.int64 or sizes.dtype != torch.int64 or rates.dtype != torch.float64:
+        raise DataError("it describes its clients by numbers of other types")
+    if not 0 < count <= _MOST_CLIENTS:
+        raise DataError(f"it names {count:,} clients, allowed are 1 to {_MOST_CLIENTS:,}")
+    if ids.unique().numel() != count or int(ids.min()) < 0:
+        raise DataError("it names a client twice, or a negative id")
+    if bool((sizes < torch.tensor([1, 0, 1])).any()) or int(sizes.max()) >= 2**40:
+        raise DataError("it names sizes of data that no client has")
+    try:
+        return {
+            id: Client(id=id, data=ClientData(*map(range, size)), capability=Capability(*rate))
+            for id, size, rate in zip(ids.tolist(), sizes.tolist(), rates.tolist(), strict=True)
+        }
+    except ValueError as error:
+        raise DataError(f"it describes a client badly: {error}") from error

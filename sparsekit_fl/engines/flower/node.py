@@ -16,6 +16,7 @@ from sparsekit.errors import DataError
 from sparsekit_fl.client.executor import ClientExecutor
 from sparsekit_fl.engines.flower.wire import content, join, part, read
 from sparsekit_fl.errors import ClientError, LostMemoryError
+from sparsekit_fl.processes import flush_denormals
 from sparsekit_fl.state.store import CarriedMemory
 from sparsekit_fl.wire.messages import decode_assignment, encode_update
 from sparsekit_fl.wire.packing import unpack
@@ -25,21 +26,22 @@ __all__ = ["make_app"]
 _Answer = tuple[dict[str, Any], dict[str, bytes]]  # header and payloads
 
 
-def make_app(executor: Callable[[Context], ClientExecutor]) -> ClientApp:
+def make_app(executor: Callable[[Context, str], ClientExecutor]) -> ClientApp:
     """Make a Flower client.
 
     A message holds the header {"tasks": […]} and the payloads "shared", "0/body", "0/memory", …; its reply holds
     {"replies": […]} and "0/body", … Each task is answered for itself.
 
     Args:
-        executor: Makes the executor, or finds the one that this process has already; called for each message.
+        executor: (context, id of the run) → the executor, made or found in this process; called for each message.
     """
     app = ClientApp()
 
     def handle(message: Message, context: Context) -> Message:
         torch.set_num_threads(1)
+        flush_denormals()
         header, payloads = read(message)
-        found, shared = executor(context), payloads.get("shared", b"")
+        found, shared = executor(context, str(header.get("run", ""))), payloads.get("shared", b"")
         answers = [_answer(found, task, {"shared": shared, **part(payloads, i)}) for i, task in enumerate(header["tasks"])]
         record = content({"replies": [reply for reply, _ in answers]}, **join([own for _, own in answers]))
         return Message(record, reply_to=message)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -11,11 +12,10 @@ from typing import Any, Literal
 from flwr.app import Message
 
 from sparsekit.errors import DataError, InvalidValueError
-from sparsekit.graph.state import StateDict
+from sparsekit.graph import StateDict
 from sparsekit_fl.client.spec import RunSpec
 from sparsekit_fl.engines.base import Reply, Unscored, in_order
-from sparsekit_fl.engines.flower.post import Carrier, exchange
-from sparsekit_fl.engines.flower.stream import GridDiedError, GridStream
+from sparsekit_fl.engines.flower.post import POLL_SECONDS, Carrier, Post
 from sparsekit_fl.engines.flower.wire import content, join, part, read
 from sparsekit_fl.errors import ClientError, WorkerDiedError
 from sparsekit_fl.state.storage import write_atomically
@@ -23,18 +23,18 @@ from sparsekit_fl.state.store import ClientStore, Versions
 from sparsekit_fl.wire.messages import Assignment, Evaluation, decode_update, encode_assignment
 from sparsekit_fl.wire.packing import pack
 
-__all__ = ["GridPool"]
+__all__ = ["GridPool", "GridStream"]
 
 _TTL_SECONDS = 12 * 3600.0
 # Flower's simulation looks through all open messages for each of its nodes, ten times a second, and at each of our polls;
 # with ten thousand clients to score at once it would do little else. As many as keep the workers busy are enough.
 _MOST_OPEN = 50
+# A look for nodes is a request to the SuperLink.
+_LOOK_SECONDS = 2.0
 # Of one message: what it says of them, and what its reply says, must fit into a header of 2**20 bytes.
 _MOST_TASKS = 1000
 # A device's text about its failure is cut here.
 _MOST_TEXT = 4000
-# What Ray says of a process that was killed; Flower puts such an actor back to work, where it fails for ever.
-_DEAD_ACTOR = ("ActorDiedError", "RayActorError", "OutOfMemoryError", "WorkerCrashedError")
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,6 +77,7 @@ class GridPool:
         max_reply_bytes: A longer reply is refused; None takes four times the dense state, and 16 MiB at least.
         export: Whether nodes send personal models to be written into the run's folder.
         grouped: Ask all clients of one node in one message, for nodes that start a process for each message.
+        run: Id of the run, under which nodes keep memories.
         trusted: Nodes are ours, so one that is broken stops the run, or is replaced. Otherwise its clients are dropped,
             whatever its message is: no device can stop the others.
     """
@@ -93,6 +94,7 @@ class GridPool:
         max_reply_bytes: int | None = None,
         export: bool = True,
         grouped: bool = False,
+        run: str = "",
         trusted: bool = True,
     ) -> None:
         if timeout_seconds is not None and not 0 < timeout_seconds < float("inf"):
@@ -107,6 +109,7 @@ class GridPool:
         self._most = max(4 * dense, 2**24) if max_reply_bytes is None else max_reply_bytes
         self.exports = export
         self._grouped = grouped
+        self._run = run
         self._trusted = trusted
 
     def map(self, assignments: Sequence[Assignment], versions: Versions) -> Iterator[Reply]:
@@ -117,15 +120,11 @@ class GridPool:
 
     def stream(self) -> GridStream:
         """Return what starts clients one by one, and gives their replies as they come in."""
+        return GridStream(self, self._carrier)
 
-        def write(assignment: Assignment, versions: Versions, node: int) -> tuple[Task, Message]:
-            task = self._training(assignment, versions)
-            return task, self._message([task], node, self._ttl)
-
-        def answer(assignment: Assignment, task: Task, message: Message | str) -> Reply:
-            return self._with_news(assignment, task, self._answers(message, 1)[0])
-
-        return GridStream(self._carrier, write, answer, ttl=self._ttl)
+    def await_clients(self, ids: Collection[int], needed: int) -> None:
+        """See `ClientPool`."""
+        self._carrier.await_clients(ids, needed)
 
     @property
     def _ttl(self) -> float:
@@ -241,51 +240,37 @@ class GridPool:
         return zip(tasks, in_order(self._exchange(tasks), len(tasks)), strict=True)
 
     def _exchange(self, tasks: Sequence[Task]) -> Iterator[tuple[int, Answer]]:
-        """Send all, and yield what comes back; after a breakdown, send again what was not answered."""
+        """Send all, and yield what comes back."""
         self._carrier.refresh()
-        left = set(range(len(tasks)))
-        while left:
-            try:
-                for place, answer in self._once(tasks, sorted(left)):
-                    left.remove(place)
-                    yield place, answer
-            except GridDiedError as error:
-                self._carrier.restart(str(error))
+        post: Post[tuple[int, ...]] = Post(
+            self._carrier,
+            lambda places, node: self._message([tasks[place] for place in places], node),
+            lambda places: self._carrier.node_of(tasks[places[0]].header["client"]),
+            ttl=self._ttl,
+            # Nodes that start a process for each message get theirs at once: each is a device, and slow ones delay no other.
+            most=None if self._grouped else max(_MOST_OPEN, 8 * self.workers),
+            trusted=self._trusted,
+        )
+        post.add(self._groups(tasks))
+        for places, reply in post.answers():
+            yield from zip(places, self._answers(reply, len(places)), strict=True)
 
-    def _by_node(self, tasks: Sequence[Task], places: Iterable[int]) -> tuple[dict[int, str], list[tuple[int, list[int]]]]:
-        """Return the tasks that no node can serve, with the reason; and node and tasks of each message."""
-        lost: dict[int, str] = {}
-        by_node: dict[int, list[int]] = {}
-        for place in places:
-            try:
-                by_node.setdefault(self._carrier.node_of(tasks[place].header["client"]), []).append(place)
-            except ClientError as error:
-                lost[place] = str(error)
+    def _groups(self, tasks: Sequence[Task]) -> list[tuple[int, ...]]:
+        """The tasks of each message, by their places."""
         if not self._grouped:
-            alone = ((place, node) for node, asked in by_node.items() for place in asked)
-            return lost, [(node, [place]) for place, node in sorted(alone)]
-        most = _MOST_TASKS
-        return lost, [(node, asked[i : i + most]) for node, asked in by_node.items() for i in range(0, len(asked), most)]
+            return [(place,) for place in range(len(tasks))]
+        by_node: dict[Any, list[int]] = {}
+        for place, task in enumerate(tasks):
+            try:
+                by_node.setdefault(self._carrier.node_of(task.header["client"]), []).append(place)
+            except ClientError:
+                by_node[task] = [place]  # the post says why
+        return [tuple(asked[i : i + _MOST_TASKS]) for asked in by_node.values() for i in range(0, len(asked), _MOST_TASKS)]
 
-    def _once(self, tasks: Sequence[Task], places: Iterable[int]) -> Iterator[tuple[int, Answer]]:
-        ttl = self._ttl
-        lost, groups = self._by_node(tasks, places)
-        yield from ((place, Answer(failure=reason)) for place, reason in lost.items())
-        # Nodes that start a process for each message get theirs at once: each is a device, and slow ones delay no other.
-        most = len(groups) if self._grouped else max(_MOST_OPEN, 8 * self.workers)
-
-        def message(group: int) -> Message:
-            node, asked = groups[group]
-            return self._message([tasks[place] for place in asked], node, ttl)
-
-        for group, reply in exchange(self._carrier.grid, message, len(groups), most=most, ttl=ttl):
-            asked = groups[group][1]
-            yield from zip(asked, self._answers(reply, len(asked)), strict=True)
-
-    def _message(self, tasks: Sequence[Task], node: int, ttl: float) -> Message:
-        header = {"tasks": [task.header for task in tasks]}
+    def _message(self, tasks: Sequence[Task], node: int) -> Message:
+        header = {"tasks": [task.header for task in tasks], "run": self._run}
         record = content(header, shared=tasks[0].shared, **join([task.payloads for task in tasks]))
-        return Message(record, node, tasks[0].header["task"], ttl=ttl, group_id=str(tasks[0].header["round"]))
+        return Message(record, node, tasks[0].header["task"], ttl=self._ttl, group_id=str(tasks[0].header["round"]))
 
     def _answers(self, message: Message | str, count: int) -> list[Answer]:
         """Return what a reply answers to each of its `count` tasks."""
@@ -293,8 +278,6 @@ class GridPool:
             return [Answer(failure=message)] * count
         if message.has_error():
             reason = f"{message.error.reason or 'no reason given'} (Flower's error {message.error.code})"
-            if self._trusted and any(word in reason for word in _DEAD_ACTOR):
-                raise GridDiedError(f"a process that trains clients died: {reason.strip().splitlines()[-1]}")
             return [Answer(failure=reason)] * count
         try:
             header, payloads = read(message, max_bytes=count * self._most)
@@ -304,3 +287,70 @@ class GridPool:
         except DataError as error:
             return [Answer(failure=str(error))] * count
         return [Answer(reply, part(payloads, place)) for place, reply in enumerate(replies)]
+
+
+class GridStream:
+    """Clients on the nodes of a grid, started one by one; see `engines.base.ClientStream`.
+
+    Args:
+        pool: Writes and reads messages.
+        carrier: The grid, and the node of each client.
+    """
+
+    def __init__(self, pool: GridPool, carrier: Carrier) -> None:
+        self._pool, self._carrier = pool, carrier
+        self._tasks: dict[int, tuple[Assignment, Task]] = {}
+        self._post: Post[int] = Post(
+            carrier,
+            lambda id, node: pool._message([self._tasks[id][1]], node),
+            carrier.node_of,
+            ttl=pool._ttl,
+            trusted=pool._trusted,
+        )
+        self._early: list[tuple[int, Message | str]] = []  # came while others were sent
+        self._looked = float("-inf")
+
+    def free(self, ids: Collection[int]) -> list[int]:
+        """Return those of these clients whose node is there and has nothing to do."""
+        self._carrier.look()
+        self._looked = time.monotonic()
+        return [id for id in ids if id not in self._tasks and self._free(id)]
+
+    def _free(self, id: int) -> bool:
+        try:
+            node = self._carrier.node_of(id)
+        except ClientError:
+            return False
+        return not self._carrier.exclusive or node not in self._post.busy
+
+    def apart(self, ids: Collection[int]) -> list[int]:
+        """Return of these clients the first of each node; all of them where any node serves any client."""
+        if not self._carrier.exclusive:
+            return list(ids)
+        first: dict[int, int] = {}
+        for id in ids:
+            first.setdefault(self._carrier.node_of(id), id)
+        return list(first.values())
+
+    def start(self, assignments: Sequence[Assignment], versions: Versions) -> None:
+        """Send tasks to clients that are free, at most one for each node."""
+        self._tasks.update({one.client_id: (one, self._pool._training(one, versions)) for one in assignments})
+        self._post.add(one.client_id for one in assignments)
+        self._early += self._post.poll()
+
+    def arrived(self) -> list[Reply]:
+        """Wait until a reply has come, or a node, or until nobody is under way.
+
+        Returns:
+            Replies in the order in which they came; none where a node came.
+        """
+        while self._tasks:
+            found, self._early = [*self._early, *self._post.poll()], []
+            if found:
+                return [self._pool._with_news(*self._tasks.pop(id), self._pool._answers(said, 1)[0]) for id, said in found]
+            if time.monotonic() - self._looked > _LOOK_SECONDS:
+                self._looked = time.monotonic()
+                if self._carrier.look():
+                    break
+            time.sleep(POLL_SECONDS)
+        return []

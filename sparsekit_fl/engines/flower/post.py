@@ -1,26 +1,29 @@
-"""Post: the open messages of a Flower grid; and Carrier: a grid with the node of each client."""
+"""Post: messages to the nodes of a Flower grid and their answers; and Carrier: a grid with the node of each client."""
 
 from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from typing import Generic, TypeVar
 
 from flwr.app import Message
 from flwr.serverapp import Grid
 
-from sparsekit_fl.errors import WorkerDiedError
+from sparsekit_fl.errors import ClientError, WorkerDiedError
 
-__all__ = ["POLL_SECONDS", "Carrier", "Post", "exchange"]
+__all__ = ["POLL_SECONDS", "Carrier", "Post"]
 
 POLL_SECONDS = 0.02
 """Time between two looks for replies."""
 
 # Flower's codes for a message, or a reply, that is no longer there.
 _EXPIRED = (3, 4)
+# What Ray says of a process that was killed; Flower puts such an actor back to work, where it fails for ever.
+_DEAD_ACTOR = ("ActorDiedError", "RayActorError", "OutOfMemoryError", "WorkerCrashedError")
 
-K = TypeVar("K")
+K = TypeVar("K", bound=Hashable)
 
 
 class Carrier(ABC):
@@ -41,6 +44,9 @@ class Carrier(ABC):
         """Look which nodes are there now, and wait for none; return whether one came whose clients can be asked."""
         return False
 
+    def await_clients(self, ids: Collection[int], needed: int) -> None:  # noqa: B027 - a hook
+        """Wait until nodes have enough of these clients, or for as long as one waits for nodes."""
+
     def news(self) -> list[str]:
         """Return what became of nodes since the last call, for the record of the round."""
         return []
@@ -55,75 +61,96 @@ class Carrier(ABC):
 
 
 class Post(Generic[K]):
-    """Messages that were sent and not yet answered, each under a key of the caller's.
+    """Messages on their way, each under a key of the caller's. A damaged grid is started anew, and they are sent again.
 
     Args:
-        grid: Flower's grid.
+        carrier: The grid.
+        message: (key, node) → the message, written when it is sent.
+        node_of: Key → node; raises ClientError where there is none.
         ttl: Seconds after which a reply is given up.
+        most: Number of messages that may be open at once; None: any.
+        trusted: Nodes are ours, so what one says of a process that died is believed.
     """
 
-    def __init__(self, grid: Grid, *, ttl: float) -> None:
-        self._grid = grid
-        self._ttl = ttl
+    def __init__(
+        self,
+        carrier: Carrier,
+        message: Callable[[K, int], Message],
+        node_of: Callable[[K], int],
+        *,
+        ttl: float,
+        most: int | None = None,
+        trusted: bool = False,
+    ) -> None:
+        self._carrier, self._message, self._node_of = carrier, message, node_of
+        self._ttl, self._most, self._trusted = ttl, most, trusted
         self._late = f"no reply within {ttl:g} seconds"
-        self._open: dict[str, tuple[float, K]] = {}
+        self._waiting: deque[K] = deque()
+        self._open: dict[str, tuple[K, int, float]] = {}  # id → key, node, when it was sent
 
     def __len__(self) -> int:
-        return len(self._open)
+        return len(self._open) + len(self._waiting)
 
+    @property
     def keys(self) -> list[K]:
-        """Return the keys of open messages."""
-        return [key for _, key in self._open.values()]
+        """Keys of what is not answered yet."""
+        return [*(key for key, _, _ in self._open.values()), *self._waiting]
 
-    def send(self, messages: Mapping[K, Message]) -> list[K]:
-        """Send messages; return the keys of those whose node is gone."""
-        if not messages:
-            return []
-        sent, gone = time.monotonic(), []
-        for key, id in zip(messages, self._grid.push_messages(list(messages.values())), strict=True):
-            if id:
-                self._open[id] = sent, key
-            else:
-                gone.append(key)
-        return gone
+    @property
+    def busy(self) -> set[int]:
+        """Nodes with an open message."""
+        return {node for _, node, _ in self._open.values()}
+
+    def add(self, keys: Iterable[K]) -> None:
+        """Send messages at the next look, or when there is room."""
+        self._waiting.extend(keys)
+
+    def _send(self) -> list[tuple[K, Message | str]]:
+        lost: list[tuple[K, Message | str]] = []
+        fresh: list[tuple[K, int]] = []
+        while self._waiting and (self._most is None or len(self._open) + len(fresh) < self._most):
+            key = self._waiting.popleft()
+            try:
+                fresh.append((key, self._node_of(key)))
+            except ClientError as error:
+                lost.append((key, str(error)))
+        if fresh:
+            now = time.monotonic()
+            ids = self._carrier.grid.push_messages([self._message(key, node) for key, node in fresh])
+            for (key, node), id in zip(fresh, ids, strict=True):
+                if id:
+                    self._open[id] = key, node, now
+                else:
+                    lost.append((key, "its node is gone"))
+        return lost
 
     def poll(self) -> list[tuple[K, Message | str]]:
-        """Return key and reply of each message that was answered, or why there is no reply. A reply counts once."""
-        if not self._open:
-            return []
-        answered: list[tuple[K, Message | str]] = []
-        for reply in self._grid.pull_messages(list(self._open)):
-            if reply.metadata.reply_to_message_id not in self._open:
+        """Send what waits; return key and reply of what was answered, or why there is no reply. A reply counts once."""
+        found = self._send()
+        for reply in self._carrier.grid.pull_messages(list(self._open)) if self._open else ():
+            key, _, sent = self._open.pop(reply.metadata.reply_to_message_id, (None, 0, 0.0))
+            if key is None:
                 continue
-            began, key = self._open.pop(reply.metadata.reply_to_message_id)
-            over = time.monotonic() - began > 0.9 * self._ttl
+            if self._trusted and reply.has_error() and any(word in str(reply.error.reason) for word in _DEAD_ACTOR):
+                self._again(key, str(reply.error.reason))
+                return found
+            over = time.monotonic() - sent > 0.9 * self._ttl
             # Flower's own words for a message that is over speak of databases.
-            answered.append((key, self._late if over and reply.has_error() and reply.error.code in _EXPIRED else reply))
-        for id in [id for id, (began, _) in self._open.items() if time.monotonic() - began >= self._ttl]:
-            answered.append((self._open.pop(id)[1], self._late))
-        return answered
+            found.append((key, self._late if over and reply.has_error() and reply.error.code in _EXPIRED else reply))
+        for id in [id for id, (_, _, sent) in self._open.items() if time.monotonic() - sent >= self._ttl]:
+            found.append((self._open.pop(id)[0], self._late))
+        return found
 
+    def _again(self, key: K, reason: str) -> None:
+        """Start the grid anew, and send again what was not answered."""
+        self._carrier.restart(f"a process that trains clients died: {reason.strip().splitlines()[-1]}")
+        self._waiting = deque([key, *self.keys])
+        self._open.clear()
 
-def exchange(
-    grid: Grid, message: Callable[[int], Message], count: int, *, most: int, ttl: float
-) -> Iterator[tuple[int, Message | str]]:
-    """Send messages, and yield the place of each and its reply, or why there is none, in the order in which they come.
-
-    Args:
-        grid: Flower's grid.
-        message: Makes the message of a place, once it is to be sent.
-        count: Number of messages; places are 0 to `count` - 1.
-        most: Number of messages that may be open at once.
-        ttl: Seconds after which a reply is given up.
-    """
-    post: Post[int] = Post(grid, ttl=ttl)
-    waiting = range(count)
-    while waiting or len(post):
-        room = most - len(post)
-        fresh, waiting = waiting[:room], waiting[room:]
-        for place in post.send({place: message(place) for place in fresh}):
-            yield place, "its node is gone"
-        found = post.poll()
-        yield from found
-        if len(post) and not found:
-            time.sleep(POLL_SECONDS)
+    def answers(self) -> Iterator[tuple[K, Message | str]]:
+        """Yield what `poll` returns until all are answered."""
+        while len(self):
+            found = self.poll()
+            yield from found
+            if not found:
+                time.sleep(POLL_SECONDS)

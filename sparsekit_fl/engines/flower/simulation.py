@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import queue
@@ -9,13 +10,17 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import ray
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
-from flwr.simulation import run_simulation
+
+# What Flower's own command runs a simulation with. The public function over it is deprecated in favour of that command, which
+# cannot be handed a problem and clients that live in this process.
+from flwr.simulation.run_simulation import _run_simulation
+from flwr.supercore.telemetry import EventType
 
 from sparsekit.errors import InvalidValueError
 from sparsekit_fl.client.executor import ClientExecutor
@@ -25,6 +30,7 @@ from sparsekit_fl.engines.flower.node import make_app
 from sparsekit_fl.engines.flower.pool import GridPool
 from sparsekit_fl.engines.flower.post import Carrier
 from sparsekit_fl.errors import WorkerDiedError
+from sparsekit_fl.options.checked import Checked, Count, NonNegativeCount
 from sparsekit_fl.options.devices import devices
 from sparsekit_fl.problem.clients import Client
 from sparsekit_fl.processes import one_thread
@@ -34,28 +40,10 @@ from sparsekit_fl.state.store import CarriedMemory, ClientStore, MemoryStore
 __all__ = ["Flower"]
 
 _log = logging.getLogger(__name__)
-# `run_simulation` is what Flower has for programs; it advises its command line instead, at every call.
-logging.getLogger("flwr").addFilter(lambda record: "DEPRECATED FEATURE" not in record.getMessage())
 _NODES = 100
 _START_SECONDS = 300.0
 _STOP_SECONDS = 60.0
-
-
-@dataclass(frozen=True, eq=False)
-class _Bundle:
-    """What an actor needs once; it goes to every machine once, through Ray's object store.
-
-    Args:
-        spec: The fixed parts of the run.
-        clients: All clients.
-        folder: The folder of the memories; None where they travel with the messages.
-        durable: Wait until memories are on the disk.
-    """
-
-    spec: RunSpec
-    clients: Mapping[int, Client]
-    folder: str | None
-    durable: bool = False
+_POLL_SECONDS = 0.05
 
 
 _executor: tuple[bytes, ClientExecutor] | None = None
@@ -66,16 +54,12 @@ def _executor_of(reference: Any) -> ClientExecutor:
     global _executor
     key = reference.binary()
     if _executor is None or _executor[0] != key:
-        bundle: _Bundle = ray.get(reference)
-        store: MemoryStore = CarriedMemory()
-        if bundle.folder is not None:
-            store = ClientStore(Path(bundle.folder), durable=bundle.durable)
-        _executor = (key, ClientExecutor(bundle.spec, bundle.clients, store))
+        _executor = (key, ray.get(reference)())
     return _executor[1]
 
 
 @dataclass(frozen=True)
-class Flower:
+class Flower(Checked):
     """Clients in Flower's simulation: Ray actors, one torch thread each. Gives the same bits as the embedded engine.
 
     A client that raises is dropped from its round. When an actor dies, the simulation is started anew and what was not
@@ -92,21 +76,16 @@ class Flower:
         object_store_bytes: Size of Ray's object store on this machine.
     """
 
-    workers: int = 1
+    workers: Count = 1
     _: KW_ONLY
-    supernodes: int | None = None
+    supernodes: Count | None = None
     ray_address: str | None = None
     timeout_seconds: float | None = None
-    restarts: int = 3
-    object_store_bytes: int = 300 * 2**20
+    restarts: NonNegativeCount = 3
+    object_store_bytes: Count = 300 * 2**20
 
     def __post_init__(self) -> None:
-        for name, low in (("workers", 1), ("supernodes", 1), ("object_store_bytes", 1), ("restarts", 0)):
-            value = getattr(self, name)
-            if name == "supernodes" and value is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < low:
-                raise InvalidValueError(f"{name} must be an integer >= {low}, got {value!r}")
+        super().__post_init__()
         if self.ray_address is not None and ":" not in self.ray_address:
             raise InvalidValueError(f"ray_address must be 'host:port' of a Ray cluster's head, got {self.ray_address!r}")
 
@@ -120,8 +99,9 @@ class Flower:
     ) -> RunResult:
         """Run the loop in this thread, beside the simulation."""
         # Actors on this machine write memories where the run keeps them; others cannot.
-        folder = None if self.ray_address is not None else str(Path(store.folder).resolve())
-        session = _Session(self, _Bundle(spec, clients, folder, store.durable))
+        shared = self.ray_address is None
+        memories: MemoryStore = ClientStore(store.folder.resolve(), durable=store.durable) if shared else CarriedMemory()
+        session = _Session(self, spec, len(clients), partial(ClientExecutor, spec, clients, memories))
         with one_thread():
             try:
                 session.start()
@@ -129,7 +109,7 @@ class Flower:
                     session,
                     spec,
                     store,
-                    memory="server" if folder is None else "nodes",
+                    memory="nodes" if shared else "server",
                     workers=session.actors,
                     timeout_seconds=self.timeout_seconds,
                 )
@@ -145,16 +125,19 @@ class _Session(Carrier):
 
     Args:
         engine: The options.
-        bundle: What the actors need.
+        spec: The fixed parts of the run.
+        clients: Number of clients.
+        make: Makes the executor of an actor; it goes to every machine once, through Ray's object store.
     """
 
     exclusive = False  # any actor serves any node
 
-    def __init__(self, engine: Flower, bundle: _Bundle) -> None:
+    def __init__(self, engine: Flower, spec: RunSpec, clients: int, make: Callable[[], ClientExecutor]) -> None:
         self.actors = engine.workers
         self._engine = engine
-        self._bundle = bundle
-        self._nodes = engine.supernodes or min(len(bundle.clients), _NODES)
+        self._device = spec.config.device
+        self._make = make
+        self._nodes = engine.supernodes or min(clients, _NODES)
         self._left = engine.restarts
         self._turns: Iterator[int] = iter(())
         self._stop = threading.Event()
@@ -172,12 +155,11 @@ class _Session(Carrier):
             WorkerDiedError: it did not come up.
         """
         self._start_ray()
-        reference = ray.put(self._bundle)
+        reference = ray.put(self._make)
         ready: queue.Queue[Grid | BaseException] = queue.Queue()
         self._stop = stop = threading.Event()
         # Ray gives each actor its share of the GPUs, and shows it no other.
-        device = self._bundle.spec.config.device
-        gpus = len(devices(device)) / self.actors if device.startswith("cuda") else 0.0
+        gpus = len(devices(self._device)) / self.actors if self._device.startswith("cuda") else 0.0
         server = ServerApp()
 
         def main(grid: Grid, _: Context) -> None:
@@ -189,32 +171,35 @@ class _Session(Carrier):
         def simulate() -> None:
             try:
                 resources: Any = {"client_resources": {"num_cpus": 1, "num_gpus": gpus}}
-                run_simulation(server, make_app(lambda _: _executor_of(reference)), self._nodes, backend_config=resources)
+                _run_simulation(
+                    self._nodes,
+                    EventType.PYTHON_API_RUN_SIMULATION_LEAVE,
+                    make_app(lambda *_: _executor_of(reference)),
+                    server,
+                    backend_config=resources,
+                )
             except BaseException as error:  # noqa: BLE001 - handed to the thread that waits
                 ready.put(error)
 
         self._thread = threading.Thread(target=simulate, name="flower-simulation", daemon=True)
         self._thread.start()
-        try:
-            found = ready.get(timeout=_START_SECONDS)
-        except queue.Empty:
-            raise WorkerDiedError(f"Flower's simulation did not start within {_START_SECONDS:g} seconds") from None
-        if isinstance(found, BaseException):
-            raise WorkerDiedError(f"Flower's simulation did not start: {found}") from found
-        self.grid = found
-        self._await_nodes(ready)
+        self._turns = itertools.cycle(self._await_nodes(ready))
 
-    def _await_nodes(self, ready: queue.Queue[Any]) -> None:
-        # The server's side runs before the nodes are registered.
+    def _await_nodes(self, ready: queue.Queue[Grid | BaseException]) -> list[int]:
+        """Return the nodes, which are registered after the server's side has begun."""
         end = time.monotonic() + _START_SECONDS
-        while len(ids := sorted(self.grid.get_node_ids())) < self._nodes:
-            if not ready.empty():
-                error = ready.get()
-                raise WorkerDiedError(f"Flower's simulation stopped while starting: {error}") from error
+        ids: list[int] = []
+        grid: Grid | None = None
+        while len(ids) < self._nodes:
             if time.monotonic() > end:
-                raise WorkerDiedError(f"only {len(ids)} of {self._nodes} nodes came up within {_START_SECONDS:g} seconds")
-            time.sleep(0.05)
-        self._turns = itertools.cycle(ids)
+                raise WorkerDiedError(f"{len(ids)} of {self._nodes} nodes of Flower's simulation came in {_START_SECONDS:g} s")
+            with contextlib.suppress(queue.Empty):
+                found = ready.get(timeout=_POLL_SECONDS)
+                if isinstance(found, BaseException):
+                    raise WorkerDiedError(f"Flower's simulation did not start: {found}") from found
+                self.grid = grid = found
+            ids = [] if grid is None else sorted(grid.get_node_ids())
+        return ids
 
     def _start_ray(self) -> None:
         address = self._engine.ray_address

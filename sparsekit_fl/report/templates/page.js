@@ -57,7 +57,7 @@
     // With many methods, lines start with the front, the subject and the most accurate; tables, bars and points with all.
     for (const chip of chips.filter((each) => "later" in each.dataset)) {
       chip.setAttribute("aria-pressed", "false");
-      for (const part of section.querySelectorAll('figure[data-kind="curve"] [data-method], figure[data-kind="level"] [data-method]'))
+      for (const part of section.querySelectorAll('figure[data-plot="lines"] [data-method], figure[data-plot="levels"] [data-method]'))
         if (part.dataset.method === chip.dataset.toggle) part.classList.add("off");
     }
     for (const chip of chips)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from fractions import Fraction
+from functools import cache
 from typing import Any
 
 import pytest
@@ -10,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import sparsekit as sk
-from sparsekit.allocation import CostModel, Global, Isomorphic, Knapsack, PerGroup, Sensitivity, UniformWithin
+from sparsekit.allocation import ByCost, CostModel, Global, Isomorphic, Knapsack, PerGroup, Sensitivity, Uniform, UniformWithin
 from sparsekit.errors import InvalidValueError, UnknownNameError
 from sparsekit.measure import cost as cost_module
 from sparsekit.testing.allocations import AllocationContract, example_tied_graph
@@ -22,6 +24,8 @@ TABLE = {
     "second": [(1.0, 0.0)],
 }
 WITHIN = [
+    ByCost(HALF),
+    ByCost(sk.Budget(params="60%", bytes=250), limits={"first": (0.5, 0.9)}, multiple_of={"feature": 2}, scale="mean"),
     Global(HALF),
     Global(sk.Budget(params="60%", bytes=250), limits={"first": (0.5, 0.9)}, multiple_of={"feature": 2}, scale="none"),
     Isomorphic(HALF),
@@ -33,27 +37,26 @@ WITHIN = [
 ]
 
 
-class _WithCosts(AllocationContract):
+class TestWithinABudget(AllocationContract):
     @pytest.fixture
     def cost(self) -> CostModel:
         graph = example_tied_graph()
         terms = tuple(cost_module.CostTerm(name, Fraction(1), None) for name in graph.shapes)
         return cost_module.CostModel(graph, terms, 0, 1, frozenset(graph.shapes), dict.fromkeys(graph.shapes, 4))
 
-
-class TestWithinABudget(_WithCosts):
     @pytest.fixture(params=WITHIN, ids=lambda allocation: type(allocation).__name__)
     def allocation(self, request: pytest.FixtureRequest) -> Any:
         return request.param
 
 
-class TestPerGroup(AllocationContract):
-    @pytest.fixture
-    def allocation(self) -> PerGroup:
-        return PerGroup({"first": 0.5, "low.*": 0.25}, default=0.75, multiple_of=2)
+class TestByShares(AllocationContract):
+    @pytest.fixture(params=[Uniform(0.3), PerGroup({"first": 0.5, "low.*": 0.25}, default=0.75, multiple_of=2)], ids=repr)
+    def allocation(self, request: pytest.FixtureRequest) -> Any:
+        return request.param
 
 
-def _setup() -> tuple[sk.UnitGraph, Any, dict[str, Tensor]]:
+@cache
+def _traced() -> tuple[sk.UnitGraph, Any, dict[str, Tensor]]:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = nn.Sequential(
@@ -66,17 +69,21 @@ def _setup() -> tuple[sk.UnitGraph, Any, dict[str, Tensor]]:
     return graph, sk.cost_model(model, x, graph=graph), dict(scores)
 
 
-@pytest.mark.parametrize("share", [0.8, 0.5, 0.2, 0.12])
-@pytest.mark.parametrize("kind", [Global, Isomorphic, Knapsack, UniformWithin])
-def test_no_budget_is_exceeded_and_none_is_missed_by_more_than_a_unit(kind: type, share: float) -> None:
+def _setup() -> tuple[sk.UnitGraph, Any, dict[str, Tensor]]:
+    graph, costs, scores = _traced()
+    return graph, costs, dict(scores)
+
+
+@pytest.mark.parametrize("kind", [ByCost, Global, Isomorphic, Knapsack, UniformWithin])
+def test_no_budget_is_exceeded_and_none_is_missed_by_more_than_a_unit(kind: type) -> None:
     graph, costs, scores = _setup()
-    counts = kind(sk.Budget(flops=f"{100 * share}%")).counts(graph, scores, costs)
-    limit = share * costs.dense_costs()["flops"]
-    assert costs.costs(counts)["flops"] <= limit
-    if kind is not UniformWithin:
-        for name, count in counts.items():
+    for metric, share in itertools.product(("flops", "params", "bytes"), (0.9, 0.8, 0.5, 0.25, 0.12)):
+        counts = kind(sk.Budget(**{metric: f"{100 * share}%"})).counts(graph, scores, costs)
+        limit = share * costs.dense_costs()[metric]
+        assert costs.costs(counts)[metric] <= limit
+        for name, count in counts.items() if kind is not UniformWithin else ():
             if count < graph.groups[name].size:
-                assert costs.costs({**counts, name: count + 1})["flops"] > limit
+                assert costs.costs({**counts, name: count + 1})[metric] > limit, f"one more unit of {name} would fit"
 
 
 def test_global_takes_the_units_of_least_score_wherever_they_are() -> None:

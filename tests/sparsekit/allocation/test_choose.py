@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from unittest import mock
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ from sparsekit.testing.criteria import example_graph
 
 SIZES = {name: group.size for name, group in example_graph().groups.items()}
 FEW = {"first": 3, "second": 1, "third": 8}
-FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn]
+FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 
 
 def _scores(**given: Tensor) -> dict[str, Tensor]:
@@ -42,7 +42,7 @@ def test_exactly_the_count_stays_and_whoever_stays_beats_whoever_goes(data: st.D
     values = {name: data.draw(st.lists(st.sampled_from([-1.5, -0.0, 0.0, 0.5, 2.0, float("inf")]), min_size=n, max_size=n))
               for name, n in SIZES.items()}  # fmt: skip
     counts = {name: data.draw(st.integers(1, size)) for name, size in SIZES.items()}
-    dtype = data.draw(st.sampled_from(FLOATS[:4]))
+    dtype = data.draw(st.sampled_from(FLOATS))
     mask = choose(example_graph(), {name: torch.tensor(v, dtype=dtype) for name, v in values.items()}, counts)
     assert mask.counts() == counts
     for name, keep in mask.items():
@@ -59,31 +59,10 @@ def test_tied_groups_keep_equal_numbers(ratio: float, seed: int) -> None:
     assert mask.counts()["lower"] == mask.counts()["upper"]
 
 
-@pytest.mark.parametrize("dtype", FLOATS)
-def test_any_float_dtype_will_do(dtype: torch.dtype) -> None:
-    mask = choose(example_graph(), _scores(first=torch.tensor([1.0, 8, 2, 8, 0, 4, 0]).to(dtype)), FEW)
-    assert _kept(mask["first"]) == [1, 3, 5]
-
-
 def test_scores_that_differ_in_double_precision_only_are_told_apart() -> None:
     scores = torch.full((7,), 1.0, dtype=torch.float64)
     scores[5] += 1e-12
     assert _kept(choose(example_graph(), _scores(first=scores), {**FEW, "first": 1})["first"]) == [5]
-
-
-def test_scores_are_read_on_the_cpu_wherever_they_were_made() -> None:
-    moved = []
-    original = Tensor.cpu
-
-    def cpu(self: Tensor) -> Tensor:
-        if self.is_floating_point():  # the mask that is made is moved as well
-            moved.append(self.numel())
-        return original(self)
-
-    with mock.patch.object(Tensor, "cpu", cpu):
-        mask = choose(example_graph(), _scores(), FEW)
-    assert moved == list(SIZES.values())
-    assert all(keep.device.type == "cpu" for keep in mask.values())
 
 
 @pytest.mark.gpu
@@ -103,18 +82,11 @@ def test_nan_names_its_source_its_group_and_its_unit() -> None:
         choose(example_graph(), _scores(first=bad), FEW, source="magic")
 
 
-@pytest.mark.parametrize("counts", [{"first": 0}, {"first": 8}, {"second": 2}, {"third": -1}])
-def test_counts_out_of_range_are_refused(counts: dict[str, int]) -> None:
-    (name,) = counts
-    with pytest.raises(
-        InvalidValueError, match=rf"count of group '{name}' must be in \[1, {SIZES[name]}\], got {counts[name]}"
-    ):
-        choose(example_graph(), _scores(), {**FEW, **counts})
-
-
-def test_a_missing_count_is_refused() -> None:
-    with pytest.raises(InvalidValueError, match=r"group 'third' must be in \[1, 16\], got None"):
-        choose(example_graph(), _scores(), {"first": 3, "second": 1})
+@pytest.mark.parametrize("counts", [{"first": 0}, {"first": 8}, {"second": 2}, {"third": -1}, {"third": None}])
+def test_counts_out_of_range_or_missing_are_refused(counts: dict[str, Any]) -> None:
+    ((name, count),) = counts.items()
+    with pytest.raises(InvalidValueError, match=rf"count of group '{name}' must be in \[1, {SIZES[name]}\], got {count}"):
+        choose(example_graph(), _scores(), {key: value for key, value in (FEW | counts).items() if value is not None})
 
 
 def test_different_counts_in_tied_groups_are_refused() -> None:

@@ -1,4 +1,4 @@
-"""Uniform: the only rounding from a ratio to a count, and the contract of allocations."""
+"""Uniform: the only rounding from a ratio to a count."""
 
 from __future__ import annotations
 
@@ -13,13 +13,6 @@ from sparsekit.allocation.uniform import check_ratio, keep_count
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.groups import UnitGroup
-from sparsekit.testing.allocations import AllocationContract
-
-
-class TestUniform(AllocationContract):
-    @pytest.fixture
-    def allocation(self) -> Uniform:
-        return Uniform(0.3)
 
 
 @pytest.mark.parametrize(

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from sparsekit.bandit.cells import Cells, grid
-from sparsekit.errors import InvalidValueError
 
 
 def cells_with_room(count: int, axes: int) -> Cells:
@@ -64,8 +61,6 @@ def test_whatever_is_split_the_cells_make_up_the_cube(moves: list[tuple[int, int
     found = cells.find(np.array(point))
     assert (cells.low[found] <= point).all()
     assert (point <= cells.high[found]).all()
-    copy = Cells.from_state(json.loads(json.dumps(cells.state_dict())), 2, 64)
-    assert copy.state_dict() == cells.state_dict()
 
 
 @given(st.lists(st.tuples(st.integers(0, 100), st.floats(0.25, 0.75), st.booleans()), max_size=30))
@@ -79,8 +74,3 @@ def test_on_an_interval_each_cell_faces_its_neighbours(moves: list[tuple[int, fl
     assert [cells.facing[cell].tolist() for cell in order] == [
         [below, above] for below, above in zip([-1, *order[:-1]], [*order[1:], -1], strict=True)
     ]
-
-
-def test_too_many_cells_are_refused() -> None:
-    with pytest.raises(InvalidValueError, match="1 to 4"):
-        Cells.from_state(Cells(grid(5, 1)).state_dict(), 1, 4)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from dataclasses import replace
 from itertools import pairwise
@@ -126,46 +125,3 @@ def test_every_reward_is_in_one_arm_and_the_arms_cover_the_space(steps: list[tup
     assert all(a.high == b.low for a, b in pairwise(arms))
     counts, _ = bandit._sums()
     assert [bool(count) for count in counts] == [bool(arm.pulls) for arm in arms]
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"arms": 0}, "arms must be an integer >= 1"),
-        ({"discount": 0.0}, r"discount must be in \(0, 1\], got 0.0; 1 forgets nothing"),
-        ({"discount": 1.1}, "discount"),
-        ({"exploration": -1.0}, "exploration"),
-        ({"min_width": 0.6, "arms": 2}, r"\[0, 0.5\], got 0.6"),
-        ({"space": (0.0, 1.0)}, "space must be an Interval"),
-        ({"space": Interval(1.0, math.nextafter(1.0, 2.0)), "arms": 3}, "too few numbers"),
-    ],
-)
-def test_a_setting_that_is_not_allowed_is_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(InvalidValueError, match=message):
-        build(**options)
-
-
-@pytest.mark.parametrize(
-    ("path", "value"),
-    [
-        (("edges",), [0.0]),
-        (("edges",), [0.0, 0.5]),
-        (("edges",), [0.0, 0.5, 0.5, 1.0]),
-        (("edges",), None),
-        (("settings", "discount"), 0.5),
-        (("pulls", "next"), 0),
-        (("generator",), {}),
-    ],
-)
-def test_a_malformed_state_is_refused_and_changes_nothing(path: tuple[str, ...], value: object) -> None:
-    bandit = build()
-    bandit.ask()
-    before = bandit.state_dict()
-    state = copy.deepcopy(before)
-    target = state
-    for key in path[:-1]:
-        target = target[key]
-    target[path[-1]] = value
-    with pytest.raises(InvalidValueError):
-        bandit.load_state_dict(state)
-    assert bandit.state_dict() == before

@@ -54,7 +54,7 @@ def study_of(sampler: Any, direction: str = "maximize", **options: Any) -> Any:
 def told(sampler: Any) -> list[tuple[Any, float]]:
     """What the only bandit was told: value, reward."""
     ((_, bandit),) = sampler._search._groups
-    return [(value, reward) for _, value, reward in bandit.state_dict()["pulls"]["told"]]
+    return [(pull.value, reward) for pull, reward in bandit.told]
 
 
 def add(study: Any, x: float, value: float | None = None, state: Any = TrialState.COMPLETE, **more: Any) -> None:
@@ -90,11 +90,11 @@ def test_an_infinite_value_is_the_best_or_the_worst_that_is_known_once_something
     add(study, 0.2, sign * math.inf)
     add(study, 0.3, 1.0)
     study.ask({"x": UNIT})
-    assert told(sampler) == [(0.3, sign)]
+    assert told(sampler) == [(0.3, sign), (0.1, sign), (0.2, sign)]
     add(study, 0.4, 2.0)
+    add(study, 0.5, sign * math.inf)
     study.ask({"x": UNIT})
-    assert sorted(told(sampler)[:3]) == [(0.1, sign), (0.2, sign), (0.3, sign)]
-    assert told(sampler)[3] == (0.4, 2.0 * sign)
+    assert told(sampler)[3:] == [(0.4, 2.0 * sign), (0.5, max(sign, 2.0 * sign))]
 
 
 def test_a_pruned_trial_is_told_its_last_intermediate_value_or_forgotten() -> None:
@@ -132,7 +132,7 @@ def test_a_failed_trial_of_this_sampler_closes_its_pull() -> None:
     study.optimize(fails, n_trials=3, catch=(ValueError,))
     study.ask({"x": UNIT})
     ((_, bandit),) = sampler._search._groups
-    assert len(bandit.state_dict()["pulls"]["open"]) == 1
+    assert len(bandit._open) == 1
     assert told(sampler) == [(0.5, 1.0)]
 
 
@@ -301,18 +301,38 @@ def test_pruning_works_in_a_study() -> None:
     assert abs(study.best_params["x"] - 0.3) < 0.1
 
 
-def test_a_study_goes_on_from_its_storage(tmp_path: Path) -> None:
-    url = f"sqlite:///{tmp_path}/study.db"
+@pytest.mark.parametrize("bandit", sorted(registry))
+@pytest.mark.parametrize("failing", [False, True])
+def test_a_sampler_that_takes_over_proposes_what_the_first_would_have(bandit: str, failing: bool) -> None:
+    """Where the space is known beforehand, trials run one after the other, and some fail or give the same value again."""
+    space = {"n": IntDistribution(1, 12), "x": UNIT} if bandit == "split-ucbv" else {"n": IntDistribution(1, 12)}
 
-    def objective(trial: Any) -> float:
-        return -abs(float(trial.suggest_float("x", 0.0, 1.0)) - 0.3)
+    def play(stops: tuple[int, ...]) -> list[Any]:
+        study = study_of(BanditSampler(bandit, seed=0, failed="worst", space=space))
+        for place in range(20):
+            if place in stops:
+                study.sampler = BanditSampler(bandit, seed=0, failed="worst", space=space)
+            trial = study.ask(space)
+            bad = failing and (place < 2 or trial.params["n"] > 9)
+            study.tell(trial, None if bad else -abs(trial.params["n"] - 5), state=TrialState.FAIL if bad else None)
+        return [trial.params for trial in study.trials]
 
-    first = study_of(BanditSampler("p-ucbv", seed=0), storage=url, study_name="s")
-    first.optimize(objective, n_trials=5)
-    sampler = BanditSampler("p-ucbv", seed=1)
-    again = optuna.load_study(storage=url, study_name="s", sampler=sampler)
-    again.optimize(objective, n_trials=3)
-    assert [value for value, _ in told(sampler)] == [trial.params["x"] for trial in again.trials[:7]]
+    whole = play(())
+    assert len({str(params) for params in whole}) > 3
+    assert play((1, 3, 11)) == whole
+
+
+def test_the_trial_that_the_bandit_recommends_is_no_lucky_one() -> None:
+    sampler = BanditSampler("ucb-v", seed=0, arms=2, space={"x": UNIT})
+    study = study_of(sampler)
+    assert sampler.recommended(study) is None
+    for value in (5.0, -5.0, 1.0, 2.0, 1.5, 1.0):
+        trial = study.ask({"x": UNIT})
+        study.tell(trial, value if trial.params["x"] == 0.0 else 1.0)
+    found = sampler.recommended(study)
+    means = {x: np.mean([t.value for t in study.trials if t.params["x"] == x]) for x in (0.0, 1.0)}
+    assert found is not None
+    assert found.params["x"] == max(means, key=lambda x: means[x])
 
 
 def _work(url: str, seed: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 
 import numpy as np
@@ -76,10 +75,3 @@ def test_room_grows_with_the_rewards_and_shrinks_with_the_depth() -> None:
 def test_no_arm_lies_below_all_others() -> None:
     _, posterior = tree()
     assert posterior.means[-1] == -math.inf
-
-
-def test_the_state_goes_through_json_to_the_same_bits() -> None:
-    cells, posterior = tree()
-    posterior.sweep(cells, np.ones(3), np.array([0.1, 0.2, 0.3]), 0.1, 3.0)
-    text = json.dumps(posterior.state_dict(3), allow_nan=False)
-    assert json.dumps(Posterior.from_state(json.loads(text), 3, 1, Rule()).state_dict(3)) == text

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from sparsekit.bandit import UCBV, Arm, Interval, Pull
-from sparsekit.errors import InvalidValueError
 from sparsekit.testing.bandits import BanditContract, MakeBandit
 
 UNIT = Interval(0.0, 1.0)
@@ -86,18 +85,3 @@ def test_a_forgotten_pull_is_new_again() -> None:
     bandit.forget(first)
     bandit.tell(second, 1.0)
     assert bandit.ask().value == first.value
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"arms": 1}, "arms must be an integer >= 2"),
-        ({"exploration": -1.0}, "exploration"),
-        ({"reward_range": 0.0}, "reward_range"),
-        ({"space": None}, "space must be an Interval"),
-        ({"space": Interval(1.0, math.nextafter(1.0, 2.0)), "arms": 3}, "too few numbers"),
-    ],
-)
-def test_a_setting_that_is_not_allowed_is_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(InvalidValueError, match=message):
-        build(**options)

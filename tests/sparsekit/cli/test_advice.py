@@ -52,7 +52,7 @@ def test_tune_keeps_its_answer_where_no_picture_can_be_drawn(
     assert "sparsekit-torch[report]" in captured.err
     assert execute([*line, str(tmp_path / "b"), "--quiet"]) == 0
     captured = capsys.readouterr()
-    assert "best seen" in captured.out
+    assert "best: echo score" in captured.out
     assert "picture" not in captured.out
 
 

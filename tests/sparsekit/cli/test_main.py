@@ -14,8 +14,7 @@ from torch import nn
 
 import sparsekit
 from sparsekit.cli import main as cli
-from sparsekit.deprecations import RemovedIn0_3Warning
-from sparsekit.errors import InvalidValueError, SparsekitError
+from sparsekit.errors import InvalidValueError
 
 NETS = """
 import torch
@@ -106,14 +105,6 @@ def test_units_under_norms_are_shown_on_demand(nets: str, capsys: pytest.Capture
         assert cli.execute(["units", f"{nets}:normed", "--norm", norm, "--json"]) == 0
         found[norm] = json.loads(capsys.readouterr().out)["units"]
     assert found == {"fixed": 5, "kept": 11}
-
-
-def test_the_old_name_of_fixed_norms_works_with_a_note(nets: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.warns(RemovedIn0_3Warning, match="norm='frozen' is deprecated .*; use 'fixed'"):
-        assert cli.execute(["units", f"{nets}:normed", "--norm", "frozen", "--json"]) == 0
-    old = capsys.readouterr().out
-    assert cli.execute(["units", f"{nets}:normed", "--norm", "fixed", "--json"]) == 0
-    assert capsys.readouterr().out == old
 
 
 def test_token_inputs_are_given_by_dtype(nets: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -250,10 +241,6 @@ def test_models_for_units_agree_with_those_for_runs() -> None:
         module, inputs = cli.models[name]()
         assert isinstance(module, nn.Module)
         assert isinstance(inputs, tuple)
-
-
-def test_the_error_family_is_what_main_catches() -> None:
-    assert issubclass(InvalidValueError, SparsekitError)
 
 
 def test_no_argument_shows_the_help(capsys: pytest.CaptureFixture[str]) -> None:

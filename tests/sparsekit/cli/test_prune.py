@@ -100,6 +100,7 @@ def test_a_dry_run_writes_nothing(nets: str, tmp_path: Path, capsys: pytest.Capt
     assert not (tmp_path / "small").exists()
 
 
+@pytest.mark.same_bits
 def test_data_score_repair_and_train_the_small_model(nets: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["prune", f"{nets}:make", "--budget", "flops=40%", "--data", f"{nets}:batches", "--batch-size", "8",
                  "--criterion", "taylor", "--compensate", "--epochs", "2", "--distill", "0.5", "--out",
@@ -111,6 +112,24 @@ def test_data_score_repair_and_train_the_small_model(nets: str, tmp_path: Path, 
     state, other = (sk.load_compact(tmp_path / run / "model.safetensors", lambda: _made(nets)).state_dict() for run in "ab")
     assert all(torch.equal(value, other[name]) for name, value in state.items()), "the same seed, the same bits"
     assert again["groups"] == report["groups"]
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize("epochs", [0, 1])
+@pytest.mark.parametrize(("repair", "done"), [
+    ([], {"compensation", "recalibration"}), (["--compensate", "--no-recalibrate"], {"compensation"}),
+    (["--no-compensate"], {"recalibration"}), (["--no-compensate", "--no-recalibrate"], set()),
+])  # fmt: skip
+def test_every_step_is_repaired_as_asked_and_scored_at_each_stage(
+    nets: str, steps: int, epochs: int, repair: list[str], done: set[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = _json(capsys, "prune", f"{nets}:make", "--budget", "flops=40%", "--data", f"{nets}:batches", "--batch-size", "8",
+                   "--schedule", "linear", "--steps", str(steps), "--epochs", str(epochs), *repair)  # fmt: skip
+    stages = {"the cut"} | done | ({"fine-tuning"} if epochs else set())
+    suffixes = [""] if steps == 1 else [f" of step {step}" for step in range(1, steps + 1)]
+    wanted = {f"accuracy after {stage}{suffix}" for stage in stages for suffix in suffixes}
+    assert {name for name in report["measured"] if name.startswith("accuracy after")} == wanted
+    assert ("error of refitted layers that is left" in report["measured"]) == ("compensation" in done)
 
 
 def test_a_finished_run_is_read_and_another_one_is_refused(
@@ -125,6 +144,7 @@ def test_a_finished_run_is_read_and_another_one_is_refused(
     assert "other options (--seed)" in capsys.readouterr().err
 
 
+@pytest.mark.same_bits
 def test_a_run_that_was_cut_off_ends_as_if_it_had_not_been(
     nets: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

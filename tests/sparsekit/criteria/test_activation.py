@@ -1,4 +1,4 @@
-"""Activation: exact numbers, attention heads, models that cannot be seen into, the contract."""
+"""Activation: exact numbers, attention heads, models that cannot be seen into."""
 
 from __future__ import annotations
 
@@ -11,25 +11,7 @@ import sparsekit as sk
 from sparsekit._torch import without_fast_path
 from sparsekit.criteria import Activation, Taylor, View
 from sparsekit.errors import InvalidValueError
-from sparsekit.testing.criteria import CriterionContract, ExampleModel, example_batches, example_graph, example_view
-
-
-def _reading(seed: int = 0) -> nn.Module:
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        return nn.Sequential(nn.Linear(3, 16), nn.ReLU(), nn.Linear(16, 1), nn.Linear(1, 7), nn.Tanh(), nn.Linear(7, 3))
-
-
-class TestActivation(CriterionContract):
-    @pytest.fixture(params=[1, 2])
-    def criterion(self, request: pytest.FixtureRequest) -> Activation:
-        return Activation(example_batches(), order=request.param)
-
-    def graph(self) -> sk.UnitGraph:
-        return sk.trace_units(_reading(), torch.randn(2, 3))
-
-    def view(self, seed: int = 0) -> View:
-        return View(model=_reading(seed))
+from sparsekit.testing.criteria import example_graph, example_view
 
 
 @pytest.mark.parametrize("order", [1, 2])
@@ -67,7 +49,6 @@ def test_heads_of_torchs_attention_are_seen() -> None:
 
 
 def test_units_that_no_layer_reads_are_named() -> None:
-    graph = example_graph()
-    model = ExampleModel(dict(example_view().weights or {}))
+    view = example_view()
     with pytest.raises(InvalidValueError, match="the units of group 'first' are not the input of a linear layer"):
-        Activation(example_batches()).scores(graph, View(model=model))
+        Activation([torch.randn(2, 3)]).scores(example_graph(), view)

@@ -6,10 +6,15 @@ import json
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
 
+from sparsekit.allocation import equal_in_ties
 from sparsekit.errors import ForeignMaskError, InvalidValueError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.groups import FixedUnits, UnitGroup, UnitSlice, group_order
+from sparsekit.tracing.trace import trace_units
 
 
 def _graph() -> UnitGraph:
@@ -108,3 +113,37 @@ def test_a_compacted_state_is_told_to_be_expanded() -> None:
 def test_offsets_of_a_fused_vector() -> None:
     groups = [UnitGroup("a", 3, "feature", ()), UnitGroup("b", 5, "feature", ()), UnitGroup("c", 1, "feature", ())]
     assert group_order(groups) == {"a": 0, "b": 3, "c": 8}
+
+
+@given(st.lists(st.lists(st.sampled_from("abcdefg"), min_size=2, max_size=3, unique=True), max_size=5))
+def test_ties_that_share_a_group_are_one_set(ties: list[list[str]]) -> None:
+    groups = {name: UnitGroup(name, 4, "cell", ()) for name in "abcdefg"}
+    graph = UnitGraph(groups, {}, ties=tuple(map(tuple, ties)))
+    linked = {name: {name} for name in groups}
+    for _ in groups:  # every round reaches one tie further
+        linked = {name: same.union(*(tied for tied in ties if same & set(tied))) for name, same in linked.items()}
+    assert set(graph.tied_sets) == {tuple(sorted(same)) for same in linked.values()}
+    assert [tied[0] for tied in graph.tied_sets] == sorted(tied[0] for tied in graph.tied_sets)
+    counts = {name: 4 - "abcdefg".index(name) % 4 for name in groups}
+    graph.check_counts(equal_in_ties(graph, counts))
+
+
+@pytest.mark.parametrize("between", [nn.Identity(), nn.ReLU(), nn.Tanh()], ids=["linear", "relu", "tanh"])
+def test_gates_of_zero_and_one_are_exact_and_soft_ones_behind_what_scales(between: nn.Module) -> None:
+    class Summed(nn.Module):
+        """Its units have no reader with weights, so they are gated where they are made."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.between = nn.Linear(3, 6), between
+
+        def forward(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
+            h: torch.Tensor = self.between(self.a(x))
+            return (h if scale is None else h * scale).sum(-1, keepdim=True)
+
+    torch.manual_seed(0)
+    model, x = Summed(), torch.randn(4, 3)
+    graph = trace_units(model, x)
+    for gates, exact in ((torch.tensor([0.0, 1, 1, 0, 1, 0]), True), (torch.full((6,), 0.5), not isinstance(between, nn.Tanh))):
+        found = torch.func.functional_call(model, graph.gate(model.state_dict(), {"a": gates}), (x,))
+        assert torch.allclose(found, model(x, gates), atol=1e-6) == exact

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sparsekit.errors import ForeignMaskError
-from sparsekit.graph.state import check_same_keys, clone, count_bytes, digest, is_finite, zeros_like
+from sparsekit.graph.state import clone, digest, is_finite
 
 STATE = {"a": torch.tensor([1.0, 2.0]), "n": torch.tensor(3)}
 
@@ -18,26 +17,6 @@ def test_a_clone_shares_no_memory_and_no_graph() -> None:
     source = {"w": torch.ones(2)}
     clone(source)["w"].add_(1)
     assert source["w"].tolist() == [1.0, 1.0]
-
-
-def test_zeros_keep_shape_and_dtype() -> None:
-    zeros = zeros_like(STATE)
-    assert zeros["a"].tolist() == [0.0, 0.0]
-    assert zeros["n"].dtype == torch.int64
-    assert zeros["n"].shape == ()
-
-
-def test_bytes_are_counted_by_dtype() -> None:
-    assert count_bytes(STATE) == 2 * 4 + 8
-
-
-def test_equal_keys_pass_whatever_the_order() -> None:
-    assert check_same_keys(STATE, {"n": 0, "a": 0}, what="it") is None
-
-
-def test_different_keys_are_named() -> None:
-    with pytest.raises(ForeignMaskError, match=r"the update does not belong .* missing \['b'\], unknown \['n'\]"):
-        check_same_keys(STATE, {"a": 0, "b": 0}, what="the update")
 
 
 def test_the_digest_does_not_depend_on_order_or_memory_layout() -> None:

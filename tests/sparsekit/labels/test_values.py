@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparsekit.labels.store import Cause, LabelStore, components
+from sparsekit.labels.tracer import Tracer
 from sparsekit.labels.values import ALWAYS_ZERO, NOT_ZERO, Labels, uniform
 
 LOUD = Cause("layer", "because", False)
@@ -72,7 +73,7 @@ def test_a_sum_is_zero_only_where_both_terms_are() -> None:
 
 def test_uniting_with_positions_without_units_fixes() -> None:
     store = LabelStore(nodes=3)
-    store.unite(ints(0, 1, -1), ints(-1, 2, -1), LOUD)
+    Tracer(store).unite(ints(0, 1, -1), ints(-1, 2, -1))
     assert [nodes.tolist() for nodes, _ in store.fixed] == [[0]]
     assert [(a.tolist(), b.tolist()) for a, b in store.united] == [([1], [2])]
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 import zoo
 import zoo_attention
-from laws import check_masked_equals_compact, check_nothing_is_lost, random_mask
+from laws import check_masked_equals_compact, random_mask
+from masked import learnable_mask
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
@@ -22,7 +23,6 @@ from sparsekit.layers.narrow_attention import NarrowMultiheadAttention
 from sparsekit.surgery.compaction import compact
 from sparsekit.tracing.inputs import find_tensors
 from sparsekit.tracing.trace import FixedUnitsWarning, trace_units
-from sparsekit.training.learnable import LearnableMask
 
 NAMES = [name for name, a in zoo.ZOO.items() if a.make.__module__ == zoo_attention.__name__]
 
@@ -37,15 +37,6 @@ def traced(name: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any], UnitG
 
 def slices(graph: UnitGraph, group: str) -> dict[tuple[str, int], tuple[str, bool, int]]:
     return {(s.name, s.dim): (s.side, s.gated, s.span) for s in graph.groups[group].slices}
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_masked_equals_compact_at_every_ratio(name: str) -> None:
-    model, args, kwargs, graph = traced(name)
-    for seed, ratio in enumerate((0.1, 0.3, 0.7, 0.9)):
-        mask = random_mask(graph, ratio, seed)
-        check_masked_equals_compact(model, args, kwargs, graph, mask, train=bool(seed % 2))
-        check_nothing_is_lost(model, graph, mask)
 
 
 def test_a_head_takes_its_rows_of_three_projections_and_its_columns_of_the_output() -> None:
@@ -199,7 +190,7 @@ def test_learning_a_mask_over_heads_equals_masked_dense_training(name: str) -> N
     model, args, kwargs, graph = traced(name)
     args = tree_map_only(Tensor, lambda t: t.double() if t.is_floating_point() else t, args)
     pair = [
-        LearnableMask(model.double(), graph=graph, ratio=0.6, execution=execution, criterion=Learned())  # type: ignore[arg-type]
+        learnable_mask(model.double(), graph=graph, ratio=0.6, execution=execution, criterion=Learned())  # type: ignore[arg-type]
         for execution in ("compact", "masked")
     ]
     model.float()

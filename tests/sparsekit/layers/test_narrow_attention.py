@@ -146,6 +146,7 @@ def test_knows_its_sizes_and_keeps_the_names_of_its_parameters() -> None:
     assert (small.out_proj.in_features, small.out_proj.out_features) == (3 * SIZE, WIDTH)
 
 
+@pytest.mark.same_bits
 def test_can_be_copied_pickled_and_exported() -> None:
     _, small, x, _ = square()
     expected = small(x, x, x)[0]
@@ -155,6 +156,7 @@ def test_can_be_copied_pickled_and_exported() -> None:
     torch.testing.assert_close(exported(x, x, x, need_weights=False)[0], expected, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.same_bits
 def test_with_all_heads_it_is_torchs_own_class() -> None:
     module, small, x, _ = square(count=HEADS)
     assert type(small) is nn.MultiheadAttention

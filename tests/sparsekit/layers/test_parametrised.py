@@ -18,7 +18,7 @@ from sparsekit.tracing.trace import FixedUnitsWarning, trace_units
 
 def test_a_normed_weight_is_cut_in_length_and_direction_and_gated_so_that_no_direction_is_zero() -> None:
     model = nn.Sequential(nn.Linear(3, 6), nn.ReLU(), parametrizations.weight_norm(nn.Linear(6, 5)), nn.Linear(5, 2))
-    graph = trace_units(model, torch.randn(4, 3))
+    graph = trace_units(model, torch.randn(4, 3), norm="kept")
     weight = "2.parametrizations.weight.original"
     first = {(s.name, s.dim): s.gated for s in graph.groups["0"].slices}
     assert first == {("0.weight", 0): False, ("0.bias", 0): False, (f"{weight}1", 1): True}
@@ -51,7 +51,7 @@ def test_sizes_follow_computed_weights() -> None:
     model = nn.Sequential(
         parametrizations.weight_norm(nn.Conv1d(2, 6, 3)), nn.ReLU(), parametrizations.weight_norm(nn.Conv1d(6, 2, 1))
     )
-    graph = trace_units(model, torch.randn(2, 2, 5))
+    graph = trace_units(model, torch.randn(2, 2, 5), norm="kept")
     small = compact(model, graph, UnitMask({"0": torch.arange(6) < 4}))
     assert (small[0].out_channels, small[2].in_channels, small[0].weight.shape) == (4, 4, (4, 2, 3))
     assert type(small[0]).__name__ == "ParametrizedConv1d"

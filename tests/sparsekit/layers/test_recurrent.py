@@ -1,4 +1,4 @@
-"""Units of recurrent layers: slices of a projected LSTM, states that are passed in, layers of one unit."""
+"""Units of recurrent layers: states that are passed in, layers of one unit."""
 
 from __future__ import annotations
 
@@ -11,48 +11,12 @@ import torch
 from torch import nn
 from zoo_base import Lambda
 
-from sparsekit.errors import InvalidValueError, NoUnitsError
-from sparsekit.graph.graph import UnitGraph
-from sparsekit.graph.mask import UnitMask
-from sparsekit.surgery.compaction import compact
+from sparsekit.errors import NoUnitsError
 from sparsekit.tracing.trace import FixedUnitsWarning, trace_units
-
-
-def slices(graph: UnitGraph, group: str) -> dict[tuple[str, int], tuple[str, bool, int]]:
-    return {(s.name, s.dim): (s.side, s.gated, s.span) for s in graph.groups[group].slices}
 
 
 def behind(rnn: nn.Module, width: int) -> nn.Module:
     return Lambda(lambda m, x: m.head(m.rnn(x)[0]), rnn=rnn, head=nn.Linear(width, 2))
-
-
-@pytest.mark.filterwarnings("ignore:LSTM with projections")
-def test_a_projected_lstm_has_cells_and_projected_units() -> None:
-    graph = trace_units(behind(nn.LSTM(3, 6, proj_size=2), 2), torch.randn(5, 2, 3))
-    assert slices(graph, "rnn") == {
-        ("rnn.weight_ih_l0", 0): ("out", False, 4),
-        ("rnn.weight_hh_l0", 0): ("out", False, 4),
-        ("rnn.bias_ih_l0", 0): ("out", False, 4),
-        ("rnn.bias_hh_l0", 0): ("out", False, 4),
-        ("rnn.weight_hr_l0", 1): ("in", True, 1),
-    }
-    assert slices(graph, "rnn#2") == {
-        ("rnn.weight_hr_l0", 0): ("out", False, 1),
-        ("rnn.weight_hh_l0", 1): ("in", True, 1),
-        ("head.weight", 1): ("in", True, 1),
-    }
-
-
-@pytest.mark.filterwarnings("ignore:LSTM with projections")
-def test_a_cut_sets_both_sizes() -> None:
-    model = behind(nn.LSTM(3, 6, num_layers=2, proj_size=4), 4)
-    graph = trace_units(model, torch.randn(5, 2, 3))
-    mask = UnitMask({name: torch.arange(group.size) < group.size - 1 for name, group in graph.groups.items()})
-    small = compact(model, graph, mask)
-    assert (small.rnn.hidden_size, small.rnn.proj_size, small.head.in_features) == (5, 3, 3)
-    keep = {name: torch.arange(group.size) < 3 for name, group in graph.groups.items()}
-    with pytest.raises(InvalidValueError, match="must keep equally many units"):
-        compact(model, graph, UnitMask({**keep, "rnn": torch.arange(6) < 2}))
 
 
 @pytest.mark.parametrize("rnn", [nn.RNN(3, 1), nn.RNN(3, 1, num_layers=2, bidirectional=True), nn.LSTM(3, 1), nn.GRU(3, 1)])

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +13,7 @@ import zoo
 from torch import nn
 
 import sparsekit as sk
-from sparsekit.measure.latency import measure_table
+from sparsekit.measure.latency import measure_latency, measure_table
 from sparsekit.measure.latency_cache import LatencyCache, cache_folder
 from sparsekit.pruning.calibration import meet_latency
 
@@ -96,3 +99,23 @@ def test_the_limit_is_met_where_the_table_is_wrong() -> None:
     assert 9.5 <= measured <= 10.0
     with pytest.raises(sk.BudgetError, match="fastest narrow model measured took"):
         meet_latency(sk.Budget(latency_ms=10.0), 10.0, lambda _: (0, 50.0))
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda", "mps", "xpu"])
+def test_a_pass_lasts_until_its_device_has_finished_whatever_that_is(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pending: list[str] = []
+
+    class Elsewhere(nn.Module):
+        def parameters(self, recurse: bool = True) -> Iterator[Any]:
+            yield SimpleNamespace(device=torch.device(kind))
+
+        def forward(self) -> None:
+            assert not pending, "the pass before was not waited for"
+            pending.append("a kernel that still runs")
+
+    asked = []
+    device = SimpleNamespace(synchronize=lambda *_: pending.clear())
+    monkeypatch.setattr(torch, "get_device_module", lambda where: asked.append(torch.device(where).type) or device)
+    measure_latency(Elsewhere(), (), {}, seconds=0.0)
+    assert set(asked) == {kind}
+    assert not pending

@@ -11,7 +11,6 @@ import zoo
 
 import sparsekit as sk
 from sparsekit.allocation.base import _SlowTracker
-from sparsekit.allocation.rounding import tied_groups
 from sparsekit.errors import UnknownNameError
 
 NAMES = ["residual", "concat", "squeeze-excite", "vgg-small", "gpt", "vit-fused-qkv", "llama", "depthwise", "lstm-stacked"]
@@ -30,7 +29,7 @@ def test_costs_of_counts_are_those_of_a_mask(name: str) -> None:
     graph, costs, _ = _costs(name)
     rng = np.random.default_rng(0)
     counts = {}
-    for groups in tied_groups(graph):
+    for groups in graph.tied_sets:
         counts.update(dict.fromkeys(groups, int(rng.integers(1, graph.groups[groups[0]].size + 1))))
     mask = sk.UnitMask({name: torch.arange(graph.groups[name].size) < count for name, count in counts.items()})
     found, expected = costs.costs(counts), costs.cost(mask)  # type: ignore[attr-defined]
@@ -47,7 +46,7 @@ def test_a_step_of_the_tracker_is_the_difference_of_the_costs(name: str) -> None
     slow = _SlowTracker(costs, counts, ("flops", "params", "bytes"))
     limits = {"flops": slow.totals()["flops"] / 2, "params": slow.totals()["params"] / 3}
     rng = np.random.default_rng(1)
-    ties = tied_groups(graph)
+    ties = graph.tied_sets
     for _ in range(20):
         groups = ties[int(rng.integers(len(ties)))]
         count = int(rng.integers(1, graph.groups[groups[0]].size + 1))

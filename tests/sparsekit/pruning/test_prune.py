@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,14 @@ from torch import Tensor, nn
 
 import sparsekit as sk
 from sparsekit.allocation import Schedule
-from sparsekit.errors import ForeignMaskError, InvalidValueError, MissingImportanceError, TraceError, UnknownNameError
+from sparsekit.errors import (
+    ForeignMaskError,
+    InvalidValueError,
+    MissingImportanceError,
+    TraceError,
+    UnknownNameError,
+    UnsupportedModelError,
+)
 from sparsekit.graph.edit import narrow
 
 
@@ -29,6 +37,7 @@ def _net() -> nn.Module:
 X = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(1))
 
 
+@pytest.mark.same_bits
 def test_the_small_model_is_within_the_budget_and_equals_the_masked_one() -> None:
     model = _net()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -77,6 +86,7 @@ def test_the_report_says_what_was_asked_achieved_and_possible() -> None:
     assert "asked ≤" in str(report)
 
 
+@pytest.mark.same_bits
 def test_indices_say_which_positions_of_each_tensor_are_kept() -> None:
     model = _net()
     pruned = sk.prune(model, X, budget="flops=50%")
@@ -89,6 +99,7 @@ def test_indices_say_which_positions_of_each_tensor_are_kept() -> None:
         assert torch.equal(dense, tensor)
 
 
+@pytest.mark.same_bits
 def test_it_is_saved_and_loaded_again(tmp_path: Path) -> None:
     pruned = sk.prune(_net(), X, budget="flops=50%")
     pruned.save(tmp_path / "small.safetensors")
@@ -200,8 +211,6 @@ def test_a_budget_that_holds_already_warns_and_cuts_nothing() -> None:
 
 
 class _Broken:
-    learned, needs = False, frozenset[Any]()
-
     def scores(self, graph: sk.UnitGraph, view: sk.View) -> dict[str, Tensor]:
         return {name: torch.full((group.size,), float("nan")) for name, group in graph.groups.items()}
 
@@ -232,12 +241,67 @@ class _Broken:
         ({"allocation": sk.allocation.ByCost(sk.Budget(flops="30%"))}, InvalidValueError, "budget of its own"),
         ({"schedule": "linearly"}, UnknownNameError, "did you mean 'linear'"),
         ({"keep": ["nothing"]}, UnknownNameError, "selects nothing"),
+        ({"keep": [nn.ReLU]}, InvalidValueError, "selects layers without weights"),
         ({"multiple_of": -1}, InvalidValueError, "positive integer"),
+        ({"repair": "all"}, InvalidValueError, "repair must be"),
     ],
 )
 def test_bad_input_is_refused(more: dict[str, Any], error: type[Exception], told: str) -> None:
     with pytest.raises(error, match=told):
         sk.prune(_net(), X, **{"budget": "flops=50%", **more})
+
+
+@pytest.mark.parametrize("model", [nn.Linear, "resnet18", None])
+def test_a_model_that_is_none_is_refused(model: Any) -> None:
+    with pytest.raises(UnsupportedModelError, match="build the model first"):
+        sk.prune(model, X, budget="flops=50%")
+
+
+class _ByNumber:
+    """An allocation of somebody else, which looks at no budget."""
+
+    def __init__(self, share: float) -> None:
+        self.share = share
+
+    def counts(self, graph: sk.UnitGraph, scores: Any, cost: Any = None) -> dict[str, int]:
+        return {name: max(1, int(self.share * group.size)) for name, group in graph.groups.items()}
+
+
+@pytest.mark.parametrize("share", [0.05, 0.3, 0.5, 0.7, 0.9, 1.0])
+@pytest.mark.parametrize("make", [sk.allocation.Uniform, lambda s: sk.allocation.PerGroup({}, default=s), _ByNumber])
+@pytest.mark.parametrize("budget", ["flops=50%", "params=30%", "bytes=70%,flops=90%", "memory=60%", "latency_ms=1e-6"])
+@pytest.mark.parametrize("cut", [True, False])
+def test_whatever_comes_back_meets_its_budget_by_any_allocation(
+    share: float, make: Any, budget: str, cut: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPARSEKIT_CACHE", str(tmp_path))
+    monkeypatch.setattr("sparsekit.measure.latency.SHARES", (0.5, 1.0))
+    monkeypatch.setattr("sparsekit.measure.latency.measure_latency", lambda *_, **__: 0.01)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            report = sk.prune(_net(), X, budget=budget, allocation=make(share), cut=cut).report
+    except sk.BudgetError as error:
+        report, told = None, str(error)
+    if report is None:
+        assert "exceeds the budget" in told
+        assert share > 0.05 or "latency_ms" in budget
+        return
+    assert set(report.limits) == set(sk.Budget.of(budget).metrics)
+    assert all(report.after[name] <= limit for name, limit in report.limits.items())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_denormal_weights_are_counted_and_told(dtype: torch.dtype) -> None:
+    model = _net().to(dtype)
+    assert sk.prune(model, X.to(dtype), budget="flops=90%", keep=["6"]).report.denormals == 0
+    with torch.no_grad():
+        model[6].bias[:5] = torch.finfo(dtype).tiny / 8
+        model[6].bias[5:7] = 0.0
+    report = sk.prune(model, X.to(dtype), budget="flops=90%", keep=["6"]).report
+    assert report.denormals == 5
+    assert any("5 weights are denormal" in note for note in report.notes)
+    assert report.to_dict()["denormals"] == 5
 
 
 def test_inputs_that_do_not_fit_or_are_no_inputs_are_refused() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -47,6 +49,7 @@ def test_with_batches_the_default_is_fisher_and_the_repaired_model_is_better_tha
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
+@pytest.mark.same_bits
 def test_it_is_what_the_parts_do_one_after_the_other() -> None:
     model, batches = trained()
     x = batches[0][0][:1]
@@ -65,6 +68,57 @@ def test_a_named_criterion_gets_the_batches_and_one_without_data_stays_as_it_is(
         found = sk.prune(model, x, budget="flops=50%", criterion=name, batches=batches, loss=F.cross_entropy)
         assert found.report.criterion == kind
     assert sk.prune(model, x, budget="flops=50%").report.criterion == "Magnitude"
+
+
+def test_an_object_without_data_gets_the_batches_too_and_one_with_data_keeps_its_own() -> None:
+    model, batches = trained()
+    x = batches[0][0][:1]
+    for make in (sk.criteria.Fisher, sk.criteria.Taylor, sk.criteria.Activation):
+        given = sk.prune(model, x, budget="flops=50%", criterion=make(batches, F.cross_entropy, limit=40), repair=False)
+        found = sk.prune(model, x, budget="flops=50%", criterion=make(), batches=batches, loss=F.cross_entropy, repair=False)
+        assert found.mask == given.mask
+    own = sk.criteria.Fisher(batches[:1], F.cross_entropy)
+    sk.prune(model, x, budget="flops=50%", criterion=own, batches=batches, loss=F.cross_entropy)
+    assert own.work.batches == 1
+
+
+def test_the_adapter_of_torch_pruning_gets_the_batches() -> None:
+    importance = pytest.importorskip("torch_pruning").importance
+    model, batches = trained()
+    for kind in (importance.GroupTaylorImportance, importance.GroupMagnitudeImportance):
+        given = sk.criteria.TorchPruning(kind(), batches=batches, loss=F.cross_entropy)
+        bare = sk.criteria.TorchPruning(kind())
+        masks = [
+            sk.prune(model, batches[0][0][:1], budget="flops=50%", criterion=each, batches=batches, loss=F.cross_entropy).mask
+            for each in (given, bare)
+        ]
+        assert masks[0] == masks[1]
+    weights = sk.criteria.TorchPruning(importance.GroupMagnitudeImportance())  # needs no loss
+    sk.prune(model, batches[0][0][:1], budget="flops=50%", criterion=weights, batches=batches)
+
+
+@pytest.mark.parametrize("repair", [True, False, "compensate", "recalibrate"])
+def test_a_metric_is_asked_at_every_stage(repair: Any) -> None:
+    model, batches = trained()
+
+    def accuracy(model: nn.Module) -> float:
+        return -loss_of(model, batches)
+
+    report = sk.prune(
+        model, batches[0][0][:1], budget="flops=25%", batches=batches, loss=F.cross_entropy, metric=accuracy, repair=repair,
+        schedule=Schedule("linear", 2), finetune=lambda small, step: None,
+    ).report  # fmt: skip
+    stages = ["of the dense model"]
+    for step in (1, 2):
+        stages.append(f"after the cut of step {step}")
+        stages += [f"after compensation of step {step}"] * (repair in (True, "compensate"))
+        stages += [f"after recalibration of step {step}"] * (repair in (True, "recalibrate") and _has_norms(model))
+        stages.append(f"after fine-tuning of step {step}")
+    assert [name.removeprefix("accuracy ") for name in report.measured if name.startswith("accuracy")] == stages
+
+
+def _has_norms(model: nn.Module) -> bool:
+    return any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
 
 
 def test_every_step_of_a_schedule_is_repaired_before_it_is_trained_on() -> None:

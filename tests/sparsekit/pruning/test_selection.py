@@ -72,6 +72,9 @@ def test_a_module_is_found_by_itself(net: tuple[nn.Module, sk.UnitGraph]) -> Non
         (r"layer\d", UnknownNameError, "selects nothing"),
         ("(stage", InvalidValueError, "neither a name nor a regular expression"),
         (nn.LSTM, UnknownNameError, "no module of type 'LSTM'"),
+        (nn.ReLU, InvalidValueError, "selects layers without weights"),
+        ("stage2.1", InvalidValueError, "selects layers without weights"),
+        (r".*\.act", InvalidValueError, "selects layers without weights"),
         (3, InvalidValueError, "by name, regular expression, type or module"),
     ],
 )

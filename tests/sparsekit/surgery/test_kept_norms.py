@@ -37,31 +37,6 @@ def traced(name: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any], UnitG
     return model, args, kwargs, graph, [str(w.message) for w in caught if issubclass(w.category, FixedUnitsWarning)]
 
 
-@pytest.mark.parametrize("name", CUTTABLE)
-def test_finds_the_expected_groups(name: str) -> None:
-    _, _, _, graph, messages = traced(name)
-    assert [(g.name, g.size) for g in graph.groups.values()] == list(KEPT[name].groups.items())
-    assert bool(messages) == bool(KEPT[name].fixed)
-    for part in KEPT[name].fixed:
-        assert any(part in message for message in messages)
-
-
-@pytest.mark.parametrize("name", [name for name, architecture in KEPT.items() if not architecture.groups])
-def test_says_why_units_stay_all_the_same(name: str) -> None:
-    architecture = KEPT[name]
-    with pytest.warns(FixedUnitsWarning), pytest.raises(NoUnitsError, match=architecture.fixed[0]):
-        trace_units(architecture.make(), *architecture.inputs(), norm="kept")
-
-
-@pytest.mark.parametrize("name", CUTTABLE)
-@pytest.mark.parametrize("train", [False, True], ids=["eval", "train"])
-@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
-def test_masked_equals_compact(name: str, train: bool) -> None:
-    model, args, kwargs, graph, _ = traced(name)
-    for ratio, seed in ((0.1, 0), (0.5, 1), (0.9, 2)):
-        check_masked_equals_compact(model, args, kwargs, graph, random_mask(graph, ratio, seed), train=train)
-
-
 @settings(max_examples=25, deadline=None)
 @given(st.sampled_from(CUTTABLE), st.floats(0.1, 0.9), st.integers(0, 10_000))
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
@@ -180,12 +155,6 @@ def test_the_graph_with_its_norms_survives_json_and_pickle() -> None:
     keep = random_mask(graph, 0.5, 3)
     assert torch.equal(again.norms[0].stays(keep), graph.norms[0].stays(keep))
     assert graph.norms[0].stays(keep).sum() == 3 + sum(keep.counts().values())  # three raw inputs always stay
-
-
-def test_a_reader_of_graphs_that_knows_no_kept_norms_is_not_misled() -> None:
-    assert '"format": 2' in traced("layer-norm")[3].to_json()
-    plain = trace_units(nn.Sequential(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 2)), torch.zeros(1, 2), norm="kept")
-    assert '"format": 1' in plain.to_json()
 
 
 def test_sizes_of_norms_without_a_scale_are_set() -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from sparsekit import LearnableMask, UnitMask, compact, load_compact, save_compact, trace_units
 from sparsekit.criteria.learned import Learned
-from sparsekit.surgery.safe_convolution import Conv2d, guard_convolutions, unguard_convolutions
+from sparsekit.surgery.safe_convolution import Conv2d, guard_convolutions
 
 GUARDED, PLAIN = Conv2d, nn.Conv2d
 CHECKED = {"LD_PRELOAD": "libc_malloc_debug.so.0", "GLIBC_TUNABLES": "glibc.malloc.check=3", "OMP_NUM_THREADS": "1"}
@@ -54,7 +54,9 @@ def train_and_compare(kept: int, side: int, guarded: bool) -> None:
     torch.set_num_threads(1)
     module = narrow(Residual(), kept)
     if not guarded:
-        unguard_convolutions(module)
+        for layer in module.modules():
+            if type(layer) is GUARDED:
+                layer.__class__ = PLAIN
     images = pictures(side)
     for _ in range(5):
         module.zero_grad()
@@ -117,7 +119,8 @@ def test_the_guard_changes_no_output(images: Tensor) -> None:
     assert found.stride() == expected.stride()
 
 
-def test_the_guard_survives_copies_pickles_and_export_and_can_be_taken_off() -> None:
+@pytest.mark.same_bits
+def test_the_guard_survives_copies_pickles_and_export() -> None:
     layer = nn.Sequential(PLAIN(3, 8, 1, 2))
     keys = list(layer.state_dict())
     guard_convolutions(layer)
@@ -132,5 +135,3 @@ def test_the_guard_survives_copies_pickles_and_export_and_can_be_taken_off() -> 
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(images), expected)
     assert torch.equal(torch.fx.symbolic_trace(layer)(images), expected)
-    unguard_convolutions(layer)
-    assert type(layer[0]) is PLAIN

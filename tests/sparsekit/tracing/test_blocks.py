@@ -13,11 +13,12 @@ import zoo
 from torch import Tensor, nn
 
 import sparsekit as sk
+from sparsekit.errors import NoUnitsError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.tracing import blocks
 from sparsekit.tracing.blocks import BlockVerifier
-from sparsekit.tracing.inputs import ModelInputs
-from sparsekit.tracing.tokens import random_tokens
+from sparsekit.tracing.inputs import ModelInputs, with_tokens
+from sparsekit.tracing.untouched import untouched
 from sparsekit.tracing.verify import Verifier
 
 
@@ -97,10 +98,16 @@ def test_the_zoo_has_the_same_groups_block_by_block(name: str, monkeypatch: pyte
     entry = zoo.ZOO[name]
     torch.manual_seed(0)
     model = entry.make()
-    found = _trace(model, *entry.inputs())
+
+    def sizes() -> dict[str, int]:
+        try:
+            return {name: group.size for name, group in _trace(model, *entry.inputs()).groups.items()}
+        except NoUnitsError:
+            return {}
+
+    found = sizes()
     monkeypatch.setattr(blocks, "LARGE_NUMBERS", 10**12)
-    whole = _trace(model, *entry.inputs())
-    assert {n: g.size for n, g in found.groups.items()} == {n: g.size for n, g in whole.groups.items()}
+    assert found == sizes()
 
 
 def _spoiled(graph: UnitGraph, name: str) -> UnitGraph:
@@ -113,11 +120,12 @@ def _spoiled(graph: UnitGraph, name: str) -> UnitGraph:
 def test_a_wrong_group_is_found_in_its_block(name: str) -> None:
     model, tokens = _text()
     graph = _trace(model, tokens)
-    verifier = BlockVerifier(model, ModelInputs((tokens,), {}))
-    failures = verifier.failures(_spoiled(graph, name))
-    assert list(failures) == [name]
-    assert "removing units changes the output" in failures[name]
-    assert BlockVerifier(model, ModelInputs((tokens,), {})).failures(graph) == {}
+    with untouched(model):
+        verifier = BlockVerifier(model, [ModelInputs((tokens,), {})])
+        failures = verifier.failures(_spoiled(graph, name))
+        assert list(failures) == [name]
+        assert "removing units changes the output" in failures[name]
+        assert BlockVerifier(model, [ModelInputs((tokens,), {})]).failures(graph) == {}
 
 
 def test_a_model_on_the_meta_device_has_the_groups_of_one_with_values() -> None:
@@ -127,8 +135,9 @@ def test_a_model_on_the_meta_device_has_the_groups_of_one_with_values() -> None:
         bare = Text()
     graph = _trace(bare, tokens.to("meta"))
     assert graph.to_json() == whole.to_json()
-    verifier = BlockVerifier(bare.eval(), ModelInputs((tokens.to("meta"),), {}))
-    assert list(verifier.failures(_spoiled(graph, "blocks.1.up"))) == ["blocks.1.up"]
+    with untouched(bare):
+        verifier = BlockVerifier(bare.eval(), [ModelInputs((tokens.to("meta"),), {})])
+        assert list(verifier.failures(_spoiled(graph, "blocks.1.up"))) == ["blocks.1.up"]
 
 
 def test_no_copy_of_the_whole_model_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,28 +163,17 @@ def test_no_copy_of_the_whole_model_is_made(monkeypatch: pytest.MonkeyPatch) -> 
     assert max(sizes) < 0.5 * sum(p.numel() for p in model.parameters())
 
 
-def test_zero_tokens_are_drawn_within_the_table_and_other_integers_stay() -> None:
-    class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.words, self.kinds = nn.Embedding(50, 4), nn.Embedding(2, 4)
-
-        def forward(self, words: Tensor, kinds: Tensor, mask: Tensor, places: Tensor) -> Tensor:
-            return (self.words(words) + self.kinds(kinds)) * mask[..., None] + places[..., None]
-
+def test_zero_tokens_are_drawn_below_the_smallest_table_and_other_integers_stay() -> None:
+    model = nn.ModuleList([nn.Embedding(50, 4), nn.Embedding(7, 4)])
     zeros = torch.zeros(4, 25, dtype=torch.int64)
-    inputs = ModelInputs((zeros, zeros.clone()), {"mask": torch.ones_like(zeros), "places": zeros.clone()})
-    found = random_tokens(Two(), inputs, torch.Generator().manual_seed(0))
-    words, kinds = found.args
-    assert 40 < int(words.max()) < 50
-    assert int(words.min()) >= 0
-    assert sorted(kinds.unique().tolist()) == [0, 1]
+    (found,) = with_tokens(model, [ModelInputs((zeros,), {"mask": torch.ones_like(zeros)})], torch.Generator().manual_seed(0))
+    assert sorted(found.args[0].unique().tolist()) == list(range(7))
     assert bool((found.kwargs["mask"] == 1).all())
-    assert not found.kwargs["places"].any()
     assert not zeros.any()
 
 
 @pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.same_bits
 def test_a_cut_in_place_is_the_cut_of_a_copy(tied: bool) -> None:
     model, tokens = _text()
     if tied:
@@ -193,6 +191,7 @@ def test_a_cut_in_place_is_the_cut_of_a_copy(tied: bool) -> None:
         assert torch.equal(model(tokens), copied(tokens))
 
 
+@pytest.mark.same_bits
 def test_recurrent_and_convolutional_models_are_cut_in_place_too() -> None:
     torch.manual_seed(0)
     recurrent = nn.Sequential(nn.Linear(3, 6), zoo.Lambda(lambda m, x: m.cell(x)[0], cell=nn.LSTM(6, 8)), nn.Linear(8, 2))

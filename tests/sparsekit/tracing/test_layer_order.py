@@ -110,6 +110,21 @@ def test_tracing_changes_neither_modes_nor_state_nor_random_numbers():
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
 
 
+def test_entries_in_one_block_of_memory_are_still_many():
+    def flat(model):
+        with torch.no_grad():
+            block = torch.cat([p.reshape(-1) for p in model.parameters()])
+        for parameter, part in zip(model.parameters(), block.split([p.numel() for p in model.parameters()]), strict=True):
+            parameter.data = part.view_as(parameter)
+        return model
+
+    for make, x in [(Backwards, torch.zeros(2, 6)), (lambda: Tied(True), torch.zeros(2, 3, dtype=torch.int64))]:
+        expected = trace_layers(make(), x)
+        assert len(expected) > 1
+        assert trace_layers(flat(make()), x) == expected
+        assert trace_layers(make().to("meta"), x.to("meta")) == expected
+
+
 def test_a_model_that_fails_says_so():
     with pytest.raises(TraceError, match="failed on the example inputs"):
         trace_layers(nn.Linear(3, 2), torch.zeros(2, 5))

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from masked import learnable_mask
 from narrow import Rotary
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -27,7 +28,8 @@ def train_both(
     example = draw(generator)
     graph = trace_units(model, *example, norm="kept")
     pair = [
-        LearnableMask(model, graph=graph, ratio=0.5, execution=e, **options, criterion=Learned()) for e in ("compact", "masked")
+        learnable_mask(model, graph=graph, ratio=0.5, execution=e, **options, criterion=Learned())
+        for e in ("compact", "masked")
     ]
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9) for m in pair]
     for step in range(steps):
@@ -97,7 +99,7 @@ def test_buffers_outside_the_state_are_there_in_dense_passes(explore: float) -> 
 def test_modules_that_the_user_put_into_eval_stay_there_in_dense_passes() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 2)).double()
-    masked = LearnableMask(model, rows(torch.Generator().manual_seed(0)), ratio=0.5, execution="masked", criterion=Learned())
+    masked = learnable_mask(model, rows(torch.Generator().manual_seed(0)), ratio=0.5, execution="masked", criterion=Learned())
     masked.model[1].eval()
     before = masked.model[1].running_mean.clone()
     masked(*rows(torch.Generator().manual_seed(1)))
@@ -112,7 +114,7 @@ def test_modules_that_the_user_put_into_eval_stay_there_in_dense_passes() -> Non
 def test_a_mask_can_be_copied_after_a_dense_pass(execution: Any, again: Callable[[LearnableMask], LearnableMask]) -> None:
     torch.manual_seed(0)
     model = nn.ModuleList([nn.LSTM(3, 6, batch_first=True), nn.LayerNorm(6), nn.Linear(6, 2)])
-    masked = LearnableMask(
+    masked = learnable_mask(
         Chain(model), (torch.randn(2, 5, 3),), norm="kept", ratio=0.5, execution=execution, explore=1.0, criterion=Learned()
     )
     x = torch.randn(2, 5, 3)

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from masked import learnable_mask
 from torch import Tensor, nn
 
 from sparsekit import LearnableMask, MovingAverage
@@ -81,7 +82,7 @@ def test_a_mask_of_a_model_on_a_device_trains_there_as_on_the_cpu(execution: Any
     found = []
     for place in ("cpu", device):
         model, x, y = _task(place)
-        masked = LearnableMask(
+        masked = learnable_mask(
             model, (x[:2],), ratio=0.5, explore=0.0, execution=execution, regularizer=ImportanceRegularizer()
         )
         optimizer = torch.optim.Adam(masked.param_groups(importance_lr=1e-4), lr=0.01, eps=1e-2)
@@ -96,7 +97,7 @@ def test_a_mask_of_a_model_on_a_device_trains_there_as_on_the_cpu(execution: Any
         assert all(t.device.type == torch.device(place).type for t in masked.dense_state().values())
         assert next(average.compact().parameters()).device.type == torch.device(place).type
         saved = {name: tensor.cpu() for name, tensor in masked.state_dict().items()}
-        twin = LearnableMask(model, graph=masked.graph, ratio=0.5, explore=0.0, execution=execution)
+        twin = learnable_mask(model, graph=masked.graph, ratio=0.5, explore=0.0, execution=execution)
         twin.load_state_dict(saved)  # from the CPU, whatever the device
         torch.testing.assert_close(twin.eval()(x), masked.eval()(x))
         found.append(saved)

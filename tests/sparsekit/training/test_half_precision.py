@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from masked import learnable_mask
 from torch import nn
 
 from sparsekit import LearnableMask, trace_units
@@ -25,7 +26,7 @@ def _classifier(dtype: torch.dtype) -> tuple[nn.Module, torch.Tensor, torch.Tens
 
 def _masked(dtype: torch.dtype, execution: str = "compact", explore: float = 0.0) -> LearnableMask:
     model, x, _ = _classifier(dtype)
-    return LearnableMask(model, (x,), norm="kept", ratio=0.5, execution=execution, explore=explore, criterion=Learned())
+    return learnable_mask(model, (x,), norm="kept", ratio=0.5, execution=execution, explore=explore, criterion=Learned())
 
 
 @pytest.mark.parametrize("execution", ["compact", "masked"])
@@ -78,7 +79,7 @@ def test_gradients_of_importance_are_those_of_the_same_weights_in_float32(dtype:
     for name, module in (("short", model), ("float32", copy.deepcopy(model).float())):
         for execution in ("compact", "masked"):
             graph = trace_units(module, x.to(module[0].weight))
-            masked = LearnableMask(module, graph=graph, ratio=0.5, execution=execution, explore=explore, criterion=Learned())
+            masked = learnable_mask(module, graph=graph, ratio=0.5, execution=execution, explore=explore, criterion=Learned())
             masked(x.to(module[0].weight)).float().sum().backward()
             assert masked.scores.grad is not None
             found[name, execution] = masked.scores.grad

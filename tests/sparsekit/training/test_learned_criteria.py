@@ -9,12 +9,12 @@ from typing import Literal
 import pytest
 import torch
 import torch.nn.functional as F
+from masked import learnable_mask
 from torch import Tensor, nn
 
 from sparsekit import LearnableMask
 from sparsekit.allocation import Uniform, choose
 from sparsekit.criteria import Learned, View
-from sparsekit.criteria.base import Need
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.mask import UnitMask
@@ -28,11 +28,9 @@ class Opposite:
 
     dtype: torch.dtype = torch.float64
     learned: bool = True
-    needs: frozenset[Need] = frozenset()
 
     def scores(self, graph: UnitGraph, view: View) -> Mapping[str, Tensor]:
         assert view.importance is not None
-        assert view.weights is None
         return {name: (-view.importance[name]).to(self.dtype) for name in graph.groups}
 
 
@@ -43,7 +41,6 @@ class Smoothed:
     mean: dict[str, Tensor] = field(default_factory=dict)
     asked: int = 0
     learned: bool = True
-    needs: frozenset[Need] = frozenset()
 
     def scores(self, graph: UnitGraph, view: View) -> Mapping[str, Tensor]:
         assert view.importance is not None
@@ -59,7 +56,6 @@ class ByWeights:
     """Importance times magnitude of the second layer's bias: needs the weights."""
 
     learned: bool = True
-    needs: frozenset[Need] = frozenset({"weights"})
 
     def scores(self, graph: UnitGraph, view: View) -> Mapping[str, Tensor]:
         assert view.importance is not None
@@ -94,7 +90,7 @@ def _largest(graph: UnitGraph, scores: Mapping[str, Tensor]) -> UnitMask:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float8_e4m3fn])
 def test_the_mask_follows_the_scores_and_not_the_importance(execution: Execution, dtype: torch.dtype) -> None:
     model, x, y = _problem()
-    masked = LearnableMask(model, (x,), criterion=Opposite(dtype), ratio=0.5, execution=execution)
+    masked = learnable_mask(model, (x,), criterion=Opposite(dtype), ratio=0.5, execution=execution)
     seen = []
     optimizer = torch.optim.SGD(masked.parameters(), lr=0.5)
     for _ in range(8):
@@ -112,7 +108,7 @@ def test_compact_and_masked_execution_follow_a_learned_criterion_alike() -> None
     for criterion in (Opposite, Smoothed, ByWeights, Learned):
         model, x, y = _problem()
         narrow, dense = (
-            LearnableMask(model, (x,), criterion=criterion(), ratio=0.5, execution=execution, explore=0.0)
+            learnable_mask(model, (x,), criterion=criterion(), ratio=0.5, execution=execution, explore=0.0)
             for execution in ("compact", "masked")
         )
         masks = _train(narrow, x, y, 20)
@@ -126,7 +122,7 @@ def test_compact_and_masked_execution_follow_a_learned_criterion_alike() -> None
 def test_a_criterion_with_a_memory_is_asked_once_a_step(execution: Execution) -> None:
     model, x, y = _problem()
     criterion = Smoothed()
-    masked = LearnableMask(model, (x,), criterion=criterion, ratio=0.5, execution=execution)
+    masked = learnable_mask(model, (x,), criterion=criterion, ratio=0.5, execution=execution)
     assert criterion.asked == 1
     _train(masked, x, y, 10)
     assert criterion.asked == 11
@@ -158,7 +154,7 @@ def test_dropped_units_are_explored_for_any_learned_criterion() -> None:
 @pytest.mark.parametrize("execution", ["compact", "masked"])
 def test_scores_that_become_nan_are_an_error_by_name(execution: Execution) -> None:
     model, x, _ = _problem()
-    masked = LearnableMask(model, (x,), criterion=Opposite(), ratio=0.5, execution=execution)
+    masked = learnable_mask(model, (x,), criterion=Opposite(), ratio=0.5, execution=execution)
     with torch.no_grad():
         masked.scores[9] = float("nan")
     with pytest.raises(InvalidValueError, match="Opposite scores of group '2' hold NaN, for unit 1 first"):

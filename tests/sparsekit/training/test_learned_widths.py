@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from masked import learnable_mask
 from torch import nn
 
 import sparsekit as sk
@@ -27,6 +28,7 @@ def _data() -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("share", [60, 30, 12])
 @pytest.mark.parametrize("metric", ["flops", "params"])
+@pytest.mark.same_bits
 def test_widths_move_and_the_budget_holds_at_every_step(metric: str, share: int) -> None:
     model, (x, y) = _model(), _data()
     learning = sk.LossImportance(explore=1.0, samples=3, rounds=8, errors=0.0)
@@ -57,7 +59,7 @@ def test_compact_and_masked_training_move_the_same_widths() -> None:
     model, (x, y) = _model(), _data()
     learning = sk.LossImportance(explore=1.0, samples=3, rounds=8, errors=0.0)
     pair = [
-        sk.LearnableMask(model, (x,), budget=sk.Budget(flops="30%"), learning=learning, execution=execution)  # type: ignore[arg-type]
+        learnable_mask(model, (x,), budget=sk.Budget(flops="30%"), learning=learning, execution=execution)  # type: ignore[arg-type]
         for execution in ("compact", "masked")
     ]
     optimizers = [torch.optim.SGD(masked.parameters(), lr=0.05, momentum=0.9) for masked in pair]

@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from masked import learnable_mask
 from torch import nn
 
 from sparsekit import LearnableMask, MovingAverage
@@ -17,7 +18,7 @@ def masked_model(dtype: torch.dtype = torch.float64, execution: str = "compact")
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 12), nn.BatchNorm1d(12), nn.Tanh(), nn.Linear(12, 3)).to(dtype)
     x = torch.randn(16, 5).to(dtype)
-    return LearnableMask(model, (x,), ratio=0.5, explore=0.0, execution=execution, criterion=Learned()), x  # type: ignore[arg-type]
+    return learnable_mask(model, (x,), ratio=0.5, explore=0.0, execution=execution, criterion=Learned()), x  # type: ignore[arg-type]
 
 
 def step(masked: LearnableMask, optimizer: torch.optim.Optimizer, x: torch.Tensor, seed: int) -> None:
@@ -78,6 +79,7 @@ def test_small_steps_count_in_bfloat16() -> None:
     assert average.dense_state()["3.weight"].dtype == torch.bfloat16
 
 
+@pytest.mark.same_bits
 def test_an_average_goes_on_from_its_state() -> None:
     masked, x = masked_model()
     average = MovingAverage(masked, decay=0.5)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from masked import learnable_mask
 from optimizers import Lookahead, Sam
 from torch import nn
 
@@ -159,12 +160,13 @@ def test_an_entering_unit_takes_the_place_of_a_leaving_one() -> None:
 
 
 @pytest.mark.parametrize("execution", ["compact", "masked"])
+@pytest.mark.same_bits
 def test_a_mask_may_hold_its_groups_in_any_order(execution: Any) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 2)).double()
     found = []
     for turned in (False, True):
-        masked = LearnableMask(model, (torch.ones(2, 3).double(),), ratio=0.5, execution=execution, criterion=Learned())
+        masked = learnable_mask(model, (torch.ones(2, 3).double(),), ratio=0.5, execution=execution, criterion=Learned())
         entries = list(masked.unit_mask().items())
         masked._execution.load(masked.dense_state(), UnitMask(dict(entries[::-1] if turned else entries)), None, [])
         outputs = masked._execution.call(masked.scores, (torch.ones(2, 3).double(),), {}, explore=2.0)
@@ -198,7 +200,7 @@ def steps_with(make: Any, execution: Any, *, within: bool) -> tuple[dict[str, to
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 64), nn.Tanh(), nn.Linear(64, 3)).double()
     x, y = torch.randn(16, 6, dtype=torch.float64), torch.randint(3, (16,))
-    masked = LearnableMask(model, (x,), ratio=0.5, execution=execution, explore=0.0, criterion=Learned())
+    masked = learnable_mask(model, (x,), ratio=0.5, execution=execution, explore=0.0, criterion=Learned())
     optimizer = make(masked.parameters())
     for step in range(9):
         masked.ratio = 0.25 if step > 6 else 0.5

@@ -77,6 +77,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[float, dict[str
     return [torch.load(Path(folder) / f"{rank}.pt") for rank in (0, 1)]
 
 
+@pytest.mark.same_bits
 def test_both_processes_have_one_mask_at_every_step_and_one_model(ranks: list[dict[float, dict[str, Any]]]) -> None:
     one, other = (found[1.0] for found in ranks)
     assert torch.equal(one["masks"], other["masks"])
@@ -94,5 +95,6 @@ def test_the_planted_units_are_found_as_one_process_finds_them(ranks: list[dict[
     torch.testing.assert_close(ranks[0][1.0]["importance"][kept], alone["importance"][kept], rtol=0.5, atol=0.05)
 
 
+@pytest.mark.same_bits
 def test_a_scale_of_the_loss_cancels(ranks: list[dict[float, dict[str, Any]]]) -> None:
     assert torch.equal(ranks[0][1.0]["masks"], ranks[0][1024.0]["masks"])

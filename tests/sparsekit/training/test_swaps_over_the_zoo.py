@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from masked import learnable_mask
 from torch import Tensor
 from zoo import ZOO, build
 
@@ -55,7 +56,7 @@ def _check(name: str, options: dict[str, Any]) -> None:
         if "budget" not in options:  # which needs inputs, and takes them by position or by name
             options["graph"] = sk.trace_units(model, *args, example_kwargs=kwargs)
         inputs = args if "budget" in options else None
-        pair = [sk.LearnableMask(model, inputs, execution=which, **options) for which in ("compact", "masked")]
+        pair = [learnable_mask(model, inputs, execution=which, **options) for which in ("compact", "masked")]
     optimizers = [torch.optim.SGD(masked.parameters(), lr=0.05, momentum=0.9) for masked in pair]
     for step in range(STEPS):
         found = []

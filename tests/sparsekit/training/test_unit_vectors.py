@@ -64,6 +64,7 @@ def test_stands_agrees_with_sorting_on_random_importance() -> None:
     assert 0 < agreed < 200
 
 
+@pytest.mark.same_bits
 def test_the_gate_gradient_is_summed_outside_autocast_also_when_backward_runs_inside() -> None:
     seen = []
 

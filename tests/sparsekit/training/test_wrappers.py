@@ -78,6 +78,7 @@ def _train_on_a_rank(rank: int, folder: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="torch was built without gloo")
+@pytest.mark.same_bits
 def test_ranks_that_start_from_other_weights_train_the_same_units_of_the_first_ranks_model(tmp_path: Path) -> None:
     torch.multiprocessing.spawn(_train_on_a_rank, (str(tmp_path),), nprocs=2)
     first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))

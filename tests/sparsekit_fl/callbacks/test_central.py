@@ -23,6 +23,7 @@ def test_the_curve_has_the_scores_of_the_global_model(tmp_path):
     assert json.loads((tmp_path / "central.json").read_text()) == central.curve
 
 
+@pytest.mark.same_bits
 def test_it_changes_nothing_of_the_run():
     central = CentralTest(tiny_problem(), tiny_clients()[0].data.test)
     with_it = run(registry["fedavg"](), tiny_problem(), tiny_clients(), tiny_config(rounds=2), callbacks=[central])
@@ -40,6 +41,6 @@ def test_no_examples_and_no_rounds_are_refused():
 
 def test_the_command_line_scores_all_test_examples_together(tmp_path, capsys):
     tiny = ["--rounds", "1", "--clients", "3", "--cohort", "2", "--local-epochs", "1", "--workers", "1", "--quiet"]
-    assert execute(["run", "fedavg", *tiny, "--central-test", "--out", str(tmp_path)]) == 0
+    assert execute(["run", "fedavg", *tiny, "--set", "central_test=true", "--out", str(tmp_path)]) == 0
     assert "global model on the central test set: " in capsys.readouterr().out
     assert "accuracy" in json.loads((tmp_path / "central.json").read_text())[-1]

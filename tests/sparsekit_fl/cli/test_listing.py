@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import pytest
 
 from sparsekit.cli.main import execute
-from sparsekit.deprecations import RemovedIn0_3Warning
 from sparsekit_fl import methods
 from sparsekit_fl.cli.listing import KINDS
 
@@ -43,19 +40,5 @@ def test_a_broken_plug_in_says_so_and_spoils_nothing(
 
 
 def test_an_unknown_kind_gets_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
-    assert execute(["list", "method"]) == 2
+    assert execute(["list", "metods"]) == 2
     assert "did you mean 'methods'" in capsys.readouterr().err
-
-
-def test_criteria_are_listed_by_their_old_name_with_a_note(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.warns(RemovedIn0_3Warning, match="sparsekit list='patterns' is deprecated .*; use 'criteria'"):
-        assert execute(["list", "patterns", "--json"]) == 0
-    names = [item["name"] for item in json.loads(capsys.readouterr().out)]
-    assert {"learned", "magnitude", "ordered", "random", "rolling"} <= set(names)
-    assert names == sorted(names)
-
-
-def test_the_note_reaches_the_terminal() -> None:
-    done = subprocess.run([sys.executable, "-m", "sparsekit", "list", "patterns"], capture_output=True, text=True, check=True)
-    assert "warning: sparsekit list='patterns' is deprecated" in done.stderr
-    assert "magnitude" in done.stdout

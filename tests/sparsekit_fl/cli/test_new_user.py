@@ -29,20 +29,22 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ("--lr-step 3", "--lr-step belongs to --lr-schedule 'step'"),
-        ("--async-buffer 99", "--async-buffer must be at most cohort (5)"),
-        ("--async-clock wall", "--async-clock belongs to --async-buffer"),
-        ("--async-buffer 2 --async-clock wall", "needs nodes that answer one by one"),
-        ("--min-replies 99", "--min-replies must be at most cohort (5)"),
-        ("--clip-norm 1", "--clip-norm belongs to aggregation"),
-        ("--dp-clip 1", "--dp-clip needs --dp-noise"),
-        ("--classes-per-client 99", "--classes-per-client must be in [1, 10], got 99"),
-        ("--optimizer-args 'a b'", "--optimizer-args must be NAME=VALUE"),
-        ("--partition-args alpha=x", "each a number, True, False, None or a text in quotes"),
-        ("--sampling poison", "did you mean 'poisson'? known: by-size, fixed, poisson, power-of-choice, uniform, or"),
-        ("--sampling sgd", "sampling of method 'fedavg' must be a SamplingPolicy"),
+        ("--set lr_step=3", "lr_step belongs to lr_schedule 'step'"),
+        ("--set async_buffer=99", "async_buffer must be at most cohort (5)"),
+        ("--set async_buffer=2 --set async_clock=wall", "needs nodes that answer one by one"),
+        ("--set min_replies=99", "min_replies must be at most cohort (5)"),
+        ("--set partition.classes_per_client=99", "partition.classes_per_client must be in [1, 10], got 99"),
+        ("--set partition.alfa=1", "has no option 'alfa'"),
+        ("--set training.optimizer_args='a b'", "training.optimizer_args must be NAME=VALUE"),
+        ("--set training.momentum=1", "training.momentum must be in [0, 1), got 1.0"),
+        ("--set training.momentun=1", "did you mean 'training.momentum'"),
+        ("--set cohort=2 --cohort 3", "--cohort and --set both say cohort"),
+        ("--set lr=.1 --set training.lr=.2", "--set names training.lr twice"),
+        ("--local-epochs 0", "--local-epochs must be an integer >= 1, got 0"),
+        ("--set sampling=poison", "did you mean 'poisson'? known: by-size, fixed, poisson, power-of-choice, uniform, or"),
+        ("--set sampling=sgd", "sampling of method 'fedavg' must be a SamplingPolicy"),
         ("--config nosuch.toml", "--config nosuch.toml cannot be read: it does not exist"),
-        ("--availability nosuch.csv", "availability nosuch.csv cannot be read: it does not exist"),
+        ("--set availability=nosuch.csv", "availability nosuch.csv cannot be read: it does not exist"),
     ],
 )
 def test_an_error_names_options_as_they_were_typed(given: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -51,7 +53,7 @@ def test_an_error_names_options_as_they_were_typed(given: str, says: str, capsys
 
 
 def test_an_optimizer_lists_the_arguments_that_belong_there(capsys: pytest.CaptureFixture[str]) -> None:
-    assert execute(["run", "fedavg", *TINY, "--optimizer", "adam", "--optimizer-args", "bettas=3"]) == 2
+    assert execute(["run", "fedavg", *TINY, "--optimizer", "adam", "--set", "training.optimizer_args=bettas=3"]) == 2
     told = capsys.readouterr().err
     assert "did you mean 'betas'?" in told
     assert "params" not in told
@@ -59,9 +61,9 @@ def test_an_optimizer_lists_the_arguments_that_belong_there(capsys: pytest.Captu
 
 def test_an_axis_of_a_sweep_that_is_no_option_is_answered_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("optuna")
-    assert execute(["sweep", "fedprox", "--vary", "local_epoch=1,2", *TINY]) == 2
+    assert execute(["sweep", "fedprox", "--space", "local_epoch=1,2", *TINY]) == 2
     told = " ".join(capsys.readouterr().err.split())
-    assert "did you mean 'local_epochs'? `sparsekit run --help` and `sparsekit list method fedprox` show them" in told
+    assert "did you mean 'local_epochs'? `sparsekit list options` and `sparsekit describe fedprox` show them" in told
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from sparsekit_fl.callbacks.progress import LiveProgress
 from sparsekit_fl.cli.progress import Events, TrialsProgress
 from sparsekit_fl.options.config import RunConfig
 from sparsekit_fl.report.trials import Trial
-from sparsekit_fl.results.records import RoundRecord, RoundScores, RunStart
+from sparsekit_fl.results.records import RoundRecord, RoundScores
 from sparsekit_fl.wire.messages import WorkCost
 
 
@@ -57,12 +57,13 @@ def _trials(console: Console, *, quiet: bool = False) -> None:
         board.begin("fedlps, seed 0")
         # As it comes through a pipe.
         events = Events(lambda event: board.event("fedlps, seed 0", json.loads(json.dumps(event))))
-        events.on_start(RunStart(method="fedlps", config=config, clients=2, round=0, cost=WorkCost()))
-        events.on_client(1, 0, None)
-        events.on_client(1, 1, None)
+        view = RunView(method="fedlps", config=config, clients=2)
+        events.on_run_start(view)
+        events.on_client_end(view, 0, None)
+        events.on_client_end(view, 1, None)
         for round, evaluation in ((1, scores), (2, None)):
-            events.on_round(
-                RoundRecord(
+            events.on_round_end(
+                view, RoundRecord(
                     round=round, cohort=(0, 1), dropped=(), loss=0.5, accuracy=0.7, ratios={}, cost=WorkCost(), seconds=1.0,
                     evaluation=evaluation,
                 )

@@ -96,6 +96,7 @@ def test_json_is_the_result_and_nothing_else(capsys: pytest.CaptureFixture[str])
     }  # fmt: skip
 
 
+@pytest.mark.same_bits
 def test_fedlps_is_run_fedlps(capsys: pytest.CaptureFixture[str]) -> None:
     one, two = _json(["fedlps", *TINY], capsys), _json(["run", "fedlps", *TINY], capsys)
     assert one["method"] == "fedlps"
@@ -108,6 +109,7 @@ def test_the_number_of_workers_changes_no_bit(capsys: pytest.CaptureFixture[str]
     assert two["environment"]["workers"] == 2
 
 
+@pytest.mark.same_bits
 def test_out_holds_the_files_and_resume_gives_the_same_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = ["--out", str(tmp_path / "run")]
     first = _json(["run", "fedavg", *TINY, *out], capsys)
@@ -139,14 +141,14 @@ def test_a_method_of_the_user(mine: str, capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_partitions_take_their_option(capsys: pytest.CaptureFixture[str]) -> None:
-    result = _json(["run", "fedavg", *TINY, "--partition", "dirichlet", "--alpha", "0.5"], capsys)
+    result = _json(["run", "fedavg", *TINY, "--partition", "dirichlet", "--set", "partition.alpha=0.5"], capsys)
     assert result["config"]["experiment"]["partition_options"] == {"alpha": 0.5}
-    result = _json(["run", "fedavg", *TINY, "--classes-per-client", "3"], capsys)
+    result = _json(["run", "fedavg", *TINY, "--set", "partition.classes_per_client=3"], capsys)
     assert result["config"]["experiment"]["partition_options"]["classes_per_client"] == 3
 
 
 def test_levels_of_heterogeneity_decide_capabilities_and_classes(capsys: pytest.CaptureFixture[str]) -> None:
-    config = _json(["run", "fedavg", *TINY, "--heterogeneity", "median", "--lack-classes", "6"], capsys)["config"]
+    config = _json(["run", "fedavg", *TINY, "--heterogeneity", "median", "--set", "partition.lack_classes=6"], capsys)["config"]
     assert config["capability_levels"] == [1.0, 0.5, 0.25]
     assert config["experiment"]["partition_options"] == {"lack_classes": 6}
     assert _json(["run", "fedavg", *TINY], capsys)["config"]["capability_levels"] == [1.0, 0.5, 0.25, 0.125, 0.0625]
@@ -154,7 +156,7 @@ def test_levels_of_heterogeneity_decide_capabilities_and_classes(capsys: pytest.
 
 @pytest.mark.parametrize("how", ["fixed", "dynamic"])
 def test_capability_is_a_choice(how: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert _json(["run", "fedavg", *TINY, "--capability", how], capsys)["config"]["capability"] == how
+    assert _json(["run", "fedavg", *TINY, "--set", f"capability={how}"], capsys)["config"]["capability"] == how
 
 
 @pytest.mark.parametrize(
@@ -166,6 +168,7 @@ def test_capability_is_a_choice(how: str, capsys: pytest.CaptureFixture[str]) ->
         (["fedlps", "--preset", "cifar"], "unknown preset"),
         (["fedlps", "--model", "vgg111"], "did you mean 'vgg11'"),
         (["fedlps", "--engine", "embeded"], "did you mean 'embedded'"),
+        (["fedlps", "--engine", "cohort", "--workers", "2"], "--workers is not for engine 'cohort', which runs in one process"),
         (["fedlps", "--model", "lstm"], "takes token ids"),
         (["fedlps", "--rounds", "0"], "rounds must be an integer >= 1"),
         (["fedlps", "--clients", "0"], "--clients must be an integer >= 1"),
@@ -177,16 +180,22 @@ def test_capability_is_a_choice(how: str, capsys: pytest.CaptureFixture[str]) ->
         (["fedlps", "--lr", "-1"], "--lr must be a finite number >= 0, got -1.0"),
         (["fedlps", "--batch-size", "0"], "--batch-size must be an integer >= 1, got 0"),
         (["fedlps", "--local-epochs", "0"], "--local-epochs must be an integer >= 1, got 0"),
-        (["fedlps", "--capability", "often"], "'fixed' or 'dynamic'"),
-        (["run", "rcr-fix", "--capability", "dynamic"], "contradicts 'rcr-fix'"),
+        (["fedlps", "--set", "capability=often"], "fixed or dynamic"),
+        (["run", "rcr-fix", "--set", "capability=dynamic"], "contradicts 'rcr-fix'"),
         (["fedlps", "--device", "tpu9"], "--device must be"),
         (["fedlps", "--partition", "even"], "unknown partition"),
-        (["fedlps", "--partition", "dirichlet", "--classes-per-client", "2"], "belongs to --partition pathological"),
-        (["fedlps", "--alpha", "0.3"], "alpha"),
+        (["fedlps", "--partition", "dirichlet", "--set", "partition.distinct=true"], "'dirichlet' has no option 'distinct'"),
+        (["fedlps", "--set", "partition.alpha=0.3"], "'pathological' has no option 'alpha'"),
         (["fedlps", "--heterogeneity", "much"], "--heterogeneity must be one of low, median, high"),
-        (["fedlps", "--lack-classes", "10"], "--lack-classes must be an integer in [0, 9]"),
-        (["fedlps", "--lack-classes", "2", "--classes-per-client", "2"], "--classes-per-client cannot be given too"),
-        (["fedlps", "--lack-classes", "2", "--partition", "dirichlet"], "--lack-classes belongs to --partition pathological"),
+        (["fedlps", "--set", "partition.lack_classes=10"], "partition.lack_classes must be an integer in [0, 9]"),
+        (
+            ["fedlps", "--set", "partition.lack_classes=2", "--set", "partition.classes_per_client=2"],
+            "partition.classes_per_client cannot be given too",
+        ),
+        (
+            ["fedlps", "--set", "partition.lack_classes=2", "--partition", "dirichlet"],
+            "partition.lack_classes belongs to the partition 'pathological'",
+        ),
         (["fedlps", "--resume"], "--resume needs --out"),
         (["fedlps", "--data-dir", "/no/such/folder"], "is not a folder"),
         (["fedlps", "--rounds", "many"], "not a valid int"),
@@ -224,6 +233,7 @@ def test_help_shows_the_defaults_in_force(capsys: pytest.CaptureFixture[str]) ->
 
 
 @pytest.mark.slow
+@pytest.mark.same_bits
 def test_ctrl_c_ends_cleanly_and_the_run_resumes_to_the_same_bits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["run", "fedavg", "--rounds", "40", "--clients", "4", "--cohort", "2", "--workers", "2", "--seed", "1"]
     whole = _json(options, capsys)
@@ -247,3 +257,8 @@ def test_ctrl_c_ends_cleanly_and_the_run_resumes_to_the_same_bits(tmp_path: Path
     assert "Traceback" not in stderr
     again = _json([*options, "--out", str(out), "--resume"], capsys)
     assert again["final"] == whole["final"]
+
+
+def test_a_run_that_fails_has_a_code_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    assert execute(["run", "fedavg", *TINY, "--lr", "1e30", "--quiet"]) == 1
+    assert "updates were valid" in capsys.readouterr().err

@@ -1,12 +1,24 @@
-"""`--set`, `--config`, `list method` and `sweep`."""
+"""`--set`, `--config`, `list options` and `describe`."""
 
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import replace
 
 import pytest
+import typer
 
 from sparsekit.cli.main import execute
+from sparsekit.errors import InvalidValueError
+from sparsekit_fl.cli.config_file import by_path, completed, with_set, written
+from sparsekit_fl.cli.options import RunOptions, command_app, known_options, path_of, takes_options
+from sparsekit_fl.methods import registry
+from sparsekit_fl.methods.settings import arguments_of
+from sparsekit_fl.options.config import RunConfig, TrainingConfig
+from sparsekit_fl.options.schema import options, plain_type
+from sparsekit_fl.options.values import takes_none
+from sparsekit_fl.paper.presets import PRESETS
 
 TINY = ["--rounds", "1", "--clients", "4", "--cohort", "2", "--local-epochs", "1", "--workers", "1", "--quiet"]
 
@@ -17,11 +29,12 @@ def result(arguments, capsys):
 
 
 def test_an_option_of_the_method_is_set_and_recorded(capsys):
-    raw = result(["run", "fedprox", *TINY, "--set", "local.proximal=0.1", "--momentum", "0.9"], capsys)
+    raw = result(["run", "fedprox", *TINY, "--set", "local.proximal=0.1", "--set", "training.momentum=0.9"], capsys)
     assert raw["policies"]["local"] == "ProximalSgd(proximal=0.1, stragglers=0.0)"
     assert raw["config"]["training"]["momentum"] == 0.9
 
 
+@pytest.mark.same_bits
 def test_what_a_run_writes_can_be_read_back_and_gives_the_same_bits(tmp_path, capsys):
     first = [
         "run",
@@ -53,6 +66,99 @@ def test_the_command_line_comes_before_the_file(tmp_path, capsys):
     assert raw["policies"]["local"] == "ProximalSgd(proximal=0.3, stragglers=0.5)"
 
 
+def two_values(hint):
+    """A value that a command line may give, zero or false where the type has one, and another for the file, both as text."""
+    kind = plain_type(hint)
+    words = re.findall(r"'([^']+)'", str(hint).partition("Literal[")[2].partition("]")[0])
+    if words:
+        return words[0], words[1]
+    return {bool: ("false", "true"), int: ("0", "7"), float: ("0.0", "0.5")}.get(kind, ("here", "there"))
+
+
+@pytest.mark.parametrize("path", sorted(set(known_options()) - {"accept_code"}))
+def test_what_the_command_line_says_is_used_whatever_the_file_says(path, tmp_path):
+    name, hint = known_options()[path]
+    typed, filed = two_values(hint)
+    file = tmp_path / "run.toml"
+    text = filed if filed in ("true", "7", "0.5") else json.dumps(filed)
+    file.write_text(f"{name} = {text}\n")
+    said = by_path({path: typed}, known_options())[0]
+    for given in (with_set({"set": (f"{path}={typed}",)}, known_options()), {**said, "set": None}):
+        _, found = completed(given, file, known_options())
+        assert found[name] == said[name]
+        assert type(found[name]) is type(said[name])
+        assert found["set"] is None
+    _, found = completed({"set": None}, file, known_options())
+    assert found[name] is not None
+    assert found[name] != said[name]
+    if takes_none(hint):
+        _, found = completed(with_set({"set": (f"{path}=none",)}, known_options()), file, known_options())
+        assert found.get(name) is None
+        assert found["unset"] == (name,)
+
+
+def seen(arguments):
+    """The options of `sparsekit run` with these arguments."""
+    found = []
+
+    def command(*, options: RunOptions) -> None:
+        found.append(options)
+
+    app = command_app(takes_options(command), examples=(), defaults=False)
+    typer.main.get_command(app).main(arguments, standalone_mode=False)
+    return found[0]
+
+
+def test_a_flag_can_be_taken_back_and_zeros_are_values(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text("deterministic = true\nseed = 7\nlr = 8.0\nclip = 2.0\ncentral_test = true\n")
+    given = ["--config", str(file)]
+    plain = seen(given)
+    assert (plain.deterministic, plain.seed, plain.lr, plain.clip, plain.central_test) == (True, 7, 8.0, 2.0, True)
+    back = ["--no-deterministic", "--seed", "0", "--lr", "0", "--set", "training.clip=none", "--set", "central_test=false"]
+    changed = seen([*given, *back])
+    assert (changed.deterministic, changed.seed, changed.lr, changed.central_test) == (False, 0, 0.0, False)
+    # None is given too: the preset of the text tasks would clip.
+    assert changed.given(RunConfig, TrainingConfig) == {"deterministic": False, "seed": 0, "lr": 0.0, "clip": None}
+    assert PRESETS["shakespeare"].config(changed.given(RunConfig, TrainingConfig), 20).training.clip is None
+    (tmp_path / "again.toml").write_text(written("command", changed.values()))
+    assert replace(seen(["--config", str(tmp_path / "again.toml")]), config=None) == replace(changed, config=None)
+    with pytest.raises(InvalidValueError, match="--rounds must be an integer >= 1, got 0"):
+        seen([*given, "--rounds", "0"])
+    # A run that is resumed reads its own file, and the line comes first there too.
+    resumed = seen(["--resume", "--out", str(tmp_path), "--seed", "0", "--lr", "0", "--no-deterministic"])
+    assert (resumed.deterministic, resumed.seed, resumed.lr, resumed.clip) == (False, 0, 0.0, 2.0)
+
+
+@pytest.mark.parametrize("command", ["run", "fedlps", "compare", "sweep"])
+def test_a_command_has_one_page_of_options_and_says_the_path_of_every_other(command, capsys):
+    if command == "sweep":
+        pytest.importorskip("optuna")
+    assert execute([command, "--help"]) == 0
+    flags = set(re.findall(r"^│ \*? *--([a-z-]+)", capsys.readouterr().out, re.M))
+    assert 20 < len(flags) <= 30
+    left_out = {"compare": {"resume", "init", "central-test", "config"}, "sweep": {"resume", "central-test"}}.get(
+        command, set()
+    )
+    for name in options(RunOptions):
+        flag = name.replace("_", "-")
+        if flag not in flags | left_out:
+            assert execute([command, *(["fedavg"] if command != "fedlps" else []), f"--{flag}", "0.5"]) == 2
+            assert f"no such option --{flag}; pass --set {path_of(name)}=0.5" in capsys.readouterr().err, name
+
+
+def test_every_path_is_listed_and_no_argument_of_a_method_has_the_name_of_an_option(capsys):
+    assert execute(["list", "options", "--json"]) == 0
+    listed = {setting["path"]: setting for setting in json.loads(capsys.readouterr().out)}
+    assert {path_of(name) for name, _ in known_options().values()} <= set(listed)
+    assert {setting["owner"].split()[0] for setting in listed.values()} == {"run", "training", "partition"}
+    assert all(setting["about"] and setting["allowed"] for setting in listed.values())
+    for name in registry:
+        # Who is there in refl's own simulation is `sampling.availability`, as the bare word is the file of a run.
+        arguments = {setting.path for setting in arguments_of(registry.find(name))} - {"availability"}
+        assert not arguments & set(known_options()), name
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -82,68 +188,29 @@ def test_a_file_of_another_method_is_refused_where_the_command_is_for_one(tmp_pa
     assert "is for method 'fedavg'" in capsys.readouterr().err
 
 
-def test_list_method_shows_options_defaults_meaning_and_source(capsys):
-    assert execute(["list", "method", "fedprox", "--json"]) == 0
+def test_a_method_is_described_with_options_defaults_meaning_and_source(capsys):
+    assert execute(["describe", "fedprox", "--json"]) == 0
     options = {option["path"]: option for option in json.loads(capsys.readouterr().out)["options"]}
     found = options["local.proximal"]
     assert (found["value"], found["allowed"]) == (0.01, "a finite number >= 0")
     assert found["about"].startswith("μ. The paper tunes it per data set")
     assert "Li et al., MLSys 2020" in found["source"]
-    assert execute(["list", "method", "fedprox"]) == 0
+    assert execute(["describe", "fedprox"]) == 0
     assert "local.stragglers" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["mnist", "magnitude", "vgg11", "dirichlet", "p-ucbv", "uniform"])
+def test_anything_with_a_name_is_described(name, capsys):
+    assert execute(["describe", name, "--json"]) == 0
+    assert all(found["about"] for found in json.loads(capsys.readouterr().out))
+    assert execute(["describe", f"{name}x"]) == 2
+    assert f"did you mean '{name}'" in capsys.readouterr().err
 
 
 def test_a_comparison_takes_one_method_with_several_settings(capsys):
     options = [*TINY, "--seeds", "1"]
     raw = result(["compare", "fedprox local.proximal=0.1", "fedprox local.proximal=1", *options], capsys)
     assert raw["methods"] == ["fedprox[local.proximal=0.1]", "fedprox[local.proximal=1]"]
-
-
-class TestSweep:
-    @pytest.fixture(autouse=True)
-    def _optuna(self):
-        pytest.importorskip("optuna", reason="optuna is not installed; pip install 'sparsekit-torch[optuna]'")
-
-    def test_a_sweep_tries_values_goes_on_and_writes_the_best(self, tmp_path, capsys):
-        out = tmp_path / "sweep"
-        line = ["sweep", "fedprox", *TINY, "--vary", "lr=0.01:1:log", "--vary", "local.proximal=0.1,1", "--out", str(out)]
-        first = result([*line, "--trials", "1"], capsys)
-        both = result([*line, "--trials", "3", "--jobs", "2"], capsys)
-        assert both["trials"][0] == first["trials"][0]
-        assert len(both["trials"]) == 3
-        best = result(["run", "--config", str(out / "best.toml")], capsys)
-        number = both["best"]["trial"]
-        kept = json.loads((out / f"trial-{number:04d}" / "result.json").read_text())
-        assert best["final"]["state_sha256"] == kept["final"]["state_sha256"]
-
-    def test_a_grid_ends_by_itself(self, capsys):
-        line = ["sweep", "fedavg", *TINY, "--vary", "batch_size=10,20", "--sampler", "grid", "--trials", "9"]
-        raw = result([*line, "--objective", "validation.loss"], capsys)
-        assert sorted(row["values"]["batch_size"] for row in raw["trials"]) == ["10", "20"]
-        assert raw["minimize"] is True
-
-    def test_our_bandit_chooses(self, capsys):
-        raw = result(["sweep", "fedavg", *TINY, "--vary", "lr=0.01:1:log", "--sampler", "p-ucbv", "--trials", "2"], capsys)
-        assert [row["state"] for row in raw["trials"]] == ["complete", "complete"]
-
-    @pytest.mark.parametrize(
-        ("arguments", "message"),
-        [
-            (["--vary", "lr=1"], "--vary must be NAME=LOW:HIGH"),
-            (["--vary", "lr=1:0.1"], "LOW must be below HIGH"),
-            (["--vary", "lr=-1:1"], "--lr must be a finite number >= 0"),
-            (["--vary", "lrr=0.1:1"], "did you mean 'lr'"),
-            (["--vary", "local.foo=0.1:1"], "no option 'local.foo'"),
-            (["--vary", "lr=0.1:1", "--sampler", "grid"], "--sampler grid needs values"),
-            (["--vary", "lr=0.1:1", "--sampler", "cma"], "unknown sampler 'cma'"),
-            (["--vary", "lr=0.1:1", "--pruner", "x"], "unknown pruner 'x'"),
-            (["--vary", "lr=0.1:1", "--objective", "test.accuracy"], "--objective must be validation.METRIC"),
-            (["--vary", "lr=0.1:1", "--trials", "0"], "--trials must be an integer >= 1"),
-        ],
-    )
-    def test_what_is_wrong_is_said_before_a_trial_runs(self, arguments, message, capsys):
-        assert execute(["sweep", "fedavg", *TINY, *arguments]) == 2
-        assert message in " ".join(capsys.readouterr().err.split())
 
 
 OWN = """

@@ -14,7 +14,7 @@ from sparsekit_fl.methods import registry
 from sparsekit_fl.methods.make import make_method
 from sparsekit_fl.methods.per_fedavg import AdaptedModel
 from sparsekit_fl.problem.clients import Capability
-from sparsekit_fl.results.rounds import cost_dict, cost_from
+from sparsekit_fl.results.part import Cost
 from sparsekit_fl.server.loop import run
 from sparsekit_fl.testing.tiny import tiny_clients, tiny_config, tiny_problem
 from sparsekit_fl.wire.messages import WorkCost
@@ -45,7 +45,7 @@ def test_choosing_the_best_model_costs_a_pass_over_validation_and_training_data(
     assert result.cost.flops_compact_training == cost("fedavg").cost.flops_compact
     assert result.cost.flops_compact == result.cost.flops_compact_training + result.cost.flops_scoring == result.cost.flops
     assert result.cost.flops_rowmask == cost("fedavg").cost.flops_rowmask, "the paper's count is of training alone"
-    assert cost_from(cost_dict(result.cost)) == result.cost
+    assert Cost.of(result.cost).work() == result.cost
 
 
 def test_fedlps_scores_the_first_model_once_and_each_trained_one_at_its_own_width():
@@ -73,13 +73,11 @@ def test_methods_that_score_while_they_train_are_those_of_the_documentation():
 def test_a_cost_says_what_scoring_took_only_where_a_method_scores(name):
     result = cost(name)
     keys = {"flops_scoring", "flops_compact_training", "simulated_seconds_scoring", "simulated_seconds_training"}
-    assert keys & set(cost_dict(result.cost)) == (keys if name in SCORES else set())
+    assert keys & set(Cost.of(result.cost).to_dict()) == (keys if name in SCORES else set())
 
 
 @pytest.mark.parametrize(("name", "settings"), [("fedlps", {}), ("heterofl", BEST), ("flst", {})])
-@pytest.mark.parametrize(
-    "engine", [Embedded(workers=2), Cohort(), Cohort(batched=True), Cohort(batched=True, widths=(0.5, 1.0))]
-)
+@pytest.mark.parametrize("engine", [Embedded(workers=2), Cohort()])
 def test_every_engine_counts_the_same_work(name, settings, engine):
     ours, reference = cost(name, settings=settings, engine=engine).cost, cost(name, settings=settings).cost
     assert ours.flops_scoring == reference.flops_scoring > 0
@@ -104,11 +102,11 @@ def test_scoring_takes_simulated_seconds_and_the_number_without_stands_beside(en
     assert result.cost.seconds == pytest.approx(plain.cost.seconds, rel=0.01), "but for the bytes of the number itself"
     assert result.cost.scoring_seconds > 0
     assert record.seconds == result.cost.simulated_seconds == result.cost.seconds + result.cost.scoring_seconds
-    written = cost_dict(result.cost)
+    written = Cost.of(result.cost).to_dict()
     assert written["simulated_seconds"] == result.cost.simulated_seconds
     assert written["simulated_seconds_training"] == result.cost.seconds
-    assert not {"simulated_seconds_training", "simulated_seconds_scoring"} & set(cost_dict(plain.cost))
-    assert cost_from(written) == result.cost
+    assert not {"simulated_seconds_training", "simulated_seconds_scoring"} & set(Cost.of(plain.cost).to_dict())
+    assert Cost.from_dict(written).work() == result.cost
 
 
 def test_what_policies_decide_by_leaves_scoring_out():
@@ -132,8 +130,8 @@ def test_a_step_of_adaptation_is_counted_once_for_each_client_and_in_no_total():
     assert result.cost.flops_deploying == steps * 3 * DENSE
     assert result.rounds[-1].cost.flops_deploying == 0
     assert result.cost.flops_compact == result.rounds[-1].cost.flops_compact
-    assert cost_dict(result.cost)["flops_deploying"] == result.cost.flops_deploying
-    assert cost_from(cost_dict(result.cost)) == result.cost
+    assert Cost.of(result.cost).to_dict()["flops_deploying"] == result.cost.flops_deploying
+    assert Cost.of(result.cost).work() == result.cost
 
 
 @pytest.mark.parametrize("engine", [None, Embedded(workers=2)])

@@ -49,15 +49,3 @@ def test_the_variable_of_ours_comes_first_on_every_system(home: Path, monkeypatc
     for system in (Unix, MacOS, Windows):
         monkeypatch.setattr(platformdirs, "PlatformDirs", system)
         assert cache_directory() == home / "mine"
-
-
-def test_no_module_of_ours_imports_what_only_unix_has() -> None:
-    root = Path(__file__).parents[3]
-    strange = {
-        f"{path.relative_to(root)}: {line.strip()}"
-        for package in ("sparsekit", "sparsekit_fl")
-        for path in (root / package).rglob("*.py")
-        for line in path.read_text(encoding="utf-8").splitlines()
-        if line.startswith(("import ", "from ")) and line.split()[1] in ("fcntl", "resource", "termios", "pwd", "grp")
-    }
-    assert strange == set()

@@ -127,10 +127,10 @@ def test_the_command_line_runs_both_with_augmentation(folder, capsys):
         f"hf:{folder}?size=8",
         "--partition",
         "flwr:Dirichlet",
-        "--partition-args",
-        "alpha=5.0",
+        "--set",
+        "partition.alpha=5.0",
     ]
-    more = ["--augment", "crop:1,flip", "--rounds", "1", "--clients", "3", "--cohort", "2", "--workers", "1", "--json"]
+    more = ["--set", "augment=crop:1,flip", "--rounds", "1", "--clients", "3", "--cohort", "2", "--workers", "1", "--json"]
     assert execute([*line, *more]) == 0, capsys.readouterr().err
     raw = json.loads(capsys.readouterr().out)
     assert raw["config"]["experiment"]["augment"] == "crop:1,flip"

@@ -69,6 +69,7 @@ def test_threads_are_put_back():
 
 
 @pytest.mark.slow
+@pytest.mark.same_bits
 def test_spawned_workers_give_the_same_bits():
     method = Method(name="m", source="")
     spawned = run(method, tiny_problem(), tiny_clients(), tiny_config(), engine=Embedded(2, start_method="spawn"))

@@ -69,6 +69,7 @@ def test_a_number_of_a_device_beyond_the_last_one_is_named(monkeypatch: pytest.M
 
 
 @pytest.mark.slow
+@pytest.mark.same_bits
 def test_a_spawned_worker_takes_lambdas_and_local_classes_and_gives_the_same_bits() -> None:
     class Mine(TinyNet):
         pass

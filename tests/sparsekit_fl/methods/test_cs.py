@@ -7,28 +7,12 @@ import dataclasses
 import pytest
 import torch
 from personal import STATE, combine, equals, server_context, update, watched
-from torch import nn
 
-from sparsekit.errors import InvalidValueError
 from sparsekit.graph.mask import WeightMask
 from sparsekit_fl.methods import cs, fedavg
 from sparsekit_fl.methods.cs import ChangeMean, ComplementMean, LargestOnServer
-from sparsekit_fl.problem.problem import Problem
 from sparsekit_fl.server.loop import run
-from sparsekit_fl.testing.methods import MethodContract
 from sparsekit_fl.testing.tiny import tiny_clients, tiny_config, tiny_problem
-
-
-class TestCs(MethodContract):
-    @pytest.fixture
-    def make(self):
-        return cs
-
-
-class TestReleasedCs(MethodContract):
-    @pytest.fixture
-    def make(self):
-        return lambda: cs(variant="released")
 
 
 def test_the_server_sends_the_largest_weights_from_the_second_round_on() -> None:
@@ -71,6 +55,7 @@ def test_what_comes_down_and_what_goes_up_are_complements() -> None:
     assert result.state["last.weight"].count_nonzero() == 24
 
 
+@pytest.mark.same_bits
 def test_where_nothing_is_pruned_the_weights_stand_still_after_the_first_round() -> None:
     _, updates = watched(cs(ratio=1.0), config=tiny_config(rounds=3))
     assert all(item.delta["first.weight"].numel() == 0 for item in updates if item.round > 1)
@@ -78,12 +63,6 @@ def test_where_nothing_is_pruned_the_weights_stand_still_after_the_first_round()
     long = run(cs(ratio=1.0), tiny_problem(), tiny_clients(), tiny_config(rounds=3))
     assert torch.equal(short.state["first.weight"], long.state["first.weight"])
     assert not torch.equal(short.state["first.bias"], long.state["first.bias"])
-
-
-def test_the_released_variant_without_pruning_is_fedavg_bit_for_bit() -> None:
-    ours = run(cs(ratio=1.0, variant="released"), tiny_problem(), equals(), tiny_config())
-    plain = run(fedavg(), tiny_problem(), equals(), tiny_config())
-    assert ours.final.state_sha256 == plain.final.state_sha256
 
 
 def test_a_run_counts_one_dense_round_and_then_sparse_ones_while_it_computes_densely() -> None:
@@ -94,13 +73,3 @@ def test_a_run_counts_one_dense_round_and_then_sparse_ones_while_it_computes_den
     assert result.cost.flops_rowmask * 3 * (96 + 59) == plain.cost.flops_rowmask * (3 * 155 - 2 * 48)
     assert result.cost.flops_compact == plain.cost.flops_compact
     assert "no time" in result.note
-
-
-def test_bad_options_and_models_are_refused() -> None:
-    with pytest.raises(InvalidValueError, match="variant must be"):
-        cs(variant="other")
-    with pytest.raises(InvalidValueError, match="rate must be"):
-        cs(rate=0.0)
-    flat = Problem(model=lambda: nn.Linear(6, 3), example_inputs=(torch.zeros(2, 6),))
-    with pytest.raises(InvalidValueError, match="CS has nothing to prune"):
-        run(cs(), flat, tiny_clients(), tiny_config(rounds=1))

@@ -6,34 +6,17 @@ import dataclasses
 import itertools
 import math
 
-import pytest
 import torch
 import torch.nn.functional as F
-from personal import combine, deep_problem, server_context, update, watched
+from personal import ONE_STEP, client_context, combine, deep_problem, server_context, update, watched
 from torch import nn
 
-from sparsekit.errors import InvalidValueError
 from sparsekit_fl.client.spec import RunSpec
-from sparsekit_fl.client.worker import WorkerState
 from sparsekit_fl.methods import depthfl, fedavg
 from sparsekit_fl.methods.depthfl import DynamicMean, ExitSgd, affordable_depth, depth_entries, depth_flops, distillation_loss
 from sparsekit_fl.problem.metrics import IGNORED
 from sparsekit_fl.problem.problem import Problem
-from sparsekit_fl.server.loop import run
-from sparsekit_fl.testing.methods import MethodContract
 from sparsekit_fl.testing.tiny import tiny_clients, tiny_config
-
-
-class TestDepthFl(MethodContract):
-    @pytest.fixture
-    def make(self):
-        return depthfl
-
-
-class TestPlainDepthFl(MethodContract):
-    @pytest.fixture
-    def make(self):
-        return lambda: depthfl(distillation=False, alpha=0.0)
 
 
 def long_problem() -> Problem:
@@ -117,13 +100,8 @@ def test_positions_without_a_target_teach_nothing() -> None:
 
 
 def context(method, *, round=1, ratio=1.0, memory=None):
-    base = tiny_config(rounds=10)
-    config = dataclasses.replace(base, training=dataclasses.replace(base.training, local_epochs=1, batch_size=64))
-    spec = RunSpec.build(method, deep_problem(), config)
-    client = tiny_clients(1)[0]
-    worker = WorkerState(spec)
-    ctx = worker.context(client=client, round=round, capability=client.capability, memory=memory if memory is not None else {})
-    return spec, client, ctx.scoped("local")
+    config = dataclasses.replace(ONE_STEP, rounds=10)
+    return client_context(method, deep_problem(), config, round=round, memory=memory)
 
 
 def test_one_step_by_hand() -> None:
@@ -168,17 +146,3 @@ def test_the_mean_of_all_exits_is_scored() -> None:
         mean = torch.stack(model.eval().outputs(client.data.test.inputs[0])).mean(0)
     right = int((mean.argmax(1) == client.data.test.targets).sum())
     assert result.final.per_client[0].personal["accuracy"][0] == right
-
-
-def test_a_model_without_a_place_for_exits_is_refused_before_the_run() -> None:
-    flat = Problem(model=lambda: nn.Linear(6, 3), example_inputs=(torch.zeros(2, 6),))
-    with pytest.raises(InvalidValueError, match="no place for an exit"):
-        run(depthfl(), flat, tiny_clients(), tiny_config())
-
-
-def test_bad_options_are_refused() -> None:
-    for bad in ({"exits": 1}, {"alpha": -1.0}):
-        with pytest.raises(InvalidValueError):
-            depthfl(**bad)
-    with pytest.raises(InvalidValueError, match="ramp"):
-        ExitSgd(ramp=0.0)

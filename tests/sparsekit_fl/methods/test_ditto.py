@@ -2,32 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
-from personal import watched
+from personal import ONE_STEP, client_context, watched
 
-from sparsekit.errors import InvalidValueError
-from sparsekit_fl.client.spec import RunSpec
-from sparsekit_fl.client.worker import WorkerState
 from sparsekit_fl.methods import ditto, fedavg, local
 from sparsekit_fl.methods.ditto import TwoModels
 from sparsekit_fl.server.loop import run
-from sparsekit_fl.testing.methods import MethodContract
 from sparsekit_fl.testing.tiny import tiny_clients, tiny_config, tiny_problem
-
-
-class TestDitto(MethodContract):
-    @pytest.fixture
-    def make(self):
-        return ditto
-
-
-@pytest.mark.parametrize("strength", [0.0, 0.1, 2.0])
-def test_the_global_path_is_fedavg_bit_for_bit(strength) -> None:
-    ours, plain = watched(ditto(strength))[0], watched(fedavg())[0]
-    assert ours.final.state_sha256 == plain.final.state_sha256
-    assert ours.cost.uplink_bytes == plain.cost.uplink_bytes
-    assert ours.final.shared == plain.final.shared
 
 
 def test_without_a_pull_the_personal_models_are_those_of_local_training() -> None:
@@ -37,9 +18,7 @@ def test_without_a_pull_the_personal_models_are_those_of_local_training() -> Non
 
 def test_a_pull_holds_the_personal_model_near_the_global_one() -> None:
     def distance(strength):
-        spec = RunSpec.build(ditto(strength), tiny_problem(), tiny_config())
-        client = tiny_clients(1)[0]
-        ctx = WorkerState(spec).context(client=client, round=1, capability=client.capability, memory={}).scoped("local")
+        spec, _, ctx = client_context(ditto(strength))
         TwoModels(strength).train(ctx, spec.initial, None, 1.0)
         return float((ctx.memory["model"]["first.weight"] - spec.initial["first.weight"]).norm())
 
@@ -48,13 +27,7 @@ def test_a_pull_holds_the_personal_model_near_the_global_one() -> None:
 
 def test_one_step_by_hand() -> None:
     """v ← v − η (∇F(v) + λ (v − ω)), on one batch."""
-    import dataclasses
-
-    base = tiny_config()
-    config = dataclasses.replace(base, training=dataclasses.replace(base.training, local_epochs=1, batch_size=64))
-    spec = RunSpec.build(ditto(0.5), tiny_problem(), config)
-    client = tiny_clients(1)[0]
-    ctx = WorkerState(spec).context(client=client, round=1, capability=client.capability, memory={}).scoped("local")
+    spec, client, ctx = client_context(ditto(0.5), config=ONE_STEP)
     own = {name: tensor + 0.1 if tensor.is_floating_point() else tensor for name, tensor in spec.initial.items()}
     ctx.memory["model"] = own
     TwoModels(0.5).train(ctx, spec.initial, None, 1.0)
@@ -80,8 +53,3 @@ def test_a_client_that_never_trained_deploys_the_model_of_round_0() -> None:
     untouched = run(local(), tiny_problem(), tiny_clients(), config)
     pairs = zip(result.final.per_client, untouched.final.per_client, strict=True)
     assert all(ours.personal == other.personal for ours, other in pairs if ours.client_id not in trained)
-
-
-def test_a_negative_strength_is_refused() -> None:
-    with pytest.raises(InvalidValueError, match="strength must be"):
-        ditto(-1.0)

@@ -19,8 +19,9 @@ from sparsekit_fl.problem.problem import Problem
 from sparsekit_fl.server.loop import run
 
 NAMES = (
-    "efd", "fedmp", "fedprox", "fedrolex", "fjord", "heterofl", "oort", "refl",
-    "flst", "rcr-dyn", "p-ucbv-fix", "fedlps-random", "fedlps-ordered", "fedlps-magnitude",
+    "efd", "fedlps", "fedmp", "fedprox", "fedrolex", "fjord", "heterofl", "oort", "refl",
+    *(pytest.param(name, marks=pytest.mark.slow)
+      for name in ("flst", "rcr-dyn", "p-ucbv-fix", "fedlps-random", "fedlps-ordered", "fedlps-magnitude")),
 )  # fmt: skip
 
 

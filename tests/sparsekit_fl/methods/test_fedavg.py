@@ -12,16 +12,10 @@ from sparsekit_fl.context.memory import rngs_by_kind
 from sparsekit_fl.methods import fedavg
 from sparsekit_fl.server.loop import run
 from sparsekit_fl.streams import Streams
-from sparsekit_fl.testing.methods import MethodContract
 from sparsekit_fl.testing.tiny import TinyNet, tiny_clients, tiny_config, tiny_problem
 
 
-class TestFedAvg(MethodContract):
-    @pytest.fixture
-    def make(self):
-        return fedavg
-
-
+@pytest.mark.same_bits
 def test_equals_a_loop_written_by_hand():
     clients, config = tiny_clients(), tiny_config(rounds=3)
     result = run(fedavg(), tiny_problem(), clients, config)

@@ -2,29 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 
 import numpy as np
 import pytest
+from personal import watched
 
-from sparsekit.errors import InvalidValueError
 from sparsekit_fl.context.server import ClientInfo, ServerContext
 from sparsekit_fl.methods import fedmp
 from sparsekit_fl.methods.fedmp import TimelyRatio
 from sparsekit_fl.policies.aggregate import DeltaMean
 from sparsekit_fl.problem.clients import Capability
-from sparsekit_fl.results.records import Observer
-from sparsekit_fl.server.loop import run
-from sparsekit_fl.testing.methods import MethodContract
-from sparsekit_fl.testing.tiny import tiny_clients, tiny_config, tiny_problem
+from sparsekit_fl.testing.tiny import tiny_config
 from sparsekit_fl.wire.messages import Update, WorkCost
-
-
-class TestFedMp(MethodContract):
-    @pytest.fixture
-    def make(self):
-        return fedmp
 
 
 def context(round: int, memory: dict, *, capability: float = 1.0, clients: int = 2) -> ServerContext:
@@ -47,7 +37,7 @@ def answer(client_id: int, loss: float, seconds: float) -> Update:
 
 
 def rewards(policy: TimelyRatio, memory: dict, client_id: int) -> list[float]:
-    return [reward for _, reward in policy._bandit(memory[str(client_id)], seed=0)._records.told]
+    return [reward for _, reward in policy._bandit(memory[str(client_id)], seed=0).told]
 
 
 def test_the_reward_is_the_loss_decrease_over_the_gap_to_the_mean_time() -> None:
@@ -90,24 +80,9 @@ def test_a_draw_that_was_never_answered_is_proposed_again_and_memory_is_plain_js
     assert json.loads(json.dumps(memory)) == memory
 
 
-class Ratios(Observer):
-    def __init__(self) -> None:
-        self.all = []
-
-    def on_client(self, round, client_id, update) -> None:
-        self.all.append(update)
-
-
 def test_the_residual_comes_back_with_equal_weights() -> None:
     assert fedmp().aggregate == DeltaMean("uniform")
-    seen = Ratios()
-    run(fedmp(), tiny_problem(), tiny_clients(), dataclasses.replace(tiny_config(rounds=8)), observers=[seen])
-    ratios = [update.ratio for update in seen.all]
+    _, updates = watched(fedmp(), config=tiny_config(rounds=8))
+    ratios = [update.ratio for update in updates]
     assert min(ratios) >= 0.2
     assert len(set(ratios)) > 10
-
-
-@pytest.mark.parametrize("options", [{"low": 1.0}, {"floor": 0.0}, {"discount": 0.0}])
-def test_bad_options_are_refused(options) -> None:
-    with pytest.raises(InvalidValueError):
-        TimelyRatio(**options)

@@ -2,32 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
-
-import pytest
 import torch
-from personal import combine, deep_problem, equals, update, watched
+from personal import client_context, combine, update, watched
 from torch import nn
 
 from sparsekit.allocation.uniform import keep_count
-from sparsekit.errors import InvalidValueError, NoUnitsError
 from sparsekit.graph.mask import UnitMask, WeightMask
 from sparsekit_fl.client.spec import RunSpec
 from sparsekit_fl.methods import fedavg, fedp3
 from sparsekit_fl.methods.fedp3 import PrunedOthers, own_layers
 from sparsekit_fl.policies.aggregate import CoverageMean
-from sparsekit_fl.policies.ratio import Full
 from sparsekit_fl.problem.problem import Problem
-from sparsekit_fl.server.loop import run
 from sparsekit_fl.server.server import Server
-from sparsekit_fl.testing.methods import MethodContract
-from sparsekit_fl.testing.tiny import tiny_clients, tiny_config, tiny_problem
-
-
-class TestFedP3(MethodContract):
-    @pytest.fixture
-    def make(self):
-        return fedp3
+from sparsekit_fl.testing.tiny import tiny_clients, tiny_config
 
 
 def four() -> Problem:
@@ -99,30 +86,8 @@ def test_training_is_compact() -> None:
     assert max(sizes) <= 64
 
 
-@pytest.mark.parametrize("problem", [deep_problem, tiny_problem])
-def test_with_all_layers_shared_it_is_fedavg_bit_for_bit(problem) -> None:
-    method = dataclasses.replace(fedp3(layers=None, private_head=False, keep=1.0), ratio=Full())
-    ours = run(method, problem(), equals(), tiny_config())
-    plain = run(fedavg(), problem(), equals(), tiny_config())
-    assert ours.final.state_sha256 == plain.final.state_sha256
-
-
 def test_the_client_trains_a_prefix_of_the_units() -> None:
-    spec = RunSpec.build(fedp3(), tiny_problem(), tiny_config())
-    from sparsekit_fl.client.worker import WorkerState
-
-    client = tiny_clients(3)[2]
-    ctx = WorkerState(spec).context(client=client, round=1, capability=client.capability, memory={}).scoped("mask")
+    spec, _, ctx = client_context(fedp3(), place=2, kind="mask")
     mask = PrunedOthers().choose(ctx, 0.25, spec.initial)
     assert isinstance(mask, UnitMask)
     assert mask["first"].tolist() == [True, True, *[False] * 6]
-
-
-def test_bad_options_and_models_are_refused() -> None:
-    with pytest.raises(InvalidValueError, match="layers must be"):
-        fedp3(layers=0)
-    with pytest.raises(InvalidValueError, match=r"in \(0, 1\]"):
-        fedp3(keep=0.0)
-    flat = Problem(model=lambda: nn.Linear(6, 3), example_inputs=(torch.zeros(2, 6),))
-    with pytest.raises(NoUnitsError, match="FedP3 has nothing"):
-        run(fedp3(), flat, tiny_clients(), tiny_config())

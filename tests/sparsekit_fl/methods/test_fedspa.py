@@ -4,44 +4,22 @@ from __future__ import annotations
 
 import math
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from personal import combine, deep_problem, equals, server_context, update, watched
+from personal import combine, deep_problem, server_context, update, watched
 
-from sparsekit.errors import InvalidValueError
 from sparsekit.graph.mask import WeightMask
-from sparsekit_fl.methods import fedavg, fedspa
+from sparsekit_fl.methods import fedspa
 from sparsekit_fl.methods.fedspa import MovingMask, move_mask
 from sparsekit_fl.policies.aggregate import DeltaMean
-from sparsekit_fl.server.loop import run
-from sparsekit_fl.testing.methods import MethodContract
 from sparsekit_fl.testing.tiny import tiny_config
-
-
-class TestFedSpa(MethodContract):
-    @pytest.fixture
-    def make(self):
-        return fedspa
-
-
-class TestStaticFedSpa(MethodContract):
-    @pytest.fixture
-    def make(self):
-        return lambda: fedspa(anneal=0.0, densities="uniform", ratio=0.3)
 
 
 def test_an_entry_moves_by_the_sum_of_changes_over_all_clients() -> None:
     first = update(0, [1.0, 0.0, 4.0], keep=[True, False, True], examples=1)
     second = update(1, [5.0, 0.0, 0.0], keep=[True, False, False], examples=9)
     assert combine(DeltaMean("uniform"), first, second)["w"].tolist() == [[4.0, 2.0, 5.0]]
-
-
-def test_the_whole_model_is_fedavg_bit_for_bit() -> None:
-    ours = run(fedspa(ratio=1.0), deep_problem(), equals(), tiny_config())
-    plain = run(fedavg(), deep_problem(), equals(), tiny_config())
-    assert ours.final.state_sha256 == plain.final.state_sha256
 
 
 def test_a_move_by_hand() -> None:
@@ -113,10 +91,3 @@ def test_the_screened_batch_is_counted_as_dense_work() -> None:
     forward = 2 * (48 + 24)
     assert moving.cost.flops_compact - static.cost.flops_compact == 16 * 3 * 8 * forward
     assert "no time" in moving.note
-
-
-def test_bad_options_are_refused() -> None:
-    with pytest.raises(InvalidValueError, match="anneal must be"):
-        fedspa(anneal=1.5)
-    with pytest.raises(InvalidValueError, match="densities must be"):
-        fedspa(densities="other")

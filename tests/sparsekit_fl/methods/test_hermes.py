@@ -6,43 +6,20 @@ import itertools
 
 import pytest
 import torch
-from personal import deep_problem, equals, watched
+from personal import client_context, deep_problem, watched
 from torch import nn
 
 from sparsekit import load_compact, load_mask, trace_units
 from sparsekit.allocation.choose import select
 from sparsekit.allocation.uniform import keep_count
 from sparsekit.criteria import Magnitude, Ordered, View
-from sparsekit.errors import InvalidValueError, NoUnitsError
 from sparsekit.graph.mask import UnitMask
 from sparsekit_fl.client.spec import RunSpec
-from sparsekit_fl.client.worker import WorkerState
 from sparsekit_fl.methods import fedavg, hermes
 from sparsekit_fl.methods.hermes import GroupLassoSgd
-from sparsekit_fl.policies.local import Sgd, load_leaves
+from sparsekit_fl.policies.local import load_leaves
 from sparsekit_fl.problem.problem import Problem
-from sparsekit_fl.server.loop import run
-from sparsekit_fl.testing.methods import MethodContract
-from sparsekit_fl.testing.tiny import TinyNet, tiny_clients, tiny_config, tiny_problem
-
-
-class TestHermes(MethodContract):
-    @pytest.fixture
-    def make(self):
-        return hermes
-
-
-class TestEagerHermes(MethodContract):
-    @pytest.fixture
-    def make(self):
-        return lambda: hermes(threshold=0.0, target=0.3)
-
-
-@pytest.mark.parametrize("problem", [deep_problem, tiny_problem])
-def test_without_pruning_and_lasso_it_is_fedavg_bit_for_bit(problem) -> None:
-    ours = run(hermes(threshold=1.0, lasso=0.0), problem(), equals(), tiny_config())
-    plain = run(fedavg(), problem(), equals(), tiny_config())
-    assert ours.final.state_sha256 == plain.final.state_sha256
+from sparsekit_fl.testing.tiny import TinyNet, tiny_config, tiny_problem
 
 
 def test_subnetworks_are_monotone_and_stop_at_the_target() -> None:
@@ -108,9 +85,7 @@ def mixed() -> Problem:
 
 @pytest.mark.parametrize("ratio", [1.0, 0.5])
 def test_the_lassos_gradient_is_autograds(ratio) -> None:
-    spec = RunSpec.build(hermes(), mixed(), tiny_config())
-    client = tiny_clients(1)[0]
-    ctx = WorkerState(spec).context(client=client, round=1, capability=client.capability, memory={}).scoped("local")
+    spec, _, ctx = client_context(hermes(), mixed())
     mask = select(Ordered(), spec.graph, ratio, View())
     leaves = load_leaves(ctx, spec.initial, mask)
     lasso = GroupLassoSgd(lasso=0.3)
@@ -143,18 +118,7 @@ def test_a_lasso_makes_units_smaller() -> None:
 
 
 def test_zero_units_get_no_gradient_from_the_lasso() -> None:
-    spec = RunSpec.build(hermes(), deep_problem(), tiny_config())
-    client = tiny_clients(1)[0]
-    ctx = WorkerState(spec).context(client=client, round=1, capability=client.capability, memory={}).scoped("local")
+    spec, _, ctx = client_context(hermes(), deep_problem())
     state = {name: torch.zeros_like(tensor) for name, tensor in spec.initial.items()}
     result = GroupLassoSgd(lasso=1.0).train(ctx, state, None, 1.0)
     assert all(bool(torch.isfinite(tensor).all()) for tensor in result.state.values())
-
-
-def test_bad_options_and_models_are_refused() -> None:
-    with pytest.raises(InvalidValueError, match="lasso must be"):
-        GroupLassoSgd(lasso=-1.0)
-    flat = Problem(model=lambda: nn.Linear(6, 3), example_inputs=(torch.zeros(2, 6),))
-    with pytest.raises(NoUnitsError, match="Hermes has nothing"):
-        run(hermes(), flat, tiny_clients(), tiny_config())
-    assert issubclass(GroupLassoSgd, Sgd)

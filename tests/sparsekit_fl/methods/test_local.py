@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
-import sparsekit_fl
 from sparsekit_fl.client.spec import RunSpec
 from sparsekit_fl.methods import local
 from sparsekit_fl.server.loop import run
-from sparsekit_fl.testing.methods import MethodContract
 from sparsekit_fl.testing.tiny import tiny_clients, tiny_config, tiny_problem
-
-
-class TestLocal(MethodContract):
-    @pytest.fixture
-    def make(self):
-        return local
 
 
 def test_the_global_model_never_moves_and_personal_models_learn():
@@ -30,8 +21,3 @@ def test_the_global_model_never_moves_and_personal_models_learn():
 def test_only_messages_without_entries_travel():
     result = run(local(), tiny_problem(), tiny_clients(), tiny_config(rounds=1))
     assert result.cost.uplink_bytes < 4 * 700
-
-
-def test_a_method_is_a_function_of_the_package_and_a_name_of_the_registry():
-    assert sparsekit_fl.methods.local() == sparsekit_fl.methods.registry["local"]() == local()
-    assert {"fedavg", "fedlps", "fedlps-paper", "local"} <= set(sparsekit_fl.methods.registry)

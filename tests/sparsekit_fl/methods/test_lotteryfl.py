@@ -2,31 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 
 import pytest
 import torch
-from personal import combine, deep_problem, equals, server_context, update, watched
+from personal import client_context, combine, deep_problem, server_context, update, watched
 
 from sparsekit import load_compact
-from sparsekit.errors import InvalidValueError
 from sparsekit.graph.mask import WeightMask
-from sparsekit_fl.client.spec import RunSpec
-from sparsekit_fl.client.worker import WorkerState
-from sparsekit_fl.methods import fedavg, lotteryfl
-from sparsekit_fl.methods.lotteryfl import Tickets
+from sparsekit_fl.methods import lotteryfl
 from sparsekit_fl.policies.aggregate import CoverageMean
 from sparsekit_fl.policies.weight_masks import weight_count
-from sparsekit_fl.server.loop import run
-from sparsekit_fl.testing.methods import MethodContract
-from sparsekit_fl.testing.tiny import TinyNet, tiny_clients, tiny_config, tiny_problem
-
-
-class TestLotteryFl(MethodContract):
-    @pytest.fixture
-    def make(self):
-        return lotteryfl
+from sparsekit_fl.testing.tiny import TinyNet, tiny_config
 
 
 def test_entries_are_averaged_over_their_holders_alone() -> None:
@@ -35,13 +22,6 @@ def test_entries_are_averaged_over_their_holders_alone() -> None:
     found = combine(CoverageMean("uniform"), first, second)
     assert found["w"].tolist() == [[4.0, 2.0, 7.0]]
     assert found["b"].tolist() == [13.0]
-
-
-def test_without_pruning_it_is_fedavg_bit_for_bit() -> None:
-    ours = run(lotteryfl(threshold=1.0), deep_problem(), equals(), tiny_config())
-    plain = run(fedavg(), deep_problem(), equals(), tiny_config())
-    assert ours.final.state_sha256 == plain.final.state_sha256
-    assert ours.final.personal == plain.final.personal
 
 
 def by_client(updates):
@@ -81,12 +61,11 @@ def test_the_ticket_comes_down_and_nothing_else() -> None:
 
 
 def trained(*, received, mask, state):
-    spec = RunSpec.build(lotteryfl(), deep_problem(), tiny_config())
-    client = tiny_clients(1)[0]
-    ctx = WorkerState(spec).context(client=client, round=3, capability=client.capability, memory={}, received=received)
-    return spec, spec.method.local.train(ctx.scoped("local"), state(spec), mask, 1.0)
+    spec, _, ctx = client_context(lotteryfl(), deep_problem(), round=3, received=received)
+    return spec, spec.method.local.train(ctx, state(spec), mask, 1.0)
 
 
+@pytest.mark.same_bits
 def test_a_client_that_pruned_starts_from_round_0_and_others_from_the_global_values() -> None:
     keep = torch.arange(48).view(8, 6) % 2 == 0
     mask = WeightMask({"0.weight": keep})
@@ -102,28 +81,25 @@ def test_a_client_that_pruned_starts_from_round_0_and_others_from_the_global_val
     assert not bool(rewound.state["0.weight"][~keep].any())
 
 
+@pytest.mark.same_bits
 def test_without_rewinding_a_client_that_pruned_goes_on_from_the_global_values() -> None:
-    spec = RunSpec.build(lotteryfl(rewind=False), deep_problem(), tiny_config())
-    client = tiny_clients(1)[0]
     mask = WeightMask({"0.weight": torch.arange(48).view(8, 6) % 2 == 0})
-    state = {name: 2 * tensor for name, tensor in spec.initial.items()}
     found = []
     for received in (None, mask):
-        ctx = WorkerState(spec).context(client=client, round=3, capability=client.capability, memory={}, received=received)
-        found.append(spec.method.local.train(ctx.scoped("local"), state, mask, 1.0).state)
+        spec, _, ctx = client_context(lotteryfl(rewind=False), deep_problem(), round=3, received=received)
+        state = {name: 2 * tensor for name, tensor in spec.initial.items()}
+        found.append(spec.method.local.train(ctx, state, mask, 1.0).state)
     assert all(torch.equal(found[0][name], found[1][name]) for name in state)
 
 
 def test_the_gate_asks_the_received_model_on_validation_data() -> None:
-    spec = RunSpec.build(lotteryfl(threshold=0.4), tiny_problem(), tiny_config())
-    client = tiny_clients(1)[0]
     for shift, pruned in ((0.0, None), (100.0, True)):
+        spec, client, ctx = client_context(lotteryfl(threshold=0.4), kind="mask")
         label = int(client.data.val.targets.mode().values)
         state = {name: tensor.clone() for name, tensor in spec.initial.items()}
         state["last.bias"] = torch.zeros(3)
         state["last.bias"][label if shift else (label + 1) % 3] = 100.0
         share = float((client.data.val.targets == (label if shift else (label + 1) % 3)).float().mean())
-        ctx = WorkerState(spec).context(client=client, round=1, capability=client.capability, memory={}).scoped("mask")
         mask = spec.method.mask.choose(ctx, 1.0, state)
         assert (mask is not None) == (share > 0.4)
         assert pruned is None or share > 0.4
@@ -138,13 +114,3 @@ def test_dropped_weights_of_a_personal_model_are_zero_and_the_others_global(tmp_
             found = small.state_dict()[name]
             assert torch.equal(found[keep], result.state[name][keep])
             assert not bool(found[~keep].any())
-
-
-def test_bad_options_and_problems_are_refused() -> None:
-    with pytest.raises(InvalidValueError, match="target must be"):
-        Tickets(target=1.0)
-    with pytest.raises(InvalidValueError, match="threshold must be"):
-        Tickets(threshold=50.0)
-    problem = dataclasses.replace(tiny_problem(), metrics={"other": lambda outputs, targets: (1.0, 1.0)})
-    with pytest.raises(InvalidValueError, match="decides by accuracy"):
-        run(lotteryfl(), problem, tiny_clients(), tiny_config())

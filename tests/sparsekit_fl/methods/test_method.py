@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from typing import Any
 
@@ -45,15 +43,6 @@ def test_a_note_goes_into_the_result_and_an_empty_one_does_not():
         result = run(Method(name="m", source="s", note=note), tiny_problem(), tiny_clients(), tiny_config(rounds=1))
         assert result.to_dict().get("note", "") == note
         assert ("note" in result.to_dict()) == bool(note)
-
-
-def test_importing_the_package_needs_neither_flwr_nor_pyarrow_nor_pytest():
-    code = (
-        "import sys, sparsekit_fl; from sparsekit_fl import run, methods, policies, metrics, Problem, Client;"
-        "print([m for m in ('flwr', 'pyarrow', 'pytest', 'sklearn', 'ray', 'matplotlib', 'typer') if m in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
 
 
 def _recorded(policy: Any, kind: str, hooks: list[str], calls: list[str]) -> Any:

@@ -6,47 +6,11 @@ import dataclasses
 
 import pytest
 import torch
-from personal import deep_problem, equals, watched
+from personal import ONE_STEP, client_context, deep_problem, watched
 
-from sparsekit.errors import InvalidValueError
-from sparsekit_fl.client.spec import RunSpec
-from sparsekit_fl.client.worker import WorkerState
 from sparsekit_fl.methods import fedavg, per_fedavg
 from sparsekit_fl.methods.per_fedavg import AdaptedModel, MetaSgd
-from sparsekit_fl.testing.methods import MethodContract
 from sparsekit_fl.testing.tiny import tiny_clients, tiny_config
-
-
-class TestPerFedAvg(MethodContract):
-    @pytest.fixture
-    def make(self):
-        return per_fedavg
-
-
-class TestHessianFree(MethodContract):
-    @pytest.fixture
-    def make(self):
-        return lambda: per_fedavg(variant="hessian-free")
-
-
-@pytest.mark.parametrize("variant", ["first-order", "hessian-free"])
-@pytest.mark.parametrize("momentum", [0.0, 0.5])
-def test_without_adaptation_it_is_fedavg_bit_for_bit(variant, momentum) -> None:
-    base = tiny_config()
-    config = dataclasses.replace(base, training=dataclasses.replace(base.training, momentum=momentum))
-    method = per_fedavg(variant=variant, adaptation_lr=0.0, steps=0)
-    ours = watched(method, problem=deep_problem(), clients=equals(), config=config)[0]
-    plain = watched(fedavg(), problem=deep_problem(), clients=equals(), config=config)[0]
-    assert ours.final.state_sha256 == plain.final.state_sha256
-    assert ours.final.personal == plain.final.personal
-
-
-def context(batch_size=64):
-    base = tiny_config()
-    config = dataclasses.replace(base, training=dataclasses.replace(base.training, local_epochs=1, batch_size=batch_size))
-    spec = RunSpec.build(per_fedavg(), deep_problem(), config)
-    client = tiny_clients(1)[0]
-    return spec, client, WorkerState(spec).context(client=client, round=1, capability=client.capability, memory={})
 
 
 def gradient(weights, data):
@@ -62,8 +26,8 @@ def moved(weights, direction, rate):
 
 def test_a_first_order_step_by_hand() -> None:
     """One batch holds all examples, so D and D′ are the same and the order in them does not matter."""
-    spec, client, ctx = context()
-    result = MetaSgd(adaptation_lr=0.3).train(ctx.scoped("local"), spec.initial, None, 1.0)
+    spec, client, ctx = client_context(per_fedavg(), deep_problem(), ONE_STEP)
+    result = MetaSgd(adaptation_lr=0.3).train(ctx, spec.initial, None, 1.0)
     data, start = client.data.train, dict(spec.initial)
     adapted = moved(start, gradient(start, data), 0.3)
     expected = moved(start, gradient(adapted, data), 0.1)
@@ -72,8 +36,8 @@ def test_a_first_order_step_by_hand() -> None:
 
 
 def test_a_hessian_free_step_by_hand() -> None:
-    spec, client, ctx = context()
-    result = MetaSgd(adaptation_lr=0.3, variant="hessian-free", delta=0.05).train(ctx.scoped("local"), spec.initial, None, 1.0)
+    spec, client, ctx = client_context(per_fedavg(), deep_problem(), ONE_STEP)
+    result = MetaSgd(adaptation_lr=0.3, variant="hessian-free", delta=0.05).train(ctx, spec.initial, None, 1.0)
     data, start = client.data.train, dict(spec.initial)
     first = gradient(moved(start, gradient(start, data), 0.3), data)
     plus, minus = gradient(moved(start, first, -0.05), data), gradient(moved(start, first, 0.05), data)
@@ -94,23 +58,14 @@ def test_every_gradient_of_a_step_is_counted(variant, gradients) -> None:
 
 
 def test_the_deployed_model_is_one_step_away_from_the_global_one() -> None:
-    spec, client, ctx = context()
-    found = AdaptedModel(adaptation_lr=0.2).model(ctx.scoped("personal"), spec.initial)
+    spec, client, ctx = client_context(per_fedavg(), deep_problem(), ONE_STEP, kind="personal")
+    found = AdaptedModel(adaptation_lr=0.2).model(ctx, spec.initial)
     expected = moved(dict(spec.initial), gradient(dict(spec.initial), client.data.train), 0.2)
     for name, value in expected.items():
         assert torch.allclose(found.state[name], value, atol=1e-6), name
-    assert AdaptedModel(steps=0).model(ctx.scoped("personal"), spec.initial).state["0.weight"].equal(spec.initial["0.weight"])
+    assert AdaptedModel(steps=0).model(ctx, spec.initial).state["0.weight"].equal(spec.initial["0.weight"])
 
 
 def test_adapting_helps_on_the_clients_own_data() -> None:
     result = watched(per_fedavg(steps=10), problem=deep_problem())[0]
     assert result.final.personal["loss"] < result.final.shared["loss"]
-
-
-def test_bad_options_are_refused() -> None:
-    with pytest.raises(InvalidValueError, match="variant must be"):
-        per_fedavg(variant="exact")
-    with pytest.raises(InvalidValueError, match="adaptation_lr must be"):
-        per_fedavg(adaptation_lr=-0.1)
-    with pytest.raises(InvalidValueError, match="steps must be"):
-        per_fedavg(steps=-1)

@@ -2,31 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from personal import combine, deep_problem, equals, update, watched
+from personal import ONE_STEP, client_context, combine, deep_problem, update, watched
 
-from sparsekit.errors import InvalidValueError
 from sparsekit.graph.mask import WeightMask
 from sparsekit_fl.client.spec import RunSpec
-from sparsekit_fl.methods import fedavg, prunefl
+from sparsekit_fl.methods import prunefl
 from sparsekit_fl.methods.prunefl import MaskedMean, Search, weight_seconds
 from sparsekit_fl.policies.weight_masks import search_weights
 from sparsekit_fl.problem.clients import Capability
-from sparsekit_fl.server.loop import run
-from sparsekit_fl.testing.methods import MethodContract
 from sparsekit_fl.testing.tiny import tiny_config, tiny_problem
-
-
-class TestPruneFl(MethodContract):
-    @pytest.fixture
-    def make(self):
-        return lambda: prunefl(Search(every=2))
 
 
 def test_a_search_by_hand() -> None:
@@ -78,12 +68,6 @@ def test_seconds_per_weight_are_those_of_computing_and_sending_it() -> None:
     assert seconds["first.weight"] == pytest.approx(3 * 2 * 100 / 727e9 + wire)
 
 
-def test_without_any_search_it_is_fedavg_bit_for_bit() -> None:
-    ours = run(prunefl(Search(initial=0, every=99)), deep_problem(), equals(), tiny_config())
-    plain = run(fedavg(), deep_problem(), equals(), tiny_config())
-    assert ours.final.state_sha256 == plain.final.state_sha256
-
-
 def test_one_client_prunes_in_the_first_round_and_all_share_its_mask() -> None:
     result, updates = watched(prunefl(Search(every=99)))
     assert [len(record.cohort) for record in result.rounds] == [1, 4, 4, 4]
@@ -112,15 +96,7 @@ def test_gradients_travel_in_due_rounds_only_and_the_mask_changes_after_them() -
 
 def test_the_gradients_are_squared_sums_of_dense_ones_times_examples() -> None:
     """One batch and one epoch: the sum is the gradient at the start, dropped entries included."""
-    from sparsekit_fl.client.worker import WorkerState
-    from sparsekit_fl.testing.tiny import tiny_clients
-
-    base = tiny_config()
-    config = dataclasses.replace(base, training=dataclasses.replace(base.training, local_epochs=1, batch_size=64))
-    search = Search(every=2)
-    spec = RunSpec.build(prunefl(search), deep_problem(), config)
-    client = tiny_clients(1)[0]
-    ctx = WorkerState(spec).context(client=client, round=2, capability=client.capability, memory={}).scoped("local")
+    spec, client, ctx = client_context(prunefl(Search(every=2)), deep_problem(), ONE_STEP, round=2)
     mask = WeightMask({"0.weight": torch.arange(48).view(8, 6) % 2 == 0})
     result = spec.method.local.train(ctx, spec.initial, mask, 1.0)
     model = deep_problem().model()
@@ -144,9 +120,3 @@ def test_shares_halve_over_the_run() -> None:
     assert Search().share_at(0, 100) == 0.3
     assert Search().share_at(100, 100) == 0.15
     assert Search(half_lives=2).share_at(50, 100) == 0.15
-
-
-def test_bad_options_are_refused() -> None:
-    for bad in ({"every": 0}, {"share": 1.0}, {"overhead": -1.0}, {"initial": -1}):
-        with pytest.raises(InvalidValueError):
-            Search(**bad)

@@ -9,47 +9,19 @@ import numpy as np
 import pytest
 import torch
 
-from sparsekit.errors import InvalidValueError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit_fl.context.memory import rngs_by_kind
 from sparsekit_fl.context.server import ClientInfo, ServerContext
-from sparsekit_fl.methods import fedavg, refl
+from sparsekit_fl.methods import refl
 from sparsekit_fl.methods.refl import Availability, LeastAvailable, StaleMean
 from sparsekit_fl.policies.aggregate import WeightedMean
 from sparsekit_fl.problem.clients import Capability
 from sparsekit_fl.server.loop import run
-from sparsekit_fl.testing.methods import MethodContract
 from sparsekit_fl.testing.tiny import tiny_clients, tiny_config, tiny_problem
 from sparsekit_fl.wire.messages import Update, WorkCost
 
 GRAPH = UnitGraph(groups={}, shapes={"w": torch.Size([3]), "n": torch.Size([])})
 STATE = {"w": torch.tensor([1.0, 2.0, 3.0]), "n": torch.tensor(10)}
-
-
-class TestRefl(MethodContract):
-    @pytest.fixture
-    def make(self):
-        return refl
-
-
-class TestImpatientRefl(MethodContract):
-    @pytest.fixture
-    def make(self):
-        return lambda: refl(target=0.3, cool_down=1)
-
-
-def patient():
-    """Everybody is there and is waited for."""
-    method = refl(target=1.0, cool_down=0, availability=None)
-    return dataclasses.replace(method, aggregate=StaleMean(weighting="examples"))
-
-
-def test_with_everybody_available_and_waited_for_it_is_fedavg_bit_for_bit() -> None:
-    ours = run(patient(), tiny_problem(), tiny_clients(), tiny_config())
-    reference = run(fedavg(), tiny_problem(), tiny_clients(), tiny_config())
-    assert ours.final.state_sha256 == reference.final.state_sha256
-    assert [record.cohort for record in ours.rounds] == [record.cohort for record in reference.rounds]
-    assert ours.cost.seconds == reference.cost.seconds
 
 
 def test_not_waiting_for_the_slowest_shortens_the_rounds() -> None:
@@ -178,20 +150,3 @@ def test_without_late_updates_it_is_the_mean() -> None:
 def test_without_fresh_updates_late_ones_weigh_by_age_alone() -> None:
     late = [(update(0, [1.0, 0.0, 0.0]), 1), (update(1, [4.0, 0.0, 0.0]), 3)]
     assert combine(StaleMean(beta=0.0), *late) == pytest.approx([1.0 + (1.0 / 2 + 4.0 / 4) / (1 / 2 + 1 / 4), 2.0, 3.0])
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: LeastAvailable(target=0.0),
-        lambda: LeastAvailable(alpha=1.0),
-        lambda: LeastAvailable(cool_down=-1),
-        lambda: Availability(stay_low=0.9, stay_high=0.5),
-        lambda: Availability(accuracy=2.0),
-        lambda: StaleMean(beta=-0.1),
-        lambda: StaleMean(weighting="size"),
-    ],
-)
-def test_bad_options_are_refused(make) -> None:
-    with pytest.raises(InvalidValueError):
-        make()

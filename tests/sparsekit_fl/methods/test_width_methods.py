@@ -7,25 +7,21 @@ import itertools
 
 import pytest
 import torch
+from personal import client_context, training, watched
 
 from sparsekit import UnitMask, criteria, trace_units
 from sparsekit.allocation.choose import select
 from sparsekit.allocation.uniform import keep_count
 from sparsekit.criteria.base import View
-from sparsekit.errors import NoUnitsError
 from sparsekit_fl.client.spec import RunSpec
-from sparsekit_fl.client.worker import WorkerState
 from sparsekit_fl.methods import efd, fedavg, fedmp, fedrolex, fjord, heterofl
 from sparsekit_fl.methods.fjord import OrderedDropoutSgd
-from sparsekit_fl.paper.ablations import flst, rcr_dyn
+from sparsekit_fl.paper.ablations import rcr_dyn
 from sparsekit_fl.policies.learnable import LearnableSgd
 from sparsekit_fl.policies.mask import RoundView
 from sparsekit_fl.policies.personal import GlobalModel
-from sparsekit_fl.policies.ratio import Full
 from sparsekit_fl.problem.problem import Problem
-from sparsekit_fl.results.records import Observer
 from sparsekit_fl.server.loop import run
-from sparsekit_fl.testing.methods import MethodContract
 from sparsekit_fl.testing.tiny import TinyNet, tiny_clients, tiny_config, tiny_problem
 
 WIDTHS = {
@@ -35,70 +31,6 @@ WIDTHS = {
     "fjord": fjord,
     "fedmp": fedmp,
 }
-BARE = {
-    **WIDTHS,
-    "efd": lambda: efd(clip=None),
-    "heterofl": lambda: heterofl(clip=None, static_norm=False),
-    "fedrolex": lambda: fedrolex(clip=None, static_norm=False),
-    "fjord": lambda: fjord(levels=(1.0,)),
-}
-
-
-class TestEfd(MethodContract):
-    @pytest.fixture
-    def make(self):
-        return efd
-
-
-class TestHeteroFl(MethodContract):
-    @pytest.fixture
-    def make(self):
-        return heterofl
-
-
-class TestHeteroFlWithAllItsMeasures(MethodContract):
-    @pytest.fixture
-    def make(self):
-        return lambda: heterofl(scaler=True, masked_loss=True)
-
-
-class TestFedRolex(MethodContract):
-    @pytest.fixture
-    def make(self):
-        return fedrolex
-
-
-class Updates(Observer):
-    def __init__(self) -> None:
-        self.all = []
-
-    def on_client(self, round, client_id, update) -> None:
-        self.all.append(update)
-
-
-def watched(method, *, config=None, clients=None):
-    updates = Updates()
-    result = run(method, tiny_problem(), clients or tiny_clients(), config or tiny_config(), observers=[updates])
-    return result, updates.all
-
-
-def equals(count: int):
-    """Clients with equally many examples and a full capability, so that every weighting is one."""
-    return tiny_clients(count)[::4]
-
-
-@pytest.mark.parametrize("name", BARE)
-@pytest.mark.parametrize("momentum", [0.0, 0.5])
-def test_where_everybody_trains_everything_it_is_fedavg_bit_for_bit(name, momentum) -> None:
-    base = tiny_config(rounds=3)
-    training = dataclasses.replace(base.training, momentum=momentum)
-    config = dataclasses.replace(base, training=training, capability_levels=(1.0,))
-    clients = equals(20)
-    ours = run(dataclasses.replace(BARE[name](), ratio=Full()), tiny_problem(), clients, config)
-    reference = run(fedavg(), tiny_problem(), clients, config)
-    assert ours.final.state_sha256 == reference.final.state_sha256
-    assert ours.cost.flops_compact == reference.cost.flops_compact
-    assert ours.cost.flops_rowmask == reference.cost.flops_rowmask
 
 
 @pytest.mark.parametrize("name", WIDTHS)
@@ -125,13 +57,6 @@ def test_row_mask_flops_are_three_passes_of_the_clients_width_with_full_batches(
     # 2 · 6 · k weights and 8 biases of the first layer, 2 · 8 · 3 and 3 of the last; every epoch fills its last batch.
     cost = sum(3 * 2 * 8 * -(-update.examples // 8) * (12 * keep_count(update.ratio, 8) + 8 + 48 + 3) for update in updates)
     assert result.cost.flops_rowmask == cost
-
-
-@pytest.mark.parametrize("method", [efd, heterofl, fedrolex, fedmp, fjord, flst])
-def test_a_model_without_units_is_refused_before_the_run(method) -> None:
-    flat = Problem(model=lambda: torch.nn.Linear(6, 3), example_inputs=(torch.zeros(2, 6),))
-    with pytest.raises(NoUnitsError, match="nothing to choose from"):
-        run(method(), flat, tiny_clients(), tiny_config(rounds=1))
 
 
 def test_heterofl_never_touches_units_beyond_the_widest_client() -> None:
@@ -170,18 +95,6 @@ def test_efd_draws_other_units_for_every_client_and_round() -> None:
     assert all(sum(mask) == 4 for mask in drawn)
 
 
-class TestFjord(MethodContract):
-    @pytest.fixture
-    def make(self):
-        return fjord
-
-
-class TestDistillingFjord(MethodContract):
-    @pytest.fixture
-    def make(self):
-        return lambda: fjord(distillation=True)
-
-
 def test_fjords_widths_are_nested() -> None:
     graph = trace_units(TinyNet(), torch.zeros(2, 6))
     masks = [select(criteria.Ordered(), graph, width, View())["first"] for width in (1 / 16, 0.25, 0.3, 0.5, 1.0)]
@@ -192,19 +105,14 @@ def test_fjords_widths_are_nested() -> None:
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 @pytest.mark.parametrize("distillation", [False, True])
 def test_fjord_equals_masked_training_written_by_hand(momentum, distillation) -> None:
-    """The narrow modules in shared memory against a dense model whose units are silenced, step for step."""
-    base = tiny_config(rounds=1)
-    config = dataclasses.replace(base, training=dataclasses.replace(base.training, momentum=momentum))
-    client = tiny_clients(1)[0]
+    """Narrow modules on parts of the leaves against a dense model whose units are silenced, step for step."""
+    config = training(tiny_config(rounds=1), momentum=momentum)
     local = OrderedDropoutSgd(levels=(0.25, 0.5), distillation=distillation)
-    spec = RunSpec.build(dataclasses.replace(fjord(), local=local), norm_free(), config)
+    method = dataclasses.replace(fjord(), local=local)
 
-    def context():
-        worker = WorkerState(spec)
-        return worker.context(client=client, round=1, capability=client.capability, memory={}).scoped("local")
-
-    ours = local.train(context(), spec.initial, None, 1.0)
-    ctx = context()
+    spec, _, ctx = client_context(method, norm_free(), config)
+    ours = local.train(ctx, spec.initial, None, 1.0)
+    _, _, ctx = client_context(method, norm_free(), config)
     model = norm_free().model()
     model.load_state_dict(spec.initial)
     batches = ctx.batches()
@@ -221,16 +129,12 @@ def test_fjord_equals_masked_training_written_by_hand(momentum, distillation) ->
                 loss = torch.nn.functional.cross_entropy(whole, batch.targets)
                 if width < 1.0:
                     loss = loss + torch.nn.functional.cross_entropy(logits, whole.detach().softmax(-1))
-                kept = torch.ones(8)
             model.zero_grad()
             loss.backward()
-            inside = {"0.weight": kept[:, None], "0.bias": kept, "2.weight": kept[None], "2.bias": torch.ones(())}
             with torch.no_grad():
                 for name, value in model.named_parameters():
-                    # Momentum of entries outside the width stands still, as they do.
-                    moved = momentum * velocity[name] + value.grad
-                    velocity[name] = torch.where(inside[name] > 0, moved, velocity[name])
-                    value -= 0.1 * velocity[name] * inside[name]
+                    velocity[name] = momentum * velocity[name] + value.grad
+                    value -= 0.1 * velocity[name]
     for name, value in model.state_dict().items():
         assert torch.allclose(ours.state[name], value, atol=1e-6), name
 

@@ -55,6 +55,7 @@ def test_example_tokens_are_many_and_always_the_same() -> None:
     assert int(first.max()) < 10_000
 
 
+@pytest.mark.same_bits
 def test_the_lstm_reads_from_left_to_right() -> None:
     model = NextWordLstm(vocabulary=11, width=4, hidden=5)
     tokens = torch.arange(9)[None]
@@ -63,29 +64,6 @@ def test_the_lstm_reads_from_left_to_right() -> None:
     before, after = model(tokens), model(changed)
     assert torch.equal(before[0, :6], after[0, :6])
     assert not torch.equal(before[0, 6:], after[0, 6:])
-
-
-def test_batch_norms_keep_running_statistics() -> None:
-    model = vgg11()
-    model(torch.randn(2, 3, 32, 32))
-    norms = [module for module in model.modules() if isinstance(module, nn.BatchNorm2d)]
-    assert len(norms) == 8
-    assert all(int(norm.num_batches_tracked) == 1 for norm in norms)
-
-
-def test_a_small_step_of_training_lowers_the_loss() -> None:
-    torch.manual_seed(0)
-    model = Cnn(classes=3, size=(16, 16))
-    images, labels = torch.randn(6, 1, 16, 16), torch.tensor([0, 1, 2, 0, 1, 2])
-    optimiser = torch.optim.SGD(model.parameters(), lr=0.1)
-    losses = []
-    for _ in range(20):
-        loss = nn.functional.cross_entropy(model(images), labels)
-        optimiser.zero_grad()
-        loss.backward()
-        optimiser.step()
-        losses.append(float(loss.detach()))
-    assert losses[-1] < losses[0]
 
 
 @pytest.mark.parametrize(

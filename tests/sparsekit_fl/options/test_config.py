@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
-from sparsekit.deprecations import RemovedIn0_3Warning
 from sparsekit.errors import InvalidValueError, UnknownNameError
-from sparsekit_fl.options.config import HETEROGENEITY, RunConfig, TrainingConfig, current_names
+from sparsekit_fl.options.config import _BELONGS, HETEROGENEITY, RunConfig, TrainingConfig
 from sparsekit_fl.problem.clients import CAPABILITY_LEVELS
 
 FULL = RunConfig(
@@ -85,25 +82,38 @@ def test_values_that_are_not_allowed_are_refused(options, message):
         RunConfig.from_dict(options)
 
 
-def test_the_former_name_of_the_cohort_is_taken_with_a_warning(tmp_path):
-    with pytest.warns(RemovedIn0_3Warning, match="clients_per_round is now called cohort"):
-        assert RunConfig(rounds=1, clients_per_round=3) == RunConfig(rounds=1, cohort=3)
-    with pytest.warns(RemovedIn0_3Warning, match="clients_per_round"):
-        assert replace(RunConfig(rounds=1), clients_per_round=3).cohort == 3
-    (tmp_path / "run.toml").write_text("rounds = 1\nclients_per_round = 3\n")
-    with pytest.warns(RemovedIn0_3Warning, match="0.3"):
-        assert RunConfig.from_toml(tmp_path / "run.toml").cohort == 3
-    assert current_names({"rounds": 1, "clients_per_round": 3}) == {"rounds": 1, "cohort": 3}
-
-
 def test_combinations_that_contradict_each_other_are_refused():
     for given, message in (
         ({"min_replies": 4, "cohort": 3}, "min_replies must be at most cohort"),
-        ({"clip_norm": 1.0}, "clip_norm belongs to aggregation 'norm-clipped', got 'mean'"),
-        ({"dp_delta": 0.1}, "dp_delta needs dp_clip"),
         ({"dp_clip": 1.0}, "dp_clip needs dp_noise"),
         ({"dp_clip": 1.0, "dp_noise": 1.0, "aggregation": "median"}, "dp_clip needs aggregation 'mean'"),
         ({"training": {"lr": 1.0}}, "training must be a TrainingConfig, got dict"),
     ):
         with pytest.raises(InvalidValueError, match=message):
             RunConfig(rounds=1, **given)
+
+
+GIVEN = {
+    "lr_step": 3, "lr_gamma": 0.5, "lr_end": 0.2, "server_momentum": 0.5, "server_beta2": 0.5, "server_tau": 0.1,
+    "async_staleness": 1.0, "async_clock": "simulated", "trim_share": 0.1, "clip_norm": 1.0, "dp_noise": 1.0, "dp_delta": 0.1,
+    "dp_noise_seed": 3,
+}  # fmt: skip
+NEEDED = {"async_buffer": (1,), "dp_clip": (1.0,)}
+
+
+@pytest.mark.parametrize("name", _BELONGS)
+def test_an_option_without_the_feature_that_it_belongs_to_is_refused(name):
+    feature, values = _BELONGS[name]
+    off = getattr(RunConfig(rounds=1), feature)
+    with pytest.raises(InvalidValueError, match=f"^{name} belongs to {feature}.*, got {off!r}; leave it out"):
+        RunConfig(rounds=1, **{name: GIVEN[name]})
+    for value in values or NEEDED[feature]:
+        more = {"dp_noise": 1.0} if feature == "dp_clip" else {}
+        config = RunConfig(rounds=1, **more | {feature: value, name: GIVEN[name]})
+        assert getattr(config, name) == GIVEN[name]
+
+
+def test_what_was_saved_holds_every_default_and_still_loads():
+    saved = RunConfig(rounds=1).to_dict()
+    assert set(_BELONGS) <= set(saved)
+    assert RunConfig.from_dict(saved).to_dict() == saved

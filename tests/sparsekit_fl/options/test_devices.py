@@ -28,6 +28,7 @@ def test_every_one_of_several_devices_must_be_there() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.same_bits
 def test_workers_on_several_devices_get_the_bits_of_one() -> None:
     config = tiny_config(rounds=2)
     one = fl.run(fl.methods.fedlps(), tiny_problem(), tiny_clients(), config)
@@ -37,6 +38,7 @@ def test_workers_on_several_devices_get_the_bits_of_one() -> None:
     assert several.environment["workers"] == 2
 
 
+@pytest.mark.same_bits
 def test_exact_arithmetic_is_on_in_the_block_only_and_in_the_result() -> None:
     assert not torch.are_deterministic_algorithms_enabled()
     with exact_arithmetic(True):

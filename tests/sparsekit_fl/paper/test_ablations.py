@@ -10,6 +10,7 @@ import torch
 from sparsekit.errors import InvalidValueError
 from sparsekit.training.regularizer import ImportanceRegularizer
 from sparsekit_fl import methods
+from sparsekit_fl.callbacks.base import Callback
 from sparsekit_fl.client.spec import RunSpec
 from sparsekit_fl.methods import fedavg, fedlps, fedlps_own
 from sparsekit_fl.paper.ablations import (
@@ -26,10 +27,10 @@ from sparsekit_fl.paper.ablations import (
 from sparsekit_fl.policies.learnable import LearnableSgd
 from sparsekit_fl.policies.personal import GlobalModel
 from sparsekit_fl.policies.ratio import Full
-from sparsekit_fl.results.records import Observer
 from sparsekit_fl.server.loop import run
 from sparsekit_fl.testing.methods import MethodContract
 from sparsekit_fl.testing.tiny import tiny_clients, tiny_config, tiny_problem
+from sparsekit_fl.wire.messages import Evaluation
 
 pytestmark = pytest.mark.slow
 
@@ -66,17 +67,19 @@ class TestFedLpsMagnitude(MethodContract):
         return fedlps_magnitude
 
 
-class Updates(Observer):
+class Updates(Callback):
     def __init__(self) -> None:
         self.all = []
 
-    def on_client(self, round, client_id, update) -> None:
+    def on_client_end(self, run, client_id, update) -> None:
+        if isinstance(update, Evaluation):
+            return
         self.all.append(update)
 
 
 def watched(method, config=None):
     updates = Updates()
-    result = run(method, tiny_problem(), tiny_clients(), config or tiny_config(rounds=6), observers=[updates])
+    result = run(method, tiny_problem(), tiny_clients(), config or tiny_config(rounds=6), callbacks=[updates])
     return result, updates.all
 
 
@@ -126,6 +129,7 @@ def test_a_clients_capability_is_drawn_once_or_in_every_round(method, fixed) -> 
     assert result.config.capability == ("fixed" if fixed else "dynamic")
 
 
+@pytest.mark.same_bits
 def test_p_ucbv_dyn_is_fedlps_under_redrawn_capabilities() -> None:
     dynamic, _ = watched(p_ucbv_dyn())
     fixed, _ = watched(p_ucbv_fix(), dataclasses.replace(tiny_config(rounds=6), capability="fixed"))
@@ -165,6 +169,7 @@ def test_magnitude_keeps_the_units_of_largest_weights_in_the_global_model() -> N
     assert all(set(update.mask["first"].nonzero().flatten().tolist()) == top for update in updates)
 
 
+@pytest.mark.same_bits
 def test_a_full_pattern_without_the_proximal_term_is_fedavg_bit_for_bit() -> None:
     plain = dataclasses.replace(fedlps_random(), ratio=Full(), local=ProximalSgd(proximal=0.0), personal=GlobalModel())
     ours, _ = watched(plain)
@@ -190,5 +195,4 @@ def test_a_negative_pull_is_refused() -> None:
 def test_they_are_found_by_name_like_the_methods_of_any_package() -> None:
     assert methods.registry["flst"] is flst
     assert "flst" not in methods.registry._table
-    with pytest.warns(DeprecationWarning, match=r"use sparsekit_fl\.methods\.registry\['fedlps-ordered'\]"):
-        assert methods.fedlps_ordered is fedlps_ordered
+    assert methods.registry["fedlps-ordered"] is fedlps_ordered

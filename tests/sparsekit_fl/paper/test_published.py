@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import io
 import json
 from datetime import date
@@ -15,21 +14,22 @@ from saved_results import result
 
 from sparsekit.errors import DataError
 from sparsekit_fl.methods import registry
-from sparsekit_fl.paper.published import (
-    UNEXPLAINED,
-    Published,
-    in_published_order,
-    published_beside,
-)
-from sparsekit_fl.paper.tables import published_csv, show_published
-from sparsekit_fl.report.comparison import Comparison
-from sparsekit_fl.report.trials import Trial, sections_of
+from sparsekit_fl.paper.published import UNEXPLAINED, in_published_order, protocol_difference, published_beside
+from sparsekit_fl.report.comparison import comparisons_of
+from sparsekit_fl.report.tables import show_published
+from sparsekit_fl.report.trials import Trial
 from sparsekit_fl.report.write import read_comparisons
 
 
-def _beside(*results: dict[str, Any], folder: Path | None = None) -> list[Published]:
-    (section,) = sections_of(map(Trial.of, results))
-    return published_beside(Comparison(section), folder=folder)
+def _frame(*results: dict[str, Any], folder: Path | None = None) -> Any:
+    (comparison,) = comparisons_of(map(Trial.of, results))
+    return published_beside(comparison, folder=folder)
+
+
+def _beside(*results: dict[str, Any], folder: Path | None = None) -> list[tuple[Any, Any]]:
+    """Accuracy and FLOPs of each row."""
+    rows = [*_frame(*results, folder=folder).itertuples()]
+    return [*zip(rows[::2], rows[1::2], strict=True)]
 
 
 def _fedavg(accuracy: float, seed: int = 0, **more: Any) -> dict[str, Any]:
@@ -52,29 +52,23 @@ def test_the_data_hold_every_row_of_both_tables() -> None:
 
 def test_an_accuracy_is_flagged_beyond_two_deviations_of_both_together() -> None:
     # 88.15 ± 1.14: one seed has no deviation of its own, so the bounds are ± 2.28.
-    (inside,), (outside,) = _beside(_fedavg(0.9042)), _beside(_fedavg(0.9044))
-    assert not inside.accuracy.flagged
-    assert inside.accuracy.reason == inside.reason == ""
-    assert outside.accuracy.flagged
-    assert outside.accuracy.difference == pytest.approx(2.29)
+    ((inside, _),), ((outside, _),) = _beside(_fedavg(0.9042)), _beside(_fedavg(0.9044))
+    assert (inside.flagged, inside.reason) == (0, "")
+    assert (outside.flagged, outside.difference) == (1, pytest.approx(2.29))
     # Two seeds at 90 and 92 %: deviation 1.414, together 1.817, so 91 is within 88.15 ± 3.63.
-    (spread,) = _beside(_fedavg(0.90), _fedavg(0.92, 1))
-    assert spread.accuracy.mean == pytest.approx(91.0)
-    assert not spread.accuracy.flagged
+    ((spread, _),) = _beside(_fedavg(0.90), _fedavg(0.92, 1))
+    assert (spread.ours, spread.flagged) == (pytest.approx(91.0), 0)
 
 
 def test_flops_are_flagged_beyond_the_rounding_of_the_table() -> None:
-    (exact,), (other,) = _beside(_fedavg(0.88)), _beside(_fedavg(0.88, flops_rowmask=2.86e12))
-    assert exact.flops.mean == pytest.approx(2.788128)
-    assert not exact.flops.flagged
-    assert other.flops.flagged
-    assert other.flops.reason == UNEXPLAINED
-    assert other.reason == f"FLOPs: {UNEXPLAINED}"
+    ((_, exact),), ((_, other),) = _beside(_fedavg(0.88)), _beside(_fedavg(0.88, flops_rowmask=2.86e12))
+    assert (exact.ours, exact.flagged) == (pytest.approx(2.788128), 0)
+    assert (other.flagged, other.reason) == (1, UNEXPLAINED)
 
 
 def test_methods_are_matched_by_their_letters_and_come_in_published_order() -> None:
     rows = _beside(*(result(name) for name in ("fedlps-paper", "p-ucbv-dyn", "fedlps", "per-fedavg", "mine", "fedavg")))
-    assert [(row.table, row.method, row.run) for row in rows] == [
+    assert [(row.table, row.method, row.run) for row, _ in rows] == [
         ("Table I", "FedAvg", "fedavg"),
         ("Table I", "Per-FedAvg", "per-fedavg"),
         ("Table I", "FedLPS", "fedlps-paper"),
@@ -82,44 +76,57 @@ def test_methods_are_matched_by_their_letters_and_come_in_published_order() -> N
         ("Table II", "P-UCBV-Dyn", "p-ucbv-dyn"),
     ]
     assert in_published_order(["local", "fedlps", "own", "fedavg"]) == ["fedavg", "fedlps", "local", "own"]
-
-
-def test_every_published_name_that_is_registered_is_found_by_its_letters() -> None:
-    found = {row.run for row in _beside(*(result(name) for name in registry))}
+    found = {row.run for row, _ in _beside(*(result(name) for name in registry))}
     assert {"fedavg", "fedlps", "fedlps-paper"} <= found
     assert "local" not in found
 
 
-def test_other_data_and_other_levels_have_no_published_numbers() -> None:
-    assert _beside(result("fedavg", dataset="digits")) == []
-    assert _beside(result("fedavg", lack_classes=8)) == []
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"rounds": 5}, "rounds 5 instead of 100"),
+        ({"clients": 10}, "clients 10 instead of 100"),
+        ({"model": "vgg11"}, "model vgg11 instead of cnn"),
+        ({"partition": "dirichlet", "partition_options": {"alpha": 100.0}}, "partition dirichlet instead of pathological"),
+        ({"partition_options": {"classes_per_client": 2}}, "no images per class"),
+        ({"training": {"local_epochs": 1}}, "local epochs 1 instead of 5"),
+        ({"training": {"momentum": 0.9}}, "momentum 0.9 instead of 0.0"),
+        ({"capability_levels": None}, "other levels of devices"),
+        ({"cohort": 50}, "cohort 50 instead of 10"),
+        ({"dataset": "digits"}, "The paper has no digits data"),
+        ({"seed": 7, "device": "cuda", "eval_every": 1}, ""),
+    ],
+)
+def test_published_numbers_stand_beside_their_own_protocol_alone(change: dict[str, Any], says: str) -> None:
+    made = result("fedavg")
+    for name, value in change.items():
+        about = made["config"]["experiment"] if name in made["config"]["experiment"] else made["config"]
+        about[name] = {**about[name], **value} if name == "training" else value
+    (comparison,) = comparisons_of([Trial.of(made)])
+    assert says in protocol_difference(comparison)
+    assert bool(says) == (published_beside(comparison) is None) == bool(protocol_difference(comparison))
+
+
+def test_other_levels_have_no_published_numbers_and_a_method_may_decide_the_capability() -> None:
+    assert _frame(result("fedavg", lack_classes=8)) is None
     low = _beside(result("fedavg", heterogeneity="low"), result("fedavg", accuracies={100: 0.8}))
-    assert [row.accuracy.mean for row in low] == [80.0]
+    assert [row.ours for row, _ in low] == [80.0]
+    fixed = result("rcr-fix")
+    fixed["config"]["capability"] = "fixed"
+    assert _frame(fixed) is None
+    fixed["policies"] = {"capability": "fixed"}
+    assert len(_frame(fixed, result("fedavg"))) == 4
 
 
-def test_another_protocol_is_the_reason_before_any_other() -> None:
-    (row,) = _beside(_fedavg(0.99, rounds=30, flops_rowmask=1e12))
-    assert row.accuracy.reason == "Another protocol: 30 rounds instead of 100."
-    assert row.reason == row.accuracy.reason, "once where both numbers differ for it"
-    (row,) = _beside(_fedavg(0.99, clients=10))
-    assert row.accuracy.reason == "Another protocol: 10 clients instead of 100."
-
-
-def test_the_readers_own_reasons_come_first(tmp_path: Path) -> None:
-    own = [{"quantity": "accuracy", "methods": ["FedAvg"], "sign": "lower", "reason": "We stopped early."}]
+def test_the_readers_own_reasons_come_first_and_may_be_of_one_run(tmp_path: Path) -> None:
+    own = [{"quantity": "accuracy", "methods": ["FedAvg"], "sign": "lower", "reason": "We stopped early."},
+           {"quantity": "accuracy", "methods": ["fedlps-paper"], "reason": "It diverged."}]  # fmt: skip
     (tmp_path / "reasons.json").write_text(json.dumps(own))
-    (row,) = _beside(_fedavg(0.5), folder=tmp_path)
-    assert row.accuracy.reason == "We stopped early."
-    (row,) = _beside(_fedavg(0.99), folder=tmp_path)
-    assert "released FedAvg code" in row.accuracy.reason
-
-
-def test_a_reason_may_be_of_one_of_the_runs_that_stand_beside_a_published_row(tmp_path: Path) -> None:
-    own = [{"quantity": "accuracy", "methods": ["fedlps-paper"], "reason": "It diverged."}]
-    (tmp_path / "reasons.json").write_text(json.dumps(own))
-    ours, paper = _beside(result("fedlps", 0.5), result("fedlps-paper", 0.5), folder=tmp_path)
-    assert paper.accuracy.reason == "It diverged."
-    assert ours.accuracy.reason == UNEXPLAINED
+    (low, _), (_ours, _), (paper, _) = _beside(_fedavg(0.5), result("fedlps"), result("fedlps-paper"), folder=tmp_path)
+    assert low.reason == "We stopped early."
+    assert (paper.reason, _ours.reason) == ("It diverged.", UNEXPLAINED)
+    ((high, _),) = _beside(_fedavg(0.99), folder=tmp_path)
+    assert "released FedAvg code" in high.reason
 
 
 @pytest.mark.parametrize("text", ["{", "[{}]", '[{"reason": 3}]'])
@@ -150,29 +157,20 @@ def test_each_difference_of_the_saved_results_has_a_reason_and_a_guess_says_that
     folder = Path(__file__).parents[3] / "examples/paper"
     (comparison,) = read_comparisons(folder / "compare-mnist")
     rows = published_beside(comparison)
-    assert len({row.method for row in rows}) == 26, "every row of both tables was run"
-    found = {(row.run, name): pair for row in rows for name, pair in (("accuracy", row.accuracy), ("flops", row.flops))}
-    assert [key for key, pair in found.items() if pair.flagged and pair.reason == UNEXPLAINED] == []
-    assert "not measured" in found["fedmp", "accuracy"].reason
-    assert "not measured" not in found["fedavg", "accuracy"].reason
-    assert "two, and both are counted" in found["per-fedavg", "flops"].reason
-    for comparison in read_comparisons(folder / "compare-cifar10"):
-        for row in published_beside(comparison):
-            assert row.accuracy.reason == "Another protocol: 10 rounds instead of 100."
+    assert rows["method"].nunique() == 26, "every row of both tables was run"
+    assert not (rows["reason"] == UNEXPLAINED).any()
+    reasons = {(row.run, row.quantity): row.reason for row in rows.itertuples()}
+    assert "not measured" in reasons["fedmp", "accuracy_percent"]
+    assert "not measured" not in reasons["fedavg", "accuracy_percent"]
+    assert "two, and both are counted" in reasons["per-fedavg", "flops_e12"]
+    assert [published_beside(one) for one in read_comparisons(folder / "compare-cifar10")] == [None], "10 rounds of 100"
 
 
 def test_it_is_shown_within_eighty_columns_with_reasons_below() -> None:
     text = io.StringIO()
-    show_published(_beside(_fedavg(0.99), result("fedlps-paper")), Console(file=text, width=80))
+    show_published(_frame(_fedavg(0.99), result("fedlps-paper")), Console(file=text, width=80))
     table, reasons = text.getvalue().split("* differs by more than")
     assert max(map(len, table.splitlines())) <= 80
     assert "…" not in table
     assert "+10.85*" in table
     assert "accuracy of fedavg: The authors' released FedAvg code" in reasons
-
-
-def test_csv_has_a_line_per_number() -> None:
-    rows = list(csv.DictReader(io.StringIO(published_csv(_beside(_fedavg(0.99))))))
-    assert [(row["quantity"], row["published"], row["flagged"]) for row in rows] == [
-        ("accuracy_percent", "88.15", "1"), ("flops_e12", "2.8", "0")
-    ]  # fmt: skip

@@ -99,6 +99,7 @@ def test_whole_and_masked_updates_mix():
     assert combine(CoverageMean(), *updates)["w"].tolist() == [4.0, 4.0, 5.0]
 
 
+@pytest.mark.same_bits
 def test_a_full_mask_gives_the_bits_of_no_mask():
     deltas = np.random.default_rng(0).normal(size=(5, 3)).astype(np.float32).tolist()
     plain = combine(WeightedMean(), *[update(k, delta, examples=7) for k, delta in enumerate(deltas)])

@@ -69,6 +69,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.same_bits
 def test_places_and_outputs(name) -> None:
     build, inputs, places, shape = CASES[name]
     model = place_exits(build(), inputs)
@@ -97,6 +98,7 @@ def test_nothing_behind_an_exit_is_run_or_differentiated(depth) -> None:
     assert [head.linear.weight.grad is not None for head in model.exits] == [k < depth for k in range(2)]
 
 
+@pytest.mark.same_bits
 def test_the_first_outputs_are_the_same_at_every_depth() -> None:
     model = place_exits(Cnn(), (torch.zeros(2, 1, 28, 28),))
     x = torch.randn(3, 1, 28, 28)
@@ -147,6 +149,7 @@ def test_models_without_a_place_are_refused(model, inputs, reason) -> None:
         place_exits(model, (inputs,))
 
 
+@pytest.mark.same_bits
 def test_factories_and_models_can_be_copied_and_sent() -> None:
     factory = partial(build_with_exits, Residual, (torch.zeros(2, 3, 8, 8),), 5)
     again = pickle.loads(pickle.dumps(factory))()

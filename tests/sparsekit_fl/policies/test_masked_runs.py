@@ -12,19 +12,21 @@ from sparsekit.allocation.choose import select
 from sparsekit.criteria.base import View
 from sparsekit.graph.mask import UnitMask, WeightMask
 from sparsekit_fl import policies
+from sparsekit_fl.callbacks.base import Callback
 from sparsekit_fl.methods.method import Method
-from sparsekit_fl.results.records import Observer
 from sparsekit_fl.server.loop import run
 from sparsekit_fl.testing.methods import MethodContract
 from sparsekit_fl.testing.tiny import TinyNet, tiny_clients, tiny_config, tiny_problem
-from sparsekit_fl.wire.messages import Update
+from sparsekit_fl.wire.messages import Evaluation, Update
 
 
-class Keep(Observer):
+class Keep(Callback):
     def __init__(self):
         self.updates: list[Update] = []
 
-    def on_client(self, round, client_id, update):
+    def on_client_end(self, run, client_id, update):
+        if isinstance(update, Evaluation):
+            return
         self.updates.append(update)
 
 
@@ -67,7 +69,7 @@ def half(**other):
 
 def watched(method, **options):
     keep = Keep()
-    return run(method, tiny_problem(), tiny_clients(), tiny_config(), observers=[keep], **options), keep.updates
+    return run(method, tiny_problem(), tiny_clients(), tiny_config(), callbacks=[keep], **options), keep.updates
 
 
 class TestHalfOfTheUnits(MethodContract):
@@ -94,6 +96,7 @@ class TestPrivateHead(MethodContract):
         return lambda: half(share=PrivateHead(), personal=policies.GlobalModel())
 
 
+@pytest.mark.same_bits
 def test_full_masks_give_the_bits_of_fedavg_under_every_rule():
     clients = tiny_clients(examples=24)[::4]
     config = replace(tiny_config(), cohort=2)
@@ -103,6 +106,7 @@ def test_full_masks_give_the_bits_of_fedavg_under_every_rule():
         assert run(method, tiny_problem(), clients, config).final.state_sha256 == plain.final.state_sha256
 
 
+@pytest.mark.same_bits
 def test_no_proximal_term_gives_the_bits_of_fedavg():
     plain, proximal = (
         watched(Method(name="a", source="")),

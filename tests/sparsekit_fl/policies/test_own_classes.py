@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from sparsekit.errors import InvalidValueError
+from sparsekit_fl.callbacks.base import Callback
 from sparsekit_fl.client.spec import RunSpec
 from sparsekit_fl.context.server import ClientInfo, ServerContext
 from sparsekit_fl.methods import fedavg, fedlps
@@ -21,10 +22,9 @@ from sparsekit_fl.policies.touched_rows import TouchedRowsMean
 from sparsekit_fl.problem.clients import Capability, Client, ClientData
 from sparsekit_fl.problem.data import TensorData
 from sparsekit_fl.problem.problem import Problem
-from sparsekit_fl.results.records import Observer
 from sparsekit_fl.server.loop import run
 from sparsekit_fl.testing.tiny import TinyNet, tiny_clients, tiny_config, tiny_problem
-from sparsekit_fl.wire.messages import Update
+from sparsekit_fl.wire.messages import Evaluation, Update
 
 GRAPH = RunSpec.build(fedavg(), tiny_problem(), tiny_config()).graph
 
@@ -100,11 +100,13 @@ def test_a_row_of_the_output_layer_is_averaged_over_the_clients_that_changed_it(
     assert found["first.bias"].tolist() == [0.25] * 8
 
 
-class Updates(Observer):
+class Updates(Callback):
     def __init__(self) -> None:
         self.all: list[Update] = []
 
-    def on_client(self, round, client_id, update) -> None:
+    def on_client_end(self, run, client_id, update) -> None:
+        if isinstance(update, Evaluation):
+            return
         self.all.append(update)
 
 
@@ -125,7 +127,7 @@ def test_a_client_neither_trains_nor_predicts_a_class_that_it_does_not_have(tmp_
     clients = [one_class_less(client) for client in tiny_clients()]
     updates = Updates()
     method = dataclasses.replace(fedlps(), share=OwnClasses(), aggregate=TouchedRowsMean())
-    run(method, tiny_problem(), clients, tiny_config(rounds=4), observers=[updates], out=tmp_path)
+    run(method, tiny_problem(), clients, tiny_config(rounds=4), callbacks=[updates], out=tmp_path)
     for update in updates.all:
         assert not update.delta["last.weight"][1].any()
         assert not update.delta["last.bias"][1].any()

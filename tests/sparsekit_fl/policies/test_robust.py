@@ -14,6 +14,7 @@ from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.groups import UnitGroup, UnitSlice
 from sparsekit.graph.mask import UnitMask, WeightMask
 from sparsekit.graph.state import digest
+from sparsekit_fl.callbacks.base import Callback
 from sparsekit_fl.client.spec import RunSpec, by_id
 from sparsekit_fl.context.memory import rngs_by_kind
 from sparsekit_fl.context.server import ServerContext
@@ -22,7 +23,6 @@ from sparsekit_fl.methods import registry
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.policies import AggregatePolicy, CoverageMean, DeltaMean, WeightedMean, robust
 from sparsekit_fl.policies.robust import Median, NormClipped, TrimmedMean, trimmed, update_norm
-from sparsekit_fl.results.records import Observer
 from sparsekit_fl.server.loop import run
 from sparsekit_fl.server.server import Server
 from sparsekit_fl.testing.tiny import tiny_clients, tiny_config, tiny_problem
@@ -191,14 +191,15 @@ def test_the_order_of_arrival_changes_no_bit(name, policy):
     assert len(digests) == 1
 
 
-class Stop(Observer):
-    def on_round(self, record):
+class Stop(Callback):
+    def on_round_end(self, run, record):
         if record.round == 2:
             raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize("method", ["fedlps", "heterofl"])
+@pytest.mark.same_bits
 def test_processes_and_a_resumed_run_give_the_same_bits(name, method, tmp_path):
     from sparsekit_fl.errors import RunInterrupted
 
@@ -207,7 +208,7 @@ def test_processes_and_a_resumed_run_give_the_same_bits(name, method, tmp_path):
     whole = run(registry[method](), problem, clients, config)
     several = run(registry[method](), problem, clients, config, engine=Embedded(workers=2))
     with pytest.raises(RunInterrupted):
-        run(registry[method](), problem, clients, config, observers=[Stop()], out=tmp_path)
+        run(registry[method](), problem, clients, config, callbacks=[Stop()], out=tmp_path)
     resumed = run(registry[method](), problem, clients, config, out=tmp_path, resume=True)
     plain = run(registry[method](), problem, clients, tiny_config())
     assert whole.final.state_sha256 == several.final.state_sha256 == resumed.final.state_sha256
@@ -253,14 +254,14 @@ def test_wrong_options_are_refused(options, message):
         replace(tiny_config(), **options)
 
 
-def test_options_at_their_defaults_are_not_written_so_that_older_runs_resume():
-    assert "aggregation" not in tiny_config().to_dict()
+def test_the_options_of_a_rule_come_back_from_plain_values():
     config = replace(tiny_config(), aggregation="trimmed-mean", trim_share=0.1)
     assert config.to_dict()["trim_share"] == 0.1
     assert type(config).from_dict(config.to_dict()) == config
 
 
 @pytest.mark.parametrize("method", ["fedavg", "heterofl", "cs"])
+@pytest.mark.same_bits
 def test_entries_in_pieces_give_the_same_bits_as_whole_ones(method, monkeypatch):
     config = dataclasses.replace(tiny_config(rounds=1), aggregation="trimmed-mean")
     digests = []

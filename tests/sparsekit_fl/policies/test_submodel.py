@@ -13,64 +13,19 @@ from torch import nn
 
 from sparsekit.criteria import Ordered
 from sparsekit.errors import InvalidValueError
-from sparsekit.graph.graph import UnitGraph
-from sparsekit.graph.groups import UnitGroup, UnitSlice
 from sparsekit.graph.mask import UnitMask
 from sparsekit_fl.client.spec import RunSpec
 from sparsekit_fl.client.worker import WorkerState
-from sparsekit_fl.context.memory import rngs_by_kind
-from sparsekit_fl.context.server import ServerContext
 from sparsekit_fl.methods import fedavg, heterofl
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.options.config import RunConfig, TrainingConfig
 from sparsekit_fl.policies.local import Sgd
-from sparsekit_fl.policies.submodel import OwnedRowsMean, RecalibratedBatchNorm, SubmodelSgd
+from sparsekit_fl.policies.submodel import RecalibratedBatchNorm, SubmodelSgd
 from sparsekit_fl.problem.clients import Capability, Client, ClientData
 from sparsekit_fl.problem.data import TensorData
 from sparsekit_fl.problem.problem import Problem
 from sparsekit_fl.server.loop import run
 from sparsekit_fl.testing.tiny import tiny_clients, tiny_config, tiny_problem
-from sparsekit_fl.wire.kept import Kept
-from sparsekit_fl.wire.messages import Update
-
-# One hidden unit of three feeds two classes: "w" is the output layer's weight, units are its columns.
-GRAPH = UnitGraph(
-    groups={"a": UnitGroup("a", 3, "feature", (UnitSlice("w", 1, torch.arange(3).view(3, 1), "in", True),))},
-    shapes={"w": torch.Size([2, 3]), "b": torch.Size([2])},
-)
-STATE = {"w": torch.zeros(2, 3), "b": torch.zeros(2)}
-
-
-def update(client_id, value, owned, keep):
-    mask = UnitMask({"a": torch.tensor(keep)})
-    kept = Kept(GRAPH, mask)
-    delta = {"w": kept.gather("w", torch.full((2, 3), value)), "b": torch.full((2,), value)}
-    extra = {} if owned is None else {"owned_classes": torch.tensor(owned)}
-    return Update(round=1, client_id=client_id, examples=1, delta=delta, mask=mask, extra=extra)
-
-
-def combine(policy, *updates):
-    ctx = ServerContext(
-        round=1, rounds=1, roster={}, cohort=2, rngs=rngs_by_kind(np.random.default_rng(0)), memory={},
-        graph=GRAPH, state=STATE,
-    )  # fmt: skip
-    acc = policy.init(ctx, STATE)
-    for item in updates:
-        policy.add(ctx, acc, item, 0)
-    return policy.finish(ctx, STATE, acc)
-
-
-def test_rows_of_classes_that_a_client_does_not_own_are_not_its_vote() -> None:
-    first = update(0, 2.0, [True, False], [True, True, False])
-    second = update(1, 4.0, [True, True], [True, False, False])
-    result = combine(OwnedRowsMean(), first, second)
-    assert result["w"].tolist() == [[3.0, 2.0, 0.0], [4.0, 0.0, 0.0]]
-    assert result["b"].tolist() == [3.0, 4.0]
-
-
-def test_whole_updates_without_a_list_of_classes_count_in_full() -> None:
-    result = combine(OwnedRowsMean(), update(0, 2.0, None, [True] * 3), update(1, 4.0, [True, False], [True] * 3))
-    assert result["w"].tolist() == [[3.0] * 3, [2.0] * 3]
 
 
 class Line(nn.Module):
@@ -116,7 +71,7 @@ def test_the_scaler_divides_what_hidden_layers_give_while_training() -> None:
     assert torch.allclose(result.state["last.weight"], expected)
     plain, _ = trained(Sgd(), [0, 0])
     assert not torch.allclose(plain.state["last.weight"], expected)
-    hidden = worker.narrow_model.module.first(torch.tensor([[1.0, 2.0]]))
+    hidden = worker.masked.model.first(torch.tensor([[1.0, 2.0]]))
     assert torch.allclose(hidden, result.state["first.weight"] @ torch.tensor([1.0, 2.0]))
 
 
@@ -124,13 +79,8 @@ def test_classes_without_examples_are_not_unlearned() -> None:
     result, _ = trained(SubmodelSgd(clip=None, scaler=False, masked_loss=True), [0, 2])
     assert torch.equal(result.state["last.weight"][1], torch.ones(1))
     assert not torch.equal(result.state["last.weight"][0], torch.ones(1))
-    assert result.extra["owned_classes"].tolist() == [True, False, True]
     plain, _ = trained(Sgd(), [0, 2])
     assert not torch.equal(plain.state["last.weight"][1], torch.ones(1))
-
-
-def test_a_client_with_every_class_sends_no_list() -> None:
-    assert trained(SubmodelSgd(clip=None, scaler=False, masked_loss=True), [0, 1, 2])[0].extra == {}
 
 
 def test_targets_that_are_no_classes_are_left_alone() -> None:
@@ -167,7 +117,7 @@ def test_statistics_are_those_of_the_clients_own_training_data() -> None:
     spec = RunSpec.build(fedavg(), problem, config)
     worker = WorkerState(spec)
     ctx = worker.context(client=client, round=1, capability=client.capability, memory={}).scoped("personal")
-    module = worker.narrow_model.module
+    module = worker.masked.model
     RecalibratedBatchNorm().calibrate(ctx, module)
     assert module.norm.running_mean.tolist() == [4.0, 25.0]
     assert torch.allclose(module.norm.running_var, x.var(0))
@@ -176,6 +126,7 @@ def test_statistics_are_those_of_the_clients_own_training_data() -> None:
     assert torch.equal(spec.initial["norm.running_mean"], torch.zeros(2))
 
 
+@pytest.mark.same_bits
 def test_statistics_reach_both_scores_and_not_the_state() -> None:
     plain = run(fedavg(), tiny_problem(), tiny_clients(), tiny_config(rounds=2))
     own = run(
@@ -199,9 +150,9 @@ def test_a_model_without_batch_norm_is_scored_as_it_stands() -> None:
     client, problem, config = one_client([0, 1])
     worker = WorkerState(RunSpec.build(fedavg(), problem, config))
     ctx = worker.context(client=client, round=1, capability=client.capability, memory={}).scoped("personal")
-    before = worker.narrow_model.narrow_state()
-    RecalibratedBatchNorm().calibrate(ctx, worker.narrow_model.module)
-    assert all(torch.equal(value, before[name]) for name, value in worker.narrow_model.narrow_state().items())
+    before = worker.masked.narrow_state()
+    RecalibratedBatchNorm().calibrate(ctx, worker.masked.model)
+    assert all(torch.equal(value, before[name]) for name, value in worker.masked.narrow_state().items())
 
 
 def test_steps_are_clipped_at_the_smaller_of_both_norms() -> None:
@@ -222,6 +173,7 @@ def test_a_norm_that_is_no_bound_is_refused(clip) -> None:
         SubmodelSgd(clip=clip)
 
 
+@pytest.mark.same_bits
 def test_a_whole_model_needs_no_scaler() -> None:
     scaled, _ = trained(SubmodelSgd(clip=None, scaler=True), [0, 1, 2], ratio=1.0)
     plain, _ = trained(Sgd(), [0, 1, 2], ratio=1.0)

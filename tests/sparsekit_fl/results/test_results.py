@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from saved_results import result as made_up
 
 import sparsekit_fl as fl
 from sparsekit.errors import DataError, InvalidValueError
@@ -71,27 +70,11 @@ def test_a_saved_result_comes_back_as_it_was(tmp_path: Path) -> None:
     assert fl.load_result(tmp_path / "result.json").cost == result.cost
 
 
-def test_a_result_of_version_0_1_loads(tmp_path: Path) -> None:
-    raw = made_up("fedavg", rounds=4, accuracies={2: 0.5, 4: 0.75}, clients=2)
-    for record in raw["rounds"]:
-        record |= {"cohort": [0, 1], "dropped": [], "loss": 0.5, "accuracy": None, "ratios": {"0": 1.0}, "seconds": 0.5}
-        if record["evaluation"]:
-            record["evaluation"] |= {"validation": {"accuracy": 0.5}, "global": None}
-    raw["final"]["per_client"] = [{"id": 0, "examples": 8, "personal": 0.75, "global": 0.25, "ratio": None}]
-    raw["final"]["state_sha256"] = "0" * 64
-    (tmp_path / "result.json").write_text(json.dumps(raw))
-    loaded = fl.load_result(tmp_path)
-    assert loaded.final.per_client[0].personal == {"accuracy": (6.0, 8.0)}
-    assert loaded.final.personal == {"accuracy": 0.75}
-    assert [record.round for record in loaded.rounds if record.evaluation] == [2, 4]
-    assert list(loaded.to_frame()["personal_accuracy"].dropna()) == [0.5, 0.75]
-
-
-def test_a_result_of_a_later_version_and_a_damaged_one_are_refused(tmp_path: Path) -> None:
+def test_a_result_of_another_version_and_a_damaged_one_are_refused(tmp_path: Path) -> None:
     raw = tiny_run().to_dict()
     path = tmp_path / "result.json"
     path.write_text(json.dumps({**raw, "schema": SCHEMA_NUMBER + 1}))
-    with pytest.raises(DataError, match=r"has schema 4, and this version reads up to 3"):
+    with pytest.raises(DataError, match=r"has schema 4, and this version reads 3"):
         fl.load_result(tmp_path)
     path.write_text(json.dumps({**raw, "rounds": [{"round": 1}]}))
     with pytest.raises(DataError, match="is damaged"):

@@ -22,9 +22,8 @@ from sparsekit_fl.problem.problem import Problem
 from sparsekit_fl.saved.inputs import read_inputs
 from sparsekit_fl.saved.predict import predict
 from sparsekit_fl.server.loop import run
-from sparsekit_fl.state.models import global_file, read_recipe
+from sparsekit_fl.state.models import read_recipe
 from sparsekit_fl.testing.tiny import TinyNet, tiny_clients, tiny_config, tiny_problem
-from sparsekit_fl.wire.packing import pack
 
 
 def tiny_run(out: Path, method: fl.Method | None = None, **options: Any) -> fl.RunResult:
@@ -69,16 +68,6 @@ def test_global_and_client_models_have_one_format_that_load_compact_reads(tmp_pa
         assert isinstance(load_compact(path, TinyNet), TinyNet)
 
 
-def test_the_global_model_of_version_0_1_still_loads(tmp_path: Path) -> None:
-    result = tiny_run(tmp_path)
-    global_file(tmp_path).write_bytes(pack(result.state, {"method": "fedavg", "round": 4}))
-    (tmp_path / "models/model.json").unlink()
-    model = fl.load_model(tmp_path, model=TinyNet)
-    assert all(torch.equal(tensor, result.state[name]) for name, tensor in model.state_dict().items())
-    with pytest.raises(InvalidValueError, match="pass model="):
-        fl.load_model(tmp_path)
-
-
 def test_what_is_not_there_is_said(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="holds no finished run"):
         fl.load_model(tmp_path)
@@ -106,6 +95,7 @@ def test_a_method_that_changes_the_model_does_so_when_it_is_loaded(tmp_path: Pat
     assert predict(model, (torch.zeros(5, 6),)).shape == (5, 3)
 
 
+@pytest.mark.same_bits
 def test_files_of_models_are_the_same_with_several_workers(tmp_path: Path) -> None:
     for workers in (1, 2):
         tiny_run(tmp_path / str(workers), fedlps(), engine=Embedded(workers))
@@ -158,6 +148,22 @@ def test_predict_prints_classes_and_writes_outputs(digits: Path, tmp_path: Path,
     assert "has no client 9" in " ".join(capsys.readouterr().err.split())
 
 
+def test_predict_calls_nothing_a_class_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    problem = replace(tiny_problem(), metrics={"margin": fl.metrics.accuracy})
+    tiny_run(tmp_path / "run", problem=problem)
+    np.save(tmp_path / "rows.npy", np.zeros((2, 6), dtype=np.float32))
+    arguments = ["predict", str(tmp_path / "run"), "--model", "sparsekit_fl.testing.tiny:TinyNet", "--json"]
+    assert execute([*arguments, "--input", str(tmp_path / "rows.npy")]) == 0
+    assert [len(row["output"]) for row in json.loads(capsys.readouterr().out)] == [3, 3]
+
+
+def test_a_command_makes_the_model_that_predict_takes_as_the_best(tmp_path: Path) -> None:
+    tiny = ["--rounds", "2", "--clients", "4", "--cohort", "4", "--local-epochs", "1", "--workers", "1", "--quiet"]
+    assert execute(["fedlps", *tiny, "--log", "best", "--out", str(tmp_path / "run")]) == 0
+    np.save(tmp_path / "images.npy", np.zeros((1, 1, 8, 8), dtype=np.uint8))
+    assert execute(["predict", str(tmp_path / "run"), "--best", "--input", str(tmp_path / "images.npy")]) == 0
+
+
 @pytest.mark.slow
 def test_export_writes_onnx_that_gives_the_outputs_of_torch(
     digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -188,5 +194,13 @@ def test_export_writes_a_program_that_torch_loads(digits: Path, tmp_path: Path) 
 
 def test_the_recipe_says_how_the_model_is_made_and_nothing_else(tmp_path: Path) -> None:
     tiny_run(tmp_path)
-    assert set(read_recipe(tmp_path)) == {"about", "factory", "example_inputs", "prepared_by", "personal", "clients"}
+    assert set(read_recipe(tmp_path)) == {
+        "about",
+        "factory",
+        "example_inputs",
+        "classifies",
+        "prepared_by",
+        "personal",
+        "clients",
+    }
     assert replace(tiny_problem(), about={"model": "mine"}).about == {"model": "mine"}

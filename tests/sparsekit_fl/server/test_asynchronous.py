@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from sparsekit.errors import InvalidValueError
 from sparsekit_fl.callbacks.base import Callback
+from sparsekit_fl.engines.base import Reply
 from sparsekit_fl.engines.embedded import Embedded
 from sparsekit_fl.errors import RunInterrupted
 from sparsekit_fl.methods import registry
 from sparsekit_fl.options.config import RunConfig
-from sparsekit_fl.server.asynchronous import Arrival, Flights
+from sparsekit_fl.server.asynchronous import Simulated
 from sparsekit_fl.server.loop import run
+from sparsekit_fl.server.server import Arrival
 from sparsekit_fl.testing.tiny import tiny_clients, tiny_config, tiny_problem
 from sparsekit_fl.wire.messages import Update, WorkCost
 
 
-def update(client_id, seconds, value=1.0):
+def update(client_id, seconds=1.0, value=1.0):
     return Update(
         round=1,
         client_id=client_id,
@@ -29,41 +32,54 @@ def update(client_id, seconds, value=1.0):
     )
 
 
-def flights(memory, *, cohort=2, buffer=2, staleness=0.5):
-    return Flights(RunConfig(rounds=9, cohort=cohort, async_buffer=buffer, async_staleness=staleness), memory)
+class Fake:
+    """A server and a pool whose clients take the seconds that the test says."""
+
+    def __init__(self, *starting, cohort, buffer):
+        config = RunConfig(rounds=9, cohort=cohort, async_buffer=buffer)
+        self.spec, self.state = SimpleNamespace(config=config), SimpleNamespace(memory={})
+        self.timed = self.checked = lambda update, *_: update
+        self.taken, self._starting = [], list(starting)
+
+    def begin(self, round):
+        self._seconds = self._starting.pop(0)
+
+    def sample(self, ids, room):
+        assert len(self._seconds) <= room
+        assert set(self._seconds) <= set(ids)
+        return list(self._seconds)
+
+    def write(self, ids):
+        return [SimpleNamespace(client_id=id, round=1) for id in ids]
+
+    def map(self, assignments, versions):
+        return [
+            Reply(client_id=one.client_id, update=update(one.client_id, self._seconds[one.client_id])) for one in assignments
+        ]
+
+    def take(self, arrivals):
+        self.taken = [(arrival.update.client_id, arrival.age) for arrival in arrivals]
 
 
 def test_the_fast_come_in_first_and_the_slow_are_older():
-    memory = {}
-    one = flights(memory)
+    fake = Fake({0: 9.0, 1: 2.0, 2: 3.0}, {3: 1.0, 4: 9.0}, cohort=2, buffer=2)
+    clock = Simulated(fake, fake, lambda *_: None)
     # 0 is slow. 1 comes in at 2, 2 starts there and comes in at 5.
-    landing = one.land([update(0, 9.0), update(1, 2.0), update(2, 3.0)], 1)
-    assert [(arrival.update.client_id, arrival.age) for arrival in landing.arrivals] == [(1, 0), (2, 0)]
-    assert landing.now == 5.0
-    one.take(landing)
+    _, aggregated = clock.step(1, {}, ids=range(5))
+    assert (fake.taken, aggregated.seconds) == ([(1, 0), (2, 0)], 5.0)
     # 3 starts at 5 and comes in at 6, 4 starts at 6; 0 comes in at 9, one aggregation after its model.
-    landing = one.land([update(3, 1.0), update(4, 9.0)], 2)
-    assert [(arrival.update.client_id, arrival.age) for arrival in landing.arrivals] == [(3, 0), (0, 1)]
-    assert landing.now == 9.0
-    one.take(landing)
-    assert [(flight["client"], flight["end"]) for flight in memory["flights"]] == [(4, 15.0)]
+    _, aggregated = clock.step(2, {}, ids=range(5))
+    assert (fake.taken, aggregated.seconds) == ([(0, 1), (3, 0)], 4.0)
+    assert [(flight["client"], flight["end"]) for flight in fake.state.memory["asynchronous"]["flights"]] == [(4, 15.0)]
+    assert clock.under_way == Simulated(fake, fake, lambda *_: None).under_way == [4]
 
 
 def test_an_old_change_counts_less_and_integers_whole():
-    old = Arrival(update(0, 1.0, value=3.0), 3).counted(0.5)
+    old = Arrival(update(0, value=3.0), 3).counted(0.5)
     assert old.delta["w"].item() == 1.5
     assert old.delta["steps"].item() == 4
-    assert Arrival(update(0, 1.0, value=3.0), 0).counted(0.5).delta["w"].item() == 3.0
-    assert Arrival(update(0, 1.0, value=3.0), 3).counted(0.0).delta["w"].item() == 3.0
-
-
-def test_nothing_changes_before_a_landing_is_taken():
-    memory = {}
-    one = flights(memory)
-    first = one.land([update(0, 1.0), update(1, 2.0)], 1)
-    again = one.land([update(0, 1.0), update(1, 2.0)], 1)
-    assert memory == {}
-    assert first.now == again.now == 2.0
+    assert Arrival(update(0, value=3.0), 0).counted(0.5).delta["w"].item() == 3.0
+    assert Arrival(update(0, value=3.0), 3).counted(0.0).delta["w"].item() == 3.0
 
 
 def config(rounds=6, **options):
@@ -90,19 +106,22 @@ def test_steps_of_the_server_come_sooner_than_rounds_that_wait():
 
 
 @pytest.mark.parametrize("method", ["fedavg", "fedprox", "heterofl", "fedlps", "ditto", "hermes"])
+@pytest.mark.same_bits
 def test_any_number_of_workers_gives_the_same_bits(method):
     one, three = ran(method, rounds=3), ran(method, Embedded(workers=3), rounds=3)
     assert one.final.state_sha256 == three.final.state_sha256
     assert [record.seconds for record in one.rounds] == [record.seconds for record in three.rounds]
 
 
+@pytest.mark.same_bits
 def test_flower_gives_the_same_bits():
     pytest.importorskip("flwr", reason="flwr is not installed; pip install 'sparsekit-torch[flower]'")
-    from sparsekit_fl.engines.flower.local_grid import InProcess
+    from local_grid import InProcess
 
     assert ran(rounds=3).final.state_sha256 == ran(engine=InProcess(), rounds=3).final.state_sha256
 
 
+@pytest.mark.same_bits
 def test_a_resumed_run_goes_on_with_those_who_are_under_way(tmp_path):
     class Stops(Callback):
         def on_round_end(self, view, record):

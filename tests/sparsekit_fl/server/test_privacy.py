@@ -15,13 +15,13 @@ import torch
 from sparsekit.errors import InvalidValueError, MissingDependencyError
 from sparsekit.graph.mask import UnitMask
 from sparsekit.graph.state import digest
+from sparsekit_fl.callbacks.base import Callback
 from sparsekit_fl.client.spec import RunSpec, by_id
 from sparsekit_fl.engines.embedded import Embedded
 from sparsekit_fl.errors import ResumeError, RunInterrupted
 from sparsekit_fl.methods import registry
 from sparsekit_fl.methods.method import Method
-from sparsekit_fl.policies import CoverageMean, DeltaMean, SamplingPolicy, WeightedMean
-from sparsekit_fl.results.records import Observer
+from sparsekit_fl.policies import CoverageMean, DeltaMean, Poisson, SamplingPolicy, WeightedMean
 from sparsekit_fl.server.loop import run
 from sparsekit_fl.server.privacy import check_private, epsilon_of, noise_seed_of, privacy_line, privacy_of
 from sparsekit_fl.server.server import Server
@@ -144,44 +144,116 @@ def test_the_noise_differs_from_round_to_round_entry_to_entry_and_seed_to_seed()
 )
 def test_epsilon_is_that_of_the_literature(noise, rate, rounds, delta, expected):
     low, high = expected
-    assert low < epsilon_of(noise=noise, sampling_rate=rate, rounds=rounds, delta=delta) < high
+    assert low < epsilon_of(noise=noise, rates=(rate,) * rounds, delta=delta) < high
 
 
-def test_more_noise_fewer_rounds_and_fewer_clients_spend_less():
-    base = epsilon_of(noise=1.0, sampling_rate=0.1, rounds=50, delta=1e-5)
-    assert epsilon_of(noise=2.0, sampling_rate=0.1, rounds=50, delta=1e-5) < base
-    assert epsilon_of(noise=1.0, sampling_rate=0.05, rounds=50, delta=1e-5) < base
-    assert epsilon_of(noise=1.0, sampling_rate=0.1, rounds=100, delta=1e-5) > base
-    assert epsilon_of(noise=1.0, sampling_rate=1.0, rounds=50, delta=1e-5) > base
+@pytest.mark.parametrize("fixed_size", [False, True])
+def test_more_noise_fewer_rounds_and_fewer_clients_spend_less(fixed_size):
+    def epsilon(noise=1.0, rate=0.1, rounds=50):
+        return epsilon_of(noise=noise, rates=(rate,) * rounds, delta=1e-5, fixed_size=fixed_size)
+
+    assert max(epsilon(noise=2.0), epsilon(rate=0.05)) < epsilon() < min(epsilon(rounds=100), epsilon(rate=1.0))
+
+
+def test_epsilon_is_that_of_opacus_on_the_same_schedule():
+    from opacus.accountants import RDPAccountant
+
+    rates = (0.1,) * 20 + (0.5,) * 5 + (1.0,)
+    accountant = RDPAccountant()
+    for rate in rates:
+        accountant.noise_multiplier = 1.2
+        accountant.step(noise_multiplier=1.2, sample_rate=rate)
+    ours = epsilon_of(noise=1.2, rates=rates, delta=1e-5)
+    assert ours == pytest.approx(accountant.get_epsilon(1e-5), rel=0.02)
+    assert ours <= accountant.get_epsilon(1e-5) + 1e-9
+
+
+@pytest.mark.parametrize("alpha", [1.5, 2.0, 8.0])
+@pytest.mark.parametrize("noise", [0.7, 2.0])
+@pytest.mark.parametrize("others", [1.0, -1.0, 0.3])
+def test_the_divergence_of_a_cohort_of_fixed_size_is_below_the_bound(alpha, noise, others):
+    """Three clients, of which two are drawn: mixtures of three Gaussians. One client's change is 1, or absent."""
+    from sparsekit_fl.server.privacy import _of_fixed_size
+
+    points = np.linspace(-60, 60, 200_001)
+
+    def log_density(own):
+        sums = [own + others, own + 0.3, others + 0.3]
+        logs = [-((points - mean) ** 2) / (2 * noise**2) for mean in sums]
+        return np.logaddexp.reduce(logs, axis=0) - math.log(3 * noise * math.sqrt(2 * math.pi))
+
+    with_it, without = log_density(1.0), log_density(0.0)
+    for one, other in ((with_it, without), (without, with_it)):
+        found = math.log(np.trapezoid(np.exp(alpha * one + (1 - alpha) * other), points)) / (alpha - 1)
+        assert 0 < found <= _of_fixed_size(2 / 3, noise, [alpha])[0] + 1e-9
+
+
+def test_those_who_can_be_reached_are_the_crowd_that_hides_a_client(tmp_path):
+    """Eight clients, of which two can be reached in every second round: the whole cohort is known then."""
+    path = tmp_path / "trace.csv"
+    path.write_text("client,start,stop\n" + "".join(f"{id},{r},{r + 1}\n" for id in range(6) for r in (1, 3)))
+    config = replace(PRIVATE, cohort=2, availability=str(path), rounds=4)
+    for method in (registry["fedavg"](), replace(registry["fedavg"](), sampling=Poisson())):
+        spent = run(method, tiny_problem(), tiny_clients(), config).privacy
+        fixed_size = not isinstance(method.sampling, Poisson)
+        expected = epsilon_of(noise=1.5, rates=(0.25, 1.0, 0.25, 1.0), delta=1e-5, fixed_size=fixed_size)
+        assert spent["epsilon"] == expected
+        assert spent["sampling_rate"] == 1.0
+        assert spent["epsilon_as_poisson"] <= spent["epsilon"] <= spent["epsilon_unamplified"]
+
+
+def test_poisson_sampling_may_be_private_and_a_round_without_anybody_adds_its_noise():
+    method = replace(registry["fedavg"](), sampling=Poisson())
+    config = replace(PRIVATE, cohort=1, rounds=12)
+    result = run(method, tiny_problem(), tiny_clients(), config)
+    assert result.privacy["epsilon"] == result.privacy["epsilon_as_poisson"]
+    assert [record for record in result.rounds if not record.cohort]
+    server = Server(RunSpec.build(method, tiny_problem(), config), by_id(tiny_clients()))
+    empty = next(round for round in range(1, 30) if not server.assign(round))
+    before = dict(server.state.state)
+    server.assign(empty)
+    server.aggregate([], needed=0)
+    assert not torch.equal(server.state.state["first.bias"], before["first.bias"])
+
+
+def test_who_knows_the_seed_of_the_run_cannot_draw_the_cohorts_again():
+    cohorts = {seed: make_server(WeightedMean(), replace(PRIVATE, dp_noise_seed=seed)) for seed in (11, 12)}
+    drawn = {seed: [[a.client_id for a in server.assign(round)] for round in (1, 2, 3)] for seed, server in cohorts.items()}
+    assert drawn[11] != drawn[12]
+    assert drawn[11] == [[a.client_id for a in make_server(WeightedMean()).assign(round)] for round in (1, 2, 3)]
 
 
 def test_delta_is_that_of_the_number_of_clients_or_what_was_asked_for():
-    assert privacy_of(PRIVATE, 8).delta == 1e-5
-    assert privacy_of(PRIVATE, 10**6).delta == pytest.approx(10**-6.6)
-    assert privacy_of(replace(PRIVATE, dp_delta=1e-3), 8).delta == 1e-3
-    assert privacy_of(tiny_config(), 8) is None
+    assert privacy_of(PRIVATE, range(8)).delta == 1e-5
+    assert privacy_of(PRIVATE, range(10**6)).delta == pytest.approx(10**-6.6)
+    assert privacy_of(replace(PRIVATE, dp_delta=1e-3), range(8)).delta == 1e-3
+    assert privacy_of(tiny_config(), range(8)) is None
 
 
-class Stop(Observer):
-    def on_round(self, record):
+class Stop(Callback):
+    def on_round_end(self, run, record):
         if record.round == 2:
             raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("method", ["fedavg", "fedlps", "heterofl", "depthfl", "cs"])
+@pytest.mark.parametrize(
+    "method", ["fedlps", "cs", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fedavg", "heterofl", "depthfl"))]
+)
+@pytest.mark.same_bits
 def test_processes_and_a_resumed_run_give_the_same_bits_and_the_result_says_what_was_spent(method, tmp_path):
     problem, clients = tiny_problem(), tiny_clients()
     whole = run(registry[method](), problem, clients, PRIVATE)
     several = run(registry[method](), problem, clients, PRIVATE, engine=Embedded(workers=2))
     with pytest.raises(RunInterrupted):
-        run(registry[method](), problem, clients, PRIVATE, observers=[Stop()], out=tmp_path)
+        run(registry[method](), problem, clients, PRIVATE, callbacks=[Stop()], out=tmp_path)
     resumed = run(registry[method](), problem, clients, PRIVATE, out=tmp_path, resume=True)
     assert whole.final.state_sha256 == several.final.state_sha256 == resumed.final.state_sha256
     other = run(registry[method](), problem, clients, replace(PRIVATE, dp_noise=1.6))
     assert other.final.state_sha256 != whole.final.state_sha256
     raw = json.loads((tmp_path / "result.json").read_text())["privacy"]
-    assert raw["epsilon"] == epsilon_of(noise=1.5, sampling_rate=0.5, rounds=4, delta=1e-5)
-    assert raw["epsilon"] < raw["epsilon_unamplified"]
+    assert raw["epsilon"] == epsilon_of(noise=1.5, rates=(0.5,) * 4, delta=1e-5, fixed_size=True)
+    assert raw["epsilon_as_poisson"] == epsilon_of(noise=1.5, rates=(0.5,) * 4, delta=1e-5)
+    assert raw["epsilon_as_poisson"] < raw["epsilon"] < raw["epsilon_unamplified"]
     assert (raw["clip"], raw["noise"], raw["sampling_rate"], raw["rounds"]) == (0.5, 1.5, 0.5, 4)
     assert "Poisson" in raw["assumes"]
     assert f"ε = {raw['epsilon']:.3g} at δ = 1e-05" in privacy_line(raw)
@@ -218,9 +290,9 @@ def test_a_policy_says_itself_that_it_learns_apart():
     ("options", "message"),
     [
         ({"dp_clip": 1.0}, "dp_clip needs dp_noise"),
-        ({"dp_noise": 1.0}, "dp_noise needs dp_clip"),
-        ({"dp_delta": 1e-5}, "dp_delta needs dp_clip"),
-        ({"dp_noise_seed": 1}, "dp_noise_seed needs dp_clip"),
+        ({"dp_noise": 1.0}, "dp_noise belongs to dp_clip"),
+        ({"dp_delta": 1e-5}, "dp_delta belongs to dp_clip"),
+        ({"dp_noise_seed": 1}, "dp_noise_seed belongs to dp_clip"),
         ({"dp_clip": 1.0, "dp_noise": 1.0, "dp_noise_seed": -1}, "dp_noise_seed must be an integer >= 0"),
         ({"dp_clip": 0.0, "dp_noise": 1.0}, "dp_clip must be a finite number > 0"),
         ({"dp_clip": 1.0, "dp_noise": 0.0}, "dp_noise must be a finite number > 0"),
@@ -297,12 +369,13 @@ def test_no_engine_is_told_the_seed_of_the_noise(config):
     assert result.to_dict()["config"].get("dp_noise_seed") == config.dp_noise_seed
 
 
+@pytest.mark.same_bits
 def test_a_secret_seed_is_in_the_checkpoint_alone_and_a_resumed_run_goes_on_with_it(tmp_path, monkeypatch):
     problem, clients, secret = tiny_problem(), tiny_clients(), 2**127 + 12345
     monkeypatch.setattr("secrets.randbits", lambda bits: secret)
     whole = run(registry["fedavg"](), problem, clients, SECRET)
     with pytest.raises(RunInterrupted):
-        run(registry["fedavg"](), problem, clients, SECRET, observers=[Stop()], out=tmp_path)
+        run(registry["fedavg"](), problem, clients, SECRET, callbacks=[Stop()], out=tmp_path)
     monkeypatch.setattr("secrets.randbits", lambda bits: secret + 1)
     resumed = run(registry["fedavg"](), problem, clients, SECRET, out=tmp_path, resume=True)
     assert resumed.final.state_sha256 == whole.final.state_sha256
@@ -314,6 +387,6 @@ def test_a_secret_seed_is_in_the_checkpoint_alone_and_a_resumed_run_goes_on_with
 def test_a_resumed_run_with_another_seed_of_the_noise_is_refused(tmp_path):
     problem, clients = tiny_problem(), tiny_clients()
     with pytest.raises(RunInterrupted):
-        run(registry["fedavg"](), problem, clients, PRIVATE, observers=[Stop()], out=tmp_path)
+        run(registry["fedavg"](), problem, clients, PRIVATE, callbacks=[Stop()], out=tmp_path)
     with pytest.raises(ResumeError, match="dp_noise_seed: was 11, now 12"):
         run(registry["fedavg"](), problem, clients, replace(PRIVATE, dp_noise_seed=12), out=tmp_path, resume=True)

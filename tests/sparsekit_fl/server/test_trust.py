@@ -27,7 +27,6 @@ from sparsekit_fl.problem.clients import Client, ClientData
 from sparsekit_fl.problem.metrics import accuracy
 from sparsekit_fl.results.records import RunResult
 from sparsekit_fl.server import checkpoint
-from sparsekit_fl.server.fingerprint import check_fingerprint
 from sparsekit_fl.server.loop import run
 from sparsekit_fl.state import storage
 from sparsekit_fl.state.lock import FolderLock
@@ -42,7 +41,7 @@ ENGINES = ["one worker", "two workers", "a grid"]
 def engine_of(name: str) -> Engine:
     if name == "a grid":
         pytest.importorskip("flwr", reason="flwr is not installed; pip install 'sparsekit-torch[flower]'")
-        from sparsekit_fl.engines.flower.local_grid import InProcess
+        from local_grid import InProcess
 
         return InProcess(memory="nodes")
     return Embedded(2 if name == "two workers" else 1)
@@ -92,7 +91,7 @@ def test_a_result_names_the_code_and_the_data(tmp_path: Path) -> None:
 
 def test_a_run_of_other_data_is_not_resumed(tmp_path: Path) -> None:
     with pytest.raises(RunInterrupted):
-        tiny_run(out=tmp_path, observers=[StopAfter(1)])
+        tiny_run(out=tmp_path, callbacks=[StopAfter(1)])
     clients = tiny_clients()
     data = clients[5].data
     labels = data.train.targets.clone()
@@ -102,23 +101,19 @@ def test_a_run_of_other_data_is_not_resumed(tmp_path: Path) -> None:
         tiny_run(out=tmp_path, resume=True, clients=clients)
 
 
+@pytest.mark.same_bits
 def test_a_run_of_other_code_is_resumed_only_where_that_is_accepted_and_the_result_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = identity.code_version()
     with pytest.raises(RunInterrupted):
-        tiny_run(out=tmp_path, observers=[StopAfter(1)])
+        tiny_run(out=tmp_path, callbacks=[StopAfter(1)])
     monkeypatch.setattr("sparsekit_fl.server.fingerprint.code_version", lambda: {"sparsekit": "99.0", "code": "0" * 12})
     with pytest.raises(ResumeError, match=r"was made by sparsekit .*, and this is sparsekit 99.0.*--accept-code"):
         tiny_run(out=tmp_path, resume=True)
     result = tiny_run(out=tmp_path, resume=True, accept_code=True)
     assert result.fingerprint["earlier"] == [before]
     assert result.fingerprint["sparsekit"] == "99.0"
-
-
-def test_a_run_of_version_0_1_which_says_nothing_of_its_code_is_taken_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    assert check_fingerprint({}, {**identity.code_version(), "data": "d"}, where="the run") == []
-    assert "does not say by which code" in caplog.text
 
 
 class Another(Callback):
@@ -135,8 +130,7 @@ class Another(Callback):
             self.error = str(error)
 
 
-@pytest.mark.parametrize("resume", [False, True])
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize(("resume", "workers"), [(False, 1), (True, 2)])
 def test_two_runs_do_not_write_to_one_folder(tmp_path: Path, resume: bool, workers: int) -> None:
     another = Another(tmp_path, resume)
     result = tiny_run(out=tmp_path, callbacks=[another], engine=Embedded(workers))
@@ -210,26 +204,6 @@ def test_a_full_disk_has_one_outcome_with_every_engine(engine: str, tmp_path: Pa
     assert tiny_run(method=method, out=tmp_path, resume=True).final == tiny_run(method=method).final
 
 
-def test_the_simulation_writes_memories_as_safely_as_the_embedded_engine(tmp_path: Path) -> None:
-    pytest.importorskip("flwr", reason="flwr is not installed; pip install 'sparsekit-torch[flower]'")
-    from sparsekit_fl.engines.flower import simulation
-
-    class Reference:
-        def binary(self) -> bytes:
-            return b"a run"
-
-    made: list[Any] = []
-    for durable in (True, False):
-        simulation._executor = None
-        bundle = simulation._Bundle(None, {}, str(tmp_path), durable)  # type: ignore[arg-type]
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(simulation.ray, "get", lambda _, bundle=bundle: bundle)
-            patch.setattr(simulation, "ClientExecutor", lambda spec, clients, store: made.append(store))
-            simulation._executor_of(Reference())
-    simulation._executor = None
-    assert [store.durable for store in made] == [True, False]
-
-
 def mode_of(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
@@ -270,6 +244,7 @@ def test_a_run_that_was_killed_before_its_first_round_was_saved_starts_afresh(tm
     assert len(tiny_run(out=tmp_path, resume=True).rounds) == 4
 
 
+@pytest.mark.same_bits
 def test_a_finished_run_is_extended_to_the_bits_of_a_longer_one(tmp_path: Path) -> None:
     tiny_run(out=tmp_path)
     longer = tiny_run(out=tmp_path, resume=True, config=tiny_config(rounds=6))
@@ -287,9 +262,10 @@ def test_methods_that_plan_by_the_number_of_rounds_are_extended_too(name: str, t
     assert len(tiny_run(method=registry[name](), out=tmp_path, resume=True, config=tiny_config(rounds=6)).rounds) == 6
 
 
+@pytest.mark.same_bits
 def test_a_resumed_run_may_be_scored_more_often(tmp_path: Path) -> None:
     with pytest.raises(RunInterrupted):
-        tiny_run(out=tmp_path, observers=[StopAfter(1)])
+        tiny_run(out=tmp_path, callbacks=[StopAfter(1)])
     result = tiny_run(out=tmp_path, resume=True, config=replace(tiny_config(), eval_every=1))
     assert [record.round for record in result.rounds if record.evaluation] == [2, 3, 4]
 

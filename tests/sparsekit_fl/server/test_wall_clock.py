@@ -11,12 +11,12 @@ import pytest
 pytest.importorskip("flwr", reason="flwr is not installed; pip install 'sparsekit-torch[flower]'")
 
 from flwr.app import Error, Message
+from local_grid import InProcess
 
 from sparsekit.errors import InvalidValueError
 from sparsekit_fl.callbacks.base import Callback
 from sparsekit_fl.deployment.plan import Plan
 from sparsekit_fl.engines.embedded import Embedded
-from sparsekit_fl.engines.flower.local_grid import InProcess
 from sparsekit_fl.engines.flower.wire import content, read
 from sparsekit_fl.errors import RunInterrupted, TooFewRepliesError
 from sparsekit_fl.methods import registry
@@ -96,6 +96,7 @@ def test_an_old_update_has_its_age_and_counts_less() -> None:
 
 
 @pytest.mark.parametrize("method", ["fedavg", "fedlps", "ditto", "hermes", "heterofl"])
+@pytest.mark.same_bits
 def test_the_same_arrivals_give_the_same_bits(method: str) -> None:
     one = ran(method, InProcess(delay=slow(3, looks=3), seed=1), rounds=6)
     again = ran(method, InProcess(delay=slow(3, looks=3), seed=1), rounds=6)
@@ -103,12 +104,14 @@ def test_the_same_arrivals_give_the_same_bits(method: str) -> None:
     assert one.final.state_sha256 == again.final.state_sha256
 
 
+@pytest.mark.same_bits
 def test_the_order_within_a_buffer_decides_nothing() -> None:
     results = [ran(engine=InProcess(seed=seed), async_buffer=8, rounds=3) for seed in (1, 2)]
     assert arrivals(results[0]) != arrivals(results[1])
     assert results[0].final.state_sha256 == results[1].final.state_sha256
 
 
+@pytest.mark.same_bits
 def test_a_buffer_of_all_clients_gives_the_bits_of_rounds_that_wait() -> None:
     waits = run(registry["fedlps"](), tiny_problem(), tiny_clients(), replace(tiny_config(), cohort=8))
     assert ran("fedlps", async_buffer=8).final.state_sha256 == waits.final.state_sha256
@@ -157,6 +160,7 @@ def test_those_who_failed_are_asked_again_before_the_run_gives_up() -> None:
     assert len(result.rounds[0].dropped) == 4, "of seven that failed, three made up for it before the buffer was full"
 
 
+@pytest.mark.same_bits
 def test_with_all_nodes_gone_the_run_stops_says_why_and_can_be_resumed(tmp_path: Path) -> None:
     with pytest.raises(TooFewRepliesError, match=r"step \d+: \d updates came in.*node unavailable.*Nothing of that step"):
         ran(engine=InProcess(fault=fails(*range(8), rounds=range(3, 99))), rounds=12, async_buffer=4, out=tmp_path)

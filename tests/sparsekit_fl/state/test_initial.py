@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 
 from sparsekit.errors import DataError
 from sparsekit_fl.engines.embedded import Embedded
+from sparsekit_fl.errors import ResumeError
 from sparsekit_fl.methods import registry
 from sparsekit_fl.problem.problem import Problem
 from sparsekit_fl.server.loop import run
@@ -48,6 +49,7 @@ def test_what_is_no_weights_is_refused(tmp_path):
         read_initial(tmp_path, FRESH)
 
 
+@pytest.mark.same_bits
 def test_a_run_starts_where_an_earlier_one_ended(tmp_path):
     first = run(registry["fedavg"](), tiny_problem(), tiny_clients(), tiny_config(rounds=1), out=tmp_path)
     second = run(registry["fedavg"](), tiny_problem(), tiny_clients(), tiny_config(rounds=1), init=tmp_path)
@@ -62,6 +64,7 @@ def frozen_net():
 
 
 @pytest.mark.parametrize("method", ["fedavg", "fedlps", "heterofl", "fedper", "ditto", "local"])
+@pytest.mark.same_bits
 def test_what_needs_no_gradient_neither_travels_nor_is_kept(method, tmp_path):
     problem = Problem(model=frozen_net, example_inputs=(torch.zeros(2, 6),))
     whole = run(registry[method](), tiny_problem(), tiny_clients(), tiny_config(rounds=2))
@@ -76,9 +79,21 @@ def test_what_needs_no_gradient_neither_travels_nor_is_kept(method, tmp_path):
         assert b"first.weight" not in path.read_bytes()
 
 
+@pytest.mark.same_bits
 def test_the_frozen_part_comes_from_the_file_that_a_run_starts_from():
     problem = Problem(model=frozen_net, example_inputs=(torch.zeros(2, 6),))
     init = {"first.weight": torch.full((8, 6), 0.5)}
     go = partial(run, registry["fedavg"](), problem, tiny_clients(), tiny_config(rounds=1), init=init)
     assert torch.equal(go().state["first.weight"], init["first.weight"])
     assert go(engine=Embedded(workers=2)).final.state_sha256 == go().final.state_sha256
+
+
+def test_a_run_that_began_with_other_weights_is_not_gone_on_with(tmp_path):
+    init = {"first.weight": torch.full((8, 6), 0.5)}
+    go = partial(run, registry["fedavg"](), tiny_problem(), tiny_clients())
+    go(tiny_config(rounds=1), init=init, out=tmp_path)
+    for other in (None, {"first.weight": torch.full((8, 6), 0.25)}):
+        with pytest.raises(ResumeError, match=r"model\.initial: was"):
+            go(tiny_config(rounds=2), init=other, out=tmp_path, resume=True)
+    resumed = go(tiny_config(rounds=2), init=init, out=tmp_path, resume=True)
+    assert len(resumed.rounds) == 2

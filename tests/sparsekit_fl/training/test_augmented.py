@@ -105,6 +105,7 @@ def shaken_clients():
 
 
 @pytest.mark.parametrize("method", ["fedavg", "fedlps"])
+@pytest.mark.same_bits
 def test_random_transforms_give_the_same_bits_for_any_number_of_workers(method):
     runs = [
         run(registry[method](), tiny_problem(), shaken_clients(), tiny_config(rounds=2), engine=Embedded(workers=workers))
@@ -119,6 +120,7 @@ def test_a_random_transform_is_new_in_every_epoch():
     assert not torch.allclose(epochs[0].sort(0).values, epochs[1].sort(0).values)
 
 
+@pytest.mark.same_bits
 def test_augmented_runs_give_the_same_bits_for_any_number_of_workers():
     problem = replace(tiny_problem(), augment=Noise())
     runs = [

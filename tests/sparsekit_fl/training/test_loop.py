@@ -45,6 +45,7 @@ def test_inputs_and_targets_stay_together():
 
 
 @pytest.mark.parametrize("options", [{}, {"momentum": 0.9}, {"weight_decay": 0.1}, {"momentum": 0.5, "weight_decay": 0.01}])
+@pytest.mark.same_bits
 def test_the_step_gives_the_bits_of_torch_sgd(options):
     torch.manual_seed(0)
     ours = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))

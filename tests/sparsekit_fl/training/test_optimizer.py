@@ -10,13 +10,16 @@ import torch
 from sparsekit.errors import InvalidValueError, UnknownNameError
 from sparsekit_fl.methods import registry
 from sparsekit_fl.options.config import RunConfig, TrainingConfig
+from sparsekit_fl.options.optimizers import optimizer_names
 from sparsekit_fl.options.schedule import factor
+from sparsekit_fl.paper.presets import PRESETS
 from sparsekit_fl.server.loop import run
 from sparsekit_fl.testing.tiny import tiny_clients, tiny_config, tiny_problem
-from sparsekit_fl.training.optimizer import SgdStep, TorchStep, check_training, make_step, optimizer_names
+from sparsekit_fl.training.optimizer import SgdStep, TorchStep, check_training, make_step
 
 
 @pytest.mark.parametrize("name", ["adam", "adamw", "RMSprop", "adagrad", "nadam", "torch.optim:SGD"])
+@pytest.mark.same_bits
 def test_a_step_is_torchs_own(name):
     training = TrainingConfig(lr=0.01, weight_decay=0.1, optimizer=name)
     mine, torchs = (torch.nn.Parameter(torch.tensor([1.0, -2.0, 3.0])) for _ in range(2))
@@ -60,6 +63,31 @@ def test_arguments_of_the_optimizer_are_read():
 def test_what_is_wrong_is_said_before_a_run(options, error, message):
     with pytest.raises(error, match=message):
         check_training(TrainingConfig(**options))
+
+
+@pytest.mark.parametrize("name", ["adam", "adamw", "rmsprop", "nadam", "adagrad", "torch.optim:SGD"])
+@pytest.mark.same_bits
+def test_without_a_rate_and_a_decay_they_are_those_of_torchs_class(name):
+    mine, torchs = (torch.nn.Parameter(torch.tensor([1.0, -2.0, 3.0])) for _ in range(2))
+    step = make_step(TrainingConfig(optimizer=name), [mine])
+    other = (torch.optim.SGD if ":" in name else optimizer_names()[name])([torchs])
+    step((mine**2).sum())
+    (torchs**2).sum().backward()
+    other.step()
+    assert torch.equal(mine, torchs)
+
+
+def test_the_default_of_each_optimizer_and_what_a_preset_says_of_its_own():
+    assert (TrainingConfig().lr, TrainingConfig().weight_decay) == (0.1, 0.0)
+    adamw = TrainingConfig(optimizer="adamw")
+    assert (adamw.lr, adamw.weight_decay) == (1e-3, 1e-2)
+    given = TrainingConfig(optimizer="adamw", lr=0.1, weight_decay=0.0)
+    assert (given.lr, given.weight_decay) == (0.1, 0.0)
+    preset = PRESETS["shakespeare"]
+    assert preset.config({"optimizer": "adamw"}, 20).training == replace(adamw, batch_size=preset.training.batch_size,
+        local_epochs=preset.training.local_epochs, clip=preset.training.clip)  # fmt: skip
+    assert preset.config({"optimizer": "adamw", "lr": 0.5}, 20).training.lr == 0.5
+    assert preset.config({"optimizer": "sgd"}, 20).training == preset.training
 
 
 def test_the_courses_of_the_learning_rate():

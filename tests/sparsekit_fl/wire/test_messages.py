@@ -11,10 +11,10 @@ import torch
 
 from sparsekit.errors import DataError
 from sparsekit.graph.mask import UnitMask, WeightMask
+from sparsekit_fl.callbacks.base import Callback
 from sparsekit_fl.client.spec import RunSpec
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.problem.clients import Capability
-from sparsekit_fl.results.records import Observer
 from sparsekit_fl.server.loop import run
 from sparsekit_fl.testing.tiny import tiny_clients, tiny_config, tiny_problem
 from sparsekit_fl.wire.kept import Kept
@@ -110,11 +110,13 @@ def test_an_assignment_without_its_state_reads_it_elsewhere(spec):
 
 
 def test_costs_count_the_serialised_messages():
-    class Check(Observer):
-        def on_client(self, round, client_id, update):
+    class Check(Callback):
+        def on_client_end(self, run, client_id, update):
+            if isinstance(update, Evaluation):
+                return
             assert update.cost.uplink_bytes == len(encode_update(update))
 
-    result = run(Method(name="m", source=""), tiny_problem(), tiny_clients(), tiny_config(rounds=1), observers=[Check()])
+    result = run(Method(name="m", source=""), tiny_problem(), tiny_clients(), tiny_config(rounds=1), callbacks=[Check()])
     assert result.cost.uplink_bytes > 0
 
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from sparsekit_fl.cli.flower_app import write_app
 from sparsekit_fl.deployment.plan import Plan
-from sparsekit_fl.engines.flower.quiet import QUIET
+from sparsekit_fl.engines.flower import QUIET
 from sparsekit_fl.results.records import RunResult
 from sparsekit_fl.server.loop import run
 from sparsekit_fl.testing.tiny import tiny_clients, tiny_problem

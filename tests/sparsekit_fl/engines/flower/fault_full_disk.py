@@ -12,14 +12,15 @@ import sys
 from pathlib import Path
 
 from sparsekit_fl import policies
+from sparsekit_fl.callbacks.base import Callback, RunView
 from sparsekit_fl.errors import StorageError
 from sparsekit_fl.methods.method import Method
-from sparsekit_fl.results.records import Observer, RoundRecord
+from sparsekit_fl.results.records import RoundRecord
 from sparsekit_fl.server.loop import run
 from sparsekit_fl.testing.tiny import tiny_clients, tiny_config, tiny_problem
 
 
-class Fill(Observer):
+class Fill(Callback):
     """Takes all room after the second round.
 
     Args:
@@ -31,7 +32,7 @@ class Fill(Observer):
         self._way = way
         self._folder = folder
 
-    def on_round(self, record: RoundRecord) -> None:
+    def on_round_end(self, run: RunView, record: RoundRecord) -> None:
         """Fill."""
         if record.round != 2:
             return
@@ -60,7 +61,7 @@ def main(way: str, folder: Path) -> None:
     fill = Fill(way, folder)
     error = ""
     try:
-        run(*arguments, out=folder, observers=[fill])
+        run(*arguments, out=folder, callbacks=[fill])
     except StorageError as raised:
         error = str(raised)
     fill.free()

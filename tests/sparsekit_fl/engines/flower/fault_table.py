@@ -18,6 +18,7 @@ MODULES = (
     "test_deployment",
     "test_faults_disk",
     "test_faults_replies",
+    "test_nodes",
 )
 
 
@@ -73,7 +74,7 @@ def shows(fault: str, *, planted: str, outcome: str, real: bool = True) -> Calla
 def page() -> str:
     """The page as it must be."""
     ROWS.clear()
-    sys.path[:0] = [] if str(HERE) in sys.path else [str(HERE)]
+    sys.path[:0] = [str(folder) for folder in (HERE, HERE.parents[2]) if str(folder) not in sys.path]
     for name in MODULES:
         # Afresh, as pytest may have imported the same file by another name.
         sys.modules.pop(name, None)
@@ -85,7 +86,7 @@ def page() -> str:
         "Every line is a test. This page is made of them: `python tests/sparsekit_fl/engines/flower/fault_table.py`.",
         "In all cases: an update that did not arrive whole and valid changes nothing; the record of the round (`rounds.jsonl`)",
         "says who was dropped and why, or what became of a SuperNode; the global model is, bit for bit, what the other clients",
-        "alone make of it. A round with fewer valid updates than `--min-replies` (half of its cohort by default) does not",
+        "alone make of it. A round with fewer valid updates than `min_replies` (half of its cohort by default) does not",
         "count: it is repeated twice at most, and then the run stops, to be resumed after the last round that counted.",
         "",
         "## Real processes: SuperLink and SuperNodes, Ray actors, workers",

@@ -12,8 +12,8 @@ pytest.importorskip("flwr", reason="flwr is not installed; pip install 'sparseki
 
 from flwr.app import Message
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
+from local_grid import InProcess
 
-from sparsekit_fl.engines.flower.local_grid import InProcess
 from sparsekit_fl.methods import registry
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.models.vgg import Vgg

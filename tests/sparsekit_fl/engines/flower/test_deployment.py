@@ -27,9 +27,12 @@ pytestmark = [
     planted="a third SuperNode, without a key, on an encrypted SuperLink that knows two keys",
     outcome="refused by the SuperLink; the run with the two goes on: three methods, each with the bits of the embedded engine",
 )
+@pytest.mark.same_bits
 def test_encrypted_supernodes_with_known_keys_give_the_bits_of_the_embedded_engine_and_strangers_stay_out(
     tmp_path: Path,
 ) -> None:
+    allowed = tmp_path / "allowed.toml"
+    allowed.write_text('client-0 = "0-3"\nclient-1 = "4-7"\n')
     with Deployment(tmp_path, planted=False, tls=True) as deployment:
         deployment.start_superlink()
         for key, clients in enumerate(("0-3", "4-7")):
@@ -49,6 +52,7 @@ def test_encrypted_supernodes_with_known_keys_give_the_bits_of_the_embedded_engi
                 batch_size=8,
                 lr=0.1,
                 out=str(out),
+                allowed=str(allowed),
             )
             deployment.submit(plan)
             result = deployment.await_result(out)

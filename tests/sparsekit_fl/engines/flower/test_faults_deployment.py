@@ -216,6 +216,7 @@ def test_replies_that_come_twice_count_once(storm: Storm) -> None:
     assert [len(record["ratios"]) for record in storm.records] == [8, 1, 6, 8]
 
 
+@pytest.mark.same_bits
 def test_after_all_that_the_model_is_what_the_updates_that_counted_make_of_it(storm: Storm) -> None:
     assert storm.result["final"]["state_sha256"] == storm.calm.final.state_sha256
     assert len(storm.result["final"]["per_client"]) == 8

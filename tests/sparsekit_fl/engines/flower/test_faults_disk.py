@@ -47,6 +47,7 @@ def _may_mount(folder: Path) -> bool:
     planted="a disk of 256 KiB (tmpfs) that a file fills up after round 2",
     outcome="the run stops with an error that names the last saved round; with room again it resumes to the same bits",
 )
+@pytest.mark.same_bits
 def test_a_run_on_a_full_disk_stops_with_its_state_saved_and_resumes_to_the_same_bits(tmp_path: Path) -> None:
     if not _may_mount(tmp_path):
         pytest.skip("this system lets nobody mount a small disk")
@@ -60,6 +61,7 @@ def test_a_run_on_a_full_disk_stops_with_its_state_saved_and_resumes_to_the_same
     planted="the process's limit of file sizes set below the checkpoint's after round 2",
     outcome="the same",
 )
+@pytest.mark.same_bits
 def test_a_run_whose_checkpoint_is_too_large_stops_with_its_state_saved_and_resumes_to_the_same_bits(tmp_path: Path) -> None:
     seen = _run(sys.executable, str(PROGRAM), "limit", str(tmp_path))
     assert "File too large" in str(seen["error"])

@@ -15,7 +15,7 @@ pytest.importorskip("flwr", reason="flwr is not installed; pip install 'sparseki
 
 from fault_table import shows
 from flwr.app import Error, Message
-from flwr.supercore.task_identity import TaskIdentity
+from local_grid import InProcess
 
 from sparsekit.errors import InvalidValueError
 from sparsekit_fl.cli.experiment import Experiment
@@ -23,15 +23,11 @@ from sparsekit_fl.cli.options import RunOptions
 from sparsekit_fl.deployment.plan import Plan
 from sparsekit_fl.engines.base import Engine
 from sparsekit_fl.engines.embedded import Embedded
-from sparsekit_fl.engines.flower.deployment import Nodes
-from sparsekit_fl.engines.flower.introduction import described
-from sparsekit_fl.engines.flower.local_grid import InProcess
 from sparsekit_fl.engines.flower.wire import content, read
 from sparsekit_fl.errors import ClientError, TooFewRepliesError, UpdateError
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.policies.local import LocalPolicy, LocalResult, Sgd
 from sparsekit_fl.policies.personal import LocalModel
-from sparsekit_fl.problem.clients import Client, ClientData
 from sparsekit_fl.results.records import RunResult
 from sparsekit_fl.server.loop import run
 from sparsekit_fl.state.store import ClientStore, DeviceStore
@@ -116,6 +112,7 @@ def test_a_round_with_just_enough_replies_goes_on_without_the_others(engine: Eng
     real=False,
 )
 @pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.same_bits
 def test_a_round_with_too_few_replies_is_repeated_to_the_same_bits(engine: Engine, times: int) -> None:
     whole, cohort = _run(), _cohort(2)
     _fail(2, cohort[:3], times)
@@ -138,6 +135,7 @@ def test_a_round_with_too_few_replies_is_repeated_to_the_same_bits(engine: Engin
     outcome="after three attempts the run stops and says who failed and why; it resumes to the same bits when clients are back",
     real=False,
 )
+@pytest.mark.same_bits
 def test_after_three_attempts_the_run_stops_and_can_be_resumed(engine: Engine, tmp_path: Path) -> None:
     whole, cohort = _run(), _cohort(3)
     _fail(3, cohort[1:], _FOR_EVER)
@@ -289,53 +287,3 @@ def test_the_memory_that_the_server_counts_on_outlives_any_number_of_lost_replie
         assert store.read(0, 1) == {"local": {"count": 1}}
         store.write(0, round, {"local": {"count": round}})
     assert sorted(path.stem for path in tmp_path.rglob("*.memory")) == ["1", "4"]
-
-
-class _FakeGrid:
-    """Nodes that come and go, each with the clients that it claims."""
-
-    def __init__(self, **nodes: list[int]) -> None:
-        self.nodes = {int(name[1:]): clients for name, clients in nodes.items()}
-        self.asked: list[int] = []
-        self._replies: list[Message] = []
-        # Flower asks these of the process that makes a message.
-        TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1
-
-    def get_node_ids(self) -> list[int]:
-        return list(self.nodes)
-
-    def push_messages(self, messages: list[Message]) -> list[str]:
-        ids = []
-        for message in messages:
-            node = message.metadata.dst_node_id
-            self.asked.append(node)
-            message.metadata.__dict__["_message_id"] = f"m{node}"
-            data = ClientData(train=range(3), val=range(1), test=range(1))
-            about = described(Client(id=client_id, data=data) for client_id in self.nodes[node])
-            self._replies.append(Message(content({}, **about), reply_to=message))
-            ids.append(f"m{node}")
-        return ids
-
-    def pull_messages(self, ids: list[str]) -> list[Message]:
-        found, self._replies = self._replies, []
-        return found
-
-
-def test_a_node_that_claims_a_taken_client_takes_over_when_the_first_is_gone() -> None:
-    grid = _FakeGrid(n1=[0, 1], n2=[2])
-    nodes = Nodes(grid, wanted=2, wait_seconds=1)  # type: ignore[arg-type]
-    assert sorted(nodes.introduce()) == [0, 1, 2]
-    grid.nodes[3] = [0, 1]
-    nodes.refresh()
-    assert nodes.node_of(0) == 1
-    assert nodes.news() == ["SuperNode 3 is not used for now: it claims the clients [0, 1], which another node has"]
-    del grid.nodes[1]
-    nodes.refresh()
-    assert nodes.node_of(0) == nodes.node_of(1) == 3
-    assert nodes.news() == ["SuperNode 1 is gone, with the clients [0, 1]", "SuperNode 3 came, with the clients [0, 1]"]
-    assert nodes.news() == []
-    assert grid.asked == [1, 2, 3]
-    del grid.nodes[2]
-    nodes.refresh()
-    with pytest.raises(ClientError, match="no SuperNode has client 2 now"):
-        nodes.node_of(2)

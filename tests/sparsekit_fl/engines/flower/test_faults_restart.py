@@ -29,6 +29,7 @@ pytestmark = [
     " submitted with `resume=true`, memories kept by the server",
     outcome="SuperNodes connect again by themselves, memories are sent to them; the model has the bits of an uninterrupted run",
 )
+@pytest.mark.same_bits
 def test_a_run_whose_superlink_was_killed_resumes_to_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "run"
     plan = Plan(

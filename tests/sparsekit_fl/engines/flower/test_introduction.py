@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 pytest.importorskip("flwr", reason="flwr is not installed; pip install 'sparsekit-torch[flower]'")
 
 from flwr.app import Message
 from flwr.clientapp import ClientApp
+from local_grid import LocalGrid, over_the_wire
 
 from sparsekit.errors import DataError
 from sparsekit_fl.engines.flower import introduction
-from sparsekit_fl.engines.flower.deployment import Nodes
 from sparsekit_fl.engines.flower.introduction import described, read_clients
-from sparsekit_fl.engines.flower.local_grid import LocalGrid, over_the_wire
+from sparsekit_fl.engines.flower.nodes import Nodes
 from sparsekit_fl.engines.flower.wire import content
 from sparsekit_fl.errors import WorkerDiedError
 from sparsekit_fl.problem.clients import Capability, Client, ClientData
+from sparsekit_fl.wire.packing import pack
 
 
 def _roster(count: int) -> list[Client]:
@@ -74,44 +75,45 @@ def test_of_many_clients_of_a_lost_supernode_the_first_are_named() -> None:
     assert told.endswith(", 57, …], 12,000 in all")
 
 
-_ONE = {"id": 1, "sizes": [3, 1, 1], "capability": [1, 1, 1, 1]}
+def _tensors(count: int = 2, **changed: Any) -> dict[str, Any]:
+    sizes, rates = torch.tensor([[3, 1, 1]] * count, dtype=torch.int64), torch.ones(count, 4, dtype=torch.float64)
+    return {"ids": torch.arange(count), "sizes": sizes.reshape(count, 3), "capabilities": rates} | changed
 
 
 @pytest.mark.parametrize(
-    ("parts", "message"),
+    ("tensors", "message"),
     [
-        ([], "names no clients"),
-        ([[]], "names no clients"),
-        ([[_ONE], [_ONE]], "a client twice"),
-        ([{"1": _ONE}], "at most 5000 clients in a part"),
-        ([[_ONE] * 5001], "at most 5000 clients in a part"),
-        ([[1]], "describes a client badly"),
-        ([[{**_ONE, "sizes": [0, 1, 1]}]], "sizes"),
-        ([[{**_ONE, "id": "1"}]], "describes a client badly"),
-        ([[{**_ONE, "id": 10**400}]], "an id of 1329 bits"),
-        ([[{**_ONE, "capability": [10**400, 1, 1, 1]}]], "describes a client badly"),
-        ([[{**_ONE, "capability": [2, 1, 1, 1]}]], "capability ratio"),
+        ({}, "does not say 'ids' of its clients"),
+        (_tensors(0), "names 0 clients"),
+        (_tensors(ids=torch.tensor([4, 4])), "a client twice"),
+        (_tensors(ids=torch.tensor([-1, 4])), "a negative id"),
+        (_tensors(ids=torch.tensor([1.0, 4.0])), "numbers of other types"),
+        (_tensors(ids=torch.arange(3)), "tensors of shapes"),
+        (_tensors(sizes=torch.tensor([3, 1, 1])), "tensors of shapes"),
+        (_tensors(sizes=torch.tensor([[3, 1, 1], [0, 1, 1]])), "sizes of data that no client has"),
+        (_tensors(sizes=torch.tensor([[3, 1, 1], [2**50, 1, 1]])), "sizes of data that no client has"),
+        (_tensors(capabilities=torch.full((2, 4), 2.0, dtype=torch.float64)), "capability ratio"),
+        (_tensors(capabilities=torch.full((2, 4), float("nan"), dtype=torch.float64)), "describes a client badly"),
     ],
 )
-def test_a_malformed_introduction_is_refused(parts: list[Any], message: str) -> None:
-    payloads = {str(place): json.dumps(part).encode() for place, part in enumerate(parts)}
+def test_a_malformed_introduction_is_refused(tensors: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError, match=message):
+        read_clients(_said(clients=pack(tensors, {})))
+
+
+@pytest.mark.parametrize("payloads", [{}, {"clients": b"\xff" * 99}, {"clients": pack(_tensors(), {})[:-8]}])
+def test_bytes_that_are_no_introduction_are_refused(payloads: dict[str, bytes]) -> None:
+    with pytest.raises(DataError):
         read_clients(_said(**payloads))
-
-
-@pytest.mark.parametrize("part", [b"[" * 100_000, b"\xff", b"{", b"[1" + b"0" * 5000 + b"]"])
-def test_bytes_that_are_no_introduction_are_refused(part: bytes) -> None:
-    with pytest.raises(DataError, match="badly"):
-        read_clients(_said(**{"0": part}))
 
 
 def test_a_node_that_says_too_much_is_refused_before_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(introduction, "_MOST_CLIENTS", 3)
     assert len(read_clients(_said(**described(_roster(3))))) == 3
-    with pytest.raises(DataError, match="more than 3 clients"):
+    with pytest.raises(DataError, match="names 4 clients, allowed are 1 to 3"):
         read_clients(_said(**described(_roster(4))))
-    with pytest.raises(DataError, match="allowed are 768"):
-        read_clients(_said(**described(_roster(20))))
+    with pytest.raises(DataError, match="allowed are 4,288"):
+        read_clients(_said(**described(_roster(99))))
 
 
 OURS = {"sparsekit": "1.0", "code": "aaa", "graph": "bbb"}

@@ -11,10 +11,10 @@ import torch
 pytest.importorskip("flwr", reason="flwr is not installed; pip install 'sparsekit-torch[flower]'")
 
 from flwr.app import Error, Message
+from local_grid import Fault, InProcess
 
 from sparsekit_fl.engines.base import Engine
 from sparsekit_fl.engines.embedded import Embedded
-from sparsekit_fl.engines.flower.local_grid import Fault, InProcess
 from sparsekit_fl.engines.flower.wire import content, read
 from sparsekit_fl.errors import ClientError, WorkerDiedError
 from sparsekit_fl.methods import registry
@@ -47,6 +47,7 @@ def _run(engine: Engine | None = None, method: Method | None = None, rounds: int
 
 
 @pytest.mark.parametrize("name", list(registry))
+@pytest.mark.same_bits
 def test_every_method_gives_the_same_bits_on_one_worker_two_workers_and_over_flowers_wire(name: str) -> None:
     one, two = _run(Embedded(1), registry[name]()), _run(Embedded(2), registry[name]())
     wire = _run(InProcess(nodes=3, seed=5), registry[name]())
@@ -130,6 +131,7 @@ class StillClock:
 
 
 @pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.same_bits
 def test_a_faulty_reply_is_dropped_with_its_reason_and_the_round_goes_on_as_if_it_had_failed(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -168,6 +170,7 @@ def test_memories_that_stay_are_not_counted() -> None:
     assert "memory_bytes" not in result.to_dict()["cost"]
 
 
+@pytest.mark.same_bits
 def test_a_reply_that_comes_twice_counts_once() -> None:
     assert _run(InProcess(twice=True)).final.state_sha256 == _run().final.state_sha256
 

@@ -10,9 +10,9 @@ import pytest
 pytest.importorskip("flwr", reason="flwr is not installed; pip install 'sparsekit-torch[flower]'")
 
 from flwr.app import Message
+from local_grid import InProcess, LocalGrid
 
 from sparsekit_fl.engines.flower import pool
-from sparsekit_fl.engines.flower.local_grid import InProcess, LocalGrid
 from sparsekit_fl.engines.flower.wire import MAX_HEADER_BYTES
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.server.loop import run
@@ -54,6 +54,7 @@ def test_nodes_that_are_devices_get_their_messages_at_once(asked_for: list[int])
     assert max(asked_for) == len(result.final.per_client) == 120
 
 
+@pytest.mark.same_bits
 def test_a_node_may_have_more_clients_than_fit_into_one_message(monkeypatch: pytest.MonkeyPatch, asked_for: list[int]) -> None:
     monkeypatch.setattr(pool, "_MOST_TASKS", 50)
     clients, config = tiny_clients(120), tiny_config(rounds=1)

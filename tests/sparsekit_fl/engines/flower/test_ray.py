@@ -19,10 +19,11 @@ if find_spec("ray") is None:  # importing it takes seconds, also where these tes
 
 from fault_deployment import free_port, program, until
 
+from sparsekit_fl.callbacks.base import Callback, RunView
 from sparsekit_fl.engines.flower import Flower
 from sparsekit_fl.methods import registry
 from sparsekit_fl.methods.local import local
-from sparsekit_fl.results.records import Observer, RoundRecord
+from sparsekit_fl.results.records import RoundRecord
 from sparsekit_fl.server.loop import run
 from sparsekit_fl.testing.tiny import tiny_clients, tiny_config, tiny_problem
 
@@ -52,6 +53,7 @@ def cluster() -> Iterator[str]:
 
 
 @pytest.mark.parametrize("name", ["fedlps", "ditto"])
+@pytest.mark.same_bits
 def test_a_cluster_gives_the_bits_of_the_embedded_engine_though_memories_travel(name: str, cluster: str) -> None:
     here = run(registry[name](), tiny_problem(), tiny_clients(), tiny_config())
     there = run(registry[name](), tiny_problem(), tiny_clients(), tiny_config(), engine=Flower(ray_address=cluster))
@@ -62,6 +64,7 @@ def test_a_cluster_gives_the_bits_of_the_embedded_engine_though_memories_travel(
 
 
 @pytest.mark.parametrize("name", ["depthfl", "lotteryfl", "fjord"])
+@pytest.mark.same_bits
 def test_rays_actors_give_the_bits_of_the_embedded_engine(name: str) -> None:
     here = run(registry[name](), tiny_problem(), tiny_clients(), tiny_config())
     there = run(registry[name](), tiny_problem(), tiny_clients(), tiny_config(), engine=Flower(workers=2, supernodes=3))
@@ -77,6 +80,7 @@ def test_rays_actors_give_the_bits_of_the_embedded_engine(name: str) -> None:
     ],
     ids=["trimmed mean", "privacy"],
 )
+@pytest.mark.same_bits
 def test_robust_and_private_runs_with_short_uploads_give_the_bits_of_the_embedded_engine(options: dict[str, Any]) -> None:
     if "dp_clip" in options:
         pytest.importorskip("opacus", reason="opacus is not installed; pip install 'sparsekit-torch[privacy]'")
@@ -91,22 +95,23 @@ def test_robust_and_private_runs_with_short_uploads_give_the_bits_of_the_embedde
     assert plain.cost.uplink_bytes > here.cost.uplink_bytes
 
 
-class _Kill(Observer):
+class _Kill(Callback):
     """Kills an actor after the second round."""
 
     killed = 0
 
-    def on_round(self, record: RoundRecord) -> None:
+    def on_round_end(self, run: RunView, record: RoundRecord) -> None:
         if record.round == 2 and not self.killed:
             found = subprocess.run(["pgrep", "-f", "ray::ClientAppActor"], capture_output=True, text=True, check=False)
             self.killed = int(found.stdout.split()[0])
             os.kill(self.killed, signal.SIGKILL)
 
 
+@pytest.mark.same_bits
 def test_a_killed_actor_costs_time_and_nothing_else() -> None:
     killer = _Kill()
     here = run(local("best"), tiny_problem(), tiny_clients(), tiny_config())
-    there = run(local("best"), tiny_problem(), tiny_clients(), tiny_config(), engine=Flower(workers=2), observers=[killer])
+    there = run(local("best"), tiny_problem(), tiny_clients(), tiny_config(), engine=Flower(workers=2), callbacks=[killer])
     assert killer.killed
     assert here.final.state_sha256 == there.final.state_sha256
     assert here.final.per_client == there.final.per_client

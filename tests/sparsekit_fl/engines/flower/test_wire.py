@@ -13,9 +13,9 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.supercore.task_identity import TaskIdentity
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from local_grid import over_the_wire
 
 from sparsekit.errors import DataError
-from sparsekit_fl.engines.flower.local_grid import over_the_wire
 from sparsekit_fl.engines.flower.wire import MAX_HEADER_BYTES, content, read
 
 pytestmark = pytest.mark.flower

@@ -1,0 +1,273 @@
+"""LoggedBandit: a bandit whose state is its settings and a log of what was asked and told."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any, Generic, TypeVar, cast
+
+import numpy as np
+
+from sparsekit.bandit.base import Drop, Interval, Pull, check_generator, check_number
+from sparsekit.bandit.space import Box, BoxPull
+from sparsekit.errors import InvalidValueError
+
+__all__ = ["LARGEST_REWARD", "LoggedBandit", "Trial", "generator_from_state", "generator_state"]
+
+Trial = TypeVar("Trial", Pull, BoxPull)
+
+LARGEST_REWARD = 1e100
+"""Sums of squares of larger rewards overflow, and an infinite variance would poison every later comparison."""
+
+_BIT_GENERATORS = ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")
+
+
+class LoggedBandit(ABC, Generic[Trial]):
+    """What the bandits here share: open and told pulls, their checks, and a state.
+
+    The state holds the settings, the generator as it was passed, and every `ask`, `tell` and `forget` in order. A bandit is
+    restored by doing these again, so a subclass keeps whatever it likes in its attributes and says nothing of it here.
+    """
+
+    def __init__(self, space: Interval | Box, settings: Mapping[str, Any], rng: np.random.Generator) -> None:
+        """Open an empty log.
+
+        Args:
+            space: Where told values must lie.
+            settings: The other arguments of the subclass but `rng`, as plain JSON values.
+            rng: Whatever is drawn is drawn from it.
+        """
+        self.space = space
+        self._settings = dict(settings)
+        self._rng = check_generator(rng)
+        self._start = generator_state(rng)
+        self._log: list[dict[str, Any]] = []
+        self._open: dict[int, Any] = {}
+        self._told: list[tuple[Trial, float]] = []
+        self._next = 0
+
+    def __repr__(self) -> str:
+        parts = [repr(self.space), f"{len(self._told)} told", f"{len(self._open)} open"]
+        if self._told:
+            parts.append(f"best {self.best().value}")
+        return f"{type(self).__name__}({', '.join(parts)})"
+
+    # --- for subclasses ---
+
+    @abstractmethod
+    def _choose(self, bound: float | None) -> Any:
+        """Return the value of the pull `self._next`, at most `bound` unless that is None."""
+
+    @abstractmethod
+    def tell(self, pull: Trial, reward: float, *, drop: Drop | None = None) -> None:
+        """Report what came of a pull; see `Bandit.tell`."""
+
+    @abstractmethod
+    def _place_of_best(self) -> int:
+        """Return the place, in `self.told`, of the pull to be recommended."""
+
+    def _close(self, id: int) -> None:
+        """A pull is no longer open."""
+        del self._open[id]
+
+    def _settle(self, pull: Trial, value: Any, reward: float, *, cost: float = 1.0, drop: Drop | None) -> None:
+        """Close an open pull, after everything told of it was checked.
+
+        Args:
+            pull: Open.
+            value: What was executed.
+            reward: As it was told.
+            cost: Of the pull.
+            drop: As it was told.
+        """
+        self._close(pull.id)
+        said: dict[str, Any] = {} if cost == 1.0 else {"cost": cost}
+        said |= {} if drop is None else {"drop": drop}
+        self._log.append({"tell": pull.id, "value": value, "reward": reward, **said})
+        self._told.append((self._pull(pull.id, value), reward / cost))
+
+    # --- what a user calls ---
+
+    @property
+    def told(self) -> tuple[tuple[Trial, float], ...]:
+        """The told pulls with the values that were executed, and their rewards per cost, in the order of telling."""
+        return tuple(self._told)
+
+    def ask(self, *, upper: float | None = None) -> Trial:
+        """Propose a value; see `Bandit.ask`.
+
+        Args:
+            upper: The proposal does not exceed it; for an `Interval` alone. `None` or more than its end: no bound.
+
+        Returns:
+            An open pull. Several may be open at once; one that is never told costs nothing.
+
+        Raises:
+            InvalidValueError: `upper` is below the interval, NaN, or given for a `Box`.
+        """
+        bound = None if upper is None else self._check_upper(upper)
+        value = self._choose(bound)
+        id, self._next = self._next, self._next + 1
+        self._open[id] = value
+        self._log.append({"ask": id} if bound is None else {"ask": id, "upper": bound})
+        return self._pull(id, value)
+
+    def forget(self, pull: Trial) -> None:
+        """Close a pull of which nothing will be told, such as a failed trial; it leaves no trace but its id.
+
+        Raises:
+            InvalidValueError: the pull is not open.
+        """
+        self._check_open(pull)
+        self._close(pull.id)
+        self._log.append({"forget": pull.id})
+
+    def best(self) -> Trial:
+        """The told pull to be recommended so far, with the value that was executed.
+
+        Raises:
+            InvalidValueError: nothing has been told.
+        """
+        if not self._told:
+            raise InvalidValueError("no reward has been told yet, so no pull is best; tell() one first")
+        pull, _ = self._told[self._place_of_best()]
+        return self._pull(pull.id, pull.value)
+
+    # --- checks ---
+
+    def _check_upper(self, upper: float) -> float | None:
+        """The bound of a proposal; None where it bounds nothing."""
+        if not isinstance(self.space, Interval):
+            raise InvalidValueError("upper bounds the one value of an Interval; for a Box, narrow its intervals")
+        bound = check_number(upper, "upper")
+        if bound < self.space.low:
+            raise InvalidValueError(
+                f"upper must be at least {self.space.low!r}, the lowest value of the space, got {upper!r};"
+                " widen the space, or ask without a bound and execute another value"
+            )
+        return bound if bound < self.space.high else None
+
+    def _check_open(self, pull: Trial) -> None:
+        if not hasattr(pull, "id") or not hasattr(pull, "value"):
+            raise InvalidValueError(
+                f"a pull must be what ask() gave, got {type(pull).__name__} {pull!r};"
+                " write pull = bandit.ask(), then bandit.tell(pull, reward)"
+            )
+        if pull.id in self._open:
+            return
+        known = isinstance(pull.id, int) and 0 <= pull.id < self._next
+        told = any(pull.id == other.id for other, _ in self._told)
+        what = "has already been told" if told else "was forgotten" if known else "was never proposed"
+        raise InvalidValueError(f"pull {pull.id!r} {what}; open are {sorted(self._open)[:10] or 'none'}; ask() gives a new one")
+
+    def _check_told(self, pull: Trial, reward: float, drop: Drop | None, *, cost: float = 1.0) -> tuple[Any, float]:
+        """The executed value and the reward of an open pull, in plain numbers.
+
+        Raises:
+            InvalidValueError: see `Bandit.tell`.
+        """
+        self._check_open(pull)
+        proposed = self._open[pull.id]
+        value = proposed if pull.value == proposed else self._check_value(pull.value)
+        number = reward if type(reward) is float else check_number(reward, "reward")
+        if not max(abs(number / cost), abs(number)) <= LARGEST_REWARD:
+            raise InvalidValueError(
+                f"reward must be finite and at most {LARGEST_REWARD:g} in magnitude, also divided by its cost, got {reward!r}"
+                f"{'' if cost == 1.0 else f' at cost {cost!r}'}; tell a small finite number for a failed trial, or forget it"
+            )
+        if drop not in (None, "below", "above"):
+            raise InvalidValueError(f"drop must be 'below', 'above' or None, got {drop!r}")
+        return value, number
+
+    def _check_value(self, value: Any) -> Any:
+        """An executed value in plain numbers."""
+        if not isinstance(self.space, Interval):
+            return self.space.check(value)
+        number = check_number(value, "the value of a pull")
+        if number not in self.space:
+            raise InvalidValueError(
+                f"the value of a pull must be in [{self.space.low!r}, {self.space.high!r}], got {value!r};"
+                " tell the nearest value inside, or widen the space"
+            )
+        return number
+
+    def _pull(self, id: int, value: Any) -> Trial:
+        return cast("Trial", Pull(id, value) if isinstance(self.space, Interval) else BoxPull(id, dict(value)))
+
+    # --- state ---
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that it takes to go on: settings, generator and log, as plain JSON values; a snapshot."""
+        # The log alone grows, and its entries never change.
+        return {
+            "settings": {"space": asdict(self.space), **self._settings},
+            "generator": self._start,
+            "log": list(self._log),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state_dict` was taken, with the same bits.
+
+        The generator passed to the constructor is left alone from here on: the bandit gets one of its own.
+
+        Args:
+            state: From a bandit of this class with the same settings.
+
+        Raises:
+            InvalidValueError: the settings differ, or the state is malformed; nothing has changed then.
+        """
+        try:
+            mine, theirs = {"space": asdict(self.space), **self._settings}, dict(state["settings"])
+            differing = [key for key in mine if theirs.get(key) != mine[key]]
+            if differing:
+                shown = ", ".join(f"{key} {theirs.get(key)!r} (here {mine[key]!r})" for key in differing)
+                raise InvalidValueError(f"the state comes from a bandit with other settings: {shown}; build one with these")
+            kind: Any = type(self)
+            fresh = kind(self.space, rng=generator_from_state(state["generator"]), **self._settings)
+            for entry in state["log"]:
+                fresh._redo(dict(entry))
+        except InvalidValueError:
+            raise
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError, OverflowError) as error:
+            name = type(self).__name__
+            raise InvalidValueError(f"not a state of {name}: {error!r}; pass what state_dict() gave") from error
+        self.__dict__.update(fresh.__dict__)
+
+    def _redo(self, entry: dict[str, Any]) -> None:
+        """Do what an entry of the log says."""
+        if "ask" in entry:
+            id = entry.pop("ask")
+            if self.ask(**entry).id != id:
+                raise InvalidValueError(f"pull {id!r} of the state was asked for out of turn")
+        elif "tell" in entry:
+            self.tell(self._pull(entry.pop("tell"), entry.pop("value")), entry.pop("reward"), **entry)
+        else:
+            id = entry.pop("forget")
+            self.forget(self._pull(id, self._open.get(id, {})))
+
+
+def generator_state(rng: np.random.Generator) -> dict[str, Any]:
+    """The state of a generator in plain JSON values (PCG64's integers have 128 bits, which JSON allows)."""
+    plain: dict[str, Any] = _plain(dict(rng.bit_generator.state))
+    return plain
+
+
+def generator_from_state(state: Mapping[str, Any]) -> np.random.Generator:
+    """A new generator that goes on where `generator_state` was taken.
+
+    Raises:
+        InvalidValueError: not the state of one of numpy's bit generators.
+    """
+    name = state.get("bit_generator")
+    if name not in _BIT_GENERATORS:
+        raise InvalidValueError(f"bit_generator must be one of {', '.join(_BIT_GENERATORS)}, got {name!r}")
+    bits: np.random.BitGenerator = getattr(np.random, str(name))(0)
+    bits.state = dict(state)
+    return np.random.Generator(bits)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(entry) for key, entry in value.items()}
+    return value.tolist() if isinstance(value, (np.ndarray, np.generic)) else value

@@ -1,0 +1,340 @@
+"""Study: the trials of a search in Optuna's storage, who chooses their values, and the loop that runs them."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from sparsekit.bandit.axes import Axis
+from sparsekit.bandit.choosers import SAMPLERS, distribution_of, make_pruner, make_sampler
+from sparsekit.bandit.trials import Ended, Score, Watcher, Workers
+from sparsekit.errors import DataError, InvalidValueError, MissingDependencyError, install_hint
+
+try:
+    import optuna
+    from optuna.storages import BaseStorage, JournalStorage
+    from optuna.storages.journal import JournalFileBackend
+    from optuna.trial import FrozenTrial, Trial, TrialState
+except ImportError as error:
+    raise MissingDependencyError(f"a search over trials needs optuna; {install_hint('optuna')}") from error
+
+__all__ = ["Study"]
+
+_JOURNAL = "study.journal"
+
+
+class Study:
+    """Trials that outlive this process. A context manager: while it is open, no other process writes in its folder.
+
+    What is proposed follows from the seed and the scores, so a study that was stopped in any way goes on to the same trials
+    (with several jobs, the order in which they end matters too; and so does chance for choices beside a bandit).
+
+    Args:
+        name: Of the study in the storage.
+        axes: What is varied.
+        settings: What must be equal for the study to go on, plain JSON values.
+        maximize: Whether more is better.
+        sampler: tpe, random, grid, or a bandit by its name or as `package.module:object`.
+        pruner: none, median, hyperband or halving.
+        seed: Of the sampler.
+        trials: Expected number of trials, for a bandit that wants to know; that of the first call counts.
+        jobs: Trials at a time.
+        steps: Scores that a trial reports, for a pruner that wants to know.
+        deterministic: Whether equal values give equal scores, so that a bandit need not try any twice.
+        storage: URL of Optuna's storage; None takes a journal in `out`.
+        out: Folder of the study; None keeps nothing.
+
+    Raises:
+        InvalidValueError: the storage holds a study of that name with other settings, or cannot be opened; or another process
+            writes in the folder.
+        UnknownNameError: no such sampler or pruner.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        axes: Sequence[Axis],
+        settings: Mapping[str, Any],
+        *,
+        maximize: bool,
+        sampler: str,
+        seed: int,
+        trials: int,
+        jobs: int = 1,
+        pruner: str = "none",
+        steps: int = 1,
+        deterministic: bool = False,
+        storage: str | None = None,
+        out: Path | None = None,
+    ) -> None:
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        self.axes, self.maximize, self.settings = tuple(axes), maximize, dict(settings)
+        self.space = {axis.name: distribution_of(axis) for axis in axes}
+        self._sampler, self._seed, self._jobs = sampler, seed, jobs
+        self._horizon, self._deterministic = trials, deterministic
+        # The journal in a folder is its own; in another storage, each trial says whose it is.
+        self._place = None if out is None else "" if storage is None else str(out.resolve())
+        self._closing = contextlib.ExitStack()
+        # What is refused is refused before anything is written.
+        self._make_sampler(seed)
+        pruning = make_pruner(pruner, steps)
+        if out is not None:
+            out.mkdir(parents=True, exist_ok=True)
+            self._closing.callback(_locked(out).release)
+        try:
+            self._study = self._open(name, pruning, storage, out)
+            self._study.sampler = self._make_sampler(seed)
+        except BaseException:
+            self._closing.close()
+            raise
+        if sampler == "grid":
+            for values in product(*(axis.choices for axis in axes)):
+                self._study.enqueue_trial(dict(zip(self.space, values, strict=True)), skip_if_exists=True)
+
+    def _open(self, name: str, pruner: optuna.pruners.BasePruner, storage: str | None, out: Path | None) -> optuna.Study:
+        """The study of that name, new or gone on with."""
+        where: str | BaseStorage | None = _journal(out) if storage is None and out is not None else storage
+        try:
+            study = optuna.create_study(
+                study_name=name,
+                storage=where,
+                pruner=pruner,
+                direction="maximize" if self.maximize else "minimize",
+                load_if_exists=True,
+            )
+        except Exception as error:
+            raise InvalidValueError(
+                f"the study {name!r} cannot be opened in {storage or out}: {type(error).__name__}: {error}"
+            ) from error
+        settings, kept = self.settings, study.user_attrs.get("settings")
+        if kept is None:
+            study.set_user_attr("trials", self._horizon)
+            study.set_user_attr("settings", settings)
+            return study
+        differing = [
+            f"{key} {settings.get(key)!r} (there {kept.get(key)!r})"
+            for key in sorted({*kept, *settings})
+            if kept.get(key) != settings.get(key)
+        ]
+        if differing:
+            raise InvalidValueError(
+                f"{storage or out} holds another search: {'; '.join(differing)}; pass what it was begun with, or take another"
+                " place for this one"
+            )
+        self._horizon = int(study.user_attrs["trials"])
+        return study
+
+    def __enter__(self) -> Study:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self._closing.close()
+
+    def _make_sampler(self, seed: int) -> optuna.samplers.BaseSampler:
+        options = {} if self._sampler in SAMPLERS else {"horizon": self._horizon, "deterministic": self._deterministic}
+        return make_sampler(self._sampler, self.axes, seed=seed, jobs=self._jobs, **options)
+
+    # --- the loop ---
+
+    def run(
+        self, workers: Workers, trials: int, watcher: Watcher | None = None, *, stop: threading.Event | None = None
+    ) -> None:
+        """Run until the given number of trials has ended, or a grid has no more values.
+
+        Args:
+            workers: Run the trials.
+            trials: Those of earlier calls included.
+            watcher: Its methods are called for every trial.
+            stop: Once set, it stops between two entries of the storage.
+
+        Raises:
+            KeyboardInterrupt: `stop` was set. What runs goes on in the next call.
+        """
+        watching, running, more = watcher or Watcher(), dict[int, Trial](), self._more()
+        while True:
+            while len(running) < self._jobs and len(self.ended) + len(running) < trials:
+                trial = next(more, None)
+                if trial is None:
+                    break
+                values = self.texts(trial)
+                workers.start(trial.number, values)
+                running[trial.number] = trial
+                watching.on_start(trial.number, values)
+            if not running:
+                return
+            if stop is not None and stop.is_set():
+                raise KeyboardInterrupt
+            for number, event in workers.poll():
+                trial = running.get(number)
+                if trial is None:
+                    continue
+                if isinstance(event, Score):
+                    trial.report(event.value, event.step)
+                    if not trial.should_prune():
+                        continue
+                    workers.stop(number)
+                    self._study.tell(number, None, state=TrialState.PRUNED)
+                else:
+                    self._tell(trial, event)
+                del running[number]
+                watching.on_end(self._study.trials[number])
+
+    def _more(self) -> Iterator[Trial]:
+        """Trials to run: those that ran when their process ended, with the same values, then new ones."""
+        if self._place is not None:
+            for frozen in self._study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
+                if frozen.user_attrs.get("folder", "") == self._place and set(frozen.params) == set(self.space):
+                    yield Trial(self._study, frozen._trial_id)
+        while self._sampler != "grid" or self._study.get_trials(deepcopy=False, states=(TrialState.WAITING,)):
+            if self._sampler in ("tpe", "random"):
+                # Or else one that begins anew would propose the values of the first trials again.
+                self._study.sampler = self._make_sampler(self._seed + len(self._study.get_trials(deepcopy=False)))
+            trial = self._study.ask(self.space)
+            if self._place:
+                trial.set_user_attr("folder", self._place)
+            yield trial
+
+    def _tell(self, trial: Trial, ended: Ended) -> None:
+        value, reason = ended.value, ended.reason
+        if value is not None and not math.isfinite(value):
+            value, reason = None, f"its score is {value:g}"
+        for name, fact in {**ended.facts, **({} if value is not None else {"error": reason})}.items():
+            trial.set_user_attr(name, fact)
+        self._study.tell(trial.number, value, state=TrialState.FAIL if value is None else None)
+
+    # --- what came of it ---
+
+    def texts(self, trial: Trial | FrozenTrial) -> dict[str, str]:
+        """Name → value of a trial as text."""
+        return {axis.name: axis.text(trial.params[axis.name]) for axis in self.axes}
+
+    @property
+    def ended(self) -> list[FrozenTrial]:
+        """The trials that have ended and have values, in their order."""
+        trials = self._study.get_trials(deepcopy=False)
+        return [trial for trial in trials if trial.state.is_finished() and set(trial.params) == set(self.space)]
+
+    def best(self) -> FrozenTrial | None:
+        """The trial of the best score, the first of them; None where none has one."""
+        try:
+            return self._study.best_trial
+        except ValueError:
+            return None
+
+    def recommended(self) -> FrozenTrial | None:
+        """The trial that the bandit would bet on, since a mean counts for more than one lucky score.
+
+        It is the best one where no bandit chose, and where equal values give equal scores.
+        """
+        found = getattr(self._study.sampler, "recommended", lambda _: None)(self._study)
+        return self.best() if self._deterministic or found is None or found.value is None else found
+
+    def row(self, trial: FrozenTrial) -> dict[str, Any]:
+        """A trial in JSON values: number, state, score, values, and what was noted of it."""
+        facts = {name: fact for name, fact in trial.user_attrs.items() if name != "folder"}
+        values = {
+            axis.name: trial.params[axis.name] if axis.choices else axis.rounded(trial.params[axis.name]) for axis in self.axes
+        }
+        return {"trial": trial.number, "state": trial.state.name.lower(), "score": trial.value, "values": values, **facts}
+
+    def mean(self, trial: FrozenTrial) -> tuple[float, int]:
+        """The mean score of the trials with the values of this one, and their number."""
+        texts = self.texts(trial)
+        scores = [other.value for other in self.ended if other.value is not None and self.texts(other) == texts]
+        return sum(scores) / len(scores), len(scores)
+
+    def report(self) -> dict[str, Any]:
+        """Settings, every trial, the best and the recommended one with the mean of those of equal values, as JSON values."""
+
+        def shown(trial: FrozenTrial | None) -> dict[str, Any] | None:
+            return None if trial is None else self.row(trial) | dict(zip(("mean", "runs"), self.mean(trial)))
+
+        ended = self.ended
+        return {
+            **self.settings,
+            "failed": sum(trial.state == TrialState.FAIL for trial in ended),
+            "best": shown(self.best()),
+            "recommended": shown(self.recommended()),
+            "trials": [self.row(trial) for trial in ended],
+        }
+
+    def save_plot(self, path: Path) -> None:
+        """Draw the score of every trial along each axis.
+
+        Raises:
+            MissingDependencyError: matplotlib is not installed.
+        """
+        try:
+            from matplotlib import pyplot as plt
+        except ImportError as error:
+            raise MissingDependencyError(f"a picture needs matplotlib; {install_hint('report')}") from error
+        import warnings
+
+        from optuna.visualization.matplotlib import plot_slice
+
+        with warnings.catch_warnings():
+            # It is experimental, and equal values have no span.
+            warnings.simplefilter("ignore")
+            plot_slice(self._study)
+        plt.gcf().savefig(path, dpi=144, bbox_inches="tight")
+        plt.close(plt.gcf())
+
+    @staticmethod
+    def settings_in(out: Path) -> tuple[dict[str, Any], int] | None:
+        """Settings and number of trials with which the study of a folder was begun; None where there is none.
+
+        Raises:
+            DataError: its journal is damaged.
+        """
+        if not (out / _JOURNAL).exists():
+            return None
+        try:
+            summaries = optuna.get_all_study_summaries(_journal(out))
+            attributes = summaries[0].user_attrs
+            return dict(attributes["settings"]), int(attributes["trials"])
+        except IndexError:
+            return None
+        except (KeyError, TypeError, ValueError) as error:
+            raise DataError(f"{out / _JOURNAL} is damaged: {error!r}; remove the folder and begin anew") from error
+
+
+def _locked(out: Path) -> FileLock:
+    """A lock on a folder, which the system releases when the process dies, however that happens.
+
+    Raises:
+        InvalidValueError: another process has it.
+    """
+    lock = FileLock(out / ".lock", timeout=0)
+    try:
+        lock.acquire()
+    except Timeout as error:
+        raise InvalidValueError(f"another process is tuning in {out}; wait for it, or take another --out") from error
+    journal = out / _JOURNAL
+    if journal.exists() and not (written := journal.read_bytes()).endswith(b"\n"):
+        # A line that was being written when the process died, or the disk was full: what it says is done again.
+        with journal.open("r+b") as file:
+            file.truncate(written.rfind(b"\n") + 1)
+    return lock
+
+
+class _Held:
+    """A lock of Optuna's journal that does nothing, since the folder is locked; Optuna's own outlives a process that dies."""
+
+    def acquire(self) -> bool:
+        return True
+
+    def release(self) -> None:
+        pass
+
+
+def _journal(out: Path) -> JournalStorage:
+    lock: Any = _Held()
+    return JournalStorage(JournalFileBackend(str(out / _JOURNAL), lock_obj=lock))

@@ -1,0 +1,190 @@
+"""How a search over trials is run and shown by a command: a line per trial and a bar, Ctrl-C, and what came of it."""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from sparsekit.bandit.trials import Watcher, Workers
+from sparsekit.errors import MissingDependencyError
+
+if TYPE_CHECKING:
+    from optuna.trial import FrozenTrial
+
+    from sparsekit.bandit.study import Study
+
+__all__ = ["finish_study", "run_study"]
+
+INTERRUPTED, FAILED = 130, 2
+_MOST_ROWS = 15
+
+
+class _Board(Watcher):
+    """Trials as they end, the best so far, and the time left."""
+
+    def __init__(self, study: Study, trials: int, console: Console, *, quiet: bool) -> None:
+        self._study, self._console, self._quiet = study, console, quiet
+        self._running: dict[int, str] = {}
+        self.bar = Progress(
+            MofNCompleteColumn(), BarColumn(bar_width=20), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(),
+            TextColumn("{task.description}", markup=False), console=console, disable=quiet or not console.is_terminal,
+            transient=True,
+        )  # fmt: skip
+        self._task = self.bar.add_task("", total=trials, completed=len(study.ended))
+        if study.ended:
+            self._say(f"going on after {len(study.ended)} trials")
+
+    def _say(self, text: str) -> None:
+        if not self._quiet:
+            self._console.print(text, soft_wrap=True)
+
+    def _describe(self) -> None:
+        best = self._study.best()
+        parts = [] if best is None else [f"best {best.value:g}"]
+        parts += [f"running {', '.join(self._running.values())}"] if self._running else []
+        self.bar.update(self._task, completed=len(self._study.ended), description="; ".join(parts))
+
+    def on_start(self, number: int, values: Mapping[str, str]) -> None:
+        self._running[number] = " ".join(f"{name}={value}" for name, value in values.items())
+        self._describe()
+
+    def on_end(self, trial: FrozenTrial) -> None:
+        what = escape(f"trial {trial.number}: {self._running.pop(trial.number)} → ")
+        self._describe()
+        if trial.value is not None:
+            best = self._study.best()
+            new = best is not None and best.number == trial.number
+            self._say(f"{what}{trial.value:g}{'  [green]best[/green]' if new else ''}")
+        elif "error" in trial.user_attrs:
+            self._say(f"{what}[red]failed[/red] ({escape(trial.user_attrs['error'])})")
+        else:
+            self._say(f"{what}{trial.state.name.lower()} after step {max(trial.intermediate_values)}")
+
+
+@contextmanager
+def _signals() -> Iterator[threading.Event]:
+    """Set by Ctrl-C, also where the shell ignores it for us, and by SIGTERM; the second one is a KeyboardInterrupt."""
+    stopped = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield stopped
+        return
+
+    def stop(*_: Any) -> None:
+        if stopped.is_set():
+            raise KeyboardInterrupt
+        stopped.set()
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stopped
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def run_study(study: Study, workers: Workers, trials: int, *, quiet: bool, go_on: str) -> None:
+    """Run a study, and show how it goes on stderr.
+
+    Args:
+        study: Open.
+        workers: Run its trials.
+        trials: Those of earlier calls included.
+        quiet: Write nothing but what stopped it.
+        go_on: What to do after Ctrl-C, as a sentence.
+
+    Raises:
+        Exit: the user stopped it.
+    """
+    board = _Board(study, trials, Console(stderr=True, highlight=False), quiet=quiet)
+    try:
+        with _signals() as stop, board.bar:
+            study.run(workers, trials, board, stop=stop)
+    except KeyboardInterrupt:
+        best = study.best()
+        so_far = "" if best is None else f"; best so far {best.value:g} with {_line(study.texts(best))}"
+        typer.echo(f"stopped after {len(study.ended)} of {trials} trials{so_far}\n{go_on}", err=True)
+        raise typer.Exit(INTERRUPTED) from None
+
+
+def _line(values: Mapping[str, str]) -> str:
+    return " ".join(f"{name}={value}" for name, value in values.items())
+
+
+def finish_study(study: Study, *, metric: str, out: Path | None, as_json: bool, how: Callable[[FrozenTrial], str]) -> None:
+    """Print what came of a study, and write it to `trials.json` and a picture to `trials.png` in its folder.
+
+    Args:
+        study: Whose trials have ended.
+        metric: What the score is called.
+        out: Folder; None keeps nothing.
+        as_json: Print JSON alone.
+        how: How to run a trial's values once more, as a command line.
+
+    Raises:
+        Exit: no trial has a score.
+    """
+    report, best = study.report() | {"out": None if out is None else str(out)}, study.best()
+    text = json.dumps(report, indent=1, ensure_ascii=False, allow_nan=False)
+    if out is not None:
+        (out / "trials.json").write_text(text + "\n", encoding="utf-8")
+        if best is not None:
+            try:
+                study.save_plot(out / "trials.png")
+            except MissingDependencyError as error:
+                # The answer of all trials must not be lost for want of a picture.
+                typer.echo(f"warning: no picture: {error}", err=True)
+    if as_json:
+        typer.echo(text)
+    else:
+        _show(study, report, metric, Console(highlight=False))
+    if best is None:
+        last = next((row["error"] for row in reversed(report["trials"]) if "error" in row), "all were pruned")
+        number = len(report["trials"])
+        failed = "the only trial has failed" if number == 1 else f"all {number} trials have failed; the last"
+        typer.echo(f"error: {failed}: {last}{'' if out is None else f'; see {out}'}", err=True)
+        raise typer.Exit(FAILED)
+    if as_json:
+        return
+    recommended = study.recommended() or best
+    console = Console(highlight=False)
+    if recommended.number != best.number:
+        console.print("Recommended is what the bandit would bet on: the mean there and nearby counts, not one lucky trial.")
+    for label, trial in {"best": best, "recommended": recommended}.items():
+        if label == "best" or trial.number != best.number:
+            # Not wrapped, so that it can be copied.
+            console.print(f"{label}: {how(trial)}", soft_wrap=True, markup=False)
+    if out is not None:
+        console.print(f"Every trial is in {out}", soft_wrap=True, markup=False)
+
+
+def _show(study: Study, report: Mapping[str, Any], metric: str, console: Console) -> None:
+    rows = report["trials"]
+    best, recommended = ((report[name] or {}).get("trial") for name in ("best", "recommended"))
+    lost = f", {report['failed']} failed" if report["failed"] else ""
+    way = "more" if study.maximize else "less"
+    console.print(escape(f"{len(rows)} trials{lost}; {report['sampler']}, {way} is better"))
+    table = Table("trial", metric, *(escape(axis.name) for axis in study.axes), "")
+    scored = [row for row in rows if row["score"] is not None]
+    scored.sort(key=lambda row: row["score"] * (-1 if study.maximize else 1))
+    for row in [*scored, *(row for row in rows if row["score"] is None)][:_MOST_ROWS]:
+        notes = [row["state"]] if row["score"] is None else []
+        notes += ["best"] if row["trial"] == best else []
+        notes += ["recommended"] if row["trial"] == recommended != best else []
+        score = "" if row["score"] is None else f"{row['score']:.6g}"
+        table.add_row(str(row["trial"]), score, *(escape(_short(value)) for value in row["values"].values()), ", ".join(notes))
+    console.print(table)
+
+
+def _short(value: float | str) -> str:
+    return value if isinstance(value, str) else f"{value:.6g}"

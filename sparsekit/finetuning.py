@@ -1,0 +1,21 @@
+"""What follows the cut: batch norms recalibrated, consumers compensated, the model trained on; and what may come before it."""
+
+from __future__ import annotations
+
+from sparsekit.pruning.compensation import compensate
+from sparsekit.pruning.distillation import Distillation
+from sparsekit.pruning.finetune import EpochRecord, FineTuned, finetune
+from sparsekit.pruning.recalibration import recalibrate
+from sparsekit.pruning.regularizers import GroupLasso, GroupSL, GrowingRegularizer
+
+__all__ = [
+    "Distillation",
+    "EpochRecord",
+    "FineTuned",
+    "GroupLasso",
+    "GroupSL",
+    "GrowingRegularizer",
+    "compensate",
+    "finetune",
+    "recalibrate",
+]

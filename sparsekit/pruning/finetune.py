@@ -1,0 +1,314 @@
+"""finetune(): train a cut model on, with whatever optimiser, keep the best on validation, and resume to the same bits."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from sparsekit.criteria.batches import Batch, Loss, loss_of, read_batches, split_batch
+from sparsekit.errors import InvalidValueError
+from sparsekit.graph.state import clone
+from sparsekit.pruning.checkpoint import loader_generators, read_checkpoint, write_checkpoint
+from sparsekit.pruning.distillation import Distillation
+from sparsekit.pruning.regularizers import UnitRegularizer
+from sparsekit.rng import torch_scope
+
+__all__ = ["EpochRecord", "FineTuned", "Metric", "finetune"]
+
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+MakeScheduler = Callable[[torch.optim.Optimizer], Any]
+Metric = Callable[[nn.Module], float]
+"""Scores a model in eval mode, without gradients; larger is better."""
+
+
+@dataclass(frozen=True)
+class EpochRecord:
+    """One epoch.
+
+    Args:
+        epoch: From 1.
+        loss: Mean training loss over its batches, distillation included.
+        score: On validation; None without validation.
+        learning_rate: Of the first group of parameters, at the end of the epoch.
+        seconds: Wall-clock time, validation included.
+    """
+
+    epoch: int
+    loss: float
+    score: float | None
+    learning_rate: float
+    seconds: float
+
+
+@dataclass(frozen=True, eq=False)
+class FineTuned:
+    """What fine-tuning made.
+
+    Args:
+        model: The model that was given, with its best weights, or the last ones without validation.
+        history: One record for each epoch, those before a resumption too.
+        best_epoch: Whose weights the model has.
+    """
+
+    model: nn.Module
+    history: tuple[EpochRecord, ...]
+    best_epoch: int
+
+
+def _default_optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.01, momentum=0.9, nesterov=True, weight_decay=5e-4)
+
+
+def finetune(
+    model: nn.Module,
+    batches: Iterable[Batch],
+    loss: Loss | None = None,
+    *,
+    epochs: int,
+    optimizer: MakeOptimizer | torch.optim.Optimizer | None = None,
+    scheduler: MakeScheduler | None = None,
+    scheduler_step: str = "epoch",
+    validation: Metric | Iterable[Batch] | None = None,
+    distillation: Distillation | None = None,
+    regularizer: UnitRegularizer | None = None,
+    clip_norm: float | None = None,
+    amp: torch.dtype | None = None,
+    checkpoint: str | os.PathLike[str] | None = None,
+    resume: bool = True,
+    seed: int = 0,
+    progress: bool = False,
+    on_epoch: Callable[[EpochRecord], None] | None = None,
+) -> FineTuned:
+    """Train a model for some epochs.
+
+    Args:
+        model: Changed in place; on the device of the batches.
+        batches: A loader or a list, read once an epoch; batches as for data-driven criteria. A torch loader that shuffles
+            draws from its own generator, or from torch's global one, which is seeded here.
+        loss: `loss(outputs, target)`; None takes `outputs.loss`.
+        epochs: How many in all, at least 1; a resumed call trains what is left of them.
+        optimizer: Makes one from the trainable parameters, or is one; None is SGD with Nesterov momentum 0.9, rate 0.01 and
+            weight decay 5e-4.
+        scheduler: Makes a scheduler of learning rates from the optimiser.
+        scheduler_step: When it steps: after each "epoch", or after each "batch". One that follows a metric
+            (`ReduceLROnPlateau`) gets minus the score, or the training loss without validation, and steps by epoch.
+        validation: `metric(model)`, larger is better, or batches, on which minus the mean loss is the score. The weights of
+            the best epoch are kept; without it those of the last.
+        distillation: The dense model as a teacher.
+        regularizer: Adds to the gradients, such as `GroupSL(graph)` on a dense model before it is cut.
+        clip_norm: Greatest norm of all gradients together, above 0; None does not clip.
+        amp: Computes in this type, torch.bfloat16 or torch.float16 (whose gradients are scaled), with weights as they are.
+        checkpoint: File that is written after each epoch; no code can hide in it.
+        resume: Whether to go on from the checkpoint if the file exists. What comes out has the same bits as without the
+            interruption, on the same machine, as long as batches depend on nothing but torch's generators.
+        seed: Of torch's global generator in the call, which is put back afterwards: dropout, and loaders without one.
+        progress: Whether to draw a progress bar for each epoch on stderr.
+        on_epoch: Called after each epoch.
+
+    Returns:
+        The model, the history and the best epoch.
+
+    Raises:
+        InvalidValueError: a number out of range, no trainable parameter, a loss that is not finite, or a checkpoint of
+            another model.
+        DataError: an empty loader, or a batch on another device than the model.
+    """
+    if epochs < 1:
+        raise InvalidValueError(f"epochs must be at least 1, got {epochs}")
+    if scheduler_step not in ("epoch", "batch"):
+        raise InvalidValueError(f"scheduler_step must be 'epoch' or 'batch', got {scheduler_step!r}")
+    if clip_norm is not None and not clip_norm > 0:
+        raise InvalidValueError(f"clip_norm must be above 0, got {clip_norm}; None does not clip")
+    if amp not in (None, torch.bfloat16, torch.float16):
+        raise InvalidValueError(f"amp must be torch.bfloat16, torch.float16 or None, got {amp}")
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not parameters:
+        raise InvalidValueError(f"no parameter of {type(model).__name__} requires gradients; call model.requires_grad_(True)")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        optimizer = (optimizer or _default_optimizer)(parameters)
+    kind = parameters[0].device.type
+    run = _Run(
+        model=model,
+        loss=loss,
+        optimizer=optimizer,
+        scheduler=None if scheduler is None else scheduler(optimizer),
+        by_batch=scheduler_step == "batch",
+        scaler=torch.amp.GradScaler(kind, enabled=amp is torch.float16),
+        distillation=distillation,
+        regularizer=regularizer,
+        clip_norm=clip_norm,
+        autocast=lambda: torch.autocast(kind, dtype=amp) if amp is not None else contextlib.nullcontext(),
+    )
+    path = None if checkpoint is None else Path(checkpoint)
+    with _modes_put_back(model, distillation), torch_scope(np.random.default_rng(seed)):
+        progress_made = _Progress([], None, None, 0)
+        if path is not None and resume and path.exists():
+            progress_made = _load(path, run, batches)
+        for epoch in range(len(progress_made.history) + 1, epochs + 1):
+            begun = time.perf_counter()
+            mean = run.train(read_batches(batches, model, f"Epoch {epoch}/{epochs}", progress=progress))
+            score = None if validation is None else run.score(validation)
+            run.end_epoch(mean if score is None else -score)
+            rate = float(optimizer.param_groups[0]["lr"])
+            progress_made.add(EpochRecord(epoch, mean, score, rate, time.perf_counter() - begun), model)
+            if path is not None:
+                _save(path, run, batches, progress_made)
+            if on_epoch is not None:
+                on_epoch(progress_made.history[-1])
+        if progress_made.best is not None:
+            model.load_state_dict(progress_made.best)
+    return FineTuned(model, tuple(progress_made.history), progress_made.best_epoch or len(progress_made.history))
+
+
+@contextlib.contextmanager
+def _modes_put_back(model: nn.Module, distillation: Distillation | None) -> Iterator[None]:
+    modules = [*model.modules(), *(distillation.teacher.modules() if distillation is not None else ())]
+    modes = [(module, module.training) for module in modules]
+    try:
+        if distillation is not None:
+            distillation.teacher.eval()
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+@dataclass
+class _Progress:
+    """What has been reached: the records, and the best state so far."""
+
+    history: list[EpochRecord]
+    best: dict[str, Tensor] | None
+    best_score: float | None
+    best_epoch: int
+
+    def add(self, record: EpochRecord, model: nn.Module) -> None:
+        self.history.append(record)
+        if record.score is not None and (self.best_score is None or record.score > self.best_score):
+            self.best, self.best_score, self.best_epoch = clone(model.state_dict()), record.score, record.epoch
+
+
+@dataclass
+class _Run:
+    """The parts of a training step."""
+
+    model: nn.Module
+    loss: Loss | None
+    optimizer: torch.optim.Optimizer
+    scheduler: Any
+    by_batch: bool
+    scaler: torch.amp.GradScaler
+    distillation: Distillation | None
+    regularizer: UnitRegularizer | None
+    clip_norm: float | None
+    autocast: Callable[[], Any]
+
+    def parts(self) -> dict[str, Any]:
+        """What has a state."""
+        found = {name: getattr(self, name) for name in ("model", "optimizer", "scheduler", "scaler", "regularizer")}
+        return {name: part for name, part in found.items() if part is not None}
+
+    def train(self, batches: Iterator[Batch]) -> float:
+        """One epoch; the mean loss over its batches."""
+        self.model.train()
+        total, count = 0.0, 0
+        for batch in batches:
+            value = self._step(batch)
+            if not math.isfinite(value) and not self.scaler.is_enabled():
+                raise InvalidValueError(
+                    f"the loss is {value} in batch {count}; lower the learning rate, clip gradients with clip_norm=1.0,"
+                    " or look for NaN in the data"
+                )
+            total, count = total + value, count + 1
+        return total / count
+
+    def _step(self, batch: Batch) -> float:
+        args, kwargs, target = split_batch(batch, keep_target=self.loss is None)
+        with self.autocast():
+            teacher = None if self.distillation is None else self.distillation.teach(args, kwargs)
+            outputs = self.model(*args, **kwargs)
+            value = loss_of(outputs, target, self.loss)
+            if self.distillation is not None and teacher is not None:
+                value = self.distillation.combine(value, outputs, teacher)
+        self.optimizer.zero_grad(set_to_none=True)
+        self.scaler.scale(value).backward()
+        if self.clip_norm is not None or self.regularizer is not None:
+            self.scaler.unscale_(self.optimizer)
+        if self.regularizer is not None:
+            self.regularizer.add_gradients(self.model)
+        if self.clip_norm is not None:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_norm)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        if self.by_batch and self.scheduler is not None and not self._follows_metric():
+            self.scheduler.step()
+        return float(value.detach())
+
+    def _follows_metric(self) -> bool:
+        return isinstance(self.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
+
+    def end_epoch(self, loss: float) -> None:
+        if self.scheduler is not None and self._follows_metric():
+            self.scheduler.step(loss)
+        elif self.scheduler is not None and not self.by_batch:
+            self.scheduler.step()
+        if self.regularizer is not None:
+            self.regularizer.end_epoch()
+
+    def score(self, validation: Metric | Iterable[Batch]) -> float:
+        self.model.eval()
+        # What validation draws must not move the draws of training.
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            if callable(validation):
+                found = float(validation(self.model))
+            else:
+                losses = []
+                for batch in read_batches(validation, self.model, "Validation"):
+                    args, kwargs, target = split_batch(batch, keep_target=self.loss is None)
+                    with self.autocast():
+                        losses.append(float(loss_of(self.model(*args, **kwargs), target, self.loss)))
+                found = -sum(losses) / len(losses)
+        if math.isnan(found):
+            raise InvalidValueError("the score on validation is NaN; look at the metric and at the learning rate")
+        return found
+
+
+def _save(path: Path, run: _Run, batches: Any, made: _Progress) -> None:
+    state = {name: part.state_dict() for name, part in run.parts().items()}
+    progress = {**vars(made), "history": [asdict(record) for record in made.history]}
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    loader = [generator.get_state() for generator in loader_generators(batches)]
+    write_checkpoint(
+        path, {"state": state, "progress": progress, "rng": torch.random.get_rng_state(), "cuda": cuda, "loader": loader}
+    )
+
+
+def _load(path: Path, run: _Run, batches: Any) -> _Progress:
+    found = read_checkpoint(path)
+    own = {name: entry.shape for name, entry in run.model.state_dict().items()}
+    theirs = {name: entry.shape for name, entry in found["state"]["model"].items()}
+    if own != theirs:
+        differing = sorted(name for name in own.keys() | theirs.keys() if own.get(name) != theirs.get(name))
+        raise InvalidValueError(
+            f"the checkpoint {path} is of another model: {', '.join(differing[:5])} differ; pass another file, or resume=False"
+        )
+    for name, part in run.parts().items():
+        if name in found["state"]:
+            part.load_state_dict(found["state"][name])
+    torch.default_generator.set_state(found["rng"])
+    if found["cuda"]:
+        torch.cuda.set_rng_state_all(found["cuda"])
+    for generator, state in zip(loader_generators(batches), found["loader"]):
+        generator.set_state(state)
+    made = found["progress"]
+    return _Progress(**{**made, "history": [EpochRecord(**record) for record in made["history"]]})

@@ -1,0 +1,196 @@
+"""Steps: from the dense model to the budget, once or in several cuts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from typing import Any, Literal, TypeAlias, cast
+
+import torch
+from torch import Tensor, nn
+
+from sparsekit.allocation.base import Allocation
+from sparsekit.allocation.choose import choose
+from sparsekit.allocation.schedule import Schedule
+from sparsekit.criteria.base import Criterion, View, score_units
+from sparsekit.criteria.batches import Batch
+from sparsekit.graph.edit import narrow
+from sparsekit.graph.graph import UnitGraph
+from sparsekit.graph.mask import UnitMask
+from sparsekit.layers import LayerRule
+from sparsekit.measure.budget import Budget, BudgetError, format_cost
+from sparsekit.measure.cost import CostModel
+from sparsekit.measure.latency import measure_latency
+from sparsekit.pruning.calibration import meet_latency
+from sparsekit.pruning.compensation import compensate
+from sparsekit.pruning.recalibration import recalibrate
+from sparsekit.surgery.compaction import compact
+from sparsekit.tracing.inputs import ModelInputs
+
+__all__ = ["AfterCut", "Repair", "Steps", "has_field"]
+
+AfterCut: TypeAlias = Callable[[nn.Module, int], object]
+"""Called with the narrow model and the number of the step, from 1; trains it in place, or returns the model that goes on."""
+
+Repair: TypeAlias = bool | Literal["compensate", "recalibrate"]
+"""Whether a cut model is refitted and recalibrated; or which of the two is done."""
+
+
+@dataclass(kw_only=True)
+class Steps:
+    """From the dense model to the budget: score, allocate, cut, repair and train, once per step."""
+
+    model: nn.Module
+    call: ModelInputs
+    graph: UnitGraph
+    criterion: Criterion
+    allocation: Allocation
+    budget: Budget | None
+    costs: CostModel
+    schedule: Schedule
+    generator: torch.Generator
+    rules: Mapping[type[nn.Module], LayerRule] | None
+    cut: bool
+    batches: Iterable[Batch] | None
+    repair: Repair
+    metric: Callable[[nn.Module], float] | None
+    progress: bool
+    measured: dict[str, Any] = field(default_factory=dict)
+    latency_ms: float | None = None
+
+    def run(self, finetune: AfterCut | None) -> tuple[nn.Module, UnitMask, list[Mapping[str, float]]]:
+        """The small model, its mask of the dense model, and the costs after each step."""
+        small, units, mask = self.model, self.graph, UnitMask.full(self.graph)
+        dense, present = self.costs.dense_costs(), self.costs
+        history: list[Mapping[str, float]] = []
+        if self.cut:
+            self._score("of the dense model", small)
+        for step in range(1, self.schedule.steps + 1):
+            view = View(weights=small.state_dict(), model=small, generator=self.generator)
+            scores = score_units(self.criterion, units, view)
+            part = _for_step(self.allocation, self.schedule.progress(step), dense, self.graph, units)
+            whole = small
+            chosen, small = self._cut(whole, units, scores, part, present, last=step == self.schedule.steps)
+            when = "" if self.schedule.steps == 1 else f" of step {step}"
+            if small is not whole:
+                self._score(f"after the cut{when}", small)
+                self._mend(whole, small, units, chosen, when)
+            mask = _inside(mask, chosen)
+            history.append(self.costs.costs(mask.counts()))
+            units = narrow(self.graph, mask)
+            present = self.costs.narrowed(units)
+            if finetune is not None:
+                trained = finetune(small, step)
+                small = trained if isinstance(trained, nn.Module) else small
+                self._score(f"after fine-tuning{when}", small)
+        return small, mask, history
+
+    def _score(self, when: str, model: nn.Module) -> None:
+        if self.metric is not None:
+            self.measured[f"{getattr(self.metric, '__name__', 'score')} {when}"] = self.metric(model)
+
+    def _mend(self, before: nn.Module, small: nn.Module, graph: UnitGraph, mask: UnitMask, when: str) -> None:
+        """Refit the layers that read dropped units, then estimate the statistics of batch norms anew."""
+        if self.batches is None or all(bool(keep.all()) for keep in mask.values()):
+            return
+        if self.repair in (True, "compensate"):
+            left = compensate(before, small, graph, mask, self.batches, limit=20, progress=self.progress)
+            if left:
+                self.measured["error of refitted layers that is left"] = sum(left.values()) / len(left)
+                self._score(f"after compensation{when}", small)
+        if self.repair in (True, "recalibrate") and recalibrate(small, self.batches, limit=50, progress=self.progress):
+            self._score(f"after recalibration{when}", small)
+
+    def _cut(
+        self,
+        model: nn.Module,
+        units: UnitGraph,
+        scores: Mapping[str, Tensor],
+        allocation: Allocation,
+        costs: CostModel,
+        *,
+        last: bool,
+    ) -> tuple[UnitMask, nn.Module]:
+        limits = self.budget.limits(self.costs.dense_costs()) if last and self.budget is not None else {}
+        limit_ms = limits.pop("latency_ms", None)
+
+        def to(allocation: Allocation) -> tuple[UnitMask, nn.Module]:
+            counts = allocation.counts(units, scores, costs)
+            mask = choose(units, scores, counts, source=f"{type(self.criterion).__name__} scores")
+            _check_within(limits, costs.costs(counts), allocation)
+            # Who cuts by herself, perhaps in place, has no memory for a second model.
+            bare = last and not self.cut and limit_ms is None
+            return mask, model if bare else compact(model, units, mask, rules=self.rules)
+
+        def timed(allocation: Allocation) -> tuple[tuple[UnitMask, nn.Module], float]:
+            found = to(allocation)
+            training = found[1].training
+            milliseconds = measure_latency(found[1].eval(), self.call.args, self.call.kwargs)
+            found[1].train(training)
+            return found, milliseconds
+
+        if limit_ms is None:
+            return to(allocation)
+        if has_field(allocation, "budget"):
+            budget: Budget = getattr(allocation, "budget")  # noqa: B009 - not part of the protocol
+            found, after = meet_latency(budget, limit_ms, lambda other: timed(replace(cast(Any, allocation), budget=other)))
+        else:
+            found, after = timed(allocation)
+            _check_within({"latency_ms": limit_ms}, {"latency_ms": after}, allocation)
+        meter, counts = self.costs.meters["latency_ms"], found[0].counts()
+        self.latency_ms = after
+        self.measured |= {
+            "latency_ms before": self.costs.dense_costs()["latency_ms"],
+            "latency_ms after": after,
+            "latency_ms after, by the table": meter.at(counts),
+            "error of the table, layers against the whole dense model": getattr(meter, "table_error", 0.0),
+            "error of the table, small model": meter.at(counts) / after - 1,
+        }
+        return found
+
+
+def _check_within(limits: Mapping[str, float], costs: Mapping[str, float], allocation: Allocation) -> None:
+    """Raise BudgetError where an allocation that does not look at the budget exceeds it."""
+    above = [name for name, limit in limits.items() if costs[name] > limit * (1 + 1e-9)]
+    if above:
+        told = "; ".join(f"{name} ≤ {format_cost(name, limits[name])}, not {format_cost(name, costs[name])}" for name in above)
+        raise BudgetError(
+            f"{type(allocation).__name__} exceeds the budget: {told}; take an allocation within a budget, such as 'by_cost',"
+            " let this one keep fewer units, or leave `budget` out"
+        )
+
+
+def _inside(outer: UnitMask, inner: UnitMask) -> UnitMask:
+    """The mask of the dense model: `inner` says which of the units that `outer` keeps stay."""
+    found = {}
+    for name, keep in outer.items():
+        both = keep.clone()
+        both[keep] = inner[name]
+        found[name] = both
+    return UnitMask(found)
+
+
+def _for_step(plan: Allocation, progress: float, dense: Mapping[str, float], graph: UnitGraph, units: UnitGraph) -> Allocation:
+    """The allocation for a step: a part of the budget in absolute numbers, and limits as shares of what is left."""
+    if not is_dataclass(plan) or isinstance(plan, type) or not has_field(plan, "budget"):
+        return plan
+    budget: Budget = getattr(plan, "budget")  # noqa: B009 - not part of the protocol
+    absolute = Budget(**budget.limits(dense)) if progress >= 1.0 else budget.part(progress, dense)
+    changed: dict[str, Any] = {"budget": absolute}
+    if has_field(plan, "limits"):
+        changed["limits"] = {
+            name: _of_rest(pair, graph.groups[name].size, units.groups[name].size)
+            for name, pair in getattr(plan, "limits").items()  # noqa: B009
+            if name in graph.groups
+        } | {name: pair for name, pair in getattr(plan, "limits").items() if name not in graph.groups}  # noqa: B009
+    return replace(plan, **changed)
+
+
+def _of_rest(pair: tuple[float, float], size: int, left: int) -> tuple[float, float]:
+    """(0.25, 0.75) of 8 units are (0.5, 1.0) of the 4 that are left."""
+    return min(1.0, pair[0] * size / left), min(1.0, pair[1] * size / left)
+
+
+def has_field(plan: object, name: str) -> bool:
+    """Whether an allocation has a field of that name; none of them is part of the protocol."""
+    return is_dataclass(plan) and name in {item.name for item in fields(plan)}

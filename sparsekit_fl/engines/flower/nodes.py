@@ -1,0 +1,280 @@
+"""Nodes and Deployment: the engine over SuperNodes, each of which tells which clients it has."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import KW_ONLY, dataclass
+from typing import Literal
+
+from flwr.app import Message
+from flwr.serverapp import Grid
+
+from sparsekit.errors import DataError, SparsekitError
+from sparsekit_fl.client.spec import RunSpec
+from sparsekit_fl.engines.base import ClientPool
+from sparsekit_fl.engines.flower.introduction import check_code, read_clients
+from sparsekit_fl.engines.flower.pool import GridPool
+from sparsekit_fl.engines.flower.post import POLL_SECONDS, Carrier, Post
+from sparsekit_fl.engines.flower.wire import content
+from sparsekit_fl.errors import ClientError, WorkerDiedError
+from sparsekit_fl.problem.clients import Client
+from sparsekit_fl.processes import one_thread
+from sparsekit_fl.results.records import RunResult
+from sparsekit_fl.state.storage import write_atomically
+from sparsekit_fl.state.store import ClientStore
+
+__all__ = ["Deployment", "Nodes"]
+
+_log = logging.getLogger(__name__)
+_LOOK_SECONDS = 0.5
+_QUERY_SECONDS = 120.0
+# Of a log line or a note; a node may have ten thousand clients.
+_MOST_NAMED = 20
+# A node that gave no answer is asked again after this time, where nobody waits for its answer.
+_AGAIN_SECONDS = 60.0
+
+
+class Nodes(Carrier):
+    """Finds the SuperNode of each client. Ids of nodes change when a SuperNode starts again, so each new one is asked.
+
+    A client that two nodes claim stays with the one that came first. The other node waits, and takes the first one's place
+    when that is gone. So does a SuperNode that was killed and is back before Flower notices that it was away, which takes up
+    to a minute. A node that does not say which clients it has is waited for once; afterwards it is asked now and then, and
+    nobody waits. All this is logged, and stands in the record of the round.
+
+    Args:
+        grid: Flower's grid.
+        wanted: Number of SuperNodes to wait for.
+        wait_seconds: Seconds to wait, for them and for clients that too many of a round lack.
+        identity: What a node must have in common with the server, from `introduction.introduced_by`; a node of other code, or
+            with another model, is not used. None takes any.
+        allowed: Name under which a SuperNode's key was registered → the clients that it may have. Other nodes, and nodes
+            that claim more, are not used. None believes what nodes say.
+    """
+
+    def __init__(
+        self,
+        grid: Grid,
+        *,
+        wanted: int,
+        wait_seconds: float,
+        identity: Mapping[str, str] | None = None,
+        allowed: Mapping[str, Collection[int]] | None = None,
+    ) -> None:
+        self.grid = grid
+        self._identity, self._allowed = identity, allowed
+        self._wanted, self._wait_seconds = wanted, wait_seconds
+        # In order of arrival: the clients that each node claims; none where it gave no usable answer.
+        self._said: dict[int, dict[int, Client]] = {}
+        self._used: dict[int, int] = {}
+        self._news: list[str] = []
+        # Starting a process may take a small device minutes.
+        ttl = max(_QUERY_SECONDS, wait_seconds)
+        self._post: Post[int] = Post(
+            self, lambda _, node: Message(content({"task": "introduce"}), node, "query", ttl=ttl), lambda node: node, ttl=ttl
+        )
+        self._silent: dict[int, float] = {}  # node → when it may be asked again
+
+    def introduce(self) -> dict[int, Client]:
+        """Wait for the nodes and ask each for its clients.
+
+        Returns:
+            Client id → client, with sizes instead of data.
+
+        Raises:
+            WorkerDiedError: too few nodes came, or none of them has a client.
+        """
+        end = time.monotonic() + self._wait_seconds
+        while len(found := set(self.grid.get_node_ids())) < self._wanted:
+            if time.monotonic() > end:
+                raise WorkerDiedError(
+                    f"{len(found)} of {self._wanted} SuperNodes came within {self._wait_seconds:g} seconds; start more,"
+                    " or run with a smaller `nodes`"
+                )
+            time.sleep(_LOOK_SECONDS)
+        self._look(wait=True)
+        if not self._used:
+            raise WorkerDiedError("; ".join(["no SuperNode can be used", *self.news()]))
+        return {client_id: self._said[node][client_id] for client_id, node in self._used.items()}
+
+    def refresh(self) -> None:
+        """Look which nodes are there now, and ask the new ones."""
+        self._tell_of(self._look(wait=True))
+
+    def look(self) -> bool:
+        """Look which nodes are there now, and ask the new ones; what they say is heard at a later look."""
+        came = self._look(wait=False)
+        self._tell_of(came)
+        return bool(came)
+
+    def await_clients(self, ids: Collection[int], needed: int) -> None:
+        """Wait until nodes have enough of these clients, or for as long as one waits for nodes at the begin."""
+        end = time.monotonic() + self._wait_seconds
+        self.look()
+        while sum(client_id in self._used for client_id in ids) < needed and time.monotonic() < end:
+            time.sleep(_LOOK_SECONDS)
+            self.look()
+
+    def news(self) -> list[str]:
+        """Return what became of nodes since the last call."""
+        told, self._news = self._news, []
+        return told
+
+    def node_of(self, client_id: int) -> int:
+        """Return the node that has this client.
+
+        Raises:
+            ClientError: none has it now.
+        """
+        if client_id not in self._used:
+            raise ClientError(f"no SuperNode has client {client_id} now")
+        return self._used[client_id]
+
+    def __len__(self) -> int:
+        return len(set(self._used.values()))
+
+    def _tell(self, text: str) -> None:
+        _log.warning(text)
+        self._news.append(text)
+
+    def _tell_of(self, came: Mapping[int, Collection[int]]) -> None:
+        for node, clients in came.items():
+            self._tell(f"SuperNode {node} came, with the clients {_named(clients)}")
+
+    def _look(self, *, wait: bool) -> dict[int, dict[int, Client]]:
+        """Forget nodes that are gone, ask those that are new, and read what was answered.
+
+        Args:
+            wait: Wait for nodes that were not asked before.
+
+        Returns:
+            Nodes that are used from now on, with their clients.
+        """
+        here, now = set(self.grid.get_node_ids()), time.monotonic()
+        for node in [node for node in self._said if node not in here]:
+            lost = [client_id for client_id, used in self._used.items() if used == node]
+            del self._said[node]
+            if lost:
+                self._tell(f"SuperNode {node} is gone, with the clients {_named(lost)}")
+        self._used = {client_id: node for client_id, node in self._used.items() if node in here}
+        asked = {*self._said, *self._post.keys}
+        self._post.add(sorted(node for node in here - asked if self._silent.get(node, 0.0) <= now))
+        replies = dict(self._post.poll())
+        while wait and not set(self._post.keys) <= set(self._silent):
+            time.sleep(POLL_SECONDS)
+            replies |= self._post.poll()
+        # By their ids, so that which of two nodes was first does not depend on the network.
+        return self._settle([node for node, reply in sorted(replies.items()) if self._hear(node, reply)])
+
+    def _hear(self, node: int, reply: Message | str) -> bool:
+        """Read the answer of a node; return whether there is one."""
+        if isinstance(reply, str):
+            self._silent[node] = time.monotonic() + _AGAIN_SECONDS
+            self._tell(f"SuperNode {node} did not say which clients it has: {reply}")
+            return False
+        self._silent.pop(node, None)
+        self._said[node] = {}
+        try:
+            clients = read_clients(reply)
+            if self._identity is not None:
+                check_code(reply, self._identity)
+            if self._allowed is not None:
+                self._check_allowed(node, clients, self._allowed)
+            self._said[node] = clients
+        except SparsekitError as error:
+            self._tell(f"SuperNode {node} is not used: {error}")
+        return True
+
+    def _check_allowed(self, node: int, clients: Collection[int], allowed: Mapping[str, Collection[int]]) -> None:
+        """Raise DataError where a node claims clients that are not its own."""
+        name = next((one.name for one in self.grid.get_nodes() if one.node_id == node), "")
+        if name not in allowed:
+            raise DataError(f"its key was registered under the name {name!r}, which is not among those that are allowed")
+        strange = set(clients) - set(allowed[name])
+        if strange:
+            raise DataError(f"it claims the clients {_named(strange)}, which {name!r} is not allowed to have")
+
+    def _settle(self, new: Iterable[int]) -> dict[int, dict[int, Client]]:
+        """Use every node whose clients are all free.
+
+        Args:
+            new: Nodes that answered just now.
+
+        Returns:
+            Those that were not used before, with their clients.
+        """
+        taken: dict[int, dict[int, Client]] = {}
+        used = set(self._used.values())
+        for node, clients in self._said.items():
+            if node not in used and clients and not any(client_id in self._used for client_id in clients):
+                self._used.update(dict.fromkeys(clients, node))
+                taken[node] = clients
+        for node in new:
+            claimed = [client_id for client_id in self._said[node] if self._used.get(client_id, node) != node]
+            if claimed:
+                self._tell(
+                    f"SuperNode {node} is not used for now: it claims the clients {_named(claimed)}, which another node has"
+                )
+        return taken
+
+
+def _named(ids: Iterable[int]) -> str:
+    """The clients as a list; of many, the first."""
+    found = sorted(ids)
+    if len(found) <= _MOST_NAMED:
+        return str(found)
+    return f"[{', '.join(map(str, found[:_MOST_NAMED]))}, …], {len(found):,} in all"
+
+
+def _run_id(store: ClientStore) -> str:
+    """The id of a run, the same for the run that resumes or extends it, so that nodes find the memories of their clients."""
+    path = store.folder / "run-id"
+    if not path.exists():
+        write_atomically(path, secrets.token_hex(8).encode(), durable=store.durable)
+    return path.read_text()
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """Clients on SuperNodes.
+
+    By the wall clock (`async_clock="wall"`) each node has one task at a time, and gets the next as soon as it has answered.
+
+    Args:
+        nodes: The nodes, which have introduced their clients.
+        memory: Who keeps the clients' memories; see `GridPool`.
+        timeout_seconds: Replies that take longer are given up; None waits.
+    """
+
+    nodes: Nodes
+    _: KW_ONLY
+    memory: Literal["nodes", "server"] = "nodes"
+    timeout_seconds: float | None = None
+
+    def run(
+        self,
+        rounds: Callable[[ClientPool], RunResult],
+        *,
+        spec: RunSpec,
+        clients: Mapping[int, Client],  # noqa: ARG002 - the nodes have them
+        store: ClientStore,
+    ) -> RunResult:
+        """Run the loop; called by Flower's server app."""
+        pool = GridPool(
+            self.nodes,
+            spec,
+            store,
+            memory=self.memory,
+            workers=len(self.nodes),
+            timeout_seconds=self.timeout_seconds,
+            # A personal model stays on the device.
+            export=False,
+            grouped=True,
+            run=_run_id(store),
+            trusted=False,
+        )
+        with one_thread():
+            return rounds(pool)

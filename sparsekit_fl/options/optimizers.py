@@ -1,0 +1,61 @@
+"""Optimizers of clients by name: those of torch that take a step by gradients alone, and their defaults."""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING
+
+from sparsekit.errors import InvalidValueError, UnknownNameError, nearest
+from sparsekit.registry import load_object
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["optimizer_class", "optimizer_defaults", "optimizer_names"]
+
+
+def optimizer_names() -> dict[str, type[torch.optim.Optimizer]]:
+    """Lower-case name → class, for the optimisers of torch that take a step by gradients alone."""
+    import torch  # here: help texts need no torch
+
+    found = {}
+    for name, kind in vars(torch.optim).items():
+        if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer:
+            closure = inspect.signature(kind.step).parameters.get("closure")
+            if closure is None or closure.default is None:
+                found[name.lower()] = kind
+    return found
+
+
+def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
+    """Return an optimiser by its name in `torch.optim`, in any case, or as `package.module:Class`.
+
+    Raises:
+        UnknownNameError: torch has none of that name.
+        InvalidValueError: it is no optimiser, or needs a closure.
+    """
+    import torch
+
+    if ":" not in name:
+        names = optimizer_names()
+        if name.lower() == "lbfgs":
+            raise InvalidValueError("optimizer 'lbfgs' needs a closure that computes the loss anew; choose one that does not")
+        if name.lower() not in names:
+            raise UnknownNameError(f"unknown optimizer {name!r}; {nearest(name.lower(), names)}, or package.module:Class")
+        return names[name.lower()]
+    found = load_object(name)
+    if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
+        raise InvalidValueError(f"optimizer {name!r} must be a class that inherits torch.optim.Optimizer, got {found!r}")
+    return found
+
+
+def optimizer_defaults(name: str) -> dict[str, float]:
+    """Return the numbers that an optimizer takes where none are given, by argument.
+
+    Raises:
+        UnknownNameError: torch has none of that name.
+        InvalidValueError: it is no optimizer, or needs a closure.
+    """
+    parameters = inspect.signature(optimizer_class(name)).parameters
+    # A few take the learning rate as a tensor too, but none has one as a default.
+    return {key: float(one.default) for key, one in parameters.items() if isinstance(one.default, int | float)}

@@ -1,0 +1,348 @@
+"""Figures 3 to 9 of the paper, and the bandits' ratios over time, from saved results."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+from sparsekit_fl.paper.published import PUBLISHED_LEVEL, protocol_difference, published_numbers, published_text
+from sparsekit_fl.report.comparison import TARGET, Comparison
+from sparsekit_fl.report.figures import POINTS, bars, curve, level_figures
+from sparsekit_fl.report.plots import Figure
+from sparsekit_fl.results.extra import need
+from sparsekit_fl.results.text import flops_text, seconds_text, share_text
+
+__all__ = ["is_rival", "missing_figures", "paper_figures"]
+
+_ABLATIONS = ("flst", "rcr-fix", "rcr-dyn", "p-ucbv-fix", "p-ucbv-dyn")
+_STRATEGIES: Mapping[str, str] = {
+    "flst": "learned", "fedlps": "learned", "fedlps-random": "random", "fedlps-ordered": "ordered",
+    "fedlps-magnitude": "magnitude",
+}  # fmt: skip
+_RATIO = re.compile(r"Constant\((?:ratio=)?([\d.]+)")
+_WINDOWS = 10
+_BASELINE = "best baseline, published"
+
+
+class _Found(NamedTuple):
+    """A figure and what it shows, in words."""
+
+    figure: Figure
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Paper:
+    """One figure of the paper: what is drawn, from which columns, and the runs that it takes."""
+
+    number: str
+    make: Callable[[Comparison, _Paper], _Found | None]
+    needs: str
+    command: str = ""
+    column: str = ""
+    words: Mapping[str, Any] = field(default_factory=dict)
+
+
+def is_rival(method: str) -> bool:
+    """Whether a method is neither FedLPS nor a variant of it.
+
+    Args:
+        method: Name of a run, with options in brackets where they were changed.
+    """
+    return not (method.startswith("fedlps") or method.partition("[")[0] in _ABLATIONS)
+
+
+def paper_figures(comparison: Comparison) -> list[Figure]:
+    """Make every figure that the results can be drawn as.
+
+    Args:
+        comparison: Results under one protocol.
+    """
+    found = []
+    for paper in _FIGURES:
+        made = paper.make(comparison, paper)
+        if made is not None:
+            says = published_text(paper.number, comparison.dataset).get("says", "")
+            parts = [
+                f"The paper: {says}" if says else "",
+                f"Here: {made.text}" if made.text else "",
+                "Diamonds are published numbers." if made.figure.marks is not None and made.figure.plot != "bars" else "",
+                f"{comparison.seeds_text().capitalize()}; {comparison.title}. {protocol_difference(comparison)}".strip(),
+            ]
+            title = f"{paper.number}: {made.figure.title}"
+            found.append(replace(made.figure, title=title, number=paper.number, caption=" ".join(filter(None, parts))))
+    return found
+
+
+def missing_figures(comparisons: Sequence[Comparison]) -> list[str]:
+    """Name the figures that no comparison can show, and commands that make their runs; none for data that are not the paper's.
+
+    Args:
+        comparisons: One per protocol.
+    """
+    if not any(published_numbers("fedlps", comparison.dataset) for comparison in comparisons):
+        return []
+    groups: dict[tuple[str, str], list[str]] = {}
+    for paper in _FIGURES:
+        if paper.command and not any(paper.make(comparison, paper) for comparison in comparisons):
+            groups.setdefault((paper.needs, paper.command), []).append(paper.number)
+    return [f"{' and '.join(numbers)} of the paper needs {needs}: {command}" for (needs, command), numbers in groups.items()]
+
+
+def _own(comparison: Comparison) -> str:
+    """Return FedLPS, or the first variant of it; empty where there is none."""
+    methods = comparison.methods
+    return "fedlps" if "fedlps" in methods else next((method for method in methods if not is_rival(method)), "")
+
+
+def _level(comparison: Comparison) -> tuple[str, int] | None:
+    """Return the level that the paper's figures are at, or the only one; None where there are several others."""
+    levels = comparison.levels
+    return PUBLISHED_LEVEL if PUBLISHED_LEVEL in levels else levels[0] if len(levels) == 1 else None
+
+
+def _as_in_the_paper(comparison: Comparison, figure: Figure | None, marks: Any = None) -> Figure | None:
+    """Keep FedLPS and its rivals alone, the highlighted ones in colours that do not repeat and the others in grey.
+
+    Returns:
+        None where FedLPS, or every rival, has no points.
+    """
+    own = _own(comparison)
+    there = [name for name in comparison.methods if name == own or is_rival(name)]
+    drawn = set() if figure is None else set(figure.points["series"])
+    if figure is None or own not in drawn or not any(map(is_rival, drawn)):
+        return None
+    first = list(dict.fromkeys([own, *comparison.highlighted(there)]))
+    points = figure.points[figure.points["series"].isin([*there, _BASELINE])]
+    marks = None if marks is None else marks[marks["series"].isin([*first, _BASELINE])]
+    return replace(
+        figure, points=points, series=tuple(dict.fromkeys([*first, *there, _BASELINE])), subject=own,
+        faint=frozenset(there) - set(first), marks=None if marks is None or marks.empty else marks,
+    )  # fmt: skip
+
+
+def _marks(comparison: Comparison, x: str | None = None) -> Any:
+    """Return published accuracies, at their published FLOPs or at the level `x`; none for another protocol."""
+    rows = []
+    for method in () if protocol_difference(comparison) else comparison.methods:
+        for _, _, accuracy, deviation, flops in published_numbers(method, comparison.dataset)[:1]:
+            rows.append((method, flops * 1e12 if x is None else x, accuracy / 100, deviation / 100))
+    return _frame(rows)
+
+
+def _frame(rows: Iterable[Sequence[object]]) -> Any:
+    return need("pandas").DataFrame(list(rows), columns=POINTS)
+
+
+def _ends(figure: Figure, place: int = -1) -> dict[str, tuple[float, float]]:
+    """Map each series to one of its points: (x, y)."""
+    return {name: tuple(own[["x", "y"]].iloc[place]) for name, own in figure.points.groupby("series", sort=False)}
+
+
+def _against_cost(comparison: Comparison, paper: _Paper) -> _Found | None:
+    """Make Figure 3 or 4: accuracy against what was spent."""
+    level = _level(comparison)
+    if level is None:
+        return None
+    flops = paper.column == "flops_rowmask"
+    made = curve(comparison, level, paper.column, "personal_accuracy", y="mean personal accuracy on test data", **paper.words)
+    figure = _as_in_the_paper(comparison, made, _marks(comparison) if flops and level == PUBLISHED_LEVEL else None)
+    if figure is None:
+        return None
+    own, ends = figure.subject, _ends(figure)
+    limit, accuracy = ends[own]
+    by_then = figure.points[(figure.points["x"] <= limit) & (figure.points["series"] != own)]
+    best = by_then.loc[by_then["y"].idxmax()] if len(by_then) else None
+    rest = (
+        "no rival had been scored by then" if best is None else f"the best rival by then, {best.series}, {share_text(best.y)}"
+    )
+    last = max((end[1], name) for name, end in ends.items() if name != own)
+    spent = f"{flops_text(limit)} FLOPs" if flops else _seconds(limit)
+    text = f"after {spent} {own} has {share_text(accuracy)}, {rest}; at the end of its run {last[1]} has {share_text(last[0])}."
+    scoring = [
+        trial.result["cost"].get("flops_scoring", 0) for trial in comparison.finished if trial.result and trial.method == own
+    ]
+    if flops and any(scoring):
+        mean = flops_text(sum(scoring) / len(scoring))
+        text += f" Its passes that score while it trains, {mean} FLOPs, are not counted."
+    return _Found(figure, text)
+
+
+def _time_to_accuracy(comparison: Comparison, paper: _Paper) -> _Found | None:
+    """Make Figure 5, at the paper's target or where it has none at that of the comparison."""
+    says, level = published_text(paper.number, comparison.dataset), _level(comparison)
+    target = comparison.target or says.get("target") or comparison.goal
+    theirs = says if says.get("target") == target and not protocol_difference(comparison) else {}
+    if level is None:
+        return None
+    at = replace(comparison, target=target)
+    made = bars(
+        at, level, TARGET, title=f"simulated time to {100 * target:.3g}% accuracy", x_unit="seconds",
+        x=f"simulated seconds; no bar: never reached{'; ring: published' if theirs else ''}", **paper.words,
+    )  # fmt: skip
+    if made is None:
+        return None
+    # A bar is the mean of a method whose every seed has reached the target.
+    all_reached = {
+        row.method for row in at.rows if (row.heterogeneity, row.lack_classes) == level and row.count[TARGET] == row.n
+    }
+    points = made.points.assign(y=made.points["y"].where(made.points["series"].isin(all_reached)))
+    marks = None
+    if theirs:
+        points = need("pandas").concat([points, _frame([(_BASELINE, 0.0, math.nan, 0.0)])])
+        marks = _frame(
+            [(_own(comparison), 0.0, theirs["fedlps_seconds"], 0.0), (_BASELINE, 0.0, theirs["baseline_seconds"], 0.0)]
+        )
+    figure = _as_in_the_paper(comparison, replace(made, points=points.sort_values("y", kind="stable")), marks)
+    if figure is None or figure.points["y"].isna().all():
+        return None
+    own = figure.subject
+    times = {name: y for name, y in figure.points.dropna()[["series", "y"]].itertuples(index=False) if name != _BASELINE}
+    rivals = sorted((seconds, name) for name, seconds in times.items() if name != own)
+    never = sum(is_rival(name) and name not in times and name != _BASELINE for name in figure.points["series"])
+    if own not in times:
+        return _Found(figure, f"{own} does not reach it; {rivals[0][1]} does after {_seconds(rivals[0][0])}." if rivals else "")
+    text = f"{own} takes {_seconds(times[own])}"
+    if rivals:
+        change = 100 * (1 - times[own] / rivals[0][0])
+        than = f"{abs(change):.0f} % {'less' if change >= 0 else 'more'} than the fastest rival"
+        text += f", {than}, {rivals[0][1]}, with {_seconds(rivals[0][0])}"
+    return _Found(figure, f"{text}{f'; {never} of its rivals do not reach it' if never else ''}.")
+
+
+def _against_levels(comparison: Comparison, paper: _Paper) -> _Found | None:
+    """Make Figure 6, 7 or 8."""
+    # Of several the last is that of the largest other axis: the paper's.
+    made = next((one for one in reversed(level_figures(comparison)) if one.name.startswith(paper.column)), None)
+    marks = _marks(comparison, PUBLISHED_LEVEL[0]) if paper.number == "Figure 7" else None
+    figure = _as_in_the_paper(comparison, made, marks)
+    if figure is None or (figure.points["series"] == figure.subject).sum() < 2:
+        return None
+    figure = replace(figure, **paper.words)
+    if figure.y_unit != "seconds":
+        return _Found(figure, f"{figure.subject} less the best rival, in points: {_leads(figure)}.")
+    parts = []
+    for level, y, rivals in _beside(figure):
+        shares = sorted(100 * (1 - y / seconds) for seconds in rivals)
+        parts.append(f"{shares[0]:.0f} to {shares[-1]:.0f} % ({level})")
+    (first, start), (last, end) = _ends(figure, 0)[figure.subject], _ends(figure)[figure.subject]
+    text = (
+        f"{figure.subject} is shorter than its rivals by {', '.join(parts)}; from {first} to {last} its own time changes by"
+        f" {100 * (end / start - 1):+.0f} %."
+    )
+    return _Found(figure, text.replace("-", "−"))
+
+
+def _beside(figure: Figure) -> list[tuple[Any, float, list[float]]]:
+    """Return x, the subject's y, and the y of all others there, where there are any."""
+    own = figure.points[figure.points["series"] == figure.subject]
+    others = figure.points[figure.points["series"] != figure.subject]
+    found = [(x, y, list(others.loc[others["x"] == x, "y"])) for x, y in zip(own["x"], own["y"], strict=True)]
+    return [one for one in found if one[2]]
+
+
+def _leads(figure: Figure) -> str:
+    """Write the subject less the best of the others, in points: `+1.2 (low), −0.3 (high)`."""
+    named = ((f"{x:g}" if isinstance(x, float) else x, y - max(others)) for x, y, others in _beside(figure))
+    return ", ".join(f"{100 * lead:+.1f} ({name})".replace("-", "−") for name, lead in named)
+
+
+def _against_ratios(comparison: Comparison, paper: _Paper) -> _Found | None:
+    """Make a part of Figure 9: one ratio for all clients, by how units are chosen."""
+    level, points = _level(comparison), []
+    ratios = {trial.method: _RATIO.match(str(trial.policies.get("ratio", ""))) for trial in comparison.finished}
+    for row in comparison.rows:
+        strategy, ratio = _STRATEGIES.get(row.method.partition("[")[0]), ratios[row.method]
+        if (row.heterogeneity, row.lack_classes) == level and strategy and ratio and not math.isnan(row.mean[paper.column]):
+            spread = row.deviation[paper.column]
+            points.append((strategy, float(ratio[1]), row.mean[paper.column], 0.0 if math.isnan(spread) else spread))
+    frame = _frame(points).drop_duplicates(["series", "x"], keep="last").sort_values(["series", "x"])
+    frame = frame[frame.groupby("series")["x"].transform("size") > 1] if len(frame) else frame
+    time = paper.column == "simulated_seconds"
+    frame = frame[frame["series"] == "learned"] if time else frame
+    if frame["series"].nunique() < (1 if time else 2):
+        return None
+    figure = Figure(
+        plot="lines", points=frame, series=tuple(dict.fromkeys(_STRATEGIES.values())), subject="learned", x_unit="share",
+        x="sparse ratio of all clients", **paper.words,
+    )  # fmt: skip
+    if not time:
+        return _Found(figure, f"learned patterns less the best of the others, in points: {_leads(figure)}.")
+    (low, start), (high, end) = _ends(figure, 0)["learned"], _ends(figure)["learned"]
+    return _Found(figure, f"from ratio {low:g} to {high:g} time grows by a factor of {end / start:.1f}.")
+
+
+def _bandit_ratios(comparison: Comparison, paper: _Paper) -> _Found | None:
+    """Make the figure of FedLPS, or of the first method with bandits; a point is the mean over a tenth of the run."""
+    level, frame, own = _level(comparison), comparison.frame, _own(comparison)
+    with_bandit = {trial.method for trial in comparison.finished if "Bandit" in str(trial.policies.get("ratio", ""))}
+    method = own if own in with_bandit else next((name for name in comparison.methods if name in with_bandit), "")
+    here = frame[(frame["method"] == method) & frame["metric"].str.startswith("ratio ")]
+    if level is None or not len(here):
+        return None
+    here = here[(here["heterogeneity"] == level[0]) & (here["lack_classes"] == level[1])]
+    last = int(here["round"].max())
+    size = max(1, last // _WINDOWS)
+    windows = here.assign(x=(-(-here["round"] // size) * size).clip(upper=last), able=here["metric"].str[6:].astype(float))
+    seeds = windows.groupby(["able", "x", "seed"])["value"].mean()
+    means = (
+        seeds.groupby(level=["able", "x"])
+        .agg(["mean", "std"])
+        .fillna(0.0)
+        .sort_index(level=["able", "x"], ascending=[False, True])
+    )
+    rows = [
+        (f"devices of {Fraction(able).limit_denominator(1000)}", x, mean, spread)
+        for (able, x), mean, spread in means.itertuples()
+    ]
+    points = _frame(rows)
+    if not len(points) or points.groupby("series").size().max() < 2:
+        return None
+    figure = Figure(plot="lines", points=points, series=tuple(dict.fromkeys(points["series"])), x="round",
+                    title=f"what bandits of {method} chose, by capability", **paper.words)  # fmt: skip
+    ends = ", ".join(f"{y:.2f} of {name.rpartition(' ')[2]}" for name, (_, y) in _ends(figure).items())
+    return _Found(figure, f"mean ratio at the end, of what the device could train: {ends}.")
+
+
+def _seconds(seconds: float) -> str:
+    """Write seconds with two digits behind the point where they matter."""
+    return f"{seconds:.2f} s" if seconds < 10 else seconds_text(seconds)
+
+
+_TWO = "fedlps and a rival, scored in several rounds"
+_LEVELS = "fedlps and a rival at two or more levels of heterogeneity"
+_CURVES = "sparsekit compare fedlps fedavg heterofl fedper --preset mnist --data-dir DIR --out FOLDER"
+_DEVICES = "sparsekit compare fedlps fedavg fedper --preset cifar10 --heterogeneity low,median,high --data-dir DIR --out FOLDER"
+_FIGURES = (
+    _Paper(number="Figure 3", make=_against_cost, column="flops_rowmask", needs=_TWO, command=_CURVES,
+           words={"name": "paper-3-accuracy-flops", "title": "test accuracy against FLOPs", "x_unit": "flops",
+                  "x": "FLOPs of all clients so far, counted as in the paper (row mask)"}),
+    _Paper(number="Figure 4", make=_against_cost, column="simulated_seconds", needs=_TWO, command=_CURVES,
+           words={"name": "paper-4-accuracy-time", "title": "test accuracy against running time", "x_unit": "seconds",
+                  "x": "simulated seconds so far"}),
+    _Paper(number="Figure 5", make=_time_to_accuracy, words={"name": "paper-5-time-to-accuracy"},
+           needs="fedlps and a rival, one of which reaches the target", command=f"{_CURVES} --target 0.9"),
+    _Paper(number="Figure 6", make=_against_levels, column="accuracy-classes",
+           words={"name": "paper-6-accuracy-classes", "title": "test accuracy against non-IID levels"},
+           needs="fedlps and a rival at two or more numbers of classes that clients lack",
+           command="sparsekit compare fedlps fedper --preset mnist --lack-classes 2,4,6,8 --data-dir DIR --out FOLDER"),
+    _Paper(number="Figure 7", make=_against_levels, column="accuracy-heterogeneity", needs=_LEVELS, command=_DEVICES,
+           words={"name": "paper-7-accuracy-heterogeneity", "title": "test accuracy against system heterogeneity"}),
+    _Paper(number="Figure 8", make=_against_levels, column="time-heterogeneity", needs=_LEVELS, command=_DEVICES,
+           words={"name": "paper-8-time-heterogeneity", "title": "running time against system heterogeneity"}),
+    _Paper(number="Figure 9", make=_against_ratios, column="personal_accuracy",
+           words={"name": "paper-9a-accuracy-ratios", "title": "test accuracy against sparse ratios",
+                  "y": "mean personal accuracy on test data"},
+           needs="flst and another choice of units, each at two or more ratios",
+           command="sparsekit compare 'flst ratio=0.2' 'flst ratio=0.8' 'fedlps-random ratio=0.2' 'fedlps-random ratio=0.8'"
+                   " --preset mnist --data-dir DIR --out FOLDER"),
+    _Paper(number="Figure 9", make=_against_ratios, column="simulated_seconds", needs="",
+           words={"name": "paper-9b-time-ratios", "title": "running time against sparse ratios, learned patterns",
+                  "y": "simulated seconds of the run", "y_unit": "seconds"}),
+    _Paper(number="Ratios over time", make=_bandit_ratios, needs="a method whose ratio is a bandit's", command=_CURVES,
+           words={"name": "bandit-ratios", "y": "mean ratio that clients executed"}),
+)  # fmt: skip

@@ -1,0 +1,198 @@
+"""LocalGrid: a Flower grid in this process, without Ray and without servers, over Flower's real wire format. For tests.
+
+Every message and every reply is taken apart into the objects that Flower sends and put together again; replies come back
+shuffled; a fault can be planted in any of them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from flwr.app import Context, Error, Message, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp import Grid
+from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
+from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
+from flwr.supercore.run import Run
+from flwr.supercore.task_identity import TaskIdentity
+
+from sparsekit_fl.client.executor import ClientExecutor
+from sparsekit_fl.client.spec import RunSpec
+from sparsekit_fl.engines.base import ClientPool
+from sparsekit_fl.engines.flower.node import make_app
+from sparsekit_fl.engines.flower.pool import GridPool
+from sparsekit_fl.engines.flower.post import Carrier
+from sparsekit_fl.problem.clients import Client
+from sparsekit_fl.results.records import RunResult
+from sparsekit_fl.state.store import ClientStore
+
+__all__ = ["Fault", "InProcess", "LocalGrid", "over_the_wire"]
+
+Fault = Callable[[Message, Message], Message | None]
+"""(message, reply) → the reply that arrives, which may be an error of Flower; None for no reply."""
+
+
+def over_the_wire(message: Message) -> Message:
+    """The message as its receiver gets it."""
+    id = message.object_id
+    contents = {name: found.deflate() for name, found in get_all_nested_objects(message).items()}
+    received = inflate_object_from_contents(id, contents)
+    assert isinstance(received, Message)
+    received.metadata.__dict__["_message_id"] = id
+    return received
+
+
+class LocalGrid(Grid):
+    """A grid whose nodes are this process.
+
+    Args:
+        app: Answers the messages.
+        nodes: Number of nodes.
+        rng: Shuffles the replies.
+        fault: Changes or drops replies; None for none.
+        twice: Deliver every reply twice.
+        delay: Message → number of looks for replies after which its own is there; None: at once.
+    """
+
+    def __init__(
+        self,
+        app: ClientApp,
+        *,
+        nodes: int,
+        rng: np.random.Generator,
+        fault: Fault | None = None,
+        twice: bool = False,
+        delay: Callable[[Message], int] | None = None,
+    ) -> None:
+        # Flower asks these of the process that makes a message; a run of its own would have set them.
+        TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1
+        self._app = app
+        self._contexts = {
+            1000 + node: Context(run_id=1, node_id=1000 + node, node_config={}, state=RecordDict(), run_config={})
+            for node in range(nodes)
+        }
+        self._rng = rng
+        self._fault = fault
+        self._twice = twice
+        self._delay = delay
+        self._late: dict[str, int] = {}
+        self._replies: dict[str, Message] = {}
+        self.bytes_up = 0
+
+    def set_run(self, run: Run) -> None:
+        """Nothing to set."""
+
+    @property
+    def run(self) -> Run:
+        """There is none."""
+        raise AttributeError("a grid in this process belongs to no run")
+
+    def create_message(self, *_: Any, **__: Any) -> Message:
+        """Deprecated in Flower; `Message` is used."""
+        raise AttributeError("use Message(...)")
+
+    def get_node_ids(self) -> Iterable[int]:
+        """The nodes, in no particular order."""
+        ids = list(self._contexts)
+        self._rng.shuffle(ids)
+        return ids
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        """Deliver, and have them answered at once."""
+        ids = []
+        for sent in messages:
+            message = over_the_wire(sent)
+            context = self._contexts[message.metadata.dst_node_id]
+            try:
+                reply = self._app(message=message, context=context)
+            except Exception as error:  # noqa: BLE001 - as Flower does
+                reply = Message(Error(code=2, reason=f"{type(error)}:<'{error}'>"), reply_to=message)
+            arrived: Message | None = over_the_wire(reply)
+            if self._fault is not None and arrived is not None:
+                arrived = self._fault(message, arrived)
+            if arrived is not None:
+                self.bytes_up += _wire_bytes(arrived)
+                self._replies[message.metadata.message_id] = arrived
+                self._late[message.metadata.message_id] = self._delay(message) if self._delay is not None else 0
+            ids.append(message.metadata.message_id)
+        return ids
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        """Some of what has come, shuffled."""
+        # In the order in which they were sent: ids of messages differ from run to run.
+        wanted = set(message_ids)
+        asked = [id for id in self._replies if id in wanted]
+        here = [id for id in asked if self._late[id] <= 0]
+        self._late.update({id: self._late[id] - 1 for id in asked})
+        self._rng.shuffle(here)
+        found = [self._replies.pop(id) for id in here[: 1 + len(here) // 2]]
+        return found * 2 if self._twice else found
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+        """Not used."""
+        del messages, timeout
+        raise AttributeError("use push_messages and pull_messages")
+
+
+def _wire_bytes(message: Message) -> int:
+    return sum(len(found.deflate()) for found in get_all_nested_objects(message).values())
+
+
+class InProcess:
+    """An engine over a `LocalGrid`: what Flower does to messages, without what it costs.
+
+    Args:
+        nodes: Number of nodes that share the clients; None gives each client one.
+        seed: Seed of the shuffling.
+        fault: Changes or drops replies.
+        twice: Deliver every reply twice.
+        delay: Message → number of looks for replies after which its own is there; None: at once.
+        options: For the pool.
+    """
+
+    def __init__(
+        self,
+        *,
+        nodes: int | None = None,
+        seed: int = 0,
+        fault: Fault | None = None,
+        twice: bool = False,
+        delay: Callable[[Message], int] | None = None,
+        **options: Any,
+    ) -> None:
+        self._nodes = nodes
+        self._grid_options: dict[str, Any] = {
+            "rng": np.random.default_rng(seed),
+            "fault": fault,
+            "twice": twice,
+            "delay": delay,
+        }
+        self._options = {"memory": "server", "workers": 1, **options}
+        self.grid: LocalGrid | None = None
+
+    def run(
+        self,
+        rounds: Callable[[ClientPool], RunResult],
+        *,
+        spec: RunSpec,
+        clients: Mapping[int, Client],
+        store: ClientStore,
+    ) -> RunResult:
+        """Run the loop over a grid of this process."""
+        executor = ClientExecutor(spec, clients, store)
+        self.grid = LocalGrid(make_app(lambda *_: executor), nodes=self._nodes or len(clients), **self._grid_options)
+        return rounds(GridPool(_Fixed(self.grid, sorted(clients)), spec, store, **self._options))
+
+
+class _Fixed(Carrier):
+    """Nodes that take turns with the clients, in the order of both ids, and never change."""
+
+    def __init__(self, grid: Grid, clients: Sequence[int]) -> None:
+        self.grid = grid
+        self._node_of = dict(zip(clients, itertools.cycle(sorted(grid.get_node_ids())), strict=False))
+
+    def node_of(self, client_id: int) -> int:
+        return self._node_of[client_id]

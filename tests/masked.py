@@ -1,0 +1,199 @@
+"""The oracle of narrow training: a learnable mask over a dense network with gated entries, slow and simple.
+
+While a unit is dropped, its entries, their optimiser state and its norm statistics do not change, as in a narrow network.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from sparsekit import LearnableMask
+from sparsekit.criteria.magnitudes import unit_magnitudes
+from sparsekit.graph.graph import UnitGraph
+from sparsekit.graph.groups import UnitSlice
+from sparsekit.graph.index import along
+from sparsekit.graph.mask import UnitMask, to_weights
+from sparsekit.graph.state import StateDict
+from sparsekit.surgery.compaction import compact
+from sparsekit.surgery.optimizer_state import copies_of_weights, first_value, state_of_shape
+from sparsekit.surgery.rebuild import copy_with, named_entries
+from sparsekit.training import learnable
+from sparsekit.training.dense_model import DenseModel, straight_through_gates
+from sparsekit.training.execution import Collect, gate_and_watch
+
+__all__ = ["learnable_mask"]
+
+
+def learnable_mask(*args: Any, execution: str = "compact", **kwargs: Any) -> LearnableMask:
+    """A learnable mask, or with execution="masked" its oracle."""
+    return (LearnableMask if execution == "compact" else _MaskedMask)(*args, **kwargs)
+
+
+class _MaskedMask(LearnableMask):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        with mock.patch.object(learnable, "Execution", _MaskedExecution):
+            super().__init__(*args, **kwargs)
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        super().before_step(optimizer)
+        self._execution.before_step(list(self.optimizers))
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        self._execution.after_step(list(self.optimizers))
+        super().after_step(optimizer)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        state = super().state_dict(*args, **kwargs)
+        return {name: value for name, value in state.items() if name != "sparsekit.magnitudes"}
+
+
+class _MaskedExecution:
+    """Run the dense module with gated entries. It saves no time; it is the reference for compact execution."""
+
+    def __init__(self, model: nn.Module, graph: UnitGraph) -> None:
+        self.graph = graph
+        self.module = copy_with(model, {})
+        self.mask = UnitMask.full(graph)
+        self._dense = DenseModel(self.module, graph)
+        self._saved: dict[int, tuple[Tensor, Tensor]] = {}
+        self.narrow_model = self.fused = self
+        self.shape_changes = 0
+
+    def _dropped_by_name(self, names: Iterable[str], mask: UnitMask | None = None) -> Iterator[tuple[str, Tensor]]:
+        """(name, bool of its dropped entries) for those of `names` that units touch, under the mask or another."""
+        kept = to_weights(self.graph, self.mask if mask is None else mask)
+        device = next(self.module.parameters()).device
+        for name in names:
+            if name in kept:
+                yield name, ~kept[name].to(device)
+
+    def call(self, scores: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], *, explore: float) -> Any:
+        gates = straight_through_gates(self.graph, self.mask, scores, explore)
+        gated = self.graph.gate(dict(self.module.named_parameters(remove_duplicate=False)), gates)
+        return self._call(gated, args, kwargs, self.mask)
+
+    def explore(self, scores: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], wide: UnitMask, collect: Collect) -> Any:
+        parameters = dict(self.module.named_parameters(remove_duplicate=False))
+        gates = straight_through_gates(self.graph, self.mask, scores, 0.0)
+        return self._call(gate_and_watch(self.graph, parameters, gates, collect), args, kwargs, wide)
+
+    def _call(self, gated: dict[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any], updated: UnitMask) -> Any:
+        """Run the dense module; statistics of the units in `updated` are renewed."""
+        # The forward pass writes statistics into copies, since autograd may need what it wrote, unchanged.
+        buffers = {name: tensor for name, tensor in named_entries(self.module).items() if name not in gated}
+        copies = {name: buffer.clone() for name, buffer in buffers.items()}
+        result = self._dense.call({**gated, **copies}, self.mask, self.module, args, kwargs)
+        dropped = dict(self._dropped_by_name(copies, updated))
+        for name, buffer in buffers.items():
+            buffer.copy_(torch.where(dropped[name], buffer, copies[name]) if name in dropped else copies[name])
+        return result
+
+    def stored(self, name: str) -> Tensor:
+        return named_entries(self.module)[name].detach()
+
+    def enter(self, units: Mapping[str, Tensor], afresh: Mapping[str, Tensor], optimizers: Sequence[Optimizer]) -> None:
+        parameters = dict(self.module.named_parameters())
+        copies = {optimizer: copies_of_weights(optimizer, list(parameters.values())) for optimizer in optimizers}
+        dropped = dict(self._dropped_by_name(parameters))
+        for name in dropped:
+            parameter = parameters[name].detach()
+            for group, piece in self.graph.slices_of[name]:
+                if piece.gated and group in afresh:
+                    parameter[self._at(piece, afresh[group], ~dropped[name])] = 0.0
+        for name in dropped:
+            parameter = parameters[name]
+            for group, piece in self.graph.slices_of[name]:
+                if group in units:
+                    at = self._at(piece, units[group], ~dropped[name])
+                    for optimizer in optimizers:
+                        for state_name, value in state_of_shape(optimizer, parameter):
+                            weights = state_name in copies[optimizer]
+                            value[at] = parameter.detach()[at] if weights else first_value(optimizer, state_name)
+
+    def _at(self, piece: UnitSlice, units: Tensor, kept: Tensor) -> Tensor:
+        """bool, of the shape of `kept`: the kept entries of `units`."""
+        chosen = torch.zeros(kept.shape[piece.dim], dtype=torch.bool, device=kept.device)
+        chosen[piece.index[units].reshape(-1).to(kept.device)] = True
+        return kept & along(chosen, piece.dim, kept.dim())
+
+    def magnitudes(self) -> Tensor:
+        weights = {name: parameter.detach() for name, parameter in self.module.named_parameters()}
+        return torch.cat([unit_magnitudes(group, weights) for group in self.graph.groups.values()])
+
+    def stands(self, scores: Tensor) -> bool:
+        del scores
+        return False
+
+    def remask(self, mask: UnitMask, optimizers: Sequence[Optimizer], order: object = None) -> None:
+        del optimizers, order  # dense state does not move
+        mask.check(self.graph)
+        self.mask = mask
+        for parameter in self.module.parameters():
+            parameter.grad = None
+
+    def load(self, state: StateDict, mask: UnitMask, *order_and_saved: object) -> None:
+        del order_and_saved  # dense entries have one order, and optimisers hold the state of all units
+        self.graph.check_state(state)
+        mask.check(self.graph)
+        self.module.load_state_dict(dict(state))
+        self.mask = mask
+
+    def slot_order(self) -> dict[str, Tensor]:
+        return {}
+
+    def saved_state(self) -> dict[str, dict[str, Tensor]]:
+        return {}
+
+    def claim_saved(self, optimizer: Optimizer) -> None:
+        """Nothing: an optimiser holds the state of all units."""
+
+    def sums(self) -> Tensor:
+        return torch.zeros(0)
+
+    def restore_sums(self, sums: Tensor) -> None:
+        """Nothing: sums are computed anew."""
+
+    def compact(self) -> nn.Module:
+        return compact(self.module, self.graph, self.mask)
+
+    def dense_state(self) -> dict[str, Tensor]:
+        return {name: tensor.detach().clone() for name, tensor in named_entries(self.module).items()}
+
+    def _standing(self, optimizers: Sequence[Optimizer]) -> Iterator[tuple[Tensor, Tensor, Tensor | float]]:
+        """(tensor, bool of its dropped entries, their first values): parameters, and optimiser state of their shape."""
+        parameters = dict(self.module.named_parameters())
+        copies = {optimizer: copies_of_weights(optimizer, list(parameters.values())) for optimizer in optimizers}
+        for name, dropped in self._dropped_by_name(parameters):
+            parameter = parameters[name]
+            yield parameter.detach(), dropped, 0.0
+            for optimizer in optimizers:
+                for state_name, value in state_of_shape(optimizer, parameter):
+                    weights = state_name in copies[optimizer]
+                    yield value, dropped, parameter.detach()[dropped] if weights else first_value(optimizer, state_name)
+
+    def before_step(self, optimizers: Sequence[Optimizer]) -> None:
+        """Save the values of all entries: a step may call the model and so change which are dropped."""
+        # Each tensor is held, so that no tensor that the step makes can take its place in memory.
+        self._saved = {tensor.data_ptr(): (tensor, tensor.clone()) for tensor, _, _ in self._standing(optimizers)}
+
+    def after_step(self, optimizers: Sequence[Optimizer]) -> None:
+        """Restore the values of dropped entries; state that the step has just created gets its first value there."""
+        for tensor, dropped, first in self._standing(optimizers):
+            _, values = self._saved.get(tensor.data_ptr(), (None, None))
+            tensor[dropped] = first if values is None else values[dropped]
+        # The values are kept: this may have been the step of an optimiser within that of another one, which ends here too.
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what the last step saved."""
+        return {**vars(self), "_saved": {}}
+
+    def apply_to_tensors(self, function: Callable[[Tensor], Tensor]) -> None:
+        """Make the dense copy anew: it may hold tensors outside its state; all others are the module's own."""
+        del function
+        self._dense = DenseModel(self.module, self.graph)

@@ -1,0 +1,72 @@
+"""What `--space` says."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sparsekit.bandit.axes import Axis, parse_axes
+from sparsekit.errors import InvalidValueError
+
+
+def test_an_axis_is_read_from_the_text() -> None:
+    assert Axis.parse("lr=1e-4:1e-1:log") == Axis(name="lr", low=1e-4, high=0.1, log=True)
+    assert Axis.parse(" x = -3 : 5 ") == Axis(name="x", low=-3.0, high=5.0)
+    both = Axis(name="n", low=1.0, high=64.0, log=True, integer=True)
+    assert Axis.parse("n=1:64:int:log") == Axis.parse("n=1:64:log:int") == both
+    assert Axis.parse("local.proximal=0.1,1, none") == Axis(name="local.proximal", choices=("0.1", "1", "none"))
+    assert Axis.parse("of=package.module:A,package.module:B").choices == ("package.module:A", "package.module:B")
+    assert (Axis.parse("x=0:2").ends(), Axis.parse("x=b,a").ends()) == (("0", "2"), ("b", "a"))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("lr", "must be NAME=LOW:HIGH, .* got 'lr'"),
+        ("lr=", "must be NAME=LOW:HIGH"),
+        ("lr=1", "at least two different values"),
+        ("lr=1,1", "at least two different values"),
+        ("=1:2", "must be NAME=LOW:HIGH"),
+        ("2x=1:2", "must be NAME=LOW:HIGH"),
+        ("x y=1:2", "must be NAME=LOW:HIGH"),
+        ("x=1:2:sqrt", "must be NAME=LOW:HIGH"),
+        ("x=1:2:log:log", "must be NAME=LOW:HIGH"),
+        ("x=one:2", "at least two different values"),
+        ("x=2:1", "x=2:1: low must be below high"),
+        ("x=nan:1", "low must be a number"),
+        ("x=0:inf", "finite"),
+        ("x=0:1:log", "low > 0"),
+        ("x=0.5:8:int", "bounds must be whole"),
+        ("x=0:8:int:log", "begin at 1 or above"),
+    ],
+)
+def test_another_text_is_refused(text: str, message: str) -> None:
+    with pytest.raises(InvalidValueError, match=message):
+        Axis.parse(text)
+
+
+def test_no_axis_and_two_of_one_name_are_refused() -> None:
+    with pytest.raises(InvalidValueError, match="nothing to tune"):
+        parse_axes([])
+    with pytest.raises(InvalidValueError, match="names x twice"):
+        parse_axes(["x=1:2", "y=1:2", "x=2,3"])
+
+
+def test_values_have_six_digits_of_what_varies() -> None:
+    assert Axis.parse("x=0:1").text(0.123456789) == "0.123457"
+    assert Axis.parse("x=1e-5:1:log").text(1.23456789e-5) == "1.23457e-05"
+    assert Axis.parse("x=1000000:1000001").text(1000000.123456789) == "1000000.123457"
+    assert Axis.parse("x=0:2").text(2.0) == "2"
+    assert Axis.parse("n=1:4:int").text(3) == "3"
+
+
+@given(
+    share=st.floats(0, 1), text=st.sampled_from(["x=0:1", "x=1e-9:1e9:log", "x=-3:5:int", "x=1:1000:log:int", "x=7:7.000001"])
+)
+def test_the_text_of_a_number_lies_in_the_range_and_means_nothing_to_a_shell(share: float, text: str) -> None:
+    axis = Axis.parse(text)
+    said = axis.text(axis.low + share * (axis.high - axis.low))
+    assert axis.low <= float(said) <= axis.high
+    assert set(said) <= set("0123456789.e+-")
+    assert axis.text(float(said)) == said

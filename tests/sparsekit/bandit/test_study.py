@@ -1,0 +1,250 @@
+"""Study: what is proposed, failures, several trials at a time, and going on after any death."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+optuna = pytest.importorskip("optuna")
+
+from sparsekit.bandit import registry  # noqa: E402
+from sparsekit.bandit.axes import parse_axes  # noqa: E402
+from sparsekit.bandit.study import Study  # noqa: E402
+from sparsekit.bandit.trials import Ended, Score, Watcher  # noqa: E402
+from sparsekit.errors import DataError, InvalidValueError, UnknownNameError  # noqa: E402
+
+Objective = Callable[[Mapping[str, str]], float | None]
+
+
+class Died(Exception):
+    """Stands for the death of the process."""
+
+
+class Here:
+    """Workers that score values as soon as they are asked, the trial that began last first."""
+
+    def __init__(self, objective: Objective, *, dies_at: str = "", after: int = 0) -> None:
+        self.objective, self.dies_at, self.left = objective, dies_at, after
+        self.running: dict[int, Mapping[str, str]] = {}
+        self.most = 0
+        self.begun: list[int] = []
+
+    def _count(self, event: str) -> None:
+        self.left -= event == self.dies_at
+        if self.dies_at and self.left == 0:
+            raise Died
+
+    def start(self, number: int, values: Mapping[str, str]) -> None:
+        self._count("start")
+        self.begun.append(number)
+        self.running[number] = values
+        self.most = max(self.most, len(self.running))
+
+    def poll(self) -> Iterator[tuple[int, Score | Ended]]:
+        number = max(self.running)
+        value = self.objective(self.running.pop(number))
+        self._count("end")
+        yield number, Ended(value, "no room", {"seconds": 0.5})
+
+    def stop(self, number: int) -> None:
+        del self.running[number]
+
+
+def hill(values: Mapping[str, str]) -> float:
+    return -abs(float(values["x"]) - 0.3)
+
+
+def opened(
+    out: Path | None, *space: str, sampler: str = "p-ucbv", maximize: bool = True, trials: int = 10, **more: Any
+) -> Study:
+    axes, settings = parse_axes(space or ("x=0:1",)), {"space": list(space), "sampler": sampler}
+    return Study("s", axes, settings, maximize=maximize, sampler=sampler, seed=0, trials=10, out=out, **more)
+
+
+def rows(out: Path | None, objective: Objective = hill, *space: str, trials: int = 8, **more: Any) -> list[dict[str, Any]]:
+    with opened(out, *space, **more) as study:
+        study.run(Here(objective), trials)
+        found: list[dict[str, Any]] = study.report()["trials"]
+        return found
+
+
+@pytest.mark.parametrize("sampler", [*sorted(registry), "tpe", "random", "sparsekit.bandit.pucbv:PUCBV"])
+@pytest.mark.parametrize(("event", "after"), [("start", 1), ("start", 5), ("end", 1), ("end", 4)])
+def test_a_study_whose_process_died_goes_on_to_the_same_trials(tmp_path: Path, sampler: str, event: str, after: int) -> None:
+    whole = rows(None, hill, sampler=sampler)
+    with opened(tmp_path, sampler=sampler) as study, pytest.raises(Died):
+        study.run(Here(hill, dies_at=event, after=after), 8)
+    assert rows(tmp_path, hill, sampler=sampler) == whole
+    assert len({row["values"]["x"] for row in whole}) > 2
+
+
+def test_a_line_that_was_not_written_whole_is_done_again(tmp_path: Path) -> None:
+    whole = rows(None)
+    rows(tmp_path, trials=3)
+    journal = tmp_path / "study.journal"
+    for lost in range(1, 400, 23):
+        left = journal.read_bytes()[:-lost]
+        journal.write_bytes(left)
+        assert [row["values"] for row in rows(tmp_path)] == [row["values"] for row in whole], lost
+        journal.write_bytes(left)
+
+
+def test_it_stops_when_asked_to_and_goes_on(tmp_path: Path) -> None:
+    stop = threading.Event()
+
+    class Stopping(Watcher):
+        def on_end(self, trial: Any) -> None:
+            if trial.number == 3:
+                stop.set()
+
+    with opened(tmp_path) as study, pytest.raises(KeyboardInterrupt):
+        study.run(Here(hill), 8, Stopping(), stop=stop)
+    assert rows(tmp_path) == rows(None)
+
+
+@pytest.mark.parametrize("maximize", [True, False])
+def test_the_best_is_found_with_its_mean(maximize: bool) -> None:
+    with opened(None, maximize=maximize) as study:
+        study.run(Here(hill), 8)
+        report = study.report()
+    scores = [row["score"] for row in report["trials"]]
+    assert report["best"]["score"] == (max if maximize else min)(scores)
+    assert report["best"] == report["trials"][report["best"]["trial"]] | {"mean": report["best"]["score"], "runs": 1}
+    assert json.loads(json.dumps(report, allow_nan=False)) == report
+
+
+def test_a_failed_trial_is_noted_with_the_reason() -> None:
+    def fragile(values: Mapping[str, str]) -> float | None:
+        return None if float(values["x"]) > 0.5 else float(values["x"])
+
+    found = rows(None, fragile, sampler="ucb-v", trials=12)
+    failed = [row for row in found if row["score"] is None]
+    assert {row["values"]["x"] for row in failed} == {0.75, 1.0}
+    assert all((row["state"], row["error"], row["seconds"]) == ("fail", "no room", 0.5) for row in failed)
+
+
+def test_where_all_fail_there_is_no_best() -> None:
+    with opened(None) as study:
+        study.run(Here(lambda _: None), 3)
+        report = study.report()
+    assert (report["best"], report["recommended"], report["failed"]) == (None, None, 3)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_a_score_that_is_no_finite_number_has_failed(value: float) -> None:
+    assert rows(None, lambda _: value, trials=1)[0]["error"] == f"its score is {value:g}"
+
+
+def test_several_trials_run_at_a_time_and_none_is_lost() -> None:
+    with opened(None, jobs=3) as study:
+        workers = Here(hill)
+        study.run(workers, 7)
+        assert (workers.most, workers.begun) == (3, list(range(7)))
+        assert [trial.number for trial in study.ended] == list(range(7))
+
+
+def test_trials_that_ran_go_on_with_their_values_and_the_rest_follow(tmp_path: Path) -> None:
+    begun: dict[int, Mapping[str, str]] = {}
+
+    class Noted(Watcher):
+        def on_start(self, number: int, values: Mapping[str, str]) -> None:
+            begun.setdefault(number, values)
+            assert begun[number] == values
+
+    with opened(tmp_path, jobs=3) as study, pytest.raises(Died):
+        study.run(Here(hill, dies_at="end", after=2), 6, Noted())
+    with opened(tmp_path, jobs=3) as study:
+        workers = Here(hill)
+        study.run(workers, 6, Noted())
+        assert workers.begun == [0, 1, 3, 4, 5]
+        assert len(study.ended) == 6
+
+
+def test_choices_and_whole_numbers_go_beside_numbers() -> None:
+    found = rows(None, lambda values: len(values["kind"]), "x=1e-3:1:log", "n=1:9:int", "kind=a,bb", sampler="split-ucbv")
+    assert all(row["values"]["kind"] in ("a", "bb") and isinstance(row["values"]["x"], float) for row in found)
+    assert all(row["values"]["n"] in range(1, 10) for row in found)
+
+
+def test_a_grid_ends_by_itself_and_goes_on(tmp_path: Path) -> None:
+    space = ("x=0.1,0.2,0.3", "y=a,b")
+    assert len(rows(tmp_path, hill, *space, sampler="grid", trials=4)) == 4
+    found = rows(tmp_path, hill, *space, sampler="grid", trials=99)
+    assert sorted((row["values"]["x"], row["values"]["y"]) for row in found) == [
+        (x, y) for x in ("0.1", "0.2", "0.3") for y in ("a", "b")
+    ]
+
+
+def test_what_looks_bad_is_pruned() -> None:
+    class Stepwise(Here):
+        def poll(self) -> Iterator[tuple[int, Score | Ended]]:
+            ((number, values),) = self.running.items()
+            for step in range(1, 6):
+                yield number, Score(step, hill(values) * step)
+                if number not in self.running:
+                    return
+            yield from super().poll()
+
+    with opened(None, sampler="random", pruner="median", steps=5) as study:
+        study.run(Stepwise(hill), 20)
+        states = [row["state"] for row in study.report()["trials"]]
+    assert 3 < states.count("pruned") < 16
+    assert states.count("pruned") + states.count("complete") == 20
+
+
+def test_deterministic_values_are_not_tried_again() -> None:
+    options: dict[str, Any] = {"sampler": "ucb-v", "trials": 3}
+    once = rows(None, lambda values: float(values["n"]), "n=1:3:int", deterministic=True, **options)
+    assert sorted(row["values"]["n"] for row in once) == [1, 2, 3]
+
+
+def test_one_process_at_a_time_writes_to_a_folder(tmp_path: Path) -> None:
+    with opened(tmp_path), pytest.raises(InvalidValueError, match="another process is tuning"):
+        opened(tmp_path)
+    with opened(tmp_path):
+        pass
+
+
+def test_two_studies_share_a_storage(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/study.db"
+    with opened(tmp_path / "a", storage=url) as one, opened(tmp_path / "b", storage=url) as two:
+        with pytest.raises(Died):
+            one.run(Here(hill, dies_at="end", after=2), 4)
+        two.run(Here(hill), 4)
+        assert len(two.ended) == 4
+        workers = Here(hill)
+        one.run(workers, 5)
+        assert workers.begun == [1]
+
+
+def test_another_search_in_the_place_is_refused(tmp_path: Path) -> None:
+    rows(tmp_path, trials=1)
+    with pytest.raises(InvalidValueError, match=r"holds another search: sampler 'tpe' \(there 'p-ucbv'\)"):
+        opened(tmp_path, sampler="tpe")
+    assert Study.settings_in(tmp_path) == ({"space": [], "sampler": "p-ucbv"}, 10)
+    assert Study.settings_in(tmp_path / "none") is None
+    (tmp_path / "study.journal").write_text("{}\n{}\n")
+    with pytest.raises(DataError, match="damaged"):
+        Study.settings_in(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"sampler": "p-ucb"}, UnknownNameError, "unknown sampler 'p-ucb'; did you mean 'p-ucbv'"),
+        ({"sampler": "grid"}, InvalidValueError, "--sampler grid needs values"),
+        ({"pruner": "x"}, UnknownNameError, "unknown pruner 'x'"),
+        ({"storage": "nowhere://x"}, InvalidValueError, "cannot be opened in nowhere"),
+    ],
+)
+def test_what_is_wrong_is_refused_before_anything_is_kept(
+    tmp_path: Path, options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        opened(tmp_path / "new", **options)
+    assert not (tmp_path / "new" / "study.journal").exists()

@@ -1,0 +1,141 @@
+"""Commands as trials: the line with its marks, the metric in what is printed, and that nothing of a command stays behind."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from sparsekit.bandit.trials import Ended
+from sparsekit.cli.commands import CommandLine, Commands, Metric, tail
+from sparsekit.errors import InvalidValueError
+
+
+def test_marks_are_filled_in_and_the_rest_is_left_alone() -> None:
+    line = CommandLine("run --lr {x} --n={n} --log run{trial}.txt '$HOME' \"a b\" | tail -1", ["x", "n"])
+    assert line.fill({"x": "0.25", "n": "3"}, trial=7) == "run --lr 0.25 --n=3 --log run7.txt '$HOME' \"a b\" | tail -1"
+
+
+def test_the_braces_of_a_shell_are_its_own() -> None:
+    line = CommandLine("a=${x} echo {x} {} {1..3} {{x}} ${HOME} | awk '{{print}} {print $1}'", ["x"])
+    assert line.fill({"x": "0.5"}, trial=1) == "a=${x} echo 0.5 {} {1..3} {x} ${HOME} | awk '{print} {print $1}'"
+
+
+def test_a_command_that_does_not_fit_its_space_is_refused() -> None:
+    for text, names, message in (
+        ("", ["x"], "is empty"),
+        ("run", ["x"], r"--space x=… is not in the command; write \{x\}"),
+        ("run {x} {y}", ["x"], r"has \{y\}, which no --space says; add --space y=LOW:HIGH, or write \{\{y\}\}"),
+        ("run {{x}}", ["x"], r"write \{x\}"),
+        ("run {trial}", ["trial"], "the number of the trial"),
+    ):
+        with pytest.raises(InvalidValueError, match=message):
+            CommandLine(text, names)
+
+
+def test_a_filled_command_line_can_be_pasted_into_a_shell() -> None:
+    line = CommandLine("printf '%s|%s' \"it's {x}\" 'a;b'", ["x"]).fill({"x": "1e-07"}, trial=1)
+    assert subprocess.run(line, shell=True, capture_output=True, text=True, check=True).stdout == "it's 1e-07|a;b"
+
+
+def test_the_last_match_counts_and_standard_error_where_standard_output_has_none() -> None:
+    assert Metric(r"acc: (\S+)").read("acc: 0.1\nacc: 0.25\nbest so far\n") == 0.25
+    assert Metric(r"^(\d+) ms$").read("7 ms\n12 ms\nabout 9 ms\n") == 12.0
+    assert Metric(r"loss=(?:[a-z]+=)?(-?[\d.e-]+)").read("loss=val=-1e-3") == -0.001
+    assert Metric(r"acc (\S+)").read("acc 1", "acc 2") == 1.0
+    assert Metric(r"acc (\S+)").read("", "acc 2") == 2.0
+    # Neither colours nor progress bars hide it.
+    assert Metric(r"^acc: (\S+)$").read("10 %\r50 %\racc: \x1b[1;32m0.75\x1b[0m\r\n") == 0.75
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("nothing", "no match"),
+        ("acc nan", "the metric is nan"),
+        ("acc -inf", "is -inf"),
+        ("acc 1e200", "is 1e\\+200"),
+        ("acc 1,5", "no number: '1,5'"),
+    ],
+)
+def test_an_output_without_a_finite_number_is_refused(text: str, message: str) -> None:
+    with pytest.raises(InvalidValueError, match=message):
+        Metric(r"acc (\S+)").read(text)
+
+
+@pytest.mark.parametrize(("pattern", "message"), [("(", "no regular expression"), ("a", "one group"), ("(a)(b)", "got 2")])
+def test_a_pattern_without_one_group_is_refused(pattern: str, message: str) -> None:
+    with pytest.raises(InvalidValueError, match=message):
+        Metric(pattern)
+
+
+def run(line: str, folder: Path, *, timeout: float | None = None) -> Ended:
+    with Commands(CommandLine(line, []), Metric(r"score (\S+)"), folder, timeout_seconds=timeout) as commands:
+        commands.start(3, {})
+        while True:
+            for number, ended in commands.poll():
+                assert (number, isinstance(ended, Ended)) == (3, True)
+                return ended  # type: ignore[return-value]
+
+
+def test_output_score_and_time_are_kept(tmp_path: Path) -> None:
+    ended = run("echo score 2 | tr a-z a-z; echo oh >&2", tmp_path)
+    assert (ended.value, ended.reason, ended.facts["code"]) == (2.0, "", 0)
+    assert 0.0 < ended.facts["seconds"] < 60.0
+    assert (tail(tmp_path / "0003.out"), tail(tmp_path / "0003.err")) == ("score 2\n", "oh\n")
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("echo no room >&2; exit 7", "exit code 7: no room"),
+        ("exit 1", "exit code 1"),
+        ("kill -9 $$", "signal 9"),
+        ("cat", "the output has no match"),  # which also shows that it reads nothing from the terminal
+    ],
+)
+def test_what_went_wrong_is_the_reason(line: str, reason: str, tmp_path: Path) -> None:
+    ended = run(line, tmp_path)
+    assert ended.value is None
+    assert ended.reason.startswith(reason)
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    # A zombie whose parent has not looked yet is dead.
+    return not Path(f"/proc/{pid}/stat").exists() or Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
+
+
+@pytest.mark.parametrize("listens", [True, False])
+def test_a_command_that_takes_too_long_is_ended_with_all_that_it_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, listens: bool
+) -> None:
+    monkeypatch.setattr("sparsekit.cli.commands._GRACE_SECONDS", 0.2)
+    deaf = "" if listens else "trap '' TERM; "
+    ended = run(f"{deaf}sleep 30 & echo $!; wait; sleep 30", tmp_path, timeout=1.5)
+    assert (ended.value, ended.reason, ended.facts["code"]) == (None, "ran longer than 1.5 s", None)
+    assert 1.5 <= ended.facts["seconds"] < 20
+    child, deadline = int(tail(tmp_path / "0003.out")), time.monotonic() + 20
+    while alive(child) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not alive(child)
+
+
+def test_leaving_ends_what_still_runs(tmp_path: Path) -> None:
+    with Commands(CommandLine("echo $$; exec sleep 30", []), Metric("(a)"), tmp_path) as commands:
+        commands.start(0, {})
+        while not tail(tmp_path / "0000.out"):
+            list(commands.poll())
+    assert not alive(int(tail(tmp_path / "0000.out")))
+
+
+def test_only_the_end_of_a_long_output_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sparsekit.cli.commands._LAST_BYTES", 10)
+    (tmp_path / "out").write_bytes(b"x" * 100 + b"\xff accuracy")
+    assert tail(tmp_path / "out") == "\ufffd accuracy"

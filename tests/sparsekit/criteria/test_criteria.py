@@ -1,0 +1,222 @@
+"""Every criterion: the contract, exact numbers, what is missing; and criteria that were written elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import sparsekit as sk
+from sparsekit.allocation import choose, select
+from sparsekit.criteria import (
+    Activation,
+    BatchNormScale,
+    Criterion,
+    Fisher,
+    GeometricMedian,
+    Lamp,
+    Learned,
+    Magnitude,
+    Normalised,
+    Ordered,
+    Random,
+    Taylor,
+    View,
+    is_comparable,
+    registry,
+)
+from sparsekit.criteria.base import score_units
+from sparsekit.errors import InvalidValueError, MissingImportanceError
+from sparsekit.graph.graph import UnitGraph
+from sparsekit.testing.criteria import CriterionContract, example_graph, example_view
+
+DATA = [
+    (torch.randn(4, 3, generator=generator), torch.rand(4, 3, generator=generator))
+    for generator in (torch.Generator().manual_seed(seed) for seed in range(2))
+]
+
+
+@dataclass(frozen=True)
+class Neighbours:
+    """Importance smoothed over neighbouring units: the rule of somebody else, in double precision."""
+
+    def scores(self, graph: UnitGraph, view: View) -> Mapping[str, Tensor]:
+        return {name: F.avg_pool1d((view.importance or {})[name].double()[None, None], 3, 1, 1)[0, 0] for name in graph.groups}
+
+
+ALL: list[Any] = [
+    Neighbours(),
+    Learned(),
+    Ordered(),
+    Random(),
+    Magnitude(),
+    Magnitude(order=2),
+    Magnitude(order=2, coupled=True),
+    Lamp(),
+    GeometricMedian(),
+    BatchNormScale(otherwise=Magnitude()),
+    *(Normalised(Magnitude(), by=by) for by in ("mean", "sum", "max", "standard", "rank", "share_of_remaining")),
+    *(Taylor(DATA, F.mse_loss, form=form) for form in ("cost", "signed", "absolute", "squared", "products")),
+    Fisher(DATA, F.mse_loss),
+]
+
+
+@pytest.mark.parametrize(
+    "criterion", ALL, ids=lambda each: f"{type(each).__name__}-{getattr(each, 'by', getattr(each, 'form', ''))}"
+)
+class TestCriteria(CriterionContract):
+    pass
+
+
+@pytest.mark.parametrize(
+    "criterion",
+    [Activation(DATA), Activation(DATA, order=2)],
+    ids=lambda each: f"{type(each).__name__}-{getattr(each, 'by', getattr(each, 'form', ''))}",
+)
+class TestActivation(CriterionContract):
+    """Whose units must be read by layers."""
+
+    def view(self, seed: int = 0) -> View:
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            model = nn.Sequential(nn.Linear(3, 9), nn.ReLU(), nn.Linear(9, 1), nn.Linear(1, 7), nn.Tanh(), nn.Linear(7, 3))
+        return View(model=model, weights=model.state_dict())
+
+    def graph(self) -> UnitGraph:
+        model = self.view().model
+        assert model is not None
+        return sk.trace_units(model, torch.ones(2, 3))
+
+
+def _scores(*values: float) -> dict[str, Tensor]:
+    return {**{name: torch.ones(group.size) for name, group in example_graph().groups.items()}, "first": torch.tensor(values)}
+
+
+def test_the_largest_importance_stays_and_ties_go_to_the_lower_index() -> None:
+    view = View(importance=_scores(0.1, 0.9, 0.5, 0.5, 0.2, 0.5, 0.0))
+    mask = choose(example_graph(), Learned().scores(example_graph(), view), {"first": 3, "second": 1, "third": 16})
+    assert mask["first"].nonzero().flatten().tolist() == [1, 2, 3]
+
+
+def test_in_order_a_prefix_stays_so_that_submodels_nest() -> None:
+    small, large = (select(Ordered(), example_graph(), ratio, View()) for ratio in (0.4, 0.7))
+    assert small["first"].tolist() == [True] * 3 + [False] * 4
+    assert all(bool((large[name] | ~small[name]).all()) for name in large)
+
+
+def test_at_random_every_unit_is_equally_likely_and_one_permutation_a_group_is_drawn() -> None:
+    generator, again = torch.Generator().manual_seed(0), torch.Generator().manual_seed(0)
+    mask = select(Random(), example_graph(), 0.5, View(generator=generator))
+    for name, keep in mask.items():
+        drawn = torch.randperm(keep.numel(), generator=again)
+        assert set(drawn[: int(keep.sum())].tolist()) == set(keep.nonzero().flatten().tolist()), name
+    assert torch.equal(generator.get_state(), again.get_state())
+    view = View(generator=generator)
+    hits = sum(select(Random(), example_graph(), 3 / 7, view)["first"].float() for _ in range(2000)) / 2000
+    assert torch.allclose(hits, torch.full((7,), 3 / 7), atol=0.05)
+
+
+def test_numbers_that_were_worked_out_by_hand() -> None:
+    model = nn.Sequential(nn.Linear(2, 3, bias=False), nn.Linear(3, 2, bias=False))
+    first, second = model.parameters()
+    with torch.no_grad():
+        first.copy_(torch.tensor([[3.0, -4.0], [1.0, 0.0], [0.0, 2.0]]))
+        second.copy_(torch.tensor([[0.0, 1.0, 2.0], [0.0, 2.0, 2.0]]))
+    graph, view = sk.trace_units(model, torch.randn(1, 2)), View(weights=model.state_dict())
+
+    def of(criterion: Criterion) -> Tensor:
+        return criterion.scores(graph, view)["0"].double()
+
+    expected: dict[Criterion, list[float]] = {
+        Magnitude(): [7, 1, 2],
+        Magnitude(order=2): [5, 1, 2],
+        Magnitude(coupled=True): [7, 4, 6],
+        Magnitude(order=2, coupled=True): [25**0.5, 6**0.5, 12**0.5],
+        Lamp(): [1, 1 / 30, 4 / 29],
+        Lamp(coupled=True): [1, 6 / 43, 12 / 37],
+        Normalised(Magnitude()): [2.1, 0.3, 0.6],
+        Normalised(Magnitude(), by="rank"): [1, 1 / 3, 2 / 3],
+    }
+    for criterion, numbers in expected.items():
+        assert torch.allclose(of(criterion), torch.tensor(numbers, dtype=torch.float64)), criterion
+    assert torch.allclose(of(GeometricMedian()), torch.cdist(first, first).sum(1).detach().double())
+
+
+def test_batch_norm_scales_are_read_and_groups_without_them_are_named() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(16, 6), nn.ReLU(), nn.Linear(6, 2))
+    scale = torch.tensor([0.5, -2.0, 1.0, 0.0])
+    model.get_parameter("1.weight").detach().copy_(scale)
+    graph, view = sk.trace_units(model, torch.randn(2, 3, 2, 2)), View(weights=model.state_dict())
+    with pytest.raises(MissingImportanceError, match="no batch norm acts on the units of '3'; pass otherwise="):
+        BatchNormScale().scores(graph, view)
+    scores = BatchNormScale(otherwise=Normalised(Magnitude())).scores(graph, view)
+    assert scores["0"].tolist() == scale.abs().tolist()
+    assert float(scores["3"].mean()) == pytest.approx(1.0)
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """Scores that are given."""
+
+    values: Any
+
+    def scores(self, graph: UnitGraph, view: View) -> Mapping[str, Tensor]:
+        return {"first": self.values} if isinstance(self.values, Tensor) else dict.fromkeys(graph.groups, self.values)
+
+
+REFUSED: list[tuple[Callable[[], object], str]] = [
+    (lambda: Magnitude(order=3), "order must be 1"),  # type: ignore[arg-type]
+    (lambda: Normalised(Magnitude(), by="size"), "by must be one of"),  # type: ignore[arg-type]
+    (lambda: Learned().scores(example_graph(), View()), r"importance for group 'first'; pass View\(importance="),
+    (lambda: Random().scores(example_graph(), View()), r"generator; pass View\(generator="),
+    *(
+        (lambda criterion=criterion: criterion.scores(example_graph(), View()), r"needs the weights; pass View\(weights=")
+        for criterion in (Magnitude(), Lamp(), GeometricMedian(), BatchNormScale())
+    ),
+    (
+        lambda: select(Learned(), example_graph(), 0.5, View(importance=_scores(0.1, float("nan"), 0, 0, 0, 0, 0))),
+        r"Learned scores of group 'first' hold NaN, for unit 1 first; .*learning rate",
+    ),
+    *(
+        (
+            lambda values=values: score_units(Fixed(values), example_graph(), View()),
+            rf"Fixed scores of group '{group}' must be a float tensor of shape \(\d,\), one score a unit, got {given}",
+        )
+        for values, group, given in (
+            (torch.ones(6), "first", r"torch.float32 of shape \(6,\)"),
+            (torch.ones(7, 1), "first", r"torch.float32 of shape \(7, 1\)"),
+            (torch.ones(7, dtype=torch.bool), "first", r"torch.bool of shape \(7,\)"),
+            (torch.arange(7), "first", r"torch.int64 of shape \(7,\)"),
+            (None, "first", "None"),
+            (torch.ones(7), "second", "None"),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("made", "told"), REFUSED)
+def test_what_is_missing_or_does_not_fit_is_said(made: Callable[[], object], told: str) -> None:
+    with pytest.raises(
+        InvalidValueError if "needs" not in told and "pass View" not in told else MissingImportanceError, match=told
+    ):
+        made()
+
+
+def test_criteria_are_found_by_name_and_say_whether_groups_compare() -> None:
+    assert registry["ordered"] is Ordered
+    assert {"learned", "magnitude", "ordered", "random", "rolling"} <= set(registry)
+    comparable = [is_comparable(each) for each in (Fisher(), Normalised(Magnitude()), Lamp(), Magnitude(), Neighbours())]
+    assert comparable == [True, True, True, False, False]
+
+
+def test_scores_come_in_the_order_of_the_graph() -> None:
+    class Backwards(Ordered):
+        def scores(self, graph: UnitGraph, view: View) -> Mapping[str, Tensor]:
+            return dict(reversed(super().scores(graph, view).items()))
+
+    assert list(score_units(Backwards(), example_graph(), example_view())) == list(example_graph().groups)

@@ -1,0 +1,218 @@
+"""finetune(): the same bits after a resumption, the best epoch, distillation, half precision, schedulers, bad input."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, AdamW
+from torch.optim.lr_scheduler import CosineAnnealingLR, MultiStepLR, OneCycleLR, ReduceLROnPlateau
+from torch.utils.data import DataLoader, TensorDataset
+
+import sparsekit as sk
+from sparsekit.errors import DataError, InvalidValueError
+from sparsekit.finetuning import Distillation, EpochRecord, GroupSL, GrowingRegularizer
+from sparsekit.pruning.checkpoint import read_checkpoint, write_checkpoint
+
+
+def _model(seed: int = 0) -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 3))
+
+
+def _data(size: int = 48) -> TensorDataset:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(size, 6, generator=generator)
+    return TensorDataset(x, (x @ torch.randn(6, 3, generator=generator)).argmax(1))
+
+
+def _loader(generator: bool = False) -> DataLoader[Any]:
+    return DataLoader(_data(), 12, shuffle=True, generator=torch.Generator().manual_seed(3) if generator else None)
+
+
+def _same(first: nn.Module, second: nn.Module) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(first.state_dict().values(), second.state_dict().values()))
+
+
+OPTIMIZERS = [lambda p: SGD(p, 0.1, momentum=0.9), lambda p: AdamW(p, 0.01), lambda p: Adam(p, 0.01, amsgrad=True)]
+SCHEDULERS: list[tuple[Any, str]] = [
+    (lambda o: CosineAnnealingLR(o, 6), "epoch"),
+    (lambda o: MultiStepLR(o, [2, 4]), "epoch"),
+    (lambda o: OneCycleLR(o, 0.1, total_steps=24), "batch"),
+    (lambda o: ReduceLROnPlateau(o, patience=0), "epoch"),
+]
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(("scheduler", "step"), SCHEDULERS)
+@pytest.mark.same_bits
+def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(
+    optimizer: Any, scheduler: Any, step: str, tmp_path: Path
+) -> None:
+    def train(model: nn.Module, epochs: int, checkpoint: Path | None, seed: int = 5) -> sk.finetuning.FineTuned:
+        return sk.finetune(
+            model, _loader(generator=step == "batch"), F.cross_entropy, epochs=epochs, optimizer=optimizer,
+            scheduler=scheduler, scheduler_step=step, validation=[_data(20).tensors], checkpoint=checkpoint, seed=seed,
+        )  # fmt: skip
+
+    whole = train(_model(), 6, None)
+    train(_model(), 3, tmp_path / "run")
+    resumed = train(_model(seed=9), 6, tmp_path / "run")  # other weights, which the checkpoint replaces
+    assert _same(resumed.model, whole.model)
+    assert resumed.best_epoch == whole.best_epoch
+    assert [(r.loss, r.score, r.learning_rate) for r in resumed.history] == [
+        (r.loss, r.score, r.learning_rate) for r in whole.history
+    ]
+
+
+def test_the_weights_of_the_best_epoch_are_kept() -> None:
+    seen: list[dict[str, Tensor]] = []
+
+    def metric(model: nn.Module) -> float:
+        assert not model.training
+        seen.append({name: entry.clone() for name, entry in model.state_dict().items()})
+        return [0.1, 0.9, 0.9, 0.3][len(seen) - 1]
+
+    records: list[EpochRecord] = []
+    model = _model()
+    found = sk.finetune(model, _loader(), F.cross_entropy, epochs=4, validation=metric, on_epoch=records.append)
+    assert found.model is model
+    assert found.best_epoch == 2
+    assert tuple(records) == found.history
+    assert all(torch.equal(entry, seen[1][name]) for name, entry in model.state_dict().items())
+    assert model.training
+
+
+@pytest.mark.same_bits
+def test_the_global_generator_is_put_back_and_the_seed_decides() -> None:
+    before = torch.random.get_rng_state()
+    first, second, other = (sk.finetune(_model(), _loader(), F.cross_entropy, epochs=1, seed=seed).model for seed in (1, 1, 2))
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert _same(first, second)
+    assert not _same(first, other)
+
+
+def test_a_teacher_alone_pulls_its_student_to_it() -> None:
+    teacher, student = _model(1), _model(2)
+    data = _data()
+    x = data.tensors[0]
+
+    def distance() -> float:
+        with torch.no_grad():
+            return float(F.mse_loss(student.eval()(x).softmax(1), teacher.eval()(x).softmax(1)))
+
+    before = distance()
+    student.train()
+    sk.finetune(
+        student, DataLoader(data, 12, shuffle=True), F.cross_entropy, epochs=25,
+        optimizer=lambda p: SGD(p, 0.1, momentum=0.9), distillation=Distillation(teacher, share=1.0),
+    )  # fmt: skip
+    assert distance() < 0.3 * before
+
+
+def test_distillation_of_equal_outputs_leaves_the_share_of_the_loss() -> None:
+    logits = torch.randn(4, 3)
+    mixed = Distillation(nn.Identity(), share=0.25).combine(torch.tensor(2.0), logits, logits)
+    assert float(mixed) == pytest.approx(1.5)
+    values = Distillation(nn.Identity(), share=1.0, kind="values").combine(torch.tensor(2.0), logits, logits + 1)
+    assert float(values) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("amp", [torch.bfloat16, torch.float16])
+@pytest.mark.same_bits
+def test_half_precision_trains_and_resumes(amp: torch.dtype, tmp_path: Path) -> None:
+    args: Any = {"loss": F.cross_entropy, "amp": amp, "optimizer": lambda p: SGD(p, 0.05)}
+    whole = sk.finetune(_model(), _loader(), epochs=4, **args)
+    sk.finetune(_model(), _loader(), epochs=2, checkpoint=tmp_path / "run", **args)
+    resumed = sk.finetune(_model(), _loader(), epochs=4, checkpoint=tmp_path / "run", **args)
+    assert _same(whole.model, resumed.model)
+    assert whole.model[0].weight.dtype == torch.float32
+    assert whole.history[-1].loss < whole.history[0].loss
+
+
+@pytest.mark.same_bits
+def test_regularisers_that_change_are_resumed(tmp_path: Path) -> None:
+    graph = sk.trace_units(_model(), torch.randn(4, 6))
+    mask = sk.UnitMask({name: torch.arange(group.size) < 4 for name, group in graph.groups.items()})
+
+    def train(epochs: int, checkpoint: Path | None) -> nn.Module:
+        growing = GrowingRegularizer(graph, mask, increment=0.05)
+        args: Any = {"epochs": epochs, "regularizer": growing, "checkpoint": checkpoint, "clip_norm": 1.0}
+        return sk.finetune(_model(), _loader(), F.cross_entropy, **args).model
+
+    whole = train(4, None)
+    train(2, tmp_path / "run")
+    assert _same(train(4, tmp_path / "run"), whole)
+
+
+def test_a_pruned_model_is_trained_on_with_mappings() -> None:
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = _model()
+
+        def forward(self, features: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+            logits = self.body(features)
+            return {"logits": logits} if labels is None else {"logits": logits, "loss": F.cross_entropy(logits, labels)}
+
+    model = Named()
+    x, y = _data().tensors
+    graph = sk.trace_units(model, features=x[:4])
+    mask = sk.UnitMask({name: torch.arange(group.size) < 8 for name, group in graph.groups.items()})
+    small = sk.compact(model, graph, mask)
+    found = sk.finetune(small, [{"features": x, "labels": y}], epochs=5, optimizer=lambda p: SGD(p, 0.1))
+    assert found.history[-1].loss < found.history[0].loss
+
+
+@pytest.mark.parametrize("name", ["state.pt", "state.safetensors", "state"])
+def test_a_checkpoint_may_have_any_ending(name: str, tmp_path: Path) -> None:
+    state = {"epoch": 3, "weights": {"0.bias": torch.arange(3.0)}}
+    write_checkpoint(tmp_path / name, state)
+    found = read_checkpoint(tmp_path / name)
+    assert found["epoch"] == 3
+    assert torch.equal(found["weights"]["0.bias"], state["weights"]["0.bias"])
+
+
+def test_a_checkpoint_holds_no_code_and_says_so_when_it_is_first_written(tmp_path: Path) -> None:
+    with pytest.raises(InvalidValueError, match="holds more than the state"):
+        write_checkpoint(tmp_path / "file", {"x": nn.Linear(1, 1)})
+    assert not list(tmp_path.iterdir())
+    write_checkpoint(tmp_path / "file", {"a": (1, float("inf"), None), "b": torch.arange(3)})
+    whole = (tmp_path / "file").read_bytes()
+    assert read_checkpoint(tmp_path / "file")["a"] == (1, float("inf"), None)
+    (tmp_path / "file").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(InvalidValueError, match="damaged"):
+        read_checkpoint(tmp_path / "file")
+
+
+def test_what_is_wrong_is_said(tmp_path: Path) -> None:
+    with pytest.raises(InvalidValueError, match="epochs must be at least 1"):
+        sk.finetune(_model(), _loader(), F.cross_entropy, epochs=0)
+    with pytest.raises(InvalidValueError, match="scheduler_step"):
+        sk.finetune(_model(), _loader(), F.cross_entropy, epochs=1, scheduler_step="often")
+    with pytest.raises(InvalidValueError, match="clip_norm"):
+        sk.finetune(_model(), _loader(), F.cross_entropy, epochs=1, clip_norm=0.0)
+    with pytest.raises(InvalidValueError, match="amp must be"):
+        sk.finetune(_model(), _loader(), F.cross_entropy, epochs=1, amp=torch.float64)
+    with pytest.raises(InvalidValueError, match="requires gradients"):
+        sk.finetune(_model().requires_grad_(False), _loader(), F.cross_entropy, epochs=1)
+    with pytest.raises(DataError, match="the loader is empty"):
+        sk.finetune(_model(), [], F.cross_entropy, epochs=1)
+    with pytest.raises(InvalidValueError, match="the loss is nan in batch 0"):
+        sk.finetune(
+            _model(), [(torch.full((4, 6), float("nan")), torch.zeros(4, dtype=torch.int64))], F.cross_entropy, epochs=1
+        )
+    sk.finetune(_model(), _loader(), F.cross_entropy, epochs=1, checkpoint=tmp_path / "run")
+    with pytest.raises(InvalidValueError, match=r"is of another model: 0\.bias"):
+        sk.finetune(nn.Sequential(nn.Linear(6, 4)), _loader(), F.cross_entropy, epochs=1, checkpoint=tmp_path / "run")
+    (tmp_path / "bad").write_bytes(b"nothing")
+    with pytest.raises(InvalidValueError, match="damaged"):
+        sk.finetune(_model(), _loader(), F.cross_entropy, epochs=1, checkpoint=tmp_path / "bad")
+    with pytest.raises(InvalidValueError, match="share"):
+        Distillation(_model(), share=2.0)
+    assert GroupSL(sk.trace_units(_model(), torch.randn(2, 6))).state_dict() == {}

@@ -1,0 +1,200 @@
+"""recalibrate() and compensate(): exact statistics, exact fits, and better models on data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import sparsekit as sk
+from sparsekit.errors import DataError, ForeignMaskError, InvalidValueError
+from sparsekit.finetuning import compensate, recalibrate
+from sparsekit.pruning import compensation
+
+
+def test_statistics_are_averages_over_the_batches() -> None:
+    model = nn.Sequential(nn.Conv2d(2, 3, 1), nn.BatchNorm2d(3, momentum=0.3), nn.Dropout(0.5))
+    model.eval()
+    batches = [torch.randn(4, 2, 5, 5), torch.randn(4, 2, 5, 5)]
+    assert recalibrate(model, batches) == 1
+    values = [model[0](x).detach() for x in batches]
+    mean = torch.stack([v.mean((0, 2, 3)) for v in values]).mean(0)
+    variance = torch.stack([v.transpose(0, 1).flatten(1).var(1) for v in values]).mean(0)
+    assert torch.allclose(model[1].running_mean, mean, atol=1e-6)
+    assert torch.allclose(model[1].running_var, variance, atol=1e-6)
+    assert model[1].momentum == 0.3
+    assert not any(module.training for module in model.modules())
+
+
+def test_a_model_without_statistics_reads_no_batch() -> None:
+    assert recalibrate(nn.Linear(2, 2), iter(())) == 0
+
+
+def test_an_empty_loader_is_an_error_and_the_momentum_comes_back() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(3, momentum=0.3))
+    with pytest.raises(DataError, match="the loader is empty"):
+        recalibrate(model, [])
+    assert model[0].momentum == 0.3
+
+
+def _half(graph: sk.UnitGraph) -> sk.UnitMask:
+    return sk.UnitMask({name: torch.arange(group.size) < (group.size + 1) // 2 for name, group in graph.groups.items()})
+
+
+def test_units_that_are_sums_of_others_are_made_up_for() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 8), nn.Linear(8, 2))
+    with torch.no_grad():  # what goes is affine in what stays
+        model[0].weight[4:] = torch.randn(4, 4) @ model[0].weight[:4]
+    x = torch.randn(64, 3)
+    graph = sk.trace_units(model, x[:2])
+    mask = _half(graph)
+    small = sk.compact(model, graph, mask)
+    assert not torch.allclose(small(x), model(x), atol=1e-2)
+    left = compensate(model, small, graph, mask, [x], ridge=1e-9)
+    assert torch.allclose(small(x), model(x), atol=1e-4)
+    assert left["1"] < 1e-6
+
+
+class Net(nn.Module):
+    """Convolutions with padding, stride and dilation, a sum, a flatten and a hidden layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(3, 12, 3, padding=1), nn.BatchNorm2d(12)
+        self.second = nn.Conv2d(12, 12, 3, padding="same", dilation=2, bias=False)
+        self.third = nn.Conv2d(12, 8, 3, stride=2, padding=1, padding_mode="reflect")
+        self.hidden, self.head = nn.Linear(8 * 16, 10), nn.Linear(10, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.norm(self.first(x)))
+        x = F.relu(self.third(x + self.second(x)))
+        return self.head(F.relu(self.hidden(x.flatten(1))))
+
+
+def test_every_kind_of_reader_is_fitted_and_the_whole_model_gets_nearer() -> None:
+    torch.manual_seed(0)
+    model = Net().eval()
+    batches = [torch.randn(64, 3, 8, 8) for _ in range(4)]
+    graph = sk.trace_units(model, batches[0][:2])
+    mask = _half(graph)
+    before = {name: entry.clone() for name, entry in model.state_dict().items()}
+    small, fitted = sk.compact(model, graph, mask), sk.compact(model, graph, mask)
+    left = compensate(model, fitted, graph, mask, [(x, None) for x in batches])
+    assert sorted(left) == ["head", "hidden", "second", "third"]
+    assert all(0 <= share < 1 for share in left.values())
+    test = torch.randn(64, 3, 8, 8)
+    with torch.no_grad():
+        errors = [float(F.mse_loss(m(test), model(test))) for m in (small, fitted)]
+    assert errors[1] < 0.6 * errors[0]
+    assert all(torch.equal(entry, before[name]) for name, entry in model.state_dict().items())
+
+
+def _kernels(convolution: type[nn.Module], **options: Any) -> nn.Module:
+    return nn.Sequential(convolution(2, 6, 3), nn.Tanh(), convolution(6, 3, 3, stride=2, **options)).eval()
+
+
+@pytest.mark.parametrize(
+    ("make", "shape"),
+    [
+        (lambda: nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 3)).eval(), (6,)),
+        (lambda: nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 3, bias=False)).eval(), (5, 6)),
+        (lambda: _kernels(nn.Conv1d, padding=1), (2, 12)),
+        (lambda: _kernels(nn.Conv1d, padding=1, padding_mode="circular"), (2, 12)),
+        (lambda: _kernels(nn.Conv2d, padding=(2, 1), bias=False), (2, 9, 12)),
+        (lambda: _kernels(nn.Conv2d, dilation=2, padding=1, padding_mode="reflect"), (2, 9, 12)),
+    ],
+)
+def test_the_share_that_is_left_is_that_of_the_layers_error_on_data_it_has_not_seen(
+    make: Callable[[], nn.Module], shape: tuple[int, ...]
+) -> None:
+    """Of a model whose outputs are those of the only reader, so that they have its error."""
+    torch.manual_seed(0)
+    model, x, unseen = make(), torch.randn(600, *shape), torch.randn(2000, *shape)
+    graph = sk.trace_units(model, x[:2])
+    mask = _half(graph)
+    small, fitted = sk.compact(model, graph, mask), sk.compact(model, graph, mask)
+    [left] = compensate(model, fitted, graph, mask, x.split(50)).values()
+    with torch.no_grad():
+        errors = [float(F.mse_loss(m(unseen), model(unseen))) for m in (small, fitted)]
+    assert left == pytest.approx(errors[1] / errors[0], rel=0.1)
+    assert left < 0.9
+
+
+class Mixing(nn.Module):
+    """A hidden layer over each token, and one over all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.head = nn.Linear(3, 16), nn.Linear(16, 8), nn.Linear(8 * 64, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.flatten(2).transpose(1, 2)
+        return self.head(F.relu(self.down(F.gelu(self.up(x)))).flatten(1))
+
+
+def _images(count: int, seed: int) -> Tensor:
+    """Images whose columns differ, as those of photographs do: bright in the middle, noisy to the right."""
+    generator = torch.Generator().manual_seed(seed)
+    ramp = torch.linspace(0, 1, 8)
+    mean = (3 * ramp * (1 - ramp))[None, None, None] * torch.randn(count, 3, 1, 1, generator=generator)
+    return mean + ramp * torch.randn(count, 3, 8, 8, generator=generator)
+
+
+DOZEN = [
+    (seed, make)
+    for seed in range(3)
+    for make in (
+        Net,
+        Mixing,
+        lambda: nn.Sequential(nn.Conv2d(3, 24, 3), nn.ReLU(), nn.Conv2d(24, 16, 3), nn.ReLU(), nn.Flatten(), nn.Linear(256, 4)),
+        lambda: nn.Sequential(nn.Flatten(), nn.Linear(192, 64), nn.Tanh(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 4)),
+    )
+]
+
+
+@pytest.mark.parametrize(("seed", "make"), DOZEN)
+@pytest.mark.parametrize("batch_size", [1, 3, 32, 128, 256])
+def test_the_outputs_on_unseen_data_are_not_further_off_with_it_than_without(
+    seed: int, make: Callable[[], nn.Module], batch_size: int
+) -> None:
+    torch.manual_seed(seed)
+    model = make().eval()
+    images, unseen = _images(256, 1), _images(200, 2)
+    graph = sk.trace_units(model, images[:2])
+    mask = _half(graph)
+    small, fitted = sk.compact(model, graph, mask).eval(), sk.compact(model, graph, mask).eval()
+    left = compensate(model, fitted, graph, mask, images.split(batch_size), limit=max(1, 256 // batch_size))
+    with torch.no_grad():
+        errors = [float(F.mse_loss(m(unseen), model(unseen))) for m in (small, fitted)]
+    assert errors[1] <= errors[0]
+    assert all(0 <= share <= 1 for share in left.values())
+
+
+def test_rows_are_drawn_from_everywhere_and_always_the_same() -> None:
+    """Of more rows than are taken, every column of the images gives its share."""
+    layer = nn.Conv2d(1, 1, 1)
+    reader = compensation._Reader("layer", layer, torch.arange(1), None)
+    x = torch.arange(32.0).expand(128, 1, 32, 32)  # a pixel says its column
+    rows, places = reader.rows(x, torch.Generator().manual_seed(0))
+    share = torch.bincount(rows.flatten().long(), minlength=32) / len(rows)
+    assert float(share.min()) > 0.5 / 32
+    assert float(share.max()) < 1.5 / 32
+    assert len(places.unique()) == 128
+    again, _ = reader.rows(x, torch.Generator().manual_seed(0))
+    assert torch.equal(rows, again)
+
+
+def test_what_is_wrong_is_said() -> None:
+    model = nn.Sequential(nn.Linear(3, 8), nn.Linear(8, 2))
+    graph = sk.trace_units(model, torch.randn(2, 3))
+    small = sk.compact(model, graph, _half(graph))
+    with pytest.raises(InvalidValueError, match="ridge"):
+        compensate(model, small, graph, _half(graph), [], ridge=-1)
+    with pytest.raises(ForeignMaskError):
+        compensate(small, small, graph, _half(graph), [torch.randn(2, 3)])
+    assert compensate(model, model, graph, sk.UnitMask.full(graph), []) == {}

@@ -1,0 +1,242 @@
+"""What a trace promises beyond its groups: the model stays as it is, no error hides, no branch is passed over in silence."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from laws import random_mask, snapshot
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+from zoo_base import Lambda
+
+import sparsekit as sk
+from sparsekit.graph.graph import UnitGraph
+from sparsekit.tracing import blocks
+from sparsekit.tracing.inputs import ModelInputs
+from sparsekit.tracing.trace import FixedUnitsWarning, UnreadParametersWarning
+from sparsekit.tracing.verify import Verifier
+
+
+def trace(model: nn.Module, *args: Any, **options: Any) -> tuple[UnitGraph, list[str]]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        graph = sk.trace_units(model, *args, **options)
+    return graph, [str(w.message) for w in caught if w.category is UnreadParametersWarning]
+
+
+# ---- the model stays as it is
+
+
+class Restless(nn.Module):
+    """Changes all that a forward pass can change: parameters, buffers in and out of the state, attributes, generators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.norm, self.head = nn.Linear(3, 6), nn.BatchNorm1d(6), nn.Linear(6, 2)
+        self.codes = nn.Parameter(torch.ones(4), requires_grad=False)
+        self.register_buffer("seen", torch.zeros(2))
+        self.register_buffer("quiet", torch.zeros(2), persistent=False)
+        self.generator = torch.Generator().manual_seed(3)
+        self.calls: list[int] = []
+        self.register_forward_hook(lambda m, a, o: o * 1.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.codes.data.mul_(0.5).add_(x.mean())
+        self.codes.add_(1.0)
+        self.codes[1:].fill_(float(torch.rand(1)))
+        torch.add(self.seen, 1.0, out=self.seen)
+        self.quiet += random.random() + np.random.rand()  # noqa: NPY002
+        self.calls.append(1)
+        noise = torch.rand(1, generator=self.generator)
+        return self.head(self.norm(self.a(x)).relu()) + 0.0 * noise
+
+
+class Enclosed(nn.Module):
+    """A lambda that holds the module itself, so that copies call the original."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5))
+        self.body, self.head = nn.Linear(5, 6), nn.Linear(6, 2)
+        self.pre = lambda x: torch.tanh(self.stem(x))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(self.pre(x)).relu())
+
+
+@pytest.mark.parametrize("large", [False, True], ids=["copied", "lent"])
+@pytest.mark.parametrize("make", [Restless, Enclosed])
+def test_neither_a_trace_nor_a_cut_changes_the_model(
+    make: Callable[[], nn.Module], large: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(blocks, "LARGE_NUMBERS", 0 if large else 10**12)
+    for training in (True, False):
+        torch.manual_seed(0)
+        model = make().train(training)
+        before = snapshot(model)
+        graph, _ = trace(model, torch.randn(4, 3, generator=torch.Generator().manual_seed(1)))
+        sk.compact(model, graph, random_mask(graph, 0.5, 0))
+        assert snapshot(model) == before
+
+
+# ---- no error hides
+
+
+class Stream(nn.Module):
+    """A residual stream with an outlier channel, as language models have."""
+
+    def __init__(self, outlier: float, dtype: torch.dtype, fixed: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)) for _ in range(2))
+        self.register_buffer("outlier", torch.eye(8)[3] * outlier)
+        self.dtype, self.fixed = dtype, fixed
+        self.to(dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.outlier
+        for block in self.blocks:
+            x = x + block(F.layer_norm(x, (8,)))
+        return x.to(self.dtype) if self.fixed else x
+
+
+def spoiled(graph: UnitGraph, name: str) -> UnitGraph:
+    """The readers of a group in the wrong order."""
+    group = graph.groups[name]
+    slices = tuple(dataclasses.replace(s, index=s.index.flip(0)) if s.side == "in" else s for s in group.slices)
+    return dataclasses.replace(graph, groups={**graph.groups, name: dataclasses.replace(group, slices=slices)})
+
+
+@pytest.mark.parametrize("fixed", [False, True], ids=["any dtype", "its own dtype"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("outlier", [1e3, 1e4, 1e5])
+@pytest.mark.parametrize("large", [False, True], ids=["whole", "block by block"])
+def test_outliers_hide_no_wrong_group_and_condemn_no_right_one(
+    outlier: float, dtype: torch.dtype, fixed: bool, large: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(blocks, "LARGE_NUMBERS", 0 if large else 10**12)
+    torch.manual_seed(0)
+    model, x = Stream(outlier, dtype, fixed), torch.randn(4, 8).to(dtype)
+    graph, _ = trace(model, x)
+    if not (fixed and dtype == torch.bfloat16):  # there the rounding of an outlier is as large as what units do
+        assert list(graph.groups) == ["blocks.0.0", "blocks.1.0"]
+    for name in graph.groups:
+        calls = [ModelInputs((x,), {})]
+        assert list(Verifier(model.eval(), calls).failures(spoiled(graph, name))) == [name]
+        assert list(Verifier(model.eval(), calls, dtype=torch.float32).failures(spoiled(graph, name))) == [name]
+
+
+class TwoAttentions(nn.Module):
+    """Two attentions of one module reshape with one number of heads, the second also by another of the same value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads, self.other_heads = 4, 4
+        self.first, self.second = nn.Linear(8, 24), nn.Linear(8, 24)
+        self.out = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def _attend(self, qkv: Tensor, heads: int, scale: int) -> Tensor:
+        q, k, v = qkv.unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4)
+        return ((q @ k.transpose(-1, -2) / scale).softmax(-1) @ v).transpose(1, 2).flatten(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.out[0](self._attend(self.first(x), self.heads, 1))
+        return x + self.out[1](self._attend(self.second(x), self.heads, self.other_heads))
+
+
+def test_groups_that_share_a_size_are_exact_together_block_by_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks, "LARGE_NUMBERS", 0)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 8), *(TwoAttentions() for _ in range(3)), nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 2))
+    model, x = model.double().eval(), torch.randn(2, 5, 3, dtype=torch.float64)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FixedUnitsWarning)
+        graph, _ = trace(model, x)
+    for seed, ratio in enumerate((0.3, 0.5, 0.8)):
+        mask = random_mask(graph, ratio, seed)
+        gates = {name: keep.double() for name, keep in mask.items()}
+        expected = torch.func.functional_call(model, graph.gate(model.state_dict(), gates), (x,))
+        torch.testing.assert_close(sk.compact(model, graph, mask)(x), expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("wrap", [parametrizations.weight_norm, lambda layer: layer])
+@pytest.mark.parametrize("reader", [nn.Linear(6, 5), nn.Conv1d(6, 5, 1)], ids=["linear", "convolution"])
+def test_a_dropped_unit_is_one_whose_value_is_zero(reader: nn.Module, wrap: Callable[[nn.Module], nn.Module]) -> None:
+    """The reference zeroes values, not weights: a norm of the weights that read them sees no difference."""
+    torch.manual_seed(0)
+    first = nn.Linear(3, 6) if isinstance(reader, nn.Linear) else nn.Conv1d(3, 6, 1)
+    last = nn.Linear(5, 2) if isinstance(reader, nn.Linear) else nn.Conv1d(5, 2, 1)
+    model = nn.Sequential(first, nn.ReLU(), wrap(reader), nn.ReLU(), last).double().eval()
+    x = torch.randn(4, 3, *([] if isinstance(reader, nn.Linear) else [7]), dtype=torch.float64)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FixedUnitsWarning)
+        graph, _ = trace(model, x)
+    mask = random_mask(graph, 0.5, 0)
+    gates = {f"{int(name) + 1}": keep for name, keep in mask.items()}
+
+    def silence(name: str) -> Callable[..., Tensor]:
+        return lambda m, a, out: out * gates[name].to(out).view(1, -1, *([1] * (out.dim() - 2)))
+
+    hooks = [model[int(name)].register_forward_hook(silence(name)) for name in gates]
+    expected = model(x)
+    for hook in hooks:
+        hook.remove()
+    torch.testing.assert_close(sk.compact(model, graph, mask)(x), expected, rtol=1e-9, atol=1e-9)
+
+
+# ---- branches
+
+
+def branching(m: nn.Module, x: Tensor) -> Tensor:
+    h = m.a(x).relu()
+    return m.wide(h) if x.shape[0] > 2 else m.narrow(h)  # type: ignore[no-any-return]
+
+
+def branches() -> nn.Module:
+    torch.manual_seed(0)
+    return Lambda(branching, a=nn.Linear(3, 6), wide=nn.Linear(6, 2), narrow=nn.Linear(6, 2))
+
+
+def test_parameters_that_no_pass_reads_are_named() -> None:
+    _, told = trace(branches(), torch.randn(4, 3))
+    assert len(told) == 1
+    assert "'narrow.weight', 'narrow.bias'" in told[0]
+    assert "example_inputs" in told[0]
+
+
+def test_what_a_copy_calls_on_the_original_is_named() -> None:
+    graph, told = trace(Enclosed(), torch.randn(4, 3))
+    assert "'stem.0.weight'" in told[0]
+    assert "lambda" in told[0]
+    assert list(graph.groups) == ["body"]
+
+
+@pytest.mark.parametrize(
+    "more", [(torch.ones(1, 3),), {"x": torch.ones(1, 3)}, torch.ones(1, 3)], ids=["tuple", "mapping", "tensor"]
+)
+def test_several_example_inputs_are_all_traced_and_verified(more: Any) -> None:
+    model = branches()
+    for inputs, examples in (((torch.randn(4, 3),), [more]), ((), [(torch.randn(4, 3),), more])):
+        graph, told = trace(model, *inputs, example_inputs=examples)
+        assert told == []
+        assert {"wide.weight", "narrow.weight"} <= {piece.name for piece in graph.groups["a"].slices}
+        small = sk.compact(model, graph, random_mask(graph, 0.5, 0))
+        assert [small(torch.ones(rows, 3)).shape for rows in (1, 4)] == [(1, 2), (4, 2)]
+
+
+def test_a_branch_that_is_not_exact_is_found_on_the_example_that_takes_it() -> None:
+    def forward(m: nn.Module, x: Tensor) -> Tensor:
+        h = m.a(x).relu()
+        return m.head(h) if x.shape[0] > 2 else m.head(h) / h.shape[1]  # type: ignore[no-any-return]
+
+    model = Lambda(forward, a=nn.Linear(3, 6), head=nn.Linear(6, 2))
+    assert list(trace(model, torch.randn(4, 3))[0].groups) == ["a"]
+    with pytest.warns(FixedUnitsWarning, match="removing units changes the output"), pytest.raises(sk.errors.NoUnitsError):
+        sk.trace_units(model, torch.randn(4, 3), example_inputs=[torch.randn(1, 3)])

@@ -1,0 +1,96 @@
+"""Every architecture of the zoo, traced once: groups, the untouched model, the laws in both modes, save and load, its row."""
+
+from __future__ import annotations
+
+import importlib.util
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import zoo
+import zoo_norms
+import zoo_table
+from laws import check_masked_equals_compact, check_nothing_is_lost, random_mask, snapshot
+from torch import nn
+from zoo_base import Architecture, build
+
+import sparsekit as sk
+from sparsekit.errors import NoUnitsError
+from sparsekit.surgery.rebuild import named_entries
+from sparsekit.tracing.inputs import find_tensors
+from sparsekit.tracing.trace import FixedUnitsWarning, UnreadParametersWarning
+
+CASES = [(name, "fixed") for name in zoo.ZOO] + [(name, "kept") for name in zoo_norms.KEPT]
+PAGE = zoo_table.PAGE.read_text(encoding="utf-8").splitlines()
+
+
+def check_trace(name: str, norm: Any) -> tuple[nn.Module, Any, Any, sk.UnitGraph | None]:
+    """Trace the model, and compare with what must be found."""
+    expected: Architecture = (zoo.ZOO if norm == "fixed" else zoo_norms.KEPT)[name]
+    model, args, kwargs = build(name, None if norm == "fixed" else zoo_norms.KEPT)
+    before = snapshot(model.train())
+    graph = None
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            graph = sk.trace_units(model, *args, norm=norm, example_kwargs=kwargs)
+            fixed = graph.fixed
+        except NoUnitsError as error:
+            fixed, messages = error.fixed, [str(error)]
+    assert snapshot(model) == before
+    assert UnreadParametersWarning not in {w.category for w in caught}
+    told = [str(w.message) for w in caught if issubclass(w.category, FixedUnitsWarning)]
+    messages = told if graph is not None else [*messages, *told]
+    assert [(g.name, g.size) for g in (graph.groups.values() if graph else ())] == list(expected.groups.items())
+    assert bool(told) == bool(expected.fixed)
+    for part in expected.fixed:
+        assert any(part in message for message in messages)
+    assert zoo_table.row(name, model, graph, fixed) in PAGE, "python tests/zoo_table.py makes the page again"
+    if graph is not None:
+        assert graph.ties == expected.ties
+        assert sk.UnitGraph.from_json(graph.to_json()).to_json() == graph.to_json()
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        for group in graph.groups.values():
+            gated = {piece.name for piece in group.slices if piece.gated}
+            assert gated
+            assert gated <= set(parameters)
+    return model, args, kwargs, graph
+
+
+def check_saved(name: str, norm: str, model: nn.Module, args: Any, kwargs: Any, graph: sk.UnitGraph, path: Path) -> None:
+    """Save the compact model, load it again and compare bit for bit."""
+    mask = random_mask(graph, 0.5, 2)
+    small = sk.compact(model, graph, mask).eval()
+    sk.save_compact(small, path, graph=graph, mask=mask)
+    again = sk.load_compact(path, lambda: build(name, None if norm == "fixed" else zoo_norms.KEPT)[0]).eval()
+    assert [type(m).__qualname__ for m in again.modules()] == [type(m).__qualname__ for m in small.modules()]
+    found, expected = named_entries(again), named_entries(small)
+    assert list(found) == list(expected)
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
+    with torch.no_grad():
+        for a, b in zip(find_tensors(small(*args, **kwargs)), find_tensors(again(*args, **kwargs)), strict=True):
+            assert torch.equal(a, b)
+    assert sk.load_mask(path, graph) == mask
+
+
+@pytest.mark.parametrize(("name", "norm"), CASES, ids=[f"{name}-{norm}" for name, norm in CASES])
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad", "ignore:LSTM with projections")
+def test_an_architecture(name: str, norm: str, tmp_path: Path) -> None:
+    model, args, kwargs, graph = check_trace(name, norm)
+    if graph is None:
+        return
+    trains = (zoo.ZOO if norm == "fixed" else zoo_norms.KEPT)[name].trains
+    for train, ratio in ((False, 0.5), (True, 0.3)):
+        mask = random_mask(graph, ratio, 1 + train)
+        check_masked_equals_compact(model, args, kwargs, graph, mask, train=train, gradients=trains)
+        check_nothing_is_lost(model, graph, mask)
+    check_saved(name, norm, model, args, kwargs, graph, tmp_path / "small.safetensors")
+
+
+def test_the_page_lists_the_zoo_and_nothing_else() -> None:
+    if importlib.util.find_spec("transformers") is None:
+        pytest.skip("some architectures of the zoo need transformers")
+    listed = [line.split(" | ")[0].removeprefix("| ") for line in PAGE if line.startswith("| ")]
+    assert sorted(name for name in listed if name != "architecture") == sorted(name for name, _ in CASES)

@@ -1,0 +1,156 @@
+"""`sparsekit sweep`: what is tried, kept and refused, and that every option of a run reaches the trials."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+
+import pytest
+
+pytest.importorskip("optuna", reason="optuna is not installed; pip install 'sparsekit-torch[optuna]'")
+
+from sparsekit.cli.main import execute
+from sparsekit_fl.cli.options import RunOptions
+from sparsekit_fl.cli.run import _run as run_command
+from sparsekit_fl.cli.sweep import _Plan, _run_one, _settings_of
+
+TINY = ["--rounds", "1", "--clients", "4", "--cohort", "2", "--local-epochs", "1", "--workers", "1", "--quiet"]
+
+
+def result(arguments, capsys):
+    assert execute([*arguments, "--json"]) == 0, capsys.readouterr().err
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.same_bits
+def test_a_sweep_tries_values_goes_on_and_writes_the_best(tmp_path, capsys):
+    out = tmp_path / "sweep"
+    line = ["sweep", "fedprox", *TINY, "--space", "lr=0.01:1:log", "--space", "local.proximal=0.1,1", "--out", str(out)]
+    first = result([*line, "--trials", "1"], capsys)
+    both = result([*line, "--trials", "3", "--jobs", "2"], capsys)
+    assert both["trials"][0] == first["trials"][0]
+    assert len(both["trials"]) == 3
+    best = result(["run", "--config", str(out / "best.toml")], capsys)
+    kept = json.loads((out / f"trial-{both['best']['trial']:04d}" / "result.json").read_text())
+    assert best["final"]["state_sha256"] == kept["final"]["state_sha256"]
+
+
+def test_a_grid_ends_by_itself_and_a_loss_is_minimised(capsys):
+    line = ["sweep", "fedavg", *TINY, "--space", "batch_size=10,20", "--sampler", "grid", "--trials", "9"]
+    raw = result([*line, "--metric", "validation.loss"], capsys)
+    assert sorted(row["values"]["batch_size"] for row in raw["trials"]) == ["10", "20"]
+    assert raw["maximize"] is False
+
+
+def test_our_bandit_chooses_and_a_failed_trial_loses_no_other(capsys):
+    line = [
+        "sweep",
+        "fedavg",
+        *TINY,
+        "--space",
+        "seed=0:1:int",
+        "--sampler",
+        "ucb-v",
+        "--metric",
+        "validation.f1",
+        "--trials",
+        "2",
+    ]
+    assert execute([*line, "--json"]) == 2
+    captured = capsys.readouterr()
+    assert [row["state"] for row in json.loads(captured.out)["trials"]] == ["fail", "fail"]
+    assert "all 2 trials have failed; the last: --metric validation.f1: the run has validation metrics" in captured.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--space", "lr=1"], "--space must be NAME=LOW:HIGH"),
+        (["--space", "lr=1:0.1"], "low must be below high"),
+        (["--space", "lr=-1:1"], "--lr must be a finite number >= 0"),
+        (["--space", "lrr=0.1:1"], "did you mean 'lr'"),
+        (["--space", "local.foo=0.1:1"], "no option 'local.foo'"),
+        (["--space", "lr=0.1:1", "--sampler", "grid"], "--sampler grid needs values"),
+        (["--space", "lr=0.1:1", "--sampler", "cma"], "unknown sampler 'cma'"),
+        (["--space", "lr=0.1:1", "--pruner", "x"], "unknown pruner 'x'"),
+        (["--space", "lr=0.1:1", "--metric", "test.accuracy"], "--metric must be validation.METRIC"),
+        (["--space", "lr=0.1:1", "--trials", "0"], "--trials must be an integer >= 1"),
+    ],
+)
+def test_what_is_wrong_is_said_before_a_trial_runs(arguments, message, capsys):
+    assert execute(["sweep", "fedavg", *TINY, *arguments]) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_zero_is_a_setting_like_any_other(tmp_path, capsys):
+    zeros = dict.fromkeys(("lr", "momentum", "weight_decay"), 0.0) | {"seed": 0}
+    assert _settings_of(RunOptions(**zeros)) == {name: str(value) for name, value in zeros.items()}
+    line = ["sweep", "fedavg", *TINY, "--space", "lr=0.01:1:log", "--trials", "1", "--out", str(tmp_path)]
+    result([*line, "--set", "training.momentum=0", "--seed", "0"], capsys)
+    best = tomllib.loads((tmp_path / "best.toml").read_text())
+    assert (best["momentum"], best["seed"]) == (0.0, 0)
+    # Another call must say so too, and does not rewrite best.toml without them.
+    assert execute(line) == 2
+    assert "momentum None (there '0.0'); seed None (there '0')" in capsys.readouterr().err
+    assert tomllib.loads((tmp_path / "best.toml").read_text()) == best
+
+
+def test_a_trial_gets_all_that_a_run_gets(tmp_path, monkeypatch):
+    """What `sparsekit run` hands over, `sweep` does too: loggers, accepted code, initial weights."""
+    pytest.importorskip("tensorboard")
+
+    class Stopped(Exception):
+        pass
+
+    given = {}
+
+    def noted(*arguments, **named):
+        given.update(named)
+        raise Stopped
+
+    class Nobody:
+        def send(self, event):
+            pass
+
+    options = RunOptions(clients=4, cohort=2, rounds=1, workers=1, accept_code=True, log=("tensorboard",), out=tmp_path)
+    monkeypatch.setattr("sparsekit_fl.server.loop.run", noted)
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    try:
+        _run_one(Nobody(), _Plan("fedavg", options, "validation.accuracy"), {"lr": "0.1"}, tmp_path)
+    finally:
+        for number, handler in zip((signal.SIGINT, signal.SIGTERM), before, strict=True):
+            signal.signal(number, handler)
+    of_sweep = dict(given)
+    given.clear()
+    with pytest.raises(Stopped):
+        run_command("fedavg", options)
+    assert of_sweep.keys() >= given.keys()
+    assert of_sweep["accept_code"] is given["accept_code"] is True
+    assert type(of_sweep["callbacks"][-1]) is type(given["callbacks"][-1])
+
+
+MAIN = "import sys; from sparsekit.cli.main import main; main()"
+
+
+@pytest.mark.slow
+def test_a_sweep_that_was_killed_goes_on_to_the_same_trials(tmp_path, capsys):
+    line = ["sweep", "fedavg", *TINY[2:], "--rounds", "3", "--space", "lr=0.01:1:log", "--trials", "3", "--sampler", "p-ucbv"]
+    whole = result([*line, "--out", str(tmp_path / "whole")], capsys)
+    folder = tmp_path / "killed"
+    process = subprocess.Popen([sys.executable, "-c", MAIN, *line, "--out", str(folder)], stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    while not (folder / "trial-0001" / "rounds.jsonl").exists():
+        assert time.monotonic() < deadline
+        assert process.poll() is None
+        time.sleep(0.02)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    again = result([*line, "--out", str(folder)], capsys)
+    assert [row.get("error") for row in again["trials"]] == [None] * 3
+    assert [row["values"] for row in again["trials"]] == [row["values"] for row in whole["trials"]]
+    assert [row["score"] for row in again["trials"]] == [row["score"] for row in whole["trials"]]

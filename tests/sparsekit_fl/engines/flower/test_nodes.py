@@ -1,0 +1,237 @@
+"""Nodes: which SuperNode has which client, while they come, go, claim too much or say nothing; and where memories stay."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("flwr", reason="flwr is not installed; pip install 'sparsekit-torch[flower]'")
+
+from fault_table import shows
+from flwr.app import Error, Message
+from flwr.supercore.task_identity import TaskIdentity
+from local_grid import InProcess
+
+from sparsekit.errors import InvalidValueError
+from sparsekit_fl.deployment import apps
+from sparsekit_fl.deployment.plan import Plan
+from sparsekit_fl.engines.flower import nodes as module
+from sparsekit_fl.engines.flower.introduction import described
+from sparsekit_fl.engines.flower.nodes import Nodes, _run_id
+from sparsekit_fl.engines.flower.pool import GridPool
+from sparsekit_fl.engines.flower.wire import content, read
+from sparsekit_fl.errors import ClientError, WorkerDiedError
+from sparsekit_fl.methods.method import Method
+from sparsekit_fl.problem.clients import Client, ClientData
+from sparsekit_fl.server.loop import run
+from sparsekit_fl.state.store import ClientStore, DeviceStore
+from sparsekit_fl.testing.tiny import tiny_clients, tiny_config, tiny_problem
+
+
+class FakeGrid:
+    """Nodes that come and go, each with the clients that it claims; some say nothing."""
+
+    def __init__(self, nodes: dict[int, list[int]], *, silent: tuple[int, ...] = ()) -> None:
+        self.nodes, self.silent = nodes, set(silent)
+        self.looked: Callable[[], object] = lambda: None
+        self.asked: list[int] = []
+        self._replies: list[Message] = []
+        # Flower asks these of the process that makes a message.
+        TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1
+
+    def get_node_ids(self) -> list[int]:
+        self.looked()
+        return list(self.nodes)
+
+    def get_nodes(self) -> list[Any]:
+        return [SimpleNamespace(node_id=node, name=f"device-{node}") for node in self.nodes]
+
+    def push_messages(self, messages: list[Message]) -> list[str]:
+        ids = []
+        for message in messages:
+            node = message.metadata.dst_node_id
+            self.asked.append(node)
+            message.metadata.__dict__["_message_id"] = f"m{node}-{len(self.asked)}"
+            data = ClientData(train=range(3), val=range(1), test=range(1))
+            about = described(Client(id=client_id, data=data) for client_id in self.nodes[node])
+            if node not in self.silent:
+                self._replies.append(Message(content({}, **about), reply_to=message))
+            ids.append(message.metadata.message_id)
+        return ids
+
+    def pull_messages(self, ids: list[str]) -> list[Message]:
+        found, self._replies = self._replies, []
+        return found
+
+
+def found(grid: FakeGrid, **options: Any) -> Nodes:
+    return Nodes(grid, **{"wanted": len(grid.nodes), "wait_seconds": 1, **options})  # type: ignore[arg-type]
+
+
+def test_a_node_that_claims_a_taken_client_takes_over_when_the_first_is_gone() -> None:
+    grid = FakeGrid({1: [0, 1], 2: [2]})
+    nodes = found(grid)
+    assert sorted(nodes.introduce()) == [0, 1, 2]
+    grid.nodes[3] = [0, 1]
+    nodes.refresh()
+    assert nodes.node_of(0) == 1
+    assert nodes.news() == ["SuperNode 3 is not used for now: it claims the clients [0, 1], which another node has"]
+    del grid.nodes[1]
+    nodes.refresh()
+    assert nodes.node_of(0) == nodes.node_of(1) == 3
+    assert nodes.news() == ["SuperNode 1 is gone, with the clients [0, 1]", "SuperNode 3 came, with the clients [0, 1]"]
+    assert nodes.news() == []
+    assert grid.asked == [1, 2, 3]
+    del grid.nodes[2]
+    nodes.refresh()
+    with pytest.raises(ClientError, match="no SuperNode has client 2 now"):
+        nodes.node_of(2)
+
+
+@shows(
+    "a SuperNode claims clients of others",
+    planted="a node claims all clients before the one that has them, with a list of those that each may have (`allowed`)",
+    outcome="it is not used, and the honest node is",
+    real=False,
+)
+def test_with_a_list_a_node_that_claims_the_clients_of_others_locks_nobody_out() -> None:
+    grid = FakeGrid({1: [0, 1, 2, 3], 2: [2, 3], 3: [9]})
+    nodes = found(grid, allowed={"device-1": [0, 1], "device-2": [2, 3, 4]})
+    assert sorted(nodes.introduce()) == [2, 3]
+    assert nodes.node_of(2) == 2
+    assert nodes.news() == [
+        "SuperNode 1 is not used: it claims the clients [2, 3], which 'device-1' is not allowed to have",
+        "SuperNode 3 is not used: its key was registered under the name 'device-3', which is not among those that are allowed",
+    ]
+    with pytest.raises(WorkerDiedError, match="no SuperNode can be used"):
+        found(FakeGrid({1: [5]}), allowed={"device-1": [0, 1]}).introduce()
+
+
+def test_the_list_of_allowed_clients_is_a_file_of_the_server(tmp_path: Path) -> None:
+    path = tmp_path / "allowed.toml"
+    path.write_text('client-0 = "0-3"\nclient-1 = "4,7"\n')
+    assert Plan(allowed=str(path)).allowed_clients() == {"client-0": [0, 1, 2, 3], "client-1": [4, 7]}
+    assert Plan().allowed_clients() is None
+
+
+@shows(
+    "a SuperNode never says which clients it has",
+    planted="a node that answers no message",
+    outcome="one round waits for it, once; the others, and all evaluations, go on without it",
+    real=False,
+)
+def test_a_silent_node_costs_one_timeout_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_QUERY_SECONDS", 0.3)
+    monkeypatch.setattr(module, "_AGAIN_SECONDS", 0.0)
+    grid = FakeGrid({1: [0]})
+    nodes = found(grid, wait_seconds=0.1)
+    nodes.introduce()
+    grid.nodes[2], grid.silent = [1], {2}
+    seconds = []
+    for _ in range(4):
+        began = time.monotonic()
+        nodes.refresh()
+        seconds.append(time.monotonic() - began)
+    assert seconds[0] >= 0.3
+    assert max(seconds[1:]) < 0.2
+    assert nodes.news() == ["SuperNode 2 did not say which clients it has: no reply within 0.3 seconds"]
+    # It is asked again all the same, and used once it answers.
+    assert grid.asked.count(2) > 1
+    grid.silent.clear()
+    time.sleep(0.3)
+    for _ in range(3):
+        nodes.refresh()
+    assert nodes.node_of(1) == 2
+
+
+def test_before_clients_are_asked_again_the_server_waits_for_their_nodes_as_long_as_it_waits_for_nodes() -> None:
+    grid = FakeGrid({1: [0, 1], 2: [2]})
+    nodes = found(grid, wait_seconds=3)
+    nodes.introduce()
+    del grid.nodes[1]
+    looks: list[int] = []
+
+    def back() -> None:
+        looks.append(1)
+        if len(looks) == 3:
+            grid.nodes[3] = [0, 1]
+
+    grid.looked = back
+    nodes.await_clients([0, 1, 2], 2)
+    assert nodes.node_of(0) == 3
+    del grid.nodes[3]
+    began = time.monotonic()
+    nodes.await_clients([0, 1, 2], 1)
+    assert time.monotonic() - began < 1, "enough are there"
+    nodes.await_clients([0, 1, 2], 3)
+    assert time.monotonic() - began >= 3, "it gives up after a while"
+
+
+@shows(
+    "all SuperNodes are away for a moment",
+    planted="no client of a round, or of an asynchronous step, can be reached until the server waits for them",
+    outcome="the server waits, up to `wait-seconds`, and asks again: the bits of a run without faults",
+    real=False,
+)
+@pytest.mark.parametrize("options", [{}, {"async_buffer": 4, "async_clock": "wall"}], ids=["rounds", "asynchronous"])
+def test_a_round_is_repeated_once_its_clients_are_back(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    away = [True]
+
+    def fault(message: Message, reply: Message) -> Message:
+        task = read(message)[0]["tasks"][0]
+        gone = away and task["task"] == "train" and task["round"] == 1
+        return Message(Error(code=5, reason="node unavailable"), reply_to=message) if gone else reply
+
+    def back(self: GridPool, ids: Any, needed: int) -> None:
+        assert len(ids) >= needed == 2
+        away.clear()
+
+    def ran(engine: InProcess) -> Any:
+        config = tiny_config(rounds=3)
+        config = type(config)(**{**vars(config), "cohort": 8 if options else 4, **options})
+        return run(Method(name="m", source=""), tiny_problem(), tiny_clients(), config, engine=engine)
+
+    monkeypatch.setattr(GridPool, "await_clients", back)
+    result = ran(InProcess(fault=fault))
+    assert not away
+    assert sum("repeated, since" in note or "asked again" in note for note in result.rounds[0].notes) == 1
+    if not options:  # asynchronously others may come in first
+        assert result.final.state_sha256 == ran(InProcess()).final.state_sha256
+
+
+def context(**run_config: Any) -> Any:
+    return SimpleNamespace(
+        run_config={**Plan().to_run_config(), **run_config}, node_config={"clients": "3", "state-dir": "state"}
+    )
+
+
+@pytest.mark.parametrize("options", [{"min-replies": 2}, {"async-buffer": 2}, {"cohort": 9}])
+def test_a_node_of_one_client_takes_options_that_need_several(options: dict[str, Any]) -> None:
+    _, clients = apps._make(context(**options))
+    assert list(clients) == [3]
+
+
+def test_a_run_that_is_resumed_or_extended_finds_the_memories_on_its_nodes(tmp_path: Path) -> None:
+    id = _run_id(ClientStore(tmp_path / "a", durable=True))
+    again = ClientStore(tmp_path / "a", durable=True)
+    again.keep_only({})
+    assert _run_id(again) == id
+    assert _run_id(ClientStore(tmp_path / "b", durable=True)) != id
+
+    def folder(**options: Any) -> Path:
+        store = apps._executor(context(**options), id)._store
+        assert isinstance(store, DeviceStore)
+        return store._folder
+
+    assert folder(rounds=3) == folder(rounds=9, **{"timeout-seconds": 5.0, "out": "elsewhere"}) == Path("state") / id
+
+
+@pytest.mark.parametrize("run_id", ["", "../../etc", "0123456789abcdeF", "0" * 17])
+def test_a_node_takes_no_folder_from_the_server(run_id: str) -> None:
+    with pytest.raises(InvalidValueError, match="16 hexadecimal digits"):
+        apps._executor(context(), run_id)

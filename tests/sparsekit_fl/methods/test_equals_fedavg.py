@@ -1,0 +1,109 @@
+"""A method without what is its own is FedAvg, bit for bit: with momentum and without, with batch norm and without."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+from personal import deep_problem, equals
+
+from sparsekit.training.regularizer import ImportanceRegularizer
+from sparsekit_fl.methods import (
+    cs,
+    ditto,
+    efd,
+    fedavg,
+    fedlps,
+    fedmp,
+    fedp3,
+    fedper,
+    fedprox,
+    fedrolex,
+    fedspa,
+    fjord,
+    hermes,
+    heterofl,
+    lotteryfl,
+    oort,
+    per_fedavg,
+    prunefl,
+    refl,
+)
+from sparsekit_fl.methods.method import Method
+from sparsekit_fl.methods.prunefl import Search
+from sparsekit_fl.methods.refl import StaleMean
+from sparsekit_fl.policies.aggregate import DeltaMean
+from sparsekit_fl.policies.learnable import LearnableSgd
+from sparsekit_fl.policies.personal import GlobalModel
+from sparsekit_fl.policies.ratio import Full
+from sparsekit_fl.policies.share import Everything
+from sparsekit_fl.server.loop import run
+from sparsekit_fl.testing.tiny import tiny_clients, tiny_config, tiny_problem
+
+
+def _bare_fedlps() -> Method:
+    local = LearnableSgd(proximal=0.0, term=ImportanceRegularizer(strength=0.0))
+    parts = {"share": Everything(), "aggregate": DeltaMean(), "personal": GlobalModel(), "local": local}
+    return dataclasses.replace(fedlps(), ratio=Full(), **parts)
+
+
+def _refl() -> Method:
+    """Everybody is there and is waited for."""
+    method = refl(target=1.0, cool_down=0, availability=None)
+    return dataclasses.replace(method, aggregate=StaleMean(weighting="examples"))
+
+
+EQUAL: dict[str, Callable[[], Method]] = {
+    "cs": lambda: cs(ratio=1.0, variant="released"),
+    "ditto": lambda: ditto(0.0),
+    "ditto-pulled": lambda: ditto(2.0),
+    "efd": lambda: dataclasses.replace(efd(clip=None), ratio=Full()),
+    "fedlps": _bare_fedlps,
+    "fedmp": lambda: dataclasses.replace(fedmp(), ratio=Full()),
+    "fedp3": lambda: dataclasses.replace(fedp3(layers=None, private_head=False, keep=1.0), ratio=Full()),
+    "fedper": lambda: dataclasses.replace(fedper(), share=Everything()),
+    "fedprox": lambda: fedprox(0.0),
+    "fedrolex": lambda: dataclasses.replace(fedrolex(clip=None, static_norm=False), ratio=Full()),
+    "fedspa": lambda: fedspa(ratio=1.0),
+    "fjord": lambda: dataclasses.replace(fjord(levels=(1.0,)), ratio=Full()),
+    "hermes": lambda: hermes(threshold=1.0, lasso=0.0),
+    "heterofl": lambda: dataclasses.replace(heterofl(clip=None, static_norm=False), ratio=Full()),
+    "lotteryfl": lambda: lotteryfl(threshold=1.0),
+    "oort": oort,
+    "per-fedavg-first-order": lambda: per_fedavg(variant="first-order", adaptation_lr=0.0, steps=0),
+    "per-fedavg-hessian-free": lambda: per_fedavg(variant="hessian-free", adaptation_lr=0.0, steps=0),
+    "prunefl": lambda: prunefl(Search(initial=0, every=99)),
+    "refl": _refl,
+}
+WITHOUT_NORM = {"per-fedavg-first-order", "per-fedavg-hessian-free", "lotteryfl", "prunefl", "fedspa"}
+"""More passes, or masks of weights, move what batch norm remembers."""
+SAMPLES_ITSELF = {"oort"}
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.5])
+@pytest.mark.parametrize("name", EQUAL)
+@pytest.mark.same_bits
+def test_without_what_is_its_own_a_method_is_fedavg_bit_for_bit(name: str, momentum: float) -> None:
+    # Equally many examples and full capabilities, so that every weighting is one.
+    base = tiny_config(rounds=3)
+    training = dataclasses.replace(base.training, momentum=momentum)
+    config = dataclasses.replace(base, training=training, capability_levels=(1.0,))
+    clients, rounds = equals(), 3
+    if name in SAMPLES_ITSELF:
+        clients, rounds = tiny_clients(4), 1
+    config = dataclasses.replace(config, rounds=rounds)
+    problem = deep_problem() if name in WITHOUT_NORM else tiny_problem()
+    ours, plain = run(EQUAL[name](), problem, clients, config), run(fedavg(), problem, clients, config)
+    assert ours.final.state_sha256 == plain.final.state_sha256
+    assert [record.cohort for record in ours.rounds] == [record.cohort for record in plain.rounds]
+    assert ours.cost.flops_compact > 0
+    if name in {"efd", "fedlps", "fedmp", "fedprox", "fedrolex", "fjord", "heterofl", "oort", "refl"}:
+        assert ours.cost.flops_compact_training == plain.cost.flops_compact_training
+        assert ours.cost.flops_rowmask == plain.cost.flops_rowmask
+    if name.startswith(("per-fedavg", "lotteryfl", "ditto-")):
+        assert (ours.final.personal == plain.final.personal) != name.startswith("ditto")
+    if name.startswith("ditto"):
+        assert (ours.cost.uplink_bytes, ours.final.shared) == (plain.cost.uplink_bytes, plain.final.shared)
+    if name == "refl":
+        assert ours.cost.seconds == plain.cost.seconds
