@@ -25,7 +25,7 @@ import torch
 
 from sparsekit.errors import InvalidValueError
 
-__all__ = ["KILL", "Child", "Children", "end_with_parent", "flush_denormals", "one_thread", "start_method"]
+__all__ = ["KILL", "Child", "Children", "end_with_parent", "one_thread", "start_method"]
 
 _PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 _log = logging.getLogger(__name__)
@@ -36,10 +36,10 @@ KILL = getattr(signal, "SIGKILL", signal.SIGTERM)  # Windows has no other than t
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
     """Train as worker processes do meanwhile: with one torch thread, so that results do not depend on the number of cores, and
-    without denormal numbers."""
+    without denormal numbers. The process is as it was afterwards, since it is the user's."""
     before, kept = torch.get_num_threads(), _keeps_denormals()
     torch.set_num_threads(1)
-    flush_denormals()
+    _flush_denormals()
     try:
         yield
     finally:
@@ -47,7 +47,7 @@ def one_thread() -> Iterator[None]:
         torch.set_flush_denormal(not kept)
 
 
-def flush_denormals() -> None:
+def _flush_denormals() -> None:
     """Take numbers that are too small for their type's full precision for 0 in this thread.
 
     Weights that decay towards 0 get there, and many processors compute with them several times as slowly. One that cannot
@@ -245,6 +245,6 @@ def _begin(connection: Connection, inherited: Sequence[Connection], work: Any) -
         # A forked process inherits the ends of its siblings; while it holds them, nobody sees a pipe close.
         other.close()
     torch.set_num_threads(1)
-    flush_denormals()
+    _flush_denormals()
     target, arguments = work.value if isinstance(work, _Sent) else work
     target(connection, *arguments)

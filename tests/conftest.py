@@ -75,6 +75,25 @@ def loggers_as_they_were() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
+def process_as_it_was() -> Iterator[None]:
+    """How torch computes in this process is the user's choice: whatever a test called must have left it alone."""
+    before = _arithmetic()
+    yield
+    assert _arithmetic() == before, "a test or what it called changed how torch computes in this process"
+
+
+def _arithmetic() -> dict[str, object]:
+    return {
+        "denormal numbers": float(torch.tensor(1e-39, device="cpu") * 1.0) != 0.0,
+        "threads": torch.get_num_threads(),
+        "type": torch.get_default_dtype(),
+        "gradients": torch.is_grad_enabled(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "precision": torch.get_float32_matmul_precision(),
+    }
+
+
+@pytest.fixture(autouse=True)
 def tensors_of_tests_on_the_device(request: pytest.FixtureRequest) -> Iterator[None]:
     """Whatever a test makes lies on the device of the run; what the package makes lies where the package puts it."""
     name = str(request.config.getoption("--device"))

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
@@ -16,7 +15,7 @@ from sparsekit.errors import DataError
 from sparsekit_fl.client.executor import ClientExecutor
 from sparsekit_fl.engines.flower.wire import content, join, part, read
 from sparsekit_fl.errors import ClientError, LostMemoryError
-from sparsekit_fl.processes import flush_denormals
+from sparsekit_fl.processes import one_thread
 from sparsekit_fl.state.store import CarriedMemory
 from sparsekit_fl.wire.messages import decode_assignment, encode_update
 from sparsekit_fl.wire.packing import unpack
@@ -38,11 +37,10 @@ def make_app(executor: Callable[[Context, str], ClientExecutor]) -> ClientApp:
     app = ClientApp()
 
     def handle(message: Message, context: Context) -> Message:
-        torch.set_num_threads(1)
-        flush_denormals()
         header, payloads = read(message)
-        found, shared = executor(context, str(header.get("run", ""))), payloads.get("shared", b"")
-        answers = [_answer(found, task, {"shared": shared, **part(payloads, i)}) for i, task in enumerate(header["tasks"])]
+        with one_thread():
+            found, shared = executor(context, str(header.get("run", ""))), payloads.get("shared", b"")
+            answers = [_answer(found, task, {"shared": shared, **part(payloads, i)}) for i, task in enumerate(header["tasks"])]
         record = content({"replies": [reply for reply, _ in answers]}, **join([own for _, own in answers]))
         return Message(record, reply_to=message)
 
