@@ -129,7 +129,7 @@ OURS: dict[str, tuple[str, dict[str, Any]]] = {
     "SplitUCBV": ("split-ucbv", {}),
     "SplitUCBV-0.98": ("split-ucbv", {"discount": 0.98}),
     "P-UCBV": ("p-ucbv", {}),
-    "UCB-V": ("ucb-v", {}),
+    "UCB-V": ("bandit_ucbv:UCBV", {}),
     "E-UCB": ("e-ucb", {}),
 }
 SHOWN = ["SplitUCBV", "VHCT", "HCT", "P-UCBV"]

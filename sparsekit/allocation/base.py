@@ -1,32 +1,17 @@
-"""Allocation and CostModel: how many units stay in each group."""
+"""Allocation: how many units stay in each group."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph.graph import UnitGraph
-from sparsekit.measure.tracker import Tracker
+from sparsekit.measure.cost import CostModel
 
-__all__ = ["Allocation", "CostModel", "Tracker", "equal_in_ties", "make_tracker", "needed"]
-
-
-class CostModel(Protocol):
-    """What a model costs when its groups keep given numbers of units."""
-
-    def costs(self, counts: Mapping[str, int]) -> Mapping[str, float]:
-        """Predict the cost.
-
-        Args:
-            counts: Group name → number of units kept, for every group.
-
-        Returns:
-            Metric → amount: "flops" of one example, "params", "bytes", "memory" and "latency_ms", or some of them.
-        """
-        ...
+__all__ = ["Allocation", "CostModel", "equal_in_ties", "needed"]
 
 
 @runtime_checkable
@@ -70,47 +55,3 @@ def needed(cost: CostModel | None, allocation: object) -> CostModel:
             " pass cost=sparsekit.cost_model(model, *inputs, graph=graph)"
         )
     return cost
-
-
-def make_tracker(cost: CostModel, counts: Mapping[str, int], metrics: Sequence[str]) -> Tracker:
-    """Costs at widths that change step by step: the model's own tracker if it has one, else one that asks for all costs anew.
-
-    Args:
-        cost: The costs.
-        counts: Group name → units kept at the start.
-        metrics: What is tracked.
-    """
-    own = getattr(cost, "tracker", None)
-    if own is not None:
-        found: Tracker = own(counts, metrics)
-        return found
-    return _SlowTracker(cost, counts, metrics)
-
-
-class _SlowTracker:
-    """A tracker of any cost model, which predicts everything at each step."""
-
-    def __init__(self, cost: CostModel, counts: Mapping[str, int], metrics: Sequence[str]) -> None:
-        self._cost = cost
-        self._counts = dict(counts)
-        self._metrics = tuple(metrics)
-        self._totals = self._at(self._counts)
-
-    def _at(self, counts: Mapping[str, int]) -> dict[str, float]:
-        costs = self._cost.costs(counts)
-        return {name: costs[name] for name in self._metrics}
-
-    def totals(self) -> Mapping[str, float]:
-        return self._totals
-
-    def change(self, groups: Sequence[str], count: int) -> Mapping[str, float]:
-        after = self._at({**self._counts, **dict.fromkeys(groups, count)})
-        return {name: after[name] - total for name, total in self._totals.items()}
-
-    def gain(self, groups: Sequence[str], count: int, limits: Mapping[str, float]) -> float:
-        changes = self.change(groups, count)
-        return sum(-changes[name] / limit for name, limit in limits.items() if self._totals[name] > limit)
-
-    def move(self, groups: Sequence[str], count: int) -> None:
-        self._counts.update(dict.fromkeys(groups, count))
-        self._totals = self._at(self._counts)

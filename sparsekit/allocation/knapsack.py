@@ -9,7 +9,6 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from sparsekit.allocation.base import make_tracker
 from sparsekit.allocation.walk import Counts, fits, spread
 from sparsekit.allocation.within_budget import Problem, RankedWithinBudget, Search
 from sparsekit.allocation.worth import block_losses, ranked_worth
@@ -105,7 +104,7 @@ def _solve(
     Weights are rounded up to whole bins, so that a solution never exceeds the capacity by these costs.
     """
     limits = problem.limits
-    tracker = make_tracker(problem.cost, around, problem.budget.metrics)
+    tracker = problem.cost.tracker(around, problem.budget.metrics)
     totals = tracker.totals()
 
     def weight(change: Mapping[str, float]) -> float:

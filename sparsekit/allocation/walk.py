@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import TypeAlias
 
-from sparsekit.allocation.base import CostModel, Tracker, make_tracker
 from sparsekit.allocation.limits import Limits
 from sparsekit.allocation.rounding import Multiples, free_counts
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.measure.budget import Budget, BudgetError, format_cost
+from sparsekit.measure.cost import CostModel
+from sparsekit.measure.tracker import CostTracker
 
 __all__ = [
     "Counts",
@@ -118,7 +119,7 @@ def check_reachable(
 
 def walk_to_budget(
     widths: Sequence[Width],
-    tracker: Tracker,
+    tracker: CostTracker,
     limits: Mapping[str, float],
     *,
     by_cost: bool,
@@ -178,7 +179,7 @@ def walk_to_budget(
     return {name: width.counts[place] for width, place in zip(widths, places) for name in width.groups}
 
 
-def _largest_drop(widths: Sequence[Width], places: Sequence[int], tracker: Tracker, limits: Mapping[str, float]) -> int:
+def _largest_drop(widths: Sequence[Width], places: Sequence[int], tracker: CostTracker, limits: Mapping[str, float]) -> int:
     """The width that saves most when it goes down all the way: a table of times may be flat at the next step."""
     drops = [
         (tracker.gain(width.groups, width.counts[0], limits), -number)
@@ -191,7 +192,7 @@ def _largest_drop(widths: Sequence[Width], places: Sequence[int], tracker: Track
 
 
 def _fill(
-    widths: Sequence[Width], places: list[int], tracker: Tracker, limits: Mapping[str, float], without: int | None = None
+    widths: Sequence[Width], places: list[int], tracker: CostTracker, limits: Mapping[str, float], without: int | None = None
 ) -> None:
     """Put blocks back, the most worth for its cost first, as long as one fits; none of the width number `without`."""
     open_ = {number for number, width in enumerate(widths) if places[number] < len(width.counts) - 1 and number != without}
@@ -223,7 +224,7 @@ _SLACK, _NARROW, _DOWN = 0.005, 100, (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32
 may be taken from one of them."""
 
 
-def tighten(widths: Sequence[Width], places: list[int], tracker: Tracker, limits: Mapping[str, float]) -> None:
+def tighten(widths: Sequence[Width], places: list[int], tracker: CostTracker, limits: Mapping[str, float]) -> None:
     """Where one more unit of anything is too much and yet much of the budget is left, take a few from one group for others.
 
     Of a small network one channel may cost a tenth of the budget; three channels less of one layer may let another keep
@@ -324,7 +325,7 @@ class Problem:
         """Put back what still fits into counts that are within the budget, the most worth for its cost first."""
         widths = widths_of(self.free, losses)
         places = [width.counts.index(counts[width.groups[0]]) for width in widths]
-        tracker = make_tracker(self.cost, counts, self.budget.metrics)
+        tracker = self.cost.tracker(counts, self.budget.metrics)
         _fill(widths, places, tracker, self.limits)
         tighten(widths, places, tracker, self.limits)
         return {name: width.counts[place] for width, place in zip(widths, places) for name in width.groups}
@@ -347,7 +348,7 @@ class Problem:
 
     def walk(self, losses: Losses, *, by_cost: bool, fill: bool = True) -> dict[str, int]:
         """`walk_to_budget` from the largest counts."""
-        tracker = make_tracker(self.cost, dense_counts(self.free), self.budget.metrics)
+        tracker = self.cost.tracker(dense_counts(self.free), self.budget.metrics)
         return walk_to_budget(widths_of(self.free, losses), tracker, self.limits, by_cost=by_cost, fill=fill)
 
 

@@ -11,7 +11,6 @@ from sparsekit.bandit.make import make_bandit, registry, restore_bandit
 from sparsekit.bandit.pucbv import PUCBV
 from sparsekit.bandit.space import Box, BoxPull
 from sparsekit.bandit.split_ucbv import SplitUCBV
-from sparsekit.bandit.ucbv import UCBV
 from sparsekit.lazy import lazy_names
 
 if TYPE_CHECKING:
@@ -34,7 +33,6 @@ _, __getattr__ = lazy_names(
 __all__ = [
     "EUCB",
     "PUCBV",
-    "UCBV",
     "Arm",
     "Bandit",
     "Box",

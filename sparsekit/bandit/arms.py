@@ -89,7 +89,7 @@ class ArmBandit(LoggedBandit[Pull]):
 
     Args:
         space: Where to search.
-        arms: How many to begin with, at least `least_arms`.
+        arms: How many to begin with, at least 1.
         exploration: At least 0.
         rng: Draws the first arm and the values.
         others: Further settings, checked by the subclass.
@@ -100,13 +100,11 @@ class ArmBandit(LoggedBandit[Pull]):
 
     space: Interval
 
-    def __init__(
-        self, space: Interval, *, arms: int, exploration: float, rng: np.random.Generator, least_arms: int = 1, **others: Any
-    ) -> None:
+    def __init__(self, space: Interval, *, arms: int, exploration: float, rng: np.random.Generator, **others: Any) -> None:
         if not isinstance(space, Interval):
             raise InvalidValueError(f"space must be an Interval, got {space!r}; pass Interval(low, high)")
-        if isinstance(arms, bool) or not isinstance(arms, (int, np.integer)) or arms < least_arms:
-            raise InvalidValueError(f"arms must be an integer >= {least_arms}, got {arms!r}")
+        if isinstance(arms, bool) or not isinstance(arms, (int, np.integer)) or arms < 1:
+            raise InvalidValueError(f"arms must be an integer >= 1, got {arms!r}")
         self.exploration = check_number(exploration, "exploration")
         if not 0.0 <= self.exploration < math.inf:
             raise InvalidValueError(f"exploration must be finite and at least 0, got {exploration!r}; 0 is greedy")

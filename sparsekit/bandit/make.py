@@ -24,7 +24,6 @@ registry = Registry(
         "e-ucb": "sparsekit.bandit.eucb:EUCB",
         "p-ucbv": "sparsekit.bandit.pucbv:PUCBV",
         "split-ucbv": "sparsekit.bandit.split_ucbv:SplitUCBV",
-        "ucb-v": "sparsekit.bandit.ucbv:UCBV",
     },
     group="sparsekit.bandits",
 )

@@ -13,7 +13,7 @@ from typing import Protocol, TypeAlias
 
 from sparsekit.graph.graph import UnitGraph
 
-__all__ = ["Axes", "CostTracker", "Meter", "Polynomials", "Product", "Tracker", "length", "tensor_axes", "tensor_products"]
+__all__ = ["Axes", "CostTracker", "Meter", "Polynomials", "Product", "length", "tensor_axes", "tensor_products"]
 
 Axes: TypeAlias = tuple[tuple[int, Mapping[str, int]], ...]
 """Of each axis its constant part, and group name → positions per unit."""
@@ -59,26 +59,6 @@ class Meter(Protocol):
 
     def gain(self, before: Mapping[str, int], after: Mapping[str, int], limit: float) -> float:
         """How far the step from `before` to `after` leads towards `limit`: 0 if it does not help."""
-        ...
-
-
-class Tracker(Protocol):
-    """The costs at widths that change step by step."""
-
-    def totals(self) -> Mapping[str, float]:
-        """Metric → cost at the present widths."""
-        ...
-
-    def change(self, groups: Sequence[str], count: int) -> Mapping[str, float]:
-        """Metric → what would be added (below 0: saved) if each of `groups` kept `count` units."""
-        ...
-
-    def gain(self, groups: Sequence[str], count: int, limits: Mapping[str, float]) -> float:
-        """What the same step saves of the budgets that are exceeded, as shares of these budgets, added up."""
-        ...
-
-    def move(self, groups: Sequence[str], count: int) -> None:
-        """Let each of `groups` keep `count` units from now on."""
         ...
 
 

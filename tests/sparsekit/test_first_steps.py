@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import sparsekit as sk
-from sparsekit.bandit import EUCB, UCBV
+from sparsekit.bandit import EUCB
 from sparsekit.errors import InvalidValueError, UnsupportedModelError
 from sparsekit.training.wrappers import EvalModeWarning
 
@@ -46,7 +46,7 @@ def test_a_printed_graph_of_many_groups_stays_short() -> None:
     assert "and 13 more" in text
 
 
-@pytest.mark.parametrize("kind", [sk.PUCBV, sk.SplitUCBV, EUCB, UCBV])
+@pytest.mark.parametrize("kind", [sk.PUCBV, sk.SplitUCBV, EUCB])
 def test_a_printed_bandit_says_where_it_searches_and_how_far_it_is(kind: type) -> None:
     bandit = kind(sk.Interval(0.0, 1.0), rng=np.random.default_rng(0))
     assert "Interval(low=0.0, high=1.0" in repr(bandit)

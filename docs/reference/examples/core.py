@@ -233,9 +233,6 @@ box.tell(sk.bandit.BoxPull(pull.id, {"lr": 0.5}), 1.0)
 # sparsekit.bandit.EUCB
 sk.bandit.EUCB(sk.Interval(0.0, 1.0), rng=rng).ask()
 
-# sparsekit.bandit.UCBV
-sk.bandit.UCBV(sk.Interval(0.0, 1.0), arms=9, rng=rng).ask()
-
 # sparsekit.bandit.make_bandit
 sk.bandit.make_bandit("split-ucbv", sk.Interval(0.0, 1.0), rng=rng)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
@@ -106,20 +105,6 @@ def test_without_costs_there_is_no_budget() -> None:
     graph, _, scores = _setup()
     with pytest.raises(InvalidValueError, match="cost_model"):
         ByCost(sk.Budget(flops="50%")).counts(graph, scores)
-
-
-def test_a_cost_model_without_a_tracker_will_do() -> None:
-    class Plain:
-        def __init__(self, inner: Any) -> None:
-            self.inner = inner
-
-        def costs(self, counts: Mapping[str, int]) -> Mapping[str, float]:
-            found: Mapping[str, float] = self.inner.costs(counts)
-            return found
-
-    graph, costs, scores = _setup()
-    allocation = ByCost(sk.Budget(flops="40%", params="50%"))
-    assert allocation.counts(graph, scores, Plain(costs)) == allocation.counts(graph, scores, costs)
 
 
 @pytest.mark.parametrize(

@@ -103,22 +103,18 @@ class HalfOfTheCost:
     def counts(self, graph: UnitGraph, scores: Mapping[str, Tensor], cost: CostModel | None = None) -> Mapping[str, int]:
         assert cost is not None
         counts = {name: group.size for name, group in graph.groups.items()}
-        half = cost.costs(counts)["parameters"] / 2
-        while cost.costs(counts)["parameters"] > half:
+        half = cost.costs(counts)["params"] / 2
+        while cost.costs(counts)["params"] > half:
             largest = max(counts, key=lambda name: counts[name])
             counts[largest] -= 1
         return counts
 
 
-class Parameters:
-    """Three parameters a unit."""
-
-    def costs(self, counts: Mapping[str, int]) -> Mapping[str, float]:
-        return {"parameters": 3.0 * sum(counts.values())}
-
-
 def test_an_allocation_of_somebody_else_gets_the_cost_model() -> None:
-    mask = select(Ordered(), example_graph(), HalfOfTheCost(), View(), cost=Parameters())
+    graph = example_graph()
+    widths = dict.fromkeys(graph.shapes, 4)
+    cost = CostModel(graph, terms=(), other_flops=0, examples=1, parameters=frozenset(graph.shapes), widths=widths)
+    mask = select(Ordered(), graph, HalfOfTheCost(), View(), cost=cost)
     assert mask.counts() == {"first": 5, "second": 1, "third": 6}
 
 

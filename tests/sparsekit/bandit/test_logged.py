@@ -15,7 +15,7 @@ from sparsekit.bandit.logged import generator_from_state, generator_state
 from sparsekit.errors import InvalidValueError
 
 UNIT = Interval(0.0, 1.0)
-WITH_ARMS = ("p-ucbv", "e-ucb", "ucb-v")
+WITH_ARMS = ("p-ucbv", "e-ucb")
 TWO = Interval(1.0, math.nextafter(1.0, 2.0))
 
 
@@ -47,8 +47,6 @@ def played(name: str, pulls: int = 12, space: Any = UNIT, **options: Any) -> Any
         *(("p-ucbv", {"horizon": horizon}, "horizon") for horizon in (0, math.inf, math.nan)),
         *(("p-ucbv", {"floor": floor}, r"floor must be in \[0, 1\]") for floor in (-0.1, 1.5)),
         *(("p-ucbv", {"decay": decay}, r"decay must be in \(0, 1\]") for decay in (0.0, 1.5)),
-        ("ucb-v", {"arms": 1}, "arms must be an integer >= 2"),
-        ("ucb-v", {"reward_range": 0.0}, "reward_range"),
     ],
 )
 def test_a_setting_that_is_not_allowed_is_refused(name: str, options: dict[str, Any], message: str) -> None:
@@ -148,7 +146,6 @@ GOLDEN: dict[str, tuple[str, dict[str, Any], Interval, list[float]]] = {
         "e-ucb", {"discount": 0.9, "arms": 3, "min_width": 0.02}, LOG,
         [0.00012202555432466916, 0.0002895302401433626, 0.00021686231590841684, 0.3376669368349497],
     ),
-    "ucb-v": ("ucb-v", {"exploration": 0.1}, UNIT, [0.75, 0.75, 0.75, 0.75]),
     "split-ucbv": ("split-ucbv", {}, UNIT, [0.7264897984714136, 0.7264897984714136, 0.7264897984714136, 0.7282692313893515]),
     "split-ucbv, log": (
         "split-ucbv", {}, LOG, [0.4289918014338438, 0.4289918014338438, 0.4289918014338438, 0.4378709737163156],

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sparsekit.bandit import EUCB, PUCBV, UCBV, Interval, make_bandit, registry
+from sparsekit.bandit import EUCB, PUCBV, Interval, make_bandit, registry
 from sparsekit.errors import InvalidValueError, UnknownNameError
 
 UNIT = Interval(0.0, 1.0)
@@ -33,7 +33,7 @@ def test_a_bandit_gets_the_horizon_if_it_wants_one_and_its_own_options() -> None
     assert isinstance(made, PUCBV)
     assert (made.horizon, len(made.arms)) == (7.0, 3)
     assert isinstance(make_bandit("e-ucb", UNIT, rng=rng(), horizon=7), EUCB)
-    assert isinstance(make_bandit("sparsekit.bandit.ucbv:UCBV", UNIT, rng=rng()), UCBV)
+    assert isinstance(make_bandit("sparsekit.bandit.eucb:EUCB", UNIT, rng=rng()), EUCB)
 
 
 @pytest.mark.parametrize(

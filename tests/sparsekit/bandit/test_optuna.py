@@ -277,8 +277,8 @@ def test_values_whose_reward_is_certain_are_not_proposed_again(deterministic: bo
 
 
 def test_values_that_give_different_rewards_are_proposed_again() -> None:
-    study = study_of(BanditSampler("ucb-v", seed=0, arms=2))
-    study.optimize(lambda trial: 0.0 * trial.suggest_float("x", 0.0, 1.0) + trial.number % 7, n_trials=20)
+    study = study_of(BanditSampler("split-ucbv", seed=0))
+    study.optimize(lambda trial: 0 * trial.suggest_int("x", 0, 1) + trial.number % 7, n_trials=20)
     assert len({trial.params["x"] for trial in study.trials[1:]}) == 2
 
 
@@ -323,14 +323,15 @@ def test_a_sampler_that_takes_over_proposes_what_the_first_would_have(bandit: st
 
 
 def test_the_trial_that_the_bandit_recommends_is_no_lucky_one() -> None:
-    sampler = BanditSampler("ucb-v", seed=0, arms=2, space={"x": UNIT})
+    whole = IntDistribution(0, 1)
+    sampler = BanditSampler("e-ucb", seed=0, arms=2, min_width=0.5, space={"x": whole})
     study = study_of(sampler)
     assert sampler.recommended(study) is None
     for value in (5.0, -5.0, 1.0, 2.0, 1.5, 1.0):
-        trial = study.ask({"x": UNIT})
-        study.tell(trial, value if trial.params["x"] == 0.0 else 1.0)
+        trial = study.ask({"x": whole})
+        study.tell(trial, value if trial.params["x"] == 0 else 1.0 + trial.number / 100)
     found = sampler.recommended(study)
-    means = {x: np.mean([t.value for t in study.trials if t.params["x"] == x]) for x in (0.0, 1.0)}
+    means = {x: np.mean([t.value for t in study.trials if t.params["x"] == x]) for x in (0, 1)}
     assert found is not None
     assert found.params["x"] == max(means, key=lambda x: means[x])
 
@@ -403,9 +404,11 @@ def test_what_is_not_allowed_is_refused() -> None:
 
 
 def test_options_go_to_the_bandit() -> None:
-    sampler = BanditSampler("ucb-v", seed=0, arms=3)
+    sampler = BanditSampler("p-ucbv", seed=0, arms=1, min_width=1.0)
     study = study_of(sampler)
     study.optimize(lambda trial: trial.suggest_float("x", 0.0, 1.0), n_trials=10)
-    assert {trial.params["x"] for trial in study.trials[1:]} == {0.0, 0.5, 1.0}
+    assert sampler._search is not None
+    ((_, bandit),) = sampler._search._groups
+    assert (len(bandit.arms), bandit.min_width) == (1, 1.0)
     assert CategoricalDistribution(["a"]) not in sampler.infer_relative_search_space(study, study.trials[0]).values()
     assert np.isfinite(study.best_value)

@@ -100,12 +100,12 @@ def test_going_on_needs_no_more_than_the_folder(tmp_path: Path, capsys: pytest.C
 
 def test_failures_are_counted_and_shown_with_their_reason(capsys: pytest.CaptureFixture[str]) -> None:
     command = "if [ {n} -gt 2 ]; then echo '[no] room' >&2; exit 7; fi; echo score {n}"
-    line = ["tune", command, "--space", "n=1:4:int", "--metric", r"score (\d)", "--sampler", "ucb-v", "--trials", "5"]
+    line = ["tune", command, "--space", "n=1:4:int", "--metric", r"score (\d)", "--sampler", "e-ucb", "--trials", "5"]
     assert execute(line) == 0
     captured = capsys.readouterr()
     assert "failed (exit code 7: [no] room)" in captured.err
     assert "5 trials, " in captured.out
-    assert " failed; ucb-v" in captured.out
+    assert " failed; e-ucb" in captured.out
 
 
 def test_when_all_fail_the_last_reason_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -125,7 +125,7 @@ def test_when_all_fail_the_last_reason_is_an_error(tmp_path: Path, capsys: pytes
         ([*BASIC, "--timeout", "-1"], "--timeout must be a number of seconds above 0"),
         ([*BASIC, "--seed", "-1"], "--seed must be an integer >= 0"),
         ([*BASIC, "--resume"], "--resume needs --out DIR"),
-        ([*BASIC[:-1], "ucbv"], "did you mean 'ucb-v'"),
+        ([*BASIC[:-1], "eucb"], "did you mean 'e-ucb'"),
     ],
 )
 def test_bad_input_is_refused_with_what_to_do(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -55,7 +55,7 @@ def test_our_bandit_chooses_and_a_failed_trial_loses_no_other(capsys):
         "--space",
         "seed=0:1:int",
         "--sampler",
-        "ucb-v",
+        "e-ucb",
         "--metric",
         "validation.f1",
         "--trials",

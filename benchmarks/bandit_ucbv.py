@@ -55,7 +55,7 @@ class UCBV(ArmBandit):
         Raises:
             InvalidValueError: one of these is not allowed, or the space holds too few numbers for so many points.
         """
-        super().__init__(space, arms=arms, exploration=exploration, rng=rng, least_arms=2)
+        super().__init__(space, arms=arms, exploration=exploration, rng=rng)
         self.reward_range = check_number(reward_range, "reward_range")
         if not 0.0 < self.reward_range < math.inf:
             raise InvalidValueError(f"reward_range must be finite and above 0, got {reward_range!r}")
