@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -100,7 +101,7 @@ class KeptNorms(NormMode):
     def __init__(self, model: nn.Module, graph: UnitGraph) -> None:
         super().__init__()
         self._sites = {(site.module, site.call): site for site in graph.norms}
-        self._stays: dict[tuple[str, int], Tensor] = {}
+        self._stays: dict[tuple[str, int], Tensor] = {}  # only of norms that leave something out
         owners = {site.module for site in graph.norms}
         names = dict(model.named_modules())
         roots = [
@@ -113,30 +114,36 @@ class KeptNorms(NormMode):
             if any(_inside(name, root) for root in roots):
                 self.patch(module, name)
 
-    def set_mask(self, keep: Mapping[str, Tensor], within: Mapping[str, Tensor] | None = None) -> None:
+    def set_mask(
+        self, keep: Mapping[str, Tensor], within: Mapping[str, Tensor] | None = None, *, device: torch.device
+    ) -> None:
         """Set what is kept: group name → bool (units,).
 
         Args:
             keep: What is kept.
             within: The units that the model has, if it is not dense.
+            device: Where the next passes run.
         """
-        self._stays = {key: site.stays(keep) for key, site in self._sites.items()}
+        found = {key: site.stays(keep) for key, site in self._sites.items()}
         if within is not None:
-            self._stays = {key: stays[self._sites[key].stays(within)] for key, stays in self._stays.items()}
+            found = {key: stays[self._sites[key].stays(within)] for key, stays in found.items()}
+        # Asked and copied here: at each call, a device would have to be waited for.
+        self._stays = {key: stays.to(device) for key, stays in found.items() if not bool(stays.all())}
 
     def meet(self, module: str, number: int, call: NormCall, plain: Callable[[], Any]) -> Any:
         """Compute over the kept positions where units were traced, else plainly."""
-        site, stays = self._sites.get((module, number)), self._stays.get((module, number))
-        if site is None or stays is None or bool(stays.all()):
+        stays = self._stays.get((module, number))
+        if stays is None:
             return plain()
+        site = self._sites[module, number]
         dim = call.x.dim() + site.dim
         if call.name != site.function or dim not in call.dims or call.x.shape[dim] != stays.numel():
             raise TraceError(
                 f"{module or 'the model'} calls {call.name} on {tuple(call.x.shape)} where it called {site.function} over"
                 f" {stays.numel()} positions when its units were traced; trace it on inputs that take the same path"
             )
-        mask = along(stays.to(call.x.device), dim, call.x.dim())
-        return call.over(mask)
+        # A copy only where the model is on several devices.
+        return call.over(along(stays.to(call.x.device), dim, call.x.dim()))
 
 
 def _inside(name: str, root: str) -> bool:
@@ -156,7 +163,7 @@ def kept_norms(model: nn.Module, graph: UnitGraph, keep: Mapping[str, Tensor]) -
         yield
         return
     norms = KeptNorms(model, graph)
-    norms.set_mask(keep)
+    norms.set_mask(keep, device=next((tensor.device for tensor in model.parameters()), torch.device("cpu")))
     try:
         yield
     finally:

@@ -70,8 +70,10 @@ def _working(x: Tensor) -> Tensor:
 
 def _result_dtype(x: Tensor) -> torch.dtype:
     """Norms are among the functions that autocast runs in float32 on accelerators, and as they come on the CPU."""
-    promoted = x.device.type != "cpu" and torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64
-    return torch.float32 if promoted else x.dtype
+    kind = x.device.type
+    if kind == "cpu" or x.dtype == torch.float64 or not torch.amp.is_autocast_available(kind):
+        return x.dtype
+    return torch.float32 if torch.is_autocast_enabled(kind) else x.dtype
 
 
 def _scaled(y: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:

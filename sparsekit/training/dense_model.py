@@ -102,7 +102,7 @@ class DenseModel:
         for name, (owner, attribute) in self._places.items():
             owner.__dict__[attribute] = state[name]
         self._sync_recurrent()
-        self._norms.set_mask(mask, within)
+        self._norms.set_mask(mask, within, device=next(iter(state.values())).device)
         # A compiled module is compiled for its narrow sizes; a rare dense pass is not worth another compilation.
         with eager():
             return self._module(*args, **kwargs)

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from laws import check_masked_equals_compact, check_nothing_is_lost, random_mask
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from zoo_base import hash_of
 from zoo_norms import KEPT
 
@@ -63,6 +64,27 @@ def test_a_layer_norm_of_three_units_of_which_two_are_kept() -> None:
         assert model(x).item() == pytest.approx(90.0, abs=1e-9)
 
 
+class _Calls(TorchDispatchMode):
+    """Names the operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("ratio", [0.5, 1.0])
+def test_no_pass_reads_the_mask_back_or_copies_it_to_the_device(ratio: float) -> None:
+    model = nn.Sequential(nn.Linear(3, 6), nn.LayerNorm(6), nn.Linear(6, 2))
+    graph, x = trace_units(model, torch.randn(4, 3), norm="kept"), torch.zeros(4, 3, device="meta")
+    with kept_norms(model.to("meta"), graph, random_mask(graph, ratio, 0)), torch.no_grad(), _Calls() as calls:
+        model(x)
+    assert not {"_local_scalar_dense", "_to_copy"} & set(calls.names)
+
+
 def test_fixed_is_the_default_and_names_the_norm() -> None:
     model = nn.Sequential(nn.Linear(3, 6), nn.LayerNorm(6), nn.Linear(6, 2))
     with pytest.warns(FixedUnitsWarning, match="layer_norm"), pytest.raises(NoUnitsError):
@@ -90,7 +112,7 @@ def test_the_mask_can_change_from_pass_to_pass() -> None:
     outputs = []
     for seed in (0, 1):
         mask = random_mask(graph, 0.5, seed)
-        norms.set_mask(mask)
+        norms.set_mask(mask, device=torch.device("cpu"))
         gates = {name: keep.double() for name, keep in mask.items()}
         gated = graph.gate(dict(dense.named_parameters()), gates)
         found = torch.func.functional_call(dense, gated, (x,))
