@@ -28,7 +28,7 @@ def dump(graph: Mapping[str, Any]) -> str:
         "sizes": [[item.module, item.name, item.group, item.per_unit] for item in graph["sizes"]],
         "groups": [_group(group) for group in graph["groups"].values()],
         "norms": [_norm(site) for site in graph["norms"]],
-        "layers": [[layer.name, list(layer.entries), list(layer.reads)] for layer in graph["layers"]],
+        "layers": [[layer.name, *map(list, (layer.entries, layer.reads, layer.frozen))] for layer in graph["layers"]],
     }
     return json.dumps(raw)
 
@@ -51,7 +51,7 @@ def load(text: str) -> dict[str, Any]:
             "fixed": tuple(FixedUnits(*item) for item in raw["fixed"]),
             "sizes": tuple(SizeAttribute(*item) for item in raw["sizes"]),
             "norms": tuple(_read_norm(n) for n in raw["norms"]),
-            "layers": tuple(Layer(name, tuple(entries), tuple(reads)) for name, entries, reads in raw["layers"]),
+            "layers": tuple(Layer(name, *map(tuple, entries)) for name, *entries in raw["layers"]),
         }
     except (KeyError, TypeError, json.JSONDecodeError) as error:
         raise InvalidValueError(f"this text is not a unit graph: {error!r}") from error

@@ -20,11 +20,13 @@ class Layer:
         entries: State-dict keys that this layer is the first to read; statistics that no pass reads are with their module.
         reads: All that it reads. An entry that it shares with an earlier layer, as a decoder tied to an embedding, is among
             its reads and among the other's entries.
+        frozen: Of its reads, parameters that need no gradient.
     """
 
     name: str
     entries: tuple[str, ...]
     reads: tuple[str, ...]
+    frozen: tuple[str, ...] = ()
 
 
 def head_entries(layers: Sequence[Layer], count: int = 1) -> tuple[str, ...]:
@@ -41,7 +43,7 @@ def head_entries(layers: Sequence[Layer], count: int = 1) -> tuple[str, ...]:
 
 
 def layer_weights(layers: Sequence[Layer], shapes: Mapping[str, torch.Size]) -> tuple[str, ...]:
-    """State-dict keys of the weight matrices that may be pruned by entry: all but those that the output layer reads.
+    """State-dict keys of the weight matrices that may be pruned by entry: all that train but those that the output layer reads.
 
     Args:
         layers: Of the model, in forward order.
@@ -55,7 +57,7 @@ def layer_weights(layers: Sequence[Layer], shapes: Mapping[str, torch.Size]) -> 
         name
         for layer in layers
         for name in layer.reads
-        if name in layer.entries and name not in last and len(shapes[name]) > 1 and math.prod(shapes[name]) > 1
+        if name in layer.entries and name not in layer.frozen and name not in last and len(shapes[name]) > 1 and math.prod(shapes[name]) > 1
     )
 
 

@@ -87,9 +87,11 @@ def _layers(events: Sequence[Sequence[str]], tensors: Mapping[str, Tensor], ties
     _add_unread(found, tensors, ties)
     # Within a layer in the order of the state: kernels of one module read its entries in orders of their own.
     place = {name: number for number, name in enumerate(tensors)}
-    return tuple(
-        Layer(name, *(tuple(sorted(keys, key=place.__getitem__)) for keys in (entries, read))) for name, entries, read in found
-    )
+    layers = []
+    for name, entries, read in found:
+        frozen = [key for key in read if isinstance(tensors[key], nn.Parameter) and not tensors[key].requires_grad]
+        layers.append(Layer(name, *(tuple(sorted(keys, key=place.__getitem__)) for keys in (entries, read, frozen))))
+    return tuple(layers)
 
 
 def _add_unread(found: list[tuple[str, list[str], list[str]]], tensors: Mapping[str, Tensor], ties: Mapping[str, str]) -> None:

@@ -116,7 +116,7 @@ class LargestChanges(DenseFromSparse):
 
     def train(self, ctx: ClientContext, start: StateDict, mask: Mask | None, ratio: float) -> LocalResult:
         result = super().train(ctx, start, mask, ratio)
-        changes = {name: result.state[name] - start[name] for name in prunable_weights(ctx.graph, "CS")}
+        changes = {name: result.state[name] - start[name].to(result.state[name]) for name in prunable_weights(ctx.graph, "CS")}
         return replace(result, mask=largest_weights(changes, changes, self.share))
 
 

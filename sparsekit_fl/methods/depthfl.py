@@ -35,7 +35,8 @@ from sparsekit_fl.policies.rule import Accumulator
 from sparsekit_fl.problem.metrics import IGNORED
 from sparsekit_fl.problem.problem import Problem
 from sparsekit_fl.training.loop import Batch
-from sparsekit_fl.wire.kept import Mask
+from sparsekit_fl.wire.kept import Kept, Mask
+from sparsekit_fl.wire.messages import Update
 
 __all__ = [
     "DepthPrefix",
@@ -198,11 +199,21 @@ class DynamicMean(CoverageMean):
         acc = super().init(ctx, state)
         parameters = ctx.costs.parameters if ctx.costs is not None else frozenset(state)
         acc.extra = {"drift": ctx.memory.setdefault("drift", {}), "clients": len(ctx.roster), "parameters": parameters}
+        acc.extra["holders"] = {}
         return acc
+
+    def add(self, ctx: ServerContext, acc: Accumulator, update: Update, age: int) -> None:
+        super().add(ctx, acc, update, age)
+        kept, holders = Kept(ctx.graph, update.mask), acc.extra["holders"]
+        for name in update.delta:
+            holders[name] = holders.get(name, 0) + kept.is_whole(name)
 
     def change(self, name: str, acc: Accumulator) -> Tensor | None:
         """Return the change of an entry: the mean, minus h / α for parameters."""
-        mean, holders = super().change(name, acc), acc.covered.get(name, 0.0)
+        mean = super().change(name, acc)
+        # A rule for which it must not matter who holds an entry has said itself for how many they count.
+        told = acc.rule is None or acc.rule.counts_holders
+        holders = (acc.extra["holders"] if told else acc.covered).get(name, 0)
         if mean is None or not holders:
             return None
         if not self.alpha or name not in acc.extra["parameters"]:

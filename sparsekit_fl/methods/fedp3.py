@@ -65,7 +65,7 @@ class PrunedOthers(MaskPolicy):
     def propose(self, ctx: ServerContext, client_id: int, proposal: float | None) -> Mask | None:
         own = own_layers(ctx.graph, client_id, self.layers, private_head=self.private_head)
         mine = {name for layer in own for name in layer.entries}
-        names = [n for n in layer_weights(ctx.graph.layers, ctx.graph.shapes) if n not in mine and n in ctx.state]
+        names = [n for n in layer_weights(ctx.graph.layers, ctx.graph.shapes) if n not in mine]
         return largest_weights(ctx.state, names, self.kept) if names and self.kept < 1.0 else None
 
     def choose(self, ctx: ClientContext, ratio: float, state: StateDict) -> Mask | None:

@@ -38,7 +38,7 @@ def recall_mask(memory: Mapping[str, Any]) -> Mask | None:
 
 
 def prunable_weights(graph: UnitGraph, who: str) -> tuple[str, ...]:
-    """Return the weights that may be pruned by entry: all matrices but the output layer's, no bias and no norm.
+    """Return the weights that may be pruned by entry: all matrices that train but the output layer's, no bias and no norm.
 
     Raises:
         InvalidValueError: there are none; `who` is named in the message.
@@ -46,8 +46,8 @@ def prunable_weights(graph: UnitGraph, who: str) -> tuple[str, ...]:
     names = layer_weights(graph.layers, graph.shapes)
     if not names:
         raise InvalidValueError(
-            f"the model has no weight matrix besides its output layer, so {who} has nothing to prune;"
-            " use a model with at least one hidden layer"
+            f"the model has no weight matrix besides its output layer that trains, so {who} has nothing to prune;"
+            " use a model with at least one hidden layer, or freeze fewer"
         )
     return names
 

@@ -74,6 +74,17 @@ def test_entries_become_the_mean_over_their_holders_minus_the_servers_drift() ->
     assert combine(DynamicMean(), second)["w"].tolist() == [[1.0, 2.0, 3.0]]
 
 
+def test_examples_weigh_in_the_mean_and_not_in_the_number_of_holders() -> None:
+    ctx = server_context(clients=10, memory={})
+    first = update(0, [3.0, 3.0, 3.0], b=4.0, examples=30)
+    second = update(1, [], keep=[False, False, False], b=0.0, examples=10)
+    found = combine(DynamicMean("examples", alpha=0.1), first, second, ctx=ctx)
+    # As with equal weights, one holder of ten: 3 + 3 / 10.
+    assert torch.allclose(found["w"], torch.tensor([[4.3, 5.3, 6.3]]))
+    # Two holders, mean (30 · 4 + 10 · 0) / 40 = 3: 3 + 2 · 3 / 10.
+    assert torch.allclose(found["b"], torch.tensor([13.6]))
+
+
 def test_distillation_by_hand() -> None:
     first, second = torch.tensor([[0.0, 1.0], [2.0, 0.0]]), torch.tensor([[1.0, 0.0], [0.5, 0.5]])
     p, q = first.softmax(-1), second.softmax(-1)
