@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 import re
+import subprocess
 import sys
 from functools import cache
 from pathlib import Path
@@ -99,6 +100,21 @@ def test_the_python_of_a_page_runs_from_its_top_to_its_end(page: Path, tmp_path:
     names: dict[str, Any] = {}
     for number, code in enumerate(re.findall(r"^```python\n(.*?)^```$", page.read_text(encoding="utf-8"), re.M | re.S)):
         _run(code, names, f"{page.name}, python block {number}", monkeypatch)
+
+
+TESTED = [page for page in WHOLE if "class Test" in page.read_text(encoding="utf-8")]
+"""Pages that show a test, for readers to copy."""
+
+
+@pytest.mark.parametrize("page", TESTED, ids=lambda page: page.relative_to(DOCS).as_posix())
+def test_the_tests_that_a_page_shows_pass_where_a_reader_copies_them(page: Path, tmp_path: Path) -> None:
+    code = "".join(re.findall(r"^```python\n(.*?)^```$", page.read_text(encoding="utf-8"), re.M | re.S))
+    (tmp_path / "test_copied.py").write_text(code, encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_copied.py"],
+        cwd=tmp_path, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
 
 
 def _lines(kind: str) -> list[tuple[str, str]]:

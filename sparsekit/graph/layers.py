@@ -57,7 +57,11 @@ def layer_weights(layers: Sequence[Layer], shapes: Mapping[str, torch.Size]) -> 
         name
         for layer in layers
         for name in layer.reads
-        if name in layer.entries and name not in layer.frozen and name not in last and len(shapes[name]) > 1 and math.prod(shapes[name]) > 1
+        if name in layer.entries
+        and name not in layer.frozen
+        and name not in last
+        and len(shapes[name]) > 1
+        and math.prod(shapes[name]) > 1
     )
 
 

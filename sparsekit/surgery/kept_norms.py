@@ -114,9 +114,7 @@ class KeptNorms(NormMode):
             if any(_inside(name, root) for root in roots):
                 self.patch(module, name)
 
-    def set_mask(
-        self, keep: Mapping[str, Tensor], within: Mapping[str, Tensor] | None = None, *, device: torch.device
-    ) -> None:
+    def set_mask(self, keep: Mapping[str, Tensor], within: Mapping[str, Tensor] | None = None, *, device: torch.device) -> None:
         """Set what is kept: group name → bool (units,).
 
         Args:
