@@ -37,7 +37,7 @@ def fedhalf(threshold: float = 0.5) -> fl.Method:
         source="an example",
         ratio=HalfWhenSlow(threshold),
         mask=fl.policies.UnitCriterion(sk.criteria.Random()),
-        aggregate=fl.policies.CoverageMean(),
+        aggregate=fl.policies.Mean("uniform", over="holders"),
     )
 
 

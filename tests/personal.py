@@ -58,10 +58,7 @@ def update(client_id, w, *, keep=None, examples=1, b=0.0, out=0.0, extra=None, m
 def combine(policy, *updates, ctx=None, state=None):
     """What a policy makes of updates."""
     ctx = ctx or server_context(state=state)
-    acc = policy.init(ctx, ctx.state)
-    for item in updates:
-        policy.add(ctx, acc, item, 0)
-    return policy.finish(ctx, ctx.state, acc)
+    return policy.combine(ctx, ctx.state, [(item, 0) for item in updates])
 
 
 def deep_problem() -> Problem:

@@ -9,6 +9,7 @@ layer is not pruned here, as in none of the methods that prune by entry, and as 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
@@ -20,10 +21,10 @@ from sparsekit_fl.context.client import ClientContext
 from sparsekit_fl.context.server import ServerContext
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.options.checked import Hint, Positive, Ratio
-from sparsekit_fl.policies import Constant, DeltaMean, LocalResult, MaskPolicy, Sgd, SharePolicy
+from sparsekit_fl.policies import Constant, LocalResult, MaskPolicy, Mean, Sgd, SharePolicy
 from sparsekit_fl.policies.aggregate import Weighting
+from sparsekit_fl.policies.combine import Changes, Counted, Over, Rule, mean
 from sparsekit_fl.policies.pruning import prunable_weights
-from sparsekit_fl.policies.rule import Accumulator
 from sparsekit_fl.policies.weight_masks import largest_weights
 from sparsekit_fl.problem.problem import Problem
 from sparsekit_fl.wire.kept import Mask, mask_state
@@ -75,11 +76,12 @@ class Complement(SharePolicy):
 
 
 @dataclass(frozen=True)
-class ComplementMean(DeltaMean):
+class ComplementMean(Mean):
     """Add `rate` times the mean of the clients' pruned weights to the sparse model, then prune it again.
 
     Args:
         weighting: By the number of examples, or equal.
+        over: Which clients an entry's mean is over; see `Mean`.
         rate: η, the aggregation ratio; 1.5 in the reference code.
         ratio: Share of each layer's weights that stays.
 
@@ -87,20 +89,22 @@ class ComplementMean(DeltaMean):
     """
 
     weighting: Weighting = "examples"
+    over: Over = "all"
     rate: Annotated[Positive, Hint("1 is a plain mean")] = 1.5
     ratio: Ratio = 0.5
 
-    def add(self, ctx: ServerContext, acc: Accumulator, update: Update, age: int) -> None:
-        super().add(ctx, acc, update, age)
-        acc.extra.setdefault("pruned", set()).update(update.mask or ())
+    def combine(
+        self, ctx: ServerContext, state: StateDict, arrivals: Sequence[tuple[Update, int]], rule: Rule = mean
+    ) -> dict[str, Tensor]:
+        pruned = {name for update, _ in arrivals for name in update.mask or ()}
 
-    def change(self, name: str, acc: Accumulator) -> Tensor | None:
-        """Return the mean, times the rate where the entry has a complement; weights that were sent down stay."""
-        mean = super().change(name, acc)
-        return mean if mean is None or name not in acc.extra["pruned"] else mean * self.rate
+        def strong(graph: UnitGraph, state: StateDict, updates: Sequence[Counted], over: Over) -> Changes:
+            """Return the mean, times the rate where the entry has a complement; weights that were sent down stay."""
+            found = rule(graph, state, updates, over)
+            changes = {name: change * self.rate if name in pruned else change for name, change in found.changes.items()}
+            return found._replace(changes=changes)
 
-    def finish(self, ctx: ServerContext, state: StateDict, acc: Accumulator) -> dict[str, Tensor]:
-        dense = super().finish(ctx, state, acc)
+        dense = super().combine(ctx, state, arrivals, strong)
         return mask_state(ctx.graph, _largest(ctx.graph, dense, self.ratio), dense)
 
 
@@ -121,20 +125,24 @@ class LargestChanges(DenseFromSparse):
 
 
 @dataclass(frozen=True)
-class ChangeMean(DeltaMean):
+class ChangeMean(Mean):
     """Add the plain mean of the clients' changes to the model that they started from, and leave the result dense.
 
     Args:
         weighting: "uniform" in the released code.
+        over: Which clients an entry's mean is over; see `Mean`.
         ratio: Share of each layer's weights that had been sent down.
     """
 
     weighting: Weighting = "uniform"
+    over: Over = "all"
     ratio: Ratio = 0.5
 
-    def finish(self, ctx: ServerContext, state: StateDict, acc: Accumulator) -> dict[str, Tensor]:
+    def combine(
+        self, ctx: ServerContext, state: StateDict, arrivals: Sequence[tuple[Update, int]], rule: Rule = mean
+    ) -> dict[str, Tensor]:
         sent = state if ctx.round == 1 else mask_state(ctx.graph, _largest(ctx.graph, state, self.ratio), state)
-        return super().finish(ctx, sent, acc)
+        return super().combine(ctx, sent, arrivals, rule)
 
 
 def cs(*, ratio: float = 0.5, rate: float = 1.5, variant: Literal["complement", "released"] = "complement") -> Method:

@@ -27,16 +27,15 @@ from sparsekit_fl.context.server import ServerContext
 from sparsekit_fl.costs.rowmask import part_flops
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.options.checked import Hint, NonNegative, Ratio
-from sparsekit_fl.policies import ByCapability, CoverageMean, LocalPolicy, LocalResult, MaskPolicy
+from sparsekit_fl.policies import ByCapability, LocalPolicy, LocalResult, MaskPolicy, Mean
 from sparsekit_fl.policies.aggregate import Weighting
+from sparsekit_fl.policies.combine import Changes, Over
 from sparsekit_fl.policies.exits import WithExits, build_with_exits
 from sparsekit_fl.policies.local import Adjust, Leaves, load_leaves, pull_towards, sgd_step
-from sparsekit_fl.policies.rule import Accumulator
 from sparsekit_fl.problem.metrics import IGNORED
 from sparsekit_fl.problem.problem import Problem
 from sparsekit_fl.training.loop import Batch
-from sparsekit_fl.wire.kept import Kept, Mask
-from sparsekit_fl.wire.messages import Update
+from sparsekit_fl.wire.kept import Mask
 
 __all__ = [
     "DepthPrefix",
@@ -180,48 +179,37 @@ class ExitSgd(LocalPolicy):
 
 
 @dataclass(frozen=True)
-class DynamicMean(CoverageMean):
+class DynamicMean(Mean):
     """The mean over the clients that hold an entry, minus h / α, with h ← h − α · (holders / clients) · (mean − ω).
 
     h concerns parameters alone; statistics become the mean. Entries that nobody holds stay.
 
     Args:
         weighting: Equal, as in the baseline.
+        over: Which clients an entry's mean is over; see `Mean`.
         alpha: α; 0 is the plain mean.
 
     Source: Acar et al., Federated Learning Based on Dynamic Regularization, ICLR 2021, as used by Kim et al., ICLR 2023.
     """
 
     weighting: Weighting = "uniform"
+    over: Over = "holders"
     alpha: float = 0.1
 
-    def init(self, ctx: ServerContext, state: StateDict) -> Accumulator:
-        acc = super().init(ctx, state)
-        parameters = ctx.costs.parameters if ctx.costs is not None else frozenset(state)
-        acc.extra = {"drift": ctx.memory.setdefault("drift", {}), "clients": len(ctx.roster), "parameters": parameters}
-        acc.extra["holders"] = {}
-        return acc
-
-    def add(self, ctx: ServerContext, acc: Accumulator, update: Update, age: int) -> None:
-        super().add(ctx, acc, update, age)
-        kept, holders = Kept(ctx.graph, update.mask), acc.extra["holders"]
-        for name in update.delta:
-            holders[name] = holders.get(name, 0) + kept.is_whole(name)
-
-    def change(self, name: str, acc: Accumulator) -> Tensor | None:
-        """Return the change of an entry: the mean, minus h / α for parameters."""
-        mean = super().change(name, acc)
-        # A rule for which it must not matter who holds an entry has said itself for how many they count.
-        told = acc.rule is None or acc.rule.counts_holders
-        holders = (acc.extra["holders"] if told else acc.covered).get(name, 0)
-        if mean is None or not holders:
-            return None
-        if not self.alpha or name not in acc.extra["parameters"]:
-            return mean
-        before: Tensor = acc.extra["drift"].get(name, torch.zeros_like(mean))
-        drift = before - self.alpha * holders / acc.extra["clients"] * mean
-        acc.extra["drift"][name] = drift
-        moved: Tensor = mean - drift / self.alpha
+    def adjust(self, ctx: ServerContext, found: Changes) -> dict[str, Tensor]:
+        """Return the mean of entries that are held, minus h / α for parameters."""
+        parameters = ctx.costs.parameters if ctx.costs is not None else frozenset(ctx.state)
+        drifts = ctx.memory.setdefault("drift", {})
+        moved: dict[str, Tensor] = {}
+        for name, mean in found.changes.items():
+            holders = found.holders.get(name, 0.0)
+            if not holders:
+                continue
+            moved[name] = mean
+            if self.alpha and name in parameters:
+                before: Tensor = drifts.get(name, torch.zeros_like(mean))
+                drifts[name] = before - self.alpha * holders / len(ctx.roster) * mean
+                moved[name] = mean - drifts[name] / self.alpha
         return moved
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from sparsekit.criteria import Random
 from sparsekit_fl.methods.method import Method
-from sparsekit_fl.policies import ByCapability, CoverageMean, RecalibratedBatchNorm, ServerCriterion, SubmodelSgd
+from sparsekit_fl.policies import ByCapability, Mean, RecalibratedBatchNorm, ServerCriterion, SubmodelSgd
 
 __all__ = ["efd"]
 
@@ -30,6 +30,6 @@ def efd(*, clip: float | None = 1.0, scaler: bool = True) -> Method:
         ratio=ByCapability(),
         mask=ServerCriterion(Random()),
         local=SubmodelSgd(clip=clip, scaler=scaler),
-        aggregate=CoverageMean("examples"),
+        aggregate=Mean("examples", over="holders"),
         personal=RecalibratedBatchNorm(),
     )

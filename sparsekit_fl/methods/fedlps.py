@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from sparsekit.training import ImportanceRegularizer
 from sparsekit_fl.methods.method import Method
-from sparsekit_fl.policies import BanditRatio, DeltaMean, LearnableSgd, LocalModel, OwnClasses, TouchedRowsMean
+from sparsekit_fl.policies import BanditRatio, LearnableSgd, LocalModel, Mean, OwnClasses, TouchedRowsMean
 
 __all__ = ["fedlps", "fedlps_own", "fedlps_paper"]
 
@@ -24,7 +24,7 @@ def fedlps() -> Method:
         source="Xue et al., Learnable Sparse Customization in Heterogeneous Edge Computing, ICDE 2025, arXiv 2412.07216",
         ratio=BanditRatio(),
         local=LearnableSgd(term=ImportanceRegularizer(target="standardised", reduction="sum"), importance_lr=0.02),
-        aggregate=DeltaMean(),
+        aggregate=Mean(over="all"),
         personal=LocalModel(select="best"),
     )
 

@@ -2,7 +2,7 @@
 
 Jiang, Xu, Xu, Wang, Qiao, Zhao: FedMP: Federated Learning through Adaptive Model Pruning in Heterogeneous Edge Computing,
 ICDE 2022. Its bandit is E-UCB. Its synchronisation, R2SP, adds to each submodel the residual that was pruned and takes
-the mean, which is `DeltaMean` with equal weights. FedMP prunes shares of filters by their L1 norm; a ratio here is the
+the mean, which is `Mean(over="all")` with equal weights. FedMP prunes shares of filters by their L1 norm; a ratio here is the
 share that stays.
 """
 
@@ -20,7 +20,7 @@ from sparsekit_fl.context.client import ClientContext
 from sparsekit_fl.context.server import ServerContext
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.options.checked import Fraction, Hint, Positive, Ratio
-from sparsekit_fl.policies import DeltaMean, RatioPolicy, RecalibratedBatchNorm, ServerCriterion
+from sparsekit_fl.policies import Mean, RatioPolicy, RecalibratedBatchNorm, ServerCriterion
 from sparsekit_fl.wire.messages import Assignment, Update, require_metrics
 
 __all__ = ["TimelyRatio", "fedmp"]
@@ -104,7 +104,7 @@ def fedmp(*, low: float = 0.2, capped: bool = False) -> Method:
         source="Jiang et al., FedMP, ICDE 2022",
         ratio=TimelyRatio(low=low, capped=capped),
         mask=ServerCriterion(Magnitude()),
-        aggregate=DeltaMean("uniform"),
+        aggregate=Mean("uniform", over="all"),
         personal=RecalibratedBatchNorm(),
         note="" if capped else "Its ratios may exceed what a client can do; slowness, not a limit, keeps them low.",
     )

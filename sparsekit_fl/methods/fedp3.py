@@ -21,7 +21,7 @@ from sparsekit_fl.context.client import ClientContext
 from sparsekit_fl.context.server import ServerContext
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.options.checked import Count, Ratio
-from sparsekit_fl.policies import ByCapability, CoverageMean, LocalModel, LocalResult, MaskPolicy, PrivateHead
+from sparsekit_fl.policies import ByCapability, LocalModel, LocalResult, MaskPolicy, Mean, PrivateHead
 from sparsekit_fl.policies.mask import require_units
 from sparsekit_fl.policies.weight_masks import largest_weights
 from sparsekit_fl.problem.problem import Problem
@@ -116,6 +116,6 @@ def fedp3(*, layers: int | None = 2, keep: float = 0.9, private_head: bool = Tru
         ratio=ByCapability(),
         mask=PrunedOthers(layers, keep, private_head),
         share=OwnLayers(count=layers, private_head=private_head),
-        aggregate=CoverageMean("uniform"),
+        aggregate=Mean("uniform", over="holders"),
         personal=LocalModel("last"),
     )

@@ -23,7 +23,7 @@ from sparsekit_fl.context.client import ClientContext
 from sparsekit_fl.context.server import ServerContext
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.options.checked import Hint, Share
-from sparsekit_fl.policies import Constant, DeltaMean, LocalResult, RememberedMask, Sgd, UnderOwnMask
+from sparsekit_fl.policies import Constant, LocalResult, Mean, RememberedMask, Sgd, UnderOwnMask
 from sparsekit_fl.policies.local import gradients_of
 from sparsekit_fl.policies.pruning import prunable_weights, recall_mask, remember_mask
 from sparsekit_fl.policies.weight_masks import keep_largest_entries, layer_densities, random_weights
@@ -139,7 +139,7 @@ def fedspa(*, ratio: float = 0.5, anneal: float = 0.5, densities: Literal["erk",
         ratio=Constant(ratio),
         mask=MovingMask(densities),
         local=SparseToSparseSgd(anneal=anneal),
-        aggregate=DeltaMean("uniform"),
+        aggregate=Mean("uniform", over="all"),
         personal=UnderOwnMask(),
         note="Masks of single weights save bytes and no time; its compact FLOPs are those of the whole model.",
     )

@@ -23,7 +23,7 @@ from sparsekit.graph import Axes, StateDict, UnitGraph, UnitMask
 from sparsekit_fl.context.client import ClientContext, Work
 from sparsekit_fl.costs.rowmask import rowmask_flops
 from sparsekit_fl.methods.method import Method
-from sparsekit_fl.policies import ByCapability, CoverageMean, LocalPolicy, LocalResult, RecalibratedBatchNorm, ServerCriterion
+from sparsekit_fl.policies import ByCapability, LocalPolicy, LocalResult, Mean, RecalibratedBatchNorm, ServerCriterion
 from sparsekit_fl.policies.local import Leaves, load_leaves, sgd_step
 from sparsekit_fl.policies.mask import require_units
 from sparsekit_fl.problem.clients import CAPABILITY_LEVELS
@@ -163,6 +163,6 @@ def fjord(*, levels: tuple[float, ...] = CAPABILITY_LEVELS, distillation: bool =
         ratio=ByCapability(),
         mask=ServerCriterion(Ordered()),
         local=OrderedDropoutSgd(levels=levels, distillation=distillation),
-        aggregate=CoverageMean("examples"),
+        aggregate=Mean("examples", over="holders"),
         personal=RecalibratedBatchNorm(criterion=Ordered()),
     )

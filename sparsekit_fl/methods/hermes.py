@@ -22,7 +22,7 @@ from sparsekit.graph import StateDict, UnitGraph, UnitMask, along, group_order
 from sparsekit_fl.context.client import ClientContext
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.options.checked import Hint, NonNegative
-from sparsekit_fl.policies import CoverageMean, GatedPruning, LocalResult, Sgd, UnderOwnMask
+from sparsekit_fl.policies import GatedPruning, LocalResult, Mean, Sgd, UnderOwnMask
 from sparsekit_fl.policies.local import Adjust, Leaves
 from sparsekit_fl.policies.mask import require_units
 from sparsekit_fl.problem.problem import Problem
@@ -140,6 +140,6 @@ def hermes(*, threshold: float = 0.5, target: float = 0.5, step: float = 0.1, la
         source="Li et al., Hermes, MobiCom 2021",
         mask=Subnetworks(threshold=threshold, target=target, step=step),
         local=GroupLassoSgd(lasso=lasso),
-        aggregate=CoverageMean("uniform"),
+        aggregate=Mean("uniform", over="holders"),
         personal=UnderOwnMask(),
     )

@@ -14,8 +14,8 @@ from sparsekit.criteria import Ordered
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.policies import (
     ByCapability,
-    CoverageMean,
     GlobalModel,
+    Mean,
     RecalibratedBatchNorm,
     ServerCriterion,
     SubmodelSgd,
@@ -40,6 +40,6 @@ def heterofl(*, clip: float | None = 1.0, scaler: bool = True, masked_loss: bool
         ratio=ByCapability(),
         mask=ServerCriterion(Ordered()),
         local=SubmodelSgd(clip=clip, scaler=scaler, masked_loss=masked_loss),
-        aggregate=TouchedRowsMean("uniform") if masked_loss else CoverageMean("uniform"),
+        aggregate=TouchedRowsMean("uniform") if masked_loss else Mean("uniform", over="holders"),
         personal=RecalibratedBatchNorm() if static_norm else GlobalModel(),
     )

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from sparsekit.graph import StateDict, UnitGraph, WeightMask
 from sparsekit_fl.context.client import ClientContext
 from sparsekit_fl.methods.method import Method
-from sparsekit_fl.policies import CoverageMean, GatedPruning, LocalResult, Sgd, UnderOwnMask
+from sparsekit_fl.policies import GatedPruning, LocalResult, Mean, Sgd, UnderOwnMask
 from sparsekit_fl.policies.pruning import prunable_weights
 from sparsekit_fl.policies.weight_masks import largest_weights
 from sparsekit_fl.problem.problem import Problem
@@ -77,7 +77,7 @@ def lotteryfl(*, threshold: float = 0.5, target: float = 0.5, step: float = 0.1,
         source="Li et al., LotteryFL, arXiv 2008.03371, SEC 2021",
         mask=Tickets(threshold=threshold, target=target, step=step),
         local=RewindingSgd(rewind=rewind),
-        aggregate=CoverageMean("uniform"),
+        aggregate=Mean("uniform", over="holders"),
         personal=UnderOwnMask(),
         note="Masks of single weights save bytes and no time; its compact FLOPs are those of the whole model."
         " Clients that prune start again from round 0, from where a few local epochs do not lead far.",

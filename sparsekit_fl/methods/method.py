@@ -29,7 +29,7 @@ from typing import Any, Literal
 
 from sparsekit.errors import InvalidValueError
 from sparsekit_fl.options.config import RunConfig
-from sparsekit_fl.policies.aggregate import AggregatePolicy, WeightedMean
+from sparsekit_fl.policies.aggregate import AggregatePolicy, Mean
 from sparsekit_fl.policies.base import Policy
 from sparsekit_fl.policies.local import LocalPolicy, Sgd
 from sparsekit_fl.policies.mask import Dense, MaskPolicy
@@ -81,7 +81,7 @@ class Method:
     mask: MaskPolicy = field(default_factory=Dense)
     local: LocalPolicy = field(default_factory=Sgd)
     share: SharePolicy = field(default_factory=Everything)
-    aggregate: AggregatePolicy = field(default_factory=WeightedMean)
+    aggregate: AggregatePolicy = field(default_factory=Mean)
     personal: PersonalPolicy = field(default_factory=GlobalModel)
     note: str = ""
     capability: Literal["fixed", "dynamic"] | None = None

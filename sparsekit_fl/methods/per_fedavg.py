@@ -21,7 +21,7 @@ from sparsekit_fl.context.client import ClientContext, Work
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.options.checked import Count, Hint, NonNegative, NonNegativeCount, Positive
 from sparsekit_fl.options.config import TrainingConfig
-from sparsekit_fl.policies import LocalPolicy, LocalResult, PersonalModel, PersonalPolicy, WeightedMean
+from sparsekit_fl.policies import LocalPolicy, LocalResult, Mean, PersonalModel, PersonalPolicy
 from sparsekit_fl.policies.local import Leaves, gradients_of, load_leaves, sgd_step
 from sparsekit_fl.training.loop import Batch, Batches
 from sparsekit_fl.training.optimizer import SgdStep
@@ -172,7 +172,7 @@ def per_fedavg(
         name="per-fedavg",
         source="Fallah et al., Per-FedAvg, NeurIPS 2020, arXiv 2002.07948",
         local=MetaSgd(adaptation_lr=adaptation_lr, variant=variant, delta=delta),
-        aggregate=WeightedMean("uniform"),
+        aggregate=Mean("uniform"),
         personal=AdaptedModel(steps=steps, adaptation_lr=adaptation_lr),
         note=f"Deployed after {steps} step{'s' * (steps != 1)} on the client's own data; its paper takes one.",
     )

@@ -31,10 +31,10 @@ from sparsekit_fl.costs.rowmask import part_flops
 from sparsekit_fl.errors import UpdateError
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.options.checked import Checked, Count, Hint, NonNegative, NonNegativeCount
-from sparsekit_fl.policies import DeltaMean, LocalResult, MaskPolicy, SamplingPolicy, Sgd
+from sparsekit_fl.policies import LocalResult, MaskPolicy, Mean, SamplingPolicy, Sgd
+from sparsekit_fl.policies.combine import Over, Rule, mean
 from sparsekit_fl.policies.local import Leaves, load_leaves, sgd
 from sparsekit_fl.policies.pruning import prunable_weights, recall_mask, remember_mask
-from sparsekit_fl.policies.rule import Accumulator
 from sparsekit_fl.policies.weight_masks import search_weights
 from sparsekit_fl.problem.clients import Capability
 from sparsekit_fl.problem.problem import Problem
@@ -248,19 +248,23 @@ def _density(mask: WeightMask | None) -> float:
 
 
 @dataclass(frozen=True)
-class MaskedMean(DeltaMean):
-    """The mean of the changes; what the round's mask drops becomes zero, so that a weight that comes back begins there."""
+class MaskedMean(Mean):
+    """The mean of the changes; what the round's mask drops becomes zero, so that a weight that comes back begins there.
+
+    Args:
+        over: Which clients an entry's mean is over; see `Mean`.
+    """
+
+    over: Over = "all"
 
     def validate(self, ctx: ServerContext, update: Update, assignment: Assignment) -> None:
         if assignment.mask is not None and update.mask != assignment.mask:
             raise UpdateError(f"the update of client {update.client_id} has another mask than the one that it was sent")
 
-    def add(self, ctx: ServerContext, acc: Accumulator, update: Update, age: int) -> None:
-        super().add(ctx, acc, update, age)
-        acc.extra["mask"] = update.mask
-
-    def finish(self, ctx: ServerContext, state: StateDict, acc: Accumulator) -> dict[str, Tensor]:
-        return mask_state(ctx.graph, acc.extra.get("mask"), super().finish(ctx, state, acc))
+    def combine(
+        self, ctx: ServerContext, state: StateDict, arrivals: Sequence[tuple[Update, int]], rule: Rule = mean
+    ) -> dict[str, Tensor]:
+        return mask_state(ctx.graph, arrivals[-1][0].mask, super().combine(ctx, state, arrivals, rule))
 
 
 def prunefl(search: Search | None = None) -> Method:

@@ -16,15 +16,14 @@ from typing import Annotated, Any, ClassVar
 import numpy as np
 import torch
 from pydantic import Field
-from torch import Tensor
 
 from sparsekit.errors import InvalidValueError
-from sparsekit.graph import StateDict
+from sparsekit.graph import StateDict, UnitGraph
 from sparsekit_fl.context.server import ServerContext
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.options.checked import Checked, Hint, NonNegativeCount, Ratio, Share
-from sparsekit_fl.policies.aggregate import WeightedMean, Weighting
-from sparsekit_fl.policies.rule import Accumulator
+from sparsekit_fl.policies.aggregate import Mean, Weighting
+from sparsekit_fl.policies.combine import Counted, mean
 from sparsekit_fl.policies.sampling import SamplingPolicy
 from sparsekit_fl.wire.messages import Update
 
@@ -175,7 +174,7 @@ def _unpack(item: dict[str, Any]) -> Update:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StaleMean(WeightedMean):
+class StaleMean(Mean):
     """Mean of the changes in which an update that is τ rounds old weighs (1 − β) / (τ + 1) + β (1 − e^(−Λ / Λ_max)).
 
     Λ = ‖ū − (n·ū + u) / (n + 1)‖² / ‖ū‖² says how much the update u would move the mean ū of the n fresh ones; Λ_max is
@@ -194,31 +193,25 @@ class StaleMean(WeightedMean):
     weighting: Weighting = "uniform"
     beta: Share = 0.35
 
-    def add(self, ctx: ServerContext, acc: Accumulator, update: Update, age: int) -> None:
-        """Add a fresh update; late ones wait until all fresh ones are there."""
-        if age == 0:
-            super().add(ctx, acc, update, age)
-        else:
-            acc.extra.setdefault("late", []).append((update, age))
-
-    def finish(self, ctx: ServerContext, state: StateDict, acc: Accumulator) -> dict[str, Tensor]:
-        """Weigh the late updates by what the fresh ones say, and take the mean."""
-        late: list[tuple[Update, int]] = acc.extra.get("late", [])
-        for (update, age), boost in zip(late, _boosts(acc, state, [update for update, _ in late]), strict=True):
-            factor = (1.0 - self.beta) / (age + 1) + self.beta * boost
-            self.add_weighted(ctx, acc, update, factor * self.weight(update, age))
-        return super().finish(ctx, state, acc)
+    def counted(self, ctx: ServerContext, state: StateDict, arrivals: Sequence[tuple[Update, int]]) -> list[Counted]:
+        """Return the fresh updates, and then the late ones, weighed by what the fresh ones say."""
+        fresh = super().counted(ctx, state, [(update, age) for update, age in arrivals if not age])
+        late = [(update, age) for update, age in arrivals if age]
+        boosts = _boosts(ctx.graph, state, fresh, [update for update, _ in late])
+        factors = [(1.0 - self.beta) / (age + 1) + self.beta * boost for (_, age), boost in zip(late, boosts, strict=True)]
+        weights = [factor * self.weight(*one) for one, factor in zip(late, factors, strict=True)]
+        return [*fresh, *(Counted(update, weight) for (update, _), weight in zip(late, weights, strict=True))]
 
 
-def _boosts(acc: Accumulator, state: StateDict, late: Sequence[Update]) -> list[float]:
+def _boosts(graph: UnitGraph, state: StateDict, fresh: Sequence[Counted], late: Sequence[Update]) -> list[float]:
     """1 − e^(−Λ / Λ_max) for each late update; 0 where there is no fresh one to compare with."""
-    if not late or not acc.count:
+    if not late or not fresh:
         return [0.0] * len(late)
+    found = mean(graph, state, fresh, "whole").changes
     floats = [name for name, tensor in state.items() if tensor.is_floating_point()]
-    mean = {name: acc.sums[name] / acc.weight for name in floats}
-    size = sum(float(mean[name].square().sum()) for name in floats)
-    gaps = [sum(float((mean[name] - update.delta[name]).square().sum()) for name in floats) for update in late]
-    deviations = [gap / (acc.count + 1) ** 2 / size if size else 0.0 for gap in gaps]
+    size = sum(float(found[name].square().sum()) for name in floats)
+    gaps = [sum(float((found[name] - update.delta[name]).square().sum()) for name in floats) for update in late]
+    deviations = [gap / (len(fresh) + 1) ** 2 / size if size else 0.0 for gap in gaps]
     largest = max(deviations)
     return [1.0 - math.exp(-deviation / largest) if largest else 0.0 for deviation in deviations]
 

@@ -1,6 +1,6 @@
 """The seven kinds of choice that make up a method; one file per kind, each opening with its base class."""
 
-from sparsekit_fl.policies.aggregate import AggregatePolicy, CoverageMean, DeltaMean, WeightedMean
+from sparsekit_fl.policies.aggregate import AggregatePolicy, Mean
 from sparsekit_fl.policies.bandit import BanditRatio
 from sparsekit_fl.policies.learnable import LearnableSgd
 from sparsekit_fl.policies.local import LocalPolicy, LocalResult, Sgd
@@ -20,8 +20,6 @@ __all__ = [
     "ByCapability",
     "BySize",
     "Constant",
-    "CoverageMean",
-    "DeltaMean",
     "Dense",
     "Everything",
     "Fixed",
@@ -33,6 +31,7 @@ __all__ = [
     "LocalPolicy",
     "LocalResult",
     "MaskPolicy",
+    "Mean",
     "Nothing",
     "OwnClasses",
     "PersonalModel",
@@ -53,5 +52,4 @@ __all__ = [
     "UnderOwnMask",
     "Uniform",
     "UnitCriterion",
-    "WeightedMean",
 ]

@@ -1,23 +1,22 @@
-"""Aggregate policies: how the server combines updates. Sums are in float64, in the order of the assignments."""
+"""Aggregate policies: how the server combines updates."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from sparsekit.errors import InvalidValueError
 from sparsekit.graph import StateDict
 from sparsekit_fl.context.server import ServerContext
 from sparsekit_fl.errors import UpdateError
 from sparsekit_fl.policies.base import Policy
-from sparsekit_fl.policies.rule import Accumulator
-from sparsekit_fl.wire.kept import Kept
+from sparsekit_fl.policies.combine import Changes, Counted, Over, Rule, mean
 from sparsekit_fl.wire.messages import Assignment, Update
 
-__all__ = ["AggregatePolicy", "CoverageMean", "DeltaMean", "WeightedMean", "Weighting"]
+__all__ = ["AggregatePolicy", "Mean", "Weighting"]
 
 Weighting = Literal["examples", "uniform"]
 
@@ -30,8 +29,8 @@ class AggregatePolicy(Policy):
     """
 
     weighting: Weighting = "examples"
-    by_coverage = False
-    """True divides each entry by the weight of the clients that hold it, False by that of all clients."""
+    over: Over = "all"
+    """What an entry is divided by: the weight of all clients, or of the clients that hold it."""
 
     mean_only: ClassVar[str] = ""
     """Why the changes cannot be combined by another rule than the mean; empty where they can."""
@@ -39,6 +38,15 @@ class AggregatePolicy(Policy):
     def broadcast(self, ctx: ServerContext, client_id: int) -> StateDict:
         """Return further tensors to send with an assignment."""
         return {}
+
+    def validate(self, ctx: ServerContext, update: Update, assignment: Assignment) -> None:
+        """Raise UpdateError where the update holds only a part of some entry, and nothing says what that means."""
+        if self.over == "whole" and update.mask is not None:
+            raise UpdateError(
+                f"{type(self).__name__} needs whole entries, but client {update.client_id} sent masked ones; choose"
+                ' Mean(over="all") (untrained entries count as unchanged) or Mean(over="holders") (mean over the clients that'
+                " hold an entry)"
+            )
 
     def weight(self, update: Update, age: int) -> float:
         """Return the weight of an update, before dividing by their sum."""
@@ -57,131 +65,58 @@ class AggregatePolicy(Policy):
         """
         return None
 
-    def init(self, ctx: ServerContext, state: StateDict) -> Accumulator:
-        """Return an empty accumulator for the shared state."""
-        return Accumulator({name: torch.zeros(tensor.shape, dtype=torch.float64) for name, tensor in state.items()})
+    def counted(self, ctx: ServerContext, state: StateDict, arrivals: Sequence[tuple[Update, int]]) -> list[Counted]:
+        """Return the updates with their weights, in the order in which they are added up.
 
-    def add(self, ctx: ServerContext, acc: Accumulator, update: Update, age: int) -> None:
-        """Add one update. Only what it holds is touched."""
-        self.add_weighted(ctx, acc, update, self.weight(update, age))
+        Args:
+            ctx: The context of the server.
+            state: The shared state before the round.
+            arrivals: Updates and their ages in rounds.
+        """
+        return [self._counted(ctx, update, self.weight(update, age)) for update, age in arrivals]
 
-    def add_weighted(self, ctx: ServerContext, acc: Accumulator, update: Update, weight: float) -> None:
-        """Add one update with a given weight. All updates of a round come through here, or a rule cannot be applied."""
-        rule = acc.rule
-        weight = weight if rule is None else rule.weight(weight)
-        acc.unit = acc.unit or weight
-        weight = weight / acc.unit if acc.unit else 0.0
-        kept = Kept(ctx.graph, update.mask)
-        for name, delta in update.delta.items():
-            covered = self.coverage(ctx, name, update)
-            if acc.optimizer is not None:
-                acc.optimizer.hold(name, kept, covered, acc.sums[name].shape)
-            if rule is None:
-                # The product of a 24-bit mantissa and a small number is exact in float64; only the sum rounds.
-                change = delta.to(torch.float64, copy=True).mul_(weight)
-                kept.add(name, change if covered is None else change * covered, acc.sums[name])
-            else:
-                rule.add(acc, name, kept, update, covered, weight)
-            if self.by_coverage and (rule is None or rule.counts_holders):
-                if kept.is_whole(name) and covered is None:
-                    acc.covered[name] = acc.covered.get(name, 0.0) + weight
-                else:
-                    if name not in acc.weights:
-                        acc.weights[name] = torch.zeros_like(acc.sums[name])
-                    share = weight if covered is None else (weight * covered).expand(delta.shape)
-                    kept.add(name, share, acc.weights[name])
-        acc.weight += weight
-        acc.count += 1
+    def _counted(self, ctx: ServerContext, update: Update, weight: float) -> Counted:
+        covered = {name: self.coverage(ctx, name, update) for name in update.delta}
+        return Counted(update, weight, {name: tensor for name, tensor in covered.items() if tensor is not None})
 
-    def finish(self, ctx: ServerContext, state: StateDict, acc: Accumulator) -> dict[str, Tensor]:
-        """Return the new shared state; `state` is read only. Integer entries are rounded to the nearest, halves to even."""
+    def adjust(self, ctx: ServerContext, found: Changes) -> Mapping[str, Tensor]:
+        """Return the change of each entry of the state, from what the updates say together; entries without one stay."""
+        return found.changes
+
+    def combine(
+        self, ctx: ServerContext, state: StateDict, arrivals: Sequence[tuple[Update, int]], rule: Rule = mean
+    ) -> dict[str, Tensor]:
+        """Return the new shared state; `state` is read only. Integer entries are rounded to the nearest, halves to even.
+
+        Args:
+            ctx: The context of the server.
+            state: The shared state before the round.
+            arrivals: Updates and their ages in rounds.
+            rule: Makes one change of all, as the options of the run say; see `policies.combine`.
+        """
+        changes = self.adjust(ctx, rule(ctx.graph, state, self.counted(ctx, state, arrivals), self.over))
         result: dict[str, Tensor] = {}
         for name, tensor in state.items():
-            change = self.change(name, acc)
-            if change is None:
+            if name not in changes:
                 result[name] = tensor.clone()
                 continue
-            value = tensor.to(torch.float64) + change
+            value = tensor.to(torch.float64) + changes[name]
             result[name] = (value if tensor.is_floating_point() else value.round()).to(tensor.dtype)
         return result
 
-    def change(self, name: str, acc: Accumulator) -> Tensor | None:
-        """Return the change of an entry of the state; None: it stays."""
-        acc.asked.add(name)
-        if acc.rule is None:
-            change = self._mean(name, acc)
-        else:
-            change = acc.rule.change(acc, name, lambda: self._mean(name, acc), by_coverage=self.by_coverage)
-        return change if acc.optimizer is None else acc.optimizer.move(name, change)
-
-    def _mean(self, name: str, acc: Accumulator) -> Tensor | None:
-        if acc.weight == 0:
-            return None
-        if not self.by_coverage:
-            return acc.sums[name] / acc.weight
-        whole = acc.covered.get(name, 0.0)
-        if name not in acc.weights:
-            return acc.sums[name] / whole if whole else None
-        held = acc.weights[name] + whole
-        return torch.where(held > 0, acc.sums[name] / held.clamp(min=torch.finfo(torch.float64).tiny), 0.0)
-
 
 @dataclass(frozen=True)
-class WeightedMean(AggregatePolicy):
-    """Mean of the clients' models, for methods whose clients upload whole entries.
+class Mean(AggregatePolicy):
+    """The weighted mean of the clients' changes.
 
     Args:
-        weighting: By the number of examples, or equal.
+        weighting: By the number of examples, or equal. "uniform" over the holders is HeteroFL and FedRolex, "examples" FjORD.
+        over: Which clients an entry's mean is over. "whole": all, and each must send all of it. "all": all, and an entry that
+            a client did not train counts as unchanged there. "holders": those that trained it; what nobody trained stays.
 
-    Source: McMahan et al., AISTATS 2017.
+    Source: McMahan et al., AISTATS 2017; over all: Xue et al., ICDE 2025 (arXiv 2412.07216), equation 13, and FedMP's R2SP
+        (Jiang et al., ICDE 2022); over the holders: Diao, Ding, Tarokh, HeteroFL, ICLR 2021.
     """
 
     weighting: Weighting = "examples"
-
-    def validate(self, ctx: ServerContext, update: Update, assignment: Assignment) -> None:
-        """Raise UpdateError where the update holds only a part of some entry."""
-        if update.mask is not None:
-            raise UpdateError(self._masked(update))
-
-    def add(self, ctx: ServerContext, acc: Accumulator, update: Update, age: int) -> None:
-        """Add one update.
-
-        Raises:
-            InvalidValueError: the update holds only a part of some entry.
-        """
-        if update.mask is not None:
-            raise InvalidValueError(self._masked(update))
-        super().add(ctx, acc, update, age)
-
-    def _masked(self, update: Update) -> str:
-        return (
-            f"{type(self).__name__} needs whole entries, but client {update.client_id} sent masked ones;"
-            " choose DeltaMean (untrained entries stay) or CoverageMean (mean over the clients that hold an entry)"
-        )
-
-
-@dataclass(frozen=True)
-class DeltaMean(AggregatePolicy):
-    """An entry moves by the sum of weighted changes over the weight of *all* clients; entries that nobody trained stay.
-
-    Args:
-        weighting: By the number of examples, or equal.
-
-    Source: Xue et al., ICDE 2025 (arXiv 2412.07216), equation 13; FedMP's R2SP (Jiang et al., ICDE 2022).
-    """
-
-    weighting: Weighting = "examples"
-
-
-@dataclass(frozen=True)
-class CoverageMean(AggregatePolicy):
-    """An entry becomes the mean over the clients that hold it; entries that nobody holds stay.
-
-    Args:
-        weighting: "uniform" is HeteroFL and FedRolex, "examples" is FjORD.
-
-    Source: Diao, Ding, Tarokh, HeteroFL, ICLR 2021.
-    """
-
-    weighting: Weighting = "uniform"
-    by_coverage = True
+    over: Over = "whole"

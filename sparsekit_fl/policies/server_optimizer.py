@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from sparsekit.graph import UnitGraph
 from sparsekit_fl.context.memory import Memory
 from sparsekit_fl.options.config import RunConfig
+from sparsekit_fl.policies.combine import Changes, Counted
 from sparsekit_fl.wire.kept import Kept
 
 __all__ = ["ServerOptimizer", "make_server_optimizer"]
@@ -46,35 +49,39 @@ class ServerOptimizer:
         self._lr = (_ADAPTIVE_LR if adaptive else 1.0) if config.server_lr is None else config.server_lr
         self._beta1, self._beta2, self._tau = config.server_momentum, config.server_beta2, config.server_tau
         self._memory, self._parameters = memory, parameters
-        # In a private run noise is on every entry, and which ones clients hold must show nowhere.
-        self._held: dict[str, Tensor | None] = dict.fromkeys(parameters) if config.dp_clip is not None else {}
+        self._private = config.dp_clip is not None
 
-    def hold(self, name: str, kept: Kept, covered: Tensor | None, shape: torch.Size) -> None:
-        """Note what one update holds of an entry.
+    def moved(self, graph: UnitGraph, found: Changes, updates: Sequence[Counted]) -> Changes:
+        """Return what moves, from what the updates say together.
 
         Args:
-            name: State-dict key.
-            kept: The update's mask.
-            covered: Which kept positions were trained; None for all.
-            shape: Of the dense entry.
+            graph: The units of the model.
+            found: The combined changes.
+            updates: What was combined.
         """
-        if name not in self._parameters or self._held.get(name, ()) is None:
-            return
-        if kept.is_whole(name) and covered is None:
-            self._held[name] = None
-            return
-        held = self._held.setdefault(name, torch.zeros(shape, dtype=torch.float64))
-        assert held is not None
-        part: Any = 1.0 if covered is None else covered.to(torch.float64).expand(kept.shape(name))
-        kept.add(name, part, held)
+        held = self._held(graph, updates)
+        changes = dict(found.changes)
+        for name in held.keys() & changes.keys():
+            there = None if (weight := held[name]) is None else weight > 0
+            moved = self._moved(name, changes[name], there)
+            changes[name] = moved if there is None else torch.where(there, moved, 0.0)
+        return found._replace(changes=changes)
 
-    def move(self, name: str, change: Tensor | None) -> Tensor | None:
-        """Return the change of an entry, from the combined one: float64, dense; None where it stays."""
-        if change is None or name not in self._parameters or name not in self._held:
-            return change
-        held = self._held[name]
-        moved = self._moved(name, change, None if held is None else held > 0)
-        return moved if held is None else torch.where(held > 0, moved, 0.0)
+    def _held(self, graph: UnitGraph, updates: Sequence[Counted]) -> dict[str, Tensor | None]:
+        """Return parameters that some update holds → where it is positive somebody does; None for everywhere."""
+        if self._private:
+            # Noise is on every entry, and which ones clients hold must show nowhere.
+            return dict.fromkeys(self._parameters)
+        found: dict[str, Tensor | None] = {}
+        for one in updates:
+            kept = Kept(graph, one.update.mask)
+            for name in self._parameters & one.update.delta.keys():
+                covered = one.covered.get(name)
+                if kept.is_whole(name) and covered is None:
+                    found[name] = None
+                elif (held := found.setdefault(name, torch.zeros(graph.shapes[name], dtype=torch.float64))) is not None:
+                    kept.add(name, 1.0 if covered is None else covered.to(torch.float64).expand(kept.shape(name)), held)
+        return found
 
     def _moved(self, name: str, change: Tensor, held: Tensor | None) -> Tensor:
         if self._kind == "none":

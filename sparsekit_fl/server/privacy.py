@@ -12,38 +12,35 @@ import math
 import secrets
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from sparsekit.errors import InvalidValueError, MissingDependencyError, install_hint
-from sparsekit.graph import StateDict
+from sparsekit.graph import StateDict, UnitGraph
 from sparsekit_fl.context.availability import Availability
 from sparsekit_fl.options.config import RunConfig
+from sparsekit_fl.policies.combine import Changes, Counted, Over, Rule, add_up, scales_to
 from sparsekit_fl.policies.mask import MaskPolicy
 from sparsekit_fl.policies.ratio import RatioPolicy
-from sparsekit_fl.policies.robust import update_norm
-from sparsekit_fl.policies.rule import Accumulator, Rule
 from sparsekit_fl.policies.sampling import Poisson, SamplingPolicy
 from sparsekit_fl.streams import Streams
-from sparsekit_fl.wire.messages import Update
 
 if TYPE_CHECKING:
     from sparsekit_fl.methods.method import Method
 
 __all__ = [
-    "NoisyMean",
     "PrivacySpent",
     "check_private",
     "epsilon_of",
     "noise_seed_of",
     "noisy_mean",
+    "noisy_mean_of",
     "privacy_line",
     "privacy_of",
 ]
@@ -62,7 +59,18 @@ _ASSUMES = (
 )
 
 
-class NoisyMean(Rule):
+def noisy_mean(
+    graph: UnitGraph,
+    state: StateDict,
+    updates: Sequence[Counted],
+    over: Over,  # noqa: ARG001 - the number of holders would tell of clients
+    *,
+    clip: float,
+    noise: float,
+    expected: int,
+    streams: Streams,
+    round: int,
+) -> Changes:
     """Add up clipped changes, add Gaussian noise, and divide the sum by the number of *expected* clients.
 
     Each change is scaled to norm C at most, over all floating-point entries that are sent, biases and norm statistics too.
@@ -76,6 +84,10 @@ class NoisyMean(Rule):
     could make them negative; this is done to what is public already.
 
     Args:
+        graph: The units of the model.
+        state: The shared state before the round.
+        updates: The updates; every entry counts as held by the whole cohort.
+        over: Not used.
         clip: C, the largest norm of a client's change.
         noise: z, the noise multiplier.
         expected: Number of clients that were asked for.
@@ -85,43 +97,19 @@ class NoisyMean(Rule):
     Source: McMahan, Ramage, Talwar, Zhang: Learning Differentially Private Recurrent Language Models, ICLR 2018, whose
         fixed-denominator estimator this is.
     """
-
-    counts_holders = False
-
-    def __init__(self, *, clip: float, noise: float, expected: int, streams: Streams, round: int) -> None:
-        self._clip, self._noise, self._expected = clip, noise, expected
-        self._streams, self._round = streams, round
-        self._scales: dict[int, float] = {}
-        self._state: StateDict = {}
-        self._places: dict[str, int] = {}
-
-    def begin(self, acc: Accumulator, updates: Sequence[Update], state: StateDict) -> None:
-        """Measure all updates; every entry counts as held by the whole cohort."""
-        norms = {update.client_id: update_norm(update) for update in updates}
-        self._scales = {client_id: self._clip / norm if norm > self._clip else 1.0 for client_id, norm in norms.items()}
-        self._state = state
-        self._places = {name: place for place, name in enumerate(sorted(state))}
-        acc.covered = dict.fromkeys(state, float(self._expected))
-
-    def weight(self, weight: float) -> float:
-        """All clients count equally, or a change of norm C could weigh more than C."""
-        return 1.0
-
-    def scale(self, update: Update) -> float:
-        """Return the factor that brings the update to norm C, or 1."""
-        return self._scales[update.client_id]
-
-    def change(self, acc: Accumulator, name: str, mean: Callable[[], Tensor | None], *, by_coverage: bool) -> Tensor | None:
-        """Return the noisy sum over the expected number; integer entries do not move."""
-        before = self._state[name]
+    # All clients count equally, or a change of norm C could weigh more than C.
+    sums = add_up(graph, state, [replace(one, weight=1.0) for one in scales_to(updates, clip)]).changes
+    changes = {}
+    for place, name in enumerate(sorted(state)):
+        before = state[name]
         if not before.is_floating_point():
-            return None
-        draw = self._streams.noise(self._round, self._places[name]).standard_normal(tuple(before.shape))
-        noise = torch.as_tensor(draw, dtype=torch.float64)
-        change = (acc.sums[name] + self._noise * self._clip * noise) / self._expected
+            continue
+        drawn = torch.as_tensor(streams.noise(round, place).standard_normal(tuple(before.shape)), dtype=torch.float64)
+        change = (sums[name] + noise * clip * drawn) / expected
         if name.rpartition(".")[2] == "running_var":  # what PyTorch's norms call it
             change = torch.maximum(change, -0.9 * before.to(torch.float64))
-        return change
+        changes[name] = change
+    return Changes(changes, dict.fromkeys(state, float(expected)))
 
 
 def _defines(policy: object, base: type, hook: str) -> type | None:
@@ -285,8 +273,8 @@ def noise_seed_of(config: RunConfig) -> int | None:
     return secrets.randbits(_SECRET_BITS) if config.dp_noise_seed is None else config.dp_noise_seed
 
 
-def noisy_mean(config: RunConfig, round: int, *, noise_seed: int | None) -> NoisyMean | None:
-    """Make the rule of one round; None where the run is not private.
+def noisy_mean_of(config: RunConfig, round: int, *, noise_seed: int | None) -> Rule | None:
+    """Return the rule of one round; None where the run is not private.
 
     Args:
         config: The options.
@@ -296,8 +284,14 @@ def noisy_mean(config: RunConfig, round: int, *, noise_seed: int | None) -> Nois
     if config.dp_clip is None or config.dp_noise is None:
         return None
     assert noise_seed is not None, "a private run has a noise seed"
-    streams, expected = Streams(noise_seed), config.cohort
-    return NoisyMean(clip=config.dp_clip, noise=config.dp_noise, expected=expected, streams=streams, round=round)
+    return partial(
+        noisy_mean,
+        clip=config.dp_clip,
+        noise=config.dp_noise,
+        expected=config.cohort,
+        streams=Streams(noise_seed),
+        round=round,
+    )
 
 
 def privacy_line(raw: Mapping[str, Any]) -> str:

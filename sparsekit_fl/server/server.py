@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sparsekit.allocation import check_ratio
 from sparsekit.errors import InvalidValueError, SparsekitError
-from sparsekit.graph import clone, is_finite
+from sparsekit.graph import StateDict, UnitGraph, clone, is_finite
 from sparsekit_fl.client.spec import RunSpec
 from sparsekit_fl.context.availability import Availability
 from sparsekit_fl.context.memory import Memory, rngs_by_kind
@@ -19,11 +19,11 @@ from sparsekit_fl.errors import UpdateError
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.options.config import Upload
 from sparsekit_fl.policies.aggregate import AggregatePolicy
-from sparsekit_fl.policies.robust import make_rule
+from sparsekit_fl.policies.combine import Changes, Counted, Over, mean, rule_of
 from sparsekit_fl.policies.sampling import Poisson, SamplingPolicy
 from sparsekit_fl.policies.server_optimizer import make_server_optimizer
 from sparsekit_fl.problem.clients import Client
-from sparsekit_fl.server.privacy import check_private, noise_seed_of, noisy_mean, privacy_of
+from sparsekit_fl.server.privacy import check_private, noise_seed_of, noisy_mean_of, privacy_of
 from sparsekit_fl.streams import Streams
 from sparsekit_fl.wire.kept import Kept
 from sparsekit_fl.wire.messages import Assignment, Update
@@ -171,7 +171,7 @@ def _check_asynchronous(method: Method) -> None:
                 f"method {method.name!r} cannot run with async_buffer: {sampling.__name__} decides itself"
                 f" {'which updates count' if name == 'arrivals' else 'how long a round lasts'}"
             )
-    if any(getattr(aggregate, name) is not getattr(AggregatePolicy, name) for name in ("init", "finish")):
+    if any(getattr(aggregate, name) is not getattr(AggregatePolicy, name) for name in ("counted", "adjust", "combine")):
         raise InvalidValueError(
             f"method {method.name!r} cannot run with async_buffer: {aggregate.__name__} changes the model beside adding up"
             " updates, and clients that are under way would not know"
@@ -404,22 +404,22 @@ class Server:
 
     def _aggregate(self, ctx: ServerContext, arrivals: Sequence[tuple[Update, int]]) -> None:
         method, config = self.spec.method, self.spec.config
-        scoped = ctx.scoped("aggregate")
-        acc = method.aggregate.init(scoped, ctx.state)
-        rule = noisy_mean(config, ctx.round, noise_seed=self.state.noise_seed) or make_rule(config)
-        if rule is not None:
-            rule.begin(acc, [update for update, _ in arrivals], ctx.state)
-            acc.rule = rule
+        chosen = noisy_mean_of(config, ctx.round, noise_seed=self.state.noise_seed) or rule_of(config)
         memory = self.state.memory.setdefault("server_optimizer", {}) if self._optimizes else {}
-        optimizer = acc.optimizer = make_server_optimizer(config, memory, self.spec.parameters)
-        for update, age in arrivals:
-            method.aggregate.add(scoped, acc, update, age)
-        changed = method.aggregate.finish(scoped, ctx.state, acc)
-        if (rule is not None or optimizer is not None) and (acc.count != len(arrivals) or acc.asked != set(ctx.state)):
+        optimizer = make_server_optimizer(config, memory, self.spec.parameters)
+        asked: set[str] = set()
+
+        def rule(graph: UnitGraph, state: StateDict, updates: Sequence[Counted], over: Over) -> Changes:
+            asked.update(state if len(updates) == len(arrivals) else ())
+            found = chosen(graph, state, updates, over)
+            return found if optimizer is None else optimizer.moved(graph, found, updates)
+
+        changed = method.aggregate.combine(ctx.scoped("aggregate"), ctx.state, arrivals, rule)
+        if (chosen is not mean or optimizer is not None) and asked != set(ctx.state):
             what = "differential privacy" if config.dp_clip is not None else f"aggregation {config.aggregation!r}"
-            what = f"server optimizer {config.server_optimizer!r}" if rule is None else what
+            what = f"server optimizer {config.server_optimizer!r}" if chosen is mean else what
             raise InvalidValueError(
-                f"{what} does not reach all that {type(method.aggregate).__name__} of method {method.name!r} adds up; let it"
-                " add updates by add_weighted() and take changes from AggregatePolicy.change(), or say why not by mean_only"
+                f"{what} does not reach all that {type(method.aggregate).__name__} of method {method.name!r} adds up; let its"
+                " combine() give all updates and the whole state to the rule, or say why not by mean_only"
             )
         self.state.state = {**self.state.state, **changed}

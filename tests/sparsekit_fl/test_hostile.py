@@ -21,7 +21,7 @@ from sparsekit.graph.mask import UnitMask, WeightMask
 from sparsekit.graph.state import digest
 from sparsekit_fl.client.spec import RunSpec, by_id
 from sparsekit_fl.methods.method import Method
-from sparsekit_fl.policies import DeltaMean
+from sparsekit_fl.policies import Mean
 from sparsekit_fl.server.server import Server
 from sparsekit_fl.testing.tiny import tiny_clients, tiny_config, tiny_problem
 from sparsekit_fl.wire.kept import Kept
@@ -39,7 +39,7 @@ from sparsekit_fl.wire.packing import pack
 
 FUZZ = settings(max_examples=300, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 
-SETUP = RunSpec.build(Method(name="m", source="", aggregate=DeltaMean()), tiny_problem(), tiny_config())
+SETUP = RunSpec.build(Method(name="m", source="", aggregate=Mean(over="all")), tiny_problem(), tiny_config())
 CLIENTS = by_id(tiny_clients())
 MASK = UnitMask({"first": torch.tensor([True, False, True, True, False, False, True, True])})
 

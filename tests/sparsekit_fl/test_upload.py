@@ -13,7 +13,7 @@ from sparsekit_fl.client.spec import RunSpec, by_id
 from sparsekit_fl.engines.embedded import Embedded
 from sparsekit_fl.methods import registry
 from sparsekit_fl.methods.method import Method
-from sparsekit_fl.policies import DeltaMean
+from sparsekit_fl.policies import Mean
 from sparsekit_fl.server.loop import run
 from sparsekit_fl.server.server import Server
 from sparsekit_fl.testing.tiny import tiny_clients, tiny_config, tiny_problem
@@ -61,7 +61,7 @@ def test_a_rounded_update_survives_the_wire_bit_for_bit():
 
 @pytest.mark.parametrize(("config", "sent"), [(ROUNDED, torch.float32), (tiny_config(), torch.bfloat16)])
 def test_what_is_sent_otherwise_than_asked_for_is_refused(config, sent):
-    spec = RunSpec.build(Method(name="m", source="", aggregate=DeltaMean()), tiny_problem(), config)
+    spec = RunSpec.build(Method(name="m", source="", aggregate=Mean(over="all")), tiny_problem(), config)
     server = Server(spec, by_id(tiny_clients()))
     assignment = server.assign(1)[0]
     examples = len(tiny_clients()[assignment.client_id].data.train)

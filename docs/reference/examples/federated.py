@@ -63,7 +63,7 @@ class FirstUnits(fl.MaskPolicy):
 
 
 method = fl.Method(
-    name="first", source="an example", ratio=fl.policies.Constant(0.5), mask=FirstUnits(), aggregate=fl.policies.CoverageMean()
+    name="first", source="an example", ratio=fl.policies.Constant(0.5), mask=FirstUnits(), aggregate=fl.policies.Mean("uniform", over="holders")
 )
 fl.run(method, problem, clients, config)
 
@@ -132,7 +132,7 @@ method = fl.Method(
     source="mine",
     ratio=HalfWhenSlow(),
     mask=fl.policies.UnitCriterion(sk.criteria.Ordered()),
-    aggregate=fl.policies.CoverageMean(),
+    aggregate=fl.policies.Mean("uniform", over="holders"),
 )
 fl.run(method, problem, clients, config)
 
@@ -207,7 +207,7 @@ result = fl.run(fl.methods.fedavg(), problem, clients, config, engine=engine)
 fl.run(fl.methods.fedavg(), problem, clients, config, engine=fl.Embedded(workers=2))
 
 # sparsekit_fl.Method
-method = fl.Method(name="mine", source="an example", aggregate=fl.policies.CoverageMean())
+method = fl.Method(name="mine", source="an example", aggregate=fl.policies.Mean("uniform", over="holders"))
 fl.run(method, problem, clients, config)
 
 

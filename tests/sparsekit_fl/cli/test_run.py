@@ -21,7 +21,7 @@ FACTORIES = """
 import torch
 from torch import nn
 from sparsekit_fl import Client, ClientData, Method, Problem, TensorData
-from sparsekit_fl.policies import ByCapability, CoverageMean, UnitCriterion
+from sparsekit_fl.policies import ByCapability, Mean, UnitCriterion
 from sparsekit.criteria import Ordered
 
 def net():
@@ -40,7 +40,8 @@ def wide(classes, size):
     return nn.Sequential(nn.Flatten(), nn.Linear(size[0] * size[1], 16), nn.ReLU(), nn.Linear(16, classes))
 
 def heterofl_like():
-    return Method(name="mine", source="me", ratio=ByCapability(), mask=UnitCriterion(Ordered()), aggregate=CoverageMean())
+    aggregate = Mean("uniform", over="holders")
+    return Method(name="mine", source="me", ratio=ByCapability(), mask=UnitCriterion(Ordered()), aggregate=aggregate)
 
 def no_method():
     return 3

@@ -20,7 +20,7 @@ from sparsekit_fl.methods.fedprox import fedprox
 from sparsekit_fl.methods.heterofl import heterofl
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.models.lstm import NextWordLstm
-from sparsekit_fl.policies.aggregate import DeltaMean
+from sparsekit_fl.policies.aggregate import Mean
 from sparsekit_fl.policies.local import Sgd
 from sparsekit_fl.policies.mask import MaskPolicy
 from sparsekit_fl.problem.clients import Client, ClientData
@@ -244,7 +244,7 @@ REFUSED = "torch cannot run the model for several clients at once"
         (FEDAVG, {"model": Restless}, {}, REFUSED),
         (FEDAVG, {"loss": proud}, {}, REFUSED),
         (FEDAVG, {"metrics": {"accuracy": picky}}, {}, REFUSED),
-        (replace(FEDAVG, mask=Sparse(), aggregate=DeltaMean()), {}, {}, None),
+        (replace(FEDAVG, mask=Sparse(), aggregate=Mean(over="all")), {}, {}, None),
     ],
 )
 def test_what_cannot_share_steps_trains_as_the_embedded_engine_does_and_one_warning_says_why(

@@ -33,7 +33,7 @@ from sparsekit_fl.methods import (
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.methods.prunefl import Search
 from sparsekit_fl.methods.refl import StaleMean
-from sparsekit_fl.policies.aggregate import DeltaMean
+from sparsekit_fl.policies.aggregate import Mean
 from sparsekit_fl.policies.learnable import LearnableSgd
 from sparsekit_fl.policies.personal import GlobalModel
 from sparsekit_fl.policies.ratio import Full
@@ -44,7 +44,7 @@ from sparsekit_fl.testing.tiny import tiny_clients, tiny_config, tiny_problem
 
 def _bare_fedlps() -> Method:
     local = LearnableSgd(proximal=0.0, term=ImportanceRegularizer(strength=0.0))
-    parts = {"share": Everything(), "aggregate": DeltaMean(), "personal": GlobalModel(), "local": local}
+    parts = {"share": Everything(), "aggregate": Mean(over="all"), "personal": GlobalModel(), "local": local}
     return dataclasses.replace(fedlps(), ratio=Full(), **parts)
 
 

@@ -11,7 +11,7 @@ from personal import watched
 from sparsekit_fl.context.server import ClientInfo, ServerContext
 from sparsekit_fl.methods import fedmp
 from sparsekit_fl.methods.fedmp import TimelyRatio
-from sparsekit_fl.policies.aggregate import DeltaMean
+from sparsekit_fl.policies.aggregate import Mean
 from sparsekit_fl.problem.clients import Capability
 from sparsekit_fl.testing.tiny import tiny_config
 from sparsekit_fl.wire.messages import Update, WorkCost
@@ -81,7 +81,7 @@ def test_a_draw_that_was_never_answered_is_proposed_again_and_memory_is_plain_js
 
 
 def test_the_residual_comes_back_with_equal_weights() -> None:
-    assert fedmp().aggregate == DeltaMean("uniform")
+    assert fedmp().aggregate == Mean("uniform", over="all")
     _, updates = watched(fedmp(), config=tiny_config(rounds=8))
     ratios = [update.ratio for update in updates]
     assert min(ratios) >= 0.2

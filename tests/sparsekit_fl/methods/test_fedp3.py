@@ -11,7 +11,7 @@ from sparsekit.graph.mask import UnitMask, WeightMask
 from sparsekit_fl.client.spec import RunSpec
 from sparsekit_fl.methods import fedavg, fedp3
 from sparsekit_fl.methods.fedp3 import PrunedOthers, own_layers
-from sparsekit_fl.policies.aggregate import CoverageMean
+from sparsekit_fl.policies.aggregate import Mean
 from sparsekit_fl.problem.problem import Problem
 from sparsekit_fl.server.server import Server
 from sparsekit_fl.testing.tiny import tiny_clients, tiny_config
@@ -40,7 +40,7 @@ def test_layers_are_dealt_cyclically() -> None:
 
 def test_layers_are_averaged_over_those_who_send_them() -> None:
     everything, nothing = update(0, [3.0, 3.0, 3.0], b=4.0), update(1, [], keep=[False, False, False], b=2.0)
-    found = combine(CoverageMean("uniform"), everything, nothing)
+    found = combine(Mean("uniform", over="holders"), everything, nothing)
     assert found["w"].tolist() == [[4.0, 5.0, 6.0]]
     assert found["b"].tolist() == [13.0]
 

@@ -12,14 +12,14 @@ from personal import combine, deep_problem, server_context, update, watched
 from sparsekit.graph.mask import WeightMask
 from sparsekit_fl.methods import fedspa
 from sparsekit_fl.methods.fedspa import MovingMask, move_mask
-from sparsekit_fl.policies.aggregate import DeltaMean
+from sparsekit_fl.policies.aggregate import Mean
 from sparsekit_fl.testing.tiny import tiny_config
 
 
 def test_an_entry_moves_by_the_sum_of_changes_over_all_clients() -> None:
     first = update(0, [1.0, 0.0, 4.0], keep=[True, False, True], examples=1)
     second = update(1, [5.0, 0.0, 0.0], keep=[True, False, False], examples=9)
-    assert combine(DeltaMean("uniform"), first, second)["w"].tolist() == [[4.0, 2.0, 5.0]]
+    assert combine(Mean("uniform", over="all"), first, second)["w"].tolist() == [[4.0, 2.0, 5.0]]
 
 
 def test_a_move_by_hand() -> None:

@@ -11,7 +11,7 @@ from personal import client_context, combine, deep_problem, server_context, upda
 from sparsekit import load_compact
 from sparsekit.graph.mask import WeightMask
 from sparsekit_fl.methods import lotteryfl
-from sparsekit_fl.policies.aggregate import CoverageMean
+from sparsekit_fl.policies.aggregate import Mean
 from sparsekit_fl.policies.weight_masks import weight_count
 from sparsekit_fl.testing.tiny import TinyNet, tiny_config
 
@@ -19,7 +19,7 @@ from sparsekit_fl.testing.tiny import TinyNet, tiny_config
 def test_entries_are_averaged_over_their_holders_alone() -> None:
     first = update(0, [1.0, 0.0, 4.0], keep=[True, False, True], examples=1, b=2.0)
     second = update(1, [5.0, 0.0, 0.0], keep=[True, False, False], examples=9, b=4.0)
-    found = combine(CoverageMean("uniform"), first, second)
+    found = combine(Mean("uniform", over="holders"), first, second)
     assert found["w"].tolist() == [[4.0, 2.0, 7.0]]
     assert found["b"].tolist() == [13.0]
 

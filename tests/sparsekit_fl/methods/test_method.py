@@ -25,7 +25,7 @@ def test_a_description_names_every_option_and_no_address():
     method = Method(name="m", source="s", mask=policies.UnitCriterion(criteria.Random()), local=Plain())
     described = method.describe()
     assert described["mask"] == "UnitCriterion(criterion=Random())"
-    assert described["aggregate"] == "WeightedMean(weighting='examples')"
+    assert described["aggregate"] == "Mean(weighting='examples', over='whole')"
     assert "0x" not in described["local"]
     assert described["name"] == "m"
 

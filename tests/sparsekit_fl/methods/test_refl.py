@@ -14,7 +14,7 @@ from sparsekit_fl.context.memory import rngs_by_kind
 from sparsekit_fl.context.server import ClientInfo, ServerContext
 from sparsekit_fl.methods import refl
 from sparsekit_fl.methods.refl import Availability, LeastAvailable, StaleMean
-from sparsekit_fl.policies.aggregate import WeightedMean
+from sparsekit_fl.policies.aggregate import Mean
 from sparsekit_fl.problem.clients import Capability
 from sparsekit_fl.server.loop import run
 from sparsekit_fl.testing.tiny import tiny_clients, tiny_config, tiny_problem
@@ -124,11 +124,7 @@ def test_clients_stay_as_they_are_with_their_own_probability() -> None:
 
 
 def combine(policy, *pairs):
-    ctx = context(5, {})
-    acc = policy.init(ctx, STATE)
-    for item, age in pairs:
-        policy.add(ctx, acc, item, age)
-    return policy.finish(ctx, STATE, acc)["w"].tolist()
+    return policy.combine(context(5, {}), STATE, pairs)["w"].tolist()
 
 
 def test_late_updates_weigh_by_age_and_by_how_much_they_would_move_the_mean() -> None:
@@ -144,7 +140,7 @@ def test_late_updates_weigh_by_age_and_by_how_much_they_would_move_the_mean() ->
 
 def test_without_late_updates_it_is_the_mean() -> None:
     fresh = [(update(0, [1.0, 0.0, 0.0]), 0), (update(1, [3.0, 0.0, 0.0]), 0)]
-    assert combine(StaleMean(), *fresh) == combine(WeightedMean("uniform"), *fresh) == [3.0, 2.0, 3.0]
+    assert combine(StaleMean(), *fresh) == combine(Mean("uniform"), *fresh) == [3.0, 2.0, 3.0]
 
 
 def test_without_fresh_updates_late_ones_weigh_by_age_alone() -> None:

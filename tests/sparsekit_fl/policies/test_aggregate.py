@@ -12,9 +12,10 @@ from sparsekit.graph.groups import UnitGroup, UnitSlice
 from sparsekit.graph.mask import UnitMask, WeightMask
 from sparsekit_fl.context.memory import rngs_by_kind
 from sparsekit_fl.context.server import ServerContext
-from sparsekit_fl.policies.aggregate import CoverageMean, DeltaMean, WeightedMean
+from sparsekit_fl.errors import UpdateError
+from sparsekit_fl.policies.aggregate import Mean
 from sparsekit_fl.wire.kept import Kept
-from sparsekit_fl.wire.messages import Update
+from sparsekit_fl.wire.messages import Assignment, Update
 
 INDEX = torch.arange(3).view(3, 1)
 GRAPH = UnitGraph(
@@ -45,44 +46,43 @@ def update(client_id, delta, *, keep=None, examples=1, count=0):
 
 
 def combine(policy, *updates):
-    ctx = context()
-    acc = policy.init(ctx, STATE)
-    for item in updates:
-        policy.add(ctx, acc, item, 0)
-    return policy.finish(ctx, STATE, acc)
+    return policy.combine(context(), STATE, [(item, 0) for item in updates])
 
 
 def test_weighted_mean_weighs_by_examples():
-    result = combine(WeightedMean(), update(0, [1.0, 0.0, 4.0], examples=1), update(1, [5.0, 4.0, 0.0], examples=3))
+    result = combine(Mean(), update(0, [1.0, 0.0, 4.0], examples=1), update(1, [5.0, 4.0, 0.0], examples=3))
     assert result["w"].tolist() == [5.0, 5.0, 4.0]
 
 
 def test_uniform_weighting_ignores_examples():
-    policy = WeightedMean(weighting="uniform")
+    policy = Mean("uniform")
     result = combine(policy, update(0, [1.0, 0.0, 4.0], examples=1), update(1, [5.0, 4.0, 0.0], examples=3))
     assert result["w"].tolist() == [4.0, 4.0, 5.0]
 
 
 def test_weighted_mean_refuses_masked_updates():
-    with pytest.raises(InvalidValueError, match="choose DeltaMean"):
-        combine(WeightedMean(), update(0, [1.0, 1.0, 1.0], keep=[True, False, True]))
+    masked = update(0, [1.0, 1.0, 1.0], keep=[True, False, True])
+    with pytest.raises(UpdateError, match=r'choose Mean\(over="all"\)'):
+        Mean().validate(context(), masked, Assignment(round=1, client_id=0, state=STATE))
+    for over in ("all", "holders"):
+        Mean(over=over).validate(context(), masked, Assignment(round=1, client_id=0, state=STATE))
 
 
 def test_equal_masks_move_kept_entries_alike_under_both_rules():
     updates = [update(k, [2.0 + k, 8.0, 4.0 - k], keep=[True, False, True]) for k in range(2)]
-    delta, coverage = combine(DeltaMean(), *updates), combine(CoverageMean(), *updates)
+    delta, coverage = combine(Mean(over="all"), *updates), combine(Mean("uniform", over="holders"), *updates)
     assert delta["w"].tolist() == coverage["w"].tolist() == [3.5, 2.0, 6.5]
 
 
 def test_disjoint_masks_are_copied_by_coverage_and_halved_by_delta():
     updates = [update(0, [2.0, 0.0, 0.0], keep=[True, False, False]), update(1, [0.0, 4.0, 0.0], keep=[False, True, False])]
-    assert combine(CoverageMean(), *updates)["w"].tolist() == [3.0, 6.0, 3.0]
-    assert combine(DeltaMean(), *updates)["w"].tolist() == [2.0, 4.0, 3.0]
+    assert combine(Mean("uniform", over="holders"), *updates)["w"].tolist() == [3.0, 6.0, 3.0]
+    assert combine(Mean(over="all"), *updates)["w"].tolist() == [2.0, 4.0, 3.0]
 
 
 def test_an_entry_that_nobody_keeps_is_the_same_bits():
     updates = [update(k, [1.0, 1.0, 1.0], keep=[True, True, False]) for k in range(3)]
-    for policy in (DeltaMean(), CoverageMean(), CoverageMean("examples")):
+    for policy in (Mean(over="all"), Mean("uniform", over="holders"), Mean("examples", over="holders")):
         assert torch.equal(combine(policy, *updates)["w"][2], STATE["w"][2])
 
 
@@ -91,19 +91,24 @@ def test_coverage_weighs_by_examples_where_asked():
         update(0, [1.0, 3.0, 0.0], keep=[True, True, False], examples=1),
         update(1, [5.0, 0.0, 0.0], keep=[True, False, False], examples=3),
     ]
-    assert combine(CoverageMean("examples"), *updates)["w"].tolist() == [5.0, 5.0, 3.0]
+    assert combine(Mean("examples", over="holders"), *updates)["w"].tolist() == [5.0, 5.0, 3.0]
 
 
 def test_whole_and_masked_updates_mix():
     updates = [update(0, [2.0, 2.0, 2.0]), update(1, [4.0, 0.0, 0.0], keep=[True, False, False])]
-    assert combine(CoverageMean(), *updates)["w"].tolist() == [4.0, 4.0, 5.0]
+    assert combine(Mean("uniform", over="holders"), *updates)["w"].tolist() == [4.0, 4.0, 5.0]
 
 
 @pytest.mark.same_bits
 def test_a_full_mask_gives_the_bits_of_no_mask():
     deltas = np.random.default_rng(0).normal(size=(5, 3)).astype(np.float32).tolist()
-    plain = combine(WeightedMean(), *[update(k, delta, examples=7) for k, delta in enumerate(deltas)])
-    for policy in (DeltaMean(), DeltaMean("uniform"), CoverageMean(), CoverageMean("examples")):
+    plain = combine(Mean(), *[update(k, delta, examples=7) for k, delta in enumerate(deltas)])
+    for policy in (
+        Mean(over="all"),
+        Mean("uniform", over="all"),
+        Mean("uniform", over="holders"),
+        Mean("examples", over="holders"),
+    ):
         masked = [update(k, delta, keep=[True] * 3, examples=7) for k, delta in enumerate(deltas)]
         assert torch.equal(combine(policy, *masked)["w"], plain["w"])
 
@@ -111,21 +116,22 @@ def test_a_full_mask_gives_the_bits_of_no_mask():
 def test_weight_masks_hold_single_entries():
     mask = WeightMask({"w": torch.tensor([False, True, True])})
     item = Update(round=1, client_id=0, examples=1, mask=mask, delta={"w": torch.tensor([3.0, 5.0]), "n": torch.tensor(0)})
-    assert combine(CoverageMean(), item, update(1, [1.0, 1.0, 1.0]))["w"].tolist() == [2.0, 4.0, 6.0]
+    assert combine(Mean("uniform", over="holders"), item, update(1, [1.0, 1.0, 1.0]))["w"].tolist() == [2.0, 4.0, 6.0]
 
 
 def test_integer_entries_are_rounded():
-    result = combine(WeightedMean(), update(0, [0.0, 0.0, 0.0], count=1), update(1, [0.0, 0.0, 0.0], count=4))
+    result = combine(Mean(), update(0, [0.0, 0.0, 0.0], count=1), update(1, [0.0, 0.0, 0.0], count=4))
     assert result["n"].item() == 12
     assert result["n"].dtype == torch.int64
 
 
 def test_the_old_state_is_not_written_to():
-    combine(DeltaMean(), update(0, [1.0, 1.0, 1.0]))
+    combine(Mean(over="all"), update(0, [1.0, 1.0, 1.0]))
     assert STATE["w"].tolist() == [1.0, 2.0, 3.0]
 
 
-@pytest.mark.parametrize("kind", [WeightedMean, DeltaMean, CoverageMean])
-def test_an_unknown_weighting_is_refused(kind):
+def test_an_unknown_weighting_is_refused_and_an_unknown_set_of_clients():
     with pytest.raises(InvalidValueError, match="'examples' or 'uniform'"):
-        kind("samples")
+        Mean("samples")
+    with pytest.raises(InvalidValueError, match="whole, all, holders"):
+        Mean(over="some")

@@ -61,7 +61,7 @@ def half(**other):
     chosen = {
         "ratio": policies.Constant(0.5),
         "mask": policies.UnitCriterion(criteria.Random()),
-        "aggregate": policies.DeltaMean(),
+        "aggregate": policies.Mean(over="all"),
         "personal": policies.LocalModel("best"),
     }
     return Method(name="half", source="", **{**chosen, **other})
@@ -81,13 +81,17 @@ class TestHalfOfTheUnits(MethodContract):
 class TestEntries(MethodContract):
     @pytest.fixture
     def make(self):
-        return lambda: Method(name="entries", source="", mask=TopHalfOfEntries(), aggregate=policies.CoverageMean())
+        return lambda: Method(
+            name="entries", source="", mask=TopHalfOfEntries(), aggregate=policies.Mean("uniform", over="holders")
+        )
 
 
 class TestMaskFromTheServer(MethodContract):
     @pytest.fixture
     def make(self):
-        return lambda: half(ratio=policies.ByCapability(), mask=PrefixFromServer(), aggregate=policies.CoverageMean())
+        return lambda: half(
+            ratio=policies.ByCapability(), mask=PrefixFromServer(), aggregate=policies.Mean("uniform", over="holders")
+        )
 
 
 class TestPrivateHead(MethodContract):
@@ -101,7 +105,11 @@ def test_full_masks_give_the_bits_of_fedavg_under_every_rule():
     clients = tiny_clients(examples=24)[::4]
     config = replace(tiny_config(), cohort=2)
     plain = run(Method(name="fedavg", source=""), tiny_problem(), clients, config)
-    for aggregate in (policies.DeltaMean(), policies.CoverageMean(), policies.CoverageMean("examples")):
+    for aggregate in (
+        policies.Mean(over="all"),
+        policies.Mean("uniform", over="holders"),
+        policies.Mean("examples", over="holders"),
+    ):
         method = Method(name="m", source="", mask=policies.UnitCriterion(criteria.Random()), aggregate=aggregate)
         assert run(method, tiny_problem(), clients, config).final.state_sha256 == plain.final.state_sha256
 
@@ -141,7 +149,7 @@ def test_a_mask_from_the_server_saves_downlink_bytes():
 
 
 def test_entries_outside_a_weight_mask_neither_train_nor_travel():
-    result, updates = watched(Method(name="m", source="", mask=TopHalfOfEntries(), aggregate=policies.DeltaMean()))
+    result, updates = watched(Method(name="m", source="", mask=TopHalfOfEntries(), aggregate=policies.Mean(over="all")))
     assert all(update.delta["first.weight"].shape == (24,) for update in updates)
     whole, _ = watched(Method(name="whole", source=""))
     assert result.cost.flops_compact == whole.cost.flops_compact
@@ -157,7 +165,7 @@ def test_private_entries_stay_on_the_client():
 
 
 def test_the_upload_mask_may_differ_from_the_trained_one():
-    method = half(share=UploadFirstEntry(), aggregate=policies.DeltaMean())
+    method = half(share=UploadFirstEntry(), aggregate=policies.Mean(over="all"))
     _, updates = watched(method)
     assert all(update.delta["first.bias"].shape == (1,) for update in updates)
     assert all(update.delta["first.weight"].shape == (8, 6) for update in updates)

@@ -91,10 +91,9 @@ def test_a_row_of_the_output_layer_is_averaged_over_the_clients_that_changed_it(
     first = {"last.bias": torch.tensor([2.0, 0.0, 0.0]), "first.bias": torch.ones(8)}
     second = {"last.bias": torch.tensor([4.0, 6.0, 0.0]), "first.bias": torch.zeros(8)}
     policy, ctx = TouchedRowsMean(), server()
-    acc = policy.init(ctx, state)
-    for client_id, examples, delta in ((0, 10, first), (1, 30, second)):
-        policy.add(ctx, acc, Update(round=1, client_id=client_id, examples=examples, delta=delta), 0)
-    found = policy.finish(ctx, state, acc)
+    sent = ((0, 10, first), (1, 30, second))
+    arrivals = [(Update(round=1, client_id=id, examples=examples, delta=delta), 0) for id, examples, delta in sent]
+    found = policy.combine(ctx, state, arrivals)
     # (10·2 + 30·4) / 40, and 30·6 / 30 where the first client trained nothing; other entries count as unchanged.
     assert found["last.bias"].tolist() == [3.5, 6.0, 0.0]
     assert found["first.bias"].tolist() == [0.25] * 8

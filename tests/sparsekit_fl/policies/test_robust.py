@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -21,8 +22,9 @@ from sparsekit_fl.context.server import ServerContext
 from sparsekit_fl.engines.embedded import Embedded
 from sparsekit_fl.methods import registry
 from sparsekit_fl.methods.method import Method
-from sparsekit_fl.policies import AggregatePolicy, CoverageMean, DeltaMean, WeightedMean, robust
-from sparsekit_fl.policies.robust import Median, NormClipped, TrimmedMean, trimmed, update_norm
+from sparsekit_fl.policies import AggregatePolicy, Mean
+from sparsekit_fl.policies import combine as combining
+from sparsekit_fl.policies.combine import mean, median, norm_clipped, trimmed, trimmed_mean, update_norm
 from sparsekit_fl.server.loop import run
 from sparsekit_fl.server.server import Server
 from sparsekit_fl.testing.tiny import tiny_clients, tiny_config, tiny_problem
@@ -57,14 +59,16 @@ def update(client_id, delta, *, keep=None, examples=1, count=0):
     return Update(round=1, client_id=client_id, examples=examples, delta=entries, mask=mask)
 
 
+def trim(share):
+    return partial(trimmed_mean, share=share)
+
+
+def clip(limit):
+    return partial(norm_clipped, limit=limit)
+
+
 def combine(policy, rule, updates, state=STATE):
-    ctx = context()
-    acc = policy.init(ctx, state)
-    rule.begin(acc, updates, state)
-    acc.rule = rule
-    for item in updates:
-        policy.add(ctx, acc, item, 0)
-    return policy.finish(ctx, state, acc)
+    return policy.combine(context(), state, [(item, 0) for item in updates], rule)
 
 
 def column(*values):
@@ -73,14 +77,14 @@ def column(*values):
 
 
 def test_the_median_of_an_odd_number_is_the_middle_and_of_an_even_one_the_mean_of_two():
-    assert combine(WeightedMean(), Median(), column(1.0, 900.0, 2.0))["w"].tolist() == [2.0, 4.0, -2.0]
-    assert combine(WeightedMean(), Median(), column(1.0, 900.0, 2.0, 4.0))["w"].tolist() == [3.0, 6.0, -3.0]
+    assert combine(Mean(), median, column(1.0, 900.0, 2.0))["w"].tolist() == [2.0, 4.0, -2.0]
+    assert combine(Mean(), median, column(1.0, 900.0, 2.0, 4.0))["w"].tolist() == [3.0, 6.0, -3.0]
 
 
 def test_a_trimmed_mean_leaves_out_both_ends():
-    result = combine(WeightedMean(), TrimmedMean(0.2), column(-500.0, 1.0, 2.0, 6.0, 900.0))
+    result = combine(Mean(), trim(0.2), column(-500.0, 1.0, 2.0, 6.0, 900.0))
     assert result["w"].tolist() == [3.0, 6.0, -3.0]
-    assert combine(WeightedMean(), TrimmedMean(0.0), column(1.0, 2.0, 6.0))["w"].tolist() == [3.0, 6.0, -3.0]
+    assert combine(Mean(), trim(0.0), column(1.0, 2.0, 6.0))["w"].tolist() == [3.0, 6.0, -3.0]
 
 
 def test_the_number_that_is_trimmed_is_rounded_up_and_leaves_one_or_two():
@@ -91,8 +95,8 @@ def test_the_number_that_is_trimmed_is_rounded_up_and_leaves_one_or_two():
 
 
 def test_ties_are_alike():
-    assert combine(WeightedMean(), TrimmedMean(0.2), column(5.0, 5.0, 5.0, 5.0, 0.0))["w"].tolist() == [5.0, 10.0, -5.0]
-    assert combine(WeightedMean(), Median(), column(5.0, 5.0, 0.0))["w"].tolist() == [5.0, 10.0, -5.0]
+    assert combine(Mean(), trim(0.2), column(5.0, 5.0, 5.0, 5.0, 0.0))["w"].tolist() == [5.0, 10.0, -5.0]
+    assert combine(Mean(), median, column(5.0, 5.0, 0.0))["w"].tolist() == [5.0, 10.0, -5.0]
 
 
 HELD = [
@@ -102,40 +106,35 @@ HELD = [
 ]
 
 
-@pytest.mark.parametrize("rule", [Median, lambda: TrimmedMean(0.2)], ids=["median", "trimmed"])
+@pytest.mark.parametrize("rule", [median, trim(0.2)], ids=["median", "trimmed"])
 def test_only_the_holders_of_an_entry_vote_and_one_or_two_are_averaged(rule):
     # Of three holders the middle; of two the mean, since nobody can tell which of them lies; of none nothing.
-    assert combine(CoverageMean("examples"), rule(), HELD)["w"].tolist() == [3.0, 6.0, 0.0]
+    assert combine(Mean("examples", over="holders"), rule, HELD)["w"].tolist() == [3.0, 6.0, 0.0]
     single = [update(0, [1.0, 0.0, 0.0], keep=[True, False, False]), update(1, [0.0, 7.0, 0.0], keep=[False, True, False])]
-    assert combine(CoverageMean(), rule(), single)["w"].tolist() == [1.0, 7.0, 0.0]
+    assert combine(Mean("uniform", over="holders"), rule, single)["w"].tolist() == [1.0, 7.0, 0.0]
 
 
-@pytest.mark.parametrize("rule", [Median, lambda: TrimmedMean(0.2)], ids=["median", "trimmed"])
+@pytest.mark.parametrize("rule", [median, trim(0.2)], ids=["median", "trimmed"])
 def test_where_the_mean_is_over_all_clients_a_centre_counts_as_its_holders_do(rule):
-    assert combine(DeltaMean(), rule(), HELD)["w"].tolist() == [3.0, 4.0, 0.0]
+    assert combine(Mean(over="all"), rule, HELD)["w"].tolist() == [3.0, 4.0, 0.0]
 
 
 def test_without_trimming_it_is_the_uniform_mean_of_either_kind():
-    for policy in (DeltaMean("uniform"), CoverageMean("uniform")):
-        ctx = context()
-        acc = policy.init(ctx, STATE)
-        for item in HELD:
-            policy.add(ctx, acc, item, 0)
-        plain = policy.finish(ctx, STATE, acc)
-        assert torch.allclose(combine(policy, TrimmedMean(0.0), HELD)["w"], plain["w"])
+    for policy in (Mean("uniform", over="all"), Mean("uniform", over="holders")):
+        assert torch.allclose(combine(policy, trim(0.0), HELD)["w"], combine(policy, mean, HELD)["w"])
 
 
 def test_entries_of_a_weight_mask_vote_one_by_one():
     mask = WeightMask({"w": torch.tensor([False, True, True])})
     item = Update(round=1, client_id=9, examples=1, mask=mask, delta={"w": torch.tensor([3.0, 5.0]), "n": torch.tensor(0)})
-    result = combine(CoverageMean(), Median(), [item, update(1, [1.0, 1.0, 1.0]), update(2, [7.0, 2.0, 90.0])])
+    result = combine(Mean("uniform", over="holders"), median, [item, update(1, [1.0, 1.0, 1.0]), update(2, [7.0, 2.0, 90.0])])
     assert result["w"].tolist() == [4.0, 2.0, 5.0]
 
 
 def test_integers_are_voted_on_too():
     counts = [update(k, [0.0, 0.0, 0.0], count=count) for k, count in enumerate((5, 7, 2**31))]
-    for rule in (Median(), TrimmedMean(0.2), NormClipped(None)):
-        result = combine(WeightedMean(), rule, counts)["n"]
+    for rule in (median, trim(0.2), clip(None)):
+        result = combine(Mean(), rule, counts)["n"]
         assert result.item() == 17
         assert result.dtype == torch.int64
 
@@ -143,13 +142,13 @@ def test_integers_are_voted_on_too():
 def test_norms_are_clipped_at_the_median_of_the_cohort():
     updates = [update(0, [3.0, 4.0, 0.0]), update(1, [0.0, 0.0, 1.0]), update(2, [600.0, 0.0, 800.0])]
     # Norms 5, 1, 1000: the third shrinks to (3, 0, 4).
-    result = combine(WeightedMean(), NormClipped(None), updates)
+    result = combine(Mean(), clip(None), updates)
     assert torch.allclose(result["w"], torch.tensor([6.0, 4.0, 5.0]) / 3)
 
 
 def test_norms_are_clipped_at_a_given_value_and_weights_stay():
     updates = [update(0, [3.0, 4.0, 0.0], examples=3), update(1, [0.0, 0.0, 1.0], examples=1)]
-    result = combine(WeightedMean(), NormClipped(2.5), updates)
+    result = combine(Mean(), clip(2.5), updates)
     assert torch.allclose(result["w"], torch.tensor([1.5 * 3, 2.0 * 3, 1.0]) / 4)
 
 
@@ -166,7 +165,7 @@ RULES = {
 
 
 @pytest.mark.parametrize("name", RULES)
-@pytest.mark.parametrize("policy", [DeltaMean(), CoverageMean()], ids=["delta", "coverage"])
+@pytest.mark.parametrize("policy", [Mean(over="all"), Mean("uniform", over="holders")], ids=["delta", "coverage"])
 def test_the_order_of_arrival_changes_no_bit(name, policy):
     spec = RunSpec.build(Method(name="m", source="", aggregate=policy), tiny_problem(), replace(tiny_config(), **RULES[name]))
     digests = set()
@@ -230,9 +229,8 @@ def test_every_method_runs_under_the_median_or_says_why_not(method):
 def test_a_policy_that_adds_up_by_itself_is_refused_and_not_silently_left_out():
     @dataclass(frozen=True)
     class Own(AggregatePolicy):
-        def add(self, ctx, acc, update, age):
-            for key, delta in update.delta.items():
-                acc.sums[key] += delta
+        def combine(self, ctx, state, arrivals, rule=mean):
+            return {name: tensor + arrivals[0][0].delta[name] for name, tensor in state.items()}
 
     config = replace(tiny_config(rounds=1), aggregation="median")
     with pytest.raises(InvalidValueError, match="does not reach all that Own"):
@@ -266,6 +264,6 @@ def test_entries_in_pieces_give_the_same_bits_as_whole_ones(method, monkeypatch)
     config = dataclasses.replace(tiny_config(rounds=1), aggregation="trimmed-mean")
     digests = []
     for size in (2**18, 20):
-        monkeypatch.setattr(robust, "_CHUNK", size)
+        monkeypatch.setattr(combining, "_CHUNK", size)
         digests.append(run(registry[method](), tiny_problem(), tiny_clients(), config).final.state_sha256)
     assert digests[0] == digests[1]

@@ -176,8 +176,8 @@ def test_a_changed_option_is_refused_on_resume_and_named(tmp_path):
         tiny_run(out=tmp_path, resume=True, config=changed)
     with pytest.raises(ResumeError, match=r"config.rounds: was 4, now 5.*plan its course"):
         tiny_run(out=tmp_path, resume=True, config=tiny_config(rounds=5))
-    with pytest.raises(ResumeError, match=r"method.aggregate: was .*WeightedMean.* now .*DeltaMean"):
-        tiny_run(replace(fedavg(), aggregate=policies.DeltaMean()), out=tmp_path, resume=True)
+    with pytest.raises(ResumeError, match=r"method.aggregate: was .*over='whole'.* now .*over='all'"):
+        tiny_run(replace(fedavg(), aggregate=policies.Mean(over="all")), out=tmp_path, resume=True)
     with pytest.raises(ResumeError, match=r"clients.count: was 8, now 9"):
         run(fedavg(), tiny_problem(), tiny_clients(9), tiny_config(), out=tmp_path, resume=True)
     with pytest.raises(ResumeError, match="already holds a run"):
@@ -250,7 +250,7 @@ def test_a_model_without_units_can_still_be_averaged():
     problem = Problem(model=lambda: nn.Linear(6, 3), example_inputs=(torch.zeros(2, 6),))
     result = run(fedavg(), problem, tiny_clients(), tiny_config())
     assert result.final.personal["accuracy"] > 0.3
-    sparse = replace(fedavg(), mask=policies.UnitCriterion(criteria.Ordered()), aggregate=policies.DeltaMean())
+    sparse = replace(fedavg(), mask=policies.UnitCriterion(criteria.Ordered()), aggregate=policies.Mean(over="all"))
     with pytest.raises(NoUnitsError, match="nothing to choose from"):
         run(sparse, problem, tiny_clients(), tiny_config())
 
@@ -261,7 +261,7 @@ def half_run(folder, *, resume, workers):
         source="",
         ratio=policies.Constant(0.5),
         mask=policies.UnitCriterion(criteria.Random()),
-        aggregate=policies.DeltaMean(),
+        aggregate=policies.Mean(over="all"),
         personal=policies.LocalModel("best"),
     )
     config = tiny_config(rounds=20)

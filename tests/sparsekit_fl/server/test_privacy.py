@@ -21,7 +21,7 @@ from sparsekit_fl.engines.embedded import Embedded
 from sparsekit_fl.errors import ResumeError, RunInterrupted
 from sparsekit_fl.methods import registry
 from sparsekit_fl.methods.method import Method
-from sparsekit_fl.policies import CoverageMean, DeltaMean, Poisson, SamplingPolicy, WeightedMean
+from sparsekit_fl.policies import Mean, Poisson, SamplingPolicy
 from sparsekit_fl.server.loop import run
 from sparsekit_fl.server.privacy import check_private, epsilon_of, noise_seed_of, privacy_line, privacy_of
 from sparsekit_fl.server.server import Server
@@ -34,7 +34,7 @@ pytest.importorskip("opacus", reason="opacus is not installed; pip install 'spar
 
 PRIVATE = replace(tiny_config(), dp_clip=0.5, dp_noise=1.5, dp_noise_seed=11)
 SECRET = replace(PRIVATE, dp_noise_seed=None)
-POLICIES = [WeightedMean(), DeltaMean(), CoverageMean(), CoverageMean("examples")]
+POLICIES = [Mean(), Mean(over="all"), Mean("uniform", over="holders"), Mean("examples", over="holders")]
 
 
 def make_server(policy, config=PRIVATE):
@@ -96,7 +96,7 @@ def test_who_holds_what_leaves_the_divisor_alone_and_every_entry_gets_noise(poli
 
 
 def test_examples_do_not_weigh():
-    server = make_server(WeightedMean())
+    server = make_server(Mean())
     assignments = server.assign(1)
     server.aggregate([update_of(server, assignment, 1e-3) for assignment in assignments])
     assert len({len(client.data.train) for client in tiny_clients()}) > 1
@@ -104,7 +104,7 @@ def test_examples_do_not_weigh():
 
 
 def test_counts_stay_and_variances_stay_positive():
-    server = make_server(WeightedMean(), replace(PRIVATE, dp_noise=100.0))
+    server = make_server(Mean(), replace(PRIVATE, dp_noise=100.0))
     server.aggregate([update_of(server, assignment, 1e-3) for assignment in server.assign(1)])
     state = server.state.state
     assert torch.equal(state["norm.num_batches_tracked"], server.spec.initial["norm.num_batches_tracked"])
@@ -113,7 +113,7 @@ def test_counts_stay_and_variances_stay_positive():
 
 
 def test_the_noise_has_the_stated_size():
-    server = make_server(WeightedMean(), replace(PRIVATE, dp_clip=2.0, dp_noise=3.0))
+    server = make_server(Mean(), replace(PRIVATE, dp_clip=2.0, dp_noise=3.0))
     server.aggregate([update_of(server, assignment, 0.0) for assignment in server.assign(1)])
     drawn = torch.cat(
         [
@@ -217,10 +217,10 @@ def test_poisson_sampling_may_be_private_and_a_round_without_anybody_adds_its_no
 
 
 def test_who_knows_the_seed_of_the_run_cannot_draw_the_cohorts_again():
-    cohorts = {seed: make_server(WeightedMean(), replace(PRIVATE, dp_noise_seed=seed)) for seed in (11, 12)}
+    cohorts = {seed: make_server(Mean(), replace(PRIVATE, dp_noise_seed=seed)) for seed in (11, 12)}
     drawn = {seed: [[a.client_id for a in server.assign(round)] for round in (1, 2, 3)] for seed, server in cohorts.items()}
     assert drawn[11] != drawn[12]
-    assert drawn[11] == [[a.client_id for a in make_server(WeightedMean()).assign(round)] for round in (1, 2, 3)]
+    assert drawn[11] == [[a.client_id for a in make_server(Mean()).assign(round)] for round in (1, 2, 3)]
 
 
 def test_delta_is_that_of_the_number_of_clients_or_what_was_asked_for():
@@ -308,7 +308,7 @@ def test_wrong_options_are_refused(options, message):
 def test_without_opacus_the_error_comes_before_the_run_and_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "opacus.accountants", None)
     with pytest.raises(MissingDependencyError, match=r'pip install "sparsekit-torch\[privacy\]"'):
-        make_server(WeightedMean(), replace(PRIVATE, dp_noise=1.23456))
+        make_server(Mean(), replace(PRIVATE, dp_noise=1.23456))
 
 
 @pytest.mark.slow
@@ -323,7 +323,7 @@ def test_opacus_is_imported_only_where_privacy_is_asked_for():
 
 
 def after_one_round(config):
-    server = make_server(WeightedMean(), config)
+    server = make_server(Mean(), config)
     server.aggregate([update_of(server, assignment, 0.0) for assignment in server.assign(1)])
     return server.state.state
 
@@ -335,7 +335,7 @@ def test_the_model_of_a_private_run_is_the_same_for_equal_seeds_of_the_noise_alo
 
 def test_who_knows_the_seed_of_the_run_cannot_take_the_noise_off():
     # Updates of zeros: whatever moved is noise.
-    initial = make_server(WeightedMean(), SECRET).spec.initial
+    initial = make_server(Mean(), SECRET).spec.initial
     place = sorted(initial).index("last.weight")
     moved = [after_one_round(SECRET)["last.weight"] - initial["last.weight"] for _ in range(2)]
     guess = 1.5 * 0.5 / 4 * torch.as_tensor(Streams(SECRET.seed).noise(1, place).standard_normal((3, 8)))

@@ -12,7 +12,7 @@ from sparsekit.graph.mask import UnitMask, WeightMask
 from sparsekit.graph.state import digest
 from sparsekit_fl.client.spec import RunSpec, by_id
 from sparsekit_fl.methods.method import Method
-from sparsekit_fl.policies import DeltaMean, SamplingPolicy
+from sparsekit_fl.policies import Mean, SamplingPolicy
 from sparsekit_fl.server.server import Server
 from sparsekit_fl.testing.tiny import tiny_clients, tiny_config, tiny_problem
 from sparsekit_fl.wire.messages import Update, WorkCost
@@ -20,7 +20,7 @@ from sparsekit_fl.wire.messages import Update, WorkCost
 
 @pytest.fixture(scope="module")
 def spec():
-    return RunSpec.build(Method(name="m", source="", aggregate=DeltaMean()), tiny_problem(), tiny_config())
+    return RunSpec.build(Method(name="m", source="", aggregate=Mean(over="all")), tiny_problem(), tiny_config())
 
 
 @pytest.fixture
