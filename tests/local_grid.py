@@ -55,6 +55,8 @@ class LocalGrid(Grid):
         fault: Changes or drops replies; None for none.
         twice: Deliver every reply twice.
         delay: Message → number of looks for replies after which its own is there; None: at once.
+        run_config: Of the run, as every node gets it.
+        node_configs: Of each node; none by default.
     """
 
     def __init__(
@@ -63,6 +65,8 @@ class LocalGrid(Grid):
         *,
         nodes: int,
         rng: np.random.Generator,
+        run_config: Mapping[str, Any] | None = None,
+        node_configs: Sequence[Mapping[str, Any]] = (),
         fault: Fault | None = None,
         twice: bool = False,
         delay: Callable[[Message], int] | None = None,
@@ -71,7 +75,13 @@ class LocalGrid(Grid):
         TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1
         self._app = app
         self._contexts = {
-            1000 + node: Context(run_id=1, node_id=1000 + node, node_config={}, state=RecordDict(), run_config={})
+            1000 + node: Context(
+                run_id=1,
+                node_id=1000 + node,
+                node_config=dict(node_configs[node]) if node_configs else {},
+                state=RecordDict(),
+                run_config=dict(run_config or {}),
+            )
             for node in range(nodes)
         }
         self._rng = rng

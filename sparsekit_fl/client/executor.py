@@ -13,6 +13,7 @@ from sparsekit_fl.context.server import Roster
 from sparsekit_fl.errors import ClientError, MemoryStateError
 from sparsekit_fl.policies.local import LocalResult
 from sparsekit_fl.problem.clients import Client
+from sparsekit_fl.state.models import global_file, save_whole, write_recipe
 from sparsekit_fl.state.store import MemoryStore
 from sparsekit_fl.wire.messages import Assignment, Evaluation, Update
 
@@ -27,10 +28,21 @@ class ClientExecutor:
         clients: Client id → client, at least those that will be asked for.
         store: The memories of the clients; a call may bring another.
         device: Where they train; None takes the first device of the run.
+        home: Folder of this device, where the models that its clients deploy stay after the last round, for `load_model`; None
+            where the server collects them.
     """
 
-    def __init__(self, spec: RunSpec, clients: Mapping[int, Client], store: MemoryStore, *, device: str | None = None) -> None:
-        self.spec = spec
+    def __init__(
+        self,
+        spec: RunSpec,
+        clients: Mapping[int, Client],
+        store: MemoryStore,
+        *,
+        device: str | None = None,
+        home: Path | None = None,
+    ) -> None:
+        self.spec, self.home = spec, home
+        self._global: object = None
         self._worker = WorkerState(spec, device)
         self._clients = clients
         self._store = store
@@ -98,3 +110,21 @@ class ClientExecutor:
             with_shared=with_shared,
             export=export,
         )
+
+    def keep(self, home: Path, shared: StateDict) -> Path:
+        """Make a folder of this device one that `load_model` reads: the global model, and how models are made again.
+
+        Args:
+            home: The folder; made if absent.
+            shared: The shared global state; written once where the same one comes for several clients.
+
+        Returns:
+            Where the models of clients go.
+        """
+        models = global_file(home).parent
+        if shared is not self._global:
+            models.mkdir(parents=True, exist_ok=True)
+            save_whole(global_file(home), self.spec.model({**self.spec.initial, **shared}))
+            write_recipe(home, {**self.spec.recipe, "personal": True, "clients": sorted(self._clients)})
+            self._global = shared
+        return models

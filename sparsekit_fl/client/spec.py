@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from sparsekit.errors import InvalidValueError, NoUnitsError
 from sparsekit.graph import StateDict, UnitGraph, clone
@@ -108,6 +109,13 @@ class RunSpec:
         """Return the keys of the state that travel, in the order of the state."""
         share = self.method.share
         return [name for name in self.initial if name not in self.frozen and share.is_shared(name, self.graph)]
+
+    def model(self, state: StateDict) -> nn.Module:
+        """Make a module that holds a whole dense state."""
+        with torch_scope(Streams(self.config.seed).model()):
+            model = self.problem.model()
+        model.load_state_dict(state)
+        return model
 
     def for_clients(self) -> RunSpec:
         """Return the same spec without the server's secret: the seed of a private run's noise."""

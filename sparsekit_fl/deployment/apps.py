@@ -59,17 +59,17 @@ def _executor(context: Context, run: str) -> ClientExecutor:
     spec, clients = _make(context)
     plan = Plan.of(context.run_config)
     store: MemoryStore = CarriedMemory()
+    folder = str(context.node_config.get("state-dir", ""))
+    if (folder or plan.memory == "nodes") and not re.fullmatch("[0-9a-f]{16}", run):
+        raise InvalidValueError(f"the server must send the id of its run, 16 hexadecimal digits, got {run[:20]!r}")
     if plan.memory == "nodes":
-        folder = str(context.node_config.get("state-dir", ""))
         if not folder:
             raise InvalidValueError(
                 "this SuperNode has no place for the memories of its clients; start it with --node-config"
                 ' \'state-dir="FOLDER" …\', or run with memory="server"'
             )
-        if not re.fullmatch("[0-9a-f]{16}", run):
-            raise InvalidValueError(f"the server must send the id of its run, 16 hexadecimal digits, got {run[:20]!r}")
         store = DeviceStore(Path(folder) / run)
-    return ClientExecutor(spec, clients, store)
+    return ClientExecutor(spec, clients, store, home=Path(folder) / run if folder else None)
 
 
 client: ClientApp = make_app(_executor)

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from sparsekit.graph import digest
-from sparsekit.rng import torch_scope
 from sparsekit_fl.callbacks.base import Callbacks, RunView
 from sparsekit_fl.client.spec import RunSpec
 from sparsekit_fl.costs.clock import round_cost
@@ -375,10 +374,7 @@ class Rounds:
 
     def _model(self) -> nn.Module:
         """Make a module that holds the global state."""
-        with torch_scope(Streams(self.spec.config.seed).model()):
-            model = self.spec.problem.model()
-        model.load_state_dict(self.server.state.state)
-        return model
+        return self.spec.model(self.server.state.state)
 
 
 def _mean(updates: Sequence[Update], name: str) -> float | None:

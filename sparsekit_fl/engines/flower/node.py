@@ -12,6 +12,7 @@ from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
 from sparsekit.errors import DataError
+from sparsekit.graph import StateDict
 from sparsekit_fl.client.executor import ClientExecutor
 from sparsekit_fl.engines.flower.wire import content, join, part, read
 from sparsekit_fl.errors import ClientError, LostMemoryError
@@ -39,8 +40,9 @@ def make_app(executor: Callable[[Context, str], ClientExecutor]) -> ClientApp:
     def handle(message: Message, context: Context) -> Message:
         header, payloads = read(message)
         with one_thread():
-            found, shared = executor(context, str(header.get("run", ""))), payloads.get("shared", b"")
-            answers = [_answer(found, task, {"shared": shared, **part(payloads, i)}) for i, task in enumerate(header["tasks"])]
+            found = executor(context, str(header.get("run", "")))
+            shared = unpack(payloads["shared"])[0] if "shared" in payloads else {}
+            answers = [_answer(found, task, shared, part(payloads, place)) for place, task in enumerate(header["tasks"])]
         record = content({"replies": [reply for reply, _ in answers]}, **join([own for _, own in answers]))
         return Message(record, reply_to=message)
 
@@ -49,14 +51,13 @@ def make_app(executor: Callable[[Context, str], ClientExecutor]) -> ClientApp:
     return app
 
 
-def _answer(executor: ClientExecutor, task: Mapping[str, Any], payloads: Mapping[str, bytes]) -> _Answer:
+def _answer(executor: ClientExecutor, task: Mapping[str, Any], shared: StateDict, payloads: Mapping[str, bytes]) -> _Answer:
     """Do one task. Whatever goes wrong becomes a reply, so that the server can tell whose fault it was."""
     try:
-        work = {"train": _train, "evaluate": _evaluate}.get(task["task"])
-        if work is None:
-            return {"broken": f"unknown task {task['task']!r}"}, {}
         memory = CarriedMemory(payloads.get("memory", b"")) if task["carried"] else None
-        return work(executor, task, payloads, memory)
+        if task["task"] == "train":
+            return _train(executor, task, payloads["body"], memory)
+        return _evaluate(executor, task, shared, memory)
     except ClientError as error:
         return {"error": str(error), "traceback": traceback.format_exc()}, {}
     except OSError as error:
@@ -68,10 +69,8 @@ def _answer(executor: ClientExecutor, task: Mapping[str, Any], payloads: Mapping
         return {"broken": traceback.format_exc()}, {}
 
 
-def _train(
-    executor: ClientExecutor, task: Mapping[str, Any], payloads: Mapping[str, bytes], memory: CarriedMemory | None
-) -> _Answer:
-    assignment = decode_assignment(payloads["body"], executor.spec.graph)
+def _train(executor: ClientExecutor, task: Mapping[str, Any], body: bytes, memory: CarriedMemory | None) -> _Answer:
+    assignment = decode_assignment(body, executor.spec.graph)
     if (assignment.client_id, assignment.round) != (task["client"], task["round"]):
         raise DataError("header and assignment are of different clients or rounds")
     note = ""
@@ -84,15 +83,15 @@ def _train(
     return {"stored": stored, "note": note}, {"body": encode_update(update), "memory": memory.written if memory else b""}
 
 
-def _evaluate(
-    executor: ClientExecutor, task: Mapping[str, Any], payloads: Mapping[str, bytes], memory: CarriedMemory | None
-) -> _Answer:
-    state, _ = unpack(payloads["shared"])
+def _evaluate(executor: ClientExecutor, task: Mapping[str, Any], state: StateDict, memory: CarriedMemory | None) -> _Answer:
     with tempfile.TemporaryDirectory(prefix="sparsekit-") as folder:
+        export = Path(folder) if task["export"] else None
+        if task["last"] and not task["export"] and executor.home is not None:
+            export = executor.keep(executor.home, state)
         options: dict[str, Any] = {
             "round": task["round"],
             "with_shared": task["with_shared"],
-            "export": Path(folder) if task["export"] else None,
+            "export": export,
             "store": memory,
         }
         try:

@@ -146,7 +146,8 @@ class GridPool:
     ) -> Iterator[Evaluation | Unscored]:
         """Score; see `ClientPool.evaluate`. A client that does not answer is asked twice."""
         body = pack(dict(state), {"kind": "state", "round": round})
-        options: dict[str, Any] = {"with_shared": with_shared, "export": export is not None and self.exports}
+        last = export is not None
+        options: dict[str, Any] = {"with_shared": with_shared, "last": last, "export": last and self.exports}
         tasks = [self._task("evaluate", i, versions.get(i), round, shared=body, **options) for i in ids]
         held: list[Evaluation | Unscored] = []  # from the first client on that is asked again
         silent: dict[int, Task] = {}
