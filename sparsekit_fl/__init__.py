@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from sparsekit_fl.methods.method import Method as Method
     from sparsekit_fl.options.config import RunConfig as RunConfig, TrainingConfig as TrainingConfig
     from sparsekit_fl.paper.presets import preset_for as preset_for
+    from sparsekit_fl.partition import partitions as partitions
+    from sparsekit_fl.partition.base import Partition as Partition
     from sparsekit_fl.policies import (
         AggregatePolicy as AggregatePolicy,
         LocalPolicy as LocalPolicy,
@@ -72,6 +74,8 @@ _NAMES = {
     "sparsekit_fl.methods.method": "Method",
     "sparsekit_fl.options.config": "RunConfig TrainingConfig",
     "sparsekit_fl.paper.presets": "preset_for",
+    "sparsekit_fl.partition": "partitions",
+    "sparsekit_fl.partition.base": "Partition",
     "sparsekit_fl.policies": "AggregatePolicy LocalPolicy LocalResult MaskPolicy PersonalModel PersonalPolicy RatioPolicy"
     " SamplingPolicy SharePolicy",
     "sparsekit_fl.problem": "metrics",

@@ -72,8 +72,8 @@ class RunOptions(Offer):
     partition: Annotated[
         str | None,
         Option(
-            "How examples are split over clients: pathological, dirichlet, natural, or flwr:NAME of flwr-datasets; its options"
-            " by --set partition.NAME=VALUE.",
+            "How examples are split over clients: pathological, dirichlet, natural, flwr:NAME of flwr-datasets, or"
+            " package.module:function; its options by --set partition.NAME=VALUE.",
             WHAT,
             preset=True,
         ),

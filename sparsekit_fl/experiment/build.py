@@ -23,7 +23,7 @@ from sparsekit_fl.partition.flower import PREFIX as FLOWER
 from sparsekit_fl.partition.flower import flower_partition
 from sparsekit_fl.partition.pathological import lacking
 from sparsekit_fl.problem.augment import make_augment
-from sparsekit_fl.problem.clients import Client
+from sparsekit_fl.problem.clients import Client, ClientData
 from sparsekit_fl.problem.data import TensorData
 from sparsekit_fl.problem.lazy import LazyData
 from sparsekit_fl.problem.metrics import TokenAccuracy, accuracy
@@ -73,7 +73,8 @@ def build_task(
         preset: The settings.
         model: Model in place of the preset's: a name, or `package.module:factory`.
         clients: Number of clients in place of the preset's; shards shrink, with a warning, where the data have too few.
-        partition: Partition in place of the preset's, whose options are then not used.
+        partition: Partition in place of the preset's, whose options are then not used: a name, or `package.module:function` of
+            the form of `Partition`.
         options: Keywords for the partition, over those of the preset.
         lack_classes: Number of classes that each client lacks, for the pathological partition; see
             `partition.pathological.lacking`.
@@ -114,8 +115,13 @@ def build_task(
     if kind.startswith(FLOWER):
         deal, keywords = flower_partition(kind, keywords), {}
     else:
-        deal = partitions[kind]
-    splits = deal(source, clients=preset.clients if clients is None else clients, rng=Streams(seed).data(), **keywords)
+        deal = partitions.find(kind)
+    count = preset.clients if clients is None else clients
+    splits = deal(source, clients=count, rng=Streams(seed).data(), **keywords)
+    if ":" in kind and (len(splits) != count or not all(isinstance(one, ClientData) for one in splits)):
+        raise InvalidValueError(
+            f"partition {kind!r} must return a list of {count} ClientData, one for each client, got {splits!r:.200}"
+        )
     problem = Problem(
         model=spec.factory(classes=found.classes, takes=takes),
         example_inputs=takes.zeros(),
@@ -180,7 +186,8 @@ def _keywords(
         keywords.update(lacking(lack_classes, source.classes, keywords))
     if name.startswith(FLOWER):
         return name, keywords
-    known = {name for name in inspect.signature(partitions[name]).parameters if name not in ("source", "clients", "rng")}
+    takes = inspect.signature(partitions.find(name)).parameters
+    known = {name for name in takes if name not in ("source", "clients", "rng")}
     for option in keywords:
         if option not in known:
             raise InvalidValueError(f"partition {name!r} has no option {option!r}; {nearest(option, known)}")

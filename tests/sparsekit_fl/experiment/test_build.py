@@ -7,6 +7,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -61,6 +62,31 @@ def test_more_clients_get_smaller_shards() -> None:
 def test_another_partition_starts_from_its_own_defaults() -> None:
     _, clients = build_problem(preset_for(), partition="dirichlet", clients=5, options={"alpha": 10.0})
     assert sum(len(client.data.train) + len(client.data.val) for client in clients) == 1437
+
+
+def test_a_partition_of_ones_own_is_called_with_its_options_and_must_give_each_client_data(own: ModuleType) -> None:
+    def by_turns(source: DataSource, *, clients: int, rng: np.random.Generator, most: int = 20) -> list[ClientData]:
+        first = int(rng.integers(3))
+        return [
+            ClientData(
+                train=source.train.take(list(range(first + k, 1437, clients))[:most]),
+                val=source.train.take([k]),
+                test=source.test.take([k, k + clients]),
+            )
+            for k in range(clients)
+        ]
+
+    own.by_turns, own.nothing = by_turns, lambda source, *, clients, rng: []  # type: ignore[attr-defined]
+    name = own.__name__
+    _, clients = build_problem(preset_for(), partition=f"{name}:by_turns", clients=6, options={"most": 7}, seed=4)
+    _, again = build_problem(preset_for(), partition=f"{name}:by_turns", clients=6, options={"most": 7}, seed=4)
+    assert [len(client.data.train) for client in clients] == [7] * 6
+    assert [c.data.train.index.tolist() for c in clients] == [c.data.train.index.tolist() for c in again]
+    assert len(build_problem(preset_for(), partition=f"{name}:by_turns")[1][0].data.train) == 20
+    with pytest.raises(InvalidValueError, match="no option 'mots'; did you mean 'most'"):
+        build_problem(preset_for(), partition=f"{name}:by_turns", options={"mots": 7})
+    with pytest.raises(InvalidValueError, match=r"must return a list of 6 ClientData, one for each client, got \[\]"):
+        build_problem(preset_for(), partition=f"{name}:nothing", clients=6)
 
 
 def test_a_thousand_clients_cost_their_indices() -> None:
