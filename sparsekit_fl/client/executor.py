@@ -44,8 +44,12 @@ class ClientExecutor:
         self.spec, self.home = spec, home
         self._global: object = None
         self._worker = WorkerState(spec, device)
-        self._clients = clients
+        self._clients = dict(clients)
         self._store = store
+
+    def add(self, clients: Mapping[int, Client]) -> None:
+        """Have further clients, which will be asked for."""
+        self._clients.update(clients)
 
     def train(self, assignment: Assignment, version: int | None, *, store: MemoryStore | None = None) -> tuple[Update, bool]:
         """Train one client for one round.

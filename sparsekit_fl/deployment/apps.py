@@ -26,23 +26,32 @@ from sparsekit_fl.state.store import CarriedMemory, DeviceStore, MemoryStore
 
 __all__ = ["client", "server"]
 
-_clients: dict[str, tuple[RunSpec, dict[int, Client]]] = {}
+# What the nodes of a run have in common is built once in a process: a simulation's processes serve all of its nodes.
+_made: dict[str, tuple[RunSpec, dict[int, Client]]] = {}
+_executors: dict[tuple[str, str, str], ClientExecutor] = {}
 
 
 def _make(context: Context) -> tuple[RunSpec, dict[int, Client]]:
-    """RunSpec and clients of this node; in this process only once."""
-    key = json.dumps([dict(context.run_config), dict(context.node_config)], sort_keys=True, default=str)
-    if key not in _clients:
-        plan = Plan.of(context.run_config)
-        ids = client_ids(_clients_of(context))
-        problem, clients = plan.make_clients(ids, context.node_config)
-        device = str(context.node_config.get("device", "cpu"))
+    """RunSpec and clients of this node."""
+    key, ids = _key(context), client_ids(_clients_of(context))
+    plan, node = Plan.of(context.run_config), context.node_config
+    if key not in _made:
+        device = str(node.get("device", "cpu"))
+        problem, clients = plan.make_clients(ids, node)
         check_device(device)
-        config = replace(plan.make_config(), device=device)
-        spec = RunSpec.build(plan.make_method(), problem, config)
-        _clients.clear()
-        _clients[key] = spec, clients
-    return _clients[key]
+        _made.clear()
+        _executors.clear()
+        _made[key] = RunSpec.build(plan.make_method(), problem, replace(plan.make_config(), device=device)), clients
+    spec, known = _made[key]
+    missing = [id for id in ids if id not in known]
+    if missing:
+        known.update(plan.make_clients(missing, node)[1])
+    return spec, {id: known[id] for id in ids}
+
+
+def _key(context: Context) -> str:
+    node = {name: context.node_config.get(name) for name in ("data", "data-dir", "device")}
+    return json.dumps([dict(context.run_config), node], sort_keys=True, default=str)
 
 
 def _clients_of(context: Context) -> str:
@@ -57,19 +66,22 @@ def _clients_of(context: Context) -> str:
 
 def _executor(context: Context, run: str) -> ClientExecutor:
     spec, clients = _make(context)
-    plan = Plan.of(context.run_config)
-    store: MemoryStore = CarriedMemory()
     folder = str(context.node_config.get("state-dir", ""))
-    if (folder or plan.memory == "nodes") and not re.fullmatch("[0-9a-f]{16}", run):
+    keeps = Plan.of(context.run_config).memory == "nodes"
+    if keeps and not folder:
+        raise InvalidValueError(
+            "this SuperNode has no place for the memories of its clients; start it with --node-config"
+            ' \'state-dir="FOLDER" …\', or run with memory="server"'
+        )
+    if folder and not re.fullmatch("[0-9a-f]{16}", run):
         raise InvalidValueError(f"the server must send the id of its run, 16 hexadecimal digits, got {run[:20]!r}")
-    if plan.memory == "nodes":
-        if not folder:
-            raise InvalidValueError(
-                "this SuperNode has no place for the memories of its clients; start it with --node-config"
-                ' \'state-dir="FOLDER" …\', or run with memory="server"'
-            )
-        store = DeviceStore(Path(folder) / run)
-    return ClientExecutor(spec, clients, store, home=Path(folder) / run if folder else None)
+    key = (_key(context), folder, run) if folder else (_key(context), "", "")
+    if key not in _executors:
+        home = Path(folder) / run if folder else None
+        store: MemoryStore = DeviceStore(home) if keeps and home is not None else CarriedMemory()
+        _executors[key] = ClientExecutor(spec, dict(clients), store, home=home)
+    _executors[key].add(clients)
+    return _executors[key]
 
 
 client: ClientApp = make_app(_executor)

@@ -13,8 +13,9 @@ In a round:
    `share.upload_mask`, and `share.leave` for each entry that goes up.
 3. For each update the server calls `aggregate.validate`, `ratio.validate`, `mask.validate`, `sampling.validate`. An update
    that one of them refuses changes nothing.
-4. With all valid updates it calls `sampling.arrivals`, `aggregate.init`, for each update `aggregate.add` (which asks for
-   `aggregate.weight` and `aggregate.coverage`), `aggregate.finish` (which asks for `aggregate.change`), `sampling.seconds`.
+4. With all valid updates it calls `sampling.arrivals` and `aggregate.combine`, which asks `aggregate.counted` for the weighted
+   updates (and that for each `aggregate.weight` and `aggregate.coverage`) and `aggregate.adjust` for the changes, and
+   `sampling.seconds`.
 5. Last it calls `ratio.observe_all` (which calls `ratio.observe` for each update), `mask.observe`, `sampling.observe`.
 
 To score a client: `personal.model`, `personal.calibrate`, `personal.predictor`.

@@ -14,6 +14,7 @@ from flwr.app import Context, RecordDict
 from local_grid import LocalGrid
 
 from sparsekit.errors import DataError
+from sparsekit_fl.client.spec import RunSpec
 from sparsekit_fl.deployment import apps
 from sparsekit_fl.deployment.plan import Plan
 from sparsekit_fl.deployment.rounds_app import serve
@@ -50,3 +51,17 @@ def test_a_device_predicts_with_the_models_of_its_own_clients_and_they_are_nowhe
     with pytest.raises(DataError, match="stayed on its device"):
         load_model(tmp_path / "server", 0)
     assert not list((tmp_path / "server" / "models").glob("client-*"))
+
+
+def test_a_process_that_serves_all_nodes_of_a_run_builds_the_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = Plan(method="fedlps", problem="sparsekit_fl.testing.tiny:tiny_problem", rounds=2, cohort=4, seed=3, local_epochs=1,
+                batch_size=8, nodes=8, memory="server")  # fmt: skip
+    config = plan.to_run_config()
+    nodes = [{"partition-id": k, "num-partitions": 8, "data": "sparsekit_fl.testing.tiny:tiny_client"} for k in range(8)]
+    grid = LocalGrid(apps.client, nodes=8, rng=np.random.default_rng(0), run_config=config, node_configs=nodes)
+    built = []
+    build = RunSpec.build
+    monkeypatch.setattr(RunSpec, "build", lambda *given, **more: built.append(given) or build(*given, **more))
+    serve(grid, Context(run_id=1, node_id=0, node_config={}, state=RecordDict(), run_config=config))
+    # Once for all nodes, once to know the model before they come, and once for the loop.
+    assert len(built) == 3
