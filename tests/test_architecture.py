@@ -375,7 +375,7 @@ def test_the_project_speaks_of_itself_alone() -> None:
 
 
 def _faults_of(module: str) -> list[str]:
-    """What a file lacks of: a docstring, the import of annotations, a list of the names that others may use."""
+    """What a file lacks of: a docstring, the import of annotations, in a package a right list of its public names."""
     tree = _tree(MODULES[module])
     faults = [] if ast.get_docstring(tree) else [f"{module}: one or two sentences say what the file is"]
     body = [node for node in tree.body if not isinstance(node, ast.Expr)]
@@ -384,17 +384,28 @@ def _faults_of(module: str) -> list[str]:
     if not (isinstance(body[0], ast.ImportFrom) and body[0].module == "__future__"):
         faults += [f"{module}: from __future__ import annotations"] * (MODULES[module].name != "__init__.py")
     listed = [node for node in body if isinstance(node, ast.Assign) and _dotted(node.targets[0]) == "__all__"]
-    defines = any(isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_") for node in body)
     if not listed:
-        return faults + [f"{module}: __all__ lists what other files may use"] * defines
+        return faults
     loaded: Any = importlib.import_module(module)
     names = loaded.__all__
     missing = [name for name in names if not hasattr(loaded, name)]
     return faults + [f"{module}: __all__ names {missing}, or one twice"] * bool(missing or len(names) != len(set(names)))
 
 
-def test_every_file_has_a_docstring_and_lists_its_names() -> None:
+def test_every_file_has_a_docstring_and_the_names_it_lists() -> None:
     assert [fault for module in sorted(MODULES) for fault in _faults_of(module)] == []
+
+
+def test_no_file_uses_what_another_one_begins_with_an_underscore() -> None:
+    found = [
+        f"{module}:{node.lineno} imports {alias.name} of {node.module}"
+        for module in MODULES
+        for node in ast.walk(_tree(MODULES[module]))
+        if isinstance(node, ast.ImportFrom) and node.module in MODULES
+        for alias in node.names
+        if re.match(r"_(?!_)", alias.name) and f"{node.module}.{alias.name}" not in MODULES
+    ]
+    assert found == []
 
 
 def _public() -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Allocation: how many units stay in each group, and which. One allocation per file; `registry` finds them by name."""
 
-from sparsekit.allocation.base import Allocation, CostModel, equal_in_ties
+from sparsekit.allocation.base import Allocation, equal_in_ties
 from sparsekit.allocation.by_cost import ByCost
 from sparsekit.allocation.choose import choose, select
 from sparsekit.allocation.global_ import Global
@@ -11,6 +11,7 @@ from sparsekit.allocation.schedule import Schedule
 from sparsekit.allocation.sensitivity import Sensitivity
 from sparsekit.allocation.uniform import Uniform, check_ratio
 from sparsekit.allocation.uniform_within import UniformWithin
+from sparsekit.measure.cost import CostModel
 from sparsekit.registry import Registry
 
 __all__ = [

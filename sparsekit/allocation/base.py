@@ -11,8 +11,6 @@ from sparsekit.errors import InvalidValueError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.measure.cost import CostModel
 
-__all__ = ["Allocation", "CostModel", "equal_in_ties", "needed"]
-
 
 @runtime_checkable
 class Allocation(Protocol):

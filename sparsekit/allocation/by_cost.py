@@ -9,12 +9,11 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from sparsekit.allocation.within_budget import RankedWithinBudget, Search
+from sparsekit.allocation.walk import Search
+from sparsekit.allocation.within_budget import RankedWithinBudget
 from sparsekit.allocation.worth import block_losses, ranked_worth
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph.graph import UnitGraph
-
-__all__ = ["ByCost"]
 
 
 @dataclass(frozen=True)

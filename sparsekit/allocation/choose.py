@@ -7,14 +7,13 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from sparsekit.allocation.base import Allocation, CostModel
+from sparsekit.allocation.base import Allocation
 from sparsekit.allocation.uniform import Uniform
 from sparsekit.criteria.base import Criterion, View, check_scores, score_units
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.mask import UnitMask
-
-__all__ = ["choose", "select"]
+from sparsekit.measure.cost import CostModel
 
 
 def choose(graph: UnitGraph, scores: Mapping[str, Tensor], counts: Mapping[str, int], *, source: str = "scores") -> UnitMask:

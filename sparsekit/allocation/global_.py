@@ -7,11 +7,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from sparsekit.allocation.within_budget import RankedWithinBudget, Search
+from sparsekit.allocation.walk import Search
+from sparsekit.allocation.within_budget import RankedWithinBudget
 from sparsekit.allocation.worth import block_losses, ranked_worth
 from sparsekit.graph.graph import UnitGraph
-
-__all__ = ["Global"]
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,11 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from sparsekit.allocation.walk import Counts
-from sparsekit.allocation.within_budget import Problem, RankedWithinBudget, Search
+from sparsekit.allocation.walk import Counts, Problem, Search
+from sparsekit.allocation.within_budget import RankedWithinBudget
 from sparsekit.allocation.worth import Scale, block_losses, ranked_worth
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.groups import UnitGroup
-
-__all__ = ["Isomorphic"]
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,11 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from sparsekit.allocation.walk import Counts, fits, spread
-from sparsekit.allocation.within_budget import Problem, RankedWithinBudget, Search
+from sparsekit.allocation.walk import Counts, Problem, Search, fits, spread
+from sparsekit.allocation.within_budget import RankedWithinBudget
 from sparsekit.allocation.worth import block_losses, ranked_worth
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph.graph import UnitGraph
-
-__all__ = ["Knapsack"]
 
 _BINS = 2048
 _PASSES = 6

@@ -8,8 +8,6 @@ from collections.abc import Mapping
 from sparsekit.errors import InvalidValueError, UnknownNameError, nearest
 from sparsekit.graph.graph import UnitGraph
 
-__all__ = ["Limits", "check_limits", "count_range"]
-
 Limits = Mapping[str, tuple[float, float]]
 """Group name → (least, largest) share of its units that stay, each in [0, 1]."""
 

@@ -9,14 +9,12 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from sparsekit.allocation.base import CostModel
 from sparsekit.allocation.rounding import Multiples, check_multiples, free_counts
 from sparsekit.allocation.uniform import check_ratio, keep_count
 from sparsekit.allocation.walk import spread
 from sparsekit.errors import UnknownNameError, nearest
 from sparsekit.graph.graph import UnitGraph
-
-__all__ = ["PerGroup"]
+from sparsekit.measure.cost import CostModel
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,6 @@ from sparsekit.errors import InvalidValueError, UnknownNameError, nearest
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.groups import Kind, UnitGroup
 
-__all__ = ["Multiples", "check_multiples", "free_counts", "step_of"]
-
 Multiples = int | Mapping[str, int]
 """One number for the width of every layer, or kind of unit ("channel", "feature", "cell", "head") or group name → units."""
 

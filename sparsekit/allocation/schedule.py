@@ -8,8 +8,6 @@ from dataclasses import dataclass
 
 from sparsekit.errors import InvalidValueError, UnknownNameError, nearest
 
-__all__ = ["SHAPES", "Schedule"]
-
 SHAPES: Mapping[str, Callable[[float], float]] = {
     "one_shot": lambda _: 1.0,
     "linear": lambda time: time,

@@ -10,15 +10,14 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from sparsekit.allocation.base import CostModel, needed
+from sparsekit.allocation.base import needed
 from sparsekit.allocation.limits import Limits, check_limits
 from sparsekit.allocation.rounding import Multiples, check_multiples
 from sparsekit.allocation.walk import Counts, Problem, spread, within_budget
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.measure.budget import Budget
-
-__all__ = ["Sensitivity", "Table"]
+from sparsekit.measure.cost import CostModel
 
 Table: TypeAlias = Mapping[str, Sequence[tuple[float, float]]]
 """Group name → pairs (share of its units kept, degradation of the model when this group alone is narrowed so)."""

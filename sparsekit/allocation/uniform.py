@@ -9,11 +9,10 @@ from numbers import Real
 
 from torch import Tensor
 
-from sparsekit.allocation.base import CostModel, equal_in_ties
+from sparsekit.allocation.base import equal_in_ties
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph.graph import UnitGraph
-
-__all__ = ["Uniform", "check_ratio", "keep_count"]
+from sparsekit.measure.cost import CostModel
 
 
 def check_ratio(ratio: float) -> float:

@@ -9,11 +9,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from sparsekit.allocation.uniform import keep_count
-from sparsekit.allocation.walk import Counts, spread
-from sparsekit.allocation.within_budget import Problem, Search, WithinBudget
+from sparsekit.allocation.walk import Counts, Problem, Search, spread
+from sparsekit.allocation.within_budget import WithinBudget
 from sparsekit.graph.graph import UnitGraph
-
-__all__ = ["UniformWithin"]
 
 
 @dataclass(frozen=True)

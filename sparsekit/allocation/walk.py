@@ -15,20 +15,6 @@ from sparsekit.measure.budget import Budget, BudgetError, format_cost
 from sparsekit.measure.cost import CostModel
 from sparsekit.measure.tracker import CostTracker
 
-__all__ = [
-    "Counts",
-    "Losses",
-    "Problem",
-    "Search",
-    "Width",
-    "dense_counts",
-    "fits",
-    "spread",
-    "walk_to_budget",
-    "widths_of",
-    "within_budget",
-]
-
 Counts: TypeAlias = Mapping[str, int]
 """Group name → number of units kept, for every group."""
 

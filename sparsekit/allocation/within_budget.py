@@ -8,15 +8,14 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from sparsekit.allocation.base import CostModel, needed
+from sparsekit.allocation.base import needed
 from sparsekit.allocation.limits import Limits, check_limits
 from sparsekit.allocation.rounding import Multiples, check_multiples
-from sparsekit.allocation.walk import Problem, Search, within_budget
+from sparsekit.allocation.walk import Search, within_budget
 from sparsekit.allocation.worth import Scale, check_scale
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.measure.budget import Budget
-
-__all__ = ["Problem", "RankedWithinBudget", "Search", "WithinBudget"]
+from sparsekit.measure.cost import CostModel
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,6 @@ from sparsekit.criteria.normalised import share_of_remaining
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph.graph import UnitGraph
 
-__all__ = ["Scale", "block_losses", "check_scale", "ranked_worth"]
-
 Scale = Literal["share_of_remaining", "mean", "none"]
 """How scores of different groups are made comparable.
 

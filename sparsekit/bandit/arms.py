@@ -16,8 +16,6 @@ from sparsekit.bandit.base import Drop, Interval, Pull, check_number
 from sparsekit.bandit.logged import LoggedBandit
 from sparsekit.errors import InvalidValueError
 
-__all__ = ["Arm", "ArmBandit", "check_min_width", "draw", "hold", "may_split"]
-
 
 @dataclass(frozen=True)
 class Arm:

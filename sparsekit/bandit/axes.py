@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from sparsekit.bandit.base import Interval
 from sparsekit.errors import InvalidValueError
 
-__all__ = ["Axis", "parse_axes"]
-
 _FORM = (
     "NAME=LOW:HIGH, with :log or :int or both behind it, or NAME=A,B,C, as in lr=1e-4:1e-1:log, workers=1:64:log:int"
     " or batch_size=10,20,50"

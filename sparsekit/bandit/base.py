@@ -11,8 +11,6 @@ import numpy as np
 
 from sparsekit.errors import InvalidValueError
 
-__all__ = ["Bandit", "Drop", "Interval", "Pull", "check_generator", "check_number"]
-
 Drop = Literal["below", "above"]
 """The side of a value that `tell` rules out."""
 

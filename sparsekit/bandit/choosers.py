@@ -16,8 +16,6 @@ try:
 except ImportError as error:
     raise MissingDependencyError(f"a search over trials needs optuna; {install_hint('optuna')}") from error
 
-__all__ = ["PRUNERS", "SAMPLERS", "distribution_of", "make_pruner", "make_sampler"]
-
 SAMPLERS = ("tpe", "random", "grid")
 PRUNERS = ("none", "median", "hyperband", "halving")
 

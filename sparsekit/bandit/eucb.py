@@ -11,8 +11,6 @@ from sparsekit.bandit.arms import Arm, ArmBandit, check_min_width, hold, may_spl
 from sparsekit.bandit.base import Drop, Interval, check_number
 from sparsekit.errors import InvalidValueError
 
-__all__ = ["EUCB"]
-
 
 class EUCB(ArmBandit):
     """Extended Upper Confidence Bound: a `Bandit` over an interval for rewards that drift.

@@ -13,8 +13,6 @@ from sparsekit.bandit.noise import Noise, Watch
 from sparsekit.bandit.posterior import Posterior
 from sparsekit.bandit.rule import Rule
 
-__all__ = ["Field"]
-
 _ARRAYS = ("points", "weights", "rewards", "tries", "pulls", "first", "dropped")
 # A variance of which floats keep no digits is no scale.
 _LEAST_SCALE = 1e-250

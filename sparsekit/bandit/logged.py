@@ -13,8 +13,6 @@ from sparsekit.bandit.base import Drop, Interval, Pull, check_generator, check_n
 from sparsekit.bandit.space import Box, BoxPull
 from sparsekit.errors import InvalidValueError
 
-__all__ = ["LARGEST_REWARD", "LoggedBandit", "Trial", "generator_from_state", "generator_state"]
-
 Trial = TypeVar("Trial", Pull, BoxPull)
 
 LARGEST_REWARD = 1e100

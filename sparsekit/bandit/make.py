@@ -13,8 +13,6 @@ from sparsekit.bandit.space import Box
 from sparsekit.errors import InvalidValueError
 from sparsekit.registry import Registry
 
-__all__ = ["DEFAULT", "make_bandit", "registry", "restore_bandit"]
-
 DEFAULT = "split-ucbv"
 """The bandit that `sparsekit tune` and the Optuna sampler use unless another is named."""
 

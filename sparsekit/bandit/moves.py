@@ -11,8 +11,6 @@ from sparsekit.bandit.base import Drop
 from sparsekit.bandit.cells import NARROWEST, Floats
 from sparsekit.bandit.field import Field
 
-__all__ = ["arm_at", "choose", "drop_side"]
-
 # At most so many cells are split in search of an arm below a bound.
 _SPLITS = 6
 # A probe that may not be made yet is thought of again when there are so many times as many rewards, at the latest.

@@ -6,8 +6,6 @@ import math
 
 from sparsekit.bandit.rule import Rule
 
-__all__ = ["Noise", "Watch"]
-
 # The noise is taken for no less than this share of the scale, so that nothing is divided by 0.
 _LEAST = 1e-14
 # What a repeated reward that is equal to the last bit leaves of the noise that is expected before any is repeated.

@@ -24,8 +24,6 @@ try:
 except ImportError as error:
     raise MissingDependencyError(f"this sampler needs optuna; {install_hint('optuna')}") from error
 
-__all__ = ["BanditSampler"]
-
 # Values that gave the same reward so often are taken to give it always.
 _TIMES = 3
 # So often a bandit may ask for values that are known before they are proposed after all.

@@ -9,8 +9,6 @@ import numpy as np
 from sparsekit.bandit.cells import DEEPEST, Cells, Floats, grown
 from sparsekit.bandit.rule import Rule
 
-__all__ = ["Posterior"]
-
 
 class Posterior:
     """Posterior means and variances of arms, less a level, under f(arm) - f(its parent) ~ N(0, D[depth where it was born]).

@@ -12,8 +12,6 @@ from sparsekit.bandit.arms import Arm, ArmBandit, check_min_width, hold, may_spl
 from sparsekit.bandit.base import Drop, Interval, Pull, check_number
 from sparsekit.errors import InvalidValueError
 
-__all__ = ["PUCBV"]
-
 
 class PUCBV(ArmBandit):
     """Prompt Upper Confidence Bound Variance: a `Bandit` over an interval.

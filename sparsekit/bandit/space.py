@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from sparsekit.bandit.base import Interval, check_number
 from sparsekit.errors import InvalidValueError
 
-__all__ = ["Box", "BoxPull"]
-
 
 @dataclass(frozen=True)
 class Box:

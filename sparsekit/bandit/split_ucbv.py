@@ -15,8 +15,6 @@ from sparsekit.bandit.moves import arm_at, choose, drop_side
 from sparsekit.bandit.space import Box, BoxPull
 from sparsekit.errors import InvalidValueError
 
-__all__ = ["SplitUCBV"]
-
 # A pull that is still open after so many others counts as lost: until then its arm is taken for better known than it is.
 _LOST_AFTER = 64
 

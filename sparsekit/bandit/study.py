@@ -26,8 +26,6 @@ try:
 except ImportError as error:
     raise MissingDependencyError(f"a search over trials needs optuna; {install_hint('optuna')}") from error
 
-__all__ = ["Study"]
-
 _JOURNAL = "study.journal"
 
 

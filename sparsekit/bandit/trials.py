@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from optuna.trial import FrozenTrial
 
-__all__ = ["Ended", "Score", "Watcher", "Workers"]
-
 
 @dataclass(frozen=True)
 class Score:

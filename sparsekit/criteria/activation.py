@@ -16,8 +16,6 @@ from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.groups import UnitSlice
 from sparsekit.graph.index import wide
 
-__all__ = ["Activation"]
-
 
 @dataclass(frozen=True)
 class Activation(DataDriven):

@@ -13,8 +13,6 @@ from sparsekit.errors import InvalidValueError, MissingImportanceError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.state import StateDict
 
-__all__ = ["Criterion", "View", "check_scores", "is_comparable", "is_learned", "score_units"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class View:

@@ -15,8 +15,6 @@ from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.groups import UnitGroup, UnitSlice
 from sparsekit.graph.index import wide
 
-__all__ = ["BatchNormScale"]
-
 
 def _norm_scales(group: UnitGroup, graph: UnitGraph) -> list[UnitSlice]:
     """The scales of batch norms that act on the units of a group: vectors `weight` beside a `running_var`."""

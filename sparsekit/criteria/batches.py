@@ -20,21 +20,6 @@ from sparsekit.layers.narrow_attention import NarrowMultiheadAttention
 from sparsekit.measure.flops import watch_products
 from sparsekit.progress import track
 
-__all__ = [
-    "TARGETS",
-    "Batch",
-    "DataDriven",
-    "Loss",
-    "Work",
-    "call_model",
-    "check_finite",
-    "example_count",
-    "loss_of",
-    "read_batches",
-    "scoring",
-    "split_batch",
-]
-
 Batch = Any
 """One item of a loader: a tensor, a tuple whose last item is the target, or a mapping of keyword inputs."""
 

@@ -7,8 +7,6 @@ from sparsekit.criteria.base import Criterion
 from sparsekit.criteria.magnitude import Magnitude
 from sparsekit.errors import InvalidValueError
 
-__all__ = ["as_criterion"]
-
 
 def as_criterion(criterion: Criterion | type | str | None) -> Criterion:
     """Return the criterion of a name or a class, a criterion as it is, and the magnitude of the weights for None.

@@ -13,8 +13,6 @@ from sparsekit.criteria.batches import DataDriven, check_finite
 from sparsekit.criteria.gate_gradients import Reduction, gate_moments
 from sparsekit.graph.graph import UnitGraph
 
-__all__ = ["Fisher"]
-
 
 @dataclass(frozen=True)
 class Fisher(DataDriven):

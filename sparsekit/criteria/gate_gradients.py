@@ -21,8 +21,6 @@ from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.groups import UnitSlice
 from sparsekit.graph.index import wide
 
-__all__ = ["InputViews", "Moments", "Reduction", "gate_moments", "unit_readers"]
-
 Reduction = Literal["mean", "sum"]
 
 

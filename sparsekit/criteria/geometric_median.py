@@ -13,8 +13,6 @@ from sparsekit.criteria.magnitudes import own_slices
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.index import wide
 
-__all__ = ["GeometricMedian"]
-
 
 @dataclass(frozen=True)
 class GeometricMedian:

@@ -13,8 +13,6 @@ from sparsekit.criteria.magnitude import Magnitude
 from sparsekit.criteria.normalised import Normalised
 from sparsekit.graph.graph import UnitGraph
 
-__all__ = ["Lamp"]
-
 
 @dataclass(frozen=True)
 class Lamp:

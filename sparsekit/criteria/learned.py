@@ -12,8 +12,6 @@ from sparsekit.criteria.base import View
 from sparsekit.errors import MissingImportanceError
 from sparsekit.graph.graph import UnitGraph
 
-__all__ = ["Learned"]
-
 
 @dataclass(frozen=True)
 class Learned:

@@ -12,8 +12,6 @@ from sparsekit.criteria.magnitudes import Order, all_slices, own_slices, unit_su
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph.graph import UnitGraph
 
-__all__ = ["Magnitude"]
-
 
 @dataclass(frozen=True)
 class Magnitude:

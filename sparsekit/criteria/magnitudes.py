@@ -12,8 +12,6 @@ from sparsekit.graph.groups import UnitGroup
 from sparsekit.graph.index import wide
 from sparsekit.graph.state import StateDict
 
-__all__ = ["all_slices", "own_slices", "unit_magnitudes", "unit_sums"]
-
 Order = Literal[1, 2]
 
 

@@ -14,8 +14,6 @@ from sparsekit.errors import InvalidValueError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.index import wide
 
-__all__ = ["Normalised", "share_of_remaining"]
-
 By = Literal["mean", "sum", "max", "standard", "rank", "share_of_remaining"]
 
 

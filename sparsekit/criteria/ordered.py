@@ -11,8 +11,6 @@ from torch import Tensor
 from sparsekit.criteria.base import View
 from sparsekit.graph.graph import UnitGraph
 
-__all__ = ["Ordered"]
-
 
 @dataclass(frozen=True)
 class Ordered:

@@ -16,8 +16,6 @@ from sparsekit.errors import InvalidValueError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.index import wide
 
-__all__ = ["Taylor"]
-
 Form = Literal["cost", "signed", "absolute", "squared", "products"]
 
 

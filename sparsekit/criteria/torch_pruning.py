@@ -22,8 +22,6 @@ from sparsekit.errors import InvalidValueError, MissingDependencyError, MissingI
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.groups import UnitGroup, UnitSlice
 
-__all__ = ["Cut", "TorchPruning", "cuts_of"]
-
 
 class Cut:
     """What goes from one layer: unpacks to (dependency, positions), as an item of that library's groups does."""

@@ -16,8 +16,6 @@ from sparsekit.graph.index import narrow_shape, places
 from sparsekit.graph.mask import UnitMask
 from sparsekit.graph.norms import NormSite
 
-__all__ = ["narrow", "only", "without"]
-
 _REASON = "left out on purpose"
 
 

@@ -24,8 +24,6 @@ from sparsekit.graph.layers import Layer
 from sparsekit.graph.norms import NormSite
 from sparsekit.graph.state import StateDict
 
-__all__ = ["UnitGraph"]
-
 _SHOWN = 6
 
 

@@ -8,8 +8,6 @@ from typing import Literal
 
 from torch import Tensor
 
-__all__ = ["FixedUnits", "Kind", "SizeAttribute", "UnitGroup", "UnitSlice", "group_order"]
-
 Kind = Literal["channel", "feature", "cell", "head"]
 
 

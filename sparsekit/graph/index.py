@@ -13,8 +13,6 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-__all__ = ["Axes", "add_", "along", "cut_axes", "gate", "gather", "narrow_shape", "places", "scatter", "scatter_"]
-
 Axes: TypeAlias = Mapping[int, Tensor]
 """Axis → int64 (kept,): the positions along that axis."""
 

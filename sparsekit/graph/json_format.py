@@ -13,8 +13,6 @@ from sparsekit.graph.groups import FixedUnits, SizeAttribute, UnitGroup, UnitSli
 from sparsekit.graph.layers import Layer
 from sparsekit.graph.norms import NormSite
 
-__all__ = ["dump", "load"]
-
 _FORMAT = 1
 
 

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["Layer", "head_entries", "layer_weights", "prefix_entries"]
-
 
 @dataclass(frozen=True)
 class Layer:

@@ -13,8 +13,6 @@ from sparsekit.errors import ForeignMaskError, InvalidValueError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.index import along, narrow_shape
 
-__all__ = ["UnitMask", "WeightMask", "to_weights"]
-
 
 def _checked(entries: Mapping[str, Tensor], what: str) -> dict[str, Tensor]:
     checked: dict[str, Tensor] = {}

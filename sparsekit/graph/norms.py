@@ -8,8 +8,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["NormSite"]
-
 
 @dataclass(frozen=True, eq=False)
 class NormSite:

@@ -9,8 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["StateDict", "clone", "digest", "is_finite"]
-
 StateDict = Mapping[str, Tensor]
 """A state dict, read-only by convention: state-dict key → tensor."""
 

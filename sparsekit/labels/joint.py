@@ -9,8 +9,6 @@ import numpy as np
 
 from sparsekit.labels.values import IntArray, Joint, Labels, TensorLabels
 
-__all__ = ["aligned", "collapsed", "dropped", "inserted", "permuted", "reshaped", "without_repeats"]
-
 
 def without_repeats(array: IntArray, *, first: int = 0) -> IntArray:
     """The array with size 1 along every axis, from the first one on, along which it is constant."""

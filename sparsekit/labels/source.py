@@ -10,8 +10,6 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["user_line"]
-
 _LIBRARIES = (os.path.dirname(torch.__file__) + os.sep, str(Path(__file__).resolve().parents[1]) + os.sep)
 """Folders of torch and of this package."""
 

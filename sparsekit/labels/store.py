@@ -10,8 +10,6 @@ import numpy as np
 from sparsekit.graph.groups import Kind
 from sparsekit.labels.values import ALWAYS_ZERO, NOT_ZERO, Entry, IntArray, Labels, TensorLabels
 
-__all__ = ["OUTPUT", "Cause", "LabelStore", "Split", "components"]
-
 
 @dataclass(frozen=True)
 class Cause:

@@ -14,8 +14,6 @@ from sparsekit.labels.source import user_line
 from sparsekit.labels.store import Cause, LabelStore, Split
 from sparsekit.labels.values import NO_UNIT, NOT_ZERO, Entry, IntArray, Joint, Labels, TensorLabels
 
-__all__ = ["Tracer"]
-
 
 class Tracer:
     """What a trace says about tensors: the words with which handlers and layer rules describe units."""

@@ -13,18 +13,6 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-__all__ = [
-    "ALWAYS_ZERO",
-    "ANY",
-    "NOT_ZERO",
-    "Entry",
-    "IntArray",
-    "Joint",
-    "Labels",
-    "TensorLabels",
-    "uniform",
-]
-
 IntArray: TypeAlias = npt.NDArray[np.int64]
 
 NO_UNIT = -1  # a position that belongs to no unit, such as a raw input in a concatenation

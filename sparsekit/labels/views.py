@@ -8,8 +8,6 @@ from torch import Tensor
 
 from sparsekit.labels.values import IntArray, Labels, TensorLabels
 
-__all__ = ["written_over"]
-
 
 def written_over(
     tensor: Tensor,

@@ -14,8 +14,6 @@ from sparsekit.labels.values import NOT_ZERO, IntArray, Labels, TensorLabels
 from sparsekit.layers.base import LayerRule
 from sparsekit.layers.narrow_attention import NarrowMultiheadAttention
 
-__all__ = ["MultiheadAttentionRule", "TransformerEncoderRule"]
-
 _ARGUMENTS = (
     "query",
     "key",

@@ -10,8 +10,6 @@ from torch import nn
 
 from sparsekit.labels.tracer import Tracer
 
-__all__ = ["LayerRule"]
-
 
 class LayerRule(ABC):
     """What a trace cannot see about a family of layers.

@@ -12,8 +12,6 @@ from sparsekit.labels.tracer import Tracer
 from sparsekit.labels.values import TensorLabels
 from sparsekit.layers.sized import SizedRule
 
-__all__ = ["InstanceNormRule"]
-
 
 class InstanceNormRule(SizedRule):
     """Instance norms: each channel of each example by itself, so channels go as they do behind a batch norm."""

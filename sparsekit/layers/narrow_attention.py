@@ -10,8 +10,6 @@ from torch import Tensor, nn
 
 from sparsekit.errors import InvalidValueError
 
-__all__ = ["NarrowMultiheadAttention"]
-
 
 class NarrowMultiheadAttention(nn.MultiheadAttention):
     """What `nn.MultiheadAttention` becomes when heads go: the same parameters, names and arguments, fewer rows.

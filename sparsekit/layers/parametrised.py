@@ -15,8 +15,6 @@ from sparsekit.labels.tracer import Tracer
 from sparsekit.labels.values import Labels, TensorLabels
 from sparsekit.layers.base import LayerRule
 
-__all__ = ["WeightNormRule", "WholeWeightRule", "fix_hooked", "normed_weight"]
-
 _SPECTRAL = "spectral_norm divides by a norm of the whole weight"
 
 

@@ -14,8 +14,6 @@ from sparsekit.labels.tracer import Tracer
 from sparsekit.labels.values import ALWAYS_ZERO, NOT_ZERO, IntArray, Labels, TensorLabels
 from sparsekit.layers.base import LayerRule
 
-__all__ = ["CellRule", "RecurrentRule"]
-
 
 def _gate_count(module: nn.RNNBase | nn.RNNCellBase) -> int:
     return 4 if isinstance(module, (nn.LSTM, nn.LSTMCell)) else 3 if isinstance(module, (nn.GRU, nn.GRUCell)) else 1

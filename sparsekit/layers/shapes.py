@@ -8,8 +8,6 @@ from torch.nn.utils import parametrize
 
 from sparsekit._torch import buffers_of, parameters_of
 
-__all__ = ["weight_shape"]
-
 
 def weight_shape(module: nn.Module, name: str = "weight") -> torch.Size | None:
     """The shape of a weight, or None if the module has none of that name.

@@ -11,8 +11,6 @@ from sparsekit._torch import ConvNd, NormBase, buffers_of
 from sparsekit.layers.base import LayerRule
 from sparsekit.layers.shapes import weight_shape
 
-__all__ = ["ConvRule", "GroupNormRule", "SizedRule"]
-
 _SIZES: Mapping[type[nn.Module] | str, Mapping[str, int | None]] = {
     nn.Linear: {"out_features": 0, "in_features": 1},
     nn.Embedding: {"embedding_dim": 1},

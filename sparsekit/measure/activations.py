@@ -21,8 +21,6 @@ from sparsekit.measure.shapes import AffineShape, half_of_all, probe_shapes
 from sparsekit.measure.tracker import Axes, length
 from sparsekit.surgery.rebuild import narrow_module
 
-__all__ = ["Lengths", "measure_shrinkage"]
-
 
 @dataclass(frozen=True)
 class Lengths:

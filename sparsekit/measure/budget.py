@@ -11,8 +11,6 @@ from numbers import Real
 
 from sparsekit.errors import InvalidValueError, UnknownNameError, nearest
 
-__all__ = ["METRICS", "Budget", "BudgetError", "format_cost"]
-
 METRICS: Mapping[str, str] = {
     "flops": "FLOPs of a forward pass, per example; one multiply-add is 2",
     "params": "parameters, tied ones once",

@@ -25,8 +25,6 @@ from sparsekit.surgery.rebuild import copy_with, named_entries
 from sparsekit.tracing.blocks import is_large, is_meta
 from sparsekit.tracing.inputs import map_tensors
 
-__all__ = ["Cost", "CostModel", "CostTerm", "count_cost", "trace_cost"]
-
 
 @dataclass(frozen=True)
 class Cost:

@@ -17,8 +17,6 @@ from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 from sparsekit._torch import DispatchMode, operator_packet, storage_id, without_fast_path
 from sparsekit.errors import TraceError
 
-__all__ = ["Call", "Recorder", "entry_keys", "record_pass", "watch_products"]
-
 _aten = torch.ops.aten
 _CONVOLUTIONS = {_aten.convolution.default, _aten._convolution.default}
 _PRODUCTS = {_aten.mm.default: 1, _aten.addmm.default: 2, _aten.bmm.default: 1, _aten.baddbmm.default: 2}

@@ -25,8 +25,6 @@ from sparsekit.rng import torch_generator
 from sparsekit.surgery.rebuild import copy_with, named_entries
 from sparsekit.tracing.inputs import find_tensors, map_tensors
 
-__all__ = ["LatencyMeter", "measure_latency", "measure_table"]
-
 SHARES = (0.125, 0.25, 0.5, 0.75, 1.0)
 """Widths at which a layer is measured, as shares of its own."""
 

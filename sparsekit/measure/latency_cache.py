@@ -13,8 +13,6 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["LatencyCache", "cache_folder", "device_name"]
-
 _logger = logging.getLogger(__name__)
 
 

@@ -23,8 +23,6 @@ from sparsekit.measure.shapes import probe_shapes, stack_shapes, without_data
 from sparsekit.surgery.rebuild import copy_with
 from sparsekit.tracing.inputs import find_tensors
 
-__all__ = ["MemoryMeter", "measure_memory"]
-
 
 class _Lives(DispatchMode):
     """Notes every tensor that gets memory of its own, and which of them are alive after each operator."""

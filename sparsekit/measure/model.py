@@ -17,8 +17,6 @@ from sparsekit.measure.latency import measure_table
 from sparsekit.measure.memory import measure_memory
 from sparsekit.measure.tracker import Meter
 
-__all__ = ["cost_model"]
-
 
 def cost_model(
     model: nn.Module,

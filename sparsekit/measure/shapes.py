@@ -22,8 +22,6 @@ from sparsekit.layers import LayerRule
 from sparsekit.surgery.rebuild import copy_with, named_entries, narrow_module
 from sparsekit.tracing.inputs import map_tensors
 
-__all__ = ["AffineShape", "half_of_all", "probe_shapes", "stack_shapes", "without_data"]
-
 
 @dataclass(frozen=True)
 class AffineShape:

@@ -13,8 +13,6 @@ from typing import Protocol, TypeAlias
 
 from sparsekit.graph.graph import UnitGraph
 
-__all__ = ["Axes", "CostTracker", "Meter", "Polynomials", "Product", "length", "tensor_axes", "tensor_products"]
-
 Axes: TypeAlias = tuple[tuple[int, Mapping[str, int]], ...]
 """Of each axis its constant part, and group name → positions per unit."""
 

@@ -8,8 +8,6 @@ from typing import Any, TypeVar
 
 from sparsekit.measure.budget import Budget, BudgetError
 
-__all__ = ["meet_latency"]
-
 T = TypeVar("T")
 
 _TRIES = 6

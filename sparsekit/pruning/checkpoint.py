@@ -11,8 +11,6 @@ import torch
 
 from sparsekit.errors import InvalidValueError
 
-__all__ = ["loader_generators", "read_checkpoint", "write_checkpoint"]
-
 
 def write_checkpoint(path: Path, state: Mapping[str, Any]) -> None:
     """Write state dicts and plain values; an old file is replaced at once or not at all.

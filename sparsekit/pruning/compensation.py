@@ -19,8 +19,6 @@ from sparsekit.graph.index import wide
 from sparsekit.graph.mask import UnitMask
 from sparsekit.rng import torch_generator
 
-__all__ = ["compensate"]
-
 _ROWS = 4096
 """Rows of one call that a layer's statistics take at most."""
 _HELD = 1 / 8

@@ -13,8 +13,6 @@ from torch import Tensor, nn
 from sparsekit.errors import InvalidValueError
 from sparsekit.tracing.inputs import find_tensors
 
-__all__ = ["Distillation"]
-
 Kind = Literal["logits", "values"]
 
 

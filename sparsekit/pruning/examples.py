@@ -11,8 +11,6 @@ from sparsekit.criteria.base import Criterion
 from sparsekit.criteria.batches import Batch, DataDriven, Loss
 from sparsekit.criteria.fisher import Fisher
 
-__all__ = ["reads_data", "with_data"]
-
 
 def reads_data(kind: object) -> bool:
     """Whether a criterion's class takes batches."""

@@ -23,8 +23,6 @@ from sparsekit.pruning.distillation import Distillation
 from sparsekit.pruning.regularizers import UnitRegularizer
 from sparsekit.rng import torch_scope
 
-__all__ = ["EpochRecord", "FineTuned", "Metric", "finetune"]
-
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 MakeScheduler = Callable[[torch.optim.Optimizer], Any]
 Metric = Callable[[nn.Module], float]

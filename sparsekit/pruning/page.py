@@ -8,8 +8,6 @@ from html import escape
 from sparsekit.measure.budget import format_cost
 from sparsekit.pruning.report import LayerReport, PruneReport
 
-__all__ = ["draw_page", "draw_summary", "draw_widths"]
-
 _STYLE = """
 .sk-prune { font: 14px/1.45 system-ui, sans-serif; color: #1b1f24; max-width: 960px; }
 .sk-prune h1 { font-size: 22px; margin: 0 0 4px; } .sk-prune h2 { font-size: 16px; margin: 28px 0 8px; }

@@ -35,8 +35,6 @@ from sparsekit.rng import torch_generator
 from sparsekit.tracing.inputs import ModelInputs, find_tensors
 from sparsekit.tracing.trace import trace_units
 
-__all__ = ["AfterCut", "as_criterion", "prune"]
-
 
 def prune(
     model: nn.Module,

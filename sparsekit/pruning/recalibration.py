@@ -10,8 +10,6 @@ from torch import nn
 from sparsekit._torch import InstanceNorm, NormBase
 from sparsekit.criteria.batches import Batch, read_batches, scoring, split_batch
 
-__all__ = ["recalibrate"]
-
 
 def recalibrate(model: nn.Module, batches: Iterable[Batch], *, limit: int | None = None, progress: bool = False) -> int:
     """Estimate the running statistics of all batch norms on some batches, in place.

@@ -18,8 +18,6 @@ from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.index import along, wide
 from sparsekit.graph.mask import UnitMask
 
-__all__ = ["GroupLasso", "GroupSL", "GrowingRegularizer", "UnitRegularizer"]
-
 
 def _strength(name: str, value: float) -> float:
     if not 0 <= value < float("inf"):

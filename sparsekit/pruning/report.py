@@ -15,9 +15,6 @@ from sparsekit.measure.budget import format_cost
 from sparsekit.measure.cost import CostModel
 from sparsekit.pruning.selection import makers
 
-__all__ = ["GroupReport", "LayerReport", "PruneReport", "count_denormals", "describe"]
-
-
 Table: TypeAlias = tuple[Sequence[str], Sequence[Sequence[str]]]
 
 

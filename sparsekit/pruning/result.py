@@ -15,8 +15,6 @@ from sparsekit.pruning.page import draw_page, draw_summary
 from sparsekit.pruning.report import PruneReport
 from sparsekit.surgery.saving import save_compact
 
-__all__ = ["Pruned"]
-
 
 @dataclass(eq=False)
 class Pruned:

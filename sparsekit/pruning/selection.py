@@ -12,8 +12,6 @@ from sparsekit.allocation.limits import Limits, check_limits
 from sparsekit.errors import InvalidValueError, UnknownNameError, nearest
 from sparsekit.graph.graph import UnitGraph
 
-__all__ = ["Selector", "makers", "read_limits", "select_groups"]
-
 Selector: TypeAlias = str | type[nn.Module] | nn.Module
 """The name of a group or module, a regular expression over these names, a type of module, or a module of the model."""
 

@@ -18,8 +18,6 @@ from sparsekit.progress import track
 from sparsekit.surgery.compaction import compact
 from sparsekit.tracing.inputs import find_tensors
 
-__all__ = ["measure_sensitivity", "output_error"]
-
 SHARES = (0.75, 0.5, 0.25)
 """Shares of the units of a group at which it is measured."""
 

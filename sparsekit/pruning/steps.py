@@ -27,8 +27,6 @@ from sparsekit.pruning.recalibration import recalibrate
 from sparsekit.surgery.compaction import compact
 from sparsekit.tracing.inputs import ModelInputs
 
-__all__ = ["AfterCut", "Repair", "Steps", "has_field"]
-
 AfterCut: TypeAlias = Callable[[nn.Module, int], object]
 """Called with the narrow model and the number of the step, from 1; trains it in place, or returns the model that goes on."""
 

@@ -19,8 +19,6 @@ from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.state import StateDict
 from sparsekit.version import __version__
 
-__all__ = ["damage", "digest", "read_file", "write_file"]
-
 _KEY, _FORMAT = "sparsekit", 1
 
 

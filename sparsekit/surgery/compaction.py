@@ -15,8 +15,6 @@ from sparsekit.layers import LayerRule
 from sparsekit.surgery.pretrained import guard_pretrained
 from sparsekit.surgery.rebuild import named_entries, narrow_in_place, narrow_module, narrow_state
 
-__all__ = ["compact", "compact_state", "expand"]
-
 
 def compact(
     model: nn.Module,

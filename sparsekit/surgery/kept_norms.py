@@ -24,8 +24,6 @@ from sparsekit.surgery.norm_calls import NormCall, read_norm_call
 if TYPE_CHECKING:
     from sparsekit.graph.graph import UnitGraph
 
-__all__ = ["KeptNorms", "NormMode", "kept_norms"]
-
 
 class NormMode(TorchFunctionMode):
     """Intercept every averaging call of a model, with the name of its module and its number within that module."""

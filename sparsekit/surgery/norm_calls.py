@@ -11,8 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["NormCall", "read_norm_call"]
-
 
 @dataclass(frozen=True, eq=False)
 class NormCall:

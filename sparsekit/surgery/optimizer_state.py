@@ -18,19 +18,6 @@ from sparsekit.graph.state import StateDict
 from sparsekit.surgery.rebuild import named_entries
 from sparsekit.surgery.state_kinds import REDUCED, state_shape
 
-__all__ = [
-    "HasState",
-    "OptimizerState",
-    "SavedState",
-    "copies_of_weights",
-    "first_value",
-    "flat",
-    "other_state",
-    "remap_optimizer",
-    "state_of_shape",
-    "take_flat",
-]
-
 OptimizerState: TypeAlias = dict[str, dict[str, Tensor]]
 """State-dict key → name of the state (`momentum_buffer`, `exp_avg`, …) → dense tensor."""
 

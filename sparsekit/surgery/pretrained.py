@@ -13,8 +13,6 @@ from torch import nn
 
 from sparsekit.errors import UnsupportedModelError
 
-__all__ = ["guard_pretrained"]
-
 _METHOD = "save_pretrained"
 
 

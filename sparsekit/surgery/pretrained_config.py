@@ -20,8 +20,6 @@ from sparsekit.errors import InvalidValueError, UnsupportedModelError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.mask import UnitMask
 
-__all__ = ["fit_config"]
-
 _TRIES = 400
 _Change = tuple[tuple[str, ...], int]  # path of a number in the configuration, new value
 

@@ -19,16 +19,6 @@ from sparsekit.layers import LayerRule, resize
 from sparsekit.surgery.safe_convolution import guard_convolutions
 from sparsekit.surgery.sizes import set_sizes
 
-__all__ = [
-    "copy_with",
-    "in_format",
-    "memory_format",
-    "named_entries",
-    "narrow_in_place",
-    "narrow_module",
-    "narrow_state",
-]
-
 
 def named_entries(model: nn.Module) -> dict[str, Tensor]:
     """State-dict key → the parameter or buffer itself (not a detached view); tied ones are the same object."""

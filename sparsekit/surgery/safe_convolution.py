@@ -12,8 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["Conv2d", "guard_convolutions", "strided_pointwise"]
-
 LIMIT = 16  # the channels of one AVX-512 block; AVX2 needs 8
 
 

@@ -28,8 +28,6 @@ from sparsekit.surgery.rebuild import copy_with, named_entries
 from sparsekit.surgery.safe_convolution import guard_convolutions
 from sparsekit.version import __version__
 
-__all__ = ["Factory", "SparseModel", "load_compact", "load_mask", "save_compact"]
-
 Factory: TypeAlias = nn.Module | Callable[[], nn.Module | tuple[nn.Module, Any]] | str
 """How the dense model is made: a module, a function that returns one (or it and its inputs), `"package.module:function"`."""
 

@@ -9,8 +9,6 @@ from torch import nn
 from sparsekit.errors import ForeignMaskError
 from sparsekit.graph.graph import UnitGraph
 
-__all__ = ["set_sizes"]
-
 
 def set_sizes(model: nn.Module, graph: UnitGraph, counts: Mapping[str, int]) -> None:
     """Set the integers that follow the number of units.

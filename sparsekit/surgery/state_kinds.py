@@ -10,8 +10,6 @@ from torch.optim import Optimizer
 
 from sparsekit.errors import InvalidValueError
 
-__all__ = ["REDUCED", "check_movable", "factored_state", "mixes_units", "reduced_axis", "state_shape"]
-
 REDUCED = {"row_var": 1, "col_var": 2}
 """Adafactor's moments of rows and columns → the axis, counted from the end, that they are a mean over.
 

@@ -7,12 +7,11 @@ import pickle
 import pytest
 import torch
 
-from sparsekit.allocation.base import Allocation, CostModel
+from sparsekit.allocation.base import Allocation
 from sparsekit.allocation.choose import choose
 from sparsekit.graph.graph import UnitGraph
+from sparsekit.measure.cost import CostModel
 from sparsekit.testing.criteria import example_graph
-
-__all__ = ["AllocationContract", "example_tied_graph"]
 
 
 def example_tied_graph() -> UnitGraph:

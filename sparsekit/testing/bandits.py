@@ -13,8 +13,6 @@ import pytest
 from sparsekit.bandit.base import Bandit, Interval, Pull
 from sparsekit.errors import InvalidValueError
 
-__all__ = ["BanditContract", "MakeBandit"]
-
 MakeBandit = Callable[[Interval, np.random.Generator], Bandit]
 """Builds a fresh bandit over an interval, for about 100 pulls, that draws from the given generator."""
 

@@ -15,8 +15,6 @@ from sparsekit.criteria.base import Criterion, View, score_units
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.groups import UnitGroup, UnitSlice
 
-__all__ = ["CriterionContract", "ExampleModel", "example_graph", "example_view"]
-
 
 def example_graph(sizes: Mapping[str, int] | None = None, ties: tuple[tuple[str, ...], ...] = ()) -> UnitGraph:
     """Groups of 7, 1 and 16 units, or of other `sizes`, each the rows of a matrix of three columns."""

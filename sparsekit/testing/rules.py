@@ -22,8 +22,6 @@ from sparsekit.surgery.saving import load_compact, save_compact
 from sparsekit.tracing.inputs import find_tensors
 from sparsekit.tracing.trace import trace_units
 
-__all__ = ["RuleContract"]
-
 
 def _sizes(model: nn.Module) -> list[dict[str, object]]:
     plain = (int, float, bool, str, tuple)

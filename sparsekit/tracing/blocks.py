@@ -27,8 +27,6 @@ from sparsekit.surgery.rebuild import copy_with, named_entries, narrow_module
 from sparsekit.tracing.inputs import ModelInputs, find_tensors, map_tensors, with_tokens
 from sparsekit.tracing.verify import Verifier
 
-__all__ = ["BlockVerifier", "is_large", "is_meta"]
-
 LARGE_NUMBERS = 50_000_000
 """Models with at least so many numbers are traced without a copy of their parameters and verified block by block."""
 

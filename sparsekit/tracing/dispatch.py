@@ -16,8 +16,6 @@ from sparsekit.labels.views import written_over
 from sparsekit.tracing.ops import MAKE_CONSTANTS, find_handler
 from sparsekit.tracing.ops.call import Call, Outputs
 
-__all__ = ["Dispatcher"]
-
 _MOST_WORK = 300_000_000  # positions looked at in one pass: some ten seconds; a transformer of 7e9 parameters takes 5e7
 _WORK_OF_A_CALL = 2_000  # positions that take as long as what is done for each call
 

@@ -14,9 +14,6 @@ from torch.nn.utils.rnn import PackedSequence
 
 from sparsekit.errors import InvalidValueError
 
-__all__ = ["ModelInputs", "find_tensors", "map_tensors", "with_tokens"]
-
-
 _PLAIN = (str, bytes, int, float, bool, type(None), torch.dtype, torch.device, nn.Module)
 _STATES = frozenset({"transformers.cache_utils.Cache"})
 """What a model hands to its own next call: as wide as the model is inside, and so no output of it."""

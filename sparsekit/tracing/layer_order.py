@@ -17,8 +17,6 @@ from sparsekit.errors import TraceError
 from sparsekit.graph.layers import Layer
 from sparsekit.surgery.rebuild import copy_with, named_entries
 
-__all__ = ["trace_layers"]
-
 
 class _Reads(DispatchMode):
     """Notes which entries each operator reads; of tied names the first."""

@@ -14,8 +14,6 @@ from torch import Tensor, nn
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.labels.values import IntArray
 
-__all__ = ["GatedAxis", "LiveEntries", "gated_axes"]
-
 BoolArray: TypeAlias = npt.NDArray[np.bool_]
 
 

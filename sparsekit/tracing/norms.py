@@ -15,8 +15,6 @@ from sparsekit.surgery.kept_norms import NormMode
 from sparsekit.surgery.norm_calls import NormCall
 from sparsekit.tracing.grouping.norms import NormNote, NormNotes
 
-__all__ = ["NormRecorder"]
-
 
 class NormRecorder(NormMode):
     """Labels the results of averages over units, which the operators' handlers would fix, and takes notes.

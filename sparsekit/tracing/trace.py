@@ -33,9 +33,6 @@ from sparsekit.tracing.train_mode import WithoutDropout, train_without_dropout
 from sparsekit.tracing.untouched import untouched
 from sparsekit.tracing.verify import Verifier
 
-__all__ = ["FixedUnitsWarning", "TrainModeWarning", "UnreadParametersWarning", "trace_units"]
-
-
 _AVERAGES = ("mean", "var", "std", "var_mean", "std_mean")
 
 

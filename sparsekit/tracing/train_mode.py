@@ -11,8 +11,6 @@ from torch.overrides import TorchFunctionMode
 
 from sparsekit._torch import DropoutNd, InstanceNorm
 
-__all__ = ["WithoutDropout", "train_without_dropout"]
-
 
 def train_without_dropout(model: nn.Module) -> nn.Module:
     """Put a private copy into train mode, but for dropout and instance norms.

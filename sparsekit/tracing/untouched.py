@@ -14,9 +14,6 @@ from sparsekit._torch import DispatchMode, operator_schema, storage_id, tree_lea
 from sparsekit.rng import same_random_state
 from sparsekit.surgery.rebuild import named_entries
 
-__all__ = ["untouched"]
-
-
 _STATISTICS = frozenset({"running_mean", "running_var"})
 """Arguments of batch norms that are written to, though the schemas of the older ones do not say so."""
 

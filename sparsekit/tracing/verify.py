@@ -21,8 +21,6 @@ from sparsekit.tracing.inputs import ModelInputs, find_tensors, with_tokens
 from sparsekit.tracing.live import LiveEntries, gated_axes
 from sparsekit.tracing.train_mode import WithoutDropout, train_without_dropout
 
-__all__ = ["Verifier"]
-
 _RATIOS = (0.5, 0.3, 0.8, 0.5, 0.3, 0.6)  # share kept in successive random masks
 _MASKS, _FEWEST, _MANY_NUMBERS = 6, 2, 2_000_000  # masks tried, and fewer of them on large models; never by the clock
 _TRIALS = 64  # bound on the work of finding the groups at fault

@@ -16,8 +16,6 @@ from sparsekit.labels.values import NOT_ZERO, Entry, IntArray
 from sparsekit.tracing.grouping.norms import NormNotes, find_sites, noted_nodes
 from sparsekit.tracing.grouping.sizes import chosen_sizes, counted_sizes, find_sizes, tie_splits
 
-__all__ = ["Built", "build"]
-
 _UNREAD = Cause("", "nothing reads its units", True)
 _AVERAGED = Cause("", "nothing but an average over its units reads them", False)
 _DECODER = Cause("", "the embedding is also the decoder, so its width stays", True)

@@ -13,8 +13,6 @@ from sparsekit.graph.norms import NormSite
 from sparsekit.labels.store import Cause, LabelStore
 from sparsekit.labels.values import IntArray
 
-__all__ = ["NormNote", "NormNotes", "find_sites", "noted_nodes"]
-
 
 @dataclass(frozen=True, eq=False)
 class NormNote:

@@ -16,8 +16,6 @@ from sparsekit.graph.groups import SizeAttribute, UnitGroup
 from sparsekit.labels.store import LabelStore, Split
 from sparsekit.labels.values import IntArray
 
-__all__ = ["chosen_sizes", "counted_sizes", "find_sizes", "tie_splits", "try_other_sizes"]
-
 _WIDTHS = ("dim", "size", "width", "inner", "hidden", "embd", "embed", "model", "feature", "channel", "total", "out")
 _OF_HEADS = ("inner", "all", "total", "split", "attn", "attention", "qkv", "heads")
 

@@ -12,8 +12,6 @@ from sparsekit.tracing.ops.call import Call, Outputs, table
 from sparsekit.tracing.ops.joining import merge
 from sparsekit.tracing.ops.pointwise import combine
 
-__all__ = ["HANDLERS", "merge_heads"]
-
 
 def merge_heads(call: Call, pieces: Sequence[Labels | None], owners: Sequence[TensorLabels]) -> Labels | None:
     """Labels of a batch axis of a product: units on it multiply only with themselves.

@@ -13,8 +13,6 @@ from sparsekit._torch import tree_leaves
 from sparsekit.labels.tracer import Tracer
 from sparsekit.labels.values import TensorLabels
 
-__all__ = ["Call", "Handler", "Outputs", "table"]
-
 Outputs: TypeAlias = TensorLabels | Sequence[TensorLabels | None] | None
 
 

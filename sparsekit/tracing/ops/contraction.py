@@ -10,8 +10,6 @@ from sparsekit.tracing.ops.attention import merge_heads
 from sparsekit.tracing.ops.call import Call, Outputs, table
 from sparsekit.tracing.ops.pointwise import combine
 
-__all__ = ["HANDLERS"]
-
 
 def _outer(call: Call, owner: TensorLabels, dim: int) -> Labels | None:
     """An axis of a factor that stays in the product; a state entry makes units there."""

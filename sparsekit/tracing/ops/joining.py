@@ -11,8 +11,6 @@ from sparsekit.labels.joint import inserted
 from sparsekit.labels.values import ALWAYS_ZERO, NO_UNIT, NOT_ZERO, Labels, TensorLabels, uniform
 from sparsekit.tracing.ops.call import Call, Outputs, table
 
-__all__ = ["CREATORS", "HANDLERS", "merge"]
-
 CREATORS = frozenset(
     # What is empty is filled before it is used, and until then fits any unit.
     {"zeros", "ones", "full", "new_zeros", "new_ones", "new_full", "scalar_tensor", "empty", "new_empty"}

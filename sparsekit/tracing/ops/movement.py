@@ -14,8 +14,6 @@ from sparsekit.labels.values import IntArray, Joint, Labels, TensorLabels, unifo
 from sparsekit.tracing.ops.call import Call, Outputs, table
 from sparsekit.tracing.ops.reshape import MOST_POSITIONS, one_axis, pack, unpack
 
-__all__ = ["HANDLERS"]
-
 _POSITIONS = frozenset({"roll", "index_select", "index"})  # say by number what goes where, so a removed unit shifts the rest
 
 

@@ -9,8 +9,6 @@ from sparsekit.labels.values import ALWAYS_ZERO, NOT_ZERO, Labels, TensorLabels
 from sparsekit.layers.parametrised import normed_weight
 from sparsekit.tracing.ops.call import Call, Outputs, table
 
-__all__ = ["HANDLERS"]
-
 
 def _affine(call: Call, x: TensorLabels, *extra: str) -> Labels | None:
     """Unite the channel axis with scale, shift and statistics; the value is zero where scale and shift are gated."""

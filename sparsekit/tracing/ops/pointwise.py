@@ -16,8 +16,6 @@ from sparsekit.labels.values import NOT_ZERO, IntArray, Joint, Labels, TensorLab
 from sparsekit.tracing.ops.call import Call, Outputs, table
 from sparsekit.tracing.ops.reshape import MOST_POSITIONS
 
-__all__ = ["HANDLERS", "combine", "is_pointwise", "spread"]
-
 _SUMS = frozenset({"add", "sub", "rsub", "maximum", "minimum", "where", "fmax", "fmin", "hypot"})
 
 

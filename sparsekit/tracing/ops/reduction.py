@@ -5,8 +5,6 @@ from __future__ import annotations
 from sparsekit.labels.values import Labels, TensorLabels
 from sparsekit.tracing.ops.call import Call, Outputs, table
 
-__all__ = ["HANDLERS"]
-
 _SUMS = frozenset({"sum", "linalg_vector_norm", "norm", "nansum"})
 _KEEP_ZERO = frozenset({"sum", "mean", "amax", "amin", "max", "min", "linalg_vector_norm", "norm", "std", "var"})
 

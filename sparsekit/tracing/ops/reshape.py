@@ -11,8 +11,6 @@ from sparsekit.labels.joint import collapsed, reshaped, without_repeats
 from sparsekit.labels.values import IntArray, Joint, Labels, TensorLabels, uniform
 from sparsekit.tracing.ops.call import Call, Outputs, table
 
-__all__ = ["HANDLERS", "MOST_POSITIONS", "one_axis", "pack", "unpack"]
-
 MOST_POSITIONS = 1 << 24  # bound on the work for one rearrangement
 _SHIFT = 1 << 24  # packs a node and a source into one number
 

@@ -9,8 +9,6 @@ from sparsekit.labels.values import Labels, TensorLabels
 from sparsekit.tracing.ops.call import Call, Outputs, table
 from sparsekit.tracing.ops.pointwise import combine
 
-__all__ = ["HANDLERS"]
-
 
 def _same_for_all_units(call: Call, index: Tensor, labels: TensorLabels, dim: int) -> bool:
     """False if an index as wide as the units moves them apart; then they are fixed."""
