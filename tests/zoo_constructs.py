@@ -712,7 +712,7 @@ add(
         down=nn.Linear(8, 6),
     ),
     tokens(11, 3, 4),
-    {"up": 8},
+    {"words": 6, "up": 8},
 )
 add(
     "raw-matrices",

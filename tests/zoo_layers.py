@@ -169,7 +169,7 @@ class TiedLanguageModel(nn.Module):
         return out
 
 
-add("tied-lstm", TiedLanguageModel, tokens(13, 3, 4), {"rnn1": 8})
+add("tied-lstm", TiedLanguageModel, tokens(13, 3, 4), {"embedding": 5, "rnn1": 8})
 add(
     "tied-autoencoder",
     lambda: Lambda(lambda m, x: F.linear(F.relu(m.encoder(x)), m.encoder.weight.t()), encoder=nn.Linear(5, 7)),

@@ -58,7 +58,6 @@ class LabelStore:
         columns: Nodes of parameter axes that multiply the units which they read.
         reads: (nodes, sources, cause) of every reader; the cause is set if nothing of a parameter multiplies the units.
         tied: Runs of nodes that must keep equally many units.
-        looked_up: Numbers of the entries that are used as embedding tables.
         unsure: Nodes whose values are not certain to be zero when gated, because they start from a state passed in.
         heads: Nodes whose units are attention heads: each makes a map of its own over the positions.
         splits: Where code lays units over several axes.
@@ -74,7 +73,6 @@ class LabelStore:
     columns: list[IntArray] = field(default_factory=list)
     reads: list[tuple[IntArray, IntArray, Cause | None]] = field(default_factory=list)
     tied: list[tuple[IntArray, ...]] = field(default_factory=list)
-    looked_up: set[int] = field(default_factory=set)
     unsure: list[IntArray] = field(default_factory=list)
     heads: list[IntArray] = field(default_factory=list)
     splits: list[Split] = field(default_factory=list)

@@ -18,7 +18,6 @@ from sparsekit.tracing.grouping.sizes import chosen_sizes, counted_sizes, find_s
 
 _UNREAD = Cause("", "nothing reads its units", True)
 _AVERAGED = Cause("", "nothing but an average over its units reads them", False)
-_DECODER = Cause("", "the embedding is also the decoder, so its width stays", True)
 _TIED = Cause("", "the other layers of the same recurrent module stay whole", True)
 
 
@@ -93,12 +92,6 @@ class _Builder:
             self._mark(nodes, cause)
         averaged = np.zeros(store.nodes, dtype=bool)
         averaged[self.root[self.averaged]] = True
-        for number in store.looked_up:
-            first = store.entries[number].first[1]
-            if first is not None:
-                own = np.arange(first, first + store.entries[number].shape[1])
-                # Who asks for kept norms asks for a narrower stream, the embedding and its decoder included.
-                self._mark(own[self.columns[own] & ~averaged[self.root[own]]], _DECODER)
         read = np.zeros(store.nodes, dtype=bool)
         for nodes, _, _ in store.reads:
             read[self.root[nodes]] = True

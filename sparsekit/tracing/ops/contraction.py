@@ -155,8 +155,6 @@ def _embedding(call: Call) -> Outputs:
         if tensor is not call.arguments["weight"]:
             tracer.fix(tracer.labels(tensor), f"used as an index by {call.name!r}")
     tracer.fix(w.axes[0], "vocabulary", quiet=True)
-    if w.entry is not None and w.axes[1] is not None:
-        tracer.store.looked_up.add(w.entry.number)
     column = _outer(call, w, 1)
     lead = indices.dim() if call.name == "embedding" else 1
     return [TensorLabels((*([None] * lead), column)), None, None, None][: max(1, len(call.outputs))]
