@@ -221,11 +221,6 @@ def test_the_bandit_needs_numpy_alone() -> None:
             assert all(name in alone or name.startswith("sparsekit.bandit") for name in ours), module
 
 
-def test_importing_the_bandit_loads_no_torch() -> None:
-    program = "import sys, sparsekit; sparsekit.PUCBV; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
-
-
 def test_importing_the_packages_loads_no_optional_package() -> None:
     optional = ("flwr", "pyarrow", "sklearn", "matplotlib", "huggingface_hub", "opacus", "PIL", "typer", "pytest", "ray")
     program = (

@@ -30,12 +30,6 @@ def test_the_first_two_blocks_set_everything_up_by_themselves() -> None:
     assert not re.search(r"https?://|index-url|find-links", BASH[0] + BASH[1])
 
 
-def test_it_is_short_and_its_lines_are_of_one_width() -> None:
-    lines = TEXT.splitlines()
-    assert len(lines) <= 200
-    assert max(len(line) for line in lines if not line.startswith("|")) <= 145
-
-
 def test_the_python_blocks_run_one_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert len(PYTHON) >= 4
@@ -54,12 +48,6 @@ def test_its_table_of_rivals_is_that_of_the_page_which_says_what_was_read() -> N
     assert table in page
     for rival in table.splitlines()[0].split("|")[3:-1]:
         assert f"| {rival.strip()} | " in page.split("## What was read")[1], rival
-
-
-def test_it_has_an_example_of_each_part() -> None:
-    for part in ("sk.prune(", "sk.LearnableMask(", "fl.run(", "sk.SplitUCBV(", "sparsekit flower-app"):
-        assert part in TEXT
-    assert TEXT.count("![") == 1
 
 
 def test_the_table_of_commands_and_their_options_is_that_of_the_program(capsys: pytest.CaptureFixture[str]) -> None:

@@ -127,6 +127,14 @@ def _lines(kind: str) -> list[tuple[str, str]]:
     return found
 
 
+def test_every_fault_of_the_page_of_faults_has_its_test() -> None:
+    rows = re.findall(r"^\|.*`([\w/]+\.py)::(test_\w+)` \|$", (DOCS / "FAULTS.md").read_text(encoding="utf-8"), re.M)
+    assert len(rows) > 20
+    for file, name in rows:
+        found = (path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob(Path(file).name))
+        assert any(f"def {name}(" in text for text in found), f"{file}::{name}"
+
+
 def test_commands_and_options_that_pages_name_exist(capsys: pytest.CaptureFixture[str]) -> None:
     helps: dict[str, str] = {}
     for page, line in [*_lines("bash"), *_lines("")]:
@@ -149,16 +157,3 @@ def test_every_page_has_a_place_in_the_navigation_or_gets_one() -> None:
     named = re.findall(r"[\w./-]+\.md", text.split("\nnav:\n")[1])
     assert sorted(set(named)) == sorted(named), "the navigation names a page twice"
     assert {path for path in beside if not (ROOT / path).exists()} == set()
-
-
-def test_every_picture_of_a_page_is_there_and_described() -> None:
-    for page in PAGES:
-        for text, target in re.findall(r"!\[([^\]]*)\]\(([^)]+)\)", page.read_text(encoding="utf-8")):
-            assert (page.parent / target).exists(), f"{page.name}: {target}"
-            assert len(text) > 10, f"{page.name}: {target} needs words for those who cannot see it"
-
-
-def test_every_concept_has_a_drawing() -> None:
-    for page in ("units", "masks", "budget", "personal", "costs"):
-        text = (DOCS / "concepts" / f"{page}.md").read_text(encoding="utf-8")
-        assert re.search(r"!\[[^\]]+\]\(\.\./pictures/\w+\.svg\)", text), page

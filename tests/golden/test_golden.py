@@ -1,26 +1,36 @@
-"""One golden run per method: what a method gave when it was last looked at. A change here must be meant.
+"""One golden run per method: what a method gave when it was last looked at, and whoever runs it. A change must be meant.
 
 `python tests/golden/test_golden.py` records anew, after which the difference is for the author to explain.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from sparsekit_fl.engines.embedded import Embedded
+from sparsekit_fl.errors import RunInterrupted
 from sparsekit_fl.methods import registry
+from sparsekit_fl.results.records import RunResult
 from sparsekit_fl.server.loop import run
+from sparsekit_fl.testing.methods import StopAfter
 from sparsekit_fl.testing.tiny import tiny_clients, tiny_config, tiny_problem
 
 FILE = Path(__file__).with_name("methods.json")
 EXACT = ("flops_compact", "flops_scoring", "flops_rowmask", "uplink_bytes", "downlink_bytes")
 
 
-def observed(name: str) -> dict[str, object]:
-    """Costs, scores and ratios of a small run."""
-    result = run(registry[name](), tiny_problem(), tiny_clients(), tiny_config(rounds=6))
+def small_run(name: str, **options: Any) -> RunResult:
+    """Six rounds of a method, the same whatever runs them."""
+    return run(registry[name](), tiny_problem(), tiny_clients(), tiny_config(rounds=6), **options)
+
+
+def observed(result: RunResult) -> dict[str, object]:
+    """Costs, scores and ratios of a run."""
     return {
         **{field: getattr(result.cost, field) for field in EXACT},
         "personal_accuracy": result.final.personal["accuracy"],
@@ -30,14 +40,31 @@ def observed(name: str) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("name", sorted(registry))
-def test_a_small_run_gives_what_it_gave(name) -> None:
-    golden, found = json.loads(FILE.read_text())[name], observed(name)
+@pytest.mark.same_bits
+def test_a_method_gives_what_it_gave_on_two_workers_after_a_stop_and_over_flowers_wire(name: str, tmp_path: Path) -> None:
+    whole = small_run(name)
+    golden, found = json.loads(FILE.read_text())[name], observed(whole)
     assert {field: found[field] for field in EXACT} == {field: golden[field] for field in EXACT}
     # Another processor rounds differently; a changed method differs by far more than this.
     assert found["personal_accuracy"] == pytest.approx(golden["personal_accuracy"], abs=0.02)
     assert found["personal_loss"] == pytest.approx(golden["personal_loss"], rel=1e-3)
     assert found["train_loss"] == pytest.approx(golden["train_loss"], rel=1e-3)
+    assert all(not record.dropped for record in whole.rounds)
+
+    with pytest.raises(RunInterrupted):
+        small_run(name, engine=Embedded(2), out=tmp_path, callbacks=(StopAfter(3),))
+    others = [small_run(name, out=tmp_path, resume=True)]
+    if importlib.util.find_spec("flwr") is not None:
+        from local_grid import InProcess
+
+        others.append(small_run(name, engine=InProcess(nodes=3, seed=5)))
+        assert others[-1].cost.uplink_bytes == whole.cost.uplink_bytes
+    for other in others:
+        assert other.final.state_sha256 == whole.final.state_sha256
+        assert other.final.per_client == whole.final.per_client
+        assert [record.ratios for record in other.rounds] == [record.ratios for record in whole.rounds]
+        assert [record.loss for record in other.rounds] == [record.loss for record in whole.rounds]
 
 
 if __name__ == "__main__":
-    FILE.write_text(json.dumps({name: observed(name) for name in sorted(registry)}, indent=1) + "\n")
+    FILE.write_text(json.dumps({name: observed(small_run(name)) for name in sorted(registry)}, indent=1) + "\n")

@@ -14,10 +14,8 @@ import pytest
 import torch
 import zoo
 from torch import Tensor, nn
-from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 import sparsekit as sk
-from sparsekit.surgery.rebuild import copy_with
 from sparsekit.tracing.inputs import find_tensors
 
 pytestmark = pytest.mark.filterwarnings("ignore:The tensor attributes .* were assigned during export")  # of every nn.LSTM
@@ -34,60 +32,6 @@ def compacted(name: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
         graph = sk.trace_units(model, *args, **kwargs)
     view = sk.View(generator=torch.Generator().manual_seed(3))
     return sk.compact(model, graph, sk.select(sk.criteria.Random(), graph, 0.5, view)).eval(), args, kwargs
-
-
-def _conv(m: Any) -> nn.Module:
-    more = {"output_padding": m.output_padding} if isinstance(m, _ConvTransposeNd) else {}
-    return type(m)(m.in_channels, m.out_channels, m.kernel_size, groups=m.groups, bias=m.bias is not None, **more)  # type: ignore[no-any-return]
-
-
-def _norm(m: Any) -> nn.Module:
-    return type(m)(m.num_features, affine=m.affine, track_running_stats=m.track_running_stats)  # type: ignore[no-any-return]
-
-
-def _recurrent(m: Any) -> nn.Module:
-    options = {"num_layers": m.num_layers, "bidirectional": m.bidirectional, "bias": m.bias}
-    return type(m)(m.input_size, m.hidden_size, **options)  # type: ignore[no-any-return]
-
-
-NATIVE: dict[type[nn.Module], Callable[[Any], nn.Module]] = {
-    nn.Linear: lambda m: nn.Linear(m.in_features, m.out_features, bias=m.bias is not None),
-    _ConvNd: _conv,
-    nn.modules.batchnorm._NormBase: _norm,
-    nn.GroupNorm: lambda m: nn.GroupNorm(m.num_groups, m.num_channels, affine=m.affine),
-    nn.LayerNorm: lambda m: nn.LayerNorm(m.normalized_shape, elementwise_affine=m.elementwise_affine, bias=m.bias is not None),
-    nn.RMSNorm: lambda m: nn.RMSNorm(m.normalized_shape, elementwise_affine=m.elementwise_affine),
-    nn.Embedding: lambda m: nn.Embedding(m.num_embeddings, m.embedding_dim),
-    nn.EmbeddingBag: lambda m: nn.EmbeddingBag(m.num_embeddings, m.embedding_dim),
-    nn.PReLU: lambda m: nn.PReLU(m.num_parameters),
-    nn.LSTM: _recurrent,
-    nn.GRU: _recurrent,
-    nn.RNN: _recurrent,
-    nn.RNNCellBase: lambda m: type(m)(m.input_size, m.hidden_size, bias=m.bias),
-}
-
-
-@pytest.mark.parametrize("name", CUTTABLE)
-@pytest.mark.same_bits
-def test_a_compact_module_is_a_natively_narrow_one_and_nothing_of_the_trace_is_left_behind(name: str) -> None:
-    small, args, kwargs = compacted(name)
-    small(*args, **kwargs)  # weights that a hook computes have their shape after a pass
-    for path, module in small.named_modules():
-        kind = next((kind for kind in NATIVE if isinstance(module, kind)), None)
-        own = [*module.parameters(), *module.buffers()]
-        if kind is None or (isinstance(module, nn.GroupNorm | nn.modules.batchnorm._NormBase) and not own):
-            continue  # a norm without tensors does not depend on its number
-        native = NATIVE[kind](module)
-        for key, expected in (dict(native.named_parameters()) | dict(native.named_buffers())).items():
-            assert getattr(module, key).shape == expected.shape, f"{path}.{key}"
-    for before, after in zip(zoo.build(name)[0].modules(), small.modules(), strict=True):
-        assert len(before._forward_hooks) == len(after._forward_hooks)
-        assert len(before._forward_pre_hooks) == len(after._forward_pre_hooks)
-        assert ("forward" in vars(before)) == ("forward" in vars(after))
-    twin = copy_with(small, {})
-    twin.load_state_dict(small.state_dict())
-    for a, b in zip(find_tensors(small(*args, **kwargs)), find_tensors(twin(*args, **kwargs)), strict=True):
-        assert torch.equal(a, b)
 
 
 class Gpt(nn.Module):
@@ -162,7 +106,7 @@ def test_torch_export_gives_the_same_outputs(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CUTTABLE)
+@pytest.mark.parametrize("name", CUTTABLE[::3])
 def test_torch_export_of_the_zoo(name: str) -> None:
     small, args, kwargs = compacted(name)
     model, _, _ = zoo.build(name)

@@ -63,10 +63,7 @@ def spoiled(monkeypatch):
 
 # PruneFL asks one client alone in the first round, so that a hostile one stops that round for good; it has tests of its own.
 # Ablations of FedLPS are made of its policies.
-OTHERS = [
-    pytest.param(name, marks=[pytest.mark.slow] if registry[name].__module__ == "sparsekit_fl.paper.ablations" else [])
-    for name in sorted(set(registry) - {"prunefl"})
-]
+OTHERS = sorted(name for name in set(registry) - {"prunefl"} if registry[name].__module__ != "sparsekit_fl.paper.ablations")
 
 
 @pytest.mark.parametrize("name", OTHERS)

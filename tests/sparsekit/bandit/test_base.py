@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparsekit.bandit import Interval, Pull
+from sparsekit.bandit import Interval
 from sparsekit.bandit.base import check_number
 from sparsekit.errors import InvalidValueError
 
@@ -97,11 +97,6 @@ def test_numbers_of_other_libraries_are_taken() -> None:
     for bad in (None, "1", [1.0, 2.0], math.nan, np.True_):
         with pytest.raises(InvalidValueError, match="x must be a number"):
             check_number(bad, "x")  # type: ignore[arg-type]
-
-
-def test_a_pull_is_a_value() -> None:
-    assert Pull(1, 0.5) == Pull(1, 0.5)
-    assert len({Pull(1, 0.5), Pull(1, 0.5)}) == 1
 
 
 def test_the_bandit_runs_where_there_is_no_torch() -> None:

@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparsekit.bandit import EUCB, Arm, Interval, Pull
-from sparsekit.errors import InvalidValueError
 from sparsekit.testing.bandits import BanditContract, MakeBandit
 
 UNIT = Interval(0.0, 1.0)
@@ -86,30 +85,6 @@ def test_what_was_long_ago_is_forgotten() -> None:
     for value, reward in ((0.2, 1.0), (0.2, 1.0), (0.7, 0.5), (0.2, 0.4)):
         execute(many, value, reward)
     assert many.best() == Pull(1, 0.2)
-
-
-def test_the_end_of_the_space_belongs_to_the_last_arm() -> None:
-    bandit = build(arms=2, min_width=0.5)
-    execute(bandit, 1.0, 2.0)
-    assert bandit.arms[1].pulls == 1
-    assert bandit.best() == Pull(0, 1.0)
-
-
-def test_a_bound_below_every_other_arm_leaves_the_first() -> None:
-    bandit = build(arms=4, min_width=0.25)
-    for value in (0.1, 0.3, 0.6, 0.9):
-        execute(bandit, value, value)
-    assert bandit.ask(upper=0.2).value <= 0.2
-    assert bandit.ask(upper=0.0).value == 0.0
-
-
-def test_a_forgotten_pull_leaves_no_trace() -> None:
-    bandit = build()
-    pull = bandit.ask()
-    bandit.forget(pull)
-    assert bandit.arms == (Arm(0.0, 1.0),)
-    with pytest.raises(InvalidValueError, match="was forgotten"):
-        bandit.tell(pull, 1.0)
 
 
 @settings(max_examples=60, deadline=None)

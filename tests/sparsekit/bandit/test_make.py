@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sparsekit.bandit import EUCB, PUCBV, Interval, make_bandit, registry
+from sparsekit.bandit import EUCB, PUCBV, Interval, make_bandit
 from sparsekit.errors import InvalidValueError, UnknownNameError
 
 UNIT = Interval(0.0, 1.0)
@@ -15,17 +15,6 @@ UNIT = Interval(0.0, 1.0)
 
 def rng() -> np.random.Generator:
     return np.random.default_rng(0)
-
-
-@pytest.mark.parametrize("name", sorted(registry))
-def test_every_bandit_is_made_by_its_name_and_goes_on(name: str) -> None:
-    bandit = make_bandit(name, UNIT, rng=rng(), horizon=20)
-    for _ in range(20):
-        pull = bandit.ask()
-        bandit.tell(pull, -abs(pull.value - 0.3))
-    again = make_bandit(name, UNIT, rng=rng(), horizon=20)
-    again.load_state_dict(bandit.state_dict())
-    assert again.ask() == bandit.ask()
 
 
 def test_a_bandit_gets_the_horizon_if_it_wants_one_and_its_own_options() -> None:

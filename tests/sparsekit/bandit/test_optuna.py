@@ -7,10 +7,8 @@ which `SingleOnlySamplerTestCase` asks for.
 from __future__ import annotations
 
 import math
-import multiprocessing
 import pickle
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +16,7 @@ import pytest
 
 optuna = pytest.importorskip("optuna")
 
-from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution  # noqa: E402
+from optuna.distributions import FloatDistribution, IntDistribution  # noqa: E402
 from optuna.testing.pytest_samplers import (  # noqa: E402
     BasicSamplerTestCase,
     RelativeSamplerTestCase,
@@ -207,23 +205,6 @@ def test_several_parameters_are_one_box_for_a_bandit_that_takes_one() -> None:
     assert [set(value) for value, _ in told(joint)] == [{"lr", "n"}] * 5
 
 
-def test_the_default_bandit_beats_random_search_on_a_valley() -> None:
-    def objective(trial: Any) -> float:
-        x, y = float(trial.suggest_float("x", 1e-5, 1.0, log=True)), float(trial.suggest_float("y", -1.0, 1.0))
-        return (math.log10(x) + 2.2) ** 2 + 3.0 * (y - 0.3) ** 2
-
-    def mean_value(make: Callable[[int], Any]) -> float:
-        totals = []
-        for seed in range(3):
-            study = study_of(make(seed), "minimize")
-            study.optimize(objective, n_trials=40)
-            totals.append(np.mean([trial.value for trial in study.trials]))
-        return float(np.mean(totals))
-
-    ours = mean_value(lambda seed: BanditSampler(seed=seed))
-    assert ours < 0.5 * mean_value(lambda seed: optuna.samplers.RandomSampler(seed=seed))
-
-
 def test_a_space_that_changes_gets_a_new_bandit_that_knows_the_history() -> None:
     sampler = BanditSampler("p-ucbv", seed=0)
     study = study_of(sampler)
@@ -234,27 +215,6 @@ def test_a_space_that_changes_gets_a_new_bandit_that_knows_the_history() -> None
 
 
 # --- running ---
-
-
-@pytest.mark.parametrize("direction", ["maximize", "minimize"])
-@pytest.mark.parametrize("bandit", sorted(registry))
-def test_it_finds_the_better_half(bandit: str, direction: str) -> None:
-    # Below 0 for what is bad, as the published rules want it.
-    sign = 1.0 if direction == "maximize" else -1.0
-    study = study_of(BanditSampler(bandit, seed=1), direction)
-    study.optimize(lambda trial: -sign * float(trial.suggest_float("x", 0.0, 1.0) < 0.5), n_trials=60)
-    assert sum(trial.params["x"] >= 0.5 for trial in study.trials[30:]) >= 20
-
-
-@pytest.mark.parametrize("bandit", sorted(registry))
-def test_equal_seeds_give_equal_studies(bandit: str) -> None:
-    def run(seed: int) -> list[Any]:
-        study = study_of(BanditSampler(bandit, seed=seed))
-        study.optimize(lambda t: -abs(t.suggest_float("x", 1e-4, 1.0, log=True) - t.suggest_int("n", 1, 9) / 9), n_trials=15)
-        return [trial.params for trial in study.trials]
-
-    assert run(0) == run(0)
-    assert run(0) != run(1)
 
 
 def test_many_threads_lose_no_trial() -> None:
@@ -274,31 +234,6 @@ def test_values_whose_reward_is_certain_are_not_proposed_again(deterministic: bo
     found = [trial.params["n"] for trial in study.trials]
     assert max(found.count(n) for n in found) <= most
     assert len(told(sampler)) >= 14
-
-
-def test_values_that_give_different_rewards_are_proposed_again() -> None:
-    study = study_of(BanditSampler("split-ucbv", seed=0))
-    study.optimize(lambda trial: 0 * trial.suggest_int("x", 0, 1) + trial.number % 7, n_trials=20)
-    assert len({trial.params["x"] for trial in study.trials[1:]}) == 2
-
-
-def test_pruning_works_in_a_study() -> None:
-    def objective(trial: Any) -> float:
-        x = trial.suggest_float("x", 0.0, 1.0)
-        for step in range(5):
-            trial.report(-abs(x - 0.3) * (step + 1) / 5, step)
-            if trial.should_prune():
-                raise optuna.TrialPruned
-        return -abs(x - 0.3)
-
-    sampler = BanditSampler("p-ucbv", seed=0)
-    study = study_of(sampler, pruner=optuna.pruners.MedianPruner(n_startup_trials=3))
-    study.optimize(objective, n_trials=30)
-    study.ask({"x": UNIT})
-    pruned = [trial for trial in study.trials if trial.state == TrialState.PRUNED]
-    assert pruned
-    assert len(told(sampler)) == 30
-    assert abs(study.best_params["x"] - 0.3) < 0.1
 
 
 @pytest.mark.parametrize("bandit", sorted(registry))
@@ -336,26 +271,6 @@ def test_the_trial_that_the_bandit_recommends_is_no_lucky_one() -> None:
     assert found.params["x"] == max(means, key=lambda x: means[x])
 
 
-def _work(url: str, seed: int) -> None:
-    study = optuna.load_study(storage=url, study_name="s", sampler=BanditSampler("p-ucbv", seed=seed))
-    study.optimize(lambda trial: -abs(float(trial.suggest_float("x", 0.0, 1.0)) - 0.3), n_trials=6)
-
-
-@pytest.mark.slow
-def test_processes_share_a_study(tmp_path: Path) -> None:
-    url = f"sqlite:///{tmp_path}/study.db"
-    sampler = BanditSampler("p-ucbv", seed=9)
-    study = study_of(sampler, storage=url, study_name="s")
-    context = multiprocessing.get_context("spawn")
-    workers = [context.Process(target=_work, args=(url, seed)) for seed in (0, 1)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join(120)
-    study.ask({"x": UNIT})
-    assert len(told(sampler)) == 12
-
-
 def test_reseeding_draws_from_elsewhere() -> None:
     def values(reseed: bool) -> list[float]:
         sampler = BanditSampler("p-ucbv", seed=0)
@@ -381,14 +296,6 @@ def test_a_sampler_can_be_sent_to_another_process() -> None:
     )
 
 
-def test_a_sampler_may_serve_another_study_later() -> None:
-    sampler = BanditSampler("p-ucbv", seed=0)
-    for _ in range(2):
-        study = study_of(sampler)
-        study.optimize(lambda trial: trial.suggest_float("x", 0.0, 1.0), n_trials=4)
-    assert len(told(sampler)) == 3
-
-
 def test_what_is_not_allowed_is_refused() -> None:
     with pytest.raises(UnknownNameError, match="did you mean 'p-ucbv'"):
         BanditSampler("p-ucb")
@@ -401,14 +308,3 @@ def test_what_is_not_allowed_is_refused() -> None:
     two = optuna.create_study(directions=["minimize", "minimize"], sampler=BanditSampler())
     with pytest.raises(InvalidValueError, match="one objective, and the study has 2"):
         two.ask({"x": UNIT})
-
-
-def test_options_go_to_the_bandit() -> None:
-    sampler = BanditSampler("p-ucbv", seed=0, arms=1, min_width=1.0)
-    study = study_of(sampler)
-    study.optimize(lambda trial: trial.suggest_float("x", 0.0, 1.0), n_trials=10)
-    assert sampler._search is not None
-    ((_, bandit),) = sampler._search._groups
-    assert (len(bandit.arms), bandit.min_width) == (1, 1.0)
-    assert CategoricalDistribution(["a"]) not in sampler.infer_relative_search_space(study, study.trials[0]).values()
-    assert np.isfinite(study.best_value)

@@ -27,19 +27,6 @@ def test_the_way_back_ends_inside(shares: tuple[float, float]) -> None:
     assert BOX.to_unit(point) == pytest.approx(shares, abs=1e-9)
 
 
-def test_names_keep_their_order_and_a_box_is_a_value() -> None:
-    assert BOX.names == ("lr", "width")
-    assert Box(dict(BOX.intervals)) == BOX
-    assert hash(Box(dict(BOX.intervals))) == hash(BOX)
-
-
-def test_the_intervals_are_copied() -> None:
-    mine = {"x": Interval(0.0, 1.0)}
-    box = Box(mine)
-    mine["y"] = Interval(0.0, 1.0)
-    assert box.names == ("x",)
-
-
 @pytest.mark.parametrize(
     "intervals", [{}, [Interval(0.0, 1.0)], {"x": (0.0, 1.0)}, {"": Interval(0.0, 1.0)}, {3: Interval(0.0, 1.0)}]
 )
@@ -52,8 +39,3 @@ def test_what_is_no_box_is_refused(intervals: Any) -> None:
 def test_a_point_outside_is_refused(point: Any) -> None:
     with pytest.raises(InvalidValueError):
         BOX.to_unit(point)
-
-
-def test_a_wrong_number_of_shares_is_refused() -> None:
-    with pytest.raises(InvalidValueError, match="2 numbers"):
-        BOX.from_unit((0.5,))

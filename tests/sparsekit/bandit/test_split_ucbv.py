@@ -33,12 +33,6 @@ class TestSplitUCBVContract(BanditContract):
         return lambda space, rng: SplitUCBV(space, rng=rng)
 
 
-class TestDiscountedSplitUCBVContract(BanditContract):
-    @pytest.fixture
-    def make(self) -> MakeBandit:
-        return lambda space, rng: SplitUCBV(space, rng=rng, discount=0.95)
-
-
 def play(bandit: Any, reward: Callable[[Any], float], pulls: int, *, seed: int = 0, noise: float = 0.1) -> list[Any]:
     """The values proposed."""
     draws, asked = np.random.default_rng(seed).normal(0.0, noise, pulls).tolist(), []
@@ -53,28 +47,11 @@ def hill(value: float) -> float:
     return -abs(value - 0.7)
 
 
-def test_the_first_arms_lie_one_in_each_fifth() -> None:
-    bandit = SplitUCBV(UNIT, rng=np.random.default_rng(0))
-    assert sorted(int(5.0 * bandit.ask().value) for _ in range(5)) == [0, 1, 2, 3, 4]
-
-
 def test_it_closes_in_on_a_hill() -> None:
     bandit = SplitUCBV(UNIT, rng=np.random.default_rng(0))
     asked = play(bandit, hill, 300)
     assert abs(bandit.best().value - 0.7) < 0.05
     assert np.mean([abs(value - 0.7) for value in asked[200:]]) < 0.05
-
-
-def test_it_finds_the_higher_of_two_hills_on_a_log_scale() -> None:
-    space = Interval(1e-4, 1.0, scale="log")
-    bandit = SplitUCBV(space, rng=np.random.default_rng(0))
-
-    def two(value: float) -> float:
-        at = space.to_unit(value)
-        return max(0.7 * math.exp(-((at - 0.2) ** 2) / 0.02), math.exp(-((at - 0.8) ** 2) / 0.01))
-
-    play(bandit, two, 200)
-    assert space.to_unit(bandit.best().value) == pytest.approx(0.8, abs=0.06)
 
 
 def test_it_finds_the_top_of_a_box() -> None:
@@ -108,48 +85,6 @@ def test_scaling_all_rewards_changes_no_proposal(power: int) -> None:
         scaled.tell(other, scale * reward)
 
 
-def test_adding_to_all_rewards_changes_no_early_proposal() -> None:
-    # Rounding may tell the two apart after a while.
-    once, shifted = (SplitUCBV(UNIT, rng=np.random.default_rng(1)) for _ in range(2))
-    for step in range(30):
-        pull, other = once.ask(), shifted.ask()
-        assert pull.value == pytest.approx(other.value, abs=1e-9)
-        reward = hill(pull.value) + 0.1 * math.sin(17.0 * step)
-        once.tell(pull, reward)
-        shifted.tell(other, reward + 64.0)
-
-
-def test_equal_rewards_keep_it_looking_around() -> None:
-    bandit = SplitUCBV(UNIT, rng=np.random.default_rng(0))
-    asked = play(bandit, lambda _: 3.0, 60, noise=0.0)
-    assert {int(8.0 * value) for value in asked} == set(range(8))
-
-
-def test_open_pulls_spread_out() -> None:
-    bandit = SplitUCBV(UNIT, rng=np.random.default_rng(0))
-    play(bandit, hill, 20)
-    assert len({bandit.ask().value for _ in range(8)}) > 1
-
-
-def test_lost_pulls_do_not_keep_it_from_the_best() -> None:
-    bandit = SplitUCBV(UNIT, rng=np.random.default_rng(0))
-    play(bandit, hill, 100)
-    for _ in range(200):
-        bandit.ask()
-    asked = play(bandit, hill, 100, seed=1)
-    assert np.mean([abs(value - 0.7) for value in asked[-50:]]) < 0.1
-
-
-def test_a_forgotten_pull_leaves_no_trace_in_the_proposals() -> None:
-    first, second = (SplitUCBV(UNIT, rng=np.random.default_rng(0)) for _ in range(2))
-    play(first, hill, 10)
-    play(second, hill, 10)
-    second.forget(second.ask())
-    assert first.ask().value == second.ask().value
-    with pytest.raises(InvalidValueError, match="forgotten"):
-        second.forget(Pull(10, 0.5))
-
-
 def test_rounded_values_end_at_the_best_integer() -> None:
     space = Interval(1.0, 9.0)
     bandit = SplitUCBV(space, rng=np.random.default_rng(0))
@@ -161,17 +96,6 @@ def test_rounded_values_end_at_the_best_integer() -> None:
         bandit.tell(replace(pull, value=executed[-1]), -abs(executed[-1] - 6.0) / 4.0 + draw)
     assert bandit.best().value == 6.0
     assert executed[100:].count(6.0) >= 60
-
-
-def test_upper_on_a_hill_beyond_it_ends_near_the_bound() -> None:
-    bandit = SplitUCBV(UNIT, rng=np.random.default_rng(0))
-    asked = []
-    for draw in np.random.default_rng(0).normal(0.0, 0.05, 200).tolist():
-        pull = bandit.ask(upper=0.4)
-        asked.append(pull.value)
-        bandit.tell(pull, hill(pull.value) + draw)
-    assert max(asked) <= 0.4
-    assert np.mean(asked[150:]) > 0.3
 
 
 def test_what_was_dropped_is_never_proposed() -> None:
@@ -214,13 +138,6 @@ def test_a_cost_that_is_no_cost_is_refused(cost: float) -> None:
     with pytest.raises(InvalidValueError, match="cost"):
         bandit.tell(pull, 1.0, cost=cost)
     bandit.tell(pull, 1.0)
-
-
-def test_with_a_discount_it_follows_a_hill_that_jumps() -> None:
-    bandit = SplitUCBV(UNIT, rng=np.random.default_rng(0), discount=0.95)
-    play(bandit, lambda value: -abs(value - 0.25), 120)
-    asked = play(bandit, lambda value: -abs(value - 0.8), 120, seed=1)
-    assert np.mean([abs(value - 0.8) for value in asked[60:]]) < 0.15
 
 
 def test_without_a_discount_it_notices_that_the_hill_jumped() -> None:
@@ -376,12 +293,6 @@ def test_it_finds_the_narrow_peak_beside_a_broad_hill() -> None:
     assert bandit.best().value == pytest.approx(0.87, abs=0.04)
 
 
-def test_it_climbs_to_the_edge_of_a_cliff() -> None:
-    bandit = SplitUCBV(UNIT, rng=np.random.default_rng(0))
-    play(bandit, lambda value: value if value <= 0.57 else -1.0, 400)
-    assert 0.5 <= bandit.best().value <= 0.57
-
-
 def test_a_state_resumes_to_the_same_bits_in_a_box_with_costs_and_open_pulls() -> None:
     bandit = SplitUCBV(PLANE, rng=np.random.default_rng(0))
     rng = np.random.default_rng(1)
@@ -434,17 +345,3 @@ def test_a_box_has_no_upper_and_no_sides() -> None:
     bandit.tell(pull, 1.0)
     assert bandit.best() == pull
     assert bandit.arms == ()
-
-
-def test_arms_and_indices_tell_what_it_believes() -> None:
-    bandit = SplitUCBV(UNIT, rng=np.random.default_rng(0))
-    assert set(bandit.indices()) == {math.inf}
-    play(bandit, hill, 100)
-    bandit.ask()
-    arms, indices = bandit.arms, bandit.indices()
-    assert len(arms) == len(indices)
-    assert sum(arm.pulls for arm in arms) == 100
-    assert all(index >= arm.mean for arm, index in zip(arms, indices, strict=True))
-    best = max(arms, key=lambda arm: arm.mean)
-    assert best.mean == pytest.approx(0.0, abs=0.1)
-    assert math.sqrt(best.variance / best.pulls) < 0.1

@@ -74,7 +74,7 @@ def rows(out: Path | None, objective: Objective = hill, *space: str, trials: int
 
 
 @pytest.mark.parametrize("sampler", [*sorted(registry), "tpe", "random", "sparsekit.bandit.pucbv:PUCBV"])
-@pytest.mark.parametrize(("event", "after"), [("start", 1), ("start", 5), ("end", 1), ("end", 4)])
+@pytest.mark.parametrize(("event", "after"), [("start", 5), ("end", 4)])
 def test_a_study_whose_process_died_goes_on_to_the_same_trials(tmp_path: Path, sampler: str, event: str, after: int) -> None:
     whole = rows(None, hill, sampler=sampler)
     with opened(tmp_path, sampler=sampler) as study, pytest.raises(Died):

@@ -133,9 +133,3 @@ def test_leaving_ends_what_still_runs(tmp_path: Path) -> None:
         while not tail(tmp_path / "0000.out"):
             list(commands.poll())
     assert not alive(int(tail(tmp_path / "0000.out")))
-
-
-def test_only_the_end_of_a_long_output_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sparsekit.cli.commands._LAST_BYTES", 10)
-    (tmp_path / "out").write_bytes(b"x" * 100 + b"\xff accuracy")
-    assert tail(tmp_path / "out") == "\ufffd accuracy"

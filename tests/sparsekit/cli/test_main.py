@@ -14,7 +14,6 @@ from torch import nn
 
 import sparsekit
 from sparsekit.cli import main as cli
-from sparsekit.errors import InvalidValueError
 
 NETS = """
 import torch
@@ -157,19 +156,7 @@ def _plug_in(monkeypatch: pytest.MonkeyPatch, **values: str) -> None:
 hello = typer.Typer()
 
 
-@hello.command()
-def _hello(name: str = "you") -> None:
-    """Greet."""
-    typer.echo(f"hello {name}")
-
-
 failing = typer.Typer()
-
-
-@failing.command()
-def _fail(how: str) -> None:
-    """Fail."""
-    raise {"ours": InvalidValueError("a sentence"), "ctrl-c": KeyboardInterrupt(), "os": OSError(28, "No space left")}[how]
 
 
 def test_a_command_of_another_package_is_found(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -204,25 +191,6 @@ def test_exit_codes(
     assert says in capsys.readouterr().err
 
 
-def test_help_imports_no_torch_and_names_every_command() -> None:
-    program = (
-        "import sys; from sparsekit.cli.main import execute; code = execute(['--help']);"
-        " sys.exit(code or ('torch' in sys.modules) or ('sklearn' in sys.modules))"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert all(name in done.stdout for name in ("units", "fedlps", "run", "compare", "list"))
-    assert "not available" not in done.stdout
-
-
-@pytest.mark.parametrize("command", ["units", "prune", "sensitivity", "fedlps", "run", "compare", "list"])
-def test_every_help_has_examples(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.execute([command, "--help"]) == 0
-    out = capsys.readouterr().out
-    assert f"$ sparsekit {command}" in out
-    assert "--json" in out
-
-
 def test_a_factory_is_found_in_the_folder_where_the_user_stands(tmp_path: Path) -> None:
     (tmp_path / "mynets.py").write_text(NETS)
     program = "from sparsekit.cli.main import main; sys.argv = ['sparsekit', 'units', 'mynets:with_input', '--json']; main()"
@@ -241,15 +209,3 @@ def test_models_for_units_agree_with_those_for_runs() -> None:
         module, inputs = cli.models[name]()
         assert isinstance(module, nn.Module)
         assert isinstance(inputs, tuple)
-
-
-def test_no_argument_shows_the_help(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.execute([]) == 0
-    captured = capsys.readouterr()
-    assert "Usage: sparsekit" in captured.out + captured.err
-
-
-def test_the_package_runs_as_a_module_too() -> None:
-    done = subprocess.run([sys.executable, "-m", "sparsekit", "units", "--help"], capture_output=True, text=True, check=False)
-    assert done.returncode == 0
-    assert "Usage: sparsekit units" in done.stdout

@@ -70,16 +70,6 @@ def test_a_folder_holds_the_trials_their_output_and_a_picture(tmp_path: Path, ca
     assert (tmp_path / "run/logs/0001.out").read_text().startswith("score -")
 
 
-def test_without_matplotlib_the_answer_is_kept(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert execute([*BASIC, "--trials", "1", "--out", str(tmp_path)]) == 0
-    captured = capsys.readouterr()
-    assert "warning: no picture: a picture needs matplotlib" in captured.err
-    assert "best: awk" in captured.out
-
-
 def test_without_optuna_the_error_says_what_to_install(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -96,16 +86,6 @@ def test_going_on_needs_no_more_than_the_folder(tmp_path: Path, capsys: pytest.C
     assert len(report(["tune", "--resume", *out, "--trials", "5"], capsys)["trials"]) == 5
     # And so does the same command line.
     assert len(report([*BASIC, "--trials", "6", *out], capsys)["trials"]) == 6
-
-
-def test_failures_are_counted_and_shown_with_their_reason(capsys: pytest.CaptureFixture[str]) -> None:
-    command = "if [ {n} -gt 2 ]; then echo '[no] room' >&2; exit 7; fi; echo score {n}"
-    line = ["tune", command, "--space", "n=1:4:int", "--metric", r"score (\d)", "--sampler", "e-ucb", "--trials", "5"]
-    assert execute(line) == 0
-    captured = capsys.readouterr()
-    assert "failed (exit code 7: [no] room)" in captured.err
-    assert "5 trials, " in captured.out
-    assert " failed; e-ucb" in captured.out
 
 
 def test_when_all_fail_the_last_reason_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -133,16 +113,6 @@ def test_bad_input_is_refused_with_what_to_do(arguments: list[str], message: str
     captured = capsys.readouterr()
     assert captured.out == ""
     assert message in captured.err
-
-
-def test_searches_are_not_mixed_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = ["--out", str(tmp_path / "run")]
-    assert execute(["tune", "--resume", *out]) == 2
-    assert "holds no search to go on with" in capsys.readouterr().err
-    assert execute([*BASIC, "--trials", "1", *out, "-q"]) == 0
-    assert execute(["tune", "--resume", *out, "--seed", "3", "--minimize"]) == 2
-    assert "holds another search: maximize False (there True); seed 3 (there 0)" in capsys.readouterr().err
-    assert len(values(tmp_path / "run")) == 1
 
 
 def start(arguments: list[str]) -> subprocess.Popen[str]:
@@ -190,10 +160,3 @@ def test_kill_9_loses_nothing(whole: list[float], tmp_path: Path) -> None:
     assert ended(folder) < 6
     assert execute(["tune", "--resume", "--out", str(folder), "-q"]) == 0
     assert values(folder) == whole
-
-
-def test_the_help_has_examples(capsys: pytest.CaptureFixture[str]) -> None:
-    assert execute(["tune", "--help"]) == 0
-    out = capsys.readouterr().out
-    assert "--space lr=1e-4:1e-1:log" in out.replace("\n ", "").replace("  ", " ")
-    assert all(option in out for option in ("--trials", "--metric", "--minimize", "--timeout", "--jobs", "--resume"))

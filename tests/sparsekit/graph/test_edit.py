@@ -54,16 +54,6 @@ def test_naming_what_stays_is_the_same_as_naming_what_goes(graph: UnitGraph) -> 
     assert only(graph, ["2"]).to_json() == without(graph, ["0"]).to_json()
 
 
-def test_the_given_graph_does_not_change(graph: UnitGraph) -> None:
-    text = graph.to_json()
-    without(graph, list(graph.groups))
-    assert graph.to_json() == text
-
-
-def test_leaving_nothing_out_changes_nothing(graph: UnitGraph) -> None:
-    assert without(graph, []).to_json() == graph.to_json()
-
-
 def test_a_compact_model_keeps_the_units_that_were_left_out(model: nn.Module, graph: UnitGraph) -> None:
     smaller = without(graph, ["0"])
     small = compact(model, smaller, UnitMask({"2": torch.arange(5) < 3}))

@@ -13,7 +13,7 @@ from torch import nn
 from sparsekit.allocation import equal_in_ties
 from sparsekit.errors import ForeignMaskError, InvalidValueError
 from sparsekit.graph.graph import UnitGraph
-from sparsekit.graph.groups import FixedUnits, UnitGroup, UnitSlice, group_order
+from sparsekit.graph.groups import FixedUnits, UnitGroup, UnitSlice
 from sparsekit.tracing.trace import trace_units
 
 
@@ -80,14 +80,6 @@ def test_text_that_is_no_graph_is_refused(text: str) -> None:
         UnitGraph.from_json(text)
 
 
-def test_units_span_and_fingerprint() -> None:
-    graph = _graph()
-    assert graph.units == 2
-    assert graph.groups["conv"].slices[1].span == 2
-    assert graph.fingerprint() == (("conv", 2),)
-    assert list(graph.slices_of) == ["conv.weight", "fc.weight"]
-
-
 def test_an_unknown_group_is_refused() -> None:
     with pytest.raises(ForeignMaskError, match="no group 'fc'"):
         _graph().gate(_state(), {"fc": torch.ones(1)})
@@ -108,11 +100,6 @@ def test_a_state_without_a_key_is_refused() -> None:
 def test_a_compacted_state_is_told_to_be_expanded() -> None:
     with pytest.raises(ForeignMaskError, match="expanded first"):
         _graph().check_state({**_state(), "conv.weight": torch.ones(1, 1)}, what="this state")
-
-
-def test_offsets_of_a_fused_vector() -> None:
-    groups = [UnitGroup("a", 3, "feature", ()), UnitGroup("b", 5, "feature", ()), UnitGroup("c", 1, "feature", ())]
-    assert group_order(groups) == {"a": 0, "b": 3, "c": 8}
 
 
 @given(st.lists(st.lists(st.sampled_from("abcdefg"), min_size=2, max_size=3, unique=True), max_size=5))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparsekit.graph.index import add_, along, cut_axes, gate, gather, narrow_shape, places, scatter, scatter_
+from sparsekit.graph.index import add_, cut_axes, gather, narrow_shape, scatter, scatter_
 
 SHAPE = (3, 4, 5)
 POSITIONS = {0: torch.tensor([0, 2]), 1: torch.tensor([3, 0, 1]), 2: torch.tensor([4])}
@@ -30,11 +30,6 @@ def test_gathering_selects_the_cross_product_in_the_order_given(axes: dict[int, 
     narrow = gather(_dense(), axes)
     assert torch.equal(narrow, _dense()[_mesh(axes)])
     assert narrow.shape == narrow_shape(SHAPE, axes)
-
-
-def test_gathering_without_axes_copies_nothing() -> None:
-    dense = _dense()
-    assert gather(dense, {}) is dense
 
 
 @every_choice
@@ -75,17 +70,3 @@ def test_adding_adds_to_the_cross_product_and_nothing_else(axes: dict[int, Tenso
 def test_axes_that_lose_nothing_are_not_cut() -> None:
     axes = {0: torch.arange(3), 1: torch.tensor([1, 2])}
     assert list(cut_axes(SHAPE, axes)) == [1]
-
-
-def test_places_invert_an_index() -> None:
-    assert places(torch.tensor([4, 1]), 5).tolist() == [-1, 1, -1, -1, 0]
-
-
-def test_a_gate_scales_every_position_of_its_unit() -> None:
-    gated = gate(torch.ones(2, 5), 1, torch.tensor([[0, 1], [2, 3]]), torch.tensor([0.0, 3.0]))
-    assert gated.tolist() == [[0.0, 0.0, 3.0, 3.0, 1.0]] * 2
-
-
-@pytest.mark.parametrize("dim", [1, -2])
-def test_a_vector_lies_along_its_axis(dim: int) -> None:
-    assert along(torch.arange(4), dim, 3).shape == (1, 4, 1)

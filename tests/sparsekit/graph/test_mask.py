@@ -44,27 +44,10 @@ def test_density_counts_the_entries_that_stay(graph: UnitGraph) -> None:
     assert _mask(0, 1, 0).density(graph) == 5 / 15
 
 
-def test_a_full_mask_has_density_one(graph: UnitGraph) -> None:
-    assert UnitMask.full(graph).density(graph) == 1.0
-
-
-def test_counts() -> None:
-    assert _mask(1, 0, 1).counts() == {"a": 2}
-
-
 def test_masks_compare_by_value() -> None:
     assert _mask(1, 0, 1) == _mask(1, 0, 1)
     assert _mask(1, 0, 1) != _mask(1, 1, 0)
     assert _mask(1, 0, 1) != WeightMask({"a": torch.tensor([True, False, True])})
-
-
-def test_the_repr_says_how_many_are_kept() -> None:
-    assert repr(_mask(1, 0, 1)) == "UnitMask(a: 2/3)"
-
-
-def test_masks_are_not_hashable() -> None:
-    with pytest.raises(TypeError):
-        hash(_mask(1, 1, 1))
 
 
 def test_by_entry_a_dropped_unit_loses_its_rows_and_the_columns_that_read_it(graph: UnitGraph) -> None:

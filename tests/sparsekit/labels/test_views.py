@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from laws import check_masked_equals_compact, random_mask
 from torch import Tensor, nn
 from zoo_base import Lambda
 
@@ -29,20 +28,6 @@ def units(first: int, size: int, source: int = 5) -> Labels:
 
 
 ZEROS = TensorLabels((uniform(4, ALWAYS_ZERO), uniform(5, ALWAYS_ZERO), uniform(3, ALWAYS_ZERO)))
-
-
-def test_the_axis_of_units_is_found_by_size_and_stride() -> None:
-    base = torch.zeros(4, 5, 3)
-    answer, _ = over(base, ZEROS, base[:, 2], TensorLabels((None, units(10, 3))))
-    assert [axis is None for axis in answer.axes] == [True, True, False]
-    assert answer.axes[2].nodes.tolist() == [10, 11, 12]
-
-
-def test_a_second_write_is_united_with_the_first() -> None:
-    base = torch.zeros(4, 5, 3)
-    answer, pairs = over(base, TensorLabels((None, None, units(10, 3))), base[:, 1], TensorLabels((None, units(20, 3))))
-    assert answer.axes[2].nodes.tolist() == [10, 11, 12]
-    assert [(a.tolist(), b.tolist()) for a, b in pairs] == [([10, 11, 12], [20, 21, 22])]
 
 
 @pytest.mark.parametrize(
@@ -79,22 +64,6 @@ def filled(make: Callable[[Tensor, int], Tensor]) -> nn.Module:
         return result
 
     return Lambda(forward, a=nn.Linear(3, 6), head=nn.Linear(6, 2))
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda x, n: x.new_zeros(*x.shape[:2], n),
-        lambda x, n: torch.empty(*x.shape[:2], n, dtype=x.dtype),
-        lambda x, n: x.new_ones(x.shape[1], x.shape[0], n).transpose(0, 1),
-    ],
-    ids=["zeros", "empty", "transposed"],
-)
-def test_an_output_filled_step_by_step_keeps_its_units(make: Callable[[Tensor, int], Tensor]) -> None:
-    model, x = filled(make), torch.randn(2, 4, 3)
-    graph = trace_units(model, x)
-    assert graph.fingerprint() == (("a", 6),)
-    check_masked_equals_compact(model, (x,), {}, graph, random_mask(graph, 0.5, 0), train=True)
 
 
 def test_a_view_of_one_unit_taken_before_the_write_keeps_the_units_whole() -> None:

@@ -6,13 +6,10 @@ import warnings
 
 import pytest
 import torch
-from laws import check_masked_equals_compact, random_mask
 from torch import nn
 from torch.nn.utils import parametrizations
 
-from sparsekit.graph.mask import UnitMask
 from sparsekit.layers.shapes import weight_shape
-from sparsekit.surgery.compaction import compact
 from sparsekit.tracing.trace import FixedUnitsWarning, trace_units
 
 
@@ -29,32 +26,6 @@ def test_a_normed_weight_is_cut_in_length_and_direction_and_gated_so_that_no_dir
         ("2.bias", 0): ("out", False),
         ("3.weight", 1): ("in", True),
     }
-
-
-def test_units_that_are_summed_are_gated_by_their_length() -> None:
-    class Summed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a = parametrizations.weight_norm(nn.Linear(3, 6, bias=False))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.a(x).relu().sum(-1, keepdim=True)
-
-    model = Summed()
-    graph = trace_units(model, torch.randn(4, 3))
-    gated = {(s.name, s.dim) for s in graph.groups["a"].slices if s.gated}
-    assert gated == {("a.parametrizations.weight.original0", 0)}
-    check_masked_equals_compact(model, (torch.randn(4, 3),), {}, graph, random_mask(graph, 0.5, 0), train=True)
-
-
-def test_sizes_follow_computed_weights() -> None:
-    model = nn.Sequential(
-        parametrizations.weight_norm(nn.Conv1d(2, 6, 3)), nn.ReLU(), parametrizations.weight_norm(nn.Conv1d(6, 2, 1))
-    )
-    graph = trace_units(model, torch.randn(2, 2, 5), norm="kept")
-    small = compact(model, graph, UnitMask({"0": torch.arange(6) < 4}))
-    assert (small[0].out_channels, small[2].in_channels, small[0].weight.shape) == (4, 4, (4, 2, 3))
-    assert type(small[0]).__name__ == "ParametrizedConv1d"
 
 
 @pytest.mark.parametrize("make", [parametrizations.spectral_norm, parametrizations.orthogonal])

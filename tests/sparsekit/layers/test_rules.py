@@ -179,22 +179,6 @@ def test_the_rule_of_the_nearest_type_is_found() -> None:
     assert find_rule(MyLinear(2, 2), {MyLinear: own}) is own
 
 
-@pytest.mark.parametrize(
-    ("groups", "kept", "expected"),
-    [(6, [0, 4], (2, 2, 4)), (3, [1], (1, 2, 2))],
-)
-def test_depthwise_sizes_follow_the_kept_groups(groups: int, kept: list[int], expected: tuple[int, int, int]) -> None:
-    from sparsekit.graph.mask import UnitMask
-    from sparsekit.surgery.compaction import compact
-
-    model = nn.Sequential(nn.Conv1d(1, groups, 1), nn.Conv1d(groups, 2 * groups, 3, groups=groups), nn.Conv1d(2 * groups, 1, 1))
-    graph = trace_units(model, torch.zeros(1, 1, 5))
-    keep = torch.zeros(groups, dtype=torch.bool)
-    keep[kept] = True
-    small = compact(model, graph, UnitMask({"0": keep}))[1]
-    assert (small.groups, small.out_channels // small.groups, small.out_channels) == expected
-
-
 def test_a_layer_of_a_package_that_is_not_imported_is_known_by_its_name() -> None:
     class Conv1D(nn.Module):
         """As in transformers."""

@@ -127,32 +127,6 @@ def test_heads_take_the_products_of_their_maps_along(name: str, ratio: float) ->
     assert sk.count_cost(model, *args, graph=graph, mask=mask, **kwargs).flops_compact == counter.get_total_flops()
 
 
-SHRINK_WITH_SEVERAL = ["parametrised-entry-by-entry", "token-mixing", "heads-as-axis"]
-EVERY = [
-    name if place % 8 == 0 or name in SHRINK_WITH_SEVERAL else pytest.param(name, marks=pytest.mark.slow)
-    for place, name in enumerate(sorted(name for name, architecture in zoo.ZOO.items() if architecture.groups))
-]
-
-
-@pytest.mark.parametrize("name", EVERY)
-def test_the_cost_at_any_widths_is_that_of_the_compact_model(name: str) -> None:
-    """Whatever shrinks: weights, maps of heads, weights that are computed, positions of a layer over tokens."""
-    model, args, kwargs = zoo.build(name)
-    model.eval()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        graph = sk.trace_units(model, *args, example_kwargs=kwargs)
-    costs = sk.cost_model(model, *args, graph=graph, **kwargs)
-    for ratio in (0.3, 0.6):
-        counts = {group: max(min(2, units.size), round(ratio * units.size)) for group, units in graph.groups.items()}
-        for tied in graph.ties:
-            counts.update(dict.fromkeys(tied, min(counts[group] for group in tied)))
-        mask = sk.choose(graph, {group: torch.rand(units.size) for group, units in graph.groups.items()}, counts)
-        small = sk.count_cost(sk.compact(model, graph, mask), *args, **kwargs)
-        assert costs.costs(counts)["flops"] * costs.examples == pytest.approx(small.flops_compact, abs=costs.examples)
-        assert costs.tracker(counts).totals() == pytest.approx(costs.costs(counts))
-
-
 def test_one_attention_head_costs_its_projections_and_its_two_products() -> None:
     model = nn.ModuleDict({"a": nn.MultiheadAttention(6, 3, batch_first=True, bias=False), "out": nn.Linear(6, 1)})
     model = zoo.Lambda(lambda m, x: m.parts["out"](m.parts["a"](x, x, x)[0]), parts=model)
@@ -203,20 +177,6 @@ def test_a_recurrent_layer_may_be_called_by_keyword() -> None:
     model = Named()
     assert sk.count_cost(model, torch.zeros(2, 7, 3)).flops_compact == 2 * 2 * 7 * 4 * 5 * (3 + 5)
     assert "forward" not in vars(model.lstm)
-
-
-def test_both_kinds_of_weight_norm_cost_the_same() -> None:
-    x = torch.randn(2, 6)
-    costs = []
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the older one is deprecated
-        for norm in (nn.utils.weight_norm, nn.utils.parametrizations.weight_norm):
-            model = nn.Sequential(norm(nn.Linear(6, 8)), nn.ReLU(), nn.Linear(8, 3))
-            graph = sk.trace_units(model, x)
-            mask = select(Random(), graph, 0.5, View(generator=torch.Generator().manual_seed(0)))
-            costs.append([sk.count_cost(model, x, graph=graph, mask=chosen) for chosen in (None, mask)])
-    assert costs[0] == costs[1]
-    assert [cost.flops_compact for cost in costs[0]] == [2 * 2 * (6 * 8 + 8 * 3), 2 * 2 * (6 * 4 + 4 * 3)]
 
 
 @pytest.mark.parametrize("name", sorted(name for name, each in zoo.ZOO.items() if each.groups)[::8])

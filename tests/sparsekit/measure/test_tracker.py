@@ -54,20 +54,6 @@ def _costs(name: str) -> tuple[sk.UnitGraph, sk.allocation.CostModel, object]:
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name in zoo.ZOO])
-def test_costs_of_counts_are_those_of_a_mask(name: str) -> None:
-    graph, costs, _ = _costs(name)
-    rng = np.random.default_rng(0)
-    counts = {}
-    for groups in graph.tied_sets:
-        counts.update(dict.fromkeys(groups, int(rng.integers(1, graph.groups[groups[0]].size + 1))))
-    mask = sk.UnitMask({name: torch.arange(graph.groups[name].size) < count for name, count in counts.items()})
-    found, expected = costs.costs(counts), costs.cost(mask)
-    assert found["params"] == expected.parameters
-    assert found["bytes"] == expected.bytes
-    assert found["flops"] * costs.examples == pytest.approx(expected.flops_compact, abs=costs.examples)
-
-
-@pytest.mark.parametrize("name", [name for name in NAMES if name in zoo.ZOO])
 def test_a_step_of_the_tracker_is_the_difference_of_the_costs(name: str) -> None:
     graph, costs, _ = _costs(name)
     counts = {name: group.size for name, group in graph.groups.items()}

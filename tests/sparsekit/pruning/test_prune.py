@@ -267,12 +267,11 @@ class _ByNumber:
         return {name: max(1, int(self.share * group.size)) for name, group in graph.groups.items()}
 
 
-@pytest.mark.parametrize("share", [0.05, 0.3, 0.5, 0.7, 0.9, 1.0])
+@pytest.mark.parametrize("share", [0.05, 0.5, 1.0])
 @pytest.mark.parametrize("make", [sk.allocation.Uniform, lambda s: sk.allocation.PerGroup({}, default=s), _ByNumber])
 @pytest.mark.parametrize("budget", ["flops=50%", "params=30%", "bytes=70%,flops=90%", "memory=60%", "latency_ms=1e-6"])
-@pytest.mark.parametrize("cut", [True, False])
 def test_whatever_comes_back_meets_its_budget_by_any_allocation(
-    share: float, make: Any, budget: str, cut: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    share: float, make: Any, budget: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SPARSEKIT_CACHE", str(tmp_path))
     monkeypatch.setattr("sparsekit.measure.latency.SHARES", (0.5, 1.0))
@@ -280,7 +279,7 @@ def test_whatever_comes_back_meets_its_budget_by_any_allocation(
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            report = sk.prune(_net(), X, budget=budget, allocation=make(share), cut=cut).report
+            report = sk.prune(_net(), X, budget=budget, allocation=make(share), cut=share > 0.5).report
     except sk.BudgetError as error:
         report, told = None, str(error)
     if report is None:

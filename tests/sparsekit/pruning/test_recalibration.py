@@ -145,9 +145,9 @@ def _images(count: int, seed: int) -> Tensor:
     return mean + ramp * torch.randn(count, 3, 8, 8, generator=generator)
 
 
-DOZEN = [
+CASES = [
     (seed, make)
-    for seed in range(3)
+    for seed in range(2)
     for make in (
         Net,
         Mixing,
@@ -157,8 +157,8 @@ DOZEN = [
 ]
 
 
-@pytest.mark.parametrize(("seed", "make"), DOZEN)
-@pytest.mark.parametrize("batch_size", [1, 3, 32, 128, 256])
+@pytest.mark.parametrize(("seed", "make"), CASES)
+@pytest.mark.parametrize("batch_size", [3, 128])
 def test_the_outputs_on_unseen_data_are_not_further_off_with_it_than_without(
     seed: int, make: Callable[[], nn.Module], batch_size: int
 ) -> None:

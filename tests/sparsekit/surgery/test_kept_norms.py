@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import copy
 import functools
-import pickle
 import warnings
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from laws import check_masked_equals_compact, check_nothing_is_lost, random_mask
+from laws import random_mask
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from zoo_base import hash_of
@@ -25,8 +22,6 @@ from sparsekit.surgery.compaction import compact
 from sparsekit.surgery.kept_norms import KeptNorms, kept_norms
 from sparsekit.tracing.trace import FixedUnitsWarning, trace_units
 
-CUTTABLE = [name for name, architecture in KEPT.items() if architecture.groups]
-
 
 @functools.cache
 def traced(name: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any], UnitGraph, list[str]]:
@@ -36,15 +31,6 @@ def traced(name: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any], UnitG
         model, args, kwargs = KEPT[name].make(), KEPT[name].inputs(), KEPT[name].kwargs()
         graph = trace_units(model, *args, norm="kept", example_kwargs=kwargs)
     return model, args, kwargs, graph, [str(w.message) for w in caught if issubclass(w.category, FixedUnitsWarning)]
-
-
-@settings(max_examples=25, deadline=None)
-@given(st.sampled_from(CUTTABLE), st.floats(0.1, 0.9), st.integers(0, 10_000))
-@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
-def test_masked_equals_compact_for_any_mask(name: str, ratio: float, seed: int) -> None:
-    model, args, kwargs, graph, _ = traced(name)
-    check_masked_equals_compact(model, args, kwargs, graph, random_mask(graph, ratio, seed))
-    check_nothing_is_lost(model, graph, random_mask(graph, ratio, seed))
 
 
 def test_a_layer_norm_of_three_units_of_which_two_are_kept() -> None:
@@ -167,25 +153,6 @@ def test_norms_that_differ_in_training_are_fixed() -> None:
     with pytest.warns(FixedUnitsWarning, match="'a' .6 units. kept whole: averaged over by one call that sees other units"):
         graph = trace_units(Differs(), torch.randn(4, 3), norm="kept")
     assert list(graph.groups) == ["b"]
-
-
-def test_the_graph_with_its_norms_survives_json_and_pickle() -> None:
-    graph = traced("norm-of-a-concatenation")[3]
-    again = UnitGraph.from_json(graph.to_json())
-    assert again.to_json() == graph.to_json()
-    assert pickle.loads(pickle.dumps(graph)).to_json() == graph.to_json()
-    keep = random_mask(graph, 0.5, 3)
-    assert torch.equal(again.norms[0].stays(keep), graph.norms[0].stays(keep))
-    assert graph.norms[0].stays(keep).sum() == 3 + sum(keep.counts().values())  # three raw inputs always stay
-
-
-def test_sizes_of_norms_without_a_scale_are_set() -> None:
-    model, args, _, graph, _ = traced("modulated")
-    small = compact(model, graph, UnitMask({"stem": torch.arange(6) < 4}))
-    assert small.norm.normalized_shape == (4,)
-    assert small.last.normalized_shape == (4,)
-    assert model.norm.normalized_shape == (6,)
-    assert small(*args).shape == (2, 4, 2)
 
 
 def test_fixed_norms_say_what_would_let_their_units_go() -> None:

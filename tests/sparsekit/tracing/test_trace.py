@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -67,24 +66,6 @@ def test_units_that_are_summed_are_gated_where_they_are_made_and_only_there() ->
     graph, _ = trace(model, *args)
     gated = {key for key, (side, is_gated, _) in slices(graph, "a").items() if is_gated}
     assert gated == {("a.weight", 0), ("a.bias", 0)}
-
-
-def test_both_names_of_a_tied_parameter_are_sliced() -> None:
-    body = nn.Linear(3, 6)
-    model = nn.ModuleDict({"one": body, "two": body, "head": nn.Linear(6, 2)})
-    wrapped = zoo.Lambda(lambda m, x: m.parts["head"](m.parts["one"](x).relu() + m.parts["two"](x).relu()), parts=model)
-    graph, _ = trace(wrapped, torch.zeros(1, 3))
-    assert {"parts.one.weight", "parts.two.weight"} <= {name for name, _ in slices(graph, "parts.one")}
-
-
-def test_groups_come_in_forward_order_not_in_order_of_registration() -> None:
-    model = zoo.Lambda(
-        lambda m, x: m.last(m.first(x).relu()),
-        last=nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 2)),
-        first=nn.Linear(3, 4),
-    )
-    graph, _ = trace(model, torch.zeros(1, 3))
-    assert list(graph.groups) == ["first", "last.0"]
 
 
 def test_the_output_layer_is_fixed_without_a_warning() -> None:
@@ -252,11 +233,6 @@ def test_groups_of_one_unit_are_no_groups() -> None:
     assert messages == []
 
 
-def test_two_traces_give_the_same_graph() -> None:
-    model, args, _ = zoo.build("densenet-small")
-    assert trace(model, *args)[0].to_json() == trace(copy.deepcopy(model).train(), *args)[0].to_json()
-
-
 def test_batch_size_and_constant_inputs_make_no_difference() -> None:
     for name in ("vgg-small", "conv2d", "grouped", "instance-norm"):
         model, (x,), _ = zoo.build(name)
@@ -278,23 +254,6 @@ def test_a_model_with_tensors_that_have_a_history_can_be_traced() -> None:
     model = nn.Sequential(nn.Linear(3, 6), nn.ReLU(), nn.Linear(6, 2))
     model.cached = model[0].weight * 2  # type: ignore[assignment]
     assert list(trace(model, torch.zeros(1, 3))[0].groups) == ["0"]
-
-
-class Auxiliary(nn.Module):
-    """A head that runs in training only."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.head, self.side = nn.Linear(3, 6), nn.Linear(6, 2), nn.Linear(6, 2)
-
-    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        h = self.a(x).relu()
-        return (self.head(h), self.side(h)) if self.training else self.head(h)
-
-
-def test_readers_that_run_in_training_only_are_found() -> None:
-    graph, _ = trace(Auxiliary(), torch.zeros(2, 3))
-    assert ("side.weight", 1) in slices(graph, "a")
 
 
 def test_gate_gradients_equal_weight_times_gradient_of_the_gated_entries() -> None:

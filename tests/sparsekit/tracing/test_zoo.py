@@ -1,4 +1,4 @@
-"""Every architecture of the zoo, traced once: groups, the untouched model, the laws in both modes, save and load, its row."""
+"""Every architecture of the zoo, traced once: groups, the untouched model, the laws in both modes, costs, a file, its row."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import zoo
 import zoo_norms
 import zoo_table
 from laws import check_masked_equals_compact, check_nothing_is_lost, random_mask, snapshot
+from native import check_native
 from torch import nn
 from zoo_base import Architecture, build
 
@@ -63,8 +64,11 @@ def check_saved(name: str, norm: str, model: nn.Module, args: Any, kwargs: Any, 
     """Save the compact model, load it again and compare bit for bit."""
     mask = random_mask(graph, 0.5, 2)
     small = sk.compact(model, graph, mask).eval()
+    fresh = build(name, None if norm == "fixed" else zoo_norms.KEPT)[0]
+    small(*args, **kwargs)
+    check_native(small, fresh)
     sk.save_compact(small, path, graph=graph, mask=mask)
-    again = sk.load_compact(path, lambda: build(name, None if norm == "fixed" else zoo_norms.KEPT)[0]).eval()
+    again = sk.load_compact(path, lambda: fresh).eval()
     assert [type(m).__qualname__ for m in again.modules()] == [type(m).__qualname__ for m in small.modules()]
     found, expected = named_entries(again), named_entries(small)
     assert list(found) == list(expected)
@@ -73,6 +77,20 @@ def check_saved(name: str, norm: str, model: nn.Module, args: Any, kwargs: Any, 
         for a, b in zip(find_tensors(small(*args, **kwargs)), find_tensors(again(*args, **kwargs)), strict=True):
             assert torch.equal(a, b)
     assert sk.load_mask(path, graph) == mask
+
+
+def check_costs(model: nn.Module, args: Any, kwargs: Any, graph: sk.UnitGraph) -> None:
+    """Whatever shrinks, the cost at any widths is that of the compact model: weights, maps of heads, computed weights."""
+    costs = sk.cost_model(model.eval(), *args, graph=graph, **kwargs)
+    for ratio in (0.3, 0.6):
+        counts = {group: max(min(2, units.size), round(ratio * units.size)) for group, units in graph.groups.items()}
+        for tied in graph.ties:
+            counts.update(dict.fromkeys(tied, min(counts[group] for group in tied)))
+        mask = sk.choose(graph, {group: torch.rand(units.size) for group, units in graph.groups.items()}, counts)
+        small, found = sk.count_cost(sk.compact(model, graph, mask), *args, **kwargs), costs.costs(counts)
+        assert found["flops"] * costs.examples == pytest.approx(small.flops_compact, abs=costs.examples)
+        assert (found["params"], found["bytes"]) == (small.parameters, small.bytes)
+        assert costs.tracker(counts).totals() == pytest.approx(found)
 
 
 @pytest.mark.parametrize(("name", "norm"), CASES, ids=[f"{name}-{norm}" for name, norm in CASES])
@@ -86,6 +104,7 @@ def test_an_architecture(name: str, norm: str, tmp_path: Path) -> None:
         mask = random_mask(graph, ratio, 1 + train)
         check_masked_equals_compact(model, args, kwargs, graph, mask, train=train, gradients=trains)
         check_nothing_is_lost(model, graph, mask)
+    check_costs(model, args, kwargs, graph)
     check_saved(name, norm, model, args, kwargs, graph, tmp_path / "small.safetensors")
 
 

@@ -273,21 +273,6 @@ def test_moving_to_another_dtype_moves_everything() -> None:
     assert all(t.dtype == torch.float64 for t in masked.dense_state().values() if t.is_floating_point())
 
 
-def test_keyword_and_dict_inputs_work() -> None:
-    class Keywords(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Linear(4, 8), nn.Linear(8, 2)
-
-        def forward(self, *, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-            return {"logits": self.b(torch.relu(self.a(batch["x"])))}
-
-    batch = {"x": torch.randn(3, 4)}
-    masked = LearnableMask(Keywords(), {"batch": batch}, ratio=0.5, criterion=Learned())
-    assert masked(batch=batch)["logits"].shape == (3, 2)
-    assert masked.unit_mask()["a"].sum() == 4
-
-
 def test_compact_is_a_plain_smaller_module_with_the_same_outputs() -> None:
     x = torch.randn(4, 3, 10, 10)
     masked = LearnableMask(ConvNet(), (x,), ratio=0.25, criterion=Learned())
@@ -400,20 +385,6 @@ def test_the_ratio_may_change_while_the_last_loss_is_still_referenced(name) -> N
     assert masked.unit_mask().counts() == {"0": 4, "2": 6}
 
 
-def test_frozen_layers_stay_as_they_are_while_the_ratio_changes() -> None:
-    model, x, y = _classifier()
-    model[2].requires_grad_(False)
-    masked = LearnableMask(model, (x,), ratio=0.5, criterion=Learned())
-    optimizer = torch.optim.SGD([p for p in masked.parameters() if p.requires_grad], lr=0.5)
-    for ratio in (0.5, 0.25, 1.0):
-        masked.ratio = ratio
-        loss = _step(masked, optimizer, x, y)
-    assert torch.isfinite(loss)
-    state = masked.dense_state()
-    assert torch.equal(state["2.weight"], model[2].weight)
-    assert not torch.equal(state["4.weight"], model[4].weight)
-
-
 def test_a_mask_that_changed_in_inference_mode_trains_on() -> None:
     model, x, y = _classifier()
     masked = LearnableMask(model, (x,), ratio=0.5, criterion=Learned())
@@ -427,56 +398,6 @@ def test_a_mask_that_changed_in_inference_mode_trains_on() -> None:
         loss = _step(masked, optimizer, x, y)
     assert torch.isfinite(loss)
     assert not any(tensor.is_inference() for tensor in masked.dense_state().values())
-
-
-@pytest.mark.same_bits
-def test_training_resumes_from_the_state_dicts_of_mask_and_optimizer() -> None:
-    model, x, y = _classifier()
-    masked = LearnableMask(model, (x,), ratio=0.5, explore=0.0, criterion=Learned())
-    optimizer = torch.optim.SGD(masked.parameters(), lr=0.1, momentum=0.9)
-    for seed in range(4):  # until narrow units are in another order than the model's
-        torch.manual_seed(seed)
-        masked.load_importance({name: torch.rand_like(values) for name, values in masked.importance().items()})
-        _step(masked, optimizer, x, y)
-    twin = LearnableMask(model, (x,), ratio=1.0, explore=0.0, criterion=Learned())
-    other = torch.optim.SGD(twin.parameters(), lr=0.1, momentum=0.9)
-    twin.load_state_dict(masked.state_dict())
-    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    _step(masked, optimizer, x, y)
-    _step(twin, other, x, y)
-    resumed = twin.dense_state()
-    for name, expected in masked.dense_state().items():
-        assert torch.allclose(resumed[name], expected, atol=1e-12), name
-
-
-@pytest.mark.same_bits
-def test_a_resumed_training_explores_at_the_same_steps() -> None:
-    model, x, y = _classifier()
-
-    def made() -> tuple[LearnableMask, torch.optim.Optimizer]:
-        masked = LearnableMask(model, (x,), ratio=0.5, explore=1.0, criterion=Learned())
-        return masked, torch.optim.SGD(masked.parameters(), lr=0.1)
-
-    masked, optimizer = made()
-    _step(masked, optimizer, x, y)
-    twin, other = made()
-    state = masked.state_dict()
-    twin.load_state_dict(state)
-    for _ in range(5):
-        _step(masked, optimizer, x, y)
-        _step(twin, other, x, y)
-        for name, expected in masked.importance().items():
-            torch.testing.assert_close(twin.importance()[name], expected, rtol=0, atol=1e-9)
-
-
-def test_loading_another_ratio_leaves_a_running_optimizer_usable() -> None:
-    model, x, y = _classifier()
-    masked = LearnableMask(model, (x,), ratio=0.5, criterion=Learned())
-    optimizer = torch.optim.SGD(masked.parameters(), lr=0.1, momentum=0.9)
-    _step(masked, optimizer, x, y)
-    masked.load_state_dict(LearnableMask(model, (x,), ratio=0.25, criterion=Learned()).state_dict())
-    assert torch.isfinite(_step(masked, optimizer, x, y))
-    assert masked.unit_mask().counts() == {"0": 2, "2": 3}
 
 
 @pytest.mark.same_bits

@@ -132,15 +132,6 @@ def test_a_criterion_with_a_memory_is_asked_once_a_step(execution: Execution) ->
     assert masked.unit_mask() == _largest(masked.graph, criterion.mean)
 
 
-def test_a_mask_that_stands_by_the_scores_is_not_sorted_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, x, _ = _problem()
-    masked = LearnableMask(model, (x,), criterion=Opposite(), ratio=0.5)
-    monkeypatch.setattr(torch, "sort", lambda *_, **__: pytest.fail("sorted"))
-    with torch.no_grad():
-        masked.scores.mul_(0.5)
-    masked.sync()
-
-
 def test_dropped_units_are_explored_for_any_learned_criterion() -> None:
     model, x, y = _problem()
     masked = LearnableMask(model, (x,), criterion=Opposite(), ratio=0.5, explore=1.0)

@@ -145,20 +145,6 @@ def test_a_mask_or_state_of_another_model_is_refused() -> None:
         narrow_model.key_of("nothing")
 
 
-def test_an_entering_unit_takes_the_place_of_a_leaving_one() -> None:
-    model, _, graph = TRACED[1]
-    narrow_model = NarrowModel(model, graph)
-    view = View(importance={name: -torch.arange(float(g.size)) for name, g in graph.groups.items()})
-    narrow_model.load(model.state_dict(), select(Learned(), graph, 0.5, view))
-    layout = narrow_model.layout
-    entries = dict(narrow_model.mask)
-    name = next(iter(entries))
-    entries[name] = entries[name].roll(1)
-    narrow_model.remask(UnitMask(entries))
-    assert narrow_model.layout == layout
-    assert narrow_model.group_units(name).tolist() == [entries[name].nonzero().max().item(), 1, 2]
-
-
 @pytest.mark.parametrize("execution", ["compact", "masked"])
 @pytest.mark.same_bits
 def test_a_mask_may_hold_its_groups_in_any_order(execution: Any) -> None:

@@ -69,16 +69,6 @@ def test_the_mask_follows_optimizers_whose_writes_torch_does_not_count(name: str
     assert changes >= 2
 
 
-def test_an_optimizer_of_importance_alone_is_followed_too() -> None:
-    model, x, y = _classifier()
-    masked = LearnableMask(model, (x,), ratio=0.5, criterion=Learned())
-    optimizer = torch.optim.SGD([masked.scores], lr=5.0, fused=True)
-    before = masked.unit_mask()
-    for _ in range(5):
-        _step(masked, optimizer, x, y)
-    assert masked.unit_mask() != before
-
-
 MOMENTS = {
     "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
     "AdamW": lambda p: torch.optim.AdamW(p, lr=0.01),
@@ -136,25 +126,6 @@ def test_a_copied_optimizer_follows_a_remask_before_its_first_step(name: str, ma
         other, twin = clone((optimizer, masked))
     twin.track(other)
     _assert_equal_training([(masked, optimizer), (twin, other)], x, y)
-
-
-def test_loading_both_into_a_running_training_goes_back_to_the_checkpoint_in_either_order() -> None:
-    results = []
-    for mask_first in (True, False):
-        masked, optimizer, x, y = _trained(MOMENTS["momentum"], criterion=Ordered())
-        saved = copy.deepcopy((masked.state_dict(), optimizer.state_dict()))
-        masked.ratio = 0.75
-        for _ in range(2):
-            _step(masked, optimizer, x, y)
-        loading = [lambda m=masked, s=saved: m.load_state_dict(s[0]), lambda o=optimizer, s=saved: o.load_state_dict(s[1])]
-        for load in loading if mask_first else reversed(loading):
-            load()
-        _step(masked, optimizer, x, y)
-        results.append(masked.dense_state())
-    masked, optimizer, x, y = _trained(MOMENTS["momentum"], criterion=Ordered())
-    _step(masked, optimizer, x, y)
-    for name, expected in masked.dense_state().items():
-        assert all(torch.allclose(result[name], expected, rtol=0, atol=1e-12) for result in results), name
 
 
 def test_an_optimizer_whose_state_was_filled_by_hand_can_be_tracked() -> None:
@@ -245,16 +216,6 @@ def test_a_fresh_optimizer_after_loading_takes_no_moments_of_the_saved_one() -> 
     twin.sync()
     dropped = ~masked.unit_mask()["0"]
     assert (other.state[twin.model[0].weight]["momentum_buffer"][dropped] == 0).all()
-
-
-@pytest.mark.parametrize("clone", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))], ids=["copy", "pickle"])
-def test_dropped_units_of_a_copied_training_find_their_moments_again(clone) -> None:
-    masked, optimizer, x, y = _trained(MOMENTS["AdamW"])
-    masked.load_importance({name: -values for name, values in masked.importance().items()})
-    _step(masked, optimizer, x, y)
-    twin, other = clone((masked, optimizer))
-    twin.track(other)
-    _assert_equal_training([(masked, optimizer), (twin, other)], x, y)
 
 
 def test_param_groups_keep_importance_out_of_weight_decay() -> None:

@@ -65,18 +65,6 @@ def test_sam_in_compact_execution_equals_masked_execution(make: Any, parts: bool
     assert norms.min() > 0.5  # no unit has lost its weights
 
 
-@pytest.mark.parametrize("make", [Sam, SamOver])
-def test_sam_in_two_calls_equals_sam_in_one(make: Any) -> None:
-    found = []
-    for parts in (True, False):
-        model, x, y = _task()
-        masked = LearnableMask(model, (x,), ratio=0.5, explore=0.0, regularizer=ImportanceRegularizer())
-        _train(masked, make(masked.parameters()), x, y, parts=parts, seeds=range(9))
-        found.append(masked.state_dict())
-    for name, tensor in found[0].items():
-        torch.testing.assert_close(tensor, found[1][name], rtol=0, atol=1e-12, msg=name)
-
-
 def test_a_held_mask_stands_still_and_moves_after_it() -> None:
     model, x, y = _task()
     masked = LearnableMask(model, (x,), ratio=0.5, regularizer=ImportanceRegularizer())

@@ -15,7 +15,6 @@ import sparsekit_fl as fl
 from sparsekit.errors import InvalidValueError
 from sparsekit_fl.callbacks import BestCheckpoint, Callback, EarlyStopping, NotebookDisplay, RunView, TensorBoard
 from sparsekit_fl.callbacks.monitor import Monitor
-from sparsekit_fl.engines.embedded import Embedded
 from sparsekit_fl.errors import ClientError, RunInterrupted
 from sparsekit_fl.methods import fedavg
 from sparsekit_fl.results.scores import RoundScores
@@ -204,11 +203,6 @@ def test_the_best_checkpoint_is_the_model_of_its_round(tmp_path: Path) -> None:
     assert all(torch.equal(best.state_dict()[name], tensor) for name, tensor in then.state.items())
 
 
-def test_the_best_checkpoint_needs_a_folder() -> None:
-    with pytest.raises(InvalidValueError, match="needs the folder of the run"):
-        tiny_run(BestCheckpoint())
-
-
 def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -228,12 +222,6 @@ def test_tensorboard_gets_every_number_and_a_resumed_run_goes_on_in_the_same_cur
     assert [value for _, value in found["train/loss"]] == pytest.approx([record.loss for record in result.rounds])
     assert [step for step, _ in found["global/accuracy"]] == [2, 4]
     assert {"personal/accuracy", "personal/accuracy_worst", "validation/loss_weighted", "cost/flops_compact"} <= set(found)
-
-
-def test_tensorboard_needs_a_folder() -> None:
-    pytest.importorskip("tensorboard", reason="tensorboard is not installed; pip install 'sparsekit-torch[tensorboard]'")
-    with pytest.raises(InvalidValueError, match="TensorBoard needs a folder"):
-        tiny_run(TensorBoard())
 
 
 @pytest.mark.slow
@@ -284,9 +272,3 @@ def test_the_global_model_is_scored_along_the_way_with_a_curve_in_the_result() -
     # Scoring changes no bit of what is learned.
     assert result.final.state_sha256 == tiny_run(config=tiny_config(rounds=6)).final.state_sha256
     assert result.to_dict()["rounds"][1]["evaluation"]["global"]["accuracy"] == two.final.shared["accuracy"]
-
-
-def test_callbacks_work_beside_several_workers() -> None:
-    told = Told()
-    assert tiny_run(told, engine=Embedded(2)).final == tiny_run().final
-    assert told.seen.count("Evaluation") == 16

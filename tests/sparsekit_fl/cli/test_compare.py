@@ -54,14 +54,6 @@ def test_methods_times_seeds_with_mean_and_deviation(tmp_path: Path, capsys: pyt
     assert "config.training.lr: was 0.1, now 0.01" in capsys.readouterr().err
 
 
-def test_one_seed_without_a_folder(capsys: pytest.CaptureFixture[str]) -> None:
-    assert execute(["compare", "fedavg", "--seeds", "1", *TINY]) == 0
-    out = capsys.readouterr().out
-    assert "one seed" in out
-    assert "±" not in out
-    assert "--out DIR" in out
-
-
 def test_without_the_extra_results_and_table_stay_and_it_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -184,19 +176,6 @@ def test_several_at_a_time_give_the_same_numbers_and_survive_a_killed_process(
     assert "failed" not in capsys.readouterr().out
     rounds = (tmp_path / "out/killed-seed0/rounds.jsonl").read_text().splitlines()
     assert [json.loads(line)["round"] for line in rounds] == [1, 2]
-
-
-def test_a_half_finished_trial_of_other_settings_is_refused_before_it_runs(
-    mine: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    command = ["compare", f"{mine}:broken", "--seeds", "1", *TINY, "--out", str(tmp_path / "out")]
-    assert execute(command) == 2
-    capsys.readouterr()
-    monkeypatch.setenv("BREAKS_IN", "2")
-    assert execute([*command, "--lr", "0.01"]) == 2, "no round was finished, so nothing is lost"
-    assert "no such luck" in capsys.readouterr().out
-    assert execute(command) == 2
-    assert "broken, seed 0 with other settings (config.training.lr: was 0.01, now 0.1)" in capsys.readouterr().err
 
 
 def test_levels_of_devices_and_data_are_an_axis(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

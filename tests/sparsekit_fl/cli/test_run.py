@@ -104,12 +104,6 @@ def test_fedlps_is_run_fedlps(capsys: pytest.CaptureFixture[str]) -> None:
     assert one["final"]["state_sha256"] == two["final"]["state_sha256"]
 
 
-def test_the_number_of_workers_changes_no_bit(capsys: pytest.CaptureFixture[str]) -> None:
-    one, two = _json(["fedlps", *TINY], capsys), _json(["fedlps", *TINY, "--workers", "2"], capsys)
-    assert one["final"] == two["final"]
-    assert two["environment"]["workers"] == 2
-
-
 @pytest.mark.same_bits
 def test_out_holds_the_files_and_resume_gives_the_same_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = ["--out", str(tmp_path / "run")]
@@ -141,23 +135,11 @@ def test_a_method_of_the_user(mine: str, capsys: pytest.CaptureFixture[str]) -> 
     assert result["method"] == "mine"
 
 
-def test_partitions_take_their_option(capsys: pytest.CaptureFixture[str]) -> None:
-    result = _json(["run", "fedavg", *TINY, "--partition", "dirichlet", "--set", "partition.alpha=0.5"], capsys)
-    assert result["config"]["experiment"]["partition_options"] == {"alpha": 0.5}
-    result = _json(["run", "fedavg", *TINY, "--set", "partition.classes_per_client=3"], capsys)
-    assert result["config"]["experiment"]["partition_options"]["classes_per_client"] == 3
-
-
 def test_levels_of_heterogeneity_decide_capabilities_and_classes(capsys: pytest.CaptureFixture[str]) -> None:
     config = _json(["run", "fedavg", *TINY, "--heterogeneity", "median", "--set", "partition.lack_classes=6"], capsys)["config"]
     assert config["capability_levels"] == [1.0, 0.5, 0.25]
     assert config["experiment"]["partition_options"] == {"lack_classes": 6}
     assert _json(["run", "fedavg", *TINY], capsys)["config"]["capability_levels"] == [1.0, 0.5, 0.25, 0.125, 0.0625]
-
-
-@pytest.mark.parametrize("how", ["fixed", "dynamic"])
-def test_capability_is_a_choice(how: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert _json(["run", "fedavg", *TINY, "--set", f"capability={how}"], capsys)["config"]["capability"] == how
 
 
 @pytest.mark.parametrize(
@@ -224,13 +206,6 @@ def test_an_engine_that_is_not_installed_is_refused(capsys: pytest.CaptureFixtur
         pytest.skip("the engine is installed")
     assert execute(["fedlps", "--engine", "flower"]) == 2
     assert "unknown engine 'flower'" in capsys.readouterr().err
-
-
-def test_help_shows_the_defaults_in_force(capsys: pytest.CaptureFixture[str]) -> None:
-    assert execute(["fedlps", "--help"]) == 0
-    text = " ".join(capsys.readouterr().out.split())
-    assert "digits (with no option): cnn on digits, 60 rounds, 5 of 20 clients" in text
-    assert "mnist: cnn on mnist, 100 rounds, 10 of 100 clients, 5 local epochs, batches of 32, lr 0.1" in text
 
 
 @pytest.mark.slow

@@ -40,13 +40,6 @@ def test_a_sweep_tries_values_goes_on_and_writes_the_best(tmp_path, capsys):
     assert best["final"]["state_sha256"] == kept["final"]["state_sha256"]
 
 
-def test_a_grid_ends_by_itself_and_a_loss_is_minimised(capsys):
-    line = ["sweep", "fedavg", *TINY, "--space", "batch_size=10,20", "--sampler", "grid", "--trials", "9"]
-    raw = result([*line, "--metric", "validation.loss"], capsys)
-    assert sorted(row["values"]["batch_size"] for row in raw["trials"]) == ["10", "20"]
-    assert raw["maximize"] is False
-
-
 def test_our_bandit_chooses_and_a_failed_trial_loses_no_other(capsys):
     line = [
         "sweep",

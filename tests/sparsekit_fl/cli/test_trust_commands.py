@@ -77,17 +77,6 @@ def test_a_comparison_refuses_a_finished_run_of_other_data_and_of_other_code(
     assert "was run on other data" in capsys.readouterr().err
 
 
-def test_a_mistyped_folder_is_not_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert execute(["run", "fedavg", *TINY, "--out", str(tmp_path / "run")]) == 0
-    assert execute(["run", "fedavg", *TINY, "--out", str(tmp_path / "rum"), "--resume"]) == 2
-    assert "did you mean 'run'" in " ".join(capsys.readouterr().err.split())
-
-
-def test_a_short_run_has_a_curve(capsys: pytest.CaptureFixture[str]) -> None:
-    assert execute(["run", "fedavg", *TINY, "--json"]) == 0
-    assert [record["evaluation"] is not None for record in json.loads(capsys.readouterr().out)["rounds"]] == [True, True]
-
-
 @pytest.mark.same_bits
 def test_a_run_is_resumed_and_extended_by_its_folder_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = ["--out", str(tmp_path / "run")]

@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 
 from sparsekit_fl.costs.clock import client_seconds, round_cost, scoring_seconds
-from sparsekit_fl.engines.cohort import Cohort
 from sparsekit_fl.engines.embedded import Embedded
 from sparsekit_fl.methods import registry
 from sparsekit_fl.methods.make import make_method
@@ -74,15 +73,6 @@ def test_a_cost_says_what_scoring_took_only_where_a_method_scores(name):
     result = cost(name)
     keys = {"flops_scoring", "flops_compact_training", "simulated_seconds_scoring", "simulated_seconds_training"}
     assert keys & set(Cost.of(result.cost).to_dict()) == (keys if name in SCORES else set())
-
-
-@pytest.mark.parametrize(("name", "settings"), [("fedlps", {}), ("heterofl", BEST), ("flst", {})])
-@pytest.mark.parametrize("engine", [Embedded(workers=2), Cohort()])
-def test_every_engine_counts_the_same_work(name, settings, engine):
-    ours, reference = cost(name, settings=settings, engine=engine).cost, cost(name, settings=settings).cost
-    assert ours.flops_scoring == reference.flops_scoring > 0
-    assert ours.flops_compact == reference.flops_compact
-    assert ours.scoring_seconds == reference.scoring_seconds
 
 
 def test_asynchronous_steps_count_scoring_too():

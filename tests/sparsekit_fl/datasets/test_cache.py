@@ -67,8 +67,3 @@ def test_a_cache_that_cannot_be_written_costs_time_only(file: Path, monkeypatch:
     assert cached_arrays("own", [file], decode)["labels"].tolist() == [4, 5]
     assert cached_arrays("own", [file], decode)["labels"].tolist() == [4, 5]
     assert decode.calls == 2
-
-
-def test_no_half_written_entry_is_left(file: Path) -> None:
-    cached_arrays("own", [file], Decoder())
-    assert [path.name for path in cache_directory().iterdir() if path.name.startswith(".")] == []

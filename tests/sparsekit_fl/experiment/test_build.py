@@ -40,23 +40,12 @@ def test_without_options_the_digits_are_dealt_to_a_small_cnn() -> None:
     assert {client.capability.ratio for client in clients} == {1.0}
 
 
-def test_the_digits_fit_vgg() -> None:
-    problem, clients = build_problem(preset_for(), model="vgg11")
-    assert problem.materialise(clients[0].data.val).inputs[0].shape == (6, 3, 32, 32)
-
-
 def test_the_seed_alone_decides_who_gets_what() -> None:
     def rows(seed: int) -> list[list[int]]:
         return [client.data.train.index.tolist() for client in build_problem(preset_for(), seed=seed)[1]]
 
     assert rows(1) == rows(1)
     assert rows(1) != rows(2)
-
-
-def test_more_clients_get_smaller_shards() -> None:
-    _, clients = build_problem(preset_for(), clients=50)
-    assert len(clients) == 50
-    assert len(clients[0].data.train) + len(clients[0].data.val) == 28
 
 
 def test_another_partition_starts_from_its_own_defaults() -> None:

@@ -18,11 +18,7 @@ from sparsekit_fl.problem.data import TensorData
 from sparsekit_fl.problem.problem import Problem
 from sparsekit_fl.server.loop import run
 
-NAMES = (
-    "efd", "fedlps", "fedmp", "fedprox", "fedrolex", "fjord", "heterofl", "oort", "refl",
-    *(pytest.param(name, marks=pytest.mark.slow)
-      for name in ("flst", "rcr-dyn", "p-ucbv-fix", "fedlps-random", "fedlps-ordered", "fedlps-magnitude")),
-)  # fmt: skip
+NAMES = ("efd", "fedlps", "fedmp", "fedprox", "fedrolex", "fjord", "heterofl", "oort", "refl")
 
 
 class Residual(nn.Module):

@@ -49,13 +49,6 @@ def test_equal_losses_and_times_are_chosen_equally_often_in_the_limit() -> None:
     assert counts.max() < 360
 
 
-def test_everybody_is_tried_before_long() -> None:
-    memory, counts = played(12, GuidedSampling())
-    assert (counts > 0).all()
-    assert len(memory["tried"]) == 30
-    assert memory["exploration"] == 0.0
-
-
 def test_clients_of_high_loss_are_chosen_more_often() -> None:
     _, counts = played(200, GuidedSampling(), loss=lambda k: 3.0 if k < 6 else 0.5)
     assert counts[:6].mean() > 1.5 * counts[6:].mean()

@@ -9,7 +9,6 @@ import torch
 
 from sparsekit.errors import InvalidValueError
 from sparsekit.training.regularizer import ImportanceRegularizer
-from sparsekit_fl import methods
 from sparsekit_fl.callbacks.base import Callback
 from sparsekit_fl.client.spec import RunSpec
 from sparsekit_fl.methods import fedavg, fedlps, fedlps_own
@@ -28,43 +27,12 @@ from sparsekit_fl.policies.learnable import LearnableSgd
 from sparsekit_fl.policies.personal import GlobalModel
 from sparsekit_fl.policies.ratio import Full
 from sparsekit_fl.server.loop import run
-from sparsekit_fl.testing.methods import MethodContract
 from sparsekit_fl.testing.tiny import tiny_clients, tiny_config, tiny_problem
 from sparsekit_fl.wire.messages import Evaluation
 
 pytestmark = pytest.mark.slow
 
 PATTERNS = [fedlps_random, fedlps_ordered, fedlps_magnitude]
-
-
-class TestFlst(MethodContract):
-    @pytest.fixture
-    def make(self):
-        return flst
-
-
-class TestRcrFix(MethodContract):
-    @pytest.fixture
-    def make(self):
-        return rcr_fix
-
-
-class TestPUcbvFix(MethodContract):
-    @pytest.fixture
-    def make(self):
-        return p_ucbv_fix
-
-
-class TestFedLpsRandom(MethodContract):
-    @pytest.fixture
-    def make(self):
-        return fedlps_random
-
-
-class TestFedLpsMagnitude(MethodContract):
-    @pytest.fixture
-    def make(self):
-        return fedlps_magnitude
 
 
 class Updates(Callback):
@@ -190,9 +158,3 @@ def test_the_proximal_term_is_that_of_the_learning_client() -> None:
 def test_a_negative_pull_is_refused() -> None:
     with pytest.raises(InvalidValueError, match="proximal"):
         ProximalSgd(-1.0)
-
-
-def test_they_are_found_by_name_like_the_methods_of_any_package() -> None:
-    assert methods.registry["flst"] is flst
-    assert "flst" not in methods.registry._table
-    assert methods.registry["fedlps-ordered"] is fedlps_ordered

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import io
 import json
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 from saved_results import result
 
 from sparsekit.errors import DataError
 from sparsekit_fl.methods import registry
 from sparsekit_fl.paper.published import UNEXPLAINED, in_published_order, protocol_difference, published_beside
 from sparsekit_fl.report.comparison import comparisons_of
-from sparsekit_fl.report.tables import show_published
 from sparsekit_fl.report.trials import Trial
 from sparsekit_fl.report.write import read_comparisons
 
@@ -136,23 +132,6 @@ def test_reasons_that_cannot_be_read_are_refused(text: str, tmp_path: Path) -> N
         _beside(_fedavg(0.5), folder=tmp_path)
 
 
-def test_every_recorded_reason_is_a_sentence_about_published_methods() -> None:
-    from importlib.resources import files
-
-    home = files("sparsekit_fl.paper")
-    published = json.loads(home.joinpath("published.json").read_text())
-    names = {row["method"] for rows in published["tables"].values() for row in rows} | {"*", *published["also"]}
-    for entry in json.loads(home.joinpath("reasons.json").read_text()):
-        assert set(entry) == {"quantity", "sign", "datasets", "methods", "reason", "basis", "checked"}
-        assert entry["basis"] in ("measured", "code", "numbers", "guess")
-        assert date.fromisoformat(entry["checked"]) >= date(2026, 11, 22)
-        assert entry["quantity"] in ("accuracy", "flops")
-        assert entry["sign"] in ("any", "higher", "lower")
-        assert set(entry["methods"]) <= names
-        assert entry["reason"][0].isupper()
-        assert entry["reason"].endswith(".")
-
-
 def test_each_difference_of_the_saved_results_has_a_reason_and_a_guess_says_that_it_is_one() -> None:
     folder = Path(__file__).parents[3] / "examples/paper"
     (comparison,) = read_comparisons(folder / "compare-mnist")
@@ -164,13 +143,3 @@ def test_each_difference_of_the_saved_results_has_a_reason_and_a_guess_says_that
     assert "not measured" not in reasons["fedavg", "accuracy_percent"]
     assert "two, and both are counted" in reasons["per-fedavg", "flops_e12"]
     assert [published_beside(one) for one in read_comparisons(folder / "compare-cifar10")] == [None], "10 rounds of 100"
-
-
-def test_it_is_shown_within_eighty_columns_with_reasons_below() -> None:
-    text = io.StringIO()
-    show_published(_frame(_fedavg(0.99), result("fedlps-paper")), Console(file=text, width=80))
-    table, reasons = text.getvalue().split("* differs by more than")
-    assert max(map(len, table.splitlines())) <= 80
-    assert "…" not in table
-    assert "+10.85*" in table
-    assert "accuracy of fedavg: The authors' released FedAvg code" in reasons

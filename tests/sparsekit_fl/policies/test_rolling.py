@@ -37,11 +37,6 @@ def test_the_step_is_a_choice() -> None:
     assert _kept(2, 2, step=3) == [0, 6]
 
 
-def test_all_units_get_their_turn_equally_often() -> None:
-    hits = [unit for round in range(7) for unit in _kept(round, 3)]
-    assert sorted(hits) == sorted(list(range(7)) * 3)
-
-
 def test_a_view_without_a_round_says_what_to_pass() -> None:
     with pytest.raises(MissingImportanceError, match=r"pass RoundView\(round="):
         select(Rolling(), example_graph(), 0.5, View())

@@ -16,7 +16,6 @@ import sparsekit_fl as fl
 from sparsekit.cli.main import execute
 from sparsekit.errors import CompactFileError, DataError, InvalidValueError
 from sparsekit.surgery.saving import load_compact
-from sparsekit_fl.engines.embedded import Embedded
 from sparsekit_fl.methods import fedavg, fedlps, registry
 from sparsekit_fl.problem.problem import Problem
 from sparsekit_fl.saved.inputs import read_inputs
@@ -93,14 +92,6 @@ def test_a_method_that_changes_the_model_does_so_when_it_is_loaded(tmp_path: Pat
     tiny_run(tmp_path, registry["depthfl"]())
     model = fl.load_model(tmp_path, "global", model=TinyNet)
     assert predict(model, (torch.zeros(5, 6),)).shape == (5, 3)
-
-
-@pytest.mark.same_bits
-def test_files_of_models_are_the_same_with_several_workers(tmp_path: Path) -> None:
-    for workers in (1, 2):
-        tiny_run(tmp_path / str(workers), fedlps(), engine=Embedded(workers))
-    names = [{path.name for path in (tmp_path / str(n) / "models").iterdir()} for n in (1, 2)]
-    assert names[0] == names[1]
 
 
 @pytest.fixture(scope="module")

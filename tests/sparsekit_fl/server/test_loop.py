@@ -22,7 +22,7 @@ from sparsekit.surgery.saving import load_compact
 from sparsekit_fl import policies
 from sparsekit_fl.callbacks.base import Callback
 from sparsekit_fl.engines.embedded import Embedded
-from sparsekit_fl.errors import ClientError, ResumeError, RunInterrupted, UpdateError
+from sparsekit_fl.errors import ResumeError, RunInterrupted, UpdateError
 from sparsekit_fl.methods import fedavg, fedlps, local
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.options.config import RunConfig, TrainingConfig
@@ -113,38 +113,6 @@ def test_a_sample_of_clients_is_scored_before_the_end_and_everybody_at_the_end(t
     assert others.by_round == seen.by_round
 
 
-def test_a_sample_of_more_clients_than_there_are_is_all_of_them():
-    result = run(local(), tiny_problem(), tiny_clients(), replace(tiny_config(rounds=3), eval_clients=1000))
-    assert result.rounds[1].evaluation.clients == 8
-
-
-@pytest.mark.parametrize("value", [0, -1, 1.5, True])
-def test_a_sample_of_no_clients_is_refused(value):
-    with pytest.raises(InvalidValueError, match="eval_clients must be an integer >= 1"):
-        replace(tiny_config(), eval_clients=value)
-
-
-def test_callbacks_see_everything_in_order():
-    seen = []
-
-    class Watch(Callback):
-        def on_run_start(self, run):
-            seen.append(("start", run.round, run.clients))
-
-        def on_client_end(self, run, client_id, work):
-            seen.append("evaluation" if isinstance(work, Evaluation) else "client")
-
-        def on_round_end(self, run, record):
-            seen.append(("round", record.round))
-
-        def on_run_end(self, run, result):
-            seen.append("end")
-
-    tiny_run(config=tiny_config(rounds=2), callbacks=[Watch()])
-    expected = [("start", 0, 8), *["client"] * 4, ("round", 1), *["client"] * 4, *["evaluation"] * 8, ("round", 2), "end"]
-    assert seen == expected
-
-
 def test_costs_of_the_paper_come_out_to_the_digit():
     """1000 client-rounds of 5 epochs over 180 images in batches of 32 by the row-mask convention: 2.788128e12."""
 
@@ -185,14 +153,6 @@ def test_a_changed_option_is_refused_on_resume_and_named(tmp_path):
     assert len(tiny_run(out=tmp_path, resume=True).rounds) == 4
 
 
-@pytest.mark.same_bits
-def test_a_finished_run_may_be_resumed_and_reports_the_same(tmp_path):
-    first = tiny_run(out=tmp_path)
-    again = tiny_run(out=tmp_path, resume=True)
-    assert again.final == first.final
-    assert again.cost == first.cost
-
-
 def test_wall_seconds_add_up_over_interruptions(tmp_path):
     with pytest.raises(RunInterrupted):
         tiny_run(out=tmp_path, callbacks=[StopAfter(2)])
@@ -230,11 +190,6 @@ class Forgetful(policies.LocalPolicy):
     def train(self, ctx, start, mask, ratio):
         ctx.memory["module"] = nn.Linear(1, 1)
         return policies.Sgd().train(ctx, start, mask, ratio)
-
-
-def test_memory_that_cannot_be_saved_is_an_error_of_the_client():
-    with pytest.raises(ClientError, match=r"memory 'local.module' holds a Linear"):
-        tiny_run(replace(fedavg(), local=Forgetful()))
 
 
 def test_bad_arguments_are_refused():

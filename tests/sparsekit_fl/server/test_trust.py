@@ -21,7 +21,6 @@ from sparsekit_fl.engines.base import Engine
 from sparsekit_fl.engines.embedded import Embedded
 from sparsekit_fl.errors import ClientError, FolderInUseError, ResumeError, RunInterrupted, StorageError
 from sparsekit_fl.methods import fedavg, registry
-from sparsekit_fl.options.config import RunConfig
 from sparsekit_fl.policies.personal import LocalModel
 from sparsekit_fl.problem.clients import Client, ClientData
 from sparsekit_fl.problem.metrics import accuracy
@@ -277,8 +276,3 @@ def test_clients_that_never_could_train_are_named_with_their_reason() -> None:
     assert "no luck with 5" in result.failures[5]
     raw = result.to_dict()["failed_clients"]
     assert [one["client"] for one in raw] == [2, 5]
-
-
-@pytest.mark.parametrize(("rounds", "every"), [(1, 1), (5, 1), (40, 4), (100, 10), (1000, 10)])
-def test_a_short_run_has_a_curve_too(rounds: int, every: int) -> None:
-    assert RunConfig(rounds=rounds).eval_every == every

@@ -11,7 +11,6 @@ import pytest
 pytest.importorskip("flwr", reason="flwr is not installed; pip install 'sparsekit-torch[flower]'")
 
 from fault_deployment import Deployment
-from fault_table import shows
 
 from sparsekit_fl.deployment.plan import Plan
 
@@ -75,11 +74,6 @@ def _came(record: dict[str, Any]) -> list[tuple[int, int]]:
     return [(int(client), int(age)) for client, age in re.findall(r"(\d+) \((\d+)\)", note)]
 
 
-@shows(
-    "a SuperNode is slow, in an asynchronous run",
-    planted="a client that waits in its first task until three steps have been made without it",
-    outcome="holds up nobody; its update comes in with its age, and counts as much less",
-)
 def test_a_slow_supernode_holds_up_nobody_and_comes_in_with_its_age(seen: Seen) -> None:
     early = {client for record in seen.before for client, _ in _came(record)}
     assert early <= {0, 1, 2, 3}
@@ -88,11 +82,6 @@ def test_a_slow_supernode_holds_up_nobody_and_comes_in_with_its_age(seen: Seen) 
     assert ages[0] >= 3
 
 
-@shows(
-    "a SuperNode is killed while its client trains, in an asynchronous run",
-    planted="`kill -9` of the SuperNode and of all that it started",
-    outcome="the others go on at once; its client is dropped once Flower notices, and the end scores the others",
-)
 def test_a_killed_supernode_holds_up_nobody_and_its_client_is_dropped(seen: Seen) -> None:
     assert len(seen.rounds) == ROUNDS
     assert all(client != 5 for record in seen.rounds for client, _ in _came(record))

@@ -9,7 +9,6 @@ import pytest
 pytest.importorskip("flwr", reason="flwr is not installed; pip install 'sparsekit-torch[flower]'")
 
 from fault_deployment import Deployment, until
-from fault_table import shows
 
 from sparsekit_fl.deployment.plan import Plan
 from sparsekit_fl.server.loop import run
@@ -22,11 +21,6 @@ pytestmark = [
 ]
 
 
-@shows(
-    "a SuperNode without a registered key wants to take part",
-    planted="a third SuperNode, without a key, on an encrypted SuperLink that knows two keys",
-    outcome="refused by the SuperLink; the run with the two goes on: three methods, each with the bits of the embedded engine",
-)
 @pytest.mark.same_bits
 def test_encrypted_supernodes_with_known_keys_give_the_bits_of_the_embedded_engine_and_strangers_stay_out(
     tmp_path: Path,

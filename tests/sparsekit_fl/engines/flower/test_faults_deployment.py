@@ -21,7 +21,6 @@ import pytest
 pytest.importorskip("flwr", reason="flwr is not installed; pip install 'sparsekit-torch[flower]'")
 
 from fault_deployment import Deployment, embedded, until
-from fault_table import shows
 
 from sparsekit_fl.deployment.plan import Plan
 from sparsekit_fl.results.records import RunResult
@@ -126,33 +125,18 @@ def test_a_run_without_faults_drops_nobody(storm: Storm) -> None:
     assert sorted(storm.records[0]["cohort"]) == list(range(8))
 
 
-@shows(
-    "a client raises",
-    planted="its local policy raises",
-    outcome="dropped from its round; the reason names method, policy, round, client and error; others on its node count",
-)
 def test_a_client_that_raises_is_dropped_with_its_reason(storm: Storm) -> None:
     assert "ArithmeticError: planted in 1-2" in _reason(storm, 2, 1)
     assert "local policy" in _reason(storm, 2, 1)
     assert "0" in storm.records[1]["ratios"]
 
 
-@shows(
-    "a client's process is killed while it trains",
-    planted="`kill -9` of the process that Flower started for the message",
-    outcome="Flower tells after about 70 s; the clients of that message are dropped; the SuperNode serves the next round",
-)
 def test_clients_whose_process_was_killed_are_dropped_and_take_part_in_the_next_round(storm: Storm) -> None:
     for client_id in (2, 3):
         assert "Flower's error" in _reason(storm, 2, client_id)
         assert str(client_id) in storm.records[2]["ratios"]
 
 
-@shows(
-    "a SuperNode is killed while its client trains",
-    planted="`kill -9` of the SuperNode and of all that it started",
-    outcome="its clients are dropped once Flower notices (after 60 s at most); rounds go on without them and say so",
-)
 def test_the_clients_of_a_killed_supernode_are_dropped_until_it_is_back(storm: Storm) -> None:
     for client_id in (4, 5):
         assert "Flower's error" in _reason(storm, 2, client_id)
@@ -160,23 +144,12 @@ def test_the_clients_of_a_killed_supernode_are_dropped_until_it_is_back(storm: S
     assert "is gone, with the clients [4, 5]" in _notes(storm, 3)
 
 
-@shows(
-    "a killed SuperNode is back, with its state folder",
-    planted="started again while the run goes on",
-    outcome="asked for its clients before the next round; the record says that it came; its clients go on from the last"
-    " round that counted",
-)
 def test_a_supernode_that_is_back_goes_on_from_its_memories(storm: Storm) -> None:
     assert "came, with the clients [4, 5]" in _notes(storm, 4)
     # Round 1 counted; round 2 was cut off, round 3 missed.
     assert storm.counts["done-4-4"] == storm.counts["done-5-4"] == "2"
 
 
-@shows(
-    "a device loses its state folder",
-    planted="the folder removed between two rounds",
-    outcome="its clients start afresh, and the record of the round says so",
-)
 def test_clients_whose_memory_was_lost_start_afresh_and_the_record_says_so(storm: Storm) -> None:
     for client_id in (6, 7):
         assert storm.counts[f"done-{client_id}-4"] == "1"
@@ -184,11 +157,6 @@ def test_clients_whose_memory_was_lost_start_afresh_and_the_record_says_so(storm
     assert "it started afresh" in _notes(storm, 4)
 
 
-@shows(
-    "a reply after the deadline",
-    planted="a client that waits until the round has ended without it",
-    outcome="dropped, with the deadline as the reason; the late reply is not looked at; the client is in the next round",
-)
 def test_a_reply_after_the_deadline_does_not_count(storm: Storm) -> None:
     for client_id in (6, 7):
         assert f"no reply within {storm.deadline_seconds:g} seconds" in _reason(storm, 2, client_id)
@@ -197,21 +165,11 @@ def test_a_reply_after_the_deadline_does_not_count(storm: Storm) -> None:
     assert storm.counts["done-6-2"] == storm.counts["done-6-3"] == "2"
 
 
-@shows(
-    "two SuperNodes claim one client",
-    planted="a further SuperNode with a client that another has",
-    outcome="the first keeps it; the other waits, and the record says so; it would take over if the first went",
-)
 def test_a_claimed_client_stays_with_the_supernode_that_was_first(storm: Storm) -> None:
     assert "is not used for now: it claims the clients [0], which another node has" in _notes(storm, 4)
     assert storm.counts["done-0-4"] == "4"
 
 
-@shows(
-    "a reply comes twice, also with those of later messages",
-    planted="in the server's process, every reply is delivered twice and once more with the next",
-    outcome="counts once",
-)
 def test_replies_that_come_twice_count_once(storm: Storm) -> None:
     assert [len(record["ratios"]) for record in storm.records] == [8, 1, 6, 8]
 

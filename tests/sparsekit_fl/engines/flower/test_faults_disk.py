@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from fault_table import shows
 
 pytestmark = pytest.mark.slow
 
@@ -42,11 +41,6 @@ def _may_mount(folder: Path) -> bool:
     return subprocess.run([*SMALL_DISK, str(folder), "true"], capture_output=True, check=False).returncode == 0
 
 
-@shows(
-    "the server's disk is full while a round is saved",
-    planted="a disk of 256 KiB (tmpfs) that a file fills up after round 2",
-    outcome="the run stops with an error that names the last saved round; with room again it resumes to the same bits",
-)
 @pytest.mark.same_bits
 def test_a_run_on_a_full_disk_stops_with_its_state_saved_and_resumes_to_the_same_bits(tmp_path: Path) -> None:
     if not _may_mount(tmp_path):
@@ -56,11 +50,6 @@ def test_a_run_on_a_full_disk_stops_with_its_state_saved_and_resumes_to_the_same
     _saved_two_rounds_and_resumed(seen)
 
 
-@shows(
-    "the checkpoint is larger than the system allows",
-    planted="the process's limit of file sizes set below the checkpoint's after round 2",
-    outcome="the same",
-)
 @pytest.mark.same_bits
 def test_a_run_whose_checkpoint_is_too_large_stops_with_its_state_saved_and_resumes_to_the_same_bits(tmp_path: Path) -> None:
     seen = _run(sys.executable, str(PROGRAM), "limit", str(tmp_path))

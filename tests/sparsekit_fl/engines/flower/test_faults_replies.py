@@ -13,7 +13,6 @@ import pytest
 
 pytest.importorskip("flwr", reason="flwr is not installed; pip install 'sparsekit-torch[flower]'")
 
-from fault_table import shows
 from flwr.app import Error, Message
 from local_grid import InProcess
 
@@ -104,13 +103,6 @@ def test_a_round_with_just_enough_replies_goes_on_without_the_others(engine: Eng
     assert record.notes == ()
 
 
-@shows(
-    "too few valid updates in a round, for once",
-    planted="three of four clients raise, once or twice",
-    outcome="the round is sent out again; the model has the bits of a run without faults; the record names each attempt, and"
-    " its cost counts them all",
-    real=False,
-)
 @pytest.mark.parametrize("times", [1, 2])
 @pytest.mark.same_bits
 def test_a_round_with_too_few_replies_is_repeated_to_the_same_bits(engine: Engine, times: int) -> None:
@@ -129,12 +121,6 @@ def test_a_round_with_too_few_replies_is_repeated_to_the_same_bits(engine: Engin
     assert own < spent < own * (1 + times)
 
 
-@shows(
-    "too few valid updates in a round, for good",
-    planted="three of four clients raise whenever they are asked",
-    outcome="after three attempts the run stops and says who failed and why; it resumes to the same bits when clients are back",
-    real=False,
-)
 @pytest.mark.same_bits
 def test_after_three_attempts_the_run_stops_and_can_be_resumed(engine: Engine, tmp_path: Path) -> None:
     whole, cohort = _run(), _cohort(3)
@@ -177,24 +163,12 @@ def _gone(message: Message) -> Message:
     return Message(Error(code=5, reason="node unavailable"), reply_to=message)
 
 
-@shows(
-    "a client does not answer when it is to be scored, once",
-    planted="the reply replaced by Flower's error",
-    outcome="it is asked again, and scored",
-    real=False,
-)
 def test_a_client_that_missed_its_scoring_once_is_asked_again() -> None:
     result = _run(InProcess(fault=_when("evaluate", 5, 1, _gone)))
     assert result.final == _run().final
     assert all(record.notes == () for record in result.rounds)
 
 
-@shows(
-    "a client does not answer when it is to be scored, twice",
-    planted="the same, twice",
-    outcome="the others are scored, and the record says who was not and why; the run goes on",
-    real=False,
-)
 def test_a_client_that_cannot_be_scored_is_left_out_and_the_record_says_so() -> None:
     result = _run(InProcess(fault=_when("evaluate", 5, 2, _gone)))
     whole = _run()
@@ -236,12 +210,6 @@ HOSTILE: dict[str, Callable[[Message], Message]] = {
 }
 
 
-@shows(
-    "a device claims to be broken, or sends errors of a megabyte",
-    planted="replies of one node forged",
-    outcome="its clients are dropped with the first 4,000 characters of its text; it cannot stop the others",
-    real=False,
-)
 @pytest.mark.parametrize("name", HOSTILE)
 def test_no_device_can_stop_the_others(name: str) -> None:
     victim = _cohort(1)[0]
@@ -252,12 +220,6 @@ def test_no_device_can_stop_the_others(name: str) -> None:
     assert len(result.rounds) == 4
 
 
-@shows(
-    "a device's disk is full",
-    planted="the write of its client's memory raises ENOSPC",
-    outcome="its client is dropped with that reason, and goes on from the memory before when there is room",
-    real=False,
-)
 def test_a_client_whose_memory_cannot_be_kept_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     victim = _cohort(1)[0]
     write = ClientStore.write
@@ -274,12 +236,6 @@ def test_a_client_whose_memory_cannot_be_kept_is_dropped(monkeypatch: pytest.Mon
     assert "No space left" in reason
 
 
-@shows(
-    "the replies of a client are lost round after round",
-    planted="a node trains from the same memory in three rounds whose updates do not count",
-    outcome="the memory of the last round that counted stays on the node",
-    real=False,
-)
 def test_the_memory_that_the_server_counts_on_outlives_any_number_of_lost_replies(tmp_path: Path) -> None:
     DeviceStore(tmp_path).write(0, 1, {"local": {"count": 1}})
     for round in (2, 3, 4):

@@ -12,7 +12,6 @@ pytest.importorskip("flwr", reason="flwr is not installed; pip install 'sparseki
 from dataclasses import replace
 
 from fault_deployment import Deployment, embedded
-from fault_table import shows
 
 from sparsekit_fl.deployment.plan import Plan
 
@@ -23,12 +22,6 @@ pytestmark = [
 ]
 
 
-@shows(
-    "the SuperLink is killed, with the run's server app; a SuperNode loses its folder meanwhile",
-    planted="`kill -9` of the SuperLink and of all that it started, in round 2; started again on its database, the same run"
-    " submitted with `resume=true`, memories kept by the server",
-    outcome="SuperNodes connect again by themselves, memories are sent to them; the model has the bits of an uninterrupted run",
-)
 @pytest.mark.same_bits
 def test_a_run_whose_superlink_was_killed_resumes_to_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "run"

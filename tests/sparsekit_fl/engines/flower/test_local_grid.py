@@ -14,10 +14,8 @@ from flwr.app import Error, Message
 from local_grid import Fault, InProcess
 
 from sparsekit_fl.engines.base import Engine
-from sparsekit_fl.engines.embedded import Embedded
 from sparsekit_fl.engines.flower.wire import content, read
 from sparsekit_fl.errors import ClientError, WorkerDiedError
-from sparsekit_fl.methods import registry
 from sparsekit_fl.methods.local import local
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.results.records import RoundRecord, RunResult
@@ -44,16 +42,6 @@ def _run(engine: Engine | None = None, method: Method | None = None, rounds: int
     return run(
         method or Method(name="plain", source=""), tiny_problem(), tiny_clients(), tiny_config(rounds=rounds), engine=engine
     )
-
-
-@pytest.mark.parametrize("name", list(registry))
-@pytest.mark.same_bits
-def test_every_method_gives_the_same_bits_on_one_worker_two_workers_and_over_flowers_wire(name: str) -> None:
-    one, two = _run(Embedded(1), registry[name]()), _run(Embedded(2), registry[name]())
-    wire = _run(InProcess(nodes=3, seed=5), registry[name]())
-    assert one.final.state_sha256 == two.final.state_sha256 == wire.final.state_sha256
-    assert one.final.per_client == two.final.per_client == wire.final.per_client
-    assert one.cost.uplink_bytes == wire.cost.uplink_bytes
 
 
 def _on_victim(client_id: int, change: Any) -> Fault:

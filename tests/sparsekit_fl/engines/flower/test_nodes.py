@@ -12,7 +12,6 @@ import pytest
 
 pytest.importorskip("flwr", reason="flwr is not installed; pip install 'sparsekit-torch[flower]'")
 
-from fault_table import shows
 from flwr.app import Error, Message
 from flwr.supercore.task_identity import TaskIdentity
 from local_grid import InProcess
@@ -93,12 +92,6 @@ def test_a_node_that_claims_a_taken_client_takes_over_when_the_first_is_gone() -
         nodes.node_of(2)
 
 
-@shows(
-    "a SuperNode claims clients of others",
-    planted="a node claims all clients before the one that has them, with a list of those that each may have (`allowed`)",
-    outcome="it is not used, and the honest node is",
-    real=False,
-)
 def test_with_a_list_a_node_that_claims_the_clients_of_others_locks_nobody_out() -> None:
     grid = FakeGrid({1: [0, 1, 2, 3], 2: [2, 3], 3: [9]})
     nodes = found(grid, allowed={"device-1": [0, 1], "device-2": [2, 3, 4]})
@@ -119,12 +112,6 @@ def test_the_list_of_allowed_clients_is_a_file_of_the_server(tmp_path: Path) -> 
     assert Plan().allowed_clients() is None
 
 
-@shows(
-    "a SuperNode never says which clients it has",
-    planted="a node that answers no message",
-    outcome="one round waits for it, once; the others, and all evaluations, go on without it",
-    real=False,
-)
 def test_a_silent_node_costs_one_timeout_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_QUERY_SECONDS", 0.3)
     monkeypatch.setattr(module, "_AGAIN_SECONDS", 0.0)
@@ -172,12 +159,6 @@ def test_before_clients_are_asked_again_the_server_waits_for_their_nodes_as_long
     assert time.monotonic() - began >= 3, "it gives up after a while"
 
 
-@shows(
-    "all SuperNodes are away for a moment",
-    planted="no client of a round, or of an asynchronous step, can be reached until the server waits for them",
-    outcome="the server waits, up to `wait-seconds`, and asks again: the bits of a run without faults",
-    real=False,
-)
 @pytest.mark.parametrize("options", [{}, {"async_buffer": 4, "async_clock": "wall"}], ids=["rounds", "asynchronous"])
 def test_a_round_is_repeated_once_its_clients_are_back(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     away = [True]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import importlib.util
-import json
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -16,10 +15,8 @@ pytest.importorskip("flwr", reason="flwr is not installed; pip install 'sparseki
 if importlib.util.find_spec("ray") is None:  # importing it takes seconds, also where these tests are not run
     pytest.skip("ray is not installed; pip install 'sparsekit-torch[flower]'", allow_module_level=True)
 
-from sparsekit_fl.methods import registry
 
 BENCHMARKS = Path(__file__).resolve().parents[4] / "benchmarks"
-HINT = "python benchmarks/parity.py makes the page again"
 
 
 @pytest.fixture(scope="module")
@@ -33,23 +30,6 @@ def parity() -> Any:
     spec.loader.exec_module(module)
     yield module
     sys.path.remove(str(BENCHMARKS))
-
-
-def _table(text: str) -> dict[str, list[str]]:
-    """First cell → the others, the head under "method"."""
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")]
-    return {cells[0].strip("`"): cells[1:] for cells in rows if not cells[0].startswith("---")}
-
-
-def test_the_page_of_parity_names_every_method_and_engine_and_all_of_them_give_the_same(parity: ModuleType) -> None:
-    if not parity.PAGE.exists():
-        pytest.skip(f"there is no {parity.PAGE.name}; {HINT}")
-    table = _table(parity.PAGE.read_text(encoding="utf-8"))
-    head = table.pop("method")
-    assert head == ["global model", "scores", *(column.title for column in parity.COLUMNS.values())], HINT
-    assert sorted(table) == sorted(registry), HINT
-    unlike = {name: cells for name, cells in table.items() if cells[2:] != ["same"] * len(parity.COLUMNS)}
-    assert unlike == {}, HINT
 
 
 RESULT: dict[str, Any] = {
@@ -100,45 +80,3 @@ def test_whatever_is_no_measured_time_and_no_wording_counts(
 ) -> None:
     before, after = parity.digests(RESULT), parity.digests(_changed(*path, to=to))
     assert {name for name in before if before[name] != after[name]} == unlike
-
-
-class Engines:
-    """Stand for the engines: `good` gives the reference, `bad` another loss, `ugly` raises once."""
-
-    def __init__(self, parity: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.ran: list[tuple[str, str]] = []
-        self.reference = RESULT
-        self.ill = True
-        columns = {name: parity.COLUMNS["grid"].__class__(name, self._runner(name)) for name in ("good", "bad", "ugly")}
-        monkeypatch.setattr(parity, "COLUMNS", columns)
-        monkeypatch.setattr(parity, "REFERENCES", {False: lambda plan: self.reference})
-
-    def _runner(self, name: str) -> Any:
-        def result(plan: Any) -> dict[str, Any]:
-            self.ran.append((name, plan.method))
-            if name == "ugly" and self.ill:
-                raise ConnectionError("no | route\nto a node")
-            return _changed("final", "personal", "loss", to=2.0) if name == "bad" else self.reference
-
-        return result
-
-
-def _main(parity: ModuleType, folder: Path) -> tuple[int, dict[str, list[str]]]:
-    code = parity.main(["--methods", "fedavg", "local", "--out", str(folder / "page.md")])
-    return code, _table((folder / "page.md").read_text(encoding="utf-8"))
-
-
-def test_a_pair_that_failed_or_differs_is_on_the_page_and_loses_no_other(
-    parity: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    Engines(parity, monkeypatch)
-    code, table = _main(parity, tmp_path)
-    assert code == 1
-    for method in ("fedavg", "local"):
-        model, _, good, bad, ugly = table[method]
-        assert model == "`0123456789ab`"
-        assert good == "same"
-        assert bad.startswith("scores ")
-        assert ugly == "failed: ConnectionError: no / route to a node"
-    lines = [json.loads(line) for line in (tmp_path / "parity.jsonl").read_text(encoding="utf-8").splitlines()]
-    assert len(lines) == 6

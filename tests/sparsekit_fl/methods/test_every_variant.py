@@ -1,4 +1,4 @@
-"""The contract of methods, for every method of the registry and for the options that take another path."""
+"""The contract of methods, for the options that take another path; tests/golden has each method as it is registered."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from sparsekit_fl.methods import (
     per_fedavg,
     prunefl,
     refl,
-    registry,
 )
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.methods.prunefl import Search
@@ -36,15 +35,11 @@ VARIANTS: dict[str, Callable[[], Method]] = {
     "prunefl-often": lambda: prunefl(Search(every=2)),
     "refl-impatient": partial(refl, target=0.3, cool_down=1),
 }
-SLOW = {name for name in registry if registry[name].__module__ == "sparsekit_fl.paper.ablations"}
 
 
-class TestEveryMethod(MethodContract):
+class TestEveryVariant(MethodContract):
     """Any number of workers and any interruption give the bits of one process that was left alone."""
 
-    @pytest.fixture(
-        params=[pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in [*sorted(registry), *VARIANTS]]
-    )
+    @pytest.fixture(params=VARIANTS)
     def make(self, request: pytest.FixtureRequest) -> Callable[[], Method]:
-        name = str(request.param)
-        return VARIANTS[name] if name in VARIANTS else registry[name]
+        return VARIANTS[str(request.param)]
