@@ -1,8 +1,8 @@
 """Every optimiser, precision and compiler trains as masked dense training does through every change, or is refused.
 
 The default run takes cells such that every pair of values occurs, and runs a compiled model without code for the machine, which
-takes long to make: torch's tracer and its autograd, then eager operators. `pytest tests/matrix -m "slow or not slow"` runs those
-cells with inductor too.
+takes long to make: torch's tracer and its autograd, then eager operators. `pytest tests/matrix -m "slow or not slow"` runs
+those cells with inductor too.
 """
 
 from __future__ import annotations
