@@ -29,7 +29,7 @@ from sparsekit_fl.methods import registry
 from sparsekit_fl.models.cnn import Cnn
 from sparsekit_fl.models.lstm import NextWordLstm
 from sparsekit_fl.models.vgg import Vgg
-from sparsekit_fl.results.records import RoundRecord
+from sparsekit_fl.results.rounds import RoundRecord
 
 LEVELS = (1.0, 0.5, 0.25, 0.125, 0.0625)
 ENGINES = {"embedded": fl.Embedded, "cohort": fl.Cohort}

@@ -51,7 +51,7 @@ from sparsekit_fl.engines.flower import be_quiet
 from sparsekit_fl.models.cnn import Cnn
 from sparsekit_fl.models.vgg import Vgg
 from sparsekit_fl.policies.local import LocalPolicy, LocalResult
-from sparsekit_fl.results.records import RoundRecord
+from sparsekit_fl.results.rounds import RoundRecord
 from sparsekit_fl.server.checkpoint import RunFolder, describe_run
 from sparsekit_fl.server.server import Server
 from sparsekit_fl.training.loop import TrainingLog

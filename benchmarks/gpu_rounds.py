@@ -19,7 +19,8 @@ from sparsekit_fl.callbacks.base import Callback, RunView
 from sparsekit_fl.engines.embedded import Embedded
 from sparsekit_fl.methods import registry as methods
 from sparsekit_fl.options.config import RunConfig
-from sparsekit_fl.results.records import RoundRecord, RunResult
+from sparsekit_fl.results.records import RunResult
+from sparsekit_fl.results.rounds import RoundRecord
 
 __all__ = ["Watch", "client_rounds", "cohort"]
 

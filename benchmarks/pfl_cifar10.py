@@ -37,7 +37,7 @@ from torch import Tensor, nn
 import sparsekit_fl as fl
 from sparsekit_fl.callbacks.base import Callback, RunView
 from sparsekit_fl.methods import registry
-from sparsekit_fl.results.records import RoundRecord
+from sparsekit_fl.results.rounds import RoundRecord
 
 IMAGES, BATCH, LR = 50, 10, 0.1
 ENGINES = {

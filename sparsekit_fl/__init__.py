@@ -50,7 +50,8 @@ if TYPE_CHECKING:
     from sparsekit_fl.problem.data import TensorData as TensorData
     from sparsekit_fl.problem.problem import Problem as Problem
     from sparsekit_fl.results.load import load_result as load_result
-    from sparsekit_fl.results.records import RoundRecord as RoundRecord, RunResult as RunResult
+    from sparsekit_fl.results.rounds import RoundRecord as RoundRecord
+    from sparsekit_fl.results.records import RunResult as RunResult
     from sparsekit_fl.saved.load import load_model as load_model
     from sparsekit_fl.server.loop import run as run
     from sparsekit_fl.wire.messages import (
@@ -83,7 +84,8 @@ _NAMES = {
     "sparsekit_fl.problem.data": "TensorData",
     "sparsekit_fl.problem.problem": "Problem",
     "sparsekit_fl.results.load": "load_result",
-    "sparsekit_fl.results.records": "RoundRecord RunResult",
+    "sparsekit_fl.results.records": "RunResult",
+    "sparsekit_fl.results.rounds": "RoundRecord",
     "sparsekit_fl.saved.load": "load_model",
     "sparsekit_fl.server.loop": "run",
     "sparsekit_fl.wire.messages": "Assignment Evaluation Update WorkCost",

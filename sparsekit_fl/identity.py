@@ -9,8 +9,6 @@ from pathlib import Path
 import sparsekit
 from sparsekit.version import __version__
 
-__all__ = ["code_digest", "code_version"]
-
 _LETTERS = 12
 
 

@@ -25,8 +25,6 @@ import torch
 
 from sparsekit.errors import InvalidValueError
 
-__all__ = ["KILL", "Child", "Children", "end_with_parent", "one_thread", "start_method"]
-
 _PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 _log = logging.getLogger(__name__)
 

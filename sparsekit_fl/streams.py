@@ -8,9 +8,6 @@ import numpy as np
 
 from sparsekit.errors import InvalidValueError
 
-__all__ = ["Streams"]
-
-
 # The first number of a spawn key says what the stream is for; the values are part of the file format of results.
 _MODEL, _DATA, _SERVER, _CLIENT, _CAPABILITY, _NOISE, _EVALUATION, _READING = range(8)
 

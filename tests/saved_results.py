@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from sparsekit_fl.options.config import HETEROGENEITY
-from sparsekit_fl.results.schema import SCHEMA_NUMBER
+from sparsekit_fl.results.read import SCHEMA_NUMBER
 
 FLOPS, SECONDS = 10**9, 0.5
 """Of one round, by the compact count and simulated."""

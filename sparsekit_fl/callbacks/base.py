@@ -13,11 +13,10 @@ from torch import nn
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph import StateDict
 from sparsekit_fl.options.config import RunConfig
-from sparsekit_fl.results.records import RoundRecord, RunResult
+from sparsekit_fl.results.records import RunResult
+from sparsekit_fl.results.rounds import RoundRecord
 from sparsekit_fl.results.scores import RoundScores
 from sparsekit_fl.wire.messages import Evaluation, Update, WorkCost
-
-__all__ = ["Callback", "Callbacks", "RunView"]
 
 
 def _no_state() -> StateDict:

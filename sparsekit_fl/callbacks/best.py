@@ -10,8 +10,6 @@ from sparsekit_fl.callbacks.monitor import Monitoring
 from sparsekit_fl.state.models import best_file, save_whole
 from sparsekit_fl.state.storage import write_atomically
 
-__all__ = ["BestCheckpoint"]
-
 
 class BestCheckpoint(Monitoring):
     """Write the global model to `models/best.safetensors` whenever a number is the best so far.

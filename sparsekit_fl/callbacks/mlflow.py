@@ -8,9 +8,8 @@ from typing import Any
 from sparsekit.errors import MissingDependencyError, install_hint
 from sparsekit_fl.callbacks.base import Callback, RunView
 from sparsekit_fl.callbacks.numbers import numbers_of
-from sparsekit_fl.results.records import RoundRecord, RunResult
-
-__all__ = ["MLflow"]
+from sparsekit_fl.results.records import RunResult
+from sparsekit_fl.results.rounds import RoundRecord
 
 _LONGEST = 500  # MLflow's own limit of a parameter
 _ID = "mlflow.run"

@@ -10,8 +10,6 @@ from sparsekit.errors import InvalidValueError, nearest
 from sparsekit_fl.callbacks.base import Callback, RunView
 from sparsekit_fl.results.scores import RoundScores, headline
 
-__all__ = ["Monitor", "Monitoring"]
-
 _PARTS = ("personal", "validation", "global")
 _KINDS = ("mean", "weighted", "worst")
 

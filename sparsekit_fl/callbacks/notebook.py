@@ -11,10 +11,9 @@ from typing import Any
 from sparsekit.errors import InvalidValueError, MissingDependencyError, install_hint
 from sparsekit_fl.callbacks.base import Callback, RunView
 from sparsekit_fl.results.plot import plot_rounds
-from sparsekit_fl.results.records import RoundRecord, RunResult
+from sparsekit_fl.results.records import RunResult
+from sparsekit_fl.results.rounds import RoundRecord
 from sparsekit_fl.results.text import flops_text, share_text
-
-__all__ = ["NotebookDisplay"]
 
 
 class NotebookDisplay(Callback):

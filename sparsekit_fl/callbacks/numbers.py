@@ -8,8 +8,6 @@ from sparsekit_fl.results.frames import rounds_table
 from sparsekit_fl.results.part import Cost
 from sparsekit_fl.results.rounds import RoundRecord
 
-__all__ = ["numbers_of"]
-
 _GROUPS = {**dict.fromkeys(Cost.model_fields, "cost"), **dict.fromkeys(("cohort", "dropped", "round_seconds"), "round")}
 
 

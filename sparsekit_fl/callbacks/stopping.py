@@ -9,8 +9,6 @@ from sparsekit.errors import InvalidValueError
 from sparsekit_fl.callbacks.base import RunView
 from sparsekit_fl.callbacks.monitor import Monitoring
 
-__all__ = ["EarlyStopping"]
-
 
 class EarlyStopping(Monitoring):
     """Stop when a number has not got better for some evaluations in a row.

@@ -10,9 +10,8 @@ from typing import Any
 from sparsekit.errors import InvalidValueError, MissingDependencyError, install_hint
 from sparsekit_fl.callbacks.base import Callback, RunView
 from sparsekit_fl.callbacks.numbers import numbers_of
-from sparsekit_fl.results.records import RoundRecord, RunResult
-
-__all__ = ["TensorBoard"]
+from sparsekit_fl.results.records import RunResult
+from sparsekit_fl.results.rounds import RoundRecord
 
 
 class TensorBoard(Callback):

@@ -16,7 +16,7 @@ from rich.progress import (
 
 from sparsekit_fl.callbacks.base import Callback, RunView
 from sparsekit_fl.callbacks.progress import bar
-from sparsekit_fl.results.records import RoundRecord
+from sparsekit_fl.results.rounds import RoundRecord
 from sparsekit_fl.results.text import seconds_text, share_text
 from sparsekit_fl.wire.messages import Evaluation
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from optuna.trial import FrozenTrial
 
     from sparsekit_fl.processes import Children
-    from sparsekit_fl.results.records import RoundRecord
+    from sparsekit_fl.results.rounds import RoundRecord
 
 __all__ = ["score_of", "sweep"]
 

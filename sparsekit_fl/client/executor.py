@@ -17,8 +17,6 @@ from sparsekit_fl.state.models import global_file, save_whole, write_recipe
 from sparsekit_fl.state.store import MemoryStore
 from sparsekit_fl.wire.messages import Assignment, Evaluation, Update
 
-__all__ = ["ClientExecutor"]
-
 
 class ClientExecutor:
     """Runs clients in the process that it is made in. The model is made once and used for all of them.

@@ -27,8 +27,6 @@ from sparsekit_fl.wire.kept import Kept, Mask, mask_state
 from sparsekit_fl.wire.messages import Assignment, Evaluation, Update, WorkCost, assignment_bytes, update_bytes
 from sparsekit_fl.wire.packing import upload_dtype
 
-__all__ = ["Asked", "OpenRound", "client_evaluate", "client_round"]
-
 
 @contextmanager
 def _blame(method: str, policy: str, round: int, client_id: int) -> Iterator[None]:

@@ -26,8 +26,6 @@ from sparsekit_fl.state.initial import read_initial
 from sparsekit_fl.streams import Streams
 from sparsekit_fl.training.optimizer import check_training
 
-__all__ = ["RunSpec", "by_id", "check_device"]
-
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class RunSpec:

@@ -13,9 +13,6 @@ from sparsekit_fl.problem.clients import Capability, Client
 from sparsekit_fl.streams import Streams
 from sparsekit_fl.wire.kept import Mask
 
-__all__ = ["WorkerState"]
-
-
 _SPLITS = ("train", "val", "test")
 
 

@@ -11,8 +11,6 @@ from typing import Any
 
 from sparsekit.errors import DataError, InvalidValueError
 
-__all__ = ["Availability"]
-
 _FORM = (
     'JSON such as {"period": 24, "clients": {"0": [[1, 9], [17, 25]]}}, or CSV with the columns client,start,stop;'
     " rounds count from 1, and stop is the first one without the client"

@@ -24,8 +24,6 @@ from sparsekit_fl.training.loop import Batches, Examples, Step, TrainingLog, eva
 from sparsekit_fl.wire.kept import Mask
 from sparsekit_fl.wire.messages import Scores
 
-__all__ = ["ClientContext", "Split", "Work"]
-
 Split = Literal["train", "val", "test"]
 
 

@@ -6,8 +6,6 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-__all__ = ["Memory", "PolicyKind", "rngs_by_kind"]
-
 Memory = dict[str, Any]
 """State that lives from round to round: tensors, numbers, strings, None, and lists and string-keyed dicts of these."""
 

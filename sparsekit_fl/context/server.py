@@ -15,8 +15,6 @@ from sparsekit_fl.options.config import RunConfig
 from sparsekit_fl.problem.clients import Capability, Client
 from sparsekit_fl.streams import Streams
 
-__all__ = ["ClientInfo", "Roster", "ServerContext"]
-
 
 @dataclass(frozen=True)
 class ClientInfo:

@@ -8,8 +8,6 @@ from dataclasses import replace
 from sparsekit_fl.problem.clients import Capability
 from sparsekit_fl.wire.messages import WorkCost
 
-__all__ = ["client_seconds", "round_cost", "scoring_seconds"]
-
 
 def client_seconds(cost: WorkCost, capability: Capability) -> float:
     """Return the seconds that a device of this capability needs: download, train, upload, one after the other.

@@ -14,8 +14,6 @@ from sparsekit.tracing import trace_units
 from sparsekit_fl.problem.clients import Capability
 from sparsekit_fl.problem.problem import Problem
 
-__all__ = ["DeviceBudgets"]
-
 
 class DeviceBudgets:
     """What budgets of devices mean for a problem: the largest ratio whose uniform submodel fits.

@@ -15,8 +15,6 @@ from fractions import Fraction
 from sparsekit.graph import UnitMask, WeightMask
 from sparsekit.measure import CostModel, CostTerm
 
-__all__ = ["part_flops", "rowmask_flops"]
-
 
 def rowmask_flops(costs: CostModel, mask: UnitMask | WeightMask | None = None) -> int:
     """Return the FLOPs of one example: (2 · nonzero weights + bias entries) per output position.

@@ -12,8 +12,6 @@ from sparsekit.errors import DataError
 from sparsekit_fl.problem.data import TensorData, Transform
 from sparsekit_fl.problem.lazy import LazyData
 
-__all__ = ["DataSource"]
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DataSource:

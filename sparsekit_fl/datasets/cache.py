@@ -15,8 +15,6 @@ from typing import Any
 import numpy as np
 import platformdirs
 
-__all__ = ["cache_directory", "cached_arrays"]
-
 _log = logging.getLogger(__name__)
 
 # Raised when the arrays change their meaning: older entries are then not found.

@@ -11,8 +11,6 @@ from sparsekit_fl.datasets.base import DataSource
 from sparsekit_fl.datasets.files import require
 from sparsekit_fl.problem.data import TensorData
 
-__all__ = ["load"]
-
 _TRAIN = 1437  # four fifths, as they lie
 
 

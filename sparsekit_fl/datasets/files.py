@@ -10,8 +10,6 @@ from types import ModuleType
 
 from sparsekit.errors import DataError, MissingDependencyError, install_hint
 
-__all__ = ["find_folder", "find_split_files", "require"]
-
 _log = logging.getLogger(__name__)
 
 

@@ -18,8 +18,6 @@ from sparsekit_fl.datasets.files import require
 from sparsekit_fl.problem.data import TensorData
 from sparsekit_fl.problem.lazy import LazyData, fitted
 
-__all__ = ["HubOptions", "load_hub", "source_of"]
-
 PREFIX = "hf:"
 # Pictures that together are smaller are decoded once; larger ones when a batch needs them.
 _EAGER_BYTES = 2**29

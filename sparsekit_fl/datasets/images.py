@@ -17,8 +17,6 @@ from sparsekit_fl.datasets.cache import cached_arrays
 from sparsekit_fl.datasets.files import find_split_files, require
 from sparsekit_fl.problem.data import TensorData
 
-__all__ = ["ImageSet", "cifar10", "cifar100", "mnist", "read_images", "tiny_imagenet"]
-
 _IMAGE_COLUMNS = ("image", "img")
 _LABEL_COLUMNS = ("label", "fine_label")
 _MODES = {1: "L", 3: "RGB"}

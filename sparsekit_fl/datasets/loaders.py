@@ -14,8 +14,6 @@ from sparsekit.rng import torch_generator
 from sparsekit_fl.datasets import datasets
 from sparsekit_fl.problem.data import TensorData
 
-__all__ = ["cifar10", "cifar100", "digits", "mnist", "tiny_imagenet"]
-
 _VALIDATION = 0.1
 
 

@@ -11,8 +11,6 @@ from sparsekit_fl.datasets.base import DataSource
 from sparsekit_fl.datasets.files import find_folder
 from sparsekit_fl.datasets.text import token_source
 
-__all__ = ["load", "read_leaf"]
-
 _VOCABULARY = 10_000
 _SPLITS = {"train": 0, "val": 1, "valid": 1, "test": 2}
 _MARKS = frozenset({"<PAD>", "<pad>"})

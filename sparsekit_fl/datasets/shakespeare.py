@@ -10,8 +10,6 @@ from sparsekit_fl.datasets.base import DataSource
 from sparsekit_fl.datasets.files import find_folder
 from sparsekit_fl.datasets.text import token_source
 
-__all__ = ["load", "speeches"]
-
 _VOCABULARY = 10_000
 _WORD = re.compile(r"[a-z]+(?:'[a-z]+)*|[^\sa-z']")
 

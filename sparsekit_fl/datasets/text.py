@@ -13,8 +13,6 @@ from sparsekit_fl.datasets.base import DataSource
 from sparsekit_fl.problem.data import TensorData
 from sparsekit_fl.problem.metrics import IGNORED
 
-__all__ = ["PADDING", "UNKNOWN", "Sentences", "token_source", "vocabulary_of"]
-
 PADDING = 0
 UNKNOWN = 1
 _SPECIAL = ("<pad>", "<unk>")

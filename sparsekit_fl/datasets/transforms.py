@@ -10,8 +10,6 @@ from torch import Tensor
 
 from sparsekit.errors import DataError
 
-__all__ = ["ImageTransform", "TokenTransform"]
-
 
 @dataclass(frozen=True)
 class ImageTransform:

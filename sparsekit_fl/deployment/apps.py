@@ -24,8 +24,6 @@ from sparsekit_fl.engines.flower.wire import content, read
 from sparsekit_fl.problem.clients import Client
 from sparsekit_fl.state.store import CarriedMemory, DeviceStore, MemoryStore
 
-__all__ = ["client", "server"]
-
 # What the nodes of a run have in common is built once in a process: a simulation's processes serve all of its nodes.
 _made: dict[str, tuple[RunSpec, dict[int, Client]]] = {}
 _executors: dict[tuple[str, str, str], ClientExecutor] = {}

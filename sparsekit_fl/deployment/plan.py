@@ -21,8 +21,6 @@ from sparsekit_fl.paper.presets import preset_for
 from sparsekit_fl.problem.clients import Client, ClientData
 from sparsekit_fl.problem.problem import Problem
 
-__all__ = ["Plan", "client_ids"]
-
 _MANY = 10**6
 
 

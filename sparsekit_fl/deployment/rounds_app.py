@@ -14,10 +14,8 @@ from sparsekit_fl.client.spec import RunSpec
 from sparsekit_fl.deployment.plan import Plan
 from sparsekit_fl.engines.flower.introduction import introduced_by
 from sparsekit_fl.engines.flower.nodes import Deployment, Nodes
-from sparsekit_fl.results.records import RoundRecord
+from sparsekit_fl.results.rounds import RoundRecord
 from sparsekit_fl.server.loop import run
-
-__all__ = ["serve"]
 
 _log = logging.getLogger("flwr")  # what Flower shows of an app
 

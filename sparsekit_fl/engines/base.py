@@ -14,8 +14,6 @@ from sparsekit_fl.results.records import RunResult
 from sparsekit_fl.state.store import ClientStore, Versions
 from sparsekit_fl.wire.messages import Assignment, Evaluation, Update
 
-__all__ = ["ClientPool", "ClientStream", "Engine", "Reply", "Unscored", "await_clients", "in_order"]
-
 T = TypeVar("T")
 
 

@@ -35,8 +35,6 @@ from sparsekit_fl.state.store import ClientStore, Versions
 from sparsekit_fl.training.loop import Batch, Batches, TrainingLog
 from sparsekit_fl.wire.messages import Assignment
 
-__all__ = ["Cohort"]
-
 _log = logging.getLogger(__name__)
 
 _State = dict[str, Tensor]

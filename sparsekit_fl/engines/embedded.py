@@ -36,8 +36,6 @@ from sparsekit_fl.wire.messages import (
     encode_update,
 )
 
-__all__ = ["GOODBYE", "Embedded", "LocalPool", "ProcessPool", "Task", "checked_workers"]
-
 GOODBYE = ((0.0, signal.SIGTERM), (5.0, KILL))
 """How worker processes are ended: one in the middle of a task would finish it first, and nobody waits for that result."""
 

@@ -15,8 +15,6 @@ from torch import Tensor, nn
 from sparsekit.errors import DataError, InvalidValueError
 from sparsekit.rng import torch_generator
 
-__all__ = ["InputShape", "ModelSpec", "factory_spec"]
-
 _WORDS = ("classes", "channels", "size", "vocabulary")
 
 

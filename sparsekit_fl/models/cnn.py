@@ -8,8 +8,6 @@ from torch import Tensor, nn
 from sparsekit.errors import InvalidValueError
 from sparsekit_fl.models.base import ModelSpec
 
-__all__ = ["Cnn", "spec"]
-
 
 class Cnn(nn.Module):
     """conv 5×5 (10) – pool – ReLU – conv 5×5 (20) – pool – ReLU – 50 – classes; 21,840 parameters on MNIST.

@@ -8,8 +8,6 @@ from torch import Tensor, nn
 
 from sparsekit_fl.models.base import ModelSpec
 
-__all__ = ["NextWordLstm", "spec"]
-
 
 class NextWordLstm(nn.Module):
     """embedding – LSTM 256 – LSTM back to the embedding's width – the embedding again, as decoder, plus a bias.

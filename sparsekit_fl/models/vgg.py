@@ -7,8 +7,6 @@ from torch import Tensor, nn
 from sparsekit.errors import InvalidValueError
 from sparsekit_fl.models.base import ModelSpec
 
-__all__ = ["Vgg", "vgg11", "vgg11_spec", "vgg13", "vgg13_spec", "vgg16", "vgg16_spec"]
-
 _POOL = 0
 _LAYERS = {
     11: (64, _POOL, 128, _POOL, 256, 256, _POOL, 512, 512, _POOL, 512, 512, _POOL),

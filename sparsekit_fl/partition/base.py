@@ -12,8 +12,6 @@ from sparsekit_fl.problem.clients import ClientData
 from sparsekit_fl.problem.data import TensorData
 from sparsekit_fl.problem.lazy import LazyData
 
-__all__ = ["Indices", "Partition", "check_clients", "hold_out", "labelled_pools", "rows_by_class"]
-
 Indices = np.ndarray[Any, np.dtype[np.int64]]
 
 

@@ -13,8 +13,6 @@ from sparsekit_fl.datasets.files import require
 from sparsekit_fl.partition.base import Indices, check_clients, hold_out, labelled_pools
 from sparsekit_fl.problem.clients import ClientData
 
-__all__ = ["PREFIX", "flower_partition"]
-
 PREFIX = "flwr:"
 _GIVEN = ("num_partitions", "partition_by", "seed")
 

@@ -11,8 +11,6 @@ from sparsekit_fl.datasets.base import DataSource
 from sparsekit_fl.partition.base import check_clients
 from sparsekit_fl.problem.clients import ClientData
 
-__all__ = ["natural"]
-
 
 def natural(
     source: DataSource,

@@ -14,8 +14,6 @@ from sparsekit_fl.datasets.base import DataSource
 from sparsekit_fl.partition.base import Indices, check_clients, hold_out, labelled_pools, rows_by_class
 from sparsekit_fl.problem.clients import ClientData
 
-__all__ = ["lacking", "pathological"]
-
 _log = logging.getLogger(__name__)
 
 

@@ -14,7 +14,8 @@ from sparsekit_fl.context.client import ClientContext
 from sparsekit_fl.policies.base import Policy
 from sparsekit_fl.policies.local import LocalResult
 from sparsekit_fl.wire.kept import Kept, Mask
-from sparsekit_fl.wire.messages import Scores, pack_mask, unpack_mask
+from sparsekit_fl.wire.messages import Scores
+from sparsekit_fl.wire.packing import pack_mask, unpack_mask
 
 __all__ = ["GlobalModel", "LocalModel", "PersonalModel", "PersonalPolicy"]
 

@@ -15,8 +15,6 @@ from sparsekit.graph import along
 from sparsekit.registry import load_object
 from sparsekit_fl.options.checked import Checked, Count, Hint, Share
 
-__all__ = ["AUGMENTATIONS", "Augment", "Augmentations", "Crop", "Erase", "Flip", "Noise", "make_augment"]
-
 
 class Augment(Protocol):
     """Changes a batch of training inputs."""

@@ -14,8 +14,6 @@ from sparsekit_fl.options.checked import Checked, Hint, NonNegativeCount, Positi
 from sparsekit_fl.options.config import HETEROGENEITY
 from sparsekit_fl.problem.data import TensorData, as_tensor_data
 
-__all__ = ["CAPABILITY_LEVELS", "Capability", "Client", "ClientData"]
-
 CAPABILITY_LEVELS = HETEROGENEITY["high"]
 """The five levels that the paper draws a device's capability from, uniformly."""
 

@@ -13,8 +13,6 @@ from torch.utils.data import Subset, TensorDataset
 
 from sparsekit.errors import DataError
 
-__all__ = ["Batch", "Positions", "TensorData", "Transform", "as_tensor_data"]
-
 Transform = Callable[[Tensor], Tensor]
 """Raw rows of one input → what the model takes; it must treat every row by itself."""
 

@@ -15,8 +15,6 @@ from sparsekit.rng import torch_scope
 from sparsekit_fl.problem.clients import Client
 from sparsekit_fl.problem.data import TensorData
 
-__all__ = ["data_digest"]
-
 _LETTERS = 16
 # Reading examples of a lazy data set may decode files; of so many splits the first and the last example are looked at.
 _MOST_READ = 64

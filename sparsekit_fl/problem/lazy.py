@@ -14,8 +14,6 @@ from torch import Tensor
 from sparsekit.errors import DataError
 from sparsekit_fl.problem.data import Batch, Positions, Transform
 
-__all__ = ["LazyData", "fitted"]
-
 
 def fitted(picture: Tensor, shape: tuple[int, int, int]) -> Tensor:
     """Bring a picture of any size to one shape.

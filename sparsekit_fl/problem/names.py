@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["lower_by_name"]
-
 _LOWER = ("loss", "error", "perplexity")
 
 

@@ -18,8 +18,6 @@ from sparsekit_fl.problem.data import Batch, Positions, TensorData, as_tensor_da
 from sparsekit_fl.problem.lazy import LazyData
 from sparsekit_fl.problem.metrics import Metric, accuracy, cross_entropy
 
-__all__ = ["Loss", "Problem", "ReadBatch", "arranged", "check_fit", "read_tensor_batch"]
-
 Loss = Callable[[Any, Tensor], Tensor]
 """(outputs, targets) → scalar, the mean over the batch."""
 

@@ -10,8 +10,6 @@ from torch import Tensor, nn
 
 from sparsekit_fl.problem.problem import Problem
 
-__all__ = ["recipe_of"]
-
 
 def recipe_of(problem: Problem) -> dict[str, Any]:
     """Return what the problem says of itself (`Problem.about`), its example inputs, and where its model's code is.

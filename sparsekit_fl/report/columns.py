@@ -13,8 +13,6 @@ from rich.table import Table
 from sparsekit_fl.problem.names import lower_by_name
 from sparsekit_fl.results.text import bytes_scale, flops_step, minutes_text, seconds_scale, seconds_text
 
-__all__ = ["COLUMNS", "Column", "columns_of", "result_table", "texts", "value_of"]
-
 
 @dataclass(frozen=True)
 class Column:

@@ -17,8 +17,6 @@ from sparsekit_fl.report.trials import Trial, protocols_of
 from sparsekit_fl.results.extra import need
 from sparsekit_fl.results.text import share_text
 
-__all__ = ["TARGET", "Comparison", "Row", "check_target", "comparisons_of"]
-
 TARGET = "target_seconds"
 _SUBJECT = "fedlps"
 _MOST_FIRST = 6

@@ -12,8 +12,6 @@ from sparsekit_fl.report.frame import curve_points
 from sparsekit_fl.report.plots import Figure
 from sparsekit_fl.results.extra import need
 
-__all__ = ["POINTS", "bars", "curve", "figures_of", "level_figures"]
-
 POINTS = ["series", "x", "y", "deviation"]
 _ACCURACY = "mean personal accuracy on test data"
 # Name of the file, title, metrics of both axes, text and unit of x.

@@ -10,8 +10,6 @@ from sparsekit_fl.report.columns import Column, value_of
 from sparsekit_fl.report.trials import Trial
 from sparsekit_fl.results.extra import need
 
-__all__ = ["END", "LEVEL", "curve_points", "long_frame", "runs_frame"]
-
 END = -1
 """The "round" of the numbers of a whole run: its final scores and its costs."""
 

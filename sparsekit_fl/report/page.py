@@ -13,8 +13,6 @@ from sparsekit_fl.report.plots import Figure, series_style
 from sparsekit_fl.results.extra import need
 from sparsekit_fl.results.text import flops_text, share_text
 
-__all__ = ["Part", "page"]
-
 _NEAR = 0.01
 _OPTIONS = {
     "classes_per_client": "{} classes a client",

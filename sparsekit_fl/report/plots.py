@@ -17,8 +17,6 @@ from typing import Any, Literal
 from sparsekit_fl.results.extra import need
 from sparsekit_fl.results.text import flops_step
 
-__all__ = ["Figure", "draw", "inline_svg", "series_style"]
-
 # Okabe and Ito's colours, which remain distinct to colour-blind readers, and two more that show on light and dark alike.
 _COLOURS = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6D4F", "#808080")
 _DASHES: tuple[tuple[float, ...], ...] = ((), (5, 2), (1.2, 1.6), (6, 2, 1.2, 2))

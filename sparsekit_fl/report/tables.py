@@ -14,8 +14,6 @@ from rich.table import Table
 from sparsekit_fl.report.comparison import Comparison
 from sparsekit_fl.results.extra import need
 
-__all__ = ["latex_escape", "latex_figure", "latex_table", "markdown_table", "published_texts", "show", "show_published"]
-
 WALL_TIME = "wall time includes what else ran on the machine, simulated time does not"
 _SIGNS = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
 _SPECIAL = {

@@ -15,8 +15,6 @@ from sparsekit.errors import DataError
 from sparsekit_fl.options.config import HETEROGENEITY
 from sparsekit_fl.results.read import read_result
 
-__all__ = ["TRIAL_FILE", "Trial", "collect", "protocols_of"]
-
 TRIAL_FILE = "trial.json"
 """Beside a run's own files: what was to be run, and the error of a run that failed."""
 

@@ -18,8 +18,6 @@ from sparsekit_fl.report.trials import collect
 from sparsekit_fl.results.extra import need
 from sparsekit_fl.state.storage import write_atomically
 
-__all__ = ["read_comparisons", "write_report"]
-
 _log = logging.getLogger(__name__)
 
 _SUMMARY = "compare.json"

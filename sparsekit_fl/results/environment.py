@@ -12,8 +12,6 @@ import torch
 
 import sparsekit
 
-__all__ = ["describe_environment"]
-
 
 def describe_environment(*, workers: int, device: str) -> dict[str, Any]:
     """Return versions and settings that results may depend on, and when the run ended.

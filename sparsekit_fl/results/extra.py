@@ -7,8 +7,6 @@ from typing import Any
 
 from sparsekit.errors import MissingDependencyError, install_hint
 
-__all__ = ["need"]
-
 
 def need(package: str) -> Any:
     """Import a package of the extra `report`.

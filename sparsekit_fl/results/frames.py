@@ -11,8 +11,6 @@ from sparsekit_fl.results.rounds import RoundRecord
 from sparsekit_fl.results.scores import FinalScores, RoundScores, value_of
 from sparsekit_fl.wire.messages import Evaluation
 
-__all__ = ["clients_frame", "rounds_frame", "rounds_table"]
-
 
 def rounds_table(records: Sequence[RoundRecord]) -> list[dict[str, Any]]:
     """Return a row per round: its number, training loss and accuracy, work of the run so far, and scores.

@@ -8,8 +8,6 @@ from sparsekit.errors import DataError, SparsekitError
 from sparsekit_fl.results.read import read_result
 from sparsekit_fl.results.records import RunResult
 
-__all__ = ["load_result"]
-
 
 def load_result(path: Path | str) -> RunResult:
     """Read the result of a finished run.

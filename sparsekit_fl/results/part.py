@@ -10,8 +10,6 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSeriali
 
 from sparsekit_fl.wire.messages import WorkCost
 
-__all__ = ["Cost", "Count", "Failures", "Number", "Part", "SavedCost", "about", "plain"]
-
 
 class Part(BaseModel):
     """Immutable, made by the names of its fields, read from and written as plain JSON values.

@@ -10,8 +10,6 @@ from sparsekit_fl.results.extra import need
 from sparsekit_fl.results.rounds import RoundRecord
 from sparsekit_fl.results.scores import RoundScores, headline
 
-__all__ = ["curves", "plot_rounds"]
-
 _LINES = (
     ("personal", "mean", "personal models, mean", "#0072B2", "-"),
     ("personal", "weighted", "personal models, by examples", "#56B4E9", "-"),

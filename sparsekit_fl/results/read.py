@@ -8,8 +8,6 @@ from typing import Any, Final
 
 from sparsekit.errors import DataError
 
-__all__ = ["SCHEMA_NUMBER", "read_result"]
-
 SCHEMA_NUMBER: Final = 3
 """It goes up when a reader of the former schema would misread a file; what is only added leaves it as it is."""
 

@@ -12,27 +12,14 @@ from pydantic import Field
 
 from sparsekit.graph import StateDict
 from sparsekit_fl.options.config import RunConfig
-from sparsekit_fl.results.environment import describe_environment
 from sparsekit_fl.results.frames import clients_frame, rounds_frame
 from sparsekit_fl.results.part import Count, Failures, Part, SavedCost, about, plain
 from sparsekit_fl.results.plot import plot_rounds
 from sparsekit_fl.results.read import SCHEMA_NUMBER
 from sparsekit_fl.results.rounds import RoundRecord
-from sparsekit_fl.results.scores import FinalScores, RoundScores, mean_scores
+from sparsekit_fl.results.scores import FinalScores
 from sparsekit_fl.state.storage import write_atomically
 from sparsekit_fl.wire.messages import WorkCost
-
-__all__ = [
-    "FinalScores",
-    "ResultFile",
-    "RoundRecord",
-    "RoundScores",
-    "RunResult",
-    "describe_environment",
-    "mean_scores",
-    "plain",
-]
-
 
 _SAME = ("rounds", "final", "cost", "environment", "note", "privacy", "fingerprint", "stopped", "extended")
 

@@ -10,8 +10,6 @@ from pydantic import Field
 from sparsekit_fl.results.part import Count, Failures, Part, SavedCost, about
 from sparsekit_fl.results.scores import RoundScores
 
-__all__ = ["RoundRecord"]
-
 
 class RoundRecord(Part):
     """One round: a line of `rounds.jsonl`.

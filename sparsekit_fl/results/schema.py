@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sparsekit_fl.results.read import SCHEMA_NUMBER
 from sparsekit_fl.results.records import ResultFile
-
-__all__ = ["SCHEMA_NUMBER", "json_schema"]
 
 
 def json_schema() -> dict[str, Any]:

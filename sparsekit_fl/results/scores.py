@@ -12,8 +12,6 @@ from sparsekit_fl.problem.metrics import lower_is_better
 from sparsekit_fl.results.part import Count, Number, Part, about
 from sparsekit_fl.wire.messages import Evaluation, Scores
 
-__all__ = ["FinalScores", "Means", "RoundScores", "headline", "mean_scores", "value_of", "weighted_scores", "worst_scores"]
-
 Means = Mapping[str, Number]
 """Metric name → value over clients."""
 _Parts = Mapping[str, Means]

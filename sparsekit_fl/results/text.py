@@ -4,17 +4,6 @@ from __future__ import annotations
 
 import math
 
-__all__ = [
-    "bytes_scale",
-    "bytes_text",
-    "flops_step",
-    "flops_text",
-    "minutes_text",
-    "seconds_scale",
-    "seconds_text",
-    "share_text",
-]
-
 _STEPS = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
@@ -27,12 +16,6 @@ def flops_text(flops: float) -> str:
     """For example `0.53T`: three digits and a prefix; below a tenth of a step the next smaller prefix."""
     size, letter = flops_step(flops)
     return f"{flops / size:.3g}{letter}" if letter else f"{flops:.0f}"
-
-
-def bytes_text(count: float) -> str:
-    """For example `12.3 MB`; below 0.1 MB in kilobytes, of 10³ bytes, and below 0.1 kB in bytes."""
-    size, unit, decimals = bytes_scale(count)
-    return f"{count / size:,.{decimals}f}{unit}"
 
 
 def bytes_scale(count: float) -> tuple[float, str, int]:

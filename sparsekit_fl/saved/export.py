@@ -14,8 +14,6 @@ from torch import Tensor, nn
 
 from sparsekit.errors import DataError, MissingDependencyError, install_hint
 
-__all__ = ["export_onnx", "export_program"]
-
 _log = logging.getLogger(__name__)
 # The least that shows to a tracer that the number of examples may vary.
 _EXAMPLES = 2

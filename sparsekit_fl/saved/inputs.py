@@ -15,8 +15,6 @@ from sparsekit.errors import DataError, InvalidValueError, MissingDependencyErro
 from sparsekit_fl.datasets.transforms import ImageTransform
 from sparsekit_fl.saved.load import example_inputs_of
 
-__all__ = ["read_inputs"]
-
 _PICTURES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp")
 _ARRAYS = (".npy", ".npz", ".csv", ".json")
 

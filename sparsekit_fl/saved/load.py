@@ -18,8 +18,6 @@ from sparsekit_fl.models.base import InputShape, factory_spec
 from sparsekit_fl.problem.problem import Problem
 from sparsekit_fl.state.models import best_file, client_file, global_file, read_recipe
 
-__all__ = ["example_inputs_of", "load_model", "model_file"]
-
 
 def load_model(out: Path | str, which: str | int = "global", *, model: Factory | None = None) -> nn.Module:
     """Load a model of a finished run.

@@ -10,8 +10,6 @@ from torch import Tensor, nn
 
 from sparsekit.errors import DataError
 
-__all__ = ["predict"]
-
 _BATCH = 256
 
 

@@ -27,8 +27,6 @@ from sparsekit_fl.server.server import Aggregated, Arrival, Server
 from sparsekit_fl.state.store import Versions
 from sparsekit_fl.wire.messages import Assignment, Update, decode_update, encode_update
 
-__all__ = ["Asynchronous", "Simulated", "Step", "Told", "Wall"]
-
 _REPEATS = 2
 _MOST_REASONS = 5
 

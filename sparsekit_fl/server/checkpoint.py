@@ -18,14 +18,13 @@ from sparsekit.graph import digest
 from sparsekit_fl.client.spec import RunSpec
 from sparsekit_fl.errors import ResumeError
 from sparsekit_fl.problem.clients import Client
-from sparsekit_fl.results.records import RoundRecord, plain
+from sparsekit_fl.results.part import plain
+from sparsekit_fl.results.rounds import RoundRecord
 from sparsekit_fl.server.fingerprint import check_fingerprint
 from sparsekit_fl.server.server import ServerState
 from sparsekit_fl.state.lock import FolderLock
 from sparsekit_fl.state.storage import flatten, unflatten, write_atomically
 from sparsekit_fl.wire.packing import pack, unpack
-
-__all__ = ["RunFolder", "Saved", "describe_run", "differences", "holds_run"]
 
 _FORMAT = 1
 _CHECKPOINT, _BEGUN = "checkpoint.safetensors", "run.json"

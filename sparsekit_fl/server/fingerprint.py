@@ -11,8 +11,6 @@ from sparsekit_fl.identity import code_version
 from sparsekit_fl.problem.clients import Client
 from sparsekit_fl.problem.digest import data_digest
 
-__all__ = ["check_fingerprint", "fingerprint_of"]
-
 _log = logging.getLogger(__name__)
 
 

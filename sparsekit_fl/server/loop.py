@@ -26,8 +26,6 @@ from sparsekit_fl.server.fingerprint import fingerprint_of
 from sparsekit_fl.server.rounds import Rounds
 from sparsekit_fl.state.store import ClientStore
 
-__all__ = ["run"]
-
 # Errors of a file that cannot grow: the disk is full, or a quota (which Windows lacks), or the limit of a file's size.
 _FULL = (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC), errno.EFBIG)
 # Errors of a disk that takes nothing more, for another reason.

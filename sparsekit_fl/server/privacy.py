@@ -34,17 +34,6 @@ from sparsekit_fl.streams import Streams
 if TYPE_CHECKING:
     from sparsekit_fl.methods.method import Method
 
-__all__ = [
-    "PrivacySpent",
-    "check_private",
-    "epsilon_of",
-    "noise_seed_of",
-    "noisy_mean",
-    "noisy_mean_of",
-    "privacy_line",
-    "privacy_of",
-]
-
 # The number of bits that seed a generator of NumPy.
 _SECRET_BITS = 128
 

@@ -18,7 +18,9 @@ from sparsekit_fl.engines.base import ClientPool, Reply, Unscored, await_clients
 from sparsekit_fl.errors import ClientError, TooFewRepliesError
 from sparsekit_fl.problem.clients import Client
 from sparsekit_fl.problem.metrics import lower_is_better
-from sparsekit_fl.results.records import RoundRecord, RunResult, describe_environment
+from sparsekit_fl.results.environment import describe_environment
+from sparsekit_fl.results.records import RunResult
+from sparsekit_fl.results.rounds import RoundRecord
 from sparsekit_fl.results.scores import FinalScores, RoundScores
 from sparsekit_fl.server.asynchronous import Asynchronous, Simulated, Wall
 from sparsekit_fl.server.checkpoint import RunFolder, Saved
@@ -27,8 +29,6 @@ from sparsekit_fl.state.models import global_file, save_whole, write_recipe
 from sparsekit_fl.state.store import ClientStore
 from sparsekit_fl.streams import Streams
 from sparsekit_fl.wire.messages import Assignment, Evaluation, Update, WorkCost
-
-__all__ = ["Rounds"]
 
 _log = logging.getLogger(__name__)
 _REPEATS = 2

@@ -29,8 +29,6 @@ from sparsekit_fl.wire.kept import Kept
 from sparsekit_fl.wire.messages import Assignment, Update
 from sparsekit_fl.wire.packing import upload_dtype
 
-__all__ = ["Aggregated", "Arrival", "Server", "ServerState", "check_update"]
-
 # More steps than any client takes between two rounds, and far from where integers wrap around.
 _MOST_COUNTED = 2**31
 

@@ -14,8 +14,6 @@ from torch import Tensor
 from sparsekit.errors import DataError
 from sparsekit.graph import StateDict
 
-__all__ = ["read_initial"]
-
 _log = logging.getLogger(__name__)
 # What wrappers put before the keys, and what a model with exits does.
 _PREFIXES = ("module.", "_orig_mod.")

@@ -8,8 +8,6 @@ from filelock import FileLock, Timeout
 
 from sparsekit_fl.errors import FolderInUseError
 
-__all__ = ["FolderLock"]
-
 _NAME = ".lock"
 
 

@@ -15,8 +15,6 @@ from sparsekit.surgery import save_compact
 from sparsekit_fl.state.storage import write_atomically
 from sparsekit_fl.wire.packing import pack
 
-__all__ = ["best_file", "client_file", "global_file", "read_recipe", "save_whole", "write_recipe"]
-
 _log = logging.getLogger(__name__)
 
 

@@ -15,8 +15,6 @@ from sparsekit_fl.errors import MemoryStateError
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["flatten", "sync_folder", "unflatten", "write_atomically"]
-
 _TENSOR = "$tensor"
 _FLOAT = "$float"
 # Windows opens no folder, and has the name of a file on the disk when it has the file there.

@@ -13,8 +13,6 @@ from sparsekit_fl.errors import LostMemoryError
 from sparsekit_fl.state.storage import flatten, sync_folder, unflatten, write_atomically
 from sparsekit_fl.wire.packing import pack, unpack
 
-__all__ = ["CarriedMemory", "ClientStore", "DeviceStore", "MemoryStore", "Versions"]
-
 Versions = Mapping[int, int]
 """Client id → round in which its newest memory was written; clients without memory are absent."""
 

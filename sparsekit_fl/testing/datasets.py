@@ -12,8 +12,6 @@ from sparsekit_fl.problem.clients import ClientData
 from sparsekit_fl.problem.data import TensorData
 from sparsekit_fl.problem.metrics import IGNORED
 
-__all__ = ["DatasetContract", "PartitionContract"]
-
 
 def _in_memory(pool: object) -> TensorData:
     """The contract is for data in memory; lazy data are a matter of their size."""

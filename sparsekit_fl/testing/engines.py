@@ -23,8 +23,6 @@ from sparsekit_fl.testing.tiny import tiny_clients, tiny_config, tiny_problem
 from sparsekit_fl.wire.kept import Mask
 from sparsekit_fl.wire.messages import Evaluation, Update
 
-__all__ = ["EngineContract", "FailingSgd"]
-
 
 @dataclass(frozen=True)
 class FailingSgd(LocalPolicy):

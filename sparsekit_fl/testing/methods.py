@@ -13,11 +13,10 @@ from sparsekit_fl.callbacks.base import Callback, RunView
 from sparsekit_fl.engines.embedded import Embedded
 from sparsekit_fl.errors import RunInterrupted
 from sparsekit_fl.methods.method import Method
-from sparsekit_fl.results.records import RoundRecord, RunResult
+from sparsekit_fl.results.records import RunResult
+from sparsekit_fl.results.rounds import RoundRecord
 from sparsekit_fl.server.loop import run
 from sparsekit_fl.testing.tiny import tiny_clients, tiny_config, tiny_problem
-
-__all__ = ["MethodContract", "StopAfter"]
 
 
 class StopAfter(Callback):

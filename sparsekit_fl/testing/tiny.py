@@ -11,8 +11,6 @@ from sparsekit_fl.problem.clients import Capability, Client, ClientData
 from sparsekit_fl.problem.data import TensorData
 from sparsekit_fl.problem.problem import Problem
 
-__all__ = ["TinyNet", "tiny_client", "tiny_clients", "tiny_config", "tiny_problem"]
-
 
 class TinyNet(nn.Module):
     """Six inputs, eight hidden features with batch norm, three classes."""

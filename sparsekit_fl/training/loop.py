@@ -16,10 +16,7 @@ from sparsekit.rng import torch_generator, torch_scope
 from sparsekit_fl.options.config import Amp
 from sparsekit_fl.problem.data import TensorData
 from sparsekit_fl.problem.problem import Problem, arranged
-from sparsekit_fl.training.optimizer import SgdStep
 from sparsekit_fl.wire.messages import Scores
-
-__all__ = ["Batch", "Batches", "Examples", "SgdStep", "Step", "TrainingLog", "evaluate", "fit"]
 
 _EVALUATION_BATCH = 256
 

@@ -18,8 +18,6 @@ from sparsekit_fl.options.config import TrainingConfig
 from sparsekit_fl.options.optimizers import optimizer_class
 from sparsekit_fl.options.schedule import factor
 
-__all__ = ["SgdStep", "TorchStep", "check_training", "make_step"]
-
 _FIRST_SCALE, _GROWS_AFTER = 2.0**16, 2000
 
 

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from sparsekit.graph import StateDict, UnitGraph, UnitMask, WeightMask, add_, cut_axes, gather, narrow_shape, scatter_
-
-__all__ = ["Kept", "Mask", "mask_state"]
 
 Mask = UnitMask | WeightMask
 """What is kept, by unit or by entry."""
@@ -109,10 +106,6 @@ class Kept:
                 result[name] = into[name].detach().clone()
                 self.scatter(name, tensor, result[name])
         return result
-
-    def entries(self, names: Any) -> int:
-        """How many entries are kept of the given keys."""
-        return sum(math.prod(self.shape(name)) for name in names)
 
 
 def mask_state(graph: UnitGraph, mask: Mask | None, state: StateDict) -> dict[str, Tensor]:

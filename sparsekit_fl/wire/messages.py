@@ -28,23 +28,6 @@ from sparsekit_fl.wire.packing import (
     unpack_mask,
 )
 
-__all__ = [
-    "Assignment",
-    "Evaluation",
-    "Scores",
-    "Update",
-    "WorkCost",
-    "assignment_bytes",
-    "decode_assignment",
-    "decode_update",
-    "encode_assignment",
-    "encode_update",
-    "pack_mask",
-    "require_metrics",
-    "unpack_mask",
-    "update_bytes",
-]
-
 Scores = Mapping[str, tuple[float, float]]
 """Metric name → (sum over examples, weight); the value is sum / weight."""
 

@@ -22,20 +22,6 @@ from sparsekit.graph import UnitMask, WeightMask
 from sparsekit_fl.options.config import Upload
 from sparsekit_fl.wire.kept import Mask
 
-__all__ = [
-    "MAX_HEADER_BYTES",
-    "MaskShapes",
-    "Spec",
-    "pack",
-    "pack_mask",
-    "packed_bytes",
-    "plain_bytes",
-    "spec_of",
-    "unpack",
-    "unpack_mask",
-    "upload_dtype",
-]
-
 MAX_HEADER_BYTES = 2**24
 """A message's header is no longer: that of a hundred thousand tensors."""
 

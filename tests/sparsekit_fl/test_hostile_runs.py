@@ -19,7 +19,7 @@ from sparsekit_fl.client.spec import RunSpec
 from sparsekit_fl.methods import registry
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.methods.prunefl import Search, prunefl
-from sparsekit_fl.results.records import plain
+from sparsekit_fl.results.part import plain
 from sparsekit_fl.results.scores import RoundScores
 from sparsekit_fl.server.loop import run
 from sparsekit_fl.testing.tiny import tiny_clients, tiny_config, tiny_problem

@@ -19,8 +19,6 @@ from sparsekit_fl.identity import code_version
 from sparsekit_fl.problem.clients import Capability, Client, ClientData
 from sparsekit_fl.wire.packing import pack, unpack
 
-__all__ = ["check_code", "described", "introduced_by", "read_clients"]
-
 _LETTERS = 16
 _SAME = {
     "sparsekit": "it has sparsekit {}, the server {}; install the same version",

@@ -21,8 +21,6 @@ from sparsekit_fl.state.store import CarriedMemory
 from sparsekit_fl.wire.messages import decode_assignment, encode_update
 from sparsekit_fl.wire.packing import unpack
 
-__all__ = ["make_app"]
-
 _Answer = tuple[dict[str, Any], dict[str, bytes]]  # header and payloads
 
 

@@ -26,8 +26,6 @@ from sparsekit_fl.results.records import RunResult
 from sparsekit_fl.state.storage import write_atomically
 from sparsekit_fl.state.store import ClientStore
 
-__all__ = ["Deployment", "Nodes"]
-
 _log = logging.getLogger(__name__)
 _LOOK_SECONDS = 0.5
 _QUERY_SECONDS = 120.0

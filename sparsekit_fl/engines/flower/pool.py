@@ -23,8 +23,6 @@ from sparsekit_fl.state.store import ClientStore, Versions
 from sparsekit_fl.wire.messages import Assignment, Evaluation, decode_update, encode_assignment
 from sparsekit_fl.wire.packing import pack
 
-__all__ = ["GridPool", "GridStream"]
-
 _TTL_SECONDS = 12 * 3600.0
 # Flower's simulation looks through all open messages for each of its nodes, ten times a second, and at each of our polls;
 # with ten thousand clients to score at once it would do little else. As many as keep the workers busy are enough.

@@ -13,8 +13,6 @@ from flwr.serverapp import Grid
 
 from sparsekit_fl.errors import ClientError, WorkerDiedError
 
-__all__ = ["POLL_SECONDS", "Carrier", "Post"]
-
 POLL_SECONDS = 0.02
 """Time between two looks for replies."""
 

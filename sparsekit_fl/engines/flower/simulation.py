@@ -37,8 +37,6 @@ from sparsekit_fl.processes import one_thread
 from sparsekit_fl.results.records import RunResult
 from sparsekit_fl.state.store import CarriedMemory, ClientStore, MemoryStore
 
-__all__ = ["Flower"]
-
 _log = logging.getLogger(__name__)
 _NODES = 100
 _START_SECONDS = 300.0

@@ -14,8 +14,6 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 
 from sparsekit.errors import DataError
 
-__all__ = ["MAX_HEADER_BYTES", "content", "join", "part", "read"]
-
 MAX_HEADER_BYTES = 2**20
 """A longer header is refused unread."""
 

@@ -15,7 +15,8 @@ from sparsekit_fl.callbacks.progress import LiveProgress
 from sparsekit_fl.cli.progress import Events, TrialsProgress
 from sparsekit_fl.options.config import RunConfig
 from sparsekit_fl.report.trials import Trial
-from sparsekit_fl.results.records import RoundRecord, RoundScores
+from sparsekit_fl.results.rounds import RoundRecord
+from sparsekit_fl.results.scores import RoundScores
 from sparsekit_fl.wire.messages import WorkCost
 
 

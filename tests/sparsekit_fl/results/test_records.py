@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 
-from sparsekit_fl.results.records import RoundRecord, RoundScores, mean_scores, plain
+from sparsekit_fl.results.part import plain
+from sparsekit_fl.results.rounds import RoundRecord
+from sparsekit_fl.results.scores import RoundScores, mean_scores
 from sparsekit_fl.wire.messages import Evaluation, WorkCost
 
 

@@ -29,7 +29,7 @@ from sparsekit_fl.options.config import RunConfig, TrainingConfig
 from sparsekit_fl.problem.clients import Client, ClientData
 from sparsekit_fl.problem.data import TensorData
 from sparsekit_fl.problem.problem import Problem
-from sparsekit_fl.results.records import RoundRecord
+from sparsekit_fl.results.rounds import RoundRecord
 from sparsekit_fl.server.loop import run
 from sparsekit_fl.testing.methods import StopAfter
 from sparsekit_fl.testing.tiny import TinyNet, tiny_clients, tiny_config, tiny_problem

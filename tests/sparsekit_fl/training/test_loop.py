@@ -10,7 +10,8 @@ from torch import nn
 from sparsekit_fl.problem.data import TensorData
 from sparsekit_fl.problem.metrics import accuracy
 from sparsekit_fl.problem.problem import Problem
-from sparsekit_fl.training.loop import Batches, Examples, SgdStep, TrainingLog, evaluate, fit
+from sparsekit_fl.training.loop import Batches, Examples, TrainingLog, evaluate, fit
+from sparsekit_fl.training.optimizer import SgdStep
 
 
 def examples(count):

@@ -18,7 +18,8 @@ from sparsekit_fl.engines.flower.wire import content, read
 from sparsekit_fl.errors import ClientError, WorkerDiedError
 from sparsekit_fl.methods.local import local
 from sparsekit_fl.methods.method import Method
-from sparsekit_fl.results.records import RoundRecord, RunResult
+from sparsekit_fl.results.records import RunResult
+from sparsekit_fl.results.rounds import RoundRecord
 from sparsekit_fl.server.loop import run
 from sparsekit_fl.testing.engines import EngineContract, FailingSgd
 from sparsekit_fl.testing.tiny import tiny_clients, tiny_config, tiny_problem

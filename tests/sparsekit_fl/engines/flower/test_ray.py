@@ -23,7 +23,7 @@ from sparsekit_fl.callbacks.base import Callback, RunView
 from sparsekit_fl.engines.flower import Flower
 from sparsekit_fl.methods import registry
 from sparsekit_fl.methods.local import local
-from sparsekit_fl.results.records import RoundRecord
+from sparsekit_fl.results.rounds import RoundRecord
 from sparsekit_fl.server.loop import run
 from sparsekit_fl.testing.tiny import tiny_clients, tiny_config, tiny_problem
 
