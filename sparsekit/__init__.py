@@ -61,36 +61,7 @@ if TYPE_CHECKING:
     from sparsekit.training.moving_average import MovingAverage as MovingAverage
     from sparsekit.training.narrow_model import NarrowModel as NarrowModel
 
-_NAMES = {
-    "sparsekit": "allocation bandit criteria errors finetuning foreach graph layers measure surgery tracing training",
-    "sparsekit.allocation.base": "Allocation",
-    "sparsekit.allocation.choose": "choose select",
-    "sparsekit.bandit": "Bandit Box Interval PUCBV Pull SplitUCBV",
-    "sparsekit.criteria.base": "Criterion View",
-    "sparsekit.finetuning": "compensate finetune recalibrate",
-    "sparsekit.graph.graph": "UnitGraph",
-    "sparsekit.graph.groups": "UnitGroup UnitSlice",
-    "sparsekit.graph.mask": "UnitMask WeightMask",
-    "sparsekit.layers": "LayerRule",
-    "sparsekit.measure.budget": "Budget BudgetError",
-    "sparsekit.measure.cost": "Cost count_cost",
-    "sparsekit.measure.model": "cost_model",
-    "sparsekit.pruning.prune": "prune",
-    "sparsekit.pruning.report": "PruneReport",
-    "sparsekit.pruning.result": "Pruned",
-    "sparsekit.surgery.compaction": "compact expand",
-    "sparsekit.surgery.optimizer_state": "remap_optimizer",
-    "sparsekit.surgery.pretrained_config": "fit_config",
-    "sparsekit.surgery.saving": "load_compact load_mask save_compact",
-    "sparsekit.tracing.trace": "trace_units",
-    "sparsekit.training.gradient_importance": "GradientImportance",
-    "sparsekit.training.learnable": "LearnableMask",
-    "sparsekit.training.loss_importance": "LossImportance",
-    "sparsekit.training.moving_average": "MovingAverage",
-    "sparsekit.training.narrow_model": "NarrowModel",
-}
-"""Module → the public names that are imported from it when they are first used; type checkers read those above."""
-__all__, __getattr__ = lazy_names(__name__, _NAMES)
+__all__, __getattr__ = lazy_names(__name__)
 
 
 def __dir__() -> list[str]:

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 __all__ = ["lazy_names"]
 
 
-def lazy_names(package: str, names: Mapping[str, str]) -> tuple[list[str], Callable[[str], Any]]:
-    """Make `__all__` and `__getattr__` of a package.
+def lazy_names(package: str) -> tuple[list[str], Callable[[str], Any]]:
+    """Make `__all__` and `__getattr__` of a package from what it imports for type checkers, below `if TYPE_CHECKING:`.
 
     Args:
-        package: Its name, for errors.
-        names: Module → the names that are imported from it, with spaces between; type checkers need imports beside this.
+        package: Its name; called while it is imported.
 
     Returns:
         All names, sorted, and the function that finds one.
     """
-    homes = {name: home for home, listed in names.items() for name in listed.split()}
+    homes = dict(_for_type_checkers(package))
 
     def find(name: str) -> Any:
         if name not in homes:
@@ -28,3 +30,12 @@ def lazy_names(package: str, names: Mapping[str, str]) -> tuple[list[str], Calla
         return vars(module)[name] if name in vars(module) else importlib.import_module(f"{homes[name]}.{name}")
 
     return sorted(homes), find
+
+
+def _for_type_checkers(package: str) -> Iterator[tuple[str, str]]:
+    """Yield each name and the module that it is imported from; in `from a.b import c as c` these are c and a.b."""
+    source = Path(str(sys.modules[package].__file__)).read_text(encoding="utf-8")
+    block = re.search(r"^if TYPE_CHECKING:\n((?: +.*\n|\n)+)", source, re.MULTILINE)
+    assert block is not None
+    for module, listed in re.findall(r"from (\S+) import (\([^)]*\)|.*)", block[1]):
+        yield from ((name, module) for name in re.findall(r"(\w+) as \1\b", listed))

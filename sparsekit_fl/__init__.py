@@ -61,37 +61,7 @@ if TYPE_CHECKING:
         WorkCost as WorkCost,
     )
 
-_NAMES = {
-    "sparsekit_fl": "callbacks engines errors methods policies",
-    "sparsekit_fl.callbacks.base": "Callback RunView",
-    "sparsekit_fl.context.client": "ClientContext",
-    "sparsekit_fl.context.server": "ServerContext",
-    "sparsekit_fl.costs.devices": "DeviceBudgets",
-    "sparsekit_fl.datasets.base": "DataSource",
-    "sparsekit_fl.engines.base": "ClientPool Engine",
-    "sparsekit_fl.engines.cohort": "Cohort",
-    "sparsekit_fl.engines.embedded": "Embedded",
-    "sparsekit_fl.experiment.build": "build_problem",
-    "sparsekit_fl.methods.method": "Method",
-    "sparsekit_fl.options.config": "RunConfig TrainingConfig",
-    "sparsekit_fl.paper.presets": "preset_for",
-    "sparsekit_fl.partition": "partitions",
-    "sparsekit_fl.partition.base": "Partition",
-    "sparsekit_fl.policies": "AggregatePolicy LocalPolicy LocalResult MaskPolicy PersonalModel PersonalPolicy RatioPolicy"
-    " SamplingPolicy SharePolicy",
-    "sparsekit_fl.problem": "metrics",
-    "sparsekit_fl.problem.clients": "Capability Client ClientData",
-    "sparsekit_fl.problem.data": "TensorData",
-    "sparsekit_fl.problem.problem": "Problem",
-    "sparsekit_fl.results.load": "load_result",
-    "sparsekit_fl.results.records": "RunResult",
-    "sparsekit_fl.results.rounds": "RoundRecord",
-    "sparsekit_fl.saved.load": "load_model",
-    "sparsekit_fl.server.loop": "run",
-    "sparsekit_fl.wire.messages": "Assignment Evaluation Update WorkCost",
-}
-"""Module → the public names that are imported from it when they are first used; type checkers read those above."""
-__all__, __getattr__ = lazy_names(__name__, _NAMES)
+__all__, __getattr__ = lazy_names(__name__)
 
 
 def __dir__() -> list[str]:

@@ -21,14 +21,7 @@ if TYPE_CHECKING:
     from sparsekit.bandit.trials import Score as Score
 
 # What searches over the trials of a program, with Optuna.
-_, __getattr__ = lazy_names(
-    __name__,
-    {
-        "sparsekit.bandit.axes": "Axis parse_axes",
-        "sparsekit.bandit.study": "Study",
-        "sparsekit.bandit.trials": "Ended Score",
-    },
-)
+_, __getattr__ = lazy_names(__name__)
 
 __all__ = [
     "EUCB",

@@ -10,4 +10,4 @@ if TYPE_CHECKING:
     from sparsekit.cli.trials import finish_study as finish_study
     from sparsekit.cli.trials import run_study as run_study
 
-__all__, __getattr__ = lazy_names(__name__, {"sparsekit.cli.trials": "finish_study run_study"})
+__all__, __getattr__ = lazy_names(__name__)

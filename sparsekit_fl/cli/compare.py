@@ -222,7 +222,7 @@ compare = command_app(
         "sparsekit compare fedlps fedavg local --seeds 3",
         "sparsekit compare all --preset mnist --data-dir data --out runs/mnist",
         "sparsekit compare fedlps heterofl --preset cifar10 --heterogeneity low,median,high --target 0.7 --out runs/levels",
-        "sparsekit compare fedlps@p-ucbv fedlps@e-ucb fedlps@ucb-v --out runs/bandits",
+        "sparsekit compare fedlps@p-ucbv fedlps@e-ucb fedlps@split-ucbv --out runs/bandits",
         "sparsekit compare fedavg 'fedprox local.proximal=0.1' 'fedprox local.proximal=1'",
         "sparsekit compare fedlps fedper --preset mnist --lack-classes 2,4,6,8 --jobs 2 --out runs/classes",
     ),

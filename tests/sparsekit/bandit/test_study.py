@@ -122,9 +122,10 @@ def test_a_failed_trial_is_noted_with_the_reason() -> None:
     def fragile(values: Mapping[str, str]) -> float | None:
         return None if float(values["x"]) > 0.5 else float(values["x"])
 
-    found = rows(None, fragile, sampler="ucb-v", trials=12)
+    found = rows(None, fragile, sampler="random", trials=12)
     failed = [row for row in found if row["score"] is None]
-    assert {row["values"]["x"] for row in failed} == {0.75, 1.0}
+    assert 0 < len(failed) < 12
+    assert all((row["values"]["x"] > 0.5) == (row["score"] is None) for row in found)
     assert all((row["state"], row["error"], row["seconds"]) == ("fail", "no room", 0.5) for row in failed)
 
 
@@ -198,7 +199,7 @@ def test_what_looks_bad_is_pruned() -> None:
 
 
 def test_deterministic_values_are_not_tried_again() -> None:
-    options: dict[str, Any] = {"sampler": "ucb-v", "trials": 3}
+    options: dict[str, Any] = {"sampler": "split-ucbv", "trials": 3}
     once = rows(None, lambda values: float(values["n"]), "n=1:3:int", deterministic=True, **options)
     assert sorted(row["values"]["n"] for row in once) == [1, 2, 3]
 
