@@ -79,14 +79,11 @@ def _prune(
     allocation: Annotated[
         str,
         typer.Option(
-            help="How many units stay where: by_cost, global, isomorphic, uniform, knapsack, sensitivity, or"
-            " package.module:allocation.",
+            help="How many units stay where: by_cost, global, isomorphic, uniform, knapsack, package.module:allocation, or"
+            " sensitivity=FILE with what `sparsekit sensitivity` wrote.",
             rich_help_panel=_WHERE,
         ),
     ] = "by_cost",
-    table: Annotated[
-        Path | None, typer.Option(help="What `sparsekit sensitivity` wrote, for that allocation.", rich_help_panel=_WHERE)
-    ] = None,
     keep: Annotated[
         list[str] | None,
         typer.Option(help="Layer that keeps all its units: a name or a regular expression.", rich_help_panel=_WHERE),
@@ -109,17 +106,15 @@ def _prune(
     loss: LossOption = "cross_entropy",
     metric: MetricOption = None,
     scoring_batches: ScoringBatchesOption = 10,
-    compensate: Annotated[
-        bool | None,
+    repair: Annotated[
+        str | None,
         typer.Option(
-            "--compensate/--no-compensate",
-            help="Refit layers that read dropped units, after every step. Default: with data.",
+            metavar="[compensate|recalibrate|both|none]",
+            help="After every step: refit layers that read dropped units, estimate statistics of batch norms anew, or both."
+            " Default: both, where there are data.",
             rich_help_panel=_AFTER,
         ),
     ] = None,
-    recalibrate: Annotated[
-        bool, typer.Option(help="Estimate statistics of batch norms anew, where there are data.", rich_help_panel=_AFTER)
-    ] = True,
     epochs: Annotated[int, typer.Option(help="Of fine-tuning, after every step.", rich_help_panel=_AFTER)] = 0,
     lr: Annotated[float, typer.Option(help="Learning rate of fine-tuning at its start.", rich_help_panel=_AFTER)] = 0.01,
     distill: Annotated[

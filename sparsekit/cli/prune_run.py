@@ -23,6 +23,7 @@ __all__ = ["Job", "PruneOptions", "export_onnx", "open_folder", "read_limits_opt
 
 _logger = logging.getLogger(__name__)
 
+_REPAIRS: Mapping[str, Any] = {"both": True, "compensate": "compensate", "recalibrate": "recalibrate", "none": False}
 _REPORT, _PAGE, _SMALL, _ONNX, _OPTIONS = "report.json", "report.html", "model.safetensors", "model.onnx", "options.json"
 
 
@@ -38,7 +39,6 @@ class PruneOptions:
     norm: str = "fixed"
     criterion: str | None = None
     allocation: str = "by_cost"
-    table: Path | None = None
     keep: Sequence[str] = ()
     limit: Sequence[str] = ()
     multiple_of: Sequence[str] = ()
@@ -50,8 +50,7 @@ class PruneOptions:
     loss: str = "cross_entropy"
     metric: str | None = None
     scoring_batches: int = 10
-    compensate: bool | None = None
-    recalibrate: bool = True
+    repair: str | None = None
     epochs: int = 0
     lr: float = 0.01
     distill: float = 0.0
@@ -130,8 +129,10 @@ class Job:
         self.options, self.progress = options, progress
         if options.epochs < 0 or options.batch_size < 1 or options.steps < 1 or options.scoring_batches < 1:
             raise InvalidValueError("--epochs must be at least 0; --batch-size, --steps and --scoring-batches at least 1")
-        for name in ("epochs", "distill", "compensate"):
-            if getattr(options, name) and options.data is None:
+        if options.repair not in (None, *_REPAIRS):
+            raise InvalidValueError(f"--repair must be one of {', '.join(_REPAIRS)}, got {options.repair!r}")
+        for name in ("epochs", "distill", "repair"):
+            if getattr(options, name) not in (None, 0, "none") and options.data is None:
                 raise InvalidValueError(f"--{name} needs data; pass --data, a name or package.module:loader")
         if options.distill and not options.epochs:
             raise InvalidValueError("--distill is how fine-tuning is taught; pass --epochs too")
@@ -168,19 +169,17 @@ class Job:
         options = self.options
         budget: Budget | None = Budget.parse(options.budget)
         plan: Any = options.allocation
-        if plan == "sensitivity":
-            plan, budget = self._sensitivity(budget), None
+        name, _, table = options.allocation.partition("=")
+        if name == "sensitivity":
+            plan, budget = _sensitivity(budget, table), None
         with_data = options.data is not None
-        compensate = with_data and options.compensate is not False
         return prune(
             self.model,
             ModelInputs(self.args, self.kwargs),
             budget=budget,
             batches=self.data.train if with_data else None,
             loss=self.loss if with_data else None,
-            repair="recalibrate"
-            if not compensate and options.recalibrate
-            else compensate and (options.recalibrate or "compensate"),
+            repair=_REPAIRS[options.repair or "both"] if with_data else False,
             metric=self.metric,
             criterion=self.criterion(),
             allocation=plan,
@@ -194,22 +193,6 @@ class Job:
             cut=cut,
             progress=self.progress,
         )
-
-    def _sensitivity(self, budget: Any) -> Any:
-        from sparsekit.allocation.sensitivity import Sensitivity
-
-        path = self.options.table
-        if path is None:
-            raise InvalidValueError(
-                "--allocation sensitivity needs --table FILE, which `sparsekit sensitivity MODEL --out FILE` writes"
-            )
-        if not path.is_file():
-            raise InvalidValueError(f"there is no table {str(path)!r}; `sparsekit sensitivity MODEL --out {path}` writes it")
-        try:
-            found = json.loads(path.read_text(encoding="utf-8"))["table"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise InvalidValueError(f"{path} is no table of `sparsekit sensitivity`: {error}") from error
-        return Sensitivity(budget, {name: tuple(map(tuple, pairs)) for name, pairs in found.items()})
 
     def criterion(self) -> Any:
         """The criterion, with the data if it reads any."""
@@ -278,6 +261,24 @@ class Job:
         text = json.dumps({**pruned.report.to_dict(), "files": found}, indent=1)
         files["report"].write_text(text, encoding="utf-8")  # last: where it is, the run is finished
         return found
+
+
+def _sensitivity(budget: Any, table: str) -> Any:
+    from sparsekit.allocation.sensitivity import Sensitivity
+
+    if not table:
+        raise InvalidValueError(
+            "--allocation sensitivity needs its table: pass sensitivity=FILE, which `sparsekit sensitivity MODEL --out FILE`"
+            " writes"
+        )
+    path = Path(table)
+    if not path.is_file():
+        raise InvalidValueError(f"there is no table {table!r}; `sparsekit sensitivity MODEL --out {path}` writes it")
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))["table"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise InvalidValueError(f"{path} is no table of `sparsekit sensitivity`: {error}") from error
+    return Sensitivity(budget, {name: tuple(map(tuple, pairs)) for name, pairs in found.items()})
 
 
 def _told(score: float | None) -> str:

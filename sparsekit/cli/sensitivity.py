@@ -45,8 +45,8 @@ sensitivity = typer.Typer(add_completion=False, pretty_exceptions_enable=False, 
     epilog="Examples:\n\n"
     "$ sparsekit sensitivity cnn\n\n"
     "$ sparsekit sensitivity nets.py:make --checkpoint dense.pt --data nets.py:loaders --out sensitivity.json\n\n"
-    "$ sparsekit prune nets.py:make --checkpoint dense.pt --budget flops=50% --allocation sensitivity"
-    " --table sensitivity.json --out small",
+    "$ sparsekit prune nets.py:make --checkpoint dense.pt --budget flops=50% --allocation"
+    " sensitivity=sensitivity.json --out small",
 )
 def _sensitivity(
     model: ModelArgument,

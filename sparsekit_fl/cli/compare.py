@@ -36,11 +36,12 @@ _AXES = "What is compared"
 def _compare(
     *,
     methods: Annotated[
-        list[str],
+        list[str] | None,
         typer.Argument(
             help="Methods by name, or package.module:function; 'NAME PATH=VALUE …' with other options; `all` for every one."
+            " Or --config FILE names them."
         ),
-    ],
+    ] = None,
     seeds: Annotated[int, typer.Option(help="Number of seeds: --seed, --seed + 1, …", rich_help_panel=_AXES)] = 3,
     target: Annotated[
         float | None,
@@ -74,6 +75,8 @@ def _compare(
     from sparsekit_fl.report.tables import show
     from sparsekit_fl.results.extra import need
 
+    if not methods:
+        raise InvalidValueError("METHODS are missing; name them, as in `sparsekit compare fedlps fedavg`")
     check_target(target)
     need("pandas")  # before hours of training, and not behind them
     made = _distinct(methods)
@@ -140,7 +143,7 @@ def _grid(
 
     if seeds < 1:
         raise InvalidValueError(f"--seeds must be an integer >= 1, got {seeds}")
-    levels = _listed(heterogeneity, "--heterogeneity", str)
+    levels = _listed(heterogeneity, "--heterogeneity", str) if heterogeneity else [options.heterogeneity]
     for level in levels:
         if level is not None and level not in HETEROGENEITY:
             raise InvalidValueError(f"--heterogeneity must be one of {', '.join(HETEROGENEITY)}, got {level!r}")
@@ -155,14 +158,14 @@ def _grid(
     return [
         options.replaced(heterogeneity=level, lack_classes=lack, seed=seed, workers=workers, eval_every=every, out=None)
         for level in levels
-        for lack in _listed(lack_classes, "--lack-classes", int)
+        for lack in (_listed(lack_classes, "--lack-classes", int) if lack_classes else [options.lack_classes])
         for seed in range(first, first + seeds)
     ]
 
 
-def _listed(texts: Sequence[str] | None, flag: str, read: Callable[[str], Value]) -> list[Value | None]:
-    """Split an option that may be repeated and may hold commas; [None] where it was not given."""
-    parts = [part.strip() for text in texts or [] for part in text.split(",")]
+def _listed(texts: Sequence[str], flag: str, read: Callable[[str], Value]) -> list[Value]:
+    """Split an option that may be repeated and may hold commas."""
+    parts = [part.strip() for text in texts for part in text.split(",")]
     try:
         values = [read(part) for part in parts]
     except ValueError:
@@ -171,7 +174,7 @@ def _listed(texts: Sequence[str] | None, flag: str, read: Callable[[str], Value]
         ) from None
     if len(set(values)) < len(values):
         raise InvalidValueError(f"{flag} has a value twice: {','.join(parts)}")
-    return list(values) or [None]
+    return values
 
 
 def _folder(name: str, options: RunOptions) -> str:
@@ -216,8 +219,8 @@ def _where(out: Path | None, *, drawn: bool) -> str:
 
 
 compare = command_app(
-    # Finished and half-finished runs are found by themselves; the two levels may be lists here.
-    takes_options(_compare, without=("resume", "config", "heterogeneity", "lack_classes", "init", "central_test")),
+    # Finished and half-finished runs are found by themselves.
+    takes_options(_compare, without=("resume", "init", "central_test"), hidden=("deterministic",)),
     examples=(
         "sparsekit compare fedlps fedavg local --seeds 3",
         "sparsekit compare all --preset mnist --data-dir data --out runs/mnist",
@@ -225,5 +228,6 @@ compare = command_app(
         "sparsekit compare fedlps@p-ucbv fedlps@e-ucb fedlps@split-ucbv --out runs/bandits",
         "sparsekit compare fedavg 'fedprox local.proximal=0.1' 'fedprox local.proximal=1'",
         "sparsekit compare fedlps fedper --preset mnist --lack-classes 2,4,6,8 --jobs 2 --out runs/classes",
+        "sparsekit compare fedlps fedavg --config protocol.toml --out runs/protocol",
     ),
 )

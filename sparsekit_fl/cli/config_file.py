@@ -6,22 +6,37 @@ import json
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from sparsekit.errors import InvalidValueError, UnknownNameError, nearest
-from sparsekit_fl.options.values import parse_value, read_settings, takes_none
+from sparsekit_fl.options.values import parse_value, takes_none
 
-__all__ = ["Known", "by_path", "completed", "with_set", "written"]
+__all__ = ["MOMENTARY", "File", "Known", "by_path", "read_file", "written"]
 
-# Those of one command line, which a file neither gives nor keeps.
-_MOMENTARY = ("config", "resume", "accept_code", "json", "quiet")
+MOMENTARY = ("config", "resume", "accept_code", "json", "quiet")
+"""The options of one command line, which a file neither gives nor keeps."""
+
 _TABLES = ("training", "set")
-_PATHS = ("data_dir", "out", "init")
 
 Known = Mapping[str, tuple[str, Any]]
+"""Path → name and annotation of the options of a run; the name of an option with a flag stands for its path."""
 
 
-def by_path(texts: Mapping[str, str], known: Known) -> tuple[dict[str, Any], list[str], dict[str, str]]:
+class File(NamedTuple):
+    """What a file says.
+
+    Args:
+        methods: The methods that it names.
+        given: Option → value; None where it says "none".
+        rest: Path → value of the options of the partition and of the method.
+    """
+
+    methods: list[str]
+    given: dict[str, Any]
+    rest: dict[str, str]
+
+
+def by_path(texts: Mapping[str, str], known: Known) -> tuple[dict[str, Any], dict[str, str]]:
     """Tell the options of a run from those of its partition and its method.
 
     Args:
@@ -29,14 +44,13 @@ def by_path(texts: Mapping[str, str], known: Known) -> tuple[dict[str, Any], lis
         known: Path → name and annotation of the options of a run.
 
     Returns:
-        Name → value of those of the run; names of those that were given as none; path → value of the others.
+        Option → value of those of the run, None for those that were given as none; path → value of the others.
 
     Raises:
         InvalidValueError: a value that the annotation does not allow, or an option that is named twice.
         UnknownNameError: training has no such option.
     """
-    values: dict[str, Any] = {}
-    unset: list[str] = []
+    given: dict[str, Any] = {}
     rest: dict[str, str] = {}
     for path, text in texts.items():
         if path not in known:
@@ -45,51 +59,19 @@ def by_path(texts: Mapping[str, str], known: Known) -> tuple[dict[str, Any], lis
             rest[path] = text
             continue
         name, hint = known[path]
-        if name in values or name in unset:
+        if name in given:
             raise InvalidValueError(f"--set names {path} twice; give it once")
-        value = parse_value(hint, text, name=path)
-        if value is None:
-            unset.append(name)
-        else:
-            values[name] = value
-    return values, unset, rest
+        given[name] = parse_value(hint, text, name=path)
+    return given, rest
 
 
-def with_set(given: Mapping[str, Any], known: Known) -> dict[str, Any]:
-    """Give the options of a run that stand in `set` their places; what is left there is of the partition or of the method.
+def read_file(path: Path, known: Known) -> File:
+    """Read options from a file.
 
     Args:
-        given: Option → value of the command line; None where it was not given.
-        known: Path → name and annotation of the options of a run.
-
-    Raises:
-        InvalidValueError: an option was given twice, or a value is not allowed.
-    """
-    values, unset, rest = by_path(read_settings(given.get("set") or ()), known)
-    for name in (*values, *unset):
-        if _is_given(name, given):
-            raise InvalidValueError(f"--{name.replace('_', '-')} and --set both say {name}; leave one of them out")
-    left = tuple(f"{path}={text}" for path, text in rest.items())
-    return {**given, **values, "set": left or None, "unset": tuple(unset) or None}
-
-
-def _is_given(name: str, given: Mapping[str, Any]) -> bool:
-    """Whether the command line says something; zero was given, although it is equal to False."""
-    value = given.get(name)
-    return value is not None and not (value is False and name in _MOMENTARY)
-
-
-def completed(given: Mapping[str, Any], path: Path, known: Known) -> tuple[str | None, dict[str, Any]]:
-    """Fill in from a file what the command line does not say.
-
-    Args:
-        given: Option → value of the command line, as `with_set` returns it.
         path: A TOML file: `method` and the options by their names with underscores or hyphens, those of training also in a
             table `[training]`, and any by path in a table `[set]`, or in tables of their own there; "none" is none.
         known: Path → name and annotation of the options of a run.
-
-    Returns:
-        The method that the file names, if any, and the options.
 
     Raises:
         InvalidValueError: the file cannot be read, is not TOML, or has a value of the wrong kind.
@@ -103,31 +85,26 @@ def completed(given: Mapping[str, Any], path: Path, known: Known) -> tuple[str |
         raise InvalidValueError(f"--config {path} cannot be read: {error}") from error
     except tomllib.TOMLDecodeError as error:
         raise InvalidValueError(f"--config {path} is not TOML: {error}") from error
-    raw = {name.replace("-", "_"): value for name, value in raw.items()}
+    raw = _plain_names(raw)
     for table in _TABLES:
         if not isinstance(raw.get(table, {}), dict):
             raise InvalidValueError(f"{table} in {path} must be a table, as in [{table}], got {raw[table]!r}")
-    own = _flat(raw.pop("set", {}))
-    raw = {**{name.replace("-", "_"): value for name, value in raw.pop("training", {}).items()}, **raw}
-    method = raw.pop("method", None)
-    if method is not None and not isinstance(method, str):
-        raise InvalidValueError(f"method in {path} must be text, got {method!r}")
-    hints = {name: hint for name, hint in known.values() if name not in _MOMENTARY}
+    paths = _flat(raw.pop("set", {}))
+    raw = {**_plain_names(raw.pop("training", {})), **raw}
+    methods = raw.pop("methods", None) or [one for one in [raw.pop("method", None)] if one is not None]
+    if not isinstance(methods, list) or not all(isinstance(one, str) for one in methods):
+        raise InvalidValueError(f"method in {path} must be text, and methods a list of texts, got {methods!r}")
+    hints = {name: hint for name, hint in known.values() if name not in MOMENTARY}
     for name in raw:
         if name not in hints:
             raise UnknownNameError(f"unknown option {name!r} in {path}; {nearest(name, [*hints, 'method', *_TABLES])}")
-    raw |= {known[place][0]: own.pop(place) for place in list(own) if place in known}
-    values, unset = dict(given), list(given.get("unset") or ())
-    for name, value in raw.items():
-        if _is_given(name, given) or name in (given.get("unset") or ()):
-            continue
-        if value == "none" and takes_none(hints.get(name)):
-            unset.append(name)
-        else:
-            values[name] = _value(name, value)
-    said = {text.partition("=")[0] for text in values.get("set") or ()}
-    more = [f"{path}={_text(value)}" for path, value in own.items() if path not in said]
-    return method, {**values, "set": (*(values.get("set") or ()), *more) or None, "unset": tuple(unset) or None}
+    raw |= {known[place][0]: paths.pop(place) for place in list(paths) if place in known}
+    given = {name: None if value == "none" and takes_none(hints[name]) else _value(name, value) for name, value in raw.items()}
+    return File(methods, given, {place: _text(value) for place, value in paths.items()})
+
+
+def _plain_names(table: Mapping[str, Any]) -> dict[str, Any]:
+    return {name.replace("-", "_"): value for name, value in table.items()}
 
 
 def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -141,7 +118,7 @@ def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def _value(name: str, value: Any) -> Any:
     if isinstance(value, list):
         return tuple(value)
-    return Path(value) if name in _PATHS and isinstance(value, str) else value
+    return Path(value) if name in ("data_dir", "out", "init") and isinstance(value, str) else value
 
 
 def _text(value: Any) -> str:
@@ -151,17 +128,16 @@ def _text(value: Any) -> str:
 
 
 def written(method: str, given: Mapping[str, Any]) -> str:
-    """The options of a run as a TOML file that `completed` reads.
+    """The options of a run as a TOML file that `read_file` reads.
 
     Args:
         method: As the user wrote it.
-        given: Option → value; None is left out, as it was not given.
+        given: Option → value; None was given as none.
     """
     lines = [f"method = {_toml(method)}"]
     for name, value in given.items():
-        if name not in (*_MOMENTARY, "set", "out", "unset") and value is not None:
-            lines.append(f"{name} = {_toml(value)}")
-    lines += [f'{name} = "none"' for name in given.get("unset") or ()]
+        if name not in (*MOMENTARY, "set", "out"):
+            lines.append(f"{name} = {_toml('none' if value is None else value)}")
     if given.get("set"):
         lines += ["", "[set]"]
         for text in given["set"]:

@@ -17,7 +17,6 @@ from sparsekit.errors import InvalidValueError, MissingDependencyError, install_
 from sparsekit_fl.cli.options import MOST_WORKERS, RunOptions
 from sparsekit_fl.options.config import HETEROGENEITY, RunConfig, TrainingConfig
 from sparsekit_fl.options.devices import devices
-from sparsekit_fl.options.schema import options as options_of
 
 if TYPE_CHECKING:
     from sparsekit_fl.engines.base import Engine
@@ -139,7 +138,7 @@ def _as_flags(partition: Collection[str] = ()) -> Iterator[None]:
         raise type(error)(re.sub(pattern, lambda found: called[found[0]], str(error))) from error
 
 
-_LONG = [name for name in options_of(RunOptions) if "_" in name]
+_LONG = [name for name in RunOptions.table if "_" in name]
 
 
 def _name_of(problem: Problem) -> str:
@@ -156,7 +155,7 @@ def _config(options: RunOptions, preset: Preset, clients: int, *, keep: bool = F
         clients: Number of clients.
         keep: The clients have capabilities of their own, which stay unless levels were asked for.
     """
-    given = options.given(TrainingConfig, RunConfig)
+    given = options.given_of(TrainingConfig, RunConfig)
     if options.heterogeneity == "own" or (keep and options.heterogeneity is None):
         given = {"capability": "fixed", **given, "capability_levels": None}
     elif options.heterogeneity is not None:

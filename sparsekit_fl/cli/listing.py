@@ -18,8 +18,8 @@ from rich.table import Table
 from sparsekit.errors import UnknownNameError, nearest
 from sparsekit_fl.cli.options import RunOptions, command_app, known_options, path_of
 from sparsekit_fl.options.config import RunConfig, TrainingConfig
-from sparsekit_fl.options.schema import options as options_of
-from sparsekit_fl.options.schema import plain_type
+from sparsekit_fl.options.given import options as options_of
+from sparsekit_fl.options.given import plain_type
 
 if TYPE_CHECKING:
     from sparsekit.registry import Registry

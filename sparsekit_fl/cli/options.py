@@ -1,6 +1,6 @@
 """RunOptions: the options that every command shares which runs a method, and how they become a command line.
 
-An option that is not given is None: the preset of the data set decides it, and its number stands there alone.
+The preset of the data set decides an option that is not given, and its number stands there alone.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import ast
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_origin
@@ -18,10 +17,10 @@ from rich.markup import escape
 from typer.core import TyperCommand
 
 from sparsekit.errors import InvalidValueError
-from sparsekit_fl.cli.config_file import by_path, completed, with_set
+from sparsekit_fl.cli.config_file import MOMENTARY, Known, by_path, read_file
 from sparsekit_fl.options.checked import Choice, Count
 from sparsekit_fl.options.config import RunConfig, TrainingConfig
-from sparsekit_fl.options.schema import HOW, WHAT, Offer, Option, offers, options, plain_type, shown_help
+from sparsekit_fl.options.given import HOW, WHAT, Given, Option, options, plain_type, shown_help
 from sparsekit_fl.options.values import parse_value, read_settings
 
 if TYPE_CHECKING:
@@ -49,16 +48,12 @@ _PATHS = {
     "alpha": "partition.alpha", "classes_per_client": "partition.classes_per_client", "lack_classes": "partition.lack_classes",
     "bandit": "ratio.bandit", "sampling": "sampling",
 }  # fmt: skip
-# Those of one command line alone.
-_MOMENTARY = ("config", "set", "resume", "quiet", "json")
 
 Level = Literal["low", "median", "high", "own"]
 
 
-@dataclass(frozen=True, kw_only=True)
-@offers(TrainingConfig, RunConfig)
-class RunOptions(Offer):
-    """What the user gave, for every option of a run and for these; None where nothing was given."""
+class RunOptions(Given, offers=(TrainingConfig, RunConfig)):
+    """What the user gave, of the options of a run and of these."""
 
     preset: Annotated[
         str | None, Option("An experiment of the paper; see the defaults below.", WHAT, unset="that of the data set, or digits")
@@ -147,19 +142,12 @@ class RunOptions(Offer):
     quiet: Annotated[bool, Option("Show no progress on stderr.", HOW, short="-q")] = False
     json: Annotated[bool, Option("Print the result as JSON on stdout and nothing else.", HOW)] = False
 
-    unset: Annotated[tuple[str, ...] | None, Option("Options that were given as none, over what a preset says.")] = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
         if self.resume and self.out is None:
             raise InvalidValueError("--resume needs --out DIR, the folder of the run to go on with")
         if self.data_dir is not None and not self.data_dir.is_dir():
             raise InvalidValueError(f"--data-dir {self.data_dir} is not a folder; pass the folder that holds DATASET/")
-
-    def given(self, *kinds: type) -> dict[str, Any]:
-        """The values that were given for the options of some classes, by name; None where `none` was given."""
-        known = options(*kinds)
-        return super().given(*kinds) | {name: None for name in self.unset or () if name in known}
 
     def settings(self) -> dict[str, str]:
         """Path → value, of the options of the method."""
@@ -179,12 +167,8 @@ class RunOptions(Offer):
         Raises:
             InvalidValueError: a value that is not allowed.
         """
-        values, unset, rest = by_path(texts, known_options())
-        own = {**read_settings(self.set or ()), **rest}
-        return self.replaced(  # type: ignore[no-any-return]
-            **dict.fromkeys(unset), **values, set=tuple(f"{path}={value}" for path, value in own.items()) or None,
-            unset=tuple(sorted({*(self.unset or ()), *unset} - values.keys())) or None,
-        )  # fmt: skip
+        values, rest = by_path(texts, known_options())
+        return RunOptions(**{**self.given, **values, **_as_set(read_settings(self.set or ()) | rest)})
 
     def loggers(self) -> list[Callback]:
         """Return the loggers that were named, made.
@@ -212,6 +196,11 @@ class RunOptions(Offer):
         return "--" + name.replace("_", "-") if name in FRONT else path_of(name)
 
 
+def _as_set(texts: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
+    """The option `set` of path → value, where there are any."""
+    return {"set": tuple(f"{path}={text}" for path, text in texts.items())} if texts else {}
+
+
 def _literal(text: str, path: str) -> Any:
     try:
         return ast.literal_eval(text)
@@ -227,8 +216,8 @@ def path_of(name: str) -> str:
 @cache
 def known_options() -> Mapping[str, tuple[str, Any]]:
     """Path → name and annotation of the options of a run; the name of a flag stands for its path."""
-    hints = {name: choice.hint for name, (choice, _) in options(RunOptions).items() if name not in _MOMENTARY}
-    hints |= {name: choice.hint for name, (choice, _) in options(TrainingConfig, RunConfig).items()}
+    momentary = {*MOMENTARY, "set"} - {"accept_code"}
+    hints = {name: choice.hint for name, choice in RunOptions.table.items() if name not in momentary}
     return {
         path: (name, hint)
         for name, hint in hints.items()
@@ -254,18 +243,11 @@ def takes_options(
     own = inspect.signature(command, eval_str=True).parameters
     known = {path: (name, hint) for path, (name, hint) in known_options().items() if name not in without}
 
-    def spread(**given: Any) -> None:
-        rest = {name: value for name, value in given.items() if name not in names}
-        mine = {name: tuple(given[name]) if isinstance(given[name], list) else given[name] for name in names}
-        mine = with_set(mine, known)
-        file = mine.get("config") or _file_of(mine)
-        if file is not None:
-            method, mine = completed(mine, file, known)
-            if "method" in own:
-                rest["method"] = rest.get("method") or method
-            elif method not in (None, command.__name__.strip("_")):
-                raise InvalidValueError(f"{file} is for method {method!r}; use `sparsekit run` for it")
-        command(**rest, options=RunOptions(**mine))
+    def spread(**typed: Any) -> None:
+        rest = {name: value for name, value in typed.items() if name in own}
+        mine = {name: value for name, value in typed.items() if name not in own}
+        options = _filled(mine, rest, known, command.__name__.strip("_"))
+        command(**rest, options=options)
 
     kept = [parameter.replace(kind=parameter.KEYWORD_ONLY) for name, parameter in own.items() if name != "options"]
     added = [_parameter(name, *offered[name]) for name in names if name not in own]
@@ -274,6 +256,38 @@ def takes_options(
     spread.__doc__ = command.__doc__
     spread.__name__ = command.__name__
     return spread
+
+
+def _filled(typed: Mapping[str, Any], own: dict[str, Any], known: Known, command: str) -> RunOptions:
+    """Return all options that were given: those that were typed, and under them those of the file.
+
+    Args:
+        typed: Option → value of the flags; None, or False of a flag that only a command line has, where it was not typed.
+        own: The command's own parameters, which get the methods that the file names.
+        known: Path → name and annotation of the options of a run.
+        command: Name of the command.
+
+    Raises:
+        InvalidValueError: an option was given twice, or a value is not allowed.
+    """
+    said = {name: value for name, value in typed.items() if value is not None and not (value is False and name in MOMENTARY)}
+    given: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in said.items()}
+    texts: tuple[str, ...] = given.pop("set", ())
+    by_set, rest = by_path(read_settings(texts), known)
+    for name in given.keys() & by_set.keys():
+        raise InvalidValueError(f"--{name.replace('_', '-')} and --set both say {name}; leave one of them out")
+    given |= by_set
+    path: Path | None = given.get("config") or _file_of(given)
+    if path is not None:
+        file = read_file(path, known)
+        given, rest = file.given | given, file.rest | rest
+        if "methods" in own:
+            own["methods"] = own["methods"] or file.methods
+        elif "method" in own and len(file.methods) < 2:
+            own["method"] = own["method"] or next(iter(file.methods), None)
+        elif file.methods not in ([], [command]):
+            raise InvalidValueError(f"{path} is for method {file.methods[0]!r}; use `sparsekit run` or `compare` for it")
+    return RunOptions(**given, **_as_set(rest))
 
 
 def _file_of(given: Mapping[str, Any]) -> Path | None:
@@ -289,15 +303,13 @@ def _parameter(name: str, choice: Choice, option: Option) -> inspect.Parameter:
     kind: Any = plain_type(choice.hint)
     kind = list[str] if get_origin(kind) is tuple else kind
     flag = RunOptions._called(name)
+    default = getattr(RunOptions, name)
     # A flag that a file may set can be taken back.
-    flags = ([flag] if choice.default is False else [f"{flag}/--no-{flag[2:]}"]) if kind is bool else []
+    flags = ([flag] if default is False else [f"{flag}/--no-{flag[2:]}"]) if kind is bool else []
     short = [option.short] if option.short else []
-    about = typer.Option(*flags, *short, help=shown_help(option, _DEFAULTS.get(name)), rich_help_panel=option.panel)
-    annotation: Any = Annotated[kind if choice.default is False else kind | None, about]
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=choice.default, annotation=annotation)
-
-
-_DEFAULTS = {name: choice.default for name, (choice, _) in options(TrainingConfig, RunConfig).items()}
+    about = typer.Option(*flags, *short, help=shown_help(option, choice.default), rich_help_panel=option.panel)
+    annotation: Any = Annotated[kind if default is False else kind | None, about]
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
 class _Command(TyperCommand):

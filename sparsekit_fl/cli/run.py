@@ -40,7 +40,7 @@ def _run(method_name: str, options: RunOptions) -> None:
 
         def on_run_start(self, run: RunView) -> None:
             if run.out is not None:
-                text = written(method_name, {**options.values(), "seed": run.config.seed})
+                text = written(method_name, {**options.given, "seed": run.config.seed})
                 write_atomically(run.out / "run.toml", text.encode(), private=run.config.dp_noise_seed is not None)
 
     central = [] if experiment.test is None else [CentralTest(experiment.problem, experiment.test)]

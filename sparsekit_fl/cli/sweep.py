@@ -116,7 +116,7 @@ def _sweep(
         chosen = {"best": found.best(), "recommended": found.recommended()}
         for name, trial in chosen.items():
             if trial is not None and out is not None and not (name == "recommended" and trial == chosen["best"]):
-                text = written(method, plan.with_values(found.texts(trial)).values())
+                text = written(method, plan.with_values(found.texts(trial)).given)
                 write_atomically(out / f"{name}.toml", text.encode(), private=options.dp_noise_seed is not None)
 
         def how(trial: FrozenTrial) -> str:
@@ -131,8 +131,7 @@ def _sweep(
 def _settings_of(options: RunOptions) -> dict[str, str]:
     """What was given and must be equal for a sweep to go on; zero is a value like any other."""
     momentary = ("out", "quiet", "json", "workers", "resume", "config", "log", "accept_code")
-    given = {name: value for name, value in options.values().items() if name not in momentary}
-    return {name: str(value) for name, value in given.items() if value is not None and value is not False}
+    return {name: str(value) for name, value in options.given.items() if name not in momentary}
 
 
 def _folder(out: Path, number: int) -> Path:
@@ -181,7 +180,7 @@ class _Plan:
                 options = self.with_values({axis.name: end})
                 make_method(self.method, settings=options.settings())
                 preset = preset_for(preset=options.preset, dataset=options.dataset)
-                config = preset.config(options.given(TrainingConfig, RunConfig), options.clients or preset.clients)
+                config = preset.config(options.given_of(TrainingConfig, RunConfig), options.clients or preset.clients)
                 rounds = max(rounds, config.rounds)
         return rounds
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import tomllib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -16,7 +14,8 @@ from sparsekit_fl.methods.make import make_method
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.options.checked import Count, NonNegative
 from sparsekit_fl.options.config import RunConfig, TrainingConfig
-from sparsekit_fl.options.schema import Offer, Option, offers
+from sparsekit_fl.options.given import Given, Option
+from sparsekit_fl.options.values import parse_value
 from sparsekit_fl.paper.presets import preset_for
 from sparsekit_fl.problem.clients import Client, ClientData
 from sparsekit_fl.problem.problem import Problem
@@ -24,13 +23,11 @@ from sparsekit_fl.problem.problem import Problem
 _MANY = 10**6
 
 
-@dataclass(frozen=True, kw_only=True)
-@offers(TrainingConfig, RunConfig, without=("device", "capability", "dp_noise_seed"), zeros=True)
-class Plan(Offer):
+class Plan(Given, offers=(TrainingConfig, RunConfig), without=("device", "capability", "dp_noise_seed")):
     """The options of a deployed run: those of `RunConfig` and `TrainingConfig`, and these.
 
-    Empty text and zero stand for "as the preset says". The seed of the noise is no option here, as every node gets the options:
-    the server draws it.
+    In Flower's run configuration, which has no none, empty text stands for what was not given. The seed of the noise is no
+    option here, as every node gets the options: the server draws it.
 
     Raises:
         InvalidValueError: a value that is not allowed.
@@ -68,8 +65,8 @@ class Plan(Offer):
         ),
     ] = ""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
         if self.resume and not self.out:
             raise InvalidValueError("resume needs out, the folder of the run to go on with")
 
@@ -85,15 +82,20 @@ class Plan(Offer):
             UnknownNameError: a key that is no option.
             InvalidValueError: a value that is not allowed.
         """
-        known = {field.name.replace("_", "-") for field in dataclasses.fields(Plan)}
-        for name in run_config:
-            if name not in known:
-                raise UnknownNameError(f"unknown option {name!r} in the run configuration; {nearest(name, known)}")
-        return Plan(**{name.replace("-", "_"): value for name, value in run_config.items()})
+        known = {name.replace("_", "-"): choice for name, choice in Plan.table.items()}
+        given = {}
+        for key, value in run_config.items():
+            if key not in known:
+                raise UnknownNameError(f"unknown option {key!r} in the run configuration; {nearest(key, known)}")
+            name = known[key].name
+            if value not in ("", getattr(Plan, name)):
+                given[name] = parse_value(known[key].hint, value, name=key) if isinstance(value, str) else value
+        return Plan(**given)
 
     def to_run_config(self) -> dict[str, bool | int | float | str]:
         """The inverse of `of`."""
-        return {field.name.replace("_", "-"): getattr(self, field.name) for field in dataclasses.fields(self)}
+        values = {name: getattr(self, name) for name in self.table}
+        return {name.replace("_", "-"): "" if value is None else value for name, value in values.items()}
 
     def make_method(self) -> Method:
         """The method."""
@@ -115,7 +117,7 @@ class Plan(Offer):
         if not self.problem:
             folder = data_dir or self.data_dir or None
             return build_problem(
-                preset_for(preset=self.preset), data_dir=None if folder is None else Path(folder), seed=self.seed
+                preset_for(preset=self.preset), data_dir=None if folder is None else Path(folder), seed=self.seed or 0
             )
         factory = load_object(self.problem)
         problem = factory() if callable(factory) else factory
@@ -129,7 +131,7 @@ class Plan(Offer):
         Args:
             clients: Number of all clients; None where it is not known, as on a node, whose own are only some of them.
         """
-        given = self.given(TrainingConfig, RunConfig)
+        given = self.given_of(TrainingConfig, RunConfig)
         if self.problem:
             # A user's clients have capabilities of their own.
             given |= {"capability": "fixed", "capability_levels": None}

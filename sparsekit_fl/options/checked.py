@@ -19,10 +19,10 @@ import dataclasses
 import inspect
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass
 from functools import cache, cached_property
 from types import NoneType, SimpleNamespace, UnionType
-from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
@@ -96,20 +96,12 @@ class Checked:
         InvalidValueError: a value outside of what its annotation allows.
     """
 
-    _names_none: ClassVar[bool] = True
-    """Whether messages name None where it is allowed."""
-
     def __post_init__(self) -> None:
         kind: Any = type(self)
         for choice in choices(kind):
             value = getattr(self, choice.name)
             if not choice.is_default(value):
-                choice.check(value, name=self._called(choice.name), names_none=self._names_none)
-
-    @classmethod
-    def _called(cls, name: str) -> str:
-        """The name of a field in messages."""
-        return name
+                choice.check(value)
 
 
 @dataclass(frozen=True, eq=False)
@@ -163,13 +155,13 @@ class Choice:
 
 @cache
 def choices(kind: type) -> tuple[Choice, ...]:
-    """The checked fields of a dataclass, in its order."""
-    found = []
-    for field in dataclasses.fields(kind):
-        hint = annotation_of(kind, field.name)
-        if any(True for _ in _notes(hint)):
-            found.append(Choice(field.name, hint, field.default))
-    return tuple(found)
+    """The checked fields of a dataclass, or of a class that only declares them, in its order."""
+    if dataclasses.is_dataclass(kind):
+        fields = {field.name: field.default for field in dataclasses.fields(kind)}
+    else:
+        fields = {name: vars(kind).get(name, MISSING) for name in inspect.get_annotations(kind)}
+    hints = {name: annotation_of(kind, name) for name in fields}
+    return tuple(Choice(name, hints[name], fields[name]) for name in fields if any(True for _ in _notes(hints[name])))
 
 
 def annotation_of(kind: type, name: str) -> Any:

@@ -13,9 +13,9 @@ from pydantic import Field
 
 from sparsekit.errors import InvalidValueError, UnknownNameError, nearest
 from sparsekit_fl.options.checked import Checked, Count, Fraction, Hint, NonNegative, NonNegativeCount, Positive, Share, choices
+from sparsekit_fl.options.given import HOW, SAFE, SERVER, TRAIN, WHAT, Option
 from sparsekit_fl.options.optimizers import optimizer_defaults
 from sparsekit_fl.options.schedule import Schedule, factor
-from sparsekit_fl.options.schema import HOW, SAFE, SERVER, TRAIN, WHAT, Option
 
 __all__ = [
     "HETEROGENEITY",

@@ -8,17 +8,19 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
+from pydantic import Field, TypeAdapter, ValidationError
+
 from sparsekit.errors import InvalidValueError
 from sparsekit.registry import load_object
+from sparsekit_fl.options.checked import described, without_none
 
 __all__ = ["parse_value", "read_settings", "takes_none"]
 
-_NOTHING = ("none", "null")
-_WORDS = {"true": True, "yes": True, "false": False, "no": False}
+_PLAIN = (bool, int, float, str, Path)
 
 
 def parse_value(hint: Any, text: str, *, name: str) -> Any:
-    """Read a value; ranges are not checked here.
+    """Read a value, as pydantic reads text.
 
     Args:
         hint: The annotation: numbers, truth values, words, a `Literal`, tuples of these (separated by commas), None, unions.
@@ -26,22 +28,34 @@ def parse_value(hint: Any, text: str, *, name: str) -> Any:
         text: What was written.
         name: The option, for messages.
 
-    Returns:
-        The value of the first member of a union that fits.
-
     Raises:
         InvalidValueError: the text fits nothing; says what is allowed.
     """
     text = text.strip()
-    members = _members(hint)
-    if text.lower() in _NOTHING and NoneType in members:
+    if takes_none(hint) and text.lower() in ("none", "null"):
         return None
-    for kind in members:
-        try:
-            return _read(kind, text)
-        except ValueError:
-            continue
-    raise InvalidValueError(f"{name} must be {' or '.join(map(_allowed, members))}, got {text!r}")
+    kind: Any = int | float | bool | str if hint is None else without_none(hint)
+    members = _members(kind)
+    if not all(member in _PLAIN or get_origin(member) in (Literal, tuple) for member in members):
+        return _loaded(text, members, name, none=takes_none(hint))
+    given: Any = text
+    if any(get_origin(member) is tuple for member in members):
+        given = tuple(part.strip() for part in text.split(",") if part.strip())
+    if len(members) > 1:
+        kind = Annotated[kind, Field(union_mode="left_to_right")]
+    try:
+        return TypeAdapter(kind).validate_python(given)
+    except ValidationError:
+        raise InvalidValueError(f"{name} must be {described(hint)}, got {text!r}") from None
+
+
+def _loaded(text: str, members: Iterable[Any], name: str, *, none: bool) -> Any:
+    """An object that was named; a class is made with its defaults."""
+    if ":" not in text:
+        kinds = " or ".join(getattr(kind, "__name__", str(kind)) for kind in members)
+        raise InvalidValueError(f"{name} must be {'none or ' * none}package.module:object of a {kinds}, got {text!r}")
+    found = load_object(text)
+    return found() if isinstance(found, type) else found
 
 
 def takes_none(hint: Any) -> bool:
@@ -50,59 +64,9 @@ def takes_none(hint: Any) -> bool:
 
 
 def _members(hint: Any) -> list[Any]:
-    if hint is None:
-        return [bool, int, float, str]
     while get_origin(hint) is Annotated:
         hint = get_args(hint)[0]
-    if get_origin(hint) in (Union, UnionType):
-        return [member for part in get_args(hint) for member in _members(part)]
-    return [hint]
-
-
-def _read(kind: Any, text: str) -> Any:
-    """Raises ValueError where the text is none of this kind."""
-    if kind is NoneType:
-        raise ValueError(text)
-    if get_origin(kind) is Literal:
-        for allowed in get_args(kind):
-            if str(allowed) == text:
-                return allowed
-        raise ValueError(text)
-    if get_origin(kind) is tuple:
-        inner = get_args(kind)[0]
-        return tuple(_read_any(inner, part.strip()) for part in text.split(",") if part.strip())
-    if kind is bool:
-        if text.lower() not in _WORDS:
-            raise ValueError(text)
-        return _WORDS[text.lower()]
-    if kind in (str, Path):
-        return kind(text)
-    if kind in (int, float):
-        return kind(text)
-    if ":" not in text:
-        raise ValueError(text)
-    found = load_object(text)
-    return found() if isinstance(found, type) else found
-
-
-def _read_any(hint: Any, text: str) -> Any:
-    for kind in _members(hint):
-        try:
-            return _read(kind, text)
-        except ValueError:
-            continue
-    raise ValueError(text)
-
-
-def _allowed(kind: Any) -> str:
-    if kind is NoneType:
-        return "none"
-    if get_origin(kind) is Literal:
-        return " or ".join(map(str, get_args(kind)))
-    if get_origin(kind) is tuple:
-        return f"values separated by commas, each {_allowed(_members(get_args(kind)[0])[0])}"
-    words = {bool: "true or false", int: "an integer", float: "a number", str: "a word", Path: "a path"}
-    return words.get(kind, f"package.module:object of a {getattr(kind, '__name__', kind)}")
+    return [one for part in get_args(hint) for one in _members(part)] if get_origin(hint) in (Union, UnionType) else [hint]
 
 
 def read_settings(texts: Iterable[str]) -> dict[str, str]:

@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+import typer
 from safetensors.torch import save_file
 
 import sparsekit as sk
 from sparsekit.cli import main as cli
 from sparsekit.cli.model_source import load_checkpoint
+from sparsekit.cli.prune import prune
 from sparsekit.cli.prune_run import read_limits_option, read_multiples
 from sparsekit.errors import InvalidValueError
 
@@ -103,7 +105,7 @@ def test_a_dry_run_writes_nothing(nets: str, tmp_path: Path, capsys: pytest.Capt
 @pytest.mark.same_bits
 def test_data_score_repair_and_train_the_small_model(nets: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["prune", f"{nets}:make", "--budget", "flops=40%", "--data", f"{nets}:batches", "--batch-size", "8",
-                 "--criterion", "taylor", "--compensate", "--epochs", "2", "--distill", "0.5", "--out",
+                 "--criterion", "taylor", "--repair", "both", "--epochs", "2", "--distill", "0.5", "--out",
                  str(tmp_path / "a")]  # fmt: skip
     report = _json(capsys, *arguments)
     steps = ("of the dense model", "after the cut", "after compensation", "after recalibration", "after fine-tuning")
@@ -117,8 +119,8 @@ def test_data_score_repair_and_train_the_small_model(nets: str, tmp_path: Path, 
 @pytest.mark.parametrize("steps", [1, 2])
 @pytest.mark.parametrize("epochs", [0, 1])
 @pytest.mark.parametrize(("repair", "done"), [
-    ([], {"compensation", "recalibration"}), (["--compensate", "--no-recalibrate"], {"compensation"}),
-    (["--no-compensate"], {"recalibration"}), (["--no-compensate", "--no-recalibrate"], set()),
+    ([], {"compensation", "recalibration"}), (["--repair", "compensate"], {"compensation"}),
+    (["--repair", "recalibrate"], {"recalibration"}), (["--repair", "none"], set()),
 ])  # fmt: skip
 def test_every_step_is_repaired_as_asked_and_scored_at_each_stage(
     nets: str, steps: int, epochs: int, repair: list[str], done: set[str], capsys: pytest.CaptureFixture[str]
@@ -177,7 +179,9 @@ def test_a_run_that_was_cut_off_ends_as_if_it_had_not_been(
         (["--budget", "flops=50%", "--schedule", "linear", "--steps", "0"], "at least 1"),
         (["--budget", "flops=50%", "--device", "gpu"], "must name a device"),
         (["--budget", "flops=50%", "--resume"], "need --out"),
-        (["--budget", "flops=50%", "--allocation", "sensitivity"], "--table"),
+        (["--budget", "flops=50%", "--allocation", "sensitivity"], "sensitivity=FILE"),
+        (["--budget", "flops=50%", "--repair", "recalibrate"], "--repair needs data"),
+        (["--budget", "flops=50%", "--repair", "all"], "--repair must be one of both, compensate, recalibrate, none"),
         (["--budget", "flops=50%", "--checkpoint", "nowhere.pt"], "no checkpoint"),
         (["--budget", "flops=50%", "--data", "NETS:empty", "--criterion", "taylor"], "empty"),
         (["--budget", "flops=50%", "--data", "NETS:empty"], "empty"),
@@ -266,16 +270,7 @@ def test_sensitivity_makes_a_table_that_prune_takes(nets: str, tmp_path: Path, c
     assert set(found["table"]) == {"0", "3"}
     assert all(pairs[0][0] == 0.5 and pairs[0][1] > 0 for pairs in found["table"].values())
     report = _json(
-        capsys,
-        "prune",
-        f"{nets}:make",
-        "--budget",
-        "flops=50%",
-        "--allocation",
-        "sensitivity",
-        "--table",
-        str(table),
-        "--dry-run",
+        capsys, "prune", f"{nets}:make", "--budget", "flops=50%", "--allocation", f"sensitivity={table}", "--dry-run"
     )
     assert report["allocation"] == "Sensitivity"
     saved = json.loads(table.read_text())
@@ -321,8 +316,12 @@ def test_a_file_without_tensors_and_a_missing_table_are_refused_in_words(tmp_pat
     assert cli.execute(["prune", "cnn", "--budget", "flops=50%", "--checkpoint", str(tmp_path / "notes.pt")]) == 2
     assert "notes.pt cannot be read as weights" in capsys.readouterr().err
     missing = str(tmp_path / "none.json")
-    assert cli.execute(["prune", "cnn", "--budget", "flops=50%", "--allocation", "sensitivity", "--table", missing]) == 2
+    assert cli.execute(["prune", "cnn", "--budget", "flops=50%", "--allocation", f"sensitivity={missing}"]) == 2
     assert "there is no table" in capsys.readouterr().err
+
+
+def test_its_options_are_one_page() -> None:
+    assert len(typer.main.get_command(prune).params) <= 30
 
 
 def test_a_run_that_keeps_nothing_says_so(capsys):

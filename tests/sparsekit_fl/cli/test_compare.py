@@ -71,7 +71,7 @@ def test_without_the_extra_results_and_table_stay_and_it_is_named(
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["compare"], "Missing argument"),
+        (["compare"], "METHODS are missing"),
         (["compare", "fedavg", "fedavg"], "given twice"),
         (["compare", "fedavg", "fedavgg"], "did you mean 'fedavg'"),
         (["compare", "fedavg", "--seeds", "0"], "--seeds must be an integer >= 1"),
@@ -224,6 +224,22 @@ def test_bad_levels_are_one_sentence_and_code_2(arguments: list[str], says: str,
     captured = capsys.readouterr()
     assert captured.out == ""
     assert says in " ".join(captured.err.replace("│", " ").split())
+
+
+def test_a_file_names_methods_and_protocol_and_the_line_comes_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "protocol.toml"
+    file.write_text(
+        'methods = ["fedavg", "local"]\nrounds = 2\nclients = 4\ncohort = 2\nworkers = 1\nheterogeneity = "low"\nseed = 3\n'
+        "[training]\nlocal-epochs = 1\nlr = 0.5\n"
+    )
+    line = ["compare", "--config", str(file), "--seeds", "1", "--rounds", "1", "--quiet", "--json"]
+    assert execute(line) == 0
+    assert json.loads(capsys.readouterr().out)["methods"] == ["fedavg", "local"]
+    assert execute([*line, "fedprox", "--out", str(tmp_path / "out"), "--heterogeneity", "median"]) == 0
+    assert json.loads(capsys.readouterr().out)["methods"] == ["fedprox"]
+    config = json.loads((tmp_path / "out/fedprox-median-seed3/result.json").read_text())["config"]
+    assert (config["rounds"], config["cohort"], config["training"]["lr"]) == (1, 2, 0.5)
+    assert config["capability_levels"] == [1.0, 0.5, 0.25]
 
 
 def test_clients_are_scored_ten_times_unless_said_otherwise(capsys: pytest.CaptureFixture[str]) -> None:
