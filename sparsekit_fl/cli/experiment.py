@@ -7,7 +7,7 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,10 +19,13 @@ from sparsekit_fl.options.config import HETEROGENEITY, RunConfig, TrainingConfig
 from sparsekit_fl.options.devices import devices
 
 if TYPE_CHECKING:
+    from sparsekit_fl.callbacks.base import Callback
     from sparsekit_fl.engines.base import Engine
     from sparsekit_fl.experiment.preset import Preset
+    from sparsekit_fl.methods.method import Method
     from sparsekit_fl.problem.clients import Client
     from sparsekit_fl.problem.problem import Problem
+    from sparsekit_fl.results.records import RunResult
 
 __all__ = ["Experiment", "cores"]
 
@@ -53,6 +56,31 @@ class Experiment:
         from sparsekit_fl.server.fingerprint import fingerprint_of
 
         return fingerprint_of(self.clients)
+
+    def run(self, method: Method, options: RunOptions, callbacks: Sequence[Callback], *, resume: bool) -> RunResult:
+        """Run a method in the folder that the options name.
+
+        Args:
+            method: As made.
+            options: Those that this was made of.
+            callbacks: What happens beside the run.
+            resume: Go on with what is in the folder.
+        """
+        from sparsekit_fl.server.loop import run
+
+        return run(
+            method,
+            self.problem,
+            self.clients,
+            self.config,
+            engine=self.engine,
+            callbacks=callbacks,
+            out=options.out,
+            resume=resume,
+            accept_code=options.accept_code,
+            experiment=self.described,
+            init=options.init,
+        )
 
     @staticmethod
     def of(options: RunOptions) -> Experiment:

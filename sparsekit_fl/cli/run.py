@@ -23,7 +23,6 @@ def _run(method_name: str, options: RunOptions) -> None:
     from sparsekit_fl.callbacks.progress import LiveProgress
     from sparsekit_fl.errors import ClientError, RunInterrupted, StorageError, WorkerDiedError
     from sparsekit_fl.methods.make import make_method
-    from sparsekit_fl.server.loop import run as run_rounds
     from sparsekit_fl.state.storage import write_atomically
 
     method = make_method(method_name, settings=options.settings())
@@ -46,19 +45,7 @@ def _run(method_name: str, options: RunOptions) -> None:
     central = [] if experiment.test is None else [CentralTest(experiment.problem, experiment.test)]
     with LiveProgress(quiet=options.quiet or options.json) as progress:
         try:
-            result = run_rounds(
-                method,
-                experiment.problem,
-                experiment.clients,
-                experiment.config,
-                engine=experiment.engine,
-                callbacks=[progress, Written(), *loggers, *central],
-                out=options.out,
-                resume=options.resume,
-                accept_code=options.accept_code,
-                experiment=experiment.described,
-                init=options.init,
-            )
+            result = experiment.run(method, options, [progress, Written(), *loggers, *central], resume=options.resume)
         except RunInterrupted as error:
             typer.echo(str(error), err=True)
             raise typer.Exit(INTERRUPTED) from None

@@ -231,7 +231,6 @@ def _run_one(connection: Connection, plan: _Plan, values: Mapping[str, str], fol
     from sparsekit_fl.methods.make import make_method
     from sparsekit_fl.processes import end_with_parent
     from sparsekit_fl.server.checkpoint import holds_run
-    from sparsekit_fl.server.loop import run
 
     # Those of the process that this one was forked from only take note.
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -252,11 +251,9 @@ def _run_one(connection: Connection, plan: _Plan, values: Mapping[str, str], fol
             options = plan.with_values(values).replaced(out=folder)
             experiment = Experiment.of(options)
             method = make_method(plan.method, settings=options.settings())
-            result = run(
-                method, experiment.problem, experiment.clients, experiment.config, engine=experiment.engine,
-                callbacks=[Scores(), *options.loggers()], out=folder, resume=folder is not None and holds_run(folder),
-                accept_code=options.accept_code, experiment=experiment.described, init=options.init,
-            )  # fmt: skip
+            result = experiment.run(
+                method, options, [Scores(), *options.loggers()], resume=folder is not None and holds_run(folder)
+            )
             connection.send(Ended(score_of(result.rounds[-1], plan.metric), "the last round was not scored"))
         except (RunInterrupted, KeyboardInterrupt):
             connection.send(_INTERRUPTED)

@@ -23,7 +23,6 @@ from sparsekit_fl.report.trials import TRIAL_FILE, Trial
 from sparsekit_fl.results.read import read_result
 from sparsekit_fl.server.checkpoint import differences, holds_run
 from sparsekit_fl.server.fingerprint import check_fingerprint
-from sparsekit_fl.server.loop import run
 from sparsekit_fl.state.storage import write_atomically
 
 __all__ = ["Task", "TrialPlan", "failed_trial", "run_here", "run_trial", "tasks"]
@@ -146,18 +145,8 @@ def run_trial(task: Task, callbacks: Sequence[Callback]) -> Trial:
     """Run one trial in this process, from its last checkpoint on."""
     plan, experiment = task.plan, _experiment(task.plan.options)
     _record(plan, task.described, None)
-    result = run(
-        make_method(plan.method),
-        experiment.problem,
-        experiment.clients,
-        experiment.config,
-        engine=experiment.engine,
-        callbacks=[*plan.options.replaced(out=plan.folder).loggers(), *callbacks],
-        out=plan.folder,
-        resume=task.resume,
-        accept_code=plan.options.accept_code,
-        experiment=experiment.described,
-    )
+    options = plan.options.replaced(out=plan.folder)
+    result = experiment.run(make_method(plan.method), options, [*options.loggers(), *callbacks], resume=task.resume)
     if plan.folder is not None:
         (plan.folder / TRIAL_FILE).unlink(missing_ok=True)
     return Trial.of(result.to_dict())
