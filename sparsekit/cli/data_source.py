@@ -53,7 +53,7 @@ class _Moved:
 
 
 def load_data(text: str, *, data_dir: Path | None, batch_size: int, seed: int, device: torch.device) -> Data:
-    """Load the data that `--data` names.
+    """Load the data that `--dataset` names.
 
     Args:
         text: A name, or `package.module:loader`, or `path/to/file.py:loader`.
@@ -74,14 +74,14 @@ def load_data(text: str, *, data_dir: Path | None, batch_size: int, seed: int, d
         offered = {"data_dir": data_dir, "batch_size": batch_size, "seed": seed}
         takes = inspect.signature(found).parameters
         load = functools.partial(found, **{name: value for name, value in offered.items() if name in takes})
-        found = ran(f"--data {text}", load, advice="a loader takes no argument but data_dir, batch_size and seed")
+        found = ran(f"--dataset {text}", load, advice="a loader takes no argument but data_dir, batch_size and seed")
     pair = isinstance(found, tuple) and len(found) == 2
     train, validation = found if pair else (found, None)
     for batches in (train, validation):
         wrong = isinstance(batches, Iterator | nn.Module) or not isinstance(batches, Iterable)  # a Sequential is iterable
         if batches is not None and wrong:
             raise DataError(
-                f"--data {text} must give batches that can be read again, a list or a loader, or a pair of them for"
+                f"--dataset {text} must give batches that can be read again, a list or a loader, or a pair of them for"
                 f" training and validation, got {type(batches).__name__}"
             )
     if device.type != "cpu":

@@ -52,7 +52,7 @@ _WHAT, _WHERE, _AFTER, _RUN = "The budget", "Where it is cut", "After the cut", 
     "$ sparsekit prune nets.py:make --checkpoint dense.pt --budget flops=50%,bytes=2e6 --keep stem --multiple-of 8"
     " --out small\n\n"
     "$ sparsekit prune nets.py:make --checkpoint dense.pt --budget latency_ms=4 --allocation knapsack --out fast --onnx\n\n"
-    "$ sparsekit prune cnn --data mnist --data-dir data --criterion taylor --budget flops=25% --schedule cubic --steps 3"
+    "$ sparsekit prune cnn --dataset mnist --data-dir data --criterion taylor --budget flops=25% --schedule cubic --steps 3"
     " --epochs 2 --distill 0.5 --out small",
 )
 def _prune(
@@ -72,7 +72,7 @@ def _prune(
     criterion: Annotated[
         str | None,
         typer.Option(
-            help="What a unit is worth: a name, or package.module:criterion. Default: fisher with --data, magnitude without.",
+            help="What a unit is worth: a name, or package.module:criterion. Default: fisher with data, magnitude without.",
             rich_help_panel=_WHERE,
         ),
     ] = None,
@@ -100,7 +100,7 @@ def _prune(
         str, typer.Option(metavar="[one_shot|linear|cubic|cosine]", help="Way to the budget.", rich_help_panel=_AFTER)
     ] = "one_shot",
     steps: Annotated[int, typer.Option(help="Steps of the way, with fine-tuning after each.", rich_help_panel=_AFTER)] = 1,
-    data: DataOption = None,
+    dataset: DataOption = None,
     data_dir: DataDirOption = None,
     batch_size: BatchSizeOption = 64,
     loss: LossOption = "cross_entropy",

@@ -44,7 +44,7 @@ class PruneOptions:
     multiple_of: Sequence[str] = ()
     schedule: str = "one_shot"
     steps: int = 1
-    data: str | None = None
+    dataset: str | None = None
     data_dir: Path | None = None
     batch_size: int = 64
     loss: str = "cross_entropy"
@@ -132,8 +132,8 @@ class Job:
         if options.repair not in (None, *_REPAIRS):
             raise InvalidValueError(f"--repair must be one of {', '.join(_REPAIRS)}, got {options.repair!r}")
         for name in ("epochs", "distill", "repair"):
-            if getattr(options, name) not in (None, 0, "none") and options.data is None:
-                raise InvalidValueError(f"--{name} needs data; pass --data, a name or package.module:loader")
+            if getattr(options, name) not in (None, 0, "none") and options.dataset is None:
+                raise InvalidValueError(f"--{name} needs data; pass --dataset, a name or package.module:loader")
         if options.distill and not options.epochs:
             raise InvalidValueError("--distill is how fine-tuning is taught; pass --epochs too")
         self.device = pick_device(options.device)
@@ -145,9 +145,9 @@ class Job:
         self.args, self.kwargs = map_tensors(lambda t: t.to(self.device), (self.args, self.kwargs))
         self.loss = find_loss(options.loss)
         self.data = Data((), None)
-        if options.data is not None:
+        if options.dataset is not None:
             self.data = load_data(
-                options.data,
+                options.dataset,
                 data_dir=options.data_dir,
                 batch_size=options.batch_size,
                 seed=options.seed,
@@ -172,7 +172,7 @@ class Job:
         name, _, table = options.allocation.partition("=")
         if name == "sensitivity":
             plan, budget = _sensitivity(budget, table), None
-        with_data = options.data is not None
+        with_data = options.dataset is not None
         return prune(
             self.model,
             ModelInputs(self.args, self.kwargs),
@@ -199,11 +199,11 @@ class Job:
         from sparsekit.criteria import registry
         from sparsekit.pruning.examples import reads_data, with_data
 
-        named = self.options.criterion or ("magnitude" if self.options.data is None else "fisher")
+        named = self.options.criterion or ("magnitude" if self.options.dataset is None else "fisher")
         found = find_object(named, registry)
-        if self.options.data is None:
+        if self.options.dataset is None:
             if reads_data(found):
-                raise InvalidValueError(f"criterion {named!r} needs data; pass --data")
+                raise InvalidValueError(f"criterion {named!r} needs data; pass --dataset")
             return found
         return with_data(found, self.data.train, self.loss, limit=self.options.scoring_batches, progress=self.progress)
 

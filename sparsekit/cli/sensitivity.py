@@ -44,7 +44,7 @@ sensitivity = typer.Typer(add_completion=False, pretty_exceptions_enable=False, 
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog="Examples:\n\n"
     "$ sparsekit sensitivity cnn\n\n"
-    "$ sparsekit sensitivity nets.py:make --checkpoint dense.pt --data nets.py:loaders --out sensitivity.json\n\n"
+    "$ sparsekit sensitivity nets.py:make --checkpoint dense.pt --dataset nets.py:loaders --out sensitivity.json\n\n"
     "$ sparsekit prune nets.py:make --checkpoint dense.pt --budget flops=50% --allocation"
     " sensitivity=sensitivity.json --out small",
 )
@@ -58,7 +58,7 @@ def _sensitivity(
     share: Annotated[
         list[float] | None, typer.Option(help="Share of the units that stays. Default: 0.75, 0.5 and 0.25.")
     ] = None,
-    data: DataOption = None,
+    dataset: DataOption = None,
     data_dir: DataDirOption = None,
     batch_size: BatchSizeOption = 64,
     loss: LossOption = "cross_entropy",

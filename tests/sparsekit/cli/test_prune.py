@@ -104,7 +104,7 @@ def test_a_dry_run_writes_nothing(nets: str, tmp_path: Path, capsys: pytest.Capt
 
 @pytest.mark.same_bits
 def test_data_score_repair_and_train_the_small_model(nets: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["prune", f"{nets}:make", "--budget", "flops=40%", "--data", f"{nets}:batches", "--batch-size", "8",
+    arguments = ["prune", f"{nets}:make", "--budget", "flops=40%", "--dataset", f"{nets}:batches", "--batch-size", "8",
                  "--criterion", "taylor", "--repair", "both", "--epochs", "2", "--distill", "0.5", "--out",
                  str(tmp_path / "a")]  # fmt: skip
     report = _json(capsys, *arguments)
@@ -125,8 +125,9 @@ def test_data_score_repair_and_train_the_small_model(nets: str, tmp_path: Path, 
 def test_every_step_is_repaired_as_asked_and_scored_at_each_stage(
     nets: str, steps: int, epochs: int, repair: list[str], done: set[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    report = _json(capsys, "prune", f"{nets}:make", "--budget", "flops=40%", "--data", f"{nets}:batches", "--batch-size", "8",
-                   "--schedule", "linear", "--steps", str(steps), "--epochs", str(epochs), *repair)  # fmt: skip
+    report = _json(capsys, "prune", f"{nets}:make", "--budget", "flops=40%", "--dataset", f"{nets}:batches",
+                   "--batch-size", "8", "--schedule", "linear", "--steps", str(steps), "--epochs", str(epochs),
+                   *repair)  # fmt: skip
     stages = {"the cut"} | done | ({"fine-tuning"} if epochs else set())
     suffixes = [""] if steps == 1 else [f" of step {step}" for step in range(1, steps + 1)]
     wanted = {f"accuracy after {stage}{suffix}" for stage in stages for suffix in suffixes}
@@ -150,7 +151,7 @@ def test_a_finished_run_is_read_and_another_one_is_refused(
 def test_a_run_that_was_cut_off_ends_as_if_it_had_not_been(
     nets: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    arguments = ["prune", f"{nets}:make", "--budget", "flops=40%", "--data", f"{nets}:batches", "--batch-size", "8",
+    arguments = ["prune", f"{nets}:make", "--budget", "flops=40%", "--dataset", f"{nets}:batches", "--batch-size", "8",
                  "--epochs", "2", "--schedule", "linear", "--steps", "2", "--out"]  # fmt: skip
     _json(capsys, *arguments, str(tmp_path / "whole"))
     with monkeypatch.context() as patch:
@@ -171,7 +172,7 @@ def test_a_run_that_was_cut_off_ends_as_if_it_had_not_been(
         (["--budget", "flop=50%"], "did you mean 'flops'"),
         (["--budget", "flops=1"], "is the least"),
         (["--budget", "flops=50%", "--keep", "stem"], "selects nothing"),
-        (["--budget", "flops=50%", "--criterion", "taylor"], "needs data; pass --data"),
+        (["--budget", "flops=50%", "--criterion", "taylor"], "needs data; pass --dataset"),
         (["--budget", "flops=50%", "--criterion", "taylr"], "did you mean 'taylor'"),
         (["--budget", "flops=50%", "--epochs", "1"], "needs data"),
         (["--budget", "flops=50%", "--limit", "3"], "LAYER=LEAST:LARGEST"),
@@ -183,14 +184,14 @@ def test_a_run_that_was_cut_off_ends_as_if_it_had_not_been(
         (["--budget", "flops=50%", "--repair", "recalibrate"], "--repair needs data"),
         (["--budget", "flops=50%", "--repair", "all"], "--repair must be one of both, compensate, recalibrate, none"),
         (["--budget", "flops=50%", "--checkpoint", "nowhere.pt"], "no checkpoint"),
-        (["--budget", "flops=50%", "--data", "NETS:empty", "--criterion", "taylor"], "empty"),
-        (["--budget", "flops=50%", "--data", "NETS:empty"], "empty"),
-        (["--budget", "flops=50%", "--data", "NETS:once"], "read again"),
-        (["--budget", "flops=50%", "--data", "NETS:meta", "--criterion", "taylor"], "meta"),
-        (["--budget", "flops=50%", "--data", "NETS:nan", "--criterion", "taylor"], "NaN"),
-        (["--budget", "flops=50%", "--data", "imagenet"], "unknown data set"),
-        (["--budget", "flops=50%", "--data", "NETS:bachtes"], "did you mean 'batches'"),
-        (["--budget", "flops=50%", "--data", "NETS:batches", "--loss", "crossentropy"], "did you mean 'cross_entropy'"),
+        (["--budget", "flops=50%", "--dataset", "NETS:empty", "--criterion", "taylor"], "empty"),
+        (["--budget", "flops=50%", "--dataset", "NETS:empty"], "empty"),
+        (["--budget", "flops=50%", "--dataset", "NETS:once"], "read again"),
+        (["--budget", "flops=50%", "--dataset", "NETS:meta", "--criterion", "taylor"], "meta"),
+        (["--budget", "flops=50%", "--dataset", "NETS:nan", "--criterion", "taylor"], "NaN"),
+        (["--budget", "flops=50%", "--dataset", "imagenet"], "unknown data set"),
+        (["--budget", "flops=50%", "--dataset", "NETS:bachtes"], "did you mean 'batches'"),
+        (["--budget", "flops=50%", "--dataset", "NETS:batches", "--loss", "crossentropy"], "did you mean 'cross_entropy'"),
         (["--budget", "flops=50%", "--metric", "f1"], "--metric must be"),
     ],
 )
@@ -286,7 +287,7 @@ def test_sensitivity_makes_a_table_that_prune_takes(nets: str, tmp_path: Path, c
 
 
 def test_sensitivity_is_the_loss_of_accuracy_where_there_are_data(nets: str, capsys: pytest.CaptureFixture[str]) -> None:
-    found = _json(capsys, "sensitivity", f"{nets}:make", "--data", f"{nets}:batches", "--batch-size", "8")
+    found = _json(capsys, "sensitivity", f"{nets}:make", "--dataset", f"{nets}:batches", "--batch-size", "8")
     assert found["metric"] == "accuracy"
     assert cli.execute(["sensitivity", f"{nets}:make"]) == 0
     assert "change of the outputs" in capsys.readouterr().out
