@@ -99,6 +99,7 @@ def latex_table(comparison: Comparison) -> str:
         lines.append([latex_escape(row.label) + notes, row.runs, *numbers])
     titles = ["method", "n", *(latex_escape(column.title) for column in comparison.columns)]
     frame = need("pandas").DataFrame(lines, columns=titles, dtype=object)
+    need("jinja2")  # by which pandas writes LaTeX
     table = frame.to_latex(index=False, escape=False, column_format="l" + "r" * (len(titles) - 1)).strip()
     below = [rf"\textsuperscript{{{number}}}~{latex_escape(note)}" for number, note in enumerate(comparison.notes, 1)]
     below += [latex_escape(failure) for failure in comparison.failures()]

@@ -163,7 +163,7 @@ def test_levels_of_heterogeneity_decide_capabilities_and_classes(capsys: pytest.
         (["fedlps", "--lr", "-1"], "--lr must be a finite number >= 0, got -1.0"),
         (["fedlps", "--batch-size", "0"], "--batch-size must be an integer >= 1, got 0"),
         (["fedlps", "--local-epochs", "0"], "--local-epochs must be an integer >= 1, got 0"),
-        (["fedlps", "--set", "capability=often"], "fixed or dynamic"),
+        (["fedlps", "--set", "capability=often"], "'fixed' or 'dynamic', got 'often'"),
         (["run", "rcr-fix", "--set", "capability=dynamic"], "contradicts 'rcr-fix'"),
         (["fedlps", "--device", "tpu9"], "--device must be"),
         (["fedlps", "--partition", "even"], "unknown partition"),
