@@ -35,9 +35,8 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from sparsekit import UnitMask, compact, count_cost
 from sparsekit.errors import SparsekitError
 from sparsekit_fl import Capability, Client, ClientData, Problem, RunConfig, TensorData, TrainingConfig
-from sparsekit_fl.client.round import client_round
+from sparsekit_fl.client.round import WorkerState, client_round
 from sparsekit_fl.client.spec import RunSpec
-from sparsekit_fl.client.worker import WorkerState
 from sparsekit_fl.context import client as context
 from sparsekit_fl.methods import registry
 from sparsekit_fl.models.cnn import Cnn

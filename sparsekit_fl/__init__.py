@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from sparsekit_fl.callbacks.base import Callback as Callback, RunView as RunView
     from sparsekit_fl.context.client import ClientContext as ClientContext
     from sparsekit_fl.context.server import ServerContext as ServerContext
-    from sparsekit_fl.costs.devices import DeviceBudgets as DeviceBudgets
+    from sparsekit_fl.costs import DeviceBudgets as DeviceBudgets
     from sparsekit_fl.datasets.base import DataSource as DataSource
     from sparsekit_fl.engines.base import ClientPool as ClientPool, Engine as Engine
     from sparsekit_fl.engines.cohort import Cohort as Cohort
@@ -49,10 +49,10 @@ if TYPE_CHECKING:
     from sparsekit_fl.problem.clients import Capability as Capability, Client as Client, ClientData as ClientData
     from sparsekit_fl.problem.data import TensorData as TensorData
     from sparsekit_fl.problem.problem import Problem as Problem
-    from sparsekit_fl.results.load import load_result as load_result
+    from sparsekit_fl.results.records import load_result as load_result
     from sparsekit_fl.results.rounds import RoundRecord as RoundRecord
     from sparsekit_fl.results.records import RunResult as RunResult
-    from sparsekit_fl.saved.load import load_model as load_model
+    from sparsekit_fl.saved import load_model as load_model
     from sparsekit_fl.server.loop import run as run
     from sparsekit_fl.wire.messages import (
         Assignment as Assignment,

@@ -12,8 +12,8 @@ from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.layers import Layer
 from sparsekit.graph.mask import WeightMask
 from sparsekit_fl.callbacks.base import Callback
+from sparsekit_fl.client.round import WorkerState
 from sparsekit_fl.client.spec import RunSpec
-from sparsekit_fl.client.worker import WorkerState
 from sparsekit_fl.context.memory import rngs_by_kind
 from sparsekit_fl.context.server import ClientInfo, ServerContext
 from sparsekit_fl.problem.problem import Problem

@@ -58,10 +58,10 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("context",),
         ("costs", "training"),
         ("wire", "partition"),
-        ("datasets", "models"),
+        ("datasets", "fingerprint", "models"),
         ("problem",),
         ("options",),
-        ("errors", "identity", "processes", "streams"),
+        ("errors", "processes", "streams"),
     ),
 }
 # Upward on purpose: nothing.
@@ -121,7 +121,7 @@ REGISTRIES = {
     ),
     "sparsekit_fl/methods": ("sparsekit_fl.methods", "registry", {"method", "make", "settings"}),
     "sparsekit_fl/datasets": (
-        "sparsekit_fl.datasets", "datasets", {"base", "cache", "files", "hub", "loaders", "text", "transforms"},
+        "sparsekit_fl.datasets", "datasets", {"base", "files", "hub", "loaders", "text", "transforms"},
     ),
     "sparsekit_fl/partition": ("sparsekit_fl.partition", "partitions", {"base", "flower"}),
     "sparsekit_fl/models": ("sparsekit_fl.models", "models", {"base"}),

@@ -9,7 +9,7 @@ from typing import Any
 
 from sparsekit.errors import InvalidValueError, MissingDependencyError, install_hint
 from sparsekit_fl.callbacks.base import Callback, RunView
-from sparsekit_fl.callbacks.numbers import numbers_of
+from sparsekit_fl.results.frames import numbers_of
 from sparsekit_fl.results.records import RunResult
 from sparsekit_fl.results.rounds import RoundRecord
 

@@ -53,7 +53,7 @@ class Experiment:
     @cached_property
     def fingerprint(self) -> dict[str, Any]:
         """Code and data, as `fingerprint_of` gives them."""
-        from sparsekit_fl.server.fingerprint import fingerprint_of
+        from sparsekit_fl.fingerprint import fingerprint_of
 
         return fingerprint_of(self.clients)
 

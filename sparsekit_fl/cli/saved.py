@@ -62,9 +62,8 @@ def _predict(
     other model its outputs. Pictures and bytes are scaled and
     normalised as the data of the run were.
     """
-    from sparsekit_fl.saved.inputs import read_inputs
-    from sparsekit_fl.saved.load import load_model
-    from sparsekit_fl.saved.predict import predict as outputs_of
+    from sparsekit_fl.saved import load_model, read_inputs
+    from sparsekit_fl.saved import predict as outputs_of
     from sparsekit_fl.state.models import read_recipe
 
     which = _which(client, best)
@@ -116,8 +115,7 @@ def _export(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout and nothing else.")] = False,
 ) -> None:
     """Export the global model of a run, or that of a client, for devices without Python."""
-    from sparsekit_fl.saved.export import export_onnx, export_program
-    from sparsekit_fl.saved.load import example_inputs_of, load_model, model_file
+    from sparsekit_fl.saved import example_inputs_of, export_onnx, export_program, load_model, model_file
     from sparsekit_fl.state.models import read_recipe
 
     if onnx == pt2:

@@ -6,9 +6,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from sparsekit.graph import StateDict
-from sparsekit_fl.client.round import OpenRound, client_evaluate
+from sparsekit_fl.client.round import OpenRound, WorkerState, client_evaluate
 from sparsekit_fl.client.spec import RunSpec
-from sparsekit_fl.client.worker import WorkerState
 from sparsekit_fl.context.server import Roster
 from sparsekit_fl.errors import ClientError, MemoryStateError
 from sparsekit_fl.policies.local import LocalResult

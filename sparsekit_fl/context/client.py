@@ -16,7 +16,7 @@ from sparsekit.graph import StateDict, UnitGraph, UnitMask, WeightMask
 from sparsekit.measure import CostModel
 from sparsekit.training import LearnableMask
 from sparsekit_fl.context.memory import Memory, PolicyKind
-from sparsekit_fl.costs.rowmask import rowmask_flops
+from sparsekit_fl.costs import rowmask_flops
 from sparsekit_fl.options.config import TrainingConfig
 from sparsekit_fl.problem.clients import Capability, Client
 from sparsekit_fl.problem.problem import Problem

@@ -13,8 +13,7 @@ import torch
 
 from sparsekit.errors import DataError
 from sparsekit_fl.datasets.base import DataSource
-from sparsekit_fl.datasets.cache import cached_arrays
-from sparsekit_fl.datasets.files import find_split_files, require
+from sparsekit_fl.datasets.files import cached_arrays, find_split_files, require
 from sparsekit_fl.problem.data import TensorData
 
 _IMAGE_COLUMNS = ("image", "img")

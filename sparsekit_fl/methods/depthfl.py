@@ -24,7 +24,7 @@ from sparsekit.graph import StateDict, UnitGraph, WeightMask, prefix_entries
 from sparsekit.measure import CostModel
 from sparsekit_fl.context.client import ClientContext, Work
 from sparsekit_fl.context.server import ServerContext
-from sparsekit_fl.costs.rowmask import part_flops
+from sparsekit_fl.costs import part_flops
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.options.checked import Hint, NonNegative, Ratio
 from sparsekit_fl.policies import ByCapability, LocalPolicy, LocalResult, MaskPolicy, Mean

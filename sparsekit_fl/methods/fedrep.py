@@ -15,7 +15,7 @@ from torch import nn
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph import StateDict, UnitGraph, head_entries
 from sparsekit_fl.context.client import ClientContext, Work
-from sparsekit_fl.costs.rowmask import part_flops
+from sparsekit_fl.costs import part_flops
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.options.checked import Fraction, Hint
 from sparsekit_fl.policies.local import LocalPolicy, LocalResult, load_leaves, sgd

@@ -21,7 +21,7 @@ from sparsekit.criteria import Ordered, View
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph import Axes, StateDict, UnitGraph, UnitMask
 from sparsekit_fl.context.client import ClientContext, Work
-from sparsekit_fl.costs.rowmask import rowmask_flops
+from sparsekit_fl.costs import rowmask_flops
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.policies import ByCapability, LocalPolicy, LocalResult, Mean, RecalibratedBatchNorm, ServerCriterion
 from sparsekit_fl.policies.local import Leaves, load_leaves, sgd_step

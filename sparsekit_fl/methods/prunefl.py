@@ -27,7 +27,7 @@ from sparsekit.graph import StateDict, UnitGraph, WeightMask
 from sparsekit.measure import CostModel
 from sparsekit_fl.context.client import ClientContext, Work
 from sparsekit_fl.context.server import ServerContext
-from sparsekit_fl.costs.rowmask import part_flops
+from sparsekit_fl.costs import part_flops
 from sparsekit_fl.errors import UpdateError
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.options.checked import Checked, Count, Hint, NonNegative, NonNegativeCount

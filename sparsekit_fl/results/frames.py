@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -101,3 +102,22 @@ def clients_frame(records: Sequence[RoundRecord], final: FinalScores) -> Any:
 def _own(evaluation: Evaluation) -> dict[str, float | None]:
     parts = {"personal": evaluation.personal, "validation": evaluation.validation, "global": evaluation.shared or {}}
     return {f"{part}_{name}": value_of(scores, name) for part, scores in parts.items() for name in scores}
+
+
+_GROUPS = {**dict.fromkeys(Cost.model_fields, "cost"), **dict.fromkeys(("cohort", "dropped", "round_seconds"), "round")}
+
+
+def numbers_of(record: RoundRecord) -> dict[str, float]:
+    """Return the numbers of a round, those that are finite: `train/loss`, `personal/accuracy`, `personal/accuracy_worst`,
+    `cost/flops_compact`, `round/dropped`, …
+
+    Args:
+        record: Of the round.
+    """
+    (row,) = rounds_table([record])
+    found = {}
+    for name, value in row.items():
+        if name != "round" and value is not None and math.isfinite(value):
+            group = _GROUPS.get(name, name.partition("_")[0])
+            found[f"{group}/{name.removeprefix(f'{group}_')}"] = float(value)
+    return found

@@ -1,4 +1,4 @@
-"""RunResult: what a run reports."""
+"""RunResult: what a run reports, to and from `result.json`."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from sparsekit.errors import DataError, SparsekitError
 from sparsekit.graph import StateDict
 from sparsekit_fl.options.config import RunConfig
 from sparsekit_fl.results.frames import clients_frame, rounds_frame
 from sparsekit_fl.results.part import Count, Failures, Part, SavedCost, about, plain
 from sparsekit_fl.results.plot import plot_rounds
-from sparsekit_fl.results.read import SCHEMA_NUMBER
+from sparsekit_fl.results.read import SCHEMA_NUMBER, read_result
 from sparsekit_fl.results.rounds import RoundRecord
 from sparsekit_fl.results.scores import FinalScores
 from sparsekit_fl.state.storage import write_atomically
@@ -163,3 +164,30 @@ class RunResult:
         """Write `to_dict()` as JSON, atomically; with the seed of a private run's noise, readable by the owner alone."""
         text = json.dumps(self.to_dict(), indent=1, allow_nan=False) + "\n"
         write_atomically(Path(path), text.encode(), private=self.config.dp_noise_seed is not None)
+
+
+def load_result(path: Path | str) -> RunResult:
+    """Read the result of a finished run.
+
+    Args:
+        path: The run's folder, or its `result.json`.
+
+    Returns:
+        What `run` returned, without the global state, which `load_model` gives.
+
+    Raises:
+        DataError: there is no result, it is damaged, or another version wrote it.
+    """
+    raw = read_result(path)
+    try:
+        return RunResult.from_dict(raw)
+    except SparsekitError:
+        raise
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise DataError(f"the result at {path} is damaged: {error!r}; run again, or restore the file") from error
+
+
+def json_schema() -> dict[str, Any]:
+    """Return the JSON schema (draft 2020-12) of `result.json`; `docs/result.schema.json` is this."""
+    found = ResultFile.model_json_schema(mode="serialization")
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **found, "title": "result.json of sparsekit_fl"}

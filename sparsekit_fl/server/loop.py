@@ -16,13 +16,13 @@ from sparsekit_fl.client.spec import RunSpec, by_id
 from sparsekit_fl.engines.base import Engine
 from sparsekit_fl.engines.embedded import Embedded
 from sparsekit_fl.errors import RunInterrupted, StorageError, WorkerDiedError
+from sparsekit_fl.fingerprint import fingerprint_of
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.options.config import RunConfig
 from sparsekit_fl.problem.clients import Client
 from sparsekit_fl.problem.problem import Problem
 from sparsekit_fl.results.records import RunResult
 from sparsekit_fl.server.checkpoint import RunFolder, describe_run
-from sparsekit_fl.server.fingerprint import fingerprint_of
 from sparsekit_fl.server.rounds import Rounds
 from sparsekit_fl.state.store import ClientStore
 

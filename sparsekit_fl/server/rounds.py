@@ -13,7 +13,7 @@ from torch import nn
 from sparsekit.graph import digest
 from sparsekit_fl.callbacks.base import Callbacks, RunView
 from sparsekit_fl.client.spec import RunSpec
-from sparsekit_fl.costs.clock import round_cost
+from sparsekit_fl.costs import round_cost
 from sparsekit_fl.engines.base import ClientPool, Reply, Unscored, await_clients
 from sparsekit_fl.errors import ClientError, TooFewRepliesError
 from sparsekit_fl.problem.clients import Client

@@ -14,7 +14,7 @@ from sparsekit_fl.client.spec import RunSpec
 from sparsekit_fl.context.availability import Availability
 from sparsekit_fl.context.memory import Memory, rngs_by_kind
 from sparsekit_fl.context.server import Roster, ServerContext
-from sparsekit_fl.costs.clock import scoring_seconds
+from sparsekit_fl.costs import scoring_seconds
 from sparsekit_fl.errors import UpdateError
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.options.config import Upload

@@ -13,7 +13,7 @@ from sparsekit.criteria import Ordered, Random, View
 from sparsekit.graph.layers import layer_weights
 from sparsekit.measure.cost import trace_cost
 from sparsekit.tracing.layer_order import trace_layers
-from sparsekit_fl.costs.rowmask import rowmask_flops
+from sparsekit_fl.costs import rowmask_flops
 from sparsekit_fl.models import models
 from sparsekit_fl.models.base import InputShape
 from sparsekit_fl.paper.presets import PRESETS

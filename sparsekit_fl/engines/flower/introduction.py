@@ -15,7 +15,7 @@ from flwr.app import Message
 from sparsekit.errors import DataError
 from sparsekit_fl.client.spec import RunSpec
 from sparsekit_fl.engines.flower.wire import read
-from sparsekit_fl.identity import code_version
+from sparsekit_fl.fingerprint import code_version
 from sparsekit_fl.problem.clients import Capability, Client, ClientData
 from sparsekit_fl.wire.packing import pack, unpack
 

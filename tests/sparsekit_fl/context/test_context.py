@@ -7,8 +7,8 @@ import torch
 
 from sparsekit.graph.layers import head_entries
 from sparsekit.graph.mask import WeightMask
+from sparsekit_fl.client.round import WorkerState
 from sparsekit_fl.client.spec import RunSpec
-from sparsekit_fl.client.worker import WorkerState
 from sparsekit_fl.methods import fedavg
 from sparsekit_fl.policies.mask import Dense
 from sparsekit_fl.testing.tiny import tiny_clients, tiny_config, tiny_problem

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sparsekit_fl.costs.clock import client_seconds, round_cost
+from sparsekit_fl.costs import client_seconds, round_cost
 from sparsekit_fl.problem.clients import Capability
 from sparsekit_fl.wire.messages import WorkCost
 

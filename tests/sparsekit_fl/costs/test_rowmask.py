@@ -7,7 +7,7 @@ from torch import nn
 
 import sparsekit as sk
 from sparsekit.measure.cost import CostModel, trace_cost
-from sparsekit_fl.costs.rowmask import part_flops, rowmask_flops
+from sparsekit_fl.costs import part_flops, rowmask_flops
 
 
 def _mlp() -> CostModel:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from sparsekit_fl.costs.clock import client_seconds, round_cost, scoring_seconds
+from sparsekit_fl.costs import client_seconds, round_cost, scoring_seconds
 from sparsekit_fl.engines.embedded import Embedded
 from sparsekit_fl.methods import registry
 from sparsekit_fl.methods.make import make_method

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sparsekit_fl.datasets.cache import cache_directory, cached_arrays
+from sparsekit_fl.datasets.files import cache_directory, cached_arrays
 
 
 class Decoder:

@@ -11,7 +11,7 @@ from platformdirs.macos import MacOS
 from platformdirs.unix import Unix
 from platformdirs.windows import Windows
 
-from sparsekit_fl.datasets.cache import cache_directory
+from sparsekit_fl.datasets.files import cache_directory
 
 
 @pytest.fixture

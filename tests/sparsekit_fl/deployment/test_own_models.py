@@ -18,7 +18,7 @@ from sparsekit_fl.client.spec import RunSpec
 from sparsekit_fl.deployment import apps
 from sparsekit_fl.deployment.plan import Plan
 from sparsekit_fl.deployment.rounds_app import serve
-from sparsekit_fl.saved.load import load_model
+from sparsekit_fl.saved import load_model
 from sparsekit_fl.server.loop import run
 from sparsekit_fl.testing.tiny import tiny_clients, tiny_problem
 

@@ -14,8 +14,8 @@ from torch import nn
 from sparsekit.criteria import Ordered
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph.mask import UnitMask
+from sparsekit_fl.client.round import WorkerState
 from sparsekit_fl.client.spec import RunSpec
-from sparsekit_fl.client.worker import WorkerState
 from sparsekit_fl.methods import fedavg, heterofl
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.options.config import RunConfig, TrainingConfig

@@ -18,8 +18,7 @@ from sparsekit.errors import CompactFileError, DataError, InvalidValueError
 from sparsekit.surgery.saving import load_compact
 from sparsekit_fl.methods import fedavg, fedlps, registry
 from sparsekit_fl.problem.problem import Problem
-from sparsekit_fl.saved.inputs import read_inputs
-from sparsekit_fl.saved.predict import predict
+from sparsekit_fl.saved import predict, read_inputs
 from sparsekit_fl.server.loop import run
 from sparsekit_fl.state.models import read_recipe
 from sparsekit_fl.testing.tiny import TinyNet, tiny_clients, tiny_config, tiny_problem

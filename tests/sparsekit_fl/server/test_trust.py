@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparsekit_fl import identity
+from sparsekit_fl import fingerprint
 from sparsekit_fl.callbacks.base import Callback, RunView
 from sparsekit_fl.engines.base import Engine
 from sparsekit_fl.engines.embedded import Embedded
@@ -83,7 +83,7 @@ def test_a_metric_that_raises_on_every_client_ends_the_run() -> None:
 
 def test_a_result_names_the_code_and_the_data(tmp_path: Path) -> None:
     result = tiny_run(out=tmp_path)
-    assert result.fingerprint == {**identity.code_version(), "data": result.fingerprint["data"]}
+    assert result.fingerprint == {**fingerprint.code_version(), "data": result.fingerprint["data"]}
     assert len(result.fingerprint["data"]) == 16
     assert json.loads((tmp_path / "result.json").read_text())["fingerprint"] == result.fingerprint
 
@@ -104,10 +104,10 @@ def test_a_run_of_other_data_is_not_resumed(tmp_path: Path) -> None:
 def test_a_run_of_other_code_is_resumed_only_where_that_is_accepted_and_the_result_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = identity.code_version()
+    before = fingerprint.code_version()
     with pytest.raises(RunInterrupted):
         tiny_run(out=tmp_path, callbacks=[StopAfter(1)])
-    monkeypatch.setattr("sparsekit_fl.server.fingerprint.code_version", lambda: {"sparsekit": "99.0", "code": "0" * 12})
+    monkeypatch.setattr("sparsekit_fl.fingerprint.code_version", lambda: {"sparsekit": "99.0", "code": "0" * 12})
     with pytest.raises(ResumeError, match=r"was made by sparsekit .*, and this is sparsekit 99.0.*--accept-code"):
         tiny_run(out=tmp_path, resume=True)
     result = tiny_run(out=tmp_path, resume=True, accept_code=True)

@@ -1,18 +1,105 @@
-"""DeviceBudgets: a device that can spend so many FLOPs or bytes, as the ratio that it can train."""
+"""What work costs: simulated time, the row-mask convention of FLOPs, and devices as budgets."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Collection, Iterable
+from dataclasses import replace
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
 
 from sparsekit.allocation import Uniform
 from sparsekit.errors import InvalidValueError, NoUnitsError
-from sparsekit.measure import Budget, BudgetError, cost_model, format_cost
+from sparsekit.graph import UnitMask, WeightMask
+from sparsekit.measure import Budget, BudgetError, CostModel, CostTerm, cost_model, format_cost
 from sparsekit.rng import torch_scope
 from sparsekit.tracing import trace_units
 from sparsekit_fl.problem.clients import Capability
 from sparsekit_fl.problem.problem import Problem
+from sparsekit_fl.wire.messages import WorkCost
+
+
+def client_seconds(cost: WorkCost, capability: Capability) -> float:
+    """Return the seconds that a device of this capability needs: download, train, upload, one after the other.
+
+    Args:
+        cost: Needs `flops_compact` and `flops_scoring`, whose seconds are left out, `downlink_bytes` and `uplink_bytes`.
+        capability: What the device can do in the round.
+    """
+    return (
+        cost.downlink_bytes / capability.downlink_bytes_per_second
+        + cost.flops_compact_training / capability.flops_per_second
+        + cost.uplink_bytes / capability.uplink_bytes_per_second
+    )
+
+
+def scoring_seconds(cost: WorkCost, capability: Capability) -> float:
+    """Return the seconds that a device of this capability needs for the passes by which its method decides.
+
+    Args:
+        cost: Needs `flops_scoring`.
+        capability: What the device can do in the round.
+    """
+    return max(0, cost.flops_scoring) / capability.flops_per_second
+
+
+def round_cost(costs: Iterable[WorkCost], *, wall_seconds: float, seconds: float | None = None) -> WorkCost:
+    """Add up the work of all clients; the seconds are those of the slowest one.
+
+    Args:
+        costs: One per client.
+        wall_seconds: Measured for the whole round; the clients' own wall seconds overlap and are not added.
+        seconds: Simulated length of a round that does not wait for its slowest client.
+    """
+    costs = list(costs)
+    if seconds is None:
+        seconds = max((cost.seconds for cost in costs), default=0.0)
+        # The slowest with scoring may be another client than the slowest without.
+        scoring = max((cost.simulated_seconds for cost in costs), default=0.0) - seconds
+    else:
+        scoring = 0.0
+    return replace(sum(costs, WorkCost()), seconds=seconds, scoring_seconds=scoring, wall_seconds=wall_seconds)
+
+
+def rowmask_flops(costs: CostModel, mask: UnitMask | WeightMask | None = None) -> int:
+    """Return the FLOPs of one example: (2 · nonzero weights + bias entries) per output position.
+
+    Products between activations count whole.
+
+    Args:
+        costs: The model's terms.
+        mask: Of a UnitMask only the rows of dropped units vanish; of a WeightMask the dropped entries; None keeps all.
+    """
+    if isinstance(mask, WeightMask):
+        sizes = {name: int(mask[name].sum()) if name in mask else math.prod(s) for name, s in costs.graph.shapes.items()}
+    else:
+        sizes = costs.sizes(mask, sides=("out",))
+    flops = Fraction(costs.other_flops)
+    for term in costs.terms:
+        flops += term.positions * (2 * sizes[term.weight] + _bias_entries(costs, term))
+    return int(flops // costs.examples)
+
+
+def part_flops(costs: CostModel, weights: Collection[str], *, bias: bool = False) -> int:
+    """Return the FLOPs of one example spent on the uses of some weights of the whole model.
+
+    Args:
+        costs: The model's terms.
+        weights: State-dict keys; others than weights of convolutions and products cost nothing.
+        bias: Count bias entries once per output position too, as the paper's convention does.
+    """
+    flops = Fraction(0)
+    for term in costs.terms:
+        if term.weight in weights:
+            added = _bias_entries(costs, term) if bias else 0
+            flops += term.positions * (2 * math.prod(costs.graph.shapes[term.weight]) + added)
+    return int(flops // costs.examples)
+
+
+def _bias_entries(costs: CostModel, term: CostTerm) -> int:
+    return math.prod(costs.graph.shapes[term.bias]) if term.bias is not None else 0
 
 
 class DeviceBudgets:

@@ -1,23 +1,47 @@
-"""data_digest(): what examples the clients have, as a few letters, so that other data under the same names are noticed."""
+"""The fingerprint of a run: which code and which data made it, so that nothing is taken for what it is not."""
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Iterable
+import logging
+from collections.abc import Iterable, Mapping
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+import sparsekit
 from sparsekit.rng import torch_scope
+from sparsekit.version import __version__
+from sparsekit_fl.errors import ResumeError
 from sparsekit_fl.problem.clients import Client
 from sparsekit_fl.problem.data import TensorData
 
 _LETTERS = 16
+_LETTERS_OF_CODE = 12
 # Reading examples of a lazy data set may decode files; of so many splits the first and the last example are looked at.
 _MOST_READ = 64
+
+
+@cache
+def code_digest() -> str:
+    """Return the SHA-256 of the source of both packages, 12 hexadecimal digits; the same for every way of ending a line."""
+    sha = hashlib.sha256()
+    core = Path(sparsekit.__file__).parent
+    for package in (core, Path(__file__).parent):
+        for path in sorted(package.rglob("*.py")):
+            sha.update(f"{package.name}/{path.relative_to(package).as_posix()}".encode())
+            sha.update(path.read_bytes().replace(b"\r\n", b"\n"))
+    return sha.hexdigest()[:_LETTERS_OF_CODE]
+
+
+def code_version() -> dict[str, str]:
+    """Return version and digest of the code, as plain JSON values."""
+    return {"sparsekit": __version__, "code": code_digest()}
 
 
 def data_digest(clients: Iterable[Client]) -> str:
@@ -108,3 +132,52 @@ def _named(transform: Any) -> str:
     if transform is None or dataclasses.is_dataclass(transform):
         return repr(transform)
     return getattr(transform, "__qualname__", type(transform).__qualname__)
+
+
+_log = logging.getLogger(__name__)
+
+
+def fingerprint_of(clients: Iterable[Client] | None) -> dict[str, Any]:
+    """Return version and digest of the code, and the digest of the data, as plain JSON values.
+
+    Args:
+        clients: All clients; None leaves the data out, which takes no time.
+    """
+    return {**code_version(), "data": None if clients is None else data_digest(clients)}
+
+
+def check_fingerprint(
+    saved: Mapping[str, Any], now: Mapping[str, Any], *, where: str, accept_code: bool = False
+) -> list[dict[str, Any]]:
+    """Refuse a saved run of other data or of other code.
+
+    Args:
+        saved: The fingerprint that was saved.
+        now: The fingerprint of what is to be run, from `fingerprint_of`.
+        where: Names the run, for the message.
+        accept_code: Take one of other code all the same, with a warning.
+
+    Returns:
+        The code of earlier rounds, for the result; empty where it is all the same.
+
+    Raises:
+        ResumeError: the data differ; or the code does, and `accept_code` is False.
+    """
+    if saved.get("data") and now.get("data") and saved["data"] != now["data"]:
+        raise ResumeError(
+            f"{where} was run on other data (digest {saved['data']}, now {now['data']}), and its numbers say nothing of these;"
+            " choose another folder, or bring the data back"
+        )
+    earlier: list[dict[str, Any]] = [dict(one) for one in saved.get("earlier", ())]
+    known = {name: saved[name] for name in ("sparsekit", "code")}
+    if all(text == now[name] for name, text in known.items()):
+        return earlier
+    made = f"sparsekit {known['sparsekit']}, code {known['code']}"
+    here = f"sparsekit {now['sparsekit']}, code {now['code']}"
+    if not accept_code:
+        raise ResumeError(
+            f"{where} was made by {made}, and this is {here}; install that version, choose another folder, or take it all the"
+            " same with accept_code=True (--accept-code)"
+        )
+    _log.warning("%s was made by %s, and this is %s; taken all the same", where, made, here)
+    return [*earlier, known]

@@ -1,1 +1,0 @@
-"""What work costs: simulated seconds, FLOPs by the paper's convention."""
