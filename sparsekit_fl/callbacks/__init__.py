@@ -5,45 +5,21 @@ Names are imported when first used, since each display and logger needs packages
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from sparsekit.lazy import lazy_names
 from sparsekit.registry import Registry
 
 if TYPE_CHECKING:
-    from sparsekit_fl.callbacks.base import Callback, RunView
-    from sparsekit_fl.callbacks.best import BestCheckpoint
-    from sparsekit_fl.callbacks.central import CentralTest
-    from sparsekit_fl.callbacks.mlflow import MLflow
-    from sparsekit_fl.callbacks.notebook import NotebookDisplay
-    from sparsekit_fl.callbacks.progress import LiveProgress
-    from sparsekit_fl.callbacks.stopping import EarlyStopping
-    from sparsekit_fl.callbacks.tensorboard import TensorBoard
-
-_HOME = {
-    "BestCheckpoint": "best",
-    "Callback": "base",
-    "CentralTest": "central",
-    "EarlyStopping": "stopping",
-    "LiveProgress": "progress",
-    "MLflow": "mlflow",
-    "NotebookDisplay": "notebook",
-    "RunView": "base",
-    "TensorBoard": "tensorboard",
-}
-
-__all__ = [
-    "BestCheckpoint",
-    "Callback",
-    "CentralTest",
-    "EarlyStopping",
-    "LiveProgress",
-    "MLflow",
-    "NotebookDisplay",
-    "RunView",
-    "TensorBoard",
-    "loggers",
-]
+    from sparsekit_fl.callbacks.base import Callback as Callback
+    from sparsekit_fl.callbacks.base import RunView as RunView
+    from sparsekit_fl.callbacks.best import BestCheckpoint as BestCheckpoint
+    from sparsekit_fl.callbacks.central import CentralTest as CentralTest
+    from sparsekit_fl.callbacks.mlflow import MLflow as MLflow
+    from sparsekit_fl.callbacks.notebook import NotebookDisplay as NotebookDisplay
+    from sparsekit_fl.callbacks.progress import LiveProgress as LiveProgress
+    from sparsekit_fl.callbacks.stopping import EarlyStopping as EarlyStopping
+    from sparsekit_fl.callbacks.tensorboard import TensorBoard as TensorBoard
 
 loggers = Registry(
     "logger",
@@ -55,11 +31,8 @@ loggers = Registry(
     group="sparsekit_fl.loggers",
 )
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+_names, __getattr__ = lazy_names(__name__)
+__all__ = [*_names, "loggers"]
 
 
 def __dir__() -> list[str]:
