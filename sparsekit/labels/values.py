@@ -133,7 +133,16 @@ class TensorLabels:
         """True if a position of some axis belongs to a unit."""
         if self.parts is not None or self.joint is not None or self.mixed is not None:
             return True
-        return any(axis is not None and not axis.is_uniform for axis in self.axes)
+        return any(axis is not None for axis in self.units)
+
+    @property
+    def units(self) -> tuple[Labels | None, ...]:
+        """Labels of the axes that carry units: None for ordinary axes, and for those along which the value is constant."""
+        return tuple(None if axis is None or axis.is_uniform else axis for axis in self.axes)
+
+    def without_zero(self) -> TensorLabels:
+        """The units on each axis of a computed tensor whose values are no longer zero when gated away."""
+        return TensorLabels(tuple(None if axis is None else axis.without_zero() for axis in self.units))
 
     def all_nodes(self) -> IntArray:
         """The nodes of all axes and parts."""

@@ -82,23 +82,20 @@ class NormRecorder(NormMode):
                 tracer.make(labels, own)
                 shift = scale.sources if tensor is call.weight else tracer.store.both(shift, scale.sources)
             sources = shift
-        axes = [None if a is None or a.is_uniform else a.without_zero() for a in x.axes]
-        axes[dim] = Labels(axis.nodes, sources)
-        return TensorLabels(tuple(axes))
+        return x.without_zero().with_axis(dim, Labels(axis.nodes, sources))
 
 
 def _unit_axis(labels: TensorLabels, dims: tuple[int, ...]) -> int | None:
     """The one axis of units among `dims`, or None if there is none or more than one."""
     if labels.joint is not None or labels.parts is not None or labels.mixed is not None:
         return None
-    found = [d for d in dims if (axis := labels.axes[d]) is not None and not axis.is_uniform]
+    found = [d for d in dims if labels.units[d] is not None]
     return found[0] if len(found) == 1 else None
 
 
 def _average(call: NormCall, labels: TensorLabels) -> TensorLabels:
     """Labels of an average that keeps `dims` with size 1; the average of zeros is zero, their spread too."""
-    axes = [None if d in call.dims or a is None or a.is_uniform else a for d, a in enumerate(labels.axes)]
-    return TensorLabels(tuple(axes))
+    return TensorLabels(tuple(None if d in call.dims else axis for d, axis in enumerate(labels.units)))
 
 
 def _without(labels: TensorLabels, dims: tuple[int, ...]) -> TensorLabels:

@@ -43,9 +43,6 @@ def _attention(call: Call) -> Outputs:
     rank = out.dim()
     query, key = call.labels("query", -1, -2), call.labels("key", -1, -2)
     value = call.labels("value", -2)
-    assert query is not None
-    assert key is not None
-    assert value is not None
     for labels in (query, key):
         tracer.fix(labels.axes[-1], "scaled by the size of its head")
     for labels in (query, key, value):
@@ -54,8 +51,7 @@ def _attention(call: Call) -> Outputs:
     for dim in range(rank - 2):
         pieces = [_repeated(labels.axes[dim], out.shape[dim]) for labels in (query, key, value)]
         lead.append(merge_heads(call, pieces, [query, key, value]))
-    last = value.axes[-1]
-    labels = TensorLabels((*lead, None, None if last is None or last.is_uniform else last))
+    labels = TensorLabels((*lead, None, value.units[-1]))
     mask = call.arguments.get("attn_mask", call.arguments.get("attn_bias"))
     if isinstance(mask, Tensor):
         # The mask is added to the maps, which have the leading axes of the result.

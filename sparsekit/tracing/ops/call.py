@@ -39,20 +39,22 @@ class Call:
         value = self.arguments.get(name, default)
         return default if value is None else value
 
-    def labels(self, name: str, *whole: int) -> TensorLabels | None:
+    def labels(self, names: str, *whole: int) -> TensorLabels:
         """Labels of a tensor argument; an unlabelled tensor has an ordinary axis everywhere.
 
         Args:
-            name: Of the argument.
+            names: Of the argument; of several with spaces between the first that is a tensor, since overloads differ.
             whole: Axes that the operator needs whole: of joint labels another axis is then that of the units.
         """
-        value = self.arguments.get(name)
-        return self.tracer.labels(value, *whole) if isinstance(value, Tensor) else None
+        return self.tracer.labels(self._tensor(names), *whole)
 
-    def joint_labels(self, name: str) -> TensorLabels | None:
+    def joint_labels(self, names: str) -> TensorLabels:
         """Labels of a tensor argument, joint ones as they are."""
-        value = self.arguments.get(name)
-        return self.tracer.joint_labels(value) if isinstance(value, Tensor) else None
+        return self.tracer.joint_labels(self._tensor(names))
+
+    def _tensor(self, names: str) -> Tensor:
+        given = (self.arguments.get(name) for name in names.split())
+        return next(value for value in given if isinstance(value, Tensor))
 
     @cached_property
     def tensors(self) -> list[Tensor]:

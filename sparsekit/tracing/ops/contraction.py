@@ -14,8 +14,7 @@ from sparsekit.tracing.ops.pointwise import combine
 def _outer(call: Call, owner: TensorLabels, dim: int) -> Labels | None:
     """An axis of a factor that stays in the product; a state entry makes units there."""
     call.tracer.make(owner, dim)
-    axis = owner.axes[dim]
-    return axis if axis is None or not axis.is_uniform else None
+    return owner.units[dim]
 
 
 def _product(call: Call, a: TensorLabels, b: TensorLabels) -> TensorLabels:
@@ -37,8 +36,6 @@ def _multiply(call: Call) -> Outputs:
     first = "self" if len(names) == 1 else names[0]
     a = call.labels(first, -1)
     b = call.labels(names[-1], max(call.arguments[names[-1]].dim() - 2, 0))
-    assert a is not None
-    assert b is not None
     product = _product(call, a, b)
     if first == "self":
         return product
@@ -51,11 +48,8 @@ def _multiply(call: Call) -> Outputs:
 
 def _linear(call: Call) -> Outputs:
     a, w, bias = call.labels("input", -1), call.labels("weight"), call.arguments.get("bias")
-    assert a is not None
-    assert w is not None
     call.tracer.contract(a, len(a.axes) - 1, w, 1)
-    axes = [axis if axis is None or not axis.is_uniform else None for axis in a.axes[:-1]]
-    product = TensorLabels((*axes, _outer(call, w, 0)))
+    product = TensorLabels((*a.units[:-1], _outer(call, w, 0)))
     if bias is None:
         return product
     shape = tuple(call.outputs[0].shape)
@@ -65,8 +59,6 @@ def _linear(call: Call) -> Outputs:
 def _convolution(call: Call) -> Outputs:
     tracer = call.tracer
     x, w = call.labels("input"), call.labels("weight")
-    assert x is not None
-    assert w is not None
     groups, transposed = int(call.arg("groups", 1)), bool(call.arg("transposed", False))
     for axis in x.axes[2:]:
         tracer.fix(axis, "convolved along an axis of units")
@@ -74,8 +66,7 @@ def _convolution(call: Call) -> Outputs:
     made = _channels(call, x, w, groups, in_dim, out_dim)
     bias = call.arguments.get("bias")
     out = call.outputs[0]
-    batch = x.axes[0] if x.axes[0] is None or not x.axes[0].is_uniform else None
-    product = TensorLabels((batch, made, *([None] * (out.dim() - 2))))
+    product = TensorLabels((x.units[0], made, *([None] * (out.dim() - 2))))
     if bias is None:
         return product
     shape = tuple(out.shape)
@@ -89,10 +80,8 @@ def _channels(call: Call, x: TensorLabels, w: TensorLabels, groups: int, in_dim:
     if groups == 1:
         tracer.contract(x, 1, w, in_dim)
         return _outer(call, w, out_dim)
-    channels, inputs, outputs = call.arguments["input"].shape[1], x.axes[1], w.axes[out_dim]
+    channels, inputs, outputs = call.arguments["input"].shape[1], x.units[1], w.axes[out_dim]
     per_group = channels // groups
-    if inputs is not None and inputs.is_uniform:
-        inputs = None
     if per_group == 1:
         return _depthwise(call, inputs, w, groups, transposed=in_dim == 0)
     weight_in = w.axes[in_dim]
@@ -149,7 +138,6 @@ def _read(call: Call, values: Labels, w: TensorLabels, columns: np.typing.NDArra
 
 def _embedding(call: Call) -> Outputs:
     tracer, w = call.tracer, call.labels("weight")
-    assert w is not None
     indices = call.arguments["indices"]
     for tensor in call.tensors:
         if tensor is not call.arguments["weight"]:

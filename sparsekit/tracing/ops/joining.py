@@ -19,8 +19,6 @@ CREATORS = frozenset(
 
 def _like(call: Call) -> Outputs:
     labels = call.labels("self")
-    if labels is None:
-        return None
     zero = ALWAYS_ZERO if call.name == "zeros_like" else NOT_ZERO
     axes = (a if a is None else Labels(a.nodes, np.full(a.size, zero, dtype=np.int64)) for a in labels.axes)
     return TensorLabels(tuple(axes))
@@ -94,8 +92,6 @@ def _cat(call: Call) -> Outputs:
 
 def _pad(call: Call) -> Outputs:
     labels, tensor = call.labels("self"), call.arguments["self"]
-    if labels is None:
-        return None
     pad = list(call.arg("pad", call.arg("padding", [])))
     value = call.arg("value", 0) if call.name == "constant_pad_nd" else 0
     axes = list(labels.axes)
@@ -119,8 +115,6 @@ def _pad(call: Call) -> Outputs:
 
 def _copy(call: Call) -> Outputs:
     target, source = call.arguments["self"], call.labels("src")
-    if source is None:
-        return None
     missing = target.dim() - len(source.axes)
     axes: list[Labels | None] = [uniform(size) if size > 1 else None for size in target.shape[: max(missing, 0)]]
     for axis, size in zip(source.axes, target.shape[max(missing, 0) :], strict=False):

@@ -18,12 +18,11 @@ _POSITIONS = frozenset({"roll", "index_select", "index"})  # say by number what 
 
 
 def _same(call: Call) -> Outputs:
-    return call.joint_labels("self") or call.joint_labels("input")
+    return call.joint_labels("self input")
 
 
 def _pick(call: Call, order: Sequence[int]) -> Outputs:
-    labels = call.joint_labels("self")
-    return None if labels is None else permuted(labels, order)
+    return permuted(call.joint_labels("self"), order)
 
 
 def _permute(call: Call) -> Outputs:
@@ -44,13 +43,11 @@ def _transpose(call: Call) -> Outputs:
 
 def _unsqueeze(call: Call) -> Outputs:
     labels = call.joint_labels("self")
-    return None if labels is None else inserted(labels, call.arg("dim", 0) % (len(labels.axes) + 1))
+    return inserted(labels, call.arg("dim", 0) % (len(labels.axes) + 1))
 
 
 def _squeeze(call: Call) -> Outputs:
     labels, tensor = call.joint_labels("self"), call.arguments["self"]
-    if labels is None:
-        return None
     given = call.arg("dim")
     chosen = range(tensor.dim()) if given is None else [given] if isinstance(given, int) else given
     gone = {d % max(tensor.dim(), 1) for d in chosen if tensor.dim() and tensor.shape[d] == 1}
@@ -61,8 +58,6 @@ def _squeeze(call: Call) -> Outputs:
 
 def _expand(call: Call) -> Outputs:
     labels, tensor, out = call.joint_labels("self"), call.arguments["self"], call.outputs[0]
-    if labels is None:
-        return None
     new = out.dim() - tensor.dim()
     axes: list[Labels | None] = [uniform(size) if size > 1 else None for size in out.shape[:new]]
     for d in range(tensor.dim()):
@@ -89,7 +84,7 @@ def _slice(call: Call) -> Outputs:
     dim: int = call.arg("dim", 0) % tensor.dim()
     start, stop, step = slice(call.arg("start"), call.arg("end"), call.arg("step", 1)).indices(tensor.shape[dim])
     length = len(range(start, stop, step))
-    if labels is None or length == tensor.shape[dim]:
+    if length == tensor.shape[dim]:
         return labels
     if labels.parts is not None:
         return _sliced_layers(call, labels.parts[start:stop:step] if dim == 0 else ())
@@ -118,12 +113,11 @@ def _sliced_layers(call: Call, parts: Sequence[TensorLabels]) -> TensorLabels | 
 def _split(call: Call) -> Outputs:
     labels, tensor = call.joint_labels("self"), call.arguments["self"]
     dim = call.arg("dim", 0) % tensor.dim()
-    if labels is not None and len(call.outputs) > 1:
+    if len(call.outputs) > 1:
         labels = call.tracer.tie(labels, dim)
-    if labels is None or labels.axes[dim] is None:
-        return [labels] * len(call.outputs)
     axis = labels.axes[dim]
-    assert axis is not None
+    if axis is None:
+        return [labels] * len(call.outputs)
     sizes = [part.shape[dim] for part in call.outputs]
     if not axis.is_uniform and len(sizes) > 1:
         if len(set(sizes)) == 1:
@@ -136,8 +130,6 @@ def _split(call: Call) -> Outputs:
 
 def _select(call: Call) -> Outputs:
     labels, tensor = call.joint_labels("self"), call.arguments["self"]
-    if labels is None:
-        return None
     dim = call.arg("dim", 0) % tensor.dim()
     labels = call.tracer.tie(labels, dim)
     if labels.parts is not None:
@@ -146,16 +138,12 @@ def _select(call: Call) -> Outputs:
             return chosen
         call.fix_inputs("stacked states of several layers are cut across layers")
         return None
-    axis = labels.axes[dim]
-    if axis is not None and not axis.is_uniform:
-        call.tracer.fix(axis, "a single unit is selected by its position")
+    call.tracer.fix(labels.axes[dim], "a single unit is selected by its position")
     return dropped(labels, {dim})
 
 
 def _unbind(call: Call) -> Outputs:
     labels, tensor = call.joint_labels("self"), call.arguments["self"]
-    if labels is None:
-        return None
     dim = call.arg("dim", 0) % tensor.dim()
     labels = call.tracer.tie(labels, dim)
     if labels.parts is not None:
@@ -163,16 +151,12 @@ def _unbind(call: Call) -> Outputs:
             return list(labels.parts)
         call.fix_inputs("stacked states of several layers are cut across layers")
         return None
-    axis = labels.axes[dim]
-    if axis is not None and not axis.is_uniform:
-        call.tracer.fix(axis, "single units are taken apart")
+    call.tracer.fix(labels.axes[dim], "single units are taken apart")
     return [dropped(labels, {dim})] * len(call.outputs)
 
 
 def _as_complex(call: Call) -> Outputs:
     labels = call.labels("self", -1)
-    if labels is None:
-        return None
     last = len(labels.axes) - 1
     call.tracer.fix(labels.axes[last], "single units are taken apart")
     return dropped(labels, {last})
@@ -180,7 +164,7 @@ def _as_complex(call: Call) -> Outputs:
 
 def _as_real(call: Call) -> Outputs:
     labels = call.joint_labels("self")
-    return None if labels is None else inserted(labels, len(labels.axes))
+    return inserted(labels, len(labels.axes))
 
 
 def _moved(call: Call) -> Outputs:
@@ -193,13 +177,13 @@ def _moved(call: Call) -> Outputs:
             call.tracer.fix(own, f"positions for {call.name!r}", quiet=True)
         elif other is not tensor and own.has_units:
             others.append(other)
-    if labels is None or others or tensor.numel() > MOST_POSITIONS or any(o.numel() > MOST_POSITIONS for o in call.outputs):
+    if others or tensor.numel() > MOST_POSITIONS or any(o.numel() > MOST_POSITIONS for o in call.outputs):
         call.fix_inputs(f"rearranged by {call.name!r}")
         return [None] * len(call.outputs)
     axes: list[list[Labels | None]] = [[None] * out.dim() for out in call.outputs]
     rest = {name: value for name, value in call.arguments.items() if name != "self"}
-    for dim, axis in enumerate(labels.axes):
-        if axis is None or axis.is_uniform:
+    for dim, axis in enumerate(labels.units):
+        if axis is None:
             continue
         codes = along(torch.from_numpy(pack(axis)).to(tensor.device), dim, tensor.dim())
         moved = call.func(codes.expand(tensor.shape), **rest)
@@ -224,8 +208,8 @@ def _moved(call: Call) -> Outputs:
 def _channel_shuffle(call: Call) -> Outputs:
     """Only equal parts can be shuffled again, so every part loses the same positions."""
     labels, groups = call.labels("self"), int(call.arguments["groups"])
-    axis = None if labels is None else labels.axes[1]
-    if axis is not None and not axis.is_uniform:
+    axis = labels.units[1]
+    if axis is not None:
         _tie_parts(call, axis, axis.size // groups)
     return _moved(call)
 

@@ -12,10 +12,10 @@ from sparsekit.tracing.ops.call import Call, Outputs, table
 
 def _affine(call: Call, x: TensorLabels, *extra: str) -> Labels | None:
     """Unite the channel axis with scale, shift and statistics; the value is zero where scale and shift are gated."""
-    tracer, channel = call.tracer, x.axes[1]
+    tracer, channel = call.tracer, x.units[1]
     tensors = {name: call.arguments.get(name) for name in ("weight", "bias", *extra)}
     pieces = {name: tracer.labels(t) for name, t in tensors.items() if isinstance(t, Tensor)}
-    if channel is None or channel.is_uniform:
+    if channel is None:
         for labels in pieces.values():
             tracer.fix(labels, "follows values that belong to no unit", quiet=labels.entry is not None)
         return None
@@ -38,9 +38,8 @@ def _affine(call: Call, x: TensorLabels, *extra: str) -> Labels | None:
 
 def _batch_norm(call: Call) -> Outputs:
     x = call.labels("input")
-    assert x is not None
     made = _affine(call, x, "running_mean", "running_var")
-    axes = [None if axis is None or axis.is_uniform else axis.without_zero() for axis in x.axes]
+    axes = x.without_zero().axes
     # Statistics over the batch or over space would mix units that lie on those axes.
     for dim, axis in enumerate(axes):
         if dim != 1 and axis is not None:
@@ -50,13 +49,12 @@ def _batch_norm(call: Call) -> Outputs:
 
 def _group_norm(call: Call) -> Outputs:
     tracer, x = call.tracer, call.labels("input")
-    assert x is not None
     groups = int(call.arg("group"))
     for dim, axis in enumerate(x.axes):
         if dim > 1:
             tracer.fix(axis, "normalised by 'group_norm' across an axis of units")
-    channel = x.axes[1]
-    if channel is not None and not channel.is_uniform:
+    channel = x.units[1]
+    if channel is not None:
         if groups == 1:
             tracer.fix(channel, "normalised over all its units by 'group_norm'")
         else:
@@ -71,35 +69,29 @@ def _group_norm(call: Call) -> Outputs:
                 elif groups != channel.size:
                     tracer.fix(channel, "normalised by 'group_norm' with a fixed number of groups")
     made = _affine(call, x)
-    first = None if x.axes[0] is None or x.axes[0].is_uniform else x.axes[0].without_zero()
-    return [TensorLabels((first, made, *([None] * (len(x.axes) - 2)))), None, None]
+    return [TensorLabels((x.without_zero().axes[0], made, *([None] * (len(x.axes) - 2)))), None, None]
 
 
 def _layer_norm(call: Call) -> Outputs:
     tracer, count = call.tracer, len(call.arg("normalized_shape", []))
     whole = range(-count, 0)
-    x = call.labels("input", *whole) or call.labels("self", *whole)
-    assert x is not None
+    x = call.labels("input self", *whole)
     for axis in x.axes[len(x.axes) - count :]:
-        if axis is not None and not axis.is_uniform:
-            tracer.fix(axis, "normalised over its units by 'layer_norm'")
+        tracer.fix(axis, "normalised over its units by 'layer_norm'")
     for name in ("weight", "bias"):
         if isinstance(call.arguments.get(name), Tensor):
             tracer.fix(call.labels(name), "scale of a norm over all units", quiet=True)
-    axes = (None if axis is None or axis.is_uniform else axis.without_zero() for axis in x.axes)
-    return [TensorLabels(tuple(axes))] + [None] * (len(call.outputs) - 1)
+    return [x.without_zero()] + [None] * (len(call.outputs) - 1)
 
 
 def _softmax(call: Call) -> Outputs:
     tensor = call.arguments["self"]
     dim = call.arg("dim", -1) % max(tensor.dim(), 1)
     x = call.labels("self", dim) if tensor.dim() else call.labels("self")
-    assert x is not None
     axis = x.axes[dim]
-    if axis is not None and not axis.is_uniform:
-        call.tracer.fix(axis, "passes through softmax over its units")
+    call.tracer.fix(axis, "passes through softmax over its units")
     # The fixed axis keeps its labels: if it is the model's output, that is all there is to say.
-    return TensorLabels(tuple(None if a is None or a.is_uniform else a.without_zero() for a in x.axes))
+    return x.without_zero()
 
 
 def _weight_norm(call: Call) -> Outputs:

@@ -215,26 +215,21 @@ def _prelu(call: Call) -> Outputs:
 def _glu(call: Call) -> Outputs:
     labels, tensor = call.labels("self"), call.arguments["self"]
     dim = call.arg("dim", -1) % tensor.dim()
-    if labels is None or labels.axes[dim] is None:
-        return labels.computed() if labels is not None else None
     axis = labels.axes[dim]
-    assert axis is not None
+    if axis is None:
+        return labels.computed()
     half = axis.size // 2
     call.tracer.unite(axis.nodes[:half], axis.nodes[half:])
     return labels.computed().with_axis(dim, axis.take(slice(0, half)))
 
 
 def _dropout(call: Call) -> Outputs:
-    labels = call.joint_labels("input")
-    return [labels.computed() if labels is not None else None] * len(call.outputs)
+    return [call.joint_labels("input").computed()] * len(call.outputs)
 
 
 def _draw(call: Call) -> Outputs:
     """Random numbers, written over a tensor or drawn in its shape."""
-    labels = call.labels("self")
-    if labels is None:
-        return None
-    return TensorLabels(tuple(None if a is None or a.is_uniform else a.without_zero() for a in labels.axes))
+    return call.labels("self mean std").without_zero()
 
 
 HANDLERS = table(

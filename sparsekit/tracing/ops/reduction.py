@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sparsekit.labels.values import Labels, TensorLabels
+from sparsekit.labels.values import TensorLabels
 from sparsekit.tracing.ops.call import Call, Outputs, table
 
 _SUMS = frozenset({"sum", "linalg_vector_norm", "norm", "nansum"})
@@ -19,8 +19,6 @@ def _reduce(call: Call) -> Outputs:
     chosen = list(range(rank)) if given is None or given == [] else [given] if isinstance(given, int) else list(given)
     gone = {d % max(rank, 1) for d in chosen}
     labels = call.labels("self", *gone) if rank else call.labels("self")
-    if labels is None:
-        return None
     for d in gone:
         axis = labels.axes[d] if d < rank else None
         if axis is None or axis.is_uniform:
@@ -29,17 +27,9 @@ def _reduce(call: Call) -> Outputs:
             call.tracer.read(axis, None)  # exact where the value of a dropped unit is zero
         else:
             call.tracer.fix(axis, f"reduced over its units by {call.name!r}")
-    keep_zero = call.name in _KEEP_ZERO
-    axes: list[Labels | None] = []
+    kept = labels if call.name in _KEEP_ZERO else labels.without_zero()
     keepdim = call.outputs[0].dim() == rank and rank > 0 and bool(gone)
-    for d, axis in enumerate(labels.axes):
-        if d in gone:
-            if keepdim:
-                axes.append(None)
-        elif axis is None or axis.is_uniform:
-            axes.append(None)
-        else:
-            axes.append(axis if keep_zero else axis.without_zero())
+    axes = [None if d in gone else axis for d, axis in enumerate(kept.units) if keepdim or d not in gone]
     return [TensorLabels(tuple(axes)) if out.dim() == len(axes) else None for out in call.outputs]
 
 
@@ -47,34 +37,22 @@ def _scan(call: Call) -> Outputs:
     tensor = call.arguments["self"]
     dim = call.arg("dim", -1) % max(tensor.dim(), 1)
     labels = call.labels("self", dim) if tensor.dim() else call.labels("self")
-    if labels is None:
-        return None
-    axis = labels.axes[dim]
-    if axis is not None:
-        call.tracer.fix(axis, f"ordered or accumulated over its units by {call.name!r}")
-    axes = [None if d == dim or a is None or a.is_uniform else a.without_zero() for d, a in enumerate(labels.axes)]
-    return [TensorLabels(tuple(axes))] * len(call.outputs)
+    call.tracer.fix(labels.axes[dim], f"ordered or accumulated over its units by {call.name!r}")
+    return [labels.without_zero().with_axis(dim, None)] * len(call.outputs)
 
 
 def _resample(call: Call) -> Outputs:
-    labels, tensor, out = call.labels("self") or call.labels("input"), call.tensors[0], call.outputs[0]
+    labels, tensor, out = call.labels("self input"), call.tensors[0], call.outputs[0]
     spatial = int("".join(c for c in call.name if c in "123")[:1] or 2)
-    if call.name == "im2col" or labels is None:
-        call.fix_inputs(f"rearranged by {call.name!r}")
-        return None
     lead = tensor.dim() - spatial
     for axis in labels.axes[lead:]:
-        if axis is not None and not axis.is_uniform:
-            call.tracer.fix(axis, f"resampled along an axis of units by {call.name!r}")
-    axes = [None if a is None or a.is_uniform else a for a in labels.axes[:lead]]
-    made = TensorLabels((*axes, *([None] * (out.dim() - lead))))
+        call.tracer.fix(axis, f"resampled along an axis of units by {call.name!r}")
+    made = TensorLabels((*labels.units[:lead], *([None] * (out.dim() - lead))))
     return [made] * len(call.outputs)
 
 
 def _packed(call: Call) -> Outputs:
-    labels = call.labels("input") if call.name == "_pack_padded_sequence" else call.labels("data")
-    if labels is None:
-        return None
+    labels = call.labels("input data")
     for axis in labels.axes[:-1]:
         call.tracer.fix(axis, "an axis of units is packed into a sequence")
     last, out = labels.axes[-1], call.outputs[0]

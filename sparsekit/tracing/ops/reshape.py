@@ -57,15 +57,12 @@ def _reshape(call: Call) -> Outputs:
     labels = call.joint_labels("self")
     before, out = tuple(call.arguments["self"].shape), call.outputs[0]
     after = tuple(out.shape)
-    if labels is None:
-        return None
     if 0 in before or call.func.name() == "aten::view.dtype":
         call.fix_inputs("reinterpreted memory or an empty tensor")
         return None
     runs = _groups(before, after)
     if labels.joint is not None and not _can_follow(labels, labels.joint, before, runs):
         labels = call.labels("self")
-        assert labels is not None
     joint = None
     if labels.joint is not None:
         joint = reshaped(labels.joint, before, after, runs)

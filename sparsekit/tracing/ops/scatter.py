@@ -36,9 +36,7 @@ def _indexed(call: Call) -> Outputs:
         return None
     tracer.fix(tracer.labels(index), f"used as an index by {call.name!r}")
     for labels in pieces:
-        axis = labels.axes[dim]
-        if axis is not None and not axis.is_uniform:
-            tracer.fix(axis, f"moved by {call.name!r} along its units")
+        tracer.fix(labels.axes[dim], f"moved by {call.name!r} along its units")
     flat = [labels.with_axis(dim, None) for labels in pieces]
     shapes = [[size if d != dim else 1 for d, size in enumerate(t.shape)] for t in (out, source)]
     if shapes[0] != shapes[1]:
@@ -67,15 +65,13 @@ def _gather(call: Call) -> Outputs:
 def _patches(call: Call) -> Outputs:
     """Patches side by side: each channel becomes one position per place in the kernel."""
     x, out, kernel = call.labels("self"), call.outputs[0], call.arg("kernel_size")
-    if x is None:
-        return None
     dim, places = out.dim() - 2, int(np.prod(kernel))
     for other, axis in enumerate(x.axes):
         if other > dim:
             call.tracer.fix(axis, "cut into patches along an axis of units")
-    channel = x.axes[dim]
+    channel = x.units[dim]
     axes: list[Labels | None] = [None] * out.dim()
-    if channel is not None and not channel.is_uniform:
+    if channel is not None:
         axes[dim] = channel.take(np.repeat(np.arange(channel.size, dtype=np.int64), places))
     return TensorLabels(tuple(axes))
 
@@ -83,13 +79,11 @@ def _patches(call: Call) -> Outputs:
 def _from_patches(call: Call) -> Outputs:
     """The inverse: overlapping patches are summed, and the positions of one channel are one unit."""
     x, out, kernel = call.labels("self"), call.outputs[0], call.arg("kernel_size")
-    if x is None:
-        return None
     dim, places = out.dim() - 3, int(np.prod(kernel))
     call.tracer.fix(x.axes[-1], "an axis of units is laid out as patches")
-    column = x.axes[dim]
+    column = x.units[dim]
     axes: list[Labels | None] = [None] * out.dim()
-    if column is not None and not column.is_uniform:
+    if column is not None:
         rows = column.nodes.reshape(-1, places)
         sources = column.sources.reshape(-1, places)
         joint = sources[:, 0]
