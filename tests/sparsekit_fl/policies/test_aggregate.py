@@ -92,6 +92,10 @@ def test_coverage_weighs_by_examples_where_asked():
         update(1, [5.0, 0.0, 0.0], keep=[True, False, False], examples=3),
     ]
     assert combine(Mean("examples", over="holders"), *updates)["w"].tolist() == [5.0, 5.0, 3.0]
+    # A holder of few examples alone counts in full.
+    alone = [update(0, [1.0, 0.0, 0.0], keep=[True, False, False], examples=3)]
+    alone += [update(1, [0.0, 4.0, 0.0], keep=[False, True, False], examples=1)]
+    assert combine(Mean("examples", over="holders"), *alone)["w"].tolist() == [2.0, 6.0, 3.0]
 
 
 def test_whole_and_masked_updates_mix():

@@ -122,6 +122,8 @@ def test_what_mixes_units_fixes_them(run: Callable[[Tensor], Tensor]) -> None:
         (lambda x: torch.sigmoid(x) * x, True),
         (lambda x: x.clamp(-1, 1), True),
         (lambda x: x.pow(2), True),
+        (lambda x: F.pad(x, (0, 0, 0, 1)), True),
+        (lambda x: F.pad(x, (0, 0, 0, 1), value=-1.0), False),
         (torch.sigmoid, False),
         (torch.exp, False),
         (lambda x: x + 1, False),
