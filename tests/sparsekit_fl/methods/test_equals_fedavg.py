@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import pytest
@@ -38,6 +39,7 @@ from sparsekit_fl.policies.learnable import LearnableSgd
 from sparsekit_fl.policies.personal import GlobalModel
 from sparsekit_fl.policies.ratio import Full
 from sparsekit_fl.policies.share import Everything
+from sparsekit_fl.results.records import RunResult
 from sparsekit_fl.server.loop import run
 from sparsekit_fl.testing.tiny import tiny_clients, tiny_config, tiny_problem
 
@@ -81,19 +83,24 @@ WITHOUT_NORM = {"per-fedavg-first-order", "per-fedavg-hessian-free", "lotteryfl"
 SAMPLES_ITSELF = {"oort"}
 
 
+def _run(method: Method, *, norm: bool, samples_itself: bool) -> RunResult:
+    # Equally many examples and full capabilities, so that every weighting is one.
+    base = tiny_config(rounds=1 if samples_itself else 3)
+    training = dataclasses.replace(base.training, momentum=0.5)
+    config = dataclasses.replace(base, training=training, capability_levels=(1.0,))
+    return run(method, tiny_problem() if norm else deep_problem(), tiny_clients(4) if samples_itself else equals(), config)
+
+
+@functools.cache
+def _plain(norm: bool, samples_itself: bool) -> RunResult:
+    return _run(fedavg(), norm=norm, samples_itself=samples_itself)
+
+
 @pytest.mark.parametrize("name", EQUAL)
 @pytest.mark.same_bits
 def test_without_what_is_its_own_a_method_is_fedavg_bit_for_bit(name: str) -> None:
-    # Equally many examples and full capabilities, so that every weighting is one.
-    base = tiny_config(rounds=3)
-    training = dataclasses.replace(base.training, momentum=0.5)
-    config = dataclasses.replace(base, training=training, capability_levels=(1.0,))
-    clients, rounds = equals(), 3
-    if name in SAMPLES_ITSELF:
-        clients, rounds = tiny_clients(4), 1
-    config = dataclasses.replace(config, rounds=rounds)
-    problem = deep_problem() if name in WITHOUT_NORM else tiny_problem()
-    ours, plain = run(EQUAL[name](), problem, clients, config), run(fedavg(), problem, clients, config)
+    norm, samples_itself = name not in WITHOUT_NORM, name in SAMPLES_ITSELF
+    ours, plain = _run(EQUAL[name](), norm=norm, samples_itself=samples_itself), _plain(norm, samples_itself)
     assert ours.final.state_sha256 == plain.final.state_sha256
     assert [record.cohort for record in ours.rounds] == [record.cohort for record in plain.rounds]
     assert ours.cost.flops_compact > 0

@@ -34,6 +34,22 @@ def test_scatter_undoes_gather(convolutions):
         assert all(torch.equal(a, b) for a, b in zip(kept.gather_all(partial).values(), kept.gather_all(state).values()))
 
 
+@pytest.mark.parametrize("step", [1, 2, 100])
+def test_rows_written_piece_by_piece_are_those_written_at_once(convolutions, step):
+    graph, state, masks = convolutions
+    for mask in masks:
+        kept = Kept(graph, mask)
+        for name, tensor in state.items():
+            whole = torch.full_like(tensor, 9)
+            kept.scatter(name, kept.gather(name, tensor), whole)
+            if not tensor.dim():
+                continue
+            pieces = [torch.full_like(part, 9) for part in tensor.split(step)]
+            for number, piece in enumerate(pieces):
+                kept.scatter_rows(name, kept.gather(name, tensor), piece, number * step)
+            assert torch.equal(torch.cat(pieces), whole), name
+
+
 def test_shapes_and_counts_are_those_of_what_is_gathered(convolutions):
     graph, state, masks = convolutions
     for mask in masks:
