@@ -30,8 +30,6 @@ from sparsekit_fl.problem.metrics import TokenAccuracy, accuracy
 from sparsekit_fl.problem.problem import Problem, check_fit
 from sparsekit_fl.streams import Streams
 
-__all__ = ["Task", "build_problem", "build_task"]
-
 
 class Task(NamedTuple):
     """What was built.

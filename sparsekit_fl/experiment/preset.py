@@ -8,8 +8,6 @@ from typing import Any, Literal
 
 from sparsekit_fl.options.config import HETEROGENEITY, RunConfig, TrainingConfig
 
-__all__ = ["Preset"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Preset:

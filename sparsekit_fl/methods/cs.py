@@ -30,8 +30,6 @@ from sparsekit_fl.problem.problem import Problem
 from sparsekit_fl.wire.kept import Mask, mask_state
 from sparsekit_fl.wire.messages import Update
 
-__all__ = ["ChangeMean", "Complement", "ComplementMean", "DenseFromSparse", "LargestChanges", "LargestOnServer", "cs"]
-
 
 def _largest(graph: UnitGraph, state: StateDict, ratio: float) -> WeightMask:
     return largest_weights(state, prunable_weights(graph, "CS"), ratio)

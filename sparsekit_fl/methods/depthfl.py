@@ -37,17 +37,6 @@ from sparsekit_fl.problem.problem import Problem
 from sparsekit_fl.training.loop import Batch
 from sparsekit_fl.wire.kept import Mask
 
-__all__ = [
-    "DepthPrefix",
-    "DynamicMean",
-    "ExitSgd",
-    "affordable_depth",
-    "depth_entries",
-    "depth_flops",
-    "depthfl",
-    "distillation_loss",
-]
-
 
 def _ends(graph: UnitGraph) -> list[int]:
     """Return, for each depth from 1, the number of layers that a client of that depth runs, exits included."""

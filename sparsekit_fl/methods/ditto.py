@@ -19,8 +19,6 @@ from sparsekit_fl.policies.local import LocalPolicy, LocalResult, load_leaves, p
 from sparsekit_fl.policies.personal import PersonalModel, PersonalPolicy
 from sparsekit_fl.wire.kept import Mask
 
-__all__ = ["SecondModel", "TwoModels", "ditto"]
-
 
 @dataclass(frozen=True)
 class TwoModels(LocalPolicy):

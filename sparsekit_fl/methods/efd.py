@@ -12,8 +12,6 @@ from sparsekit.criteria import Random
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.policies import ByCapability, Mean, RecalibratedBatchNorm, ServerCriterion, SubmodelSgd
 
-__all__ = ["efd"]
-
 
 def efd(*, clip: float | None = 1.0, scaler: bool = True) -> Method:
     """Random units by capability, sent by the server; entries are averaged over the clients that hold them, by examples.

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from sparsekit_fl.methods.method import Method
 
-__all__ = ["fedavg"]
-
 
 def fedavg() -> Method:
     """Every default of `Method`."""

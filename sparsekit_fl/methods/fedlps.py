@@ -14,8 +14,6 @@ from sparsekit.training import ImportanceRegularizer
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.policies import BanditRatio, LearnableSgd, LocalModel, Mean, OwnClasses, TouchedRowsMean
 
-__all__ = ["fedlps", "fedlps_own", "fedlps_paper"]
-
 
 def fedlps() -> Method:
     """Our FedLPS: standardised importance target, summed regulariser, personal model chosen on validation data."""

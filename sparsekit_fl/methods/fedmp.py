@@ -23,8 +23,6 @@ from sparsekit_fl.options.checked import Fraction, Hint, Positive, Ratio
 from sparsekit_fl.policies import Mean, RatioPolicy, RecalibratedBatchNorm, ServerCriterion
 from sparsekit_fl.wire.messages import Assignment, Update, require_metrics
 
-__all__ = ["TimelyRatio", "fedmp"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class TimelyRatio(RatioPolicy):

@@ -27,8 +27,6 @@ from sparsekit_fl.policies.weight_masks import largest_weights
 from sparsekit_fl.problem.problem import Problem
 from sparsekit_fl.wire.kept import Mask
 
-__all__ = ["OwnLayers", "PrunedOthers", "fedp3", "own_layers"]
-
 
 def own_layers(graph: UnitGraph, client_id: int, count: int | None, *, private_head: bool) -> tuple[Layer, ...]:
     """Return the layers that a client owns.

@@ -8,8 +8,6 @@ from __future__ import annotations
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.policies.share import PrivateHead
 
-__all__ = ["fedper"]
-
 
 def fedper(layers: int = 1) -> Method:
     """FedAvg on all but the head.

@@ -17,8 +17,6 @@ from sparsekit_fl.options.checked import Hint, NonNegative, Share
 from sparsekit_fl.policies.local import LocalResult, Sgd
 from sparsekit_fl.wire.kept import Mask
 
-__all__ = ["ProximalSgd", "fedprox"]
-
 
 @dataclass(frozen=True)
 class ProximalSgd(Sgd):

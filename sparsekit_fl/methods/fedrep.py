@@ -24,8 +24,6 @@ from sparsekit_fl.problem.problem import Problem
 from sparsekit_fl.training.loop import TrainingLog
 from sparsekit_fl.wire.kept import Mask
 
-__all__ = ["HeadThenBody", "fedrep"]
-
 
 @dataclass(frozen=True)
 class HeadThenBody(LocalPolicy):

@@ -16,8 +16,6 @@ from sparsekit_fl.methods.method import Method
 from sparsekit_fl.policies.mask import ServerCriterion
 from sparsekit_fl.policies.rolling import Rolling
 
-__all__ = ["fedrolex"]
-
 
 def fedrolex(
     *,

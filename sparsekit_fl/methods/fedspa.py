@@ -31,8 +31,6 @@ from sparsekit_fl.problem.problem import Problem
 from sparsekit_fl.wire.kept import Mask
 from sparsekit_fl.wire.packing import unpack_mask
 
-__all__ = ["MovingMask", "SparseToSparseSgd", "fedspa", "move_mask"]
-
 _NEXT = "next_mask"
 
 

@@ -32,8 +32,6 @@ from sparsekit_fl.problem.problem import Problem
 from sparsekit_fl.training.loop import Batch
 from sparsekit_fl.wire.kept import Mask
 
-__all__ = ["OrderedDropoutSgd", "fjord"]
-
 
 def _soft_cross_entropy(outputs: Any, teacher: Any, targets: Tensor) -> Tensor:
     """Return the cross-entropy of `outputs` against the teacher's probabilities, classes last, where there is a target."""

@@ -28,8 +28,6 @@ from sparsekit_fl.policies.mask import require_units
 from sparsekit_fl.problem.problem import Problem
 from sparsekit_fl.wire.kept import Mask
 
-__all__ = ["GroupLassoSgd", "Subnetworks", "hermes"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Subnetworks(GatedPruning):

@@ -22,8 +22,6 @@ from sparsekit_fl.policies import (
     TouchedRowsMean,
 )
 
-__all__ = ["heterofl"]
-
 
 def heterofl(*, clip: float | None = 1.0, scaler: bool = True, masked_loss: bool = False, static_norm: bool = True) -> Method:
     """A prefix of ⌈z · J⌉ units per layer; entries are averaged over the clients that hold them, all alike.

@@ -10,8 +10,6 @@ from typing import Literal
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.policies import GlobalModel, LocalModel, Nothing
 
-__all__ = ["local"]
-
 
 def local(select: Literal["last", "best"] = "last") -> Method:
     """Nothing is shared; a client goes on from its own last state whenever it is sampled.

@@ -22,8 +22,6 @@ from sparsekit_fl.policies.weight_masks import largest_weights
 from sparsekit_fl.problem.problem import Problem
 from sparsekit_fl.wire.kept import Mask
 
-__all__ = ["RewindingSgd", "Tickets", "lotteryfl"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Tickets(GatedPruning):

@@ -13,8 +13,6 @@ from sparsekit_fl.methods.settings import arguments_of, with_arguments, with_set
 from sparsekit_fl.options.values import read_settings
 from sparsekit_fl.policies.bandit import BanditRatio
 
-__all__ = ["make_method"]
-
 
 def make_method(text: str, *, settings: Mapping[str, Any] | None = None) -> Method:
     """A method by its name in the registry or as `package.module:function`.

@@ -39,8 +39,6 @@ from sparsekit_fl.policies.ratio import Full, RatioPolicy
 from sparsekit_fl.policies.sampling import SamplingPolicy, Uniform
 from sparsekit_fl.policies.share import Everything, SharePolicy
 
-__all__ = ["Method"]
-
 _KINDS: dict[str, type[Policy]] = {
     "sampling": SamplingPolicy,
     "ratio": RatioPolicy,

@@ -28,8 +28,6 @@ from sparsekit_fl.problem.problem import Loss
 from sparsekit_fl.wire.kept import Mask
 from sparsekit_fl.wire.messages import Assignment, Update, require_metrics
 
-__all__ = ["GuidedSampling", "SampleLossSgd", "oort"]
-
 _SQUARES = "mean_squared_loss"
 
 

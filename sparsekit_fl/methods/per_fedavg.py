@@ -27,8 +27,6 @@ from sparsekit_fl.training.loop import Batch, Batches
 from sparsekit_fl.training.optimizer import SgdStep
 from sparsekit_fl.wire.kept import Mask
 
-__all__ = ["AdaptedModel", "MetaSgd", "per_fedavg"]
-
 Variant = Literal["first-order", "hessian-free"]
 
 

@@ -42,8 +42,6 @@ from sparsekit_fl.training.loop import TrainingLog
 from sparsekit_fl.wire.kept import Mask, mask_state
 from sparsekit_fl.wire.messages import Assignment, Update, require_metrics
 
-__all__ = ["FirstAlone", "MaskedMean", "Search", "SearchedMask", "SearchingSgd", "prunefl", "weight_seconds"]
-
 _PROCESSED = "processed_examples"
 _BYTES_PER_WEIGHT = 4
 

@@ -27,8 +27,6 @@ from sparsekit_fl.policies.combine import Counted, mean
 from sparsekit_fl.policies.sampling import SamplingPolicy
 from sparsekit_fl.wire.messages import Update
 
-__all__ = ["Availability", "LeastAvailable", "StaleMean", "refl"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Availability(Checked):

@@ -23,8 +23,6 @@ from sparsekit_fl.options.checked import Choice, annotation_of, described
 from sparsekit_fl.options.values import parse_value
 from sparsekit_fl.policies.base import Policy
 
-__all__ = ["Setting", "arguments_of", "settings_of", "with_arguments", "with_settings"]
-
 _KINDS = ("sampling", "ratio", "mask", "local", "share", "aggregate", "personal")
 
 

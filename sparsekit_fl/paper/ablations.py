@@ -22,19 +22,6 @@ from sparsekit_fl.policies import ByCapability, Constant, LearnableSgd, LocalPol
 from sparsekit_fl.policies.local import with_passes
 from sparsekit_fl.wire.kept import Mask
 
-__all__ = [
-    "ProximalSgd",
-    "fedlps_magnitude",
-    "fedlps_ordered",
-    "fedlps_random",
-    "flst",
-    "p_ucbv_dyn",
-    "p_ucbv_fix",
-    "rcr_dyn",
-    "rcr_fix",
-]
-
-
 Whole: TypeAlias = Literal["fedlps", "fedlps-own"]
 """The method that an ablation replaces a part of."""
 

@@ -16,8 +16,6 @@ from sparsekit_fl.report.plots import Figure
 from sparsekit_fl.results.extra import need
 from sparsekit_fl.results.text import flops_text, seconds_text, share_text
 
-__all__ = ["is_rival", "missing_figures", "paper_figures"]
-
 _ABLATIONS = ("flst", "rcr-fix", "rcr-dyn", "p-ucbv-fix", "p-ucbv-dyn")
 _STRATEGIES: Mapping[str, str] = {
     "flst": "learned", "fedlps": "learned", "fedlps-random": "random", "fedlps-ordered": "ordered",

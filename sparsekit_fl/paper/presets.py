@@ -13,8 +13,6 @@ from sparsekit_fl.datasets import datasets
 from sparsekit_fl.experiment.preset import Preset
 from sparsekit_fl.options.config import TrainingConfig
 
-__all__ = ["DEFAULT", "PRESETS", "preset_for"]
-
 DEFAULT = "digits"
 
 

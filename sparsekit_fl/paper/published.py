@@ -21,17 +21,6 @@ from sparsekit_fl.paper.presets import PRESETS
 from sparsekit_fl.report.comparison import Comparison, Row
 from sparsekit_fl.results.extra import need
 
-__all__ = [
-    "PUBLISHED_LEVEL",
-    "UNEXPLAINED",
-    "in_published_order",
-    "protocol_difference",
-    "published_beside",
-    "published_numbers",
-    "published_source",
-    "published_text",
-]
-
 _ROUNDING_E12 = 0.05
 _DEVIATIONS = 2.0
 UNEXPLAINED = "no reason is known"

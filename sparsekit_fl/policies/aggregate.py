@@ -16,8 +16,6 @@ from sparsekit_fl.policies.base import Policy
 from sparsekit_fl.policies.combine import Changes, Counted, Over, Rule, mean
 from sparsekit_fl.wire.messages import Assignment, Update
 
-__all__ = ["AggregatePolicy", "Mean", "Weighting"]
-
 Weighting = Literal["examples", "uniform"]
 
 

@@ -22,8 +22,6 @@ from sparsekit_fl.policies.ratio import RatioPolicy
 from sparsekit_fl.problem.problem import Problem
 from sparsekit_fl.wire.messages import Assignment, Update, require_metrics
 
-__all__ = ["BanditRatio", "utility"]
-
 
 def utility(accuracy: float) -> float:
     """U(x) = 10 − 20 / (1 + e^(0.35 x)) = 10 tanh(0.175 x); accuracy is a fraction, where U is nearly linear.

@@ -9,8 +9,6 @@ from sparsekit_fl.options.checked import Checked
 from sparsekit_fl.problem.problem import Problem
 from sparsekit_fl.wire.messages import Assignment, Update
 
-__all__ = ["Policy", "require_accuracy"]
-
 
 class Policy(Checked):
     """One choice of a method: a frozen dataclass of options, whose ranges are in their annotations.

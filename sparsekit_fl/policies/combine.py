@@ -22,11 +22,6 @@ from sparsekit_fl.options.config import RunConfig
 from sparsekit_fl.wire.kept import Kept
 from sparsekit_fl.wire.messages import Update
 
-__all__ = [
-    "Changes", "Counted", "Over", "Rule", "Sums", "add_up", "mean", "median", "norm_clipped", "rule_of", "scales_to",
-    "trimmed", "trimmed_mean", "update_norm",
-]  # fmt: skip
-
 # Number of entries that are sorted at once: it bounds the memory of a round to little more than its updates.
 _CHUNK = 2**18
 

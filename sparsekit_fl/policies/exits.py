@@ -23,9 +23,6 @@ from sparsekit.measure import trace_cost
 from sparsekit.tracing import trace_layers
 from sparsekit_fl.costs import part_flops
 
-__all__ = ["ExitHead", "WithExits", "build_with_exits", "place_exits"]
-
-
 _GRID = 4
 
 

@@ -20,8 +20,6 @@ from sparsekit_fl.policies.mask import require_units
 from sparsekit_fl.problem.problem import Problem
 from sparsekit_fl.wire.kept import Mask
 
-__all__ = ["LearnableSgd", "learning", "pull_to_received"]
-
 
 class _Anchors:
     """The received state at the narrow entries: follows a remask as optimiser state does, but begins at what was received."""

@@ -23,23 +23,6 @@ from sparsekit_fl.training.loop import Batch, Batches, Step, TrainingLog
 from sparsekit_fl.training.optimizer import SgdStep, TorchStep, make_step
 from sparsekit_fl.wire.kept import Mask, mask_state
 
-__all__ = [
-    "Adjust",
-    "Leaves",
-    "LocalPolicy",
-    "LocalResult",
-    "Sgd",
-    "freeze_dropped",
-    "gradients_of",
-    "load_leaves",
-    "local_step",
-    "pull_towards",
-    "sgd",
-    "sgd_step",
-    "trained_leaves",
-    "with_passes",
-]
-
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class LocalResult:

@@ -18,8 +18,6 @@ from sparsekit_fl.problem.problem import Problem
 from sparsekit_fl.wire.kept import Mask
 from sparsekit_fl.wire.messages import Update
 
-__all__ = ["Dense", "MaskPolicy", "RoundView", "ServerCriterion", "UnitCriterion", "require_units"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class RoundView(View):

@@ -16,8 +16,6 @@ from sparsekit_fl.options.checked import Hint, Positive
 from sparsekit_fl.policies.share import SharePolicy
 from sparsekit_fl.problem.problem import Problem
 
-__all__ = ["OwnClasses"]
-
 _log = logging.getLogger(__name__)
 
 

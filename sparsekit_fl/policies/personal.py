@@ -17,8 +17,6 @@ from sparsekit_fl.wire.kept import Kept, Mask
 from sparsekit_fl.wire.messages import Scores
 from sparsekit_fl.wire.packing import pack_mask, unpack_mask
 
-__all__ = ["GlobalModel", "LocalModel", "PersonalModel", "PersonalPolicy"]
-
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class PersonalModel:

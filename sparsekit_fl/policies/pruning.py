@@ -23,8 +23,6 @@ from sparsekit_fl.wire.kept import Kept, Mask, mask_state
 from sparsekit_fl.wire.messages import Assignment, Update
 from sparsekit_fl.wire.packing import pack_mask, unpack_mask
 
-__all__ = ["GatedPruning", "RememberedMask", "UnderOwnMask", "prunable_weights", "recall_mask", "remember_mask"]
-
 
 def remember_mask(memory: Memory, mask: Mask | None) -> None:
     """Save a mask in a memory, as bits."""

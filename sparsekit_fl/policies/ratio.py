@@ -11,8 +11,6 @@ from sparsekit_fl.options.checked import Ratio
 from sparsekit_fl.policies.base import Policy
 from sparsekit_fl.wire.messages import Update
 
-__all__ = ["ByCapability", "Constant", "Full", "RatioPolicy"]
-
 
 class RatioPolicy(Policy):
     """How large a share of its units a client trains. The default is the whole model."""

@@ -12,8 +12,6 @@ from sparsekit.criteria import View
 from sparsekit.errors import InvalidValueError, MissingImportanceError
 from sparsekit.graph import UnitGraph
 
-__all__ = ["Rolling"]
-
 
 @dataclass(frozen=True)
 class Rolling:

@@ -14,8 +14,6 @@ from sparsekit_fl.options.checked import Hint, NonNegativeCount
 from sparsekit_fl.policies.base import Policy
 from sparsekit_fl.wire.messages import Assignment, Update, require_metrics
 
-__all__ = ["BySize", "Fixed", "Poisson", "PowerOfChoice", "SamplingPolicy", "Uniform"]
-
 
 class SamplingPolicy(Policy):
     """Which clients train. The default draws uniformly without replacement."""

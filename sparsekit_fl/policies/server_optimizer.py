@@ -14,8 +14,6 @@ from sparsekit_fl.options.config import RunConfig
 from sparsekit_fl.policies.combine import Changes, Counted
 from sparsekit_fl.wire.kept import Kept
 
-__all__ = ["ServerOptimizer", "make_server_optimizer"]
-
 _ADAPTIVE_LR = 0.01
 
 

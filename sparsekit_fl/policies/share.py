@@ -16,8 +16,6 @@ from sparsekit_fl.policies.local import LocalResult
 from sparsekit_fl.problem.problem import Problem
 from sparsekit_fl.wire.kept import Mask
 
-__all__ = ["Everything", "Nothing", "PrivateHead", "SharePolicy"]
-
 
 class SharePolicy(Policy):
     """Which entries travel. The default shares every entry and uploads what was trained."""

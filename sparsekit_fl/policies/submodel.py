@@ -28,8 +28,6 @@ from sparsekit_fl.policies.personal import PersonalModel, PersonalPolicy
 from sparsekit_fl.problem.problem import Loss
 from sparsekit_fl.wire.kept import Kept, Mask
 
-__all__ = ["RecalibratedBatchNorm", "SubmodelSgd", "scaled_outputs"]
-
 _LARGEST_BATCH = 256
 
 

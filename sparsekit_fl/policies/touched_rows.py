@@ -13,8 +13,6 @@ from sparsekit_fl.policies.aggregate import Mean, Weighting
 from sparsekit_fl.policies.combine import Over
 from sparsekit_fl.wire.messages import Update
 
-__all__ = ["TouchedRowsMean"]
-
 
 @dataclass(frozen=True)
 class TouchedRowsMean(Mean):

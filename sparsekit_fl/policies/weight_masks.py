@@ -15,8 +15,6 @@ from torch import Tensor
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph import StateDict, WeightMask
 
-__all__ = ["keep_largest_entries", "largest_weights", "layer_densities", "random_weights", "search_weights", "weight_count"]
-
 
 def weight_count(ratio: float, size: int) -> int:
     """max(1, ⌈ratio · size⌉), at most `size`, safe against the last bit; 0 for a ratio of 0 or less."""
