@@ -109,7 +109,6 @@ def walk_to_budget(
     limits: Mapping[str, float],
     *,
     by_cost: bool,
-    fill: bool = True,
 ) -> dict[str, int]:
     """Take blocks away until the limits are met, then put back what still fits.
 
@@ -118,7 +117,6 @@ def walk_to_budget(
         tracker: At the largest counts; moved along.
         limits: Metric → absolute limit, reachable.
         by_cost: Rank blocks by what they lose for what they save; else by what they lose for a unit.
-        fill: Whether to put blocks back in the end.
 
     Returns:
         Group name → units kept.
@@ -159,9 +157,8 @@ def walk_to_budget(
         places[number] -= 1
         tracker.move(widths[number].groups, widths[number].counts[places[number]])
         push(number)
-    if fill:
-        _fill(widths, places, tracker, limits)
-        tighten(widths, places, tracker, limits)
+    _fill(widths, places, tracker, limits)
+    tighten(widths, places, tracker, limits)
     return {name: width.counts[place] for width, place in zip(widths, places) for name in width.groups}
 
 
@@ -332,10 +329,10 @@ class Problem:
                 low = middle
         return best
 
-    def walk(self, losses: Losses, *, by_cost: bool, fill: bool = True) -> dict[str, int]:
+    def walk(self, losses: Losses, *, by_cost: bool) -> dict[str, int]:
         """`walk_to_budget` from the largest counts."""
         tracker = self.cost.tracker(dense_counts(self.free), self.budget.metrics)
-        return walk_to_budget(widths_of(self.free, losses), tracker, self.limits, by_cost=by_cost, fill=fill)
+        return walk_to_budget(widths_of(self.free, losses), tracker, self.limits, by_cost=by_cost)
 
 
 Search: TypeAlias = Callable[[Problem], Counts]

@@ -161,7 +161,6 @@ def measure_table(
     kwargs: Mapping[str, Any],
     graph: UnitGraph,
     rules: Mapping[type[nn.Module], LayerRule] | None = None,
-    cache: LatencyCache | None = None,
 ) -> LatencyMeter:
     """Measure the layers of a model at some widths, or read what was measured before.
 
@@ -171,11 +170,10 @@ def measure_table(
         kwargs: Keyword inputs.
         graph: The units.
         rules: Rules for layers of your own.
-        cache: Where times are kept; None takes that of the device.
     """
     copied = copy_with(model, {}).eval()
     device = next((entry.device for entry in copied.parameters()), torch.device("cpu"))
-    cache = cache if cache is not None else LatencyCache(device)
+    cache = LatencyCache(device)
     try:
         light = without_data(copied, args, kwargs)
         calls = _calls(light[0], light[1], light[2], rules)

@@ -40,12 +40,6 @@ def factored_state(optimizer: object, leaf: Tensor) -> Iterator[tuple[str, Tenso
                 yield name, value
 
 
-def mixes_units(optimizer: object) -> bool:
-    """Whether the step of an entry depends on other entries of its leaf, so that a dense copy with zeros steps otherwise."""
-    kinds = [torch.optim.Adafactor, getattr(torch.optim, "Muon", torch.optim.Adafactor)]
-    return isinstance(optimizer, tuple(kinds))
-
-
 def _quantised(value: Tensor, leaf: Tensor) -> bool:
     """Whether a value holds codes of blocks of entries: torchao's subclasses, or bytes as those of bitsandbytes."""
     if value.shape != leaf.shape or value.dim() == 0:

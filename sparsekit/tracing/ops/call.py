@@ -61,10 +61,10 @@ class Call:
         """All tensor arguments, those in lists included."""
         return [leaf for leaf in tree_leaves(tuple(self.arguments.values())) if isinstance(leaf, Tensor)]
 
-    def fix_inputs(self, reason: str, *, quiet: bool = False) -> None:
+    def fix_inputs(self, reason: str) -> None:
         """Keep whole every unit that enters the call."""
         for tensor in self.tensors:
-            self.tracer.fix(self.tracer.labels(tensor), reason, quiet=quiet)
+            self.tracer.fix(self.tracer.labels(tensor), reason)
 
 
 Handler: TypeAlias = Callable[[Call], Outputs]
