@@ -25,6 +25,7 @@ from sparsekit.graph.norms import NormSite
 from sparsekit.graph.state import StateDict
 
 _SHOWN = 6
+_REMEMBERED = 8
 
 
 @dataclass(frozen=True, eq=False)
@@ -169,9 +170,23 @@ class UnitGraph:
             keep: Group name → bool (units,), for every group.
 
         Returns:
-            State-dict key → axis → int64 (kept,), ascending. Axes and keys that no unit touches are absent.
+            State-dict key → axis → int64 (kept,), ascending; the tensors are read-only. Axes and keys that no unit touches are
+            absent.
         """
         kept = np.concatenate([keep[name].cpu().numpy() for name in self.groups] or [np.zeros(0, dtype=bool)])
+        key = kept.tobytes()
+        if key not in self._recent:
+            while len(self._recent) >= _REMEMBERED:
+                self._recent.pop(next(iter(self._recent)))
+            self._recent[key] = self._positions(kept)
+        return {name: dict(axes) for name, axes in self._recent[key].items()}
+
+    @cached_property
+    def _recent(self) -> dict[bytes, dict[str, dict[int, Tensor]]]:
+        """What the last few masks keep: loading, cutting, sending and checking all ask, about the same mask."""
+        return {}
+
+    def _positions(self, kept: npt.NDArray[np.bool_]) -> dict[str, dict[int, Tensor]]:
         indices: dict[str, dict[int, Tensor]] = {}
         for name, axes in self._axes.items():
             found = indices[name] = {}

@@ -115,6 +115,20 @@ def test_ties_that_share_a_group_are_one_set(ties: list[list[str]]) -> None:
     graph.check_counts(equal_in_ties(graph, counts))
 
 
+def test_what_a_mask_keeps_is_worked_out_once_and_belongs_to_nobody_who_asked() -> None:
+    graph, keep = _graph(), torch.tensor([False, True])
+    first = graph.kept_indices({"conv": keep})
+    expected = {name: {dim: index.tolist() for dim, index in axes.items()} for name, axes in first.items()}
+    again = graph.kept_indices({"conv": keep.clone()})
+    assert all(again[name][dim] is index for name, axes in first.items() for dim, index in axes.items())
+    for axes in first.values():
+        axes.clear()
+    found = graph.kept_indices({"conv": keep})
+    assert {name: {dim: index.tolist() for dim, index in axes.items()} for name, axes in found.items()} == expected
+    other = graph.kept_indices({"conv": ~keep})
+    assert all(other[name][dim].tolist() != index for name, axes in expected.items() for dim, index in axes.items())
+
+
 @pytest.mark.parametrize("between", [nn.Identity(), nn.ReLU(), nn.Tanh()], ids=["linear", "relu", "tanh"])
 def test_gates_of_zero_and_one_are_exact_and_soft_ones_behind_what_scales(between: nn.Module) -> None:
     class Summed(nn.Module):
