@@ -153,7 +153,7 @@ def check_fingerprint(
 
     Args:
         saved: The fingerprint that was saved.
-        now: The fingerprint of what is to be run, from `fingerprint_of`.
+        now: The fingerprint of what is to be run, from `fingerprint_of`; "own", from `own_code`, is compared where it is there.
         where: Names the run, for the message.
         accept_code: Take one of other code all the same, with a warning.
 
@@ -161,13 +161,22 @@ def check_fingerprint(
         The code of earlier rounds, for the result; empty where it is all the same.
 
     Raises:
-        ResumeError: the data differ; or the code does, and `accept_code` is False.
+        ResumeError: the data differ; or the code does, of sparsekit or of the user, and `accept_code` is False.
     """
     if saved.get("data") and now.get("data") and saved["data"] != now["data"]:
         raise ResumeError(
             f"{where} was run on other data (digest {saved['data']}, now {now['data']}), and its numbers say nothing of these;"
             " choose another folder, or bring the data back"
         )
+    before, own = saved.get("own", {}), now.get("own", {})
+    changed = sorted(name for name in {*before, *own} if before.get(name) != own.get(name))
+    if changed and "own" in now:
+        said = f"{where} was made with other code of your own ({', '.join(changed)})"
+        if not accept_code:
+            raise ResumeError(
+                f"{said}; bring it back, choose another folder, or take it all the same with accept_code=True (--accept-code)"
+            )
+        _log.warning("%s; taken all the same", said)
     earlier: list[dict[str, Any]] = [dict(one) for one in saved.get("earlier", ())]
     known = {name: saved[name] for name in ("sparsekit", "code")}
     if all(text == now[name] for name, text in known.items()):

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 import numpy as np
-from torch import nn
+from torch import Tensor, nn
 
 from sparsekit.errors import DataError
 from sparsekit.graph import StateDict, UnitGraph, UnitMask, WeightMask
@@ -174,7 +174,9 @@ class ClientContext:
         padded = examples if padded_examples is None else padded_examples
         return Work(3 * compact * examples, 3 * rowmask_flops(self.costs, mask) * padded)
 
-    def score(self, module: nn.Module, split: Split, *, predict: Callable[..., Any] | None = None) -> Scores:
+    def score(
+        self, module: nn.Module, split: Split, *, predict: Callable[..., Any] | None = None, positions: Tensor | None = None
+    ) -> Scores:
         """Score a module on one split of this client; an empty split has no scores. Its FLOPs are counted.
 
         Args:
@@ -182,10 +184,12 @@ class ClientContext:
                 mask of what it holds.
             split: The examples.
             predict: What is called with a batch's inputs; None calls the module.
+            positions: Of the examples that count, int64; None for all.
         """
         if len(getattr(self.client.data, split)) == 0:
             return {}
         examples = self.examples(split)
         held = self.masked.unit_mask() if module is self.masked.model else getattr(module, "mask", None)
-        self.scored.append(len(examples) * self.costs.forward_flops(held if isinstance(held, UnitMask) else None))
-        return evaluate(module, self.problem, examples, predict=predict)
+        count = len(examples) if positions is None else len(positions)
+        self.scored.append(count * self.costs.forward_flops(held if isinstance(held, UnitMask) else None))
+        return evaluate(module, self.problem, examples, predict=predict, positions=positions)

@@ -60,13 +60,20 @@ class OwnClasses(SharePolicy):
         bias = _bias(ctx.graph)
         if bias is None or bias in ctx.frozen:
             return None
-        examples = ctx.examples("train")
-        targets = next(examples.batches(None, [(0, len(examples))])).targets
-        if targets.ndim != 1 or targets.is_floating_point():
+        # Examples that are decoded when they are read are read once in a run, and not in every round.
+        if "classes" not in ctx.memory:
+            ctx.memory["classes"] = self._classes(ctx)
+        if ctx.memory["classes"] is None:
             return None
         others = torch.ones(ctx.graph.shapes[bias], dtype=torch.bool)
-        others[targets[targets >= 0].unique().cpu()] = False
+        others[ctx.memory["classes"]] = False
         return others
+
+    def _classes(self, ctx: ClientContext) -> Tensor | None:
+        """Return the classes of the client's training examples, int64, ascending; None: targets are no classes."""
+        examples = ctx.examples("train")
+        targets = next(examples.batches(None, [(0, len(examples))])).targets
+        return None if targets.ndim != 1 or targets.is_floating_point() else targets[targets >= 0].unique().cpu()
 
     def enter(self, ctx: ClientContext, state: StateDict) -> StateDict:
         """Return the state with a lower bias for classes that the client does not own."""

@@ -9,9 +9,11 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from sparsekit.errors import DataError, nearest
 from sparsekit.graph import digest
@@ -34,6 +36,7 @@ _SCORING = ("eval_every", "eval_clients", "eval_global_every")
 
 def describe_run(spec: RunSpec, clients: Mapping[int, Client], experiment: Mapping[str, Any]) -> dict[str, Any]:
     """Return all that must be equal for a run to be resumed, as plain JSON values."""
+    devices = [[c.id, *(getattr(c.capability, field.name) for field in fields(c.capability))] for c in clients.values()]
     sizes = [[c.id, len(c.data.train), len(c.data.val), len(c.data.test)] for c in clients.values()]
     shapes = [[name, str(tensor.dtype), list(tensor.shape)] for name, tensor in spec.initial.items()]
     groups = [list(pair) for pair in spec.graph.fingerprint()]
@@ -45,7 +48,7 @@ def describe_run(spec: RunSpec, clients: Mapping[int, Client], experiment: Mappi
         "method": spec.method.describe(),
         "config": spec.config.to_dict(),
         "experiment": dict(experiment),
-        "clients": {"count": len(clients), "sizes": sha(sizes)},
+        "clients": {"count": len(clients), "sizes": sha(sizes), "capabilities": sha(devices)},
         "model": {"entries": len(shapes), "shapes": sha(shapes), "units": sha(groups), "initial": digest(spec.initial)[:16]},
     }
     return json.loads(json.dumps(plain(described)))  # type: ignore[no-any-return]
@@ -103,6 +106,7 @@ class RunFolder:
         self.extended: list[int] = []
         self._described: Mapping[str, Any] = {}
         self._rounds = path / "rounds.jsonl"
+        self._written = hashlib.sha256()  # of what is in that file
         self._checkpoint = path / _CHECKPOINT
         if resume and not holds_run(path):
             raise ResumeError(_nothing_there(path))
@@ -153,11 +157,16 @@ class RunFolder:
             return None
         try:
             tensors, meta = unpack(self._checkpoint.read_bytes())
+            if meta.pop("checksum") != _checksum(tensors, meta):
+                raise DataError("its checksum is not that of what it holds")
             if meta["format"] != _FORMAT:
                 raise ResumeError(f"the checkpoint in {self.path} has format {meta['format']!r}, this version reads {_FORMAT}")
             self._refuse_changes(meta)
             earlier = check_fingerprint(
-                meta["fingerprint"], self.fingerprint, where=f"the run in {self.path}", accept_code=accept_code
+                meta["fingerprint"],
+                {"own": {}, **self.fingerprint},
+                where=f"the run in {self.path}",
+                accept_code=accept_code,
             )
             if earlier:
                 self.fingerprint["earlier"] = earlier
@@ -170,9 +179,13 @@ class RunFolder:
             )
             versions = {int(client_id): int(round) for client_id, round in meta["versions"].items()}
             callbacks = [(str(kind), dict(state)) for kind, state in meta.get("callbacks", ())]
-            return Saved(server, versions, self._truncated(int(meta["rounds_bytes"]), server.round), callbacks)
+            return Saved(
+                server, versions, self._truncated(int(meta["rounds_bytes"]), meta["rounds_sha256"], server.round), callbacks
+            )
         except (DataError, KeyError, TypeError) as error:
-            raise ResumeError(f"the checkpoint in {self.path} is damaged: {error}; start afresh in another folder") from error
+            raise ResumeError(
+                f"the checkpoint {self._checkpoint} is damaged: {error}; restore a copy of the folder, or start in another"
+            ) from error
 
     def _refuse_changes(self, meta: Mapping[str, Any]) -> None:
         saved = dict(meta["run"])
@@ -190,20 +203,28 @@ class RunFolder:
                 " a method may plan its course by the number of rounds; only a finished run may be given more"
             )
 
-    def _truncated(self, size: int, round: int) -> list[RoundRecord]:
+    def _truncated(self, size: int, sha256: str, round: int) -> list[RoundRecord]:
         if not self._rounds.exists() or self._rounds.stat().st_size < size:
             raise ResumeError(
                 f"{self._rounds} is shorter than the checkpoint of round {round} says; restore it or start afresh"
             )
         with self._rounds.open("rb+") as file:
-            lines = file.read(size).decode().splitlines()
+            written = file.read(size)
+            self._written = hashlib.sha256(written)
+            if self._written.hexdigest() != sha256:
+                raise ResumeError(
+                    f"{self._rounds} is damaged: its checksum is not that of round {round}; bring back a copy of the folder, or"
+                    " start afresh in another"
+                )
             file.truncate(size)
-        return [RoundRecord.from_dict(json.loads(line)) for line in lines]
+        return [RoundRecord.from_dict(json.loads(line)) for line in written.decode().splitlines()]
 
     def append(self, record: RoundRecord) -> None:
         """Add a line to `rounds.jsonl`; it counts once the checkpoint that follows is on the disk."""
+        line = (json.dumps(plain(record.to_dict()), allow_nan=False) + "\n").encode()
+        self._written.update(line)
         with self._rounds.open("ab") as file:
-            file.write((json.dumps(plain(record.to_dict()), allow_nan=False) + "\n").encode())
+            file.write(line)
             file.flush()
             os.fsync(file.fileno())
 
@@ -220,15 +241,22 @@ class RunFolder:
             "memory": skeleton,
             "versions": {str(client_id): round for client_id, round in versions.items()},
             "rounds_bytes": self._rounds.stat().st_size,
+            "rounds_sha256": self._written.hexdigest(),
             "fingerprint": self.fingerprint,
             "callbacks": [list(pair) for pair in callbacks],
             **({"extended": self.extended} if self.extended else {}),
             **({} if server.noise_seed is None else {"noise_seed": server.noise_seed}),
         }
-        state = {f"state:{name}": tensor for name, tensor in server.state.items()}
+        held = {**tensors, **{f"state:{name}": tensor for name, tensor in server.state.items()}}
+        meta["checksum"] = _checksum(held, meta)
         # Whoever knows the seed of the noise can take the noise away again.
         secret = server.noise_seed is not None
-        write_atomically(self._checkpoint, pack({**tensors, **state}, meta), private=secret)
+        write_atomically(self._checkpoint, pack(held, meta), private=secret)
+
+
+def _checksum(tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> str:
+    """Return a digest of all that a checkpoint holds but for the digest itself."""
+    return hashlib.sha256(f"{digest(tensors)} {json.dumps(meta, sort_keys=True)}".encode()).hexdigest()
 
 
 def _learned(described: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,8 +9,11 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph import StateDict, UnitGraph
+from sparsekit.rng import torch_scope
 from sparsekit_fl.callbacks.base import Callback, Callbacks
 from sparsekit_fl.client.spec import RunSpec, by_id
 from sparsekit_fl.engines.base import Engine
@@ -20,6 +23,7 @@ from sparsekit_fl.fingerprint import fingerprint_of
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.options.config import RunConfig
 from sparsekit_fl.problem.clients import Client
+from sparsekit_fl.problem.own_code import own_code
 from sparsekit_fl.problem.problem import Problem
 from sparsekit_fl.results.records import RunResult
 from sparsekit_fl.server.checkpoint import RunFolder, describe_run
@@ -110,6 +114,8 @@ def run(
         fingerprint = fingerprint_of(None if folder is None else roster.values())
         saved = None
         if folder is not None:
+            own = own_code(_of_the_user(method, problem))
+            fingerprint.update({"own": own} if own else {})
             saved = folder.start(describe_run(spec, roster, experiment), fingerprint, accept_code=accept_code)
         store = ClientStore(Path(base) / "clients", durable=folder is not None)
         loop = Rounds(spec, roster, store, folder, saved, told, experiment, fingerprint)
@@ -126,3 +132,17 @@ def run(
             raise StorageError(
                 f"{error}; {remedy}. Round {loop.finished} of {config.rounds} was the last to be saved; {loop.hint}"
             ) from error
+
+
+def _of_the_user(method: Method, problem: Problem) -> dict[str, Any]:
+    """Return what may hold code of the user's, by the name that a message calls it."""
+    with torch_scope(np.random.default_rng(0)):
+        model = problem.model()
+    return {
+        "model": (problem.model, model),
+        "loss": problem.loss,
+        **{f"metric {name}": metric for name, metric in problem.metrics.items()},
+        "read_batch": problem.read_batch,
+        "augment": problem.augment,
+        **{f"{kind} policy": policy for kind, policy in method.policies().items()},
+    }

@@ -248,7 +248,14 @@ def fit(
     )
 
 
-def evaluate(module: nn.Module, problem: Problem, examples: Examples, *, predict: Callable[..., Any] | None = None) -> Scores:
+def evaluate(
+    module: nn.Module,
+    problem: Problem,
+    examples: Examples,
+    *,
+    predict: Callable[..., Any] | None = None,
+    positions: Tensor | None = None,
+) -> Scores:
     """Score a module in evaluation mode.
 
     Args:
@@ -256,6 +263,7 @@ def evaluate(module: nn.Module, problem: Problem, examples: Examples, *, predict
         problem: Loss and metrics.
         examples: The data; may be empty.
         predict: Called with a batch's inputs instead of the module.
+        positions: Of the examples that count, int64; None for all.
 
     Returns:
         `loss` and every metric of the problem, as (sum over examples, weight); empty without examples.
@@ -265,10 +273,11 @@ def evaluate(module: nn.Module, problem: Problem, examples: Examples, *, predict
     predict = module if predict is None else predict
     metrics = problem.metrics
     sums: dict[str, tuple[float, float]] = {}
-    bounds = [(start, min(start + _EVALUATION_BATCH, len(examples))) for start in range(0, len(examples), _EVALUATION_BATCH)]
+    count = len(examples) if positions is None else len(positions)
+    bounds = [(start, min(start + _EVALUATION_BATCH, count)) for start in range(0, count, _EVALUATION_BATCH)]
     module.eval()
     with torch.no_grad():
-        for batch in examples.batches(None, bounds):
+        for batch in examples.batches(positions, bounds):
             outputs = predict(*batch.inputs)
             found: dict[str, tuple[Any, Any]] = {name: metric(outputs, batch.targets) for name, metric in metrics.items()}
             found["loss"] = (problem.loss(outputs, batch.targets) * batch.size, batch.size)

@@ -37,7 +37,7 @@ def client_of(labels: list[int], dtype: torch.dtype = torch.int64) -> Any:
         def __len__(self) -> int:
             return len(labels)
 
-    return SimpleNamespace(graph=GRAPH, frozen=frozenset(), examples=lambda split: Examples())
+    return SimpleNamespace(graph=GRAPH, frozen=frozenset(), memory={}, examples=lambda split: Examples())
 
 
 def test_the_bias_of_classes_without_an_example_is_lower_and_nothing_else_changes() -> None:
@@ -136,3 +136,30 @@ def test_a_client_neither_trains_nor_predicts_a_class_that_it_does_not_have(tmp_
     for client_id in trained:
         model = load_compact(tmp_path / "models" / f"client-{client_id}.safetensors", tiny_problem().model()).eval()
         assert 1 not in model(points).argmax(1)
+
+
+class Counted:
+    """A data set that is read example by example, and counts it."""
+
+    def __init__(self, data: TensorData) -> None:
+        self.data, self.reads = data, 0
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, place: int) -> tuple[torch.Tensor, ...]:
+        self.reads += 1
+        return self.data[place]
+
+
+def test_examples_are_read_once_more_for_their_labels_in_a_run_and_not_in_each_round() -> None:
+    reads = []
+    for share in (Everything(), OwnClasses()):
+        clients = [
+            dataclasses.replace(client, data=dataclasses.replace(client.data, train=Counted(client.data.train)))
+            for client in tiny_clients(4)
+        ]
+        run(dataclasses.replace(fedavg(), share=share), tiny_problem(), clients, tiny_config(rounds=3))
+        reads.append([client.data.train.reads for client in clients])
+    plain, own = reads
+    assert [mine - before for mine, before in zip(own, plain, strict=True)] == [len(client.data.train) for client in clients]

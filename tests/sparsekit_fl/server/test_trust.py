@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import stat
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -276,3 +278,21 @@ def test_clients_that_never_could_train_are_named_with_their_reason() -> None:
     assert "no luck with 5" in result.failures[5]
     raw = result.to_dict()["failed_clients"]
     assert [one["client"] for one in raw] == [2, 5]
+
+
+@pytest.mark.parametrize("name", ["checkpoint.safetensors", "rounds.jsonl"])
+def test_a_flipped_bit_anywhere_in_a_file_of_a_run_is_found_and_said_by_name(name: str, tmp_path: Path) -> None:
+    with pytest.raises(RunInterrupted):
+        tiny_run(out=tmp_path, callbacks=[StopAfter(2)])
+    path = tmp_path / name
+    whole = path.read_bytes()
+    rng = np.random.default_rng(0)
+    # Beginning, end, and places between; the last byte of the lines is their end.
+    for place in [0, len(whole) - 2, *rng.integers(0, len(whole), 20)]:
+        flipped = bytearray(whole)
+        flipped[place] ^= 1 << int(rng.integers(8))
+        path.write_bytes(flipped)
+        with pytest.raises(ResumeError, match=re.escape(name)):
+            tiny_run(out=tmp_path, resume=True)
+    path.write_bytes(whole)
+    assert len(tiny_run(out=tmp_path, resume=True).rounds) == 4

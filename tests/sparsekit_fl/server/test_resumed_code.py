@@ -1,0 +1,123 @@
+"""A run goes on with the code and the devices that it was begun with, or says what is another."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sparsekit_fl.errors import ResumeError, RunInterrupted
+from sparsekit_fl.methods import fedavg
+from sparsekit_fl.problem.clients import Capability
+from sparsekit_fl.problem.problem import Problem
+from sparsekit_fl.server.loop import run
+from sparsekit_fl.testing.methods import StopAfter
+from sparsekit_fl.testing.tiny import tiny_clients, tiny_config
+
+CODE = """
+import functools
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import sparsekit_fl as fl
+
+SCALE = 1.0
+
+
+def scaled(value):
+    return SCALE * value  # a factor
+
+
+def loss(outputs, targets):
+    return scaled(F.cross_entropy(outputs, targets))
+
+
+def right(outputs, targets):
+    return (outputs.argmax(-1) == targets).sum(), torch.tensor(len(targets))
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.last(torch.relu(self.first(x)))
+
+
+def noise(inputs, generator, scale=0.0):
+    return inputs + scale
+
+
+augment = functools.partial(noise, scale=0.0)
+
+
+@dataclass(frozen=True)
+class Half(fl.RatioPolicy):
+    def choose(self, ctx, proposal):
+        return 0.5
+"""
+
+
+def begun(folder: Path, code: str, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Any:
+    (folder / "mine_to_resume.py").write_text(code, encoding="utf-8")
+    monkeypatch.syspath_prepend(folder)
+    sys.modules.pop("mine_to_resume", None)
+    importlib.invalidate_caches()
+    sys.dont_write_bytecode, before = True, sys.dont_write_bytecode
+    mine = importlib.import_module("mine_to_resume")
+    sys.dont_write_bytecode = before
+    problem = Problem(
+        model=mine.Net,
+        example_inputs=(torch.zeros(2, 6),),
+        loss=mine.loss,
+        metrics={"accuracy": mine.right},
+        augment=mine.augment,
+    )
+    clients = options.pop("clients", tiny_clients())
+    method = replace(fedavg(), ratio=mine.Half())
+    return run(method, problem, clients, replace(tiny_config(), capability_levels=None), out=folder / "run", **options)
+
+
+def test_a_run_resumes_with_its_own_code_and_not_with_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(RunInterrupted):
+        begun(tmp_path, CODE, monkeypatch, callbacks=[StopAfter(1)])
+    for name, old, new in [
+        ("loss", "F.cross_entropy(outputs, targets)", "F.cross_entropy(outputs, targets, label_smoothing=0.1)"),
+        ("loss", "return SCALE * value", "return SCALE * SCALE * value"),
+        ("loss", "SCALE = 1.0", "SCALE = 2.0"),
+        ("model", "torch.relu", "torch.tanh"),
+        ("metric accuracy", ".sum(), torch", ".sum() + 1, torch"),
+        ("augment", "noise, scale=0.0", "noise, scale=1.0"),
+        ("ratio policy", "return 0.5", "return 0.25"),
+    ]:
+        assert CODE.count(old) == 1
+        with pytest.raises(ResumeError, match=rf"other code of your own \({name}\)"):
+            begun(tmp_path, CODE.replace(old, new), monkeypatch, resume=True)
+    # Comments decide nothing.
+    result = begun(tmp_path, CODE.replace("# a factor", "# the factor"), monkeypatch, resume=True)
+    assert len(result.rounds) == 4
+
+
+def test_other_code_can_be_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(RunInterrupted):
+        begun(tmp_path, CODE, monkeypatch, callbacks=[StopAfter(1)])
+    other = CODE.replace("torch.relu", "torch.tanh")
+    assert len(begun(tmp_path, other, monkeypatch, resume=True, accept_code=True).rounds) == 4
+
+
+@pytest.mark.parametrize("change", [{"ratio": 0.75}, {"flops_per_second": 1e9}, {"uplink_bytes_per_second": 1e3}])
+def test_other_capabilities_are_refused(change: dict[str, float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(RunInterrupted):
+        begun(tmp_path, CODE, monkeypatch, callbacks=[StopAfter(1)])
+    first, *others = tiny_clients()
+    with pytest.raises(ResumeError, match=r"clients\.capabilities: was .*, now "):
+        begun(tmp_path, CODE, monkeypatch, resume=True, clients=[replace(first, capability=Capability(**change)), *others])
