@@ -29,6 +29,7 @@ from sparsekit_fl.methods.oort import oort
 from sparsekit_fl.methods.per_fedavg import per_fedavg
 from sparsekit_fl.methods.prunefl import prunefl
 from sparsekit_fl.methods.refl import refl
+from sparsekit_fl.methods.settings import with_settings
 
 __all__ = [
     "cs",
@@ -56,10 +57,15 @@ __all__ = [
     "prunefl",
     "refl",
     "registry",
+    "with_settings",
 ]
 
 registry = Registry(
     "method",
-    {name.replace("_", "-"): f"{globals()[name].__module__}:{name}" for name in __all__ if name != "registry"},
+    {
+        name.replace("_", "-"): f"{globals()[name].__module__}:{name}"
+        for name in __all__
+        if name not in ("registry", "with_settings")
+    },
     group="sparsekit_fl.methods",
 )

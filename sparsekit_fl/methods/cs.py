@@ -143,12 +143,11 @@ class ChangeMean(Mean):
         return super().combine(ctx, sent, arrivals, rule)
 
 
-def cs(*, ratio: float = 0.5, rate: float = 1.5, variant: Literal["complement", "released"] = "complement") -> Method:
+def cs(*, ratio: float = 0.5, variant: Literal["complement", "released"] = "complement") -> Method:
     """Bidirectional sparse communication.
 
     Args:
         ratio: Share of each layer's weights that the server keeps; 0.5 in the reference code.
-        rate: η, how strongly the complement is added; 1.5 in the reference code.
         variant: "complement" is the method of its paper; "released" is what the code of Xue et al., ICDE 2025, runs under
             its name: no complement, the top half of all changes goes up, and the model is scored before it is pruned.
     """
@@ -162,7 +161,7 @@ def cs(*, ratio: float = 0.5, rate: float = 1.5, variant: Literal["complement", 
         mask=LargestOnServer(),
         local=DenseFromSparse(),
         share=Complement(),
-        aggregate=ComplementMean(rate=rate, ratio=ratio),
+        aggregate=ComplementMean(ratio=ratio),
         note=note,
     )
     if variant == "complement":

@@ -202,12 +202,10 @@ class DynamicMean(Mean):
         return moved
 
 
-def depthfl(*, exits: int = 5, distillation: bool = True, alpha: float = 0.1) -> Method:
+def depthfl(*, alpha: float = 0.1) -> Method:
     """Depth by capability, with exits.
 
     Args:
-        exits: Most outputs, with the model's own.
-        distillation: Exits learn from each other.
         alpha: α of FedDyn; 0 leaves it out.
     """
     return Method(
@@ -215,7 +213,7 @@ def depthfl(*, exits: int = 5, distillation: bool = True, alpha: float = 0.1) ->
         source="Kim et al., DepthFL, ICLR 2023",
         ratio=ByCapability(),
         mask=DepthPrefix(),
-        local=ExitSgd(exits=exits, distillation=distillation, alpha=alpha),
+        local=ExitSgd(alpha=alpha),
         aggregate=DynamicMean(alpha=alpha),
         note="The model has exits, one linear layer each, whose work is counted; a client runs the first layers only.",
     )

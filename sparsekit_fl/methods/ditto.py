@@ -58,11 +58,8 @@ class SecondModel(PersonalPolicy):
         return PersonalModel(state={**ctx.initial_state(), **ctx.peek("local").get("model", {})})
 
 
-def ditto(strength: float = 0.1) -> Method:
-    """FedAvg with `TwoModels`.
-
-    Args:
-        strength: λ; 0 gives models that learn alone.
-    """
-    source = "Li et al., Ditto, ICML 2021, arXiv 2012.04221"
-    return Method(name="ditto", source=source, local=TwoModels(strength), personal=SecondModel())
+def ditto() -> Method:
+    """FedAvg with `TwoModels`."""
+    return Method(
+        name="ditto", source="Li et al., Ditto, ICML 2021, arXiv 2012.04221", local=TwoModels(), personal=SecondModel()
+    )

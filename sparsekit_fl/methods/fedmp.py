@@ -90,19 +90,14 @@ class TimelyRatio(RatioPolicy):
             memory.update(bandit=bandit.state_dict(), pull=None, loss=loss)
 
 
-def fedmp(*, low: float = 0.2, capped: bool = False) -> Method:
-    """Magnitude pruning by the server at the ratio of each client's E-UCB; the residual stays as it was.
-
-    Args:
-        low: Least ratio.
-        capped: Never exceed a client's capability.
-    """
+def fedmp() -> Method:
+    """Magnitude pruning by the server at the ratio of each client's E-UCB; the residual stays as it was."""
     return Method(
         name="fedmp",
         source="Jiang et al., FedMP, ICDE 2022",
-        ratio=TimelyRatio(low=low, capped=capped),
+        ratio=TimelyRatio(),
         mask=ServerCriterion(Magnitude()),
         aggregate=Mean("uniform", over="all"),
         personal=RecalibratedBatchNorm(),
-        note="" if capped else "Its ratios may exceed what a client can do; slowness, not a limit, keeps them low.",
+        note="Unless they are capped, its ratios may exceed what a client can do; slowness, not a limit, keeps them low.",
     )

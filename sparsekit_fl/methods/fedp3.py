@@ -100,19 +100,18 @@ class OwnLayers(PrivateHead):
         return WeightMask({**{name: trained[name] for name in shared if name in mine and name in trained}, **nothing})
 
 
-def fedp3(*, layers: int | None = 2, keep: float = 0.9, private_head: bool = True) -> Method:
+def fedp3(*, layers: int | None = 2, private_head: bool = True) -> Method:
     """Layer-wise sharing with pruning on both sides; each entry is averaged over the clients that send it.
 
     Args:
         layers: Number of layers that a client owns; 1, 2 and 3 are "LowerB", "OPU2" and "OPU3" of the reference code.
-        keep: Share of the weights of other layers that comes down; 0.9 in the reference code.
         private_head: The head stays with the client, as in the reference code.
     """
     return Method(
         name="fedp3",
         source="Yi et al., FedP3, ICLR 2024, arXiv 2404.09816",
         ratio=ByCapability(),
-        mask=PrunedOthers(layers, keep, private_head),
+        mask=PrunedOthers(layers, private_head=private_head),
         share=OwnLayers(count=layers, private_head=private_head),
         aggregate=Mean("uniform", over="holders"),
         personal=LocalModel("last"),

@@ -9,11 +9,10 @@ from sparsekit_fl.methods.method import Method
 from sparsekit_fl.policies.share import PrivateHead
 
 
-def fedper(layers: int = 1) -> Method:
+def fedper() -> Method:
     """FedAvg on all but the head.
 
-    Args:
-        layers: Number of last layers that are personal. The paper compares the classifier alone with the classifier and the
-            last blocks; the classifier alone is what it is usually compared with.
+    The paper compares the classifier alone as the head (`share.layers`) with the classifier and the last blocks; the classifier
+    alone is what it is usually compared with.
     """
-    return Method(name="fedper", source="Arivazhagan et al., FedPer, arXiv 1912.00818", share=PrivateHead(layers))
+    return Method(name="fedper", source="Arivazhagan et al., FedPer, arXiv 1912.00818", share=PrivateHead())

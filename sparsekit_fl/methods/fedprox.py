@@ -46,11 +46,6 @@ class ProximalSgd(Sgd):
         return ctx
 
 
-def fedprox(proximal: float = 0.01, stragglers: float = 0.0) -> Method:
-    """FedAvg with `ProximalSgd`.
-
-    Args:
-        proximal: μ; 0 without stragglers is FedAvg.
-        stragglers: Chance that a client does less work.
-    """
-    return Method(name="fedprox", source="Li et al., MLSys 2020, arXiv 1812.06127", local=ProximalSgd(proximal, stragglers))
+def fedprox() -> Method:
+    """FedAvg with `ProximalSgd`; with a `local.proximal` of 0, and without stragglers, it is FedAvg."""
+    return Method(name="fedprox", source="Li et al., MLSys 2020, arXiv 1812.06127", local=ProximalSgd())

@@ -72,16 +72,15 @@ class HeadThenBody(LocalPolicy):
         PrivateHead(self.layers).check(problem, graph)
 
 
-def fedrep(*, head_share: float = 0.4, layers: int = 1) -> Method:
+def fedrep(*, layers: int = 1) -> Method:
     """FedPer, trained in turns.
 
     Args:
-        head_share: Part of the local epochs that train the head.
         layers: Number of last layers that make the head.
     """
     return Method(
         name="fedrep",
         source="Collins et al., FedRep, ICML 2021, arXiv 2102.07078",
-        local=HeadThenBody(head_share, layers),
+        local=HeadThenBody(layers=layers),
         share=PrivateHead(layers),
     )

@@ -17,26 +17,14 @@ from sparsekit_fl.policies.mask import ServerCriterion
 from sparsekit_fl.policies.rolling import Rolling
 
 
-def fedrolex(
-    *,
-    step: int = 1,
-    clip: float | None = 1.0,
-    scaler: bool = True,
-    masked_loss: bool = False,
-    static_norm: bool = True,
-) -> Method:
+def fedrolex() -> Method:
     """A window of ⌈z · J⌉ units per layer that begins at the round's number, modulo J; averages as HeteroFL.
 
-    Args:
-        step: Units by which the window moves each round; 1 in the paper.
-        clip: Largest norm of a step's gradient, where the run does not ask for a smaller one; None leaves it to the run.
-        scaler: Divide activations by the ratio while training.
-        masked_loss: Leave classes that a client has no example of out of its loss and its vote.
-        static_norm: Take batch norm statistics from training data before scoring; else the running ones.
+    `mask.criterion.step` is the number of units by which the window moves each round; 1 in the paper.
     """
     return replace(
-        heterofl(clip=clip, scaler=scaler, masked_loss=masked_loss, static_norm=static_norm),
+        heterofl(),
         name="fedrolex",
         source="Alam et al., FedRolex, NeurIPS 2022, arXiv 2212.01548",
-        mask=ServerCriterion(Rolling(step)),
+        mask=ServerCriterion(Rolling()),
     )

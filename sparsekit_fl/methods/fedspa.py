@@ -123,20 +123,17 @@ def _pack_bits(keep: Tensor) -> Tensor:
     return torch.from_numpy(np.packbits(keep.reshape(-1).numpy()))
 
 
-def fedspa(*, ratio: float = 0.5, anneal: float = 0.5, densities: Literal["erk", "uniform"] = "erk") -> Method:
+def fedspa() -> Method:
     """Sparse training of personal models; an entry moves by the sum of changes over the number of all clients.
 
-    Args:
-        ratio: Share of the weights that are active; 0.5 in the paper's main comparison.
-        anneal: α₀, how much the masks move; 0 keeps them.
-        densities: Shares of the layers at first.
+    Half of the weights are active, as in the paper's main comparison (`ratio.ratio`).
     """
     return Method(
         name="fedspa",
         source="Huang et al., FedSpa, arXiv 2201.11380",
-        ratio=Constant(ratio),
-        mask=MovingMask(densities),
-        local=SparseToSparseSgd(anneal=anneal),
+        ratio=Constant(0.5),
+        mask=MovingMask(),
+        local=SparseToSparseSgd(),
         aggregate=Mean("uniform", over="all"),
         personal=UnderOwnMask(),
         note="Masks of single weights save bytes and no time; its compact FLOPs are those of the whole model.",

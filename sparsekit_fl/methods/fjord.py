@@ -146,21 +146,17 @@ class OrderedDropoutSgd(LocalPolicy):
         return LocalResult.of(ctx, masks[-1], log, work=work)
 
 
-def fjord(*, levels: tuple[float, ...] = CAPABILITY_LEVELS, distillation: bool = False) -> Method:
+def fjord() -> Method:
     """Ordered dropout up to the client's capability; nested entries are averaged over those that hold them, by examples.
 
     A client deploys the width that it can run; the global model is scored beside it.
-
-    Args:
-        levels: Widths to draw from.
-        distillation: Distil the widest into the drawn width.
     """
     return Method(
         name="fjord",
         source="Horváth et al., FjORD, NeurIPS 2021, arXiv 2102.13451",
         ratio=ByCapability(),
         mask=ServerCriterion(Ordered()),
-        local=OrderedDropoutSgd(levels=levels, distillation=distillation),
+        local=OrderedDropoutSgd(),
         aggregate=Mean("examples", over="holders"),
         personal=RecalibratedBatchNorm(criterion=Ordered()),
     )

@@ -124,20 +124,13 @@ class GroupLassoSgd(Sgd):
         return replace(super().train(ctx, start, mask, ratio), ratio=ctx.peek("mask").get("ratio"))
 
 
-def hermes(*, threshold: float = 0.5, target: float = 0.5, step: float = 0.1, lasso: float = 0.001) -> Method:
-    """Iterative unit pruning under a group lasso; entries are averaged over the clients that hold them.
-
-    Args:
-        threshold: Validation accuracy above which a client prunes.
-        target: Share of units at which it stops.
-        step: Share of the remaining units that go at once.
-        lasso: Strength of the group lasso.
-    """
+def hermes() -> Method:
+    """Iterative unit pruning under a group lasso; entries are averaged over the clients that hold them."""
     return Method(
         name="hermes",
         source="Li et al., Hermes, MobiCom 2021",
-        mask=Subnetworks(threshold=threshold, target=target, step=step),
-        local=GroupLassoSgd(lasso=lasso),
+        mask=Subnetworks(),
+        local=GroupLassoSgd(),
         aggregate=Mean("uniform", over="holders"),
         personal=UnderOwnMask(),
     )

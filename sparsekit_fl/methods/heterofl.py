@@ -14,30 +14,26 @@ from sparsekit.criteria import Ordered
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.policies import (
     ByCapability,
-    GlobalModel,
     Mean,
     RecalibratedBatchNorm,
     ServerCriterion,
     SubmodelSgd,
-    TouchedRowsMean,
 )
 
 
-def heterofl(*, clip: float | None = 1.0, scaler: bool = True, masked_loss: bool = False, static_norm: bool = True) -> Method:
+def heterofl() -> Method:
     """A prefix of ⌈z · J⌉ units per layer; entries are averaged over the clients that hold them, all alike.
 
-    Args:
-        clip: Largest norm of a step's gradient, where the run does not ask for a smaller one; None leaves it to the run.
-        scaler: Divide activations by the ratio while training.
-        masked_loss: Leave classes that a client has no example of out of its loss and its vote.
-        static_norm: Take batch norm statistics from training data before scoring; else the running ones.
+    With a masked loss (`local.masked_loss=true`) classes that a client has no example of belong out of its vote too:
+    `aggregate=TouchedRowsMean`, `aggregate.weighting=uniform`. `personal=GlobalModel` takes the running statistics of batch
+    norm in place of static ones.
     """
     return Method(
         name="heterofl",
         source="Diao, Ding, Tarokh, HeteroFL, ICLR 2021, arXiv 2010.01264",
         ratio=ByCapability(),
         mask=ServerCriterion(Ordered()),
-        local=SubmodelSgd(clip=clip, scaler=scaler, masked_loss=masked_loss),
-        aggregate=TouchedRowsMean("uniform") if masked_loss else Mean("uniform", over="holders"),
-        personal=RecalibratedBatchNorm() if static_norm else GlobalModel(),
+        local=SubmodelSgd(),
+        aggregate=Mean("uniform", over="holders"),
+        personal=RecalibratedBatchNorm(),
     )

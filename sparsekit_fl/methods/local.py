@@ -5,17 +5,13 @@ On clients that hold few classes it is a strong rival, so every table should sho
 
 from __future__ import annotations
 
-from typing import Literal
-
 from sparsekit_fl.methods.method import Method
-from sparsekit_fl.policies import GlobalModel, LocalModel, Nothing
+from sparsekit_fl.policies import Nothing
 
 
-def local(select: Literal["last", "best"] = "last") -> Method:
-    """Nothing is shared; a client goes on from its own last state whenever it is sampled.
+def local() -> Method:
+    """Nothing is shared; a client goes on from its own last state whenever it is sampled, and deploys that.
 
-    Args:
-        select: Which of a client's own models it deploys: the last, or the best on its own validation data.
+    `personal=LocalModel`, `personal.select=best` deploys the best of its models on its own validation data.
     """
-    personal = GlobalModel() if select == "last" else LocalModel(select=select)
-    return Method(name="local", source="no federation", share=Nothing(), personal=personal)
+    return Method(name="local", source="no federation", share=Nothing())

@@ -61,20 +61,13 @@ class RewindingSgd(Sgd):
         return replace(result, ratio=ctx.peek("mask").get("ratio"))
 
 
-def lotteryfl(*, threshold: float = 0.5, target: float = 0.5, step: float = 0.1, rewind: bool = True) -> Method:
-    """Iterative magnitude pruning with rewinding; entries are averaged over the clients that hold them.
-
-    Args:
-        threshold: Validation accuracy above which a client prunes.
-        target: Share of weights at which it stops.
-        step: Share of the remaining weights that go at once.
-        rewind: A client that has pruned starts again from round 0, as in the paper.
-    """
+def lotteryfl() -> Method:
+    """Iterative magnitude pruning with rewinding; entries are averaged over the clients that hold them."""
     return Method(
         name="lotteryfl",
         source="Li et al., LotteryFL, arXiv 2008.03371, SEC 2021",
-        mask=Tickets(threshold=threshold, target=target, step=step),
-        local=RewindingSgd(rewind=rewind),
+        mask=Tickets(),
+        local=RewindingSgd(),
         aggregate=Mean("uniform", over="holders"),
         personal=UnderOwnMask(),
         note="Masks of single weights save bytes and no time; its compact FLOPs are those of the whole model."

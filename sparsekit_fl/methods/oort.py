@@ -237,16 +237,11 @@ def _draw(weights: Mapping[int, float], count: int, rng: np.random.Generator) ->
     return [ids[int(place)] for place in places]
 
 
-def oort(*, percentile: float = 30.0, exploration: float = 0.9) -> Method:
-    """FedAvg with `GuidedSampling`; clients also report the squared losses of their examples.
-
-    Args:
-        percentile: Of the clients' times, beyond which slowness is penalised, at first; 100 never penalises.
-        exploration: Share of the cohort that explores, at first.
-    """
+def oort() -> Method:
+    """FedAvg with `GuidedSampling`; clients also report the squared losses of their examples."""
     return Method(
         name="oort",
         source="Lai et al., Oort, OSDI 2021, arXiv 2010.06081",
-        sampling=GuidedSampling(percentile=percentile, exploration=exploration),
+        sampling=GuidedSampling(),
         local=SampleLossSgd(),
     )

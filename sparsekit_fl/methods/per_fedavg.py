@@ -155,22 +155,17 @@ class AdaptedModel(PersonalPolicy):
         return PersonalModel(state=ctx.masked.narrow_state())
 
 
-def per_fedavg(
-    *, variant: Variant = "first-order", adaptation_lr: float | None = None, steps: int = 1, delta: float = 1e-3
-) -> Method:
+def per_fedavg(*, adaptation_lr: float | None = None) -> Method:
     """FedAvg of meta-learned models; clients count equally, as in the paper.
 
     Args:
-        variant: "first-order" or "hessian-free".
         adaptation_lr: α; None takes a tenth of the learning rate of the run.
-        steps: Steps that a client adapts the global model by before it deploys it.
-        delta: δ of the Hessian-free variant.
     """
     return Method(
         name="per-fedavg",
         source="Fallah et al., Per-FedAvg, NeurIPS 2020, arXiv 2002.07948",
-        local=MetaSgd(adaptation_lr=adaptation_lr, variant=variant, delta=delta),
+        local=MetaSgd(adaptation_lr=adaptation_lr),
         aggregate=Mean("uniform"),
-        personal=AdaptedModel(steps=steps, adaptation_lr=adaptation_lr),
-        note=f"Deployed after {steps} step{'s' * (steps != 1)} on the client's own data; its paper takes one.",
+        personal=AdaptedModel(adaptation_lr=adaptation_lr),
+        note="Deployed after 1 step on the client's own data, as in its paper, unless `personal.steps` says otherwise.",
     )

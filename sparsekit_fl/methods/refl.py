@@ -214,30 +214,12 @@ def _boosts(graph: UnitGraph, state: StateDict, fresh: Sequence[Counted], late: 
     return [1.0 - math.exp(-deviation / largest) if largest else 0.0 for deviation in deviations]
 
 
-_CHAINS = Availability()
-
-
-def refl(
-    *,
-    beta: float = 0.35,
-    target: float = 0.8,
-    cool_down: int = 5,
-    adaptive: bool = True,
-    availability: Availability | None = _CHAINS,
-) -> Method:
-    """FedAvg with `LeastAvailable` and `StaleMean`.
-
-    Args:
-        beta: Share of the boost for late updates that differ.
-        target: Share of the cohort that a round waits for.
-        cool_down: Rounds before a client is asked again.
-        adaptive: Ask fewer clients where late updates are about to arrive.
-        availability: Who is there; None: everybody, always.
-    """
+def refl() -> Method:
+    """FedAvg with `LeastAvailable` and `StaleMean`; with a `sampling.availability` of none everybody is always there."""
     return Method(
         name="refl",
         source="Abdelmoniem et al., REFL, EuroSys 2023, arXiv 2111.01108",
-        sampling=LeastAvailable(target=target, cool_down=cool_down, adaptive=adaptive, availability=availability),
-        aggregate=StaleMean(beta=beta),
-        note="" if availability is None else "Its clients come and go; the other methods may ask anybody at any time.",
+        sampling=LeastAvailable(),
+        aggregate=StaleMean(),
+        note="Its clients come and go; the other methods may ask anybody at any time.",
     )

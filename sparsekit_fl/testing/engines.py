@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -78,7 +78,11 @@ class EngineContract:
 
     @pytest.mark.parametrize(
         "method",
-        [Method(name="plain", source=""), local("best"), Method(name="own", source="", personal=LocalModel())],
+        [
+            Method(name="plain", source=""),
+            replace(local(), personal=LocalModel(select="best")),
+            Method(name="own", source="", personal=LocalModel()),
+        ],
         ids=lambda method: method.name,
     )
     def test_same_results_as_the_default_engine(self, engine: Engine, method: Method, tmp_path: Path) -> None:

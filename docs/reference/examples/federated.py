@@ -258,8 +258,9 @@ try:
 except fl.errors.ResumeError as error:
     print(error)
 
-# sparsekit_fl.methods, sparsekit_fl.methods.registry
+# sparsekit_fl.methods, sparsekit_fl.methods.registry, sparsekit_fl.methods.with_settings
 list(fl.methods.registry)
+fl.methods.with_settings(fl.methods.fedprox(), {"local.proximal": 0.1})  # the paths of --set; `sparsekit describe fedprox`
 
 # sparsekit_fl.metrics, sparsekit_fl.metrics.accuracy
 right, of = fl.metrics.accuracy(torch.tensor([[0.0, 1.0]]), torch.tensor([1]))

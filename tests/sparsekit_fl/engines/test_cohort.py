@@ -15,7 +15,7 @@ from sparsekit.graph.mask import WeightMask
 from sparsekit_fl.engines import cohort
 from sparsekit_fl.engines.cohort import Cohort
 from sparsekit_fl.errors import RunInterrupted
-from sparsekit_fl.methods import registry
+from sparsekit_fl.methods import registry, with_settings
 from sparsekit_fl.methods.fedprox import fedprox
 from sparsekit_fl.methods.heterofl import heterofl
 from sparsekit_fl.methods.method import Method
@@ -148,7 +148,7 @@ def both(method, problem, clients, options, **cohort):
         *((registry[name](), images, ALL_OPTIONS) for name in ("fedprox", "heterofl")),
         (registry["heterofl"](), tokens, {}),
         (registry["fedavg"](), unused, ALL_OPTIONS),
-        (heterofl(scaler=False, clip=None), points, {}),
+        (with_settings(heterofl(), {"local.scaler": False, "local.clip": None}), points, {}),
     ],
     ids=lambda value: getattr(value, "name", None) or getattr(value, "__name__", None),
 )
@@ -235,8 +235,15 @@ REFUSED = "torch cannot run the model for several clients at once"
         (registry["hermes"](), {}, {}, "its local policy, GroupLassoSgd, trains in a way of its own"),
         (registry["fedlps"](), {}, {}, "its local policy, LearnableSgd, trains in a way of its own"),
         (replace(FEDAVG, local=Louder()), {}, {}, "its local policy, Louder, trains in a way of its own"),
-        (fedprox(stragglers=0.5), {}, {}, "its stragglers take fewer steps"),
-        (heterofl(masked_loss=True), {}, {}, "each of its clients has a loss of its own"),
+        (with_settings(fedprox(), {"local.stragglers": 0.5}), {}, {}, "its stragglers take fewer steps"),
+        (
+            with_settings(
+                heterofl(), {"local.masked_loss": True, "aggregate": "TouchedRowsMean", "aggregate.weighting": "uniform"}
+            ),
+            {},
+            {},
+            "each of its clients has a loss of its own",
+        ),
         (FEDAVG, {}, {"optimizer": "adam"}, "optimizer is 'adam'"),
         (FEDAVG, {}, {"amp": "bfloat16"}, "amp is 'bfloat16'"),
         (FEDAVG, {}, {"local_schedule": "cosine"}, "local_schedule is 'cosine'"),

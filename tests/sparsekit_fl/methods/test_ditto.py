@@ -5,20 +5,20 @@ from __future__ import annotations
 import torch
 from personal import ONE_STEP, client_context, watched
 
-from sparsekit_fl.methods import ditto, fedavg, local
+from sparsekit_fl.methods import ditto, fedavg, local, with_settings
 from sparsekit_fl.methods.ditto import TwoModels
 from sparsekit_fl.server.loop import run
 from sparsekit_fl.testing.tiny import tiny_clients, tiny_config, tiny_problem
 
 
 def test_without_a_pull_the_personal_models_are_those_of_local_training() -> None:
-    ours, alone = watched(ditto(0.0))[0], watched(local())[0]
+    ours, alone = watched(with_settings(ditto(), {"local.strength": 0.0}))[0], watched(local())[0]
     assert [score.personal for score in ours.final.per_client] == [score.personal for score in alone.final.per_client]
 
 
 def test_a_pull_holds_the_personal_model_near_the_global_one() -> None:
     def distance(strength):
-        spec, _, ctx = client_context(ditto(strength))
+        spec, _, ctx = client_context(with_settings(ditto(), {"local.strength": strength}))
         TwoModels(strength).train(ctx, spec.initial, None, 1.0)
         return float((ctx.memory["model"]["first.weight"] - spec.initial["first.weight"]).norm())
 
@@ -27,7 +27,7 @@ def test_a_pull_holds_the_personal_model_near_the_global_one() -> None:
 
 def test_one_step_by_hand() -> None:
     """v ← v − η (∇F(v) + λ (v − ω)), on one batch."""
-    spec, client, ctx = client_context(ditto(0.5), config=ONE_STEP)
+    spec, client, ctx = client_context(with_settings(ditto(), {"local.strength": 0.5}), config=ONE_STEP)
     own = {name: tensor + 0.1 if tensor.is_floating_point() else tensor for name, tensor in spec.initial.items()}
     ctx.memory["model"] = own
     TwoModels(0.5).train(ctx, spec.initial, None, 1.0)

@@ -30,6 +30,7 @@ from sparsekit_fl.methods import (
     per_fedavg,
     prunefl,
     refl,
+    with_settings,
 )
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.methods.prunefl import Search
@@ -52,29 +53,39 @@ def _bare_fedlps() -> Method:
 
 def _refl() -> Method:
     """Everybody is there and is waited for."""
-    method = refl(target=1.0, cool_down=0, availability=None)
+    method = with_settings(refl(), {"sampling.target": 1.0, "sampling.cool_down": 0, "sampling.availability": None})
     return dataclasses.replace(method, aggregate=StaleMean(weighting="examples"))
 
 
 EQUAL: dict[str, Callable[[], Method]] = {
     "cs": lambda: cs(ratio=1.0, variant="released"),
-    "ditto": lambda: ditto(0.0),
-    "ditto-pulled": lambda: ditto(2.0),
-    "efd": lambda: dataclasses.replace(efd(clip=None), ratio=Full()),
+    "ditto": lambda: with_settings(ditto(), {"local.strength": 0.0}),
+    "ditto-pulled": lambda: with_settings(ditto(), {"local.strength": 2.0}),
+    "efd": lambda: dataclasses.replace(with_settings(efd(), {"local.clip": None}), ratio=Full()),
     "fedlps": _bare_fedlps,
     "fedmp": lambda: dataclasses.replace(fedmp(), ratio=Full()),
-    "fedp3": lambda: dataclasses.replace(fedp3(layers=None, private_head=False, keep=1.0), ratio=Full()),
+    "fedp3": lambda: dataclasses.replace(
+        with_settings(fedp3(layers=None, private_head=False), {"mask.kept": 1.0}), ratio=Full()
+    ),
     "fedper": lambda: dataclasses.replace(fedper(), share=Everything()),
-    "fedprox": lambda: fedprox(0.0),
-    "fedrolex": lambda: dataclasses.replace(fedrolex(clip=None, static_norm=False), ratio=Full()),
-    "fedspa": lambda: fedspa(ratio=1.0),
-    "fjord": lambda: dataclasses.replace(fjord(levels=(1.0,)), ratio=Full()),
-    "hermes": lambda: hermes(threshold=1.0, lasso=0.0),
-    "heterofl": lambda: dataclasses.replace(heterofl(clip=None, static_norm=False), ratio=Full()),
-    "lotteryfl": lambda: lotteryfl(threshold=1.0),
+    "fedprox": lambda: with_settings(fedprox(), {"local.proximal": 0.0}),
+    "fedrolex": lambda: dataclasses.replace(
+        with_settings(fedrolex(), {"local.clip": None, "personal": "GlobalModel"}), ratio=Full()
+    ),
+    "fedspa": lambda: with_settings(fedspa(), {"ratio.ratio": 1.0}),
+    "fjord": lambda: dataclasses.replace(with_settings(fjord(), {"local.levels": (1.0,)}), ratio=Full()),
+    "hermes": lambda: with_settings(hermes(), {"mask.threshold": 1.0, "local.lasso": 0.0}),
+    "heterofl": lambda: dataclasses.replace(
+        with_settings(heterofl(), {"local.clip": None, "personal": "GlobalModel"}), ratio=Full()
+    ),
+    "lotteryfl": lambda: with_settings(lotteryfl(), {"mask.threshold": 1.0}),
     "oort": oort,
-    "per-fedavg-first-order": lambda: per_fedavg(variant="first-order", adaptation_lr=0.0, steps=0),
-    "per-fedavg-hessian-free": lambda: per_fedavg(variant="hessian-free", adaptation_lr=0.0, steps=0),
+    "per-fedavg-first-order": lambda: with_settings(
+        per_fedavg(adaptation_lr=0.0), {"local.variant": "first-order", "personal.steps": 0}
+    ),
+    "per-fedavg-hessian-free": lambda: with_settings(
+        per_fedavg(adaptation_lr=0.0), {"local.variant": "hessian-free", "personal.steps": 0}
+    ),
     "prunefl": lambda: prunefl(Search(initial=0, every=99)),
     "refl": _refl,
 }

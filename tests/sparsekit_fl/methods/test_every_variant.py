@@ -18,6 +18,7 @@ from sparsekit_fl.methods import (
     per_fedavg,
     prunefl,
     refl,
+    with_settings,
 )
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.methods.prunefl import Search
@@ -25,15 +26,19 @@ from sparsekit_fl.testing.methods import MethodContract
 
 VARIANTS: dict[str, Callable[[], Method]] = {
     "cs-released": partial(cs, variant="released"),
-    "depthfl-plain": partial(depthfl, distillation=False, alpha=0.0),
-    "fedprox-stragglers": partial(fedprox, 0.1, stragglers=0.5),
-    "fedspa-static": partial(fedspa, anneal=0.0, densities="uniform", ratio=0.3),
-    "fjord-distilling": partial(fjord, distillation=True),
-    "hermes-eager": partial(hermes, threshold=0.0, target=0.3),
-    "heterofl-with-all-its-measures": partial(heterofl, scaler=True, masked_loss=True),
-    "per-fedavg-hessian-free": partial(per_fedavg, variant="hessian-free"),
+    "depthfl-plain": partial(with_settings, depthfl(alpha=0.0), {"local.distillation": False}),
+    "fedprox-stragglers": partial(with_settings, fedprox(), {"local.proximal": 0.1, "local.stragglers": 0.5}),
+    "fedspa-static": partial(with_settings, fedspa(), {"local.anneal": 0.0, "mask.densities": "uniform", "ratio.ratio": 0.3}),
+    "fjord-distilling": partial(with_settings, fjord(), {"local.distillation": True}),
+    "hermes-eager": partial(with_settings, hermes(), {"mask.threshold": 0.0, "mask.target": 0.3}),
+    "heterofl-with-all-its-measures": partial(
+        with_settings,
+        heterofl(),
+        {"local.masked_loss": True, "aggregate": "TouchedRowsMean", "aggregate.weighting": "uniform"},
+    ),
+    "per-fedavg-hessian-free": partial(with_settings, per_fedavg(), {"local.variant": "hessian-free"}),
     "prunefl-often": lambda: prunefl(Search(every=2)),
-    "refl-impatient": partial(refl, target=0.3, cool_down=1),
+    "refl-impatient": partial(with_settings, refl(), {"sampling.target": 0.3, "sampling.cool_down": 1}),
 }
 
 

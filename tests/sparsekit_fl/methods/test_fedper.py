@@ -7,7 +7,7 @@ import torch
 from personal import client_context, training, watched
 from torch import nn
 
-from sparsekit_fl.methods import fedavg, fedper, fedrep, local
+from sparsekit_fl.methods import fedavg, fedper, fedrep, local, with_settings
 from sparsekit_fl.methods.fedrep import HeadThenBody
 from sparsekit_fl.problem.problem import Problem
 from sparsekit_fl.server.loop import run
@@ -78,5 +78,5 @@ def test_a_single_epoch_becomes_one_of_each() -> None:
 
 def test_a_larger_head_keeps_more_layers_private() -> None:
     deep = Problem(model=lambda: nn.Sequential(*(nn.Linear(6, 6) for _ in range(3))), example_inputs=(torch.zeros(2, 6),))
-    _, updates = watched(fedper(2), problem=deep)
+    _, updates = watched(with_settings(fedper(), {"share.layers": 2}), problem=deep)
     assert set(updates[0].delta) == {"0.weight", "0.bias"}

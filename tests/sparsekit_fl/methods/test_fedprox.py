@@ -6,7 +6,7 @@ import pytest
 import torch
 from personal import training, watched
 
-from sparsekit_fl.methods import fedprox
+from sparsekit_fl.methods import fedprox, with_settings
 from sparsekit_fl.server.loop import run
 from sparsekit_fl.testing.tiny import tiny_clients, tiny_config, tiny_problem
 
@@ -19,7 +19,7 @@ def trained(method):
 def test_a_stronger_term_holds_clients_nearer(weak, strong) -> None:
     sums = []
     for strength in (weak, strong):
-        _, updates = watched(fedprox(strength), config=tiny_config(rounds=1))
+        _, updates = watched(with_settings(fedprox(), {"local.proximal": strength}), config=tiny_config(rounds=1))
         sums.append(sum(float(update.delta["first.weight"].norm()) for update in updates))
     assert sums[1] < sums[0]
 
@@ -29,12 +29,14 @@ def test_the_shortcut_in_place_equals_the_longer_gradient() -> None:
     states = []
     for decay in (0.0, 1e-30):
         config = training(tiny_config(rounds=2), weight_decay=decay)
-        states.append(run(fedprox(0.5), tiny_problem(), tiny_clients(), config).state)
+        states.append(run(with_settings(fedprox(), {"local.proximal": 0.5}), tiny_problem(), tiny_clients(), config).state)
     assert all(torch.allclose(value.double(), states[1][name].double(), atol=1e-5) for name, value in states[0].items())
 
 
 def test_stragglers_do_fewer_epochs() -> None:
-    some, all_of_them, none = (trained(fedprox(stragglers=share)).cost.flops_compact for share in (0.5, 1.0, 0.0))
+    some, all_of_them, none = (
+        trained(with_settings(fedprox(), {"local.stragglers": share})).cost.flops_compact for share in (0.5, 1.0, 0.0)
+    )
     assert all_of_them < some < none
     # Epochs are drawn from 1 and 2.
     assert all_of_them > none / 2

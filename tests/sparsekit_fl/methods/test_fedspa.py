@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from personal import combine, deep_problem, server_context, update, watched
 
 from sparsekit.graph.mask import WeightMask
-from sparsekit_fl.methods import fedspa
+from sparsekit_fl.methods import fedspa, with_settings
 from sparsekit_fl.methods.fedspa import MovingMask, move_mask
 from sparsekit_fl.policies.aggregate import Mean
 from sparsekit_fl.testing.tiny import tiny_config
@@ -67,7 +67,7 @@ def test_masks_keep_their_size_per_layer_and_move_less_and_less() -> None:
 
 
 def test_static_masks_stay_as_they_were_drawn() -> None:
-    _, updates = watched(fedspa(anneal=0.0))
+    _, updates = watched(with_settings(fedspa(), {"local.anneal": 0.0}))
     assert all(item.mask == updates[0].mask for item in updates)
     assert all("next_mask" not in item.extra for item in updates)
 
@@ -81,13 +81,13 @@ def test_the_initial_mask_is_drawn_once_for_all_clients_and_rounds() -> None:
 
 
 def test_dropped_entries_are_zero_while_training_and_in_personal_models() -> None:
-    _, updates = watched(fedspa(anneal=0.0), problem=deep_problem())
+    _, updates = watched(with_settings(fedspa(), {"local.anneal": 0.0}), problem=deep_problem())
     kept = {name: int(keep.sum()) for name, keep in updates[0].mask.items()}
     assert all(item.delta[name].shape == (size,) for item in updates for name, size in kept.items())
 
 
 def test_the_screened_batch_is_counted_as_dense_work() -> None:
-    moving, static = watched(fedspa())[0], watched(fedspa(anneal=0.0))[0]
+    moving, static = watched(fedspa())[0], watched(with_settings(fedspa(), {"local.anneal": 0.0}))[0]
     forward = 2 * (48 + 24)
     assert moving.cost.flops_compact - static.cost.flops_compact == 16 * 3 * 8 * forward
     assert "no time" in moving.note

@@ -15,7 +15,7 @@ from sparsekit.allocation.uniform import keep_count
 from sparsekit.criteria import Magnitude, Ordered, View
 from sparsekit.graph.mask import UnitMask
 from sparsekit_fl.client.spec import RunSpec
-from sparsekit_fl.methods import fedavg, hermes
+from sparsekit_fl.methods import fedavg, hermes, with_settings
 from sparsekit_fl.methods.hermes import GroupLassoSgd
 from sparsekit_fl.policies.local import load_leaves
 from sparsekit_fl.problem.problem import Problem
@@ -23,7 +23,7 @@ from sparsekit_fl.testing.tiny import TinyNet, tiny_config, tiny_problem
 
 
 def test_subnetworks_are_monotone_and_stop_at_the_target() -> None:
-    _, updates = watched(hermes(threshold=0.0), config=tiny_config(rounds=20))
+    _, updates = watched(with_settings(hermes(), {"mask.threshold": 0.0}), config=tiny_config(rounds=20))
     histories = {}
     for item in updates:
         histories.setdefault(item.client_id, []).append(item)
@@ -37,7 +37,7 @@ def test_subnetworks_are_monotone_and_stop_at_the_target() -> None:
 
 
 def test_the_first_pruning_keeps_the_units_of_largest_norm() -> None:
-    _, updates = watched(hermes(threshold=0.0), config=tiny_config(rounds=1))
+    _, updates = watched(with_settings(hermes(), {"mask.threshold": 0.0}), config=tiny_config(rounds=1))
     spec = RunSpec.build(hermes(), tiny_problem(), tiny_config())
     expected = select(Magnitude(), spec.graph, 0.9, View(weights=spec.initial))
     pruned = [item for item in updates if item.mask is not None]
@@ -46,13 +46,13 @@ def test_the_first_pruning_keeps_the_units_of_largest_norm() -> None:
 
 
 def test_pruned_clients_train_and_send_less() -> None:
-    ours = watched(hermes(threshold=0.0), config=tiny_config(rounds=10))[0]
+    ours = watched(with_settings(hermes(), {"mask.threshold": 0.0}), config=tiny_config(rounds=10))[0]
     plain = watched(fedavg(), config=tiny_config(rounds=10))[0]
     assert ours.cost.flops_compact < ours.cost.flops_rowmask < plain.cost.flops_rowmask
 
 
 def test_personal_models_are_compact_and_hold_global_values(tmp_path) -> None:
-    result, updates = watched(hermes(threshold=0.0), config=tiny_config(rounds=8), out=tmp_path)
+    result, updates = watched(with_settings(hermes(), {"mask.threshold": 0.0}), config=tiny_config(rounds=8), out=tmp_path)
     last = {item.client_id: item.mask for item in updates if item.mask is not None}
     assert last
     for client_id, mask in last.items():

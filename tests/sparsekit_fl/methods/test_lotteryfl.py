@@ -10,7 +10,7 @@ from personal import client_context, combine, deep_problem, server_context, upda
 
 from sparsekit import load_compact
 from sparsekit.graph.mask import WeightMask
-from sparsekit_fl.methods import lotteryfl
+from sparsekit_fl.methods import lotteryfl, with_settings
 from sparsekit_fl.policies.aggregate import Mean
 from sparsekit_fl.policies.weight_masks import weight_count
 from sparsekit_fl.testing.tiny import TinyNet, tiny_config
@@ -32,7 +32,7 @@ def by_client(updates):
 
 
 def test_tickets_are_monotone_and_stop_at_the_target() -> None:
-    _, updates = watched(lotteryfl(threshold=0.0), config=tiny_config(rounds=20))
+    _, updates = watched(with_settings(lotteryfl(), {"mask.threshold": 0.0}), config=tiny_config(rounds=20))
     assert min(item.ratio for item in updates) == pytest.approx(0.9**7)
     for history in by_client(updates).values():
         assert [int(item.mask["first.weight"].sum()) for item in history if item.mask] == [
@@ -50,7 +50,7 @@ def test_tickets_are_monotone_and_stop_at_the_target() -> None:
 
 
 def test_the_ticket_comes_down_and_nothing_else() -> None:
-    method = lotteryfl(threshold=0.0)
+    method = with_settings(lotteryfl(), {"mask.threshold": 0.0})
     memory = {}
     mask = WeightMask({"w": torch.tensor([[True, False, True]])})
     ctx = server_context(memory=memory)
@@ -86,7 +86,9 @@ def test_without_rewinding_a_client_that_pruned_goes_on_from_the_global_values()
     mask = WeightMask({"0.weight": torch.arange(48).view(8, 6) % 2 == 0})
     found = []
     for received in (None, mask):
-        spec, _, ctx = client_context(lotteryfl(rewind=False), deep_problem(), round=3, received=received)
+        spec, _, ctx = client_context(
+            with_settings(lotteryfl(), {"local.rewind": False}), deep_problem(), round=3, received=received
+        )
         state = {name: 2 * tensor for name, tensor in spec.initial.items()}
         found.append(spec.method.local.train(ctx, state, mask, 1.0).state)
     assert all(torch.equal(found[0][name], found[1][name]) for name in state)
@@ -94,7 +96,7 @@ def test_without_rewinding_a_client_that_pruned_goes_on_from_the_global_values()
 
 def test_the_gate_asks_the_received_model_on_validation_data() -> None:
     for shift, pruned in ((0.0, None), (100.0, True)):
-        spec, client, ctx = client_context(lotteryfl(threshold=0.4), kind="mask")
+        spec, client, ctx = client_context(with_settings(lotteryfl(), {"mask.threshold": 0.4}), kind="mask")
         label = int(client.data.val.targets.mode().values)
         state = {name: tensor.clone() for name, tensor in spec.initial.items()}
         state["last.bias"] = torch.zeros(3)
@@ -106,7 +108,7 @@ def test_the_gate_asks_the_received_model_on_validation_data() -> None:
 
 
 def test_dropped_weights_of_a_personal_model_are_zero_and_the_others_global(tmp_path) -> None:
-    result, updates = watched(lotteryfl(threshold=0.0), out=tmp_path)
+    result, updates = watched(with_settings(lotteryfl(), {"mask.threshold": 0.0}), out=tmp_path)
     last = {item.client_id: item.mask for item in updates}
     for client_id, mask in last.items():
         small = load_compact(tmp_path / "models" / f"client-{client_id}.safetensors", TinyNet)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from personal import ONE_STEP, client_context, deep_problem, watched
 
-from sparsekit_fl.methods import fedavg, per_fedavg
+from sparsekit_fl.methods import fedavg, per_fedavg, with_settings
 from sparsekit_fl.methods.per_fedavg import AdaptedModel, MetaSgd
 from sparsekit_fl.testing.tiny import tiny_clients, tiny_config
 
@@ -51,7 +51,7 @@ def test_every_gradient_of_a_step_is_counted(variant, gradients) -> None:
     # Every batch of these clients is full, so that counted and executed work agree.
     clients = [client for client in tiny_clients() if len(client.data.train) == 24]
     config = dataclasses.replace(tiny_config(), cohort=2)
-    ours = watched(per_fedavg(variant=variant), clients=clients, config=config)[0]
+    ours = watched(with_settings(per_fedavg(), {"local.variant": variant}), clients=clients, config=config)[0]
     plain = watched(fedavg(), clients=clients, config=config)[0]
     assert ours.cost.flops_rowmask == gradients * plain.cost.flops_rowmask
     assert ours.cost.flops_compact == gradients * plain.cost.flops_compact

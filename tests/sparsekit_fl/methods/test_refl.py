@@ -12,7 +12,7 @@ import torch
 from sparsekit.graph.graph import UnitGraph
 from sparsekit_fl.context.memory import rngs_by_kind
 from sparsekit_fl.context.server import ClientInfo, ServerContext
-from sparsekit_fl.methods import refl
+from sparsekit_fl.methods import refl, with_settings
 from sparsekit_fl.methods.refl import Availability, LeastAvailable, StaleMean
 from sparsekit_fl.policies.aggregate import Mean
 from sparsekit_fl.problem.clients import Capability
@@ -26,8 +26,10 @@ STATE = {"w": torch.tensor([1.0, 2.0, 3.0]), "n": torch.tensor(10)}
 
 def test_not_waiting_for_the_slowest_shortens_the_rounds() -> None:
     config = tiny_config(rounds=8)
-    everybody = refl(target=1.0, cool_down=0, availability=None)
-    some = refl(target=0.5, cool_down=0, adaptive=False, availability=None)
+    everybody = with_settings(refl(), {"sampling.target": 1.0, "sampling.cool_down": 0, "sampling.availability": None})
+    some = with_settings(
+        refl(), {"sampling.target": 0.5, "sampling.cool_down": 0, "sampling.adaptive": False, "sampling.availability": None}
+    )
     # Devices on which computing, not sending, takes the time.
     clients = [dataclasses.replace(client, capability=Capability(flops_per_second=1e6)) for client in tiny_clients()]
     slow, fast = (run(method, tiny_problem(), clients, config) for method in (everybody, some))
@@ -37,7 +39,12 @@ def test_not_waiting_for_the_slowest_shortens_the_rounds() -> None:
 
 def test_fewer_clients_are_asked_when_late_ones_are_about_to_answer() -> None:
     config = tiny_config(rounds=8)
-    adaptive = run(refl(target=0.5, cool_down=0, availability=None), tiny_problem(), tiny_clients(), config)
+    adaptive = run(
+        with_settings(refl(), {"sampling.target": 0.5, "sampling.cool_down": 0, "sampling.availability": None}),
+        tiny_problem(),
+        tiny_clients(),
+        config,
+    )
     assert sum(len(record.cohort) for record in adaptive.rounds) < 8 * 4
 
 

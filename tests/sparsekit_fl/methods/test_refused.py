@@ -106,7 +106,7 @@ def test_bad_options_are_refused_by_name(make: Callable[..., object], options: d
         ("fedrep", TIED, "no entry of its own"),
         ("fedper", FLAT, "leaves nothing to share"),
         ("fedrep", FLAT, "leaves nothing to share"),
-        ("fedper layers=2", tiny_problem(), "leaves nothing to share"),
+        ("fedper share.layers=2", tiny_problem(), "leaves nothing to share"),
         ("cs", FLAT, "CS has nothing to prune"),
         ("depthfl", FLAT, "no place for an exit"),
     ],

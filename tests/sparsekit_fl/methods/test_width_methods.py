@@ -14,7 +14,7 @@ from sparsekit.allocation.choose import select
 from sparsekit.allocation.uniform import keep_count
 from sparsekit.criteria.base import View
 from sparsekit_fl.client.spec import RunSpec
-from sparsekit_fl.methods import efd, fedavg, fedmp, fedrolex, fjord, heterofl
+from sparsekit_fl.methods import efd, fedavg, fedmp, fedrolex, fjord, heterofl, with_settings
 from sparsekit_fl.methods.fjord import OrderedDropoutSgd
 from sparsekit_fl.paper.ablations import rcr_dyn
 from sparsekit_fl.policies.learnable import LearnableSgd
@@ -148,9 +148,9 @@ def norm_free() -> Problem:
 
 def test_fjords_work_is_that_of_the_widths_it_drew() -> None:
     config = dataclasses.replace(tiny_config(rounds=6), capability_levels=(1.0,))
-    drawn, _ = watched(fjord(levels=(0.25, 1.0)), config=config)
-    distilled, _ = watched(fjord(levels=(0.25, 1.0), distillation=True), config=config)
-    whole, _ = watched(fjord(levels=(1.0,)), config=config)
+    drawn, _ = watched(with_settings(fjord(), {"local.levels": (0.25, 1.0)}), config=config)
+    distilled, _ = watched(with_settings(fjord(), {"local.levels": (0.25, 1.0), "local.distillation": True}), config=config)
+    whole, _ = watched(with_settings(fjord(), {"local.levels": (1.0,)}), config=config)
     assert drawn.cost.flops_compact < whole.cost.flops_compact < distilled.cost.flops_compact
     # Half of the steps are a quarter wide, give or take.
     small, full = 2 * 6 * 2 + 2 * 2 * 3, 2 * 6 * 8 + 2 * 8 * 3

@@ -16,7 +16,7 @@ from sparsekit.errors import InvalidValueError
 from sparsekit.graph.mask import UnitMask
 from sparsekit_fl.client.round import WorkerState
 from sparsekit_fl.client.spec import RunSpec
-from sparsekit_fl.methods import fedavg, heterofl
+from sparsekit_fl.methods import fedavg, heterofl, with_settings
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.options.config import RunConfig, TrainingConfig
 from sparsekit_fl.policies.local import Sgd
@@ -97,7 +97,15 @@ def test_targets_that_are_no_classes_are_left_alone() -> None:
         metrics={"error": lambda outputs, targets: ((outputs - targets).square().sum(), torch.tensor(len(targets)))},
     )
     config = dataclasses.replace(tiny_config(rounds=2), cohort=2)
-    result = run(heterofl(scaler=True, masked_loss=True), problem, clients, config)
+    result = run(
+        with_settings(
+            heterofl(),
+            {"local.scaler": True, "local.masked_loss": True, "aggregate": "TouchedRowsMean", "aggregate.weighting": "uniform"},
+        ),
+        problem,
+        clients,
+        config,
+    )
     assert np.isfinite(result.final.personal["error"])
 
 

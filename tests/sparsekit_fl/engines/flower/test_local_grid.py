@@ -16,6 +16,7 @@ from local_grid import Fault, InProcess
 from sparsekit_fl.engines.base import Engine
 from sparsekit_fl.engines.flower.wire import content, read
 from sparsekit_fl.errors import ClientError, WorkerDiedError
+from sparsekit_fl.methods import with_settings
 from sparsekit_fl.methods.local import local
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.results.records import RunResult
@@ -145,7 +146,10 @@ def test_memories_that_travel_are_counted_apart_to_the_byte() -> None:
             seen.extend(len(read(one)[1].get("0/memory", b"")) for one in (message, reply))
         return reply
 
-    here, there = _run(method=local("best"), rounds=4), _run(InProcess(fault=count), local("best"), rounds=4)
+    here, there = (
+        _run(method=with_settings(local(), {"personal": "LocalModel", "personal.select": "best"}), rounds=4),
+        _run(InProcess(fault=count), with_settings(local(), {"personal": "LocalModel", "personal.select": "best"}), rounds=4),
+    )
     assert there.cost.memory_bytes == sum(seen) > 0
     assert min(seen[1::2]) > 0
     assert dataclasses.replace(there.cost, memory_bytes=0, wall_seconds=here.cost.wall_seconds) == here.cost
@@ -154,7 +158,7 @@ def test_memories_that_travel_are_counted_apart_to_the_byte() -> None:
 
 
 def test_memories_that_stay_are_not_counted() -> None:
-    result = _run(InProcess(memory="nodes"), local("best"))
+    result = _run(InProcess(memory="nodes"), with_settings(local(), {"personal": "LocalModel", "personal.select": "best"}))
     assert result.cost.memory_bytes == 0
     assert "memory_bytes" not in result.to_dict()["cost"]
 
@@ -176,7 +180,7 @@ def test_a_memory_that_did_not_come_back_with_its_update_drops_the_update() -> N
         return Message(content(header, **payloads), reply_to=message)
 
     with pytest.raises(ClientError, match="without its memory"):
-        _run(InProcess(fault=forgetful), method=local("best"))
+        _run(InProcess(fault=forgetful), method=with_settings(local(), {"personal": "LocalModel", "personal.select": "best"}))
 
 
 def test_a_defect_of_a_node_stops_the_run() -> None:

@@ -21,7 +21,7 @@ from fault_deployment import free_port, program, until
 
 from sparsekit_fl.callbacks.base import Callback, RunView
 from sparsekit_fl.engines.flower import Flower
-from sparsekit_fl.methods import registry
+from sparsekit_fl.methods import registry, with_settings
 from sparsekit_fl.methods.local import local
 from sparsekit_fl.results.rounds import RoundRecord
 from sparsekit_fl.server.loop import run
@@ -110,8 +110,20 @@ class _Kill(Callback):
 @pytest.mark.same_bits
 def test_a_killed_actor_costs_time_and_nothing_else() -> None:
     killer = _Kill()
-    here = run(local("best"), tiny_problem(), tiny_clients(), tiny_config())
-    there = run(local("best"), tiny_problem(), tiny_clients(), tiny_config(), engine=Flower(workers=2), callbacks=[killer])
+    here = run(
+        with_settings(local(), {"personal": "LocalModel", "personal.select": "best"}),
+        tiny_problem(),
+        tiny_clients(),
+        tiny_config(),
+    )
+    there = run(
+        with_settings(local(), {"personal": "LocalModel", "personal.select": "best"}),
+        tiny_problem(),
+        tiny_clients(),
+        tiny_config(),
+        engine=Flower(workers=2),
+        callbacks=[killer],
+    )
     assert killer.killed
     assert here.final.state_sha256 == there.final.state_sha256
     assert here.final.per_client == there.final.per_client
