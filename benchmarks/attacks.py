@@ -26,7 +26,7 @@ from typing import Any
 import sparsekit_fl as fl
 from sparsekit_fl.engines.base import ClientPool, Reply
 from sparsekit_fl.engines.embedded import Embedded
-from sparsekit_fl.experiment.build import build_problem
+from sparsekit_fl.paper.build import build_problem
 from sparsekit_fl.paper.presets import preset_for
 
 ATTACKS = {"none": 1.0, "flipped": -1.0, "times 10": 10.0, "flipped, times 10": -10.0}

@@ -46,7 +46,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("cli",),
         ("deployment", "testing"),
         ("paper",),
-        ("experiment", "report", "saved"),
+        ("report", "saved"),
         ("server",),
         ("callbacks",),
         ("engines",),

@@ -21,8 +21,8 @@ from sparsekit_fl.options.devices import devices
 if TYPE_CHECKING:
     from sparsekit_fl.callbacks.base import Callback
     from sparsekit_fl.engines.base import Engine
-    from sparsekit_fl.experiment.preset import Preset
     from sparsekit_fl.methods.method import Method
+    from sparsekit_fl.paper.presets import Preset
     from sparsekit_fl.problem.clients import Client
     from sparsekit_fl.problem.problem import Problem
     from sparsekit_fl.results.records import RunResult
@@ -90,7 +90,7 @@ class Experiment:
             SparsekitError: an option that is not allowed, or data that are missing or do not fit.
         """
         from sparsekit_fl.client.spec import check_device
-        from sparsekit_fl.experiment.build import build_task
+        from sparsekit_fl.paper.build import build_task
         from sparsekit_fl.paper.presets import preset_for
         from sparsekit_fl.problem.clients import Capability
         from sparsekit_fl.training.optimizer import check_training

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import click
 
     from sparsekit_fl.callbacks.base import Callback
-    from sparsekit_fl.experiment.preset import Preset
+    from sparsekit_fl.paper.presets import Preset
 
 __all__ = ["FRONT", "MOST_WORKERS", "DefaultsCommand", "RunOptions", "command_app", "known_options", "path_of", "takes_options"]
 

@@ -1,1 +1,1 @@
-"""The experiments of the FedLPS paper: presets, ablations, published tables."""
+"""Experiments by name: the presets of the FedLPS paper, what is built from them, its ablations and published tables."""

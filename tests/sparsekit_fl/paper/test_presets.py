@@ -9,8 +9,8 @@ import torch
 
 from sparsekit.errors import UnknownNameError
 from sparsekit_fl.datasets import datasets
-from sparsekit_fl.experiment.build import build_problem
 from sparsekit_fl.models import models
+from sparsekit_fl.paper.build import build_problem
 from sparsekit_fl.paper.presets import PRESETS, preset_for
 from sparsekit_fl.partition import partitions
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparsekit.errors import InvalidValueError
-from sparsekit_fl.experiment.build import build_problem
+from sparsekit_fl.paper.build import build_problem
 from sparsekit_fl.paper.presets import preset_for
 from sparsekit_fl.partition.pathological import lacking
 

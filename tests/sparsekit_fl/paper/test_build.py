@@ -15,7 +15,7 @@ from torch import nn
 from sparsekit.errors import DataError, InvalidValueError
 from sparsekit_fl.datasets import datasets
 from sparsekit_fl.datasets.base import DataSource
-from sparsekit_fl.experiment.build import build_problem
+from sparsekit_fl.paper.build import build_problem
 from sparsekit_fl.paper.presets import preset_for
 from sparsekit_fl.problem.clients import Client, ClientData
 from sparsekit_fl.problem.data import TensorData

@@ -15,9 +15,9 @@ from sparsekit_fl.datasets.base import DataSource
 from sparsekit_fl.datasets.hub import PREFIX as HUB
 from sparsekit_fl.datasets.hub import load_hub
 from sparsekit_fl.datasets.transforms import ImageTransform, TokenTransform
-from sparsekit_fl.experiment.preset import Preset
 from sparsekit_fl.models import models
 from sparsekit_fl.models.base import factory_spec
+from sparsekit_fl.paper.presets import Preset
 from sparsekit_fl.partition import partitions
 from sparsekit_fl.partition.flower import PREFIX as FLOWER
 from sparsekit_fl.partition.flower import flower_partition

@@ -1,1 +1,0 @@
-"""Experiments by name: a data set, a partition and a model become a problem with its clients."""
