@@ -5,14 +5,13 @@ from sparsekit_fl.policies.bandit import BanditRatio
 from sparsekit_fl.policies.learnable import LearnableSgd
 from sparsekit_fl.policies.local import LocalPolicy, LocalResult, Sgd
 from sparsekit_fl.policies.mask import Dense, MaskPolicy, RoundView, ServerCriterion, UnitCriterion
-from sparsekit_fl.policies.own_classes import OwnClasses
+from sparsekit_fl.policies.own_classes import OwnClasses, TouchedRowsMean
 from sparsekit_fl.policies.personal import GlobalModel, LocalModel, PersonalModel, PersonalPolicy
 from sparsekit_fl.policies.pruning import GatedPruning, RememberedMask, UnderOwnMask
 from sparsekit_fl.policies.ratio import ByCapability, Constant, Full, RatioPolicy
 from sparsekit_fl.policies.sampling import BySize, Fixed, Poisson, PowerOfChoice, SamplingPolicy, Uniform
 from sparsekit_fl.policies.share import Everything, Nothing, PrivateHead, SharePolicy
 from sparsekit_fl.policies.submodel import RecalibratedBatchNorm, SubmodelSgd
-from sparsekit_fl.policies.touched_rows import TouchedRowsMean
 
 __all__ = [
     "AggregatePolicy",

@@ -1,4 +1,4 @@
-"""OwnClasses: a client's output layer has only the classes that the client has examples of."""
+"""OwnClasses, TouchedRowsMean: each class of the output layer belongs to the clients that have examples of it."""
 
 from __future__ import annotations
 
@@ -12,9 +12,13 @@ from torch import Tensor
 
 from sparsekit.graph import StateDict, UnitGraph, along, head_entries
 from sparsekit_fl.context.client import ClientContext
+from sparsekit_fl.context.server import ServerContext
 from sparsekit_fl.options.checked import Hint, Positive
+from sparsekit_fl.policies.aggregate import Mean, Weighting
+from sparsekit_fl.policies.combine import Over
 from sparsekit_fl.policies.share import SharePolicy
 from sparsekit_fl.problem.problem import Problem
+from sparsekit_fl.wire.messages import Update
 
 _log = logging.getLogger(__name__)
 
@@ -92,3 +96,29 @@ class OwnClasses(SharePolicy):
         if others is None or value.shape[0] != others.numel():
             return value
         return torch.where(along(others, 0, value.ndim), start, value)
+
+
+@dataclass(frozen=True)
+class TouchedRowsMean(Mean):
+    """The mean over the holders in which a row of the output layer counts only where it changed.
+
+    With `OwnClasses`, or a masked loss, a client's rows of other clients' classes come back as they were; to average them in
+    would slow down what the owners learn. The server is told nothing more: which rows changed is in the update.
+
+    Args:
+        weighting: By the number of examples, or equal.
+        over: Which clients an entry's mean is over; see `Mean`.
+    """
+
+    weighting: Weighting = "examples"
+    over: Over = "holders"
+
+    def coverage(self, ctx: ServerContext, name: str, update: Update) -> Tensor | None:
+        """Return 1 on the rows of the output layer that changed, 0 on the others; None for all other entries."""
+        delta = update.delta[name]
+        if name not in head_entries(ctx.graph.layers) or not delta.ndim:
+            return None
+        if update.mask is not None and not hasattr(update.mask, "counts"):
+            return None  # entries of a weight mask lie in one row
+        changed = (delta != 0).reshape(delta.shape[0], -1).any(dim=1)
+        return along(changed.to(torch.float64), 0, delta.ndim)

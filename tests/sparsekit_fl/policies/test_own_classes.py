@@ -16,9 +16,8 @@ from sparsekit_fl.callbacks.base import Callback
 from sparsekit_fl.client.spec import RunSpec
 from sparsekit_fl.context.server import ClientInfo, ServerContext
 from sparsekit_fl.methods import fedavg, fedlps
-from sparsekit_fl.policies.own_classes import OwnClasses
+from sparsekit_fl.policies.own_classes import OwnClasses, TouchedRowsMean
 from sparsekit_fl.policies.share import Everything
-from sparsekit_fl.policies.touched_rows import TouchedRowsMean
 from sparsekit_fl.problem.clients import Capability, Client, ClientData
 from sparsekit_fl.problem.data import TensorData
 from sparsekit_fl.problem.problem import Problem
