@@ -15,8 +15,6 @@ from pathlib import Path
 from sparsekit.bandit.trials import Ended, Score
 from sparsekit.errors import InvalidValueError
 
-__all__ = ["CommandLine", "Commands", "Metric"]
-
 # {{name}} is the text {name}; ${name} is the shell's own.
 _MARK = re.compile(r"\{\{(\w+)\}\}|(?<!\$)\{([A-Za-z_]\w*)\}")
 # What a bandit takes as a reward.

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-__all__ = ["Data", "accuracy", "data_sets", "find_loss", "find_metric", "load_data"]
-
 data_sets = Registry("data set", {}, group="sparsekit.data")
 """Data by name. An entry point names a function that returns batches to train on, or a pair (training, validation); of
 `data_dir`, `batch_size` and `seed` it gets those that it takes."""

@@ -25,7 +25,7 @@ from rich.table import Table
 from typer.core import TyperGroup
 
 from sparsekit.cli.model_options import CheckpointOption, DeviceOption, ExampleShapeOption, ModelArgument
-from sparsekit.cli.model_source import example_inputs, load_checkpoint, load_model, models, pick_device
+from sparsekit.cli.model_source import example_inputs, load_checkpoint, load_model, pick_device
 from sparsekit.errors import InvalidValueError, SparsekitError, nearest
 from sparsekit.registry import load_object
 from sparsekit.version import __version__
@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 
     from sparsekit.graph.graph import UnitGraph
     from sparsekit.graph.groups import UnitGroup
-
-__all__ = ["COMMANDS_GROUP", "HINTS_GROUP", "SUMMARIES_GROUP", "app", "execute", "main", "models"]
 
 COMMANDS_GROUP = "sparsekit.commands"
 """Entry points that add commands."""

@@ -7,23 +7,6 @@ from typing import Annotated, TypeAlias
 
 import typer
 
-__all__ = [
-    "BatchSizeOption",
-    "CheckpointOption",
-    "DataDirOption",
-    "DataOption",
-    "DeviceOption",
-    "ExampleShapeOption",
-    "JsonOption",
-    "LossOption",
-    "MetricOption",
-    "ModelArgument",
-    "NormOption",
-    "QuietOption",
-    "ScoringBatchesOption",
-    "SeedOption",
-]
-
 _DATA, _RUN = "Data", "The run"
 
 ModelArgument: TypeAlias = Annotated[

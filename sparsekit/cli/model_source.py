@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-__all__ = ["example_inputs", "find_object", "load_checkpoint", "load_model", "models", "pick_device", "ran", "read_example"]
-
 models = Registry("model", {}, group="sparsekit.models")
 """Models by name, for every command that takes a model."""
 

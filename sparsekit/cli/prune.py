@@ -35,8 +35,6 @@ from sparsekit.cli.prune_run import Job, PruneOptions, open_folder
 if TYPE_CHECKING:
     from sparsekit.pruning.report import PruneReport
 
-__all__ = ["prune"]
-
 prune = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
 
 _WIDTH = 100

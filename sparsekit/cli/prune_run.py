@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
     from sparsekit.pruning.result import Pruned
 
-__all__ = ["Job", "PruneOptions", "export_onnx", "open_folder", "read_limits_option", "read_multiples"]
-
 _logger = logging.getLogger(__name__)
 
 _REPAIRS: Mapping[str, Any] = {"both": True, "compensate": "compensate", "recalibrate": "recalibrate", "none": False}

@@ -34,8 +34,6 @@ from sparsekit.cli.model_options import (
 from sparsekit.cli.prune_run import Job, PruneOptions
 from sparsekit.errors import InvalidValueError
 
-__all__ = ["sensitivity"]
-
 sensitivity = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-__all__ = ["SUMMARIES"]
-
 SUMMARIES: Mapping[str, str] = {
     "prune": "Cut a model down to a budget, which is never exceeded, and say what came of it.",
     "sensitivity": "Narrow each group alone and measure by how much the model gets worse: which layers a budget should spare.",

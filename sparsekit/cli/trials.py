@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
     from sparsekit.bandit.study import Study
 
-__all__ = ["finish_study", "run_study"]
-
 INTERRUPTED, FAILED = 130, 2
 _MOST_ROWS = 15
 

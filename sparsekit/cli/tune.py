@@ -16,8 +16,6 @@ from sparsekit.bandit.make import DEFAULT, registry
 from sparsekit.cli.commands import CommandLine, Commands, Metric
 from sparsekit.errors import InvalidValueError
 
-__all__ = ["tune"]
-
 _DEFAULTS: dict[str, Any] = {"maximize": True, "sampler": DEFAULT, "seed": 0, "deterministic": False}
 _NEEDED = {"command": "a command in quotes", "space": "--space NAME=LOW:HIGH", "metric": "--metric REGEX"}
 _TRIALS = 30

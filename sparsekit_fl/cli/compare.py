@@ -23,8 +23,6 @@ from sparsekit_fl.cli.report import write_files
 if TYPE_CHECKING:
     from sparsekit_fl.report.trials import Trial
 
-__all__ = ["compare"]
-
 INTERRUPTED, FAILED = 130, 2
 ALL = "all"
 

@@ -11,8 +11,6 @@ from typing import Any, NamedTuple
 from sparsekit.errors import InvalidValueError, UnknownNameError, nearest
 from sparsekit_fl.options.values import parse_value, takes_none
 
-__all__ = ["MOMENTARY", "File", "Known", "by_path", "read_file", "written"]
-
 MOMENTARY = ("config", "resume", "accept_code", "json", "quiet")
 """The options of one command line, which a file neither gives nor keeps."""
 

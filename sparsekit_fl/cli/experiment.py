@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from sparsekit_fl.problem.problem import Problem
     from sparsekit_fl.results.records import RunResult
 
-__all__ = ["Experiment", "cores"]
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Experiment:

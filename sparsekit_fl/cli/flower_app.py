@@ -13,8 +13,6 @@ from rich.markup import escape
 from sparsekit.errors import DISTRIBUTION, InvalidValueError
 from sparsekit_fl.cli.options import command_app
 
-__all__ = ["flower_app", "write_app"]
-
 _FILES = ("pyproject.toml", "README.md", "make_certificates.sh", "node.example.sh", "flwr-home/config.toml", ".gitignore")
 # Templates that must not carry the names that have a meaning where they lie.
 _SOURCES = {"pyproject.toml": "pyproject.toml.in", ".gitignore": "gitignore.in"}

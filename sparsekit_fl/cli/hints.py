@@ -6,8 +6,6 @@ import difflib
 
 from sparsekit_fl.methods import registry
 
-__all__ = ["method_hint"]
-
 _CLOSE = 0.8
 
 

@@ -17,8 +17,6 @@ from sparsekit_fl.errors import ResumeError, RunInterrupted, WorkerDiedError
 from sparsekit_fl.processes import KILL, Child, Children, end_with_parent, one_thread, start_method
 from sparsekit_fl.report.trials import Trial
 
-__all__ = ["run_at_once"]
-
 _POLL_SECONDS = 0.25
 # Ctrl-C reaches every process of a terminal, which then saves itself; a signal to this process alone is passed on.
 _GOODBYE = ((3.0, signal.SIGINT), (15.0, KILL))

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from sparsekit.registry import Registry
     from sparsekit_fl.methods.settings import Setting
 
-__all__ = ["describe", "list_names"]
-
 KINDS = {
     "methods": "sparsekit_fl.methods:registry",
     "datasets": "sparsekit_fl.datasets:datasets",

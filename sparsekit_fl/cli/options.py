@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from sparsekit_fl.callbacks.base import Callback
     from sparsekit_fl.paper.presets import Preset
 
-__all__ = ["FRONT", "MOST_WORKERS", "DefaultsCommand", "RunOptions", "command_app", "known_options", "path_of", "takes_options"]
-
 MOST_WORKERS = 8
 
 FRONT = (

@@ -14,8 +14,6 @@ from sparsekit_fl.cli.options import RunOptions
 if TYPE_CHECKING:
     from sparsekit_fl.results.records import RunResult
 
-__all__ = ["show_outcome"]
-
 _MOST_REASONS = 5
 
 

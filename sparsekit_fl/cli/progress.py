@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from sparsekit_fl.report.trials import Trial
     from sparsekit_fl.wire.messages import Update
 
-__all__ = ["Events", "TrialsProgress"]
-
 
 class Events(Callback):
     """Sends what a display needs, as plain JSON values, so that it may cross a pipe.

@@ -17,8 +17,6 @@ from sparsekit_fl.cli.options import command_app
 if TYPE_CHECKING:
     from sparsekit_fl.report.comparison import Comparison
 
-__all__ = ["report", "write_files"]
-
 
 def write_files(
     *folders: Path,

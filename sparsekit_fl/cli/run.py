@@ -12,8 +12,6 @@ from sparsekit_fl.cli.experiment import Experiment
 from sparsekit_fl.cli.options import RunOptions, command_app, takes_options
 from sparsekit_fl.cli.outcome import show_outcome
 
-__all__ = ["fedlps", "run"]
-
 FAILED, INCOMPLETE, INTERRUPTED = 1, 3, 130
 
 

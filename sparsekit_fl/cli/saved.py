@@ -16,8 +16,6 @@ from sparsekit_fl.cli.options import command_app
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["export", "predict"]
-
 _MOST_ROWS = 50
 
 Out = Annotated[Path, typer.Argument(help="The --out folder of a finished run.")]

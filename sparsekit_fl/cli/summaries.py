@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-__all__ = ["SUMMARIES"]
-
 SUMMARIES: Mapping[str, str] = {
     "compare": "Run several methods over several seeds, and print mean ± deviation.",
     "describe": "Describe a method with all its options, or a data set, a criterion or anything else that has a name.",

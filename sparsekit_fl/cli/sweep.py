@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from sparsekit_fl.processes import Children
     from sparsekit_fl.results.rounds import RoundRecord
 
-__all__ = ["score_of", "sweep"]
-
 _HOW = "How values are chosen"
 _POLL_SECONDS = 0.25
 _PATIENCE_SECONDS = 60.0

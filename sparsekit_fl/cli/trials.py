@@ -25,8 +25,6 @@ from sparsekit_fl.results.read import read_result
 from sparsekit_fl.server.checkpoint import differences, holds_run
 from sparsekit_fl.state.storage import write_atomically
 
-__all__ = ["Task", "TrialPlan", "failed_trial", "run_here", "run_trial", "tasks"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class TrialPlan:

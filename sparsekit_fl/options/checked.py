@@ -30,23 +30,6 @@ from pydantic.fields import FieldInfo
 
 from sparsekit.errors import InvalidValueError
 
-__all__ = [
-    "Checked",
-    "Choice",
-    "Count",
-    "Fraction",
-    "Hint",
-    "NonNegative",
-    "NonNegativeCount",
-    "Positive",
-    "Ratio",
-    "Share",
-    "annotation_of",
-    "choices",
-    "described",
-    "without_none",
-]
-
 # Nothing is converted: "3" is no number, and True is neither 1 nor 1.0.
 _STRICT = ConfigDict(strict=True, allow_inf_nan=False, arbitrary_types_allowed=True)
 

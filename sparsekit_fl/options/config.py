@@ -17,17 +17,6 @@ from sparsekit_fl.options.given import HOW, SAFE, SERVER, TRAIN, WHAT, Option
 from sparsekit_fl.options.optimizers import optimizer_defaults
 from sparsekit_fl.options.schedule import Schedule, factor
 
-__all__ = [
-    "HETEROGENEITY",
-    "Aggregation",
-    "Amp",
-    "AsyncClock",
-    "RunConfig",
-    "ServerOptimizer",
-    "TrainingConfig",
-    "Upload",
-]
-
 HETEROGENEITY: Mapping[str, tuple[float, ...]] = {
     "low": (1.0, 1 / 2),
     "median": (1.0, 1 / 2, 1 / 4),

@@ -8,8 +8,6 @@ from contextlib import contextmanager
 
 import torch
 
-__all__ = ["device_of", "devices", "exact_arithmetic", "use_exact_arithmetic"]
-
 
 def devices(device: str) -> list[str]:
     """Split "cuda:0,cuda:1" into its devices."""

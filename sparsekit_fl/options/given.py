@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, Union
 from sparsekit.errors import UnknownNameError, nearest
 from sparsekit_fl.options.checked import Choice, choices
 
-__all__ = ["HOW", "SAFE", "SERVER", "TRAIN", "WHAT", "Given", "Option", "options", "plain_type", "shown_help"]
-
 WHAT, TRAIN, HOW = "What is run", "How clients train", "How it is run"
 SERVER = "Who trains, and what the server does"
 SAFE = "Malicious clients, and privacy"

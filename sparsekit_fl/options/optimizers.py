@@ -11,8 +11,6 @@ from sparsekit.registry import load_object
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["optimizer_class", "optimizer_defaults", "optimizer_names"]
-
 
 def optimizer_names() -> dict[str, type[torch.optim.Optimizer]]:
     """Lower-case name → class, for the optimisers of torch that take a step by gradients alone."""

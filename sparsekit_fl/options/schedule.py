@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from typing import Literal
 
-__all__ = ["Schedule", "factor"]
-
 Schedule = Literal["constant", "linear", "cosine", "step"]
 """Names of the courses that a learning rate may take."""
 

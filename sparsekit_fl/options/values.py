@@ -14,8 +14,6 @@ from sparsekit.errors import InvalidValueError
 from sparsekit.registry import load_object
 from sparsekit_fl.options.checked import described, without_none
 
-__all__ = ["parse_value", "read_settings", "takes_none"]
-
 _PLAIN = (bool, int, float, str, Path)
 
 
