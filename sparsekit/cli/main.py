@@ -14,6 +14,7 @@ import os
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -24,7 +25,7 @@ from rich.markup import escape
 from rich.table import Table
 from typer.core import TyperGroup
 
-from sparsekit.cli.model_options import CheckpointOption, DeviceOption, ExampleShapeOption, ModelArgument
+from sparsekit.cli.model_options import ModelOptions, takes
 from sparsekit.cli.model_source import example_inputs, load_checkpoint, load_model, pick_device
 from sparsekit.errors import InvalidValueError, SparsekitError, nearest
 from sparsekit.registry import load_object
@@ -156,24 +157,26 @@ def _root(
     """Structured sparsity that is learned while a network trains."""
 
 
-@app.command(
-    epilog="Examples:\n\n$ sparsekit units vgg11\n\n$ sparsekit units mypackage.nets:make_net --example-shape 1,3,32,32\n\n"
-    "$ sparsekit units mypackage.nets:TextNet --example-shape 1,20:int64 --json\n\n"
-    "$ sparsekit units nets.py:Bert --example-shape input_ids=1,20:int64 --checkpoint bert.safetensors --device cuda"
-)
-def units(
-    model: ModelArgument,
-    example_shape: ExampleShapeOption = None,
-    checkpoint: CheckpointOption = None,
-    device: DeviceOption = "cpu",
+@dataclass(frozen=True, kw_only=True)
+class UnitsOptions(ModelOptions):
+    """The options of `sparsekit units`."""
+
     norm: Annotated[
         str,
         typer.Option(
             metavar="[fixed|kept]", help="'kept' also counts units under layer norms, which are then taken over the kept units."
         ),
-    ] = "fixed",
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout and nothing else.")] = False,
-) -> None:
+    ] = "fixed"
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout and nothing else.")] = False
+
+
+@app.command(
+    epilog="Examples:\n\n$ sparsekit units vgg11\n\n$ sparsekit units mypackage.nets:make_net --example-shape 1,3,32,32\n\n"
+    "$ sparsekit units mypackage.nets:TextNet --example-shape 1,20:int64 --json\n\n"
+    "$ sparsekit units nets.py:Bert --example-shape input_ids=1,20:int64 --checkpoint bert.safetensors --device cuda"
+)
+@takes(UnitsOptions)
+def units(options: UnitsOptions) -> None:
     """Show the unit groups of a model: all that can be removed exactly, and what stays whole and why.
 
     A factory is called without arguments and returns the module, or the module and a tuple of example inputs.
@@ -181,18 +184,18 @@ def units(
     from sparsekit.tracing.inputs import map_tensors
     from sparsekit.tracing.trace import FixedUnitsWarning, trace_units
 
-    module, own = load_model(model)
-    args, kwargs = example_inputs(model, module, own, example_shape or [])
-    if checkpoint is not None:
-        load_checkpoint(module, checkpoint)
-    where = pick_device(device)
+    module, own = load_model(options.model)
+    args, kwargs = example_inputs(options.model, module, own, options.example_shape or [])
+    if options.checkpoint is not None:
+        load_checkpoint(module, options.checkpoint)
+    where = pick_device(options.device)
     args, kwargs = map_tensors(lambda tensor: tensor.to(where), (args, kwargs))
     with warnings.catch_warnings():
         # The same facts are in the table.
         warnings.simplefilter("ignore", FixedUnitsWarning)
-        graph = trace_units(module.to(where), *args, norm=norm, example_kwargs=kwargs)  # type: ignore[arg-type]  # refused there
-    report = _describe(model, module, graph)
-    if as_json:
+        graph = trace_units(module.to(where), *args, norm=options.norm, example_kwargs=kwargs)  # type: ignore[arg-type]  # refused there
+    report = _describe(options.model, module, graph)
+    if options.as_json:
         typer.echo(json.dumps(report, indent=1))
     else:
         _print_units(report)

@@ -1,75 +1,186 @@
-"""The options that commands which cut a model share; `model_source` and `data_source` read what they say."""
+"""The options of commands that cut a model, each declared once: what Typer reads, and what the command gets.
+
+`model_source` and `data_source` read what they say.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, TypeAlias
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
 _DATA, _RUN = "Data", "The run"
+_WHAT, _WHERE, _AFTER = "The budget", "Where it is cut", "After the cut"
+# Those that do not say what comes out.
+_MOMENTARY = ("resume", "out", "dry_run", "quiet", "as_json")
 
-ModelArgument: TypeAlias = Annotated[
-    str, typer.Argument(help="A built-in model, package.module:factory or path/to/file.py:factory.")
-]
 
-CheckpointOption: TypeAlias = Annotated[
-    Path | None, typer.Option(help="Trained weights: a state dict as safetensors, or as torch saves it.")
-]
+def takes(kind: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command an option for each field of a dataclass; its parameter `options` receives them.
 
-ExampleShapeOption: TypeAlias = Annotated[
-    list[str] | None,
-    typer.Option(
-        help="Shape of an example input, as in 1,3,32,32; with :int64 behind it for token ids, with NAME= before it for a"
-        " keyword input. Once per input. Default: what the model brings along."
-    ),
-]
+    Args:
+        kind: The dataclass. The model comes first in help texts, then the fields of its own.
+    """
+    hints = get_type_hints(kind, include_extras=True)
+    own = inspect.get_annotations(kind)
+    fields = sorted(dataclasses.fields(kind), key=lambda field: (field.name != "model", field.name not in own))
+    parameters = [
+        inspect.Parameter(
+            field.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default,
+            annotation=hints[field.name],
+        )
+        for field in fields
+    ]
 
-DeviceOption: TypeAlias = Annotated[str, typer.Option(help="Where the model runs: cpu, cuda, cuda:1, …")]
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        def spread(**given: Any) -> None:
+            command(kind(**given))
 
-NormOption: TypeAlias = Annotated[
-    str,
-    typer.Option(
-        metavar="[fixed|kept]", help="'kept' also takes units under layer norms, which are then taken over the kept units."
-    ),
-]
+        spread.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        spread.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        spread.__doc__, spread.__name__ = command.__doc__, command.__name__
+        return spread
 
-DataOption: TypeAlias = Annotated[
-    str | None,
-    typer.Option(
-        help="A data set by name, package.module:loader or path/to/file.py:loader: batches, or (training, validation).",
-        rich_help_panel=_DATA,
-    ),
-]
+    return decorate
 
-DataDirOption: TypeAlias = Annotated[
-    Path | None, typer.Option(help="Folder of the data sets; without it they are fetched once.", rich_help_panel=_DATA)
-]
 
-BatchSizeOption: TypeAlias = Annotated[
-    int, typer.Option(help="Examples in a batch of a data set by name.", rich_help_panel=_DATA)
-]
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """Which model, with which weights and inputs, and where."""
 
-LossOption: TypeAlias = Annotated[
-    str,
-    typer.Option(
-        help="cross_entropy, mse_loss, …, package.module:loss, or outputs for that of the model.", rich_help_panel=_DATA
-    ),
-]
+    model: Annotated[str, typer.Argument(help="A built-in model, package.module:factory or path/to/file.py:factory.")]
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="Trained weights: a state dict as safetensors, or as torch saves it.")
+    ] = None
+    example_shape: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Shape of an example input, as in 1,3,32,32; with :int64 behind it for token ids, with NAME= before it for a"
+            " keyword input. Once per input. Default: what the model brings along."
+        ),
+    ] = None
+    device: Annotated[str, typer.Option(help="Where the model runs: cpu, cuda, cuda:1, …")] = "cpu"
 
-MetricOption: TypeAlias = Annotated[
-    str | None,
-    typer.Option(help="accuracy, loss, or package.module:metric of a model; larger is better.", rich_help_panel=_DATA),
-]
 
-ScoringBatchesOption: TypeAlias = Annotated[
-    int, typer.Option(help="Batches that a criterion scores on.", rich_help_panel=_DATA)
-]
+@dataclass(frozen=True, kw_only=True)
+class CutOptions(ModelOptions):
+    """What `prune` and `sensitivity` share."""
 
-SeedOption: TypeAlias = Annotated[int, typer.Option(help="Random seed.", rich_help_panel=_RUN)]
+    norm: Annotated[
+        str,
+        typer.Option(
+            metavar="[fixed|kept]", help="'kept' also takes units under layer norms, which are then taken over the kept units."
+        ),
+    ] = "fixed"
+    dataset: Annotated[
+        str | None,
+        typer.Option(
+            help="A data set by name, package.module:loader or path/to/file.py:loader: batches, or (training, validation).",
+            rich_help_panel=_DATA,
+        ),
+    ] = None
+    data_dir: Annotated[
+        Path | None, typer.Option(help="Folder of the data sets; without it they are fetched once.", rich_help_panel=_DATA)
+    ] = None
+    batch_size: Annotated[int, typer.Option(help="Examples in a batch of a data set by name.", rich_help_panel=_DATA)] = 64
+    loss: Annotated[
+        str,
+        typer.Option(
+            help="cross_entropy, mse_loss, …, package.module:loss, or outputs for that of the model.", rich_help_panel=_DATA
+        ),
+    ] = "cross_entropy"
+    metric: Annotated[
+        str | None,
+        typer.Option(help="accuracy, loss, or package.module:metric of a model; larger is better.", rich_help_panel=_DATA),
+    ] = None
+    scoring_batches: Annotated[int, typer.Option(help="Batches that a criterion scores on.", rich_help_panel=_DATA)] = 10
+    seed: Annotated[int, typer.Option(help="Random seed.", rich_help_panel=_RUN)] = 0
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress on stderr.", rich_help_panel=_RUN)] = False
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout and nothing else.", rich_help_panel=_RUN)] = (
+        False
+    )
 
-QuietOption: TypeAlias = Annotated[bool, typer.Option("--quiet", "-q", help="No progress on stderr.", rich_help_panel=_RUN)]
+    def to_json(self) -> dict[str, Any]:
+        """The options that say what comes out, as JSON data."""
+        found = json.loads(json.dumps(dataclasses.asdict(self), default=str))
+        return {name: value for name, value in found.items() if name not in _MOMENTARY}
 
-JsonOption: TypeAlias = Annotated[
-    bool, typer.Option("--json", help="Print JSON on stdout and nothing else.", rich_help_panel=_RUN)
-]
+
+@dataclass(frozen=True, kw_only=True)
+class PruneOptions(CutOptions):
+    """The options of `sparsekit prune`."""
+
+    budget: Annotated[
+        list[str],
+        typer.Option(
+            help="METRIC=VALUE: flops, params, bytes, memory or latency_ms; 50% is a share, a number is absolute. Several with"
+            " commas between, or the option several times.",
+            rich_help_panel=_WHAT,
+        ),
+    ]
+    criterion: Annotated[
+        str | None,
+        typer.Option(
+            help="What a unit is worth: a name, or package.module:criterion. Default: fisher with data, magnitude without.",
+            rich_help_panel=_WHERE,
+        ),
+    ] = None
+    allocation: Annotated[
+        str,
+        typer.Option(
+            help="How many units stay where: by_cost, global, isomorphic, uniform, knapsack, package.module:allocation, or"
+            " sensitivity=FILE with what `sparsekit sensitivity` wrote.",
+            rich_help_panel=_WHERE,
+        ),
+    ] = "by_cost"
+    keep: Annotated[
+        list[str] | None,
+        typer.Option(help="Layer that keeps all its units: a name or a regular expression.", rich_help_panel=_WHERE),
+    ] = None
+    limit: Annotated[
+        list[str] | None,
+        typer.Option(help="LAYER=LEAST:LARGEST share of its units that stays, as in layer1=0.5:1.", rich_help_panel=_WHERE),
+    ] = None
+    multiple_of: Annotated[
+        list[str] | None,
+        typer.Option(help="Widths are multiples of this number; or KIND=number, as in head=2.", rich_help_panel=_WHERE),
+    ] = None
+    schedule: Annotated[
+        str, typer.Option(metavar="[one_shot|linear|cubic|cosine]", help="Way to the budget.", rich_help_panel=_AFTER)
+    ] = "one_shot"
+    steps: Annotated[int, typer.Option(help="Steps of the way, with fine-tuning after each.", rich_help_panel=_AFTER)] = 1
+    repair: Annotated[
+        str | None,
+        typer.Option(
+            metavar="[compensate|recalibrate|both|none]",
+            help="After every step: refit layers that read dropped units, estimate statistics of batch norms anew, or both."
+            " Default: both, where there are data.",
+            rich_help_panel=_AFTER,
+        ),
+    ] = None
+    epochs: Annotated[int, typer.Option(help="Of fine-tuning, after every step.", rich_help_panel=_AFTER)] = 0
+    lr: Annotated[float, typer.Option(help="Learning rate of fine-tuning at its start.", rich_help_panel=_AFTER)] = 0.01
+    distill: Annotated[
+        float, typer.Option(help="Share of the dense model's outputs in the loss, in [0, 1].", rich_help_panel=_AFTER)
+    ] = 0.0
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder for the compact model, report.html and report.json; none writes nothing.", rich_help_panel=_RUN
+        ),
+    ] = None
+    onnx: Annotated[bool, typer.Option("--onnx", help="Also write model.onnx.", rich_help_panel=_RUN)] = False
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print what would be cut, and do nothing.", rich_help_panel=_RUN)
+    ] = False
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the run in --out, from the last epoch.", rich_help_panel=_RUN)
+    ] = False

@@ -6,11 +6,12 @@ import json
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparsekit.cli.data_source import Data, find_loss, find_metric, load_data
+from sparsekit.cli.model_options import CutOptions, PruneOptions
 from sparsekit.cli.model_source import example_inputs, find_object, load_checkpoint, load_model, pick_device
 from sparsekit.errors import InvalidValueError, MissingDependencyError, install_hint
 
@@ -23,52 +24,6 @@ _logger = logging.getLogger(__name__)
 
 _REPAIRS: Mapping[str, Any] = {"both": True, "compensate": "compensate", "recalibrate": "recalibrate", "none": False}
 _REPORT, _PAGE, _SMALL, _ONNX, _OPTIONS = "report.json", "report.html", "model.safetensors", "model.onnx", "options.json"
-
-
-@dataclass(frozen=True, kw_only=True)
-class PruneOptions:
-    """The options of `sparsekit prune`, as the command documents them."""
-
-    model: str
-    budget: Sequence[str] = ()
-    checkpoint: Path | None = None
-    example_shape: Sequence[str] = ()
-    device: str = "cpu"
-    norm: str = "fixed"
-    criterion: str | None = None
-    allocation: str = "by_cost"
-    keep: Sequence[str] = ()
-    limit: Sequence[str] = ()
-    multiple_of: Sequence[str] = ()
-    schedule: str = "one_shot"
-    steps: int = 1
-    dataset: str | None = None
-    data_dir: Path | None = None
-    batch_size: int = 64
-    loss: str = "cross_entropy"
-    metric: str | None = None
-    scoring_batches: int = 10
-    repair: str | None = None
-    epochs: int = 0
-    lr: float = 0.01
-    distill: float = 0.0
-    seed: int = 0
-    out: Path | None = None
-    onnx: bool = False
-    resume: bool = False
-
-    @classmethod
-    def of(cls, given: Mapping[str, Any]) -> PruneOptions:
-        """The options among the arguments of a command; None stands for the default."""
-        names = {item.name for item in fields(cls)}
-        return cls(**{name: value for name, value in given.items() if name in names and value is not None})
-
-    def to_json(self) -> dict[str, Any]:
-        """The options that say what comes out, as JSON data."""
-        found = json.loads(json.dumps(asdict(self), default=str))
-        for name in ("resume", "out"):
-            found.pop(name)
-        return dict(found)
 
 
 def read_limits_option(texts: Sequence[str]) -> dict[Any, tuple[float, float]]:
@@ -112,9 +67,9 @@ def read_multiples(texts: Sequence[str]) -> int | dict[str, int]:
 
 
 class Job:
-    """One run of the command."""
+    """What a command is about: a model with its inputs, and data, loss and metric for it."""
 
-    def __init__(self, options: PruneOptions, *, progress: bool) -> None:
+    def __init__(self, options: CutOptions, *, progress: bool) -> None:
         """Build everything that the options name.
 
         Raises:
@@ -124,19 +79,13 @@ class Job:
 
         from sparsekit.tracing.inputs import map_tensors
 
-        self.options, self.progress = options, progress
-        if options.epochs < 0 or options.batch_size < 1 or options.steps < 1 or options.scoring_batches < 1:
-            raise InvalidValueError("--epochs must be at least 0; --batch-size, --steps and --scoring-batches at least 1")
-        if options.repair not in (None, *_REPAIRS):
-            raise InvalidValueError(f"--repair must be one of {', '.join(_REPAIRS)}, got {options.repair!r}")
-        for name in ("epochs", "distill", "repair"):
-            if getattr(options, name) not in (None, 0, "none") and options.dataset is None:
-                raise InvalidValueError(f"--{name} needs data; pass --dataset, a name or package.module:loader")
-        if options.distill and not options.epochs:
-            raise InvalidValueError("--distill is how fine-tuning is taught; pass --epochs too")
+        self.progress = progress
+        self._dataset, self._scoring_batches = options.dataset, options.scoring_batches
+        if options.batch_size < 1 or options.scoring_batches < 1:
+            raise InvalidValueError("--batch-size and --scoring-batches must be at least 1")
         self.device = pick_device(options.device)
         self.model, own = load_model(options.model)
-        self.args, self.kwargs = example_inputs(options.model, self.model, own, options.example_shape)
+        self.args, self.kwargs = example_inputs(options.model, self.model, own, options.example_shape or ())
         if options.checkpoint is not None:
             load_checkpoint(self.model, options.checkpoint)
         self.model.to(self.device)
@@ -152,6 +101,41 @@ class Job:
                 device=torch.device(self.device),
             )
         self.metric = find_metric(options.metric, self.data, self.loss)
+
+    def criterion(self, name: str | None) -> Any:
+        """The criterion of a name, with the data if it reads any; None: fisher where there are data, else magnitude."""
+        from sparsekit.criteria import registry
+        from sparsekit.pruning.examples import reads_data, with_data
+
+        named = name or ("magnitude" if self._dataset is None else "fisher")
+        found = find_object(named, registry)
+        if self._dataset is None:
+            if reads_data(found):
+                raise InvalidValueError(f"criterion {named!r} needs data; pass --dataset")
+            return found
+        return with_data(found, self.data.train, self.loss, limit=self._scoring_batches, progress=self.progress)
+
+
+class PruneJob(Job):
+    """One run of `sparsekit prune`."""
+
+    def __init__(self, options: PruneOptions, *, progress: bool) -> None:
+        """Build everything that the options name.
+
+        Raises:
+            SparsekitError: an option that cannot be meant.
+        """
+        if options.epochs < 0 or options.steps < 1:
+            raise InvalidValueError("--epochs must be at least 0, and --steps at least 1")
+        if options.repair not in (None, *_REPAIRS):
+            raise InvalidValueError(f"--repair must be one of {', '.join(_REPAIRS)}, got {options.repair!r}")
+        for name in ("epochs", "distill", "repair"):
+            if getattr(options, name) not in (None, 0, "none") and options.dataset is None:
+                raise InvalidValueError(f"--{name} needs data; pass --dataset, a name or package.module:loader")
+        if options.distill and not options.epochs:
+            raise InvalidValueError("--distill is how fine-tuning is taught; pass --epochs too")
+        super().__init__(options, progress=progress)
+        self.options = options
         self.epochs: dict[str, int] = {}
 
     def decide(self, *, cut: bool = True) -> Pruned:
@@ -179,11 +163,11 @@ class Job:
             loss=self.loss if with_data else None,
             repair=_REPAIRS[options.repair or "both"] if with_data else False,
             metric=self.metric,
-            criterion=self.criterion(),
+            criterion=self.criterion(options.criterion),
             allocation=plan,
-            keep=options.keep,
-            limits=read_limits_option(options.limit),
-            multiple_of=read_multiples(options.multiple_of),
+            keep=options.keep or (),
+            limits=read_limits_option(options.limit or ()),
+            multiple_of=read_multiples(options.multiple_of or ()),
             schedule=Schedule(options.schedule, options.steps),
             finetune=self._train if options.epochs and cut else None,
             norm=options.norm,  # type: ignore[arg-type]  # a wrong name is refused there
@@ -191,19 +175,6 @@ class Job:
             cut=cut,
             progress=self.progress,
         )
-
-    def criterion(self) -> Any:
-        """The criterion, with the data if it reads any."""
-        from sparsekit.criteria import registry
-        from sparsekit.pruning.examples import reads_data, with_data
-
-        named = self.options.criterion or ("magnitude" if self.options.dataset is None else "fisher")
-        found = find_object(named, registry)
-        if self.options.dataset is None:
-            if reads_data(found):
-                raise InvalidValueError(f"criterion {named!r} needs data; pass --dataset")
-            return found
-        return with_data(found, self.data.train, self.loss, limit=self.options.scoring_batches, progress=self.progress)
 
     def finish(self, pruned: Pruned) -> Pruned:
         """Measure the small model beside the dense one; the report says what came of it."""

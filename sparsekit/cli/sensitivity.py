@@ -6,6 +6,7 @@ import json
 import sys
 import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,26 +16,23 @@ from rich.markup import escape
 from rich.table import Table
 from typer.core import TyperCommand
 
-from sparsekit.cli.model_options import (
-    BatchSizeOption,
-    CheckpointOption,
-    DataDirOption,
-    DataOption,
-    DeviceOption,
-    ExampleShapeOption,
-    JsonOption,
-    LossOption,
-    MetricOption,
-    ModelArgument,
-    NormOption,
-    QuietOption,
-    ScoringBatchesOption,
-    SeedOption,
-)
-from sparsekit.cli.prune_run import Job, PruneOptions
+from sparsekit.cli.model_options import CutOptions, takes
+from sparsekit.cli.prune_run import Job
 from sparsekit.errors import InvalidValueError
 
 sensitivity = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SensitivityOptions(CutOptions):
+    """The options of `sparsekit sensitivity`."""
+
+    criterion: Annotated[str, typer.Option(help="Which units of a group go first.")] = "magnitude"
+    share: Annotated[list[float] | None, typer.Option(help="Share of the units that stays. Default: 0.75, 0.5 and 0.25.")] = (
+        None
+    )
+    out: Annotated[Path | None, typer.Option(help="File for the table, written after each group.")] = None
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the table in --out.")] = False
 
 
 @sensitivity.command(
@@ -46,35 +44,13 @@ sensitivity = typer.Typer(add_completion=False, pretty_exceptions_enable=False, 
     "$ sparsekit prune nets.py:make --checkpoint dense.pt --budget flops=50% --allocation"
     " sensitivity=sensitivity.json --out small",
 )
-def _sensitivity(
-    model: ModelArgument,
-    checkpoint: CheckpointOption = None,
-    example_shape: ExampleShapeOption = None,
-    device: DeviceOption = "cpu",
-    norm: NormOption = "fixed",
-    criterion: Annotated[str, typer.Option(help="Which units of a group go first.")] = "magnitude",
-    share: Annotated[
-        list[float] | None, typer.Option(help="Share of the units that stays. Default: 0.75, 0.5 and 0.25.")
-    ] = None,
-    dataset: DataOption = None,
-    data_dir: DataDirOption = None,
-    batch_size: BatchSizeOption = 64,
-    loss: LossOption = "cross_entropy",
-    metric: MetricOption = None,
-    scoring_batches: ScoringBatchesOption = 10,
-    seed: SeedOption = 0,
-    out: Annotated[Path | None, typer.Option(help="File for the table, written after each group.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the table in --out.")] = False,
-    quiet: QuietOption = False,
-    as_json: JsonOption = False,
-) -> None:
+@takes(SensitivityOptions)
+def _sensitivity(options: SensitivityOptions) -> None:
     """Narrow each group alone and measure by how much the model gets worse: which layers a budget should spare.
 
     Degradation is the loss in score on validation data. Without data it is the relative change of the outputs on the example
     inputs.
     """
-    options = PruneOptions.of(locals())
-
     import numpy as np
 
     from sparsekit.criteria.base import View, score_units
@@ -83,21 +59,22 @@ def _sensitivity(
     from sparsekit.rng import torch_generator
     from sparsekit.tracing.trace import FixedUnitsWarning, trace_units
 
+    out, resume = options.out, options.resume
     if resume and out is None:
         raise InvalidValueError("--resume needs --out, the file of the table to go on with")
     if out is not None and out.exists() and not resume:
         raise InvalidValueError(f"{out} exists already; pass --resume to go on with it, or another --out")
     if out is not None and (out.is_dir() or not out.absolute().parent.is_dir()):
         raise InvalidValueError(f"--out must be a file in a folder that exists, got {out}")
-    shares = tuple(share or SHARES)
-    job = Job(options, progress=not quiet and not as_json and sys.stderr.isatty())
+    shares = tuple(options.share or SHARES)
+    job = Job(options, progress=not options.quiet and not options.as_json and sys.stderr.isatty())
     settings = {**options.to_json(), "shares": list(shares)}
     known = _known(out, settings) if resume and out is not None and out.exists() else {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FixedUnitsWarning)
-        graph = trace_units(job.model, *job.args, norm=norm, example_kwargs=job.kwargs)  # type: ignore[arg-type]
-    view = View(weights=job.model.state_dict(), model=job.model, generator=torch_generator(np.random.default_rng(seed)))
-    scores = score_units(as_criterion(job.criterion()), graph, view)
+        graph = trace_units(job.model, *job.args, norm=options.norm, example_kwargs=job.kwargs)  # type: ignore[arg-type]
+    view = View(weights=job.model.state_dict(), model=job.model, generator=torch_generator(np.random.default_rng(options.seed)))
+    scores = score_units(as_criterion(job.criterion(options.criterion)), graph, view)
     what = "change of the outputs" if job.metric is None else job.metric.__name__
     evaluate = job.metric or output_error(job.model, job.args, job.kwargs)
     found: dict[str, Sequence[tuple[float, float]]] = dict(known)
@@ -110,13 +87,17 @@ def _sensitivity(
     table = measure_sensitivity(
         job.model, graph, scores, evaluate, shares=shares, known=known, on_group=keep, progress=job.progress
     )
-    report = {"model": model, "metric": what, "table": {name: [list(pair) for pair in pairs] for name, pairs in table.items()}}
-    if as_json:
+    report = {
+        "model": options.model,
+        "metric": what,
+        "table": {name: [list(pair) for pair in pairs] for name, pairs in table.items()},
+    }
+    if options.as_json:
         typer.echo(json.dumps(report, indent=1))
         return
     console = Console()
     worse = what if job.metric is None else f"loss in {what}"
-    console.print(escape(f"{model}: {worse} when one group keeps this share of its units, worst first"))
+    console.print(escape(f"{options.model}: {worse} when one group keeps this share of its units, worst first"))
     shown = Table("group")
     for each in sorted(set(shares), reverse=True):
         shown.add_column(f"{each:.0%}", justify="right")

@@ -155,7 +155,7 @@ def test_a_run_that_was_cut_off_ends_as_if_it_had_not_been(
                  "--epochs", "2", "--schedule", "linear", "--steps", "2", "--out"]  # fmt: skip
     _json(capsys, *arguments, str(tmp_path / "whole"))
     with monkeypatch.context() as patch:
-        patch.setattr("sparsekit.cli.prune_run.Job.write", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr("sparsekit.cli.prune_run.PruneJob.write", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         assert cli.execute([*arguments, str(tmp_path / "cut")]) == 130
     capsys.readouterr()
     _json(capsys, *arguments, str(tmp_path / "cut"), "--resume")
