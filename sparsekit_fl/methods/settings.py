@@ -8,6 +8,7 @@ kind of a policy and goes on with fields of dataclasses, as in `local.term.targe
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import inspect
 import re
 from collections.abc import Callable, Mapping
@@ -91,9 +92,14 @@ def with_arguments(make: Callable[..., Any], given: Mapping[str, Any], *, name: 
         if path not in known:
             if path in _KINDS:
                 continue
+            made = make()
+            paths = [*known, *(setting.path for setting in (settings_of(made) if isinstance(made, Method) else ()))]
+            options = {one.rpartition(".")[2]: one for one in reversed(paths)}
+            close = difflib.get_close_matches(path, options, n=1)
+            meant = f"did you mean {options[close[0]]!r}?" if close else f"{nearest(path, [*known, *_KINDS])};"
             raise UnknownNameError(
-                f"method {name!r} has no argument {path!r}; {nearest(path, [*known, *_KINDS])};"
-                f" `sparsekit describe {name}` shows its options, `sparsekit list options` those of a run"
+                f"method {name!r} has no argument {path!r}; {meant} `sparsekit describe {name}` shows its options,"
+                " `sparsekit list options` those of a run"
             )
     return make(**{path: _value(hints.get(path), value, path) for path, value in given.items() if path in known})
 
