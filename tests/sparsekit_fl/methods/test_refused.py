@@ -11,13 +11,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sparsekit.errors import InvalidValueError, NoUnitsError
-from sparsekit_fl.methods import cs, depthfl, ditto, fedper, fedprox, fedrep, fedspa, per_fedavg, registry
+from sparsekit_fl.methods import cs, depthfl, fedrep, per_fedavg, registry
+from sparsekit_fl.methods.cs import ComplementMean
 from sparsekit_fl.methods.depthfl import ExitSgd
+from sparsekit_fl.methods.ditto import TwoModels
 from sparsekit_fl.methods.fedmp import TimelyRatio
+from sparsekit_fl.methods.fedp3 import PrunedOthers
+from sparsekit_fl.methods.fedprox import ProximalSgd
+from sparsekit_fl.methods.fedrep import HeadThenBody
+from sparsekit_fl.methods.fedspa import MovingMask, SparseToSparseSgd
 from sparsekit_fl.methods.hermes import GroupLassoSgd
 from sparsekit_fl.methods.lotteryfl import Tickets
 from sparsekit_fl.methods.make import make_method
 from sparsekit_fl.methods.oort import GuidedSampling
+from sparsekit_fl.methods.per_fedavg import AdaptedModel, MetaSgd
 from sparsekit_fl.methods.prunefl import Search
 from sparsekit_fl.methods.refl import Availability, LeastAvailable, StaleMean
 from sparsekit_fl.policies.bandit import BanditRatio
@@ -53,22 +60,22 @@ BLIND = dataclasses.replace(tiny_problem(), metrics={"log_loss": log_loss})
         (LearnableSgd, {"noise": -1.0}, "noise"),
         (LearnableSgd, {"proximal_reduction": "max"}, "proximal_reduction"),
         (cs, {"variant": "other"}, "variant must be"),
-        (cs, {"rate": 0.0}, "rate must be"),
-        (depthfl, {"exits": 1}, "exits"),
+        (ComplementMean, {"rate": 0.0}, "rate must be"),
+        (ExitSgd, {"exits": 1}, "exits"),
         (depthfl, {"alpha": -1.0}, "alpha"),
         (ExitSgd, {"ramp": 0.0}, "ramp"),
-        (ditto, {"strength": -1.0}, "strength must be"),
+        (TwoModels, {"strength": -1.0}, "strength must be"),
         (TimelyRatio, {"low": 1.0}, "low"),
         (TimelyRatio, {"floor": 0.0}, "floor"),
         (TimelyRatio, {"discount": 0.0}, "discount"),
         (registry["fedp3"], {"layers": 0}, "layers must be"),
-        (registry["fedp3"], {"keep": 0.0}, r"in \(0, 1\]"),
-        (fedrep, {"head_share": 1.0}, "head_share"),
-        (fedper, {"layers": 0}, "layers must be"),
-        (fedprox, {"proximal": -1.0}, "proximal"),
-        (fedprox, {"stragglers": 1.5}, "stragglers"),
-        (fedspa, {"anneal": 1.5}, "anneal must be"),
-        (fedspa, {"densities": "other"}, "densities must be"),
+        (PrunedOthers, {"kept": 0.0}, r"in \(0, 1\]"),
+        (HeadThenBody, {"head_share": 1.0}, "head_share"),
+        (fedrep, {"layers": 0}, "layers must be"),
+        (ProximalSgd, {"proximal": -1.0}, "proximal"),
+        (ProximalSgd, {"stragglers": 1.5}, "stragglers"),
+        (SparseToSparseSgd, {"anneal": 1.5}, "anneal must be"),
+        (MovingMask, {"densities": "other"}, "densities must be"),
         (GroupLassoSgd, {"lasso": -1.0}, "lasso must be"),
         (Tickets, {"target": 1.0}, "target must be"),
         (Tickets, {"threshold": 50.0}, "threshold must be"),
@@ -76,9 +83,9 @@ BLIND = dataclasses.replace(tiny_problem(), metrics={"log_loss": log_loss})
         (GuidedSampling, {"percentile": 0.0}, "percentile"),
         (GuidedSampling, {"window": 0.5}, "window"),
         (GuidedSampling, {"pace_rounds": 0}, "pace_rounds"),
-        (per_fedavg, {"variant": "exact"}, "variant must be"),
+        (MetaSgd, {"variant": "exact"}, "variant must be"),
         (per_fedavg, {"adaptation_lr": -0.1}, "adaptation_lr must be"),
-        (per_fedavg, {"steps": -1}, "steps must be"),
+        (AdaptedModel, {"steps": -1}, "steps must be"),
         (Search, {"every": 0}, "every"),
         (Search, {"share": 1.0}, "share"),
         (Search, {"overhead": -1.0}, "overhead"),
