@@ -69,6 +69,7 @@ def _sensitivity(options: SensitivityOptions) -> None:
     shares = tuple(options.share or SHARES)
     job = Job(options, progress=not options.quiet and not options.as_json and sys.stderr.isatty())
     settings = {**options.to_json(), "shares": list(shares)}
+    del settings["share"]  # none there means all shares here
     known = _known(out, settings) if resume and out is not None and out.exists() else {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FixedUnitsWarning)

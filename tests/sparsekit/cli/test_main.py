@@ -14,6 +14,7 @@ from torch import nn
 
 import sparsekit
 from sparsekit.cli import main as cli
+from sparsekit.cli import model_source
 
 NETS = """
 import torch
@@ -204,8 +205,8 @@ def test_a_factory_is_found_in_the_folder_where_the_user_stands(tmp_path: Path) 
 def test_models_for_units_agree_with_those_for_runs() -> None:
     from sparsekit_fl.models import models
 
-    assert set(cli.models) == set(models)
+    assert set(model_source.models) == set(models)
     for name in ("cnn", "lstm"):
-        module, inputs = cli.models[name]()
+        module, inputs = model_source.models[name]()
         assert isinstance(module, nn.Module)
         assert isinstance(inputs, tuple)
