@@ -133,7 +133,7 @@ class TensorLabels:
         """True if a position of some axis belongs to a unit."""
         if self.parts is not None or self.joint is not None or self.mixed is not None:
             return True
-        return any(axis is not None for axis in self.units)
+        return any(axis is not None and not axis.is_uniform for axis in self.axes)
 
     @property
     def units(self) -> tuple[Labels | None, ...]:

@@ -89,7 +89,8 @@ def _unit_axis(labels: TensorLabels, dims: tuple[int, ...]) -> int | None:
     """The one axis of units among `dims`, or None if there is none or more than one."""
     if labels.joint is not None or labels.parts is not None or labels.mixed is not None:
         return None
-    found = [d for d in dims if labels.units[d] is not None]
+    units = labels.units
+    found = [d for d in dims if units[d] is not None]
     return found[0] if len(found) == 1 else None
 
 
