@@ -15,6 +15,7 @@ from torch import nn
 import sparsekit
 from sparsekit.cli import main as cli
 from sparsekit.cli import model_source
+from sparsekit.errors import InvalidValueError
 
 NETS = """
 import torch
@@ -157,7 +158,19 @@ def _plug_in(monkeypatch: pytest.MonkeyPatch, **values: str) -> None:
 hello = typer.Typer()
 
 
+@hello.command()
+def _hello(name: str = "you") -> None:
+    """Greet."""
+    typer.echo(f"hello {name}")
+
+
 failing = typer.Typer()
+
+
+@failing.command()
+def _fail(how: str) -> None:
+    """Fail."""
+    raise {"ours": InvalidValueError("a sentence"), "ctrl-c": KeyboardInterrupt(), "os": OSError(28, "No space left")}[how]
 
 
 def test_a_command_of_another_package_is_found(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
