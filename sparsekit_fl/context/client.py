@@ -11,7 +11,6 @@ from typing import Any, Literal
 import numpy as np
 from torch import Tensor, nn
 
-from sparsekit.errors import DataError
 from sparsekit.graph import StateDict, UnitGraph, UnitMask, WeightMask
 from sparsekit.measure import CostModel
 from sparsekit.training import LearnableMask
@@ -117,21 +116,18 @@ class ClientContext:
         """Return one split of the client's data, which is decoded once per call of `client_round`.
 
         Raises:
-            DataError: its inputs hold NaN.
+            DataError: its inputs hold NaN or infinity; those that are read lazily are looked at as they are read.
         """
         if split not in self.cache:
             examples = Examples(
                 self.problem,
                 getattr(self.client.data, split),
                 device=self.device,
+                name=f"client {self.client.id}",
+                split=split,
                 rng=None if self.reading is None else self.reading(split),
             )
-            bad = examples.with_nan()
-            if bad:
-                raise DataError(
-                    f"inputs of client {self.client.id} hold NaN, in {len(bad)} of {len(examples)} examples of {split},"
-                    f" in example {bad[0]} first; fill them in, or leave these examples out"
-                )
+            examples.check_finite()
             self.cache[split] = examples
         return self.cache[split]
 

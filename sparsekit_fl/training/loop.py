@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from sparsekit.errors import DataError
+from sparsekit.graph import is_finite
 from sparsekit.rng import torch_generator, torch_scope
 from sparsekit_fl.options.config import Amp
 from sparsekit_fl.problem.data import TensorData
@@ -45,10 +47,22 @@ class Examples:
         problem: Says how examples are read.
         data: The split.
         device: Where the tensors are.
+        name: Whose examples they are, for messages.
+        split: Which of them, for messages.
         rng: Seeds random transforms of the data, and augmentations; None where there are none.
     """
 
-    def __init__(self, problem: Problem, data: Any, *, device: str, rng: np.random.Generator | None = None) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        data: Any,
+        *,
+        device: str,
+        name: str = "the data",
+        split: str = "the split",
+        rng: np.random.Generator | None = None,
+    ) -> None:
+        self._name, self._split = name, split
         self._problem, self._data, self._device = problem, data, device
         self._rng = np.random.default_rng(0) if rng is None else rng
         self._arrange = arranged if problem.channels_last else _as_it_is
@@ -61,13 +75,19 @@ class Examples:
     def __len__(self) -> int:
         return len(self._data) if self._lazy else len(self._targets)
 
-    def with_nan(self) -> list[int]:
-        """Return the positions of examples with NaN among their inputs, ascending; none where they are read lazily."""
-        if self._lazy:
-            return []
-        floats = [item for item in self._inputs if item.is_floating_point() and bool(torch.isnan(item).any())]
-        rows = {int(row) for item in floats for row in torch.isnan(item).reshape(len(item), -1).any(dim=1).nonzero()}
-        return sorted(rows)
+    def check_finite(self) -> None:
+        """Raise DataError where inputs hold NaN or infinity; examples that are read lazily are looked at as they are read."""
+        if not self._lazy:
+            self._check(self._inputs, range(len(self)), "examples")
+
+    def _check(self, inputs: Sequence[Tensor], positions: Sequence[int], what: str) -> None:
+        floats = [item for item in inputs if item.is_floating_point() and not is_finite(item)]
+        bad = {int(row) for item in floats for row in (~item.isfinite()).reshape(len(item), -1).any(dim=1).nonzero()}
+        if bad:
+            raise DataError(
+                f"inputs of {self._name} hold NaN or infinity, in {len(bad)} of {len(positions)} {what} of {self._split},"
+                f" in example {min(positions[row] for row in bad)} first; fill them in, or leave these examples out"
+            )
 
     def _scope(self, data: Any) -> AbstractContextManager[Any]:
         """Seed what a data set may draw while it is read; tensors draw nothing."""
@@ -108,6 +128,7 @@ class Examples:
         for start, stop in bounds:
             with self._scope(self._data):
                 inputs, targets = self._problem.read(self._data, positions[start:stop])
+            self._check(inputs, positions[start:stop], "examples that were just read")
             moved = tuple(self._arrange(item.to(self._device)) for item in inputs)
             yield Batch(moved, targets.to(self._device), stop - start)
 

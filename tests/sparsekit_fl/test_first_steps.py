@@ -44,9 +44,42 @@ def test_inputs_with_nan_are_named_once_and_not_blamed_on_the_learning_rate(
         fl.run(method(), problem, clients, fl.RunConfig(rounds=3, cohort=4, seed=0))  # type: ignore[operator]
     lines = [record.getMessage() for record in caplog.records if "goes on without client 0" in record.getMessage()]
     assert len(lines) == 3
-    assert "inputs of client 0 hold NaN, in 2 of 30 examples of train, in example 3 first" in lines[0]
+    assert "inputs of client 0 hold NaN or infinity, in 2 of 30 examples of train, in example 3 first" in lines[0]
     assert "learning rate" not in lines[0]
     assert [line.split(": ", 1)[1] for line in lines[1:]] == ["for the same reason as before"] * 2
+
+
+class _Read:
+    """A data set of its own kind, read example by example."""
+
+    def __init__(self, data: fl.TensorData) -> None:
+        self.data = data
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, place: int) -> object:
+        return self.data[place]
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("lazy", [False, True])
+@pytest.mark.parametrize("split", ["train", "val", "test"])
+def test_inputs_that_are_no_numbers_are_found_in_any_data_set(
+    bad: float, lazy: bool, split: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    splits = {"train": _split(30), "val": _split(10), "test": _split(10)}
+    splits[split].inputs[0][7, 3] = bad
+    first = fl.ClientData(**{name: _Read(data) if lazy else data for name, data in splits.items()})
+    clients = [
+        fl.Client(id=id, data=first if id == 0 else fl.ClientData(_split(30), _split(10), _split(10))) for id in range(2)
+    ]
+    problem = fl.Problem(model=_net, example_inputs=(torch.zeros(1, 20),))
+    with caplog.at_level(logging.WARNING, logger="sparsekit_fl"):
+        fl.run(fl.methods.fedavg(), problem, clients, fl.RunConfig(rounds=1, cohort=2, seed=0))
+    assert "inputs of client 0 hold NaN or infinity, in " in caplog.text
+    assert f"of {split}" in caplog.text
+    assert "in example 7 first" in caplog.text
 
 
 def test_an_empty_split_is_told_by_the_client_and_by_what_the_others_hold() -> None:
