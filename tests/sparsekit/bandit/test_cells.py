@@ -16,6 +16,37 @@ def cells_with_room(count: int, axes: int) -> Cells:
     return cells
 
 
+def test_a_grid_cuts_the_first_axes_first() -> None:
+    assert grid(2, 1) == [([0.0], [0.5]), ([0.5], [1.0])]
+    assert len(grid(5, 2)) == 6
+    assert grid(2, 2) == [([0.0, 0.0], [0.5, 1.0]), ([0.5, 0.0], [1.0, 1.0])]
+
+
+def test_a_split_gives_the_new_cell_the_other_side_and_makes_both_deeper() -> None:
+    cells = cells_with_room(1, 2)
+    assert cells.split(0, 1, 0.25, keeps_low=True) == 1
+    assert cells.high[0].tolist() == [1.0, 0.25]
+    assert cells.low[1].tolist() == [0.0, 0.25]
+    assert (cells.depth[:2].tolist(), cells.born[:2].tolist(), cells.parent[:2].tolist()) == ([1, 1], [0, 1], [0, 0])
+
+
+def test_halves_cuts_the_longest_axis() -> None:
+    cells = cells_with_room(1, 2)
+    assert cells.halves(0) == (0, 0.5)
+    cells.split(0, 0, 0.5, keeps_low=True)
+    assert cells.halves(0) == (1, 0.5)
+
+
+def test_a_cell_too_narrow_is_not_halved() -> None:
+    assert Cells([([0.0], [1e-8]), ([1e-8], [1.0])]).halves(0) is None
+
+
+def test_the_first_cells_of_a_grid_face_their_neighbours() -> None:
+    assert Cells(grid(3, 1)).facing.tolist() == [[-1, 1], [0, 2], [1, -1]]
+    # Below and above on the first axis, then on the second.
+    assert Cells(grid(4, 2)).facing.tolist() == [[-1, 2, -1, 1], [-1, 3, 0, -1], [0, -1, -1, 3], [1, -1, 2, -1]]
+
+
 @given(
     st.lists(st.tuples(st.integers(0, 100), st.integers(0, 1), st.booleans()), max_size=40),
     st.tuples(st.floats(0.0, 1.0), st.floats(0.0, 1.0)),

@@ -272,3 +272,14 @@ def test_the_global_model_is_scored_along_the_way_with_a_curve_in_the_result() -
     # Scoring changes no bit of what is learned.
     assert result.final.state_sha256 == tiny_run(config=tiny_config(rounds=6)).final.state_sha256
     assert result.to_dict()["rounds"][1]["evaluation"]["global"]["accuracy"] == two.final.shared["accuracy"]
+
+
+def test_the_best_checkpoint_needs_a_folder() -> None:
+    with pytest.raises(InvalidValueError, match="needs the folder of the run"):
+        tiny_run(BestCheckpoint())
+
+
+def test_tensorboard_needs_a_folder() -> None:
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed; pip install 'sparsekit-torch[tensorboard]'")
+    with pytest.raises(InvalidValueError, match="TensorBoard needs a folder"):
+        tiny_run(TensorBoard())

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from sparsekit.errors import DataError
-from sparsekit_fl.datasets.transforms import ImageTransform
+from sparsekit_fl.datasets.transforms import ImageTransform, TokenTransform
 
 
 def images(channels: int, side: int) -> torch.Tensor:
@@ -46,6 +46,15 @@ def test_the_raw_image_is_not_changed() -> None:
     assert torch.equal(raw, before)
 
 
+def test_rows_are_transformed_one_by_one() -> None:
+    raw, transform = images(3, 20), ImageTransform(3, (32, 32), (0.1, 0.2, 0.3), (0.5,) * 3)
+    assert torch.allclose(transform(raw)[1:], transform(raw[1:]), atol=1e-6)
+
+
 def test_four_channels_cannot_become_three() -> None:
     with pytest.raises(DataError, match="4 channels and the model takes 3"):
         ImageTransform(3, (8, 8), (0.5,) * 4, (0.5,) * 4)
+
+
+def test_tokens_become_int64() -> None:
+    assert TokenTransform()(torch.tensor([[1, 2]], dtype=torch.int32)).dtype == torch.int64
