@@ -157,3 +157,12 @@ def test_every_page_has_a_place_in_the_navigation_or_gets_one() -> None:
     named = re.findall(r"[\w./-]+\.md", text.split("\nnav:\n")[1])
     assert sorted(set(named)) == sorted(named), "the navigation names a page twice"
     assert {path for path in beside if not (ROOT / path).exists()} == set()
+
+
+def test_the_data_of_one_s_own_that_a_page_loads_are_the_same_at_every_start() -> None:
+    from sparsekit_fl.fingerprint import data_digest
+
+    text = (DOCS / "tutorials" / "federated.md").read_text(encoding="utf-8")
+    names: dict[str, Any] = {}
+    exec(text.partition('Path("mydata.py").write_text("""')[2].partition('"""')[0], names)
+    assert data_digest(names["load"]()[1]) == data_digest(names["load"]()[1]), "a run on them could not be resumed"
