@@ -42,10 +42,10 @@ def test_a_private_run_prints_what_it_spent_and_puts_it_into_the_result(tmp_path
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (["aggregation=krum"], "aggregation must be mean or trimmed-mean or median or norm-clipped, got 'krum'"),
+        (["aggregation=krum"], "aggregation must be one of mean, trimmed-mean, median, norm-clipped, got 'krum'"),
         (["dp_clip=1"], "dp_clip needs dp_noise"),
         (["dp_clip=1", "dp_noise=1", "aggregation=median"], "dp_clip needs aggregation 'mean'"),
-        (["upload=int4"], "upload must be float32 or bfloat16, got 'int4'"),
+        (["upload=int4"], "upload must be 'float32' or 'bfloat16', got 'int4'"),
     ],
 )
 def test_wrong_options_end_with_code_2(given, message, capsys):
