@@ -31,7 +31,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from choice_cells import NETWORKS, PLANTED, Cell, images, planted
-from choice_parts import PARTS, RiglLearning
+PARTS = {}
+RiglLearning = None
 
 import sparsekit as sk
 
@@ -103,7 +104,7 @@ def _run(arm: str, cell: Cell, ratio: float, steps: int, seed: int) -> dict[str,
     budget = sk.Budget(flops=float(narrow))
     scored = arm in ("taylor", "fisher") or (arm.startswith("widths") and not cell.good)
     own = steps - (round(100 * SCORED * dense / (cell.batch * narrow)) if scored else 0)
-    learns = arm in ("learned", "widths", *PARTS)
+    learns = arm in ("learned", "learned-steps", "widths", *PARTS)
     explores = learns or arm in ("paper", "rigl")
     planned = max(2, int(own / (1 + EXPLORE)) if explores else own)
     options: dict[str, Any] = {"ratio": ratio}
@@ -111,7 +112,7 @@ def _run(arm: str, cell: Cell, ratio: float, steps: int, seed: int) -> dict[str,
         options = {"budget": budget, "start": sk.criteria.Fisher(data, F.cross_entropy)}
     if arm in PARTS:
         options["learning"] = PARTS[arm](steps=planned, explore=EXPLORE)
-    elif learns:
+    elif learns and arm != "learned":  # `learned` is what the class does by itself, in a plain loop
         options |= {"steps": planned, "explore": EXPLORE}
     elif arm == "rigl":
         options["learning"] = RiglLearning(steps=planned, explore=EXPLORE)
@@ -167,6 +168,7 @@ def _jobs(options: argparse.Namespace) -> Iterator[tuple[dict[str, Any], Callabl
             for seed in range(options.seeds):
                 for arm in arms:
                     name = f"planted {family}" + (f", batches of {options.batch}" if options.batch != BATCH else "")
+                    name += ", trainable" if options.trainable else ""
                     key = {"cell": name, "ratio": 0.25, "arm": arm, "seed": seed}
                     yield key, lambda f=family, a=arm, s=seed: _planted_run(options, a, f, s)
         return
@@ -181,6 +183,8 @@ def _jobs(options: argparse.Namespace) -> Iterator[tuple[dict[str, Any], Callabl
 
 def _planted_run(options: argparse.Namespace, arm: str, family: str, seed: int) -> dict[str, Any]:
     cell = dataclasses.replace(planted(family, seed, options.device), batch=options.batch)
+    if options.trainable:
+        cell.model.requires_grad_()
     return _run(arm, cell, 0.25, options.steps, seed)
 
 
@@ -267,6 +271,7 @@ def main() -> None:
     parser.add_argument("--families", nargs="+", default=list(PLANTED))
     parser.add_argument("--steps", type=int, default=1500, help="of planted units")
     parser.add_argument("--batch", type=int, default=BATCH, help="examples in a batch, of planted units; few are noise")
+    parser.add_argument("--trainable", action="store_true", help="the layers that make the planted units train as well")
     parser.add_argument("--data", choices=["cifar10", "cifar100"], default="cifar10")
     parser.add_argument("--network", choices=list(NETWORKS), default="small")
     parser.add_argument("--starts", nargs="+", choices=["scratch", "trained"], default=["scratch", "trained"])

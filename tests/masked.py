@@ -5,6 +5,7 @@ While a unit is dropped, its entries, their optimiser state and its norm statist
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
@@ -25,7 +26,7 @@ from sparsekit.surgery.optimizer_state import copies_of_weights, first_value, st
 from sparsekit.surgery.rebuild import copy_with, named_entries
 from sparsekit.training import learnable
 from sparsekit.training.dense_model import DenseModel, straight_through_gates
-from sparsekit.training.execution import Collect, gate_and_watch
+from sparsekit.training.widening import Probe, widened
 
 __all__ = ["learnable_mask"]
 
@@ -78,10 +79,45 @@ class _MaskedExecution:
         gated = self.graph.gate(dict(self.module.named_parameters(remove_duplicate=False)), gates)
         return self._call(gated, args, kwargs, self.mask)
 
-    def explore(self, scores: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], wide: UnitMask, collect: Collect) -> Any:
+    def explore(self, groups: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[Probe]]:
         parameters = dict(self.module.named_parameters(remove_duplicate=False))
-        gates = straight_through_gates(self.graph, self.mask, scores, 0.0)
-        return self._call(gate_and_watch(self.graph, parameters, gates, collect), args, kwargs, wide)
+        gates = {name: self.mask[name].float() for name in self.graph.groups}
+        gated = self.graph.gate(parameters, gates)
+        probes = []
+        for name in groups:
+            for number, piece in enumerate(self.graph.groups[name].slices):
+                entry, leaf = gated.get(piece.name), parameters.get(piece.name)
+                if piece.gated and entry is not None and leaf is not None and entry.requires_grad:
+                    entry.retain_grad()
+                    entry.register_hook(functools.partial(self._hide, piece.name, groups))
+                    probes.append(Probe(f"{name}.{number}", name, piece.dim, piece.index, entry, leaf, {}))
+        return self._call(gated, args, kwargs, widened(self.mask, groups)), probes
+
+    def _hide(self, name: str, groups: Sequence[str], gradient: Tensor) -> Tensor:
+        """Leave out what units read that are neither kept nor looked at: narrow entries do not have them."""
+        for group, piece in self.graph.slices_of[name]:
+            if group not in groups:
+                gone = piece.index[~self.mask[group]].reshape(-1).to(gradient.device)
+                gradient = gradient.index_fill(piece.dim, gone, 0.0)
+        return gradient
+
+    @property
+    def slot_units(self) -> Tensor:
+        return torch.cat([self.mask[name] for name in self.graph.groups]).nonzero().reshape(-1)
+
+    def gate_gradient(self, gradients: Mapping[Tensor, Tensor]) -> Tensor:
+        parameters = dict(self.module.named_parameters())
+        sums = []
+        for group in self.graph.groups.values():
+            total = next(iter(parameters.values())).new_zeros(group.size)
+            for piece in group.slices:
+                leaf = parameters.get(piece.name)
+                if piece.gated and leaf is not None and leaf in gradients:
+                    product = gradients[leaf] * leaf.detach()
+                    other = [dim for dim in range(product.dim()) if dim != piece.dim]
+                    total += (product.sum(other) if other else product)[piece.index].sum(1)
+            sums.append(total)
+        return torch.cat(sums)[self.slot_units]
 
     def _call(self, gated: dict[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any], updated: UnitMask) -> Any:
         """Run the dense module; statistics of the units in `updated` are renewed."""
@@ -94,18 +130,15 @@ class _MaskedExecution:
             buffer.copy_(torch.where(dropped[name], buffer, copies[name]) if name in dropped else copies[name])
         return result
 
-    def stored(self, name: str) -> Tensor:
-        return named_entries(self.module)[name].detach()
-
-    def enter(self, units: Mapping[str, Tensor], afresh: Mapping[str, Tensor], optimizers: Sequence[Optimizer]) -> None:
+    def enter(self, units: Mapping[str, Tensor], optimizers: Sequence[Optimizer]) -> None:
         parameters = dict(self.module.named_parameters())
         copies = {optimizer: copies_of_weights(optimizer, list(parameters.values())) for optimizer in optimizers}
         dropped = dict(self._dropped_by_name(parameters))
         for name in dropped:
             parameter = parameters[name].detach()
             for group, piece in self.graph.slices_of[name]:
-                if piece.gated and group in afresh:
-                    parameter[self._at(piece, afresh[group], ~dropped[name])] = 0.0
+                if piece.gated and group in units:
+                    parameter[self._at(piece, units[group], ~dropped[name])] = 0.0
         for name in dropped:
             parameter = parameters[name]
             for group, piece in self.graph.slices_of[name]:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
 from sparsekit.graph.graph import UnitGraph
-from sparsekit.graph.index import along, cut_axes, gather, wide
+from sparsekit.graph.index import along, wide
 from sparsekit.graph.mask import UnitMask
 from sparsekit.graph.state import StateDict
 from sparsekit.surgery.optimizer_state import HasState, OptimizerState
@@ -19,12 +18,9 @@ from sparsekit.surgery.pretrained import guard_pretrained
 from sparsekit.training.dense_model import DenseModel, straight_through_gates
 from sparsekit.training.narrow_model import NarrowModel
 from sparsekit.training.unit_vectors import Reader, UnitVectors
+from sparsekit.training.widening import Probe, Widening
 
-__all__ = ["Collect", "Execution", "gate_and_watch"]
-
-Collect: TypeAlias = Callable[[str, Tensor], None]
-"""Takes a state-dict key and the gradient of its entry."""
-
+__all__ = ["Execution"]
 
 class _GateGradient(torch.autograd.Function):
     """Identity on a leaf; sends Σ gradient · weight of each unit's entries to the scores."""
@@ -56,19 +52,6 @@ def _through_gates(ctx: Any, entries: Tensor, but: int | None = None) -> Tensor:
     return entries
 
 
-def gate_and_watch(graph: UnitGraph, state: StateDict, gates: Mapping[str, Tensor], collect: Collect) -> dict[str, Tensor]:
-    """Gate the entries of a state, and let `collect` have the gradients of those that some gate multiplies."""
-    gated = graph.gate(state, gates)
-    for name, value in gated.items():
-        if value is not state[name] and value.requires_grad:
-            value.register_hook(functools.partial(_pass_on, collect, name))
-    return gated
-
-
-def _pass_on(collect: Collect, name: str, gradient: Tensor) -> None:
-    collect(name, gradient)
-
-
 class Execution:
     """Runs the narrow module of a `NarrowModel`, and wider copies of it where a pass must see dropped units.
 
@@ -83,6 +66,8 @@ class Execution:
         self.graph = graph
         self._dense: DenseModel | None = None
         self._wide: dict[tuple[int, ...], DenseModel] = {}
+        self._widenings: dict[tuple[str, ...], Widening] = {}
+        self._widenings_of = -1
         self.narrow_model = NarrowModel(model, graph)
         self._fused: UnitVectors | None = None
         self.module = self.narrow_model.module
@@ -126,28 +111,23 @@ class Execution:
             self.narrow_model.store_buffers(gated)
         return result
 
-    def explore(self, scores: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], wide: UnitMask, collect: Collect) -> Any:
-        """Run the sparse model with the units of `wide` behind gates of 0: the outputs are the same.
+    def explore(self, groups: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[Probe]]:
+        """Run the sparse model with the dropped units of `groups` behind gates of 0.
 
-        The gradient of each kept unit's gate reaches `scores`. `collect` gets the gradient of every gated entry, dense and
-        before its gates; it is right at the entries that read units of `wide`.
+        Returns:
+            The outputs, the same as without them, and the entries that read units of the groups.
         """
-        sizes = tuple(wide.counts().values())
+        narrow_model = self.narrow_model
+        if self._widenings_of != narrow_model.version:
+            self._widenings, self._widenings_of = {}, narrow_model.version
+        names = tuple(groups)
+        if names not in self._widenings:
+            self._widenings[names] = Widening(narrow_model, names)
+        widening = self._widenings[names]
+        sizes = tuple(widening.mask.counts().values())
         if sizes not in self._wide:
-            self._wide[sizes] = DenseModel(self.module, self.graph, wide)
-        state = self.narrow_model.dense_tensors()
-        gated = gate_and_watch(self.graph, state, straight_through_gates(self.graph, self.mask, scores, 0.0), collect)
-        axes = self.graph.kept_indices(wide)
-        # Entries without units are passed through; buffers are written to by the pass, and no one else's.
-        state = {name: gather(value, cut_axes(value.shape, axes.get(name, {}))) for name, value in gated.items()}
-        result = self._wide[sizes].call(state, self.mask, self.module, args, kwargs, within=wide)
-        with torch.no_grad():
-            self.narrow_model.store_wide_buffers(state, wide)
-        return result
-
-    def stored(self, name: str) -> Tensor:
-        """The dense entry under a key, not to be written to; right where dropped units are read."""
-        return self.narrow_model.dense_view()[self.narrow_model.key_of(name)]
+            self._wide[sizes] = DenseModel(self.module, self.graph, widening.mask)
+        return widening.call(self._wide[sizes], args, kwargs)
 
     def magnitudes(self) -> Tensor:
         """Σ |θ| per unit: float (J,), no gradient."""
@@ -202,4 +182,4 @@ class Execution:
         self.narrow_model.apply_to_tensors(function)
         if self._fused is not None:
             self._fused.apply_to_tensors(function)
-        self._dense, self._wide = None, {}  # they may hold buffers that are not in the state
+        self._dense, self._wide, self._widenings_of = None, {}, -1  # they may hold buffers that are not in the state

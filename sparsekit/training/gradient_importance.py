@@ -80,6 +80,7 @@ class FollowScores:
 
     def __init__(self, settings: GradientImportance, host: Host) -> None:
         self.settings = settings
+        host.scores.requires_grad_(True)
         self.passes = 0
         self._explored = 0.0
         self._density = 1.0

@@ -19,7 +19,6 @@ from sparsekit._torch import buffers_of
 from sparsekit.errors import ForeignMaskError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.groups import UnitSlice
-from sparsekit.graph.index import cut_axes, scatter_
 from sparsekit.graph.mask import UnitMask
 from sparsekit.graph.state import StateDict
 from sparsekit.layers import resize
@@ -157,12 +156,14 @@ class NarrowModel:
         """int64 (kept,): the unit in each slot of `group`, in slot order."""
         return self._groups[group].units
 
-    def key_of(self, name: str) -> str:
-        """Return the key under which an entry is kept that may have several tied keys, `name` among them."""
+    def tensors(self) -> Iterator[tuple[str, list[str], Tensor]]:
+        """(key, all its tied state-dict keys, leaf or buffer) of each narrow entry."""
         for entry in self._entries:
-            if name in entry.names:
-                return self._key(entry)
-        raise ForeignMaskError(f"no entry {name!r} in this model; entries: {', '.join(self.graph.shapes)[:200]}")
+            yield self._key(entry), entry.names, entry.tensor if entry.parameter is None else entry.parameter
+
+    def keys(self) -> list[str]:
+        """One state-dict key of each entry."""
+        return [self._key(entry) for entry in self._entries]
 
     def _key(self, entry: _Entry) -> str:
         return next((name for name in entry.names if name in self.graph.slices_of), entry.names[0])
@@ -214,17 +215,7 @@ class NarrowModel:
 
     def _place(self, mask: UnitMask, order: Mapping[str, Tensor] | None = None) -> None:
         """Give every kept unit a slot, in ascending order unless another is given."""
-        groups, slots = build_slots(self.graph, mask)
-        moves: dict[str, Move] = {}
-        for name, units in (order or {}).items():
-            if name not in groups or not torch.equal(units.cpu().sort().values, groups[name].units):
-                raise ForeignMaskError(f"the order of slots of group {name!r} does not hold the units that the mask keeps")
-            if not torch.equal(units.cpu(), groups[name].units):
-                moves[name] = (torch.arange(units.numel()), units.cpu())
-        for entry in slots.values():
-            entry.reassign(moves)
-        for name, move in moves.items():
-            groups[name].apply(move)
+        groups, slots = build_slots(self.graph, mask, order)
         self.mask, self._groups, self._slots = mask, groups, slots
         self.version += 1
         self.layout += 1
@@ -245,7 +236,8 @@ class NarrowModel:
             resize(self.module)
             set_sizes(self.module, self.graph, self.mask.counts())
 
-    def _writable(self, key: str) -> Tensor:
+    def writable(self, key: str) -> Tensor:
+        """The dense copy of an entry, to be written to."""
         if key not in self._owned:
             self._dense[key] = self._dense[key].clone()
             self._owned.add(key)
@@ -320,7 +312,7 @@ class NarrowModel:
     def _moving(self, entry: _Entry, optimizers: Iterable[HasState]) -> list[_Moving]:
         """List what follows the units: the entry itself, and the state of its shape in each optimiser."""
         key = self._key(entry)
-        moving = [_Moving(entry.tensor, self._writable(key))]
+        moving = [_Moving(entry.tensor, self.writable(key))]
         if entry.parameter is not None:
             for owner in optimizers:
                 for name, narrow in [*state_of_shape(owner, entry.parameter), *factored_state(owner, entry.parameter)]:
@@ -370,31 +362,17 @@ class NarrowModel:
                 value = state[entry.names[0]].detach()
                 entry.tensor.copy_(self._slots[key].gather(value) if key in self._slots else value)
 
-    def store_wide_buffers(self, state: StateDict, wide: UnitMask) -> None:
-        """Copy buffers after a pass of a model with the units of `wide`: also those of units that are dropped."""
-        axes = self.graph.kept_indices(wide)
-        for entry in self._entries:
-            if entry.parameter is None:
-                key = self._key(entry)
-                value = state[entry.names[0]].detach()
-                if key in self._slots:
-                    dense = scatter_(value, self._writable(key), cut_axes(self.graph.shapes[key], axes[key]))
-                    entry.tensor.copy_(self._slots[key].gather(dense))
-                else:
-                    entry.tensor.copy_(value)
-
-    def enter(self, units: Mapping[str, Tensor], afresh: Mapping[str, Tensor], optimizers: Sequence[HasState]) -> None:
-        """Let kept `units` begin: their optimiser state starts anew, and nothing reads those `afresh` yet.
+    def enter(self, units: Mapping[str, Tensor], optimizers: Sequence[HasState]) -> None:
+        """Let kept `units` begin afresh: nothing reads them yet, and their optimiser state starts anew.
 
         Args:
             units: Group name → int64 (n,).
-            afresh: Group name → those whose outgoing weights become zero.
             optimizers: Hold the state.
         """
         copies = {id(owner): copies_of_weights(owner, self.parameters()) for owner in optimizers}
         parameters = [entry for entry in self._touched if entry.parameter is not None]
         for entry in parameters:
-            for _, piece, positions in self._positions_of(entry, afresh):
+            for _, piece, positions in self._positions_of(entry, units):
                 if piece.gated:
                     entry.tensor.index_fill_(piece.dim, positions, 0.0)
         for entry in parameters:

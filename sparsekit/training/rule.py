@@ -16,7 +16,7 @@ from sparsekit.measure.budget import Budget
 from sparsekit.training.execution import Execution
 from sparsekit.training.optimizer_hooks import OptimizerSet
 
-__all__ = ["Host", "Learning", "Rule", "split_units"]
+__all__ = ["Host", "Learning", "Rule", "refilled", "split_units"]
 
 
 class Host(Protocol):
@@ -131,3 +131,20 @@ def split_units(graph: UnitGraph, fused: Tensor) -> dict[str, Tensor]:
     """Views of a vector over all units, float (J,), by group: group name → (units,)."""
     parts = fused.split([group.size for group in graph.groups.values()])
     return dict(zip(graph.groups, parts, strict=True))
+
+
+def refilled(graph: UnitGraph, mask: UnitMask, scores: Tensor, counts: Mapping[str, int]) -> UnitMask:
+    """The mask with as many units as `counts` says: the least worth go, or the most worth come; nobody else moves.
+
+    Args:
+        graph: The units.
+        mask: What is kept now.
+        scores: float (J,), what each unit is worth; ties go to the lower index.
+        counts: Group name → units to keep.
+    """
+    keep = dict(mask)
+    for name, score in split_units(graph, scores.cpu()).items():
+        rank = torch.where(mask[name], score + (score.max() - score.min() + 1.0), score)
+        chosen = rank.argsort(descending=True, stable=True)[: counts[name]]
+        keep[name] = torch.zeros_like(mask[name]).index_fill_(0, chosen, True)
+    return UnitMask(keep)

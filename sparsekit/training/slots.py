@@ -11,6 +11,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from sparsekit.errors import ForeignMaskError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.groups import UnitSlice
 from sparsekit.graph.index import Axes, cut_axes, gather, places, scatter_
@@ -119,15 +120,21 @@ class EntrySlots:
         return {**self._axes(shape), dim: self.positions[dim][chosen]}
 
 
-def build_slots(graph: UnitGraph, mask: UnitMask) -> tuple[dict[str, GroupSlots], dict[str, EntrySlots]]:
-    """Slots of all groups and entries under `mask`, units in ascending order.
+def build_slots(
+    graph: UnitGraph, mask: UnitMask, order: Mapping[str, Tensor] | None = None
+) -> tuple[dict[str, GroupSlots], dict[str, EntrySlots]]:
+    """Slots of all groups and entries under `mask`.
 
     Args:
         graph: The units.
         mask: What is kept; must belong to the graph.
+        order: Group name → int64 (kept,): the unit in each slot; ascending where not given.
 
     Returns:
         Group name → slots; state-dict key → slots.
+
+    Raises:
+        ForeignMaskError: the order does not hold the units that the mask keeps.
     """
     groups = {name: GroupSlots(mask[name].cpu()) for name in graph.groups}
     indices = graph.kept_indices(mask)
@@ -137,4 +144,14 @@ def build_slots(graph: UnitGraph, mask: UnitMask) -> tuple[dict[str, GroupSlots]
         narrow_of = {dim: places(positions, graph.shapes[name][dim]) for dim, positions in axes.items()}
         tables = [(group, piece, narrow_of[piece.dim][piece.index[groups[group].units]]) for group, piece in pieces]
         entries[name] = EntrySlots(dict(axes), tables)
+    moves: dict[str, Move] = {}
+    for name, units in (order or {}).items():
+        if name not in groups or not torch.equal(units.cpu().sort().values, groups[name].units):
+            raise ForeignMaskError(f"the order of slots of group {name!r} does not hold the units that the mask keeps")
+        if not torch.equal(units.cpu(), groups[name].units):
+            moves[name] = (torch.arange(units.numel()), units.cpu())
+    for entry in entries.values():
+        entry.reassign(moves)
+    for name, move in moves.items():
+        groups[name].apply(move)
     return groups, entries

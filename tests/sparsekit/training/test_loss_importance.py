@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -62,7 +63,7 @@ def sequences(generator: torch.Generator) -> Tensor:
 
 
 CASES = [(_convolutions, images), (Recurrent, sequences), (Attention, sequences)]
-EAGER = LossImportance(explore=1.0, rounds=6, samples=3, share=1.0, errors=0.0)
+EAGER = LossImportance(explore=1.0, samples=4, share=1.0, errors=0.0)
 
 
 def _step(masked: LearnableMask, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor, scale: float = 1.0) -> None:
@@ -82,7 +83,7 @@ def _adam(masked: LearnableMask) -> torch.optim.Optimizer:
 @pytest.mark.parametrize("make", [_adam, lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9)])
 @pytest.mark.parametrize(("model", "draw"), CASES)
 def test_compact_training_equals_masked_training_step_for_step(model: Any, draw: Any, make: Any) -> None:
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(2)
     torch.manual_seed(0)
     dense = model().double()
     both = [
@@ -90,12 +91,14 @@ def test_compact_training_equals_masked_training_step_for_step(model: Any, draw:
         for execution in ("compact", "masked")
     ]
     pairs = [(m, make(m)) for m in both]
+    teacher = torch.randn(draw(generator)[0].numel(), 4, dtype=torch.float64, generator=generator)
     changes, previous = 0, both[0].unit_mask()
-    for step in range(50):
-        x, y = draw(generator), torch.randint(0, 4, (8,), generator=generator)
-        if step == 30:
-            both[0].ratio = both[1].ratio = 0.3
+    for step in range(60):
+        x = draw(generator)
+        y = (x.flatten(1) @ teacher).argmax(1)
         if step == 40:
+            both[0].ratio = both[1].ratio = 0.3
+        if step == 50:
             both[0].ratio = both[1].ratio = 0.7
         for m, optimizer in pairs:
             _step(m, optimizer, x, y)
@@ -104,6 +107,8 @@ def test_compact_training_equals_masked_training_step_for_step(model: Any, draw:
         previous = both[0].unit_mask()
         left, right = both[0].state_dict(), both[1].state_dict()
         for name in right:
+            if name.startswith(("sparsekit.rule.memory.way", "sparsekit.rule.memory.weights", "sparsekit.rule.memory.slope")):
+                continue  # in narrow places here, in dense ones there
             assert torch.allclose(left[name].double(), right[name].double(), rtol=1e-8, atol=1e-10), (step, name)
     assert changes >= 4
 
@@ -143,13 +148,12 @@ def test_planted_units_are_found_where_the_rule_of_the_paper_misses_some() -> No
     assert found[GradientImportance] <= 9
 
 
-def test_a_mask_settles_at_three_quarters_of_the_steps_and_exploration_keeps_to_its_share() -> None:
+def test_with_a_number_of_steps_a_mask_settles_by_half_of_them_and_exploration_keeps_to_its_share() -> None:
     model, x, y, _ = _planted()
     masked = LearnableMask(model, (x[:2],), ratio=0.25, steps=200, explore=0.3)
     when: list[bool] = []
     _trained(masked, x, y, 200, lambda: when.append(masked.settled))
-    assert when.index(True) in (149, 150)
-    assert all(when[150:])
+    assert all(when[99:])
     assert 0.1 < masked.explored <= 0.3
 
 
@@ -190,7 +194,7 @@ def test_exploration_keeps_to_its_share_where_the_loss_does_not_see_all_units() 
 
 def test_without_a_number_of_steps_a_mask_settles_by_itself() -> None:
     model, x, y, good = _planted()
-    masked = LearnableMask(model, (x[:2],), ratio=0.25, learning=LossImportance(rounds=4, explore=0.5))
+    masked = LearnableMask(model, (x[:2],), ratio=0.25, learning=LossImportance(explore=0.5))
     when: list[bool] = []
     _trained(masked, x, y, 600, lambda: when.append(masked.settled))
     assert when[-1]
@@ -209,15 +213,15 @@ def test_without_exploration_the_first_mask_stays_and_steps_are_those_of_the_nar
     assert masked.explored == 0.0
 
 
-def test_noise_swaps_nothing() -> None:
-    """Labels that nothing predicts: no unit is worth anything, so none is worth a swap."""
-    model, x, _, _ = _planted()
-    y = torch.randint(0, 2, (len(x),), generator=torch.Generator().manual_seed(1))
-    masked = LearnableMask(model, (x[:2],), ratio=0.5, learning=LossImportance(explore=0.5, rounds=8))
-    before = masked.unit_mask()
-    _trained(masked, x, y, 400)
-    assert masked.settled
-    assert masked.unit_mask() == before
+@pytest.mark.parametrize("seed", range(4))
+def test_noise_swaps_little(seed: int) -> None:
+    """Labels that nothing predicts: no unit is worth anything, so hardly any is worth a swap."""
+    model, x, _, _ = _planted(seed)
+    y = torch.randint(0, 2, (len(x),), generator=torch.Generator().manual_seed(seed))
+    masked = LearnableMask(model, (x[:2],), ratio=0.5)
+    masks = [masked.unit_mask()["0"]]
+    _trained(masked, x, y, 800, lambda: masks.append(masked.unit_mask()["0"]))
+    assert sum(int((after & ~before).sum()) for before, after in zip(masks, masks[1:], strict=False)) <= 6
 
 
 def test_optimisers_neither_step_nor_decay_importance() -> None:
@@ -247,7 +251,7 @@ def test_units_that_enter_afresh_do_not_change_the_outputs_of_the_others() -> No
     expected = torch.func.functional_call(model, zeroed, (x,))
     keep[entering] = True
     masked.change(UnitMask({"0": keep}))
-    masked.execution.narrow_model.enter({"0": torch.tensor([entering])}, {"0": torch.tensor([entering])}, [optimizer])
+    masked.execution.narrow_model.enter({"0": torch.tensor([entering])}, [optimizer])
     masked.eval()
     torch.testing.assert_close(masked(x), expected)
     slot = int((masked.execution.narrow_model.slot_order()["0"] == entering).nonzero())
@@ -285,18 +289,80 @@ def test_a_training_goes_on_with_the_same_bits_from_any_step(how: str) -> None:
         assert torch.equal(left[name], right[name]), name
 
 
+def _masks(loss_of: Callable[[Tensor, Tensor], Tensor], times: float, steps: int = 500, seed: int = 0, targets: float = 1.0) -> list[Tensor]:
+    """The masks of a training whose loss is `times` a mean, its learning rate so that the weights take the same steps."""
+    model, x, y, _ = _planted(seed)
+    masked = LearnableMask(model, (x[:2],), ratio=0.25, explore=0.3)
+    optimizer = torch.optim.SGD(masked.weights(), lr=0.2 / times)
+    generator, masks = torch.Generator().manual_seed(5), []
+    for _ in range(steps):
+        at = torch.randint(0, len(x), (64,), generator=generator)
+        optimizer.zero_grad()
+        loss_of(masked(x[at]) * targets, y[at]).backward()
+        optimizer.step()
+        masks.append(masked.unit_mask()["0"].clone())
+    return masks
+
+
+@pytest.mark.same_bits
+@pytest.mark.parametrize("times", [1 / 1024, 0.5, 64.0, 65536.0])
+def test_a_loss_times_a_power_of_two_gives_the_same_mask_at_every_step(times: float) -> None:
+    one = _masks(F.cross_entropy, 1.0)
+    assert any(not mask.equal(one[0]) for mask in one)
+    other = _masks(lambda out, y: times * F.cross_entropy(out, y), times)
+    assert all(mask.equal(twin) for mask, twin in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("times", [0.01, 3.0, 10.0, 1000.0])
+def test_a_loss_times_any_constant_gives_the_same_mask(times: float) -> None:
+    other = _masks(lambda out, y: times * F.cross_entropy(out, y), times)
+    assert other[-1].equal(_masks(F.cross_entropy, 1.0)[-1])
+
+
+def test_a_summed_loss_gives_the_mask_of_the_averaged_one() -> None:
+    other = _masks(functools.partial(F.cross_entropy, reduction="sum"), 64.0)
+    assert other[-1].equal(_masks(F.cross_entropy, 1.0)[-1])
+
+
+@pytest.mark.parametrize("deviation", [0.1, 1.0, 10.0])
+def test_a_squared_error_finds_the_planted_units_whatever_the_scale_of_its_targets(deviation: float) -> None:
+    """Targets and outputs in another unit: the loss is `deviation` squared times another one."""
+    good = _planted()[3]
+
+    def squared(out: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(out[:, 0], deviation * (2.0 * y - 1.0))
+
+    masks = _masks(squared, deviation**2, targets=deviation)
+    assert set(masks[-1].nonzero().flatten().tolist()) == good
+
+
+def test_a_loss_in_bfloat16_finds_the_planted_units() -> None:
+    good = _planted()[3]
+
+    def rounded(out: Tensor, y: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return F.cross_entropy(out.bfloat16(), y)
+
+    assert set(_masks(rounded, 1.0)[-1].nonzero().flatten().tolist()) == good
+
+
 def test_the_scale_of_a_grad_scaler_changes_no_decision() -> None:
     model, x, y, _ = _planted()
     masks = []
     for scale in (1.0, 1024.0):
-        masked = LearnableMask(model, (x[:2],), ratio=0.25, learning=LossImportance(steps=300, explore=0.3))
-        optimizer = torch.optim.SGD(masked.parameters(), lr=0.2)
+        masked = LearnableMask(model, (x[:2],), ratio=0.25, explore=0.3)
+        optimizer = torch.optim.SGD(masked.weights(), lr=0.2)
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=100)
         generator = torch.Generator().manual_seed(5)
-        for _ in range(300):
+        for _ in range(500):
             at = torch.randint(0, len(x), (64,), generator=generator)
-            _step(masked, optimizer, x[at], y[at], scale)
-        masks.append(masked.unit_mask())
-    assert masks[0] == masks[1]
+            optimizer.zero_grad()
+            scaler.scale(F.cross_entropy(masked(x[at]), y[at])).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            masks.append(masked.unit_mask()["0"].clone())
+    assert any(not mask.equal(masks[0]) for mask in masks)
+    assert all(mask.equal(twin) for mask, twin in zip(masks[:500], masks[500:], strict=True))
 
 
 def test_a_loop_without_an_optimiser_learns_too() -> None:
@@ -310,6 +376,7 @@ def test_a_loop_without_an_optimiser_learns_too() -> None:
             for leaf in masked.weights():
                 if leaf.grad is not None:
                     leaf -= 0.2 * leaf.grad
+        masked.learn()
         masked.zero_grad()
     assert set(masked.unit_mask()["0"].nonzero().flatten().tolist()) == good
 
@@ -358,8 +425,7 @@ def test_importance_is_in_nats() -> None:
     [
         ({"explore": -0.1}, r"explore must be in \[0, 1\], got -0.1"),
         ({"steps": 0}, "steps must be a whole number >= 1, got 0"),
-        ({"samples": 2}, "samples must be a whole number >= 3"),
-        ({"end": 0.0}, r"end must be in \(0, 1\]"),
+        ({"samples": 3}, "samples must be a whole number >= 4"),
         ({"share": 1.5}, r"share must be in \(0, 1\]"),
         ({"errors": float("nan")}, "errors must be a finite number >= 0"),
     ],

@@ -51,8 +51,6 @@ def _train(part: slice, wrap: bool, scale: float = 1.0) -> dict[str, Any]:
         for weight in masked.weights():
             if weight.grad is not None:
                 weight.grad /= scale
-        if masked.scores.grad is not None:
-            masked.scores.grad /= scale
         optimizer.step()
         masks.append(masked.unit_mask()["0"].clone())
     return {"masks": torch.stack(masks), "state": masked.dense_state(), "importance": masked.importance()["0"].clone()}

@@ -50,7 +50,7 @@ def test_so_are_widths_that_move_within_a_budget(name: str) -> None:
 def _check(name: str, options: dict[str, Any]) -> None:
     model, args, kwargs = build(name)
     model, (args, kwargs) = model.double().train(), _double((args, kwargs))
-    options |= {"learning": sk.LossImportance(explore=1.0, samples=3, rounds=4, errors=0.0)}
+    options |= {"learning": sk.LossImportance(explore=1.0, samples=4, errors=0.0)}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FixedUnitsWarning)
         if "budget" not in options:  # which needs inputs, and takes them by position or by name

@@ -1,0 +1,249 @@
+"""Swapping: when a learnable mask takes samples, and how it changes. One instance serves one mask.
+
+Most steps are plain steps of the narrow network. Every fourth also reads the gradients of the kept units' gates off those of the
+weights. Some, as many as `explore` pays for, run on a network that is widened by the dropped units of one group.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from sparsekit.graph.index import wide
+from sparsekit.graph.mask import UnitMask
+from sparsekit.training.rule import Host, refilled
+from sparsekit.training.widening import Probe, read, widened
+
+if TYPE_CHECKING:
+    from sparsekit.training.loss_importance import Evidence, LossImportance
+
+__all__ = ["Swapping"]
+
+_EVERY = 4
+"""Steps between two samples of the kept units' gates: they are cheap, not free."""
+_END = 0.5
+"""Share of a known number of steps after which the mask has settled: newcomers need the rest to learn."""
+_ROUNDS = 2
+"""Rounds that a training must pay for, if exploration is to begin at all: one look costs as much as it can gain."""
+
+
+class Swapping:
+    """Let the mask follow what samples say of its units.
+
+    Args:
+        settings: How much to explore.
+        evidence: Takes the samples and says which units to swap.
+        host: The learnable mask.
+    """
+
+    def __init__(self, settings: LossImportance, evidence: Evidence, host: Host) -> None:
+        self.settings, self.evidence = settings, evidence
+        host.scores.requires_grad_(False)  # importance is measured, not stepped
+        self.clock = {"step": 0.0, "spent": 0.0, "swapped": 0.0, "due": 0.0, "off": float(settings.explore == 0.0)}
+        self.seen: dict[str, float] = {}
+        """Group → exploring steps of this round."""
+        self._bundles = {name: names for names in host.graph.tied_sets for name in names}
+        self._target: object = None
+        self._costs: dict[str, float] = {}
+        self._costs_of: UnitMask | None = None
+        self._begin_step()
+
+    def _begin_step(self) -> None:
+        self._begun = self._sampling = False
+        self._group: str | None = None
+        self._probes: list[Probe] = []
+
+    @property
+    def settled(self) -> bool:
+        over = self.settings.steps is not None and self.clock["step"] >= _END * self.settings.steps
+        return over or self.evidence.settled or bool(self.clock["off"])
+
+    @property
+    def explored(self) -> float:
+        return self.clock["spent"] / max(1.0, self.clock["step"])
+
+    # Steps.
+
+    def call(self, host: Host, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        learning = host.training and torch.is_grad_enabled()
+        if learning and self._begun and not any(True for _ in host.optimizers):
+            self.learn(host, None)  # a loop without an optimiser: the last pass was a step of its own
+        if learning and not self._begun:
+            self._plan(host)
+        if not learning or self._group is None:
+            return host.execution.call(host.scores, args, kwargs, explore=0.0)
+        result, probes = host.execution.explore(self._bundles[self._group], args, kwargs)
+        self._probes += probes
+        return result
+
+    def _plan(self, host: Host) -> None:
+        """Decide what the passes of a step are for: all of them see the same units."""
+        self._begun = True
+        if self.settled:
+            return
+        if self._costs_of is not host.execution.mask:
+            self._costs, self._costs_of = self._count_costs(host), host.execution.mask
+        if self._costs:
+            group = min(self._costs, key=lambda name: self.seen.get(name, 0.0))
+            pace = self.clock["step"] + 1.0
+            if self.settings.steps is not None:
+                pace = min(pace / _END, self.settings.steps)
+            if self.clock["spent"] + self._costs[group] <= self.settings.explore * pace:
+                self._group = group
+            self._sampling = self._group is not None or self.clock["step"] % _EVERY == 0
+
+    def _count_costs(self, host: Host) -> dict[str, float]:
+        """First of the groups of equal counts with dropped units → extra work of a pass with all their units, in narrow passes."""
+        mask, groups = host.execution.mask, host.graph.groups
+        own = host.pass_flops(mask)
+        return {
+            names[0]: host.pass_flops(widened(mask, names)) / own - 1.0
+            for names in dict.fromkeys(self._bundles.values())
+            if not all(bool(mask[name].all()) for name in names)
+            and any(piece.gated for name in names for piece in groups[name].slices)
+        }
+
+    def before_step(self, host: Host, optimizer: Optimizer) -> None:
+        # A fused optimiser divides by the scale of a GradScaler itself.
+        self._end_step(host, None, getattr(optimizer, "grad_scale", None))
+
+    def after_step(self, host: Host, optimizer: Optimizer) -> None:
+        """Nothing: the mask changes before the next pass."""
+
+    def learn(self, host: Host, gradients: Mapping[Tensor, Tensor] | None) -> None:
+        self._end_step(host, gradients, None)
+
+    def _end_step(self, host: Host, gradients: Mapping[Tensor, Tensor] | None, scale: Tensor | None) -> None:
+        if not self._begun:
+            return
+        if self._sampling:
+            with torch.no_grad():
+                self._sample(host, gradients, scale)
+        if self._group is not None:  # paid for, whether or not it told anything
+            self.clock["spent"] += self._costs[self._group]
+            self.seen[self._group] = self.seen.get(self._group, 0.0) + 1.0
+            self.clock["due"] = float(self._least_seen() >= self.settings.samples)
+        self.clock["step"] += 1.0
+        self._begin_step()
+
+    def _least_seen(self) -> float:
+        return min(self.seen.get(name, 0.0) for name in self._costs)
+
+    def _sample(self, host: Host, gradients: Mapping[Tensor, Tensor] | None, scale: Tensor | None) -> None:
+        leaves = [leaf for leaf in host.execution.module.parameters() if leaf.requires_grad]
+        given = [leaf.grad if gradients is None else gradients.get(leaf) for leaf in leaves]
+        if all(gradient is None for gradient in given) and not any(True for _ in host.optimizers):
+            warnings.warn("the step left no gradients; call masked.learn() after backward()", stacklevel=2)
+        found = {
+            leaf: torch.zeros_like(leaf) if own is None else own if scale is None else own / scale
+            for leaf, own in zip(leaves, given, strict=True)
+        }
+        flat = torch.cat([wide(own).flatten() for own in found.values()]) if found else torch.zeros(0)
+        if bool(flat.any()) and bool(torch.isfinite(flat).all()):
+            fused = host.execution.fused
+            self.evidence.add_kept(fused.slot_units, fused.gate_gradient(found))
+            self.evidence.add_dropped(read(self._probes, found, joined=host.joined), host.execution.mask)
+            weights = torch.cat([wide(leaf.detach()).flatten() for leaf in leaves])
+            self.evidence.add_way(weights, flat, second_half=2.0 * self._least_seen() >= self.settings.samples)
+
+    # Changes.
+
+    def sync(self, host: Host) -> None:
+        if (self.clock["due"] or host.target != self._target) and not host.optimizers.hold:  # not in the middle of a step
+            self.resample(host)
+
+    def resample(self, host: Host) -> None:
+        with torch.inference_mode(False), torch.no_grad():
+            if host.target != self._target:
+                first, self._target = self._target is None, host.target
+                self._change(host, refilled(host.graph, host.execution.mask, host.scores.detach(), host.counts()))
+                if first:
+                    self._weigh_exploration(host)
+            elif self.clock["due"]:
+                self._swap(host)
+            else:  # asked for: keep the units of the largest importance
+                none = UnitMask({name: torch.zeros_like(keep) for name, keep in host.execution.mask.items()})
+                self._change(host, refilled(host.graph, none, host.scores.detach(), host.counts()))
+
+    def _weigh_exploration(self, host: Host) -> None:
+        """Leave exploration out of a training that is too short for it."""
+        settings = self.settings
+        work = _ROUNDS * settings.samples * sum(self._count_costs(host).values())
+        if settings.steps and settings.explore * settings.steps < work and not self.settled:
+            self.clock["off"] = 1.0
+            warnings.warn(
+                f"the mask stays as it is: in {settings.steps} steps, explore={settings.explore:g} pays for"
+                f" {_ROUNDS * settings.explore * settings.steps / work:.1f} rounds of swaps, and fewer than {_ROUNDS} do not earn"
+                f" their cost back; {math.ceil(work / settings.explore)} steps or explore={work / settings.steps:.2g} would do",
+                stacklevel=4,
+            )
+
+    def _swap(self, host: Host) -> None:
+        """End a round."""
+        before = host.execution.mask
+        mask, worth = self.evidence.end_round(before)
+        host.scores.copy_(torch.where(worth.isfinite(), worth, host.scores))
+        self.seen, self.clock["due"] = {}, 0.0
+        self.clock["swapped"] += float(sum((mask[name] & ~before[name]).sum() for name in mask))
+        self._change(host, mask, afresh=True)
+        if host.budget is not None:
+            self._move_widths(host)
+
+    def _move_widths(self, host: Host) -> None:
+        """Move widths between groups towards those at which all of them lose least for what the budget allows.
+
+        By less from round to round: a width changes what all units beside it are worth, and would swing.
+        """
+        limits, counts = {}, host.execution.mask.counts()
+        self.clock["rounds"] = self.clock.get("rounds", 0.0) + 1.0
+        for name, group in host.graph.groups.items():
+            most = int(self.settings.share * counts[name] / self.clock["rounds"])
+            limits[name] = max(1, counts[name] - most) / group.size, min(group.size, counts[name] + most) / group.size
+        host.set_widths(host.within_budget(host.scores.detach(), limits))
+        self._target = host.target
+        mask = refilled(host.graph, host.execution.mask, host.scores.detach(), host.counts())
+        self._change(host, mask, afresh=True)
+
+    def _change(self, host: Host, mask: UnitMask, *, afresh: bool = False) -> None:
+        """Change the mask; those that enter do so with what they had, or afresh."""
+        before = host.execution.mask
+        if mask != before:
+            host.change(mask)
+            if afresh:
+                entering = {name: (mask[name] & ~before[name]).nonzero().reshape(-1) for name in mask}
+                host.execution.narrow_model.enter(entering, list(host.optimizers))
+            self.seen, self.clock["due"] = {}, 0.0
+            self.evidence.begin_round({name: mask[name] != before[name] for name in mask})
+
+    def penalty(self, host: Host) -> Tensor:
+        return host.scores.new_zeros(())
+
+    # What outlives a program.
+
+    def state(self) -> dict[str, Tensor]:
+        numbers = {"clock": self.clock, "seen": self.seen, "numbers": self.evidence.clock}
+        state = {f"memory.{name}": value.clone() for name, value in self.evidence.memory.items()}
+        for kind, values in numbers.items():
+            state |= {f"{kind}.{name}": torch.tensor(value, dtype=torch.float64) for name, value in values.items()}
+        return state
+
+    def load(self, host: Host, state: dict[str, Tensor]) -> None:
+        self._target = host.target
+        self._begin_step()
+        if state:
+            parts: dict[str, dict[str, Any]] = {"clock": {}, "seen": {}, "numbers": {}, "memory": {}}
+            for key, value in state.items():
+                kind, _, name = key.partition(".")
+                parts[kind][name] = value.to(host.scores.device, copy=True) if kind == "memory" else float(value)
+            self.clock, self.seen = parts["clock"], parts["seen"]
+            self.evidence.clock, self.evidence.memory = parts["numbers"], parts["memory"]
+
+    def apply(self, function: Callable[[Tensor], Tensor]) -> None:
+        self._begin_step()
+        self.evidence.apply(function)

@@ -1,0 +1,155 @@
+"""Widening: the narrow model with the dropped units of some groups behind gates of 0, where they have gradients.
+
+The outputs are those of the narrow model. Entries that the widened groups do not touch are the narrow leaves themselves; of the
+others, what the dropped units hold is gathered from the dense copy for one pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from sparsekit.graph.index import Axes, gather, places, scatter_, wide
+from sparsekit.graph.mask import UnitMask
+from sparsekit.training.dense_model import DenseModel
+from sparsekit.training.narrow_model import NarrowModel
+from sparsekit.training.slots import EntrySlots, build_slots
+
+__all__ = ["Probe", "Reading", "Widening", "read", "widened"]
+
+
+class Probe(NamedTuple):
+    """An entry that reads the units of a widened group, as one pass had it; `entry.grad` is its gradient after `backward()`."""
+
+    key: str
+    """Names group and slice."""
+    group: str
+    dim: int
+    index: Tensor
+    """int64 (units, span): the positions of each unit along `dim`."""
+    entry: Tensor
+    """The wide entry; 0 where dropped units are read."""
+    leaf: nn.Parameter
+    at: Axes
+    """Where the leaf lies in the wide entry."""
+
+
+class Reading(NamedTuple):
+    """The gradient of an entry that reads the units of a group, by an index table of its own."""
+
+    group: str
+    dim: int
+    index: Tensor
+    gradient: Tensor
+
+
+class _Entry(NamedTuple):
+    slots: EntrySlots
+    at: dict[int, Tensor]
+    zeros: list[tuple[int, Tensor]]
+    """(axis, positions) at which dropped units are read."""
+    probes: list[tuple[str, str, int, Tensor]]
+    """(key, group, axis, positions of each unit)."""
+
+
+def widened(mask: UnitMask, groups: Sequence[str]) -> UnitMask:
+    """The mask with all units of `groups`."""
+    return UnitMask({**mask, **{name: torch.ones_like(mask[name]) for name in groups}})
+
+
+class Widening:
+    """Where the narrow entries lie in those of a model that has all units of `groups` too; true until the mask changes.
+
+    Args:
+        narrow_model: The narrow model.
+        groups: The groups to widen.
+    """
+
+    def __init__(self, narrow_model: NarrowModel, groups: Sequence[str]) -> None:
+        self._narrow_model = narrow_model
+        graph = narrow_model.graph
+        self.mask = widened(narrow_model.mask, groups)
+        # Units of other groups lie as in the narrow entries, which then fit as they are.
+        order = {name: units for name, units in narrow_model.slot_order().items() if name not in groups}
+        _, slots = build_slots(graph, self.mask, order)
+        self._entries: dict[str, _Entry] = {}
+        for key in narrow_model.keys():
+            pieces = graph.slices_of.get(key, ())
+            if not any(group in groups for group, _ in pieces):
+                continue
+            own, narrow = slots[key], narrow_model.slots(key)
+            at = {
+                dim: places(own.positions[dim], graph.shapes[key][dim])[positions]
+                for dim, positions in narrow.positions.items()
+                if positions.numel() != own.positions[dim].numel()
+            }
+            entry = _Entry(own, at, [], [])
+            for group, piece, table in own.tables:
+                if group in groups and piece.gated:
+                    dropped = table[~narrow_model.mask[group]].reshape(-1)
+                    number = next(i for i, other in enumerate(graph.groups[group].slices) if other is piece)
+                    entry.zeros.append((piece.dim, dropped))
+                    entry.probes.append((f"{group}.{number}", group, piece.dim, table))
+            self._entries[key] = entry
+
+    def call(self, model: DenseModel, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, list[Probe]]:
+        """Run `model`, which has the sizes of `mask`.
+
+        Returns:
+            The outputs, and the entries that read the units of the groups.
+        """
+        narrow_model = self._narrow_model
+        state: dict[str, Tensor] = {}
+        probes: list[Probe] = []
+        for key, names, tensor in narrow_model.tensors():
+            entry = self._entries.get(key)
+            value = tensor
+            if entry is not None:
+                value = entry.slots.gather(narrow_model.dense_view()[key])
+                for dim, dropped in entry.zeros:
+                    value.index_fill_(dim, dropped.to(value.device), 0.0)
+                value = scatter_(tensor, value, entry.at)
+                if isinstance(tensor, nn.Parameter) and value.requires_grad:
+                    value.retain_grad()
+                    probes += [Probe(*probe, value, tensor, entry.at) for probe in entry.probes]
+            state.update(dict.fromkeys(names, value))
+        result = model.call(state, narrow_model.mask, narrow_model.module, args, kwargs, within=self.mask)
+        with torch.no_grad():  # statistics of dropped units are renewed too, so that they are right when those enter
+            for key, names, tensor in narrow_model.tensors():
+                if key in self._entries and not isinstance(tensor, nn.Parameter):
+                    value, entry = state[names[0]], self._entries[key]
+                    entry.slots.scatter(value, narrow_model.writable(key))
+                    tensor.copy_(gather(value, entry.at))
+        return result, probes
+
+
+def read(probes: Sequence[Probe], gradients: Mapping[Tensor, Tensor], *, joined: bool) -> dict[str, Reading]:
+    """What exploring passes of one step left in the gradients of the entries that they probed: key → reading.
+
+    Args:
+        probes: Of all passes of the step.
+        gradients: Leaf → gradient, as the optimiser has it: clipped, averaged over ranks, without the scale of a GradScaler. The
+            readings are put on the same scale.
+        joined: Whether other ranks train the same mask.
+    """
+    parts: dict[str, list[Probe]] = {}
+    for probe in probes:
+        if probe.entry.grad is not None:
+            parts.setdefault(probe.key, []).append(probe)
+    found = {key: torch.stack([wide(probe.entry.grad) for probe in own]).sum(0) for key, own in sorted(parts.items())}
+    if joined and torch.distributed.is_initialized():
+        for own in found.values():
+            torch.distributed.all_reduce(own)
+    product = square = 0.0
+    for key, own in found.items():
+        leaf = wide(gradients[parts[key][0].leaf])
+        raw = torch.where(leaf != 0.0, gather(own, parts[key][0].at), 0.0)
+        product, square = product + float((raw * leaf).sum()), square + float(raw.square().sum())
+    scale = product / square if square else 1.0
+    return {
+        key: Reading(parts[key][0].group, parts[key][0].dim, parts[key][0].index.to(own.device), own * scale)
+        for key, own in found.items()
+    }
