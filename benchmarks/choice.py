@@ -4,15 +4,16 @@
     python benchmarks/choice.py images --ratios 0.25 --epochs 4        CIFAR-10, a part of it; `--train 50000` takes all
     python benchmarks/choice.py images --data cifar100 --device cuda --train 50000 --test 10000 --epochs 30
     python benchmarks/choice.py images --network vgg --starts trained --ratios 0.5 0.25 0.125 --epochs 2
-    python benchmarks/choice.py planted --arms parts                   what each part of the learned arm is for
+    python benchmarks/choice.py planted --trainable --batch 4          the planted layers train too; few examples in a batch
+    python benchmarks/choice.py planted --arms parts                   the learned arm with other constants
     python benchmarks/choice.py table                                  what choice.jsonl holds, as Markdown
 
 Every run is a line in `--out` (choice.jsonl); lines that are there are not run again. An arm that scores units on data, or
 explores, trains fewer steps by what that cost, as it is spent, so that all arms of a cell have the same FLOPs. `start` is
 "scratch", or "trained": three epochs of the dense network, which are no arm's cost.
 
-The arms: `learned` (LossImportance), `paper` (GradientImportance), `random`, `ordered`, `magnitude`, `taylor`, `fisher`,
-`torch-pruning` (its group magnitude), `rigl` (swaps by gradient norm, as large a share, without estimates), `oracle` for
+The arms: `learned` (a LearnableMask as it comes, in a plain loop; `learned-steps` knows the length of the training), `paper`
+(GradientImportance), `random`, `ordered`, `magnitude`, `taylor`, `fisher`, `torch-pruning` (its group magnitude), `oracle` for
 planted units; with a budget of the same FLOPs in place of one ratio: `widths` (learned), `widths-fixed` (its first widths),
 `widths-scratch` (the narrow network of its last widths, from scratch).
 """
@@ -31,8 +32,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from choice_cells import NETWORKS, PLANTED, Cell, images, planted
-PARTS = {}
-RiglLearning = None
+from choice_parts import PARTS
 
 import sparsekit as sk
 
@@ -105,17 +105,15 @@ def _run(arm: str, cell: Cell, ratio: float, steps: int, seed: int) -> dict[str,
     scored = arm in ("taylor", "fisher") or (arm.startswith("widths") and not cell.good)
     own = steps - (round(100 * SCORED * dense / (cell.batch * narrow)) if scored else 0)
     learns = arm in ("learned", "learned-steps", "widths", *PARTS)
-    explores = learns or arm in ("paper", "rigl")
+    explores = learns or arm == "paper"
     planned = max(2, int(own / (1 + EXPLORE)) if explores else own)
     options: dict[str, Any] = {"ratio": ratio}
     if arm.startswith("widths"):
         options = {"budget": budget, "start": sk.criteria.Fisher(data, F.cross_entropy)}
     if arm in PARTS:
-        options["learning"] = PARTS[arm](steps=planned, explore=EXPLORE)
+        options["learning"] = PARTS[arm](explore=EXPLORE)
     elif learns and arm != "learned":  # `learned` is what the class does by itself, in a plain loop
         options |= {"steps": planned, "explore": EXPLORE}
-    elif arm == "rigl":
-        options["learning"] = RiglLearning(steps=planned, explore=EXPLORE)
     elif arm == "paper":
         options["learning"] = sk.GradientImportance(explore=EXPLORE)
     else:
@@ -137,7 +135,7 @@ def _run(arm: str, cell: Cell, ratio: float, steps: int, seed: int) -> dict[str,
     return {
         "accuracy": accuracy, "steps": taken, "explored": masked.explored, "widths": list(mask.counts().values()),
         "first_widths": list(first.values()), "flops": costs.costs(mask.counts())["flops"] / dense,
-        "swapped": getattr(masked._rule, "swapped", 0),
+        "swapped": getattr(masked._rule, "clock", {}).get("swapped", 0),
         "found": statistics.mean(found) if found else None, "seconds": round(time.perf_counter() - begun, 1),
     }  # fmt: skip
 
@@ -162,7 +160,7 @@ def _jobs(options: argparse.Namespace) -> Iterator[tuple[dict[str, Any], Callabl
         arms = (
             list(PARTS)
             if options.arms == ["parts"]
-            else options.arms or ["oracle", "learned", "paper", "rigl", "random", "magnitude", "taylor", "fisher"]
+            else options.arms or ["oracle", "learned", "paper", "random", "magnitude", "taylor", "fisher"]
         )
         for family in options.families:
             for seed in range(options.seeds):
@@ -172,7 +170,7 @@ def _jobs(options: argparse.Namespace) -> Iterator[tuple[dict[str, Any], Callabl
                     key = {"cell": name, "ratio": 0.25, "arm": arm, "seed": seed}
                     yield key, lambda f=family, a=arm, s=seed: _planted_run(options, a, f, s)
         return
-    arms = options.arms or ["learned", "widths", "widths-fixed", "widths-scratch", "rigl", "paper", *FIXED]
+    arms = options.arms or ["learned", "widths", "widths-fixed", "widths-scratch", "paper", *FIXED]
     for start in options.starts:
         for ratio in options.ratios:
             for seed in range(options.seeds):

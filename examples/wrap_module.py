@@ -73,7 +73,7 @@ def main() -> None:
     model = make_model()
 
     steps = EPOCHS * -(-len(labels) // BATCH)
-    # Traces the units; the model itself is never edited. Within `steps` the mask changes early and settles at three quarters.
+    # Traces the units; the model itself is never edited. With `steps` the mask changes in the first half and settles there.
     masked = sk.LearnableMask(model, (images[:2],), ratio=RATIO, steps=steps, explore=0.3)
     optimizer = torch.optim.SGD(masked.parameters(), lr=0.05)
     start, first = time.perf_counter(), masked.unit_mask()

@@ -22,6 +22,7 @@ from sparsekit.training.widening import Probe, Widening
 
 __all__ = ["Execution"]
 
+
 class _GateGradient(torch.autograd.Function):
     """Identity on a leaf; sends Σ gradient · weight of each unit's entries to the scores."""
 

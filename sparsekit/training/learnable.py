@@ -82,8 +82,8 @@ class LearnableMask(TracksOptimizers, nn.Module):
             draws the same.
         explore: Share of extra work, in [0, 1], spent on learning whether dropped units would help; 0.1 by default. Some
             training passes run on a wider network, where dropped units have gradients too. The outputs are the same.
-        steps: Steps of the optimiser in the whole training, if known: the mask then changes early and settles at three
-            quarters. Without it, it settles by itself after some rounds.
+        steps: Steps of the optimiser in the whole training, if known: exploration then takes place in the first half, and the
+            mask has settled by then. Without it, it settles after three rounds of exploration in a row that bring nothing.
         learning: How importance is learned, with all settings: `LossImportance(…)`, or the paper's rule,
             `GradientImportance(…)`. In place of `explore`, `steps` and `regularizer`.
 
@@ -214,7 +214,12 @@ class LearnableMask(TracksOptimizers, nn.Module):
 
     @property
     def settled(self) -> bool:
-        """Whether the mask will not change again by itself."""
+        """Whether the mask will not change again by itself: a step is then one of the plain narrow network.
+
+        That is so after three rounds of exploration in a row without a swap, or whose newcomers are worth less than half of what
+        they promised; with `steps=` at the latest after half of them; with `explore=0` from the beginning; with
+        `GradientImportance` never.
+        """
         return self._fixed or self._rule.settled
 
     @property
@@ -355,10 +360,10 @@ class LearnableMask(TracksOptimizers, nn.Module):
             self._rule.resample(self)
 
     def learn(self, gradients: Mapping[Tensor, Tensor] | None = None) -> None:
-        """Step importance by the gradients of the weights, with `GradientImportance(lr=…)`; with other rules, do nothing.
+        """Learn importance from the gradients of the weights, where no optimiser does it in its step.
 
-        The step of an optimiser does this by itself. Call it after `backward()` where gradients are changed before that step,
-        as by clipping, or where there is no torch optimiser.
+        The step of a torch optimiser does this by itself. Call it after `backward()` where there is none, or where gradients are
+        changed before that step, as by clipping.
 
         Args:
             gradients: Weight → gradient; None reads `.grad` of the weights.

@@ -1,31 +1,40 @@
-"""LossImportance: the rule of importance, as docs/concepts/masks.md states it: what a unit is worth, and which units are swapped.
+"""LossImportance: units are swapped by what they are worth in units of the loss; docs/concepts/masks.md states the rule.
 
-When samples are taken, and how the mask changes, is `swapping.py`.
+Most steps are plain steps of the narrow network. Every fourth also reads the gradients of the kept units' gates off those of
+the weights. Some, as many as `explore` pays for, run on a network that is widened by the dropped units of one group. What that
+says of the units, and which to swap, is in `evidence.py`.
 """
 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from sparsekit.errors import InvalidValueError
-from sparsekit.graph.graph import UnitGraph
-from sparsekit.graph.groups import group_order
+from sparsekit.graph.index import wide
 from sparsekit.graph.mask import UnitMask
-from sparsekit.training.rule import Host
-from sparsekit.training.swapping import Swapping
-from sparsekit.training.widening import Reading
+from sparsekit.training.evidence import Evidence
+from sparsekit.training.rule import Host, refilled
+from sparsekit.training.widening import Probe, read, widened
 
-__all__ = ["Evidence", "LossImportance"]
+__all__ = ["LossImportance", "Swapping"]
 
-_MEMORY = 0.9
-"""Weight, after a round, of what was seen before."""
-_PATIENCE = 3
-"""Rounds in a row that brought nothing, after which the mask has settled."""
+_EVERY = 4
+"""Steps between two samples of the kept units' gates: they are cheap, not free."""
+_END = 0.5
+"""Share of a known number of steps after which the mask has settled: newcomers need the rest to learn."""
+_ROUNDS = 2
+"""Rounds that a training must pay for, if exploration is to begin at all: one look costs as much as it can gain."""
+
+_SILENT = 1000
+"""Passes without a step after which a loop seems to have no optimiser."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,8 +44,8 @@ class LossImportance:
     Args:
         explore: Share of extra work, in [0, 1], that may be spent on learning what dropped units would gain. With 0 the first
             mask stays.
-        steps: Steps of the optimiser in the whole training, if known. Exploration then takes place in the first half, after which
-            the mask has settled; where `explore` pays for fewer than two rounds, the first mask stays, with a warning.
+        steps: Steps of the optimiser in the whole training, if known. Exploration then takes place in the first half, after
+            which the mask has settled; where `explore` pays for fewer than two rounds, the first mask stays, with a warning.
         samples: Samples of every dropped unit in a round.
         share: Largest share of a group's kept units that one round swaps, in (0, 1].
         errors: Standard errors by which the gain must exceed the cost, each for its own part.
@@ -71,166 +80,220 @@ class LossImportance:
 
     def rule(self, host: Host) -> Swapping:
         """Return a new rule for `host`."""
-        return Swapping(self, Evidence(self, host.graph, host.scores.detach()), host)
+        return Swapping(self, host)
 
 
-class Evidence:
-    """What samples say of all units. Vectors are float (J,), in the order of the graph's groups; a sample is one step.
+class Swapping:
+    """Let the mask follow what samples say of its units.
 
     Args:
-        settings: The constants.
-        graph: The units.
-        like: A vector on the device of the importance.
+        settings: How much to explore.
+        host: The learnable mask.
     """
 
-    def __init__(self, settings: LossImportance, graph: UnitGraph, like: Tensor) -> None:
+    def __init__(self, settings: LossImportance, host: Host) -> None:
         self.settings = settings
-        self._offsets = group_order(graph.groups.values())
-        self.memory = {kind: like.new_zeros(3, like.numel()) for kind in ("kept", "dropped")}  # sums of 1, g and g²
-        self.memory["promised"] = torch.zeros_like(like)
-        # What a change of leaves the sums of gradients of other weights: those of units on the entry's other axes.
-        self._beside = {
-            f"{name}.{number}": {other for other, at in graph.slices_of[piece.name] if at.dim != piece.dim and other != name}
-            for name, group in graph.groups.items()
-            for number, piece in enumerate(group.slices)
-            if piece.gated
-        }
-        self.clock = {"idle": 0.0, "curve": 0.0, "spread": 0.0, "noise": 0.0}
+        self.evidence = Evidence(host.graph, host.scores.detach(), settings.share, settings.errors)
+        host.scores.requires_grad_(False)  # importance is measured, not stepped
+        self.clock = {"step": 0.0, "spent": 0.0, "swapped": 0.0, "due": 0.0, "off": float(settings.explore == 0.0)}
+        self.seen: dict[str, float] = {}
+        """Group → exploring steps of this round."""
+        self._bundles = {name: names for names in host.graph.tied_sets for name in names}
+        self._target: object = None
+        self._costs: dict[str, float] = {}
+        self._costs_of: UnitMask | None = None
+        self._begin_step()
+
+    def _begin_step(self) -> None:
+        self._begun = self._sampling = False
+        self._passes = 0
+        self._group: str | None = None
+        self._probes: list[Probe] = []
 
     @property
     def settled(self) -> bool:
-        return self.clock["idle"] >= _PATIENCE
+        over = self.settings.steps is not None and self.clock["step"] >= _END * self.settings.steps
+        return over or self.evidence.settled or bool(self.clock["off"])
 
-    def add_kept(self, units: Tensor, gates: Tensor) -> None:
-        """Add the gradients of the gates of kept `units`, int64 and float (kept,)."""
-        self._add("kept", units, gates)
+    @property
+    def explored(self) -> float:
+        return self.clock["spent"] / max(1.0, self.clock["step"])
 
-    def _add(self, kind: str, units: Tensor, values: Tensor) -> None:
-        sums = self.memory[kind]
-        values = values.to(sums)
-        sums.index_add_(1, units.to(sums.device), torch.stack([torch.ones_like(values), values, values.square()]))
+    # Steps.
 
-    def add_dropped(self, readings: Mapping[str, Reading], mask: UnitMask) -> None:
-        """Add the gradients of dropped units' outgoing weights along the sum of earlier samples, whose noise is another."""
-        sums: dict[str, Tensor] = {}
-        for key, (group, dim, index, gradient) in readings.items():
-            other = [axis for axis in range(gradient.dim()) if axis != dim]
-            kept = index[mask[group].to(index.device)].reshape(-1)
-            gradient = gradient.index_fill(dim, kept, 0.0)
-            way = self.memory.get(f"way.{key}")
-            if way is None or way.shape != gradient.shape:
-                way = torch.zeros_like(gradient)
-            way = way.index_fill(dim, kept, 0.0)
-            pair = torch.stack([(gradient * way).sum(other), way.square().sum(other)])[:, index].sum(2)
-            sums[group] = sums[group] + pair if group in sums else pair
-            self.memory[f"way.{key}"] = way + gradient
-        for group, (dot, square) in sums.items():
-            units = (square > 0).nonzero().reshape(-1)
-            self._add("dropped", units + self._offsets[group], dot[units] / square[units].sqrt())
+    def call(self, host: Host, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        learning = host.training and torch.is_grad_enabled()
+        if learning and not self._begun:
+            self._plan(host)
+        self._passes += learning
+        if self._passes == _SILENT:
+            warnings.warn("no optimiser has stepped this mask; call masked.learn() after backward()", stacklevel=5)
+        if not learning or self._group is None:
+            return host.execution.call(host.scores, args, kwargs, explore=0.0)
+        result, probes = host.execution.explore(self._bundles[self._group], args, kwargs)
+        self._probes += probes
+        return result
 
-    def add_way(self, weights: Tensor, gradient: Tensor, *, second_half: bool) -> None:
-        """Compare the gradients of the two halves of a round along the way that the weights went between them."""
-        clock, memory = self.clock, self.memory
-        if not second_half:
-            memory["weights"] = memory.get("weights", 0.0) + weights
-            memory["slope"] = memory.get("slope", 0.0) + gradient
-            clock["before"] = clock.get("before", 0.0) + 1.0
-        elif "weights" in memory:
-            way, n = weights - memory["weights"] / clock["before"], clock.get("after", 0.0) + 1.0
-            rise = float(torch.dot(way, gradient - memory["slope"] / clock["before"]))
-            # From differences of neighbours, since the mean moves as the way grows.
-            clock["squares"] = clock.get("squares", 0.0) + (0.5 * (rise - clock["last"]) ** 2 if n > 1.0 else 0.0)
-            clock |= {"after": n, "last": rise, "rises": clock.get("rises", 0.0) + rise}
+    def _plan(self, host: Host) -> None:
+        """Decide what the passes of a step are for: all of them see the same units."""
+        self._begun = True
+        if self.settled:
+            return
+        if self._costs_of is not host.execution.mask:
+            self._costs, self._costs_of = self._count_costs(host), host.execution.mask
+        if self._costs:
+            group = min(self._costs, key=lambda name: self.seen.get(name, 0.0))
+            pace = self.clock["step"] + 1.0
+            if self.settings.steps is not None:
+                pace = min(pace / _END, self.settings.steps)
+            if self.clock["spent"] + self._costs[group] <= self.settings.explore * pace:
+                self._group = group
+            self._sampling = self._group is not None or self.clock["step"] % _EVERY == 0
 
-    def _stiffness(self) -> float:
-        """The curvature that the variance of a sample stands for, by its errors above the estimate."""
-        clock = self.clock
-        n = clock.get("after", 0.0)
-        if n > 1.0:
-            spread = clock["squares"] / (n - 1.0)
-            new = {"curve": clock["rises"] / n, "spread": spread, "noise": spread / n + spread / clock["before"]}
-            clock |= {name: _MEMORY * clock[name] + value for name, value in new.items()}
-        if not clock["spread"]:
-            return math.inf
-        return (max(clock["curve"], 0.0) + self.settings.errors * math.sqrt(clock["noise"])) / clock["spread"]
+    def _count_costs(self, host: Host) -> dict[str, float]:
+        """First of the groups of equal counts with dropped units → extra work of a pass with them, in narrow passes."""
+        mask, groups = host.execution.mask, host.graph.groups
+        own = host.pass_flops(mask)
+        return {
+            names[0]: host.pass_flops(widened(mask, names)) / own - 1.0
+            for names in dict.fromkeys(self._bundles.values())
+            if not all(bool(mask[name].all()) for name in names)
+            and any(piece.gated for name in names for piece in groups[name].slices)
+        }
 
-    def _moments(self, kind: str) -> tuple[Tensor, Tensor, Tensor]:
-        """Mean, its standard error and variance of the samples; the error is infinite where there are fewer than three."""
-        count, total, squares = self.memory[kind]
-        mean = total / count.clamp_min(1.0)
-        variance = (squares - total * mean).clamp_min(0.0) / (count - 1.0).clamp_min(1.0)
-        return mean, torch.where(count > 2.0, (variance / count.clamp_min(1.0)).sqrt(), torch.inf), variance
+    def before_step(self, host: Host, optimizer: Optimizer) -> None:
+        # A fused optimiser divides by the scale of a GradScaler itself.
+        self._end_step(host, None, getattr(optimizer, "grad_scale", None))
 
-    def end_round(self, mask: UnitMask) -> tuple[UnitMask, Tensor]:
-        """Judge the last newcomers, and swap what pays by more than its errors.
+    def after_step(self, host: Host, optimizer: Optimizer) -> None:
+        """Nothing: the mask changes before the next pass."""
 
-        Returns:
-            The mask from now on, and the worth of each unit; NaN or infinite where unknown.
+    def learn(self, host: Host, gradients: Mapping[Tensor, Tensor] | None) -> None:
+        self._end_step(host, gradients, None)
+
+    def _end_step(self, host: Host, gradients: Mapping[Tensor, Tensor] | None, scale: Tensor | None) -> None:
+        if not self._begun:
+            return
+        if self._sampling:
+            with torch.no_grad():
+                self._sample(host, gradients, scale)
+        if self._group is not None:  # paid for, whether or not it told anything
+            self.clock["spent"] += self._costs[self._group]
+            self.seen[self._group] = self.seen.get(self._group, 0.0) + 1.0
+            self.clock["due"] = float(self._least_seen() >= self.settings.samples)
+        self.clock["step"] += 1.0
+        self._begin_step()
+
+    def _least_seen(self) -> float:
+        return min(self.seen.get(name, 0.0) for name in self._costs)
+
+    def _sample(self, host: Host, gradients: Mapping[Tensor, Tensor] | None, scale: Tensor | None) -> None:
+        leaves = [leaf for leaf in host.execution.module.parameters() if leaf.requires_grad]
+        given = [leaf.grad if gradients is None else gradients.get(leaf) for leaf in leaves]
+        found = {
+            leaf: torch.zeros_like(leaf) if own is None else own if scale is None else own / scale
+            for leaf, own in zip(leaves, given, strict=True)
+        }
+        flat = torch.cat([wide(own).flatten() for own in found.values()]) if found else torch.zeros(0)
+        if bool(flat.any()) and bool(torch.isfinite(flat).all()):
+            fused = host.execution.fused
+            self.evidence.add("kept", fused.slot_units, fused.gate_gradient(found))
+            self.evidence.add_dropped(read(self._probes, found, joined=host.joined), host.execution.mask)
+            weights = torch.cat([wide(leaf.detach()).flatten() for leaf in leaves])
+            self.evidence.add_way(weights, flat, second_half=2.0 * self._least_seen() >= self.settings.samples)
+
+    # Changes.
+
+    def sync(self, host: Host) -> None:
+        if (self.clock["due"] or host.target != self._target) and not host.optimizers.hold:  # not in the middle of a step
+            self.resample(host)
+
+    def resample(self, host: Host) -> None:
+        with torch.inference_mode(False), torch.no_grad():
+            if host.target != self._target:
+                first, self._target = self._target is None, host.target
+                self._change(host, refilled(host.graph, host.execution.mask, host.scores.detach(), host.counts()))
+                if first:
+                    self._weigh_exploration(host)
+            elif self.clock["due"]:
+                self._swap(host)
+            else:  # asked for: keep the units of the largest importance
+                none = UnitMask({name: torch.zeros_like(keep) for name, keep in host.execution.mask.items()})
+                self._change(host, refilled(host.graph, none, host.scores.detach(), host.counts()))
+
+    def _weigh_exploration(self, host: Host) -> None:
+        """Leave exploration out of a training that is too short for it."""
+        settings = self.settings
+        work = _ROUNDS * settings.samples * sum(self._count_costs(host).values())
+        if settings.steps and settings.explore * settings.steps < work and not self.settled:
+            self.clock["off"] = 1.0
+            warnings.warn(
+                f"the mask stays as it is: in {settings.steps} steps, explore={settings.explore:g} pays for"
+                f" {_ROUNDS * settings.explore * settings.steps / work:.1f} rounds of swaps, and fewer than {_ROUNDS} do not"
+                f" earn their cost back; {math.ceil(work / settings.explore)} steps or explore={work / settings.steps:.2g} would do",
+                stacklevel=4,
+            )
+
+    def _swap(self, host: Host) -> None:
+        """End a round."""
+        before = host.execution.mask
+        mask, worth = self.evidence.end_round(before)
+        host.scores.copy_(torch.where(worth.isfinite(), worth, host.scores))
+        self.seen, self.clock["due"] = {}, 0.0
+        self.clock["swapped"] += float(sum((mask[name] & ~before[name]).sum() for name in mask))
+        self._change(host, mask, afresh=True)
+        if host.budget is not None:
+            self._move_widths(host)
+
+    def _move_widths(self, host: Host) -> None:
+        """Move widths between groups towards those at which all of them lose least for what the budget allows.
+
+        By less from round to round: a width changes what all units beside it are worth, and would swing.
         """
-        errors, promised, stiffness = self.settings.errors, self.memory["promised"], self._stiffness()
-        gate, error, variance = self._moments("kept")
-        curve = stiffness * variance
-        slope = curve - gate  # at a gate of 0, where a newcomer begins
-        kept = torch.cat([mask[name] for name in self._offsets]).to(gate.device)
-        known = kept & error.isfinite() & curve.isfinite()
-        cost, at_most = _worth(slope, curve), torch.where(known, _worth(slope + errors * error, curve), torch.inf)
-        slope, doubt, variance = self._moments("dropped")
-        gain = torch.where(doubt.isfinite(), _worth(slope - errors * doubt, stiffness * variance), -torch.inf)
-        judged = (promised > 0.0) & known
-        failed = bool(judged.any()) and bool(at_most[judged].sum() < 0.5 * promised[judged].sum())
-        promised.zero_()
-        keep = dict(mask)
-        for name, offset in self._offsets.items():
-            own = slice(offset, offset + mask[name].numel())
-            most = math.ceil(self.settings.share * min(int(mask[name].sum()), int((~mask[name]).sum())))
-            leaving, entering = choose_swaps(mask[name], at_most[own].cpu(), gain[own].cpu(), most)
-            keep[name] = mask[name].index_fill(0, leaving, False).index_fill(0, entering, True)
-            promised[own][entering] = gain[own][entering]
-        swapped = bool((promised > 0.0).any())
-        self.clock["idle"] = self.clock["idle"] + 1.0 if failed or not (swapped or judged.any()) else 0.0
-        for kind in ("kept", "dropped"):
-            self.memory[kind] *= _MEMORY
-        self.begin_round()
-        return UnitMask(keep), torch.where(kept, cost, gain)
+        limits, counts = {}, host.execution.mask.counts()
+        self.clock["rounds"] = self.clock.get("rounds", 0.0) + 1.0
+        for name, group in host.graph.groups.items():
+            most = int(self.settings.share * counts[name] / self.clock["rounds"])
+            limits[name] = max(1, counts[name] - most) / group.size, min(group.size, counts[name] + most) / group.size
+        host.set_widths(host.within_budget(host.scores.detach(), limits))
+        self._target = host.target
+        mask = refilled(host.graph, host.execution.mask, host.scores.detach(), host.counts())
+        self._change(host, mask, afresh=True)
 
-    def begin_round(self, changed: Mapping[str, Tensor] | None = None) -> None:
-        """Forget the way of the weights, and all about units that came or went: group name → bool (units,)."""
-        for name in ("before", "after", "last", "rises", "squares"):
-            self.clock.pop(name, None)
-        for name in ("weights", "slope"):
-            self.memory.pop(name, None)
-        if changed is not None:
-            for kind in ("kept", "dropped"):
-                every = torch.cat([changed[name] for name in self._offsets])
-                self.memory[kind].masked_fill_(every.to(self.memory[kind].device), 0.0)
-            for key, beside in self._beside.items():
-                if any(bool(changed[name].any()) for name in beside):
-                    self.memory.pop(f"way.{key}", None)
+    def _change(self, host: Host, mask: UnitMask, *, afresh: bool = False) -> None:
+        """Change the mask; those that enter do so with what they had, or afresh."""
+        before = host.execution.mask
+        if mask != before:
+            host.change(mask)
+            if afresh:
+                entering = {name: (mask[name] & ~before[name]).nonzero().reshape(-1) for name in mask}
+                host.execution.narrow_model.enter(entering, list(host.optimizers))
+            self.seen, self.clock["due"] = {}, 0.0
+            self.evidence.begin_round({name: mask[name] != before[name] for name in mask})
+
+    def penalty(self, host: Host) -> Tensor:
+        return host.scores.new_zeros(())
+
+    # What outlives a program.
+
+    def state(self) -> dict[str, Tensor]:
+        numbers = {"clock": self.clock, "seen": self.seen, "numbers": self.evidence.clock}
+        state = {f"memory.{name}": value.clone() for name, value in self.evidence.memory.items()}
+        for kind, values in numbers.items():
+            state |= {f"{kind}.{name}": torch.tensor(value, dtype=torch.float64) for name, value in values.items()}
+        return state
+
+    def load(self, host: Host, state: dict[str, Tensor]) -> None:
+        self._target = host.target
+        self._begin_step()
+        if state:
+            parts: dict[str, dict[str, Any]] = {"clock": {}, "seen": {}, "numbers": {}, "memory": {}}
+            for key, value in state.items():
+                kind, _, name = key.partition(".")
+                parts[kind][name] = value.to(host.scores.device, copy=True) if kind == "memory" else float(value)
+            self.clock, self.seen = parts["clock"], parts["seen"]
+            self.evidence.clock, self.evidence.memory = parts["numbers"], parts["memory"]
 
     def apply(self, function: Callable[[Tensor], Tensor]) -> None:
-        """Move every tensor to another device; the dtypes stay."""
-        self.memory = {name: function(value).to(value.dtype) for name, value in self.memory.items()}
-
-
-def choose_swaps(keep: Tensor, cost: Tensor, gain: Tensor, most: int) -> tuple[Tensor, Tensor]:
-    """Pair the kept units that cost least with the dropped ones that gain most, while the gain exceeds the cost.
-
-    Returns:
-        int64 (swaps,) each, at most `most`: the units that leave, and those that enter in their places.
-    """
-    cost, gain = _rounded(cost), _rounded(gain)  # ties go to the lower index, in any order of computation
-    leaving = torch.where(keep, cost, torch.inf).argsort(stable=True)[:most]
-    entering = torch.where(keep, -torch.inf, gain).argsort(descending=True, stable=True)[:most]
-    pairs = int((gain[entering] > cost[leaving]).sum())  # costs ascend and gains descend: the pairs that pay come first
-    return leaving[:pairs], entering[:pairs]
-
-
-def _worth(slope: Tensor, curve: Tensor) -> Tensor:
-    """What the loss falls by in the best step down a slope; nothing where there is none."""
-    return torch.where(curve > 0.0, 0.5 * slope.clamp_min(0.0).square() / curve, 0.0)
-
-
-def _rounded(values: Tensor) -> Tensor:
-    """Round to 16 binary digits."""
-    mantissa, exponent = torch.frexp(values)
-    return torch.where(values.isfinite(), torch.ldexp((mantissa * 2.0**16).round() / 2.0**16, exponent), values)
+        self._begin_step()
+        self.evidence.apply(function)

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from sparsekit._torch import buffers_of
-from sparsekit.errors import ForeignMaskError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.groups import UnitSlice
 from sparsekit.graph.mask import UnitMask
@@ -35,7 +34,7 @@ from sparsekit.surgery.rebuild import copy_with, in_format, memory_format
 from sparsekit.surgery.safe_convolution import guard_convolutions
 from sparsekit.surgery.sizes import set_sizes
 from sparsekit.surgery.state_kinds import check_movable, factored_state, reduced_axis
-from sparsekit.training.slots import EntrySlots, GroupSlots, Move, build_slots
+from sparsekit.training.slots import EntrySlots, GroupSlots, build_slots
 
 __all__ = ["NarrowModel"]
 
@@ -160,10 +159,6 @@ class NarrowModel:
         """(key, all its tied state-dict keys, leaf or buffer) of each narrow entry."""
         for entry in self._entries:
             yield self._key(entry), entry.names, entry.tensor if entry.parameter is None else entry.parameter
-
-    def keys(self) -> list[str]:
-        """One state-dict key of each entry."""
-        return [self._key(entry) for entry in self._entries]
 
     def _key(self, entry: _Entry) -> str:
         return next((name for name in entry.names if name in self.graph.slices_of), entry.names[0])

@@ -76,7 +76,7 @@ class Widening:
         order = {name: units for name, units in narrow_model.slot_order().items() if name not in groups}
         _, slots = build_slots(graph, self.mask, order)
         self._entries: dict[str, _Entry] = {}
-        for key in narrow_model.keys():
+        for key, _, _ in narrow_model.tensors():
             pieces = graph.slices_of.get(key, ())
             if not any(group in groups for group, _ in pieces):
                 continue
@@ -131,8 +131,8 @@ def read(probes: Sequence[Probe], gradients: Mapping[Tensor, Tensor], *, joined:
 
     Args:
         probes: Of all passes of the step.
-        gradients: Leaf → gradient, as the optimiser has it: clipped, averaged over ranks, without the scale of a GradScaler. The
-            readings are put on the same scale.
+        gradients: Leaf → gradient, as the optimiser has it: clipped, averaged over ranks, without the scale of a GradScaler.
+            The readings are put on the same scale.
         joined: Whether other ranks train the same mask.
     """
     parts: dict[str, list[Probe]] = {}
