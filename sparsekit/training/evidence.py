@@ -13,8 +13,6 @@ from sparsekit.graph.groups import group_order
 from sparsekit.graph.mask import UnitMask
 from sparsekit.training.widening import Reading
 
-__all__ = ["Evidence", "choose_swaps"]
-
 _MEMORY = 0.9
 """Weight, after a round, of what was seen before."""
 _KEPT_PROMISE = 0.5
@@ -60,15 +58,15 @@ class Evidence:
     def add_dropped(self, readings: Mapping[str, Reading], mask: UnitMask) -> None:
         """Add the gradients of dropped units' outgoing weights along the sum of earlier samples, whose noise is another."""
         sums: dict[str, Tensor] = {}
-        for key, (group, dim, index, gradient) in readings.items():
-            other = [axis for axis in range(gradient.dim()) if axis != dim]
-            kept = index[mask[group].to(index.device)].reshape(-1)
+        for key, (group, dim, table, gradient) in readings.items():
+            kept = table[mask[group].to(table.device)].reshape(-1)
             gradient = gradient.index_fill(dim, kept, 0.0)
             way = self.memory.get(f"way.{key}")
             if way is None or way.shape != gradient.shape:
                 way = torch.zeros_like(gradient)
             way = way.index_fill(dim, kept, 0.0)
-            pair = torch.stack([(gradient * way).sum(other), way.square().sum(other)])[:, index].sum(2)
+            products = torch.stack([gradient * way, way.square()]).movedim(dim + 1, 1).reshape(2, gradient.shape[dim], -1)
+            pair = products.sum(2)[:, table].sum(2)
             sums[group] = sums[group] + pair if group in sums else pair
             self.memory[f"way.{key}"] = way + gradient
         for group, (dot, square) in sums.items():
@@ -131,7 +129,7 @@ class Evidence:
         for name, offset in self._offsets.items():
             own = slice(offset, offset + mask[name].numel())
             most = math.ceil(self.share * min(int(mask[name].sum()), int((~mask[name]).sum())))
-            leaving, entering = choose_swaps(mask[name], at_most[own].cpu(), gain[own].cpu(), most)
+            leaving, entering = _choose_swaps(mask[name], at_most[own].cpu(), gain[own].cpu(), most)
             keep[name] = mask[name].index_fill(0, leaving, False).index_fill(0, entering, True)
             promised[own][entering] = gain[own][entering]
         swapped = bool((promised > 0.0).any())
@@ -160,7 +158,7 @@ class Evidence:
         self.memory = {name: function(value).to(value.dtype) for name, value in self.memory.items()}
 
 
-def choose_swaps(keep: Tensor, cost: Tensor, gain: Tensor, most: int) -> tuple[Tensor, Tensor]:
+def _choose_swaps(keep: Tensor, cost: Tensor, gain: Tensor, most: int) -> tuple[Tensor, Tensor]:
     """Pair the kept units that cost least with the dropped ones that gain most, while the gain exceeds the cost.
 
     Returns:

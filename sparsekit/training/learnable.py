@@ -216,8 +216,8 @@ class LearnableMask(TracksOptimizers, nn.Module):
     def settled(self) -> bool:
         """Whether the mask will not change again by itself: a step is then one of the plain narrow network.
 
-        That is so after three rounds of exploration in a row without a swap, or whose newcomers are worth less than half of what
-        they promised; with `steps=` at the latest after half of them; with `explore=0` from the beginning; with
+        That is so after three rounds of exploration in a row without a swap, or whose newcomers are worth less than half of
+        what they promised; with `steps=` at the latest after half of them; with `explore=0` from the beginning; with
         `GradientImportance` never.
         """
         return self._fixed or self._rule.settled
@@ -362,8 +362,8 @@ class LearnableMask(TracksOptimizers, nn.Module):
     def learn(self, gradients: Mapping[Tensor, Tensor] | None = None) -> None:
         """Learn importance from the gradients of the weights, where no optimiser does it in its step.
 
-        The step of a torch optimiser does this by itself. Call it after `backward()` where there is none, or where gradients are
-        changed before that step, as by clipping.
+        The step of a torch optimiser does this by itself. Call it after `backward()` where there is none, or where gradients
+        are changed before that step, as by clipping.
 
         Args:
             gradients: Weight → gradient; None reads `.grad` of the weights.

@@ -24,8 +24,6 @@ from sparsekit.training.evidence import Evidence
 from sparsekit.training.rule import Host, refilled
 from sparsekit.training.widening import Probe, read, widened
 
-__all__ = ["LossImportance", "Swapping"]
-
 _EVERY = 4
 """Steps between two samples of the kept units' gates: they are cheap, not free."""
 _END = 0.5
@@ -190,7 +188,7 @@ class Swapping:
     def _sample(self, host: Host, gradients: Mapping[Tensor, Tensor] | None, scale: Tensor | None) -> None:
         leaves = [leaf for leaf in host.execution.module.parameters() if leaf.requires_grad]
         given = [leaf.grad if gradients is None else gradients.get(leaf) for leaf in leaves]
-        found = {
+        found: dict[Tensor, Tensor] = {
             leaf: torch.zeros_like(leaf) if own is None else own if scale is None else own / scale
             for leaf, own in zip(leaves, given, strict=True)
         }
@@ -230,7 +228,8 @@ class Swapping:
             warnings.warn(
                 f"the mask stays as it is: in {settings.steps} steps, explore={settings.explore:g} pays for"
                 f" {_ROUNDS * settings.explore * settings.steps / work:.1f} rounds of swaps, and fewer than {_ROUNDS} do not"
-                f" earn their cost back; {math.ceil(work / settings.explore)} steps or explore={work / settings.steps:.2g} would do",
+                f" earn their cost back; {math.ceil(work / settings.explore)} steps or"
+                f" explore={work / settings.steps:.2g} would do",
                 stacklevel=4,
             )
 

@@ -18,8 +18,6 @@ from sparsekit.training.dense_model import DenseModel
 from sparsekit.training.narrow_model import NarrowModel
 from sparsekit.training.slots import EntrySlots, build_slots
 
-__all__ = ["Probe", "Reading", "Widening", "read", "widened"]
-
 
 class Probe(NamedTuple):
     """An entry that reads the units of a widened group, as one pass had it; `entry.grad` is its gradient after `backward()`."""
@@ -28,7 +26,7 @@ class Probe(NamedTuple):
     """Names group and slice."""
     group: str
     dim: int
-    index: Tensor
+    table: Tensor
     """int64 (units, span): the positions of each unit along `dim`."""
     entry: Tensor
     """The wide entry; 0 where dropped units are read."""
@@ -42,7 +40,7 @@ class Reading(NamedTuple):
 
     group: str
     dim: int
-    index: Tensor
+    table: Tensor
     gradient: Tensor
 
 
@@ -136,10 +134,12 @@ def read(probes: Sequence[Probe], gradients: Mapping[Tensor, Tensor], *, joined:
         joined: Whether other ranks train the same mask.
     """
     parts: dict[str, list[Probe]] = {}
+    gradients_of: dict[str, list[Tensor]] = {}
     for probe in probes:
         if probe.entry.grad is not None:
             parts.setdefault(probe.key, []).append(probe)
-    found = {key: torch.stack([wide(probe.entry.grad) for probe in own]).sum(0) for key, own in sorted(parts.items())}
+            gradients_of.setdefault(probe.key, []).append(wide(probe.entry.grad))
+    found = {key: torch.stack(own).sum(0) for key, own in sorted(gradients_of.items())}
     if joined and torch.distributed.is_initialized():
         for own in found.values():
             torch.distributed.all_reduce(own)
@@ -150,6 +150,6 @@ def read(probes: Sequence[Probe], gradients: Mapping[Tensor, Tensor], *, joined:
         product, square = product + float((raw * leaf).sum()), square + float(raw.square().sum())
     scale = product / square if square else 1.0
     return {
-        key: Reading(parts[key][0].group, parts[key][0].dim, parts[key][0].index.to(own.device), own * scale)
+        key: Reading(parts[key][0].group, parts[key][0].dim, parts[key][0].table.to(own.device), own * scale)
         for key, own in found.items()
     }
