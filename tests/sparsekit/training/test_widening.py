@@ -17,8 +17,8 @@ def _masked() -> tuple[sk.LearnableMask, Tensor]:
     """Three layers, narrow, with a unit of the first group in the slot of another."""
     torch.manual_seed(0)
     model = nn.Sequential(
-        nn.Conv2d(3, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(32, 10),
-        nn.ReLU(), nn.Linear(10, 2),
+        nn.Conv2d(3, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 8, 3), nn.ReLU(), nn.Flatten(),
+        nn.Linear(32, 10), nn.ReLU(), nn.Linear(10, 2),
     ).double()  # fmt: skip
     x = torch.randn(4, 3, 4, 4, dtype=torch.float64)
     masked = sk.LearnableMask(model, (x,), ratio=0.5, explore=0.0)
@@ -60,7 +60,6 @@ def test_entries_that_the_group_does_not_touch_are_the_narrow_leaves_themselves(
 
 
 def test_units_that_enter_by_a_move_of_widths_begin_afresh() -> None:
-    masked, x = _masked()
     y = torch.tensor([0, 1, 0, 1])
     budget = sk.LearnableMask(
         nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 12), nn.ReLU(), nn.Linear(12, 2)),
