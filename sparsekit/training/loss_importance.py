@@ -285,7 +285,7 @@ class Swapping:
     def load(self, host: Host, state: dict[str, Tensor]) -> None:
         self._target = host.target
         self._begin_step()
-        if state:
+        if "clock.step" in state:  # of this rule, not of another one
             parts: dict[str, dict[str, Any]] = {"clock": {}, "seen": {}, "numbers": {}, "memory": {}}
             for key, value in state.items():
                 kind, _, name = key.partition(".")
