@@ -38,7 +38,7 @@ from sparsekit.tracing.trace import trace_units
 
 def prune(
     model: nn.Module,
-    example_inputs: tuple[Any, ...] | Mapping[str, Any] | Tensor | ModelInputs,
+    example_inputs: tuple[Any, ...] | Mapping[str, Any] | Tensor | ModelInputs | list[tuple[Any, ...] | Mapping[str, Any]],
     *,
     budget: Budget | Mapping[str, str | float] | str | None = None,
     batches: Iterable[Batch] | None = None,
@@ -70,7 +70,8 @@ def prune(
     Args:
         model: The dense model; not changed.
         example_inputs: One call's worth of inputs: a tuple of positional ones, a mapping of keyword inputs, or one tensor. The
-            peak of the memory and the latency of a budget are those of this batch.
+            peak of the memory and the latency of a budget are those of this batch. A list of such tuples and mappings is
+            several calls, each traced and verified, so that every branch is seen; costs are those of the first.
         budget: What the small model may cost, also as a mapping or as text such as `"flops=50%,latency_ms=4"`. Never exceeded.
             None where the allocation says all by itself.
         batches: Training data that can be read again, such as a loader or a list, of which some dozen batches are used. With
@@ -116,12 +117,14 @@ def prune(
         raise UnsupportedModelError(
             f"expected a torch.nn.Module, got {model!r}; build the model first, and pass what comes out"
         )
-    call = ModelInputs.of(example_inputs)
-    _check_devices(model, call)
+    call, *others = ModelInputs.several(example_inputs)
+    for inputs in (call, *others):
+        _check_devices(model, inputs)
     schedule = Schedule(schedule) if isinstance(schedule, str) else schedule or Schedule()
     wanted = None if budget is None else Budget.of(budget)
     check_multiples(multiple_of)
-    graph = graph if graph is not None else trace_units(model, *call.args, rules=rules, norm=norm, example_kwargs=call.kwargs)
+    if graph is None:
+        graph = trace_units(model, rules=rules, norm=norm, example_inputs=[call, *others])
     if loss is not None and batches is None:
         raise InvalidValueError("a loss needs batches; pass batches=, training data such as a loader")
     if repair not in (True, False, "compensate", "recalibrate"):

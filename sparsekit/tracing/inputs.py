@@ -103,6 +103,15 @@ class ModelInputs:
             f" got {type(example_inputs).__name__}; pass (x,), one call's worth of inputs"
         )
 
+    @classmethod
+    def several(cls, example_inputs: object) -> list[ModelInputs]:
+        """The calls of a list of tuples and mappings, or of anything else the one call that it is, as `of` reads it."""
+        given = example_inputs if isinstance(example_inputs, list) else []
+        return [
+            cls.of(call)
+            for call in (given if given and all(isinstance(c, tuple | Mapping) for c in given) else [example_inputs])
+        ]
+
     def call(self, model: nn.Module) -> Any:
         """Run the model on copies of the inputs, which it may overwrite."""
         args, kwargs = map_tensors(lambda t: t.detach().clone(), (self.args, dict(self.kwargs)))

@@ -87,7 +87,8 @@ def trace_units(
     Raises:
         InvalidValueError: an unknown `norm`, or a keyword argument given twice.
         TraceError: the model fails on the example inputs.
-        UnsupportedModelError: TorchScript, or a model that returns no tensor.
+        UnsupportedModelError: TorchScript, a model that returns no tensor, or one that transforms operators, as with
+            `torch.vmap`.
         NoUnitsError: nothing can be removed exactly.
 
     Warns:
@@ -181,6 +182,8 @@ def _plain_execution() -> Iterator[None]:
 
 def _as_call(given: Any) -> ModelInputs:
     """One of several example inputs: a tensor, a tuple of arguments or a mapping of keyword arguments."""
+    if isinstance(given, ModelInputs):
+        return given
     if isinstance(given, Mapping):
         return ModelInputs((), given)
     return ModelInputs(tuple(given) if isinstance(given, tuple | list) else (given,), {})
@@ -224,10 +227,7 @@ def _run(
     except UnsupportedModelError:
         raise
     except Exception as error:
-        raise TraceError(
-            f"{type(private).__name__} fails on the example inputs: {type(error).__name__}: {error};"
-            " pass inputs that model(*inputs) accepts"
-        ) from error
+        raise _failure(private, inputs, error) from error
     training: list[tuple[int, bool]] = []
     failure: Exception | None = None
     for number, inputs in enumerate(calls):
@@ -246,6 +246,30 @@ def _run(
         failure = failure or refused
     unread = tuple(store.entries[number].names[0] for number in sorted(parameters - met))
     return _Seen(tuple(training), unread, failure)
+
+
+def _failure(private: nn.Module, inputs: ModelInputs, error: Exception) -> TraceError | UnsupportedModelError:
+    """Whose fault it is that a pass under the tracer failed: that of the inputs, or of what the model does."""
+    name, said = type(private).__name__, f"{type(error).__name__}: {error}"
+    try:
+        with torch.no_grad():
+            inputs.call(_twin(private).eval())
+    except Exception:  # noqa: BLE001 - the first failure is the one that is told
+        tensors = find_tensors((inputs.args, inputs.kwargs))
+        given = ", ".join(f"{tuple(tensor.shape)} on {tensor.device}" for tensor in tensors)
+        hint = ""
+        if len(inputs.args) == 1 and isinstance(inputs.args[0], tuple | list):
+            kind = type(inputs.args[0]).__name__
+            hint = f"; the only input is a {kind}: give its elements one by one, trace_units(model, *inputs)"
+        return TraceError(
+            f"{name} fails on the example inputs ({given or 'no tensors'}): {said};"
+            f" pass inputs that model(*inputs) accepts{hint}"
+        )
+    return UnsupportedModelError(
+        f"{name} accepts the example inputs but cannot be followed operator by operator ({said}). Transforms such as"
+        " torch.vmap or torch.func.grad inside forward do that: write the batch axis out, or give the module that uses them"
+        " a rule of its own (rules=)"
+    )
 
 
 def _twin(model: nn.Module) -> nn.Module:

@@ -21,27 +21,28 @@ __all__ = ["costs_of", "trace_example"]
 
 def trace_example(
     model: nn.Module,
-    example_inputs: tuple[Any, ...] | Mapping[str, Any] | Tensor,
+    example_inputs: tuple[Any, ...] | Mapping[str, Any] | Tensor | list[Any],
     norm: Literal["fixed", "kept"],
 ) -> UnitGraph:
     """Trace `model` on what it is called with once: a tuple of positional inputs, a mapping of keyword inputs or one tensor.
+
+    A list of tuples and mappings is several calls, all traced.
 
     Raises:
         InvalidValueError: inputs of another kind.
         TraceError: the model fails on them.
         NoUnitsError: the model has no units that can be removed exactly.
     """
-    call = ModelInputs.of(example_inputs)
-    return trace_units(model, *call.args, norm=norm, example_kwargs=call.kwargs)
+    return trace_units(model, norm=norm, example_inputs=ModelInputs.several(example_inputs))
 
 
 def costs_of(
     model: nn.Module,
-    example_inputs: tuple[Any, ...] | Mapping[str, Any] | Tensor,
+    example_inputs: tuple[Any, ...] | Mapping[str, Any] | Tensor | list[Any],
     graph: UnitGraph,
     budget: Budget | None,
 ) -> CostModel | None:
-    """What numbers of units cost, in FLOPs and in the metrics of a budget, from inputs as `trace_example` takes them.
+    """What numbers of units cost, in FLOPs and in the metrics of a budget, in the first call of what `trace_example` takes.
 
     Returns:
         None where there is no budget and a keyword input has the name of an option of `cost_model`.
@@ -50,7 +51,7 @@ def costs_of(
         InvalidValueError: there is a budget and a keyword input has such a name.
     """
     metrics = () if budget is None else budget.metrics
-    call = ModelInputs.of(example_inputs)
+    call = ModelInputs.several(example_inputs)[0]
     taken = sorted(call.kwargs.keys() & {"model", "graph", "metrics", "rules"})
     if taken:
         if budget is None:

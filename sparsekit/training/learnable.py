@@ -66,7 +66,7 @@ class LearnableMask(TracksOptimizers, nn.Module):
     Args:
         model: Any module; copied.
         example_inputs: What `model` is called with once to find its units: a tuple of positional inputs, or a mapping
-            of keyword inputs. Not needed with `graph`.
+            of keyword inputs. A list of these is several calls, so that every branch is seen. Not needed with `graph`.
         graph: The units, if they were traced before.
         norm: What becomes of units that a layer norm averages over, as in `trace_units`; not needed with `graph`.
         criterion: What a unit is worth, in place of learning it from the loss. It is asked when the ratio changes or `resample`
@@ -102,7 +102,7 @@ class LearnableMask(TracksOptimizers, nn.Module):
     def __init__(
         self,
         model: nn.Module,
-        example_inputs: tuple[Any, ...] | Mapping[str, Any] | Tensor | None = None,
+        example_inputs: tuple[Any, ...] | Mapping[str, Any] | Tensor | list[Any] | None = None,
         *,
         graph: UnitGraph | None = None,
         norm: Literal["fixed", "kept"] = "fixed",
@@ -117,6 +117,8 @@ class LearnableMask(TracksOptimizers, nn.Module):
         learning: Learning | None = None,
     ) -> None:
         super().__init__()
+        if not isinstance(model, nn.Module):
+            raise UnsupportedModelError(f"expected a torch.nn.Module, got {model!r}; pass the model itself")
         self._ratio = check_ratio(ratio)
         if criterion is not None and (isinstance(criterion, type) or not isinstance(criterion, Criterion)):
             raise InvalidValueError(

@@ -46,14 +46,18 @@ class _Course:
     def __init__(self, training: TrainingConfig, steps: int | None) -> None:
         self._training, self._steps, self._place = training, steps, 0
         self._varies = training.local_schedule != "constant" or training.local_warmup > 0
+        if training.local_schedule != "constant" and steps is None:
+            raise InvalidValueError(
+                f"local_schedule={training.local_schedule!r} needs the number of steps of the round; a method with its own loop"
+                " makes its optimiser with sgd_step(training, leaves, steps=batches.steps)"
+            )
 
     def next(self, lr: float) -> float:
         """The rate of the next step, where `lr` is the first."""
         if not self._varies:
             return lr
         place, self._place = self._place, self._place + 1
-        total = self._steps if self._steps is not None else place + 1
-        return lr * factor(self._training.local_schedule, place, total, warmup=self._training.local_warmup)
+        return lr * factor(self._training.local_schedule, place, self._steps or 1, warmup=self._training.local_warmup)
 
 
 class _Step(ABC):
@@ -249,7 +253,7 @@ def make_step(training: TrainingConfig, leaves: Iterable[Tensor], *, steps: int 
     Args:
         training: The options.
         leaves: What trains.
-        steps: Steps of the round, for a schedule over them; None: not known.
+        steps: Steps of the round, for a schedule over them; None: not known, and then only a constant rate is possible.
     """
     made: SgdStep | TorchStep
     if training.optimizer == "sgd" and not training.optimizer_args:

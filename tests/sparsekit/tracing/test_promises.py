@@ -229,6 +229,12 @@ def test_several_example_inputs_are_all_traced_and_verified(more: Any) -> None:
         assert {"wide.weight", "narrow.weight"} <= {piece.name for piece in graph.groups["a"].slices}
         small = sk.compact(model, graph, random_mask(graph, 0.5, 0))
         assert [small(torch.ones(rows, 3)).shape for rows in (1, 4)] == [(1, 2), (4, 2)]
+    if not isinstance(more, Tensor):  # a list of tensors is one call with several inputs
+        calls = [(torch.randn(4, 3),), more]
+        pruned = sk.prune(branches(), calls, budget="params=60%").model
+        masked = sk.LearnableMask(branches(), calls, ratio=0.5).compact()
+        for small in (pruned, masked):
+            assert [small(torch.ones(rows, 3)).shape for rows in (1, 4)] == [(1, 2), (4, 2)]
 
 
 def test_a_branch_that_is_not_exact_is_found_on_the_example_that_takes_it() -> None:

@@ -196,6 +196,22 @@ def test_a_model_that_fails_on_the_example_inputs_is_named_with_its_error() -> N
     with pytest.raises(TraceError, match=r"Sequential fails on the example inputs.*mat1 and mat2") as caught:
         trace_units(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), torch.zeros(1, 5))
     assert isinstance(caught.value.__cause__, RuntimeError)
+    with pytest.raises(TraceError, match=r"example inputs \(\(1, 1, 8, 8\) on cpu\).* 1 channels"):
+        trace_units(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 3)), torch.zeros(1, 1, 8, 8))
+
+
+def test_inputs_in_a_tuple_are_told_how_to_be_given() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+    with pytest.raises(TraceError, match=r"the only input is a tuple: .* trace_units\(model, \*inputs\)"):
+        trace_units(model, (torch.zeros(1, 3),))
+
+
+def test_a_model_that_transforms_operators_is_refused_without_blaming_its_inputs() -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        return torch.func.vmap(lambda row: m.b(m.a(row).relu()))(x)
+
+    with pytest.raises(UnsupportedModelError, match=r"accepts the example inputs but .* torch\.vmap"):
+        trace_units(zoo.Lambda(forward, a=nn.Linear(3, 4), b=nn.Linear(4, 2)), torch.zeros(5, 3))
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

@@ -335,6 +335,9 @@ def test_other_bad_input_says_what_to_do() -> None:
     x = torch.zeros(1, 3, 10, 10)
     with pytest.raises(InvalidValueError, match="pass example_inputs"):
         LearnableMask(ConvNet(), criterion=Learned())
+    for other in (ConvNet, "ConvNet"):
+        with pytest.raises(UnsupportedModelError, match=r"expected a torch.nn.Module, got .*ConvNet"):
+            LearnableMask(other, (x,))
     with pytest.raises(TraceError, match="fails on the example inputs"):
         LearnableMask(ConvNet(), (torch.zeros(1, 5, 10, 10),), criterion=Learned())
     with pytest.raises(NoUnitsError):

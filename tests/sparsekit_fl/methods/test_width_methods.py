@@ -104,9 +104,10 @@ def test_fjords_widths_are_nested() -> None:
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 @pytest.mark.parametrize("distillation", [False, True])
-def test_fjord_equals_masked_training_written_by_hand(momentum, distillation) -> None:
+@pytest.mark.parametrize("schedule", ["constant", "linear"])
+def test_fjord_equals_masked_training_written_by_hand(momentum, distillation, schedule) -> None:
     """Narrow modules on parts of the leaves against a dense model whose units are silenced, step for step."""
-    config = training(tiny_config(rounds=1), momentum=momentum)
+    config = training(tiny_config(rounds=1), momentum=momentum, local_schedule=schedule)
     local = OrderedDropoutSgd(levels=(0.25, 0.5), distillation=distillation)
     method = dataclasses.replace(fjord(), local=local)
 
@@ -117,6 +118,9 @@ def test_fjord_equals_masked_training_written_by_hand(momentum, distillation) ->
     model.load_state_dict(spec.initial)
     batches = ctx.batches()
     drawn = iter(ctx.rng.integers(3, size=len(batches.bounds) * 2).tolist())
+    rates = iter(
+        (torch.linspace(0.1, 0.0, batches.steps) if schedule == "linear" else torch.full((batches.steps,), 0.1)).tolist()
+    )
     velocity = {name: torch.zeros_like(value) for name, value in model.named_parameters()}
     for epoch in batches:
         for batch in epoch:
@@ -131,10 +135,11 @@ def test_fjord_equals_masked_training_written_by_hand(momentum, distillation) ->
                     loss = loss + torch.nn.functional.cross_entropy(logits, whole.detach().softmax(-1))
             model.zero_grad()
             loss.backward()
+            rate = next(rates)
             with torch.no_grad():
                 for name, value in model.named_parameters():
                     velocity[name] = momentum * velocity[name] + value.grad
-                    value -= 0.1 * velocity[name]
+                    value -= rate * velocity[name]
     for name, value in model.state_dict().items():
         assert torch.allclose(ours.state[name], value, atol=1e-6), name
 

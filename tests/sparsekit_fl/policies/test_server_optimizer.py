@@ -12,10 +12,11 @@ from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.mask import WeightMask
 from sparsekit_fl.methods import registry
 from sparsekit_fl.options.config import RunConfig
+from sparsekit_fl.policies.combine import Changes, Counted
 from sparsekit_fl.policies.server_optimizer import ServerOptimizer, make_server_optimizer
 from sparsekit_fl.server.loop import run
 from sparsekit_fl.testing.tiny import tiny_clients, tiny_config, tiny_problem
-from sparsekit_fl.wire.kept import Kept
+from sparsekit_fl.wire.messages import Update
 
 GRAPH = UnitGraph(groups={}, shapes={"w": torch.Size([3])})
 
@@ -26,11 +27,10 @@ def optimizer(memory, **options):
 
 def moved(memory, change, *, mask=None, **options):
     """One round in which one update holds what `mask` keeps."""
-    one = optimizer(memory, **options)
-    one.hold("w", Kept(GRAPH, mask), None, torch.Size([3]))
-    found = one.move("w", torch.tensor(change, dtype=torch.float64))
-    assert found is not None
-    return found.tolist()
+    combined = torch.tensor(change, dtype=torch.float64)
+    update = Counted(Update(round=1, client_id=0, examples=1, delta={"w": combined}, mask=mask), 1.0)
+    found = optimizer(memory, **options).moved(GRAPH, Changes({"w": combined}, {}), [update])
+    return found.changes["w"].tolist()
 
 
 def test_fedavgm_adds_the_velocity():
@@ -88,7 +88,13 @@ def test_entries_that_nobody_held_stay_and_keep_their_state():
 def test_buffers_take_the_change_as_it_is():
     one = ServerOptimizer(RunConfig(rounds=1, server_optimizer="fedadam"), {}, frozenset())
     change = torch.tensor([1.0, 2.0], dtype=torch.float64)
-    assert one.move("norm.running_mean", change) is change
+    found = Changes({"norm.running_mean": change}, {})
+    assert (
+        one.moved(GRAPH, found, [Counted(Update(round=1, client_id=0, examples=1, delta=found.changes), 1.0)]).changes[
+            "norm.running_mean"
+        ]
+        is change
+    )
 
 
 def test_nothing_is_made_where_changes_are_simply_added():

@@ -134,3 +134,9 @@ def test_every_method_trains_with_adamw_a_schedule_and_mixed_precision(method):
     result = run(found() if callable(found) else found, tiny_problem(), tiny_clients(), replace(config, training=training))
     assert result.rounds[0].dropped == ()
     assert all(bool(torch.isfinite(tensor).all()) for tensor in result.state.values())
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+def test_a_schedule_over_a_round_of_unknown_length_is_refused_and_not_run_at_a_rate_of_zero(name):
+    with pytest.raises(InvalidValueError, match=r"needs the number of steps .* steps=batches\.steps"):
+        make_step(TrainingConfig(optimizer=name, local_schedule="cosine"), [torch.nn.Parameter(torch.ones(1))])
