@@ -86,7 +86,7 @@ def _is_own(thing: Any) -> bool:
         return False
     try:
         file = inspect.getsourcefile(thing)
-    except TypeError:  # built in, or typed in at a prompt
+    except (TypeError, OSError):  # built in, or typed in at a prompt or in a notebook
         return bool(thing.__module__ == "__main__")
     return file is None or not str(Path(file).resolve()).startswith(_INSTALLED)
 

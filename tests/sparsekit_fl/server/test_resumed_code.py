@@ -14,6 +14,7 @@ import torch
 from sparsekit_fl.errors import ResumeError, RunInterrupted
 from sparsekit_fl.methods import fedavg
 from sparsekit_fl.problem.clients import Capability
+from sparsekit_fl.problem.own_code import own_code
 from sparsekit_fl.problem.problem import Problem
 from sparsekit_fl.server.loop import run
 from sparsekit_fl.testing.methods import StopAfter
@@ -121,3 +122,15 @@ def test_other_capabilities_are_refused(change: dict[str, float], tmp_path: Path
     first, *others = tiny_clients()
     with pytest.raises(ResumeError, match=r"clients\.capabilities: was .*, now "):
         begun(tmp_path, CODE, monkeypatch, resume=True, clients=[replace(first, capability=Capability(**change)), *others])
+
+
+def test_classes_of_a_notebook_are_the_users_own_though_they_lie_in_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    def digest(rate: float) -> object:
+        kind = type(
+            "Net", (torch.nn.Module,), {"__module__": "__main__", "rate": rate, "forward": lambda self, x: x * self.rate}
+        )
+        return own_code({"model": kind})
+
+    monkeypatch.delattr(sys.modules["__main__"], "__file__", raising=False)
+    assert digest(0.5) == digest(0.5)
+    assert digest(0.5)

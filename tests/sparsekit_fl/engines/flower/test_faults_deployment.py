@@ -12,7 +12,6 @@ import os
 import shutil
 import signal
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -63,20 +62,20 @@ def _remove(folder: Path) -> None:
 def storm(tmp_path_factory: pytest.TempPathFactory) -> Storm:
     folder = tmp_path_factory.mktemp("storm")
     out = folder / "run"
-    plan = Plan(
-        method="fault_planted:method",
-        problem="sparsekit_fl.testing.tiny:tiny_problem",
-        rounds=4,
-        cohort=8,
-        seed=3,
-        eval_every=4,
-        local_epochs=1,
-        batch_size=8,
-        lr=0.1,
-        out=str(out),
-        nodes=len(NODES),
-        min_replies=1,
-    )
+    plan = {
+        "method": "fault_planted:method",
+        "problem": "sparsekit_fl.testing.tiny:tiny_problem",
+        "rounds": 4,
+        "cohort": 8,
+        "seed": 3,
+        "eval_every": 4,
+        "local_epochs": 1,
+        "batch_size": 8,
+        "lr": 0.1,
+        "out": str(out),
+        "nodes": len(NODES),
+        "min_replies": 1,
+    }
     seen = Storm()
     with Deployment(folder) as deployment, pytest.MonkeyPatch.context() as patch:
         deployment.plant("raise-1-2", "hold-2-2", "hold-4-2", "hold-6-2", "hold-0-3")
@@ -84,7 +83,7 @@ def storm(tmp_path_factory: pytest.TempPathFactory) -> Storm:
         for name, clients in NODES.items():
             deployment.start_node(name, clients)
         seen.deadline_seconds = round(max(LEAST_SECONDS, STARTS * deployment.start_seconds), 1)
-        deployment.submit(replace(plan, timeout_seconds=seen.deadline_seconds))
+        deployment.submit(Plan(**plan, timeout_seconds=seen.deadline_seconds))
         seen.killed_pid = int(deployment.event("began-2-2"))
         os.kill(seen.killed_pid, signal.SIGKILL)
         deployment.event("began-4-2")
@@ -107,7 +106,7 @@ def storm(tmp_path_factory: pytest.TempPathFactory) -> Storm:
         seen.records = deployment.records(out)
         seen.counts = {path.name: path.read_text() for path in deployment.events.glob("done-*")}
         fallen = [f"raise-{client_id}-2" for client_id in range(1, 8)] + ["raise-4-3", "raise-5-3"]
-        seen.calm = embedded(plan, folder / "calm", patch, faults=tuple(fallen))
+        seen.calm = embedded(Plan(**plan), folder / "calm", patch, faults=tuple(fallen))
     return seen
 
 

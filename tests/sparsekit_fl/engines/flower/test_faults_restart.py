@@ -9,7 +9,6 @@ import pytest
 
 pytest.importorskip("flwr", reason="flwr is not installed; pip install 'sparsekit-torch[flower]'")
 
-from dataclasses import replace
 
 from fault_deployment import Deployment, embedded
 
@@ -25,35 +24,35 @@ pytestmark = [
 @pytest.mark.same_bits
 def test_a_run_whose_superlink_was_killed_resumes_to_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "run"
-    plan = Plan(
-        method="fault_planted:method",
-        problem="sparsekit_fl.testing.tiny:tiny_problem",
-        rounds=3,
-        cohort=8,
-        seed=3,
-        eval_every=3,
-        local_epochs=1,
-        batch_size=8,
-        lr=0.1,
-        out=str(out),
-        nodes=2,
-        memory="server",
-    )
+    plan = {
+        "method": "fault_planted:method",
+        "problem": "sparsekit_fl.testing.tiny:tiny_problem",
+        "rounds": 3,
+        "cohort": 8,
+        "seed": 3,
+        "eval_every": 3,
+        "local_epochs": 1,
+        "batch_size": 8,
+        "lr": 0.1,
+        "out": str(out),
+        "nodes": 2,
+        "memory": "server",
+    }
     with Deployment(tmp_path) as deployment:
         deployment.plant("hold-0-2")
         deployment.start_superlink()
         deployment.start_node("a", "0-3")
         deployment.start_node("b", "4-7")
-        deployment.submit(plan)
+        deployment.submit(Plan(**plan))
         deployment.event("began-0-2")
         deployment.kill("superlink")
         shutil.rmtree(deployment.state("b"), ignore_errors=True)
         deployment.lift("hold-0-2")
         deployment.start_superlink()
-        deployment.submit(replace(plan, resume=True))
+        deployment.submit(Plan(**plan, resume=True))
         result = deployment.await_result(out)
         counts = {path.name: path.read_text() for path in deployment.events.glob("done-*-3")}
-    whole = embedded(plan, tmp_path / "whole", monkeypatch)
+    whole = embedded(Plan(**plan), tmp_path / "whole", monkeypatch)
     assert result["final"]["state_sha256"] == whole.final.state_sha256
     assert result["final"]["personal"] == whole.final.to_dict()["personal"]
     assert [record["round"] for record in result["rounds"]] == [1, 2, 3]
