@@ -112,11 +112,11 @@ def _run(arm: str, cell: Cell, ratio: float, steps: int, seed: int) -> dict[str,
         options = {"budget": budget, "start": sk.criteria.Fisher(data, F.cross_entropy)}
     if arm in PARTS:
         options["learning"] = PARTS[arm](explore=EXPLORE)
-    elif learns and arm != "learned":  # `learned` is what the class does by itself, in a plain loop
-        options |= {"steps": planned, "explore": EXPLORE}
     elif arm == "paper":
         options["learning"] = sk.GradientImportance(explore=EXPLORE)
-    else:
+    elif learns and arm != "learned":
+        options |= {"steps": planned, "explore": EXPLORE}
+    elif not learns:  # `learned` is what the class does by itself, in a plain loop
         options["explore"] = 0.0
     if arm in FIXED:
         options["start"] = FIXED[arm](data)
