@@ -35,17 +35,17 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from sparsekit import UnitMask, compact, count_cost
 from sparsekit.errors import SparsekitError
 from sparsekit_fl import Capability, Client, ClientData, Problem, RunConfig, TensorData, TrainingConfig
-from sparsekit_fl.client.round import WorkerState, client_round
-from sparsekit_fl.client.spec import RunSpec
-from sparsekit_fl.context import client as context
+from sparsekit_fl.client import context
+from sparsekit_fl.client.messages import Assignment, Update
+from sparsekit_fl.engines.round import WorkerState, client_round
+from sparsekit_fl.engines.spec import RunSpec
 from sparsekit_fl.methods import registry
-from sparsekit_fl.models.cnn import Cnn
-from sparsekit_fl.models.lstm import NextWordLstm
-from sparsekit_fl.models.vgg import Vgg
 from sparsekit_fl.policies.exits import WithExits
 from sparsekit_fl.problem.metrics import TokenAccuracy, accuracy
+from sparsekit_fl.problem.models.cnn import Cnn
+from sparsekit_fl.problem.models.lstm import NextWordLstm
+from sparsekit_fl.problem.models.vgg import Vgg
 from sparsekit_fl.server.server import Server
-from sparsekit_fl.wire.messages import Assignment, Update
 
 LR = 1e-3
 BATCH = 20

@@ -26,9 +26,9 @@ import torch
 import sparsekit_fl as fl
 from sparsekit_fl.callbacks.base import Callback, RunView
 from sparsekit_fl.methods import registry
-from sparsekit_fl.models.cnn import Cnn
-from sparsekit_fl.models.lstm import NextWordLstm
-from sparsekit_fl.models.vgg import Vgg
+from sparsekit_fl.problem.models.cnn import Cnn
+from sparsekit_fl.problem.models.lstm import NextWordLstm
+from sparsekit_fl.problem.models.vgg import Vgg
 from sparsekit_fl.results.rounds import RoundRecord
 
 LEVELS = (1.0, 0.5, 0.25, 0.125, 0.0625)

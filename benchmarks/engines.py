@@ -44,18 +44,18 @@ import torch
 
 import sparsekit_fl as fl
 from sparsekit_fl.callbacks.base import Callback, RunView
-from sparsekit_fl.client.spec import RunSpec, by_id
+from sparsekit_fl.client.loop import TrainingLog
+from sparsekit_fl.client.messages import Evaluation, Update
 from sparsekit_fl.engines.base import Engine
 from sparsekit_fl.engines.embedded import Embedded
 from sparsekit_fl.engines.flower import be_quiet
-from sparsekit_fl.models.cnn import Cnn
-from sparsekit_fl.models.vgg import Vgg
+from sparsekit_fl.engines.spec import RunSpec, by_id
 from sparsekit_fl.policies.local import LocalPolicy, LocalResult
+from sparsekit_fl.problem.models.cnn import Cnn
+from sparsekit_fl.problem.models.vgg import Vgg
 from sparsekit_fl.results.rounds import RoundRecord
 from sparsekit_fl.server.checkpoint import RunFolder, describe_run
 from sparsekit_fl.server.server import Server
-from sparsekit_fl.training.loop import TrainingLog
-from sparsekit_fl.wire.messages import Evaluation, Update
 
 be_quiet()
 

@@ -26,10 +26,10 @@ import sparsekit_fl as fl
 from sparsekit import LearnableMask, compact, count_cost, select, trace_units
 from sparsekit.criteria import Magnitude, Random, View
 from sparsekit_fl.methods import registry as methods
-from sparsekit_fl.models import models
-from sparsekit_fl.models.base import factory_spec
 from sparsekit_fl.paper.presets import PRESETS
 from sparsekit_fl.problem.metrics import TokenAccuracy, accuracy
+from sparsekit_fl.problem.models import models
+from sparsekit_fl.problem.models.base import factory_spec
 
 __all__ = ["PARTS", "exactness"]
 

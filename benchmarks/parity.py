@@ -38,7 +38,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from sparsekit_fl.deployment.plan import Plan
 from sparsekit_fl.methods import registry
-from sparsekit_fl.state.storage import write_atomically
+from sparsekit_fl.results.state.storage import write_atomically
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "PARITY.md"
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sparsekit_fl.datasets import datasets
+from sparsekit_fl.problem.datasets import datasets
 
 __all__ = ["SCHEDULES", "TASKS", "Images", "ResNet", "Schedule", "Splits", "Task", "load"]
 

@@ -27,13 +27,13 @@ from torch import Tensor, nn
 
 from sparsekit import GradientImportance, LearnableMask, UnitGraph, UnitMask, compact, trace_units
 from sparsekit.allocation.uniform import keep_count
-from sparsekit_fl.models.cnn import Cnn
-from sparsekit_fl.models.lstm import NextWordLstm
-from sparsekit_fl.models.vgg import Vgg
+from sparsekit_fl.client.loop import Batch
 from sparsekit_fl.options.config import TrainingConfig
 from sparsekit_fl.policies.learnable import learning, pull_to_received
 from sparsekit_fl.policies.local import local_step, sgd_step, trained_leaves
-from sparsekit_fl.training.loop import Batch
+from sparsekit_fl.problem.models.cnn import Cnn
+from sparsekit_fl.problem.models.lstm import NextWordLstm
+from sparsekit_fl.problem.models.vgg import Vgg
 
 LR = 1e-3
 

@@ -21,10 +21,11 @@ if TYPE_CHECKING:
         policies as policies,
     )
     from sparsekit_fl.callbacks.base import Callback as Callback, RunView as RunView
-    from sparsekit_fl.context.client import ClientContext as ClientContext
-    from sparsekit_fl.context.server import ServerContext as ServerContext
-    from sparsekit_fl.costs import DeviceBudgets as DeviceBudgets
-    from sparsekit_fl.datasets.base import DataSource as DataSource
+    from sparsekit_fl.client.context import ClientContext as ClientContext
+    from sparsekit_fl.policies.context import ServerContext as ServerContext
+    from sparsekit_fl.client.costs import DeviceBudgets as DeviceBudgets
+    from sparsekit_fl.problem.datasets import datasets as datasets
+    from sparsekit_fl.problem.datasets.base import DataSource as DataSource
     from sparsekit_fl.engines.base import ClientPool as ClientPool, Engine as Engine
     from sparsekit_fl.engines.cohort import Cohort as Cohort
     from sparsekit_fl.engines.embedded import Embedded as Embedded
@@ -32,8 +33,8 @@ if TYPE_CHECKING:
     from sparsekit_fl.methods.method import Method as Method
     from sparsekit_fl.options.config import RunConfig as RunConfig, TrainingConfig as TrainingConfig
     from sparsekit_fl.paper.presets import preset_for as preset_for
-    from sparsekit_fl.partition import partitions as partitions
-    from sparsekit_fl.partition.base import Partition as Partition
+    from sparsekit_fl.problem.partition import partitions as partitions
+    from sparsekit_fl.problem.partition.base import Partition as Partition
     from sparsekit_fl.policies import (
         AggregatePolicy as AggregatePolicy,
         LocalPolicy as LocalPolicy,
@@ -52,9 +53,9 @@ if TYPE_CHECKING:
     from sparsekit_fl.results.records import load_result as load_result
     from sparsekit_fl.results.rounds import RoundRecord as RoundRecord
     from sparsekit_fl.results.records import RunResult as RunResult
-    from sparsekit_fl.saved import load_model as load_model
+    from sparsekit_fl.results.saved import load_model as load_model
     from sparsekit_fl.server.loop import run as run
-    from sparsekit_fl.wire.messages import (
+    from sparsekit_fl.client.messages import (
         Assignment as Assignment,
         Evaluation as Evaluation,
         Update as Update,

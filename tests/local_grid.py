@@ -19,15 +19,15 @@ from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_conte
 from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
-from sparsekit_fl.client.executor import ClientExecutor
-from sparsekit_fl.client.spec import RunSpec
 from sparsekit_fl.engines.base import ClientPool
+from sparsekit_fl.engines.executor import ClientExecutor
 from sparsekit_fl.engines.flower.node import make_app
 from sparsekit_fl.engines.flower.pool import GridPool
 from sparsekit_fl.engines.flower.post import Carrier
+from sparsekit_fl.engines.spec import RunSpec
 from sparsekit_fl.problem.clients import Client
 from sparsekit_fl.results.records import RunResult
-from sparsekit_fl.state.store import ClientStore
+from sparsekit_fl.results.state.store import ClientStore
 
 __all__ = ["Fault", "InProcess", "LocalGrid", "over_the_wire"]
 

@@ -12,15 +12,15 @@ from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.layers import Layer
 from sparsekit.graph.mask import WeightMask
 from sparsekit_fl.callbacks.base import Callback
-from sparsekit_fl.client.round import WorkerState
-from sparsekit_fl.client.spec import RunSpec
-from sparsekit_fl.context.memory import rngs_by_kind
-from sparsekit_fl.context.server import ClientInfo, ServerContext
+from sparsekit_fl.client.kept import Kept
+from sparsekit_fl.client.memory import rngs_by_kind
+from sparsekit_fl.client.messages import Evaluation, Update
+from sparsekit_fl.engines.round import WorkerState
+from sparsekit_fl.engines.spec import RunSpec
+from sparsekit_fl.policies.context import ClientInfo, ServerContext
 from sparsekit_fl.problem.problem import Problem
 from sparsekit_fl.server.loop import run
-from sparsekit_fl.testing.tiny import tiny_clients, tiny_config, tiny_problem
-from sparsekit_fl.wire.kept import Kept
-from sparsekit_fl.wire.messages import Evaluation, Update
+from sparsekit_fl.testing import tiny_clients, tiny_config, tiny_problem
 
 # A hidden matrix of three numbers, its bias, and an output layer that nobody prunes.
 GRAPH = UnitGraph(

@@ -19,7 +19,7 @@ from sparsekit.layers import LayerRule
 from sparsekit.testing.allocations import AllocationContract
 from sparsekit.testing.criteria import CriterionContract
 from sparsekit.testing.rules import RuleContract
-from sparsekit_fl.testing.engines import EngineContract
+from sparsekit_fl.testing import EngineContract
 
 FOLDER = Path(__file__).parent.parent / "examples"
 PACKAGES = {"sk": "sparsekit", "fl": "sparsekit_fl"}

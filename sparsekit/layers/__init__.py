@@ -12,9 +12,9 @@ from functools import cache
 from torch import nn
 
 from sparsekit._torch import ConvNd
-from sparsekit.labels.tracer import Tracer
-from sparsekit.labels.values import ALWAYS_ZERO, NOT_ZERO, Labels, TensorLabels
 from sparsekit.layers.base import LayerRule
+from sparsekit.layers.labels.tracer import Tracer
+from sparsekit.layers.labels.values import ALWAYS_ZERO, NOT_ZERO, Labels, TensorLabels
 from sparsekit.registry import Registry
 
 __all__ = [

@@ -9,9 +9,9 @@ import numpy as np
 from torch import Tensor, nn
 
 from sparsekit._torch import set_packed_projections
-from sparsekit.labels.tracer import Tracer
-from sparsekit.labels.values import NOT_ZERO, IntArray, Labels, TensorLabels
 from sparsekit.layers.base import LayerRule
+from sparsekit.layers.labels.tracer import Tracer
+from sparsekit.layers.labels.values import NOT_ZERO, IntArray, Labels, TensorLabels
 from sparsekit.layers.narrow_attention import NarrowMultiheadAttention
 
 _ARGUMENTS = (

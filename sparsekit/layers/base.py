@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from sparsekit.labels.tracer import Tracer
+from sparsekit.layers.labels.tracer import Tracer
 
 
 class LayerRule(ABC):

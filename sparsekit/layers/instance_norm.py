@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 from torch import nn
 
 from sparsekit._torch import InstanceNorm, buffers_of, channel_axis, parameters_of
-from sparsekit.labels.tracer import Tracer
-from sparsekit.labels.values import TensorLabels
+from sparsekit.layers.labels.tracer import Tracer
+from sparsekit.layers.labels.values import TensorLabels
 from sparsekit.layers.sized import SizedRule
 
 

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.nn.utils.spectral_norm import SpectralNorm
 
 from sparsekit._torch import ParametrizedOrthogonal, ParametrizedSpectralNorm, ParametrizedWeightNorm, pre_hooks
-from sparsekit.labels.store import Cause
-from sparsekit.labels.tracer import Tracer
-from sparsekit.labels.values import Labels, TensorLabels
 from sparsekit.layers.base import LayerRule
+from sparsekit.layers.labels.store import Cause
+from sparsekit.layers.labels.tracer import Tracer
+from sparsekit.layers.labels.values import Labels, TensorLabels
 
 _SPECTRAL = "spectral_norm divides by a norm of the whole weight"
 

@@ -10,9 +10,9 @@ import numpy as np
 from torch import Tensor
 
 from sparsekit._torch import DispatchMode, operator_schema, storage_id, tree_leaves
-from sparsekit.labels.tracer import Tracer
-from sparsekit.labels.values import IntArray, TensorLabels
-from sparsekit.labels.views import written_over
+from sparsekit.layers.labels.tracer import Tracer
+from sparsekit.layers.labels.values import IntArray, TensorLabels
+from sparsekit.layers.labels.views import written_over
 from sparsekit.tracing.ops import MAKE_CONSTANTS, find_handler
 from sparsekit.tracing.ops.call import Call, Outputs
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsekit.graph.graph import UnitGraph
-from sparsekit.labels.values import IntArray
+from sparsekit.layers.labels.values import IntArray
 
 BoolArray: TypeAlias = npt.NDArray[np.bool_]
 

@@ -9,8 +9,8 @@ import numpy as np
 from torch import Tensor, nn
 
 from sparsekit._torch import tree_leaves
-from sparsekit.labels.tracer import Tracer
-from sparsekit.labels.values import ALWAYS_ZERO, NOT_ZERO, IntArray, Labels, TensorLabels
+from sparsekit.layers.labels.tracer import Tracer
+from sparsekit.layers.labels.values import ALWAYS_ZERO, NOT_ZERO, IntArray, Labels, TensorLabels
 from sparsekit.surgery.kept_norms import NormMode
 from sparsekit.surgery.norm_calls import NormCall
 from sparsekit.tracing.grouping.norms import NormNote, NormNotes

@@ -17,9 +17,9 @@ from sparsekit._torch import eager, without_fast_path
 from sparsekit.errors import InvalidValueError, NoUnitsError, TraceError, UnsupportedModelError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.groups import FixedUnits
-from sparsekit.labels.store import OUTPUT, Cause, LabelStore
-from sparsekit.labels.tracer import Tracer
 from sparsekit.layers import LayerRule, find_rule
+from sparsekit.layers.labels.store import OUTPUT, Cause, LabelStore
+from sparsekit.layers.labels.tracer import Tracer
 from sparsekit.layers.parametrised import fix_hooked
 from sparsekit.surgery.rebuild import copy_with, named_entries
 from sparsekit.tracing.blocks import BlockVerifier, is_large

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from sparsekit.graph.graph import UnitGraph
-from sparsekit.labels.source import user_line
 from sparsekit.layers import LayerRule
+from sparsekit.layers.labels.source import user_line
 from sparsekit.surgery.kept_norms import kept_norms
 from sparsekit.surgery.rebuild import copy_with, named_entries, narrow_module
 from sparsekit.tracing.inputs import ModelInputs, find_tensors, with_tokens

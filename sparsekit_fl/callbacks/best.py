@@ -7,8 +7,8 @@ import json
 from sparsekit.errors import InvalidValueError
 from sparsekit_fl.callbacks.base import RunView
 from sparsekit_fl.callbacks.monitor import Monitoring
-from sparsekit_fl.state.models import best_file, save_whole
-from sparsekit_fl.state.storage import write_atomically
+from sparsekit_fl.results.state.models import best_file, save_whole
+from sparsekit_fl.results.state.storage import write_atomically
 
 
 class BestCheckpoint(Monitoring):

@@ -8,11 +8,11 @@ from typing import Any
 
 from sparsekit.errors import InvalidValueError
 from sparsekit_fl.callbacks.base import Callback, RunView
+from sparsekit_fl.client.loop import Examples, evaluate
 from sparsekit_fl.problem.problem import Problem
 from sparsekit_fl.results.records import RunResult
 from sparsekit_fl.results.rounds import RoundRecord
-from sparsekit_fl.state.storage import write_atomically
-from sparsekit_fl.training.loop import Examples, evaluate
+from sparsekit_fl.results.state.storage import write_atomically
 
 _FILE = "central.json"
 

@@ -18,11 +18,11 @@ from rich.progress import (
 )
 
 from sparsekit_fl.callbacks.base import Callback, RunView
+from sparsekit_fl.client.messages import Evaluation, Update
 from sparsekit_fl.results.records import RunResult
 from sparsekit_fl.results.rounds import RoundRecord
 from sparsekit_fl.results.scores import headline
 from sparsekit_fl.results.text import flops_text, share_text
-from sparsekit_fl.wire.messages import Evaluation, Update
 
 
 def bar(console: Console, *first: ProgressColumn, shown: bool, **options: Any) -> Progress:

@@ -21,7 +21,7 @@ from sparsekit_fl.cli.options import RunOptions, command_app, takes_options
 from sparsekit_fl.cli.report import write_files
 
 if TYPE_CHECKING:
-    from sparsekit_fl.report.trials import Trial
+    from sparsekit_fl.results.report.trials import Trial
 
 INTERRUPTED, FAILED = 130, 2
 ALL = "all"
@@ -69,9 +69,9 @@ def _compare(
     """
     # What trains is imported only now, so that --help is quick.
     from sparsekit_fl.errors import RunInterrupted
-    from sparsekit_fl.report.comparison import check_target, comparisons_of
-    from sparsekit_fl.report.tables import show
     from sparsekit_fl.results.extra import need
+    from sparsekit_fl.results.report.comparison import check_target, comparisons_of
+    from sparsekit_fl.results.report.tables import show
 
     if not methods:
         raise InvalidValueError("METHODS are missing; name them, as in `sparsekit compare fedlps fedavg`")

@@ -87,11 +87,11 @@ class Experiment:
         Raises:
             SparsekitError: an option that is not allowed, or data that are missing or do not fit.
         """
-        from sparsekit_fl.client.spec import check_device
+        from sparsekit_fl.client.optimizer import check_training
+        from sparsekit_fl.engines.spec import check_device
         from sparsekit_fl.paper.build import build_task
         from sparsekit_fl.paper.presets import preset_for
         from sparsekit_fl.problem.clients import Capability
-        from sparsekit_fl.training.optimizer import check_training
 
         if options.device is not None:
             check_device(options.device, name="--device")

@@ -15,7 +15,7 @@ from sparsekit_fl.cli.progress import Events, TrialsProgress
 from sparsekit_fl.cli.trials import Task, TrialPlan, failed_trial, run_trial, tasks
 from sparsekit_fl.errors import ResumeError, RunInterrupted, WorkerDiedError
 from sparsekit_fl.processes import KILL, Child, Children, end_with_parent, one_thread, start_method
-from sparsekit_fl.report.trials import Trial
+from sparsekit_fl.results.report.trials import Trial
 
 _POLL_SECONDS = 0.25
 # Ctrl-C reaches every process of a terminal, which then saves itself; a signal to this process alone is passed on.

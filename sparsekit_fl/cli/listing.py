@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
 KINDS = {
     "methods": "sparsekit_fl.methods:registry",
-    "datasets": "sparsekit_fl.datasets:datasets",
-    "models": "sparsekit_fl.models:models",
-    "partitions": "sparsekit_fl.partition:partitions",
+    "datasets": "sparsekit_fl.problem.datasets:datasets",
+    "models": "sparsekit_fl.problem.models:models",
+    "partitions": "sparsekit_fl.problem.partition:partitions",
     "criteria": "sparsekit.criteria:registry",
     "allocations": "sparsekit.allocation:registry",
     "engines": "sparsekit_fl.engines:registry",
@@ -76,7 +76,7 @@ def _list_options(*, as_json: bool) -> None:
 
 def _run_settings() -> list[Setting]:
     from sparsekit_fl.methods.settings import Setting, arguments_of
-    from sparsekit_fl.partition import partitions
+    from sparsekit_fl.problem.partition import partitions
 
     found = []
     trains, defaults = options_of(TrainingConfig), options_of(TrainingConfig, RunConfig)

@@ -25,7 +25,7 @@ def show_outcome(result: RunResult, options: RunOptions) -> None:
         options: Of the command.
     """
     # What trains is imported only now, so that --help is quick.
-    from sparsekit_fl.report.columns import result_table
+    from sparsekit_fl.results.report.columns import result_table
     from sparsekit_fl.server.privacy import privacy_line
 
     if options.json:

@@ -16,13 +16,13 @@ from rich.progress import (
 
 from sparsekit_fl.callbacks.base import Callback, RunView
 from sparsekit_fl.callbacks.progress import bar
+from sparsekit_fl.client.messages import Evaluation
 from sparsekit_fl.results.rounds import RoundRecord
 from sparsekit_fl.results.text import seconds_text, share_text
-from sparsekit_fl.wire.messages import Evaluation
 
 if TYPE_CHECKING:
-    from sparsekit_fl.report.trials import Trial
-    from sparsekit_fl.wire.messages import Update
+    from sparsekit_fl.client.messages import Update
+    from sparsekit_fl.results.report.trials import Trial
 
 
 class Events(Callback):

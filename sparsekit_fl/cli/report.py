@@ -15,7 +15,7 @@ from sparsekit.errors import InvalidValueError
 from sparsekit_fl.cli.options import command_app
 
 if TYPE_CHECKING:
-    from sparsekit_fl.report.comparison import Comparison
+    from sparsekit_fl.results.report.comparison import Comparison
 
 
 def write_files(
@@ -41,7 +41,7 @@ def write_files(
     """
     from sparsekit_fl.paper.figures import missing_figures, paper_figures
     from sparsekit_fl.paper.published import in_published_order, published_beside, published_source
-    from sparsekit_fl.report.write import read_comparisons, write_report
+    from sparsekit_fl.results.report.write import read_comparisons, write_report
 
     if len(folders) > 1 and out is None:
         raise InvalidValueError("a report of several folders needs one for its files; pass --out FOLDER")
@@ -82,7 +82,7 @@ def _report(
     your words, why a number differs from the published one.
     """
     from sparsekit_fl.paper.published import published_beside
-    from sparsekit_fl.report.tables import show, show_published
+    from sparsekit_fl.results.report.tables import show, show_published
 
     errors = Console(stderr=True)
     with errors.status("reading") as status:

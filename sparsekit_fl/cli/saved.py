@@ -60,9 +60,9 @@ def _predict(
     other model its outputs. Pictures and bytes are scaled and
     normalised as the data of the run were.
     """
-    from sparsekit_fl.saved import load_model, read_inputs
-    from sparsekit_fl.saved import predict as outputs_of
-    from sparsekit_fl.state.models import read_recipe
+    from sparsekit_fl.results.saved import load_model, read_inputs
+    from sparsekit_fl.results.saved import predict as outputs_of
+    from sparsekit_fl.results.state.models import read_recipe
 
     which = _which(client, best)
     _check_folder("--output", output)
@@ -113,8 +113,8 @@ def _export(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout and nothing else.")] = False,
 ) -> None:
     """Export the global model of a run, or that of a client, for devices without Python."""
-    from sparsekit_fl.saved import example_inputs_of, export_onnx, export_program, load_model, model_file
-    from sparsekit_fl.state.models import read_recipe
+    from sparsekit_fl.results.saved import example_inputs_of, export_onnx, export_program, load_model, model_file
+    from sparsekit_fl.results.state.models import read_recipe
 
     if onnx == pt2:
         raise InvalidValueError(

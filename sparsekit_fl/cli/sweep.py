@@ -90,7 +90,7 @@ def _sweep(
     from sparsekit.bandit import Study
     from sparsekit.cli import finish_study, run_study
     from sparsekit_fl.processes import Children, start_method
-    from sparsekit_fl.state.storage import write_atomically
+    from sparsekit_fl.results.state.storage import write_atomically
 
     if method is None:
         raise InvalidValueError("METHOD is missing; name one, as in `sparsekit sweep fedprox --space lr=0.01:1:log`")
@@ -266,7 +266,7 @@ def _run_one(connection: Connection, plan: _Plan, values: Mapping[str, str], fol
 def _wait_for(folder: Path) -> None:
     """Wait while another process writes there: the trial of a sweep that was killed, which ends with its round."""
     from sparsekit_fl.errors import FolderInUseError
-    from sparsekit_fl.state.lock import FolderLock
+    from sparsekit_fl.results.state.lock import FolderLock
 
     for _ in range(int(_PATIENCE_SECONDS / _POLL_SECONDS)):
         try:

@@ -20,10 +20,10 @@ from sparsekit_fl.cli.progress import Events, TrialsProgress
 from sparsekit_fl.errors import ResumeError, RunInterrupted
 from sparsekit_fl.fingerprint import check_fingerprint
 from sparsekit_fl.methods.make import make_method
-from sparsekit_fl.report.trials import TRIAL_FILE, Trial
 from sparsekit_fl.results.read import read_result
+from sparsekit_fl.results.report.trials import TRIAL_FILE, Trial
+from sparsekit_fl.results.state.storage import write_atomically
 from sparsekit_fl.server.checkpoint import differences, holds_run
-from sparsekit_fl.state.storage import write_atomically
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,14 +14,14 @@ from flwr.app import Context, Message
 from flwr.serverapp import Grid, ServerApp
 
 from sparsekit.errors import InvalidValueError
-from sparsekit_fl.client.executor import ClientExecutor
-from sparsekit_fl.client.spec import RunSpec, check_device
 from sparsekit_fl.deployment.plan import Plan, client_ids
+from sparsekit_fl.engines.executor import ClientExecutor
 from sparsekit_fl.engines.flower.introduction import described, introduced_by
 from sparsekit_fl.engines.flower.node import make_app
 from sparsekit_fl.engines.flower.wire import content, read
+from sparsekit_fl.engines.spec import RunSpec, check_device
 from sparsekit_fl.problem.clients import Client
-from sparsekit_fl.state.store import CarriedMemory, DeviceStore, MemoryStore
+from sparsekit_fl.results.state.store import CarriedMemory, DeviceStore, MemoryStore
 
 # What the nodes of a run have in common is built once in a process: a simulation's processes serve all of its nodes.
 _made: dict[str, tuple[RunSpec, dict[int, Client]]] = {}

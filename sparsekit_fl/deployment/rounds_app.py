@@ -10,10 +10,10 @@ from flwr.app import Context
 from flwr.serverapp import Grid
 
 from sparsekit_fl.callbacks.base import Callback, RunView
-from sparsekit_fl.client.spec import RunSpec
 from sparsekit_fl.deployment.plan import Plan
 from sparsekit_fl.engines.flower.introduction import introduced_by
 from sparsekit_fl.engines.flower.nodes import Deployment, Nodes
+from sparsekit_fl.engines.spec import RunSpec
 from sparsekit_fl.results.rounds import RoundRecord
 from sparsekit_fl.server.loop import run
 

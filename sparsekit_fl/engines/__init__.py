@@ -2,13 +2,13 @@
 
 from sparsekit.graph import StateDict
 from sparsekit.registry import Registry
-from sparsekit_fl.client.executor import ClientExecutor
-from sparsekit_fl.client.spec import RunSpec
 from sparsekit_fl.engines.base import ClientPool, Engine, Reply, Unscored
 from sparsekit_fl.engines.cohort import Cohort
 from sparsekit_fl.engines.embedded import Embedded
+from sparsekit_fl.engines.executor import ClientExecutor
+from sparsekit_fl.engines.spec import RunSpec
 from sparsekit_fl.processes import one_thread
-from sparsekit_fl.state.store import ClientStore, Versions
+from sparsekit_fl.results.state.store import ClientStore, Versions
 
 # With these an engine can be written elsewhere.
 __all__ = [

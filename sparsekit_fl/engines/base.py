@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from sparsekit.graph import StateDict
-from sparsekit_fl.client.spec import RunSpec
+from sparsekit_fl.client.messages import Assignment, Evaluation, Update
+from sparsekit_fl.engines.spec import RunSpec
 from sparsekit_fl.problem.clients import Client
 from sparsekit_fl.results.records import RunResult
-from sparsekit_fl.state.store import ClientStore, Versions
-from sparsekit_fl.wire.messages import Assignment, Evaluation, Update
+from sparsekit_fl.results.state.store import ClientStore, Versions
 
 T = TypeVar("T")
 

@@ -17,11 +17,13 @@ from torch.func import functional_call, grad_and_value, vmap
 from sparsekit.errors import InvalidValueError, SparsekitError
 from sparsekit.graph import UnitMask
 from sparsekit.rng import torch_scope
-from sparsekit_fl.client.executor import ClientExecutor
-from sparsekit_fl.client.round import Asked, OpenRound
-from sparsekit_fl.client.spec import RunSpec, check_device
+from sparsekit_fl.client.loop import Batch, Batches, TrainingLog
+from sparsekit_fl.client.messages import Assignment
 from sparsekit_fl.engines.base import ClientPool, Reply
 from sparsekit_fl.engines.embedded import LocalPool
+from sparsekit_fl.engines.executor import ClientExecutor
+from sparsekit_fl.engines.round import Asked, OpenRound
+from sparsekit_fl.engines.spec import RunSpec, check_device
 from sparsekit_fl.errors import ClientError
 from sparsekit_fl.methods.fedprox import ProximalSgd
 from sparsekit_fl.options.config import TrainingConfig
@@ -31,9 +33,7 @@ from sparsekit_fl.policies.submodel import SubmodelSgd, scaled_outputs
 from sparsekit_fl.problem.clients import Client
 from sparsekit_fl.processes import one_thread
 from sparsekit_fl.results.records import RunResult
-from sparsekit_fl.state.store import ClientStore, Versions
-from sparsekit_fl.training.loop import Batch, Batches, TrainingLog
-from sparsekit_fl.wire.messages import Assignment
+from sparsekit_fl.results.state.store import ClientStore, Versions
 
 _log = logging.getLogger(__name__)
 

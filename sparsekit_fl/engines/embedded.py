@@ -17,16 +17,7 @@ from torch import Tensor
 
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph import StateDict
-from sparsekit_fl.client.executor import ClientExecutor
-from sparsekit_fl.client.spec import RunSpec, check_device
-from sparsekit_fl.engines.base import ClientPool, Reply, Unscored, in_order
-from sparsekit_fl.errors import ClientError, WorkerDiedError
-from sparsekit_fl.options.devices import device_of, exact_arithmetic
-from sparsekit_fl.problem.clients import Client
-from sparsekit_fl.processes import KILL, Child, Children, one_thread, start_method
-from sparsekit_fl.results.records import RunResult
-from sparsekit_fl.state.store import ClientStore, Versions
-from sparsekit_fl.wire.messages import (
+from sparsekit_fl.client.messages import (
     Assignment,
     Evaluation,
     Update,
@@ -35,6 +26,15 @@ from sparsekit_fl.wire.messages import (
     encode_assignment,
     encode_update,
 )
+from sparsekit_fl.engines.base import ClientPool, Reply, Unscored, in_order
+from sparsekit_fl.engines.executor import ClientExecutor
+from sparsekit_fl.engines.spec import RunSpec, check_device
+from sparsekit_fl.errors import ClientError, WorkerDiedError
+from sparsekit_fl.options.devices import device_of, exact_arithmetic
+from sparsekit_fl.problem.clients import Client
+from sparsekit_fl.processes import KILL, Child, Children, one_thread, start_method
+from sparsekit_fl.results.records import RunResult
+from sparsekit_fl.results.state.store import ClientStore, Versions
 
 GOODBYE = ((0.0, signal.SIGTERM), (5.0, KILL))
 """How worker processes are ended: one in the middle of a task would finish it first, and nobody waits for that result."""

@@ -22,20 +22,20 @@ from torch import Tensor
 from sparsekit.foreach import foreach_sub
 from sparsekit.graph import StateDict, UnitGraph, WeightMask, prefix_entries
 from sparsekit.measure import CostModel
-from sparsekit_fl.context.client import ClientContext, Work
-from sparsekit_fl.context.server import ServerContext
-from sparsekit_fl.costs import part_flops
+from sparsekit_fl.client.context import ClientContext, Work
+from sparsekit_fl.client.costs import part_flops
+from sparsekit_fl.client.kept import Mask
+from sparsekit_fl.client.loop import Batch
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.options.checked import Hint, NonNegative, Ratio
 from sparsekit_fl.policies import ByCapability, LocalPolicy, LocalResult, MaskPolicy, Mean
 from sparsekit_fl.policies.aggregate import Weighting
 from sparsekit_fl.policies.combine import Changes, Over
+from sparsekit_fl.policies.context import ServerContext
 from sparsekit_fl.policies.exits import WithExits, build_with_exits
 from sparsekit_fl.policies.local import Adjust, Leaves, load_leaves, pull_towards, sgd_step
 from sparsekit_fl.problem.metrics import IGNORED
 from sparsekit_fl.problem.problem import Problem
-from sparsekit_fl.training.loop import Batch
-from sparsekit_fl.wire.kept import Mask
 
 
 def _ends(graph: UnitGraph) -> list[int]:

@@ -12,12 +12,12 @@ from typing import Annotated
 
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph import StateDict
-from sparsekit_fl.context.client import ClientContext
+from sparsekit_fl.client.context import ClientContext
+from sparsekit_fl.client.kept import Mask
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.options.checked import Hint, NonNegative
 from sparsekit_fl.policies.local import LocalPolicy, LocalResult, load_leaves, pull_towards, sgd
 from sparsekit_fl.policies.personal import PersonalModel, PersonalPolicy
-from sparsekit_fl.wire.kept import Mask
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from sparsekit.graph import StateDict
-from sparsekit_fl.context.client import ClientContext
+from sparsekit_fl.client.context import ClientContext
+from sparsekit_fl.client.kept import Mask
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.options.checked import Hint, NonNegative, Share
 from sparsekit_fl.policies.local import LocalResult, Sgd
-from sparsekit_fl.wire.kept import Mask
 
 
 @dataclass(frozen=True)

@@ -14,15 +14,15 @@ from torch import nn
 
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph import StateDict, UnitGraph, head_entries
-from sparsekit_fl.context.client import ClientContext, Work
-from sparsekit_fl.costs import part_flops
+from sparsekit_fl.client.context import ClientContext, Work
+from sparsekit_fl.client.costs import part_flops
+from sparsekit_fl.client.kept import Mask
+from sparsekit_fl.client.loop import TrainingLog
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.options.checked import Fraction, Hint
 from sparsekit_fl.policies.local import LocalPolicy, LocalResult, load_leaves, sgd
 from sparsekit_fl.policies.share import PrivateHead
 from sparsekit_fl.problem.problem import Problem
-from sparsekit_fl.training.loop import TrainingLog
-from sparsekit_fl.wire.kept import Mask
 
 
 @dataclass(frozen=True)

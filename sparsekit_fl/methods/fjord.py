@@ -20,8 +20,10 @@ from sparsekit.allocation import check_ratio, select
 from sparsekit.criteria import Ordered, View
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph import Axes, StateDict, UnitGraph, UnitMask
-from sparsekit_fl.context.client import ClientContext, Work
-from sparsekit_fl.costs import rowmask_flops
+from sparsekit_fl.client.context import ClientContext, Work
+from sparsekit_fl.client.costs import rowmask_flops
+from sparsekit_fl.client.kept import Mask
+from sparsekit_fl.client.loop import Batch
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.policies import ByCapability, LocalPolicy, LocalResult, Mean, RecalibratedBatchNorm, ServerCriterion
 from sparsekit_fl.policies.local import Leaves, load_leaves, sgd_step
@@ -29,8 +31,6 @@ from sparsekit_fl.policies.mask import require_units
 from sparsekit_fl.problem.clients import CAPABILITY_LEVELS
 from sparsekit_fl.problem.metrics import IGNORED
 from sparsekit_fl.problem.problem import Problem
-from sparsekit_fl.training.loop import Batch
-from sparsekit_fl.wire.kept import Mask
 
 
 def _soft_cross_entropy(outputs: Any, teacher: Any, targets: Tensor) -> Tensor:

@@ -14,13 +14,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from sparsekit.graph import StateDict, UnitGraph, WeightMask
-from sparsekit_fl.context.client import ClientContext
+from sparsekit_fl.client.context import ClientContext
+from sparsekit_fl.client.kept import Mask
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.policies import GatedPruning, LocalResult, Mean, Sgd, UnderOwnMask
 from sparsekit_fl.policies.pruning import prunable_weights
 from sparsekit_fl.policies.weight_masks import largest_weights
 from sparsekit_fl.problem.problem import Problem
-from sparsekit_fl.wire.kept import Mask
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,15 +17,15 @@ from torch import Tensor
 from sparsekit.errors import InvalidValueError
 from sparsekit.foreach import foreach_add, foreach_copy_, foreach_sub
 from sparsekit.graph import StateDict
-from sparsekit_fl.context.client import ClientContext, Work
+from sparsekit_fl.client.context import ClientContext, Work
+from sparsekit_fl.client.kept import Mask
+from sparsekit_fl.client.loop import Batch, Batches
+from sparsekit_fl.client.optimizer import SgdStep
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.options.checked import Count, Hint, NonNegative, NonNegativeCount, Positive
 from sparsekit_fl.options.config import TrainingConfig
 from sparsekit_fl.policies import LocalPolicy, LocalResult, Mean, PersonalModel, PersonalPolicy
 from sparsekit_fl.policies.local import Leaves, gradients_of, load_leaves, sgd_step
-from sparsekit_fl.training.loop import Batch, Batches
-from sparsekit_fl.training.optimizer import SgdStep
-from sparsekit_fl.wire.kept import Mask
 
 Variant = Literal["first-order", "hessian-free"]
 

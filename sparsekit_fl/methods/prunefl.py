@@ -25,22 +25,22 @@ from sparsekit.errors import InvalidValueError
 from sparsekit.foreach import foreach_add_, foreach_zero_
 from sparsekit.graph import StateDict, UnitGraph, WeightMask
 from sparsekit.measure import CostModel
-from sparsekit_fl.context.client import ClientContext, Work
-from sparsekit_fl.context.server import ServerContext
-from sparsekit_fl.costs import part_flops
+from sparsekit_fl.client.context import ClientContext, Work
+from sparsekit_fl.client.costs import part_flops
+from sparsekit_fl.client.kept import Mask, mask_state
+from sparsekit_fl.client.loop import TrainingLog
+from sparsekit_fl.client.messages import Assignment, Update, require_metrics
 from sparsekit_fl.errors import UpdateError
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.options.checked import Checked, Count, Hint, NonNegative, NonNegativeCount
 from sparsekit_fl.policies import LocalResult, MaskPolicy, Mean, SamplingPolicy, Sgd
 from sparsekit_fl.policies.combine import Over, Rule, mean
+from sparsekit_fl.policies.context import ServerContext
 from sparsekit_fl.policies.local import Leaves, load_leaves, sgd
 from sparsekit_fl.policies.pruning import prunable_weights, recall_mask, remember_mask
 from sparsekit_fl.policies.weight_masks import search_weights
 from sparsekit_fl.problem.clients import Capability
 from sparsekit_fl.problem.problem import Problem
-from sparsekit_fl.training.loop import TrainingLog
-from sparsekit_fl.wire.kept import Mask, mask_state
-from sparsekit_fl.wire.messages import Assignment, Update, require_metrics
 
 _PROCESSED = "processed_examples"
 _BYTES_PER_WEIGHT = 4

@@ -19,13 +19,13 @@ from pydantic import Field
 
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph import StateDict, UnitGraph
-from sparsekit_fl.context.server import ServerContext
+from sparsekit_fl.client.messages import Update
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.options.checked import Checked, Hint, NonNegativeCount, Ratio, Share
 from sparsekit_fl.policies.aggregate import Mean, Weighting
 from sparsekit_fl.policies.combine import Counted, mean
+from sparsekit_fl.policies.context import ServerContext
 from sparsekit_fl.policies.sampling import SamplingPolicy
-from sparsekit_fl.wire.messages import Update
 
 
 @dataclass(frozen=True, kw_only=True)

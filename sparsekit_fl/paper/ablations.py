@@ -15,12 +15,12 @@ from typing import Literal, TypeAlias
 from sparsekit.criteria import Criterion, Magnitude, Ordered, Random
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph import StateDict
-from sparsekit_fl.context.client import ClientContext
+from sparsekit_fl.client.context import ClientContext
+from sparsekit_fl.client.kept import Mask
 from sparsekit_fl.methods.fedlps import fedlps, fedlps_own
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.policies import ByCapability, Constant, LearnableSgd, LocalPolicy, LocalResult, Sgd, UnitCriterion
 from sparsekit_fl.policies.local import with_passes
-from sparsekit_fl.wire.kept import Mask
 
 Whole: TypeAlias = Literal["fedlps", "fedlps-own"]
 """The method that an ablation replaces a part of."""

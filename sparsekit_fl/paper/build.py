@@ -10,23 +10,23 @@ from typing import Any, NamedTuple
 
 from sparsekit.errors import InvalidValueError, nearest
 from sparsekit.registry import load_object
-from sparsekit_fl.datasets import datasets
-from sparsekit_fl.datasets.base import DataSource
-from sparsekit_fl.datasets.hub import PREFIX as HUB
-from sparsekit_fl.datasets.hub import load_hub
-from sparsekit_fl.datasets.transforms import ImageTransform, TokenTransform
-from sparsekit_fl.models import models
-from sparsekit_fl.models.base import factory_spec
 from sparsekit_fl.paper.presets import Preset
-from sparsekit_fl.partition import partitions
-from sparsekit_fl.partition.flower import PREFIX as FLOWER
-from sparsekit_fl.partition.flower import flower_partition
-from sparsekit_fl.partition.pathological import lacking
 from sparsekit_fl.problem.augment import make_augment
 from sparsekit_fl.problem.clients import Client, ClientData
 from sparsekit_fl.problem.data import TensorData
+from sparsekit_fl.problem.datasets import datasets
+from sparsekit_fl.problem.datasets.base import DataSource
+from sparsekit_fl.problem.datasets.hub import PREFIX as HUB
+from sparsekit_fl.problem.datasets.hub import load_hub
+from sparsekit_fl.problem.datasets.transforms import ImageTransform, TokenTransform
 from sparsekit_fl.problem.lazy import LazyData
 from sparsekit_fl.problem.metrics import TokenAccuracy, accuracy
+from sparsekit_fl.problem.models import models
+from sparsekit_fl.problem.models.base import factory_spec
+from sparsekit_fl.problem.partition import partitions
+from sparsekit_fl.problem.partition.flower import PREFIX as FLOWER
+from sparsekit_fl.problem.partition.flower import flower_partition
+from sparsekit_fl.problem.partition.pathological import lacking
 from sparsekit_fl.problem.problem import Problem, check_fit
 from sparsekit_fl.streams import Streams
 

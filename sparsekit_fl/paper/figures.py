@@ -10,10 +10,10 @@ from fractions import Fraction
 from typing import Any, NamedTuple
 
 from sparsekit_fl.paper.published import PUBLISHED_LEVEL, protocol_difference, published_numbers, published_text
-from sparsekit_fl.report.comparison import TARGET, Comparison
-from sparsekit_fl.report.figures import POINTS, bars, curve, level_figures
-from sparsekit_fl.report.plots import Figure
 from sparsekit_fl.results.extra import need
+from sparsekit_fl.results.report.comparison import TARGET, Comparison
+from sparsekit_fl.results.report.figures import POINTS, bars, curve, level_figures
+from sparsekit_fl.results.report.plots import Figure
 from sparsekit_fl.results.text import flops_text, seconds_text, share_text
 
 _ABLATIONS = ("flst", "rcr-fix", "rcr-dyn", "p-ucbv-fix", "p-ucbv-dyn")

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from sparsekit.graph import StateDict
-from sparsekit_fl.context.server import ServerContext
+from sparsekit_fl.client.messages import Assignment, Update
 from sparsekit_fl.errors import UpdateError
 from sparsekit_fl.policies.base import Policy
 from sparsekit_fl.policies.combine import Changes, Counted, Over, Rule, mean
-from sparsekit_fl.wire.messages import Assignment, Update
+from sparsekit_fl.policies.context import ServerContext
 
 Weighting = Literal["examples", "uniform"]
 

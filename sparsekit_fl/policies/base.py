@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph import UnitGraph
-from sparsekit_fl.context.server import ServerContext
+from sparsekit_fl.client.messages import Assignment, Update
 from sparsekit_fl.options.checked import Checked
+from sparsekit_fl.policies.context import ServerContext
 from sparsekit_fl.problem.problem import Problem
-from sparsekit_fl.wire.messages import Assignment, Update
 
 
 class Policy(Checked):

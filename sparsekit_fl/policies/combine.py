@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from sparsekit.graph import StateDict, UnitGraph
+from sparsekit_fl.client.kept import Kept
+from sparsekit_fl.client.messages import Update
 from sparsekit_fl.options.config import RunConfig
-from sparsekit_fl.wire.kept import Kept
-from sparsekit_fl.wire.messages import Update
 
 # Number of entries that are sorted at once: it bounds the memory of a round to little more than its updates.
 _CHUNK = 2**18

@@ -21,7 +21,7 @@ from sparsekit.graph import Layer, UnitGraph, prefix_entries
 from sparsekit.layers import is_convolution
 from sparsekit.measure import trace_cost
 from sparsekit.tracing import trace_layers
-from sparsekit_fl.costs import part_flops
+from sparsekit_fl.client.costs import part_flops
 
 _GRID = 4
 

@@ -12,13 +12,13 @@ from torch import Tensor
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph import StateDict, UnitGraph
 from sparsekit.training import GradientImportance, ImportanceRegularizer, LearnableMask
-from sparsekit_fl.context.client import ClientContext
+from sparsekit_fl.client.context import ClientContext
+from sparsekit_fl.client.kept import Mask
 from sparsekit_fl.options.checked import Hint, NonNegative, Positive
 from sparsekit_fl.options.config import TrainingConfig
 from sparsekit_fl.policies.local import Adjust, Leaves, LocalPolicy, LocalResult, pull_towards, sgd, trained_leaves, with_passes
 from sparsekit_fl.policies.mask import require_units
 from sparsekit_fl.problem.problem import Problem
-from sparsekit_fl.wire.kept import Mask
 
 
 class _Anchors:

@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from sparsekit.foreach import foreach_add, foreach_lerp_, foreach_mul, foreach_sub
 from sparsekit.graph import StateDict, UnitMask, WeightMask
 from sparsekit.training import LearnableMask
-from sparsekit_fl.context.client import ClientContext, Work
+from sparsekit_fl.client.context import ClientContext, Work
+from sparsekit_fl.client.kept import Mask, mask_state
+from sparsekit_fl.client.loop import Batch, Batches, Step, TrainingLog
+from sparsekit_fl.client.optimizer import SgdStep, TorchStep, make_step
 from sparsekit_fl.options.checked import Hint, NonNegative
 from sparsekit_fl.options.config import TrainingConfig
 from sparsekit_fl.policies.base import Policy
 from sparsekit_fl.problem.problem import Loss, Problem
-from sparsekit_fl.training.loop import Batch, Batches, Step, TrainingLog
-from sparsekit_fl.training.optimizer import SgdStep, TorchStep, make_step
-from sparsekit_fl.wire.kept import Mask, mask_state
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -10,13 +10,13 @@ from sparsekit.criteria import Criterion, View
 from sparsekit.errors import NoUnitsError
 from sparsekit.graph import StateDict, UnitGraph
 from sparsekit.rng import torch_generator
-from sparsekit_fl.context.client import ClientContext
-from sparsekit_fl.context.server import ServerContext
+from sparsekit_fl.client.context import ClientContext
+from sparsekit_fl.client.kept import Mask
+from sparsekit_fl.client.messages import Update
 from sparsekit_fl.policies.base import Policy
+from sparsekit_fl.policies.context import ServerContext
 from sparsekit_fl.policies.local import LocalResult
 from sparsekit_fl.problem.problem import Problem
-from sparsekit_fl.wire.kept import Mask
-from sparsekit_fl.wire.messages import Update
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from sparsekit.graph import StateDict, UnitGraph, along, head_entries
-from sparsekit_fl.context.client import ClientContext
-from sparsekit_fl.context.server import ServerContext
+from sparsekit_fl.client.context import ClientContext
+from sparsekit_fl.client.messages import Update
 from sparsekit_fl.options.checked import Hint, Positive
 from sparsekit_fl.policies.aggregate import Mean, Weighting
 from sparsekit_fl.policies.combine import Over
+from sparsekit_fl.policies.context import ServerContext
 from sparsekit_fl.policies.share import SharePolicy
 from sparsekit_fl.problem.problem import Problem
-from sparsekit_fl.wire.messages import Update
 
 _log = logging.getLogger(__name__)
 

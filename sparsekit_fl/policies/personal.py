@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph import StateDict
-from sparsekit_fl.context.client import ClientContext
+from sparsekit_fl.client.context import ClientContext
+from sparsekit_fl.client.kept import Kept, Mask
+from sparsekit_fl.client.loop import TrainingLog
+from sparsekit_fl.client.messages import Scores
+from sparsekit_fl.client.packing import pack_mask, unpack_mask
 from sparsekit_fl.policies.base import Policy
 from sparsekit_fl.policies.local import LocalResult
-from sparsekit_fl.training.loop import TrainingLog
-from sparsekit_fl.wire.kept import Kept, Mask
-from sparsekit_fl.wire.messages import Scores
-from sparsekit_fl.wire.packing import pack_mask, unpack_mask
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

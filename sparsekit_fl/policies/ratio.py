@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sparsekit_fl.context.client import ClientContext
-from sparsekit_fl.context.server import ServerContext
+from sparsekit_fl.client.context import ClientContext
+from sparsekit_fl.client.messages import Update
 from sparsekit_fl.options.checked import Ratio
 from sparsekit_fl.policies.base import Policy
-from sparsekit_fl.wire.messages import Update
+from sparsekit_fl.policies.context import ServerContext
 
 
 class RatioPolicy(Policy):

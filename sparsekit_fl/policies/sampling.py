@@ -9,10 +9,10 @@ from typing import Annotated
 import numpy as np
 
 from sparsekit.errors import InvalidValueError
-from sparsekit_fl.context.server import ServerContext
+from sparsekit_fl.client.messages import Assignment, Update, require_metrics
 from sparsekit_fl.options.checked import Hint, NonNegativeCount
 from sparsekit_fl.policies.base import Policy
-from sparsekit_fl.wire.messages import Assignment, Update, require_metrics
+from sparsekit_fl.policies.context import ServerContext
 
 
 class SamplingPolicy(Policy):

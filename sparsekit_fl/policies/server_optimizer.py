@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from sparsekit.graph import UnitGraph
-from sparsekit_fl.context.memory import Memory
+from sparsekit_fl.client.kept import Kept
+from sparsekit_fl.client.memory import Memory
 from sparsekit_fl.options.config import RunConfig
 from sparsekit_fl.policies.combine import Changes, Counted
-from sparsekit_fl.wire.kept import Kept
 
 _ADAPTIVE_LR = 0.01
 

@@ -9,12 +9,12 @@ from torch import Tensor
 
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph import StateDict, UnitGraph, head_entries
-from sparsekit_fl.context.client import ClientContext
+from sparsekit_fl.client.context import ClientContext
+from sparsekit_fl.client.kept import Mask
 from sparsekit_fl.options.checked import Count, Hint
 from sparsekit_fl.policies.base import Policy
 from sparsekit_fl.policies.local import LocalResult
 from sparsekit_fl.problem.problem import Problem
-from sparsekit_fl.wire.kept import Mask
 
 
 class SharePolicy(Policy):

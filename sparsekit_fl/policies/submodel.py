@@ -20,13 +20,13 @@ from sparsekit.allocation import select
 from sparsekit.criteria import Criterion
 from sparsekit.graph import StateDict
 from sparsekit.layers import is_convolution
-from sparsekit_fl.context.client import ClientContext
+from sparsekit_fl.client.context import ClientContext
+from sparsekit_fl.client.kept import Kept, Mask
 from sparsekit_fl.options.checked import Positive
 from sparsekit_fl.policies.local import LocalResult, Sgd
 from sparsekit_fl.policies.mask import RoundView
 from sparsekit_fl.policies.personal import PersonalModel, PersonalPolicy
 from sparsekit_fl.problem.problem import Loss
-from sparsekit_fl.wire.kept import Kept, Mask
 
 _LARGEST_BATCH = 256
 

@@ -1,1 +1,1 @@
-"""What is learned, and by whom: model, loss, metrics, data, clients."""
+"""What is learned, and by whom: model, loss, metrics, data sets, partitions, clients."""

@@ -6,11 +6,11 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from sparsekit_fl.client.messages import Evaluation
 from sparsekit_fl.results.extra import need
 from sparsekit_fl.results.part import Cost
 from sparsekit_fl.results.rounds import RoundRecord
 from sparsekit_fl.results.scores import FinalScores, RoundScores, value_of
-from sparsekit_fl.wire.messages import Evaluation
 
 
 def rounds_table(records: Sequence[RoundRecord]) -> list[dict[str, Any]]:

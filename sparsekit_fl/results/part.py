@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, PlainValidator, model_validator
 
-from sparsekit_fl.wire.messages import WorkCost
+from sparsekit_fl.client.messages import WorkCost
 
 
 class Part(BaseModel):

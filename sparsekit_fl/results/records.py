@@ -12,6 +12,7 @@ from pydantic import Field
 
 from sparsekit.errors import DataError, SparsekitError
 from sparsekit.graph import StateDict
+from sparsekit_fl.client.messages import WorkCost
 from sparsekit_fl.options.config import RunConfig
 from sparsekit_fl.results.frames import clients_frame, rounds_frame
 from sparsekit_fl.results.part import Count, Failures, Part, SavedCost, about, plain
@@ -19,8 +20,7 @@ from sparsekit_fl.results.plot import plot_rounds
 from sparsekit_fl.results.read import SCHEMA_NUMBER, read_result
 from sparsekit_fl.results.rounds import RoundRecord
 from sparsekit_fl.results.scores import FinalScores
-from sparsekit_fl.state.storage import write_atomically
-from sparsekit_fl.wire.messages import WorkCost
+from sparsekit_fl.results.state.storage import write_atomically
 
 _SAME = ("rounds", "final", "cost", "environment", "note", "privacy", "fingerprint", "stopped", "extended")
 

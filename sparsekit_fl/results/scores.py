@@ -8,9 +8,9 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import PlainValidator, computed_field, field_serializer
 
+from sparsekit_fl.client.messages import Evaluation, Scores
 from sparsekit_fl.problem.metrics import lower_is_better
 from sparsekit_fl.results.part import Count, Number, Part, about
-from sparsekit_fl.wire.messages import Evaluation, Scores
 
 Means = Mapping[str, Number]
 """Metric name → value over clients."""

@@ -21,11 +21,11 @@ import numpy as np
 import torch
 
 from sparsekit.errors import InvalidValueError
+from sparsekit_fl.client.messages import Assignment, Update, decode_update, encode_update
 from sparsekit_fl.engines.base import ClientPool, ClientStream, Reply, await_clients
 from sparsekit_fl.errors import ClientError, TooFewRepliesError, UpdateError
+from sparsekit_fl.results.state.store import Versions
 from sparsekit_fl.server.server import Aggregated, Arrival, Server
-from sparsekit_fl.state.store import Versions
-from sparsekit_fl.wire.messages import Assignment, Update, decode_update, encode_update
 
 _REPEATS = 2
 _MOST_REASONS = 5

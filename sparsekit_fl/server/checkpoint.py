@@ -17,16 +17,16 @@ from torch import Tensor
 
 from sparsekit.errors import DataError, nearest
 from sparsekit.graph import digest
-from sparsekit_fl.client.spec import RunSpec
+from sparsekit_fl.client.packing import pack, unpack
+from sparsekit_fl.engines.spec import RunSpec
 from sparsekit_fl.errors import ResumeError
 from sparsekit_fl.fingerprint import check_fingerprint
 from sparsekit_fl.problem.clients import Client
 from sparsekit_fl.results.part import plain
 from sparsekit_fl.results.rounds import RoundRecord
+from sparsekit_fl.results.state.lock import FolderLock
+from sparsekit_fl.results.state.storage import flatten, unflatten, write_atomically
 from sparsekit_fl.server.server import ServerState
-from sparsekit_fl.state.lock import FolderLock
-from sparsekit_fl.state.storage import flatten, unflatten, write_atomically
-from sparsekit_fl.wire.packing import pack, unpack
 
 _FORMAT = 1
 _CHECKPOINT, _BEGUN = "checkpoint.safetensors", "run.json"

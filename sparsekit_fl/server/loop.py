@@ -15,9 +15,9 @@ from sparsekit.errors import InvalidValueError
 from sparsekit.graph import StateDict, UnitGraph
 from sparsekit.rng import torch_scope
 from sparsekit_fl.callbacks.base import Callback, Callbacks
-from sparsekit_fl.client.spec import RunSpec, by_id
 from sparsekit_fl.engines.base import Engine
 from sparsekit_fl.engines.embedded import Embedded
+from sparsekit_fl.engines.spec import RunSpec, by_id
 from sparsekit_fl.errors import RunInterrupted, StorageError, WorkerDiedError
 from sparsekit_fl.fingerprint import fingerprint_of
 from sparsekit_fl.methods.method import Method
@@ -26,9 +26,9 @@ from sparsekit_fl.problem.clients import Client
 from sparsekit_fl.problem.own_code import own_code
 from sparsekit_fl.problem.problem import Problem
 from sparsekit_fl.results.records import RunResult
+from sparsekit_fl.results.state.store import ClientStore
 from sparsekit_fl.server.checkpoint import RunFolder, describe_run
 from sparsekit_fl.server.rounds import Rounds
-from sparsekit_fl.state.store import ClientStore
 
 # Errors of a file that cannot grow: the disk is full, or a quota (which Windows lacks), or the limit of a file's size.
 _FULL = (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC), errno.EFBIG)

@@ -23,12 +23,12 @@ import torch
 
 from sparsekit.errors import InvalidValueError, MissingDependencyError, install_hint
 from sparsekit.graph import StateDict, UnitGraph
-from sparsekit_fl.context.availability import Availability
 from sparsekit_fl.options.config import RunConfig
 from sparsekit_fl.policies.combine import Changes, Counted, Over, Rule, add_up, scales_to
 from sparsekit_fl.policies.mask import MaskPolicy
 from sparsekit_fl.policies.ratio import RatioPolicy
 from sparsekit_fl.policies.sampling import Poisson, SamplingPolicy
+from sparsekit_fl.problem.availability import Availability
 from sparsekit_fl.streams import Streams
 
 if TYPE_CHECKING:

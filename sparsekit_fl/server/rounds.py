@@ -12,9 +12,10 @@ from torch import nn
 
 from sparsekit.graph import digest
 from sparsekit_fl.callbacks.base import Callbacks, RunView
-from sparsekit_fl.client.spec import RunSpec
-from sparsekit_fl.costs import round_cost
+from sparsekit_fl.client.costs import round_cost
+from sparsekit_fl.client.messages import Assignment, Evaluation, Update, WorkCost
 from sparsekit_fl.engines.base import ClientPool, Reply, Unscored, await_clients
+from sparsekit_fl.engines.spec import RunSpec
 from sparsekit_fl.errors import ClientError, TooFewRepliesError
 from sparsekit_fl.problem.clients import Client
 from sparsekit_fl.problem.metrics import lower_is_better
@@ -22,13 +23,12 @@ from sparsekit_fl.results.environment import describe_environment
 from sparsekit_fl.results.records import RunResult
 from sparsekit_fl.results.rounds import RoundRecord
 from sparsekit_fl.results.scores import FinalScores, RoundScores
+from sparsekit_fl.results.state.models import global_file, save_whole, write_recipe
+from sparsekit_fl.results.state.store import ClientStore
 from sparsekit_fl.server.asynchronous import Asynchronous, Simulated, Wall
 from sparsekit_fl.server.checkpoint import RunFolder, Saved
 from sparsekit_fl.server.server import Aggregated, Server
-from sparsekit_fl.state.models import global_file, save_whole, write_recipe
-from sparsekit_fl.state.store import ClientStore
 from sparsekit_fl.streams import Streams
-from sparsekit_fl.wire.messages import Assignment, Evaluation, Update, WorkCost
 
 _log = logging.getLogger(__name__)
 _REPEATS = 2

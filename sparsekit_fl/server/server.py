@@ -10,24 +10,24 @@ from torch import Tensor
 from sparsekit.allocation import check_ratio
 from sparsekit.errors import InvalidValueError, SparsekitError
 from sparsekit.graph import StateDict, UnitGraph, clone, is_finite
-from sparsekit_fl.client.spec import RunSpec
-from sparsekit_fl.context.availability import Availability
-from sparsekit_fl.context.memory import Memory, rngs_by_kind
-from sparsekit_fl.context.server import Roster, ServerContext
-from sparsekit_fl.costs import scoring_seconds
+from sparsekit_fl.client.costs import scoring_seconds
+from sparsekit_fl.client.kept import Kept
+from sparsekit_fl.client.memory import Memory, rngs_by_kind
+from sparsekit_fl.client.messages import Assignment, Update
+from sparsekit_fl.client.packing import upload_dtype
+from sparsekit_fl.engines.spec import RunSpec
 from sparsekit_fl.errors import UpdateError
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.options.config import Upload
 from sparsekit_fl.policies.aggregate import AggregatePolicy
 from sparsekit_fl.policies.combine import Changes, Counted, Over, mean, rule_of
+from sparsekit_fl.policies.context import Roster, ServerContext
 from sparsekit_fl.policies.sampling import Poisson, SamplingPolicy
 from sparsekit_fl.policies.server_optimizer import make_server_optimizer
+from sparsekit_fl.problem.availability import Availability
 from sparsekit_fl.problem.clients import Client
 from sparsekit_fl.server.privacy import check_private, noise_seed_of, noisy_mean_of, privacy_of
 from sparsekit_fl.streams import Streams
-from sparsekit_fl.wire.kept import Kept
-from sparsekit_fl.wire.messages import Assignment, Update
-from sparsekit_fl.wire.packing import upload_dtype
 
 # More steps than any client takes between two rounds, and far from where integers wrap around.
 _MOST_COUNTED = 2**31

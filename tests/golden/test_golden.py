@@ -17,8 +17,7 @@ from sparsekit_fl.errors import RunInterrupted
 from sparsekit_fl.methods import registry
 from sparsekit_fl.results.records import RunResult
 from sparsekit_fl.server.loop import run
-from sparsekit_fl.testing.methods import StopAfter
-from sparsekit_fl.testing.tiny import tiny_clients, tiny_config, tiny_problem
+from sparsekit_fl.testing import StopAfter, tiny_clients, tiny_config, tiny_problem
 
 FILE = Path(__file__).with_name("methods.json")
 EXACT = ("flops_compact", "flops_scoring", "flops_rowmask", "uplink_bytes", "downlink_bytes")

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from sparsekit_fl.callbacks.base import Callback
+from sparsekit_fl.client.messages import Evaluation
 from sparsekit_fl.methods import registry
 from sparsekit_fl.options.config import RunConfig
 from sparsekit_fl.server.loop import run
-from sparsekit_fl.testing.tiny import tiny_clients, tiny_config, tiny_problem
-from sparsekit_fl.wire.messages import Evaluation
+from sparsekit_fl.testing import tiny_clients, tiny_config, tiny_problem
 
 pytestmark = pytest.mark.slow
 

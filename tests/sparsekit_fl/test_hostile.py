@@ -19,13 +19,8 @@ from safetensors.torch import save
 from sparsekit.errors import DataError
 from sparsekit.graph.mask import UnitMask, WeightMask
 from sparsekit.graph.state import digest
-from sparsekit_fl.client.spec import RunSpec, by_id
-from sparsekit_fl.methods.method import Method
-from sparsekit_fl.policies import Mean
-from sparsekit_fl.server.server import Server
-from sparsekit_fl.testing.tiny import tiny_clients, tiny_config, tiny_problem
-from sparsekit_fl.wire.kept import Kept
-from sparsekit_fl.wire.messages import (
+from sparsekit_fl.client.kept import Kept
+from sparsekit_fl.client.messages import (
     Assignment,
     Evaluation,
     Update,
@@ -35,7 +30,12 @@ from sparsekit_fl.wire.messages import (
     encode_assignment,
     encode_update,
 )
-from sparsekit_fl.wire.packing import pack
+from sparsekit_fl.client.packing import pack
+from sparsekit_fl.engines.spec import RunSpec, by_id
+from sparsekit_fl.methods.method import Method
+from sparsekit_fl.policies import Mean
+from sparsekit_fl.server.server import Server
+from sparsekit_fl.testing import tiny_clients, tiny_config, tiny_problem
 
 FUZZ = settings(max_examples=300, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 

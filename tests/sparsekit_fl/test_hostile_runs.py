@@ -14,17 +14,17 @@ from hypothesis import strategies as st
 
 from sparsekit.graph.mask import WeightMask
 from sparsekit_fl.callbacks.base import Callback
-from sparsekit_fl.client.executor import ClientExecutor
-from sparsekit_fl.client.spec import RunSpec
+from sparsekit_fl.client.kept import Kept
+from sparsekit_fl.client.messages import Evaluation
+from sparsekit_fl.engines.executor import ClientExecutor
+from sparsekit_fl.engines.spec import RunSpec
 from sparsekit_fl.methods import registry
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.methods.prunefl import Search, prunefl
 from sparsekit_fl.results.part import plain
 from sparsekit_fl.results.scores import RoundScores
 from sparsekit_fl.server.loop import run
-from sparsekit_fl.testing.tiny import tiny_clients, tiny_config, tiny_problem
-from sparsekit_fl.wire.kept import Kept
-from sparsekit_fl.wire.messages import Evaluation
+from sparsekit_fl.testing import tiny_clients, tiny_config, tiny_problem
 
 HOSTILE = (1, 4)
 GRAPH = RunSpec.build(Method(name="m", source=""), tiny_problem(), tiny_config()).graph

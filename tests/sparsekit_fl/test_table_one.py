@@ -13,11 +13,11 @@ from sparsekit.criteria import Ordered, Random, View
 from sparsekit.graph.layers import layer_weights
 from sparsekit.measure.cost import trace_cost
 from sparsekit.tracing.layer_order import trace_layers
-from sparsekit_fl.costs import rowmask_flops
-from sparsekit_fl.models import models
-from sparsekit_fl.models.base import InputShape
+from sparsekit_fl.client.costs import rowmask_flops
 from sparsekit_fl.paper.presets import PRESETS
 from sparsekit_fl.policies.weight_masks import largest_weights
+from sparsekit_fl.problem.models import models
+from sparsekit_fl.problem.models.base import InputShape
 
 SHAPES = {
     "mnist": ((1, 28, 28), 10, 180),

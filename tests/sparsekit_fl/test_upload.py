@@ -9,16 +9,16 @@ import torch
 from personal import watched
 
 from sparsekit.errors import InvalidValueError
-from sparsekit_fl.client.spec import RunSpec, by_id
+from sparsekit_fl.client.messages import Update, decode_update, encode_update, update_bytes
+from sparsekit_fl.client.packing import upload_dtype
 from sparsekit_fl.engines.embedded import Embedded
+from sparsekit_fl.engines.spec import RunSpec, by_id
 from sparsekit_fl.methods import registry
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.policies import Mean
 from sparsekit_fl.server.loop import run
 from sparsekit_fl.server.server import Server
-from sparsekit_fl.testing.tiny import tiny_clients, tiny_config, tiny_problem
-from sparsekit_fl.wire.messages import Update, decode_update, encode_update, update_bytes
-from sparsekit_fl.wire.packing import upload_dtype
+from sparsekit_fl.testing import tiny_clients, tiny_config, tiny_problem
 
 ROUNDED = replace(tiny_config(), upload="bfloat16")
 

@@ -67,13 +67,11 @@ method = fl.Method(
 )
 fl.run(method, problem, clients, config)
 
-# sparsekit_fl.Partition, sparsekit_fl.partitions
+# sparsekit_fl.Partition, sparsekit_fl.partitions, sparsekit_fl.datasets
 import numpy as np
 
-from sparsekit_fl.datasets import datasets
-
 deal: fl.Partition = fl.partitions["dirichlet"]
-splits = deal(datasets["digits"](), clients=10, rng=np.random.default_rng(0))
+splits = deal(fl.datasets["digits"](), clients=10, rng=np.random.default_rng(0))
 dealt = [fl.Client(id=k, data=data) for k, data in enumerate(splits)]
 
 # sparsekit_fl.PersonalPolicy, sparsekit_fl.PersonalModel

@@ -11,8 +11,8 @@ import torch
 
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.groups import FixedUnits, Kind, SizeAttribute, UnitGroup, UnitSlice
-from sparsekit.labels.store import OUTPUT, Cause, LabelStore, components
-from sparsekit.labels.values import NOT_ZERO, Entry, IntArray
+from sparsekit.layers.labels.store import OUTPUT, Cause, LabelStore, components
+from sparsekit.layers.labels.values import NOT_ZERO, Entry, IntArray
 from sparsekit.tracing.grouping.norms import NormNotes, find_sites, noted_nodes
 from sparsekit.tracing.grouping.sizes import chosen_sizes, counted_sizes, find_sizes, tie_splits
 

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from sparsekit.graph.norms import NormSite
-from sparsekit.labels.store import Cause, LabelStore
-from sparsekit.labels.values import IntArray
+from sparsekit.layers.labels.store import Cause, LabelStore
+from sparsekit.layers.labels.values import IntArray
 
 
 @dataclass(frozen=True, eq=False)

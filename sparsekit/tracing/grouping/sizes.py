@@ -13,8 +13,8 @@ from itertools import combinations
 import numpy as np
 
 from sparsekit.graph.groups import SizeAttribute, UnitGroup
-from sparsekit.labels.store import LabelStore, Split
-from sparsekit.labels.values import IntArray
+from sparsekit.layers.labels.store import LabelStore, Split
+from sparsekit.layers.labels.values import IntArray
 
 _WIDTHS = ("dim", "size", "width", "inner", "hidden", "embd", "embed", "model", "feature", "channel", "total", "out")
 _OF_HEADS = ("inner", "all", "total", "split", "attn", "attention", "qkv", "heads")

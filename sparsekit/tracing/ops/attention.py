@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from torch import Tensor
 
-from sparsekit.labels.values import NOT_ZERO, Labels, TensorLabels
+from sparsekit.layers.labels.values import NOT_ZERO, Labels, TensorLabels
 from sparsekit.tracing.ops.call import Call, Outputs, table
 from sparsekit.tracing.ops.joining import merge
 from sparsekit.tracing.ops.pointwise import combine

@@ -10,8 +10,8 @@ from typing import Any, TypeAlias
 from torch import Tensor
 
 from sparsekit._torch import tree_leaves
-from sparsekit.labels.tracer import Tracer
-from sparsekit.labels.values import TensorLabels
+from sparsekit.layers.labels.tracer import Tracer
+from sparsekit.layers.labels.values import TensorLabels
 
 Outputs: TypeAlias = TensorLabels | Sequence[TensorLabels | None] | None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from torch import Tensor
 
-from sparsekit.labels.values import Labels, TensorLabels
+from sparsekit.layers.labels.values import Labels, TensorLabels
 from sparsekit.tracing.ops.attention import merge_heads
 from sparsekit.tracing.ops.call import Call, Outputs, table
 from sparsekit.tracing.ops.pointwise import combine

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 from torch import Tensor
 
-from sparsekit.labels.joint import inserted
-from sparsekit.labels.values import ALWAYS_ZERO, NO_UNIT, NOT_ZERO, Labels, TensorLabels, uniform
+from sparsekit.layers.labels.joint import inserted
+from sparsekit.layers.labels.values import ALWAYS_ZERO, NO_UNIT, NOT_ZERO, Labels, TensorLabels, uniform
 from sparsekit.tracing.ops.call import Call, Outputs, table
 
 CREATORS = frozenset(

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from sparsekit.graph.index import along
-from sparsekit.labels.joint import aligned, dropped, inserted, permuted
-from sparsekit.labels.values import IntArray, Joint, Labels, TensorLabels, uniform
+from sparsekit.layers.labels.joint import aligned, dropped, inserted, permuted
+from sparsekit.layers.labels.values import IntArray, Joint, Labels, TensorLabels, uniform
 from sparsekit.tracing.ops.call import Call, Outputs, table
 from sparsekit.tracing.ops.reshape import MOST_POSITIONS, one_axis, pack, unpack
 

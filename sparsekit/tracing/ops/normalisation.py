@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from torch import Tensor, nn
 
-from sparsekit.labels.values import ALWAYS_ZERO, NOT_ZERO, Labels, TensorLabels
+from sparsekit.layers.labels.values import ALWAYS_ZERO, NOT_ZERO, Labels, TensorLabels
 from sparsekit.layers.parametrised import normed_weight
 from sparsekit.tracing.ops.call import Call, Outputs, table
 

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparsekit.labels.joint import aligned
-from sparsekit.labels.values import NOT_ZERO, IntArray, Joint, Labels, TensorLabels, uniform
+from sparsekit.layers.labels.joint import aligned
+from sparsekit.layers.labels.values import NOT_ZERO, IntArray, Joint, Labels, TensorLabels, uniform
 from sparsekit.tracing.ops.call import Call, Outputs, table
 from sparsekit.tracing.ops.reshape import MOST_POSITIONS
 

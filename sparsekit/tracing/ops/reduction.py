@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sparsekit.labels.values import TensorLabels
+from sparsekit.layers.labels.values import TensorLabels
 from sparsekit.tracing.ops.call import Call, Outputs, table
 
 _SUMS = frozenset({"sum", "linalg_vector_norm", "norm", "nansum"})

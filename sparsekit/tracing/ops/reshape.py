@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from sparsekit.labels.joint import collapsed, reshaped, without_repeats
-from sparsekit.labels.values import IntArray, Joint, Labels, TensorLabels, uniform
+from sparsekit.layers.labels.joint import collapsed, reshaped, without_repeats
+from sparsekit.layers.labels.values import IntArray, Joint, Labels, TensorLabels, uniform
 from sparsekit.tracing.ops.call import Call, Outputs, table
 
 MOST_POSITIONS = 1 << 24  # bound on the work for one rearrangement

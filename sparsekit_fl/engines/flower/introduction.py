@@ -13,11 +13,11 @@ import torch
 from flwr.app import Message
 
 from sparsekit.errors import DataError
-from sparsekit_fl.client.spec import RunSpec
+from sparsekit_fl.client.packing import pack, unpack
 from sparsekit_fl.engines.flower.wire import read
+from sparsekit_fl.engines.spec import RunSpec
 from sparsekit_fl.fingerprint import code_version
 from sparsekit_fl.problem.clients import Capability, Client, ClientData
-from sparsekit_fl.wire.packing import pack, unpack
 
 _LETTERS = 16
 _SAME = {

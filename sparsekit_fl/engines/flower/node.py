@@ -13,13 +13,13 @@ from flwr.clientapp import ClientApp
 
 from sparsekit.errors import DataError
 from sparsekit.graph import StateDict
-from sparsekit_fl.client.executor import ClientExecutor
+from sparsekit_fl.client.messages import decode_assignment, encode_update
+from sparsekit_fl.client.packing import unpack
+from sparsekit_fl.engines.executor import ClientExecutor
 from sparsekit_fl.engines.flower.wire import content, join, part, read
 from sparsekit_fl.errors import ClientError, LostMemoryError
 from sparsekit_fl.processes import one_thread
-from sparsekit_fl.state.store import CarriedMemory
-from sparsekit_fl.wire.messages import decode_assignment, encode_update
-from sparsekit_fl.wire.packing import unpack
+from sparsekit_fl.results.state.store import CarriedMemory
 
 _Answer = tuple[dict[str, Any], dict[str, bytes]]  # header and payloads
 

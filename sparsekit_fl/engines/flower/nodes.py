@@ -13,18 +13,18 @@ from flwr.app import Message
 from flwr.serverapp import Grid
 
 from sparsekit.errors import DataError, SparsekitError
-from sparsekit_fl.client.spec import RunSpec
 from sparsekit_fl.engines.base import ClientPool
 from sparsekit_fl.engines.flower.introduction import check_code, read_clients
 from sparsekit_fl.engines.flower.pool import GridPool
 from sparsekit_fl.engines.flower.post import POLL_SECONDS, Carrier, Post
 from sparsekit_fl.engines.flower.wire import content
+from sparsekit_fl.engines.spec import RunSpec
 from sparsekit_fl.errors import ClientError, WorkerDiedError
 from sparsekit_fl.problem.clients import Client
 from sparsekit_fl.processes import one_thread
 from sparsekit_fl.results.records import RunResult
-from sparsekit_fl.state.storage import write_atomically
-from sparsekit_fl.state.store import ClientStore
+from sparsekit_fl.results.state.storage import write_atomically
+from sparsekit_fl.results.state.store import ClientStore
 
 _log = logging.getLogger(__name__)
 _LOOK_SECONDS = 0.5

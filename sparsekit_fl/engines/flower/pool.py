@@ -13,15 +13,15 @@ from flwr.app import Message
 
 from sparsekit.errors import DataError, InvalidValueError
 from sparsekit.graph import StateDict
-from sparsekit_fl.client.spec import RunSpec
+from sparsekit_fl.client.messages import Assignment, Evaluation, decode_update, encode_assignment
+from sparsekit_fl.client.packing import pack
 from sparsekit_fl.engines.base import Reply, Unscored, in_order
 from sparsekit_fl.engines.flower.post import POLL_SECONDS, Carrier, Post
 from sparsekit_fl.engines.flower.wire import content, join, part, read
+from sparsekit_fl.engines.spec import RunSpec
 from sparsekit_fl.errors import ClientError, WorkerDiedError
-from sparsekit_fl.state.storage import write_atomically
-from sparsekit_fl.state.store import ClientStore, Versions
-from sparsekit_fl.wire.messages import Assignment, Evaluation, decode_update, encode_assignment
-from sparsekit_fl.wire.packing import pack
+from sparsekit_fl.results.state.storage import write_atomically
+from sparsekit_fl.results.state.store import ClientStore, Versions
 
 _TTL_SECONDS = 12 * 3600.0
 # Flower's simulation looks through all open messages for each of its nodes, ten times a second, and at each of our polls;

@@ -216,7 +216,7 @@ def test_a_factory_is_found_in_the_folder_where_the_user_stands(tmp_path: Path) 
 
 
 def test_models_for_units_agree_with_those_for_runs() -> None:
-    from sparsekit_fl.models import models
+    from sparsekit_fl.problem.models import models
 
     assert set(model_source.models) == set(models)
     for name in ("cnn", "lstm"):

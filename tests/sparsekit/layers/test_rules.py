@@ -12,9 +12,9 @@ from zoo import Lambda
 
 from sparsekit.errors import NoUnitsError
 from sparsekit.graph.mask import UnitMask
-from sparsekit.labels.tracer import Tracer
-from sparsekit.labels.values import TensorLabels
 from sparsekit.layers import LayerRule, find_rule, rules
+from sparsekit.layers.labels.tracer import Tracer
+from sparsekit.layers.labels.values import TensorLabels
 from sparsekit.surgery.compaction import compact
 from sparsekit.testing.rules import RuleContract
 from sparsekit.tracing.trace import trace_units

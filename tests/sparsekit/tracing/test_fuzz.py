@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from sparsekit.errors import NoUnitsError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.mask import UnitMask
-from sparsekit.labels.tracer import Tracer
-from sparsekit.labels.values import Labels, TensorLabels
 from sparsekit.layers import LayerRule, find_rule
+from sparsekit.layers.labels.tracer import Tracer
+from sparsekit.layers.labels.values import Labels, TensorLabels
 from sparsekit.tracing.trace import trace_units
 
 FAST, ALL = 60, 500

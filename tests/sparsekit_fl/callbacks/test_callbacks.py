@@ -19,9 +19,7 @@ from sparsekit_fl.errors import ClientError, RunInterrupted
 from sparsekit_fl.methods import fedavg
 from sparsekit_fl.results.scores import RoundScores
 from sparsekit_fl.server.loop import run
-from sparsekit_fl.testing.engines import FailingSgd
-from sparsekit_fl.testing.methods import StopAfter
-from sparsekit_fl.testing.tiny import TinyNet, tiny_clients, tiny_config, tiny_problem
+from sparsekit_fl.testing import FailingSgd, StopAfter, TinyNet, tiny_clients, tiny_config, tiny_problem
 
 
 def tiny_run(*callbacks: Callback, **options: Any) -> fl.RunResult:

@@ -11,7 +11,7 @@ from sparsekit.errors import InvalidValueError
 from sparsekit_fl.callbacks.central import CentralTest
 from sparsekit_fl.methods import registry
 from sparsekit_fl.server.loop import run
-from sparsekit_fl.testing.tiny import tiny_clients, tiny_config, tiny_problem
+from sparsekit_fl.testing import tiny_clients, tiny_config, tiny_problem
 
 
 def test_the_curve_has_the_scores_of_the_global_model(tmp_path):

@@ -13,11 +13,11 @@ from saved_results import result
 from sparsekit_fl.callbacks.base import RunView
 from sparsekit_fl.callbacks.progress import LiveProgress
 from sparsekit_fl.cli.progress import Events, TrialsProgress
+from sparsekit_fl.client.messages import WorkCost
 from sparsekit_fl.options.config import RunConfig
-from sparsekit_fl.report.trials import Trial
+from sparsekit_fl.results.report.trials import Trial
 from sparsekit_fl.results.rounds import RoundRecord
 from sparsekit_fl.results.scores import RoundScores
-from sparsekit_fl.wire.messages import WorkCost
 
 
 def _watch(console: Console, *, quiet: bool = False) -> None:

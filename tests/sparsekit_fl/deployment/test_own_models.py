@@ -16,24 +16,24 @@ from flwr.app import Context, RecordDict
 from local_grid import LocalGrid
 
 from sparsekit.errors import DataError
-from sparsekit_fl.client.spec import RunSpec
 from sparsekit_fl.deployment import apps
 from sparsekit_fl.deployment.plan import Plan
 from sparsekit_fl.deployment.rounds_app import serve
-from sparsekit_fl.saved import load_model
+from sparsekit_fl.engines.spec import RunSpec
+from sparsekit_fl.results.saved import load_model
 from sparsekit_fl.server.loop import run
-from sparsekit_fl.testing.tiny import tiny_clients, tiny_problem
+from sparsekit_fl.testing import tiny_clients, tiny_problem
 
 
 @pytest.mark.parametrize("memory", ["nodes", "server"])
 def test_a_device_predicts_with_the_models_of_its_own_clients_and_they_are_nowhere_else(memory: str, tmp_path: Path) -> None:
     plan = Plan(
-        method="fedlps", problem="sparsekit_fl.testing.tiny:tiny_problem", rounds=2, cohort=4, seed=3, local_epochs=1,
+        method="fedlps", problem="sparsekit_fl.testing:tiny_problem", rounds=2, cohort=4, seed=3, local_epochs=1,
         batch_size=8, out=str(tmp_path / "server"), nodes=2, memory=memory,
     )  # fmt: skip
     config = plan.to_run_config()
     nodes = [
-        {"clients": ids, "data": "sparsekit_fl.testing.tiny:tiny_client", "state-dir": str(tmp_path / name)}
+        {"clients": ids, "data": "sparsekit_fl.testing:tiny_client", "state-dir": str(tmp_path / name)}
         for ids, name in (("0-3", "a"), ("4-7", "b"))
     ]
     grid = LocalGrid(apps.client, nodes=2, rng=np.random.default_rng(0), run_config=config, node_configs=nodes)
@@ -56,10 +56,10 @@ def test_a_device_predicts_with_the_models_of_its_own_clients_and_they_are_nowhe
 
 
 def test_a_process_that_serves_all_nodes_of_a_run_builds_the_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = Plan(method="fedlps", problem="sparsekit_fl.testing.tiny:tiny_problem", rounds=2, cohort=4, seed=3, local_epochs=1,
+    plan = Plan(method="fedlps", problem="sparsekit_fl.testing:tiny_problem", rounds=2, cohort=4, seed=3, local_epochs=1,
                 batch_size=8, nodes=8, memory="server")  # fmt: skip
     config = plan.to_run_config()
-    nodes = [{"partition-id": k, "num-partitions": 8, "data": "sparsekit_fl.testing.tiny:tiny_client"} for k in range(8)]
+    nodes = [{"partition-id": k, "num-partitions": 8, "data": "sparsekit_fl.testing:tiny_client"} for k in range(8)]
     grid = LocalGrid(apps.client, nodes=8, rng=np.random.default_rng(0), run_config=config, node_configs=nodes)
     built = []
     build = RunSpec.build

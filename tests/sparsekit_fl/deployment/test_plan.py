@@ -17,7 +17,7 @@ from sparsekit_fl.cli.flower_app import write_app
 from sparsekit_fl.deployment.plan import Plan, client_ids
 from sparsekit_fl.errors import LostMemoryError
 from sparsekit_fl.problem.clients import Client
-from sparsekit_fl.state.store import DeviceStore
+from sparsekit_fl.results.state.store import DeviceStore
 
 
 def test_a_plan_survives_flowers_run_configuration() -> None:
@@ -67,10 +67,10 @@ def test_a_node_gets_only_the_clients_it_was_given() -> None:
 
 
 def test_a_problem_of_ones_own_needs_a_loader_on_the_node() -> None:
-    plan = Plan(problem="sparsekit_fl.testing.tiny:tiny_problem")
+    plan = Plan(problem="sparsekit_fl.testing:tiny_problem")
     with pytest.raises(InvalidValueError, match="data="):
         plan.make_clients([0], {})
-    _, clients = plan.make_clients([1], {"data": "sparsekit_fl.testing.tiny:tiny_client"})
+    _, clients = plan.make_clients([1], {"data": "sparsekit_fl.testing:tiny_client"})
     assert isinstance(clients[1], Client)
 
 

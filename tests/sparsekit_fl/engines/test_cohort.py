@@ -19,17 +19,15 @@ from sparsekit_fl.methods import registry, with_settings
 from sparsekit_fl.methods.fedprox import fedprox
 from sparsekit_fl.methods.heterofl import heterofl
 from sparsekit_fl.methods.method import Method
-from sparsekit_fl.models.lstm import NextWordLstm
 from sparsekit_fl.policies.aggregate import Mean
 from sparsekit_fl.policies.local import Sgd
 from sparsekit_fl.policies.mask import MaskPolicy
 from sparsekit_fl.problem.clients import Client, ClientData
 from sparsekit_fl.problem.data import TensorData
+from sparsekit_fl.problem.models.lstm import NextWordLstm
 from sparsekit_fl.problem.problem import Problem
 from sparsekit_fl.server.loop import run
-from sparsekit_fl.testing.engines import EngineContract
-from sparsekit_fl.testing.methods import StopAfter
-from sparsekit_fl.testing.tiny import TinyNet, tiny_clients, tiny_config, tiny_problem
+from sparsekit_fl.testing import EngineContract, StopAfter, TinyNet, tiny_clients, tiny_config, tiny_problem
 
 TOGETHER = ("fedavg", "fedprox", "fedper", "local", "fedmp", "fedrolex", "heterofl", "efd")
 ALL_OPTIONS = {"momentum": 0.9, "weight_decay": 1e-3, "clip": 0.5}

@@ -16,8 +16,7 @@ from sparsekit_fl.methods.method import Method
 from sparsekit_fl.policies.local import LocalPolicy, Sgd
 from sparsekit_fl.problem.problem import Problem
 from sparsekit_fl.server.loop import run
-from sparsekit_fl.testing.engines import EngineContract
-from sparsekit_fl.testing.tiny import TinyNet, tiny_clients, tiny_config, tiny_problem
+from sparsekit_fl.testing import EngineContract, TinyNet, tiny_clients, tiny_config, tiny_problem
 
 
 class TestOneWorker(EngineContract):

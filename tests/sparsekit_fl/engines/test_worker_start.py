@@ -13,14 +13,14 @@ import torch
 
 from sparsekit.errors import InvalidValueError
 from sparsekit_fl import processes
-from sparsekit_fl.client.spec import check_device
 from sparsekit_fl.engines.embedded import Embedded
+from sparsekit_fl.engines.spec import check_device
 from sparsekit_fl.errors import WorkerDiedError
 from sparsekit_fl.methods import fedavg
 from sparsekit_fl.problem.problem import Problem
 from sparsekit_fl.processes import start_method
 from sparsekit_fl.server.loop import run
-from sparsekit_fl.testing.tiny import TinyNet, tiny_clients, tiny_config, tiny_problem
+from sparsekit_fl.testing import TinyNet, tiny_clients, tiny_config, tiny_problem
 
 
 class OnlyHere:

@@ -12,7 +12,7 @@ from sparsekit.graph.mask import WeightMask
 from sparsekit_fl.methods import cs, fedavg
 from sparsekit_fl.methods.cs import ChangeMean, ComplementMean, LargestOnServer
 from sparsekit_fl.server.loop import run
-from sparsekit_fl.testing.tiny import tiny_clients, tiny_config, tiny_problem
+from sparsekit_fl.testing import tiny_clients, tiny_config, tiny_problem
 
 
 def test_the_server_sends_the_largest_weights_from_the_second_round_on() -> None:

@@ -11,12 +11,12 @@ import torch.nn.functional as F
 from personal import ONE_STEP, client_context, combine, deep_problem, server_context, update, watched
 from torch import nn
 
-from sparsekit_fl.client.spec import RunSpec
+from sparsekit_fl.engines.spec import RunSpec
 from sparsekit_fl.methods import depthfl, fedavg
 from sparsekit_fl.methods.depthfl import DynamicMean, ExitSgd, affordable_depth, depth_entries, depth_flops, distillation_loss
 from sparsekit_fl.problem.metrics import IGNORED
 from sparsekit_fl.problem.problem import Problem
-from sparsekit_fl.testing.tiny import tiny_clients, tiny_config
+from sparsekit_fl.testing import tiny_clients, tiny_config
 
 
 def long_problem() -> Problem:

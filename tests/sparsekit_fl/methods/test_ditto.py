@@ -8,7 +8,7 @@ from personal import ONE_STEP, client_context, watched
 from sparsekit_fl.methods import ditto, fedavg, local, with_settings
 from sparsekit_fl.methods.ditto import TwoModels
 from sparsekit_fl.server.loop import run
-from sparsekit_fl.testing.tiny import tiny_clients, tiny_config, tiny_problem
+from sparsekit_fl.testing import tiny_clients, tiny_config, tiny_problem
 
 
 def test_without_a_pull_the_personal_models_are_those_of_local_training() -> None:

@@ -42,7 +42,7 @@ from sparsekit_fl.policies.ratio import Full
 from sparsekit_fl.policies.share import Everything
 from sparsekit_fl.results.records import RunResult
 from sparsekit_fl.server.loop import run
-from sparsekit_fl.testing.tiny import tiny_clients, tiny_config, tiny_problem
+from sparsekit_fl.testing import tiny_clients, tiny_config, tiny_problem
 
 
 def _bare_fedlps() -> Method:

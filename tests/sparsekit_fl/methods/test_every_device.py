@@ -10,7 +10,7 @@ import torch
 
 import sparsekit_fl as fl
 from sparsekit_fl.methods import cs, registry
-from sparsekit_fl.testing.tiny import tiny_clients, tiny_config, tiny_problem
+from sparsekit_fl.testing import tiny_clients, tiny_config, tiny_problem
 
 METHODS = {**registry, "cs-released": partial(cs, variant="released")}
 

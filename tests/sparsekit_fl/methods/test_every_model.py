@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from sparsekit_fl.methods import registry
-from sparsekit_fl.models.cnn import Cnn
-from sparsekit_fl.models.lstm import NextWordLstm
-from sparsekit_fl.models.vgg import Vgg
 from sparsekit_fl.options.config import RunConfig, TrainingConfig
 from sparsekit_fl.problem.clients import Capability, Client, ClientData
 from sparsekit_fl.problem.data import TensorData
+from sparsekit_fl.problem.models.cnn import Cnn
+from sparsekit_fl.problem.models.lstm import NextWordLstm
+from sparsekit_fl.problem.models.vgg import Vgg
 from sparsekit_fl.problem.problem import Problem
 from sparsekit_fl.server.loop import run
 

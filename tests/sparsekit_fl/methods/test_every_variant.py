@@ -22,7 +22,7 @@ from sparsekit_fl.methods import (
 )
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.methods.prunefl import Search
-from sparsekit_fl.testing.methods import MethodContract
+from sparsekit_fl.testing import MethodContract
 
 VARIANTS: dict[str, Callable[[], Method]] = {
     "cs-released": partial(cs, variant="released"),

@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 
 from sparsekit.rng import torch_scope
-from sparsekit_fl.context.memory import rngs_by_kind
+from sparsekit_fl.client.memory import rngs_by_kind
 from sparsekit_fl.methods import fedavg
 from sparsekit_fl.server.loop import run
 from sparsekit_fl.streams import Streams
-from sparsekit_fl.testing.tiny import TinyNet, tiny_clients, tiny_config, tiny_problem
+from sparsekit_fl.testing import TinyNet, tiny_clients, tiny_config, tiny_problem
 
 
 @pytest.mark.same_bits

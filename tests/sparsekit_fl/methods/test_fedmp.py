@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from personal import watched
 
-from sparsekit_fl.context.server import ClientInfo, ServerContext
+from sparsekit_fl.client.messages import Update, WorkCost
 from sparsekit_fl.methods import fedmp
 from sparsekit_fl.methods.fedmp import TimelyRatio
 from sparsekit_fl.policies.aggregate import Mean
+from sparsekit_fl.policies.context import ClientInfo, ServerContext
 from sparsekit_fl.problem.clients import Capability
-from sparsekit_fl.testing.tiny import tiny_config
-from sparsekit_fl.wire.messages import Update, WorkCost
+from sparsekit_fl.testing import tiny_config
 
 
 def context(round: int, memory: dict, *, capability: float = 1.0, clients: int = 2) -> ServerContext:

@@ -8,13 +8,13 @@ from torch import nn
 
 from sparsekit.allocation.uniform import keep_count
 from sparsekit.graph.mask import UnitMask, WeightMask
-from sparsekit_fl.client.spec import RunSpec
+from sparsekit_fl.engines.spec import RunSpec
 from sparsekit_fl.methods import fedavg, fedp3
 from sparsekit_fl.methods.fedp3 import PrunedOthers, own_layers
 from sparsekit_fl.policies.aggregate import Mean
 from sparsekit_fl.problem.problem import Problem
 from sparsekit_fl.server.server import Server
-from sparsekit_fl.testing.tiny import tiny_clients, tiny_config
+from sparsekit_fl.testing import tiny_clients, tiny_config
 
 
 def four() -> Problem:

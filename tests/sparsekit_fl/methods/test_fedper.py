@@ -11,7 +11,7 @@ from sparsekit_fl.methods import fedavg, fedper, fedrep, local, with_settings
 from sparsekit_fl.methods.fedrep import HeadThenBody
 from sparsekit_fl.problem.problem import Problem
 from sparsekit_fl.server.loop import run
-from sparsekit_fl.testing.tiny import tiny_clients, tiny_config, tiny_problem
+from sparsekit_fl.testing import tiny_clients, tiny_config, tiny_problem
 
 HEAD = {"last.weight", "last.bias"}
 

@@ -8,7 +8,7 @@ from personal import training, watched
 
 from sparsekit_fl.methods import fedprox, with_settings
 from sparsekit_fl.server.loop import run
-from sparsekit_fl.testing.tiny import tiny_clients, tiny_config, tiny_problem
+from sparsekit_fl.testing import tiny_clients, tiny_config, tiny_problem
 
 
 def trained(method):

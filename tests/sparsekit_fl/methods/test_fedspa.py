@@ -13,7 +13,7 @@ from sparsekit.graph.mask import WeightMask
 from sparsekit_fl.methods import fedspa, with_settings
 from sparsekit_fl.methods.fedspa import MovingMask, move_mask
 from sparsekit_fl.policies.aggregate import Mean
-from sparsekit_fl.testing.tiny import tiny_config
+from sparsekit_fl.testing import tiny_config
 
 
 def test_an_entry_moves_by_the_sum_of_changes_over_all_clients() -> None:

@@ -14,12 +14,12 @@ from sparsekit.allocation.choose import select
 from sparsekit.allocation.uniform import keep_count
 from sparsekit.criteria import Magnitude, Ordered, View
 from sparsekit.graph.mask import UnitMask
-from sparsekit_fl.client.spec import RunSpec
+from sparsekit_fl.engines.spec import RunSpec
 from sparsekit_fl.methods import fedavg, hermes, with_settings
 from sparsekit_fl.methods.hermes import GroupLassoSgd
 from sparsekit_fl.policies.local import load_leaves
 from sparsekit_fl.problem.problem import Problem
-from sparsekit_fl.testing.tiny import TinyNet, tiny_config, tiny_problem
+from sparsekit_fl.testing import TinyNet, tiny_config, tiny_problem
 
 
 def test_subnetworks_are_monotone_and_stop_at_the_target() -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from sparsekit_fl.client.spec import RunSpec
+from sparsekit_fl.engines.spec import RunSpec
 from sparsekit_fl.methods import local
 from sparsekit_fl.server.loop import run
-from sparsekit_fl.testing.tiny import tiny_clients, tiny_config, tiny_problem
+from sparsekit_fl.testing import tiny_clients, tiny_config, tiny_problem
 
 
 def test_the_global_model_never_moves_and_personal_models_learn():

@@ -13,7 +13,7 @@ from sparsekit.graph.mask import WeightMask
 from sparsekit_fl.methods import lotteryfl, with_settings
 from sparsekit_fl.policies.aggregate import Mean
 from sparsekit_fl.policies.weight_masks import weight_count
-from sparsekit_fl.testing.tiny import TinyNet, tiny_config
+from sparsekit_fl.testing import TinyNet, tiny_config
 
 
 def test_entries_are_averaged_over_their_holders_alone() -> None:

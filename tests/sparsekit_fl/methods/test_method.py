@@ -14,7 +14,7 @@ from sparsekit_fl import policies
 from sparsekit_fl.methods import method as module
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.server.loop import run
-from sparsekit_fl.testing.tiny import tiny_clients, tiny_config, tiny_problem
+from sparsekit_fl.testing import tiny_clients, tiny_config, tiny_problem
 
 
 class Plain(policies.LocalPolicy):

@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 from personal import watched
 
-from sparsekit_fl.context.server import ClientInfo, ServerContext
+from sparsekit_fl.client.messages import Update, WorkCost
 from sparsekit_fl.methods import oort
 from sparsekit_fl.methods.oort import GuidedSampling, _RecordingLoss
+from sparsekit_fl.policies.context import ClientInfo, ServerContext
 from sparsekit_fl.problem.clients import Capability
-from sparsekit_fl.testing.tiny import tiny_config
-from sparsekit_fl.wire.messages import Update, WorkCost
+from sparsekit_fl.testing import tiny_config
 
 
 def context(round: int, memory: dict, *, clients: int = 30, size: int = 6, speed=lambda _: 1e9) -> ServerContext:

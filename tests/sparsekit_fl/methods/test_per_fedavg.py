@@ -10,7 +10,7 @@ from personal import ONE_STEP, client_context, deep_problem, watched
 
 from sparsekit_fl.methods import fedavg, per_fedavg, with_settings
 from sparsekit_fl.methods.per_fedavg import AdaptedModel, MetaSgd
-from sparsekit_fl.testing.tiny import tiny_clients, tiny_config
+from sparsekit_fl.testing import tiny_clients, tiny_config
 
 
 def gradient(weights, data):

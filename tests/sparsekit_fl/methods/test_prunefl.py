@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from personal import ONE_STEP, client_context, combine, deep_problem, update, watched
 
 from sparsekit.graph.mask import WeightMask
-from sparsekit_fl.client.spec import RunSpec
+from sparsekit_fl.engines.spec import RunSpec
 from sparsekit_fl.methods import prunefl
 from sparsekit_fl.methods.prunefl import MaskedMean, Search, weight_seconds
 from sparsekit_fl.policies.weight_masks import search_weights
 from sparsekit_fl.problem.clients import Capability
-from sparsekit_fl.testing.tiny import tiny_config, tiny_problem
+from sparsekit_fl.testing import tiny_config, tiny_problem
 
 
 def test_a_search_by_hand() -> None:

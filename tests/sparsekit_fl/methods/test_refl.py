@@ -10,15 +10,15 @@ import pytest
 import torch
 
 from sparsekit.graph.graph import UnitGraph
-from sparsekit_fl.context.memory import rngs_by_kind
-from sparsekit_fl.context.server import ClientInfo, ServerContext
+from sparsekit_fl.client.memory import rngs_by_kind
+from sparsekit_fl.client.messages import Update, WorkCost
 from sparsekit_fl.methods import refl, with_settings
 from sparsekit_fl.methods.refl import Availability, LeastAvailable, StaleMean
 from sparsekit_fl.policies.aggregate import Mean
+from sparsekit_fl.policies.context import ClientInfo, ServerContext
 from sparsekit_fl.problem.clients import Capability
 from sparsekit_fl.server.loop import run
-from sparsekit_fl.testing.tiny import tiny_clients, tiny_config, tiny_problem
-from sparsekit_fl.wire.messages import Update, WorkCost
+from sparsekit_fl.testing import tiny_clients, tiny_config, tiny_problem
 
 GRAPH = UnitGraph(groups={}, shapes={"w": torch.Size([3]), "n": torch.Size([])})
 STATE = {"w": torch.tensor([1.0, 2.0, 3.0]), "n": torch.tensor(10)}

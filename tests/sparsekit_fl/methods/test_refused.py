@@ -32,7 +32,7 @@ from sparsekit_fl.policies.learnable import LearnableSgd
 from sparsekit_fl.problem.metrics import log_loss
 from sparsekit_fl.problem.problem import Problem
 from sparsekit_fl.server.loop import run
-from sparsekit_fl.testing.tiny import tiny_clients, tiny_config, tiny_problem
+from sparsekit_fl.testing import tiny_clients, tiny_config, tiny_problem
 
 
 class _TiedWithoutBias(nn.Module):

@@ -13,7 +13,7 @@ from sparsekit import UnitMask, criteria, trace_units
 from sparsekit.allocation.choose import select
 from sparsekit.allocation.uniform import keep_count
 from sparsekit.criteria.base import View
-from sparsekit_fl.client.spec import RunSpec
+from sparsekit_fl.engines.spec import RunSpec
 from sparsekit_fl.methods import efd, fedavg, fedmp, fedrolex, fjord, heterofl, with_settings
 from sparsekit_fl.methods.fjord import OrderedDropoutSgd
 from sparsekit_fl.paper.ablations import rcr_dyn
@@ -22,7 +22,7 @@ from sparsekit_fl.policies.mask import RoundView
 from sparsekit_fl.policies.personal import GlobalModel
 from sparsekit_fl.problem.problem import Problem
 from sparsekit_fl.server.loop import run
-from sparsekit_fl.testing.tiny import TinyNet, tiny_clients, tiny_config, tiny_problem
+from sparsekit_fl.testing import TinyNet, tiny_clients, tiny_config, tiny_problem
 
 WIDTHS = {
     "efd": efd,

@@ -9,10 +9,10 @@ import torch
 
 import sparsekit_fl as fl
 from sparsekit.errors import InvalidValueError
-from sparsekit_fl.client.spec import check_device
 from sparsekit_fl.engines.embedded import Embedded
+from sparsekit_fl.engines.spec import check_device
 from sparsekit_fl.options.devices import device_of, devices, exact_arithmetic
-from sparsekit_fl.testing.tiny import tiny_clients, tiny_config, tiny_problem
+from sparsekit_fl.testing import tiny_clients, tiny_config, tiny_problem
 
 
 def test_workers_take_the_devices_in_turn() -> None:

@@ -10,7 +10,8 @@ import torch
 from sparsekit.errors import InvalidValueError
 from sparsekit.training.regularizer import ImportanceRegularizer
 from sparsekit_fl.callbacks.base import Callback
-from sparsekit_fl.client.spec import RunSpec
+from sparsekit_fl.client.messages import Evaluation
+from sparsekit_fl.engines.spec import RunSpec
 from sparsekit_fl.methods import fedavg, fedlps, fedlps_own
 from sparsekit_fl.paper.ablations import (
     ProximalSgd,
@@ -27,8 +28,7 @@ from sparsekit_fl.policies.learnable import LearnableSgd
 from sparsekit_fl.policies.personal import GlobalModel
 from sparsekit_fl.policies.ratio import Full
 from sparsekit_fl.server.loop import run
-from sparsekit_fl.testing.tiny import tiny_clients, tiny_config, tiny_problem
-from sparsekit_fl.wire.messages import Evaluation
+from sparsekit_fl.testing import tiny_clients, tiny_config, tiny_problem
 
 pytestmark = pytest.mark.slow
 

@@ -13,12 +13,12 @@ import torch
 from torch import nn
 
 from sparsekit.errors import DataError, InvalidValueError
-from sparsekit_fl.datasets import datasets
-from sparsekit_fl.datasets.base import DataSource
 from sparsekit_fl.paper.build import build_problem
 from sparsekit_fl.paper.presets import preset_for
 from sparsekit_fl.problem.clients import Client, ClientData
 from sparsekit_fl.problem.data import TensorData
+from sparsekit_fl.problem.datasets import datasets
+from sparsekit_fl.problem.datasets.base import DataSource
 from sparsekit_fl.problem.problem import Problem
 
 

@@ -8,9 +8,9 @@ import pytest
 from saved_results import SECONDS, result
 
 from sparsekit_fl.paper.figures import missing_figures, paper_figures
-from sparsekit_fl.report.comparison import Comparison, comparisons_of
-from sparsekit_fl.report.plots import Figure, inline_svg
-from sparsekit_fl.report.trials import Trial
+from sparsekit_fl.results.report.comparison import Comparison, comparisons_of
+from sparsekit_fl.results.report.plots import Figure, inline_svg
+from sparsekit_fl.results.report.trials import Trial
 
 
 def compared(*results: dict[str, Any], target: float | None = None) -> Comparison:

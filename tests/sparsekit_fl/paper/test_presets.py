@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from sparsekit.errors import UnknownNameError
-from sparsekit_fl.datasets import datasets
-from sparsekit_fl.models import models
 from sparsekit_fl.paper.build import build_problem
 from sparsekit_fl.paper.presets import PRESETS, preset_for
-from sparsekit_fl.partition import partitions
+from sparsekit_fl.problem.datasets import datasets
+from sparsekit_fl.problem.models import models
+from sparsekit_fl.problem.partition import partitions
 
 
 def test_every_preset_names_things_that_exist() -> None:

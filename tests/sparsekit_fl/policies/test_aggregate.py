@@ -10,12 +10,12 @@ from sparsekit.errors import InvalidValueError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.groups import UnitGroup, UnitSlice
 from sparsekit.graph.mask import UnitMask, WeightMask
-from sparsekit_fl.context.memory import rngs_by_kind
-from sparsekit_fl.context.server import ServerContext
+from sparsekit_fl.client.kept import Kept
+from sparsekit_fl.client.memory import rngs_by_kind
+from sparsekit_fl.client.messages import Assignment, Update
 from sparsekit_fl.errors import UpdateError
 from sparsekit_fl.policies.aggregate import Mean
-from sparsekit_fl.wire.kept import Kept
-from sparsekit_fl.wire.messages import Assignment, Update
+from sparsekit_fl.policies.context import ServerContext
 
 INDEX = torch.arange(3).view(3, 1)
 GRAPH = UnitGraph(

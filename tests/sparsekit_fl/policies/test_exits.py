@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from sparsekit.errors import InvalidValueError
-from sparsekit_fl.models.cnn import Cnn
-from sparsekit_fl.models.lstm import NextWordLstm
-from sparsekit_fl.models.vgg import vgg11
 from sparsekit_fl.policies.exits import WithExits, build_with_exits, place_exits
+from sparsekit_fl.problem.models.cnn import Cnn
+from sparsekit_fl.problem.models.lstm import NextWordLstm
+from sparsekit_fl.problem.models.vgg import vgg11
 
 
 class Residual(nn.Module):

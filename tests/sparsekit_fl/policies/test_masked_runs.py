@@ -13,11 +13,10 @@ from sparsekit.criteria.base import View
 from sparsekit.graph.mask import UnitMask, WeightMask
 from sparsekit_fl import policies
 from sparsekit_fl.callbacks.base import Callback
+from sparsekit_fl.client.messages import Evaluation, Update
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.server.loop import run
-from sparsekit_fl.testing.methods import MethodContract
-from sparsekit_fl.testing.tiny import TinyNet, tiny_clients, tiny_config, tiny_problem
-from sparsekit_fl.wire.messages import Evaluation, Update
+from sparsekit_fl.testing import MethodContract, TinyNet, tiny_clients, tiny_config, tiny_problem
 
 
 class Keep(Callback):

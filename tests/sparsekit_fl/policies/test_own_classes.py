@@ -13,17 +13,17 @@ from torch import nn
 
 from sparsekit.errors import InvalidValueError
 from sparsekit_fl.callbacks.base import Callback
-from sparsekit_fl.client.spec import RunSpec
-from sparsekit_fl.context.server import ClientInfo, ServerContext
+from sparsekit_fl.client.messages import Evaluation, Update
+from sparsekit_fl.engines.spec import RunSpec
 from sparsekit_fl.methods import fedavg, fedlps
+from sparsekit_fl.policies.context import ClientInfo, ServerContext
 from sparsekit_fl.policies.own_classes import OwnClasses, TouchedRowsMean
 from sparsekit_fl.policies.share import Everything
 from sparsekit_fl.problem.clients import Capability, Client, ClientData
 from sparsekit_fl.problem.data import TensorData
 from sparsekit_fl.problem.problem import Problem
 from sparsekit_fl.server.loop import run
-from sparsekit_fl.testing.tiny import TinyNet, tiny_clients, tiny_config, tiny_problem
-from sparsekit_fl.wire.messages import Evaluation, Update
+from sparsekit_fl.testing import TinyNet, tiny_clients, tiny_config, tiny_problem
 
 GRAPH = RunSpec.build(fedavg(), tiny_problem(), tiny_config()).graph
 

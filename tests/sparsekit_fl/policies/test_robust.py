@@ -16,20 +16,20 @@ from sparsekit.graph.groups import UnitGroup, UnitSlice
 from sparsekit.graph.mask import UnitMask, WeightMask
 from sparsekit.graph.state import digest
 from sparsekit_fl.callbacks.base import Callback
-from sparsekit_fl.client.spec import RunSpec, by_id
-from sparsekit_fl.context.memory import rngs_by_kind
-from sparsekit_fl.context.server import ServerContext
+from sparsekit_fl.client.kept import Kept
+from sparsekit_fl.client.memory import rngs_by_kind
+from sparsekit_fl.client.messages import Update
 from sparsekit_fl.engines.embedded import Embedded
+from sparsekit_fl.engines.spec import RunSpec, by_id
 from sparsekit_fl.methods import registry
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.policies import AggregatePolicy, Mean
 from sparsekit_fl.policies import combine as combining
 from sparsekit_fl.policies.combine import mean, median, norm_clipped, trimmed, trimmed_mean, update_norm
+from sparsekit_fl.policies.context import ServerContext
 from sparsekit_fl.server.loop import run
 from sparsekit_fl.server.server import Server
-from sparsekit_fl.testing.tiny import tiny_clients, tiny_config, tiny_problem
-from sparsekit_fl.wire.kept import Kept
-from sparsekit_fl.wire.messages import Update
+from sparsekit_fl.testing import tiny_clients, tiny_config, tiny_problem
 
 INDEX = torch.arange(3).view(3, 1)
 GRAPH = UnitGraph(

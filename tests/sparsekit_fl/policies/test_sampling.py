@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 
 from sparsekit.errors import DataError, InvalidValueError
-from sparsekit_fl.context.availability import Availability
-from sparsekit_fl.context.server import ClientInfo, ServerContext
 from sparsekit_fl.methods import registry
 from sparsekit_fl.methods.make import make_method
 from sparsekit_fl.policies import BySize, Fixed, Poisson, PowerOfChoice
+from sparsekit_fl.policies.context import ClientInfo, ServerContext
+from sparsekit_fl.problem.availability import Availability
 from sparsekit_fl.problem.clients import Capability
 from sparsekit_fl.server.loop import run
-from sparsekit_fl.testing.tiny import tiny_clients, tiny_config, tiny_problem
+from sparsekit_fl.testing import tiny_clients, tiny_config, tiny_problem
 
 
 def context(round=1, *, sizes=(10,) * 8, cohort=3, memory=None):

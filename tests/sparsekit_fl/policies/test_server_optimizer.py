@@ -10,13 +10,13 @@ import torch
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.mask import WeightMask
+from sparsekit_fl.client.messages import Update
 from sparsekit_fl.methods import registry
 from sparsekit_fl.options.config import RunConfig
 from sparsekit_fl.policies.combine import Changes, Counted
 from sparsekit_fl.policies.server_optimizer import ServerOptimizer, make_server_optimizer
 from sparsekit_fl.server.loop import run
-from sparsekit_fl.testing.tiny import tiny_clients, tiny_config, tiny_problem
-from sparsekit_fl.wire.messages import Update
+from sparsekit_fl.testing import tiny_clients, tiny_config, tiny_problem
 
 GRAPH = UnitGraph(groups={}, shapes={"w": torch.Size([3])})
 

@@ -14,8 +14,8 @@ from torch import nn
 from sparsekit.criteria import Ordered
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph.mask import UnitMask
-from sparsekit_fl.client.round import WorkerState
-from sparsekit_fl.client.spec import RunSpec
+from sparsekit_fl.engines.round import WorkerState
+from sparsekit_fl.engines.spec import RunSpec
 from sparsekit_fl.methods import fedavg, heterofl, with_settings
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.options.config import RunConfig, TrainingConfig
@@ -25,7 +25,7 @@ from sparsekit_fl.problem.clients import Capability, Client, ClientData
 from sparsekit_fl.problem.data import TensorData
 from sparsekit_fl.problem.problem import Problem
 from sparsekit_fl.server.loop import run
-from sparsekit_fl.testing.tiny import tiny_clients, tiny_config, tiny_problem
+from sparsekit_fl.testing import tiny_clients, tiny_config, tiny_problem
 
 
 class Line(nn.Module):

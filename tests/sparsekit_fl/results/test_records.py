@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 
+from sparsekit_fl.client.messages import Evaluation, WorkCost
 from sparsekit_fl.results.part import plain
 from sparsekit_fl.results.rounds import RoundRecord
 from sparsekit_fl.results.scores import RoundScores, mean_scores
-from sparsekit_fl.wire.messages import Evaluation, WorkCost
 
 
 def test_the_mean_is_over_clients_and_not_over_examples():

@@ -12,6 +12,7 @@ import pytest
 
 import sparsekit_fl as fl
 from sparsekit.errors import DataError, InvalidValueError
+from sparsekit_fl.client.messages import Evaluation
 from sparsekit_fl.methods import fedavg
 from sparsekit_fl.policies.personal import LocalModel
 from sparsekit_fl.problem.metrics import accuracy, lower_is_better
@@ -19,8 +20,7 @@ from sparsekit_fl.results.read import SCHEMA_NUMBER
 from sparsekit_fl.results.records import json_schema
 from sparsekit_fl.results.scores import RoundScores, mean_scores, weighted_scores, worst_scores
 from sparsekit_fl.server.loop import run
-from sparsekit_fl.testing.tiny import tiny_clients, tiny_config, tiny_problem
-from sparsekit_fl.wire.messages import Evaluation
+from sparsekit_fl.testing import tiny_clients, tiny_config, tiny_problem
 
 ROOT = Path(__file__).parents[3]
 

@@ -10,6 +10,7 @@ import torch
 
 from sparsekit.errors import InvalidValueError
 from sparsekit_fl.callbacks.base import Callback
+from sparsekit_fl.client.messages import Update, WorkCost
 from sparsekit_fl.engines.base import Reply
 from sparsekit_fl.engines.embedded import Embedded
 from sparsekit_fl.errors import RunInterrupted
@@ -18,8 +19,7 @@ from sparsekit_fl.options.config import RunConfig
 from sparsekit_fl.server.asynchronous import Simulated
 from sparsekit_fl.server.loop import run
 from sparsekit_fl.server.server import Arrival
-from sparsekit_fl.testing.tiny import tiny_clients, tiny_config, tiny_problem
-from sparsekit_fl.wire.messages import Update, WorkCost
+from sparsekit_fl.testing import tiny_clients, tiny_config, tiny_problem
 
 
 def update(client_id, seconds=1.0, value=1.0):

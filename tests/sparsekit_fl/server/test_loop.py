@@ -21,6 +21,7 @@ from sparsekit.graph.state import digest
 from sparsekit.surgery.saving import load_compact
 from sparsekit_fl import policies
 from sparsekit_fl.callbacks.base import Callback
+from sparsekit_fl.client.messages import Evaluation
 from sparsekit_fl.engines.embedded import Embedded
 from sparsekit_fl.errors import ResumeError, RunInterrupted, UpdateError
 from sparsekit_fl.methods import fedavg, fedlps, local
@@ -31,9 +32,7 @@ from sparsekit_fl.problem.data import TensorData
 from sparsekit_fl.problem.problem import Problem
 from sparsekit_fl.results.rounds import RoundRecord
 from sparsekit_fl.server.loop import run
-from sparsekit_fl.testing.methods import StopAfter
-from sparsekit_fl.testing.tiny import TinyNet, tiny_clients, tiny_config, tiny_problem
-from sparsekit_fl.wire.messages import Evaluation
+from sparsekit_fl.testing import StopAfter, TinyNet, tiny_clients, tiny_config, tiny_problem
 
 
 def tiny_run(method=None, **options):

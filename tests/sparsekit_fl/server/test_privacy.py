@@ -15,8 +15,10 @@ import torch
 from sparsekit.errors import InvalidValueError, MissingDependencyError
 from sparsekit.graph.mask import UnitMask
 from sparsekit_fl.callbacks.base import Callback
-from sparsekit_fl.client.spec import RunSpec, by_id
+from sparsekit_fl.client.kept import Kept
+from sparsekit_fl.client.messages import Update
 from sparsekit_fl.engines.embedded import Embedded
+from sparsekit_fl.engines.spec import RunSpec, by_id
 from sparsekit_fl.errors import RunInterrupted
 from sparsekit_fl.methods import registry
 from sparsekit_fl.methods.method import Method
@@ -25,9 +27,7 @@ from sparsekit_fl.server.loop import run
 from sparsekit_fl.server.privacy import check_private, epsilon_of, noise_seed_of, privacy_line, privacy_of
 from sparsekit_fl.server.server import Server
 from sparsekit_fl.streams import Streams
-from sparsekit_fl.testing.tiny import tiny_clients, tiny_config, tiny_problem
-from sparsekit_fl.wire.kept import Kept
-from sparsekit_fl.wire.messages import Update
+from sparsekit_fl.testing import tiny_clients, tiny_config, tiny_problem
 
 pytest.importorskip("opacus", reason="opacus is not installed; pip install 'sparsekit-torch[privacy]'")
 
@@ -304,7 +304,7 @@ def test_without_opacus_the_error_comes_before_the_run_and_names_the_extra(monke
 def test_opacus_is_imported_only_where_privacy_is_asked_for():
     program = (
         "import sys, sparsekit_fl as fl\n"
-        "from sparsekit_fl.testing.tiny import *\n"
+        "from sparsekit_fl.testing import *\n"
         "fl.run(fl.methods.fedavg(), tiny_problem(), tiny_clients(), tiny_config(rounds=1))\n"
         "sys.exit('opacus' in sys.modules)"
     )

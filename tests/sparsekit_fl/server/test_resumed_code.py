@@ -17,8 +17,7 @@ from sparsekit_fl.problem.clients import Capability
 from sparsekit_fl.problem.own_code import own_code
 from sparsekit_fl.problem.problem import Problem
 from sparsekit_fl.server.loop import run
-from sparsekit_fl.testing.methods import StopAfter
-from sparsekit_fl.testing.tiny import tiny_clients, tiny_config
+from sparsekit_fl.testing import StopAfter, tiny_clients, tiny_config
 
 CODE = """
 import functools

@@ -10,12 +10,12 @@ import torch
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph.mask import UnitMask, WeightMask
 from sparsekit.graph.state import digest
-from sparsekit_fl.client.spec import RunSpec, by_id
+from sparsekit_fl.client.messages import Update, WorkCost
+from sparsekit_fl.engines.spec import RunSpec, by_id
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.policies import Mean, SamplingPolicy
 from sparsekit_fl.server.server import Server
-from sparsekit_fl.testing.tiny import tiny_clients, tiny_config, tiny_problem
-from sparsekit_fl.wire.messages import Update, WorkCost
+from sparsekit_fl.testing import tiny_clients, tiny_config, tiny_problem
 
 
 @pytest.fixture(scope="module")

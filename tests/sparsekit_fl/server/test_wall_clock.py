@@ -22,7 +22,7 @@ from sparsekit_fl.errors import RunInterrupted, TooFewRepliesError
 from sparsekit_fl.methods import registry
 from sparsekit_fl.results.records import RunResult
 from sparsekit_fl.server.loop import run
-from sparsekit_fl.testing.tiny import tiny_clients, tiny_config, tiny_problem
+from sparsekit_fl.testing import tiny_clients, tiny_config, tiny_problem
 
 SLOW = 200  # looks for replies; others come at the next one
 

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sparsekit.errors import NoUnitsError
-from sparsekit.labels.store import LabelStore, components
-from sparsekit.labels.tracer import Tracer
-from sparsekit.labels.values import ALWAYS_ZERO, NOT_ZERO, Labels, TensorLabels
+from sparsekit.layers.labels.store import LabelStore, components
+from sparsekit.layers.labels.tracer import Tracer
+from sparsekit.layers.labels.values import ALWAYS_ZERO, NOT_ZERO, Labels, TensorLabels
 from sparsekit.tracing.dispatch import Dispatcher
 from sparsekit.tracing.trace import FixedUnitsWarning, trace_units
 

@@ -25,7 +25,7 @@ from sparsekit_fl.deployment.plan import Plan
 from sparsekit_fl.engines.flower import QUIET
 from sparsekit_fl.results.records import RunResult
 from sparsekit_fl.server.loop import run
-from sparsekit_fl.testing.tiny import tiny_clients, tiny_problem
+from sparsekit_fl.testing import tiny_clients, tiny_problem
 
 PATIENCE_SECONDS = 600.0
 HERE = Path(__file__).resolve().parent
@@ -140,7 +140,7 @@ class Deployment:
         clients: str,
         *,
         key: int | None = None,
-        data: str = "sparsekit_fl.testing.tiny:tiny_client",
+        data: str = "sparsekit_fl.testing:tiny_client",
         data_dir: str = "",
     ) -> None:
         """Start a SuperNode with clients of these ids.

@@ -17,7 +17,7 @@ from sparsekit_fl.errors import StorageError
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.results.rounds import RoundRecord
 from sparsekit_fl.server.loop import run
-from sparsekit_fl.testing.tiny import tiny_clients, tiny_config, tiny_problem
+from sparsekit_fl.testing import tiny_clients, tiny_config, tiny_problem
 
 
 class Fill(Callback):

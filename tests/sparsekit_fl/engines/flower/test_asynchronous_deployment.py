@@ -38,7 +38,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
     out = folder / "run"
     plan = Plan(
         method="fault_planted:method",
-        problem="sparsekit_fl.testing.tiny:tiny_problem",
+        problem="sparsekit_fl.testing:tiny_problem",
         rounds=ROUNDS,
         cohort=6,
         async_buffer=2,

@@ -16,11 +16,11 @@ from local_grid import InProcess
 
 from sparsekit_fl.methods import registry
 from sparsekit_fl.methods.method import Method
-from sparsekit_fl.models.vgg import Vgg
 from sparsekit_fl.options.config import RunConfig, TrainingConfig
 from sparsekit_fl.policies.ratio import Constant
 from sparsekit_fl.problem.clients import Client, ClientData
 from sparsekit_fl.problem.data import TensorData
+from sparsekit_fl.problem.models.vgg import Vgg
 from sparsekit_fl.problem.problem import Problem
 from sparsekit_fl.results.records import RunResult
 from sparsekit_fl.server.loop import run

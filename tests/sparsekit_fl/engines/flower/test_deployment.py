@@ -12,7 +12,7 @@ from fault_deployment import Deployment, until
 
 from sparsekit_fl.deployment.plan import Plan
 from sparsekit_fl.server.loop import run
-from sparsekit_fl.testing.tiny import tiny_clients, tiny_problem
+from sparsekit_fl.testing import tiny_clients, tiny_problem
 
 pytestmark = [
     pytest.mark.slow,
@@ -37,7 +37,7 @@ def test_encrypted_supernodes_with_known_keys_give_the_bits_of_the_embedded_engi
             out = tmp_path / name
             plan = Plan(
                 method=name,
-                problem="sparsekit_fl.testing.tiny:tiny_problem",
+                problem="sparsekit_fl.testing:tiny_problem",
                 rounds=2,
                 cohort=6,
                 seed=3,

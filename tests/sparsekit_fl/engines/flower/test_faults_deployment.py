@@ -64,7 +64,7 @@ def storm(tmp_path_factory: pytest.TempPathFactory) -> Storm:
     out = folder / "run"
     plan = {
         "method": "fault_planted:method",
-        "problem": "sparsekit_fl.testing.tiny:tiny_problem",
+        "problem": "sparsekit_fl.testing:tiny_problem",
         "rounds": 4,
         "cohort": 8,
         "seed": 3,

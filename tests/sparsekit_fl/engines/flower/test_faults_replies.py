@@ -28,9 +28,9 @@ from sparsekit_fl.methods.method import Method
 from sparsekit_fl.policies.local import LocalPolicy, LocalResult, Sgd
 from sparsekit_fl.policies.personal import LocalModel
 from sparsekit_fl.results.records import RunResult
+from sparsekit_fl.results.state.store import ClientStore, DeviceStore
 from sparsekit_fl.server.loop import run
-from sparsekit_fl.state.store import ClientStore, DeviceStore
-from sparsekit_fl.testing.tiny import tiny_clients, tiny_config, tiny_problem
+from sparsekit_fl.testing import tiny_clients, tiny_config, tiny_problem
 
 ENGINES: dict[str, Callable[[], Engine]] = {"embedded": Embedded, "flower": lambda: InProcess(nodes=3, grouped=True)}
 _left: Counter[tuple[int, int]] = Counter()

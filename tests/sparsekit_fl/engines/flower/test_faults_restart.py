@@ -26,7 +26,7 @@ def test_a_run_whose_superlink_was_killed_resumes_to_the_same_bits(tmp_path: Pat
     out = tmp_path / "run"
     plan = {
         "method": "fault_planted:method",
-        "problem": "sparsekit_fl.testing.tiny:tiny_problem",
+        "problem": "sparsekit_fl.testing:tiny_problem",
         "rounds": 3,
         "cohort": 8,
         "seed": 3,

@@ -13,6 +13,7 @@ pytest.importorskip("flwr", reason="flwr is not installed; pip install 'sparseki
 from flwr.app import Error, Message
 from local_grid import Fault, InProcess
 
+from sparsekit_fl.client.messages import decode_update, encode_update
 from sparsekit_fl.engines.base import Engine
 from sparsekit_fl.engines.flower.wire import content, read
 from sparsekit_fl.errors import ClientError, WorkerDiedError
@@ -22,9 +23,7 @@ from sparsekit_fl.methods.method import Method
 from sparsekit_fl.results.records import RunResult
 from sparsekit_fl.results.rounds import RoundRecord
 from sparsekit_fl.server.loop import run
-from sparsekit_fl.testing.engines import EngineContract, FailingSgd
-from sparsekit_fl.testing.tiny import tiny_clients, tiny_config, tiny_problem
-from sparsekit_fl.wire.messages import decode_update, encode_update
+from sparsekit_fl.testing import EngineContract, FailingSgd, tiny_clients, tiny_config, tiny_problem
 
 
 @pytest.mark.parametrize("memory", ["server", "nodes"])

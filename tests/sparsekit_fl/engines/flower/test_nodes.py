@@ -27,9 +27,9 @@ from sparsekit_fl.engines.flower.wire import content, read
 from sparsekit_fl.errors import ClientError, WorkerDiedError
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.problem.clients import Client, ClientData
+from sparsekit_fl.results.state.store import ClientStore, DeviceStore
 from sparsekit_fl.server.loop import run
-from sparsekit_fl.state.store import ClientStore, DeviceStore
-from sparsekit_fl.testing.tiny import tiny_clients, tiny_config, tiny_problem
+from sparsekit_fl.testing import tiny_clients, tiny_config, tiny_problem
 
 
 class FakeGrid:

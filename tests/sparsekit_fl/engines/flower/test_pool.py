@@ -12,12 +12,12 @@ pytest.importorskip("flwr", reason="flwr is not installed; pip install 'sparseki
 from flwr.app import Message
 from local_grid import InProcess, LocalGrid
 
+from sparsekit_fl.client.messages import Evaluation
 from sparsekit_fl.engines.flower import pool
 from sparsekit_fl.engines.flower.wire import MAX_HEADER_BYTES
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.server.loop import run
-from sparsekit_fl.testing.tiny import tiny_clients, tiny_config, tiny_problem
-from sparsekit_fl.wire.messages import Evaluation
+from sparsekit_fl.testing import tiny_clients, tiny_config, tiny_problem
 
 _METHOD = Method(name="plain", source="")
 

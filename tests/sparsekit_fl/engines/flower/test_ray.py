@@ -25,7 +25,7 @@ from sparsekit_fl.methods import registry, with_settings
 from sparsekit_fl.methods.local import local
 from sparsekit_fl.results.rounds import RoundRecord
 from sparsekit_fl.server.loop import run
-from sparsekit_fl.testing.tiny import tiny_clients, tiny_config, tiny_problem
+from sparsekit_fl.testing import tiny_clients, tiny_config, tiny_problem
 
 pytestmark = [pytest.mark.slow, pytest.mark.flower]
 

@@ -1,0 +1,191 @@
+"""ClientContext: what a policy reads on a client, and where it keeps its state."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Literal
+
+import numpy as np
+from torch import Tensor, nn
+
+from sparsekit.graph import StateDict, UnitGraph, UnitMask, WeightMask
+from sparsekit.measure import CostModel
+from sparsekit.training import LearnableMask
+from sparsekit_fl.client.costs import rowmask_flops
+from sparsekit_fl.client.kept import Mask
+from sparsekit_fl.client.loop import Batches, Examples, Step, TrainingLog, evaluate, fit
+from sparsekit_fl.client.memory import Memory, PolicyKind
+from sparsekit_fl.client.messages import Scores
+from sparsekit_fl.options.config import TrainingConfig
+from sparsekit_fl.problem.clients import Capability, Client
+from sparsekit_fl.problem.problem import Problem
+
+Split = Literal["train", "val", "test"]
+
+
+@dataclass(frozen=True)
+class Work:
+    """FLOPs of training, forward and backward; see `WorkCost` for the two conventions. Work adds up."""
+
+    flops_compact: int = 0
+    flops_rowmask: int = 0
+
+    def __add__(self, other: Work) -> Work:
+        return Work(self.flops_compact + other.flops_compact, self.flops_rowmask + other.flops_rowmask)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ClientContext:
+    """What a policy sees on a client.
+
+    Args:
+        round: The server round, counted from 1; when evaluating, the last finished one.
+        rounds: Number of rounds of the run.
+        client: Id and data.
+        capability: What the device can do in this round.
+        problem: Model, loss, metrics.
+        graph: The units of the model.
+        training: Options, with the learning rate of this round.
+        costs: FLOPs of the model.
+        masked: The narrow model of this process, its mask and importance; load it before use.
+        device: Where the narrow model trains.
+        rngs: Kind of policy → its generator for this client in this round; the kinds draw independently.
+        memory: State of this kind of policy on this client, which lives from round to round.
+        extra: Further tensors that the server sent.
+        received: The mask under which the server sent the state: entries that it drops are zero; None: all were sent.
+        initial_state: Gives the global state of round 0.
+        reading: Split → the generator of random transforms and augmentations of its examples.
+        frozen: State-dict keys of parameters that need no gradient; every client has them from the global state of round 0.
+        cache: Split → examples that were read in this call.
+        scored: FLOPs of each call of `score` in this call of `client_round`.
+        deploying: FLOPs of what a personal policy runs to make the model that is deployed, such as a step of adaptation.
+        kind: The kind of policy that this context is for.
+        root: The client's whole memory, of which `memory` is one part.
+    """
+
+    round: int
+    rounds: int
+    client: Client
+    capability: Capability
+    problem: Problem
+    graph: UnitGraph
+    training: TrainingConfig
+    costs: CostModel
+    masked: LearnableMask
+    device: str
+    rngs: Mapping[str, np.random.Generator] = field(repr=False)
+    memory: Memory
+    extra: StateDict
+    initial_state: Callable[[], StateDict]
+    cache: dict[str, Examples] = field(repr=False)
+    received: Mask | None = None
+    frozen: frozenset[str] = frozenset()
+    reading: Callable[[Split], np.random.Generator] | None = field(default=None, repr=False)
+    scored: list[int] = field(default_factory=list, repr=False)
+    deploying: list[int] = field(default_factory=list, repr=False)
+    kind: PolicyKind = "local"
+    root: Memory | None = field(default=None, repr=False)
+
+    def load(self, state: StateDict, mask: Mask | None) -> None:
+        """Load a state into the narrow model, under a mask that does not change.
+
+        Args:
+            state: Dense; read-only.
+            mask: Units outside a unit mask are cut away; under a weight mask, or None, the model is whole.
+        """
+        self.masked.load(state, mask=mask if isinstance(mask, UnitMask) else UnitMask.full(self.graph))
+
+    def scoped(self, kind: PolicyKind) -> ClientContext:
+        """Return the same context with the memory and the generator of one kind of policy."""
+        root = self.memory if self.root is None else self.root
+        return dataclasses.replace(self, memory=root.setdefault(kind, {}), kind=kind, root=root)
+
+    def peek(self, kind: PolicyKind) -> Mapping[str, Any]:
+        """Return the memory of another kind of policy on this client, read-only."""
+        return MappingProxyType((self.memory if self.root is None else self.root).get(kind, {}))
+
+    @property
+    def rng(self) -> np.random.Generator:
+        """The generator of this kind of policy."""
+        return self.rngs[self.kind]
+
+    def examples(self, split: Split) -> Examples:
+        """Return one split of the client's data, which is decoded once per call of `client_round`.
+
+        Raises:
+            DataError: its inputs hold NaN or infinity; those that are read lazily are looked at as they are read.
+        """
+        if split not in self.cache:
+            examples = Examples(
+                self.problem,
+                getattr(self.client.data, split),
+                device=self.device,
+                name=f"client {self.client.id}",
+                split=split,
+                rng=None if self.reading is None else self.reading(split),
+            )
+            examples.check_finite()
+            self.cache[split] = examples
+        return self.cache[split]
+
+    def batches(self, *, epochs: int | None = None, batch_size: int | None = None) -> Batches:
+        """Return shuffled training batches; the defaults are those of the run."""
+        return Batches(
+            self.examples("train"),
+            epochs=self.training.local_epochs if epochs is None else epochs,
+            batch_size=self.training.batch_size if batch_size is None else batch_size,
+            rng=self.rng,
+        )
+
+    def fit(self, module: nn.Module, batches: Batches, step: Step) -> TrainingLog:
+        """Run `step` over `batches`; see `training.fit`."""
+        return fit(
+            module,
+            batches,
+            step,
+            metrics=self.problem.metrics,
+            rng=self.rng,
+            amp=self.training.amp,
+            device=self.device,
+        )
+
+    def work(self, mask: UnitMask | WeightMask | None, log: TrainingLog) -> Work:
+        """Return the FLOPs of a fit under one mask; the paper's convention counts every batch as full."""
+        return self.work_on(log.examples, mask, padded_examples=log.padded_examples)
+
+    def work_on(self, examples: int, mask: UnitMask | WeightMask | None = None, *, padded_examples: int | None = None) -> Work:
+        """Return the FLOPs of training on some examples: forward and a backward that costs twice as much.
+
+        A weight mask saves entries on the wire and nothing when computing, so its compact cost is that of the whole model.
+
+        Args:
+            examples: Number of passes.
+            mask: What is trained; None for the whole model.
+            padded_examples: Number of passes by the paper's convention; None: `examples`.
+        """
+        compact = self.costs.forward_flops(mask if isinstance(mask, UnitMask) else None)
+        padded = examples if padded_examples is None else padded_examples
+        return Work(3 * compact * examples, 3 * rowmask_flops(self.costs, mask) * padded)
+
+    def score(
+        self, module: nn.Module, split: Split, *, predict: Callable[..., Any] | None = None, positions: Tensor | None = None
+    ) -> Scores:
+        """Score a module on one split of this client; an empty split has no scores. Its FLOPs are counted.
+
+        Args:
+            module: What is scored. One that is not the narrow model's counts as whole, unless its attribute `mask` is the unit
+                mask of what it holds.
+            split: The examples.
+            predict: What is called with a batch's inputs; None calls the module.
+            positions: Of the examples that count, int64; None for all.
+        """
+        if len(getattr(self.client.data, split)) == 0:
+            return {}
+        examples = self.examples(split)
+        held = self.masked.unit_mask() if module is self.masked.model else getattr(module, "mask", None)
+        count = len(examples) if positions is None else len(positions)
+        self.scored.append(count * self.costs.forward_flops(held if isinstance(held, UnitMask) else None))
+        return evaluate(module, self.problem, examples, predict=predict, positions=positions)

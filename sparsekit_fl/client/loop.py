@@ -1,0 +1,308 @@
+"""fit(): the only loop over batches, and what it needs: examples in memory, batches by index, scores."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from sparsekit.errors import DataError
+from sparsekit.graph import is_finite
+from sparsekit.rng import torch_generator, torch_scope
+from sparsekit_fl.client.messages import Scores
+from sparsekit_fl.options.config import Amp
+from sparsekit_fl.problem.data import TensorData
+from sparsekit_fl.problem.problem import Problem, arranged
+
+_EVALUATION_BATCH = 256
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One batch: the model's positional inputs, the targets, and the number of examples."""
+
+    inputs: tuple[Tensor, ...]
+    targets: Tensor
+    size: int
+
+
+Step = Callable[[Batch], tuple[Any, Tensor]]
+"""Learns from one batch; returns the outputs that are scored and the loss, a scalar."""
+
+
+class Examples:
+    """One split of a client's data. In memory: read, normalised and moved once, and batches are slices; lazily: batch by batch.
+
+    Args:
+        problem: Says how examples are read.
+        data: The split.
+        device: Where the tensors are.
+        name: Whose examples they are, for messages.
+        split: Which of them, for messages.
+        rng: Seeds random transforms of the data, and augmentations; None where there are none.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        data: Any,
+        *,
+        device: str,
+        name: str = "the data",
+        split: str = "the split",
+        rng: np.random.Generator | None = None,
+    ) -> None:
+        self._name, self._split = name, split
+        self._problem, self._data, self._device = problem, data, device
+        self._rng = np.random.default_rng(0) if rng is None else rng
+        self._arrange = arranged if problem.channels_last else _as_it_is
+        self._lazy = problem.reads_lazily(data)
+        if not self._lazy:
+            with self._scope(data):
+                whole = problem.materialise(data, device)
+            self._inputs, self._targets = tuple(map(self._arrange, whole.inputs)), whole.targets
+
+    def __len__(self) -> int:
+        return len(self._data) if self._lazy else len(self._targets)
+
+    def check_finite(self) -> None:
+        """Raise DataError where inputs hold NaN or infinity; examples that are read lazily are looked at as they are read."""
+        if not self._lazy:
+            self._check(self._inputs, range(len(self)), "examples")
+
+    def _check(self, inputs: Sequence[Tensor], positions: Sequence[int], what: str) -> None:
+        floats = [item for item in inputs if item.is_floating_point() and not is_finite(item)]
+        bad = {int(row) for item in floats for row in (~item.isfinite()).reshape(len(item), -1).any(dim=1).nonzero()}
+        if bad:
+            raise DataError(
+                f"inputs of {self._name} hold NaN or infinity, in {len(bad)} of {len(positions)} {what} of {self._split},"
+                f" in example {min(positions[row] for row in bad)} first; fill them in, or leave these examples out"
+            )
+
+    def _scope(self, data: Any) -> AbstractContextManager[Any]:
+        """Seed what a data set may draw while it is read; tensors draw nothing."""
+        return nullcontext() if isinstance(data, TensorData) else torch_scope(self._rng)
+
+    def batches(self, order: Tensor | None, bounds: Sequence[tuple[int, int]], *, augmented: bool = False) -> Iterator[Batch]:
+        """Return the examples in `order` (None: as stored), cut at `bounds` [start, stop).
+
+        Args:
+            order: Positions, int64 (examples,).
+            bounds: Of each batch.
+            augmented: Apply the problem's augmentation, drawn anew in every call.
+        """
+        augment = self._problem.augment if augmented else None
+        found = self._read(order, bounds) if self._lazy else self._slices(order, bounds)
+        if augment is None:
+            yield from found
+            return
+        generator = torch_generator(self._rng)
+        for batch in found:
+            first = self._arrange(augment(batch.inputs[0], generator))
+            yield Batch((first, *batch.inputs[1:]), batch.targets, batch.size)
+
+    def _slices(self, order: Tensor | None, bounds: Sequence[tuple[int, int]]) -> Iterator[Batch]:
+        inputs, targets = self._inputs, self._targets
+        if order is not None:
+            # One gather per epoch, then batches are views.
+            order = order.to(targets.device)
+            inputs, targets = (
+                tuple(self._arrange(item.index_select(0, order)) for item in inputs),
+                targets.index_select(0, order),
+            )
+        for start, stop in bounds:
+            yield Batch(tuple(item[start:stop] for item in inputs), targets[start:stop], stop - start)
+
+    def _read(self, order: Tensor | None, bounds: Sequence[tuple[int, int]]) -> Iterator[Batch]:
+        positions = list(range(len(self._data))) if order is None else order.tolist()
+        for start, stop in bounds:
+            with self._scope(self._data):
+                inputs, targets = self._problem.read(self._data, positions[start:stop])
+            self._check(inputs, positions[start:stop], "examples that were just read")
+            moved = tuple(self._arrange(item.to(self._device)) for item in inputs)
+            yield Batch(moved, targets.to(self._device), stop - start)
+
+
+class Batches:
+    """Epochs of shuffled batches. A final batch of one example joins the one before it, as batch norm needs two.
+
+    Args:
+        examples: Where the batches come from.
+        epochs: Number of passes.
+        batch_size: Examples per batch.
+        rng: Draws one permutation per epoch, all of them now, so that what is drawn later changes nothing.
+    """
+
+    def __init__(self, examples: Examples, *, epochs: int, batch_size: int, rng: np.random.Generator) -> None:
+        self._examples = examples
+        self._orders = [torch.from_numpy(rng.permutation(len(examples))) for _ in range(epochs)]
+        starts = list(range(0, len(examples), batch_size))
+        if len(starts) > 1 and len(examples) - starts[-1] == 1:
+            starts.pop()
+        self.bounds = list(zip(starts, [*starts[1:], len(examples)], strict=True))
+        self.padded_examples = math.ceil(len(examples) / batch_size) * batch_size
+        """Examples of an epoch with its last batch counted as full, as the paper counts FLOPs."""
+
+    @property
+    def epochs(self) -> int:
+        """Number of passes."""
+        return len(self._orders)
+
+    @property
+    def steps(self) -> int:
+        """Number of batches over all epochs."""
+        return len(self.bounds) * len(self._orders)
+
+    def __iter__(self) -> Iterator[Iterator[Batch]]:
+        for order in self._orders:
+            yield self._examples.batches(order, self.bounds, augmented=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingLog:
+    """What happened while fitting. Logs of several fits add up.
+
+    Args:
+        loss: Mean loss per example, one value per epoch.
+        accuracy: Mean training accuracy, one value per epoch; empty where the problem has no metric of that name.
+        examples: Examples processed, over all epochs.
+        padded_examples: The same with every last batch counted as full.
+        batches: Steps taken.
+    """
+
+    loss: tuple[float, ...] = ()
+    accuracy: tuple[float, ...] = ()
+    examples: int = 0
+    padded_examples: int = 0
+    batches: int = 0
+
+    def __add__(self, other: TrainingLog) -> TrainingLog:
+        return TrainingLog(
+            loss=self.loss + other.loss,
+            accuracy=self.accuracy + other.accuracy,
+            examples=self.examples + other.examples,
+            padded_examples=self.padded_examples + other.padded_examples,
+            batches=self.batches + other.batches,
+        )
+
+    def metrics(self) -> dict[str, float]:
+        """`loss` and `accuracy`, each the mean over the epochs."""
+        found = {"loss": self.loss, "accuracy": self.accuracy}
+        return {name: sum(values) / len(values) for name, values in found.items() if values}
+
+
+def _precision(amp: Amp, device: str) -> AbstractContextManager[Any]:
+    """Make forward passes run in a smaller type; weights are cast anew each time, as a step may change them midway."""
+    if amp == "off":
+        return nullcontext()
+    return torch.autocast(torch.device(device).type, dtype=getattr(torch, amp), cache_enabled=False)
+
+
+def fit(
+    module: nn.Module,
+    batches: Batches,
+    step: Step,
+    *,
+    metrics: Mapping[str, Any],
+    rng: np.random.Generator,
+    amp: Amp = "off",
+    device: str = "cpu",
+) -> TrainingLog:
+    """Run `step` over every batch. The only loop over batches.
+
+    Args:
+        module: Put in training mode; the step trains it.
+        batches: The epochs.
+        step: Learns from one batch.
+        metrics: Of the problem; "accuracy" is recorded where it exists.
+        rng: Seeds torch's global generator, from which dropout draws.
+        amp: Automatic mixed precision of the steps.
+        device: Where the module trains, for that.
+
+    Returns:
+        Loss and accuracy per epoch, and counts.
+    """
+    accuracy = metrics.get("accuracy")
+    losses: list[float] = []
+    accuracies: list[float] = []
+    examples = steps = epochs = 0
+    module.train()
+    with torch_scope(rng):
+        for epoch in batches:
+            # Summed as tensors: reading a number from a device at every step would wait for it.
+            loss_sum: Any = 0.0
+            score_sum: Any = 0.0
+            weight_sum: Any = 0.0
+            seen = 0
+            for batch in epoch:
+                with _precision(amp, device):
+                    outputs, loss = step(batch)
+                loss_sum += loss.detach() * batch.size
+                if accuracy is not None:
+                    with torch.no_grad():
+                        score, weight = accuracy(outputs, batch.targets)
+                    score_sum += score
+                    weight_sum += weight
+                seen += batch.size
+                steps += 1
+            examples += seen
+            epochs += 1
+            losses.append(float(loss_sum) / seen)
+            if accuracy is not None:
+                accuracies.append(float(score_sum) / max(float(weight_sum), 1e-12))
+    return TrainingLog(
+        loss=tuple(losses),
+        accuracy=tuple(accuracies),
+        examples=examples,
+        padded_examples=batches.padded_examples * epochs,
+        batches=steps,
+    )
+
+
+def evaluate(
+    module: nn.Module,
+    problem: Problem,
+    examples: Examples,
+    *,
+    predict: Callable[..., Any] | None = None,
+    positions: Tensor | None = None,
+) -> Scores:
+    """Score a module in evaluation mode.
+
+    Args:
+        module: What to score.
+        problem: Loss and metrics.
+        examples: The data; may be empty.
+        predict: Called with a batch's inputs instead of the module.
+        positions: Of the examples that count, int64; None for all.
+
+    Returns:
+        `loss` and every metric of the problem, as (sum over examples, weight); empty without examples.
+    """
+    if len(examples) == 0:
+        return {}
+    predict = module if predict is None else predict
+    metrics = problem.metrics
+    sums: dict[str, tuple[float, float]] = {}
+    count = len(examples) if positions is None else len(positions)
+    bounds = [(start, min(start + _EVALUATION_BATCH, count)) for start in range(0, count, _EVALUATION_BATCH)]
+    module.eval()
+    with torch.no_grad():
+        for batch in examples.batches(positions, bounds):
+            outputs = predict(*batch.inputs)
+            found: dict[str, tuple[Any, Any]] = {name: metric(outputs, batch.targets) for name, metric in metrics.items()}
+            found["loss"] = (problem.loss(outputs, batch.targets) * batch.size, batch.size)
+            for name, (score, weight) in found.items():
+                before = sums.get(name, (0.0, 0.0))
+                sums[name] = (before[0] + float(score), before[1] + float(weight))
+    return sums

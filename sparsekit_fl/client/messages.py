@@ -1,0 +1,374 @@
+"""Assignment, Update, Evaluation: all that crosses a wire, and their exact bytes."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsekit.errors import DataError
+from sparsekit.graph import StateDict, UnitGraph
+from sparsekit_fl.client.kept import Kept, Mask, mask_state
+from sparsekit_fl.client.packing import (
+    MAX_HEADER_BYTES,
+    MaskShapes,
+    Spec,
+    pack,
+    pack_mask,
+    packed_bytes,
+    spec_of,
+    unpack,
+    unpack_mask,
+)
+from sparsekit_fl.errors import UpdateError
+from sparsekit_fl.problem.clients import Capability
+
+Scores = Mapping[str, tuple[float, float]]
+"""Metric name → (sum over examples, weight); the value is sum / weight."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkCost:
+    """What work took. Costs of several clients and rounds add up.
+
+    Args:
+        flops_compact: What physically small models executed, `flops_scoring` among it; 2 per multiply-add, backward = 2 x
+            forward.
+        flops_rowmask: Training alone, by the paper's convention: columns that read removed units are still paid for. The
+            paper's tables count training only, so what is compared with them does too.
+        uplink_bytes: Serialised updates.
+        downlink_bytes: Serialised assignments.
+        seconds: Simulated, from `Capability`, without `scoring_seconds`; of one client: its own, of a round: its slowest
+            client's. What policies decide by.
+        wall_seconds: Measured here.
+        memory_bytes: Memories of clients that travel to them and back when they train, beside assignments and updates: none
+            where each client keeps its own. Counted by the server, and by no simulated second.
+        flops_scoring: The part of `flops_compact` that is no training: forward passes by which a method decides while it
+            trains, such as which model a client keeps, or whether it prunes.
+        flops_deploying: What clients run once, after the last round, to make the models that they deploy: a step of adaptation,
+            batch norm statistics. Of a run, and in neither total: it does not depend on how long was trained, and no round
+            waits for it.
+        scoring_seconds: Simulated seconds of these passes, beyond `seconds`, which leaves them out. The server adds them, so
+            they are in no message.
+
+    Source: the row-mask convention is that of Xue et al., ICDE 2025 (arXiv 2412.07216), Table I.
+    """
+
+    flops_compact: int = 0
+    flops_rowmask: int = 0
+    uplink_bytes: int = 0
+    downlink_bytes: int = 0
+    seconds: float = 0.0
+    wall_seconds: float = 0.0
+    memory_bytes: int = 0
+    flops_scoring: int = 0
+    flops_deploying: int = 0
+    scoring_seconds: float = 0.0
+
+    def __add__(self, other: WorkCost) -> WorkCost:
+        return WorkCost(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in dataclasses.fields(self)})
+
+    @property
+    def simulated_seconds(self) -> float:
+        """Simulated seconds, with the passes by which a method decides."""
+        return self.seconds + self.scoring_seconds
+
+    @property
+    def flops(self) -> int:
+        """What was executed: `flops_compact`."""
+        return self.flops_compact
+
+    @property
+    def flops_compact_training(self) -> int:
+        """What was executed to train: `flops_compact` without `flops_scoring`. Policies and `seconds` go by it."""
+        return self.flops_compact - self.flops_scoring
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Assignment:
+    """What the server sends to a client of the cohort.
+
+    Args:
+        round: The server round, counted from 1.
+        client_id: The receiver.
+        state: The shared entries of the global model, dense in memory; on the wire only what `mask` keeps.
+        mask: A mask that the server chose, or None.
+        ratio: A ratio that the server proposes, or None.
+        extra: Further tensors of a method.
+        capability: What the client can do in this round.
+    """
+
+    round: int
+    client_id: int
+    state: StateDict
+    mask: Mask | None = None
+    ratio: float | None = None
+    extra: StateDict = field(default_factory=dict)
+    capability: Capability = field(default_factory=Capability)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Update:
+    """What a client sends back.
+
+    Args:
+        round: The round of the assignment.
+        client_id: The sender.
+        examples: Training examples that the client has, n_k in the papers.
+        delta: trained - received, shared entries only, sparse: the entries that `mask` keeps (see `sparse.Kept`).
+        mask: What was uploaded; None means everything.
+        ratio: The ratio that was executed.
+        extra: Further tensors of a method.
+        metrics: Training loss and accuracy, and what a method adds.
+        cost: What the work took.
+    """
+
+    round: int
+    client_id: int
+    examples: int
+    delta: StateDict
+    mask: Mask | None = None
+    ratio: float = 1.0
+    extra: StateDict = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    cost: WorkCost = field(default_factory=WorkCost)
+
+
+def require_metrics(update: Update, *names: str) -> None:
+    """Raise UpdateError unless the update reports these metrics, which a policy learns from."""
+    missing = [name for name in names if name not in update.metrics]
+    if missing:
+        raise UpdateError(f"the update of client {update.client_id} lacks the metrics {missing}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """Scores of one client on its own data.
+
+    Args:
+        client_id: The client.
+        examples: Test examples.
+        personal: Scores of the personal model on the test data.
+        validation: Scores of the personal model on the validation data; empty where there are none.
+        shared: Scores of the global model on the test data; None where not asked for.
+        ratio: Ratio of the personal model; None where it is not sparse.
+        flops_deploying: FLOPs of making the personal model out of what the server sent; 0 where nothing runs.
+    """
+
+    client_id: int
+    examples: int
+    personal: Scores
+    validation: Scores = field(default_factory=dict)
+    shared: Scores | None = None
+    ratio: float | None = None
+    flops_deploying: int = 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return dataclasses.asdict(self)
+
+    @staticmethod
+    def from_dict(raw: Mapping[str, Any]) -> Evaluation:
+        """The inverse of `to_dict`.
+
+        Raises:
+            TypeError, ValueError, AttributeError: it is none.
+        """
+        fields = dict(raw)
+        for name in ("personal", "validation", "shared"):
+            if fields.get(name) is not None or name == "personal":
+                fields[name] = {str(metric): (float(s), float(w)) for metric, (s, w) in fields[name].items()}
+        found = Evaluation(**fields)
+        if type(found.client_id) is not int or type(found.examples) is not int or found.examples < 0:
+            raise ValueError("the client and its number of examples must be integers >= 0")
+        if type(found.flops_deploying) is not int or found.flops_deploying < 0:
+            raise ValueError("the FLOPs of deploying must be an integer >= 0")
+        if found.ratio is not None and not 0.0 < float(found.ratio) <= 1.0:
+            raise ValueError("the ratio must be in (0, 1]")
+        # A loss may be infinite, as that of a model that diverged; what it is divided by may not.
+        every = [weight for part in (found.personal, found.validation, found.shared or {}) for _, weight in part.values()]
+        if not all(0.0 <= weight < math.inf for weight in every):
+            raise ValueError("the weight of a score must be finite and >= 0")
+        return found
+
+
+def _prefixed(prefix: str, tensors: Mapping[str, Any]) -> dict[str, Any]:
+    return {f"{prefix}:{name}": tensor for name, tensor in tensors.items()}
+
+
+def _section(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name[len(prefix) + 1 :]: tensor for name, tensor in tensors.items() if name.startswith(f"{prefix}:")}
+
+
+# Costs and metrics travel as tensors of fixed size: an update's length must not depend on their digits, since the
+# uplink bytes that a cost contains are that length. Training and scoring travel apart, as they always have.
+_INT_COSTS = ("flops_compact_training", "flops_rowmask", "uplink_bytes", "downlink_bytes")
+_FLOAT_COSTS = ("seconds", "wall_seconds")
+
+
+def _int_costs(cost: WorkCost) -> tuple[str, ...]:
+    """The integers that travel: that of scoring only where a method scores."""
+    return (*_INT_COSTS, "flops_scoring") if cost.flops_scoring else _INT_COSTS
+
+
+def _update_parts(update: Update) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    mask_tensors, mask = pack_mask(update.mask)
+    tensors = {
+        **_prefixed("delta", update.delta),
+        **_prefixed("extra", update.extra),
+        **mask_tensors,
+        "cost": torch.tensor([getattr(update.cost, name) for name in _int_costs(update.cost)], dtype=torch.int64),
+        "seconds": torch.tensor([getattr(update.cost, name) for name in _FLOAT_COSTS], dtype=torch.float64),
+        "metrics": torch.tensor(list(update.metrics.values()), dtype=torch.float64),
+        "ratio": torch.tensor(update.ratio, dtype=torch.float64),
+    }
+    meta = {
+        "kind": "update",
+        "round": update.round,
+        "client": update.client_id,
+        "examples": update.examples,
+        "mask": mask,
+        "metrics": list(update.metrics),
+    }
+    return tensors, meta
+
+
+def encode_update(update: Update) -> bytes:
+    """The update as it crosses the wire."""
+    return pack(*_update_parts(update))
+
+
+def update_bytes(update: Update) -> int:
+    """Exactly `len(encode_update(update))`, without serialising."""
+    tensors, meta = _update_parts(update)
+    return packed_bytes({name: spec_of(tensor) for name, tensor in tensors.items()}, meta)
+
+
+def _integer(meta: Mapping[str, Any], name: str) -> int:
+    value = meta[name]
+    # JSON knows integers of any length, and true for 1.
+    if type(value) is not int or not 0 <= value < 2**63:
+        raise DataError(f"{name!r} must be an integer from 0 to 2^63 - 1, got {type(value).__name__}")
+    return value
+
+
+def _numbers(tensors: Mapping[str, Tensor], name: str, dtype: torch.dtype, count: int) -> list[Any]:
+    tensor = tensors[name]
+    if spec_of(tensor) != (dtype, (count,)):
+        raise DataError(f"{name!r} must be {count} numbers of {dtype}, got {tuple(tensor.shape)} of {tensor.dtype}")
+    return tensor.tolist()
+
+
+def _mask_shapes(graph: UnitGraph) -> Mapping[str, MaskShapes]:
+    return {
+        "unit": {name: (group.size,) for name, group in graph.groups.items()},
+        "weight": {name: tuple(shape) for name, shape in graph.shapes.items()},
+    }
+
+
+def decode_update(payload: bytes, graph: UnitGraph | None = None) -> Update:
+    """The inverse of `encode_update`.
+
+    Args:
+        payload: The bytes.
+        graph: The units of the model, by which the size of a mask is checked before room is made for it; None for bytes of
+            one's own.
+
+    Raises:
+        DataError: the bytes are not an update.
+    """
+    tensors, meta = unpack(payload, max_header_bytes=MAX_HEADER_BYTES)
+    try:
+        if meta["kind"] != "update":
+            raise DataError(f"expected an update, got a message of kind {str(meta['kind'])[:40]!r}")
+        kinds = (*_INT_COSTS, "flops_scoring")[: max(len(_INT_COSTS), len(tensors["cost"]))]
+        costs = dict(zip(kinds, _numbers(tensors, "cost", torch.int64, len(kinds)), strict=True))
+        costs["flops_compact"] = costs.pop("flops_compact_training") + costs.get("flops_scoring", 0)
+        seconds = dict(zip(_FLOAT_COSTS, _numbers(tensors, "seconds", torch.float64, len(_FLOAT_COSTS)), strict=True))
+        names = meta["metrics"]
+        if not isinstance(names, list) or len(set(names)) != len(names) or not all(isinstance(name, str) for name in names):
+            raise DataError("'metrics' must be distinct names")
+        return Update(
+            round=_integer(meta, "round"),
+            client_id=_integer(meta, "client"),
+            examples=_integer(meta, "examples"),
+            delta=_section("delta", tensors),
+            mask=unpack_mask(tensors, meta["mask"], shapes=None if graph is None else _mask_shapes(graph)),
+            ratio=float(tensors["ratio"]),
+            extra=_section("extra", tensors),
+            metrics=dict(zip(names, _numbers(tensors, "metrics", torch.float64, len(names)), strict=True)),
+            cost=WorkCost(**costs, **seconds),
+        )
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise error if isinstance(error, DataError) else DataError(f"a malformed update: {error!r}") from error
+
+
+def _assignment_parts(assignment: Assignment) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    mask_tensors, mask = pack_mask(assignment.mask)
+    numbers = [math.nan if assignment.ratio is None else assignment.ratio, *dataclasses.astuple(assignment.capability)]
+    tensors = {**mask_tensors, **_prefixed("extra", assignment.extra), "numbers": torch.tensor(numbers, dtype=torch.float64)}
+    return tensors, {"kind": "assignment", "round": assignment.round, "client": assignment.client_id, "mask": mask}
+
+
+def encode_assignment(assignment: Assignment, graph: UnitGraph, *, with_state: bool = True) -> bytes:
+    """The assignment as it crosses the wire: of the state, only what its mask keeps.
+
+    Args:
+        assignment: What to send.
+        graph: The units of the model.
+        with_state: False leaves the state out, for an engine whose clients read it from shared memory.
+    """
+    tensors, meta = _assignment_parts(assignment)
+    state = Kept(graph, assignment.mask).gather_all(assignment.state) if with_state else {}
+    return pack({**tensors, **_prefixed("state", state)}, meta)
+
+
+def assignment_bytes(assignment: Assignment, graph: UnitGraph) -> int:
+    """Exactly `len(encode_assignment(assignment, graph))`, without serialising."""
+    tensors, meta = _assignment_parts(assignment)
+    kept = Kept(graph, assignment.mask)
+    specs: dict[str, Spec] = {name: spec_of(tensor) for name, tensor in tensors.items()}
+    for name, tensor in assignment.state.items():
+        specs[f"state:{name}"] = (tensor.dtype, kept.shape(name))
+    return packed_bytes(specs, meta)
+
+
+def decode_assignment(payload: bytes, graph: UnitGraph, *, state: StateDict | None = None) -> Assignment:
+    """The inverse of `encode_assignment`; entries that the mask dropped come out as zero.
+
+    Args:
+        payload: The bytes.
+        graph: The units of the model.
+        state: The dense shared state where the message was sent without it.
+
+    Raises:
+        DataError: the bytes are not an assignment for this model.
+    """
+    tensors, meta = unpack(payload)
+    try:
+        if meta["kind"] != "assignment":
+            raise DataError(f"expected an assignment, got a message of kind {str(meta['kind'])[:40]!r}")
+        mask = unpack_mask(tensors, meta["mask"], shapes=_mask_shapes(graph))
+        ratio, *capability = tensors["numbers"].tolist()
+        if state is None:
+            sparse = _section("state", tensors)
+            zeros = {name: torch.zeros(graph.shapes[name], dtype=tensor.dtype) for name, tensor in sparse.items()}
+            dense: StateDict = Kept(graph, mask).scatter_all(sparse, zeros)
+        else:
+            dense = mask_state(graph, mask, state)
+        return Assignment(
+            round=_integer(meta, "round"),
+            client_id=_integer(meta, "client"),
+            state=dense,
+            mask=mask,
+            ratio=None if math.isnan(ratio) else ratio,
+            extra=_section("extra", tensors),
+            capability=Capability(*capability),
+        )
+    except (KeyError, TypeError, ValueError, RuntimeError, IndexError) as error:
+        raise error if isinstance(error, DataError) else DataError(f"a malformed assignment: {error!r}") from error

@@ -1,0 +1,213 @@
+"""Tensors and JSON metadata to bytes and back, in the safetensors format, with the size known before packing.
+
+Never a pickled object: what comes from a wire or a disk is parsed by the safetensors library, which checks it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load
+from torch import Tensor
+
+from sparsekit.errors import DataError, InvalidValueError
+from sparsekit.graph import UnitMask, WeightMask
+from sparsekit_fl.client.kept import Mask
+from sparsekit_fl.options.config import Upload
+
+MAX_HEADER_BYTES = 2**24
+"""A message's header is no longer: that of a hundred thousand tensors."""
+
+Spec = tuple[torch.dtype, tuple[int, ...]]
+"""Dtype and shape: all that the size of a packed tensor depends on."""
+
+MaskShapes = Mapping[str, tuple[int, ...]]
+"""Name of a unit group or an entry → shape of what a mask says of it."""
+
+_NAMES = {
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.int16: "I16",
+    torch.int32: "I32",
+    torch.int64: "I64",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float32: "F32",
+    torch.float64: "F64",
+    torch.complex64: "C64",
+}
+_META = "meta"
+
+
+def upload_dtype(dtype: torch.dtype, upload: Upload) -> torch.dtype:
+    """What a change of this dtype is sent up as: itself, or bfloat16 for a floating-point one where that was asked for."""
+    return torch.bfloat16 if upload == "bfloat16" and dtype.is_floating_point else dtype
+
+
+def spec_of(tensor: Tensor) -> Spec:
+    """Dtype and shape of a tensor."""
+    return tensor.dtype, tuple(tensor.shape)
+
+
+def _header(specs: Mapping[str, Spec], meta: Mapping[str, Any]) -> tuple[bytes, list[str], int]:
+    # Largest items first keeps every tensor aligned to its item size, as the safetensors library itself does.
+    order = sorted(specs, key=lambda name: (-specs[name][0].itemsize, name))
+    header: dict[str, Any] = {"__metadata__": {_META: json.dumps(meta, sort_keys=True, separators=(",", ":"))}}
+    offset = 0
+    for name in order:
+        dtype, shape = specs[name]
+        if dtype not in _NAMES:
+            raise DataError(
+                f"{name!r} has dtype {dtype}, which cannot be packed; allowed: {', '.join(sorted(_NAMES.values()))}"
+            )
+        size = math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [offset, offset + size]}
+        offset += size
+    text = json.dumps(header, separators=(",", ":")).encode()
+    return text + b" " * (-len(text) % 8), order, offset
+
+
+def packed_bytes(specs: Mapping[str, Spec], meta: Mapping[str, Any]) -> int:
+    """Exactly `len(pack(tensors, meta))`, from dtypes and shapes alone."""
+    header, _, size = _header(specs, meta)
+    return 8 + len(header) + size
+
+
+def plain_bytes(tensor: Tensor) -> memoryview:
+    """The raw bytes of a tensor, row-major, little-endian."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return np.ascontiguousarray(flat.view(torch.uint8).numpy()).data
+
+
+def pack(tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> bytes:
+    """Tensors and metadata as one safetensors file.
+
+    Args:
+        tensors: Name → tensor; written on the CPU, row-major.
+        meta: Plain JSON values.
+
+    Returns:
+        The bytes; equal input gives equal bytes.
+    """
+    header, order, _ = _header({name: spec_of(tensor) for name, tensor in tensors.items()}, meta)
+    parts: Sequence[bytes | memoryview] = [plain_bytes(tensors[name]) for name in order]
+    return b"".join([len(header).to_bytes(8, "little"), header, *parts])
+
+
+def unpack(payload: bytes, *, max_header_bytes: int | None = None) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Read what `pack` wrote.
+
+    Args:
+        payload: The bytes.
+        max_header_bytes: Refuse a longer header unread; None takes any that safetensors takes.
+
+    Raises:
+        DataError: the bytes are not such a file.
+    """
+    try:
+        size = int.from_bytes(payload[:8], "little")
+        if max_header_bytes is not None and size > max_header_bytes:
+            raise ValueError(f"a header of {size:,} bytes; allowed are {max_header_bytes:,}")
+        tensors = load(payload)
+        meta = json.loads(json.loads(payload[8 : 8 + size])["__metadata__"][_META])
+        strange = sorted({str(tensor.dtype) for tensor in tensors.values()} - {str(dtype) for dtype in _NAMES})
+        if strange:
+            raise ValueError(f"tensors of dtype {', '.join(strange)}, which `pack` does not write")
+    except (SafetensorError, KeyError, TypeError, ValueError, RuntimeError) as error:
+        # A RuntimeError is what torch says of a shape that it cannot take, and Python of JSON that is nested too deeply.
+        raise DataError(f"these {len(payload)} bytes are not a packed message: {error}") from error
+    if not isinstance(meta, dict):
+        raise DataError(f"the metadata of a packed message must be an object, got {type(meta).__name__}")
+    return tensors, meta
+
+
+def pack_mask(mask: Mask | None) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
+    """A mask as bytes: the tensor to send (uint8) and its description.
+
+    An entry takes one bit per position, padded to whole bytes. Of a weight mask, an entry that is kept or dropped whole takes
+    nothing, and one of which few positions are kept, or few dropped, takes their positions, four bytes each.
+    """
+    if mask is None:
+        return {}, None
+    kind = "unit" if isinstance(mask, UnitMask) else "weight"
+    pieces, shapes = [], []
+    for name, keep in mask.items():
+        form, piece = _pack_entry(keep.cpu().reshape(-1).numpy(), bits_only=kind == "unit")
+        pieces.append(piece)
+        shapes.append([name, list(keep.shape), *([] if form == "bits" else [form])])
+    tensor = torch.from_numpy(np.concatenate(pieces) if pieces else np.zeros(0, dtype=np.uint8))
+    return {"mask": tensor}, {"kind": kind, "shapes": shapes}
+
+
+def _pack_entry(keep: npt.NDArray[np.bool_], *, bits_only: bool) -> tuple[str, npt.NDArray[np.uint8]]:
+    kept = int(np.count_nonzero(keep))
+    if not bits_only:
+        for form, count in (("kept", kept), ("dropped", keep.size - kept)):
+            if 4 * count < (keep.size + 7) // 8:
+                places = np.flatnonzero(keep if form == "kept" else ~keep).astype("<u4")
+                return f"{form} {count}", places.view(np.uint8)
+    return "bits", np.packbits(keep)
+
+
+def _unpack_entry(form: str, count: int, bits: npt.NDArray[np.uint8]) -> tuple[npt.NDArray[np.bool_], int]:
+    """The entry at the beginning of `bits`, and how many bytes it takes."""
+    if form == "bits":
+        size = (count + 7) // 8
+        if len(bits) < size:
+            raise ValueError("too few bits")
+        return np.unpackbits(bits[:size], count=count).astype(bool), size
+    kind, number = form.split(" ")
+    size = 4 * int(number)
+    if kind not in ("kept", "dropped") or size < 0 or len(bits) < size:
+        raise ValueError(f"form {form!r}")
+    places = np.frombuffer(bits[:size].tobytes(), dtype="<u4")
+    if len(places) and (int(places[-1]) >= count or bool((np.diff(places.astype(np.int64)) <= 0).any())):
+        raise ValueError("positions out of order")
+    keep = np.full(count, kind == "dropped")
+    keep[places] = kind == "kept"
+    return keep, size
+
+
+def unpack_mask(
+    tensors: Mapping[str, Tensor], description: Mapping[str, Any] | None, *, shapes: Mapping[str, MaskShapes] | None = None
+) -> Mask | None:
+    """The inverse of `pack_mask`.
+
+    Args:
+        tensors: With the bits.
+        description: Of the mask.
+        shapes: What a mask may hold, for "unit" and for "weight"; None believes the description. A few bytes can describe
+            an entry of any size, so what strangers send is read with the shapes of the model.
+
+    Raises:
+        DataError: bits and description disagree, or the mask is not of these shapes.
+    """
+    if description is None:
+        return None
+    try:
+        if tensors["mask"].dtype != torch.uint8 or tensors["mask"].dim() != 1:
+            raise ValueError(f"bits of dtype {tensors['mask'].dtype} in {tensors['mask'].dim()} dimensions")
+        known = None if shapes is None else shapes[description["kind"]]
+        bits, entries, offset = tensors["mask"].numpy(), {}, 0
+        for name, shape, *form in description["shapes"]:
+            if any(not isinstance(size, int) or size < 0 for size in shape):
+                raise ValueError(f"shape {shape!r}")
+            if known is not None and known.get(name) != tuple(shape):
+                raise ValueError(f"{name!r} has the shape {known.get(name)}, got {tuple(shape)}")
+            keep, size = _unpack_entry(form[0] if form else "bits", math.prod(shape), bits[offset:])
+            entries[name] = torch.from_numpy(keep).reshape(shape)
+            offset += size
+        if offset != bits.size:
+            raise ValueError("bits left over")
+        kinds: dict[str, type[UnitMask] | type[WeightMask]] = {"unit": UnitMask, "weight": WeightMask}
+        return kinds[description["kind"]](entries)
+    except (KeyError, TypeError, ValueError, InvalidValueError, AttributeError) as error:
+        raise DataError(f"the message holds a malformed mask: {error}") from error

@@ -1,1 +1,0 @@
-"""The contexts: what a policy reads, and the memory it writes to."""

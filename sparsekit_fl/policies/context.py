@@ -1,0 +1,112 @@
+"""ServerContext: what a policy reads on the server, and where it keeps its state."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from sparsekit.graph import StateDict, UnitGraph
+from sparsekit.measure import CostModel
+from sparsekit_fl.client.memory import Memory, PolicyKind
+from sparsekit_fl.options.config import RunConfig
+from sparsekit_fl.problem.clients import Capability, Client
+from sparsekit_fl.streams import Streams
+
+
+@dataclass(frozen=True)
+class ClientInfo:
+    """A client as the server sees it.
+
+    Args:
+        examples: Number of training examples.
+        capability: What the device can do in this round.
+    """
+
+    examples: int
+    capability: Capability
+
+
+class Roster(Mapping[int, ClientInfo]):
+    """Client id → `ClientInfo` of one round; levels are drawn on access, so ten thousand clients cost nothing.
+
+    Args:
+        clients: All clients of the run.
+        config: Decides whether and how capability levels are drawn.
+        round: The round, counted from 1.
+    """
+
+    def __init__(self, clients: Mapping[int, Client], config: RunConfig, round: int) -> None:
+        self._clients = clients
+        self._config = config
+        self._round = round
+
+    def __getitem__(self, client_id: int) -> ClientInfo:
+        client = self._clients[client_id]
+        capability = client.capability
+        levels = self._config.capability_levels
+        if levels is not None:
+            round = self._round if self._config.capability == "dynamic" else 0
+            rng = Streams(self._config.seed).capability(round, client_id)
+            level = levels[int(rng.integers(len(levels)))]
+            capability = capability.at(level)
+        return ClientInfo(len(client.data.train), capability)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._clients)
+
+    def __len__(self) -> int:
+        return len(self._clients)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ServerContext:
+    """What a policy sees on the server.
+
+    Args:
+        round: The round, counted from 1.
+        rounds: Number of rounds of the run.
+        roster: Client id → examples and capability of this round.
+        cohort: Number of clients to sample, C.
+        rngs: Kind of policy → its generator in this round; the kinds draw independently.
+        memory: State of this kind of policy, which lives from round to round.
+        graph: The units of the model.
+        state: The shared global state at the start of the round.
+        kind: The kind of policy that this context is for.
+        costs: FLOPs of the model; None in a context that no run made.
+        unreachable: Clients of the run that are not in the roster, since they cannot be reached in this round.
+    """
+
+    round: int
+    rounds: int
+    roster: Mapping[int, ClientInfo]
+    cohort: int
+    rngs: Mapping[str, np.random.Generator] = field(repr=False)
+    memory: Memory
+    graph: UnitGraph
+    state: StateDict
+    kind: PolicyKind = "sampling"
+    costs: CostModel | None = None
+    unreachable: frozenset[int] = frozenset()
+
+    def scoped(self, kind: PolicyKind) -> ServerContext:
+        """Return the same context with the memory and the generator of one kind of policy."""
+        return dataclasses.replace(self, memory=self.memory.setdefault(kind, {}), kind=kind)
+
+    @property
+    def everybody(self) -> frozenset[int]:
+        """The ids of all clients of the run."""
+        return self.unreachable.union(self.roster)
+
+    def reaching(self, ids: Collection[int]) -> ServerContext:
+        """Return the same context with some clients alone in its roster, and a cohort of no more than these."""
+        roster = {id: self.roster[id] for id in ids}
+        away = frozenset(self.roster) - frozenset(ids)
+        return dataclasses.replace(self, roster=roster, cohort=min(self.cohort, len(roster)), unreachable=away)
+
+    @property
+    def rng(self) -> np.random.Generator:
+        """The generator of this kind of policy."""
+        return self.rngs[self.kind]

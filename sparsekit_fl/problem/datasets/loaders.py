@@ -1,0 +1,57 @@
+"""The image data sets as batches of torch tensors, for commands that know nothing of clients."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from sparsekit.rng import torch_generator
+from sparsekit_fl.problem.data import TensorData
+from sparsekit_fl.problem.datasets import datasets
+
+_VALIDATION = 0.1
+
+
+def _loaders(
+    name: str, *, data_dir: Path | None = None, batch_size: int = 64, seed: int = 0
+) -> tuple[DataLoader[tuple[torch.Tensor, ...]], DataLoader[tuple[torch.Tensor, ...]]]:
+    """A tenth of the training examples, drawn from `seed`, is for validation; the test set is not looked at.
+
+    Args:
+        name: Of the data set.
+        data_dir: Folder that holds it; None fetches it once.
+        batch_size: Examples in a batch.
+        seed: Of the split and of the order of the batches.
+
+    Returns:
+        Training batches, in another order each time, and validation batches: normalised float images and labels.
+    """
+    source = datasets[name](data_dir)
+    assert isinstance(source.train, TensorData), "the image data sets are in memory"
+    images, labels = source.train.inputs[0], source.train.labels()
+    shape = (1, -1, 1, 1)
+    mean, std = torch.tensor(source.mean).view(shape), torch.tensor(source.std).view(shape)
+    order = torch.from_numpy(np.random.default_rng(seed).permutation(len(labels)))
+    held_out = max(1, int(_VALIDATION * len(order)))
+
+    def batches(rows: torch.Tensor, *, shuffle: bool) -> DataLoader[tuple[torch.Tensor, ...]]:
+        rows = rows.sort().values
+        chosen = TensorDataset((images[rows].float() / 255 - mean) / std, labels[rows])
+        generator = torch_generator(np.random.default_rng(seed))
+        return DataLoader(chosen, batch_size, shuffle=shuffle, generator=generator)
+
+    return batches(order[held_out:], shuffle=True), batches(order[:held_out], shuffle=False)
+
+
+_Loaders = Callable[..., tuple[DataLoader[tuple[torch.Tensor, ...]], DataLoader[tuple[torch.Tensor, ...]]]]
+
+digits: _Loaders = functools.partial(_loaders, "digits")
+mnist: _Loaders = functools.partial(_loaders, "mnist")
+cifar10: _Loaders = functools.partial(_loaders, "cifar10")
+cifar100: _Loaders = functools.partial(_loaders, "cifar100")
+tiny_imagenet: _Loaders = functools.partial(_loaders, "tiny-imagenet")

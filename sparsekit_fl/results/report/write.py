@@ -1,0 +1,150 @@
+"""write_report: every file of a report, from saved results alone."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from sparsekit.errors import MissingDependencyError
+from sparsekit_fl.results.extra import need
+from sparsekit_fl.results.report.comparison import Comparison, check_target, comparisons_of
+from sparsekit_fl.results.report.figures import POINTS, figures_of
+from sparsekit_fl.results.report.page import Part, page
+from sparsekit_fl.results.report.plots import Figure, draw, inline_svg
+from sparsekit_fl.results.report.tables import latex_figure, latex_table, markdown_table
+from sparsekit_fl.results.report.trials import collect
+from sparsekit_fl.results.state.storage import write_atomically
+
+_log = logging.getLogger(__name__)
+
+_SUMMARY = "compare.json"
+_KINDS = ("png", "svg")
+
+
+def read_comparisons(
+    *folders: Path | str,
+    target: float | None = None,
+    order: Sequence[str] = (),
+    sort: Callable[[Iterable[str]], Iterable[str]] = tuple,
+) -> list[Comparison]:
+    """Read everything in folders, a comparison for each protocol.
+
+    Args:
+        folders: Folders of comparisons or runs, or with results in them; the report that is in the first one counts.
+        target: Accuracy whose time is a column; None takes that of the report that is there, if one was asked for.
+        order: Methods in the order of tables; without it that of the report that is there.
+        sort: Order of the methods that neither names.
+
+    Raises:
+        DataError: nothing there, or a file that is not what it should be.
+        InvalidValueError: a target outside (0, 1].
+    """
+    check_target(target)
+    earlier = _earlier(Path(folders[0])) if folders else {}
+    trials = collect(*folders)
+    wanted = dict.fromkeys([*order, *earlier.get("methods", []), *sort(dict.fromkeys(trial.method for trial in trials))])
+    goal = target if target is not None else earlier.get("asked_target")
+    return comparisons_of(trials, order=list(wanted), target=goal)
+
+
+def _earlier(folder: Path) -> dict[str, Any]:
+    """Return the last report of a folder; of several protocols that of any of them."""
+    for path in [folder / _SUMMARY, *sorted(folder.glob(f"*-{_SUMMARY}"))]:
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            continue
+        if isinstance(found, dict):
+            return found
+    return {}
+
+
+def write_report(
+    folder: Path | str,
+    comparisons: Sequence[Comparison],
+    *,
+    out: Path | str | None = None,
+    published: Callable[[Comparison], Any] = lambda _: None,
+    paper: Callable[[Comparison], Sequence[Figure]] = lambda _: (),
+    about_paper: Sequence[str] = (),
+    progress: Callable[[str], None] = lambda _: None,
+    command: str = "",
+) -> list[Path]:
+    """Write tables, figures and the page of comparisons.
+
+    Args:
+        folder: Folder that they were read from.
+        comparisons: One per protocol, from `read_comparisons`.
+        out: Folder for the files; None takes `folder`.
+        published: Returns published numbers beside ours as a DataFrame, or None.
+        paper: Returns figures of a paper, drawn from a comparison.
+        about_paper: Sentences for the end of the page.
+        progress: Receives the name of each file before it is written.
+        command: What was typed to run them; empty takes that of the report that is there.
+
+    Returns:
+        The files: for each protocol `compare.json`, `compare.csv`, `table.tex`, `table.md`, where there are published numbers
+        `published.csv`, and `figures/`, of a paper's figures `figures.csv` and `figures.tex`; one `report.html` for all.
+        Several protocols have their title in the files' names.
+
+    Raises:
+        DataError: `published` reads a file that is not what it should be.
+        MissingDependencyError: Jinja2 is not installed; all but the page and the figures is written.
+    """
+    home = Path(folder if out is None else out)
+    typed = command or str(_earlier(Path(folder)).get("command", ""))
+    (home / "figures").mkdir(parents=True, exist_ok=True)
+    written: list[Path] = []
+
+    def put(name: str, text: str) -> None:
+        progress(name)
+        write_atomically(home / name, text.encode(), durable=False)
+        written.append(home / name)
+
+    def pictures(figures: Sequence[Figure], prefix: str, ids: str) -> list[tuple[Figure, str]]:
+        drawn: list[tuple[Figure, str]] = []
+        try:
+            for figure in figures:
+                files = [home / f"figures/{prefix}{figure.name}.{kind}" for kind in _KINDS]
+                progress(files[0].name)
+                draw(figure, *files)
+                written.extend(files)
+                drawn.append((figure, inline_svg(figure, prefix=f"{ids}{len(drawn)}-")))
+        except MissingDependencyError as error:
+            _log.warning("no figures: %s", error)
+        return drawn
+
+    parts: list[Part] = []
+    for place, comparison in enumerate(comparisons):
+        prefix = f"{comparison.slug}-" if len(comparisons) > 1 else ""
+        summary = {**comparison.to_dict(), "asked_target": comparison.target, **({"command": typed} if typed else {})}
+        put(f"{prefix}{_SUMMARY}", json.dumps(summary, indent=1, allow_nan=False) + "\n")
+        put(f"{prefix}compare.csv", comparison.to_csv())
+        beside, own = published(comparison), paper(comparison)
+        put(f"{prefix}table.md", markdown_table(comparison, beside))
+        put(f"{prefix}table.tex", latex_table(comparison))
+        if beside is not None:
+            put(f"{prefix}published.csv", beside.to_csv(index=False, lineterminator="\n"))
+        if own:
+            put(f"{prefix}figures.csv", _points_csv(own))
+            texts = [latex_figure(f"{prefix}{one.name}", one.title, one.caption, folder="figures") for one in own]
+            put(f"{prefix}figures.tex", "".join(texts))
+        drawn = pictures([*figures_of(comparison), *own], prefix, f"s{place}c")
+        parts.append(Part(comparison, beside, drawn, f"{prefix}compare.csv", typed))
+    put("report.html", page(parts, about_paper))
+    return written
+
+
+def _points_csv(figures: Sequence[Figure]) -> str:
+    """Return CSV with one line per point of a paper's figures, ours and published ones apart."""
+    frames = []
+    for figure in figures:
+        about = {"figure": figure.number, "file": figure.name, "x_axis": figure.x, "y_axis": figure.y or figure.x}
+        for source, points in (("ours", figure.points), ("published", figure.marks)):
+            if points is not None:
+                frames.append(points[POINTS].astype(object).assign(**about, source=source))
+    order = ["figure", "file", "x_axis", "y_axis", "series", "source", "x", "y", "deviation"]
+    return str(need("pandas").concat(frames)[order].to_csv(index=False, lineterminator="\n"))

@@ -1,0 +1,317 @@
+"""A tiny problem, and contract suites that the author of a data set, method or engine inherits: say in a test file what to
+test, and pytest runs the rest.
+"""
+
+from __future__ import annotations
+
+import math
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from sparsekit.graph import StateDict
+from sparsekit_fl.callbacks.base import Callback, RunView
+from sparsekit_fl.client.context import ClientContext
+from sparsekit_fl.client.kept import Mask
+from sparsekit_fl.client.messages import Evaluation, Update
+from sparsekit_fl.engines.base import Engine
+from sparsekit_fl.engines.embedded import Embedded
+from sparsekit_fl.errors import ClientError, RunInterrupted
+from sparsekit_fl.methods.local import local
+from sparsekit_fl.methods.method import Method
+from sparsekit_fl.options.config import RunConfig, TrainingConfig
+from sparsekit_fl.policies.local import LocalPolicy, LocalResult, Sgd
+from sparsekit_fl.policies.personal import LocalModel, PersonalModel, PersonalPolicy
+from sparsekit_fl.problem.clients import Capability, Client, ClientData
+from sparsekit_fl.problem.data import TensorData
+from sparsekit_fl.problem.datasets.base import DataSource
+from sparsekit_fl.problem.metrics import IGNORED
+from sparsekit_fl.problem.problem import Problem
+from sparsekit_fl.results.records import RunResult
+from sparsekit_fl.results.rounds import RoundRecord
+from sparsekit_fl.server.loop import run
+
+
+class TinyNet(nn.Module):
+    """Six inputs, eight hidden features with batch norm, three classes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.last = nn.Linear(8, 3)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Logits, float (batch, 3)."""
+        logits: Tensor = self.last(torch.relu(self.norm(self.first(inputs))))
+        return logits
+
+
+def tiny_problem() -> Problem:
+    """Classify points by a linear rule."""
+    return Problem(model=TinyNet, example_inputs=(torch.zeros(2, 6),))
+
+
+def tiny_clients(count: int = 8, *, examples: int = 24) -> list[Client]:
+    """Clients with ids 0, 1, …; client k has examples + k mod 4 training examples and capability 1, 1/2 or 1/4."""
+    rng = np.random.default_rng(7)
+    rule = rng.normal(size=(6, 3))
+
+    def split(size: int) -> TensorData:
+        points = rng.normal(size=(size, 6))
+        labels = (points @ rule).argmax(axis=1)
+        return TensorData((torch.from_numpy(points.astype(np.float32)),), torch.from_numpy(labels))
+
+    return [
+        Client(
+            id=number,
+            data=ClientData(train=split(examples + number % 4), val=split(6), test=split(12)),
+            capability=Capability(ratio=(1.0, 0.5, 0.25)[number % 3]),
+        )
+        for number in range(count)
+    ]
+
+
+def tiny_config(*, rounds: int = 4, seed: int = 3) -> RunConfig:
+    """Four clients a round, two epochs, evaluation every second round."""
+    return RunConfig(
+        rounds=rounds,
+        cohort=4,
+        training=TrainingConfig(local_epochs=2, batch_size=8, lr=0.1),
+        seed=seed,
+        eval_every=2,
+        capability="dynamic",
+        capability_levels=(1.0, 0.5, 0.25),
+    )
+
+
+def tiny_client(id: int, folder: str | None = None) -> Client:
+    """Return one of `tiny_clients`, as a node of a deployment loads it; there are no files, so `folder` is not used."""
+    del folder
+    return tiny_clients()[id]
+
+
+def _in_memory(pool: object) -> TensorData:
+    """The contract is for data in memory; lazy data are a matter of their size."""
+    assert isinstance(pool, TensorData), "the contract needs TensorData; test a small sample of data that are read lazily"
+    return pool
+
+
+class DatasetContract:
+    """What every data set promises. Override `make_source`."""
+
+    def make_source(self) -> DataSource:
+        """Load the data set, afresh at every call."""
+        raise AssertionError(f"{type(self).__name__} must override make_source")
+
+    def test_examples_are_always_the_same_raw_and_labelled(self) -> None:
+        source, again = self.make_source(), self.make_source()
+        for one, other in ((source.train, again.train), (source.test, again.test)):
+            if one is None:
+                continue
+            pool, same = _in_memory(one), _in_memory(other)
+            raw, labels = pool.inputs[0], pool.labels()
+            assert torch.equal(raw, same.inputs[0])
+            assert torch.equal(pool.targets, same.targets)
+            assert raw.shape[1:] == source.shape
+            assert raw.dtype == torch.uint8 if source.kind == "image" else not raw.is_floating_point()
+            counted = labels[labels != IGNORED]
+            assert labels.dtype == torch.int64
+            assert len(counted) > 0
+            for numbers in (counted, raw) if source.kind == "tokens" else (counted,):
+                assert 0 <= int(numbers.min()) <= int(numbers.max()) < source.classes
+        view = _in_memory(source.train.take([1, 0]))
+        assert torch.equal(pickle.loads(pickle.dumps(view.materialise())).inputs[0], view.batch()[0][0])
+
+    def test_owners_name_every_example(self) -> None:
+        source = self.make_source()
+        if source.owners is not None:
+            assert source.owners.shape == (len(source.train),)
+            assert set(source.owners.tolist()) == set(range(len(source.owner_names)))
+
+
+class PartitionContract:
+    """What every partition promises. Override `make_source` and `partition`."""
+
+    clients = 4
+
+    def make_source(self) -> DataSource:
+        """Load a data set that the partition can split."""
+        raise AssertionError(f"{type(self).__name__} must override make_source")
+
+    def partition(self, source: DataSource, clients: int, rng: np.random.Generator) -> list[ClientData]:
+        """Call the partition."""
+        raise AssertionError(f"{type(self).__name__} must override partition")
+
+    def test_every_client_gets_examples_of_its_own_and_the_same_ones_twice(self) -> None:
+        source = self.make_source()
+        splits, again = (self.partition(source, self.clients, np.random.default_rng(7)) for _ in range(2))
+        assert len(splits) == self.clients
+        storage = _in_memory(source.train).inputs[0].data_ptr()
+        taken: list[int] = []
+        for client, same in zip(splits, again, strict=True):
+            assert min(len(client.train), len(client.val), len(client.test)) > 0
+            assert all(torch.equal(getattr(client, s).index, getattr(same, s).index) for s in ("train", "val", "test"))
+            assert client.train.inputs[0].data_ptr() == storage, "clients share the tensors of the source"
+            own = [*client.train.index.tolist(), *client.val.index.tolist()]
+            taken += own
+            if client.test.targets is client.train.targets:
+                assert not set(own) & set(client.test.index.tolist())
+        assert len(taken) == len(set(taken)), "no two clients train on one example"
+
+
+class StopAfter(Callback):
+    """Raise KeyboardInterrupt, as Ctrl-C does, when a round is saved."""
+
+    def __init__(self, round: int) -> None:
+        self.round = round
+
+    def on_round_end(self, run: RunView, record: RoundRecord) -> None:
+        """Stop there."""
+        if record.round == self.round:
+            raise KeyboardInterrupt
+
+
+class MethodContract:
+    """What holds for every method.
+
+    Supply the fixture `make`, a function without arguments that returns the method::
+
+        class TestMyMethod(MethodContract):
+            @pytest.fixture
+            def make(self):
+                return my_method
+    """
+
+    def test_workers_and_interruptions_change_no_bit(self, make: Callable[[], Method], tmp_path: Path) -> None:
+        method = make()
+        before = repr(method)
+        whole = _run(method)
+        assert repr(method) == before, "policies hold no state"
+        assert [record.round for record in whole.rounds] == [1, 2, 3, 4]
+        assert all(not record.dropped for record in whole.rounds)
+        assert 0.0 <= whole.final.personal["accuracy"] <= 1.0
+        assert math.isfinite(whole.final.personal["loss"])
+        assert len(whole.final.per_client) == 8
+        cost = whole.cost
+        assert min(cost.flops_compact, cost.flops_rowmask, cost.uplink_bytes, cost.downlink_bytes, cost.seconds) > 0
+        with pytest.raises(RunInterrupted):
+            _run(make(), workers=2, out=tmp_path, callbacks=(StopAfter(2),))
+        other = _run(make(), out=tmp_path, resume=True)
+        assert other.final.state_sha256 == whole.final.state_sha256
+        assert other.final.personal == whole.final.personal
+        assert [record.ratios for record in other.rounds] == [record.ratios for record in whole.rounds]
+        assert [record.loss for record in other.rounds] == [record.loss for record in whole.rounds]
+
+
+def _run(method: Method, *, workers: int = 1, **options: Any) -> RunResult:
+    return run(method, tiny_problem(), tiny_clients(), tiny_config(), engine=Embedded(workers), **options)
+
+
+@dataclass(frozen=True)
+class FailingSgd(LocalPolicy):
+    """SGD that raises on some clients, and counts the participations of the others in their memories.
+
+    Args:
+        clients: Ids of those; None for all.
+    """
+
+    clients: tuple[int, ...] | None = None
+
+    def train(self, ctx: ClientContext, start: StateDict, mask: Mask | None, ratio: float) -> LocalResult:
+        """Train and report the count, or raise."""
+        if self.clients is None or ctx.client.id in self.clients:
+            raise ArithmeticError(f"no luck with {ctx.client.id}")
+        ctx.memory["count"] = ctx.memory.get("count", 0) + 1
+        result = Sgd().train(ctx, start, mask, ratio)
+        extra = {"count": torch.tensor([ctx.memory["count"]])}
+        return LocalResult(state=result.state, mask=mask, log=result.log, extra=extra, module=result.module)
+
+
+@dataclass(frozen=True)
+class _Unscored(PersonalPolicy):
+    """The global model, which client 1 cannot score."""
+
+    def model(self, ctx: ClientContext, state: StateDict) -> PersonalModel:
+        if ctx.client.id == 1:
+            raise ArithmeticError("no score for 1")
+        return super().model(ctx, state)
+
+
+class _Watch(Callback):
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, int]] = []
+        self.counts: dict[int, list[int]] = {}
+
+    def on_client_end(self, view: RunView, client_id: int, update: Update | Evaluation | None) -> None:
+        if isinstance(update, Evaluation):
+            return
+        self.seen.append((view.round + 1, client_id))
+        if update is not None:
+            self.counts.setdefault(client_id, []).append(int(update.extra["count"]))
+
+
+class EngineContract:
+    """What holds for every engine; the fixture `engine`, a fresh one, is to be supplied.
+
+    Set `rounding` where an engine computes in another order of operations.
+    """
+
+    rounding = 0.0
+    """Largest relative and absolute difference of a run's weights from those of the default engine; 0: the same bits."""
+
+    @pytest.mark.parametrize(
+        "method",
+        [
+            Method(name="plain", source=""),
+            replace(local(), personal=LocalModel(select="best")),
+            Method(name="own", source="", personal=LocalModel()),
+        ],
+        ids=lambda method: method.name,
+    )
+    def test_same_results_as_the_default_engine(self, engine: Engine, method: Method, tmp_path: Path) -> None:
+        ours, default = _run_on(method, engine, out=tmp_path), _run_on(method)
+        if self.rounding:
+            torch.testing.assert_close(ours.state, default.state, rtol=self.rounding, atol=self.rounding)
+        else:
+            assert ours.final.state_sha256 == default.final.state_sha256
+            assert ours.final.per_client == default.final.per_client
+        for name in ("uplink_bytes", "downlink_bytes", "seconds"):
+            assert getattr(ours.cost, name) == getattr(default.cost, name)
+        if method.name == "own":  # personal models are written where they differ from the global one
+            trained = {f"client-{client_id}" for record in ours.rounds for client_id in record.cohort}
+            assert {path.stem for path in (tmp_path / "models").glob("client-*.safetensors")} == trained
+
+    def test_replies_come_in_the_order_of_the_cohort_and_memories_live_on(self, engine: Engine) -> None:
+        watch = _Watch()
+        result = _run_on(Method(name="counting", source="", local=FailingSgd(())), engine, watch)
+        assert watch.seen == [(record.round, client_id) for record in result.rounds for client_id in record.cohort]
+        assert max(len(counts) for counts in watch.counts.values()) > 1
+        assert all(counts == list(range(1, len(counts) + 1)) for counts in watch.counts.values())
+
+    def test_a_failing_client_is_dropped_and_the_round_goes_on(self, engine: Engine) -> None:
+        victim = _run_on(Method(name="plain", source="")).rounds[0].cohort[0]
+        result = _run_on(Method(name="failing", source="", local=FailingSgd((victim,)), personal=_Unscored()), engine)
+        (client_id, reason), *_ = result.rounds[0].dropped
+        assert client_id == victim
+        told = ("'failing'", "local policy", "round 1", f"client {victim}", f"ArithmeticError: no luck with {victim}")
+        assert all(part in reason for part in told)
+        assert set(result.rounds[0].ratios) == set(result.rounds[0].cohort) - {victim}
+        assert [evaluation.client_id for evaluation in result.final.per_client] == [0, *range(2, 8)]
+        assert any("client 1 was not scored" in note and "no score for 1" in note for note in result.rounds[-1].notes)
+
+    def test_when_every_client_fails_the_first_error_ends_the_run(self, engine: Engine) -> None:
+        with pytest.raises(ClientError, match=r"local policy: ArithmeticError: no luck"):
+            _run_on(Method(name="failing", source="", local=FailingSgd()), engine)
+
+
+def _run_on(method: Method, engine: Engine | None = None, watch: Callback | None = None, out: Path | None = None) -> RunResult:
+    callbacks = () if watch is None else (watch,)
+    return run(method, tiny_problem(), tiny_clients(), tiny_config(), engine=engine, callbacks=callbacks, out=out)

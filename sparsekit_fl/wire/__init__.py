@@ -1,1 +1,0 @@
-"""All that crosses a wire."""

@@ -1,0 +1,53 @@
+"""Contexts: every kind of policy has a memory of its own and may look at the others'."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sparsekit.graph.layers import head_entries
+from sparsekit.graph.mask import WeightMask
+from sparsekit_fl.engines.round import WorkerState
+from sparsekit_fl.engines.spec import RunSpec
+from sparsekit_fl.methods import fedavg
+from sparsekit_fl.policies.mask import Dense
+from sparsekit_fl.testing import tiny_clients, tiny_config, tiny_problem
+
+
+@pytest.fixture
+def spec():
+    return RunSpec.build(fedavg(), tiny_problem(), tiny_config())
+
+
+def context(spec, memory, **options):
+    client = tiny_clients(1)[0]
+    return WorkerState(spec).context(client=client, round=1, capability=client.capability, memory=memory, **options)
+
+
+def test_scopes_are_siblings_whichever_one_comes_from(spec) -> None:
+    memory = {}
+    ctx = context(spec, memory)
+    ctx.scoped("mask").memory["kept"] = 1
+    ctx.scoped("mask").scoped("local").memory["own"] = 2
+    assert memory == {"mask": {"kept": 1}, "local": {"own": 2}}
+
+
+def test_another_kinds_memory_can_be_looked_at_and_not_changed(spec) -> None:
+    ctx = context(spec, {"mask": {"kept": 1}})
+    seen = ctx.scoped("personal").peek("mask")
+    assert dict(seen) == {"kept": 1}
+    assert dict(ctx.peek("mask")) == {"kept": 1}
+    assert dict(ctx.peek("ratio")) == {}
+    with pytest.raises(TypeError):
+        seen["kept"] = 2
+
+
+def test_what_the_server_sent_is_trained_unless_a_policy_says_otherwise(spec) -> None:
+    mask = WeightMask({"first.weight": torch.zeros(8, 6, dtype=torch.bool)})
+    assert Dense().choose(context(spec, {}, received=mask), 1.0, spec.initial) is mask
+    assert Dense().choose(context(spec, {}), 1.0, spec.initial) is None
+
+
+def test_the_graph_of_a_run_knows_the_layers(spec) -> None:
+    assert [layer.name for layer in spec.graph.layers] == ["first", "last"]
+    assert set(head_entries(spec.graph.layers)) == {"last.weight", "last.bias"}

@@ -1,0 +1,158 @@
+"""fit, batches, the SGD step and scores."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from sparsekit_fl.client.loop import Batches, Examples, TrainingLog, evaluate, fit
+from sparsekit_fl.client.optimizer import SgdStep
+from sparsekit_fl.problem.data import TensorData
+from sparsekit_fl.problem.metrics import accuracy
+from sparsekit_fl.problem.problem import Problem
+
+
+def examples(count):
+    data = TensorData((torch.arange(count).float().view(-1, 1),), torch.arange(count) % 2)
+    problem = Problem(model=lambda: nn.Linear(1, 2), example_inputs=(torch.zeros(1, 1),))
+    return problem, Examples(problem, data, device="cpu")
+
+
+def batches(count, *, epochs=1, batch_size=4, seed=0):
+    return Batches(examples(count)[1], epochs=epochs, batch_size=batch_size, rng=np.random.default_rng(seed))
+
+
+@pytest.mark.parametrize(
+    ("count", "sizes", "padded"), [(8, [4, 4], 8), (10, [4, 4, 2], 12), (9, [4, 5], 12), (1, [1], 4), (5, [5], 8)]
+)
+def test_a_final_batch_of_one_joins_the_one_before(count, sizes, padded):
+    found = batches(count)
+    assert [[batch.size for batch in epoch] for epoch in found] == [sizes]
+    assert found.padded_examples == padded
+
+
+def test_every_epoch_sees_every_example_once_in_its_own_order():
+    orders = [torch.cat([batch.inputs[0].flatten() for batch in epoch]) for epoch in batches(10, epochs=3)]
+    assert all(order.sort().values.tolist() == list(range(10)) for order in orders)
+    assert not torch.equal(orders[0], orders[1])
+
+
+def test_inputs_and_targets_stay_together():
+    for epoch in batches(10):
+        for batch in epoch:
+            assert torch.equal(batch.inputs[0].flatten().long() % 2, batch.targets)
+
+
+@pytest.mark.parametrize("options", [{}, {"momentum": 0.9}, {"weight_decay": 0.1}, {"momentum": 0.5, "weight_decay": 0.01}])
+@pytest.mark.same_bits
+def test_the_step_gives_the_bits_of_torch_sgd(options):
+    torch.manual_seed(0)
+    ours = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+    theirs = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+    theirs.load_state_dict(ours.state_dict())
+    step, optimizer = SgdStep(ours.parameters(), lr=0.1, **options), torch.optim.SGD(theirs.parameters(), lr=0.1, **options)
+    for _ in range(5):
+        x = torch.randn(6, 3)
+        step(ours(x).square().mean())
+        optimizer.zero_grad()
+        theirs(x).square().mean().backward()
+        optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters()))
+
+
+def test_clipping_equals_torch_clipping():
+    ours, theirs = nn.Linear(3, 2), nn.Linear(3, 2)
+    theirs.load_state_dict(ours.state_dict())
+    x = torch.randn(5, 3) * 10
+    SgdStep(ours.parameters(), lr=0.1, clip=0.5)(ours(x).square().sum())
+    theirs(x).square().sum().backward()
+    torch.nn.utils.clip_grad_norm_(theirs.parameters(), 0.5)
+    torch.optim.SGD(theirs.parameters(), lr=0.1).step()
+    assert torch.allclose(ours.weight, theirs.weight, atol=1e-7)
+
+
+def test_unused_and_frozen_parameters_are_left_alone():
+    used, unused, frozen = (nn.Parameter(torch.ones(2)) for _ in range(3))
+    frozen.requires_grad_(False)
+    SgdStep([unused, used, frozen], lr=0.5, momentum=0.9, weight_decay=0.1)((used * frozen).sum())
+    assert unused.tolist() == frozen.tolist() == [1.0, 1.0]
+    assert used.tolist() == pytest.approx([0.45, 0.45])
+
+
+def test_momentum_lies_where_a_session_can_remask_it():
+    parameter = nn.Parameter(torch.ones(2))
+    step = SgdStep([parameter], lr=0.5, momentum=0.9)
+    step(parameter.sum())
+    assert step.state[parameter]["momentum_buffer"].tolist() == [1.0, 1.0]
+
+
+def test_the_log_has_means_per_epoch_and_counts():
+    module = nn.Linear(1, 2)
+    found = batches(10, epochs=2)
+
+    def step(batch):
+        outputs = torch.nn.functional.one_hot(torch.zeros_like(batch.targets), 2).float()
+        return outputs, batch.inputs[0].mean()
+
+    log = fit(module, found, step, metrics={"accuracy": accuracy}, rng=np.random.default_rng(0))
+    assert log == TrainingLog(loss=(4.5, 4.5), accuracy=(0.5, 0.5), examples=20, padded_examples=24, batches=6)
+    assert (log + log).metrics() == {"loss": 4.5, "accuracy": 0.5}
+    assert module.training
+
+
+def test_dropout_draws_from_the_given_generator_alone():
+    def losses(seed):
+        module = nn.Dropout(0.5)
+        log = fit(
+            module,
+            batches(32, seed=1),
+            lambda batch: (None, module(batch.inputs[0]).sum()),
+            metrics={},
+            rng=np.random.default_rng(seed),
+        )
+        return log.loss
+
+    torch.manual_seed(1)
+    first = losses(0)
+    before = torch.random.get_rng_state()
+    assert losses(0) == first != losses(1)
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_evaluation_sums_loss_and_metrics_over_examples():
+    problem, split = examples(600)
+    module = nn.Linear(1, 2)
+    with torch.no_grad():
+        module.weight.zero_()
+        module.bias.copy_(torch.tensor([1.0, 0.0]))
+    scores = evaluate(module, problem, split)
+    assert scores["accuracy"] == (300.0, 600.0)
+    assert scores["loss"][0] / scores["loss"][1] == pytest.approx(0.8132617, abs=1e-5)
+    assert not module.training
+
+
+def test_a_predictor_may_stand_in_for_the_module():
+    problem, split = examples(10)
+    scores = evaluate(nn.Linear(1, 2), problem, split, predict=lambda x: torch.stack([1 - x[:, 0] % 2, x[:, 0] % 2], 1))
+    assert scores["accuracy"] == (10.0, 10.0)
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_feature_maps_are_laid_out_channels_last_where_the_problem_asks_for_it(channels):
+    images, rows = torch.randn(6, channels, 4, 5), torch.randn(6, 7)
+    for asked in (True, False):
+        problem = Problem(
+            model=lambda: nn.Linear(1, 1),
+            example_inputs=(images, rows),
+            read_batch=lambda split, positions: ((images, rows), torch.arange(6)),
+            channels_last=asked,
+        )
+        examples = Examples(problem, images, device="cpu")
+        for order in (None, torch.tensor([5, 4, 3, 2, 1, 0])):
+            for batch in examples.batches(order, [(0, 4), (4, 6)]):
+                assert torch.equal(batch.inputs[0], images[batch.targets])
+                assert torch.equal(batch.inputs[1], rows[batch.targets])
+                # Convolutions look at the strides alone, and those of one channel are ambiguous.
+                assert (batch.inputs[0].stride()[1:] == (1, 5 * channels, channels)) == asked

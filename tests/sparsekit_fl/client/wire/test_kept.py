@@ -1,0 +1,99 @@
+"""Kept: gather, scatter and add are exact for unit masks, weight masks and none."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from sparsekit import trace_units
+from sparsekit.graph.graph import UnitGraph
+from sparsekit.graph.groups import UnitGroup, UnitSlice
+from sparsekit.graph.mask import UnitMask, WeightMask
+from sparsekit_fl.client.kept import Kept, mask_state
+
+
+@pytest.fixture(scope="module")
+def convolutions():
+    model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 3, 3), nn.Flatten(), nn.Linear(12, 5))
+    graph = trace_units(model, torch.zeros(2, 2, 6, 6))
+    torch.manual_seed(0)
+    masks = [UnitMask({name: torch.rand(group.size) > 0.4 for name, group in graph.groups.items()}) for _ in range(8)]
+    weights = WeightMask({"0.weight": torch.rand(4, 2, 3, 3) > 0.5, "5.weight": torch.zeros(5, 12, dtype=torch.bool)})
+    return graph, model.state_dict(), [*(m for m in masks if all(k.any() for k in m.values())), weights, None]
+
+
+def test_scatter_undoes_gather(convolutions):
+    graph, state, masks = convolutions
+    for mask in masks:
+        kept = Kept(graph, mask)
+        again = kept.scatter_all(kept.gather_all(state), state)
+        assert all(torch.equal(again[name], state[name]) for name in state)
+        other = {name: torch.full_like(tensor, 9) for name, tensor in state.items()}
+        partial = kept.scatter_all(kept.gather_all(state), other)
+        assert all(torch.equal(a, b) for a, b in zip(kept.gather_all(partial).values(), kept.gather_all(state).values()))
+
+
+@pytest.mark.parametrize("step", [1, 2, 100])
+def test_rows_written_piece_by_piece_are_those_written_at_once(convolutions, step):
+    graph, state, masks = convolutions
+    for mask in masks:
+        kept = Kept(graph, mask)
+        for name, tensor in state.items():
+            whole = torch.full_like(tensor, 9)
+            kept.scatter(name, kept.gather(name, tensor), whole)
+            if not tensor.dim():
+                continue
+            pieces = [torch.full_like(part, 9) for part in tensor.split(step)]
+            for number, piece in enumerate(pieces):
+                kept.scatter_rows(name, kept.gather(name, tensor), piece, number * step)
+            assert torch.equal(torch.cat(pieces), whole), name
+
+
+def test_shapes_and_counts_are_those_of_what_is_gathered(convolutions):
+    graph, state, masks = convolutions
+    for mask in masks:
+        kept = Kept(graph, mask)
+        found = kept.gather_all(state)
+        assert all(tuple(found[name].shape) == kept.shape(name) for name in state)
+
+
+def test_adding_touches_kept_entries_once_and_no_others(convolutions):
+    graph, state, masks = convolutions
+    for mask in masks:
+        kept = Kept(graph, mask)
+        for name, tensor in state.items():
+            total = torch.zeros(tensor.shape)
+            kept.add(name, 1.0, total)
+            assert int(total.sum()) == kept.gather(name, tensor).numel()
+            assert bool(((total == 0) | (total == 1)).all())
+
+
+def test_what_a_mask_drops_becomes_zero(convolutions):
+    graph, state, _ = convolutions
+    mask = WeightMask({"0.weight": torch.zeros(4, 2, 3, 3, dtype=torch.bool)})
+    masked = mask_state(graph, mask, state)
+    assert not masked["0.weight"].any()
+    assert masked["0.bias"] is state["0.bias"]
+
+
+def test_axes_that_are_not_neighbours_are_indexed_right():
+    index = torch.arange(3).view(3, 1)
+    slices = (UnitSlice("w", 0, index, "out", False), UnitSlice("w", 2, index, "in", True))
+    graph = UnitGraph(groups={"a": UnitGroup("a", 3, "feature", slices)}, shapes={"w": torch.Size([3, 2, 3])})
+    kept = Kept(graph, UnitMask({"a": torch.tensor([True, False, True])}))
+    dense = torch.arange(18.0).view(3, 2, 3)
+    assert torch.equal(kept.gather("w", dense), dense[[0, 2]][:, :, [0, 2]])
+    total = torch.zeros(3, 2, 3)
+    kept.add("w", kept.gather("w", dense), total)
+    assert torch.equal(kept.gather("w", total), kept.gather("w", dense))
+    assert total.sum() == kept.gather("w", dense).sum()
+
+
+def test_an_entry_of_which_nothing_is_dropped_keeps_its_shape(convolutions):
+    graph, state, _ = convolutions
+    mask = WeightMask({"0.weight": torch.ones(4, 2, 3, 3, dtype=torch.bool), "5.bias": torch.zeros(5, dtype=torch.bool)})
+    kept = Kept(graph, mask)
+    assert kept.is_whole("0.weight")
+    assert kept.gather("0.weight", state["0.weight"]) is state["0.weight"]
+    assert kept.shape("5.bias") == (0,)

@@ -1,0 +1,165 @@
+"""Messages: lossless, counted to the byte, and hostile bytes end in one kind of error."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from sparsekit.errors import DataError
+from sparsekit.graph.mask import UnitMask, WeightMask
+from sparsekit_fl.callbacks.base import Callback
+from sparsekit_fl.client.kept import Kept
+from sparsekit_fl.client.messages import (
+    Assignment,
+    Evaluation,
+    Update,
+    WorkCost,
+    assignment_bytes,
+    decode_assignment,
+    decode_update,
+    encode_assignment,
+    encode_update,
+    update_bytes,
+)
+from sparsekit_fl.client.packing import unpack
+from sparsekit_fl.engines.spec import RunSpec
+from sparsekit_fl.methods.method import Method
+from sparsekit_fl.problem.clients import Capability
+from sparsekit_fl.server.loop import run
+from sparsekit_fl.testing import tiny_clients, tiny_config, tiny_problem
+
+
+@pytest.fixture(scope="module")
+def spec():
+    return RunSpec.build(Method(name="m", source=""), tiny_problem(), tiny_config())
+
+
+MASKS = {
+    "none": None,
+    "unit": UnitMask({"first": torch.tensor([True, False, True, True, False, False, True, True])}),
+    "weight": WeightMask({"last.weight": torch.arange(24).view(3, 8) % 3 == 0}),
+}
+
+
+def make_update(spec, mask, **other):
+    return Update(
+        **{
+            "round": 3,
+            "client_id": 5,
+            "examples": 17,
+            "delta": Kept(spec.graph, mask).gather_all(spec.initial),
+            "mask": mask,
+            "ratio": 0.1 + 0.2,
+            "extra": {"x": torch.tensor([1, 2])},
+            "metrics": {"loss": 1 / 3, "accuracy": 0.5},
+            "cost": WorkCost(flops_compact=10**15 + 1, uplink_bytes=5, seconds=0.1, wall_seconds=1e-9),
+            **other,
+        }
+    )
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_an_update_survives_the_wire(spec, name):
+    update = make_update(spec, MASKS[name])
+    again = decode_update(encode_update(update))
+    assert (again.round, again.client_id, again.examples, again.ratio) == (3, 5, 17, 0.1 + 0.2)
+    assert again.mask == update.mask
+    assert again.metrics == update.metrics
+    assert again.cost == update.cost
+    assert torch.equal(again.extra["x"], update.extra["x"])
+    assert sorted(again.delta) == sorted(update.delta)
+    assert all(torch.equal(again.delta[key], update.delta[key]) for key in update.delta)
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_bytes_of_an_update_are_counted_exactly_whatever_its_cost(spec, name):
+    for cost in (WorkCost(), WorkCost(flops_compact=10**17, uplink_bytes=123456, seconds=1 / 3)):
+        update = make_update(spec, MASKS[name], cost=cost)
+        assert update_bytes(update) == len(encode_update(update)) == update_bytes(make_update(spec, MASKS[name]))
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_an_assignment_carries_what_its_mask_keeps(spec, name):
+    mask = MASKS[name]
+    assignment = Assignment(
+        round=2, client_id=1, state=spec.initial, mask=mask, ratio=0.3, extra={"y": torch.ones(2)}, capability=Capability(0.25)
+    )
+    payload = encode_assignment(assignment, spec.graph)
+    assert assignment_bytes(assignment, spec.graph) == len(payload)
+    again = decode_assignment(payload, spec.graph)
+    assert (again.round, again.client_id, again.ratio, again.mask) == (2, 1, 0.3, mask)
+    assert again.capability == Capability(0.25)
+    kept = Kept(spec.graph, mask)
+    for key, tensor in spec.initial.items():
+        assert torch.equal(kept.gather(key, again.state[key]), kept.gather(key, tensor))
+    if mask is not None:
+        assert len(payload) < len(encode_assignment(Assignment(round=2, client_id=1, state=spec.initial), spec.graph)) + 600
+
+
+def test_an_assignment_without_its_state_reads_it_elsewhere(spec):
+    mask = MASKS["unit"]
+    assignment = Assignment(round=2, client_id=1, state=spec.initial, mask=mask)
+    whole = decode_assignment(encode_assignment(assignment, spec.graph), spec.graph)
+    short = decode_assignment(encode_assignment(assignment, spec.graph, with_state=False), spec.graph, state=spec.initial)
+    assert short.ratio is None
+    assert all(torch.equal(short.state[key], whole.state[key]) for key in whole.state)
+
+
+def test_costs_count_the_serialised_messages():
+    class Check(Callback):
+        def on_client_end(self, run, client_id, update):
+            if isinstance(update, Evaluation):
+                return
+            assert update.cost.uplink_bytes == len(encode_update(update))
+
+    result = run(Method(name="m", source=""), tiny_problem(), tiny_clients(), tiny_config(rounds=1), callbacks=[Check()])
+    assert result.cost.uplink_bytes > 0
+
+
+def test_scoring_travels_apart_from_training_as_it_always_has(spec):
+    update = make_update(spec, MASKS["unit"])
+    scored = replace(update, cost=WorkCost(flops_compact=70, flops_scoring=20))
+    payload = encode_update(scored)
+    tensors, _ = unpack(payload)
+    assert tensors["cost"].tolist() == [50, 0, 0, 0, 20]
+    assert decode_update(payload).cost == scored.cost
+    assert update_bytes(scored) == len(payload)
+
+
+def test_an_evaluation_survives_as_json():
+    evaluation = Evaluation(client_id=1, examples=2, personal={"loss": (1.0, 2.0)}, shared=None, ratio=0.5)
+    assert Evaluation.from_dict(evaluation.to_dict()) == evaluation
+
+
+def test_costs_add_up():
+    one = WorkCost(flops_compact=1, flops_rowmask=2, uplink_bytes=3, downlink_bytes=4, seconds=5.0, wall_seconds=6.0)
+    assert one + one == WorkCost(
+        flops_compact=2, flops_rowmask=4, uplink_bytes=6, downlink_bytes=8, seconds=10.0, wall_seconds=12.0
+    )
+    assert one.flops == 1
+
+
+def test_mutated_bytes_raise_only_data_errors(spec):
+    payload = encode_update(make_update(spec, MASKS["unit"]))
+    dice = random.Random(0)
+    refused = 0
+    for _ in range(400):
+        mutated = bytearray(payload)
+        for _ in range(dice.randint(1, 4)):
+            mutated[dice.randrange(min(len(mutated), 1400))] = dice.randrange(256)
+        try:
+            decode_update(bytes(mutated))
+        except DataError:
+            refused += 1
+    assert refused > 200
+
+
+def test_a_message_of_another_kind_is_refused(spec):
+    payload = encode_assignment(Assignment(round=1, client_id=1, state=spec.initial), spec.graph)
+    with pytest.raises(DataError, match="expected an update"):
+        decode_update(payload)
+    assert np.frombuffer(payload[:8], dtype="<u8")[0] < len(payload)

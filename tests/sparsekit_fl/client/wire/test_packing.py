@@ -1,0 +1,121 @@
+"""Packing: exact for every dtype, size known before, nothing but data comes out."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load
+
+from sparsekit.errors import DataError
+from sparsekit.graph.mask import UnitMask, WeightMask
+from sparsekit_fl.client.packing import pack, pack_mask, packed_bytes, spec_of, unpack, unpack_mask
+
+TENSORS = {
+    "a": torch.tensor([[1.5, -0.0], [float("inf"), float("nan")]]),
+    "b": torch.tensor(7),
+    "c": torch.tensor([True, False, True]),
+    "d": torch.zeros(0, 4, dtype=torch.float64),
+    "e": torch.tensor([1.25, 2.0], dtype=torch.bfloat16),
+    "f": torch.arange(6, dtype=torch.uint8).view(2, 3).t(),
+    "é": torch.tensor([0.5], dtype=torch.float16),
+}
+
+
+def test_unpacking_gives_back_every_bit():
+    tensors, meta = unpack(pack(TENSORS, {"x": [1, "é", None]}))
+    assert meta == {"x": [1, "é", None]}
+    assert set(tensors) == set(TENSORS)
+    for name, tensor in TENSORS.items():
+        assert tensors[name].dtype == tensor.dtype
+        assert torch.equal(tensors[name].view(torch.uint8) if tensor.dim() else tensors[name], _raw(tensor))
+
+
+def _raw(tensor):
+    return tensor.contiguous().view(torch.uint8) if tensor.dim() else tensor
+
+
+def test_the_size_is_known_before_packing():
+    specs = {name: spec_of(tensor) for name, tensor in TENSORS.items()}
+    for meta in ({}, {"x": "y" * 100}, {"x": "é"}):
+        assert packed_bytes(specs, meta) == len(pack(TENSORS, meta))
+
+
+def test_equal_input_gives_equal_bytes_in_any_order():
+    backwards = dict(reversed(TENSORS.items()))
+    assert pack(TENSORS, {"x": 1, "y": 2}) == pack(backwards, {"y": 2, "x": 1})
+
+
+def test_the_format_is_that_of_the_safetensors_library():
+    assert set(load(pack(TENSORS, {}))) == set(TENSORS)
+
+
+@pytest.mark.parametrize(
+    "payload", [b"", b"\x00" * 8, pickle.dumps({"a": 1}), pack(TENSORS, {})[:-1], b"\xff" * 64], ids=range(5)
+)
+def test_other_bytes_are_refused(payload):
+    with pytest.raises(DataError, match="not a packed message"):
+        unpack(payload)
+
+
+def test_a_dtype_that_cannot_be_packed_is_named():
+    with pytest.raises(DataError, match=r"'z' has dtype torch.complex128"):
+        pack({"z": torch.zeros(1, dtype=torch.complex128)}, {})
+
+
+MASKS = {
+    "whole": torch.ones(5, 9, dtype=torch.bool),
+    "nothing": torch.zeros(7, 3, dtype=torch.bool),
+    "half": torch.arange(24).view(4, 6) % 2 == 0,
+    "few": torch.arange(1000) % 400 == 3,
+    "most": torch.arange(1000) % 400 != 3,
+    "scalar": torch.tensor(True),
+    "empty": torch.zeros(0, 3, dtype=torch.bool),
+}
+
+
+def test_weight_masks_come_back_from_whichever_form_is_shortest():
+    bits, description = pack_mask(WeightMask(MASKS))
+    again = unpack_mask(bits, description)
+    assert again == WeightMask(MASKS)
+    # Whole and empty entries take nothing, three of a thousand positions take twelve bytes, half takes its bits.
+    assert bits["mask"].numel() == 0 + 0 + 3 + 12 + 12 + 0 + 0
+    assert [form for *_, form in (item for item in description["shapes"] if len(item) == 3)] == [
+        "dropped 0", "kept 0", "kept 3", "dropped 3", "dropped 0",
+    ]  # fmt: skip
+
+
+def test_unit_masks_are_always_bits():
+    bits, description = pack_mask(UnitMask({"g": torch.ones(9, dtype=torch.bool)}))
+    assert bits["mask"].tolist() == [255, 128]
+    assert description == {"kind": "unit", "shapes": [["g", [9]]]}
+
+
+@given(st.lists(st.booleans(), max_size=300))
+def test_any_mask_survives_packing_in_at_most_its_bits(keep):
+    mask = WeightMask({"w": torch.tensor(keep, dtype=torch.bool)})
+    bits, description = pack_mask(mask)
+    assert unpack_mask(bits, description) == mask
+    assert bits["mask"].numel() <= (len(keep) + 7) // 8
+
+
+@pytest.mark.parametrize(
+    ("form", "data"),
+    [
+        ("kept 2", [1, 0, 0, 0, 1, 0, 0, 0]),
+        ("kept 1", [200, 0, 0, 0]),
+        ("kept 2", [1, 0, 0, 0]),
+        ("kept -1", []),
+        ("other 0", []),
+        ("bits", []),
+        ("kept x", []),
+        (7, []),
+    ],
+)
+def test_malformed_masks_are_refused(form, data):
+    description = {"kind": "weight", "shapes": [["w", [100], form]]}
+    with pytest.raises(DataError, match="malformed mask"):
+        unpack_mask({"mask": torch.tensor(data, dtype=torch.uint8)}, description)

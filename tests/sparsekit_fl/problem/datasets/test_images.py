@@ -1,0 +1,186 @@
+from __future__ import annotations
+
+import io
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from PIL import Image
+
+from sparsekit.errors import DataError, MissingDependencyError
+from sparsekit_fl.problem.datasets import datasets
+from sparsekit_fl.problem.datasets.base import DataSource
+from sparsekit_fl.problem.datasets.files import require
+from sparsekit_fl.testing import DatasetContract
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPARSEKIT_CACHE", str(tmp_path / "cache"))
+
+
+def encoded(mode: str, side: int, value: int) -> dict[str, object]:
+    buffer = io.BytesIO()
+    Image.new(mode, (side, side), value if mode == "L" else (value,) * 3).save(buffer, "PNG")
+    return {"bytes": buffer.getvalue(), "path": None}
+
+
+def write(path: Path, images: list, labels: list[int], *, image: str = "image", label: str = "label") -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.table({image: images, label: labels}), path)
+
+
+def write_mnist(root: Path, folder: str = "mnist") -> None:
+    write(root / folder / "train.parquet", [encoded("L", 28, v) for v in (10, 20, 30)], [1, 0, 9])
+    write(root / folder / "test.parquet", [encoded("L", 28, 40)], [3])
+
+
+def test_pictures_and_labels_come_in_the_order_of_the_file(tmp_path: Path) -> None:
+    write_mnist(tmp_path)
+    source: DataSource = datasets["mnist"](tmp_path)
+    assert source.train.inputs[0].shape == (3, 1, 28, 28)
+    assert source.train.inputs[0][:, 0, 0, 0].tolist() == [10, 20, 30]
+    assert source.train.labels().tolist() == [1, 0, 9]
+    assert source.test is not None
+    assert source.test.labels().tolist() == [3]
+
+
+class TestMnistContract(DatasetContract):
+    @pytest.fixture(autouse=True)
+    def _files(self, tmp_path: Path) -> None:
+        self.root = tmp_path
+        write_mnist(tmp_path)
+
+    def make_source(self) -> DataSource:
+        return datasets["mnist"](self.root)
+
+
+def test_the_data_directory_may_be_the_folder_itself(tmp_path: Path) -> None:
+    write_mnist(tmp_path)
+    assert len(datasets["mnist"](tmp_path / "mnist").train) == 3
+
+
+@pytest.mark.parametrize("folder", ["tiny-imagenet", "tiny_imagenet"])
+def test_tiny_imagenet_turns_grey_into_colour_and_takes_both_spellings(tmp_path: Path, folder: str) -> None:
+    write(tmp_path / folder / "train.parquet", [encoded("L", 64, 7), encoded("RGB", 64, 8)], [0, 199])
+    write(tmp_path / folder / "valid.parquet", [encoded("RGB", 64, 9)], [5])
+    source: DataSource = datasets["tiny-imagenet"](tmp_path)
+    assert source.shape == (3, 64, 64)
+    assert source.train.inputs[0][:, :, 0, 0].tolist() == [[7, 7, 7], [8, 8, 8]]
+    assert source.test is not None
+    assert len(source.test) == 1
+
+
+def test_cifar100_uses_its_fine_labels_and_files_in_several_parts(tmp_path: Path) -> None:
+    for part, label in enumerate((55, 66)):
+        path = tmp_path / "cifar100" / f"train-0000{part}-of-00002.parquet"
+        write(path, [encoded("RGB", 32, part)], [label], image="img", label="fine_label")
+    write(tmp_path / "cifar100" / "test.parquet", [encoded("RGB", 32, 1)], [99], image="img", label="fine_label")
+    source: DataSource = datasets["cifar100"](tmp_path)
+    assert source.train.labels().tolist() == [55, 66]
+    assert source.train.inputs[0][:, 0, 0, 0].tolist() == [0, 1]
+
+
+def test_a_missing_folder_is_named_with_what_was_expected(tmp_path: Path) -> None:
+    (tmp_path / "cifar10").mkdir()
+    with pytest.raises(DataError, match=r"mnist/train.parquet.*found the folders \['cifar10'\]"):
+        datasets["mnist"](tmp_path)
+    with pytest.raises(DataError, match="does not exist"):
+        datasets["mnist"](tmp_path / "nowhere")
+
+
+def test_a_missing_split_is_named(tmp_path: Path) -> None:
+    write_mnist(tmp_path)
+    (tmp_path / "mnist" / "test.parquet").unlink()
+    with pytest.raises(DataError, match=r"expected mnist/train.parquet and mnist/test.parquet, found \['train.parquet'\]"):
+        datasets["mnist"](tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("images", "columns", "message"),
+    [
+        ([{"bytes": b"no picture", "path": None}], {}, "row 0 of .* is not a picture"),
+        ([encoded("L", 27, 1)], {}, "27x27 pixels, expected 28x28"),
+        ([encoded("L", 28, 1)], {"image": "photo"}, r"columns \['photo', 'label'\]"),
+        ([3], {}, "no encoded picture"),
+    ],
+)
+def test_damaged_files_are_refused_with_the_place(tmp_path: Path, images: list, columns: dict, message: str) -> None:
+    write_mnist(tmp_path)
+    write(tmp_path / "mnist" / "train.parquet", images, [1], **columns)
+    with pytest.raises(DataError, match=message):
+        datasets["mnist"](tmp_path)
+
+
+def test_a_file_that_is_no_parquet_is_named(tmp_path: Path) -> None:
+    write_mnist(tmp_path)
+    (tmp_path / "mnist" / "train.parquet").write_bytes(b"<html>")
+    with pytest.raises(DataError, match="not a readable parquet file"):
+        datasets["mnist"](tmp_path)
+
+
+def test_without_a_directory_the_copy_of_the_hub_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_mnist(tmp_path, "hub")
+    names = {"mnist/train-00000-of-00001.parquet": "train", "mnist/test-00000-of-00001.parquet": "test"}
+    for name, split in names.items():
+        target = tmp_path / "hub-cache" / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes((tmp_path / "hub" / f"{split}.parquet").read_bytes())
+    asked = []
+
+    def download(*, repo_id: str, repo_type: str, filename: str) -> str:
+        asked.append((repo_id, repo_type, filename))
+        return str(tmp_path / "hub-cache" / filename)
+
+    hub = ModuleType("huggingface_hub")
+    hub.list_repo_files = lambda repo, repo_type: ["README.md", "other/data.parquet", *names]  # type: ignore[attr-defined]
+    hub.hf_hub_download = download  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
+    source: DataSource = datasets["mnist"](None)
+    assert torch.equal(source.train.labels(), torch.tensor([1, 0, 9]))
+    assert sorted(asked) == [("ylecun/mnist", "dataset", name) for name in sorted(names)]
+
+
+def test_a_hub_that_cannot_be_reached_says_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object, **kwargs: object) -> list[str]:
+        raise ConnectionError("no route")
+
+    hub = ModuleType("huggingface_hub")
+    hub.list_repo_files = refuse  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
+    with pytest.raises(DataError, match=r"no route.*DIR/cifar10/train.parquet.*uoft-cs/cifar10.*sparsekit-torch\[hub\]"):
+        datasets["cifar10"](None)
+
+
+def test_without_directory_and_hub_the_error_says_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(DataError, match=r'--data-dir DIR with DIR/mnist/train.parquet.*pip install "sparsekit-torch\[hub\]"'):
+        datasets["mnist"](None)
+
+
+def test_a_missing_package_says_which_extra_brings_it() -> None:
+    with pytest.raises(MissingDependencyError, match=r"'no_such_package'.*pip install \Wsparsekit-torch\[fl\]\W"):
+        require("no_such_package.part", extra="fl")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "train", "test", "classes"),
+    [("mnist", 60_000, 10_000, 10), ("cifar10", 50_000, 10_000, 10), ("cifar100", 50_000, 10_000, 100)],
+)
+def test_the_real_files_are_complete(
+    data_dir: Path, pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch, name: str, train: int, test: int, classes: int
+) -> None:
+    monkeypatch.setenv("SPARSEKIT_CACHE", str(pytestconfig.cache.mkdir("sparsekit")))
+    source: DataSource = datasets[name](data_dir)
+    assert source.test is not None
+    assert (len(source.train), len(source.test)) == (train, test)
+    assert np.bincount(source.test.labels(), minlength=classes).min() >= 80
+    pixels = source.train.inputs[0][::12].double() / 255
+    assert torch.allclose(pixels.mean((0, 2, 3)), torch.tensor(source.mean, dtype=torch.float64), atol=0.01)
+    assert torch.allclose(pixels.std((0, 2, 3)), torch.tensor(source.std, dtype=torch.float64), atol=0.01)

@@ -1,0 +1,133 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from sparsekit.errors import DataError
+from sparsekit_fl.problem.datasets import datasets
+from sparsekit_fl.problem.datasets.base import DataSource
+from sparsekit_fl.problem.datasets.reddit import read_leaf
+from sparsekit_fl.problem.datasets.shakespeare import speeches
+from sparsekit_fl.problem.datasets.text import token_source, vocabulary_of
+from sparsekit_fl.problem.metrics import IGNORED
+from sparsekit_fl.testing import DatasetContract
+
+PLAY = "ANNA:\nTo be, or not to be.\n\nBERT:\nI'll go!\n\nANNA:\nGo then.\nAnd go well.\n"
+
+
+def test_the_vocabulary_is_ordered_by_frequency_then_by_letter() -> None:
+    assert vocabulary_of([["b", "a", "c"], ["c"]], 4) == {"<pad>": 0, "<unk>": 1, "c": 2, "a": 3}
+
+
+def test_texts_are_cut_into_chunks_with_shifted_targets() -> None:
+    source = token_source("own", {"u": [list("abcd"), ["e"]], "v": [["x"]], "w": [["a", "zz"]]}, vocabulary=20, chunk=3)
+    ids = vocabulary_of([list("abcd"), ["e"], ["x"], ["a", "zz"]], 20)
+    a, b, c, zz = (ids[word] for word in ("a", "b", "c", "zz"))
+    assert source.train.inputs[0].tolist() == [[a, b], [a, zz]]
+    assert source.train.targets.tolist() == [[b, c], [zz, IGNORED]]
+    assert source.owner_names == ("u", "w")
+    assert source.owners is not None
+    assert source.owners.tolist() == [0, 1]
+
+
+def test_words_outside_the_vocabulary_are_unknown() -> None:
+    source = token_source("own", {"u": [["a", "b", "a"]]}, vocabulary=3, chunk=3)
+    assert source.train.inputs[0].tolist() == [[2, 1]]
+    assert source.classes == 3
+
+
+def test_no_text_at_all_is_refused() -> None:
+    with pytest.raises(DataError, match="no text of two words"):
+        token_source("own", {"u": [["a"]]}, vocabulary=5)
+
+
+def test_speakers_keep_the_order_of_their_speeches() -> None:
+    assert speeches(PLAY) == {
+        "ANNA": [["to", "be", ",", "or", "not", "to", "be", "."], ["go", "then", ".", "and", "go", "well", "."]],
+        "BERT": [["i'll", "go", "!"]],
+    }
+    with pytest.raises(DataError, match="no speaker"):
+        speeches("nothing but prose")
+
+
+class TestShakespeareContract(DatasetContract):
+    @pytest.fixture(autouse=True)
+    def _files(self, tmp_path: Path) -> None:
+        (tmp_path / "tinyshakespeare").mkdir()
+        (tmp_path / "tinyshakespeare" / "input.txt").write_text(PLAY)
+        self.root = tmp_path
+
+    def make_source(self) -> DataSource:
+        return datasets["shakespeare"](self.root)
+
+
+def leaf(users: dict[str, dict]) -> str:
+    return json.dumps({"users": list(users), "num_samples": [len(u["x"]) for u in users.values()], "user_data": users})
+
+
+USERS = {
+    "ann": {
+        "x": [[["<BOS>", "hello", "there"], ["you", "<EOS>", "<PAD>"]], [["bye", "now", "<PAD>"]]],
+        "y": [{"target_tokens": [["hello", "there", "you"], ["<EOS>", "<PAD>", "<PAD>"]]}, {"target_tokens": [["now"]]}],
+    },
+    "bob": {"x": ["good morning all", "see"], "y": ["folks", "you"]},
+    "cat": {"x": [["just", "words"]]},
+}
+
+
+class TestRedditContract(DatasetContract):
+    @pytest.fixture(autouse=True)
+    def _files(self, tmp_path: Path) -> None:
+        (tmp_path / "reddit" / "train").mkdir(parents=True)
+        (tmp_path / "reddit" / "train" / "part.json").write_text(leaf(USERS))
+        self.root = tmp_path
+
+    def make_source(self) -> DataSource:
+        return datasets["reddit"](self.root)
+
+
+def test_leaf_chunks_texts_and_next_words_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(leaf(USERS))
+    assert read_leaf([path]) == {
+        "ann": [["<BOS>", "hello", "there"], ["you", "<EOS>"], ["bye", "now"]],
+        "bob": [["good", "morning", "all", "folks"], ["see", "you"]],
+        "cat": [["just", "words"]],
+    }
+
+
+def test_the_training_file_comes_before_the_test_file(tmp_path: Path) -> None:
+    for split, word in (("test", "late"), ("train", "early")):
+        (tmp_path / "reddit" / split).mkdir(parents=True)
+        (tmp_path / "reddit" / split / "all.json").write_text(leaf({"ann": {"x": [[word, "word"]]}}))
+    source: DataSource = datasets["reddit"](tmp_path)
+    assert source.train.inputs[0][:, 0].tolist() == [3, 4]  # <pad>, <unk>, word, early, late
+    assert source.owner_names == ("ann",)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "LEAF's layout"),
+        ('{"users": ["a"]}', "LEAF's layout"),
+        (leaf({"a": {"x": [[1, 2]]}}), "must be a text"),
+        (leaf({"a": {"x": [[[1, 2]]]}}), "not token ids"),
+        (leaf({"a": {"x": ["a b"], "y": ["c", "d"]}}), "1 samples in x and 2 in y"),
+    ],
+)
+def test_other_layouts_are_refused(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(text)
+    with pytest.raises(DataError, match=message):
+        read_leaf([path])
+
+
+@pytest.mark.parametrize("name", ["reddit", "shakespeare"])
+def test_text_that_cannot_be_fetched_says_where_to_put_it(tmp_path: Path, name: str) -> None:
+    with pytest.raises(DataError, match=f"pass --data-dir DIR with DIR/{name}/"):
+        datasets[name](None)
+    (tmp_path / name).mkdir()
+    with pytest.raises(DataError, match=name):
+        datasets[name](tmp_path)

@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from sparsekit.errors import DataError
+from sparsekit_fl.problem.datasets.transforms import ImageTransform, TokenTransform
+
+
+def images(channels: int, side: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(0, 256, (2, channels, side, side), generator=generator, dtype=torch.uint8)
+
+
+def test_pixels_are_scaled_and_normalised_per_channel() -> None:
+    black_and_white = torch.tensor([[[[0]], [[255]]]], dtype=torch.uint8)
+    out = ImageTransform(2, (1, 1), (0.5, 0.0), (0.5, 2.0))(black_and_white)
+    assert out.flatten().tolist() == [-1.0, 0.5]
+
+
+def test_a_nearly_fitting_grey_image_is_padded_with_black_and_repeated() -> None:
+    raw = images(1, 28)
+    out = ImageTransform(3, (32, 32), (0.25,), (0.5,))(raw)
+    assert out.shape == (2, 3, 32, 32)
+    assert torch.equal(out[:, 0], out[:, 2])
+    assert torch.allclose(out[:, :1, 2:30, 2:30], (raw / 255 - 0.25) / 0.5)
+    assert torch.equal(out[:, 0, :2], torch.full((2, 2, 32), -0.5))
+
+
+def test_a_small_image_is_resized_bilinearly() -> None:
+    raw = images(1, 8)
+    out = ImageTransform(1, (28, 28), (0.0,), (1.0,))(raw)
+    assert torch.allclose(out, F.interpolate(raw / 255, size=(28, 28), mode="bilinear", align_corners=False))
+
+
+def test_a_large_image_is_reduced() -> None:
+    out = ImageTransform(3, (32, 32), (0.0,) * 3, (1.0,) * 3)(torch.full((1, 3, 64, 64), 255, dtype=torch.uint8))
+    assert torch.allclose(out, torch.ones(1, 3, 32, 32))
+
+
+def test_the_raw_image_is_not_changed() -> None:
+    raw = images(1, 8)
+    before = raw.clone()
+    ImageTransform(1, (8, 8), (0.5,), (0.5,))(raw)
+    assert torch.equal(raw, before)
+
+
+def test_rows_are_transformed_one_by_one() -> None:
+    raw, transform = images(3, 20), ImageTransform(3, (32, 32), (0.1, 0.2, 0.3), (0.5,) * 3)
+    assert torch.allclose(transform(raw)[1:], transform(raw[1:]), atol=1e-6)
+
+
+def test_four_channels_cannot_become_three() -> None:
+    with pytest.raises(DataError, match="4 channels and the model takes 3"):
+        ImageTransform(3, (8, 8), (0.5,) * 4, (0.5,) * 4)
+
+
+def test_tokens_become_int64() -> None:
+    assert TokenTransform()(torch.tensor([[1, 2]], dtype=torch.int32)).dtype == torch.int64

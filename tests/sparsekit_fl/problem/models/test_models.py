@@ -1,0 +1,128 @@
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from sparsekit.errors import DataError, InvalidValueError, UnknownNameError
+from sparsekit_fl.problem.models import models
+from sparsekit_fl.problem.models.base import InputShape, ModelSpec, factory_spec
+from sparsekit_fl.problem.models.cnn import Cnn
+from sparsekit_fl.problem.models.lstm import NextWordLstm
+from sparsekit_fl.problem.models.vgg import Vgg, vgg11
+
+
+def count(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "macs"),
+    [
+        ("cnn", 21_840, 480_500),
+        ("vgg11", 9_231_114, 152_769_536),
+        ("vgg13", 9_462_180, 228_313_088),
+        ("vgg16", 15_132_936, 1_253_195_776),
+    ],
+)
+def test_parameters_and_multiply_adds_are_those_of_the_paper(name: str, parameters: int, macs: int) -> None:
+    spec: ModelSpec = models[name]
+    model = spec.factory()().eval()
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        outputs = model(*spec.example_inputs())
+    assert outputs.shape == (1, spec.classes)
+    assert count(model) == parameters
+    assert counter.get_total_flops() == 2 * macs
+
+
+def test_the_lstm_has_one_tied_matrix() -> None:
+    spec: ModelSpec = models["lstm"]
+    model = spec.factory()()
+    assert count(model) == 2_845_392
+    assert model(*spec.example_inputs()).shape == (1, 9, 10_000)
+    assert [name for name, entry in model.state_dict().items() if entry.shape == (10_000, 200)] == ["embedding.weight"]
+
+
+def test_example_tokens_are_many_and_always_the_same() -> None:
+    (first,), (second,) = (models["lstm"].example_inputs() for _ in range(2))
+    assert torch.equal(first, second)
+    assert first.unique().numel() > 5
+    assert int(first.min()) >= 0
+    assert int(first.max()) < 10_000
+
+
+@pytest.mark.same_bits
+def test_the_lstm_reads_from_left_to_right() -> None:
+    model = NextWordLstm(vocabulary=11, width=4, hidden=5)
+    tokens = torch.arange(9)[None]
+    changed = tokens.clone()
+    changed[0, 6] = 10
+    before, after = model(tokens), model(changed)
+    assert torch.equal(before[0, :6], after[0, :6])
+    assert not torch.equal(before[0, 6:], after[0, 6:])
+
+
+@pytest.mark.parametrize(
+    "build", [lambda: Cnn(size=(12, 28)), lambda: vgg11(size=(40, 40)), lambda: vgg11(size=(0, 32)), lambda: Vgg(12)]
+)
+def test_sizes_and_depths_that_cannot_be_are_refused(build: Callable[[], nn.Module]) -> None:
+    with pytest.raises(InvalidValueError, match=r"(size|depth) must be"):
+        build()
+
+
+@pytest.mark.parametrize(
+    ("name", "raw", "taken"),
+    [
+        ("cnn", (1, 8, 8), (1, 28, 28)),
+        ("cnn", (3, 32, 32), (3, 32, 32)),
+        ("vgg11", (1, 28, 28), (3, 32, 32)),
+        ("vgg16", (3, 64, 64), (3, 64, 64)),
+        ("vgg11", (3, 40, 20), (3, 64, 32)),
+    ],
+)
+def test_a_model_says_what_the_data_become(name: str, raw: tuple[int, ...], taken: tuple[int, ...]) -> None:
+    spec: ModelSpec = models[name]
+    shape = spec.input_shape("image", raw)
+    assert shape == InputShape("image", taken)
+    if name != "vgg16":
+        model = spec.factory(classes=7, takes=shape)().eval()
+        assert model(*shape.zeros()).shape == (1, 7)
+
+
+def test_data_of_another_kind_are_refused_with_models_that_fit() -> None:
+    with pytest.raises(DataError, match="takes images, the data are token ids; models for these: lstm"):
+        models["cnn"].input_shape("tokens", (9,))
+    with pytest.raises(DataError, match="takes token ids, the data are images"):
+        models["lstm"].input_shape("image", (1, 8, 8))
+    with pytest.raises(DataError, match="takes 3 channels, the images have 4"):
+        models["vgg11"].input_shape("image", (4, 32, 32))
+
+
+def test_an_unknown_model_lists_the_nearest() -> None:
+    with pytest.raises(UnknownNameError, match="did you mean 'vgg11'"):
+        models["vgg111"]
+
+
+def test_a_built_in_factory_can_be_pickled() -> None:
+    again = pickle.loads(pickle.dumps(models["cnn"].factory(classes=4)))
+    assert again().fc2.out_features == 4
+
+
+def test_a_factory_gets_the_keywords_that_it_accepts() -> None:
+    def build(classes: int, size: tuple[int, int]) -> nn.Module:
+        return nn.Sequential(nn.Flatten(), nn.Linear(size[0] * size[1], classes))
+
+    spec = factory_spec("own:build", build)
+    shape = spec.input_shape("image", (1, 8, 8))
+    assert spec.factory(classes=5, takes=shape)()(*shape.zeros()).shape == (1, 5)
+
+
+def test_what_is_no_factory_is_refused() -> None:
+    with pytest.raises(InvalidValueError, match="builds a model"):
+        factory_spec("own:thing", nn.Linear(1, 1))
+    with pytest.raises(InvalidValueError, match="must return a"):
+        factory_spec("own:thing", lambda: 3).factory(takes=InputShape("image", (1, 8, 8)))()

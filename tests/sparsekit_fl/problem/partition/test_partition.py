@@ -1,0 +1,213 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from sparsekit.errors import DataError, InvalidValueError
+from sparsekit_fl.problem.clients import ClientData
+from sparsekit_fl.problem.data import TensorData
+from sparsekit_fl.problem.datasets.base import DataSource
+from sparsekit_fl.problem.partition.base import hold_out
+from sparsekit_fl.problem.partition.dirichlet import dirichlet
+from sparsekit_fl.problem.partition.natural import natural
+from sparsekit_fl.problem.partition.pathological import pathological
+from sparsekit_fl.testing import PartitionContract
+
+
+def pictures(per_class: int = 45, classes: int = 5, tests: int = 12) -> DataSource:
+    """Shuffled labels, so that "consecutive" must mean "of one class, in order"."""
+    rng = np.random.default_rng(3)
+
+    def pool(count: int) -> TensorData:
+        labels = torch.from_numpy(rng.permutation(np.repeat(np.arange(classes), count)))
+        return TensorData((torch.zeros(len(labels), 1, 2, 2, dtype=torch.uint8),), labels)
+
+    return DataSource(
+        name="own", kind="image", train=pool(per_class), test=pool(tests), classes=classes, mean=(0.0,), std=(1.0,)
+    )
+
+
+def texts(sizes: tuple[int, ...] = (10, 40, 5, 40, 20)) -> DataSource:
+    owners = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
+    tokens = torch.arange(len(owners), dtype=torch.int32)[:, None]
+    return DataSource(
+        name="talk", kind="tokens", train=TensorData((tokens,), tokens.long()), test=None, classes=len(owners),
+        owners=owners, owner_names=tuple("abcde"[: len(sizes)]),
+    )  # fmt: skip
+
+
+class TestPathologicalContract(PartitionContract):
+    def make_source(self) -> DataSource:
+        return pictures()
+
+    def partition(self, source: DataSource, clients: int, rng: np.random.Generator) -> list[ClientData]:
+        return pathological(source, clients=clients, rng=rng, images_per_class=10)
+
+
+class TestDirichletContract(PartitionContract):
+    def make_source(self) -> DataSource:
+        return pictures()
+
+    def partition(self, source: DataSource, clients: int, rng: np.random.Generator) -> list[ClientData]:
+        return dirichlet(source, clients=clients, rng=rng)
+
+
+class TestNaturalContract(PartitionContract):
+    def make_source(self) -> DataSource:
+        return texts()
+
+    def partition(self, source: DataSource, clients: int, rng: np.random.Generator) -> list[ClientData]:
+        return natural(source, clients=clients, rng=rng)
+
+
+class TestRandomNaturalContract(TestNaturalContract):
+    clients = 2
+
+    def partition(self, source: DataSource, clients: int, rng: np.random.Generator) -> list[ClientData]:
+        return natural(source, clients=clients, rng=rng, choose="random")
+
+
+def test_the_last_tenth_is_held_out() -> None:
+    kept, held = hold_out(np.arange(100))
+    assert (kept.tolist(), held.tolist()) == (list(range(90)), list(range(90, 100)))
+    assert [len(part) for part in hold_out(np.arange(2))] == [1, 1]
+    assert [len(part) for part in hold_out(np.arange(25))] == [22, 3]
+
+
+def test_each_client_has_its_number_of_classes_and_a_tenth_to_validate() -> None:
+    splits = pathological(pictures(), clients=10, rng=np.random.default_rng(0), images_per_class=10)
+    for hand in splits:
+        classes = hand.train.labels().unique().tolist()
+        assert len(classes) == 2
+        assert hand.train.labels().bincount(minlength=5)[classes].tolist() == [9, 9]
+        assert hand.val.labels().bincount(minlength=5)[classes].tolist() == [1, 1]
+        assert hand.test.labels().bincount(minlength=5)[classes].tolist() == [10, 10]
+
+
+def test_a_shard_is_consecutive_examples_of_one_class() -> None:
+    source = pictures()
+    members = {c: torch.nonzero(source.train.targets == c).flatten().tolist() for c in range(5)}
+    for hand in pathological(source, clients=5, rng=np.random.default_rng(1), images_per_class=10):
+        for c in hand.train.labels().unique().tolist():
+            rows = [row for split in (hand.train, hand.val) for row in split.index.tolist() if source.train.targets[row] == c]
+            start = members[c].index(min(rows))
+            assert start % 10 == 0
+            assert sorted(rows) == sorted(members[c][start : start + 10])
+
+
+def test_all_shards_can_be_dealt() -> None:
+    splits = pathological(pictures(), clients=10, rng=np.random.default_rng(5), images_per_class=10)
+    rows = [row for hand in splits for split in (hand.train, hand.val) for row in split.index.tolist()]
+    assert len(set(rows)) == 200  # 5 classes × 4 shards × 10
+
+
+def test_two_shards_of_one_class_are_dealt_when_no_other_class_is_left() -> None:
+    splits = pathological(pictures(classes=2), clients=4, rng=np.random.default_rng(0), images_per_class=10)
+    assert all(len(hand.train) == 18 for hand in splits)
+    rows = [row for hand in splits for row in hand.train.index.tolist()]
+    assert len(rows) == len(set(rows)) == 72
+
+
+def test_too_few_shards_are_refused_with_what_would_do() -> None:
+    with pytest.raises(DataError, match=r"20 shards of 10 .* 20 clients need 2 each; use at most 10 clients.*at most 5"):
+        pathological(pictures(), clients=20, rng=np.random.default_rng(0), images_per_class=10)
+
+
+def test_shards_shrink_on_request_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    splits = pathological(pictures(), clients=20, rng=np.random.default_rng(0), images_per_class=10, when_short="shrink")
+    assert {len(hand.train) + len(hand.val) for hand in splits} == {10}
+    assert "shards of 5 are used" in caplog.text
+    with pytest.raises(DataError, match="larger data set"):
+        pathological(pictures(), clients=500, rng=np.random.default_rng(0), images_per_class=10, when_short="shrink")
+
+
+def test_shards_are_dealt_again_on_request_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    splits = pathological(
+        pictures(), clients=33, rng=np.random.default_rng(0), classes_per_client=3, images_per_class=10, when_short="redeal"
+    )
+    assert all(len(hand.train.labels().unique()) == 3 for hand in splits)
+    assert "dealt again" in caplog.text
+    uses = np.bincount(np.concatenate([hand.train.index.numpy() for hand in splits]))
+    assert uses.max() - uses[uses > 0].min() <= 3
+
+
+def test_fewer_test_examples_than_asked_for_are_all_used_and_said(caplog: pytest.LogCaptureFixture) -> None:
+    splits = pathological(pictures(tests=4), clients=2, rng=np.random.default_rng(0), images_per_class=10)
+    assert [len(hand.test) for hand in splits] == [8, 8]
+    assert "fewer than 10 test examples" in caplog.text
+
+
+def test_dirichlet_deals_every_example_once() -> None:
+    splits = dirichlet(pictures(), clients=6, rng=np.random.default_rng(0), alpha=0.3)
+    rows = sorted(row for hand in splits for split in (hand.train, hand.val) for row in split.index.tolist())
+    assert rows == list(range(225))
+    assert sorted(row for hand in splits for row in hand.test.index.tolist()) == list(range(60))
+
+
+def test_a_small_alpha_is_less_even_than_a_large_one() -> None:
+    def spread(alpha: float) -> float:
+        splits = dirichlet(pictures(per_class=200, tests=50), clients=5, rng=np.random.default_rng(0), alpha=alpha)
+        return float(np.mean([hand.train.labels().bincount(minlength=5).max() / len(hand.train) for hand in splits]))
+
+    assert spread(0.1) > spread(100.0) + 0.2
+
+
+def test_dirichlet_refuses_what_cannot_be_dealt() -> None:
+    with pytest.raises(DataError, match="cannot be dealt to 60 clients"):
+        dirichlet(pictures(), clients=60, rng=np.random.default_rng(0))
+
+
+def test_natural_takes_the_largest_owners_and_splits_by_position() -> None:
+    source = texts()
+    splits = natural(source, clients=3, rng=np.random.default_rng(0))
+    owners = [source.owners[hand.train.index].unique().tolist() for hand in splits]  # type: ignore[index]
+    assert owners == [[1], [3], [4]]
+    first = splits[0]
+    assert [split.index.tolist() for split in (first.train, first.val, first.test)] == [
+        list(range(10, 42)), list(range(42, 46)), list(range(46, 50)),
+    ]  # fmt: skip
+
+
+def test_natural_refuses_more_clients_than_owners() -> None:
+    with pytest.raises(DataError, match="has 4 owners with at least 10"):
+        natural(texts(), clients=5, rng=np.random.default_rng(0))
+    with pytest.raises(DataError, match="does not say whose"):
+        natural(pictures(), clients=1, rng=np.random.default_rng(0))
+
+
+def test_partitions_by_class_refuse_text() -> None:
+    for partition in (pathological, dirichlet):
+        with pytest.raises(DataError, match="use the partition 'natural'"):
+            partition(texts(), clients=2, rng=np.random.default_rng(0))
+
+
+@pytest.mark.parametrize(
+    ("partition", "options"),
+    [
+        (pathological, {"clients": 0}),
+        (pathological, {"clients": 2, "classes_per_client": 6}),
+        (pathological, {"clients": 2, "images_per_class": 1}),
+        (pathological, {"clients": 2, "when_short": "hope"}),
+        (dirichlet, {"clients": 2, "alpha": 0.0}),
+        (dirichlet, {"clients": 2, "alpha": float("nan")}),
+        (dirichlet, {"clients": 2, "min_examples": 1}),
+        (natural, {"clients": 2, "choose": "smallest"}),
+        (natural, {"clients": 2, "min_examples": 2}),
+    ],
+)
+def test_options_out_of_range_are_refused(partition: object, options: dict) -> None:
+    source = texts() if partition is natural else pictures()
+    with pytest.raises(InvalidValueError):
+        partition(source, rng=np.random.default_rng(0), **options)  # type: ignore[operator]
+
+
+def test_shards_may_share_a_class_only_where_that_is_asked_for() -> None:
+    source = pictures(per_class=600, classes=10, tests=20)
+
+    def classes(distinct: bool) -> list[int]:
+        splits = pathological(source, clients=100, rng=np.random.default_rng(0), images_per_class=20, distinct=distinct)
+        return [len(set(hand.train.labels().tolist())) for hand in splits]
+
+    assert set(classes(True)) == {2}
+    assert 3 <= classes(False).count(1) <= 20

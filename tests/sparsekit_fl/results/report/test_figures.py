@@ -1,0 +1,121 @@
+"""Figures: which there are, their points, and the pictures."""
+
+from __future__ import annotations
+
+import re
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from typing import Any
+
+import pytest
+from saved_results import FLOPS, SECONDS, result
+
+from sparsekit_fl.results.report.comparison import comparisons_of
+from sparsekit_fl.results.report.figures import figures_of
+from sparsekit_fl.results.report.plots import Figure, draw, inline_svg, series_style
+from sparsekit_fl.results.report.trials import Trial
+
+
+def figures(*results: dict[str, Any]) -> dict[str, Figure]:
+    (comparison,) = comparisons_of(map(Trial.of, results))
+    return {figure.name: figure for figure in figures_of(comparison)}
+
+
+def points(figure: Figure, series: str) -> list[tuple[Any, ...]]:
+    own = figure.points[figure.points["series"] == series]
+    return [tuple(one) for one in own[["x", "y"]].itertuples(index=False)]
+
+
+def test_curves_are_means_over_the_rounds_in_which_all_seeds_were_scored() -> None:
+    made = figures(
+        result("a", accuracies={20: 0.1, 50: 0.5, 100: 0.75}), result("a", 1, accuracies={50: 0.7, 100: 0.85}), result("b")
+    )
+    curves = ["accuracy-flops", "accuracy-time", "accuracy-rounds"]
+    assert list(made) == ["front", *curves, "bars-accuracy", "bars-flops", "bars-time"]
+    assert points(made["accuracy-flops"], "a") == [(50 * FLOPS, pytest.approx(0.6)), (100 * FLOPS, pytest.approx(0.8))]
+    assert sorted(made["accuracy-flops"].points["deviation"]) == pytest.approx([0.0, 0.0, 0.005**0.5, 0.02**0.5])
+    assert points(made["accuracy-time"], "b") == [(50 * SECONDS, 0.5), (100 * SECONDS, 0.75)]
+    assert [x for x, _ in points(made["accuracy-rounds"], "a")] == [50, 100]
+    apart = figures(result("a", accuracies={20: 0.5}), result("a", 1, accuracies={30: 0.5}), result("b"))
+    assert points(apart["accuracy-rounds"], "a") == []
+    assert list(figures(result("a", accuracies={100: 0.5}))) == ["bars-accuracy", "bars-flops", "bars-time"]
+
+
+def test_bars_are_sorted_the_best_above_and_what_never_reached_the_target_last() -> None:
+    made = figures(*(result(name, accuracies={100: best}) for name, best in (("a", 0.1), ("b", 0.9), ("c", 0.7))))
+    assert made["bars-accuracy"].points["series"].to_list() == ["b", "c", "a"]
+    assert made["bars-time"].title == "Simulated time to 81% accuracy"
+    assert made["bars-time"].points["y"].isna().to_list() == [False, True, True]
+    assert made["bars-accuracy"].marks["y"].to_list() == [0.25] * 3
+
+
+def test_the_front_and_the_subject_come_first_in_colour() -> None:
+    made = []
+    for place in range(12):
+        made.append(result("fedlps" if place == 3 else f"m{place}", accuracies={50: 0.1, 100: 0.5 + place / 100}))
+        made[-1]["cost"]["flops_compact"] = 1e9 * (place + 1) if place > 8 else 1e10
+    front = figures(*made)["front"]
+    assert front.subject == "fedlps"
+    assert set(front.series[:6]) >= {"fedlps", "m9", "m10", "m11"}
+    assert len({series_style(place)[:2] for place in range(32)}) == 32
+    assert figures(result("a"), result("b"))["front"].subject == "a"
+
+
+def test_levels_of_both_axes_have_a_figure_for_each_value_of_the_other() -> None:
+    made = figures(*(result("a", heterogeneity=level, lack_classes=lack, accuracies={100: 0.9 - lack / 50})
+                     for level in ("median", "low") for lack in (8, 2)))  # fmt: skip
+    assert points(made["accuracy-classes-low"], "a") == [("2", pytest.approx(0.86)), ("8", pytest.approx(0.74))]
+    assert [x for x, _ in points(made["time-heterogeneity-lacks-8"], "a")] == ["low", "median"]
+    assert made["bars-accuracy-heterogeneity-low-lacks-2"].title.endswith("(heterogeneity low, lacks 2)")
+
+
+def test_other_metrics_the_global_model_and_the_worst_tenth_have_curves() -> None:
+    made = result("a")
+    made["final"]["personal"]["rmse"] = 0.3
+    for record in made["rounds"]:
+        if record["evaluation"]:
+            record["evaluation"] = {"personal": {"accuracy": 0.5, "rmse": 0.4}, "global": {"accuracy": 0.2},
+                                    "worst": {"personal": {"accuracy": 0.1, "rmse": 0.8}}}  # fmt: skip
+    names = {"accuracy-global-rounds", "accuracy-worst-rounds", "rmse-rounds", "rmse-worst-rounds"}
+    found = figures(made)
+    assert names <= set(found)
+    assert points(found["rmse-worst-rounds"], "a") == [(50, 0.8), (100, 0.8)]
+    assert found["rmse-rounds"].y_unit == "number"
+
+
+def test_a_seed_that_failed_is_in_the_legend() -> None:
+    failed = Trial(method="a", seed=1, config=result("a")["config"], error="broke")
+    (comparison,) = comparisons_of([Trial.of(result("a")), failed])
+    assert {figure.label("a") for figure in figures_of(comparison)} == {"a (1 of 2)"}
+
+
+def test_every_plot_is_drawn_and_equal_figures_give_equal_bytes(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    made = figures(*(result(name, heterogeneity=level) for name in ("a", "b<&") for level in ("low", "high")))
+    plots = {figure.plot: figure for figure in made.values()}
+    assert set(plots) == {"lines", "levels", "bars", "front"}
+    for plot, figure in plots.items():
+        draw(figure, tmp_path / f"{plot}.png")
+        for name in (plot, f"{plot}-again"):
+            draw(figure, tmp_path / f"{name}.svg")
+        assert (tmp_path / f"{plot}.png").read_bytes().startswith(b"\x89PNG")
+        assert (tmp_path / f"{plot}.svg").read_bytes() == (tmp_path / f"{plot}-again.svg").read_bytes()
+
+
+def test_the_svg_of_a_page_has_its_methods_and_no_colours_or_ids_that_clash() -> None:
+    pytest.importorskip("matplotlib")
+    figure = figures(*(result(name, rounds=3, accuracies={1: 0.2, 2: 0.4, 3: 0.6}) for name in ("a", "b<&")))["accuracy-rounds"]
+    svg = inline_svg(figure, prefix="c1-")
+    root = ElementTree.fromstring(svg)
+    assert {element.get("data-method") for element in root.iter()} == {None, "a", "b<&"}
+    ids = [found for element in root.iter() if (found := element.get("id"))]
+    assert all(name.startswith("c1-") for name in ids)
+    assert set(re.findall(r"url\(#([^)]+)\)", svg)) <= set(ids)
+    assert root.get("width") is None
+    assert root.get("aria-label") == "Accuracy against rounds"
+    assert "#333333" not in svg.lower()
+    assert "var(--ink)" in svg
+    assert len(svg) < 40_000
+    ticks = set(re.findall(r">([\d.]+)</text>", svg))
+    assert {"1", "2", "3"} <= ticks
+    assert not {tick for tick in ticks if "." in tick}, "rounds are whole"

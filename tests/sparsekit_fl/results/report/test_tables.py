@@ -1,0 +1,197 @@
+"""The table of a comparison: its numbers, its texts on terminals, in CSV, JSON, Markdown and LaTeX, and what failed."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from saved_results import SECONDS, result
+
+from sparsekit.errors import InvalidValueError
+from sparsekit_fl.paper.published import published_beside
+from sparsekit_fl.results.report.columns import result_table, texts
+from sparsekit_fl.results.report.comparison import Comparison, check_target, comparisons_of
+from sparsekit_fl.results.report.tables import latex_escape, latex_table, markdown_table, show
+from sparsekit_fl.results.report.trials import Trial
+
+NASTY = "a_b & 100% of #1 {$x^2$} ~ <c> \\d ± – µ 木"
+
+
+def compare(*results: dict[str, Any], target: float | None = None, failed: tuple[Trial, ...] = ()) -> Comparison:
+    (found,) = comparisons_of([*map(Trial.of, results), *failed], target=target)
+    return found
+
+
+def shown(comparison: Comparison, width: int = 200) -> str:
+    text = io.StringIO()
+    show(comparison, Console(file=text, width=width))
+    return text.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("unit", "means", "deviations", "written"),
+    [
+        ("share", [0.986, None, 0.5], [0.007, None, math.nan], ["98.6 ± 0.7%", "–", "50.0%"]),
+        ("flops", [36.8e9, 0.13e12, 0.0], [], ["0.0368T", "0.130T", "0T"]),
+        ("flops", [0.49e12, 2.79e12], [0.004e12, 0.0], ["0.490 ± 0.004T", "2.79 ± 0.00T"]),
+        ("flops", [825.3e12, 0.0], [2.4e12, 0.0], ["0.825 ± 0.002P", "0 ± 0P"]),
+        ("bytes", [23_200, 4.3e6, 1.2345e9], [], ["0.0232 MB", "4.30 MB", "1,234 MB"]),
+        ("seconds", [0.057, 0.53, 11.4], [], ["0.0570 s", "0.530 s", "11.4 s"]),
+        ("seconds", [0.004], [0.0005], ["4.00 ± 0.50 ms"]),
+        ("seconds", [175.4, 72.0], [84.0, 1.0], ["2 min 55 s ± 1 min 24 s", "72.0 ± 1.0 s"]),
+        ("number", [0.21337, 2.4], [0.012, math.nan], ["0.2134 ± 0.012", "2.4"]),
+    ],
+)
+def test_a_column_has_one_prefix_and_three_digits(
+    unit: str, means: list[float | None], deviations: list[float | None], written: list[str]
+) -> None:
+    assert texts(unit, means, deviations) == written
+
+
+def test_means_deviations_and_n_are_those_of_each_row() -> None:
+    a = [result("a", seed, accuracies={100: accuracy}, shared=shared)
+         for seed, accuracy, shared in ((0, 0.5, None), (1, 0.7, 0.25))]  # fmt: skip
+    comparison = compare(*a, result("b"))
+    first, second = comparison.rows
+    assert first.mean["personal_accuracy"] == pytest.approx(0.6)
+    assert first.deviation["personal_accuracy"] == pytest.approx(0.02**0.5)
+    assert (first.mean["global_accuracy"], first.count["global_accuracy"]) == (0.25, 1)
+    assert math.isnan(second.deviation["personal_accuracy"])
+    assert (first.runs, second.runs) == ("2", "1")
+    assert (first.text["personal_accuracy"], first.text["global_accuracy"]) == ("60.0 ± 14.1%", "25.0% (1 of 2)")
+    head, _, *rows = [line.split(" | ") for line in markdown_table(comparison).splitlines() if line.startswith("|")]
+    assert head[1] == "n"
+    assert [row[1] for row in rows] == ["2", "1"]
+    assert "mean ± sample deviation over n seeds" in shown(comparison)
+
+
+def test_a_failed_seed_is_marked_in_every_file() -> None:
+    failed = Trial(method="a", seed=2, config=result("a")["config"], error="[red] it diverged")
+    lost = result("a", 3)
+    lost["final"]["personal"]["accuracy"] = None
+    comparison = compare(result("a"), result("a", 1), lost, result("b"), failed=(failed,))
+    assert [row.runs for row in comparison.rows] == ["2 of 4", "1"]
+    for text in (shown(comparison), markdown_table(comparison), latex_table(comparison)):
+        assert "2 of 4" in text
+        assert "failed: a, seed 2: [red] it diverged" in text
+        assert "diverged: a, seed 3 has no finite score" in text
+    saved = comparison.to_dict()
+    assert [(one["seed"], one["error"]) for one in saved["failed"]] == [(2, "[red] it diverged")]
+    assert saved["summary"]["a"]["personal_accuracy"]["of"] == 4
+    lines = [*csv.DictReader(io.StringIO(comparison.to_csv()))]
+    assert [(line["method"], line["seed"], line["error"]) for line in lines][-1] == ("a", "2", "[red] it diverged")
+
+
+def test_time_to_a_target_is_that_of_the_first_scored_round_that_reached_it() -> None:
+    one = result("a", accuracies={10: 0.4, 20: 0.6, 30: 0.5, 100: 0.9})
+    for target, seconds in ((0.6, 20 * SECONDS), (0.61, 100 * SECONDS), (0.95, None)):
+        assert compare(one, target=target).records()[0]["target_seconds"] == seconds
+    both = compare(one, result("a", 1, accuracies={100: 0.3}), target=0.6)
+    assert "time to 60%" in shown(both)
+    assert both.rows[0].text["target_seconds"] == "10.0 s (1 of 2)"
+    assert compare(result("a", accuracies={100: 0.987}), result("b", accuracies={100: 0.5})).goal == 0.88
+    for target in (0.0, -1.0, 1.5, float("nan")):
+        with pytest.raises(InvalidValueError, match=r"must be an accuracy in \(0, 1\]"):
+            check_target(target)
+
+
+def test_levels_are_rows_from_less_to_more_different_clients() -> None:
+    comparison = compare(result("a"), result("b", heterogeneity="low"), result("a", heterogeneity="low"))
+    labels = ["b, heterogeneity low", "a, heterogeneity low", "a, heterogeneity high"]
+    assert sorted(row.label for row in comparison.rows) == sorted(labels)
+    assert [row.heterogeneity for row in comparison.rows] == ["low", "low", "high"]
+    lacking = compare(result("a", lack_classes=8), result("a", lack_classes=2))
+    assert [row.label for row in lacking.rows] == ["a, lacks 2", "a, lacks 8"]
+    lines = [*csv.DictReader(io.StringIO(lacking.to_csv()))]
+    assert [(line["heterogeneity"], line["lack_classes"], float(line["target_seconds"])) for line in lines] == [
+        ("high", "2", 50.0), ("high", "8", 50.0)
+    ]  # fmt: skip
+
+
+def test_training_alone_stands_beside_what_contains_scoring_under_two_names() -> None:
+    made = result("a")
+    made["cost"] |= {"flops_scoring": 3e9, "flops_compact_training": 97e9, "simulated_seconds_scoring": 5.0}
+    row = compare(made).rows[0]
+    assert (row.mean["flops_compact_training"], row.mean["simulated_seconds_training"]) == (97e9, 45.0)
+    titles = [column.title for column in compare(made).columns]
+    assert len(set(titles)) == len(titles)
+
+
+def test_equal_notes_are_one_footnote() -> None:
+    comparison = compare(result("a|b", note="X."), result("b"), result("c", note="X."), result("d", note="Y."))
+    assert [row.notes for row in comparison.rows] == [(1,), (), (1,), (2,)]
+    assert "d ²" in shown(comparison)
+    markdown = markdown_table(comparison)
+    assert "| a\\|b (1) |" in markdown
+    assert markdown.endswith("- (1) X.\n- (2) Y.\n")
+    assert comparison.to_dict()["notes"] == {"a|b": ["X."], "c": ["X."], "d": ["Y."]}
+
+
+@pytest.mark.parametrize("width", [60, 80, 200])
+def test_no_line_is_wider_than_the_terminal_and_no_number_is_cut(width: int) -> None:
+    text = shown(compare(*(result("fedlps-magnitude", seed, accuracies={100: 0.9 + seed / 100}) for seed in range(3))), width)
+    assert max(map(len, text.splitlines())) <= width
+    assert "…" not in text
+    for part in ("91.0 ± 1.0%", "100 ± 0 MB", "2.79 ± 0.00T", "50.0 ± 0.0 s", "wall time"):
+        assert part in text
+
+
+def test_published_numbers_are_the_last_columns_of_their_own_level_alone() -> None:
+    comparison = compare(result("fedavg"), result("fedavg", heterogeneity="low"), result("mine"))
+    lines = markdown_table(comparison, published_beside(comparison)).splitlines()
+    cells = {line.split(" | ")[0]: line.rstrip(" |").split(" | ")[-2:] for line in lines if line.startswith("|")}
+    assert cells["| method"] == ["published accuracy, %", "published FLOPs"]
+    assert cells["| fedavg, heterogeneity high"] == ["88.15 ± 1.14", "2.8T"]
+    assert cells["| fedavg, heterogeneity low"] == cells["| mine, heterogeneity high"] == ["–", "–"]
+
+
+def test_the_table_of_one_run_counts_its_rounds_and_has_no_empty_row() -> None:
+    for rounds, title in ((1, "1 round ·"), (2, "2 rounds ·")):
+        assert title in str(result_table(result("fedavg", rounds=rounds, accuracies={rounds: 0.5})).title)
+    made = result("a")
+    made["final"] = {"personal": {"rmse": 0.5}, "global": {}, "worst": {"personal": {"rmse": 0.7}},
+                     "weighted": {"personal": {"rmse": 0.4}}}  # fmt: skip
+    text = io.StringIO()
+    Console(file=text, width=100).print(result_table(made))
+    assert "rmse, worst tenth" in text.getvalue()
+    assert "accuracy" not in text.getvalue()
+
+
+def _latex() -> str:
+    return latex_table(
+        compare(*(result(NASTY, seed, note=f"Note {NASTY}") for seed in (0, 1)), result("b", heterogeneity="low"))
+    )
+
+
+def test_the_latex_table_is_escaped_and_has_rules_a_caption_and_footnotes() -> None:
+    assert latex_escape("a_b & 5% ± 1 {\\} 木") == r"a\_b \& 5\% $\pm$ 1 \{\textbackslash{}\} ?"
+    for part in (
+        r"\toprule",
+        r"\midrule",
+        r"\bottomrule",
+        r"75.0 $\pm$ 0.0\%",
+        r"\textsuperscript{1}",
+        r"\caption{cnn on mnist",
+    ):
+        assert part in _latex()
+
+
+def test_the_latex_table_compiles(tmp_path: Path) -> None:
+    program = shutil.which("pdflatex")
+    if program is None:
+        pytest.skip("no pdflatex here; apt-get install texlive-latex-recommended")
+    (tmp_path / "table.tex").write_text(_latex())
+    (tmp_path / "paper.tex").write_text(
+        "\\documentclass{article}\n\\usepackage[T1]{fontenc}\n\\usepackage{booktabs,graphicx}\n"
+        "\\begin{document}\n\\input{table}\n\\end{document}\n"
+    )
+    command = [program, "-interaction=nonstopmode", "-halt-on-error", "paper.tex"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stdout[-3000:]

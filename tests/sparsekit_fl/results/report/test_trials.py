@@ -1,0 +1,148 @@
+"""Trials and sections: what a folder holds, and what may stand in one table."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from saved_results import result, save
+
+from sparsekit.errors import DataError
+from sparsekit_fl.results.report.comparison import comparisons_of
+from sparsekit_fl.results.report.trials import Trial, collect
+
+
+def test_levels_are_read_from_the_configuration() -> None:
+    for made, heterogeneity, lack in (
+        (result("a", heterogeneity="low"), "low", -1), (result("a", lack_classes=8), "high", 8),
+    ):  # fmt: skip
+        assert (Trial.of(made).heterogeneity, Trial.of(made).lack_classes) == (heterogeneity, lack)
+    for config in ({"capability_levels": [1.0, 0.3]}, {"capability_levels": None}, {}):
+        trial = Trial(method="a", seed=0, config=config)
+        assert (trial.heterogeneity, trial.lack_classes) == ("", -1)
+    made = [result("a", heterogeneity=name, lack_classes=lack) for name in ("high", "low", "median") for lack in (8, 2)]
+    (comparison,) = comparisons_of(map(Trial.of, made))
+    assert comparison.levels == tuple((name, lack) for name in ("low", "median", "high") for lack in (2, 8))
+
+
+def test_a_folder_of_runs_is_one_section_with_methods_in_the_order_asked_for(tmp_path: Path) -> None:
+    save(tmp_path, *(result(method, seed) for method in ("a", "b", "c") for seed in (1, 0)))
+    (section,) = comparisons_of(collect(tmp_path), order=["c", "x", "b"])
+    assert section.title == "cnn on mnist, 100 clients, 100 rounds"
+    assert section.slug == "cnn-on-mnist-100-clients-100-rounds"
+    assert section.dataset == "mnist"
+    assert section.methods == ("c", "b", "a")
+    assert [(trial.seed, trial.method) for trial in section.trials] == [(s, m) for s in (0, 1) for m in "cba"]
+    assert section.level_text("high", -1) == ""
+
+
+def test_levels_stay_in_one_section_and_other_settings_do_not(tmp_path: Path) -> None:
+    other = result("a", 7)
+    other["config"]["training"]["lr"] = 0.5
+    save(tmp_path, result("a", heterogeneity="low"), result("a"), result("a", 3, rounds=50, dataset="cifar10"), other)
+    sections = comparisons_of(collect(tmp_path))
+    assert sorted((section.title, len(section.trials)) for section in sections) == [
+        ("cnn on cifar10, 100 clients, 50 rounds", 1),
+        ("cnn on mnist, 100 clients, 100 rounds, lr 0.1", 2),
+        ("cnn on mnist, 100 clients, 100 rounds, lr 0.5", 1),
+    ]
+    levels = next(section for section in sections if len(section.trials) == 2)
+    assert levels.levels == (("low", -1), ("high", -1))
+    assert levels.level_text("low", -1) == "heterogeneity low"
+
+
+def test_a_method_that_decides_an_option_itself_stands_beside_those_that_do_not() -> None:
+    fixed = result("rcr-fix")
+    fixed["config"]["capability"] = "fixed"
+    fixed["policies"] = {"capability": "fixed"}
+    dynamic = result("p-ucbv-dyn")
+    dynamic["policies"] = {"capability": "dynamic"}
+    (section,) = comparisons_of(map(Trial.of, (fixed, dynamic, result("fedavg"))))
+    assert set(section.methods) == {"fedavg", "rcr-fix", "p-ucbv-dyn"}
+    (alone,) = comparisons_of(map(Trial.of, (fixed, dynamic)))
+    assert len(alone.trials) == 2
+    asked = result("fedavg", 1)
+    asked["config"]["capability"] = "fixed"
+    assert len(comparisons_of(map(Trial.of, (asked, result("fedavg"))))) == 2, "an option of the run parts them"
+
+
+def test_how_often_a_run_was_scored_and_where_it_ran_do_not_part_it(tmp_path: Path) -> None:
+    other = result("a", 1)
+    other["config"].update(eval_every=5, device="cuda")
+    assert len(comparisons_of(collect(save(tmp_path, result("a"), other)))) == 1
+
+
+def test_a_result_saved_before_an_option_existed_stands_with_those_that_did_not_use_it() -> None:
+    newer, used = result("a", 1), result("a", 2)
+    newer["config"]["min_replies"] = None
+    used["config"]["min_replies"] = 3
+    assert len(comparisons_of(map(Trial.of, (result("a"), newer)))) == 1
+    assert len(comparisons_of(map(Trial.of, (result("a"), used)))) == 2
+
+
+def test_the_same_run_twice_counts_once_and_two_results_of_one_seed_are_refused(tmp_path: Path) -> None:
+    again = result("a")
+    again["cost"]["wall_seconds"] = 99.0
+    for made in (result("a"), again):
+        made["final"]["state_sha256"] = "the same"
+        (tmp_path / f"copy{len(list(tmp_path.iterdir()))}.json").write_text(json.dumps(made))
+    (tmp_path / "deep/er").mkdir(parents=True)
+    (tmp_path / "deep/er/result.json").write_text(json.dumps(again))
+    (comparison,) = comparisons_of(collect(tmp_path, tmp_path / "deep"))
+    assert [row.runs for row in comparison.rows] == ["1"]
+    other = {**again, "final": {**again["final"], "state_sha256": "another"}}
+    (tmp_path / "other.json").write_text(json.dumps(other))
+    with pytest.raises(DataError, match=r"a, seed 0, has one result in .* and another in .*; leave one out"):
+        collect(tmp_path)
+
+
+def test_a_run_that_failed_and_was_run_again_counts_as_finished(tmp_path: Path) -> None:
+    save(tmp_path, result("a"))
+    (tmp_path / "A").mkdir()
+    raw = {"method": "a", "seed": 0, "config": result("a")["config"], "policies": {}, "error": "broke"}
+    (tmp_path / "A/trial.json").write_text(json.dumps(raw))
+    (comparison,) = comparisons_of(collect(tmp_path))
+    assert (comparison.rows[0].runs, comparison.failed) == ("1", [])
+
+
+def test_results_under_other_names_and_a_single_run_are_found(tmp_path: Path) -> None:
+    (tmp_path / "mnist-a.json").write_text(json.dumps(result("a")))
+    (tmp_path / "compare.json").write_text("{}")
+    (tmp_path / "step.json").write_text("no JSON")
+    assert [trial.method for trial in collect(tmp_path)] == ["a"]
+    single = tmp_path / "single"
+    single.mkdir()
+    (single / "result.json").write_text(json.dumps(result("b")))
+    assert [trial.method for trial in collect(single)] == ["b"]
+
+
+def test_failed_and_unfinished_trials_are_told_apart(tmp_path: Path) -> None:
+    save(tmp_path, result("a"))
+    for name, error in (("b", "it broke"), ("c", None)):
+        (tmp_path / name).mkdir()
+        raw = {"method": name, "seed": 0, "config": result(name)["config"], "policies": {}, "error": error}
+        (tmp_path / name / "trial.json").write_text(json.dumps(raw))
+    (section,) = comparisons_of(collect(tmp_path))
+    assert [trial.method for trial in section.finished] == ["a"]
+    assert [(trial.method, trial.error) for trial in section.failed] == [("b", "it broke")]
+    assert len(section.trials) == 3
+
+
+def test_what_failed_before_it_had_settings_stands_with_what_was_run_beside_it() -> None:
+    lost = Trial(method="b", seed=0, config={}, error="no data")
+    (section,) = comparisons_of([lost, Trial.of(result("a"))])
+    assert section.methods == ("a", "b")
+    (alone,) = comparisons_of([lost])
+    assert alone.failed == [lost]
+
+
+@pytest.mark.parametrize("content", [None, "[]", '{"method": "a"}', "{"])
+def test_a_folder_without_results_or_with_damaged_ones_is_refused(content: str | None, tmp_path: Path) -> None:
+    if content is not None:
+        (tmp_path / "a").mkdir()
+        (tmp_path / "a/trial.json").write_text(content)
+    with pytest.raises(DataError, match="holds no result" if content is None else "is damaged"):
+        collect(tmp_path)
+    with pytest.raises(DataError, match="is not a folder"):
+        collect(tmp_path / "nowhere")

@@ -1,0 +1,125 @@
+"""write_report: which files there are, from files alone, twice to the same bytes, and without the extra `report`."""
+
+from __future__ import annotations
+
+import csv
+import json
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from saved_results import result, save
+
+from sparsekit.errors import DataError, InvalidValueError, MissingDependencyError
+from sparsekit_fl.cli.report import write_files
+from sparsekit_fl.paper.published import in_published_order
+from sparsekit_fl.results.report.write import read_comparisons, write_report
+
+pytestmark = pytest.mark.slow
+TABLES = {"compare.json", "compare.csv", "table.tex", "table.md", "report.html"}
+
+
+def test_a_comparison_becomes_tables_figures_and_a_page_twice_the_same(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    save(tmp_path, result("fedlps"), result("fedavg"))
+    written = write_files(tmp_path)[1]
+    names = {str(path.relative_to(tmp_path)) for path in written}
+    wanted = {"published.csv", "figures.csv", "figures.tex", "figures/accuracy-flops.svg", "figures/paper-3-accuracy-flops.png"}
+    assert TABLES | wanted <= names
+    assert all(path.stat().st_size for path in written)
+    assert not list(tmp_path.rglob(".*.tmp"))
+    first = {path: path.read_bytes() for path in written if path.suffix != ".png"}
+    assert write_files(tmp_path)[1] == written
+    assert {path: path.read_bytes() for path in first} == first
+    points = [*csv.DictReader((tmp_path / "figures.csv").open())]
+    published = [one for one in points if one["source"] == "published" and one["series"] == "fedlps"]
+    assert [(one["figure"], float(one["x"]), float(one["y"])) for one in published] == [("Figure 3", 0.8e12, 0.9677)]
+    latex = (tmp_path / "figures.tex").read_text()
+    assert r"\includegraphics[width=\columnwidth]{figures/paper-3-accuracy-flops}" in latex
+    assert latex.count(r"\begin{figure}") == latex.count(r"\end{figure}") == 3
+
+
+def test_several_protocols_in_several_folders_make_one_report(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    first = save(tmp_path / "a", result("fedlps"), result("fedavg"))
+    second = save(tmp_path / "b", result("fedlps"), result("fedavg", 1, dataset="digits"))
+    with pytest.raises(InvalidValueError, match="pass --out FOLDER"):
+        write_files(first, second)
+    comparisons, written = write_files(first, second, out=tmp_path / "out", target=0.7)
+    assert [len(each.trials) for each in comparisons] == [2, 1], "the run that is in both counts once"
+    names = {str(path.relative_to(tmp_path / "out")) for path in written}
+    assert {f"cnn-on-{data}-100-clients-100-rounds-compare.csv" for data in ("mnist", "digits")} <= names
+    assert "cnn-on-digits-100-clients-100-rounds-published.csv" not in names
+    assert not (tmp_path / "a/report.html").exists()
+    page = (tmp_path / "out/report.html").read_text()
+    for part in (
+        "Figures of the paper",
+        "Figure 3: test accuracy against FLOPs",
+        "Figure 6 of the paper needs fedlps and a rival",
+    ):
+        assert part in page
+    write_files(first, second, out=first)
+    assert {one.target for one in read_comparisons(first)} == {None}
+    write_files(first, second, out=first, target=0.7)
+    assert {one.target for one in read_comparisons(first)} == {0.7}, "the target of a report of several protocols is kept"
+
+
+def test_the_order_and_the_target_of_the_last_report_stay(tmp_path: Path) -> None:
+    save(tmp_path, result("fedavg"), result("local"), result("own"))
+    (default,) = read_comparisons(tmp_path, sort=in_published_order)
+    assert default.methods == ("fedavg", "local", "own"), "published first, then as found"
+    write_files(tmp_path, target=0.7, order=["local", "own"])
+    (again,) = read_comparisons(tmp_path, sort=in_published_order)
+    assert (again.methods, again.goal) == (("local", "own", "fedavg"), 0.7)
+    assert read_comparisons(tmp_path, target=0.5)[0].goal == 0.5
+    write_files(tmp_path)
+    assert json.loads((tmp_path / "compare.json").read_text())["asked_target"] == 0.7
+
+
+def test_bad_input_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="holds no result"):
+        write_files(tmp_path)
+    with pytest.raises(InvalidValueError, match="target"):
+        write_files(save(tmp_path, result("a")), target=90)
+    assert not (tmp_path / "figures").exists()
+
+
+def test_a_comparison_in_which_all_failed_is_a_page_with_the_errors(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    raw = {"method": "a", "seed": 0, "config": result("a")["config"], "policies": {}, "error": "it <broke>"}
+    (tmp_path / "a/trial.json").write_text(json.dumps(raw))
+    write_files(tmp_path)
+    assert "it &lt;broke&gt;" in (tmp_path / "report.html").read_text()
+    assert "it <broke>" in (tmp_path / "table.md").read_text()
+
+
+def test_without_matplotlib_there_are_tables_and_a_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr(logging.getLogger("sparsekit_fl"), "propagate", True)
+    save(tmp_path, result("mine"))
+    assert {path.name for path in write_report(tmp_path, read_comparisons(tmp_path))} == TABLES
+    assert 'pip install "sparsekit-torch[report]"' in caplog.text
+
+
+def test_without_jinja_the_numbers_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path, result("fedavg"))
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    with pytest.raises(MissingDependencyError, match="jinja2"):
+        write_files(tmp_path)
+    assert json.loads((tmp_path / "compare.json").read_text())["methods"] == ["fedavg"]
+    assert (tmp_path / "compare.csv").exists()
+
+
+def test_drawing_needs_no_torch(tmp_path: Path) -> None:
+    save(tmp_path, result("fedavg"))
+    program = (
+        "import sys\nfrom sparsekit.cli.main import execute\n"
+        f"code = execute(['report', {str(tmp_path)!r}, '--quiet'])\n"
+        "sys.exit('torch was imported' if 'torch' in sys.modules else code)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

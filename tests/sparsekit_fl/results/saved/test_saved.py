@@ -1,0 +1,196 @@
+"""Models of a finished run: loaded narrow and ready, predicted with and exported, also from the command line."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import sparsekit_fl as fl
+from sparsekit.cli.main import execute
+from sparsekit.errors import CompactFileError, DataError, InvalidValueError
+from sparsekit.surgery.saving import load_compact
+from sparsekit_fl.methods import fedavg, fedlps, registry
+from sparsekit_fl.problem.problem import Problem
+from sparsekit_fl.results.saved import predict, read_inputs
+from sparsekit_fl.results.state.models import read_recipe
+from sparsekit_fl.server.loop import run
+from sparsekit_fl.testing import TinyNet, tiny_clients, tiny_config, tiny_problem
+
+
+def tiny_run(out: Path, method: fl.Method | None = None, **options: Any) -> fl.RunResult:
+    problem = options.pop("problem", tiny_problem())
+    return run(method or fedavg(), problem, tiny_clients(), tiny_config(), out=out, **options)
+
+
+def score_on_test(model: nn.Module, client: fl.Client) -> float:
+    (inputs,), targets = client.data.test.batch()
+    return float((predict(model, (inputs,)).argmax(-1) == targets).float().mean())
+
+
+def test_the_global_model_is_a_plain_module_with_the_bits_of_the_result(tmp_path: Path) -> None:
+    result = tiny_run(tmp_path)
+    model = fl.load_model(tmp_path)
+    assert type(model) is TinyNet
+    assert not model.training
+    assert all(torch.equal(tensor, result.state[name]) for name, tensor in model.state_dict().items())
+
+
+def test_a_clients_model_is_narrow_and_scores_what_the_result_says(tmp_path: Path) -> None:
+    result = tiny_run(tmp_path, fedlps())
+    scored = {one.client_id: one for one in result.final.per_client}
+    widths = set()
+    for client in tiny_clients():
+        model = fl.load_model(tmp_path, client.id, model=TinyNet)
+        widths.add(model.first.out_features)
+        total, weight = scored[client.id].personal["accuracy"]
+        assert score_on_test(model, client) == pytest.approx(total / weight)
+    assert min(widths) < 8
+
+
+def test_a_client_that_deploys_the_global_model_gets_it(tmp_path: Path) -> None:
+    tiny_run(tmp_path)
+    one, whole = fl.load_model(tmp_path, 3), fl.load_model(tmp_path, "global")
+    assert all(torch.equal(tensor, whole.state_dict()[name]) for name, tensor in one.state_dict().items())
+
+
+def test_global_and_client_models_have_one_format_that_load_compact_reads(tmp_path: Path) -> None:
+    tiny_run(tmp_path, fedlps())
+    for path in (tmp_path / "models").glob("*.safetensors"):
+        assert isinstance(load_compact(path, TinyNet), TinyNet)
+
+
+def test_what_is_not_there_is_said(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="holds no finished run"):
+        fl.load_model(tmp_path)
+    tiny_run(tmp_path)
+    with pytest.raises(DataError, match="has no client 8; it has 8, from 0 to 7"):
+        fl.load_model(tmp_path, 8)
+    with pytest.raises(DataError, match="holds no best model"):
+        fl.load_model(tmp_path, "best")
+    with pytest.raises(InvalidValueError, match="'global', 'best' or the id of a client"):
+        fl.load_model(tmp_path, "first")
+    with pytest.raises(CompactFileError, match="the factory makes a Linear"):
+        fl.load_model(tmp_path, model=lambda: nn.Linear(6, 3))
+
+
+def test_a_model_without_a_name_needs_its_factory(tmp_path: Path) -> None:
+    tiny_run(tmp_path, problem=Problem(model=lambda: TinyNet(), example_inputs=(torch.zeros(2, 6),)))
+    with pytest.raises(InvalidValueError, match="does not say where the code of its model is"):
+        fl.load_model(tmp_path)
+    assert isinstance(fl.load_model(tmp_path, model="sparsekit_fl.testing:TinyNet"), TinyNet)
+
+
+def test_a_method_that_changes_the_model_does_so_when_it_is_loaded(tmp_path: Path) -> None:
+    tiny_run(tmp_path, registry["depthfl"]())
+    model = fl.load_model(tmp_path, "global", model=TinyNet)
+    assert predict(model, (torch.zeros(5, 6),)).shape == (5, 3)
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("digits") / "run"
+    tiny = ["--rounds", "2", "--clients", "4", "--cohort", "4", "--local-epochs", "1", "--workers", "1", "--quiet"]
+    assert execute(["fedlps", *tiny, "--out", str(out)]) == 0
+    return out
+
+
+def test_pictures_bytes_and_numbers_become_one_batch(digits: Path, tmp_path: Path) -> None:
+    images = pytest.importorskip("PIL.Image", reason="Pillow is not installed; pip install 'sparsekit-torch[fl]'")
+    recipe = read_recipe(digits)
+    pixels = np.arange(64, dtype=np.uint8).reshape(8, 8) * 3
+    images.fromarray(pixels).save(tmp_path / "a.png")
+    np.save(tmp_path / "one.npy", pixels[None])
+    np.save(tmp_path / "two.npy", np.stack([pixels[None]] * 2))
+    (batch,) = read_inputs([tmp_path / "a.png", tmp_path / "one.npy", tmp_path / "two.npy"], recipe)
+    assert batch.dtype == torch.float32
+    assert len(batch) == 4
+    assert all(torch.equal(batch[0], one) for one in batch)
+    assert batch.shape[1:] == torch.Size(recipe["about"]["takes"]["shape"])
+
+
+@pytest.mark.parametrize(
+    ("name", "says"), [("a.txt", "is no input"), ("gone.npy", "cannot be read"), ("wrong.npy", "the model takes")]
+)
+def test_inputs_that_do_not_fit_are_refused(digits: Path, tmp_path: Path, name: str, says: str) -> None:
+    np.save(tmp_path / "wrong.npy", np.zeros((2, 5), dtype=np.float32))
+    with pytest.raises(DataError, match=says):
+        read_inputs([tmp_path / name], read_recipe(digits))
+
+
+def test_predict_prints_classes_and_writes_outputs(digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    np.save(tmp_path / "images.npy", np.random.default_rng(0).integers(0, 255, (3, 1, 8, 8), dtype=np.uint8))
+    arguments = ["predict", str(digits), "--client", "3", "--input", str(tmp_path / "images.npy")]
+    assert execute([*arguments, "--json", "--output", str(tmp_path / "logits.npy")]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    logits = np.load(tmp_path / "logits.npy")
+    assert [row["class"] for row in rows] == logits.argmax(-1).tolist()
+    assert all(0 < row["probability"] <= 1 for row in rows)
+    assert execute(arguments) == 0
+    assert "client 3" in capsys.readouterr().out
+    assert execute(["predict", str(digits), "--client", "9", "--input", str(tmp_path / "images.npy")]) == 2
+    assert "has no client 9" in " ".join(capsys.readouterr().err.split())
+
+
+def test_predict_calls_nothing_a_class_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    problem = replace(tiny_problem(), metrics={"margin": fl.metrics.accuracy})
+    tiny_run(tmp_path / "run", problem=problem)
+    np.save(tmp_path / "rows.npy", np.zeros((2, 6), dtype=np.float32))
+    arguments = ["predict", str(tmp_path / "run"), "--model", "sparsekit_fl.testing:TinyNet", "--json"]
+    assert execute([*arguments, "--input", str(tmp_path / "rows.npy")]) == 0
+    assert [len(row["output"]) for row in json.loads(capsys.readouterr().out)] == [3, 3]
+
+
+def test_a_command_makes_the_model_that_predict_takes_as_the_best(tmp_path: Path) -> None:
+    tiny = ["--rounds", "2", "--clients", "4", "--cohort", "4", "--local-epochs", "1", "--workers", "1", "--quiet"]
+    assert execute(["fedlps", *tiny, "--log", "best", "--out", str(tmp_path / "run")]) == 0
+    np.save(tmp_path / "images.npy", np.zeros((1, 1, 8, 8), dtype=np.uint8))
+    assert execute(["predict", str(tmp_path / "run"), "--best", "--input", str(tmp_path / "images.npy")]) == 0
+
+
+@pytest.mark.slow
+def test_export_writes_onnx_that_gives_the_outputs_of_torch(
+    digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runtime = pytest.importorskip("onnxruntime", reason="onnxruntime is not installed; pip install 'sparsekit-torch[export]'")
+    pytest.importorskip("onnxscript", reason="onnxscript is not installed; pip install 'sparsekit-torch[export]'")
+    file = tmp_path / "client.onnx"
+    assert execute(["export", str(digits), "--client", "3", "--onnx", "--to", str(file), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["difference"] < 1e-4
+    assert told["bytes"] == file.stat().st_size
+    model = fl.load_model(digits, 3)
+    batch = torch.randn(5, *read_recipe(digits)["about"]["takes"]["shape"])
+    session = runtime.InferenceSession(str(file))
+    (theirs,) = session.run(None, {session.get_inputs()[0].name: batch.numpy()})
+    assert np.allclose(theirs, predict(model, (batch,)).numpy(), atol=1e-4)
+    assert execute(["export", str(digits)]) == 2
+    assert "--onnx or --pt2" in capsys.readouterr().err
+
+
+def test_export_writes_a_program_that_torch_loads(digits: Path, tmp_path: Path) -> None:
+    file = tmp_path / "global.pt2"
+    assert execute(["export", str(digits), "--pt2", "--to", str(file)]) == 0
+    batch = torch.randn(3, *read_recipe(digits)["about"]["takes"]["shape"])
+    program = torch.export.load(file).module()
+    assert torch.allclose(program(batch), predict(fl.load_model(digits), (batch,)), atol=1e-5)
+
+
+def test_the_recipe_says_how_the_model_is_made_and_nothing_else(tmp_path: Path) -> None:
+    tiny_run(tmp_path)
+    assert set(read_recipe(tmp_path)) == {
+        "about",
+        "factory",
+        "example_inputs",
+        "classifies",
+        "prepared_by",
+        "personal",
+        "clients",
+    }
+    assert replace(tiny_problem(), about={"model": "mine"}).about == {"model": "mine"}

@@ -1,0 +1,88 @@
+"""Client memories on disk, and memory as tensors plus JSON."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from sparsekit.errors import DataError
+from sparsekit_fl.errors import MemoryStateError
+from sparsekit_fl.results.state.storage import flatten, unflatten, write_atomically
+from sparsekit_fl.results.state.store import ClientStore
+
+MEMORY = {
+    "personal": {"state": {"w.x": torch.ones(2, 3), "n": torch.tensor(4)}, "ratio": 0.1 + 0.2, "none": None, "yes": True},
+    "local": {"history": [1, 2.5, "a", [torch.zeros(1)]], "big": 2**120, "worst": -math.inf},
+}
+
+
+def same(a, b):
+    if isinstance(a, torch.Tensor):
+        return a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, list):
+        return len(a) == len(b) and all(map(same, a, b))
+    return type(a) is type(b) and a == b
+
+
+def test_memory_comes_back_as_it_was(tmp_path):
+    store = ClientStore(tmp_path / "clients", durable=False)
+    assert store.write(3, 7, MEMORY)
+    assert same(store.read(3, 7), MEMORY)
+
+
+def test_a_client_without_memory_has_no_file(tmp_path):
+    store = ClientStore(tmp_path, durable=True)
+    assert not store.write(3, 7, {"ratio": {}})
+    assert store.read(3, None) == {}
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_only_named_versions_stay(tmp_path):
+    store = ClientStore(tmp_path, durable=False)
+    for client_id, round in [(1, 1), (1, 2), (2, 1), (3, 5)]:
+        store.write(client_id, round, MEMORY)
+    (tmp_path / ".4-1.safetensors.99.tmp").write_bytes(b"half")
+    store.keep_only({1: 2, 2: 1})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1-2.safetensors", "2-1.safetensors"]
+    store.remove({1: 2, 9: 9})
+    assert [path.name for path in tmp_path.iterdir()] == ["2-1.safetensors"]
+
+
+def test_a_missing_or_damaged_file_is_named(tmp_path):
+    store = ClientStore(tmp_path, durable=False)
+    with pytest.raises(DataError, match="client 1 of round 2 cannot be read"):
+        store.read(1, 2)
+    (tmp_path / "1-2.safetensors").write_bytes(b"damaged")
+    with pytest.raises(DataError, match="client 1 of round 2 cannot be read"):
+        store.read(1, 2)
+
+
+@pytest.mark.parametrize(
+    ("memory", "message"),
+    [
+        ({"a": {"b": object()}}, r"memory 'a.b' holds a object"),
+        ({"a": {1: 2}}, r"memory a has the key 1; keys must be strings"),
+        ({"a": [torch.nn.Linear(1, 1)]}, r"memory 'a\[0\]' holds a Linear"),
+    ],
+)
+def test_what_cannot_be_saved_is_named_with_its_place(memory, message):
+    with pytest.raises(MemoryStateError, match=message):
+        flatten(memory)
+
+
+def test_a_skeleton_without_its_tensor_is_refused():
+    with pytest.raises(DataError, match="lacks the tensor"):
+        unflatten({}, {"a": {"$tensor": "t0"}})
+
+
+def test_a_write_that_fails_leaves_the_old_file(tmp_path):
+    path = tmp_path / "file"
+    write_atomically(path, b"old")
+    with pytest.raises(TypeError):
+        write_atomically(path, "not bytes")
+    assert path.read_bytes() == b"old"
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]
