@@ -32,6 +32,7 @@ from sparsekit.pruning.result import Pruned
 from sparsekit.pruning.selection import Selector, read_limits
 from sparsekit.pruning.steps import AfterCut, Repair, Steps, has_field
 from sparsekit.rng import torch_generator
+from sparsekit.tracing.blocks import refuse_meta
 from sparsekit.tracing.inputs import ModelInputs, find_tensors
 from sparsekit.tracing.trace import trace_units
 
@@ -106,7 +107,7 @@ def prune(
         BudgetError: the budget cannot be met, with the least cost and the groups that hold it up; or the allocation does not
             look at the budget and exceeds it.
         UnknownNameError: a metric, criterion, allocation or schedule that does not exist, or a selection that means nothing.
-        UnsupportedModelError: the model is no module, but a class or a name.
+        UnsupportedModelError: the model is no module, but a class or a name; or it is on the meta device, without values.
         InvalidValueError: options that do not go together, inputs on another device, scores that hold NaN.
         DataError: an empty loader, or a batch on another device than the model.
         MissingImportanceError: the criterion needs what a model alone does not have.
@@ -117,6 +118,7 @@ def prune(
         raise UnsupportedModelError(
             f"expected a torch.nn.Module, got {model!r}; build the model first, and pass what comes out"
         )
+    refuse_meta(model, "prune")
     call, *others = ModelInputs.several(example_inputs)
     for inputs in (call, *others):
         _check_devices(model, inputs)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsekit._torch import buffers_of
+from sparsekit.errors import UnsupportedModelError
 from sparsekit.graph.edit import only
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.groups import UnitGroup
@@ -34,6 +35,20 @@ LARGE_NUMBERS = 50_000_000
 def is_meta(model: nn.Module) -> bool:
     """Whether entries of the model are on the meta device, where they have no values."""
     return any(tensor.is_meta for tensor in named_entries(model).values())
+
+
+def refuse_meta(model: nn.Module, what: str) -> None:
+    """Refuse a model without values for `what`, which needs them.
+
+    Raises:
+        UnsupportedModelError: a parameter or buffer is on the meta device.
+    """
+    bare = [name for name, tensor in named_entries(model).items() if tensor.is_meta]
+    if bare:
+        raise UnsupportedModelError(
+            f"{what} needs the values of {type(model).__name__}, and {bare[0]!r} is on the meta device, without any; give it"
+            " values first: model.to_empty(device='cpu'), then model.load_state_dict(...)"
+        )
 
 
 def is_large(model: nn.Module) -> bool:
@@ -168,8 +183,13 @@ class BlockVerifier:
         names = [name for tied in sets for name in tied]
         if self._meta:
             found = {name: reasons[name] for name in names if reasons.get(name)}
-            reason = self._shapes(graph, [name for name in names if name not in found])
-            return found | ({} if reason is None else dict.fromkeys(names, reason))
+            left = [tied for tied in sets if not found.keys() & set(tied)]
+            reason = self._shapes(graph, [name for tied in left for name in tied])
+            if reason is None:
+                return found
+            alone = {tied: self._shapes(graph, list(tied)) for tied in left}
+            guilty = {tied: why for tied, why in alone.items() if why is not None} or dict.fromkeys(left, reason)
+            return found | {name: why for tied, why in guilty.items() for name in tied}
         part = only(graph, names)
         if self._whole is None:  # float64 would take twice the memory, for a whole large model
             self._whole = Verifier(self.model, self.calls, self.rules, self.training, dtype=torch.float32)

@@ -22,7 +22,7 @@ from sparsekit.layers.labels.store import OUTPUT, Cause, LabelStore
 from sparsekit.layers.labels.tracer import Tracer
 from sparsekit.layers.parametrised import fix_hooked
 from sparsekit.surgery.rebuild import copy_with, named_entries
-from sparsekit.tracing.blocks import BlockVerifier, is_large
+from sparsekit.tracing.blocks import BlockVerifier, is_large, is_meta
 from sparsekit.tracing.dispatch import Dispatcher
 from sparsekit.tracing.grouping.build import Built, build
 from sparsekit.tracing.grouping.norms import NormNotes
@@ -261,6 +261,11 @@ def _failure(private: nn.Module, inputs: ModelInputs, error: Exception) -> Trace
         if len(inputs.args) == 1 and isinstance(inputs.args[0], tuple | list):
             kind = type(inputs.args[0]).__name__
             hint = f"; the only input is a {kind}: give its elements one by one, trace_units(model, *inputs)"
+        if is_meta(private):
+            hint += (
+                "; the model is on the meta device, without values: give the inputs on it as well, x.to('meta'), and where the"
+                " model reads values, as a branch does, make it on another device"
+            )
         return TraceError(
             f"{name} fails on the example inputs ({given or 'no tensors'}): {said};"
             f" pass inputs that model(*inputs) accepts{hint}"

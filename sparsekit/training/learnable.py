@@ -33,7 +33,7 @@ from sparsekit.training.optimizer_hooks import OptimizerSet, refuse_history, set
 from sparsekit.training.regularizer import ImportanceRegularizer
 from sparsekit.training.rule import Learning, split_units
 from sparsekit.training.tracking import TracksOptimizers
-from sparsekit.training.wrappers import EXPORT_INSTEAD, check_transforms, guard_wrappers, refuse_parallel
+from sparsekit.training.wrappers import EXPORT_INSTEAD, check_model, check_transforms, guard_wrappers
 
 __all__ = ["LearnableMask"]
 
@@ -94,7 +94,8 @@ class LearnableMask(TracksOptimizers, nn.Module):
         TraceError: the model fails on the example inputs.
         NoUnitsError: the model has no units that can be removed exactly.
         ForeignMaskError: `graph` was traced from another model.
-        UnsupportedModelError: the model is a DataParallel or DistributedDataParallel; wrap the module inside.
+        UnsupportedModelError: the model is a DataParallel or DistributedDataParallel (wrap the module inside), or is on the
+            meta device, without values.
 
     Source: Xue et al., ICDE 2025 (arXiv 2412.07216), learnable sparse training; straight-through on kept units.
     """
@@ -117,8 +118,7 @@ class LearnableMask(TracksOptimizers, nn.Module):
         learning: Learning | None = None,
     ) -> None:
         super().__init__()
-        if not isinstance(model, nn.Module):
-            raise UnsupportedModelError(f"expected a torch.nn.Module, got {model!r}; pass the model itself")
+        check_model(model)
         self._ratio = check_ratio(ratio)
         if criterion is not None and (isinstance(criterion, type) or not isinstance(criterion, Criterion)):
             raise InvalidValueError(
@@ -126,7 +126,6 @@ class LearnableMask(TracksOptimizers, nn.Module):
                 f" got {criterion!r}"
             )
         learning = learning_of(learning, criterion, regularizer, explore, steps)
-        refuse_parallel(model)
         if graph is None:
             if example_inputs is None:
                 raise InvalidValueError("pass example_inputs=(x,), one call's worth of inputs, or a ready graph=")

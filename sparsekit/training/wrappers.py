@@ -17,14 +17,15 @@ from torch.optim.swa_utils import AveragedModel
 
 from sparsekit._torch import DropoutNd, NormBase, in_transform, is_exporting, is_transformed
 from sparsekit.errors import UnsupportedModelError
+from sparsekit.tracing.blocks import refuse_meta
 
 __all__ = [
     "EXPORT_INSTEAD",
     "EvalModeWarning",
     "Wrapped",
+    "check_model",
     "check_transforms",
     "guard_wrappers",
-    "refuse_parallel",
     "warn_of_eval_mode",
 ]
 
@@ -85,12 +86,16 @@ def warn_of_eval_mode(mask: Any) -> None:
     )
 
 
-def refuse_parallel(model: nn.Module) -> None:
-    """Refuse a model with a parallel wrapper inside, which holds on to the weights that it was made with.
+def check_model(model: nn.Module) -> None:
+    """Refuse what cannot be trained under a mask: no module, one without values, or one with a parallel wrapper inside, which
+    holds on to the weights that it was made with.
 
     Raises:
-        UnsupportedModelError: a part is a DataParallel or DistributedDataParallel.
+        UnsupportedModelError: the model is none, lies on the meta device, or has a DataParallel or DistributedDataParallel.
     """
+    if not isinstance(model, nn.Module):
+        raise UnsupportedModelError(f"expected a torch.nn.Module, got {model!r}; pass the model itself")
+    refuse_meta(model, "LearnableMask")
     for name, module in model.named_modules():
         if isinstance(module, nn.DataParallel | DistributedDataParallel):
             inner = f"{name}.module".strip(".")

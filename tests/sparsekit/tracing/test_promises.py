@@ -87,6 +87,95 @@ def test_neither_a_trace_nor_a_cut_changes_the_model(
         assert snapshot(model) == before
 
 
+# ---- models without values
+
+
+class Branching(nn.Module):
+    """What it computes depends on a value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.up(x).relu()
+        return self.down(2 * hidden if hidden.sum() > 0 else hidden)
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(4, 6, batch_first=True), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.lstm(x)[0][:, -1])
+
+
+class OwnHeads(nn.Module):
+    """Heads of an attention that is written out cannot go; the layers after it can."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.out = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.q(x).view(len(x), -1, 2, 2).transpose(1, 2)
+        attended = F.scaled_dot_product_attention(q, q, q).transpose(1, 2).reshape(x.shape)
+        return self.down(self.up(x + self.out(attended)).relu())
+
+
+BARE: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "linear": (lambda: nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)), (2, 4)),
+    "convolution": (lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 2, 3)), (2, 3, 8, 8)),
+    "lstm": (Recurrent, (2, 5, 4)),
+    "heads written out": (OwnHeads, (2, 5, 4)),
+}
+
+
+@pytest.mark.filterwarnings("ignore::sparsekit.tracing.trace.FixedUnitsWarning")
+@pytest.mark.parametrize("name", BARE)
+def test_a_model_without_values_is_traced_counted_and_cut_as_one_with_values(name: str) -> None:
+    make, shape = BARE[name]
+    whole, x = make(), torch.randn(shape)
+    graph = sk.trace_units(whole, x)
+    bare = make().to("meta")
+    found = sk.trace_units(bare, x.to("meta"))
+    assert [(group.name, group.size) for group in found.groups.values()] == [(g.name, g.size) for g in graph.groups.values()]
+    assert sk.count_cost(bare, x) == sk.count_cost(bare, x.to("meta")) == sk.count_cost(whole, x)
+    mask = random_mask(graph, 0.5, 0)
+    small = sk.compact(bare, graph, mask)
+    assert {k: v.shape for k, v in small.state_dict().items()} == {
+        k: v.shape for k, v in sk.compact(whole, graph, mask).state_dict().items()
+    }
+
+
+@pytest.mark.filterwarnings("ignore::sparsekit.tracing.trace.FixedUnitsWarning")
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+@pytest.mark.parametrize("only", [None, 1], ids=["all of it", "one layer"])
+@pytest.mark.parametrize("name", BARE)
+def test_what_needs_values_refuses_a_model_without_them_and_says_what_to_do(name: str, only: int | None, device: str) -> None:
+    make, shape = BARE[name]
+    model, x = make(), torch.randn(shape)
+    graph = sk.trace_units(model, x)
+    (model if only is None else next(model.children())).to("meta")
+    x = x.to(device)
+    for call in (
+        lambda: sk.prune(model, (x,), budget="flops=80%"),
+        lambda: sk.prune(model, (x,), budget="flops=80%", graph=graph),
+        lambda: sk.LearnableMask(model, (x,), ratio=0.5),
+        lambda: sk.LearnableMask(model, graph=graph, ratio=0.5),
+    ):
+        with pytest.raises(sk.errors.UnsupportedModelError, match=r"' is on the meta device, without any; give"):
+            call()
+
+
+def test_a_trace_that_needs_values_says_that_the_model_has_none() -> None:
+    for model, x in ((Branching(), torch.ones(2, 4, device="meta")), (BARE["linear"][0](), torch.ones(2, 4))):
+        with pytest.raises(sk.errors.TraceError, match=r"the model is on the meta device, .* x\.to\('meta'\)"):
+            sk.trace_units(model.to("meta"), x)
+
+
 # ---- no error hides
 
 
