@@ -20,9 +20,12 @@ from sparsekit.errors import NoUnitsError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.mask import UnitMask
 from sparsekit.layers.narrow_attention import NarrowMultiheadAttention
+from sparsekit.pruning.prune import prune
 from sparsekit.surgery.compaction import compact
+from sparsekit.tracing import blocks
 from sparsekit.tracing.inputs import find_tensors
 from sparsekit.tracing.trace import FixedUnitsWarning, trace_units
+from sparsekit.training.learnable import LearnableMask
 
 
 @functools.cache
@@ -213,3 +216,74 @@ def test_learning_a_mask_over_heads_equals_masked_dense_training(name: str) -> N
     states = [masked.state_dict() for masked in pair]
     for key in model.state_dict():
         torch.testing.assert_close(states[0][key], states[1][key], rtol=1e-8, atol=1e-9)
+
+
+class Masked(nn.Module):
+    """Attention of torch or written out, whose additive mask is an input."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.width = kind, 4
+        if kind == "written out":
+            self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
+        else:
+            self.layer = nn.TransformerEncoderLayer(8, 2, 12, dropout=0.0, batch_first=True)
+        self.up, self.down = nn.Linear(8, 10), nn.Linear(10, 3)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        if self.kind == "written out":
+            q, k, v = self.qkv(x).unflatten(-1, (3, -1, self.width)).permute(2, 0, 3, 1, 4)
+            scores = q @ k.transpose(-1, -2) / 2 + (mask if mask.shape[0] == mask.shape[1] else mask[:, None, None])
+            x = x + self.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+        else:
+            padding = mask.shape[0] != mask.shape[1]
+            x = self.layer(x, src_key_padding_mask=mask) if padding else self.layer(x, src_mask=mask)
+        return self.down(self.up(x).relu())
+
+
+HIDDEN = {
+    "later positions": torch.full((5, 5), -torch.inf).triu(1),
+    "most": torch.full((5, 5), -torch.inf).fill_diagonal_(0.0),
+    "padding": torch.where(torch.arange(5) < torch.tensor([[5], [3]]), 0.0, -torch.inf),
+    "one example with padding": torch.where(torch.arange(5) < 2, 0.0, -torch.inf)[None],
+}
+
+
+@pytest.mark.parametrize("large", [False, True], ids=["whole", "block by block"])
+@pytest.mark.parametrize("hidden", HIDDEN)
+@pytest.mark.parametrize("kind", ["torch", "written out"])
+def test_float_masks_with_minus_infinity_are_inputs_like_any_other(
+    kind: str, hidden: str, large: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(blocks, "LARGE_NUMBERS", 0 if large else 10**12)
+    torch.manual_seed(0)
+    mask = HIDDEN[hidden]
+    model, x = Masked(kind), torch.randn(1 if len(mask) == 1 else 2, 5, 8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FixedUnitsWarning)
+        graph = trace_units(model, x, mask)
+        assert [*graph.groups] == [*trace_units(model, x, torch.zeros_like(mask)).groups]
+        pruned = prune(model, (x, mask), budget="params=80%")
+        learnable = LearnableMask(model, (x, mask), ratio=0.5)
+    for seed, ratio in enumerate((0.5, 0.8)):
+        check_masked_equals_compact(model, (x, mask), {}, graph, random_mask(graph, ratio, seed))
+    check_masked_equals_compact(model, (x, mask), {}, graph, pruned.mask)
+    optimizer = torch.optim.SGD(learnable.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        (learnable(x, mask).square().mean() + learnable.penalty()).backward()
+        optimizer.step()
+    learnable.eval()
+    torch.testing.assert_close(learnable.compact()(x, mask), learnable(x, mask))
+    assert bool(learnable(x, mask).isfinite().all())
+
+
+def test_rows_in_which_everything_is_hidden_are_left_out_of_the_comparison() -> None:
+    """Their outputs are NaN in the model itself."""
+    torch.manual_seed(0)
+    mask, x = HIDDEN["most"].clone(), torch.randn(2, 5, 8)
+    mask[1] = -torch.inf
+    model = Masked("written out")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FixedUnitsWarning)
+        assert [*trace_units(model, x, mask).groups] == [*trace_units(model, x, torch.zeros(5, 5)).groups]
