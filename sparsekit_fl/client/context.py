@@ -116,7 +116,7 @@ class ClientContext:
         """Return one split of the client's data, which is decoded once per call of `client_round`.
 
         Raises:
-            DataError: its inputs hold NaN or infinity; those that are read lazily are looked at as they are read.
+            DataError: its inputs hold NaN, or infinity that spoils the loss; what is read lazily is looked at then.
         """
         if split not in self.cache:
             examples = Examples(

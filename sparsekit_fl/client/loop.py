@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -76,18 +77,41 @@ class Examples:
         return len(self._data) if self._lazy else len(self._targets)
 
     def check_finite(self) -> None:
-        """Raise DataError where inputs hold NaN or infinity; examples that are read lazily are looked at as they are read."""
+        """Raise DataError where inputs hold NaN, or infinity that spoils the loss; what is read lazily is looked at then."""
         if not self._lazy:
-            self._check(self._inputs, range(len(self)), "examples")
+            self._check(self._inputs, self._targets, range(len(self)), "examples")
 
-    def _check(self, inputs: Sequence[Tensor], positions: Sequence[int], what: str) -> None:
+    def _check(self, inputs: Sequence[Tensor], targets: Tensor, positions: Sequence[int], what: str) -> None:
         floats = [item for item in inputs if item.is_floating_point() and not is_finite(item)]
-        bad = {int(row) for item in floats for row in (~item.isfinite()).reshape(len(item), -1).any(dim=1).nonzero()}
+        if not floats:
+            return
+        bad = {int(row) for item in floats for row in item.isnan().reshape(len(item), -1).any(dim=1).nonzero()}
+        infinite = {int(row) for item in floats for row in item.isinf().reshape(len(item), -1).any(dim=1).nonzero()} - bad
+        bad.update(self._spoilt(inputs, targets, torch.tensor(sorted(infinite), dtype=torch.int64, device=targets.device)))
         if bad:
             raise DataError(
                 f"inputs of {self._name} hold NaN or infinity, in {len(bad)} of {len(positions)} {what} of {self._split},"
                 f" in example {min(positions[row] for row in bad)} first; fill them in, or leave these examples out"
             )
+
+    def _spoilt(self, inputs: Sequence[Tensor], targets: Tensor, rows: Tensor) -> list[int]:
+        """Of rows that hold infinity, those whose loss is finite without it. In a float mask of attention it does no harm."""
+
+        def harmless(some: Tensor, *, cleared: bool = False) -> bool:
+            given = [item[some] for item in inputs]
+            if cleared:
+                given = [torch.where(item.isinf(), 0, item) if item.is_floating_point() else item for item in given]
+            return bool(self._problem.loss(self._fresh(*given), targets[some]).isfinite())
+
+        with torch.no_grad():
+            parts = [part for part in rows.split(_EVALUATION_BATCH) if len(part) and not harmless(part)]
+            return [int(row) for part in parts for row in part.split(1) if not harmless(row) and harmless(row, cleared=True)]
+
+    @cached_property
+    def _fresh(self) -> nn.Module:
+        """A model of its own, on which a trained one that has diverged has no say."""
+        with torch_scope(np.random.default_rng(0)):
+            return self._problem.model().to(self._device).eval()
 
     def _scope(self, data: Any) -> AbstractContextManager[Any]:
         """Seed what a data set may draw while it is read; tensors draw nothing."""
@@ -128,9 +152,9 @@ class Examples:
         for start, stop in bounds:
             with self._scope(self._data):
                 inputs, targets = self._problem.read(self._data, positions[start:stop])
-            self._check(inputs, positions[start:stop], "examples that were just read")
-            moved = tuple(self._arrange(item.to(self._device)) for item in inputs)
-            yield Batch(moved, targets.to(self._device), stop - start)
+            moved, targets = tuple(self._arrange(item.to(self._device)) for item in inputs), targets.to(self._device)
+            self._check(moved, targets, positions[start:stop], "examples that were just read")
+            yield Batch(moved, targets, stop - start)
 
 
 class Batches:

@@ -82,6 +82,58 @@ def test_inputs_that_are_no_numbers_are_found_in_any_data_set(
     assert "in example 7 first" in caplog.text
 
 
+class _Reader(nn.Module):
+    """Attention with a float mask, in which hidden positions are minus infinity."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return self.head(self.layer(x, src_key_padding_mask=mask)[:, 0])
+
+
+class _Scorer(nn.Module):
+    """Classes that an example cannot have are ruled out by minus infinity."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.head = nn.Linear(20, 6), nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return self.head(self.up(x.flatten(1)).relu()) + mask[:, :3]
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+@pytest.mark.filterwarnings("ignore::sparsekit.tracing.trace.FixedUnitsWarning")
+@pytest.mark.parametrize("model", [_Reader, _Scorer])
+def test_infinity_is_an_input_where_the_model_can_do_with_it_and_is_named_where_it_cannot(
+    model: type[nn.Module], lazy: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    def split(examples: int) -> fl.TensorData:
+        generator = torch.Generator().manual_seed(examples)
+        x, y = torch.randn(examples, 5, 4, generator=generator), torch.randint(2, (examples,), generator=generator)
+        hidden = torch.arange(5) > torch.randint(1, 5, (examples, 1), generator=generator)
+        return fl.TensorData((x, torch.where(hidden, -torch.inf, 0.0)), y)
+
+    whole, hurt = split(30), split(30)
+    hurt.inputs[1][3] = -torch.inf  # nothing is left to look at, and no class is left
+    hurt.inputs[0][7, 1, 2] = torch.nan
+    hurt.inputs[0][9, 0, 2] = torch.inf
+    clients = [
+        fl.Client(id=id, data=fl.ClientData(*(_Read(part) if lazy else part for part in (train, split(10), split(12)))))
+        for id, train in enumerate((whole, hurt))
+    ]
+    problem = fl.Problem(model=model, example_inputs=(torch.zeros(1, 5, 4), torch.zeros(1, 5)))
+    config = fl.RunConfig(rounds=1, cohort=2, seed=0, training=fl.TrainingConfig(batch_size=30))
+    with caplog.at_level(logging.WARNING, logger="sparsekit_fl"):
+        result = fl.run(fl.methods.fedavg(), problem, clients, config)
+    assert [id for id, _ in result.rounds[0].dropped] == [1]
+    assert "inputs of client 1 hold NaN or infinity, in 3 of 30 examples" in caplog.text
+    assert "in example 3 first" in caplog.text
+
+
 def test_an_empty_split_is_told_by_the_client_and_by_what_the_others_hold() -> None:
     empty = fl.ClientData(train=_split(0), val=_split(10), test=_split(1))
     with pytest.raises(
