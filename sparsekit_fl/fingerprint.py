@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 import sparsekit
+from sparsekit.graph import plain_bytes
 from sparsekit.rng import torch_scope
 from sparsekit.version import __version__
 from sparsekit_fl.errors import ResumeError
@@ -121,9 +122,8 @@ def _text(part: Any) -> str:
 
 
 def _digest(tensor: Tensor) -> bytes:
-    flat = tensor.detach().cpu().contiguous()
-    sha = hashlib.blake2b(f"{flat.dtype} {tuple(flat.shape)}".encode(), digest_size=16)
-    sha.update(flat.reshape(-1).view(torch.uint8).numpy().data)
+    sha = hashlib.blake2b(f"{tensor.dtype} {tuple(tensor.shape)}".encode(), digest_size=16)
+    sha.update(plain_bytes(tensor))
     return sha.digest()
 
 

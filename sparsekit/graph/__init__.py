@@ -7,7 +7,7 @@ from sparsekit.graph.groups import UnitGroup, UnitSlice, group_order
 from sparsekit.graph.index import Axes, add_, along, cut_axes, gather, narrow_shape, scatter_
 from sparsekit.graph.layers import Layer, head_entries, layer_weights, prefix_entries
 from sparsekit.graph.mask import UnitMask, WeightMask, to_weights
-from sparsekit.graph.state import StateDict, clone, digest, is_finite
+from sparsekit.graph.state import StateDict, clone, digest, is_finite, plain_bytes
 
 __all__ = [
     "Axes",
@@ -29,6 +29,7 @@ __all__ = [
     "is_finite",
     "layer_weights",
     "narrow_shape",
+    "plain_bytes",
     "prefix_entries",
     "scatter_",
     "to_weights",

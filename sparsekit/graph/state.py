@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,11 +26,18 @@ def is_finite(tensor: Tensor) -> bool:
     return bool(torch.isfinite(tensor.sum())) or bool(torch.isfinite(tensor).all())
 
 
+def plain_bytes(tensor: Tensor) -> memoryview:
+    """The raw bytes of a tensor, row-major; of a view, those of the values that it shows."""
+    whole = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    # One number counts as contiguous with any stride, and cannot be read as bytes with it.
+    return whole.as_strided((whole.numel(),), (1,)).view(torch.uint8).numpy().data
+
+
 def digest(state: StateDict) -> str:
     """SHA-256 over names, dtypes, shapes and raw bytes, in the order of sorted names."""
     sha = hashlib.sha256()
     for name in sorted(state):
-        tensor = state[name].detach().cpu().contiguous()
+        tensor = state[name]
         sha.update(f"{name}:{tensor.dtype}:{tuple(tensor.shape)}:".encode())
-        sha.update(np.ascontiguousarray(tensor.reshape(-1).view(torch.uint8).numpy()).tobytes())
+        sha.update(plain_bytes(tensor))
     return sha.hexdigest()

@@ -5,6 +5,7 @@ Never a pickled object: what comes from a wire or a disk is parsed by the safete
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -18,7 +19,7 @@ from safetensors.torch import load
 from torch import Tensor
 
 from sparsekit.errors import DataError, InvalidValueError
-from sparsekit.graph import UnitMask, WeightMask
+from sparsekit.graph import UnitMask, WeightMask, digest, plain_bytes
 from sparsekit_fl.client.kept import Mask
 from sparsekit_fl.options.config import Upload
 
@@ -81,12 +82,6 @@ def packed_bytes(specs: Mapping[str, Spec], meta: Mapping[str, Any]) -> int:
     return 8 + len(header) + size
 
 
-def plain_bytes(tensor: Tensor) -> memoryview:
-    """The raw bytes of a tensor, row-major, little-endian."""
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return np.ascontiguousarray(flat.view(torch.uint8).numpy()).data
-
-
 def pack(tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> bytes:
     """Tensors and metadata as one safetensors file.
 
@@ -100,6 +95,11 @@ def pack(tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> bytes:
     header, order, _ = _header({name: spec_of(tensor) for name, tensor in tensors.items()}, meta)
     parts: Sequence[bytes | memoryview] = [plain_bytes(tensors[name]) for name in order]
     return b"".join([len(header).to_bytes(8, "little"), header, *parts])
+
+
+def checksum(tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> str:
+    """A digest of tensors and metadata, to go into the metadata of a file: `unpack` believes any number that it reads."""
+    return hashlib.sha256(f"{digest(tensors)} {json.dumps(meta, sort_keys=True)}".encode()).hexdigest()
 
 
 def unpack(payload: bytes, *, max_header_bytes: int | None = None) -> tuple[dict[str, Tensor], dict[str, Any]]:

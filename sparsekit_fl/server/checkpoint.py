@@ -13,11 +13,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from sparsekit.errors import DataError, nearest
 from sparsekit.graph import digest
-from sparsekit_fl.client.packing import pack, unpack
+from sparsekit_fl.client.packing import checksum, pack, unpack
 from sparsekit_fl.engines.spec import RunSpec
 from sparsekit_fl.errors import ResumeError
 from sparsekit_fl.fingerprint import check_fingerprint
@@ -157,7 +155,7 @@ class RunFolder:
             return None
         try:
             tensors, meta = unpack(self._checkpoint.read_bytes())
-            if meta.pop("checksum") != _checksum(tensors, meta):
+            if meta.pop("checksum") != checksum(tensors, meta):
                 raise DataError("its checksum is not that of what it holds")
             if meta["format"] != _FORMAT:
                 raise ResumeError(f"the checkpoint in {self.path} has format {meta['format']!r}, this version reads {_FORMAT}")
@@ -248,15 +246,10 @@ class RunFolder:
             **({} if server.noise_seed is None else {"noise_seed": server.noise_seed}),
         }
         held = {**tensors, **{f"state:{name}": tensor for name, tensor in server.state.items()}}
-        meta["checksum"] = _checksum(held, meta)
+        meta["checksum"] = checksum(held, meta)
         # Whoever knows the seed of the noise can take the noise away again.
         secret = server.noise_seed is not None
         write_atomically(self._checkpoint, pack(held, meta), private=secret)
-
-
-def _checksum(tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> str:
-    """Return a digest of all that a checkpoint holds but for the digest itself."""
-    return hashlib.sha256(f"{digest(tensors)} {json.dumps(meta, sort_keys=True)}".encode()).hexdigest()
 
 
 def _learned(described: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
 
 from sparsekit.errors import DataError
 from sparsekit_fl.client.memory import Memory
-from sparsekit_fl.client.packing import pack, unpack
+from sparsekit_fl.client.packing import checksum, pack, unpack
 from sparsekit_fl.errors import LostMemoryError
 from sparsekit_fl.results.state.storage import flatten, sync_folder, unflatten, write_atomically
 
 Versions = Mapping[int, int]
 """Client id → round in which its newest memory was written; clients without memory are absent."""
-
-_DIGEST_BYTES = 32
 
 
 class MemoryStore(ABC):
@@ -50,11 +47,13 @@ class MemoryStore(ABC):
             return {}
         try:
             tensors, meta = unpack(self.load(client_id, round))
-            if "memory" not in meta:
-                raise DataError("no memory of a client: 'memory' is missing")
-            memory = unflatten(tensors, meta["memory"])
+            if meta.pop("checksum", None) != checksum(tensors, meta):
+                raise DataError("it is damaged: its checksum is not that of what it holds")
+            if (meta.get("client"), meta.get("round")) != (client_id, round):
+                raise DataError(f"it is that of client {meta.get('client')} of round {meta.get('round')}")
+            memory = unflatten(tensors, meta.get("memory"))
             if not isinstance(memory, dict):
-                raise DataError("no memory of a client: it must be a dict")
+                raise DataError("it is no memory, which must be a dict")
         except (OSError, DataError) as error:
             where = self.where(client_id, round)
             raise self.failure(
@@ -71,7 +70,8 @@ class MemoryStore(ABC):
         if not any(memory.values()):
             return False
         tensors, skeleton = flatten(memory)
-        self.save(client_id, round, pack(tensors, {"client": client_id, "round": round, "memory": skeleton}))
+        meta = {"client": client_id, "round": round, "memory": skeleton}
+        self.save(client_id, round, pack(tensors, {**meta, "checksum": checksum(tensors, meta)}))
         return True
 
 
@@ -147,7 +147,7 @@ class ClientStore(MemoryStore):
 
 
 class DeviceStore(MemoryStore):
-    """Memories of the clients of one device and one run, as files with a digest, so that a damaged one is known to be lost.
+    """Memories of the clients of one device and one run, as files; a damaged one is lost.
 
     Two memories of a client are kept: the newest, and the one that the server asked for when that was written. The server may
     never get the reply that the newest belongs to, and then asks for the same one again.
@@ -167,11 +167,8 @@ class DeviceStore(MemoryStore):
         return self._folder / f"client-{client_id}" / f"{round}.memory"
 
     def load(self, client_id: int, round: int) -> bytes:
-        """Read the file, and check its digest."""
-        raw = self.where(client_id, round).read_bytes()
-        digest, payload = raw[:_DIGEST_BYTES], raw[_DIGEST_BYTES:]
-        if hashlib.sha256(payload).digest() != digest:
-            raise DataError("its digest is wrong")
+        """Read the file."""
+        payload = self.where(client_id, round).read_bytes()
         self._asked[client_id] = round
         return payload
 
@@ -179,7 +176,7 @@ class DeviceStore(MemoryStore):
         """Write the file durably, and remove all but the two that may be asked for."""
         path = self.where(client_id, round)
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, hashlib.sha256(payload).digest() + payload)
+        write_atomically(path, payload)
         older = {int(file.stem) for file in path.parent.glob("*.memory")} - {round}
         kept = self._asked.get(client_id, max(older, default=round))
         for stale in older - {kept}:

@@ -38,6 +38,26 @@ def _raw(tensor):
     return tensor.contiguous().view(torch.uint8) if tensor.dim() else tensor
 
 
+VIEWS = {
+    "expanded": torch.tensor([1.5]).expand(3, 2),
+    "expanded once": torch.tensor([1.5], dtype=torch.bfloat16).as_strided((1,), (0,)),
+    "one of far apart": torch.arange(4.0).as_strided((1,), (5,)),
+    "every second": torch.arange(6.0)[::2],
+    "conjugate": torch.tensor([1 + 2j, 3 - 1j], dtype=torch.complex64).conj(),
+    "negative": torch.tensor([1 + 2j], dtype=torch.complex64).conj().imag,
+    "empty": torch.zeros(1, 0).expand(3, 0),
+    "learned": torch.ones(1, requires_grad=True).expand(2),
+}
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_a_view_is_packed_as_the_values_that_it_shows(name):
+    view = VIEWS[name]
+    values = torch.tensor(view.tolist(), dtype=view.dtype).reshape(view.shape)
+    assert pack({"x": view}, {}) == pack({"x": values}, {})
+    assert torch.equal(unpack(pack({"x": view}, {}))[0]["x"], values)
+
+
 def test_the_size_is_known_before_packing():
     specs = {name: spec_of(tensor) for name, tensor in TENSORS.items()}
     for meta in ({}, {"x": "y" * 100}, {"x": "é"}):

@@ -10,7 +10,7 @@ import torch
 from sparsekit.errors import DataError
 from sparsekit_fl.errors import MemoryStateError
 from sparsekit_fl.results.state.storage import flatten, unflatten, write_atomically
-from sparsekit_fl.results.state.store import ClientStore
+from sparsekit_fl.results.state.store import CarriedMemory, ClientStore, DeviceStore
 
 MEMORY = {
     "personal": {"state": {"w.x": torch.ones(2, 3), "n": torch.tensor(4)}, "ratio": 0.1 + 0.2, "none": None, "yes": True},
@@ -59,6 +59,46 @@ def test_a_missing_or_damaged_file_is_named(tmp_path):
     (tmp_path / "1-2.safetensors").write_bytes(b"damaged")
     with pytest.raises(DataError, match="client 1 of round 2 cannot be read"):
         store.read(1, 2)
+
+
+@pytest.mark.parametrize("kind", [ClientStore, DeviceStore, CarriedMemory])
+def test_any_bit_that_flips_in_a_memory_is_found(kind, tmp_path):
+    def store():
+        return (
+            CarriedMemory() if kind is CarriedMemory else kind(tmp_path, **({"durable": False} if kind is ClientStore else {}))
+        )
+
+    written = store()
+    written.write(1, 2, MEMORY)
+    path = None if kind is CarriedMemory else written.where(1, 2)
+    whole = written.written if path is None else path.read_bytes()
+    changed = 0
+    for place in range(len(whole)):
+        damaged = bytearray(whole)
+        damaged[place] ^= 1 << (place % 8)
+        if path is None:
+            written = CarriedMemory(bytes(damaged))
+        else:
+            path.write_bytes(damaged)
+        try:
+            found = written.read(1, 2)
+        except DataError as error:
+            assert "memory of client 1 of round 2 cannot be read" in str(error)  # noqa: PT017
+            changed += 1
+        else:
+            assert same(found, MEMORY)  # white space of the header means nothing
+    assert changed > 0.95 * len(whole)
+
+
+@pytest.mark.parametrize("kind", [ClientStore, DeviceStore])
+def test_the_file_of_another_client_or_round_is_no_memory_of_this_one(kind, tmp_path):
+    store = kind(tmp_path, **({"durable": False} if kind is ClientStore else {}))
+    for client_id, round in ((3, 2), (1, 4)):
+        store.write(client_id, round, MEMORY)
+        store.where(1, 2).parent.mkdir(exist_ok=True)
+        store.where(1, 2).write_bytes(store.where(client_id, round).read_bytes())
+        with pytest.raises(DataError, match="client 1 of round 2 cannot be read"):
+            store.read(1, 2)
 
 
 @pytest.mark.parametrize(
