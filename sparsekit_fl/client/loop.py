@@ -19,6 +19,7 @@ from sparsekit.rng import torch_generator, torch_scope
 from sparsekit_fl.client.messages import Scores
 from sparsekit_fl.options.config import Amp
 from sparsekit_fl.problem.data import TensorData
+from sparsekit_fl.problem.metrics import in_batches
 from sparsekit_fl.problem.problem import Problem, arranged
 
 _EVALUATION_BATCH = 256
@@ -248,7 +249,7 @@ def fit(
         module: Put in training mode; the step trains it.
         batches: The epochs.
         step: Learns from one batch.
-        metrics: Of the problem; "accuracy" is recorded where it exists.
+        metrics: Of the problem; "accuracy" is recorded where it exists and looks at examples one by one.
         rng: Seeds torch's global generator, from which dropout draws.
         amp: Automatic mixed precision of the steps.
         device: Where the module trains, for that.
@@ -256,7 +257,7 @@ def fit(
     Returns:
         Loss and accuracy per epoch, and counts.
     """
-    accuracy = metrics.get("accuracy")
+    accuracy = in_batches(metrics).get("accuracy")
     losses: list[float] = []
     accuracies: list[float] = []
     examples = steps = epochs = 0
@@ -316,7 +317,9 @@ def evaluate(
     if len(examples) == 0:
         return {}
     predict = module if predict is None else predict
-    metrics = problem.metrics
+    metrics = in_batches(problem.metrics)
+    late = {name: metric for name, metric in problem.metrics.items() if name not in metrics}
+    kept: list[tuple[Any, Tensor]] = []
     sums: dict[str, tuple[float, float]] = {}
     count = len(examples) if positions is None else len(positions)
     bounds = [(start, min(start + _EVALUATION_BATCH, count)) for start in range(0, count, _EVALUATION_BATCH)]
@@ -329,4 +332,20 @@ def evaluate(
             for name, (score, weight) in found.items():
                 before = sums.get(name, (0.0, 0.0))
                 sums[name] = (before[0] + float(score), before[1] + float(weight))
+            if late:
+                kept.append((outputs, batch.targets))
+        if late:
+            together = _joined(kept)
+            scored = {name: metric(*together) for name, metric in late.items()}
+            sums.update({name: (float(score), float(weight)) for name, (score, weight) in scored.items()})
     return sums
+
+
+def _joined(parts: Sequence[Any]) -> Any:
+    """The outputs of batches as those of one batch: tensors, or tuples, lists and mappings of them."""
+    first = parts[0]
+    if isinstance(first, Tensor):
+        return torch.cat(parts)  # type: ignore[arg-type]
+    if isinstance(first, Mapping):
+        return {name: _joined([part[name] for part in parts]) for name in first}
+    return type(first)(_joined(some) for some in zip(*parts, strict=True))

@@ -31,6 +31,7 @@ from sparsekit_fl.options.devices import exact_arithmetic
 from sparsekit_fl.policies.local import LocalPolicy, LocalResult, Sgd
 from sparsekit_fl.policies.submodel import SubmodelSgd, scaled_outputs
 from sparsekit_fl.problem.clients import Client
+from sparsekit_fl.problem.metrics import in_batches
 from sparsekit_fl.processes import one_thread
 from sparsekit_fl.results.records import RunResult
 from sparsekit_fl.results.state.store import ClientStore, Versions
@@ -233,7 +234,7 @@ class _Steps:
     def _loss(self, leaves: _State, rest: _State, inputs: tuple[Tensor, ...], targets: Tensor) -> Any:
         """Return one client's loss, and the running statistics after it and the sum and weight of its accuracy."""
         outputs = functional_call(self._module, {**leaves, **rest}, inputs)
-        accuracy = self._problem.metrics.get("accuracy")
+        accuracy = in_batches(self._problem.metrics).get("accuracy")
         scores = () if accuracy is None else accuracy(outputs.detach() if isinstance(outputs, Tensor) else outputs, targets)
         return self._problem.loss(outputs, targets), (rest, *(torch.as_tensor(score) for score in scores))
 

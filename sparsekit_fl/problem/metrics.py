@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -12,13 +13,26 @@ from torch import Tensor
 from sparsekit.errors import DataError
 from sparsekit_fl.problem.names import lower_by_name
 
-__all__ = ["IGNORED", "Metric", "TokenAccuracy", "accuracy", "cross_entropy", "log_loss", "lower_is_better", "perplexity"]
+__all__ = [
+    "IGNORED",
+    "Metric",
+    "TokenAccuracy",
+    "accuracy",
+    "cross_entropy",
+    "log_loss",
+    "lower_is_better",
+    "perplexity",
+    "whole",
+]
 
 IGNORED = -100
 """The target that no loss and no metric counts (torch's own default), for padding."""
 
-Metric = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""(outputs, targets) → (sum, weight), both scalars on the outputs' device; the metric's value is Σ sum / Σ weight."""
+Metric = Callable[[Any, Tensor], tuple[Any, Any]]
+"""(outputs, targets) → (sum, weight), two numbers or scalars; the metric's value is Σ sum / Σ weight.
+
+Splits are scored in batches, so that a metric that is no mean over examples needs `whole`. Weight 0 says that it has no value.
+"""
 
 
 def _check(outputs: Tensor, targets: Tensor) -> None:
@@ -103,3 +117,21 @@ def lower_is_better(name: str, metric: Metric | None = None) -> bool:
     """
     told = getattr(metric, "lower_is_better", None)
     return lower_by_name(name) if told is None else bool(told)
+
+
+def whole(metric: Metric) -> Metric:
+    """Mark a metric that is called once, with a whole split: AUC or F1, say, which no mean over batches gives.
+
+    Args:
+        metric: A function; an object says `whole = True` itself.
+
+    Returns:
+        The same function. It still returns `(sum, weight)`, so `(value * len(targets), len(targets))`.
+    """
+    metric.whole = True  # type: ignore[attr-defined]
+    return metric
+
+
+def in_batches(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
+    """The metrics that are called batch by batch: those that are not `whole`."""
+    return {name: metric for name, metric in metrics.items() if not getattr(metric, "whole", False)}

@@ -16,7 +16,7 @@ from sparsekit_fl.problem.augment import Augment
 from sparsekit_fl.problem.clients import Client
 from sparsekit_fl.problem.data import Batch, Positions, TensorData, as_tensor_data
 from sparsekit_fl.problem.lazy import LazyData
-from sparsekit_fl.problem.metrics import Metric, accuracy, cross_entropy
+from sparsekit_fl.problem.metrics import Metric, accuracy, cross_entropy, in_batches
 
 Loss = Callable[[Any, Tensor], Tensor]
 """(outputs, targets) → scalar, the mean over the batch."""
@@ -67,7 +67,8 @@ class Problem:
         model: Builds a fresh model with random weights; called without arguments.
         example_inputs: Positional inputs for one forward pass, as a batch of at least one example.
         loss: (outputs, targets) → scalar mean.
-        metrics: Name → metric, each giving (sum, weight); `accuracy` is the one that methods and reports look for.
+        metrics: Name → metric, each giving (sum, weight) of a batch, or of a split with `metrics.whole`; `accuracy` is the one
+            that methods and reports look for.
         read_batch: (split, positions) → (inputs, targets); the default reads TensorData and map-style data sets.
         channels_last: Feed inputs of four dimensions as torch.channels_last: the same numbers, laid out anew. On a CPU,
             convolutions of few channels take half the time then, those of many hundred a little more; a model that calls
@@ -199,7 +200,7 @@ def check_fit(problem: Problem, client: Client) -> None:
                 )
         try:
             loss = problem.loss(outputs, targets)
-            measured = {name: metric(outputs, targets) for name, metric in problem.metrics.items()}
+            measured = {name: metric(outputs, targets) for name, metric in in_batches(problem.metrics).items()}
         except Exception as error:
             raise DataError(
                 f"loss or metrics fail on outputs {_shape(outputs)} with targets {tuple(targets.shape)} of client "

@@ -522,9 +522,10 @@ print(list(sk.graph.cut_axes((4, 3), axes)))  # [0], since all columns stay
 # sparsekit.graph.along
 row = sk.graph.along(torch.arange(3.0), dim=1, rank=4)  # (1, 3, 1, 1): one number for each channel
 
-# sparsekit.graph.clone, sparsekit.graph.digest, sparsekit.graph.is_finite
+# sparsekit.graph.clone, sparsekit.graph.digest, sparsekit.graph.is_finite, sparsekit.graph.plain_bytes
 state = sk.graph.clone(model.state_dict())
 assert sk.graph.digest(state) == sk.graph.digest(model.state_dict())
+assert bytes(sk.graph.plain_bytes(torch.ones(1).expand(2))) == bytes(sk.graph.plain_bytes(torch.ones(2)))
 assert all(sk.graph.is_finite(tensor) for tensor in state.values())
 
 # sparsekit.graph.group_order

@@ -5,12 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from sklearn.metrics import roc_auc_score
 from torch import nn
 
+import sparsekit_fl as fl
 from sparsekit_fl.client.loop import Batches, Examples, TrainingLog, evaluate, fit
 from sparsekit_fl.client.optimizer import SgdStep
+from sparsekit_fl.engines.cohort import Cohort
 from sparsekit_fl.problem.data import TensorData
-from sparsekit_fl.problem.metrics import accuracy
+from sparsekit_fl.problem.metrics import accuracy, cross_entropy, whole
 from sparsekit_fl.problem.problem import Problem
 
 
@@ -156,3 +159,87 @@ def test_feature_maps_are_laid_out_channels_last_where_the_problem_asks_for_it(c
                 assert torch.equal(batch.inputs[1], rows[batch.targets])
                 # Convolutions look at the strides alone, and those of one channel are ambiguous.
                 assert (batch.inputs[0].stride()[1:] == (1, 5 * channels, channels)) == asked
+
+
+class _Read:
+    """A data set of one's own, read example by example."""
+
+    def __init__(self, data: TensorData) -> None:
+        self.data = data
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, place: int) -> object:
+        return self.data[place]
+
+
+class _Exits(nn.Module):
+    """Two outputs, as a model with several exits has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.head = nn.Linear(3, 4), nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = self.up(x).tanh()
+        return hidden[:, :2], self.head(hidden)
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+@pytest.mark.parametrize("count", [2, 256, 257, 600])
+def test_a_metric_of_the_whole_split_sees_it_once_and_whole(count, lazy):
+    generator = torch.Generator().manual_seed(count)
+    x, y = torch.randn(count, 3, generator=generator), torch.arange(count) % 2
+    seen = []
+
+    @whole
+    def auc(outputs, targets):
+        seen.append(len(targets))
+        area = roc_auc_score(targets, torch.stack(outputs).mean(0)[:, 1])
+        return area * len(targets), len(targets)
+
+    torch.manual_seed(0)
+    model = _Exits()
+    problem = Problem(
+        model=_Exits,
+        example_inputs=(x[:1],),
+        loss=lambda outputs, targets: cross_entropy(outputs[1], targets),
+        metrics={"auc": auc, "accuracy": lambda outputs, targets: accuracy(outputs[1], targets)},
+    )
+    data = TensorData((x,), y)
+    for positions in (None, torch.arange(count).flip(0)[: max(2, count // 2)]):
+        scores = evaluate(model, problem, Examples(problem, _Read(data) if lazy else data, device="cpu"), positions=positions)
+        part = slice(None) if positions is None else positions
+        with torch.no_grad():
+            expected = roc_auc_score(y[part], torch.stack(model(x[part])).mean(0)[:, 1])
+        total, weight = scores["auc"]
+        assert total / weight == pytest.approx(expected, abs=1e-9)
+        assert scores["accuracy"][1] == scores["loss"][1] == weight
+    assert seen == [count, max(2, count // 2)]
+
+
+@pytest.mark.parametrize("engine", [fl.Embedded(), fl.Embedded(workers=2), Cohort()])
+def test_a_run_scores_and_trains_with_metrics_of_the_whole_split(engine):
+    def split(count, seed):
+        x = torch.randn(count, 2, generator=torch.Generator().manual_seed(seed))
+        return TensorData((x,), (x[:, 0] > 0).long())
+
+    @whole
+    def largest(outputs, targets):
+        assert len(targets) in (300, 40)
+        return outputs.max() * len(targets), len(targets)
+
+    @whole
+    def nowhere(outputs, targets):
+        return 0, 0  # it has no value on these examples
+
+    problem = Problem(
+        model=lambda: nn.Sequential(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 2)),
+        example_inputs=(torch.zeros(1, 2),),
+        metrics={"accuracy": largest, "nowhere": nowhere},
+    )
+    clients = [fl.Client(id=k, data=fl.ClientData(split(40, k), split(300, k + 9), split(300, k + 5))) for k in range(2)]
+    result = fl.run(fl.methods.fedavg(), problem, clients, fl.RunConfig(rounds=1, cohort=2, seed=0), engine=engine)
+    assert np.isfinite(result.final.metrics["accuracy"])
+    assert np.isnan(result.final.metrics["nowhere"])
