@@ -29,6 +29,7 @@ from sparsekit_fl.methods.oort import oort
 from sparsekit_fl.methods.per_fedavg import per_fedavg
 from sparsekit_fl.methods.prunefl import prunefl
 from sparsekit_fl.methods.refl import refl
+from sparsekit_fl.methods.scaffold import scaffold
 from sparsekit_fl.methods.settings import with_settings
 
 __all__ = [
@@ -57,6 +58,7 @@ __all__ = [
     "prunefl",
     "refl",
     "registry",
+    "scaffold",
     "with_settings",
 ]
 

@@ -1,9 +1,14 @@
 """The seven kinds of choice that make up a method; one file per kind, each opening with its base class."""
 
+from sparsekit_fl.client.context import ClientContext
+from sparsekit_fl.client.kept import Mask
+from sparsekit_fl.client.messages import Assignment, Update
 from sparsekit_fl.policies.aggregate import AggregatePolicy, Mean
 from sparsekit_fl.policies.bandit import BanditRatio
+from sparsekit_fl.policies.combine import Rule, mean
+from sparsekit_fl.policies.context import ServerContext
 from sparsekit_fl.policies.learnable import LearnableSgd
-from sparsekit_fl.policies.local import LocalPolicy, LocalResult, Sgd
+from sparsekit_fl.policies.local import Adjust, Leaves, LocalPolicy, LocalResult, Sgd, load_leaves, pull_towards, sgd
 from sparsekit_fl.policies.mask import Dense, MaskPolicy, RoundView, ServerCriterion, UnitCriterion
 from sparsekit_fl.policies.own_classes import OwnClasses, TouchedRowsMean
 from sparsekit_fl.policies.personal import GlobalModel, LocalModel, PersonalModel, PersonalPolicy
@@ -14,10 +19,13 @@ from sparsekit_fl.policies.share import Everything, Nothing, PrivateHead, ShareP
 from sparsekit_fl.policies.submodel import RecalibratedBatchNorm, SubmodelSgd
 
 __all__ = [
+    "Adjust",
     "AggregatePolicy",
+    "Assignment",
     "BanditRatio",
     "ByCapability",
     "BySize",
+    "ClientContext",
     "Constant",
     "Dense",
     "Everything",
@@ -26,9 +34,11 @@ __all__ = [
     "GatedPruning",
     "GlobalModel",
     "LearnableSgd",
+    "Leaves",
     "LocalModel",
     "LocalPolicy",
     "LocalResult",
+    "Mask",
     "MaskPolicy",
     "Mean",
     "Nothing",
@@ -42,7 +52,9 @@ __all__ = [
     "RecalibratedBatchNorm",
     "RememberedMask",
     "RoundView",
+    "Rule",
     "SamplingPolicy",
+    "ServerContext",
     "ServerCriterion",
     "Sgd",
     "SharePolicy",
@@ -51,4 +63,9 @@ __all__ = [
     "UnderOwnMask",
     "Uniform",
     "UnitCriterion",
+    "Update",
+    "load_leaves",
+    "mean",
+    "pull_towards",
+    "sgd",
 ]

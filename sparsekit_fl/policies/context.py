@@ -76,6 +76,7 @@ class ServerContext:
         state: The shared global state at the start of the round.
         kind: The kind of policy that this context is for.
         costs: FLOPs of the model; None in a context that no run made.
+        parameters: State-dict keys of the shared entries that train; the others are buffers.
         unreachable: Clients of the run that are not in the roster, since they cannot be reached in this round.
     """
 
@@ -89,6 +90,7 @@ class ServerContext:
     state: StateDict
     kind: PolicyKind = "sampling"
     costs: CostModel | None = None
+    parameters: frozenset[str] = frozenset()
     unreachable: frozenset[int] = frozenset()
 
     def scoped(self, kind: PolicyKind) -> ServerContext:

@@ -24,6 +24,7 @@ import torch
 from sparsekit.errors import InvalidValueError, MissingDependencyError, install_hint
 from sparsekit.graph import StateDict, UnitGraph
 from sparsekit_fl.options.config import RunConfig
+from sparsekit_fl.policies.aggregate import AggregatePolicy
 from sparsekit_fl.policies.combine import Changes, Counted, Over, Rule, add_up, scales_to
 from sparsekit_fl.policies.mask import MaskPolicy
 from sparsekit_fl.policies.ratio import RatioPolicy
@@ -132,6 +133,7 @@ def check_private(method: Method) -> None:
         (method.sampling, SamplingPolicy, ("observe", "arrivals")),
         (method.ratio, RatioPolicy, ("observe", "observe_all")),
         (method.mask, MaskPolicy, ("observe",)),
+        (method.aggregate, AggregatePolicy, ("broadcast",)),
     )
     for policy, base, names in hooks:
         for name in names:

@@ -240,6 +240,7 @@ class Server:
             graph=self.spec.graph,
             state=self.shared(),
             costs=self.spec.costs,
+            parameters=self.spec.parameters.intersection(self._names),
         )
 
     def assign(self, round: int) -> list[Assignment]:
@@ -413,7 +414,7 @@ class Server:
             return found if optimizer is None else optimizer.moved(graph, found, updates)
 
         changed = method.aggregate.combine(ctx.scoped("aggregate"), ctx.state, arrivals, rule)
-        if (chosen is not mean or optimizer is not None) and asked != set(ctx.state):
+        if (chosen is not mean or optimizer is not None) and not asked.issuperset(ctx.state):
             what = "differential privacy" if config.dp_clip is not None else f"aggregation {config.aggregation!r}"
             what = f"server optimizer {config.server_optimizer!r}" if chosen is mean else what
             raise InvalidValueError(

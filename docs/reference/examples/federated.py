@@ -50,6 +50,43 @@ class Clipped(fl.LocalPolicy):
 
 fl.run(fl.Method(name="clipped", source="an example", local=Clipped()), problem, clients, config)
 
+# sparsekit_fl.policies.Adjust, sparsekit_fl.policies.Leaves, sparsekit_fl.policies.Mask, sparsekit_fl.policies.load_leaves, sparsekit_fl.policies.pull_towards, sparsekit_fl.policies.sgd
+from dataclasses import dataclass
+
+from sparsekit_fl.policies import Adjust, Leaves, Mask, load_leaves, pull_towards, sgd
+
+
+@dataclass(frozen=True)
+class SignedPull(fl.LocalPolicy):
+    """Steps along the sign of each gradient, pulled to where the round began."""
+
+    def train(self, ctx, start, mask: Mask | None, ratio: float) -> fl.LocalResult:
+        leaves: Leaves = load_leaves(ctx, start, mask)
+        anchors = [leaf.detach().clone() for leaf in leaves.values()]
+        signs: Adjust = lambda gradients, places: [gradient.sign() for gradient in gradients]
+        log = sgd(ctx, leaves, ctx.batches(), [signs, pull_towards(leaves, anchors, 0.1)])
+        return fl.LocalResult.of(ctx, mask, log)
+
+
+fl.run(fl.Method(name="signed-pull", source="an example", local=SignedPull()), problem, clients, config)
+
+# sparsekit_fl.policies.Rule, sparsekit_fl.policies.mean
+from dataclasses import dataclass
+
+from sparsekit_fl.policies import Rule, mean
+
+
+@dataclass(frozen=True)
+class Halved(fl.AggregatePolicy):
+    """Half of the combined change, whatever combines it."""
+
+    def combine(self, ctx, state, arrivals, rule: Rule = mean):
+        found = super().combine(ctx, state, arrivals, rule)
+        return {name: state[name] + ((new - state[name]) / 2).to(new.dtype) for name, new in found.items()}
+
+
+fl.run(fl.Method(name="halved", source="an example", aggregate=Halved()), problem, clients, config)
+
 # sparsekit_fl.MaskPolicy
 from dataclasses import dataclass
 

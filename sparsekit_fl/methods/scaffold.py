@@ -1,0 +1,105 @@
+"""SCAFFOLD: every step on a client is corrected by how the client's gradients differ from everybody's.
+
+Karimireddy, Kale, Mohri, Reddi, Stich, Suresh: SCAFFOLD: Stochastic Controlled Averaging for Federated Learning, ICML 2020
+(arXiv 1910.06378). The control variate of a client is what the paper calls option II, written as what it stands for: the mean
+of the gradients of the round. For plain SGD both are the same; with momentum, clipping or a schedule this stays a gradient.
+The global step size η_g is the run's `server_lr`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from sparsekit.errors import InvalidValueError
+from sparsekit.graph import StateDict
+from sparsekit_fl.errors import UpdateError
+from sparsekit_fl.methods.method import Method
+from sparsekit_fl.policies import (
+    Assignment,
+    ClientContext,
+    LocalPolicy,
+    LocalResult,
+    Mask,
+    Mean,
+    Rule,
+    ServerContext,
+    Update,
+    load_leaves,
+    mean,
+    sgd,
+)
+
+
+@dataclass(frozen=True)
+class ControlledSgd(LocalPolicy):
+    """SGD along g − cᵢ + c, where cᵢ is the mean gradient of the client's last participation, and c that of all clients."""
+
+    def train(self, ctx: ClientContext, start: StateDict, mask: Mask | None, ratio: float) -> LocalResult:
+        """Train, and send by how much cᵢ has changed."""
+        if mask is not None:
+            raise InvalidValueError("ControlledSgd trains whole models; use it with the mask policy Dense()")
+        leaves = load_leaves(ctx, start, None)
+        own = {name: ctx.memory.get(name, torch.zeros_like(common)) for name, common in ctx.extra.items()}
+        # What does not travel, such as a head of the client's own, has no c and is not corrected.
+        shift = {name: (ctx.extra[name] - own[name]).to(leaf) for name, leaf in leaves.items() if name in own}
+        names = list(leaves)
+        sums = {name: torch.zeros_like(leaf) for name, leaf in leaves.items()}
+
+        def corrected(gradients: list[Tensor], places: list[int]) -> list[Tensor]:
+            for place, gradient in zip(places, gradients, strict=True):
+                sums[names[place]] += gradient
+            return [gradient + shift.get(names[place], 0.0) for place, gradient in zip(places, gradients, strict=True)]
+
+        log = sgd(ctx, leaves, ctx.batches(), [corrected])
+        means = {name: sums[name].cpu() / log.batches if name in sums else old for name, old in own.items()}
+        ctx.memory.update(means)
+        return LocalResult.of(ctx, None, log, extra={name: means[name] - old for name, old in own.items()})
+
+
+@dataclass(frozen=True)
+class ControlledMean(Mean):
+    """The mean of the changes; and of those of the control variates, of which c moves by the share of clients that took part.
+
+    One rule combines both, so that a robust one holds c as well.
+    """
+
+    def broadcast(self, ctx: ServerContext, client_id: int) -> StateDict:
+        """Return c of all shared parameters, at first zero."""
+        return {name: ctx.memory.get(name, torch.zeros_like(ctx.state[name])) for name in sorted(ctx.parameters)}
+
+    def validate(self, ctx: ServerContext, update: Update, assignment: Assignment) -> None:
+        super().validate(ctx, update, assignment)
+        found, sent = ({name: (t.shape, t.dtype) for name, t in one.extra.items()} for one in (update, assignment))
+        if found != sent:
+            raise UpdateError(f"the update of client {update.client_id} lacks control variates, or has others than were sent")
+
+    def combine(
+        self, ctx: ServerContext, state: StateDict, arrivals: Sequence[tuple[Update, int]], rule: Rule = mean
+    ) -> dict[str, Tensor]:
+        share = len(arrivals) / len(ctx.everybody)
+        both = {**state, **{_key(name): tensor for name, tensor in self.broadcast(ctx, 0).items()}}
+        joined = []
+        for update, age in arrivals:
+            controls = {_key(name): share * change for name, change in update.extra.items()}
+            joined.append((replace(update, delta={**update.delta, **controls}), age))
+        found = super().combine(ctx, both, joined, rule)
+        ctx.memory.update({name: found.pop(_key(name)) for name in ctx.parameters})
+        return found
+
+
+def _key(name: str) -> str:
+    return f"control variate of {name}"
+
+
+def scaffold() -> Method:
+    """`ControlledSgd` and `ControlledMean`; clients count equally, as in the paper."""
+    return Method(
+        name="scaffold",
+        source="Karimireddy et al., SCAFFOLD, ICML 2020, arXiv 1910.06378",
+        local=ControlledSgd(),
+        aggregate=ControlledMean("uniform"),
+    )
