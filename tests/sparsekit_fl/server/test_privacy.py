@@ -259,7 +259,7 @@ def test_methods_whose_server_learns_past_the_noise_are_refused_and_the_others_r
             check_private(registry[name]())
         except InvalidValueError as error:
             refused[name] = str(error)
-    assert set(refused) == {"oort", "refl", "prunefl", "fedmp"}
+    assert set(refused) == {"oort", "refl", "prunefl", "fedmp", "scaffold"}
     assert "does not sample uniformly" in refused["oort"]
     assert "TimelyRatio.observe_all" in refused["fedmp"]
 
