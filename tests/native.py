@@ -7,6 +7,11 @@ from typing import Any
 
 from torch import nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+from torch.nn.utils.parametrize import type_before_parametrizations
+
+import sparsekit as sk
+from sparsekit.layers.narrow_attention import NarrowMultiheadAttention
+from sparsekit.surgery import safe_convolution
 
 __all__ = ["check_native"]
 
@@ -43,7 +48,7 @@ NATIVE: dict[type[nn.Module], Callable[[Any], nn.Module]] = {
 
 
 def check_native(small: nn.Module, model: nn.Module) -> None:
-    """Fail unless every layer of `small` has the shapes of a fresh one of its sizes, and the hooks that `model` has.
+    """Fail unless every layer of `small` has the shapes of a fresh one of its sizes, and the hooks and class that `model` has.
 
     Args:
         small: A compact module that has run once: weights that a hook computes have their shape after a pass.
@@ -58,6 +63,12 @@ def check_native(small: nn.Module, model: nn.Module) -> None:
         for key, expected in (dict(native.named_parameters()) | dict(native.named_buffers())).items():
             assert getattr(module, key).shape == expected.shape, f"{path}.{key}"
     for before, after in zip(model.modules(), small.modules(), strict=True):
+        kinds = type_before_parametrizations(before), type_before_parametrizations(after)
+        if kinds[0] is not kinds[1]:  # of our own classes only those that `compact` names, which are torch's own as well
+            assert kinds[1] in (NarrowMultiheadAttention, safe_convolution.Conv2d)
+            assert f"`{kinds[1].__name__}`" in str(sk.compact.__doc__)
+            assert issubclass(kinds[1], kinds[0])
+        assert dict(before.named_parameters()).keys() == dict(after.named_parameters()).keys()
         assert len(before._forward_hooks) == len(after._forward_hooks)
         assert len(before._forward_pre_hooks) == len(after._forward_pre_hooks)
         assert ("forward" in vars(before)) == ("forward" in vars(after))
