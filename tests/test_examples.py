@@ -63,6 +63,7 @@ def test_watch_mask(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
     assert (tmp_path / "watch_mask.svg").stat().st_size > 5000
 
 
+@pytest.mark.slow
 def test_wrap_module(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     example = _load("wrap_module", monkeypatch)
     monkeypatch.setattr(example, "EPOCHS", 4)
@@ -100,7 +101,7 @@ def test_lora(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str
 
 def test_new_method(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     example = _load("new_method", monkeypatch)
-    monkeypatch.setattr(example, "ROUNDS", 3)
+    monkeypatch.setattr(example, "ROUNDS", 1)
     example.main()
     out = capsys.readouterr().out
     flops = {name: float(count) for name, count in re.findall(r"^(\w+) .* at ([\d.]+) GFLOPs", out, re.M)}

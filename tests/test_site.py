@@ -106,6 +106,7 @@ TESTED = [page for page in WHOLE if "class Test" in page.read_text(encoding="utf
 """Pages that show a test, for readers to copy."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", TESTED, ids=lambda page: page.relative_to(DOCS).as_posix())
 def test_the_tests_that_a_page_shows_pass_where_a_reader_copies_them(page: Path, tmp_path: Path) -> None:
     code = "".join(re.findall(r"^```python\n(.*?)^```$", page.read_text(encoding="utf-8"), re.M | re.S))

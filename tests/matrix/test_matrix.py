@@ -60,8 +60,9 @@ def test_every_pair_of_values_is_among_the_cells_of_the_default_run() -> None:
     assert len(FEW) <= 80
 
 
-@pytest.mark.parametrize("optimizer", ["SGD", "Adam", "AdamW", "Adafactor", "RMSprop"])
-@pytest.mark.parametrize("precision", TOLERANCE)
+@pytest.mark.parametrize(
+    ("optimizer", "precision"), zip(["SGD", "Adam", "AdamW", "Adafactor", "RMSprop"], TOLERANCE, strict=True)
+)
 def test_state_that_does_not_follow_the_mask_would_be_found_out(optimizer: str, precision: str, device: str) -> None:
     def forget(masked: object) -> None:
         masked.optimizers = OptimizerSet()  # type: ignore[attr-defined]

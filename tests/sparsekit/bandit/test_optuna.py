@@ -7,7 +7,6 @@ which `SingleOnlySamplerTestCase` asks for.
 from __future__ import annotations
 
 import math
-import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -69,14 +68,6 @@ def test_complete_trials_are_told_with_the_value_that_was_run() -> None:
         add(study, x, value)
     study.ask({"x": UNIT})
     assert told(sampler) == [(0.25, 1.0), (0.75, 3.0)]
-
-
-def test_minimising_tells_the_negative() -> None:
-    sampler = BanditSampler("p-ucbv", seed=0)
-    study = study_of(sampler, "minimize")
-    add(study, 0.25, 2.0)
-    study.ask({"x": UNIT})
-    assert told(sampler) == [(0.25, -2.0)]
 
 
 @pytest.mark.parametrize("direction", ["maximize", "minimize"])
@@ -269,31 +260,6 @@ def test_the_trial_that_the_bandit_recommends_is_no_lucky_one() -> None:
     means = {x: np.mean([t.value for t in study.trials if t.params["x"] == x]) for x in (0, 1)}
     assert found is not None
     assert found.params["x"] == max(means, key=lambda x: means[x])
-
-
-def test_reseeding_draws_from_elsewhere() -> None:
-    def values(reseed: bool) -> list[float]:
-        sampler = BanditSampler("p-ucbv", seed=0)
-        study = study_of(sampler)
-        add(study, 0.5, 0.0)
-        found = [study.ask({"x": UNIT}).params["x"]]
-        if reseed:
-            sampler.reseed_rng()
-        return [*found, study.ask({"x": UNIT}).params["x"]]
-
-    plain, other = values(False), values(True)
-    assert plain[0] == other[0]
-    assert plain[1] != other[1]
-
-
-def test_a_sampler_can_be_sent_to_another_process() -> None:
-    sampler = BanditSampler("e-ucb", seed=0)
-    study = study_of(sampler)
-    study.optimize(lambda trial: trial.suggest_float("x", 0.0, 1.0), n_trials=4)
-    copied = pickle.loads(pickle.dumps(sampler))
-    assert copied.sample_relative(study, study.trials[-1], {"x": UNIT}) == sampler.sample_relative(
-        study, study.trials[-1], {"x": UNIT}
-    )
 
 
 def test_what_is_not_allowed_is_refused() -> None:

@@ -143,15 +143,6 @@ def test_after_the_first_reward_ties_go_to_the_lowest_arm() -> None:
     assert all(bandit.ask().value < 0.25 for _ in range(20))
 
 
-def test_a_proposal_lies_in_its_arm_however_narrow() -> None:
-    bandit = build(arms=1, exploration=0.0, min_width=0.0)
-    execute(bandit, 0.5, 0.0)
-    execute(bandit, math.nextafter(0.5, 1.0), 0.0)
-    execute(bandit, 0.5, 9.0)
-    assert bandit.arms[1].mean == 3.0
-    assert {bandit.ask().value for _ in range(50)} == {0.5}
-
-
 # --- bounds ---
 
 
@@ -330,25 +321,6 @@ def test_a_floor_keeps_epsilon_up() -> None:
         execute(bandit, 0.5, 0.0)
 
 
-@pytest.mark.parametrize("drop", ["below", "above"])
-def test_the_last_arm_never_goes(drop: Drop) -> None:
-    bandit = build(arms=1, min_width=1e-3)
-    for _ in range(300):
-        pull = bandit.ask()
-        bandit.tell(pull, -1.0, drop=drop)
-        assert len(bandit.arms) == 1
-    assert bandit.arms[0].high - bandit.arms[0].low >= 1e-3
-    assert bandit.arms[0].pulls == 300
-
-
-def test_the_executed_value_is_split_at_and_not_the_proposed_one() -> None:
-    bandit = build(arms=1)
-    pull = bandit.ask()
-    assert pull.value != 0.125
-    bandit.tell(Pull(pull.id, 0.125), 1.0)
-    assert edges(bandit) == [(0.0, 0.125), (0.125, 1.0)]
-
-
 def test_open_pulls_are_credited_to_the_arms_that_stand_when_they_are_told() -> None:
     bandit = build(arms=1)
     first, second, third = (bandit.ask() for _ in range(3))
@@ -371,18 +343,3 @@ def test_a_huge_reward_or_a_wrong_word_is_refused_and_nothing_changes() -> None:
     with pytest.raises(InvalidValueError, match="drop must be 'below', 'above' or None, got 'under'"):
         bandit.tell(pull, 1.0, drop="under")  # type: ignore[arg-type]
     assert bandit.state_dict() == before
-
-
-def test_it_finds_a_peak_better_than_uniform_search() -> None:
-    def regret(seed: int) -> float:
-        bandit, noise = build(horizon=100, seed=seed), np.random.default_rng(1000 + seed)
-        total = 0.0
-        for _ in range(100):
-            pull = bandit.ask()
-            loss = abs(pull.value - 0.3)
-            total += loss
-            bandit.tell(pull, -loss + 0.05 * float(noise.standard_normal()))
-        return total
-
-    uniform = 100 * (0.3**2 + 0.7**2) / 2
-    assert np.mean([regret(seed) for seed in range(20)]) < 0.5 * uniform

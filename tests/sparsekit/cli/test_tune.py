@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -126,37 +125,21 @@ def wait_for(folder: Path, count: int) -> None:
         time.sleep(0.02)
 
 
-@pytest.fixture
-def whole(tmp_path: Path) -> list[float]:
-    """The values of the same search without interruption."""
-    assert execute([*SLOW, "--trials", "6", "--out", str(tmp_path / "whole"), "-q"]) == 0
-    return values(tmp_path / "whole")
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_ctrl_c_ends_cleanly_and_says_how_to_go_on(whole: list[float], tmp_path: Path, number: signal.Signals) -> None:
+def test_a_search_that_is_ended_or_killed_says_how_to_go_on_and_loses_nothing(tmp_path: Path) -> None:
+    assert execute([*BASIC, "--trials", "8", "--out", str(tmp_path / "whole"), "-q"]) == 0
     folder = tmp_path / "it's here"
-    process = start([*SLOW, "--trials", "6", "--out", str(folder)])
-    wait_for(folder, 2)
-    process.send_signal(number)
-    _, err = process.communicate(timeout=30)
-    assert process.returncode == 130, err
-    assert "of 6 trials; best so far" in err
-    assert f"go on with: sparsekit tune --resume --out '{tmp_path}/it'\"'\"'s here' --trials 6" in err
-    assert "Traceback" not in err
-    assert 2 <= ended(folder) < 6
+    begin = [*SLOW, "--trials", "8", "--out", str(folder)]
+    again = ["tune", "--resume", *begin[-4:]]
+    for place, number in enumerate((signal.SIGINT, signal.SIGKILL, signal.SIGTERM)):
+        process = start(again if place else begin)
+        wait_for(folder, 2 * place + 1)
+        process.send_signal(number)
+        _, err = process.communicate(timeout=30)
+        assert ended(folder) < 8
+        if number != signal.SIGKILL:
+            assert process.returncode == 130, err
+            assert "of 8 trials; best so far" in err
+            assert f"go on with: sparsekit tune --resume --out '{tmp_path}/it'\"'\"'s here' --trials 8" in err
+            assert "Traceback" not in err
     assert execute(["tune", "--resume", "--out", str(folder), "-q"]) == 0
-    assert values(folder) == whole
-
-
-def test_kill_9_loses_nothing(whole: list[float], tmp_path: Path) -> None:
-    folder = tmp_path / "killed"
-    for count in (1, 3):
-        arguments = ["tune", "--resume"] if count > 1 else SLOW
-        process = start([*arguments, "--trials", "6", "--out", str(folder)])
-        wait_for(folder, count)
-        os.kill(process.pid, signal.SIGKILL)
-        process.communicate(timeout=30)
-    assert ended(folder) < 6
-    assert execute(["tune", "--resume", "--out", str(folder), "-q"]) == 0
-    assert values(folder) == whole
+    assert values(folder) == values(tmp_path / "whole")

@@ -52,12 +52,6 @@ def test_a_gate_is_differentiable_in_state_and_gates() -> None:
     assert state["conv.weight"].grad is not None
 
 
-def test_a_gate_leaves_the_given_state_alone() -> None:
-    state = _state()
-    _graph().gate(state, {"conv": torch.zeros(2)})
-    assert state["conv.weight"].tolist() == [[3.0], [5.0]]
-
-
 def test_kept_positions_span_the_flattened_channel() -> None:
     kept = _graph().kept_indices({"conv": torch.tensor([False, True])})
     assert {name: {dim: index.tolist() for dim, index in axes.items()} for name, axes in kept.items()} == {

@@ -11,11 +11,8 @@ import torch
 import zoo
 import zoo_attention
 from laws import check_masked_equals_compact, random_mask
-from masked import learnable_mask
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
-from sparsekit.criteria.learned import Learned
 from sparsekit.errors import NoUnitsError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.mask import UnitMask
@@ -23,7 +20,6 @@ from sparsekit.layers.narrow_attention import NarrowMultiheadAttention
 from sparsekit.pruning.prune import prune
 from sparsekit.surgery.compaction import compact
 from sparsekit.tracing import blocks
-from sparsekit.tracing.inputs import find_tensors
 from sparsekit.tracing.trace import FixedUnitsWarning, trace_units
 from sparsekit.training.learnable import LearnableMask
 
@@ -52,12 +48,6 @@ def test_a_head_takes_its_rows_of_three_projections_and_its_columns_of_the_outpu
     assert ("attn.in_proj_weight", 1) in slices(graph, "inner")  # the width of the input is a space of its own
 
 
-def test_extra_keys_and_values_go_with_their_head() -> None:
-    _, _, _, graph = traced("mha-extra-keys")
-    assert slices(graph, "attn")["attn.bias_k", 2] == ("out", False, 2)
-    assert slices(graph, "attn")["attn.bias_v", 2] == ("out", False, 2)
-
-
 def test_heads_of_hand_written_attention_are_heads_and_set_its_attributes() -> None:
     model, _, _, graph = traced("vit-fused-qkv")
     group = graph.groups["blocks.0.attn.qkv"]
@@ -71,27 +61,6 @@ def test_heads_of_hand_written_attention_are_heads_and_set_its_attributes() -> N
     attention = compact(model, graph, mask).blocks[0].attn
     assert (attention.num_heads, attention.attn_dim, attention.head_dim) == (2, 8, 4)
     assert (model.blocks[0].attn.num_heads, model.blocks[0].attn.attn_dim) == (3, 12)
-
-
-def test_key_and_value_heads_go_with_all_their_query_heads() -> None:
-    model, _, _, graph = traced("llama")
-    assert slices(graph, "attn.0.wq") == {
-        ("attn.0.wq.weight", 0): ("out", False, 8),
-        ("attn.0.wk.weight", 0): ("out", False, 4),
-        ("attn.0.wv.weight", 0): ("out", False, 4),
-        ("attn.0.wo.weight", 1): ("in", True, 8),
-    }
-    small = compact(model, graph, UnitMask({name: torch.arange(g.size) < 2 for name, g in graph.groups.items()}))
-    assert (small.attn[0].n_heads, small.attn[0].n_kv_heads, small.attn[0].n_rep) == (4, 2, 2)
-
-
-def test_a_learned_bias_and_a_fixed_slope_go_with_their_head() -> None:
-    _, _, _, graph = traced("alibi")
-    found = slices(graph, "buckets")
-    assert found["buckets.weight", 1] == ("out", False, 1)
-    assert found["slopes", 0] == ("out", False, 1)
-    _, _, _, graph = traced("swin-window")
-    assert slices(graph, "attn.qkv")["attn.table", 1] == ("out", False, 1)
 
 
 def test_the_width_of_the_model_taken_for_that_of_the_heads_is_told_with_the_users_line() -> None:
@@ -179,43 +148,6 @@ def test_a_narrow_transformer_can_be_traced_and_narrowed_again() -> None:
         again = trace_units(small, *args)
     assert {name: group.size for name, group in again.groups.items()} == random_mask(graph, 0.75, 0).counts()
     check_masked_equals_compact(small, args, {}, again, random_mask(again, 0.4, 1))
-
-
-@pytest.mark.parametrize("name", ["vit-fused-qkv", "mha", "transformer-encoder", "llama", "alibi", "heads-as-axis"])
-def test_learning_a_mask_over_heads_equals_masked_dense_training(name: str) -> None:
-    model, args, kwargs, graph = traced(name)
-    args = tree_map_only(Tensor, lambda t: t.double() if t.is_floating_point() else t, args)
-    pair = [
-        learnable_mask(model.double(), graph=graph, ratio=0.6, execution=execution, criterion=Learned())  # type: ignore[arg-type]
-        for execution in ("compact", "masked")
-    ]
-    model.float()
-    optimizers = [torch.optim.SGD(masked.parameters(), lr=0.05, momentum=0.9) for masked in pair]
-    generator, masks = torch.Generator().manual_seed(0), set()
-    for step in range(12):
-        if step == 8:
-            for masked in pair:
-                masked.ratio = 0.3
-        if step % 3 == 2:
-            shaken = {key: q + torch.randn(q.shape, generator=generator).to(q) for key, q in pair[0].importance().items()}
-            for masked in pair:
-                masked.load_importance(shaken)
-        losses = []
-        for masked, optimizer in zip(pair, optimizers, strict=True):
-            loss = sum(t.sin().square().mean() for t in find_tensors(masked(*args, **kwargs))) + 0.1 * masked.penalty()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
-        assert losses[0] == pytest.approx(losses[1], rel=1e-9)
-        masks.add(str({key: keep.tolist() for key, keep in pair[0].unit_mask().items()}))
-        assert pair[0].unit_mask() == pair[1].unit_mask()
-    assert len(masks) > 1
-    for key, importance in pair[0].importance().items():
-        torch.testing.assert_close(importance, pair[1].importance()[key], rtol=1e-8, atol=1e-9)
-    states = [masked.state_dict() for masked in pair]
-    for key in model.state_dict():
-        torch.testing.assert_close(states[0][key], states[1][key], rtol=1e-8, atol=1e-9)
 
 
 class Masked(nn.Module):

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import sparsekit as sk
 from sparsekit.allocation.choose import select
 from sparsekit.criteria import Random, View
-from sparsekit.errors import ForeignMaskError, InvalidValueError, TraceError
+from sparsekit.errors import ForeignMaskError, InvalidValueError
 from sparsekit.measure.cost import trace_cost
 
 
@@ -101,22 +101,16 @@ def test_a_mask_of_another_graph_is_refused() -> None:
         sk.count_cost(model, torch.zeros(1, 4), graph=graph, mask=sk.UnitMask({"0": torch.ones(7, dtype=torch.bool)}))
 
 
-def test_inputs_that_do_not_fit_are_named() -> None:
-    with pytest.raises(TraceError, match="failed on the example inputs"):
-        sk.count_cost(_mlp(), torch.zeros(1, 9))
-
-
 ATTENTION = ["vit-separate", "vit-fused-qkv", "gpt", "bert", "mha", "mha-other-widths", "transformer", "llama", "swin-window"]
 
 
 @pytest.mark.parametrize("name", [*ATTENTION, "linear-attention", "conv-attention"])
-@pytest.mark.parametrize("ratio", [0.3, 0.6, 1.0])
-def test_heads_take_the_products_of_their_maps_along(name: str, ratio: float) -> None:
+def test_heads_take_the_products_of_their_maps_along(name: str) -> None:
     model, args, kwargs = zoo.build(name)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         graph = sk.trace_units(model, *args, **kwargs)
-    mask = select(Random(), graph, ratio, View(generator=torch.Generator().manual_seed(0)))
+    mask = select(Random(), graph, 0.6, View(generator=torch.Generator().manual_seed(0)))
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
@@ -179,7 +173,7 @@ def test_a_recurrent_layer_may_be_called_by_keyword() -> None:
     assert "forward" not in vars(model.lstm)
 
 
-@pytest.mark.parametrize("name", sorted(name for name, each in zoo.ZOO.items() if each.groups)[::8])
+@pytest.mark.parametrize("name", sorted(name for name, each in zoo.ZOO.items() if each.groups)[::24])
 def test_a_large_model_costs_what_a_copy_of_it_would(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, args, kwargs = zoo.build(name)
     graph = sk.trace_units(model, *args, example_kwargs=kwargs)

@@ -34,7 +34,7 @@ def _traced(name: str) -> tuple[Any, Any, Any, sk.UnitGraph, Any] | None:
 NAMES = sorted(zoo.ZOO)
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     name=st.sampled_from(NAMES),
     kind=st.sampled_from([ByCost, Global, Isomorphic, Knapsack, UniformWithin]),

@@ -267,8 +267,11 @@ class _ByNumber:
         return {name: max(1, int(self.share * group.size)) for name, group in graph.groups.items()}
 
 
-@pytest.mark.parametrize("share", [0.05, 0.5, 1.0])
-@pytest.mark.parametrize("make", [sk.allocation.Uniform, lambda s: sk.allocation.PerGroup({}, default=s), _ByNumber])
+@pytest.mark.parametrize(
+    ("share", "make"),
+    [(1.0, sk.allocation.Uniform), (0.05, lambda share: sk.allocation.PerGroup({}, default=share)), (0.5, _ByNumber)],
+    ids=["uniform", "by group", "somebody else's"],
+)
 @pytest.mark.parametrize("budget", ["flops=50%", "params=30%", "bytes=70%,flops=90%", "memory=60%", "latency_ms=1e-6"])
 def test_whatever_comes_back_meets_its_budget_by_any_allocation(
     share: float, make: Any, budget: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -19,7 +19,7 @@ from sparsekit.layers.labels.tracer import Tracer
 from sparsekit.layers.labels.values import Labels, TensorLabels
 from sparsekit.tracing.trace import trace_units
 
-FAST, ALL = 60, 500
+FAST, ALL = 32, 400
 
 
 def trace(seed: int, **options: Any) -> tuple[nn.Module, Tensor, UnitGraph | None]:
@@ -76,7 +76,7 @@ def test_random_networks_with_norms_over_kept_units_are_cut_exactly() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("norm", ["fixed", "kept"])
-def test_five_hundred_random_networks_are_cut_exactly(norm: str) -> None:
+def test_hundreds_of_random_networks_are_cut_exactly(norm: str) -> None:
     cut, wrong = check_seeds(range(ALL), norm=norm)
     assert wrong == []
     assert cut > 0.9 * ALL
@@ -112,7 +112,7 @@ class Liar(LayerRule):
         return out
 
 
-LIES = range(16)
+LIES = range(8)
 
 
 def test_a_lie_about_a_layer_is_noticed_by_the_fuzz_and_stopped_by_the_verification() -> None:
@@ -127,5 +127,5 @@ def test_a_lie_about_a_layer_is_noticed_by_the_fuzz_and_stopped_by_the_verificat
         stopped += graph is None or len(graph.groups) < len(believed.groups)
         if graph is not None:
             assert check(model, x, graph, random_mask(graph, 0.5, seed)) is None, seed
-    assert noticed >= 8
+    assert noticed >= 4
     assert stopped >= noticed

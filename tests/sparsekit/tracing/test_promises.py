@@ -203,10 +203,11 @@ def spoiled(graph: UnitGraph, name: str) -> UnitGraph:
     return dataclasses.replace(graph, groups={**graph.groups, name: dataclasses.replace(group, slices=slices)})
 
 
-@pytest.mark.parametrize("fixed", [False, True], ids=["any dtype", "its own dtype"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("outlier", [1e3, 1e4, 1e5])
 @pytest.mark.parametrize("large", [False, True], ids=["whole", "block by block"])
+@pytest.mark.parametrize(
+    ("outlier", "dtype", "fixed"),
+    [(1e3, torch.float32, True), (1e5, torch.float32, False), (1e5, torch.bfloat16, False), (1e4, torch.bfloat16, True)],
+)
 def test_outliers_hide_no_wrong_group_and_condemn_no_right_one(
     outlier: float, dtype: torch.dtype, fixed: bool, large: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

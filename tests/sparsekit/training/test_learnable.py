@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import pickle
 
 import pytest
 import torch
@@ -90,8 +89,10 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize(("model", "draw"), [(ConvNet, images), (Recurrent, sequences), (Residual, images), (Tied, sequences)])
+@pytest.mark.parametrize(
+    ("model", "draw", "optimizer"),
+    [(ConvNet, images, "momentum"), (Recurrent, sequences, "adam"), (Residual, images, "rmsprop"), (Tied, sequences, "adam")],
+)
 def test_compact_training_equals_masked_training_step_for_step(model, draw, optimizer) -> None:
     generator = torch.Generator().manual_seed(1)
     torch.manual_seed(0)
@@ -172,29 +173,6 @@ def test_compact_training_equals_a_hand_written_dense_loop(lr) -> None:
     assert len(masks) > 1
 
 
-def test_the_task_loss_reaches_the_importance_and_finds_the_useful_units() -> None:
-    """Only units 1 and 4 of six can serve: all others read inputs that are always zero."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 6, bias=False), nn.ReLU(), nn.Linear(6, 2, bias=False))
-    with torch.no_grad():
-        model[0].weight.copy_(torch.eye(6))
-        model[2].weight.copy_(0.5 * torch.ones(2, 6))
-        model[2].weight[0, 1] = model[2].weight[1, 4] = 0.6
-    masked = LearnableMask(model, (torch.zeros(1, 6),), ratio=1 / 3, criterion=Learned())
-    assert set(masked.unit_mask()["0"].nonzero().flatten().tolist()) != {1, 4}
-    optimizer = torch.optim.SGD(masked.parameters(), lr=0.1)
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(400):
-        y = torch.randint(0, 2, (16,), generator=generator)
-        x = torch.zeros(16, 6)
-        x[torch.arange(16), torch.where(y == 0, 1, 4)] = 1.0
-        loss = F.cross_entropy(masked(x), y) + masked.penalty()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    assert masked.unit_mask()["0"].nonzero().flatten().tolist() == [1, 4]
-
-
 def test_the_users_module_is_never_edited() -> None:
     model = ConvNet()
     before, ids = copy.deepcopy(model.state_dict()), [id(p) for p in model.parameters()]
@@ -206,14 +184,6 @@ def test_the_users_module_is_never_edited() -> None:
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     assert model.training
     assert not hasattr(model.body[0], "parametrizations")
-
-
-def test_state_dict_keeps_the_models_own_keys() -> None:
-    model = ConvNet()
-    masked = LearnableMask(model, (torch.zeros(1, 3, 10, 10),), ratio=0.25, criterion=Learned())
-    own = {name for name in masked.state_dict() if not name.startswith("sparsekit.")}
-    assert own == set(model.state_dict())
-    assert all(masked.state_dict()[name].shape == value.shape for name, value in model.state_dict().items())
 
 
 @pytest.mark.same_bits
@@ -232,45 +202,6 @@ def test_state_dict_survives_saving_and_loading_also_inside_another_module() -> 
     assert twin[0].ratio == 0.25
     assert twin[0].unit_mask() == outer[0].unit_mask()
     assert torch.equal(twin.eval()(x), outer.eval()(x))
-
-
-def test_loading_with_missing_keys_is_reported() -> None:
-    masked = LearnableMask(ConvNet(), (torch.zeros(1, 3, 10, 10),), criterion=Learned())
-    state = masked.state_dict()
-    del state["body.0.weight"]
-    with pytest.raises(RuntimeError, match=r"body\.0\.weight"):
-        masked.load_state_dict(state)
-
-
-@pytest.mark.same_bits
-def test_deepcopy_trains_apart_from_the_original() -> None:
-    x = torch.randn(4, 3, 10, 10)
-    masked = LearnableMask(ConvNet(), (x,), ratio=0.5, criterion=Learned())
-    optimizer = torch.optim.SGD(masked.parameters(), lr=0.1, momentum=0.9)
-    masked(x).square().mean().backward()
-    optimizer.step()
-    twin = copy.deepcopy(masked)
-    assert torch.equal(twin.eval()(x), masked.eval()(x))
-    before = masked.dense_state()
-    other = torch.optim.SGD(twin.parameters(), lr=0.1)
-    twin.ratio = 0.25
-    twin(x).square().mean().backward()
-    other.step()
-    assert all(torch.equal(before[name], value) for name, value in masked.dense_state().items())
-    assert not torch.equal(twin.dense_state()["body.10.weight"], before["body.10.weight"])
-
-
-def test_moving_to_another_dtype_moves_everything() -> None:
-    x = torch.randn(4, 3, 10, 10, dtype=torch.float64)
-    masked = LearnableMask(ConvNet(), (x.float(),), ratio=0.5, criterion=Learned()).double()
-    optimizer = torch.optim.SGD(masked.parameters(), lr=0.1)
-    for _ in range(3):
-        masked.load_importance({name: torch.rand_like(q) for name, q in masked.importance().items()})
-        loss = masked(x).square().mean() + masked.penalty()
-        loss.backward()
-        optimizer.step()
-    assert loss.dtype == torch.float64
-    assert all(t.dtype == torch.float64 for t in masked.dense_state().values() if t.is_floating_point())
 
 
 def test_compact_is_a_plain_smaller_module_with_the_same_outputs() -> None:
@@ -325,12 +256,6 @@ def test_criteria_that_do_not_learn_are_asked_again_on_request_only() -> None:
     assert LearnableMask(ConvNet(), (x,), criterion=Magnitude(), ratio=0.5).unit_mask().counts() == ordered.counts()
 
 
-@pytest.mark.parametrize("ratio", [0, 1.5, -0.1, float("nan"), True, "half"])
-def test_a_ratio_outside_its_range_is_refused(ratio) -> None:
-    with pytest.raises(InvalidValueError, match=r"ratio must be in \(0, 1\], got"):
-        LearnableMask(ConvNet(), (torch.zeros(1, 3, 10, 10),), ratio=ratio, criterion=Learned())
-
-
 def test_other_bad_input_says_what_to_do() -> None:
     x = torch.zeros(1, 3, 10, 10)
     with pytest.raises(InvalidValueError, match="pass example_inputs"):
@@ -350,15 +275,6 @@ def test_other_bad_input_says_what_to_do() -> None:
     with pytest.raises(ForeignMaskError, match="groups and sizes"):
         masked.load_importance({"body.0": torch.zeros(7)})
     assert issubclass(TraceError, SparsekitError)
-
-
-def test_training_on_after_nan_importance_is_an_error_and_not_a_silent_mask() -> None:
-    x = torch.randn(2, 3, 10, 10)
-    masked = LearnableMask(ConvNet(), (x,), ratio=0.5, criterion=Learned())
-    with torch.no_grad():
-        masked.scores.fill_(float("nan"))
-    with pytest.raises(InvalidValueError, match="NaN"):
-        masked(x)
 
 
 def _classifier() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
@@ -401,22 +317,6 @@ def test_a_mask_that_changed_in_inference_mode_trains_on() -> None:
         loss = _step(masked, optimizer, x, y)
     assert torch.isfinite(loss)
     assert not any(tensor.is_inference() for tensor in masked.dense_state().values())
-
-
-@pytest.mark.same_bits
-def test_a_pickled_mask_trains_on_and_meets_its_optimizers() -> None:
-    model, x, y = _classifier()
-    masked = LearnableMask(model, (x,), ratio=0.5, criterion=Learned())
-    optimizer = torch.optim.SGD(masked.parameters(), lr=0.1, momentum=0.9)
-    _step(masked, optimizer, x, y)
-    twin = pickle.loads(pickle.dumps(masked))
-    assert torch.equal(twin(x), masked(x))
-    other = torch.optim.SGD(twin.parameters(), lr=0.1, momentum=0.9)
-    for ratio in (0.5, 0.25):
-        twin.ratio = ratio
-        _step(twin, other, x, y)
-    assert list(twin.optimizers) == [other]
-    assert masked.ratio == 0.5
 
 
 def test_a_criterion_or_inputs_of_the_wrong_kind_say_what_to_pass() -> None:
@@ -471,39 +371,11 @@ def test_a_frozen_layer_is_cut_but_not_trained(execution) -> None:
     assert [p.requires_grad for p in masked.compact().parameters()] == flags
 
 
-def test_keyword_inputs_with_the_names_of_options_are_understood() -> None:
-    class Named(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.head = nn.Linear(3, 6), nn.Linear(6, 2)
-
-        def forward(self, model, norm):
-            return self.head(torch.relu(self.a(model))) * norm
-
-    masked = LearnableMask(Named(), {"model": torch.randn(4, 3), "norm": torch.ones(1)}, ratio=0.5, criterion=Learned())
-    assert masked(torch.randn(4, 3), torch.ones(1)).shape == (4, 2)
-
-
 def test_a_data_parallel_model_is_refused_with_what_to_wrap_instead() -> None:
     model = nn.DataParallel(nn.Sequential(nn.Linear(3, 6), nn.ReLU(), nn.Linear(6, 2)))
     with pytest.raises(UnsupportedModelError, match=r"DataParallel does not allow; wrap what is inside of it, model\.module"):
         LearnableMask(model, (torch.randn(4, 3),), criterion=Learned())
     assert LearnableMask(model.module, (torch.randn(4, 3),), ratio=0.5, criterion=Learned())(torch.randn(4, 3)).shape == (4, 2)
-
-
-@pytest.mark.slow
-def test_a_compiled_model_learns_its_mask() -> None:
-    torch.manual_seed(0)
-    compiled = torch.compile(nn.Sequential(nn.Linear(3, 6), nn.LayerNorm(6), nn.ReLU(), nn.Linear(6, 2)), backend="eager")
-    masked = LearnableMask(compiled, (torch.randn(4, 3),), norm="kept", ratio=0.5, explore=1.0, criterion=Learned())
-    with torch.compiler.set_stance("force_eager"):
-        optimizer = torch.optim.SGD(masked.parameters(), lr=0.1)
-        for _ in range(3):
-            optimizer.zero_grad()
-            (masked(torch.randn(4, 3)).square().mean() + masked.penalty()).backward()
-            optimizer.step()
-        x = torch.randn(4, 3)
-        torch.testing.assert_close(masked.compact()(x), masked(x))
 
 
 @pytest.mark.parametrize("execution", ["compact", "masked"])

@@ -63,7 +63,6 @@ def sequences(generator: torch.Generator) -> Tensor:
     return torch.randn(8, 6, 5, dtype=torch.float64, generator=generator)
 
 
-CASES = [(_convolutions, images), (Recurrent, sequences), (Attention, sequences)]
 EAGER = LossImportance(explore=1.0, samples=4, share=1.0, errors=0.0)
 
 
@@ -81,8 +80,14 @@ def _adam(masked: LearnableMask) -> torch.optim.Optimizer:
     return torch.optim.AdamW(masked.parameters(), lr=0.02, weight_decay=0.1)
 
 
-@pytest.mark.parametrize("make", [_adam, lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9)])
-@pytest.mark.parametrize(("model", "draw"), CASES)
+def _sgd(masked: LearnableMask) -> torch.optim.Optimizer:
+    return torch.optim.SGD(masked.parameters(), lr=0.1, momentum=0.9)
+
+
+CASES = [(_convolutions, images, _adam), (Recurrent, sequences, _sgd), (Attention, sequences, _adam)]
+
+
+@pytest.mark.parametrize(("model", "draw", "make"), CASES)
 def test_compact_training_equals_masked_training_step_for_step(model: Any, draw: Any, make: Any) -> None:
     generator = torch.Generator().manual_seed(2)
     torch.manual_seed(0)
@@ -94,12 +99,12 @@ def test_compact_training_equals_masked_training_step_for_step(model: Any, draw:
     pairs = [(m, make(m)) for m in both]
     teacher = torch.randn(draw(generator)[0].numel(), 4, dtype=torch.float64, generator=generator)
     changes, previous = 0, both[0].unit_mask()
-    for step in range(60):
+    for step in range(40):
         x = draw(generator)
         y = (x.flatten(1) @ teacher).argmax(1)
-        if step == 40:
+        if step == 26:
             both[0].ratio = both[1].ratio = 0.3
-        if step == 50:
+        if step == 33:
             both[0].ratio = both[1].ratio = 0.7
         for m, optimizer in pairs:
             _step(m, optimizer, x, y)
@@ -214,7 +219,7 @@ def test_without_exploration_the_first_mask_stays_and_steps_are_those_of_the_nar
     assert masked.explored == 0.0
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_noise_swaps_little(seed: int) -> None:
     """Labels that nothing predicts: no unit is worth anything, so hardly any is worth a swap."""
     model, x, _, _ = _planted(seed)
@@ -308,27 +313,32 @@ def _masks(
     return masks
 
 
+@functools.cache
+def _plain() -> list[Tensor]:
+    return _masks(F.cross_entropy, 1.0)
+
+
 @pytest.mark.same_bits
-@pytest.mark.parametrize("times", [1 / 1024, 0.5, 64.0, 65536.0])
+@pytest.mark.parametrize("times", [1 / 1024, 65536.0])
 def test_a_loss_times_a_power_of_two_gives_the_same_mask_at_every_step(times: float) -> None:
-    one = _masks(F.cross_entropy, 1.0)
+    one = _plain()
     assert any(not mask.equal(one[0]) for mask in one)
     other = _masks(lambda out, y: times * F.cross_entropy(out, y), times)
     assert all(mask.equal(twin) for mask, twin in zip(one, other, strict=True))
 
 
-@pytest.mark.parametrize("times", [0.01, 3.0, 10.0, 1000.0])
+@pytest.mark.parametrize("times", [0.01, 1000.0])
 def test_a_loss_times_any_constant_gives_the_same_mask(times: float) -> None:
     other = _masks(lambda out, y: times * F.cross_entropy(out, y), times)
-    assert other[-1].equal(_masks(F.cross_entropy, 1.0)[-1])
+    assert other[-1].equal(_plain()[-1])
 
 
 def test_a_summed_loss_gives_the_mask_of_the_averaged_one() -> None:
     other = _masks(functools.partial(F.cross_entropy, reduction="sum"), 64.0)
-    assert other[-1].equal(_masks(F.cross_entropy, 1.0)[-1])
+    assert other[-1].equal(_plain()[-1])
 
 
-@pytest.mark.parametrize("deviation", [0.1, 1.0, 10.0])
+@pytest.mark.parametrize("deviation", [0.1, 10.0])
 def test_a_squared_error_finds_the_planted_units_whatever_the_scale_of_its_targets(deviation: float) -> None:
     """Targets and outputs in another unit: the loss is `deviation` squared times another one."""
     good = _planted()[3]

@@ -142,24 +142,6 @@ def test_a_mask_or_state_of_another_model_is_refused() -> None:
         narrow_model.load({}, None)
 
 
-@pytest.mark.parametrize("execution", ["compact", "masked"])
-@pytest.mark.same_bits
-def test_a_mask_may_hold_its_groups_in_any_order(execution: Any) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 2)).double()
-    found = []
-    for turned in (False, True):
-        masked = learnable_mask(model, (torch.ones(2, 3).double(),), ratio=0.5, execution=execution, criterion=Learned())
-        entries = list(masked.unit_mask().items())
-        masked._execution.load(masked.dense_state(), UnitMask(dict(entries[::-1] if turned else entries)), None, [])
-        outputs = masked._execution.call(masked.scores, (torch.ones(2, 3).double(),), {}, explore=2.0)
-        outputs.square().sum().backward()
-        assert masked.scores.grad is not None
-        found.append(masked.scores.grad)
-    assert bool((found[0] != 0).any())
-    assert torch.equal(*found)
-
-
 def test_a_model_that_is_laid_out_channels_last_stays_so_at_every_remask() -> None:
     torch.manual_seed(0)
     layers = (nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 6, 3), nn.ReLU(), nn.Flatten(), nn.Linear(6 * 4 * 4, 3))

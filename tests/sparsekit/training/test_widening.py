@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import sparsekit as sk
 from sparsekit.graph.mask import UnitMask
-from sparsekit.training.widening import Widening
 
 
 def _masked() -> tuple[sk.LearnableMask, Tensor]:
@@ -41,22 +38,6 @@ def test_the_outputs_and_the_gradients_of_kept_weights_are_those_of_the_narrow_n
         assert probes
         for one, other in zip(*found, strict=True):
             torch.testing.assert_close(one, other)
-
-
-def test_entries_that_the_group_does_not_touch_are_the_narrow_leaves_themselves() -> None:
-    masked, x = _masked()
-    seen: dict[str, Tensor] = {}
-
-    class Model:
-        def call(self, state: dict[str, Tensor], *args: Any, **kwargs: Any) -> None:
-            seen.update(state)
-
-    Widening(masked.execution.narrow_model, ["0"]).call(Model(), (x,), {})  # type: ignore[arg-type]
-    leaves = masked.named_weights()
-    assert {name for name, leaf in leaves.items() if seen[name] is not leaf} == {
-        "0.weight", "0.bias", "1.weight", "1.bias", "3.weight"
-    }  # fmt: skip
-    assert seen["3.weight"].shape == (4, 6, 3, 3)
 
 
 def test_units_that_enter_by_a_move_of_widths_begin_afresh() -> None:

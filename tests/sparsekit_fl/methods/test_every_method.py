@@ -1,0 +1,172 @@
+"""Every method, in one run each, under what a run may ask of all of them; and with clients that send what they should not."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from personal import tiny_clients, tiny_config, tiny_problem, watched
+from torch import nn
+
+import sparsekit_fl as fl
+from sparsekit.errors import InvalidValueError
+from sparsekit.graph.mask import WeightMask
+from sparsekit_fl.client.executor import ClientExecutor
+from sparsekit_fl.client.spec import RunSpec
+from sparsekit_fl.methods import cs, fedspa, prunefl, registry
+from sparsekit_fl.methods.prunefl import Search
+from sparsekit_fl.wire.kept import Kept
+
+METHODS = {
+    **registry,
+    "cs-released": partial(cs, variant="released"),
+    "prunefl-often": lambda: prunefl(Search(every=2)),
+}
+BY_ENTRY = {"cs", "cs-released", "fedspa", "lotteryfl", "prunefl", "prunefl-often"}
+SPANS = {id: (1 + id % 3, 4 + id % 3) for id in range(8)}
+"""Client → the rounds of a period of five in which it can be reached, [start, stop)."""
+
+
+def _frozen() -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 7), nn.ReLU(), nn.Linear(7, 6), nn.ReLU(), nn.Linear(6, 3))
+    model[2].requires_grad_(False)
+    return model
+
+
+@pytest.mark.parametrize("name", sorted(METHODS))
+def test_a_method_runs_under_all_that_a_run_may_ask_at_once(name, tmp_path):
+    """A layer that does not train, clients away or without validation data, AdamW, schedules, bfloat16, and the median."""
+    trace = tmp_path / "trace.json"
+    trace.write_text(json.dumps({"period": 5, "clients": {str(id): [span] for id, span in SPANS.items()}}))
+    clients = [
+        fl.Client(
+            id=c.id,
+            data=fl.ClientData(c.data.train, None if c.id % 2 else c.data.val, c.data.test),
+            capability=c.capability,
+        )
+        for c in tiny_clients()
+    ]
+    base = tiny_config(rounds=6)
+    training = replace(base.training, optimizer="adamw", lr=0.01, local_schedule="cosine", local_warmup=1, amp="bfloat16")
+    config = replace(base, cohort=2, eval_every=6, availability=str(trace), training=training, aggregation="median")
+    problem = fl.Problem(model=_frozen, example_inputs=(torch.zeros(2, 6),))
+    method = METHODS[name]()
+    if method.aggregate.mean_only:
+        assert name == "refl"
+        with pytest.raises(InvalidValueError, match="takes no aggregation but 'mean'"):
+            watched(method, problem=problem, clients=clients, config=config)
+        config = replace(config, aggregation="mean")
+    result, updates = watched(method, problem=problem, clients=clients, config=config)
+    assert len(result.rounds) == 6
+    for record in result.rounds:
+        place = (record.round - 1) % 5 + 1
+        assert not record.dropped
+        assert set(record.cohort) <= {id for id, (start, stop) in SPANS.items() if start <= place < stop}
+    assert all(bool(torch.isfinite(tensor).all()) for tensor in result.state.values())
+    assert 0.0 <= result.final.personal["accuracy"] <= 1.0
+    frozen = {key for key in result.state if ".".join(key.split(".")[-2:]) in {"2.weight", "2.bias"}}
+    assert updates
+    for update in updates:
+        assert not frozen & set(update.delta)
+        assert name not in BY_ENTRY or not frozen & set(update.mask or ())
+
+
+@pytest.mark.parametrize("make", [cs, fedspa, prunefl, METHODS["lotteryfl"]])
+def test_a_model_whose_hidden_layers_are_all_frozen_has_nothing_to_prune(make):
+    def frozen() -> nn.Module:
+        model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+        model[0].requires_grad_(False)
+        return model
+
+    with pytest.raises(InvalidValueError, match="no weight matrix besides its output layer that trains"):
+        watched(make(), problem=fl.Problem(model=frozen, example_inputs=(torch.zeros(2, 6),)))
+
+
+@pytest.fixture
+def spoiled(monkeypatch):
+    """Runs a method of which some clients change what they send, client → how; returns why they were refused."""
+
+    def start(method, changes):
+        train = ClientExecutor.train
+
+        def hostile(self, assignment, *args, **kwargs):
+            update, stored = train(self, assignment, *args, **kwargs)
+            return changes.get(assignment.client_id, lambda update: update)(update), stored
+
+        monkeypatch.setattr(ClientExecutor, "train", hostile)
+        result, _ = watched(method, config=replace(tiny_config(rounds=6), eval_every=6))
+        assert len(result.rounds) == 6
+        return {reason for record in result.rounds for _, reason in record.dropped}
+
+    return start
+
+
+GRAPH = RunSpec.build(fl.Method(name="m", source=""), tiny_problem(), tiny_config()).graph
+STRANGE = WeightMask({"first.weight": torch.arange(48).view(8, 6) % 5 == 0})
+EXTREMES = (1.7e308, -1.7e308, 5e-324, 0.0, math.inf, -math.inf, math.nan)
+
+
+def _bare(update):
+    return replace(update, metrics={}, extra={})
+
+
+def _masked(update):
+    """A mask of its own."""
+    kept = Kept(GRAPH, STRANGE)
+    delta = {
+        key: torch.zeros(kept.shape(key) if key in GRAPH.shapes else delta.shape, dtype=delta.dtype)
+        for key, delta in update.delta.items()
+    }
+    extra = {key: torch.zeros(2) for key in ("owned_classes", "next_mask", "x")}
+    return replace(update, mask=STRANGE, delta=delta, extra=extra)
+
+
+def _extreme():
+    """The largest, the least, none: in every metric, cost and time; the changes themselves are honest."""
+    calls = itertools.count()
+
+    def change(update):
+        turn = next(calls)
+        metrics = {key: EXTREMES[(turn + place) % len(EXTREMES)] for place, key in enumerate(update.metrics)}
+        seconds = abs(EXTREMES[(turn + 1) % len(EXTREMES)])
+        cost = replace(update.cost, seconds=seconds, wall_seconds=seconds, flops_compact=2**62, uplink_bytes=2**62)
+        return replace(update, metrics=metrics, cost=cost)
+
+    return change
+
+
+# PruneFL asks one client alone in the first round, so that a hostile one stops that round for good; it has tests of its own.
+# Ablations of FedLPS are made of its policies.
+OTHERS = sorted(name for name in set(registry) - {"prunefl"} if registry[name].__module__ != "sparsekit_fl.paper.ablations")
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_nothing_that_clients_send_stops_a_run(spoiled, name):
+    extreme = _extreme()
+    reasons = spoiled(registry[name](), {0: extreme, 1: _bare, 3: _masked, 4: _masked, 5: extreme, 6: _bare})
+    assert name not in ("fedlps", "fedlps-paper", "fedmp", "oort") or any("lacks the metrics" in reason for reason in reasons)
+    assert name not in ("fedavg", "fedprox", "refl") or any("needs whole entries" in reason for reason in reasons)
+
+
+def test_prunefl_refuses_gradients_that_are_not_of_its_weights(spoiled):
+    def change(update):
+        return replace(update, extra={"first.weight": torch.zeros(3)})
+
+    reasons = spoiled(prunefl(Search(every=1, initial=0)), {1: change, 4: change})
+    assert reasons
+    assert all("has no gradients of the weights that are pruned" in reason for reason in reasons)
+
+
+def test_prunefl_refuses_a_mask_that_it_did_not_send(spoiled):
+    def change(update):
+        return update if update.mask is None else replace(_masked(update), extra=update.extra)
+
+    reasons = spoiled(prunefl(Search(every=1, initial=0)), {1: change, 4: change})
+    assert reasons
+    assert all("another mask than the one that it was sent" in reason for reason in reasons)
