@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save
 
@@ -34,6 +34,8 @@ from sparsekit_fl.client.packing import pack
 from sparsekit_fl.engines.spec import RunSpec, by_id
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.policies import Mean
+from sparsekit_fl.results.part import plain
+from sparsekit_fl.results.scores import RoundScores
 from sparsekit_fl.server.server import Server
 from sparsekit_fl.testing import tiny_clients, tiny_config, tiny_problem
 
@@ -374,3 +376,15 @@ def test_finite_changes_that_would_overflow_the_model_are_refused():
     assignment = server.assign(1)[0]
     update = with_delta(honest(assignment.client_id, None), "last.bias", torch.full((3,), 3e38))
     assert "beyond the largest" in str(server.aggregate([update]).refused[0][1])
+
+
+@given(st.lists(st.floats(), min_size=1, max_size=5), st.lists(st.sampled_from([0.0, 1.0, 3.5, 1e308]), min_size=5, max_size=5))
+@example([math.inf, -math.inf], [1.0] * 5)
+@example([1.7e308, 1.7e308], [1.0] * 5)
+def test_no_scores_that_clients_send_stop_a_run(sums, weights):
+    evaluations = [
+        Evaluation(client_id=id, examples=1, personal={"loss": pair}, validation={"loss": pair}, shared={"loss": pair})
+        for id, pair in enumerate(zip(sums, weights, strict=False))
+    ]
+    scores = RoundScores.of(evaluations)
+    json.dumps(plain(scores.to_dict()), allow_nan=False)

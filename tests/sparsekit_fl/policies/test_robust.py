@@ -214,18 +214,6 @@ def test_processes_and_a_resumed_run_give_the_same_bits(name, method, tmp_path):
     assert whole.final.state_sha256 != plain.final.state_sha256
 
 
-@pytest.mark.parametrize("method", sorted(registry))
-def test_every_method_runs_under_the_median_or_says_why_not(method):
-    config = replace(tiny_config(rounds=2), aggregation="median", eval_every=2)
-    made = registry[method]()
-    if made.aggregate.mean_only:
-        with pytest.raises(InvalidValueError, match="takes no aggregation but 'mean'"):
-            run(made, tiny_problem(), tiny_clients(), config)
-        assert method == "refl"
-    else:
-        assert len(run(made, tiny_problem(), tiny_clients(), config).rounds) == 2
-
-
 def test_a_policy_that_adds_up_by_itself_is_refused_and_not_silently_left_out():
     @dataclass(frozen=True)
     class Own(AggregatePolicy):

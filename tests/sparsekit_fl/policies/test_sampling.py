@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from dataclasses import replace
 
@@ -10,7 +9,6 @@ import numpy as np
 import pytest
 
 from sparsekit.errors import DataError, InvalidValueError
-from sparsekit_fl.methods import registry
 from sparsekit_fl.methods.make import make_method
 from sparsekit_fl.policies import BySize, Fixed, Poisson, PowerOfChoice
 from sparsekit_fl.policies.context import ClientInfo, ServerContext
@@ -85,20 +83,6 @@ def test_who_cannot_be_reached_is_not_drawn(tmp_path):
     cohorts = [record.cohort for record in ran(availability=str(path)).rounds]
     assert cohorts[0] == cohorts[3] == (5, 6, 7)
     assert [len(cohort) for cohort in cohorts] == [3, 4, 4, 3]
-
-
-@pytest.mark.parametrize("name", sorted(registry))
-def test_no_method_draws_a_client_that_is_away(name, tmp_path):
-    """Who can be reached changes from round to round, as does their number."""
-    path = tmp_path / "trace.json"
-    spans = {str(id): [[1 + id % 3, 4 + id % 3]] for id in range(8)}
-    path.write_text(json.dumps({"period": 5, "clients": spans}))
-    trace = Availability.read(path)
-    rounds = 6
-    there = [trace.among(list(range(8)), round) for round in range(1, rounds + 1)]
-    config = replace(tiny_config(rounds=rounds), cohort=2, availability=str(path))
-    for record in run(registry[name](), tiny_problem(), tiny_clients(), config).rounds:
-        assert set(record.cohort) <= set(there[record.round - 1])
 
 
 def test_a_trace_repeats_after_its_period(tmp_path):

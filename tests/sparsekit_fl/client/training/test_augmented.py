@@ -170,14 +170,3 @@ def test_lazy_pictures_train():
     assert result.final.personal["accuracy"] == 1.0
     with pytest.raises(DataError, match=r"index must be in \[0, 24\)"):
         data.take([1]).__class__(read=data.read, targets=data.targets, shape=data.shape, index=torch.tensor([99]))
-
-
-@pytest.mark.parametrize("method", sorted(registry))
-def test_clients_without_validation_data_take_part_in_every_method(method):
-    clients = [
-        Client(id=c.id, data=ClientData(c.data.train, None if c.id % 2 else c.data.val, c.data.test), capability=c.capability)
-        for c in tiny_clients()
-    ]
-    found = registry[method]
-    result = run(found() if callable(found) else found, tiny_problem(), clients, tiny_config(rounds=1))
-    assert result.rounds[0].dropped == ()
