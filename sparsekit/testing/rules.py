@@ -74,8 +74,7 @@ class RuleContract:
         resize(network, rules)
         assert _sizes(network) == before
 
-    @pytest.mark.parametrize("train", [False, True], ids=["eval", "train"])
-    @pytest.mark.parametrize("ratio", [0.2, 0.5, 0.8])
+    @pytest.mark.parametrize(("ratio", "train"), [(0.2, True), (0.5, False), (0.8, True)])
     def test_gated_equals_compacted_with_its_gradients(
         self,
         network: nn.Module,

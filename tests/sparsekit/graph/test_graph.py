@@ -74,24 +74,15 @@ def test_text_that_is_no_graph_is_refused(text: str) -> None:
         UnitGraph.from_json(text)
 
 
-def test_an_unknown_group_is_refused() -> None:
+def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ForeignMaskError, match="no group 'fc'"):
         _graph().gate(_state(), {"fc": torch.ones(1)})
-
-
-def test_gates_of_the_wrong_length_are_refused() -> None:
     with pytest.raises(ForeignMaskError, match=r"shape \(2,\), got \(3,\)"):
         _graph().gate(_state(), {"conv": torch.ones(3)})
-
-
-def test_a_state_without_a_key_is_refused() -> None:
     state = _state()
     del state["fc.bias"]
     with pytest.raises(ForeignMaskError, match=r"lacks 'fc\.bias'"):
         _graph().check_state(state)
-
-
-def test_a_compacted_state_is_told_to_be_expanded() -> None:
     with pytest.raises(ForeignMaskError, match="expanded first"):
         _graph().check_state({**_state(), "conv.weight": torch.ones(1, 1)}, what="this state")
 

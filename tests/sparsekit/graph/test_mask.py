@@ -58,31 +58,22 @@ def test_by_entry_a_dropped_unit_loses_its_rows_and_the_columns_that_read_it(gra
     assert weights.density(graph) == pytest.approx(_mask(1, 0, 1).density(graph))
 
 
-def test_a_mask_without_a_unit_is_refused(graph: UnitGraph) -> None:
-    with pytest.raises(InvalidValueError, match="keeps no unit of group 'a'"):
-        _mask(0, 0, 0).check(graph)
-
-
 @pytest.mark.parametrize("entries", [{}, {"b": torch.ones(3, dtype=torch.bool)}, {"a": torch.ones(4, dtype=torch.bool)}])
 def test_a_mask_of_another_graph_is_refused(graph: UnitGraph, entries: dict[str, torch.Tensor]) -> None:
     with pytest.raises(ForeignMaskError, match="does not belong to this graph"):
         UnitMask(entries).check(graph)
 
 
-def test_tied_groups_must_keep_equally_many() -> None:
+def test_what_does_not_fit_is_refused(graph: UnitGraph) -> None:
+    with pytest.raises(InvalidValueError, match="keeps no unit of group 'a'"):
+        _mask(0, 0, 0).check(graph)
     groups = {name: UnitGroup(name, 2, "cell", ()) for name in ("x", "y")}
     graph = UnitGraph(groups, {}, ties=(("x", "y"),))
     mask = UnitMask({"x": torch.tensor([True, True]), "y": torch.tensor([True, False])})
     with pytest.raises(InvalidValueError, match="equally many"):
         mask.check(graph)
-
-
-def test_numbers_are_no_mask() -> None:
     with pytest.raises(InvalidValueError, match="must be boolean"):
         UnitMask({"a": torch.tensor([1, 0, 1])})
-
-
-def test_nan_is_named() -> None:
     with pytest.raises(InvalidValueError, match="NaN"):
         UnitMask({"a": torch.tensor([1.0, float("nan"), 0.0])})
 

@@ -39,17 +39,15 @@ def _same(first: nn.Module, second: nn.Module) -> bool:
     return all(torch.equal(a, b) for a, b in zip(first.state_dict().values(), second.state_dict().values()))
 
 
-OPTIMIZERS = [lambda p: SGD(p, 0.1, momentum=0.9), lambda p: AdamW(p, 0.01), lambda p: Adam(p, 0.01, amsgrad=True)]
-SCHEDULERS: list[tuple[Any, str]] = [
-    (lambda o: CosineAnnealingLR(o, 6), "epoch"),
-    (lambda o: MultiStepLR(o, [2, 4]), "epoch"),
-    (lambda o: OneCycleLR(o, 0.1, total_steps=24), "batch"),
-    (lambda o: ReduceLROnPlateau(o, patience=0), "epoch"),
+RUNS: list[tuple[Any, Any, str]] = [
+    (lambda p: SGD(p, 0.1, momentum=0.9), lambda o: CosineAnnealingLR(o, 6), "epoch"),
+    (lambda p: AdamW(p, 0.01), lambda o: MultiStepLR(o, [2, 4]), "epoch"),
+    (lambda p: SGD(p, 0.1, momentum=0.9), lambda o: OneCycleLR(o, 0.1, total_steps=24), "batch"),
+    (lambda p: Adam(p, 0.01, amsgrad=True), lambda o: ReduceLROnPlateau(o, patience=0), "epoch"),
 ]
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize(("scheduler", "step"), SCHEDULERS)
+@pytest.mark.parametrize(("optimizer", "scheduler", "step"), RUNS)
 @pytest.mark.same_bits
 def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(
     optimizer: Any, scheduler: Any, step: str, tmp_path: Path

@@ -35,6 +35,8 @@ def _task(device: str) -> tuple[nn.Module, Tensor, Tensor]:
 
 @pytest.mark.parametrize("name", CRITERIA)
 def test_every_criterion_keeps_the_same_units(name: str, device: str) -> None:
+    if device == "cpu":
+        pytest.skip("compares another device with the CPU")
     found = []
     for place in ("cpu", device):
         model, x, y = _task(place)
@@ -47,6 +49,8 @@ def test_every_criterion_keeps_the_same_units(name: str, device: str) -> None:
 
 
 def test_what_follows_the_cut_changes_the_model_alike(device: str) -> None:
+    if device == "cpu":
+        pytest.skip("compares another device with the CPU")
     found = []
     for place in ("cpu", device):
         model, x, y = _task(place)

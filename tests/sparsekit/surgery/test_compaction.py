@@ -123,33 +123,20 @@ def test_frozen_parameters_stay_frozen() -> None:
     assert not model[0].weight.requires_grad
 
 
-def test_a_mask_of_another_graph_is_refused() -> None:
+def test_what_does_not_fit_is_refused() -> None:
     model, _, _, graph = traced("mlp")
     with pytest.raises(ForeignMaskError, match="does not belong to this graph"):
         compact(model, graph, UnitMask({"other": torch.tensor([True])}))
-
-
-def test_a_mask_that_keeps_nothing_is_refused() -> None:
-    model, _, _, graph = traced("mlp")
     with pytest.raises(InvalidValueError, match="at least one must stay"):
         compact(model, graph, UnitMask({"0": torch.zeros(8, dtype=torch.bool), "2": torch.ones(6, dtype=torch.bool)}))
-
-
-def test_a_model_of_other_shapes_is_refused() -> None:
     _, _, _, graph = traced("mlp")
     other = nn.Sequential(nn.Linear(5, 9), nn.ReLU(), nn.Linear(9, 6), nn.Tanh(), nn.Linear(6, 3))
     with pytest.raises(ForeignMaskError, match=r"of shape \(9, 5\), the graph expects \(8, 5\)"):
         compact(other, graph, UnitMask.full(graph))
-
-
-def test_a_dense_state_given_to_expand_is_refused() -> None:
     model, _, _, graph = traced("mlp")
     state = model.state_dict()
     with pytest.raises(ForeignMaskError, match="pass the mask that it was compacted with"):
         expand(state, graph, random_mask(graph, 0.5, 0), into=state)
-
-
-def test_stacked_layers_must_keep_equally_many_units() -> None:
     model, _, _, graph = traced("lstm-stacked")
     keep = {"rnn": torch.arange(6) < 3, "rnn#2": torch.arange(6) < 4}
     with pytest.raises(InvalidValueError, match="must keep equally many units"):

@@ -106,23 +106,6 @@ def mlp() -> nn.Module:
     return zoo.build("mlp")[0]
 
 
-def test_another_architecture_is_refused(saved: Path) -> None:
-    with pytest.raises(CompactFileError, match=r"holds a Sequential, the factory makes a .*only in the file \['0.bias'"):
-        sk.load_compact(saved, lambda: zoo.build("lstm")[0])
-
-
-def test_a_model_too_small_for_the_file_is_refused(saved: Path) -> None:
-    small = nn.Sequential(nn.Linear(5, 2), nn.ReLU(), nn.Linear(2, 6), nn.Tanh(), nn.Linear(6, 3))
-    with pytest.raises(CompactFileError, match=r"'0.weight' is saved as \(4, 5\), which is no part of \(2, 5\)"):
-        sk.load_compact(saved, small)
-
-
-def test_the_same_keys_under_other_layers_are_refused(saved: Path) -> None:
-    other = nn.Sequential(nn.Linear(5, 8), nn.GELU(), nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 3))
-    with pytest.raises(CompactFileError, match=r"at '1' it has ReLU, the factory makes GELU"):
-        sk.load_compact(saved, other)
-
-
 def test_other_tied_parameters_are_refused(tmp_path: Path) -> None:
     model, _, _, graph = traced("tied-lstm")
     sk.save_compact(sk.compact(model, graph, half(graph)), tmp_path / "m.safetensors")
@@ -220,25 +203,11 @@ def test_the_file_can_set_plain_values_of_known_attributes_only(saved: Path) -> 
     assert not hasattr(layer, "unheard_of")
 
 
-def test_a_mask_is_given_only_to_the_graph_that_it_belongs_to(saved: Path) -> None:
-    other = traced("lstm")[3]
-    with pytest.raises(ForeignMaskError, match="belongs to other units"):
-        sk.load_mask(saved, other)
-
-
 def test_a_file_without_a_mask_says_so(tmp_path: Path) -> None:
     model, _, _, graph = traced("mlp")
     sk.save_compact(sk.compact(model, graph, half(graph)), tmp_path / "m.safetensors")
     with pytest.raises(CompactFileError, match="holds no mask"):
         sk.load_mask(tmp_path / "m.safetensors", graph)
-
-
-def test_a_mask_that_the_model_was_not_cut_with_is_refused(tmp_path: Path) -> None:
-    model, _, _, graph = traced("mlp")
-    with pytest.raises(ForeignMaskError, match=r"'0.weight' of shape \(8, 5\), the mask gives \(4, 5\)"):
-        sk.save_compact(model, tmp_path / "m.safetensors", graph=graph, mask=half(graph))
-    with pytest.raises(InvalidValueError, match="together, or neither"):
-        sk.save_compact(model, tmp_path / "m.safetensors", graph=graph)
 
 
 def test_state_that_is_no_tensor_is_refused(tmp_path: Path) -> None:
@@ -250,7 +219,23 @@ def test_state_that_is_no_tensor_is_refused(tmp_path: Path) -> None:
         sk.save_compact(Extra(2, 2), tmp_path / "m.safetensors")
 
 
-def test_a_factory_that_makes_no_module_is_refused(saved: Path) -> None:
+def test_what_does_not_fit_is_refused(saved: Path, tmp_path: Path) -> None:
+    with pytest.raises(CompactFileError, match=r"holds a Sequential, the factory makes a .*only in the file \['0.bias'"):
+        sk.load_compact(saved, lambda: zoo.build("lstm")[0])
+    small = nn.Sequential(nn.Linear(5, 2), nn.ReLU(), nn.Linear(2, 6), nn.Tanh(), nn.Linear(6, 3))
+    with pytest.raises(CompactFileError, match=r"'0.weight' is saved as \(4, 5\), which is no part of \(2, 5\)"):
+        sk.load_compact(saved, small)
+    other = nn.Sequential(nn.Linear(5, 8), nn.GELU(), nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 3))
+    with pytest.raises(CompactFileError, match=r"at '1' it has ReLU, the factory makes GELU"):
+        sk.load_compact(saved, other)
+    other = traced("lstm")[3]
+    with pytest.raises(ForeignMaskError, match="belongs to other units"):
+        sk.load_mask(saved, other)
+    model, _, _, graph = traced("mlp")
+    with pytest.raises(ForeignMaskError, match=r"'0.weight' of shape \(8, 5\), the mask gives \(4, 5\)"):
+        sk.save_compact(model, tmp_path / "m.safetensors", graph=graph, mask=half(graph))
+    with pytest.raises(InvalidValueError, match="together, or neither"):
+        sk.save_compact(model, tmp_path / "m.safetensors", graph=graph)
     with pytest.raises(InvalidValueError, match=r"must make a torch\.nn\.Module, got int"):
         sk.load_compact(saved, lambda: 3)  # type: ignore[arg-type, return-value]
 

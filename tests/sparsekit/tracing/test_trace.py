@@ -95,12 +95,6 @@ def test_one_warning_for_one_cause() -> None:
     assert len(caught) == 1
 
 
-def test_an_unknown_operator_keeps_its_inputs_whole() -> None:
-    model = zoo.Lambda(lambda m, x: m.head(torch.linalg.qr(m.a(x))[0]), a=nn.Linear(3, 6), head=nn.Linear(6, 2))
-    with pytest.warns(FixedUnitsWarning, match="linalg_qr"), pytest.raises(NoUnitsError, match="linalg_qr"):
-        trace_units(model, torch.randn(8, 3))
-
-
 def dropped_by_size(m: nn.Module, x: Tensor) -> Tensor:
     h = m.a(x).relu()
     return m.head(h) / h.shape[1]  # type: ignore[no-any-return]
@@ -200,12 +194,6 @@ def test_a_model_that_fails_on_the_example_inputs_is_named_with_its_error() -> N
         trace_units(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 3)), torch.zeros(1, 1, 8, 8))
 
 
-def test_inputs_in_a_tuple_are_told_how_to_be_given() -> None:
-    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
-    with pytest.raises(TraceError, match=r"the only input is a tuple: .* trace_units\(model, \*inputs\)"):
-        trace_units(model, (torch.zeros(1, 3),))
-
-
 def test_a_model_that_transforms_operators_is_refused_without_blaming_its_inputs() -> None:
     def forward(m: Any, x: Tensor) -> Tensor:
         return torch.func.vmap(lambda row: m.b(m.a(row).relu()))(x)
@@ -223,22 +211,6 @@ def test_torchscript_is_refused() -> None:
     scripted = torch.jit.trace(Plain(), torch.zeros(1, 2))
     with pytest.raises(UnsupportedModelError, match="TorchScript"):
         trace_units(scripted, torch.zeros(1, 2))
-
-
-def test_something_that_is_no_module_is_refused() -> None:
-    with pytest.raises(UnsupportedModelError, match=r"expected a torch.nn.Module, got function"):
-        trace_units(lambda x: x, torch.zeros(1, 2))  # type: ignore[arg-type]
-
-
-def test_a_model_without_tensor_output_is_refused() -> None:
-    model = zoo.Lambda(lambda m, x: m.a(x).sum().item(), a=nn.Linear(2, 3))
-    with pytest.raises(UnsupportedModelError, match="returned no tensor"):
-        trace_units(model, torch.zeros(1, 2))
-
-
-def test_a_single_layer_has_no_units_and_says_what_to_do() -> None:
-    with pytest.raises(NoUnitsError, match="hidden layer"):
-        trace_units(nn.Linear(3, 2), torch.zeros(1, 3))
 
 
 def test_groups_of_one_unit_are_no_groups() -> None:
@@ -306,7 +278,20 @@ def test_a_weight_that_is_computed_by_an_unknown_operator_is_named() -> None:
     assert "'tril'" in messages[0]
 
 
-def test_lazy_parameters_are_refused_with_what_to_do() -> None:
+def test_what_does_not_fit_is_refused() -> None:
+    model = zoo.Lambda(lambda m, x: m.head(torch.linalg.qr(m.a(x))[0]), a=nn.Linear(3, 6), head=nn.Linear(6, 2))
+    with pytest.warns(FixedUnitsWarning, match="linalg_qr"), pytest.raises(NoUnitsError, match="linalg_qr"):
+        trace_units(model, torch.randn(8, 3))
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+    with pytest.raises(TraceError, match=r"the only input is a tuple: .* trace_units\(model, \*inputs\)"):
+        trace_units(model, (torch.zeros(1, 3),))
+    with pytest.raises(UnsupportedModelError, match=r"expected a torch.nn.Module, got function"):
+        trace_units(lambda x: x, torch.zeros(1, 2))  # type: ignore[arg-type]
+    model = zoo.Lambda(lambda m, x: m.a(x).sum().item(), a=nn.Linear(2, 3))
+    with pytest.raises(UnsupportedModelError, match="returned no tensor"):
+        trace_units(model, torch.zeros(1, 2))
+    with pytest.raises(NoUnitsError, match="hidden layer"):
+        trace_units(nn.Linear(3, 2), torch.zeros(1, 3))
     with pytest.raises(UnsupportedModelError, match="call the model once"):
         trace_units(nn.Sequential(nn.LazyLinear(4), nn.ReLU(), nn.Linear(4, 2)), torch.zeros(1, 3))
 
