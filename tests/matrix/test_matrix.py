@@ -61,7 +61,7 @@ def test_every_pair_of_values_is_among_the_cells_of_the_default_run() -> None:
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "precision"), zip(["SGD", "Adam", "AdamW", "Adafactor", "RMSprop"], TOLERANCE, strict=True)
+    ("optimizer", "precision"), list(zip(["SGD", "Adam", "AdamW", "Adafactor", "RMSprop"], TOLERANCE, strict=True))
 )
 def test_state_that_does_not_follow_the_mask_would_be_found_out(optimizer: str, precision: str, device: str) -> None:
     def forget(masked: object) -> None:

@@ -181,9 +181,8 @@ HIDDEN = {
 }
 
 
-@pytest.mark.parametrize("large", [False, True], ids=["whole", "block by block"])
+@pytest.mark.parametrize(("kind", "large"), [("torch", False), ("written out", True)])
 @pytest.mark.parametrize("hidden", HIDDEN)
-@pytest.mark.parametrize("kind", ["torch", "written out"])
 def test_float_masks_with_minus_infinity_are_inputs_like_any_other(
     kind: str, hidden: str, large: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
