@@ -90,7 +90,7 @@ class Deployed:
         try:
             deployment = self._deployment or self._start()
             out = deployment.folder / plan.method
-            deployment.submit(replace(plan, out=str(out)))
+            deployment.submit(plan.replaced(out=str(out)))
             found: Result = deployment.await_result(out)
         except BaseException:
             # It shows the end of its logs when it is told of an error.
