@@ -83,7 +83,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "hypothesis": ("sparsekit.testing.*", "sparsekit_fl.testing"),
     "pickle": ("sparsekit.testing.*", "sparsekit_fl.testing", "sparsekit_fl.processes"),
     "cloudpickle": ("sparsekit_fl.processes",),
-    "filelock": ("sparsekit_fl.results.state.lock", "sparsekit.bandit.study"),
+    "filelock": ("sparsekit_fl.results.state.storage", "sparsekit.bandit.study"),
     "tensorboard": ("sparsekit_fl.callbacks.tensorboard",),
     "mlflow": ("sparsekit_fl.callbacks.mlflow",),
     "IPython": ("sparsekit_fl.callbacks.notebook",),

@@ -266,7 +266,7 @@ def _run_one(connection: Connection, plan: _Plan, values: Mapping[str, str], fol
 def _wait_for(folder: Path) -> None:
     """Wait while another process writes there: the trial of a sweep that was killed, which ends with its round."""
     from sparsekit_fl.errors import FolderInUseError
-    from sparsekit_fl.results.state.lock import FolderLock
+    from sparsekit_fl.results.state.storage import FolderLock
 
     for _ in range(int(_PATIENCE_SECONDS / _POLL_SECONDS)):
         try:

@@ -15,15 +15,14 @@ from typing import Any
 
 from sparsekit.errors import DataError, nearest
 from sparsekit.graph import digest
-from sparsekit_fl.client.packing import checksum, pack, unpack
 from sparsekit_fl.engines.spec import RunSpec
 from sparsekit_fl.errors import ResumeError
 from sparsekit_fl.fingerprint import check_fingerprint
 from sparsekit_fl.problem.clients import Client
 from sparsekit_fl.results.part import plain
 from sparsekit_fl.results.rounds import RoundRecord
-from sparsekit_fl.results.state.lock import FolderLock
-from sparsekit_fl.results.state.storage import flatten, unflatten, write_atomically
+from sparsekit_fl.results.state.storage import FolderLock, write_atomically
+from sparsekit_fl.results.state.store import seal, unseal
 from sparsekit_fl.server.server import ServerState
 
 _FORMAT = 1
@@ -154,9 +153,7 @@ class RunFolder:
             write_atomically(self.path / _BEGUN, (json.dumps(begun, indent=1) + "\n").encode(), private=secret)
             return None
         try:
-            tensors, meta = unpack(self._checkpoint.read_bytes())
-            if meta.pop("checksum") != checksum(tensors, meta):
-                raise DataError("its checksum is not that of what it holds")
+            held, meta = unseal(self._checkpoint.read_bytes())
             if meta["format"] != _FORMAT:
                 raise ResumeError(f"the checkpoint in {self.path} has format {meta['format']!r}, this version reads {_FORMAT}")
             self._refuse_changes(meta)
@@ -168,11 +165,10 @@ class RunFolder:
             )
             if earlier:
                 self.fingerprint["earlier"] = earlier
-            state = {name[6:]: tensor for name, tensor in tensors.items() if name.startswith("state:")}
             server = ServerState(
                 int(meta["round"]),
-                {name: state[name] for name in meta["names"]},
-                unflatten(tensors, meta["memory"]),
+                {name: held["state"][name] for name in meta["names"]},
+                held["server"],
                 meta.get("noise_seed"),
             )
             versions = {int(client_id): int(round) for client_id, round in meta["versions"].items()}
@@ -230,13 +226,11 @@ class RunFolder:
         self, server: ServerState, versions: Mapping[int, int], callbacks: Sequence[tuple[str, dict[str, Any]]] = ()
     ) -> None:
         """Write the checkpoint, atomically."""
-        tensors, skeleton = flatten(server.memory)
         meta = {
             "format": _FORMAT,
             "run": self._described,
             "round": server.round,
             "names": list(server.state),
-            "memory": skeleton,
             "versions": {str(client_id): round for client_id, round in versions.items()},
             "rounds_bytes": self._rounds.stat().st_size,
             "rounds_sha256": self._written.hexdigest(),
@@ -245,11 +239,9 @@ class RunFolder:
             **({"extended": self.extended} if self.extended else {}),
             **({} if server.noise_seed is None else {"noise_seed": server.noise_seed}),
         }
-        held = {**tensors, **{f"state:{name}": tensor for name, tensor in server.state.items()}}
-        meta["checksum"] = checksum(held, meta)
         # Whoever knows the seed of the noise can take the noise away again.
         secret = server.noise_seed is not None
-        write_atomically(self._checkpoint, pack(held, meta), private=secret)
+        write_atomically(self._checkpoint, seal({"state": server.state, "server": server.memory}, **meta), private=secret)
 
 
 def _learned(described: Mapping[str, Any]) -> dict[str, Any]:

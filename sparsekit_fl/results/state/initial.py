@@ -13,11 +13,13 @@ from torch import Tensor
 
 from sparsekit.errors import DataError
 from sparsekit.graph import StateDict
+from sparsekit_fl.results.state.store import unseal
 
 _log = logging.getLogger(__name__)
 # What wrappers put before the keys, and what a model with exits does.
 _PREFIXES = ("module.", "_orig_mod.")
 _INNER = "model."
+_CHECKPOINT = "checkpoint.safetensors"
 _MOST_NAMED = 5
 
 
@@ -65,16 +67,16 @@ def _known(name: str, fresh: StateDict) -> str:
 
 def _read(path: Path) -> Mapping[str, Any]:
     if path.is_dir():
-        candidates = (path / "models" / "global.safetensors", path / "checkpoint.safetensors")
+        candidates = (path / "models" / "global.safetensors", path / _CHECKPOINT)
         file = next((candidate for candidate in candidates if candidate.is_file()), None)
         if file is None:
             raise DataError(f"{path} holds no run to start from; expected {candidates[0]} or {candidates[1].name}")
         path = file
     try:
+        if path.name == _CHECKPOINT:
+            return dict(unseal(path.read_bytes())[0]["state"])
         if path.suffix == ".safetensors":
-            tensors = load_file(path)
-            kept = {name.removeprefix("state:"): tensor for name, tensor in tensors.items() if name.startswith("state:")}
-            return kept or tensors
+            return dict(load_file(path))
         loaded = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         # The readers raise many kinds, from OSError to those of the pickle machine.

@@ -1,22 +1,15 @@
-"""Memory as tensors plus JSON; and files that are either old or new, never half-written."""
+"""Files that are either old or new, never half-written; and folders to which one process at a time writes."""
 
 from __future__ import annotations
 
 import contextlib
-import math
 import os
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-from sparsekit.errors import DataError
-from sparsekit_fl.errors import MemoryStateError
+from filelock import FileLock, Timeout
 
-if TYPE_CHECKING:
-    from torch import Tensor
+from sparsekit_fl.errors import FolderInUseError
 
-_TENSOR = "$tensor"
-_FLOAT = "$float"
 # Windows opens no folder, and has the name of a file on the disk when it has the file there.
 _FOLDERS_OPEN = os.name != "nt"
 _OWNER_ALONE = 0o600
@@ -66,57 +59,37 @@ def _open_private(path: str, flags: int) -> int:
     return os.open(path, flags, _OWNER_ALONE)
 
 
-def flatten(memory: Mapping[str, Any]) -> tuple[dict[str, Tensor], Any]:
-    """Split memory into numbered tensors and a JSON skeleton that says where each goes.
+class FolderLock:
+    """Keeps other processes, and other runs of this one, from writing to a folder.
+
+    The system frees the lock when its process ends, however that ends; the file `.lock` stays and means nothing by itself.
+    Worker processes do not inherit the lock.
+
+    Args:
+        folder: The folder; made if absent.
+        what: What is written there, for the message.
 
     Raises:
-        MemoryStateError: something that is no tensor, number, string, None, list or string-keyed dict of these.
+        FolderInUseError: somebody else has the lock.
     """
-    # Imported here, since reports write files too and need no torch.
-    from torch import Tensor
 
-    tensors: dict[str, Tensor] = {}
+    def __init__(self, folder: Path, *, what: str = "run") -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        # Not reentrant: a second run in this process would delete the files of the first one too.
+        self._lock = FileLock(folder / ".lock", timeout=0, is_singleton=False)
+        try:
+            self._lock.acquire()
+        except Timeout:
+            raise FolderInUseError(
+                f"another {what} is writing to {folder}; wait until it has ended, end it, or choose another folder"
+            ) from None
 
-    def walk(value: Any, path: str) -> Any:
-        if isinstance(value, Tensor):
-            name = f"t{len(tensors)}"
-            tensors[name] = value.detach()
-            return {_TENSOR: name}
-        if isinstance(value, float) and not math.isfinite(value):
-            return {_FLOAT: repr(value)}
-        if value is None or type(value) in (bool, int, float, str):
-            return value
-        if isinstance(value, list | tuple):
-            return [walk(item, f"{path}[{place}]") for place, item in enumerate(value)]
-        if isinstance(value, Mapping):
-            for key in value:
-                if not isinstance(key, str) or key in (_TENSOR, _FLOAT):
-                    raise MemoryStateError(
-                        f"memory {path or 'itself'} has the key {key!r}; keys must be strings, so pass str(id)"
-                    )
-            return {key: walk(item, f"{path}.{key}" if path else key) for key, item in value.items()}
-        raise MemoryStateError(
-            f"memory {path!r} holds a {type(value).__name__}; allowed are tensors, numbers, strings, None, and lists and"
-            " dicts of these; convert it, for example with float() or torch.from_numpy()"
-        )
+    def __enter__(self) -> FolderLock:
+        return self
 
-    return tensors, walk(memory, "")
+    def __exit__(self, *_: object) -> None:
+        self.release()
 
-
-def unflatten(tensors: Mapping[str, Tensor], skeleton: Any) -> Any:
-    """Undo `flatten`; tuples come back as lists.
-
-    Raises:
-        DataError: the skeleton names a tensor that is not there.
-    """
-    if isinstance(skeleton, dict):
-        if _TENSOR in skeleton:
-            if skeleton[_TENSOR] not in tensors:
-                raise DataError(f"saved memory lacks the tensor {skeleton[_TENSOR]!r}; the file is damaged")
-            return tensors[skeleton[_TENSOR]]
-        if _FLOAT in skeleton:
-            return float(skeleton[_FLOAT])
-        return {key: unflatten(tensors, item) for key, item in skeleton.items()}
-    if isinstance(skeleton, list):
-        return [unflatten(tensors, item) for item in skeleton]
-    return skeleton
+    def release(self) -> None:
+        """Let others write; a second call does nothing."""
+        self._lock.release(force=True)

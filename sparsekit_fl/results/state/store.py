@@ -1,19 +1,105 @@
-"""MemoryStore: memories of clients, one version per client and round: in a run's folder, on a device, or in a message."""
+"""What outlives a round, as bytes; and MemoryStore: memories of clients, one version per client and round."""
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
+
+from torch import Tensor
 
 from sparsekit.errors import DataError
 from sparsekit_fl.client.memory import Memory
 from sparsekit_fl.client.packing import checksum, pack, unpack
-from sparsekit_fl.errors import LostMemoryError
-from sparsekit_fl.results.state.storage import flatten, sync_folder, unflatten, write_atomically
+from sparsekit_fl.errors import LostMemoryError, MemoryStateError
+from sparsekit_fl.results.state.storage import sync_folder, write_atomically
+
+_TENSOR = "$tensor"
+_FLOAT = "$float"
 
 Versions = Mapping[int, int]
 """Client id → round in which its newest memory was written; clients without memory are absent."""
+
+
+def flatten(memory: Mapping[str, Any]) -> tuple[dict[str, Tensor], Any]:
+    """Split memory into numbered tensors and a JSON skeleton that says where each goes.
+
+    Raises:
+        MemoryStateError: something that is no tensor, number, string, None, list or string-keyed dict of these.
+    """
+    tensors: dict[str, Tensor] = {}
+
+    def walk(value: Any, path: str) -> Any:
+        if isinstance(value, Tensor):
+            name = f"t{len(tensors)}"
+            tensors[name] = value.detach()
+            return {_TENSOR: name}
+        if isinstance(value, float) and not math.isfinite(value):
+            return {_FLOAT: repr(value)}
+        if value is None or type(value) in (bool, int, float, str):
+            return value
+        if isinstance(value, list | tuple):
+            return [walk(item, f"{path}[{place}]") for place, item in enumerate(value)]
+        if isinstance(value, Mapping):
+            for key in value:
+                if not isinstance(key, str) or key in (_TENSOR, _FLOAT):
+                    raise MemoryStateError(
+                        f"memory {path or 'itself'} has the key {key!r}; keys must be strings, so pass str(id)"
+                    )
+            return {key: walk(item, f"{path}.{key}" if path else key) for key, item in value.items()}
+        raise MemoryStateError(
+            f"memory {path!r} holds a {type(value).__name__}; allowed are tensors, numbers, strings, None, and lists and"
+            " dicts of these; convert it, for example with float() or torch.from_numpy()"
+        )
+
+    return tensors, walk(memory, "")
+
+
+def unflatten(tensors: Mapping[str, Tensor], skeleton: Any) -> Any:
+    """Undo `flatten`; tuples come back as lists.
+
+    Raises:
+        DataError: the skeleton names a tensor that is not there.
+    """
+    if isinstance(skeleton, dict):
+        if _TENSOR in skeleton:
+            if skeleton[_TENSOR] not in tensors:
+                raise DataError(f"saved memory lacks the tensor {skeleton[_TENSOR]!r}; the file is damaged")
+            return tensors[skeleton[_TENSOR]]
+        if _FLOAT in skeleton:
+            return float(skeleton[_FLOAT])
+        return {key: unflatten(tensors, item) for key, item in skeleton.items()}
+    if isinstance(skeleton, list):
+        return [unflatten(tensors, item) for item in skeleton]
+    return skeleton
+
+
+def seal(memory: Mapping[str, Any], **said: Any) -> bytes:
+    """Return a memory and further JSON values as one file, with a checksum: a reader believes any number that it finds.
+
+    Raises:
+        MemoryStateError: the memory holds something that cannot be saved.
+    """
+    tensors, skeleton = flatten(memory)
+    meta = {**said, "memory": skeleton}
+    return pack(tensors, {**meta, "checksum": checksum(tensors, meta)})
+
+
+def unseal(payload: bytes) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Undo `seal`: the memory, and the further values.
+
+    Raises:
+        DataError: the bytes are damaged, or no such file.
+    """
+    tensors, meta = unpack(payload)
+    if meta.pop("checksum", None) != checksum(tensors, meta):
+        raise DataError("it is damaged: its checksum is not that of what it holds")
+    memory = unflatten(tensors, meta.pop("memory", None))
+    if not isinstance(memory, dict):
+        raise DataError("it holds no memory, which must be a dict")
+    return memory, meta
 
 
 class MemoryStore(ABC):
@@ -46,14 +132,9 @@ class MemoryStore(ABC):
         if round is None:
             return {}
         try:
-            tensors, meta = unpack(self.load(client_id, round))
-            if meta.pop("checksum", None) != checksum(tensors, meta):
-                raise DataError("it is damaged: its checksum is not that of what it holds")
+            memory, meta = unseal(self.load(client_id, round))
             if (meta.get("client"), meta.get("round")) != (client_id, round):
                 raise DataError(f"it is that of client {meta.get('client')} of round {meta.get('round')}")
-            memory = unflatten(tensors, meta.get("memory"))
-            if not isinstance(memory, dict):
-                raise DataError("it is no memory, which must be a dict")
         except (OSError, DataError) as error:
             where = self.where(client_id, round)
             raise self.failure(
@@ -69,9 +150,7 @@ class MemoryStore(ABC):
         """
         if not any(memory.values()):
             return False
-        tensors, skeleton = flatten(memory)
-        meta = {"client": client_id, "round": round, "memory": skeleton}
-        self.save(client_id, round, pack(tensors, {**meta, "checksum": checksum(tensors, meta)}))
+        self.save(client_id, round, seal(memory, client=client_id, round=round))
         return True
 
 
@@ -146,8 +225,8 @@ class ClientStore(MemoryStore):
                 path.unlink()
 
 
-class DeviceStore(MemoryStore):
-    """Memories of the clients of one device and one run, as files; a damaged one is lost.
+class DeviceStore(ClientStore):
+    """Memories of the clients of one device and one run, as durable files; a damaged one is lost.
 
     Two memories of a client are kept: the newest, and the one that the server asked for when that was written. The server may
     never get the reply that the newest belongs to, and then asks for the same one again.
@@ -159,25 +238,19 @@ class DeviceStore(MemoryStore):
     failure = LostMemoryError
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
+        super().__init__(folder, durable=True)
         self._asked: dict[int, int] = {}
 
-    def where(self, client_id: int, round: int) -> Path:
-        """Return the path of the file."""
-        return self._folder / f"client-{client_id}" / f"{round}.memory"
-
     def load(self, client_id: int, round: int) -> bytes:
-        """Read the file."""
-        payload = self.where(client_id, round).read_bytes()
+        payload = super().load(client_id, round)
         self._asked[client_id] = round
         return payload
 
     def save(self, client_id: int, round: int, payload: bytes) -> None:
-        """Write the file durably, and remove all but the two that may be asked for."""
-        path = self.where(client_id, round)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, payload)
-        older = {int(file.stem) for file in path.parent.glob("*.memory")} - {round}
+        """Write the file, and remove all but the two that may be asked for."""
+        super().save(client_id, round, payload)
+        self.sync()
+        older = {int(file.stem.partition("-")[2]) for file in self.folder.glob(f"{client_id}-*.safetensors")} - {round}
         kept = self._asked.get(client_id, max(older, default=round))
         for stale in older - {kept}:
-            self.where(client_id, stale).unlink(missing_ok=True)
+            self.remove({client_id: stale})

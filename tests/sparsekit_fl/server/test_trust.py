@@ -28,7 +28,7 @@ from sparsekit_fl.problem.clients import Client, ClientData
 from sparsekit_fl.problem.metrics import accuracy
 from sparsekit_fl.results.records import RunResult
 from sparsekit_fl.results.state import storage
-from sparsekit_fl.results.state.lock import FolderLock
+from sparsekit_fl.results.state.storage import FolderLock
 from sparsekit_fl.results.state.store import ClientStore
 from sparsekit_fl.server import checkpoint
 from sparsekit_fl.server.loop import run
@@ -140,7 +140,7 @@ def test_two_runs_do_not_write_to_one_folder(tmp_path: Path, resume: bool, worke
 
 def test_a_process_that_was_killed_frees_its_folder(tmp_path: Path) -> None:
     program = (
-        "import os, signal, sys\nfrom pathlib import Path\nfrom sparsekit_fl.results.state.lock import FolderLock\n"
+        "import os, signal, sys\nfrom pathlib import Path\nfrom sparsekit_fl.results.state.storage import FolderLock\n"
         "lock = FolderLock(Path(sys.argv[1]))\nprint('locked', flush=True)\nsys.stdin.read()"
     )
     child = subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)

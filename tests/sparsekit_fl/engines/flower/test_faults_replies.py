@@ -242,4 +242,4 @@ def test_the_memory_that_the_server_counts_on_outlives_any_number_of_lost_replie
         store = DeviceStore(tmp_path)
         assert store.read(0, 1) == {"local": {"count": 1}}
         store.write(0, round, {"local": {"count": round}})
-    assert sorted(path.stem for path in tmp_path.rglob("*.memory")) == ["1", "4"]
+    assert sorted(path.stem for path in tmp_path.rglob("*.safetensors")) == ["0-1", "0-4"]

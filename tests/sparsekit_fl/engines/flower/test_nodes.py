@@ -207,7 +207,7 @@ def test_a_run_that_is_resumed_or_extended_finds_the_memories_on_its_nodes(tmp_p
     def folder(**options: Any) -> Path:
         store = apps._executor(context(**options), id)._store
         assert isinstance(store, DeviceStore)
-        return store._folder
+        return store.folder
 
     assert folder(rounds=3) == folder(rounds=9, **{"timeout-seconds": 5.0, "out": "elsewhere"}) == Path("state") / id
 

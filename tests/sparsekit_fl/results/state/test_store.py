@@ -9,8 +9,8 @@ import torch
 
 from sparsekit.errors import DataError
 from sparsekit_fl.errors import MemoryStateError
-from sparsekit_fl.results.state.storage import flatten, unflatten, write_atomically
-from sparsekit_fl.results.state.store import CarriedMemory, ClientStore, DeviceStore
+from sparsekit_fl.results.state.storage import write_atomically
+from sparsekit_fl.results.state.store import CarriedMemory, ClientStore, DeviceStore, flatten, unflatten
 
 MEMORY = {
     "personal": {"state": {"w.x": torch.ones(2, 3), "n": torch.tensor(4)}, "ratio": 0.1 + 0.2, "none": None, "yes": True},
