@@ -10,7 +10,7 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import partial, reduce
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -172,7 +172,8 @@ def trimmed_mean(graph: UnitGraph, state: StateDict, updates: Sequence[Counted],
         cut = torch.tensor([trimmed(share, holders) for holders in range(rows + 1)])[count]
         place = torch.arange(rows).unsqueeze(1)
         stays = (place >= cut) & (place < count - cut)
-        return torch.where(stays, ordered, 0.0).sum(0) / (count - 2 * cut).clamp(min=1)
+        # Not sum(0), which adds up in an order that depends on the number of entries and on the processor.
+        return reduce(torch.add, torch.where(stays, ordered, 0.0)) / (count - 2 * cut).clamp(min=1)
 
     return _by_entry(graph, state, updates, over, inner)
 

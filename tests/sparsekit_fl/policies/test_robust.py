@@ -245,6 +245,23 @@ def test_the_options_of_a_rule_come_back_from_plain_values():
     assert type(config).from_dict(config.to_dict()) == config
 
 
+@pytest.mark.parametrize("clients", [3, 5, 8, 40])
+@pytest.mark.parametrize("rule", [mean, median, trim(0.1), clip(None)])
+@pytest.mark.same_bits
+def test_an_entry_does_not_depend_on_those_beside_it(rule, clients, monkeypatch):
+    """Sums over clients are taken in one order, whatever the width and the processor."""
+    numbers = torch.from_numpy(np.random.default_rng(clients).normal(size=(clients, 90)))
+    state = {"w": torch.zeros(90, dtype=torch.float64)}
+    updates = [
+        combining.Counted(Update(round=1, client_id=k, examples=1, delta={"w": row}, mask=None), 1.0)
+        for k, row in enumerate(numbers)
+    ]
+    whole = rule(UnitGraph({}, {"w": torch.Size([90])}), state, updates, "whole").changes["w"]
+    for size in (1, 7, 20):
+        monkeypatch.setattr(combining, "_CHUNK", size)
+        assert torch.equal(rule(UnitGraph({}, {"w": torch.Size([90])}), state, updates, "whole").changes["w"], whole)
+
+
 @pytest.mark.parametrize("method", ["fedavg", "heterofl", "cs"])
 @pytest.mark.same_bits
 def test_entries_in_pieces_give_the_same_bits_as_whole_ones(method, monkeypatch):
