@@ -30,6 +30,7 @@ def test_floating_changes_are_rounded_and_integers_are_not():
 
 
 @pytest.mark.parametrize("method", ["fedavg", "fedlps", "cs"])
+@pytest.mark.same_bits
 def test_bytes_up_are_counted_as_sent_and_the_changes_take_half(method):
     plain, rounded = (watched(registry[method](), config=replace(config, rounds=1))[1] for config in (tiny_config(), ROUNDED))
     for before, after in zip(plain, rounded, strict=True):

@@ -178,6 +178,7 @@ def test_the_outputs_on_unseen_data_are_not_further_off_with_it_than_without(
     assert all(0 <= share <= 1 for share in left.values())
 
 
+@pytest.mark.same_bits
 def test_rows_are_drawn_from_everywhere_and_always_the_same() -> None:
     """Of more rows than are taken, every column of the images gives its share."""
     layer = nn.Conv2d(1, 1, 1)

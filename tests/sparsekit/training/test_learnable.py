@@ -404,6 +404,7 @@ def test_per_sample_gradients_of_torch_func_are_refused_with_the_way_out(executi
         assert torch.func.vmap(masked)(x[:, None]).shape == (5, 1, 3)
 
 
+@pytest.mark.same_bits
 def test_a_loaded_mask_trains_as_a_new_one_and_gives_what_it_keeps() -> None:
     torch.manual_seed(0)
     x, y = torch.randn(8, 3, 10, 10), torch.randint(0, 4, (8,))

@@ -48,6 +48,7 @@ def test_the_gate_gradient_is_summed_outside_autocast_also_when_backward_runs_in
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.same_bits
 def test_scores_have_a_gradient_in_their_own_dtype_when_backward_runs_under_autocast(dtype) -> None:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(8 * 4, 3))

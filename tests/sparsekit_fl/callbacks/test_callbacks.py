@@ -81,6 +81,7 @@ class StopIn(Callback):
 
 
 @pytest.mark.parametrize(("round", "hook"), [(2, "on_evaluation"), (2, "on_round_end"), (3, "on_round_end")])
+@pytest.mark.same_bits
 def test_a_callback_stops_a_run_which_ends_as_one_of_fewer_rounds(round: int, hook: str, tmp_path: Path) -> None:
     stopped = tiny_run(StopIn(round, hook), out=tmp_path)
     assert (stopped.stopped, len(stopped.rounds)) == ("enough", round)
@@ -193,6 +194,7 @@ def test_early_stopping_says_why() -> None:
     assert (len(reached.rounds), "the target is 0.1" in reached.stopped) == (2, True)
 
 
+@pytest.mark.same_bits
 def test_the_best_checkpoint_is_the_model_of_its_round(tmp_path: Path) -> None:
     tiny_run(BestCheckpoint("personal.loss"), out=tmp_path, config=replace(tiny_config(), eval_every=1))
     note = json.loads((tmp_path / "models/best.json").read_text())

@@ -26,6 +26,7 @@ from sparsekit_fl.testing import tiny_clients, tiny_problem
 
 
 @pytest.mark.parametrize("memory", ["nodes", "server"])
+@pytest.mark.same_bits
 def test_a_device_predicts_with_the_models_of_its_own_clients_and_they_are_nowhere_else(memory: str, tmp_path: Path) -> None:
     plan = Plan(
         method="fedlps", problem="sparsekit_fl.testing:tiny_problem", rounds=2, cohort=4, seed=3, local_epochs=1,

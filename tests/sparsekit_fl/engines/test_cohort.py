@@ -252,6 +252,7 @@ REFUSED = "torch cannot run the model for several clients at once"
         (replace(FEDAVG, mask=Sparse(), aggregate=Mean(over="all")), {}, {}, None),
     ],
 )
+@pytest.mark.same_bits
 def test_what_cannot_share_steps_trains_as_the_embedded_engine_does_and_one_warning_says_why(
     method, changes, training, reason, caplog
 ):
@@ -266,6 +267,7 @@ def test_what_cannot_share_steps_trains_as_the_embedded_engine_does_and_one_warn
     assert all(text.startswith(f"method '{method.name}' trains one client at a time: {reason}") for text in found)
 
 
+@pytest.mark.same_bits
 def test_a_failing_client_costs_itself_alone(shared, caplog):
     problem, clients = points()
     broken = clients[2].data.train
@@ -281,6 +283,7 @@ def test_a_failing_client_costs_itself_alone(shared, caplog):
     assert not shared
 
 
+@pytest.mark.same_bits
 def test_a_stopped_run_resumes_to_the_same_bits(tmp_path):
     common = (registry["heterofl"](), *points(), tiny_config())
     with pytest.raises(RunInterrupted):

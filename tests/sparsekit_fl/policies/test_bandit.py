@@ -23,6 +23,7 @@ TINY = ["--rounds", "2", "--clients", "4", "--cohort", "2", "--local-epochs", "1
 
 
 @pytest.mark.parametrize("name", sorted(registry))
+@pytest.mark.same_bits
 def test_every_bandit_decides_ratios_and_a_run_repeats(name: str) -> None:
     method = replace(fedlps(), ratio=BanditRatio(bandit=name))
     first, second = (run(method, tiny_problem(), tiny_clients(), tiny_config(rounds=6)) for _ in range(2))

@@ -166,6 +166,7 @@ RULES = {
 
 @pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize("policy", [Mean(over="all"), Mean("uniform", over="holders")], ids=["delta", "coverage"])
+@pytest.mark.same_bits
 def test_the_order_of_arrival_changes_no_bit(name, policy):
     spec = RunSpec.build(Method(name="m", source="", aggregate=policy), tiny_problem(), replace(tiny_config(), **RULES[name]))
     digests = set()

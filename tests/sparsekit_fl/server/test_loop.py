@@ -96,6 +96,7 @@ class Scored(Callback):
             self.by_round.setdefault(run.round, []).append(client_id)
 
 
+@pytest.mark.same_bits
 def test_a_sample_of_clients_is_scored_before_the_end_and_everybody_at_the_end(tmp_path):
     config = replace(tiny_config(rounds=6), eval_clients=3)
     seen, others = Scored(), Scored()

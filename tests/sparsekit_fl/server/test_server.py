@@ -69,6 +69,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.same_bits
 def test_a_bad_update_is_refused_and_the_rest_counts(server, name):
     spoil, message = FAULTS[name]
     first, second, *_ = server.assign(1)

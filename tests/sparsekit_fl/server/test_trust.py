@@ -194,6 +194,7 @@ SAVE = ClientStore.save
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.same_bits
 def test_a_full_disk_has_one_outcome_with_every_engine(engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ClientStore, "save", full)
     method = replace(fedavg(), personal=LocalModel())

@@ -91,6 +91,7 @@ def test_the_command_and_the_flower_app_pass_min_replies_on() -> None:
     assert Plan().make_config(20).min_replies is None
 
 
+@pytest.mark.same_bits
 def test_without_faults_min_replies_changes_nothing(engine: Engine) -> None:
     assert _run(engine, min_replies=4).final == _run().final
 
@@ -163,12 +164,14 @@ def _gone(message: Message) -> Message:
     return Message(Error(code=5, reason="node unavailable"), reply_to=message)
 
 
+@pytest.mark.same_bits
 def test_a_client_that_missed_its_scoring_once_is_asked_again() -> None:
     result = _run(InProcess(fault=_when("evaluate", 5, 1, _gone)))
     assert result.final == _run().final
     assert all(record.notes == () for record in result.rounds)
 
 
+@pytest.mark.same_bits
 def test_a_client_that_cannot_be_scored_is_left_out_and_the_record_says_so() -> None:
     result = _run(InProcess(fault=_when("evaluate", 5, 2, _gone)))
     whole = _run()

@@ -160,6 +160,7 @@ def test_before_clients_are_asked_again_the_server_waits_for_their_nodes_as_long
 
 
 @pytest.mark.parametrize("options", [{}, {"async_buffer": 4, "async_clock": "wall"}], ids=["rounds", "asynchronous"])
+@pytest.mark.same_bits
 def test_a_round_is_repeated_once_its_clients_are_back(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     away = [True]
 

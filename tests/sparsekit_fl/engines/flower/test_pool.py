@@ -37,6 +37,7 @@ def asked_for(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return counts
 
 
+@pytest.mark.same_bits
 def test_however_many_clients_are_scored_only_a_few_messages_are_open_at_once(asked_for: list[int]) -> None:
     clients, config = tiny_clients(180), tiny_config(rounds=1)
     here, there = (
