@@ -173,7 +173,8 @@ def trimmed_mean(graph: UnitGraph, state: StateDict, updates: Sequence[Counted],
         place = torch.arange(rows).unsqueeze(1)
         stays = (place >= cut) & (place < count - cut)
         # Not sum(0), which adds up in an order that depends on the number of entries and on the processor.
-        return reduce(torch.add, torch.where(stays, ordered, 0.0)) / (count - 2 * cut).clamp(min=1)
+        total: Tensor = reduce(torch.add, torch.where(stays, ordered, 0.0))
+        return total / (count - 2 * cut).clamp(min=1)
 
     return _by_entry(graph, state, updates, over, inner)
 

@@ -94,6 +94,7 @@ def check_costs(model: nn.Module, args: Any, kwargs: Any, graph: sk.UnitGraph) -
 
 @pytest.mark.parametrize(("name", "norm"), CASES, ids=[f"{name}-{norm}" for name, norm in CASES])
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad", "ignore:LSTM with projections")
+@pytest.mark.same_bits
 def test_an_architecture(name: str, norm: str, tmp_path: Path) -> None:
     model, args, kwargs, graph = check_trace(name, norm)
     if graph is None:
