@@ -192,6 +192,8 @@ def test_a_model_that_fails_on_the_example_inputs_is_named_with_its_error() -> N
     assert isinstance(caught.value.__cause__, RuntimeError)
     with pytest.raises(TraceError, match=r"example inputs \(\(1, 1, 8, 8\) on cpu\).* 1 channels"):
         trace_units(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 3)), torch.zeros(1, 1, 8, 8))
+    with pytest.raises(TraceError, match=r"the only input is a tuple: .* one by one, trace_units\(model, \*inputs\)"):
+        trace_units(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), (torch.zeros(1, 3),))
 
 
 def test_a_model_that_transforms_operators_is_refused_without_blaming_its_inputs() -> None:
