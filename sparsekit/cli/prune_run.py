@@ -255,7 +255,7 @@ def _told(score: float | None) -> str:
 
 
 def export_onnx(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], path: Path) -> None:
-    """Write a model as ONNX.
+    """Write a model as ONNX, for any number of examples where all inputs go by position and the model allows it.
 
     Raises:
         MissingDependencyError: the packages for it are not installed.
@@ -267,7 +267,24 @@ def export_onnx(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, An
         import onnxscript  # noqa: F401
     except ImportError as error:
         raise MissingDependencyError(f"--onnx needs onnx and onnxscript; install them with {install_hint('export')}") from error
-    torch.onnx.export(model.eval(), args, str(path), kwargs=dict(kwargs), dynamo=True, external_data=False, verbose=False)
+    from sparsekit.tracing.inputs import ModelInputs
+
+    def export(call: ModelInputs, shapes: Any) -> None:
+        torch.onnx.export(
+            model.eval(), call.args, str(path), kwargs=dict(call.kwargs), dynamic_shapes=shapes,
+            dynamo=True, external_data=False, verbose=False,
+        )  # fmt: skip
+
+    call = ModelInputs(args, kwargs)
+    several = call.doubled()  # a single example is taken for a constant
+    try:
+        if kwargs or not all(isinstance(value, torch.Tensor) and value.dim() for value in args):
+            raise TypeError("the axis of examples is known of tensors by position alone")
+        batch = torch.export.Dim("batch")
+        export(several, tuple({0: batch} for _ in args))
+    except Exception as error:  # noqa: BLE001 - whatever the exporter raises; a fixed number of examples may still do
+        _logger.warning("%s takes as many examples as the example inputs and no other number: %s", path, error)
+        export(call, None)
 
 
 def open_folder(options: PruneOptions) -> dict[str, Any] | None:

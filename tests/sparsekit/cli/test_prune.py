@@ -11,12 +11,13 @@ import pytest
 import torch
 import typer
 from safetensors.torch import save_file
+from torch import nn
 
 import sparsekit as sk
 from sparsekit.cli import main as cli
 from sparsekit.cli.model_source import load_checkpoint
 from sparsekit.cli.prune import prune
-from sparsekit.cli.prune_run import read_limits_option, read_multiples
+from sparsekit.cli.prune_run import export_onnx, read_limits_option, read_multiples
 from sparsekit.errors import InvalidValueError
 
 NETS = """
@@ -299,10 +300,30 @@ def test_the_small_model_is_written_as_onnx(nets: str, tmp_path: Path, capsys: p
     out = tmp_path / "small"
     _json(capsys, "prune", f"{nets}:make", "--budget", "flops=50%", "--out", str(out), "--onnx")
     small = sk.load_compact(out / "model.safetensors", lambda: _made(nets)).eval()
-    x = torch.randn(2, 1, 8, 8)
     session = runtime.InferenceSession(str(out / "model.onnx"))
+    for examples in (1, 2, 5):
+        x = torch.randn(examples, 1, 8, 8)
+        [found] = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+        torch.testing.assert_close(torch.from_numpy(found), small(x), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", [None, "x"])
+def test_a_model_for_one_number_of_examples_alone_is_written_for_it(name: str | None, tmp_path: Path) -> None:
+    runtime = pytest.importorskip("onnxruntime", reason="the extra 'export' is not installed")
+
+    class Fixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(6, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(x.view(3, 6))
+
+    model, x = Fixed(), torch.randn(3, 6)
+    export_onnx(model, () if name else (x,), {name: x} if name else {}, tmp_path / "model.onnx")
+    session = runtime.InferenceSession(str(tmp_path / "model.onnx"))
     [found] = session.run(None, {session.get_inputs()[0].name: x.numpy()})
-    torch.testing.assert_close(torch.from_numpy(found), small(x), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(torch.from_numpy(found), model(x), rtol=1e-4, atol=1e-5)
 
 
 def test_a_file_without_tensors_and_a_missing_table_are_refused_in_words(tmp_path, capsys):
