@@ -46,9 +46,9 @@ class _HostilePool:
         self.workers = pool.workers
         self.evaluate = pool.evaluate
 
-    def map(self, assignments: Sequence[Any], versions: Mapping[int, int]) -> Iterator[Reply]:
+    def map(self, assignments: Sequence[Any], memory_rounds: Mapping[int, int]) -> Iterator[Reply]:
         """Train; see `ClientPool.map`."""
-        for reply in self._pool.map(assignments, versions):
+        for reply in self._pool.map(assignments, memory_rounds):
             if reply.update is None or reply.client_id not in self._ids:
                 yield reply
                 continue

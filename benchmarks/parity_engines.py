@@ -50,9 +50,9 @@ class _Losing:
     def __init__(self, pool: ClientPool) -> None:
         self._pool, self.workers, self.evaluate = pool, pool.workers, pool.evaluate
 
-    def map(self, assignments: Sequence[Any], versions: Mapping[int, int]) -> Iterator[Reply]:
+    def map(self, assignments: Sequence[Any], memory_rounds: Mapping[int, int]) -> Iterator[Reply]:
         """Train; see `ClientPool.map`."""
-        for reply in self._pool.map(assignments, versions):
+        for reply in self._pool.map(assignments, memory_rounds):
             planted = fails(reply.client_id, assignments[0].round)
             yield Reply(client_id=reply.client_id, error=ClientError("planted")) if planted else reply
 

@@ -28,7 +28,7 @@ class Cell:
         data: The splits.
         dense: The pretrained model; not changed.
         share: The budget, as a share of the FLOPs of the dense model.
-        seed: Of everything that is drawn.
+        seed: Random seed.
         folder: Where checkpoints of this cell go.
         budgets: All shares that are asked for of this dense model.
         shared: What cells of the same dense model have in common, by name.

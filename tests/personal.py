@@ -37,7 +37,7 @@ def server_context(*, round=2, rounds=10, state=None, memory=None, clients=2, co
         round=round,
         rounds=rounds,
         roster=dict.fromkeys(range(clients), ClientInfo(1, None)),
-        cohort=2,
+        cohort_size=2,
         rngs=rngs_by_kind(np.random.default_rng(0)),
         memory={} if memory is None else memory,
         graph=graph,

@@ -106,7 +106,7 @@ class _Step(ABC):
         """What holds the state of the leaves, so that it can follow a mask."""
         return self
 
-    def follow(self, training: TrainingConfig, steps: int | None) -> None:
+    def set_schedule(self, training: TrainingConfig, steps: int | None) -> None:
         """Take the course of the learning rate, and the scale of the loss, from the options."""
         self._course = _Course(training, steps)
         self._scale = _Scale() if training.amp == "float16" else None
@@ -262,5 +262,5 @@ def make_step(training: TrainingConfig, leaves: Iterable[Tensor], *, steps: int 
         )
     else:
         made = TorchStep(leaves, training)
-    made.follow(training, steps)
+    made.set_schedule(training, steps)
     return made

@@ -8,7 +8,7 @@ from sparsekit_fl.engines.embedded import Embedded
 from sparsekit_fl.engines.executor import ClientExecutor
 from sparsekit_fl.engines.spec import RunSpec
 from sparsekit_fl.processes import one_thread
-from sparsekit_fl.results.state.store import ClientStore, Versions
+from sparsekit_fl.results.state.store import ClientStore, MemoryRounds
 
 # With these an engine can be written elsewhere.
 __all__ = [
@@ -18,11 +18,11 @@ __all__ = [
     "Cohort",
     "Embedded",
     "Engine",
+    "MemoryRounds",
     "Reply",
     "RunSpec",
     "StateDict",
     "Unscored",
-    "Versions",
     "one_thread",
     "registry",
 ]

@@ -12,7 +12,7 @@ from sparsekit_fl.client.messages import Assignment, Evaluation, Update
 from sparsekit_fl.engines.spec import RunSpec
 from sparsekit_fl.problem.clients import Client
 from sparsekit_fl.results.records import RunResult
-from sparsekit_fl.results.state.store import ClientStore, Versions
+from sparsekit_fl.results.state.store import ClientStore, MemoryRounds
 
 T = TypeVar("T")
 
@@ -62,12 +62,12 @@ class ClientStream(Protocol):
         """Return those of these free clients that can start together: of each node the first."""
         ...
 
-    def start(self, assignments: Sequence[Assignment], versions: Versions) -> None:
+    def start(self, assignments: Sequence[Assignment], memory_rounds: MemoryRounds) -> None:
         """Start clients that are free and apart.
 
         Args:
             assignments: One per client.
-            versions: The memory of each client that counts.
+            memory_rounds: The memory of each client that counts.
         """
         ...
 
@@ -85,12 +85,12 @@ class ClientPool(Protocol):
 
     workers: int
 
-    def map(self, assignments: Sequence[Assignment], versions: Versions) -> Iterator[Reply]:
+    def map(self, assignments: Sequence[Assignment], memory_rounds: MemoryRounds) -> Iterator[Reply]:
         """Train clients. All assignments of a call hold the same state.
 
         Args:
             assignments: One per client.
-            versions: The memory of each client that counts.
+            memory_rounds: The memory of each client that counts.
         """
         ...
 
@@ -98,7 +98,7 @@ class ClientPool(Protocol):
         self,
         state: StateDict,
         ids: Sequence[int],
-        versions: Versions,
+        memory_rounds: MemoryRounds,
         *,
         round: int,
         with_shared: bool,
@@ -109,7 +109,7 @@ class ClientPool(Protocol):
         Args:
             state: The shared global state.
             ids: The clients to score.
-            versions: The memory of each client that counts.
+            memory_rounds: The memory of each client that counts.
             round: The last finished round.
             with_shared: Score the global model too.
             export: Folder for personal models that differ from the global one; None writes none.

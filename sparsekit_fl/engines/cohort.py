@@ -34,7 +34,7 @@ from sparsekit_fl.problem.clients import Client
 from sparsekit_fl.problem.metrics import in_batches
 from sparsekit_fl.processes import one_thread
 from sparsekit_fl.results.records import RunResult
-from sparsekit_fl.results.state.store import ClientStore, Versions
+from sparsekit_fl.results.state.store import ClientStore, MemoryRounds
 
 _log = logging.getLogger(__name__)
 
@@ -89,25 +89,25 @@ class _Together(LocalPool):
         self._alone = True
         _log.warning("method %r trains one client at a time: %s", self._spec.method.name, reason)
 
-    def map(self, assignments: Sequence[Assignment], versions: Versions) -> Iterator[Reply]:
+    def map(self, assignments: Sequence[Assignment], memory_rounds: MemoryRounds) -> Iterator[Reply]:
         """See `ClientPool`."""
         done: dict[int, Reply] = {}
         waiting: dict[Any, list[tuple[int, OpenRound]]] = {}
         for place, assignment in enumerate(assignments):
             if self._alone:
-                done[place] = self._by_itself(assignment, versions)
+                done[place] = self._by_itself(assignment, memory_rounds)
                 continue
             try:
-                opened = self._executor.open(assignment, versions.get(assignment.client_id))
+                opened = self._executor.open(assignment, memory_rounds.get(assignment.client_id))
             except ClientError as error:
                 done[place] = Reply(client_id=assignment.client_id, error=error)
                 continue
             shape = self._shape(opened.asked)
             waiting.setdefault(shape, []).append((place, opened))
             if len(waiting[shape]) == self._most:
-                done.update(self._train(waiting.pop(shape), versions))
+                done.update(self._train(waiting.pop(shape), memory_rounds))
         for members in waiting.values():
-            done.update(self._train(members, versions))
+            done.update(self._train(members, memory_rounds))
         return (done[place] for place in range(len(assignments)))
 
     def _shape(self, asked: Asked) -> Any:
@@ -117,7 +117,7 @@ class _Together(LocalPool):
             return divisor, None if asked.mask is None else tuple(asked.mask.counts().values())
         return object()  # masks of single weights: nobody else's
 
-    def _train(self, members: Sequence[tuple[int, OpenRound]], versions: Versions) -> dict[int, Reply]:
+    def _train(self, members: Sequence[tuple[int, OpenRound]], memory_rounds: MemoryRounds) -> dict[int, Reply]:
         """Train clients of one shape and end their round: place → reply."""
         if len(members) == 1 or self._alone:
             train = self._spec.method.local.train
@@ -126,7 +126,7 @@ class _Together(LocalPool):
             steps = _Steps(self._spec, [opened.asked for _, opened in members])
             steps.run()
         except Exception as error:  # noqa: BLE001 - whose fault it is shows when each client trains by itself
-            replies = {place: self._by_itself(opened.assignment, versions) for place, opened in members}
+            replies = {place: self._by_itself(opened.assignment, memory_rounds) for place, opened in members}
             if not isinstance(error, SparsekitError) and not any(reply.error for reply in replies.values()):
                 self._give_up(f"torch cannot run the model for several clients at once ({type(error).__name__}: {error})")
             return replies
@@ -135,8 +135,8 @@ class _Together(LocalPool):
     def _close(self, opened: OpenRound, train: Callable[[], LocalResult]) -> Reply:
         return self._reply(opened.assignment, partial(self._executor.close, opened, train))
 
-    def _by_itself(self, assignment: Assignment, versions: Versions) -> Reply:
-        return next(super().map([assignment], versions))
+    def _by_itself(self, assignment: Assignment, memory_rounds: MemoryRounds) -> Reply:
+        return next(super().map([assignment], memory_rounds))
 
 
 def _why_alone(spec: RunSpec) -> str:

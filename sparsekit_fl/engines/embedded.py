@@ -34,7 +34,7 @@ from sparsekit_fl.options.devices import device_of, exact_arithmetic
 from sparsekit_fl.problem.clients import Client
 from sparsekit_fl.processes import KILL, Child, Children, one_thread, start_method
 from sparsekit_fl.results.records import RunResult
-from sparsekit_fl.results.state.store import ClientStore, Versions
+from sparsekit_fl.results.state.store import ClientStore, MemoryRounds
 
 GOODBYE = ((0.0, signal.SIGTERM), (5.0, KILL))
 """How worker processes are ended: one in the middle of a task would finish it first, and nobody waits for that result."""
@@ -52,10 +52,10 @@ class LocalPool:
     def __init__(self, executor: ClientExecutor) -> None:
         self._executor = executor
 
-    def map(self, assignments: Sequence[Assignment], versions: Versions) -> Iterator[Reply]:
+    def map(self, assignments: Sequence[Assignment], memory_rounds: MemoryRounds) -> Iterator[Reply]:
         """See `ClientPool`."""
         for one in assignments:
-            yield self._reply(one, partial(self._executor.train, one, versions.get(one.client_id)))
+            yield self._reply(one, partial(self._executor.train, one, memory_rounds.get(one.client_id)))
 
     def _reply(self, assignment: Assignment, train: Callable[[], tuple[Update, bool]]) -> Reply:
         try:
@@ -65,13 +65,20 @@ class LocalPool:
         return Reply(client_id=assignment.client_id, update=update, stored=stored)
 
     def evaluate(
-        self, state: StateDict, ids: Sequence[int], versions: Versions, *, round: int, with_shared: bool, export: Path | None
+        self,
+        state: StateDict,
+        ids: Sequence[int],
+        memory_rounds: MemoryRounds,
+        *,
+        round: int,
+        with_shared: bool,
+        export: Path | None,
     ) -> Iterator[Evaluation | Unscored]:
         """See `ClientPool`."""
         options: Mapping[str, Any] = {"round": round, "with_shared": with_shared, "export": export}
         for client_id in ids:
             try:
-                yield self._executor.evaluate(state, client_id, versions.get(client_id), **options)
+                yield self._executor.evaluate(state, client_id, memory_rounds.get(client_id), **options)
             except ClientError as error:
                 yield Unscored(client_id, str(error))
 
@@ -189,12 +196,12 @@ class ProcessPool:
         for number in range(workers):
             children.start(serve, make, self._shared, device_of(spec.config.device, number))
 
-    def map(self, assignments: Sequence[Assignment], versions: Versions) -> Iterator[Reply]:
+    def map(self, assignments: Sequence[Assignment], memory_rounds: MemoryRounds) -> Iterator[Reply]:
         """See `ClientPool`."""
         tasks = [
             _Task(
                 client_id=assignment.client_id,
-                version=versions.get(assignment.client_id),
+                version=memory_rounds.get(assignment.client_id),
                 round=assignment.round,
                 assignment=encode_assignment(assignment, self._graph, with_state=False),
             )
@@ -208,11 +215,18 @@ class ProcessPool:
                 yield Reply(client_id=task.client_id, update=decode_update(payload), stored=stored)
 
     def evaluate(
-        self, state: StateDict, ids: Sequence[int], versions: Versions, *, round: int, with_shared: bool, export: Path | None
+        self,
+        state: StateDict,
+        ids: Sequence[int],
+        memory_rounds: MemoryRounds,
+        *,
+        round: int,
+        with_shared: bool,
+        export: Path | None,
     ) -> Iterator[Evaluation | Unscored]:
         """See `ClientPool`."""
         options = {"with_shared": with_shared, "export": export}
-        tasks = [_Task(client_id=i, version=versions.get(i), round=round, options=options) for i in ids]
+        tasks = [_Task(client_id=i, version=memory_rounds.get(i), round=round, options=options) for i in ids]
         for task, answer in self._answers(state, tasks):
             yield Unscored(task.client_id, str(answer)) if isinstance(answer, ClientError) else answer
 

@@ -97,10 +97,10 @@ def _blame(method: str, policy: str, round: int, client_id: int) -> Iterator[Non
         ) from error
 
 
-def _complete(worker: WorkerState, ctx: ClientContext, shared: StateDict) -> dict[str, Any]:
+def _complete(worker: WorkerState, ctx: ClientContext, received: StateDict) -> dict[str, Any]:
     """Return the whole dense state: entries from the server, and private ones, which are those of round 0 at first."""
     own = ctx.scoped("share").memory
-    return {name: shared[name] if name in shared else own.get(name, tensor) for name, tensor in worker.spec.initial.items()}
+    return {name: received[name] if name in received else own.get(name, tensor) for name, tensor in worker.spec.initial.items()}
 
 
 class Asked(NamedTuple):
@@ -187,18 +187,18 @@ def _steps(
         received=assignment.mask,
     )
     with blame("share"):
-        shared = mask_state(graph, assignment.mask, assignment.state)
-        start = _complete(worker, ctx, shared)
+        received = mask_state(graph, assignment.mask, assignment.state)
+        completed = _complete(worker, ctx, received)
     with blame("ratio"):
         ratio = check_ratio(method.ratio.choose(ctx.scoped("ratio"), assignment.ratio))
     with blame("share"):
-        entered = method.share.enter(ctx.scoped("share"), start)
+        training_start = method.share.enter(ctx.scoped("share"), completed)
     with blame("mask"):
-        mask = method.mask.choose(ctx.scoped("mask"), ratio, entered)
+        mask = method.mask.choose(ctx.scoped("mask"), ratio, training_start)
         if mask is not None:
             mask.check(graph)
     with blame("local"):
-        train = yield Asked(ctx.scoped("local"), entered, mask, ratio)
+        train = yield Asked(ctx.scoped("local"), training_start, mask, ratio)
         result = _on_cpu(train())
         ratio = ratio if result.ratio is None else check_ratio(result.ratio)
     with blame("mask"):
@@ -206,7 +206,7 @@ def _steps(
     with blame("personal"):
         method.personal.keep(ctx.scoped("personal"), result, ratio)
     with blame("share"):
-        delta, upload = _upload(ctx, worker, result, start, shared)
+        delta, upload = _upload(ctx, worker, result, completed, received)
     work = result.work or ctx.work(result.mask, result.log)
     scored = sum(ctx.scored)
     update = Update(
@@ -237,22 +237,22 @@ def _on_cpu(result: LocalResult) -> LocalResult:
 
 
 def _upload(
-    ctx: ClientContext, worker: WorkerState, result: LocalResult, start: StateDict, shared: StateDict
+    ctx: ClientContext, worker: WorkerState, result: LocalResult, completed: StateDict, received: StateDict
 ) -> tuple[dict[str, torch.Tensor], Any]:
     """Return trained minus received, of the shared entries that the upload mask keeps; put private entries into memory."""
     graph = ctx.graph
     share, scoped = worker.spec.method.share, ctx.scoped("share")
     upload = share.upload_mask(scoped, result)
-    private = [name for name in start if name not in shared and name not in worker.spec.frozen]
+    private = [name for name in completed if name not in received and name not in worker.spec.frozen]
     trained, narrow = result.state, result.narrow
     if narrow and (private or upload is not result.mask):
-        trained, narrow = Kept(graph, result.mask).scatter_all(trained, start), False
+        trained, narrow = Kept(graph, result.mask).scatter_all(trained, completed), False
     scoped.memory.update({name: trained[name] for name in private})
     kept = Kept(graph, upload)
     delta = {}
-    for name in shared:
+    for name in received:
         value = trained[name] if narrow else kept.gather(name, trained[name])
-        before = kept.gather(name, start[name])
+        before = kept.gather(name, completed[name])
         change = share.leave(scoped, name, value.detach(), before) - before
         delta[name] = change.to(upload_dtype(change.dtype, worker.spec.config.upload))
     return delta, upload

@@ -23,14 +23,14 @@ from sparsekit_fl.client.context import ClientContext
 from sparsekit_fl.client.kept import Mask
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.options.checked import Hint, NonNegative
-from sparsekit_fl.policies import GatedPruning, LocalResult, Mean, Sgd, UnderOwnMask
+from sparsekit_fl.policies import LocalResult, Mean, PruneWhenAccurate, Sgd, UnderOwnMask
 from sparsekit_fl.policies.local import Adjust, Leaves
 from sparsekit_fl.policies.mask import require_units
 from sparsekit_fl.problem.problem import Problem
 
 
 @dataclass(frozen=True, kw_only=True)
-class Subnetworks(GatedPruning):
+class Subnetworks(PruneWhenAccurate):
     """Prune the units of smallest L1 norm in each group, among those that are left.
 
     Args:

@@ -17,14 +17,14 @@ from sparsekit.graph import StateDict, UnitGraph, WeightMask
 from sparsekit_fl.client.context import ClientContext
 from sparsekit_fl.client.kept import Mask
 from sparsekit_fl.methods.method import Method
-from sparsekit_fl.policies import GatedPruning, LocalResult, Mean, Sgd, UnderOwnMask
+from sparsekit_fl.policies import LocalResult, Mean, PruneWhenAccurate, Sgd, UnderOwnMask
 from sparsekit_fl.policies.pruning import prunable_weights
 from sparsekit_fl.policies.weight_masks import largest_weights
 from sparsekit_fl.problem.problem import Problem
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tickets(GatedPruning):
+class Tickets(PruneWhenAccurate):
     """Prune the weights of smallest absolute value in each layer, among those that are left.
 
     Args:

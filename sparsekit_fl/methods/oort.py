@@ -130,12 +130,12 @@ class GuidedSampling(SamplingPolicy):
         }
         share = max(self.least, memory.get("exploration", self.exploration) * self.decay) if fresh else 0.0
         memory["exploration"] = share
-        exploited = self._exploit(scores, min(int(ctx.cohort * (1.0 - share)), len(scores)), ctx.rng)
-        explored = self._explore(fresh, min(ctx.cohort - len(exploited), len(fresh)), ctx.rng)
+        exploited = self._exploit(scores, min(int(ctx.cohort_size * (1.0 - share)), len(scores)), ctx.rng)
+        explored = self._explore(fresh, min(ctx.cohort_size - len(exploited), len(fresh)), ctx.rng)
         memory["exploited"] = exploited
         cohort = [*exploited, *explored]
         rest = [client_id for client_id in roster if client_id not in cohort]
-        missing = ctx.cohort - len(cohort)
+        missing = ctx.cohort_size - len(cohort)
         if missing > 0:
             cohort += [rest[int(place)] for place in ctx.rng.choice(len(rest), size=missing, replace=False)]
         return sorted(cohort)

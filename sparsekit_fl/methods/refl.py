@@ -29,7 +29,7 @@ from sparsekit_fl.policies.sampling import SamplingPolicy
 
 
 @dataclass(frozen=True, kw_only=True)
-class Availability(Checked):
+class ComingAndGoing(Checked):
     """Clients that come and go: a client is as it was in the round before with its own probability, drawn once.
 
     Args:
@@ -94,7 +94,7 @@ class LeastAvailable(SamplingPolicy):
     target: Annotated[Ratio, Hint("1 waits for everybody")] = 0.8
     cool_down: NonNegativeCount = 5
     adaptive: bool = True
-    availability: Availability | None = field(default_factory=Availability)
+    availability: ComingAndGoing | None = field(default_factory=ComingAndGoing)
 
     def sample(self, ctx: ServerContext) -> list[int]:
         """Sample the least available clients, at most the wanted number."""
@@ -116,7 +116,7 @@ class LeastAvailable(SamplingPolicy):
             [p for p in free if here[p] and p in rested and likely[p]],
             [p for p in free if here[p] and p not in rested],
         ]
-        wanted = ctx.cohort
+        wanted = ctx.cohort_size
         if self.adaptive and "window" in memory:
             soon = memory["clock"] + memory["window"]
             wanted = max(1, wanted - sum(item["arrives"] <= soon for item in late))

@@ -36,7 +36,7 @@ Upload = Literal["float32", "bfloat16"]
 Amp = Literal["off", "bfloat16", "float16"]
 """In which data type forward passes are computed."""
 
-ServerOptimizer = Literal["none", "fedavgm", "fedadam", "fedyogi", "fedadagrad"]
+ServerOptimizerName = Literal["none", "fedavgm", "fedadam", "fedyogi", "fedadagrad"]
 """What the server can do with the combined change."""
 
 AsyncClock = Literal["simulated", "wall"]
@@ -185,7 +185,7 @@ class RunConfig(Checked):
     lr_gamma: Annotated[float, Field(gt=0, le=1), Option("For step: factor on the learning rate.", TRAIN)] = 0.1
     lr_end: Annotated[Share, Option("For linear and cosine: the last learning rate, over the first.", TRAIN)] = 0.0
     server_optimizer: Annotated[
-        ServerOptimizer,
+        ServerOptimizerName,
         Option(
             "What the server does with the combined change: adds it (none), or takes it for a gradient: fedavgm, fedadam,"
             " fedyogi or fedadagrad.",
@@ -262,7 +262,9 @@ class RunConfig(Checked):
         Option("Client-level differential privacy: largest norm of a client's change. Needs a noise multiplier.", SAFE),
     ] = None
     dp_noise: Annotated[Positive | None, Option("Noise multiplier: standard deviation over that norm.", SAFE)] = None
-    dp_delta: Annotated[Fraction | None, Option("δ it is for.", SAFE, unset="1e-5, or K^-1.1 for K clients if less")] = None
+    dp_delta: Annotated[
+        Fraction | None, Option("Target δ of (ε, δ)-privacy.", SAFE, unset="1e-5, or K^-1.1 for K clients if less")
+    ] = None
     dp_noise_seed: Annotated[
         NonNegativeCount | None,
         Option(

@@ -20,7 +20,7 @@ from sparsekit_fl.client.kept import Mask
 from sparsekit_fl.methods.fedlps import fedlps, fedlps_own
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.policies import ByCapability, Constant, LearnableSgd, LocalPolicy, LocalResult, Sgd, UnitCriterion
-from sparsekit_fl.policies.local import with_passes
+from sparsekit_fl.policies.local import with_epochs
 
 Whole: TypeAlias = Literal["fedlps", "fedlps-own"]
 """The method that an ablation replaces a part of."""
@@ -84,7 +84,7 @@ def p_ucbv_dyn(whole: Whole = "fedlps") -> Method:
 
 
 @dataclass(frozen=True)
-class ProximalSgd(LocalPolicy):
+class MeanProximalSgd(LocalPolicy):
     """SGD on task loss + μ · mean square distance to the round's start, under a mask that was chosen before.
 
     What is left of FedLPS's client where the mask is not learned. The first time it reports `initial_accuracy`, as
@@ -92,13 +92,13 @@ class ProximalSgd(LocalPolicy):
 
     Args:
         proximal: μ; 1 in the paper, the mean over the entries of the whole model as in `LearnableSgd`.
-        passes: Factor on the local epochs of the run, as in `LearnableSgd`.
+        epochs_factor: Factor on the local epochs of the run, as in `LearnableSgd`.
 
     Source: Xue et al., ICDE 2025 (arXiv 2412.07216), equation of the local loss without its importance term.
     """
 
     proximal: float = 1.0
-    passes: float = 1.0
+    epochs_factor: float = 1.0
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.proximal < float("inf"):
@@ -114,18 +114,22 @@ class ProximalSgd(LocalPolicy):
             if weight:
                 metrics["initial_accuracy"] = score / weight
         entries = sum(start[name].numel() for name in ctx.masked.named_weights())
-        result = Sgd(proximal=2.0 * self.proximal / max(1, entries)).train(with_passes(ctx, self.passes), start, mask, ratio)
+        result = Sgd(proximal=2.0 * self.proximal / max(1, entries)).train(
+            with_epochs(ctx, self.epochs_factor), start, mask, ratio
+        )
         return replace(result, metrics={**result.metrics, **metrics})
 
 
-def _passes(method: Method) -> float:
-    return method.local.passes if isinstance(method.local, LearnableSgd) else 1.0
+def _epochs_factor(method: Method) -> float:
+    return method.local.epochs_factor if isinstance(method.local, LearnableSgd) else 1.0
 
 
 def _with_criterion(name: str, criterion: Criterion, ratio: float | None, whole: Whole) -> Method:
     found = _ablation(name, whole)
     chosen = found.ratio if ratio is None else Constant(ratio)
-    return replace(found, ratio=chosen, mask=UnitCriterion(criterion), local=ProximalSgd(passes=_passes(found)))
+    return replace(
+        found, ratio=chosen, mask=UnitCriterion(criterion), local=MeanProximalSgd(epochs_factor=_epochs_factor(found))
+    )
 
 
 def fedlps_random(ratio: float | None = None, whole: Whole = "fedlps") -> Method:

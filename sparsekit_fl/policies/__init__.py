@@ -12,7 +12,7 @@ from sparsekit_fl.policies.local import Adjust, Leaves, LocalPolicy, LocalResult
 from sparsekit_fl.policies.mask import Dense, MaskPolicy, RoundView, ServerCriterion, UnitCriterion
 from sparsekit_fl.policies.own_classes import OwnClasses, TouchedRowsMean
 from sparsekit_fl.policies.personal import GlobalModel, LocalModel, PersonalModel, PersonalPolicy
-from sparsekit_fl.policies.pruning import GatedPruning, RememberedMask, UnderOwnMask
+from sparsekit_fl.policies.pruning import PruneWhenAccurate, RememberedMask, UnderOwnMask
 from sparsekit_fl.policies.ratio import ByCapability, Constant, Full, RatioPolicy
 from sparsekit_fl.policies.sampling import BySize, Fixed, Poisson, PowerOfChoice, SamplingPolicy, Uniform
 from sparsekit_fl.policies.share import Everything, Nothing, PrivateHead, SharePolicy
@@ -31,7 +31,6 @@ __all__ = [
     "Everything",
     "Fixed",
     "Full",
-    "GatedPruning",
     "GlobalModel",
     "LearnableSgd",
     "Leaves",
@@ -48,6 +47,7 @@ __all__ = [
     "Poisson",
     "PowerOfChoice",
     "PrivateHead",
+    "PruneWhenAccurate",
     "RatioPolicy",
     "RecalibratedBatchNorm",
     "RememberedMask",

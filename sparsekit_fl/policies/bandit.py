@@ -90,12 +90,12 @@ class BanditRatio(RatioPolicy):
         bandit = make_bandit(
             self.bandit,
             Interval(self.low, self.high),
-            horizon=ctx.rounds / ctx.cohort,
+            horizon=ctx.rounds / ctx.cohort_size,
             rng=np.random.default_rng(seed),
             **own,
         )
         if "bandit" in memory:
-            bandit.load_state_dict(_of_horizon(memory["bandit"], ctx.rounds / ctx.cohort))
+            bandit.load_state_dict(_of_horizon(memory["bandit"], ctx.rounds / ctx.cohort_size))
         return bandit
 
     def propose(self, ctx: ServerContext, client_id: int) -> float | None:

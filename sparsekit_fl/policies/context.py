@@ -69,7 +69,7 @@ class ServerContext:
         round: The round, counted from 1.
         rounds: Number of rounds of the run.
         roster: Client id → examples and capability of this round.
-        cohort: Number of clients to sample, C.
+        cohort_size: Number of clients to sample, C.
         rngs: Kind of policy → its generator in this round; the kinds draw independently.
         memory: State of this kind of policy, which lives from round to round.
         graph: The units of the model.
@@ -83,7 +83,7 @@ class ServerContext:
     round: int
     rounds: int
     roster: Mapping[int, ClientInfo]
-    cohort: int
+    cohort_size: int
     rngs: Mapping[str, np.random.Generator] = field(repr=False)
     memory: Memory
     graph: UnitGraph
@@ -106,7 +106,7 @@ class ServerContext:
         """Return the same context with some clients alone in its roster, and a cohort of no more than these."""
         roster = {id: self.roster[id] for id in ids}
         away = frozenset(self.roster) - frozenset(ids)
-        return dataclasses.replace(self, roster=roster, cohort=min(self.cohort, len(roster)), unreachable=away)
+        return dataclasses.replace(self, roster=roster, cohort_size=min(self.cohort_size, len(roster)), unreachable=away)
 
     @property
     def rng(self) -> np.random.Generator:

@@ -16,7 +16,7 @@ from sparsekit_fl.client.context import ClientContext
 from sparsekit_fl.client.kept import Mask
 from sparsekit_fl.options.checked import Hint, NonNegative, Positive
 from sparsekit_fl.options.config import TrainingConfig
-from sparsekit_fl.policies.local import Adjust, Leaves, LocalPolicy, LocalResult, pull_towards, sgd, trained_leaves, with_passes
+from sparsekit_fl.policies.local import Adjust, Leaves, LocalPolicy, LocalResult, pull_towards, sgd, trained_leaves, with_epochs
 from sparsekit_fl.policies.mask import require_units
 from sparsekit_fl.problem.problem import Problem
 
@@ -79,7 +79,7 @@ class LearnableSgd(LocalPolicy):
         term: The importance regulariser, λ‖Q − σ(|θ|_J)‖².
         proximal: μ, strength of ‖θ − ω‖².
         proximal_reduction: "mean" over the entries of the whole model, or their "sum".
-        passes: Factor on the local epochs of the run. What narrow submodels save may be spent on more iterations.
+        epochs_factor: Factor on the local epochs of the run. What narrow submodels save may be spent on more iterations.
         noise: Upper end of the uniform noise that the initial importance gets, so that equal targets do not tie.
 
     Source: Xue et al., ICDE 2025 (arXiv 2412.07216), learnable sparse training, Algorithm 1, lines 13 to 23.
@@ -89,7 +89,7 @@ class LearnableSgd(LocalPolicy):
     term: ImportanceRegularizer = field(default_factory=ImportanceRegularizer)
     proximal: Annotated[NonNegative, Hint("0 switches it off")] = 1.0
     proximal_reduction: Literal["mean", "sum"] = "mean"
-    passes: Annotated[Positive, Hint("1 takes the local epochs of the run")] = 1.0
+    epochs_factor: Annotated[Positive, Hint("1 takes the local epochs of the run")] = 1.0
     noise: NonNegative = 0.0
 
     def check(self, problem: Problem, graph: UnitGraph) -> None:
@@ -114,7 +114,7 @@ class LearnableSgd(LocalPolicy):
         """
         if mask is not None:
             raise InvalidValueError("LearnableSgd learns its own mask; use it with the mask policy Dense()")
-        ctx = with_passes(ctx, self.passes)
+        ctx = with_epochs(ctx, self.epochs_factor)
         metrics = {} if "importance" in ctx.memory else self._first_scores(ctx)
         masked = self._loaded(ctx, start, ratio)
         leaves = trained_leaves(masked)

@@ -171,17 +171,17 @@ def sgd_step(training: TrainingConfig, leaves: Leaves, *, steps: int | None = No
     return make_step(training, leaves.values(), steps=steps)
 
 
-def with_passes(ctx: ClientContext, passes: float) -> ClientContext:
+def with_epochs(ctx: ClientContext, epochs_factor: float) -> ClientContext:
     """Return the context with another number of local epochs.
 
     Args:
         ctx: The client's.
-        passes: Factor on the local epochs of the run; rounded to the nearest whole number (halves up), at least 1. With 5
-            epochs, 1.4 gives 7.
+        epochs_factor: Factor on the local epochs of the run; rounded to the nearest whole number (halves up), at least 1.
+            With 5 epochs, 1.4 gives 7.
     """
-    if passes == 1.0:
+    if epochs_factor == 1.0:
         return ctx
-    epochs = max(1, math.floor(passes * ctx.training.local_epochs + 0.5))
+    epochs = max(1, math.floor(epochs_factor * ctx.training.local_epochs + 0.5))
     return dataclasses.replace(ctx, training=dataclasses.replace(ctx.training, local_epochs=epochs))
 
 

@@ -1,4 +1,4 @@
-"""RememberedMask, GatedPruning, UnderOwnMask: a mask per client that lives from round to round and only shrinks."""
+"""RememberedMask, PruneWhenAccurate, UnderOwnMask: a mask per client that lives from round to round and only shrinks."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class RememberedMask(MaskPolicy):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GatedPruning(RememberedMask):
+class PruneWhenAccurate(RememberedMask):
     """A client prunes a little more whenever what it received does well enough on its validation data.
 
     Args:

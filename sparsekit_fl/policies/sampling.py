@@ -22,14 +22,14 @@ class SamplingPolicy(Policy):
         """Return the cohort of this round.
 
         Args:
-            ctx: `ctx.cohort` clients are wanted, out of `ctx.roster`.
+            ctx: `ctx.cohort_size` clients are wanted, out of `ctx.roster`.
 
         Returns:
             Distinct ids out of the roster; updates are added up in this order. A round without anybody changes the model by
             its noise alone, where there is any.
         """
         ids = list(ctx.roster)
-        return sorted(int(ids[place]) for place in ctx.rng.choice(len(ids), size=ctx.cohort, replace=False))
+        return sorted(int(ids[place]) for place in ctx.rng.choice(len(ids), size=ctx.cohort_size, replace=False))
 
     def arrivals(self, ctx: ServerContext, updates: Sequence[Update]) -> list[tuple[Update, int]]:
         """Return the updates that are aggregated now, with their age in rounds.
@@ -75,7 +75,7 @@ class BySize(SamplingPolicy):
 
     def sample(self, ctx: ServerContext) -> list[int]:
         ids = list(ctx.roster)
-        places = ctx.rng.choice(len(ids), size=ctx.cohort, replace=False, p=_shares(ctx, ids))
+        places = ctx.rng.choice(len(ids), size=ctx.cohort_size, replace=False, p=_shares(ctx, ids))
         return sorted(int(ids[place]) for place in places)
 
 
@@ -88,7 +88,7 @@ class Poisson(SamplingPolicy):
 
     def sample(self, ctx: ServerContext) -> list[int]:
         ids = list(ctx.roster)
-        taken = ctx.rng.random(len(ids)) < ctx.cohort / len(ids)
+        taken = ctx.rng.random(len(ids)) < ctx.cohort_size / len(ids)
         return sorted(int(ids[place]) for place in np.flatnonzero(taken))
 
 
@@ -109,16 +109,17 @@ class PowerOfChoice(SamplingPolicy):
 
     def sample(self, ctx: ServerContext) -> list[int]:
         ids = list(ctx.roster)
-        if 0 < self.candidates < ctx.cohort:
+        if 0 < self.candidates < ctx.cohort_size:
             raise InvalidValueError(
-                f"sampling.candidates must be at least the cohort of {ctx.cohort}, got {self.candidates}; 0 takes twice that"
+                f"sampling.candidates must be at least the cohort of {ctx.cohort_size}, got {self.candidates};"
+                " 0 takes twice that"
             )
-        size = min(len(ids), max(ctx.cohort, self.candidates or 2 * ctx.cohort))
+        size = min(len(ids), max(ctx.cohort_size, self.candidates or 2 * ctx.cohort_size))
         drawn = ctx.rng.choice(len(ids), size=size, replace=False, p=_shares(ctx, ids))
         losses = ctx.memory.get("losses", {})
         # The order of the draw decides among equals.
         ranked = sorted((ids[place] for place in drawn), key=lambda id: -losses.get(str(id), float("inf")))
-        return sorted(int(id) for id in ranked[: ctx.cohort])
+        return sorted(int(id) for id in ranked[: ctx.cohort_size])
 
     def validate(self, ctx: ServerContext, update: Update, assignment: Assignment) -> None:
         """Raise UpdateError unless the update reports its training loss."""

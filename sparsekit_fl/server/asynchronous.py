@@ -24,7 +24,7 @@ from sparsekit.errors import InvalidValueError
 from sparsekit_fl.client.messages import Assignment, Update, decode_update, encode_update
 from sparsekit_fl.engines.base import ClientPool, ClientStream, Reply, await_clients
 from sparsekit_fl.errors import ClientError, TooFewRepliesError, UpdateError
-from sparsekit_fl.results.state.store import Versions
+from sparsekit_fl.results.state.store import MemoryRounds
 from sparsekit_fl.server.server import Aggregated, Arrival, Server
 
 _REPEATS = 2
@@ -40,7 +40,7 @@ class Step:
 
     Args:
         round: Of the server, counted from 1.
-        versions: The memory of each client that counts.
+        memory_rounds: The memory of each client that counts.
         started: Assignments of the clients that started, in this order.
         replies: What came back, in this order.
         received: The valid updates among them.
@@ -51,7 +51,7 @@ class Step:
     """
 
     round: int
-    versions: Versions
+    memory_rounds: MemoryRounds
     started: list[Assignment] = field(default_factory=list)
     replies: list[Reply] = field(default_factory=list)
     received: list[Update] = field(default_factory=list)
@@ -102,19 +102,19 @@ class Asynchronous(ABC):
     def _arrive(self, step: Step) -> None:
         """Wait for the next who come in; their updates go into the step."""
 
-    def step(self, round: int, versions: Versions, *, ids: Sequence[int]) -> tuple[Step, Aggregated]:
+    def step(self, round: int, memory_rounds: MemoryRounds, *, ids: Sequence[int]) -> tuple[Step, Aggregated]:
         """Start clients and take in what comes until the server can aggregate, and aggregate.
 
         Args:
             round: Of the server, counted from 1.
-            versions: The memory of each client that counts.
+            memory_rounds: The memory of each client that counts.
             ids: All clients.
 
         Raises:
             TooFewRepliesError: too few updates were valid, and nobody is left to ask.
         """
         self._server.begin(round)
-        step, began = Step(round, versions), self._now()
+        step, began = Step(round, memory_rounds), self._now()
         while len(step.landed) < self._buffer:
             self._start(step, [id for id in ids if id not in step.done])
             if self.under_way:
@@ -144,14 +144,14 @@ class Asynchronous(ABC):
     def _receive(self, step: Step, reply: Reply, assignment: Assignment) -> Update | None:
         """Note a reply; return its update where that is valid."""
         if reply.update is not None:
-            reply = replace(reply, update=self._server.timed(reply.update))
+            reply = replace(reply, update=self._server.with_scoring_time(reply.update))
         step.replies.append(reply)
         step.done.add(reply.client_id)
         self._told(reply.client_id, reply.update)
         try:
             if reply.update is None:
                 raise reply.error if isinstance(reply.error, ClientError) else ClientError(str(reply.error))
-            update = self._server.checked(reply.update, assignment)
+            update = self._server.validated(reply.update, assignment)
         except (ClientError, UpdateError) as error:
             step.dropped[reply.client_id] = error
             return None
@@ -200,9 +200,9 @@ class Simulated(Asynchronous):
         busy = set(self.under_way)
         if not step.started or not busy:
             room = self._cohort - len(busy) + self._buffer - len(step.landed) - 1
-            assignments = self._server.write(self._server.sample([id for id in ids if id not in busy], room))
+            assignments = self._server.make_assignments(self._server.sample([id for id in ids if id not in busy], room))
             step.started += assignments
-            replies = self._pool.map(assignments, step.versions) if assignments else ()
+            replies = self._pool.map(assignments, step.memory_rounds) if assignments else ()
             for assignment, reply in zip(assignments, replies, strict=True):
                 update = self._receive(step, reply, assignment)
                 if update is not None:
@@ -219,9 +219,9 @@ class Simulated(Asynchronous):
         self._memory["now"], _, base, update = heapq.heappop(self._flying)
         step.landed.append(Arrival(update, step.round - base))
 
-    def step(self, round: int, versions: Versions, *, ids: Sequence[int]) -> tuple[Step, Aggregated]:
+    def step(self, round: int, memory_rounds: MemoryRounds, *, ids: Sequence[int]) -> tuple[Step, Aggregated]:
         """See `Asynchronous.step`; keep those who are under way."""
-        step, aggregated = super().step(round, versions, ids=ids)
+        step, aggregated = super().step(round, memory_rounds, ids=ids)
         while self._waiting:
             # Who did not start in this step has trained for nothing else: it starts now.
             self._fly(step)
@@ -278,9 +278,9 @@ class Wall(Asynchronous):
             if not chosen:
                 return
             # The order of draws for them must not depend on the order of nodes.
-            assignments = self._server.write(sorted(chosen))
+            assignments = self._server.make_assignments(sorted(chosen))
             self._asked.update({assignment.client_id: assignment for assignment in assignments})
-            self._stream.start(assignments, step.versions)
+            self._stream.start(assignments, step.memory_rounds)
             step.started += assignments
 
     def _arrive(self, step: Step) -> None:

@@ -67,13 +67,13 @@ class Saved:
 
     Args:
         server: The server after the last finished round.
-        versions: Client id → round of its newest memory.
+        memory_rounds: Client id → round of its newest memory.
         records: One per finished round.
         callbacks: Class and state of each callback.
     """
 
     server: ServerState
-    versions: dict[int, int]
+    memory_rounds: dict[int, int]
     records: list[RoundRecord]
     callbacks: list[tuple[str, dict[str, Any]]]
 
@@ -171,10 +171,13 @@ class RunFolder:
                 held["server"],
                 meta.get("noise_seed"),
             )
-            versions = {int(client_id): int(round) for client_id, round in meta["versions"].items()}
+            memory_rounds = {int(client_id): int(round) for client_id, round in meta["memory_rounds"].items()}
             callbacks = [(str(kind), dict(state)) for kind, state in meta.get("callbacks", ())]
             return Saved(
-                server, versions, self._truncated(int(meta["rounds_bytes"]), meta["rounds_sha256"], server.round), callbacks
+                server,
+                memory_rounds,
+                self._truncated(int(meta["rounds_bytes"]), meta["rounds_sha256"], server.round),
+                callbacks,
             )
         except (DataError, KeyError, TypeError) as error:
             raise ResumeError(
@@ -223,7 +226,7 @@ class RunFolder:
             os.fsync(file.fileno())
 
     def save(
-        self, server: ServerState, versions: Mapping[int, int], callbacks: Sequence[tuple[str, dict[str, Any]]] = ()
+        self, server: ServerState, memory_rounds: Mapping[int, int], callbacks: Sequence[tuple[str, dict[str, Any]]] = ()
     ) -> None:
         """Write the checkpoint, atomically."""
         meta = {
@@ -231,7 +234,7 @@ class RunFolder:
             "run": self._described,
             "round": server.round,
             "names": list(server.state),
-            "versions": {str(client_id): round for client_id, round in versions.items()},
+            "memory_rounds": {str(client_id): round for client_id, round in memory_rounds.items()},
             "rounds_bytes": self._rounds.stat().st_size,
             "rounds_sha256": self._written.hexdigest(),
             "fingerprint": self.fingerprint,

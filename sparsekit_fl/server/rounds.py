@@ -68,7 +68,7 @@ class Rounds:
     ) -> None:
         self.spec = spec
         self.server = Server(spec, clients, None if saved is None else saved.server)
-        self._versions = {} if saved is None else saved.versions
+        self._memory_rounds = {} if saved is None else saved.memory_rounds
         self._records = [] if saved is None else saved.records
         self._clients = clients
         self._store = store
@@ -95,7 +95,7 @@ class Rounds:
             state=lambda: self.server.state.state,
             model=self._model,
         )
-        store.keep_only(self._versions)
+        store.keep_only(self._memory_rounds)
 
     @property
     def hint(self) -> str:
@@ -148,7 +148,7 @@ class Rounds:
             assignments = self.server.assign(round)
             return assignments, self._attempts(pool, round, assignments)
         try:
-            step, aggregated = self._asynchronous.step(round, self._versions, ids=list(self._clients))
+            step, aggregated = self._asynchronous.step(round, self._memory_rounds, ids=list(self._clients))
         except TooFewRepliesError as error:
             raise TooFewRepliesError(f"{error}. Nothing of that step counted; {self.hint}") from None
         self._warn(round, step.dropped)
@@ -162,8 +162,8 @@ class Rounds:
         # Asynchronously a client may have started in an earlier round, after which its memory is named.
         valid = {update.client_id: update.round for update in aggregated.trained}
         newest = {reply.client_id: valid[reply.client_id] for reply in replies if reply.stored and reply.client_id in valid}
-        stale = {client_id: self._versions[client_id] for client_id in newest if client_id in self._versions}
-        self._versions = {**self._versions, **newest}
+        stale = {client_id: self._memory_rounds[client_id] for client_id in newest if client_id in self._memory_rounds}
+        self._memory_rounds = {**self._memory_rounds, **newest}
         self._view.round = round
         scores, unscored, final = self._score(pool, round)
         cost = WorkCost()
@@ -197,7 +197,7 @@ class Rounds:
             self._store.sync()
             self._folder.append(record)
             states = self._callbacks.states()
-            self._folder.save(self.server.state, self._versions, states)
+            self._folder.save(self.server.state, self._memory_rounds, states)
         self.finished = round
         self._view.cost = record.cost
         # Only now does no checkpoint on the disk need the older memories.
@@ -206,7 +206,7 @@ class Rounds:
             self._callbacks.tell("on_round_end", self._view, record)
         finally:
             if self._folder is not None and self._callbacks.states() != states:
-                self._folder.save(self.server.state, self._versions, self._callbacks.states())
+                self._folder.save(self.server.state, self._memory_rounds, self._callbacks.states())
         return final
 
     def _left_out(self, ended: bool) -> list[str]:
@@ -264,8 +264,8 @@ class Rounds:
             if attempts:
                 await_clients(pool, [assignment.client_id for assignment in assignments], needed)
             replies: list[Reply] = []
-            for one in pool.map(assignments, self._versions) if assignments else ():
-                reply = one if one.update is None else replace(one, update=self.server.timed(one.update))
+            for one in pool.map(assignments, self._memory_rounds) if assignments else ():
+                reply = one if one.update is None else replace(one, update=self.server.with_scoring_time(one.update))
                 self._callbacks.tell("on_client_end", self._view, reply.client_id, reply.update)
                 replies.append(reply)
             aggregated = self.server.aggregate([reply.update for reply in replies if reply.update is not None], needed=needed)
@@ -304,7 +304,7 @@ class Rounds:
         for evaluation in pool.evaluate(
             self.server.shared(),
             ids,
-            self._versions,
+            self._memory_rounds,
             round=round,
             with_shared=with_shared,
             export=self._export if last else None,
@@ -339,7 +339,7 @@ class Rounds:
 
     def _finish(self, pool: ClientPool, evaluations: Sequence[Evaluation]) -> RunResult:
         # A worker that outlived a killed run may have written once more after this one began.
-        self._store.keep_only(self._versions)
+        self._store.keep_only(self._memory_rounds)
         spec, scores = self.spec, RoundScores.of(evaluations, lower=self._lower)
         state = self.server.state.state
         result = RunResult(

@@ -234,7 +234,7 @@ class Server:
             round=round,
             rounds=config.rounds,
             roster=Roster(self._clients, config, round),
-            cohort=config.cohort,
+            cohort_size=config.cohort,
             rngs=rngs,
             memory=self.state.memory,
             graph=self.spec.graph,
@@ -253,7 +253,7 @@ class Server:
             InvalidValueError: the sampling policy returned a client that is away or under way, a stranger, or one twice.
         """
         cohort = self._sample(self._reachable(self.begin(round)))
-        assignments = self.write(cohort)
+        assignments = self.make_assignments(cohort)
         self._assignments = {assignment.client_id: assignment for assignment in assignments}
         return assignments
 
@@ -272,8 +272,8 @@ class Server:
         assert self._ctx is not None, "begin() comes before sample()"
         there = self._reachable(self._ctx)
         sampled = there.reaching([id for id in ids if id in there.roster])
-        sampled = replace(sampled, cohort=max(0, min(room, len(sampled.roster))))
-        return self._sample(sampled) if sampled.cohort else []
+        sampled = replace(sampled, cohort_size=max(0, min(room, len(sampled.roster))))
+        return self._sample(sampled) if sampled.cohort_size else []
 
     def shuffled(self, ids: Sequence[int]) -> list[int]:
         """Return clients in another order, drawn within the round that has begun."""
@@ -290,9 +290,9 @@ class Server:
             )
         return cohort
 
-    def write(self, cohort: Sequence[int]) -> list[Assignment]:
+    def make_assignments(self, cohort: Sequence[int]) -> list[Assignment]:
         """Write the assignments of these clients, in the round that has begun."""
-        assert self._ctx is not None, "begin() comes before write()"
+        assert self._ctx is not None, "begin() comes before make_assignments()"
         ctx, method = self._ctx, self.spec.method
         assignments = []
         for client_id in cohort:
@@ -345,7 +345,7 @@ class Server:
                     raise UpdateError(f"client {update.client_id} has no assignment in round {ctx.round}")
                 if update.client_id in seen:
                     raise UpdateError(f"client {update.client_id} sent a second update in round {ctx.round}")
-                valid.append(self.checked(update, self._assignments[update.client_id]))
+                valid.append(self.validated(update, self._assignments[update.client_id]))
             except UpdateError as error:
                 refused.append((update.client_id, error))
                 continue
@@ -361,7 +361,7 @@ class Server:
         return Aggregated(tuple(valid), tuple(refused), seconds)
 
     def take(self, arrivals: Sequence[Arrival]) -> None:
-        """Aggregate updates that `checked` returned, by their age, and let the policies learn from them.
+        """Aggregate updates that `validated` returned, by their age, and let the policies learn from them.
 
         Args:
             arrivals: In the order in which they are added up.
@@ -380,17 +380,17 @@ class Server:
         method.mask.observe(ctx.scoped("mask"), valid)
         method.sampling.observe(ctx.scoped("sampling"), valid)
 
-    def timed(self, update: Update) -> Update:
+    def with_scoring_time(self, update: Update) -> Update:
         """Return an update whose cost has the simulated seconds of scoring, by the roster of the round that has begun."""
-        assert self._ctx is not None, "begin() comes before timed()"
+        assert self._ctx is not None, "begin() comes before with_scoring_time()"
         if not update.cost.flops_scoring or update.client_id not in self._clients:
             return update
         seconds = scoring_seconds(update.cost, self._ctx.roster[update.client_id].capability)
         return replace(update, cost=replace(update.cost, scoring_seconds=seconds))
 
-    def checked(self, update: Update, assignment: Assignment) -> Update:
+    def validated(self, update: Update, assignment: Assignment) -> Update:
         """Return an update as it is added up; raise UpdateError unless it may touch the model, and every policy can use it."""
-        assert self._ctx is not None, "begin() comes before checked()"
+        assert self._ctx is not None, "begin() comes before validated()"
         ctx, method = self._ctx, self.spec.method
         check_update(update, assignment, ctx, upload=self.spec.config.upload)
         method.aggregate.validate(ctx.scoped("aggregate"), update, assignment)

@@ -139,7 +139,7 @@ class Turns(fl.SamplingPolicy):
 
     def sample(self, ctx: fl.ServerContext) -> list[int]:
         ids = sorted(ctx.roster)
-        return sorted(ids[(ctx.round * ctx.cohort + place) % len(ids)] for place in range(ctx.cohort))
+        return sorted(ids[(ctx.round * ctx.cohort_size + place) % len(ids)] for place in range(ctx.cohort_size))
 
 
 fl.run(fl.Method(name="turns", source="an example", sampling=Turns()), problem, clients, config)
@@ -306,7 +306,7 @@ fl.policies.Constant(0.5)
 # sparsekit_fl.run
 result = fl.run(fl.methods.fedlps(), problem, clients, config)
 
-# sparsekit_fl.engines.ClientExecutor, sparsekit_fl.engines.Reply, sparsekit_fl.engines.Unscored, sparsekit_fl.engines.StateDict, sparsekit_fl.engines.Versions
+# sparsekit_fl.engines.ClientExecutor, sparsekit_fl.engines.Reply, sparsekit_fl.engines.Unscored, sparsekit_fl.engines.StateDict, sparsekit_fl.engines.MemoryRounds
 from collections.abc import Iterator, Sequence
 
 
@@ -318,15 +318,15 @@ class OneByOne:
     def __init__(self, executor: fl.engines.ClientExecutor) -> None:
         self.executor = executor
 
-    def map(self, assignments: Sequence[fl.Assignment], versions: fl.engines.Versions) -> Iterator[fl.engines.Reply]:
+    def map(self, assignments: Sequence[fl.Assignment], memory_rounds: fl.engines.MemoryRounds) -> Iterator[fl.engines.Reply]:
         for assignment in assignments:
-            update, stored = self.executor.train(assignment, versions.get(assignment.client_id))
+            update, stored = self.executor.train(assignment, memory_rounds.get(assignment.client_id))
             yield fl.engines.Reply(client_id=assignment.client_id, update=update, stored=stored)
 
-    def evaluate(self, state: fl.engines.StateDict, ids, versions, *, round, with_shared, export):
+    def evaluate(self, state: fl.engines.StateDict, ids, memory_rounds, *, round, with_shared, export):
         for id in ids:
             try:
-                yield self.executor.evaluate(state, id, versions.get(id), round=round, with_shared=with_shared, export=export)
+                yield self.executor.evaluate(state, id, memory_rounds.get(id), round=round, with_shared=with_shared, export=export)
             except fl.errors.ClientError as error:
                 yield fl.engines.Unscored(id, str(error))
 

@@ -21,7 +21,7 @@ from sparsekit_fl.engines.flower.wire import content, join, part, read
 from sparsekit_fl.engines.spec import RunSpec
 from sparsekit_fl.errors import ClientError, WorkerDiedError
 from sparsekit_fl.results.state.storage import write_atomically
-from sparsekit_fl.results.state.store import ClientStore, Versions
+from sparsekit_fl.results.state.store import ClientStore, MemoryRounds
 
 _TTL_SECONDS = 12 * 3600.0
 # Flower's simulation looks through all open messages for each of its nodes, ten times a second, and at each of our polls;
@@ -110,9 +110,9 @@ class GridPool:
         self._run = run
         self._trusted = trusted
 
-    def map(self, assignments: Sequence[Assignment], versions: Versions) -> Iterator[Reply]:
+    def map(self, assignments: Sequence[Assignment], memory_rounds: MemoryRounds) -> Iterator[Reply]:
         """Train; see `ClientPool.map`."""
-        tasks = [self._training(assignment, versions) for assignment in assignments]
+        tasks = [self._training(assignment, memory_rounds) for assignment in assignments]
         for assignment, (task, answer) in zip(assignments, self._in_order(tasks), strict=True):
             yield self._with_news(assignment, task, answer)
 
@@ -128,9 +128,9 @@ class GridPool:
     def _ttl(self) -> float:
         return _TTL_SECONDS if self._timeout is None else self._timeout
 
-    def _training(self, assignment: Assignment, versions: Versions) -> Task:
+    def _training(self, assignment: Assignment, memory_rounds: MemoryRounds) -> Task:
         id, body = assignment.client_id, encode_assignment(assignment, self._spec.graph)
-        return self._task("train", id, versions.get(id), assignment.round, body=body)
+        return self._task("train", id, memory_rounds.get(id), assignment.round, body=body)
 
     def _with_news(self, assignment: Assignment, task: Task, answer: Answer) -> Reply:
         """Read a reply, and add what became of nodes."""
@@ -140,13 +140,20 @@ class GridPool:
         return replace(reply, note="; ".join([*news, reply.note] if reply.note else news)) if news else reply
 
     def evaluate(
-        self, state: StateDict, ids: Sequence[int], versions: Versions, *, round: int, with_shared: bool, export: Path | None
+        self,
+        state: StateDict,
+        ids: Sequence[int],
+        memory_rounds: MemoryRounds,
+        *,
+        round: int,
+        with_shared: bool,
+        export: Path | None,
     ) -> Iterator[Evaluation | Unscored]:
         """Score; see `ClientPool.evaluate`. A client that does not answer is asked twice."""
         body = pack(dict(state), {"kind": "state", "round": round})
         last = export is not None
         options: dict[str, Any] = {"with_shared": with_shared, "last": last, "export": last and self.exports}
-        tasks = [self._task("evaluate", i, versions.get(i), round, shared=body, **options) for i in ids]
+        tasks = [self._task("evaluate", i, memory_rounds.get(i), round, shared=body, **options) for i in ids]
         held: list[Evaluation | Unscored] = []  # from the first client on that is asked again
         silent: dict[int, Task] = {}
         for task, answer in self._in_order(tasks):
@@ -331,9 +338,9 @@ class GridStream:
             first.setdefault(self._carrier.node_of(id), id)
         return list(first.values())
 
-    def start(self, assignments: Sequence[Assignment], versions: Versions) -> None:
+    def start(self, assignments: Sequence[Assignment], memory_rounds: MemoryRounds) -> None:
         """Send tasks to clients that are free, at most one for each node."""
-        self._tasks.update({one.client_id: (one, self._pool._training(one, versions)) for one in assignments})
+        self._tasks.update({one.client_id: (one, self._pool._training(one, memory_rounds)) for one in assignments})
         self._post.add(one.client_id for one in assignments)
         self._early += self._post.poll()
 

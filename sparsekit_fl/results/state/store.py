@@ -19,7 +19,7 @@ from sparsekit_fl.results.state.storage import sync_folder, write_atomically
 _TENSOR = "$tensor"
 _FLOAT = "$float"
 
-Versions = Mapping[int, int]
+MemoryRounds = Mapping[int, int]
 """Client id → round in which its newest memory was written; clients without memory are absent."""
 
 
@@ -212,14 +212,14 @@ class ClientStore(MemoryStore):
         if self.durable:
             sync_folder(self.folder)
 
-    def remove(self, versions: Versions) -> None:
+    def remove(self, memory_rounds: MemoryRounds) -> None:
         """Remove the named files; those already gone are no error."""
-        for client_id, round in versions.items():
+        for client_id, round in memory_rounds.items():
             self.where(client_id, round).unlink(missing_ok=True)
 
-    def keep_only(self, versions: Versions) -> None:
+    def keep_only(self, memory_rounds: MemoryRounds) -> None:
         """Remove every file that is not named, such as those of a round that a crash cut off."""
-        named = {self.where(client_id, round).name for client_id, round in versions.items()}
+        named = {self.where(client_id, round).name for client_id, round in memory_rounds.items()}
         for path in [*self.folder.glob("*.safetensors"), *self.folder.glob(".*.tmp")]:
             if path.name not in named:
                 path.unlink()

@@ -49,7 +49,7 @@ def server(round: int, capability: float, memory: dict, *, seed: int = 0) -> Ser
         round=round,
         rounds=100,
         roster={7: ClientInfo(examples=10, capability=Capability(ratio=capability))},
-        cohort=10,
+        cohort_size=10,
         rngs={"ratio": np.random.default_rng([seed, round])},
         kind="ratio",
         memory=memory,
@@ -128,14 +128,14 @@ def test_the_arms_end_at_the_largest_ratio() -> None:
 
 
 def test_passes_multiply_the_local_epochs_and_round_halves_up() -> None:
-    def flops(passes: float, epochs: int) -> int:
+    def flops(epochs_factor: float, epochs: int) -> int:
         config = tiny_config(rounds=1)
         config = dataclasses.replace(config, training=dataclasses.replace(config.training, local_epochs=epochs))
-        method = dataclasses.replace(fedlps(), ratio=Constant(0.5), local=LearnableSgd(passes=passes))
+        method = dataclasses.replace(fedlps(), ratio=Constant(0.5), local=LearnableSgd(epochs_factor=epochs_factor))
         return run(method, tiny_problem(), tiny_clients(), config).cost.flops_compact_training
 
     one = flops(1.0, 1)
-    assert [flops(passes, 2) for passes in (0.1, 1.0, 1.25, 1.4)] == [one, 2 * one, 3 * one, 3 * one]
+    assert [flops(factor, 2) for factor in (0.1, 1.0, 1.25, 1.4)] == [one, 2 * one, 3 * one, 3 * one]
 
 
 def test_utility_is_the_papers_function() -> None:

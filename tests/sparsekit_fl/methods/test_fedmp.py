@@ -22,7 +22,7 @@ def context(round: int, memory: dict, *, capability: float = 1.0, clients: int =
         round=round,
         rounds=100,
         roster={k: ClientInfo(examples=10, capability=Capability(ratio=capability)) for k in range(clients)},
-        cohort=clients,
+        cohort_size=clients,
         rngs={"ratio": np.random.default_rng([5, round])},
         kind="ratio",
         memory=memory,

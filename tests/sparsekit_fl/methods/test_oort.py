@@ -21,7 +21,7 @@ from sparsekit_fl.testing import tiny_config
 def context(round: int, memory: dict, *, clients: int = 30, size: int = 6, speed=lambda _: 1e9) -> ServerContext:
     roster = {k: ClientInfo(examples=100, capability=Capability(flops_per_second=speed(k))) for k in range(clients)}
     return ServerContext(
-        round=round, rounds=1000, roster=roster, cohort=size, memory=memory, graph=None, state={},
+        round=round, rounds=1000, roster=roster, cohort_size=size, memory=memory, graph=None, state={},
         rngs={"sampling": np.random.default_rng([7, round])},
     )  # fmt: skip
 
@@ -36,7 +36,7 @@ def played(rounds: int, policy: GuidedSampling, *, loss=lambda _: 1.0, seconds=l
     for round in range(1, rounds + 1):
         ctx = context(round, memory, **options)
         cohort = policy.sample(ctx)
-        assert len(set(cohort)) == ctx.cohort
+        assert len(set(cohort)) == ctx.cohort_size
         policy.observe(ctx, [answer(k, loss=loss(k), seconds=seconds(k)) for k in cohort])
         counts[cohort] += 1
     return memory, counts

@@ -13,7 +13,7 @@ from sparsekit.graph.graph import UnitGraph
 from sparsekit_fl.client.memory import rngs_by_kind
 from sparsekit_fl.client.messages import Update, WorkCost
 from sparsekit_fl.methods import refl, with_settings
-from sparsekit_fl.methods.refl import Availability, LeastAvailable, StaleMean
+from sparsekit_fl.methods.refl import ComingAndGoing, LeastAvailable, StaleMean
 from sparsekit_fl.policies.aggregate import Mean
 from sparsekit_fl.policies.context import ClientInfo, ServerContext
 from sparsekit_fl.problem.clients import Capability
@@ -50,7 +50,7 @@ def test_fewer_clients_are_asked_when_late_ones_are_about_to_answer() -> None:
 
 def context(round, memory, *, clients=10, size=4):
     return ServerContext(
-        round=round, rounds=100, roster={k: ClientInfo(10, Capability()) for k in range(clients)}, cohort=size,
+        round=round, rounds=100, roster={k: ClientInfo(10, Capability()) for k in range(clients)}, cohort_size=size,
         rngs=rngs_by_kind(np.random.default_rng([3, round])), memory=memory, graph=GRAPH, state=STATE,
     )  # fmt: skip
 
@@ -94,7 +94,7 @@ def test_the_average_round_is_a_moving_one() -> None:
 def test_those_who_are_expected_to_leave_are_asked_first(monkeypatch) -> None:
     here = [True] * 8 + [False] * 2
     likely = [True] * 5 + [False] * 5
-    monkeypatch.setattr(Availability, "advance", lambda self, memory, count, rng: (here, likely))
+    monkeypatch.setattr(ComingAndGoing, "advance", lambda self, memory, count, rng: (here, likely))
     policy = LeastAvailable(cool_down=2)
     memory: dict = {}
     assert set(policy.sample(context(1, memory))) > {5, 6, 7}
@@ -112,13 +112,13 @@ def test_who_has_just_been_asked_rests_while_others_can_be_asked() -> None:
 
 
 def test_where_nobody_is_there_the_server_asks_all_the_same(monkeypatch) -> None:
-    monkeypatch.setattr(Availability, "advance", lambda self, memory, count, rng: ([False] * count, [False] * count))
+    monkeypatch.setattr(ComingAndGoing, "advance", lambda self, memory, count, rng: ([False] * count, [False] * count))
     assert len(LeastAvailable().sample(context(1, {}))) == 4
 
 
 def test_clients_stay_as_they_are_with_their_own_probability() -> None:
     memory, changes, right, before = {}, np.zeros(200), 0.0, None
-    chain, rng = Availability(stay_low=0.7, stay_high=0.9, accuracy=0.8), np.random.default_rng(0)
+    chain, rng = ComingAndGoing(stay_low=0.7, stay_high=0.9, accuracy=0.8), np.random.default_rng(0)
     for _ in range(300):
         now, expected = chain.advance(memory, 200, rng)
         changes += 0 if before is None else np.array(now) != before

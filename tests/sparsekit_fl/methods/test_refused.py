@@ -26,7 +26,7 @@ from sparsekit_fl.methods.make import make_method
 from sparsekit_fl.methods.oort import GuidedSampling
 from sparsekit_fl.methods.per_fedavg import AdaptedModel, MetaSgd
 from sparsekit_fl.methods.prunefl import Search
-from sparsekit_fl.methods.refl import Availability, LeastAvailable, StaleMean
+from sparsekit_fl.methods.refl import ComingAndGoing, LeastAvailable, StaleMean
 from sparsekit_fl.policies.bandit import BanditRatio
 from sparsekit_fl.policies.learnable import LearnableSgd
 from sparsekit_fl.problem.metrics import log_loss
@@ -93,8 +93,8 @@ BLIND = dataclasses.replace(tiny_problem(), metrics={"log_loss": log_loss})
         (LeastAvailable, {"target": 0.0}, "target"),
         (LeastAvailable, {"alpha": 1.0}, "alpha"),
         (LeastAvailable, {"cool_down": -1}, "cool_down"),
-        (Availability, {"stay_low": 0.9, "stay_high": 0.5}, "stay"),
-        (Availability, {"accuracy": 2.0}, "accuracy"),
+        (ComingAndGoing, {"stay_low": 0.9, "stay_high": 0.5}, "stay"),
+        (ComingAndGoing, {"accuracy": 2.0}, "accuracy"),
         (StaleMean, {"beta": -0.1}, "beta"),
         (StaleMean, {"weighting": "size"}, "weighting"),
     ],

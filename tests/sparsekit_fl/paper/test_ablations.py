@@ -14,7 +14,7 @@ from sparsekit_fl.client.messages import Evaluation
 from sparsekit_fl.engines.spec import RunSpec
 from sparsekit_fl.methods import fedavg, fedlps, fedlps_own
 from sparsekit_fl.paper.ablations import (
-    ProximalSgd,
+    MeanProximalSgd,
     fedlps_magnitude,
     fedlps_ordered,
     fedlps_random,
@@ -139,7 +139,7 @@ def test_magnitude_keeps_the_units_of_largest_weights_in_the_global_model() -> N
 
 @pytest.mark.same_bits
 def test_a_full_pattern_without_the_proximal_term_is_fedavg_bit_for_bit() -> None:
-    plain = dataclasses.replace(fedlps_random(), ratio=Full(), local=ProximalSgd(proximal=0.0), personal=GlobalModel())
+    plain = dataclasses.replace(fedlps_random(), ratio=Full(), local=MeanProximalSgd(proximal=0.0), personal=GlobalModel())
     ours, _ = watched(plain)
     reference, _ = watched(fedavg())
     assert ours.final.state_sha256 == reference.final.state_sha256
@@ -147,7 +147,7 @@ def test_a_full_pattern_without_the_proximal_term_is_fedavg_bit_for_bit() -> Non
 
 def test_the_proximal_term_is_that_of_the_learning_client() -> None:
     config = tiny_config(rounds=1)
-    ours = dataclasses.replace(fedlps_ordered(), ratio=Full(), local=ProximalSgd(proximal=500.0))
+    ours = dataclasses.replace(fedlps_ordered(), ratio=Full(), local=MeanProximalSgd(proximal=500.0))
     learning = dataclasses.replace(
         fedlps(), ratio=Full(), local=LearnableSgd(proximal=500.0, term=ImportanceRegularizer(strength=0.0))
     )
@@ -157,4 +157,4 @@ def test_the_proximal_term_is_that_of_the_learning_client() -> None:
 
 def test_a_negative_pull_is_refused() -> None:
     with pytest.raises(InvalidValueError, match="proximal"):
-        ProximalSgd(-1.0)
+        MeanProximalSgd(-1.0)

@@ -48,7 +48,7 @@ def told(name: str) -> list[tuple[float, float]]:
     info = SimpleNamespace(capability=SimpleNamespace(ratio=1.0))
     for round, accuracy in ((1, 0.6), (2, 0.5)):
         ctx: Any = SimpleNamespace(
-            round=round, rounds=10, cohort=1, roster={7: info}, memory=memory, rng=np.random.default_rng(round)
+            round=round, rounds=10, cohort_size=1, roster={7: info}, memory=memory, rng=np.random.default_rng(round)
         )
         ratio = policy.propose(ctx, 7)
         update: Any = SimpleNamespace(

@@ -80,7 +80,7 @@ def test_without_an_output_bias_nothing_changes_and_a_warning_says_so(caplog) ->
 
 def server() -> ServerContext:
     return ServerContext(
-        round=1, rounds=1, cohort=2, roster={k: ClientInfo(examples=10, capability=Capability()) for k in (0, 1)},
+        round=1, rounds=1, cohort_size=2, roster={k: ClientInfo(examples=10, capability=Capability()) for k in (0, 1)},
         rngs={"aggregate": np.random.default_rng(0)}, kind="aggregate", memory={}, graph=GRAPH, state={},
     )  # fmt: skip
 

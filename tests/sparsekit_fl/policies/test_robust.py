@@ -44,7 +44,7 @@ def context():
         round=1,
         rounds=1,
         roster={},
-        cohort=2,
+        cohort_size=2,
         rngs=rngs_by_kind(np.random.default_rng(0)),
         memory={},
         graph=GRAPH,

@@ -24,7 +24,7 @@ def context(round=1, *, sizes=(10,) * 8, cohort=3, memory=None):
         round=round,
         rounds=10,
         roster=roster,
-        cohort=cohort,
+        cohort_size=cohort,
         rngs={"sampling": np.random.default_rng(round)},
         memory={} if memory is None else memory,
         graph=None,

@@ -38,7 +38,7 @@ class Fake:
     def __init__(self, *starting, cohort, buffer):
         config = RunConfig(rounds=9, cohort=cohort, async_buffer=buffer)
         self.spec, self.state = SimpleNamespace(config=config), SimpleNamespace(memory={})
-        self.timed = self.checked = lambda update, *_: update
+        self.with_scoring_time = self.validated = lambda update, *_: update
         self.taken, self._starting = [], list(starting)
 
     def begin(self, round):
@@ -49,10 +49,10 @@ class Fake:
         assert set(self._seconds) <= set(ids)
         return list(self._seconds)
 
-    def write(self, ids):
+    def make_assignments(self, ids):
         return [SimpleNamespace(client_id=id, round=1) for id in ids]
 
-    def map(self, assignments, versions):
+    def map(self, assignments, memory_rounds):
         return [
             Reply(client_id=one.client_id, update=update(one.client_id, self._seconds[one.client_id])) for one in assignments
         ]
