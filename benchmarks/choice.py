@@ -4,6 +4,7 @@
     python benchmarks/choice.py images --ratios 0.25 --epochs 4        CIFAR-10, a part of it; `--train 50000` takes all
     python benchmarks/choice.py images --data cifar100 --device cuda --train 50000 --test 10000 --epochs 30
     python benchmarks/choice.py images --network vgg --starts trained --ratios 0.5 0.25 0.125 --epochs 2
+    python benchmarks/choice.py tasks --seeds 3                        real data where structure says that choice should matter
     python benchmarks/choice.py planted --trainable --batch 4          the planted layers train too; few examples in a batch
     python benchmarks/choice.py planted --arms parts                   the learned arm with other constants
     python benchmarks/choice.py table                                  what choice.jsonl holds, as Markdown
@@ -15,7 +16,8 @@ explores, trains fewer steps by what that cost, as it is spent, so that all arms
 The arms: `learned` (a LearnableMask as it comes, in a plain loop; `learned-steps` knows the length of the training), `paper`
 (GradientImportance), `random`, `ordered`, `magnitude`, `taylor`, `fisher`, `torch-pruning` (its group magnitude), `oracle` for
 planted units; with a budget of the same FLOPs in place of one ratio: `widths` (learned), `widths-fixed` (its first widths),
-`widths-scratch` (the narrow network of its last widths, from scratch).
+`widths-scratch` (the narrow network of its last widths, from scratch); of tasks `scratch` (the narrow network from scratch, in
+as many FLOPs as the others after the cut; the dense network before it is given to them).
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from choice_cells import NETWORKS, PLANTED, Cell, images, planted
+from choice_cells import NETWORKS, PLANTED, TASKS, Cell, images, planted, task
 from choice_parts import PARTS
 
 import sparsekit as sk
@@ -170,6 +172,19 @@ def _jobs(options: argparse.Namespace) -> Iterator[tuple[dict[str, Any], Callabl
                     key = {"cell": name, "ratio": 0.25, "arm": arm, "seed": seed}
                     yield key, lambda f=family, a=arm, s=seed: _planted_run(options, a, f, s)
         return
+    if options.what == "tasks":
+        for name in TASKS:
+            for ratio in options.ratios:
+                for seed in range(options.seeds):
+                    for arm in options.arms or ["learned", "scratch", "random", "magnitude", "taylor", "fisher"]:
+                        key = {
+                            "cell": f"task {name} {options.train} images {options.epochs} epochs",
+                            "ratio": ratio,
+                            "arm": arm,
+                            "seed": seed,
+                        }
+                        yield key, lambda n=name, a=arm, s=seed, r=ratio: _task_run(options, n, a, r, s)
+        return
     arms = options.arms or ["learned", "widths", "widths-fixed", "widths-scratch", "paper", *FIXED]
     for start in options.starts:
         for ratio in options.ratios:
@@ -213,6 +228,19 @@ def _image_run(options: argparse.Namespace, arm: str, start: str, ratio: float, 
     if arm == "widths-scratch":
         return _scratch(options, cell, start, ratio, seed)
     return _run(arm, cell, ratio, options.epochs * per_epoch, seed)
+
+
+def _task_run(options: argparse.Namespace, name: str, arm: str, ratio: float, seed: int) -> dict[str, Any]:
+    before, cell = task(name, seed, options.device, train=options.train, test=options.test)
+    if arm == "scratch":
+        arm = "random"
+    else:
+        kept = Path(options.out).parent / f"dense-{name}-{options.train}-{seed}.pt"
+        if not kept.exists():
+            _pretrain(before, 3 * options.train // BATCH, seed)
+            torch.save(before.model.state_dict(), kept)
+        cell.model.load_state_dict(torch.load(kept, weights_only=True))
+    return _run(arm, cell, ratio, options.epochs * len(cell.train[0]) // BATCH, seed)
 
 
 def _scratch(options: argparse.Namespace, cell: Cell, start: str, ratio: float, seed: int) -> dict[str, Any]:
@@ -263,7 +291,7 @@ def _score(runs: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["planted", "images", "table"])
+    parser.add_argument("what", choices=["planted", "images", "tasks", "table"])
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--arms", nargs="+")
     parser.add_argument("--families", nargs="+", default=list(PLANTED))

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-__all__ = ["NETWORKS", "PLANTED", "Cell", "images", "planted"]
+__all__ = ["NETWORKS", "PLANTED", "TASKS", "Cell", "images", "planted", "task"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -166,3 +166,60 @@ def images(name: str, seed: int, device: str, *, train: int, test: int, network:
     (x, y), (xt, yt) = _read(name, "train", train), _read(name, "test", test)
     x, xt = (nn.functional.avg_pool2d(pictures, pooled) for pictures in (x, xt))
     return Cell(model, (x.to(device), y.to(device)), (xt.to(device), yt.to(device)), 0.05, {})
+
+
+class _Rows(nn.Module):
+    """A transformer of two layers, with sixteen heads of four channels each, over the rows of an image."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.enter, self.places = nn.Linear(28, 64), nn.Parameter(0.02 * torch.randn(1, 28, 64))
+        self.layers = nn.Sequential(
+            *(nn.TransformerEncoderLayer(64, 16, 128, dropout=0.0, batch_first=True, norm_first=True) for _ in range(2))
+        )
+        self.head = nn.Linear(64, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.head(self.layers(self.enter(x.squeeze(1)) + self.places).mean(1))
+        return result
+
+
+TASKS = {
+    "classes": "three classes of ten: most units of a network of CIFAR-10 were made for the others",
+    "distractor": "one of two images, in channels of their own: half of the units were made for the other one",
+    "heads": "sixteen heads a layer over the rows of MNIST, where few would do",
+}
+"""Name → why a choice should matter: what a network was trained for, and what it is cut for, differ."""
+
+
+def task(name: str, seed: int, device: str, *, train: int, test: int) -> tuple[Cell, Cell]:
+    """What the dense network is trained on, and what it is cut for and trained on afterwards."""
+    (x, y), (xt, yt) = (
+        _read("mnist" if name == "heads" else "cifar10", part, count) for part, count in (("train", train), ("test", test))
+    )
+    torch.manual_seed(seed)
+    if name == "heads":
+        x, xt = x[:, :1], xt[:, :1]
+        model: nn.Module = _Rows(10)
+        whole = ((x, y), (xt, yt))
+        own = whole
+    else:
+        x, xt = (nn.functional.avg_pool2d(pictures, 2) for pictures in (x, xt))
+        whole = ((x, y), (xt, yt))
+        model = _small(10)
+        few, few_t = y < 3, yt < 3
+        own = ((x[few], y[few]), (xt[few_t], yt[few_t]))
+    if name == "distractor":
+        model = _small(20)
+        model[0] = nn.Conv2d(6, 64, 3, padding=1, bias=False)
+        generator = torch.Generator().manual_seed(seed)
+        other, other_t = (torch.randperm(len(pictures), generator=generator) for pictures in (x, xt))
+        both, both_t = torch.cat([x, x[other]], 1), torch.cat([xt, xt[other_t]], 1)
+        asked = torch.rand(len(y), generator=generator) < 0.5  # which of the two is asked for; the logits of both are learned
+        whole = ((both, torch.where(asked, y, y[other] + 10)), (both_t, yt))
+        own = ((both, y), (both_t, yt))
+    lr = 0.1 if name == "heads" else 0.05
+    return tuple(  # type: ignore[return-value]
+        Cell(model.to(device), (a.to(device), b.to(device)), (c.to(device), d.to(device)), lr, {})
+        for (a, b), (c, d) in (whole, own)
+    )

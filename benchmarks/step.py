@@ -10,6 +10,12 @@ The cases: `narrow`, a plain module with fewer channels, trained with torch.opti
 (task loss, importance update, both regularisers, look at the pattern); `wrapper`, a LearnableMask with torch.optim.SGD;
 `dense`, the whole network. `remask_over_narrow` is the time to change the pattern by one unit in a hundred (at least one) of
 every group, in steps of the narrow network.
+
+    python benchmarks/step.py --training --ratios 0.25
+
+times whole trainings of a LearnableMask as it comes, `explored`, of the same with `explore=0`, `fixed`, and of the narrow
+network, in turns of ten steps, in CPU seconds; a perceptron and a small transformer are among the models. The mask may
+settle, and then costs what a fixed one does: `share_explored` says what exploration came to in FLOPs.
 """
 
 from __future__ import annotations
@@ -23,6 +29,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from nets import VisionTransformer
 from torch import Tensor, nn
 
 from sparsekit import GradientImportance, LearnableMask, UnitGraph, UnitMask, compact, trace_units
@@ -58,7 +65,18 @@ def lstm() -> tuple[nn.Module, Tensor, Tensor]:
     return NextWordLstm(), torch.randint(0, 10_000, (20, 9)), torch.randint(0, 10_000, (20, 9))
 
 
-MODELS = {"vgg11": vgg11, "cnn": cnn, "lstm": lstm}
+def mlp() -> tuple[nn.Module, Tensor, Tensor]:
+    """Two hidden layers of 256 on MNIST shapes, batch 64."""
+    layers = (nn.Flatten(), nn.Linear(784, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
+    return nn.Sequential(*layers), torch.randn(64, 1, 28, 28), torch.randint(0, 10, (64,))
+
+
+def transformer() -> tuple[nn.Module, Tensor, Tensor]:
+    """Two layers of width 128 with four heads, on images of 64 pixels, batch 20."""
+    return VisionTransformer(128, 2, 4, classes=10), torch.randn(20, 3, 64, 64), torch.randint(0, 10, (20,))
+
+
+MODELS = {"vgg11": vgg11, "cnn": cnn, "lstm": lstm, "mlp": mlp, "transformer": transformer}
 
 
 def plain_step(
@@ -149,16 +167,48 @@ def measure(name: str, ratio: float, steps: int, warmup: int) -> dict[str, Any]:
     return result
 
 
+def measure_training(name: str, ratio: float, steps: int) -> dict[str, Any]:
+    """Whole trainings, exploration and swaps included, batch after batch of other noise."""
+    torch.manual_seed(0)
+    model, x, y = MODELS[name]()
+    explored = LearnableMask(model, (x[:2],), ratio=ratio)
+    fixed = LearnableMask(model, (x[:2],), ratio=ratio, explore=0.0)
+    narrow = compact(model, fixed.graph, fixed.unit_mask())
+    cases = {case: plain_step(net, net.parameters(), x, y)
+             for case, net in (("explored", explored), ("fixed", fixed), ("narrow", narrow))}  # fmt: skip
+    seconds = {case: [] for case in cases}
+    for turn in range(-(-steps // 10)):
+        if x.is_floating_point():
+            x.normal_()
+        for case in sorted(cases, key=lambda case: (turn, case), reverse=turn % 2 == 1):
+            began = time.process_time()
+            for _ in range(10):
+                cases[case]()
+            seconds[case].append(time.process_time() - began)
+    total = {case: sum(turns[1:]) for case, turns in seconds.items()}  # the first turn warms up
+    return {"model": name, "ratio": ratio, "steps": steps, "explored_over_fixed": round(total["explored"] / total["fixed"], 3),
+            "fixed_over_narrow": round(total["fixed"] / total["narrow"], 3), "share_explored": round(explored.explored, 3),
+            "settled": explored.settled}  # fmt: skip
+
+
 def main() -> None:
     """Read the options and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=["vgg11", "cnn", "lstm"])
     parser.add_argument("--ratios", nargs="+", type=float, default=[1.0, 0.5, 0.25, 0.125, 0.0625])
     parser.add_argument("--steps", type=int, default=30, help="counted steps per case (default 30)")
     parser.add_argument("--warmup", type=int, default=5, help="steps before counting (default 5)")
+    parser.add_argument(
+        "--training", action="store_true", help="whole trainings of --steps steps, with and without exploration"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object per line")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    if options.training:
+        for name in options.models:
+            for ratio in options.ratios:
+                print(json.dumps(measure_training(name, ratio, options.steps)), flush=True)
+        return
     header = ("model", "ratio", "ours", "wrapper", "dense", "remask", "narrow ms")
     if not options.json:
         print("{:>7} {:>7} {:>7} {:>8} {:>7} {:>7} {:>10}".format(*header))
