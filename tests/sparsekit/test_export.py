@@ -106,7 +106,7 @@ def test_torch_export_gives_the_same_outputs(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CUTTABLE[::3])
+@pytest.mark.parametrize("name", CUTTABLE[::6])
 def test_torch_export_of_the_zoo(name: str) -> None:
     small, args, kwargs = compacted(name)
     model, _, _ = zoo.build(name)

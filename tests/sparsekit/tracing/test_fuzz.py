@@ -19,7 +19,7 @@ from sparsekit.layers.labels.tracer import Tracer
 from sparsekit.layers.labels.values import Labels, TensorLabels
 from sparsekit.tracing.trace import trace_units
 
-FAST, ALL = 32, 400
+FAST, ALL = 32, 200
 
 
 def trace(seed: int, **options: Any) -> tuple[nn.Module, Tensor, UnitGraph | None]:

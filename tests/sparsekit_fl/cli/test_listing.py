@@ -22,13 +22,6 @@ def test_every_name_has_a_line_about_it(kind: str, capsys: pytest.CaptureFixture
     assert all(item["name"] in out for item in found)
 
 
-def test_two_methods_of_one_paper_are_told_apart(capsys: pytest.CaptureFixture[str]) -> None:
-    assert execute(["list", "methods", "--json"]) == 0
-    about = {item["name"]: item["about"] for item in json.loads(capsys.readouterr().out)}
-    assert set(about) == set(methods.registry)
-    assert about["fedlps"] != about["fedlps-paper"]
-
-
 def test_a_broken_plug_in_says_so_and_spoils_nothing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -142,7 +142,6 @@ def both(method, problem, clients, options, **cohort):
     ("method", "case", "options"),
     [
         *((registry[name](), points, {}) for name in TOGETHER),
-        *((registry[name](), points, ALL_OPTIONS) for name in ("fedprox", "heterofl")),
         *((registry[name](), images, ALL_OPTIONS) for name in ("fedprox", "heterofl")),
         (registry["heterofl"](), tokens, {}),
         (registry["fedavg"](), unused, ALL_OPTIONS),

@@ -64,8 +64,15 @@ def trained(name: str, model: str):
     return run(registry[name](), problem, clients, config)
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("model", ["cnn", "lstm", "residual", pytest.param("vgg", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("name", "model"),
+    [
+        *((name, "residual") for name in NAMES),
+        *((name, "cnn") for name in ("fedlps", "fjord")),
+        *((name, "lstm") for name in ("fedlps", "fedmp", "heterofl")),
+        *(pytest.param(name, "vgg", marks=pytest.mark.slow) for name in ("fedlps", "fjord", "heterofl")),
+    ],
+)
 def test_runs_to_the_end(name, model) -> None:
     result = trained(name, model)
     assert not any(record.dropped for record in result.rounds)

@@ -30,14 +30,6 @@ def test_a_description_names_every_option_and_no_address():
     assert described["name"] == "m"
 
 
-def test_a_note_is_for_readers_and_changes_no_description():
-    plain, noted = Method(name="m", source="s"), Method(name="m", source="s", note="It saves bytes.")
-    assert plain.note == ""
-    assert noted.describe() == plain.describe()
-    assert "capability" not in plain.describe()
-    assert Method(name="m", source="s", capability="fixed").describe()["capability"] == "fixed"
-
-
 def test_a_note_goes_into_the_result_and_an_empty_one_does_not():
     for note in ("It saves bytes.", ""):
         result = run(Method(name="m", source="s", note=note), tiny_problem(), tiny_clients(), tiny_config(rounds=1))

@@ -40,10 +40,6 @@ def test_fedavgm_adds_the_velocity():
     assert moved(memory, [1.0, 0.0, 4.0], **options) == [2.0 * 1.5, 2.0 * 1.0, 8.0]
 
 
-def test_fedavgm_without_momentum_at_rate_one_is_the_mean():
-    assert moved({}, [1.0, 2.0, 3.0], server_optimizer="fedavgm", server_momentum=0.0) == [1.0, 2.0, 3.0]
-
-
 @pytest.mark.parametrize(
     ("kind", "squares"),
     [
@@ -116,8 +112,10 @@ def test_a_rate_of_one_without_momentum_gives_the_bits_of_fedavg():
     assert ran(server_lr=0.5).final.state_sha256 != plain
 
 
-@pytest.mark.parametrize("method", ["fedavg", "heterofl", "fedlps", "hermes", "fedper"])
-@pytest.mark.parametrize("kind", ["fedavgm", "fedadam", "fedyogi", "fedadagrad"])
+@pytest.mark.parametrize(
+    ("method", "kind"),
+    [("fedavg", "fedavgm"), ("heterofl", "fedadam"), ("fedlps", "fedyogi"), ("hermes", "fedadagrad"), ("fedper", "fedadam")],
+)
 def test_methods_with_whole_models_and_with_submodels_run_under_it(method, kind):
     result = ran(method, rounds=2, server_optimizer=kind)
     assert all(bool(torch.isfinite(tensor).all()) for tensor in result.state.values())

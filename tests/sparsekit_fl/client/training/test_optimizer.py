@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sparsekit.errors import InvalidValueError, UnknownNameError
-from sparsekit_fl.client.optimizer import SgdStep, TorchStep, check_training, make_step
+from sparsekit_fl.client.optimizer import TorchStep, check_training, make_step
 from sparsekit_fl.options.config import RunConfig, TrainingConfig
 from sparsekit_fl.options.optimizers import optimizer_names
 from sparsekit_fl.options.schedule import factor
@@ -31,10 +31,6 @@ def test_a_step_is_torchs_own(name):
     assert torch.equal(mine, torchs)
     assert isinstance(step, TorchStep)
     assert mine.grad is None
-
-
-def test_the_default_is_the_fused_sgd():
-    assert isinstance(make_step(TrainingConfig(), [torch.nn.Parameter(torch.ones(1))]), SgdStep)
 
 
 def test_arguments_of_the_optimizer_are_read():

@@ -91,11 +91,6 @@ def test_the_command_and_the_flower_app_pass_min_replies_on() -> None:
     assert Plan().make_config(20).min_replies is None
 
 
-@pytest.mark.same_bits
-def test_without_faults_min_replies_changes_nothing(engine: Engine) -> None:
-    assert _run(engine, min_replies=4).final == _run().final
-
-
 def test_a_round_with_just_enough_replies_goes_on_without_the_others(engine: Engine) -> None:
     cohort = _cohort(2)
     _fail(2, cohort[:2], _FOR_EVER)
@@ -104,22 +99,21 @@ def test_a_round_with_just_enough_replies_goes_on_without_the_others(engine: Eng
     assert record.notes == ()
 
 
-@pytest.mark.parametrize("times", [1, 2])
 @pytest.mark.same_bits
-def test_a_round_with_too_few_replies_is_repeated_to_the_same_bits(engine: Engine, times: int) -> None:
+def test_a_round_with_too_few_replies_is_repeated_to_the_same_bits(engine: Engine) -> None:
     whole, cohort = _run(), _cohort(2)
-    _fail(2, cohort[:3], times)
+    _fail(2, cohort[:3], times=2)
     result = _run(engine)
     assert result.final == whole.final
     record = result.rounds[1]
     assert record.dropped == ()
-    assert len(record.notes) == times
+    assert len(record.notes) == 2
     assert "repeated, since 1 of 4 updates were valid and 2 are needed" in record.notes[0]
     assert f"client {cohort[0]} failed in round 2" in record.notes[0]
     # The client that did not fail worked in every attempt.
     own = whole.rounds[1].cost.uplink_bytes - whole.rounds[0].cost.uplink_bytes
     spent = record.cost.uplink_bytes - result.rounds[0].cost.uplink_bytes
-    assert own < spent < own * (1 + times)
+    assert own < spent < own * 3
 
 
 @pytest.mark.same_bits

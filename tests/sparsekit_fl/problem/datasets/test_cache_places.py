@@ -38,12 +38,6 @@ def test_a_cache_lies_where_its_system_keeps_caches(
     assert found == home / place
 
 
-def test_linux_follows_xdg(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(platformdirs, "PlatformDirs", Unix)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(home / "elsewhere"))
-    assert cache_directory() == home / "elsewhere" / "sparsekit"
-
-
 def test_the_variable_of_ours_comes_first_on_every_system(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPARSEKIT_CACHE", "~/mine")
     for system in (Unix, MacOS, Windows):

@@ -93,20 +93,6 @@ def test_a_model_says_what_the_data_become(name: str, raw: tuple[int, ...], take
         assert model(*shape.zeros()).shape == (1, 7)
 
 
-def test_data_of_another_kind_are_refused_with_models_that_fit() -> None:
-    with pytest.raises(DataError, match="takes images, the data are token ids; models for these: lstm"):
-        models["cnn"].input_shape("tokens", (9,))
-    with pytest.raises(DataError, match="takes token ids, the data are images"):
-        models["lstm"].input_shape("image", (1, 8, 8))
-    with pytest.raises(DataError, match="takes 3 channels, the images have 4"):
-        models["vgg11"].input_shape("image", (4, 32, 32))
-
-
-def test_an_unknown_model_lists_the_nearest() -> None:
-    with pytest.raises(UnknownNameError, match="did you mean 'vgg11'"):
-        models["vgg111"]
-
-
 def test_a_built_in_factory_can_be_pickled() -> None:
     again = pickle.loads(pickle.dumps(models["cnn"].factory(classes=4)))
     assert again().fc2.out_features == 4
@@ -121,7 +107,15 @@ def test_a_factory_gets_the_keywords_that_it_accepts() -> None:
     assert spec.factory(classes=5, takes=shape)()(*shape.zeros()).shape == (1, 5)
 
 
-def test_what_is_no_factory_is_refused() -> None:
+def test_what_does_not_fit_is_refused() -> None:
+    with pytest.raises(DataError, match="takes images, the data are token ids; models for these: lstm"):
+        models["cnn"].input_shape("tokens", (9,))
+    with pytest.raises(DataError, match="takes token ids, the data are images"):
+        models["lstm"].input_shape("image", (1, 8, 8))
+    with pytest.raises(DataError, match="takes 3 channels, the images have 4"):
+        models["vgg11"].input_shape("image", (4, 32, 32))
+    with pytest.raises(UnknownNameError, match="did you mean 'vgg11'"):
+        models["vgg111"]
     with pytest.raises(InvalidValueError, match="builds a model"):
         factory_spec("own:thing", nn.Linear(1, 1))
     with pytest.raises(InvalidValueError, match="must return a"):

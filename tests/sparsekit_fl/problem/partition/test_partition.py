@@ -109,11 +109,6 @@ def test_two_shards_of_one_class_are_dealt_when_no_other_class_is_left() -> None
     assert len(rows) == len(set(rows)) == 72
 
 
-def test_too_few_shards_are_refused_with_what_would_do() -> None:
-    with pytest.raises(DataError, match=r"20 shards of 10 .* 20 clients need 2 each; use at most 10 clients.*at most 5"):
-        pathological(pictures(), clients=20, rng=np.random.default_rng(0), images_per_class=10)
-
-
 def test_shards_shrink_on_request_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     splits = pathological(pictures(), clients=20, rng=np.random.default_rng(0), images_per_class=10, when_short="shrink")
     assert {len(hand.train) + len(hand.val) for hand in splits} == {10}
@@ -153,11 +148,6 @@ def test_a_small_alpha_is_less_even_than_a_large_one() -> None:
     assert spread(0.1) > spread(100.0) + 0.2
 
 
-def test_dirichlet_refuses_what_cannot_be_dealt() -> None:
-    with pytest.raises(DataError, match="cannot be dealt to 60 clients"):
-        dirichlet(pictures(), clients=60, rng=np.random.default_rng(0))
-
-
 def test_natural_takes_the_largest_owners_and_splits_by_position() -> None:
     source = texts()
     splits = natural(source, clients=3, rng=np.random.default_rng(0))
@@ -169,7 +159,11 @@ def test_natural_takes_the_largest_owners_and_splits_by_position() -> None:
     ]  # fmt: skip
 
 
-def test_natural_refuses_more_clients_than_owners() -> None:
+def test_what_does_not_fit_is_refused() -> None:
+    with pytest.raises(DataError, match=r"20 shards of 10 .* 20 clients need 2 each; use at most 10 clients.*at most 5"):
+        pathological(pictures(), clients=20, rng=np.random.default_rng(0), images_per_class=10)
+    with pytest.raises(DataError, match="cannot be dealt to 60 clients"):
+        dirichlet(pictures(), clients=60, rng=np.random.default_rng(0))
     with pytest.raises(DataError, match="has 4 owners with at least 10"):
         natural(texts(), clients=5, rng=np.random.default_rng(0))
     with pytest.raises(DataError, match="does not say whose"):

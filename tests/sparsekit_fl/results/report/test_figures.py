@@ -83,12 +83,6 @@ def test_other_metrics_the_global_model_and_the_worst_tenth_have_curves() -> Non
     assert found["rmse-rounds"].y_unit == "number"
 
 
-def test_a_seed_that_failed_is_in_the_legend() -> None:
-    failed = Trial(method="a", seed=1, config=result("a")["config"], error="broke")
-    (comparison,) = comparisons_of([Trial.of(result("a")), failed])
-    assert {figure.label("a") for figure in figures_of(comparison)} == {"a (1 of 2)"}
-
-
 def test_every_plot_is_drawn_and_equal_figures_give_equal_bytes(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     made = figures(*(result(name, heterogeneity=level) for name in ("a", "b<&") for level in ("low", "high")))
