@@ -153,7 +153,6 @@ class Counts(Callback):
 
 
 STATEFUL = {
-    "patience": lambda: [EarlyStopping("validation.accuracy", patience=3)],
     "two": lambda: [EarlyStopping("validation.accuracy", patience=5), EarlyStopping("validation.loss", patience=4)],
     "target": lambda: [EarlyStopping("personal.accuracy", target=0.99, patience=6)],
     "best": lambda: [BestCheckpoint("validation.loss"), EarlyStopping(patience=4)],
@@ -178,8 +177,8 @@ def test_a_run_that_is_killed_after_any_round_and_resumed_equals_one_that_is_not
                 assert (out / file).read_bytes() == (tmp_path / "whole" / file).read_bytes()
 
 
-@pytest.mark.parametrize("made", [STATEFUL["two"], STATEFUL["best"]])
-def test_a_callback_begins_afresh_at_each_run(made: Any, tmp_path: Path) -> None:
+def test_a_callback_begins_afresh_at_each_run(tmp_path: Path) -> None:
+    made = STATEFUL["two"]
     reused = made()
     for seed in (0, 1, 0):
         config = replace(STILL, seed=seed)
