@@ -75,7 +75,8 @@ def read_file(path: Path, *, tensors: bool = True) -> tuple[dict[str, Tensor], d
     try:
         with safe_open(path, framework="pt") as file:
             header = file.metadata() or {}
-            found = {name: file.get_tensor(name) for name in file.keys()} if tensors else {}  # noqa: SIM118
+            # Copies begin where torch lets tensors begin; on where they lie in the file the last bits of products would depend.
+            found = {name: file.get_tensor(name).clone() for name in file.keys()} if tensors else {}  # noqa: SIM118
     except SafetensorError as error:
         raise CompactFileError(
             f"{path} cannot be read: {error}; it is cut off, damaged or no safetensors file, so copy or save it again"
