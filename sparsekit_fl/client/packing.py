@@ -116,7 +116,8 @@ def unpack(payload: bytes, *, max_header_bytes: int | None = None) -> tuple[dict
         size = int.from_bytes(payload[:8], "little")
         if max_header_bytes is not None and size > max_header_bytes:
             raise ValueError(f"a header of {size:,} bytes; allowed are {max_header_bytes:,}")
-        tensors = load(payload)
+        # Copies begin where torch lets tensors begin, on which the last bits of products depend.
+        tensors = {name: tensor.clone() for name, tensor in load(payload).items()}
         meta = json.loads(json.loads(payload[8 : 8 + size])["__metadata__"][_META])
         strange = sorted({str(tensor.dtype) for tensor in tensors.values()} - {str(dtype) for dtype in _NAMES})
         if strange:

@@ -58,6 +58,17 @@ def test_a_view_is_packed_as_the_values_that_it_shows(name):
     assert torch.equal(unpack(pack({"x": view}, {}))[0]["x"], values)
 
 
+@pytest.mark.same_bits
+def test_what_is_unpacked_lies_as_torch_lays_its_own_tensors():
+    """On where a matrix begins the last bits of products depend, and those of a message begin anywhere."""
+    kept = []
+    for size in range(1, 40):
+        tensors, _ = unpack(pack({"a": torch.ones(size, 3), "b": torch.ones(size, dtype=torch.float64)}, {"x": "y" * size}))
+        kept.append(tensors)
+        own = torch.empty(size).data_ptr() % 64
+        assert [tensor.data_ptr() % 64 for tensor in tensors.values()] == [own, own]
+
+
 def test_the_size_is_known_before_packing():
     specs = {name: spec_of(tensor) for name, tensor in TENSORS.items()}
     for meta in ({}, {"x": "y" * 100}, {"x": "é"}):
