@@ -219,9 +219,10 @@ def test_without_exploration_the_first_mask_stays_and_steps_are_those_of_the_nar
     assert masked.explored == 0.0
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [5, 8])
 def test_noise_swaps_little(seed: int) -> None:
     """Labels that nothing predicts: no unit is worth anything, so hardly any is worth a swap."""
+    torch.manual_seed(seed)  # with these two, samples of units that were not kept apart and swaps that pay nothing exceed it
     model, x, _, _ = _planted(seed)
     y = torch.randint(0, 2, (len(x),), generator=torch.Generator().manual_seed(seed))
     masked = LearnableMask(model, (x[:2],), ratio=0.5)
