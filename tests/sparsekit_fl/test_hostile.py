@@ -39,7 +39,7 @@ from sparsekit_fl.results.scores import RoundScores
 from sparsekit_fl.server.server import Server
 from sparsekit_fl.testing import tiny_clients, tiny_config, tiny_problem
 
-FUZZ = settings(max_examples=150, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+FUZZ = settings(max_examples=300, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 
 SETUP = RunSpec.build(Method(name="m", source="", aggregate=Mean(over="all")), tiny_problem(), tiny_config())
 CLIENTS = by_id(tiny_clients())
