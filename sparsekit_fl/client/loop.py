@@ -347,5 +347,6 @@ def _joined(parts: Sequence[Any]) -> Any:
     if isinstance(first, Tensor):
         return torch.cat(parts)  # type: ignore[arg-type]
     if isinstance(first, Mapping):
-        return {name: _joined([part[name] for part in parts]) for name in first}
-    return type(first)(_joined(some) for some in zip(*parts, strict=True))
+        return type(first)({name: _joined([part[name] for part in parts]) for name in first})  # type: ignore[call-arg]
+    together = [_joined(some) for some in zip(*parts, strict=True)]
+    return type(first)(*together) if hasattr(first, "_fields") else type(first)(together)  # a named tuple takes its fields

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from typing import NamedTuple
+
 import numpy as np
 import pytest
 import torch
@@ -217,6 +220,38 @@ def test_a_metric_of_the_whole_split_sees_it_once_and_whole(count, lazy):
         assert total / weight == pytest.approx(expected, abs=1e-9)
         assert scores["accuracy"][1] == scores["loss"][1] == weight
     assert seen == [count, max(2, count // 2)]
+
+
+class _Pair(NamedTuple):
+    logits: torch.Tensor
+    features: torch.Tensor
+
+
+class _Output(OrderedDict):
+    """Fields by name and by attribute, as outputs of transformers have them."""
+
+    __getattr__ = OrderedDict.__getitem__
+
+
+@pytest.mark.parametrize("kind", [_Pair, lambda x, y: _Output(logits=x, features=y)], ids=["named tuple", "fields"])
+def test_a_metric_of_the_whole_split_sees_outputs_of_the_kind_that_the_model_returns(kind):
+    x, y = torch.randn(300, 2), torch.arange(300) % 2
+
+    @whole
+    def share(outputs, targets):
+        assert torch.equal(outputs.features, x)
+        return accuracy(outputs.logits, targets)
+
+    problem = Problem(
+        model=lambda: nn.Identity(),
+        example_inputs=(x[:1],),
+        loss=lambda outputs, targets: cross_entropy(outputs.logits, targets),
+        metrics={"share": share},
+    )
+    scores = evaluate(
+        nn.Identity(), problem, Examples(problem, TensorData((x,), y), device="cpu"), predict=lambda x: kind(2 * x, x)
+    )
+    assert scores["share"] == accuracy(x, y)
 
 
 @pytest.mark.parametrize("engine", [fl.Embedded(), fl.Embedded(workers=2), Cohort()])
