@@ -233,6 +233,19 @@ def test_no_rewards_make_it_leave_the_space(rewards: list[float]) -> None:
     assert bandit.ask().value in UNIT
 
 
+@pytest.mark.parametrize("places", [1, 4])
+def test_a_proposal_that_is_executed_elsewhere_is_not_made_for_ever(places: int) -> None:
+    for seed in range(4):
+        bandit, draws = SplitUCBV(UNIT, rng=np.random.default_rng(seed)), np.random.default_rng(100 + seed)
+        asked = []
+        for draw in draws.normal(0.0, 0.1, 200).tolist():
+            pull = bandit.ask()
+            asked.append(pull.value)
+            rounded = round(pull.value * places) / places
+            bandit.tell(replace(pull, value=rounded), hill(rounded) + draw)
+        assert max(map(asked.count, asked)) <= 40
+
+
 @given(
     values=st.lists(st.floats(0.0, 1.0), min_size=1, max_size=40),
     sides=st.lists(st.sampled_from([None, "below", "above"]), min_size=40, max_size=40),

@@ -123,9 +123,10 @@ def test_weight_masks_hold_single_entries():
     assert combine(Mean("uniform", over="holders"), item, update(1, [1.0, 1.0, 1.0]))["w"].tolist() == [2.0, 4.0, 6.0]
 
 
-def test_integer_entries_are_rounded():
-    result = combine(Mean(), update(0, [0.0, 0.0, 0.0], count=1), update(1, [0.0, 0.0, 0.0], count=4))
-    assert result["n"].item() == 12
+@pytest.mark.parametrize(("counts", "expected"), [((1, 2, 2), 12), ((1, 1, 2), 11), ((1, 4), 12), ((3, 4), 14)])
+def test_integer_entries_are_rounded_to_the_nearest_and_halves_to_even(counts, expected):
+    result = combine(Mean(), *(update(k, [0.0, 0.0, 0.0], count=count) for k, count in enumerate(counts)))
+    assert result["n"].item() == expected
     assert result["n"].dtype == torch.int64
 
 
