@@ -192,8 +192,9 @@ class Swapping:
             leaf: torch.zeros_like(leaf) if own is None else own if scale is None else own / scale
             for leaf, own in zip(leaves, given, strict=True)
         }
-        flat = torch.cat([wide(own).flatten() for own in found.values()]) if found else torch.zeros(0)
-        if bool(flat.any()) and bool(torch.isfinite(flat).all()):
+        flat = torch.cat([wide(own).flatten() for own in found.values()]) if found else torch.zeros(1)
+        least, most = flat.aminmax()  # one pass; nan if there is one
+        if math.isfinite(float(most - least)) and bool((least != 0) | (most != 0)):
             fused = host.execution.fused
             self.evidence.add("kept", fused.slot_units, fused.gate_gradient(found))
             self.evidence.add_dropped(read(self._probes, found, joined=host.joined), host.execution.mask)
