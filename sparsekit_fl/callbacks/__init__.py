@@ -25,6 +25,7 @@ loggers = Registry(
     "logger",
     {
         "best": "sparsekit_fl.callbacks.best:BestCheckpoint",
+        "early-stopping": "sparsekit_fl.callbacks.stopping:EarlyStopping",
         "mlflow": "sparsekit_fl.callbacks.mlflow:MLflow",
         "tensorboard": "sparsekit_fl.callbacks.tensorboard:TensorBoard",
     },

@@ -134,7 +134,11 @@ class RunOptions(Given, offers=(TrainingConfig, RunConfig)):
     ] = False
     log: Annotated[
         tuple[str, ...] | None,
-        Option("Log to tensorboard or mlflow, keep the best model (best), or package.module:Class; once per callback.", HOW),
+        Option(
+            "Log to tensorboard or mlflow, keep the best model (best), stop when it gets no better (early-stopping), or"
+            " package.module:Class; once per callback.",
+            HOW,
+        ),
     ] = None
     accept_code: Annotated[bool, Option("Go on with, or compare with, what another version of this package ran.", HOW)] = False
     quiet: Annotated[bool, Option("Show no progress on stderr.", HOW, short="-q")] = False

@@ -242,6 +242,15 @@ def test_a_file_names_methods_and_protocol_and_the_line_comes_first(tmp_path: Pa
     assert config["capability_levels"] == [1.0, 0.5, 0.25]
 
 
+def test_each_run_of_a_comparison_may_end_when_it_gets_no_better(tmp_path: Path) -> None:
+    command = ["compare", "fedavg", "local", "--seeds", "1", *TINY, "--rounds", "9", "--eval-every", "1", "--lr", "1e-12"]
+    for _ in range(2):  # a run that ended early is finished: it is not run again
+        assert execute([*command, "--log", "early-stopping", "--out", str(tmp_path)]) == 0
+        for method in ("fedavg", "local"):
+            result = json.loads((tmp_path / f"{method}-seed0/result.json").read_text())
+            assert [record["round"] for record in result["rounds"]] == list(range(1, 7))  # a first score and five no better
+
+
 def test_clients_are_scored_ten_times_unless_said_otherwise(capsys: pytest.CaptureFixture[str]) -> None:
     from sparsekit_fl.cli.compare import _grid
     from sparsekit_fl.cli.options import RunOptions
