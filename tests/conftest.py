@@ -40,7 +40,6 @@ def pytest_configure(config: pytest.Config) -> None:
 
 SAME_BITS = {
     "test_same_results_as_the_default_engine",
-    "test_workers_and_interruptions_change_no_bit",
     "test_scores_depend_on_the_view_alone_and_leave_it_as_it_was",
     "test_a_cut_network_is_saved_expanded_and_traced_again",
 }

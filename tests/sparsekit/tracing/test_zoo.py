@@ -92,9 +92,15 @@ def check_costs(model: nn.Module, args: Any, kwargs: Any, graph: sk.UnitGraph) -
     assert costs.tracker(counts).totals() == pytest.approx(found)
 
 
-@pytest.mark.parametrize(("name", "norm"), CASES, ids=[f"{name}-{norm}" for name, norm in CASES])
+@pytest.mark.parametrize(
+    ("name", "norm"),
+    [
+        # One in four with other kernels too: what is compared bit for bit is a file and a layer's own arithmetic.
+        pytest.param(name, norm, id=f"{name}-{norm}", marks=[] if place % 4 else [pytest.mark.same_bits])
+        for place, (name, norm) in enumerate(CASES)
+    ],
+)
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad", "ignore:LSTM with projections")
-@pytest.mark.same_bits
 def test_an_architecture(name: str, norm: str, tmp_path: Path) -> None:
     model, args, kwargs, graph = check_trace(name, norm)
     if graph is None:
