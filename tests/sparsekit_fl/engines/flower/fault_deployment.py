@@ -280,17 +280,18 @@ def _descendants(pid: int) -> list[int]:
     return found[1:]
 
 
-def embedded(plan: Plan, events: Path, monkeypatch: Any, *, faults: tuple[str, ...] = ()) -> RunResult:
+def embedded(plan: Plan, events: Path, monkeypatch: Any, *, clients: int, faults: tuple[str, ...] = ()) -> RunResult:
     """The same run in this process, with clients that raise where those of the deployment failed.
 
     Args:
         plan: Of the deployment.
         events: An empty folder.
         monkeypatch: Of pytest.
+        clients: Number of clients.
         faults: Names of files such as `raise-3-2`.
     """
     events.mkdir()
     for name in faults:
         (events / name).touch()
     monkeypatch.setenv("SPARSEKIT_FAULTS", str(events))
-    return run(plan.make_method(), tiny_problem(), tiny_clients(), plan.make_config(8))
+    return run(plan.make_method(), tiny_problem(), tiny_clients(clients), plan.make_config(clients))

@@ -106,7 +106,7 @@ def storm(tmp_path_factory: pytest.TempPathFactory) -> Storm:
         seen.records = deployment.records(out)
         seen.counts = {path.name: path.read_text() for path in deployment.events.glob("done-*")}
         fallen = [f"raise-{client_id}-2" for client_id in range(1, 8)] + ["raise-4-3", "raise-5-3"]
-        seen.calm = embedded(Plan(**plan), folder / "calm", patch, faults=tuple(fallen))
+        seen.calm = embedded(Plan(**plan), folder / "calm", patch, clients=8, faults=tuple(fallen))
     return seen
 
 
