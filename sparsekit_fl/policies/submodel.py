@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from sparsekit.allocation import select
 from sparsekit.criteria import Criterion
+from sparsekit.finetuning import recalibrate
 from sparsekit.graph import StateDict
 from sparsekit.layers import is_convolution
 from sparsekit_fl.client.context import ClientContext
@@ -135,22 +136,15 @@ class RecalibratedBatchNorm(PersonalPolicy):
 
     def calibrate(self, ctx: ClientContext, module: nn.Module) -> None:
         """Replace the running statistics by the mean over a few large batches of the client's training data."""
-        norms = [m for m in module.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.track_running_stats]
         count = len(ctx.client.data.train)
-        if not norms or count < 2:
+        if count < 2:
             return
-        batches = ctx.batches(epochs=1, batch_size=math.ceil(count / math.ceil(count / _LARGEST_BATCH)))
-        momenta = [norm.momentum for norm in norms]
-        module.eval()
-        for norm in norms:
-            norm.reset_running_stats()
-            norm.momentum = None
-            norm.train()
-        with torch.no_grad():
-            for epoch in batches:
-                for batch in epoch:
-                    module(*batch.inputs)
-        ctx.deploying.append(count * ctx.costs.forward_flops(ctx.masked.unit_mask()))
-        for norm, momentum in zip(norms, momenta, strict=True):
-            norm.momentum = momentum
+
+        def inputs() -> Iterator[tuple[Any, ...]]:
+            for epoch in ctx.batches(epochs=1, batch_size=math.ceil(count / math.ceil(count / _LARGEST_BATCH))):
+                # With targets, since the last item of a batch is not an input.
+                yield from ((*batch.inputs, batch.targets) for batch in epoch)
+
+        if recalibrate(module, inputs()):
+            ctx.deploying.append(count * ctx.costs.forward_flops(ctx.masked.unit_mask()))
         module.eval()
