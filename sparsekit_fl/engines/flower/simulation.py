@@ -17,8 +17,9 @@ import ray
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
-# What Flower's own command runs a simulation with. The public function over it is deprecated in favour of that command, which
-# cannot be handed a problem and clients that live in this process.
+# Private, since no public entry of Flower 1.41 does what is needed: `run_simulation` is this function after a warning that it
+# is deprecated in favour of `flwr run`. That command starts an app from a folder in processes of its own, which cannot be
+# handed problems and clients that live in this one, and its federations have no option for the address of a Ray cluster.
 from flwr.simulation.run_simulation import _run_simulation
 from flwr.supercore.telemetry import EventType
 
