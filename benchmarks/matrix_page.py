@@ -1,4 +1,4 @@
-"""Write docs/matrix.md from the cells that the tests of `tests/matrix` hold.
+"""Write docs/evidence/matrix.md from the cells that the tests of `tests/matrix` hold.
 
 python benchmarks/matrix_page.py              # the table, from what the tests expect
 python benchmarks/matrix_page.py --measure    # and the largest distance of every precision, measured (a minute)
@@ -19,7 +19,7 @@ from matrix.cells import CHANGES, COMPILERS, OPTIMIZERS, PRECISIONS, Cell, all_c
 
 __all__ = ["main", "table"]
 
-PAGE = ROOT / "docs" / "matrix.md"
+PAGE = ROOT / "docs" / "evidence" / "matrix.md"
 MARK = "<!-- measured -->"
 NOTES = {
     "Closure use is not currently supported": "torch's GradScaler takes no closure",

@@ -1,4 +1,4 @@
-"""Every method on every engine: the same bits? Writes the page docs/PARITY.md.
+"""Every method on every engine: the same bits? Writes the page docs/evidence/parity.md.
 
     python benchmarks/parity.py                                             all methods, all engines
     python benchmarks/parity.py --methods fedlps fedper --out runs/parity.md
@@ -40,7 +40,7 @@ from sparsekit_fl.deployment.plan import Plan
 from sparsekit_fl.methods import registry
 from sparsekit_fl.results.state.storage import write_atomically
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "PARITY.md"
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "evidence" / "parity.md"
 
 _ROUND = ("round", "cohort", "loss", "accuracy", "ratios", "seconds", "evaluation")
 _COST = ("flops_compact", "flops_rowmask", "uplink_bytes", "downlink_bytes", "simulated_seconds")
@@ -189,7 +189,7 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--methods", nargs="+", choices=list(registry), default=list(registry), metavar="METHOD")
     parser.add_argument("--engines", nargs="+", choices=list(COLUMNS), default=list(COLUMNS), help="beside the reference")
     parser.add_argument("--rounds", type=int, default=3, help="of each run (default 3)")
-    parser.add_argument("--out", type=Path, default=None, help="the page (default docs/PARITY.md)")
+    parser.add_argument("--out", type=Path, default=None, help="the page (default docs/evidence/parity.md)")
     parser.add_argument("--record", type=Path, default=None, help="what ran (default parity.jsonl beside the page)")
     parser.add_argument("--json", action="store_true", help="each pair as a line of JSON on stdout")
     options = parser.parse_args(argv)

@@ -22,7 +22,7 @@ FILES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("
 MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in FILES}
 
 # Floors from the top down, by folder or loose file: each imports itself and what lies on a lower floor, and nothing on its own.
-# What is imported for types alone and what is imported inside a function counts too. docs/architecture.md says why.
+# Imports for types alone and those inside a function count too: docs/contributing/architecture.md says why.
 FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
     "sparsekit": (
         ("__main__",),

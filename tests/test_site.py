@@ -83,7 +83,13 @@ def test_every_example_of_a_page_of_the_reference_runs(module: str, tmp_path: Pa
 
 
 WITH_CODE = [page for page in PAGES if "```python\n" in page.read_text(encoding="utf-8")]
-WHOLE = [page for page in WITH_CODE if page.name == "index.md" or page.parent.name in ("tutorials", "howto", "concepts")]
+FRAGMENTS = ("after-the-cut", "callbacks", "criteria", "pruning")
+"""How-to pages whose blocks are about a reader's own model and data."""
+WHOLE = [
+    page
+    for page in WITH_CODE
+    if page.name == "index.md" or (page.parent.name in ("tutorials", "howto", "concepts") and page.stem not in FRAGMENTS)
+]
 """Pages whose blocks are one program; those of other pages are fragments, which are compiled only."""
 
 
@@ -129,7 +135,8 @@ def _lines(kind: str) -> list[tuple[str, str]]:
 
 
 def test_every_fault_of_the_page_of_faults_has_its_test() -> None:
-    rows = re.findall(r"^\|.*`([\w/]+\.py)::(test_\w+)` \|$", (DOCS / "FAULTS.md").read_text(encoding="utf-8"), re.M)
+    text = (DOCS / "evidence" / "faults.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\|.*`([\w/]+\.py)::(test_\w+)` \|$", text, re.M)
     assert len(rows) > 20
     for file, name in rows:
         found = (path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob(Path(file).name))
@@ -158,6 +165,13 @@ def test_every_page_has_a_place_in_the_navigation_or_gets_one() -> None:
     named = re.findall(r"[\w./-]+\.md", text.split("\nnav:\n")[1])
     assert sorted(set(named)) == sorted(named), "the navigation names a page twice"
     assert {path for path in beside if not (ROOT / path).exists()} == set()
+
+
+def test_no_page_lies_loose_and_the_index_of_its_section_lists_it() -> None:
+    assert [path.name for path in DOCS.glob("*.md")] == ["index.md"]
+    for section in ("tutorials", "howto", "concepts", "evidence"):
+        listed = set(re.findall(r"\(([\w-]+\.md)", (DOCS / section / "index.md").read_text(encoding="utf-8")))
+        assert {path.name for path in (DOCS / section).glob("*.md")} - {"index.md"} - listed == set(), section
 
 
 def test_the_data_of_one_s_own_that_a_page_loads_are_the_same_at_every_start() -> None:

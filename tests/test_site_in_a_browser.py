@@ -21,7 +21,7 @@ SHOWN = (
     "concepts/budget.html",
     "evidence/mnist.html",
     "reference/sparsekit.html",
-    "FAULTS.html",
+    "evidence/faults.html",
 )
 
 

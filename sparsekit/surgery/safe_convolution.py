@@ -3,7 +3,20 @@
 oneDNN (at least 3.4 to 3.13, in every supported torch) copies every second pixel of such an input to a work buffer before
 it computes the weight gradient. For channels-last input it books one place per channel, but advances by whole blocks of 8
 (AVX2) or 16 (AVX-512) channels, so that fewer channels make it write past the buffer: crashes, hangs, wrong gradients.
-A three-dimensional convolution over images of depth one is the same arithmetic without that copy. See docs/onednn.md.
+A three-dimensional convolution over images of depth one is the same arithmetic without that copy; it took 0.93 to 1.07
+times the unguarded training step of a residual net (batches of 20 and 64 images of 32×32, one thread, AVX2 and AVX-512).
+A sweep of 13,000 cases saw no fault with stride 1, kernels 3 and 5, depthwise layers or contiguous layout.
+
+Known upstream as https://github.com/uxlfoundation/oneDNN/issues/6035 (`rtus_prepare_space_info` books `is * ic` values,
+`execute_backward_weights` of `jit_1x1:avx2` and `jit_1x1:avx512` writes in rows of `ic_block`). With ONEDNN_MAX_CPU_ISA=AVX2:
+
+    layer = torch.nn.Conv2d(6, 8, 1, 2)
+    images = torch.randn(64, 6, 32, 32).to(memory_format=torch.channels_last)
+    for _ in range(5):
+        layer(images).sum().backward()  # 'free(): invalid pointer', or a segmentation fault
+
+Not guarded: dense models, unless `guard_convolutions` is called on them; subclasses of `nn.Conv2d`; `F.conv2d` in a forward;
+`nn.ConvTranspose2d` with kernel 1, stride 2 and `output_padding=1`, which fails in the same way.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ def fedlps_own() -> Method:
 
     For clients of few classes each, whose own classes are all that they will be asked: a client never predicts a class that it
     had no training example of, and the global model, whose classes are never trained against each other, may be worse than that
-    of `fedlps`. `docs/fedlps.md` has the measurements.
+    of `fedlps`. `docs/evidence/fedlps.md` has the measurements.
     """
     return replace(
         fedlps(),

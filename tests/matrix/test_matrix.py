@@ -99,5 +99,5 @@ def test_the_page_says_what_the_tests_expect() -> None:
         from matrix_page import table
     finally:
         sys.path.remove(str(ROOT / "benchmarks"))
-    page = (ROOT / "docs/matrix.md").read_text(encoding="utf-8")
-    assert table() in page, "run `python benchmarks/matrix_page.py`, which writes docs/matrix.md"
+    page = (ROOT / "docs/evidence/matrix.md").read_text(encoding="utf-8")
+    assert table() in page, "run `python benchmarks/matrix_page.py`, which writes docs/evidence/matrix.md"

@@ -122,7 +122,7 @@ def test_a_plot_has_a_curve_for_personal_and_global_models(tmp_path: Path) -> No
 
 
 def test_the_schema_in_the_documentation_is_that_of_the_code() -> None:
-    """docs/results.md has the command that writes it."""
+    """docs/howto/results.md has the command that writes it."""
     assert json.loads((ROOT / "docs/result.schema.json").read_text()) == json_schema()
 
 
