@@ -18,7 +18,7 @@ import typer
 _DATA, _RUN = "Data", "The run"
 _WHAT, _WHERE, _AFTER = "The budget", "Where it is cut", "After the cut"
 # Those that do not say what comes out.
-_MOMENTARY = ("resume", "out", "dry_run", "quiet", "as_json")
+_MOMENTARY = ("resume", "out", "dry_run", "no_time", "quiet", "as_json")
 
 
 def takes(kind: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -154,9 +154,12 @@ class PruneOptions(CutOptions):
         typer.Option(help="Widths are multiples of this number; or KIND=number, as in head=2.", rich_help_panel=_WHERE),
     ] = None
     schedule: Annotated[
-        str, typer.Option(metavar="[one_shot|linear|cubic|cosine]", help="Way to the budget.", rich_help_panel=_AFTER)
+        str,
+        typer.Option(
+            help="Way to the budget, one_shot, linear, cubic or cosine, and its steps, with fine-tuning after each: cubic=3.",
+            rich_help_panel=_AFTER,
+        ),
     ] = "one_shot"
-    steps: Annotated[int, typer.Option(help="Steps of the way, with fine-tuning after each.", rich_help_panel=_AFTER)] = 1
     repair: Annotated[
         str | None,
         typer.Option(
@@ -177,6 +180,9 @@ class PruneOptions(CutOptions):
             help="Folder for the compact model, report.html and report.json; none writes nothing.", rich_help_panel=_RUN
         ),
     ] = None
+    no_time: Annotated[
+        bool, typer.Option("--no-time", help="Do not time the model before and after the cut.", rich_help_panel=_RUN)
+    ] = False
     onnx: Annotated[bool, typer.Option("--onnx", help="Also write model.onnx.", rich_help_panel=_RUN)] = False
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print what would be cut, and do nothing.", rich_help_panel=_RUN)

@@ -33,7 +33,7 @@ _WIDTH = 100
     "$ sparsekit prune nets.py:make --checkpoint dense.pt --budget flops=50%,bytes=2e6 --keep stem --multiple-of 8"
     " --out small\n\n"
     "$ sparsekit prune nets.py:make --checkpoint dense.pt --budget latency_ms=4 --allocation knapsack --out fast --onnx\n\n"
-    "$ sparsekit prune cnn --dataset mnist --data-dir data --criterion taylor --budget flops=25% --schedule cubic --steps 3"
+    "$ sparsekit prune cnn --dataset mnist --data-dir data --criterion taylor --budget flops=25% --schedule cubic=3"
     " --epochs 2 --distill 0.5 --out small",
 )
 @takes(PruneOptions)
@@ -72,7 +72,7 @@ def _print(report: PruneReport, how: str) -> None:
     console = Console()
     console.print(escape(f"{report.model}: criterion {report.criterion}, allocation {report.allocation}{how}"))
     tables = report.tables()
-    for title in ("Costs", "Groups", "Measured"):
+    for title in ("Costs", "Groups", "Time", "Most time", "Measured"):
         head, rows = tables.get(title, ((), ()))
         if not rows:
             continue

@@ -125,8 +125,9 @@ class PruneJob(Job):
         Raises:
             SparsekitError: an option that cannot be meant.
         """
-        if options.epochs < 0 or options.steps < 1:
-            raise InvalidValueError("--epochs must be at least 0, and --steps at least 1")
+        if options.epochs < 0:
+            raise InvalidValueError(f"--epochs must be at least 0, got {options.epochs}")
+        self.schedule = _read_schedule(options.schedule)
         if options.repair not in (None, *_REPAIRS):
             raise InvalidValueError(f"--repair must be one of {', '.join(_REPAIRS)}, got {options.repair!r}")
         for name in ("epochs", "distill", "repair"):
@@ -142,7 +143,6 @@ class PruneJob(Job):
         """Prune, with repair and fine-tuning after every step."""
         import numpy as np
 
-        from sparsekit.allocation.schedule import Schedule
         from sparsekit.measure.budget import Budget
         from sparsekit.pruning.prune import prune
         from sparsekit.rng import torch_generator
@@ -168,7 +168,7 @@ class PruneJob(Job):
             keep=options.keep or (),
             limits=read_limits_option(options.limit or ()),
             multiple_of=read_multiples(options.multiple_of or ()),
-            schedule=Schedule(options.schedule, options.steps),
+            schedule=self.schedule,
             finetune=self._train if options.epochs and cut else None,
             norm=options.norm,  # type: ignore[arg-type]  # a wrong name is refused there
             generator=torch_generator(np.random.default_rng(options.seed)),
@@ -178,14 +178,13 @@ class PruneJob(Job):
 
     def finish(self, pruned: Pruned) -> Pruned:
         """Measure the small model beside the dense one; the report says what came of it."""
-        from sparsekit.measure.latency import measure_latency
-
-        measured = {**pruned.report.measured, **self.epochs}
-        for when, model in (("before", self.model), ("after", pruned.model)):
-            training = model.training
-            measured.setdefault(f"latency_ms {when}", measure_latency(model.eval(), self.args, self.kwargs))
-            model.train(training)
-        return replace(pruned, report=replace(pruned.report, measured=measured))
+        report = replace(pruned.report, measured={**pruned.report.measured, **self.epochs})
+        pruned = replace(pruned, report=report)
+        if self.options.no_time:
+            return pruned
+        if self.progress:
+            _logger.info("timing both models; --no-time leaves it out")
+        return pruned.measure_times(self.model, *self.args, **self.kwargs)
 
     def _train(self, small: nn.Module, step: int) -> None:
         """Train on after a step."""
@@ -210,7 +209,7 @@ class PruneJob(Job):
             progress=self.progress,
             on_epoch=lambda record: _logger.info("epoch %d: loss %.4f%s", record.epoch, record.loss, _told(record.score)),
         )
-        self.epochs[f"best epoch of fine-tuning{f' after step {step}' if options.steps > 1 else ''}"] = done.best_epoch
+        self.epochs[f"best epoch of fine-tuning{f' after step {step}' if self.schedule.steps > 1 else ''}"] = done.best_epoch
         small.eval()
 
     def write(self, pruned: Pruned) -> dict[str, str]:
@@ -230,6 +229,16 @@ class PruneJob(Job):
         text = json.dumps({**pruned.report.to_dict(), "files": found}, indent=1)
         files["report"].write_text(text, encoding="utf-8")  # last: where it is, the run is finished
         return found
+
+
+def _read_schedule(text: str) -> Any:
+    """`cubic=3` as a schedule of three steps."""
+    from sparsekit.allocation.schedule import Schedule
+
+    name, _, steps = text.partition("=")
+    if steps and not steps.isdecimal():
+        raise InvalidValueError(f"--schedule must be a name or NAME=steps, as in cubic=3, got {text!r}")
+    return Schedule(name, int(steps or 1))
 
 
 def _sensitivity(budget: Any, table: str) -> Any:

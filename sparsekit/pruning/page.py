@@ -20,7 +20,7 @@ _STYLE = """
 .sk-prune .dim { fill: #6a7380 !important; }
 """
 _BAR, _DENSE = "#2563a8", "#dbe5f0"
-_TEXTS = {"metric", "what", "step", "group", "kind", "module", "reason"}
+_TEXTS = {"metric", "a pass of", "what", "step", "group", "kind", "module", "reason"}
 """Columns that are not numbers."""
 
 

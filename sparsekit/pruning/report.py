@@ -13,6 +13,7 @@ from torch import nn
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.measure.budget import format_cost
 from sparsekit.measure.cost import CostModel
+from sparsekit.measure.paired import TimePair
 from sparsekit.pruning.selection import makers
 
 Table: TypeAlias = tuple[Sequence[str], Sequence[Sequence[str]]]
@@ -85,6 +86,8 @@ class PruneReport:
         measured: What was measured beside: latencies before and after, errors of tables, scores of fine-tuning.
         notes: Sentences for the reader.
         denormals: Number of weights of the pruned model that are smaller than any normal number of their type, and not 0.
+        times: Milliseconds before and after, where they were measured: `measure_times`.
+        slowest: Name of a module with weights → milliseconds of a pass of the pruned model, for the five that take most.
     """
 
     model: str
@@ -102,6 +105,8 @@ class PruneReport:
     measured: Mapping[str, Any] = field(default_factory=dict)
     notes: Sequence[str] = ()
     denormals: int = 0
+    times: Sequence[TimePair] = ()
+    slowest: Mapping[str, float] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """The report as JSON data."""
@@ -113,10 +118,11 @@ class PruneReport:
         """The report that `to_dict` wrote; other entries are not looked at."""
         own = {item.name: data[item.name] for item in fields(cls) if item.name in data}
         own["groups"] = [GroupReport(**{**group, "modules": tuple(group["modules"])}) for group in own["groups"]]
+        own["times"] = [TimePair(**pair) for pair in own.get("times", ())]
         return cls(**{**own, "layers": [LayerReport(**layer) for layer in own["layers"]]})
 
     def tables(self) -> dict[str, Table]:
-        """Title → heads and rows of texts: "Costs", "Groups", and where there are any "Measured", "Steps" and "Kept whole"."""
+        """Title → heads and rows of texts: "Costs", "Groups", and where there are any the others."""
         costs = []
         for name, before in self.before.items():
             limit, asked = self.limits.get(name), self.asked.get(name)
@@ -148,8 +154,25 @@ class PruneReport:
             (str(number), *(format_cost(name, value) for name, value in step.items()))
             for number, step in enumerate(self.steps, start=1)
         ]
+        fewer = self.before.get("flops", 0.0) / (self.after.get("flops") or 1.0)
+        times = [
+            (
+                pair.label,
+                f"{pair.before_ms:.3g} ms",
+                f"{pair.after_ms:.3g} ms",
+                f"{pair.faster:.2f} ({pair.low:.2f} to {pair.high:.2f})",
+                f"{fewer:.2f}",
+                f"{pair.faster / fewer:.2f}" if fewer else "",
+            )
+            for pair in self.times
+        ]
         found: dict[str, Table] = {
             "Costs": (("metric", "before", "after", "share", "asked", "least possible"), costs),
+            "Time": (("a pass of", "before", "after", "time ÷ (quartiles)", "FLOPs ÷", "time ÷ over FLOPs ÷"), times),
+            "Most time": (
+                ("module", "after"),
+                [(name, f"{milliseconds:.3g} ms") for name, milliseconds in self.slowest.items()],
+            ),
             "Measured": (("what", "value"), measured),
             "Steps": (("step", *(self.steps[0] if self.steps else ())), steps if len(steps) > 1 else []),
             "Groups": (("group", "kind", "before", "after", "share", "FLOPs it touches", "parameters it touches"), groups),
@@ -167,6 +190,10 @@ class PruneReport:
             share = f" ({self.after[name] / before:.1%})" if before else ""
             least = f", least {format_cost(name, self.least[name])}" if name in self.least else ""
             lines.append(f"{name}: {format_cost(name, before)} → {format_cost(name, self.after[name])}{share}{asked}{least}")
+        lines += [
+            f"{pair.label}: {pair.before_ms:.3g} → {pair.after_ms:.3g} ms, {pair.faster:.2f} times faster"
+            for pair in self.times
+        ]
         lines += [f"{group.name}: {group.before} → {group.after} {group.kind}s" for group in self.groups]
         return "\n".join([*lines, *self.notes])
 

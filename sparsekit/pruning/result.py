@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -13,6 +14,7 @@ from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.mask import UnitMask
 from sparsekit.pruning.page import draw_page, draw_summary
 from sparsekit.pruning.report import PruneReport
+from sparsekit.pruning.timing import with_times
 from sparsekit.surgery.saving import save_compact
 
 
@@ -50,6 +52,19 @@ class Pruned:
     def compact(self) -> nn.Module:
         """The smaller model, as `save_compact` asks for it."""
         return self.model
+
+    def measure_times(self, dense: nn.Module, *args: Any, **kwargs: Any) -> Pruned:
+        """Time the dense and the smaller model in turns, in a few seconds: milliseconds, the layers that take most, and why.
+
+        Args:
+            dense: What was pruned.
+            *args: Example inputs; their number of examples is timed, and one example.
+            **kwargs: Keyword inputs.
+
+        Returns:
+            The same with `times` and `slowest` in its report and, where time fell much less than FLOPs, a note with the reason.
+        """
+        return replace(self, report=with_times(self.report, dense, self.model, args, kwargs))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write model and mask to one safetensors file, for `load_compact` and `load_mask`.

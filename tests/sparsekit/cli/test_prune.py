@@ -77,7 +77,9 @@ def test_it_writes_the_model_the_page_and_the_report(nets: str, tmp_path: Path, 
     out = tmp_path / "small"
     report = _json(capsys, "prune", f"{nets}:make", "--budget", "flops=50%", "--multiple-of", "2", "--out", str(out))
     assert report["after"]["flops"] <= 0.5 * report["before"]["flops"]
-    assert report["measured"]["latency_ms before"] > 0
+    assert {pair["batch"] for pair in report["times"]} >= {1}
+    assert all(0 < pair["low"] <= pair["faster"] <= pair["high"] for pair in report["times"])
+    assert report["slowest"]
     assert {path.name for path in out.iterdir()} == {"model.safetensors", "report.html", "report.json", "options.json"}
     assert json.loads((out / "report.json").read_text())["after"] == report["after"]
     small = sk.load_compact(out / "model.safetensors", lambda: _made(nets))
@@ -120,7 +122,7 @@ def test_every_step_is_repaired_as_asked_and_scored_at_each_stage(
     nets: str, steps: int, epochs: int, repair: list[str], done: set[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     report = _json(capsys, "prune", f"{nets}:make", "--budget", "flops=40%", "--dataset", f"{nets}:batches",
-                   "--batch-size", "8", "--schedule", "linear", "--steps", str(steps), "--epochs", str(epochs),
+                   "--batch-size", "8", "--schedule", f"linear={steps}", "--epochs", str(epochs),
                    *repair)  # fmt: skip
     stages = {"the cut"} | done | ({"fine-tuning"} if epochs else set())
     suffixes = [""] if steps == 1 else [f" of step {step}" for step in range(1, steps + 1)]
@@ -146,7 +148,7 @@ def test_a_run_that_was_cut_off_ends_as_if_it_had_not_been(
     nets: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arguments = ["prune", f"{nets}:make", "--budget", "flops=40%", "--dataset", f"{nets}:batches", "--batch-size", "8",
-                 "--epochs", "2", "--schedule", "linear", "--steps", "2", "--out"]  # fmt: skip
+                 "--epochs", "2", "--schedule", "linear=2", "--out"]  # fmt: skip
     _json(capsys, *arguments, str(tmp_path / "whole"))
     with monkeypatch.context() as patch:
         patch.setattr("sparsekit.cli.prune_run.PruneJob.write", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
@@ -171,7 +173,8 @@ def test_a_run_that_was_cut_off_ends_as_if_it_had_not_been(
         (["--budget", "flops=50%", "--epochs", "1"], "needs data"),
         (["--budget", "flops=50%", "--limit", "3"], "LAYER=LEAST:LARGEST"),
         (["--budget", "flops=50%", "--multiple-of", "x"], "KIND=number"),
-        (["--budget", "flops=50%", "--schedule", "linear", "--steps", "0"], "at least 1"),
+        (["--budget", "flops=50%", "--schedule", "linear=0"], "got steps=0"),
+        (["--budget", "flops=50%", "--schedule", "linear=x"], "as in cubic=3"),
         (["--budget", "flops=50%", "--device", "gpu"], "must name a device"),
         (["--budget", "flops=50%", "--resume"], "need --out"),
         (["--budget", "flops=50%", "--allocation", "sensitivity"], "sensitivity=FILE"),

@@ -1,0 +1,179 @@
+"""Time before and after a cut: passes of both models in turns, and where the time of the smaller one goes."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from sparsekit.tracing.inputs import find_tensors, map_tensors
+
+_WARM, _TURNS = 2, 100
+"""Turns that are not counted, and at most counted."""
+
+
+@dataclass(frozen=True)
+class TimePair:
+    """Milliseconds of a forward pass without gradients, before and after a cut.
+
+    Args:
+        batch: Examples in a pass.
+        threads: Threads of torch; 0 on another device than the CPU.
+        before_ms: Median of the dense model.
+        after_ms: Median of the pruned model.
+        faster: Median over the turns of time before ÷ time after.
+        low: First quartile of that ratio.
+        high: Third quartile.
+        turns: Number of turns; in each both models run once, in a fresh order.
+    """
+
+    batch: int
+    threads: int
+    before_ms: float
+    after_ms: float
+    faster: float
+    low: float
+    high: float
+    turns: int
+
+    @property
+    def label(self) -> str:
+        """What was timed, as in "8 examples, 1 thread"."""
+        parts = [(self.batch, "example"), *([(self.threads, "thread")] if self.threads else [])]
+        return ", ".join(f"{number} {what}{'s' if number > 1 else ''}" for number, what in parts)
+
+
+def measure_pair(
+    before: nn.Module, after: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, seconds: float = 0.5
+) -> tuple[TimePair, ...]:
+    """Time two models in turns: for one example and for all of the inputs, with one thread and with all.
+
+    Args:
+        before: The dense model; runs in eval mode and is left in its own.
+        after: The pruned model, likewise.
+        args: Positional inputs. Where a model does not take one example of them, only all are timed.
+        kwargs: Keyword inputs.
+        seconds: How long each of the at most four measurements takes; one turn at least.
+    """
+    device = _device(before, args, kwargs)
+    everything = (args, dict(kwargs))
+    batch = next((len(tensor) for tensor in find_tensors(everything) if tensor.dim()), 1)
+    inputs = {batch: everything}
+    if batch > 1:
+        one = map_tensors(lambda tensor: tensor[:1] if tensor.dim() and len(tensor) == batch else tensor, everything)
+        with contextlib.suppress(Exception), _evaluated(before, after):  # a model may be made for one size of batch
+            before(*one[0], **one[1])
+            inputs = {1: one, **inputs}
+    threads = sorted({1, torch.get_num_threads()}) if device.type == "cpu" else [0]
+    with _evaluated(before, after):
+        return tuple(
+            _pair(before, after, own, number, count, device, seconds) for number, own in inputs.items() for count in threads
+        )
+
+
+def measure_layers(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, passes: int = 5) -> dict[str, float]:
+    """Milliseconds of each module that has weights of its own in a forward pass: name → the least of all passes, with "" for
+    a whole pass.
+
+    Args:
+        model: Runs in eval mode and is left in its own.
+        args: Positional inputs.
+        kwargs: Keyword inputs.
+        passes: Number of passes, after one to warm up.
+    """
+    device = _device(model, args, kwargs)
+    synchronize = torch.get_device_module(device).synchronize
+    times: dict[str, list[float]] = {"": []}
+    spent: dict[str, float] = {}
+    begun: dict[str, float] = {}
+
+    def begin(name: str) -> Callable[..., None]:
+        def hook(*_: Any) -> None:
+            synchronize()
+            begun[name] = time.perf_counter()
+
+        return hook
+
+    def end(name: str) -> Callable[..., None]:
+        def hook(*_: Any) -> None:
+            synchronize()
+            spent[name] = spent.get(name, 0.0) + time.perf_counter() - begun[name]
+
+        return hook
+
+    own = {name: module for name, module in model.named_modules() if name and not any(module.children())}
+    own = {name: module for name, module in own.items() if any(True for _ in module.parameters())}
+    handles = [module.register_forward_pre_hook(begin(name)) for name, module in own.items()]
+    handles += [module.register_forward_hook(end(name)) for name, module in own.items()]
+    try:
+        with torch.no_grad(), _evaluated(model):
+            for number in range(passes + 1):
+                spent.clear()
+                start = time.perf_counter()
+                model(*args, **kwargs)
+                synchronize()
+                spent[""] = time.perf_counter() - start
+                if number:
+                    for name, value in spent.items():
+                        times.setdefault(name, []).append(1000 * value)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return {name: min(values) for name, values in times.items()}
+
+
+def _pair(
+    before: nn.Module, after: nn.Module, inputs: tuple[Any, Any], batch: int, threads: int, device: torch.device, seconds: float
+) -> TimePair:
+    order, own = random.Random(0), torch.get_num_threads()
+    synchronize = torch.get_device_module(device).synchronize
+    turns: list[tuple[float, float]] = []
+
+    def once(model: nn.Module) -> float:
+        start = time.perf_counter()
+        model(*inputs[0], **inputs[1])
+        synchronize()
+        return 1000 * (time.perf_counter() - start)
+
+    try:
+        if threads:
+            torch.set_num_threads(threads)
+        with torch.no_grad():
+            for _ in range(_WARM):
+                once(before), once(after)
+            begun = time.perf_counter()
+            while not turns or (len(turns) < _TURNS and time.perf_counter() - begun < seconds):
+                if order.random() < 0.5:
+                    turns.append((once(before), once(after)))
+                else:
+                    late = once(after)
+                    turns.append((once(before), late))
+    finally:
+        torch.set_num_threads(own)
+    old, new = np.median(np.array(turns), axis=0)
+    low, middle, high = np.quantile([first / second for first, second in turns], [0.25, 0.5, 0.75])
+    return TimePair(batch, threads, float(old), float(new), float(middle), float(low), float(high), len(turns))
+
+
+def _device(model: nn.Module, *inputs: Any) -> torch.device:
+    return next((tensor.device for tensor in [*model.parameters(), *find_tensors(inputs)]), torch.device("cpu"))
+
+
+@contextlib.contextmanager
+def _evaluated(*models: nn.Module) -> Iterator[None]:
+    """Eval mode meanwhile; each module goes back to its own."""
+    modes = [(module, module.training) for model in models for module in model.modules()]
+    try:
+        for model in models:
+            model.eval()
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode

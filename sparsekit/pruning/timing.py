@@ -1,0 +1,70 @@
+"""What a cut saves in milliseconds, and why that is less than it saves in FLOPs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from sparsekit.measure.paired import measure_layers, measure_pair
+from sparsekit.pruning.report import PruneReport
+
+_SLOW = 0.8
+"""Time ÷ over FLOPs ÷ below which a reason is given."""
+_VECTOR = 16
+"""Channels that kernels of convolutions and products work on at a time, with AVX-512; most others do with 8 or 4."""
+
+
+def with_times(
+    report: PruneReport, before: nn.Module, after: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> PruneReport:
+    """The report with times before and after, the five layers where most time is left, and the likely reason if it is slow.
+
+    Args:
+        report: Of the cut.
+        before: The dense model.
+        after: The pruned model.
+        args: Positional example inputs.
+        kwargs: Keyword example inputs.
+    """
+    times = measure_pair(before, after, args, kwargs)
+    old, new = measure_layers(before, args, kwargs), measure_layers(after, args, kwargs)
+    left = sorted(((name, value) for name, value in new.items() if name), key=lambda item: -item[1])[:5]
+    fewer = report.before["flops"] / report.after["flops"] if report.after.get("flops") else 1.0
+    notes = [*report.notes]
+    slow = min(times, key=lambda pair: pair.faster)
+    if slow.faster / fewer < _SLOW and (found := _reasons(report, old, new)):
+        told = "; ".join(f"{reason} ({milliseconds:.3g} ms)" for reason, milliseconds in found[:3])
+        notes.append(
+            f"time falls {slow.faster:.3g} times where FLOPs fall {fewer:.3g} times; of the {new['']:.3g} ms that are left,"
+            f" these are above their share of FLOPs: {told}"
+        )
+    return replace(report, times=times, slowest=dict(left), notes=notes)
+
+
+def _reasons(report: PruneReport, old: Mapping[str, float], new: Mapping[str, float]) -> list[tuple[str, float]]:
+    """Why passes take longer than their share of FLOPs, and by how many milliseconds, the largest first."""
+    cut = {layer.name: layer for layer in report.layers}
+    fewer = report.after["flops"] / report.before["flops"]
+    found: dict[str, float] = {}
+    for name, milliseconds in new.items():
+        layer, dense = cut.get(name), old.get(name, 0.0)
+        if not name:  # the whole pass: what no layer with weights explains
+            rest_old, rest_new = (2 * times[""] - sum(times.values()) for times in (old, new))
+            reason, excess = "operators without weights, and calls between layers", rest_new - fewer * rest_old
+        elif layer is None:
+            reason, excess = "norms and other layers without products", milliseconds - fewer * dense
+        elif layer.flops_after >= layer.flops_before:
+            reason, excess = "layers that stayed whole", milliseconds - fewer * dense
+        else:
+            own = layer.flops_after / layer.flops_before
+            reason = (
+                f"widths that are no multiple of {_VECTOR}: try multiple_of={_VECTOR}"
+                if layer.after % _VECTOR
+                else "calls that are too small for their overhead to pay: try a larger batch"
+            )
+            excess = milliseconds - own * dense
+        found[reason] = found.get(reason, 0.0) + excess
+    return sorted(((reason, value) for reason, value in found.items() if value > 0.05 * new[""]), key=lambda item: -item[1])

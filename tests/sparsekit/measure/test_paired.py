@@ -1,0 +1,79 @@
+"""Times before and after a cut: what is run, how often, and that nothing of it stays behind."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import sparsekit as sk
+from sparsekit.measure.paired import measure_layers, measure_pair
+from sparsekit.pruning.report import PruneReport
+
+
+class _Counting(nn.Module):
+    """Remembers the sizes of its batches, its modes and the threads."""
+
+    def __init__(self, size: int | None = None) -> None:
+        super().__init__()
+        self.layer, self.size = nn.Linear(3, 4), size
+        self.seen: list[tuple[int, bool, int]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.size is not None and len(x) != self.size:
+            raise ValueError("another size of batch")
+        self.seen.append((len(x), self.training, torch.get_num_threads()))
+        result: Tensor = self.layer(x)
+        return result
+
+
+def test_both_models_run_equally_often_in_eval_mode_for_one_example_and_all_with_one_thread_and_all() -> None:
+    before, after = _Counting(), _Counting().eval()
+    threads = torch.get_num_threads()
+    pairs = measure_pair(before, after, (torch.zeros(5, 3),), {}, seconds=0.01)
+    assert {(pair.batch, pair.threads) for pair in pairs} == {(size, count) for size in (1, 5) for count in (1, threads)}
+    for pair in pairs:
+        assert 0 < pair.low <= pair.faster <= pair.high
+        assert pair.turns >= 1
+    assert not any(training for _, training, _ in before.seen + after.seen)
+    assert abs(len(before.seen) - len(after.seen)) <= 1, "one pass of the dense model tries a single example"
+    assert torch.get_num_threads() == threads
+    assert before.training
+    assert before.layer.training
+    assert not after.training
+
+
+def test_a_model_for_one_size_of_batch_is_timed_at_that() -> None:
+    pairs = measure_pair(_Counting(4), _Counting(4), (torch.zeros(4, 3),), {}, seconds=0.01)
+    assert {pair.batch for pair in pairs} == {4}
+
+
+def test_threads_modes_and_hooks_are_as_before_where_a_model_fails() -> None:
+    broken, threads = _Counting(7), torch.get_num_threads()
+    for measure in (
+        lambda: measure_pair(_Counting(), broken, (torch.zeros(2, 3),), {}, seconds=0.01),
+        lambda: measure_layers(broken, (torch.zeros(2, 3),), {}),
+    ):
+        with pytest.raises(ValueError, match="another size"):
+            measure()
+    assert torch.get_num_threads() == threads
+    assert broken.training
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in broken.modules())
+
+
+def test_layers_take_no_longer_than_the_whole() -> None:
+    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Sequential(nn.Linear(256, 64)))
+    times = measure_layers(model, (torch.zeros(32, 64),), {})
+    assert set(times) == {"", "0", "2.0"}
+    assert times["0"] + times["2.0"] <= 1.5 * times[""], "the least of each, so not of one pass"
+
+
+def test_a_report_with_times_survives_json_and_says_them() -> None:
+    model, x = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 4)), torch.zeros(6, 8)
+    pruned = sk.prune(model, (x,), budget="flops=50%").measure_times(model, x)
+    report = pruned.report
+    assert PruneReport.from_dict(report.to_dict()).to_dict() == report.to_dict()
+    assert len(report.tables()["Time"][1]) == len(report.times)
+    assert all(name in dict(pruned.model.named_modules()) for name in report.slowest)
+    assert "times faster" in str(report)
+    assert "6 examples, 1 thread" in pruned.to_html()
