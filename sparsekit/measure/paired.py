@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import random
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -62,7 +61,6 @@ def measure_pair(
         kwargs: Keyword inputs.
         seconds: How long each of the at most four measurements takes; one turn at least.
     """
-    device = _device(before, args, kwargs)
     everything = (args, dict(kwargs))
     batch = next((len(tensor) for tensor in find_tensors(everything) if tensor.dim()), 1)
     inputs = {batch: everything}
@@ -71,11 +69,12 @@ def measure_pair(
         with contextlib.suppress(Exception), _evaluated(before, after):  # a model may be made for one size of batch
             before(*one[0], **one[1])
             inputs = {1: one, **inputs}
-    threads = sorted({1, torch.get_num_threads()}) if device.type == "cpu" else [0]
-    with _evaluated(before, after):
-        return tuple(
-            _pair(before, after, own, number, count, device, seconds) for number, own in inputs.items() for count in threads
-        )
+    threads = sorted({1, torch.get_num_threads()}) if _device(before, *everything).type == "cpu" else [0]
+    return tuple(
+        measure_turns(before, after, *own, batch=number, threads=count, seconds=seconds)
+        for number, own in inputs.items()
+        for count in threads
+    )
 
 
 def measure_layers(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, passes: int = 5) -> dict[str, float]:
@@ -129,23 +128,41 @@ def measure_layers(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str,
     return {name: min(values) for name, values in times.items()}
 
 
-def _pair(
-    before: nn.Module, after: nn.Module, inputs: tuple[Any, Any], batch: int, threads: int, device: torch.device, seconds: float
+def measure_turns(
+    before: nn.Module,
+    after: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    batch: int = 0,
+    threads: int = 0,
+    seconds: float = 0.5,
 ) -> TimePair:
-    order, own = random.Random(0), torch.get_num_threads()
-    synchronize = torch.get_device_module(device).synchronize
+    """Time two models in turns.
+
+    Args:
+        before: The dense model; runs in eval mode and is left in its own.
+        after: The pruned model, likewise.
+        args: Positional inputs.
+        kwargs: Keyword inputs.
+        batch: Number of examples, for the record.
+        threads: Threads of torch meanwhile; 0 leaves them.
+        seconds: How long; one turn at least.
+    """
+    order, own = np.random.default_rng(0), torch.get_num_threads()
+    synchronize = torch.get_device_module(_device(before, args, kwargs)).synchronize
     turns: list[tuple[float, float]] = []
 
     def once(model: nn.Module) -> float:
         start = time.perf_counter()
-        model(*inputs[0], **inputs[1])
+        model(*args, **kwargs)
         synchronize()
         return 1000 * (time.perf_counter() - start)
 
     try:
         if threads:
             torch.set_num_threads(threads)
-        with torch.no_grad():
+        with torch.no_grad(), _evaluated(before, after):
             for _ in range(_WARM):
                 once(before), once(after)
             begun = time.perf_counter()

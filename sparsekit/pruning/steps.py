@@ -20,7 +20,7 @@ from sparsekit.graph.mask import UnitMask
 from sparsekit.layers import LayerRule
 from sparsekit.measure.budget import Budget, BudgetError, format_cost
 from sparsekit.measure.cost import CostModel
-from sparsekit.measure.latency import measure_latency
+from sparsekit.measure.paired import measure_turns
 from sparsekit.pruning.calibration import meet_latency
 from sparsekit.pruning.compensation import compensate
 from sparsekit.pruning.recalibration import recalibrate
@@ -122,10 +122,10 @@ class Steps:
 
         def timed(allocation: Allocation) -> tuple[tuple[UnitMask, nn.Module], float]:
             found = to(allocation)
-            training = found[1].training
-            milliseconds = measure_latency(found[1].eval(), self.call.args, self.call.kwargs)
-            found[1].train(training)
-            return found, milliseconds
+            pair = measure_turns(self.model, found[1], self.call.args, self.call.kwargs)
+            # A share is one of what the dense model takes at the same time: machines slow down and speed up again.
+            share = self.budget is not None and isinstance(self.budget.latency_ms, str)
+            return found, self.costs.dense_costs()["latency_ms"] / pair.faster if share else pair.after_ms
 
         if limit_ms is None:
             return to(allocation)

@@ -66,5 +66,7 @@ def _reasons(report: PruneReport, old: Mapping[str, float], new: Mapping[str, fl
                 else "calls that are too small for their overhead to pay: try a larger batch"
             )
             excess = milliseconds - own * dense
+            where = "FLOPs that went where they cost least time: try a budget of latency_ms"
+            found[where] = found.get(where, 0.0) + (own - fewer) * dense
         found[reason] = found.get(reason, 0.0) + excess
     return sorted(((reason, value) for reason, value in found.items() if value > 0.05 * new[""]), key=lambda item: -item[1])
