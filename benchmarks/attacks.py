@@ -1,0 +1,213 @@
+"""Accuracy where some clients attack the model, by rule of aggregation; what privacy costs, and what short uploads cost.
+
+    python benchmarks/attacks.py attacks --seeds 3                digits, 20 clients of which 4 are hostile, about an hour
+    python benchmarks/attacks.py attacks --alpha 0.1 --json       each client has few classes: where robust rules fail
+    python benchmarks/attacks.py attacks --data-dir DIR           MNIST, 100 clients
+    python benchmarks/attacks.py privacy --clients 60 --cohort 30 --rounds 20 --alpha 10
+    python benchmarks/attacks.py uploads --seeds 5                changes sent as bfloat16 against float32
+
+A hostile client trains as everybody does, and then sends a multiple of its change: the opposite, ten times as much, or ten
+times the opposite. Accuracies are means over the honest clients, each on its own test data: of the global model, and of what
+the client deploys; with several seeds mean ± deviation over them. These attacks hide nothing; one that knows the rule can do
+more. Tables are Markdown, a row as soon as it is known; docs/ROBUSTNESS.md has them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import sparsekit_fl as fl
+from sparsekit_fl.engines.base import ClientPool, Reply
+from sparsekit_fl.engines.embedded import Embedded
+from sparsekit_fl.paper.build import build_problem
+from sparsekit_fl.paper.presets import preset_for
+
+ATTACKS = {"none": 1.0, "flipped": -1.0, "times 10": 10.0, "flipped, times 10": -10.0}
+RULES: Mapping[str, Mapping[str, Any]] = {
+    "mean": {},
+    "trimmed-mean": {"aggregation": "trimmed-mean", "trim_share": 0.3},
+    "median": {"aggregation": "median"},
+    "norm-clipped": {"aggregation": "norm-clipped"},
+}
+
+
+class _HostilePool:
+    """A pool of which some clients multiply the changes that they send."""
+
+    def __init__(self, pool: ClientPool, ids: frozenset[int], factor: float) -> None:
+        self._pool, self._ids, self._factor = pool, ids, factor
+        self.workers = pool.workers
+        self.evaluate = pool.evaluate
+
+    def map(self, assignments: Sequence[Any], memory_rounds: Mapping[int, int]) -> Iterator[Reply]:
+        """Train; see `ClientPool.map`."""
+        for reply in self._pool.map(assignments, memory_rounds):
+            if reply.update is None or reply.client_id not in self._ids:
+                yield reply
+                continue
+            delta = {name: d * self._factor if d.is_floating_point() else d for name, d in reply.update.delta.items()}
+            yield replace(reply, update=replace(reply.update, delta=delta))
+
+
+@dataclass(frozen=True)
+class Hostile:
+    """An engine in which some clients train as everybody does and send something else.
+
+    Args:
+        ids: Who is hostile.
+        factor: What they multiply their changes by.
+        inner: Runs the clients.
+    """
+
+    ids: frozenset[int]
+    factor: float
+    inner: Embedded = field(default_factory=Embedded)
+
+    def run(self, rounds: Callable[[ClientPool], fl.RunResult], **given: Any) -> fl.RunResult:
+        """Run the loop."""
+        return self.inner.run(lambda pool: rounds(_HostilePool(pool, self.ids, self.factor)), **given)
+
+
+Settings = tuple[Any, list[Any], fl.RunConfig]
+Row = dict[str, Any]
+
+
+def _settings(options: argparse.Namespace, seed: int) -> Settings:
+    preset = preset_for(dataset="digits" if options.data_dir is None else "mnist")
+    clients = options.clients or (20 if options.data_dir is None else 100)
+    problem, roster = build_problem(
+        preset,
+        clients=clients,
+        partition="dirichlet",
+        options={"alpha": options.alpha},
+        data_dir=options.data_dir,
+        seed=seed,
+    )
+    training = replace(preset.training, local_epochs=options.local_epochs)
+    config = fl.RunConfig(
+        rounds=options.rounds,
+        cohort=options.cohort,
+        training=training,
+        seed=seed,
+        eval_every=options.rounds,
+        capability="dynamic",
+        capability_levels=preset.capability_levels,
+    )
+    return problem, roster, config
+
+
+def _accuracy(scores: Mapping[str, tuple[float, float]] | None) -> float:
+    total, weight = (scores or {}).get("accuracy", (0.0, 0.0))
+    return total / weight if weight else float("nan")
+
+
+def _run(name: str, factor: float, hostile: frozenset[int], settings: Settings, **changes: Any) -> Any:
+    problem, clients, config = settings
+    return fl.run(fl.methods.registry[name](), problem, clients, replace(config, **changes), engine=Hostile(hostile, factor))
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def attacks(options: argparse.Namespace) -> Iterator[Row]:
+    """One row per method, rule and attack."""
+    settings = [_settings(options, seed) for seed in range(options.seeds)]
+    every = max(1, round(1 / options.hostile)) if options.hostile else 10**9
+    hostile = frozenset(client.id for client in settings[0][1] if client.id % every == every - 1)
+    for method in options.methods.split(","):
+        for rule, changes in RULES.items():
+            for attack, factor in ATTACKS.items():
+                row: Row = {"method": method, "aggregation": rule, "attack": attack, "global": [], "personal": [], "stopped": 0}
+                for given in settings:
+                    try:
+                        result = _run(method, factor, hostile, given, **changes)
+                    except (fl.errors.ClientError, fl.errors.UpdateError):
+                        # A model that was driven to infinity trains nobody any more.
+                        row["stopped"] += 1
+                        continue
+                    honest = [one for one in result.final.per_client if one.client_id not in hostile]
+                    row["global"].append(_mean([_accuracy(one.shared) for one in honest]))
+                    row["personal"].append(_mean([_accuracy(one.personal) for one in honest]))
+                yield row
+
+
+def privacy(options: argparse.Namespace) -> Iterator[Row]:
+    """One row per noise multiplier, the first without privacy."""
+    settings = [_settings(options, seed) for seed in range(options.seeds)]
+    for noise in (None, *(float(text) for text in options.noise.split(","))):
+        row: Row = {"noise": noise, "clip": None if noise is None else options.clip, "global": []}
+        for seed, given in enumerate(settings):
+            changes = {} if noise is None else {"dp_clip": options.clip, "dp_noise": noise, "dp_noise_seed": seed}
+            result = _run("fedavg", 1.0, frozenset(), given, **changes)
+            row["global"].append(result.final.shared["accuracy"])
+            row.update({name: result.privacy.get(name) for name in ("epsilon", "epsilon_unamplified", "delta")})
+        yield row
+
+
+def uploads(options: argparse.Namespace) -> Iterator[Row]:
+    """One row per method and number format."""
+    settings = [_settings(options, seed) for seed in range(options.seeds)]
+    for method in options.methods.split(","):
+        for upload in ("float32", "bfloat16"):
+            row: Row = {"method": method, "upload": upload, "global": [], "personal": [], "megabytes": []}
+            for given in settings:
+                result = _run(method, 1.0, frozenset(), given, upload=upload)
+                row["global"].append(result.final.shared["accuracy"])
+                row["personal"].append(result.final.personal["accuracy"])
+                row["megabytes"].append(result.cost.uplink_bytes / 1e6)
+            yield row
+
+
+TABLES = {"attacks": attacks, "privacy": privacy, "uploads": uploads}
+PERCENT = ("global", "personal")
+
+
+def _cell(row: Row, name: str) -> str:
+    value = row[name]
+    if name in PERCENT or name == "megabytes":
+        if not value:
+            return "–"
+        scale, unit = (100.0, " %") if name in PERCENT else (1.0, "")
+        spread = f" ± {scale * statistics.stdev(value):.1f}" if len(value) > 1 else ""
+        return f"{scale * statistics.mean(value):.1f}{spread}{unit}"
+    return "–" if value is None else f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def main() -> None:
+    """Run and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=list(TABLES))
+    parser.add_argument("--data-dir", type=Path, default=None, help="folder that holds mnist/; without it digits")
+    parser.add_argument("--methods", default="fedavg,fedlps", help="default fedavg,fedlps")
+    parser.add_argument("--clients", type=int, default=None, help="K (default 20, of MNIST 100)")
+    parser.add_argument("--cohort", type=int, default=10, help="clients a round (default 10)")
+    parser.add_argument("--rounds", type=int, default=40, help="server rounds (default 40; fedlps hardly learns before 20)")
+    parser.add_argument("--local-epochs", type=int, default=2, help="default 2")
+    parser.add_argument("--alpha", type=float, default=1.0, help="Dirichlet's, small is uneven (default 1)")
+    parser.add_argument("--hostile", type=float, default=0.2, help="share of the clients (default 0.2)")
+    parser.add_argument("--noise", default="0.1,0.3,1.0,3.0", help="multipliers for `privacy`")
+    parser.add_argument("--clip", type=float, default=1.0, help="norm for `privacy` (default 1)")
+    parser.add_argument("--seeds", type=int, default=1, help="seeds 0 to N - 1 (default 1)")
+    parser.add_argument("--json", action="store_true", help="a line of JSON for each row")
+    options = parser.parse_args()
+    # Each refused update is a warning, and there are many.
+    logging.getLogger("sparsekit_fl").setLevel(logging.ERROR)
+    for number, row in enumerate(TABLES[options.what](options)):
+        if options.json:
+            print(json.dumps(row), flush=True)
+            continue
+        if not number:
+            print(f"| {' | '.join(row)} |\n|{'---|' * len(row)}")
+        print(f"| {' | '.join(_cell(row, name) for name in row)} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
