@@ -169,7 +169,7 @@ class PruneOptions(CutOptions):
             rich_help_panel=_AFTER,
         ),
     ] = None
-    epochs: Annotated[int, typer.Option(help="Of fine-tuning, after every step.", rich_help_panel=_AFTER)] = 0
+    epochs: Annotated[int, typer.Option(help="Epochs of fine-tuning after every step.", rich_help_panel=_AFTER)] = 0
     lr: Annotated[float, typer.Option(help="Learning rate of fine-tuning at its start.", rich_help_panel=_AFTER)] = 0.01
     distill: Annotated[
         float, typer.Option(help="Share of the dense model's outputs in the loss, in [0, 1].", rich_help_panel=_AFTER)

@@ -27,7 +27,7 @@ sensitivity = typer.Typer(add_completion=False, pretty_exceptions_enable=False, 
 class SensitivityOptions(CutOptions):
     """The options of `sparsekit sensitivity`."""
 
-    criterion: Annotated[str, typer.Option(help="Which units of a group go first.")] = "magnitude"
+    criterion: Annotated[str, typer.Option(help="Criterion by whose order units are removed.")] = "magnitude"
     share: Annotated[list[float] | None, typer.Option(help="Share of the units that stays. Default: 0.75, 0.5 and 0.25.")] = (
         None
     )

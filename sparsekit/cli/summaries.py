@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 SUMMARIES: Mapping[str, str] = {
-    "prune": "Cut a model down to a budget, which is never exceeded, and say what came of it.",
+    "prune": "Cut a model down to a budget, which is never exceeded, and report what came of it.",
     "sensitivity": "Narrow each group alone and measure by how much the model gets worse: which layers a budget should spare.",
     "tune": "Tune numbers and choices in any command line: a bandit chooses them, and a regular expression reads the score.",
 }

@@ -35,7 +35,7 @@ tune = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_ma
 def _tune(
     command: Annotated[
         str | None,
-        typer.Argument(help="For the shell, in quotes, with {NAME} where a value goes, and {trial} for the trial's number."),
+        typer.Argument(help="Shell command, in quotes, with {NAME} where a value goes, and {trial} for the trial's number."),
     ] = None,
     space: Annotated[
         list[str] | None,
