@@ -7,7 +7,7 @@ theirs in turn:
     python benchmarks/units.py --json                one line per model, for machines
     python benchmarks/units.py --models vit-s --repeats 9
 
-torch-pruning (`pip install "sparsekit-torch[bench]"`) builds and lists its groups but verifies nothing; without it only our
+torch-pruning (`pip install torch-pruning`) builds and lists its groups but verifies nothing; without it only our
 times are shown.
 """
 

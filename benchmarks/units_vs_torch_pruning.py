@@ -10,7 +10,7 @@ the dense values at these indices, the masked one the dense model with every oth
 float64 on the same input: "ok" where they agree to 1e-8 of the output, "silent" where both run and differ, "error" where
 pruning or running fails. Groups whose roots make the model's output are left out. Ours: the same question to every group of
 `trace_units`, cut by half. At most ten groups of an architecture, three draws of each on fresh copies, of which the worst
-counts; each side of each architecture has a time limit, since torch-pruning (`pip install "sparsekit-torch[bench]"`) never
+counts; each side of each architecture has a time limit, since torch-pruning (`pip install torch-pruning`) never
 returns on some.
 """
 

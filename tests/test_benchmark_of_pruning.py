@@ -42,7 +42,7 @@ def test_an_image_that_is_not_moved_is_the_image() -> None:
 
 @pytest.mark.slow
 def test_every_arm_runs_and_a_second_call_measures_nothing_again(tmp_path: Path) -> None:
-    pytest.importorskip("torch_pruning", reason="pip install 'sparsekit-torch[bench]'")
+    pytest.importorskip("torch_pruning", reason="pip install 'sparsekit-torch[torch-pruning]'")
     from prune_arms import ARMS
 
     out = tmp_path / "tiny.json"

@@ -91,7 +91,7 @@ def test_own_data(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 @pytest.mark.slow
 def test_lora(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     for module in ("peft", "transformers"):
-        pytest.importorskip(module, reason=f"{module} is not installed; pip install 'sparsekit-torch[lora]'")
+        pytest.importorskip(module, reason=f"{module} is not installed; pip install {module}")
     _load("lora", monkeypatch).main(4)
     out = capsys.readouterr().out
     sent, whole, accuracy = re.search(r"([\d,]+) bytes, the whole model ([\d,]+)\naccuracy ([\d.]+)", out).groups()  # type: ignore[union-attr]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import re
+import sys
 import tomllib
 from pathlib import Path
 
@@ -25,6 +27,32 @@ def test_the_version_is_written_once_and_named_by_changelog_and_citation() -> No
     cited = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
     assert (cited["version"], cited["date-released"]) == released[0]
     assert {"cff-version", "message", "title", "authors", "license"} <= set(cited)
+
+
+def test_entry_points_are_for_other_packages() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert set(project["scripts"]) == {"sparsekit"}
+    assert "entry-points" not in project
+
+
+def test_what_the_tests_import_is_declared() -> None:
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8").lower()
+    named = {"PIL": "pillow", "sklearn": "scikit-learn", "yaml": "pyyaml", "flwr_datasets": "flwr-datasets",
+             "huggingface_hub": "huggingface-hub", "torch_pruning": "torch-pruning", "mlflow": "mlflow-skinny",
+             "typing_extensions": "pydantic", "ray": "flwr[simulation]", "PyXAB": "pyxab", "mkdocs": "mkdocs-material",
+             "IPython": "ipykernel", "scipy": "scikit-learn", "grpc": "flwr"}  # fmt: skip
+    own = {path.stem for folder in (ROOT / "tests", ROOT / "benchmarks") for path in folder.rglob("*.py")}
+    own |= {path.name for path in (ROOT / "tests").rglob("*") if path.is_dir()} | {"sparsekit", "sparsekit_fl", "benchmarks"}
+    own.add("nowhere")  # which a test wants to be absent
+    found = set()
+    for path in (ROOT / "tests").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                found |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+                found.add(node.module.partition(".")[0])
+    outside = found - own - set(sys.stdlib_module_names)
+    assert {name for name in outside if f'"{named.get(name, name).lower()}' not in text} == set()
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / ".github").rglob("*.yml")), ids=lambda path: path.name)

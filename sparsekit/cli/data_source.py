@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparsekit.cli.model_source import find_object, ran
+from sparsekit.cli.table import DATA
 from sparsekit.errors import DataError, InvalidValueError
 from sparsekit.registry import Registry
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-data_sets = Registry("data set", {}, group="sparsekit.data")
+data_sets = Registry("data set", DATA, group="sparsekit.data")
 """Data by name. An entry point names a function that returns batches to train on, or a pair (training, validation); of
 `data_dir`, `batch_size` and `seed` it gets those that it takes."""
 

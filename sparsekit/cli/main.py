@@ -1,8 +1,8 @@
-"""The `sparsekit` command. The core has one command, `units`; other packages add theirs by entry point.
+"""The `sparsekit` command: `units`, the commands of the table, and those of other packages.
 
-An entry point in the group `sparsekit.commands` names a `typer.Typer` with one command; it is imported only when it is
-asked for or listed, so it should import little itself. One in the group `sparsekit.models` names a function without
-arguments that returns a module, or a module and its example inputs.
+Another package adds a command by an entry point in the group `sparsekit.commands`, which names a `typer.Typer` with one
+command; it is imported only when it is asked for or listed, so it should import little itself. One in the group
+`sparsekit.models` names a function without arguments that returns a module, or a module and its example inputs.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Annotated, Any
 
 import click
@@ -27,7 +27,8 @@ from typer.core import TyperGroup
 
 from sparsekit.cli.model_options import ModelOptions, takes
 from sparsekit.cli.model_source import example_inputs, load_checkpoint, load_model, pick_device
-from sparsekit.errors import InvalidValueError, SparsekitError, nearest
+from sparsekit.cli.table import COMMANDS
+from sparsekit.errors import InvalidValueError, SparsekitError, install_hint, nearest
 from sparsekit.registry import load_object
 from sparsekit.version import __version__
 
@@ -38,13 +39,7 @@ if TYPE_CHECKING:
     from sparsekit.graph.groups import UnitGroup
 
 COMMANDS_GROUP = "sparsekit.commands"
-"""Entry points that add commands."""
-
-HINTS_GROUP = "sparsekit.hints"
-"""Entry points that name a function: what was typed in place of a command → advice, or None."""
-
-SUMMARIES_GROUP = "sparsekit.summaries"
-"""Entry points that name a mapping of commands to their one-line help; a command that is in none is imported to be listed."""
+"""Entry points by which other packages add commands."""
 
 _TIES, _OTHERS = 20, 47
 """Letters of the column of tied layers, at least, and of all columns of `units` but this and the names."""
@@ -56,10 +51,10 @@ INTERRUPTED = 130
 class _Commands(TyperGroup):
     """Our own commands and those of installed packages; one that cannot be loaded spoils only itself."""
 
-    _summaries: Mapping[str, str] = {}
+    _summarised = False
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return sorted({*super().list_commands(ctx), *_plugins()})
+        return sorted({*super().list_commands(ctx), *_places()})
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
         """Find the command that is asked for; for an unknown one say what was probably meant."""
@@ -69,63 +64,57 @@ class _Commands(TyperGroup):
         return super().resolve_command(ctx, args)
 
     def format_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the help from one-line summaries, so that no command and nothing that it needs is imported for it."""
-        self._summaries = _load_summaries()
+        """Write the help from one-line summaries, so that no command of ours and nothing that it needs is imported for it."""
+        self._summarised = True
         super().format_help(ctx, formatter)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         own = super().get_command(ctx, cmd_name)
         if own is not None:
             return own
-        if cmd_name in self._summaries:
-            return click.Command(cmd_name, help=self._summaries[cmd_name])
-        point = _plugins().get(cmd_name)
-        if point is None:
+        if self._summarised and cmd_name in COMMANDS:
+            return click.Command(cmd_name, help=COMMANDS[cmd_name].summary)
+        # The metadata of all installed packages is read only for what the table has not.
+        path = COMMANDS[cmd_name].path if cmd_name in COMMANDS else _places().get(cmd_name)
+        if path is None:
             return None
         try:
-            return _as_command(point)
+            return _as_command(cmd_name, path)
         except Exception as error:  # noqa: BLE001 - whatever a foreign package does must not break the other commands
-            return _broken_command(point, error)
-
-
-def _load_summaries() -> dict[str, str]:
-    found: dict[str, str] = {}
-    for point in entry_points(group=SUMMARIES_GROUP):
-        with contextlib.suppress(Exception):  # a broken package costs its lines, not the help of the others
-            found.update(point.load())
-    return found
+            return _broken_command(cmd_name, path, error)
 
 
 def _meant(name: str, commands: Sequence[str]) -> str:
-    """Advice for an unknown command: what a package says of the name, or else the nearest command."""
-    for point in entry_points(group=HINTS_GROUP):
-        hint = point.load()(name)
+    """Advice for an unknown command: the one that runs the method of this name, or else the nearest command."""
+    with contextlib.suppress(ImportError, InvalidValueError):  # without the extra `fl` there are no methods to run
+        hint = load_object("sparsekit_fl.cli.hints:method_hint")(name)
         if hint:
             return str(hint)
     return nearest(name, commands)
 
 
-def _plugins() -> dict[str, EntryPoint]:
-    return {point.name: point for point in entry_points(group=COMMANDS_GROUP)}
+def _places() -> dict[str, str]:
+    others = {point.name: point.value for point in entry_points(group=COMMANDS_GROUP)}
+    return {**others, **{name: listed.path for name, listed in COMMANDS.items()}}
 
 
-def _as_command(point: EntryPoint) -> click.Command:
-    found = load_object(point.value)
+def _as_command(name: str, path: str) -> click.Command:
+    found = load_object(path)
     if not isinstance(found, typer.Typer):
-        raise InvalidValueError(f"{point.value} must be a typer.Typer, got {type(found).__name__}")
+        raise InvalidValueError(f"{path} must be a typer.Typer, got {type(found).__name__}")
     command = typer.main.get_command(found)
-    command.name = point.name
+    command.name = name
     return command
 
 
-def _broken_command(point: EntryPoint, error: Exception) -> click.Command:
-    reason = f"the command {point.name!r} of {point.value} cannot be loaded: {error}"
+def _broken_command(name: str, path: str, error: Exception) -> click.Command:
+    advice = install_hint("fl") if name in COMMANDS else "reinstall or remove the package that it comes from"
 
     def refuse(**_: Any) -> None:
-        raise InvalidValueError(f"{reason}; reinstall or remove the package that it comes from")
+        raise InvalidValueError(f"the command {name!r} of {path} cannot be loaded: {error}; {advice}")
 
     return click.Command(
-        point.name,
+        name,
         callback=refuse,
         help=f"(not available: {error})",
         context_settings={"ignore_unknown_options": True},

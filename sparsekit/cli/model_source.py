@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sparsekit.cli.table import MODELS
 from sparsekit.errors import InvalidValueError, SparsekitError, nearest
 from sparsekit.registry import Registry
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-models = Registry("model", {}, group="sparsekit.models")
+models = Registry("model", MODELS, group="sparsekit.models")
 """Models by name, for every command that takes a model."""
 
 _NESTED = ("state_dict", "model_state_dict", "model", "net", "module")

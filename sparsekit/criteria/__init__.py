@@ -49,6 +49,7 @@ registry = Registry(
         "normalised": "sparsekit.criteria.normalised:Normalised",
         "ordered": "sparsekit.criteria.ordered:Ordered",
         "random": "sparsekit.criteria.random:Random",
+        "rolling": "sparsekit_fl.policies.rolling:Rolling",  # of the federated layer, by name alone
         "taylor": "sparsekit.criteria.taylor:Taylor",
         "torch_pruning": "sparsekit.criteria.torch_pruning:TorchPruning",
     },

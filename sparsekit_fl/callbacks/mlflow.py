@@ -34,7 +34,7 @@ class MLflow(Callback):
         try:
             self._mlflow: Any = importlib.import_module("mlflow")
         except ImportError as error:
-            raise MissingDependencyError(f"MLflow logging needs mlflow; {install_hint('mlflow')}") from error
+            raise MissingDependencyError(f"MLflow logging needs mlflow; {install_hint('log')}") from error
         self._experiment = experiment
         self._uri = tracking_uri
         self._name = name

@@ -29,7 +29,7 @@ class TensorBoard(Callback):
             # Before the run, so that a missing package is no error after hours.
             self._module: Any = importlib.import_module("torch.utils.tensorboard")
         except ImportError as error:
-            raise MissingDependencyError(f"TensorBoard needs tensorboard; {install_hint('tensorboard')}") from error
+            raise MissingDependencyError(f"TensorBoard needs tensorboard; {install_hint('log')}") from error
         self._folder = None if folder is None else Path(folder)
         self._writer: Any = None
 

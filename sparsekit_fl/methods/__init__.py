@@ -62,9 +62,15 @@ __all__ = [
     "with_settings",
 ]
 
+# The ablations lie with the rest of the paper, above the methods, so they stand here by name alone.
+_ABLATIONS = (
+    "fedlps_magnitude", "fedlps_ordered", "fedlps_random", "flst", "p_ucbv_dyn", "p_ucbv_fix", "rcr_dyn", "rcr_fix",
+)  # fmt: skip
+
 registry = Registry(
     "method",
-    {
+    {name.replace("_", "-"): f"sparsekit_fl.paper.ablations:{name}" for name in _ABLATIONS}
+    | {
         name.replace("_", "-"): f"{globals()[name].__module__}:{name}"
         for name in __all__
         if name not in ("registry", "with_settings")

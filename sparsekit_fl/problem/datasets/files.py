@@ -114,7 +114,7 @@ def find_split_files(
 def _both_ways(repo: str, layout: str) -> str:
     return (
         f"either pass --data-dir DIR with DIR/{layout} (the files of the hub data set {repo}),"
-        f" or install the hub's client with {install_hint('hub')} and leave --data-dir out, on a machine with a network"
+        f" or install the hub's client with {install_hint('data')} and leave --data-dir out, on a machine with a network"
     )
 
 

@@ -211,7 +211,7 @@ def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def test_tensorboard_gets_every_number_and_a_resumed_run_goes_on_in_the_same_curves(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard", reason="tensorboard is not installed; pip install 'sparsekit-torch[tensorboard]'")
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed; pip install 'sparsekit-torch[log]'")
     config = replace(tiny_config(), eval_global_every=2)
     with pytest.raises(RunInterrupted):
         tiny_run(TensorBoard(), StopAfter(2), out=tmp_path, config=config)
@@ -225,7 +225,7 @@ def test_tensorboard_gets_every_number_and_a_resumed_run_goes_on_in_the_same_cur
 
 @pytest.mark.slow
 def test_mlflow_gets_options_numbers_and_files_and_a_resumed_run_goes_on(tmp_path: Path) -> None:
-    mlflow = pytest.importorskip("mlflow", reason="mlflow is not installed; pip install 'sparsekit-torch[mlflow]'")
+    mlflow = pytest.importorskip("mlflow", reason="mlflow is not installed; pip install 'sparsekit-torch[log]'")
     uri, out = f"sqlite:///{tmp_path / 'mlflow.db'}", tmp_path / "run"
 
     def logger() -> Callback:
@@ -279,6 +279,6 @@ def test_the_best_checkpoint_needs_a_folder() -> None:
 
 
 def test_tensorboard_needs_a_folder() -> None:
-    pytest.importorskip("tensorboard", reason="tensorboard is not installed; pip install 'sparsekit-torch[tensorboard]'")
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed; pip install 'sparsekit-torch[log]'")
     with pytest.raises(InvalidValueError, match="TensorBoard needs a folder"):
         tiny_run(TensorBoard())

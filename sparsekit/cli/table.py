@@ -1,0 +1,78 @@
+"""The commands, models and data that ship with sparsekit: names and places alone, so that listing them imports nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+
+class Listed(NamedTuple):
+    """A command, imported when it is asked for: `package.module:name` of its `typer.Typer`, and the first line of its help."""
+
+    path: str
+    summary: str
+
+
+COMMANDS: Mapping[str, Listed] = {
+    "compare": Listed(
+        "sparsekit_fl.cli.compare:compare", "Run several methods over several seeds, and print mean ± deviation."
+    ),
+    "describe": Listed(
+        "sparsekit_fl.cli.listing:describe",
+        "Describe a method with all its options, or a data set, a criterion or anything else that has a name.",
+    ),
+    "export": Listed(
+        "sparsekit_fl.cli.saved:export",
+        "Export the global model of a run, or that of a client, for devices without Python.",
+    ),
+    "fedlps": Listed(
+        "sparsekit_fl.cli.run:fedlps",
+        "Run FedLPS: a submodel per client, its size and its units learned while it trains.",
+    ),
+    "flower-app": Listed(
+        "sparsekit_fl.cli.flower_app:flower_app",
+        "Write a Flower app that runs any method on real devices: SuperLink and SuperNodes, with TLS.",
+    ),
+    "list": Listed(
+        "sparsekit_fl.cli.listing:list_names",
+        "List what options take, of one kind: our names and those of installed packages; or every option itself.",
+    ),
+    "predict": Listed("sparsekit_fl.cli.saved:predict", "Predict with the global model of a run, or with that of a client."),
+    "prune": Listed(
+        "sparsekit.cli.prune:prune",
+        "Cut a model down to a budget, which is never exceeded, and report what came of it.",
+    ),
+    "report": Listed(
+        "sparsekit_fl.cli.report:report",
+        "Draw the tables, figures and report.html of finished runs; nothing is trained.",
+    ),
+    "run": Listed(
+        "sparsekit_fl.cli.run:run",
+        "Run any federated method; `sparsekit list methods` shows them, `sparsekit describe NAME` the options of one.",
+    ),
+    "sensitivity": Listed(
+        "sparsekit.cli.sensitivity:sensitivity",
+        "Narrow each group alone and measure by how much the model gets worse: which layers a budget should spare.",
+    ),
+    "sweep": Listed(
+        "sparsekit_fl.cli.sweep:sweep",
+        "Tune options of a run and of its method: every trial is a run, scored on validation data.",
+    ),
+    "tune": Listed(
+        "sparsekit.cli.tune:tune",
+        "Tune numbers and choices in any command line: a bandit chooses them, and a regular expression reads the score.",
+    ),
+}
+
+MODELS: Mapping[str, str] = {
+    "cnn": "sparsekit_fl.problem.models.cnn:spec.demo",
+    "lstm": "sparsekit_fl.problem.models.lstm:spec.demo",
+    "vgg11": "sparsekit_fl.problem.models.vgg:vgg11_spec.demo",
+    "vgg13": "sparsekit_fl.problem.models.vgg:vgg13_spec.demo",
+    "vgg16": "sparsekit_fl.problem.models.vgg:vgg16_spec.demo",
+}
+
+DATA: Mapping[str, str] = {
+    name: f"sparsekit_fl.problem.datasets.loaders:{name.replace('-', '_')}"
+    for name in ("cifar10", "cifar100", "digits", "mnist", "tiny-imagenet")
+}
