@@ -108,10 +108,12 @@ def _as_command(name: str, path: str) -> click.Command:
 
 
 def _broken_command(name: str, path: str, error: Exception) -> click.Command:
-    advice = install_hint("fl") if name in COMMANDS else "reinstall or remove the package that it comes from"
+    reason = f"the command {name!r} of {path} cannot be loaded: {error}; reinstall or remove the package that it comes from"
+    if name in COMMANDS and isinstance(error.__cause__, ModuleNotFoundError):
+        reason = f"sparsekit {name} needs {error.__cause__.name}; install it with {install_hint('fl')}"
 
     def refuse(**_: Any) -> None:
-        raise InvalidValueError(f"the command {name!r} of {path} cannot be loaded: {error}; {advice}")
+        raise InvalidValueError(reason)
 
     return click.Command(
         name,
