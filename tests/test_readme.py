@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import shlex
+import sys
 import tomllib
 from pathlib import Path
 
@@ -83,3 +85,14 @@ def test_every_link_leads_somewhere() -> None:
     links = [link for link in re.findall(r"\]\(([^)#]+)\)", TEXT) if "://" not in link]
     assert links
     assert [link for link in links if not (ROOT / link).exists()] == []
+
+
+def test_each_number_is_where_the_script_that_makes_it_looks(tmp_path: Path) -> None:
+    spec = importlib.util.spec_from_file_location("headline", ROOT / "benchmarks" / "headline.py")
+    assert spec is not None
+    assert spec.loader is not None
+    sys.modules["headline"] = headline = importlib.util.module_from_spec(spec)  # where dataclasses look for annotations
+    spec.loader.exec_module(headline)
+    for claim in headline.CLAIMS.values():
+        assert len(claim.numbers(TEXT)) == len(claim.within)
+    assert headline.main(["--only", "stored", "--out", str(tmp_path)]) == 0
