@@ -30,16 +30,6 @@ def test_batches_follow_from_the_state_of_their_generator() -> None:
     assert sorted(torch.cat([y for _, y in first]).tolist()) == list(range(10))
 
 
-def test_an_image_that_is_not_moved_is_the_image() -> None:
-    from prune_tasks import Images
-
-    images = torch.arange(64.0).reshape(1, 1, 8, 8).expand(4000, 3, 8, 8).contiguous()
-    loader = Images(images, torch.arange(4000), 4000, seed=0, augment=True)
-    [(x, _)] = list(loader)
-    assert any(torch.equal(one, images[0]) for one in x)
-    assert any(torch.equal(one, images[0].flip(-1)) for one in x)
-
-
 @pytest.mark.slow
 def test_every_arm_runs_and_a_second_call_measures_nothing_again(tmp_path: Path) -> None:
     pytest.importorskip("torch_pruning", reason="pip install 'sparsekit-torch[torch-pruning]'")

@@ -36,10 +36,3 @@ def test_a_notebook_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
     written = execute(path, tmp_path, monkeypatch)
     assert "parameters" in written
     assert "<progress" in written
-
-
-@pytest.mark.slow
-def test_classes_of_a_notebook_work_in_spawned_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = ROOT / "examples/notebooks/train_see_take_home.ipynb"
-    spawned = {"fl.Embedded(2)": 'fl.Embedded(2, start_method="spawn")', "rounds=24": "rounds=4"}
-    assert "parameters" in execute(path, tmp_path, monkeypatch, **spawned)

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import tomllib
-from pathlib import Path
-
 import pytest
 
 from sparsekit import errors
-from sparsekit.errors import DISTRIBUTION, SparsekitError, UnknownNameError, install_hint, nearest
+from sparsekit.errors import SparsekitError, UnknownNameError, nearest
 
 NAMED = [getattr(errors, name) for name in errors.__all__ if name != "SparsekitError"]
 CLASSES = [kind for kind in NAMED if isinstance(kind, type)]
@@ -34,9 +31,3 @@ def test_every_error_is_ours_and_a_builtin_and_shows_its_message_as_it_was_writt
 )
 def test_the_closest_name_is_proposed_even_with_letters_in_another_order(name: str, known: list[str], said: str) -> None:
     assert nearest(name, known) == said
-
-
-def test_the_hint_for_an_extra_names_the_project_as_pip_does() -> None:
-    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
-    assert project["name"] == DISTRIBUTION
-    assert install_hint("report") == 'pip install "sparsekit-torch[report]", or in a checkout pip install -e ".[report]"'

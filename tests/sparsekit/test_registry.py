@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from importlib.metadata import EntryPoint
 
 import pytest
@@ -26,24 +25,6 @@ def shelf(monkeypatch: pytest.MonkeyPatch) -> Registry:
 
 def test_names_of_the_table_are_found_before_those_of_entry_points(shelf: Registry) -> None:
     assert (shelf["pi"], shelf["tau"]) == (math.pi, math.tau)
-
-
-def test_names_are_listed_in_order_without_importing(shelf: Registry) -> None:
-    sys.modules.pop("antigravity", None)
-    assert list(shelf) == ["bad", "lazy", "pi", "tau"]
-    assert len(shelf) == 4
-    assert "lazy" in shelf
-    assert "antigravity" not in sys.modules
-
-
-def test_a_dotted_attribute_is_followed() -> None:
-    assert load_object("collections:OrderedDict.fromkeys")("ab") == {"a": None, "b": None}
-
-
-@pytest.mark.parametrize("path", ["math", "math:", ":pi", ""])
-def test_a_path_without_both_parts_is_refused(path: str) -> None:
-    with pytest.raises(InvalidValueError, match=r"package\.module:name"):
-        load_object(path)
 
 
 def test_what_does_not_fit_is_refused(shelf: Registry) -> None:

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import ast
 import copy
 import importlib
 import pickle
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-
-ROOT = Path(__file__).parents[2]
 
 NAMES: dict[str, tuple[str, ...]] = {
     "torch.utils._python_dispatch": ("TorchDispatchMode",),
@@ -62,10 +58,6 @@ ATTRIBUTES: dict[str, tuple[Any, tuple[str, ...]]] = {
 }
 """What is set on instances: a word for the error → (an instance, its private attributes)."""
 
-PRIVATE = {name for names in NAMES.values() for name in names if name.startswith("_") and name[1] != "_"} | {
-    name for _, names in ATTRIBUTES.values() for name in names
-}
-
 
 def test_torch_has_the_private_names_where_they_are_looked_for() -> None:
     missing = []
@@ -103,22 +95,3 @@ def test_an_optimizer_is_heard_of_however_it_comes(what: str, monkeypatch: pytes
     monkeypatch.setattr(torch.optim.Optimizer, method, noted)
     happen()
     assert called, f"torch {torch.__version__} does not call Optimizer.{method} when one is {what}; mend sparsekit/_torch.py"
-
-
-def _private_uses(path: Path) -> list[str]:
-    """Private names of torch that a file imports, or reads from anything but `self`."""
-    found = []
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
-            private = [part for part in f"{node.module}.{'.'.join(a.name for a in node.names)}".split(".") if part[0] == "_"]
-            found += [f"{path.name}:{node.lineno} {name}" for name in private]
-        elif isinstance(node, ast.Attribute) and getattr(node.value, "id", "") not in ("self", "cls"):
-            of_torch = getattr(node.value, "id", "") in ("torch", "F", "nn") and node.attr.startswith("_")
-            if node.attr in PRIVATE or (of_torch and node.attr[1] != "_"):
-                found.append(f"{path.name}:{node.lineno} {node.attr}")
-    return found
-
-
-def test_no_other_file_uses_a_private_name_of_torch() -> None:
-    files = [path for path in sorted(ROOT.glob("sparsekit*/**/*.py")) if path != ROOT / "sparsekit/_torch.py"]
-    assert [use for path in files for use in _private_uses(path)] == []

@@ -12,10 +12,7 @@ from saved_results import result, save
 from torch import nn
 
 import sparsekit_fl as fl
-from sparsekit.cli.main import execute
-from sparsekit.errors import DataError, InvalidValueError
-
-ROOT = Path(__file__).parent.parent.parent
+from sparsekit.errors import InvalidValueError
 
 
 def _net() -> nn.Module:
@@ -134,39 +131,11 @@ def test_infinity_is_an_input_where_the_model_can_do_with_it_and_is_named_where_
     assert "in example 3 first" in caplog.text
 
 
-def test_an_empty_split_is_told_by_the_client_and_by_what_the_others_hold() -> None:
-    empty = fl.ClientData(train=_split(0), val=_split(10), test=_split(1))
-    with pytest.raises(
-        DataError, match="train of client 5 is empty, val has 10 examples, test has 1 example; every client needs"
-    ):
-        fl.Client(id=5, data=empty)
-
-
 @pytest.mark.parametrize("given", ["fedavg", fl.methods.fedavg])
 def test_a_method_that_was_not_called_is_told_how_to_call_it(given: object) -> None:
     problem = fl.Problem(model=_net, example_inputs=(torch.zeros(1, 20),))
     with pytest.raises(InvalidValueError, match=r"method must be a Method, got .*fedavg.*: fl\.methods\.fedavg\(\)"):
         fl.run(given, problem, [], fl.RunConfig(rounds=1, cohort=1))  # type: ignore[arg-type]
-
-
-def test_one_client_is_no_clients() -> None:
-    problem = fl.Problem(model=_net, example_inputs=(torch.zeros(1, 20),))
-    alone = fl.Client(id=0, data=fl.ClientData(_split(10), None, _split(10)))
-    with pytest.raises(InvalidValueError, match="cohort is 2, but there is only 1 client; lower it"):
-        fl.run(fl.methods.fedavg(), problem, [alone], fl.RunConfig(rounds=1, cohort=2))
-
-
-def test_compare_says_which_files_are_there(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tiny = ["--rounds", "1", "--clients", "4", "--cohort", "2", "--local-epochs", "1", "--workers", "1", "--seeds", "1"]
-    monkeypatch.setenv("COLUMNS", "400")
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert execute(["compare", "fedavg", *tiny, "--out", str(tmp_path / "a"), "--quiet"]) == 0
-    out = capsys.readouterr().out
-    assert "no figures, since a package is missing" in out
-    assert list((tmp_path / "a" / "figures").glob("*")) == []
 
 
 def test_the_page_has_a_headline_version_command_and_the_numbers_beside(

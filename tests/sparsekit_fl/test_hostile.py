@@ -309,36 +309,6 @@ def test_a_pickle_that_would_run_code_runs_none(tmp_path):
     assert (tmp_path / "ran").exists(), "the pickle is one that runs code"
 
 
-SCORES = Evaluation(client_id=1, examples=2, personal={"loss": (math.inf, 2.0)}, validation={}, ratio=0.5).to_dict()
-
-
-def test_scores_of_a_model_that_diverged_are_read():
-    assert Evaluation.from_dict(json.loads(json.dumps(SCORES))).personal == {"loss": (math.inf, 2.0)}
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"personal": None},
-        {"personal": {"loss": 3.0}},
-        {"personal": {"loss": [1.0, math.inf]}},
-        {"personal": {"loss": [1.0, -1.0]}},
-        {"personal": {"loss": ["a", 1.0]}},
-        {"validation": [1, 2]},
-        {"examples": "2"},
-        {"examples": -2},
-        {"client_id": None},
-        {"ratio": "half"},
-        {"ratio": math.nan},
-        {"new": 1},
-    ],
-    ids=repr,
-)
-def test_scores_that_are_none_are_refused(change):
-    with pytest.raises((TypeError, ValueError, AttributeError)):
-        Evaluation.from_dict(json.loads(json.dumps({**SCORES, **change})))
-
-
 def refusal(change):
     server = Server(SETUP, CLIENTS)
     assignment = server.assign(1)[0]

@@ -60,12 +60,6 @@ def test_the_death_of_a_child_is_seen_at_once_though_its_siblings_live_and_is_na
         assert child.ending().startswith(text)
 
 
-def test_an_idle_child_is_not_waited_for():
-    with Children("fork", SOON, daemon=True) as children:
-        children.start(echo).connection.send("unasked")
-        assert list(children.poll(0.1)) == []
-
-
 def test_closing_leaves_no_process_and_no_zombie_even_of_a_child_that_ignores_its_signal():
     with Children("fork", SOON, daemon=True) as children:
         started: list[Child] = [children.start(echo), children.start(stubborn, task="none")]
@@ -110,11 +104,3 @@ def test_workers_take_denormal_numbers_for_zero():
     with Children("fork", SOON, daemon=True) as children:
         children.start(step_of_denormals, task="step")
         assert one_answer(children)[1] == (0.0, 0.0)
-
-
-def test_the_number_of_threads_is_put_back_after_an_error():
-    before = torch.get_num_threads()
-    with contextlib.suppress(ValueError), one_thread():
-        assert torch.get_num_threads() == 1
-        raise ValueError("wrong")
-    assert torch.get_num_threads() == before

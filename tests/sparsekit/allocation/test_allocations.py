@@ -148,14 +148,3 @@ def test_shares_by_hand_go_by_name_before_expression() -> None:
         PerGroup({"conv": 0.5}).counts(graph, scores)
     with pytest.raises(InvalidValueError, match="ratio must be in"):
         PerGroup({"0": 50})
-
-
-def test_multiples_count_features_of_heads_and_units_of_others() -> None:
-    from sparsekit.allocation.rounding import step_of
-    from sparsekit.graph.groups import UnitGroup, UnitSlice
-
-    heads = UnitGroup("a", 6, "head", (UnitSlice("w", 0, torch.arange(24).reshape(6, 4), "out", gated=True),))
-    assert step_of(heads, 8) == 2
-    assert step_of(heads, {"head": 3}) == 3
-    assert step_of(heads, {"channel": 3}) == 1
-    assert step_of(heads, {"a": 5, "head": 3}) == 5

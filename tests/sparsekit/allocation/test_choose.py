@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sparsekit.allocation import CostModel, Uniform, choose, select
-from sparsekit.criteria import Ordered, View
+from sparsekit.allocation import Uniform, choose
 from sparsekit.errors import InvalidValueError
-from sparsekit.graph.graph import UnitGraph
 from sparsekit.testing.allocations import example_tied_graph
 from sparsekit.testing.criteria import example_graph
 
@@ -65,60 +59,7 @@ def test_scores_that_differ_in_double_precision_only_are_told_apart() -> None:
     assert _kept(choose(example_graph(), _scores(first=scores), {**FEW, "first": 1})["first"]) == [5]
 
 
-@pytest.mark.gpu
-def test_scores_of_a_gpu_make_the_same_mask() -> None:
-    scores = {name: torch.rand(size) for name, size in SIZES.items()}
-    assert choose(example_graph(), {name: s.cuda() for name, s in scores.items()}, FEW) == choose(example_graph(), scores, FEW)
-
-
-def test_a_mask_of_scores_with_gradients_has_none() -> None:
-    mask = choose(example_graph(), _scores(first=torch.rand(7, requires_grad=True)), FEW)
-    assert not mask["first"].requires_grad
-
-
 def test_nan_names_its_source_its_group_and_its_unit() -> None:
     bad = torch.tensor([0.0, 1, float("nan"), 0, 0, 0, 0])
     with pytest.raises(InvalidValueError, match="magic of group 'first' hold NaN, for unit 2 first"):
         choose(example_graph(), _scores(first=bad), FEW, source="magic")
-
-
-@pytest.mark.parametrize("counts", [{"first": 0}, {"first": 8}, {"second": 2}, {"third": -1}, {"third": None}])
-def test_counts_out_of_range_or_missing_are_refused(counts: dict[str, Any]) -> None:
-    ((name, count),) = counts.items()
-    with pytest.raises(InvalidValueError, match=rf"count of group '{name}' must be in \[1, {SIZES[name]}\], got {count}"):
-        choose(example_graph(), _scores(), {key: value for key, value in (FEW | counts).items() if value is not None})
-
-
-def test_different_counts_in_tied_groups_are_refused() -> None:
-    graph = example_tied_graph()
-    scores = {name: torch.zeros(group.size) for name, group in graph.groups.items()}
-    with pytest.raises(InvalidValueError, match="lower, upper share one size"):
-        choose(graph, scores, {"first": 1, "lower": 3, "second": 1, "upper": 4})
-
-
-@dataclass(frozen=True)
-class HalfOfTheCost:
-    """An allocation of somebody else: one unit less in turn, until half of the cost is left."""
-
-    def counts(self, graph: UnitGraph, scores: Mapping[str, Tensor], cost: CostModel | None = None) -> Mapping[str, int]:
-        assert cost is not None
-        counts = {name: group.size for name, group in graph.groups.items()}
-        half = cost.costs(counts)["params"] / 2
-        while cost.costs(counts)["params"] > half:
-            largest = max(counts, key=lambda name: counts[name])
-            counts[largest] -= 1
-        return counts
-
-
-def test_an_allocation_of_somebody_else_gets_the_cost_model() -> None:
-    graph = example_graph()
-    widths = dict.fromkeys(graph.shapes, 4)
-    cost = CostModel(graph, terms=(), other_flops=0, examples=1, parameters=frozenset(graph.shapes), widths=widths)
-    mask = select(Ordered(), graph, HalfOfTheCost(), View(), cost=cost)
-    assert mask.counts() == {"first": 5, "second": 1, "third": 6}
-
-
-def test_a_number_is_a_ratio() -> None:
-    assert select(Ordered(), example_graph(), 0.5, View()) == select(Ordered(), example_graph(), Uniform(0.5), View())
-    with pytest.raises(InvalidValueError, match=r"for 50 % pass 0\.5"):
-        select(Ordered(), example_graph(), 50, View())

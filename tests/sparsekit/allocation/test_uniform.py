@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from fractions import Fraction
-
-import numpy as np
 import pytest
 import torch
 
-from sparsekit.allocation import Uniform, registry
+from sparsekit.allocation import Uniform
 from sparsekit.allocation.uniform import check_ratio, keep_count
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph.graph import UnitGraph
@@ -41,22 +38,7 @@ def test_a_ratio_outside_the_range_is_refused(ratio: object, check: type[Uniform
         check(ratio)  # type: ignore[arg-type]
 
 
-def test_a_ratio_in_per_cent_gets_the_right_advice() -> None:
-    with pytest.raises(InvalidValueError, match=r"for 30 % pass 0\.3"):
-        check_ratio(30)
-
-
-def test_a_ratio_may_be_any_real_number() -> None:
-    assert check_ratio(np.float32(0.5)) == 0.5
-    assert type(check_ratio(np.float64(0.25))) is float
-    assert check_ratio(Fraction(1, 4)) == 0.25
-
-
 def test_groups_tied_in_a_chain_take_the_least_of_their_counts() -> None:
     groups = {name: UnitGroup(name, size, "feature", ()) for name, size in (("a", 9), ("b", 8), ("c", 6), ("d", 9))}
     graph = UnitGraph(groups, {}, ties=(("a", "b"), ("b", "c")))
     assert Uniform(0.5).counts(graph, {"a": torch.ones(9)}) == {"a": 3, "b": 3, "c": 3, "d": 5}
-
-
-def test_allocations_are_found_by_name() -> None:
-    assert registry["uniform"] is Uniform

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparsekit.bandit.axes import Axis, parse_axes
+from sparsekit.bandit.axes import Axis
 from sparsekit.errors import InvalidValueError
 
 
@@ -44,21 +44,6 @@ def test_an_axis_is_read_from_the_text() -> None:
 def test_another_text_is_refused(text: str, message: str) -> None:
     with pytest.raises(InvalidValueError, match=message):
         Axis.parse(text)
-
-
-def test_no_axis_and_two_of_one_name_are_refused() -> None:
-    with pytest.raises(InvalidValueError, match="nothing to tune"):
-        parse_axes([])
-    with pytest.raises(InvalidValueError, match="names x twice"):
-        parse_axes(["x=1:2", "y=1:2", "x=2,3"])
-
-
-def test_values_have_six_digits_of_what_varies() -> None:
-    assert Axis.parse("x=0:1").text(0.123456789) == "0.123457"
-    assert Axis.parse("x=1e-5:1:log").text(1.23456789e-5) == "1.23457e-05"
-    assert Axis.parse("x=1000000:1000001").text(1000000.123456789) == "1000000.123457"
-    assert Axis.parse("x=0:2").text(2.0) == "2"
-    assert Axis.parse("n=1:4:int").text(3) == "3"
 
 
 @given(

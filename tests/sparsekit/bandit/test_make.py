@@ -38,13 +38,3 @@ def test_a_bandit_gets_the_horizon_if_it_wants_one_and_its_own_options() -> None
 def test_what_makes_no_bandit_is_refused(name: str, options: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         make_bandit(name, UNIT, rng=rng(), **options)
-
-
-def no_bandit(space: Interval, *, rng: np.random.Generator) -> float:
-    return 3.0
-
-
-def test_a_function_that_makes_something_else_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sparsekit.registry.load_object", lambda name: no_bandit)
-    with pytest.raises(InvalidValueError, match="must make a bandit, with ask, tell, forget, best and a state, got float"):
-        make_bandit("mine:no_bandit", UNIT, rng=rng())

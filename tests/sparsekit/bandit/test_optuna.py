@@ -109,33 +109,6 @@ def test_a_failed_trial_is_forgotten_or_the_worst() -> None:
         assert told(sampler) == expected
 
 
-def test_a_failed_trial_of_this_sampler_closes_its_pull() -> None:
-    sampler = BanditSampler("p-ucbv", seed=0)
-    study = study_of(sampler)
-    add(study, 0.5, 1.0)
-
-    def fails(trial: Any) -> float:
-        trial.suggest_float("x", 0.0, 1.0)
-        raise ValueError
-
-    study.optimize(fails, n_trials=3, catch=(ValueError,))
-    study.ask({"x": UNIT})
-    ((_, bandit),) = sampler._search._groups
-    assert len(bandit._open) == 1
-    assert told(sampler) == [(0.5, 1.0)]
-
-
-def test_an_enqueued_value_outside_the_space_and_foreign_parameters_are_left_out() -> None:
-    sampler = BanditSampler("p-ucbv", seed=0)
-    study = study_of(sampler)
-    add(study, 0.5, 1.0)
-    study.ask({"x": UNIT})
-    study.add_trial(create_trial(value=5.0, params={"y": 0.5}, distributions={"y": UNIT}))
-    study.add_trial(create_trial(value=5.0, params={"x": 1.5}, distributions={"x": FloatDistribution(0.0, 2.0)}))
-    sampler.sample_relative(study, study.trials[-1], {"x": UNIT})
-    assert told(sampler) == [(0.5, 1.0)]
-
-
 # --- spaces ---
 
 
@@ -152,13 +125,6 @@ def test_steps_get_half_a_step_more_at_both_ends(distribution: Any, low: float, 
     interval = _Axis(distribution).interval
     assert (interval.low, interval.high) == (low, high)
     assert interval.scale == ("log" if distribution.log else "linear")
-
-
-def test_all_steps_are_as_likely() -> None:
-    for distribution in (IntDistribution(2, 10, step=4), FloatDistribution(0.0, 1.0, step=0.5)):
-        axis = _Axis(distribution)
-        found = [axis.executed(axis.interval.from_unit((i + 0.5) / 300)) for i in range(300)]
-        assert sorted({value: found.count(value) for value in found}.values()) == [100] * 3
 
 
 def test_categories_and_branches_come_from_the_independent_sampler() -> None:
@@ -182,27 +148,6 @@ def test_categories_and_branches_come_from_the_independent_sampler() -> None:
     assert {name for number, name in calls if number > 0} == {"kind", "of_a", "of_b"}
     assert len(told(sampler)) == 19
     assert all(0.0 <= value <= 1.0 for value, _ in told(sampler))
-
-
-def test_several_parameters_are_one_box_for_a_bandit_that_takes_one() -> None:
-    def objective(trial: Any) -> float:
-        return float(trial.suggest_float("lr", 1e-4, 1.0, log=True)) + int(trial.suggest_int("n", 1, 9))
-
-    joint, apart = BanditSampler("split-ucbv", seed=0), BanditSampler("p-ucbv", seed=0)
-    for sampler in (joint, apart):
-        study_of(sampler).optimize(objective, n_trials=6)
-    assert [names for names, _ in joint._search._groups] == [("lr", "n")]  # type: ignore[union-attr]
-    assert [names for names, _ in apart._search._groups] == [("lr",), ("n",)]  # type: ignore[union-attr]
-    assert [set(value) for value, _ in told(joint)] == [{"lr", "n"}] * 5
-
-
-def test_a_space_that_changes_gets_a_new_bandit_that_knows_the_history() -> None:
-    sampler = BanditSampler("p-ucbv", seed=0)
-    study = study_of(sampler)
-    study.optimize(lambda trial: trial.suggest_float("x", 0.0, 1.0) + trial.suggest_float("y", 0.0, 1.0), n_trials=5)
-    study.optimize(lambda trial: trial.suggest_float("x", 0.0, 1.0), n_trials=5)
-    assert set(sampler._search.axes) == {"x"}  # type: ignore[union-attr]
-    assert len(told(sampler)) == 9
 
 
 # --- running ---

@@ -33,9 +33,3 @@ def test_the_way_back_ends_inside(shares: tuple[float, float]) -> None:
 def test_what_is_no_box_is_refused(intervals: Any) -> None:
     with pytest.raises(InvalidValueError):
         Box(intervals)
-
-
-@pytest.mark.parametrize("point", [{}, {"lr": 0.1}, {"lr": 0.1, "width": 65.0}, {"lr": "a", "width": 20.0}, 3.0])
-def test_a_point_outside_is_refused(point: Any) -> None:
-    with pytest.raises(InvalidValueError):
-        BOX.to_unit(point)

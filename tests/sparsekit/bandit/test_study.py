@@ -129,13 +129,6 @@ def test_a_failed_trial_is_noted_with_the_reason() -> None:
     assert all((row["state"], row["error"], row["seconds"]) == ("fail", "no room", 0.5) for row in failed)
 
 
-def test_where_all_fail_there_is_no_best() -> None:
-    with opened(None) as study:
-        study.run(Here(lambda _: None), 3)
-        report = study.report()
-    assert (report["best"], report["recommended"], report["failed"]) == (None, None, 3)
-
-
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_a_score_that_is_no_finite_number_has_failed(value: float) -> None:
     assert rows(None, lambda _: value, trials=1)[0]["error"] == f"its score is {value:g}"
@@ -166,12 +159,6 @@ def test_trials_that_ran_go_on_with_their_values_and_the_rest_follow(tmp_path: P
         assert len(study.ended) == 6
 
 
-def test_choices_and_whole_numbers_go_beside_numbers() -> None:
-    found = rows(None, lambda values: len(values["kind"]), "x=1e-3:1:log", "n=1:9:int", "kind=a,bb", sampler="split-ucbv")
-    assert all(row["values"]["kind"] in ("a", "bb") and isinstance(row["values"]["x"], float) for row in found)
-    assert all(row["values"]["n"] in range(1, 10) for row in found)
-
-
 def test_a_grid_ends_by_itself_and_goes_on(tmp_path: Path) -> None:
     space = ("x=0.1,0.2,0.3", "y=a,b")
     assert len(rows(tmp_path, hill, *space, sampler="grid", trials=4)) == 4
@@ -198,29 +185,11 @@ def test_what_looks_bad_is_pruned() -> None:
     assert states.count("pruned") + states.count("complete") == 20
 
 
-def test_deterministic_values_are_not_tried_again() -> None:
-    options: dict[str, Any] = {"sampler": "split-ucbv", "trials": 3}
-    once = rows(None, lambda values: float(values["n"]), "n=1:3:int", deterministic=True, **options)
-    assert sorted(row["values"]["n"] for row in once) == [1, 2, 3]
-
-
 def test_one_process_at_a_time_writes_to_a_folder(tmp_path: Path) -> None:
     with opened(tmp_path), pytest.raises(InvalidValueError, match="another process is tuning"):
         opened(tmp_path)
     with opened(tmp_path):
         pass
-
-
-def test_two_studies_share_a_storage(tmp_path: Path) -> None:
-    url = f"sqlite:///{tmp_path}/study.db"
-    with opened(tmp_path / "a", storage=url) as one, opened(tmp_path / "b", storage=url) as two:
-        with pytest.raises(Died):
-            one.run(Here(hill, dies_at="end", after=2), 4)
-        two.run(Here(hill), 4)
-        assert len(two.ended) == 4
-        workers = Here(hill)
-        one.run(workers, 5)
-        assert workers.begun == [1]
 
 
 def test_another_search_in_the_place_is_refused(tmp_path: Path) -> None:

@@ -25,22 +25,6 @@ def test_an_unknown_command_is_answered_with_the_right_one(typed: str, advice: s
     assert advice in " ".join(capsys.readouterr().err.replace("│", " ").split())
 
 
-def test_an_unknown_method_is_answered_with_the_way_to_ones_own(capsys: pytest.CaptureFixture[str]) -> None:
-    assert execute(["run", "fedhalf"]) == 2
-    assert "package.module:name for one of your own" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    "command", [["run", "fedavg", "--rounds", "1"], ["tune", "echo {x}", "--space", "x=0:1", "--metric", "(.*)"]]
-)
-def test_a_folder_that_cannot_be_made_is_refused_in_words(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert execute([*command, "--out", "/proc/x"]) == 2
-    error = capsys.readouterr().err
-    assert "/proc/x" in error
-    assert "[Errno" not in error
-    assert "pass a path" in error
-
-
 def test_tune_keeps_its_answer_where_no_picture_can_be_drawn(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

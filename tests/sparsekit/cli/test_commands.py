@@ -19,11 +19,6 @@ def test_marks_are_filled_in_and_the_rest_is_left_alone() -> None:
     assert line.fill({"x": "0.25", "n": "3"}, trial=7) == "run --lr 0.25 --n=3 --log run7.txt '$HOME' \"a b\" | tail -1"
 
 
-def test_the_braces_of_a_shell_are_its_own() -> None:
-    line = CommandLine("a=${x} echo {x} {} {1..3} {{x}} ${HOME} | awk '{{print}} {print $1}'", ["x"])
-    assert line.fill({"x": "0.5"}, trial=1) == "a=${x} echo 0.5 {} {1..3} {x} ${HOME} | awk '{print} {print $1}'"
-
-
 def test_a_command_that_does_not_fit_its_space_is_refused() -> None:
     for text, names, message in (
         ("", ["x"], "is empty"),
@@ -64,12 +59,6 @@ def test_the_last_match_counts_and_standard_error_where_standard_output_has_none
 def test_an_output_without_a_finite_number_is_refused(text: str, message: str) -> None:
     with pytest.raises(InvalidValueError, match=message):
         Metric(r"acc (\S+)").read(text)
-
-
-@pytest.mark.parametrize(("pattern", "message"), [("(", "no regular expression"), ("a", "one group"), ("(a)(b)", "got 2")])
-def test_a_pattern_without_one_group_is_refused(pattern: str, message: str) -> None:
-    with pytest.raises(InvalidValueError, match=message):
-        Metric(pattern)
 
 
 def run(line: str, folder: Path, *, timeout: float | None = None) -> Ended:
@@ -125,11 +114,3 @@ def test_a_command_that_takes_too_long_is_ended_with_all_that_it_started(
     while alive(child) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert not alive(child)
-
-
-def test_leaving_ends_what_still_runs(tmp_path: Path) -> None:
-    with Commands(CommandLine("echo $$; exec sleep 30", []), Metric("(a)"), tmp_path) as commands:
-        commands.start(0, {})
-        while not tail(tmp_path / "0000.out"):
-            list(commands.poll())
-    assert not alive(int(tail(tmp_path / "0000.out")))

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
 import typer
-from torch import nn
 
 import sparsekit
 from sparsekit.cli import main as cli
-from sparsekit.cli import model_source
 from sparsekit.errors import InvalidValueError
 
 NETS = """
@@ -95,31 +92,9 @@ def test_units_of_a_factory_as_json(nets: str, capsys: pytest.CaptureFixture[str
     assert [item["module"] for item in report["fixed"]] == ["2"]
 
 
-def test_a_factory_may_bring_its_inputs(nets: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.execute(["units", f"{nets}:with_input", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["units"] == 6
-
-
-def test_units_under_norms_are_shown_on_demand(nets: str, capsys: pytest.CaptureFixture[str]) -> None:
-    found = {}
-    for norm in ("fixed", "kept"):
-        assert cli.execute(["units", f"{nets}:normed", "--norm", norm, "--json"]) == 0
-        found[norm] = json.loads(capsys.readouterr().out)["units"]
-    assert found == {"fixed": 5, "kept": 11}
-
-
 def test_token_inputs_are_given_by_dtype(nets: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.execute(["units", f"{nets}:tokens", "--example-shape", "1,7:int64", "--json"]) == 0
     assert {group["name"]: group["size"] for group in json.loads(capsys.readouterr().out)["groups"]} == {"0": 4, "1": 5}
-
-
-def test_tokens_are_drawn_as_a_row_of_zeros_may_be_padding(nets: str, capsys: pytest.CaptureFixture[str]) -> None:
-    found = []
-    for _ in range(2):
-        assert cli.execute(["units", f"{nets}:Padded", "--example-shape", "1,7:int64", "--json"]) == 0
-        found.append(capsys.readouterr().out)
-    assert found[0] == found[1]
-    assert {group["name"]: group["size"] for group in json.loads(found[0])["groups"]} == {"embedding": 4, "hidden": 5}
 
 
 @pytest.mark.parametrize(
@@ -203,23 +178,3 @@ def test_exit_codes(
     _plug_in(monkeypatch, fail="other_package:failing")
     assert cli.execute(["fail", how]) == code
     assert says in capsys.readouterr().err
-
-
-def test_a_factory_is_found_in_the_folder_where_the_user_stands(tmp_path: Path) -> None:
-    (tmp_path / "mynets.py").write_text(NETS)
-    program = "from sparsekit.cli.main import main; sys.argv = ['sparsekit', 'units', 'mynets:with_input', '--json']; main()"
-    # A console script does not look where it is started, unlike `python -c`.
-    program = f"import sys; sys.path[:] = [p for p in sys.path if p]; {program}"
-    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["units"] == 6
-
-
-def test_models_for_units_agree_with_those_for_runs() -> None:
-    from sparsekit_fl.problem.models import models
-
-    assert set(model_source.models) == set(models)
-    for name in ("cnn", "lstm"):
-        module, inputs = model_source.models[name]()
-        assert isinstance(module, nn.Module)
-        assert isinstance(inputs, tuple)

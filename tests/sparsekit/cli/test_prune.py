@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import typer
 from safetensors.torch import save_file
 from torch import nn
 
 import sparsekit as sk
 from sparsekit.cli import main as cli
 from sparsekit.cli.model_source import load_checkpoint
-from sparsekit.cli.prune import prune
-from sparsekit.cli.prune_run import export_onnx, read_limits_option, read_multiples
+from sparsekit.cli.prune_run import export_onnx
 from sparsekit.errors import InvalidValueError
 
 NETS = """
@@ -90,13 +87,6 @@ def _made(nets: str) -> Any:
     from sparsekit.cli.model_source import load_model
 
     return load_model(f"{nets}:make")[0]
-
-
-def test_the_tables_are_printed(nets: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.execute(["prune", f"{nets}:make", "--budget", "flops=50%,bytes=60%", "--keep", "3", "--dry-run"]) == 0
-    out = capsys.readouterr().out
-    assert "nothing was cut" in out
-    assert all(word in out for word in ("flops", "bytes", "FLOPs it touches", "100%"))
 
 
 @pytest.mark.same_bits
@@ -199,21 +189,6 @@ def test_bad_input_is_refused_in_one_line(nets: str, more: list[str], told: str,
     assert "Traceback" not in error
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_folder_without_permission_is_told(nets: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    tmp_path.joinpath("locked").mkdir(mode=0o500)
-    assert cli.execute(["prune", f"{nets}:make", "--budget", "flops=50%", "--out", str(tmp_path / "locked" / "small")]) == 2
-    assert "ermission" in capsys.readouterr().err
-
-
-def test_no_permission_is_told_before_anything_is_cut(
-    nets: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("sparsekit.cli.prune_run.os.access", lambda *_: False)
-    assert cli.execute(["prune", f"{nets}:make", "--budget", "flops=50%", "--out", str(tmp_path / "small")]) == 2
-    assert "no permission to write" in capsys.readouterr().err
-
-
 def test_checkpoints_are_read_in_every_usual_form(nets: str, tmp_path: Path) -> None:
     model, target = _made(nets), _made(nets)
     state = {
@@ -290,13 +265,6 @@ def test_sensitivity_is_the_loss_of_accuracy_where_there_are_data(nets: str, cap
     assert "change of the outputs" in capsys.readouterr().out
 
 
-def test_texts_of_options() -> None:
-    assert read_limits_option(("layer1=0.5:0.75", r"a=b\..*=0.25")) == {"layer1": (0.5, 0.75), r"a=b\..*": (0.25, 1.0)}
-    assert read_multiples(("8",)) == 8
-    assert read_multiples(("channel=8", "head=2")) == {"channel": 8, "head": 2}
-    assert read_multiples(()) == 1
-
-
 @pytest.mark.slow
 def test_the_small_model_is_written_as_onnx(nets: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runtime = pytest.importorskip("onnxruntime", reason="the extra 'export' is not installed")
@@ -327,23 +295,3 @@ def test_a_model_for_one_number_of_examples_alone_is_written_for_it(name: str | 
     session = runtime.InferenceSession(str(tmp_path / "model.onnx"))
     [found] = session.run(None, {session.get_inputs()[0].name: x.numpy()})
     torch.testing.assert_close(torch.from_numpy(found), model(x), rtol=1e-4, atol=1e-5)
-
-
-def test_a_file_without_tensors_and_a_missing_table_are_refused_in_words(tmp_path, capsys):
-    (tmp_path / "notes.pt").write_text("hello")
-    assert cli.execute(["prune", "cnn", "--budget", "flops=50%", "--checkpoint", str(tmp_path / "notes.pt")]) == 2
-    assert "notes.pt cannot be read as weights" in capsys.readouterr().err
-    missing = str(tmp_path / "none.json")
-    assert cli.execute(["prune", "cnn", "--budget", "flops=50%", "--allocation", f"sensitivity={missing}"]) == 2
-    assert "there is no table" in capsys.readouterr().err
-
-
-def test_its_options_are_one_page() -> None:
-    assert len(typer.main.get_command(prune).params) <= 30
-
-
-def test_a_run_that_keeps_nothing_says_so(capsys):
-    assert cli.execute(["prune", "cnn", "--budget", "flops=50%"]) == 0
-    assert "nothing was written; pass --out FOLDER" in capsys.readouterr().out
-    assert cli.execute(["prune", "cnn", "--budget", "flops=50%", "--dry-run"]) == 0
-    assert "nothing was written" not in capsys.readouterr().out

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -34,14 +33,6 @@ def ended(folder: Path) -> int:
     return sum('"op_code":6' in line for line in lines)
 
 
-def report(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
-    assert execute([*arguments, "--json"]) == 0, capsys.readouterr().err
-    captured = capsys.readouterr()
-    assert captured.err == ""
-    found: dict[str, Any] = json.loads(captured.out)
-    return found
-
-
 def test_a_search_ends_with_the_best_value_and_the_command_to_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert execute([*BASIC, "--trials", "4"]) == 0
     captured = capsys.readouterr()
@@ -50,13 +41,6 @@ def test_a_search_ends_with_the_best_value_and_the_command_to_run(capsys: pytest
     lines = captured.err.splitlines()
     assert [line.split(":")[0] for line in lines] == ["trial 0", "trial 1", "trial 2", "trial 3"]
     assert lines[0].endswith("  best")
-
-
-def test_json_is_all_there_is_on_stdout(capsys: pytest.CaptureFixture[str]) -> None:
-    found = report([*BASIC, "--trials", "3", "--minimize"], capsys)
-    assert (len(found["trials"]), found["failed"], found["maximize"], found["out"]) == (3, 0, False, None)
-    assert found["best"]["command"].startswith("awk -v x=")
-    assert found["best"]["score"] <= found["recommended"]["score"]
 
 
 def test_a_folder_holds_the_trials_their_output_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -77,19 +61,6 @@ def test_without_optuna_the_error_says_what_to_install(
     monkeypatch.setitem(sys.modules, "optuna", None)
     assert execute([*BASIC, "--trials", "1"]) == 2
     assert "sparsekit-torch[optuna]" in capsys.readouterr().err
-
-
-def test_going_on_needs_no_more_than_the_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = ["--out", str(tmp_path)]
-    assert len(report([*BASIC, "--trials", "2", *out], capsys)["trials"]) == 2
-    assert len(report(["tune", "--resume", *out, "--trials", "5"], capsys)["trials"]) == 5
-    # And so does the same command line.
-    assert len(report([*BASIC, "--trials", "6", *out], capsys)["trials"]) == 6
-
-
-def test_when_all_fail_the_last_reason_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert execute([*BASIC[:4], "--metric", "nothing (.)", "--trials", "2", "-q", "--out", str(tmp_path)]) == 2
-    assert "error: all 2 trials have failed; the last: the output has no match" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

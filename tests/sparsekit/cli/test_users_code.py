@@ -73,9 +73,3 @@ def test_a_line_says_what_failed_and_where(line: list[str], wanted: str, capsys:
     assert told.startswith("error: ")
     assert told.count("\n") == 1
     assert "weights_only" not in told, "torch advises to run whatever code a file holds"
-
-
-def test_a_table_of_sensitivity_says_what_its_numbers_are(capsys: pytest.CaptureFixture[str]) -> None:
-    assert execute(["sensitivity", "nets.py:make", *SHAPE, "-q"]) == 0
-    text = " ".join(capsys.readouterr().out.split())
-    assert text.startswith("nets.py:make: change of the outputs when one group keeps this share of its units, worst first")

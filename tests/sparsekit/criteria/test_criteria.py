@@ -27,13 +27,11 @@ from sparsekit.criteria import (
     Random,
     Taylor,
     View,
-    is_comparable,
-    registry,
 )
 from sparsekit.criteria.base import score_units
 from sparsekit.errors import InvalidValueError, MissingImportanceError
 from sparsekit.graph.graph import UnitGraph
-from sparsekit.testing.criteria import CriterionContract, example_graph, example_view
+from sparsekit.testing.criteria import CriterionContract, example_graph
 
 DATA = [
     (torch.randn(4, 3, generator=generator), torch.rand(4, 3, generator=generator))
@@ -205,18 +203,3 @@ def test_what_is_missing_or_does_not_fit_is_said(made: Callable[[], object], tol
         InvalidValueError if "needs" not in told and "pass View" not in told else MissingImportanceError, match=told
     ):
         made()
-
-
-def test_criteria_are_found_by_name_and_say_whether_groups_compare() -> None:
-    assert registry["ordered"] is Ordered
-    assert {"learned", "magnitude", "ordered", "random", "rolling"} <= set(registry)
-    comparable = [is_comparable(each) for each in (Fisher(), Normalised(Magnitude()), Lamp(), Magnitude(), Neighbours())]
-    assert comparable == [True, True, True, False, False]
-
-
-def test_scores_come_in_the_order_of_the_graph() -> None:
-    class Backwards(Ordered):
-        def scores(self, graph: UnitGraph, view: View) -> Mapping[str, Tensor]:
-            return dict(reversed(super().scores(graph, view).items()))
-
-    assert list(score_units(Backwards(), example_graph(), example_view())) == list(example_graph().groups)

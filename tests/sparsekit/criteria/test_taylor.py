@@ -11,8 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import sparsekit as sk
-from sparsekit.criteria import Fisher, Magnitude, Normalised, Taylor, View
-from sparsekit.errors import DataError, InvalidValueError, MissingImportanceError
+from sparsekit.criteria import Fisher, Taylor, View
 
 
 class Residual(nn.Module):
@@ -93,18 +92,6 @@ def test_units_read_outside_of_layers_have_the_exact_mean_and_single_examples_th
     assert torch.allclose(Fisher(batches, F.cross_entropy).scores(graph, view)["first"], 0.5 * rows.square().mean(0), atol=1e-6)
 
 
-def test_products_are_of_all_entries_of_a_unit() -> None:
-    model = nn.Sequential(nn.Linear(2, 3, bias=False), nn.Linear(3, 1, bias=False))
-    graph = sk.trace_units(model, torch.randn(2, 2))
-    batches = [(torch.randn(4, 2), torch.randn(4, 1)) for _ in range(2)]
-    F.mse_loss(model(torch.cat([x for x, _ in batches])), torch.cat([y for _, y in batches])).backward()
-    first, second = ((entry * entry.grad).abs() for entry in model.parameters())
-    expected = first.sum(1) + second.sum(0)
-    model.zero_grad()
-    found = Taylor(batches, F.mse_loss, form="products").scores(graph, View(model=model))["0"]
-    assert torch.allclose(found, expected.double(), atol=1e-6)
-
-
 def test_a_ranking_by_signed_means_is_that_of_measured_removals() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 24), nn.Tanh(), nn.Linear(24, 5))
@@ -153,48 +140,6 @@ def test_mappings_and_objects_like_them_give_what_tuples_give() -> None:
         assert torch.equal(found["body.0"], plain["0"])
 
 
-def test_the_work_is_counted_and_a_bar_is_drawn_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
-    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
-    graph = sk.trace_units(model, torch.randn(1, 4))
-    criterion = Fisher([(torch.randn(5, 4), torch.zeros(5, dtype=torch.int64))] * 3, F.cross_entropy, progress=True)
-    criterion.scores(graph, View(model=model))
-    forward = 2 * (4 * 8 + 8 * 2) * 5
-    assert (criterion.work.batches, criterion.work.examples) == (3, 15)
-    assert 3 * forward < criterion.work.flops <= 9 * forward
-    assert criterion.work.seconds > 0
-    assert "Fisher scores" in capsys.readouterr().err
-    limited = Fisher(criterion.batches, F.cross_entropy, limit=2)
-    limited.scores(graph, View(model=model))
-    assert limited.work.batches == 2
-
-
-def test_what_is_missing_or_wrong_is_said(residual: tuple[nn.Module, sk.UnitGraph]) -> None:
-    model, graph = residual
-    view = View(model=model)
-    with pytest.raises(MissingImportanceError, match=r"Fisher needs data; pass Fisher\(batches, loss\)"):
-        Fisher().scores(graph, view)
-    with pytest.raises(MissingImportanceError, match=r"pass View\(model=model\)"):
-        Fisher(_batches(), F.cross_entropy).scores(graph, View())
-    with pytest.raises(DataError, match="the loader is empty"):
-        Taylor([], F.cross_entropy).scores(graph, view)
-    with pytest.raises(InvalidValueError, match="pass loss="):
-        Taylor(_batches()).scores(graph, view)
-    with pytest.raises(InvalidValueError, match="scalar"):
-        Taylor(_batches(), nn.CrossEntropyLoss(reduction="none")).scores(graph, view)
-    with pytest.raises(DataError, match="batch 0 is on meta, the model on cpu"):
-        Taylor([(torch.zeros(2, 3, 3, 3, device="meta"), torch.zeros(2))], F.cross_entropy).scores(graph, view)
-    with pytest.raises(DataError, match="a batch must be"):
-        Taylor([7], F.cross_entropy).scores(graph, view)
-    with pytest.raises(InvalidValueError, match="form must be one of"):
-        Taylor(form="third")  # type: ignore[arg-type]
-    with pytest.raises(InvalidValueError, match="limit must be at least 1"):
-        Taylor(limit=0)
-    bad = _batches()
-    bad[1][0][0, 0, 0, 0] = float("nan")
-    with pytest.raises(InvalidValueError, match=r"scores of group 'first' are nan for unit 0"):
-        Taylor(bad, F.cross_entropy).scores(graph, view)
-
-
 def test_modes_and_flags_are_put_back_after_an_error(residual: tuple[nn.Module, sk.UnitGraph]) -> None:
     model, graph = residual
     model.train()
@@ -209,12 +154,3 @@ def test_modes_and_flags_are_put_back_after_an_error(residual: tuple[nn.Module, 
     assert [name for name, p in model.named_parameters() if not p.requires_grad] == ["head.bias"]
     assert not model.head._forward_pre_hooks
     assert torch.ones(1).add(1).item() == 2.0  # no counter is left on
-
-
-def test_normalising_keeps_the_order_within_groups(residual: tuple[nn.Module, sk.UnitGraph]) -> None:
-    model, graph = residual
-    view = View(weights=model.state_dict())
-    plain = Magnitude().scores(graph, view)
-    for by in ("mean", "sum", "max", "standard", "rank", "share_of_remaining"):
-        scores = Normalised(Magnitude(), by=by).scores(graph, view)  # type: ignore[arg-type]
-        assert all(torch.equal(scores[name].argsort(), plain[name].argsort()) for name in graph.groups)

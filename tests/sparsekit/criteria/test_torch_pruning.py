@@ -12,7 +12,6 @@ from torch import Tensor, nn
 import sparsekit as sk
 from sparsekit.criteria import View
 from sparsekit.criteria.torch_pruning import TorchPruning
-from sparsekit.errors import InvalidValueError, MissingImportanceError
 from sparsekit.testing.criteria import CriterionContract
 
 tp = pytest.importorskip("torch_pruning", reason="pip install 'sparsekit-torch[torch-pruning]'")
@@ -88,28 +87,9 @@ def test_activations_of_its_class_are_read_and_not_left_on_the_layers(model: nn.
     assert not any(hasattr(module, "_importance") for module in model.modules())
 
 
-def test_gradients_of_the_model_are_put_back(model: nn.Module) -> None:
-    graph = sk.trace_units(model, torch.randn(2, 3, 3, 3))
-    model.head.weight.grad = gradient = torch.ones_like(model.head.weight)
-    TorchPruning(tp.importance.GroupTaylorImportance(), batches=DATA, loss=F.cross_entropy).scores(graph, View(model=model))
-    assert model.head.weight.grad is gradient
-    assert model.first.weight.grad is None
-
-
 def test_heads_and_flattened_channels_are_averaged_over_their_positions() -> None:
     torch.manual_seed(0)
     model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 1)
     graph = sk.trace_units(model, torch.randn(2, 5, 8))
     scores = TorchPruning(tp.importance.MagnitudeImportance()).scores(graph, View(model=model))
     assert {name: values.numel() for name, values in scores.items()} == {n: g.size for n, g in graph.groups.items()}
-
-
-def test_what_is_missing_is_said(model: nn.Module) -> None:
-    graph = sk.trace_units(model, torch.randn(2, 3, 3, 3))
-    view = View(model=model)
-    with pytest.raises(MissingImportanceError, match="TorchPruning\\(LAMPImportance"):
-        TorchPruning().scores(graph, view)
-    with pytest.raises(MissingImportanceError, match="reads gradients that are not there"):
-        TorchPruning(tp.importance.GroupTaylorImportance()).scores(graph, view)
-    with pytest.raises(InvalidValueError, match="has no score for group 'third'"):
-        TorchPruning(tp.importance.BNScaleImportance()).scores(graph, view)

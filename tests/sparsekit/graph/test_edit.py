@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-import zoo_norms
 from torch import nn
 
-from sparsekit.errors import InvalidValueError, UnknownNameError
+from sparsekit.errors import InvalidValueError
 from sparsekit.graph.edit import only, without
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.groups import FixedUnits
@@ -50,24 +49,10 @@ def test_what_is_left_out_is_fixed_with_a_reason(graph: UnitGraph) -> None:
     assert smaller.shapes == graph.shapes
 
 
-def test_naming_what_stays_is_the_same_as_naming_what_goes(graph: UnitGraph) -> None:
-    assert only(graph, ["2"]).to_json() == without(graph, ["0"]).to_json()
-
-
 def test_a_compact_model_keeps_the_units_that_were_left_out(model: nn.Module, graph: UnitGraph) -> None:
     smaller = without(graph, ["0"])
     small = compact(model, smaller, UnitMask({"2": torch.arange(5) < 3}))
     assert [small[0].out_features, small[2].out_features] == [6, 3]  # type: ignore[index]
-
-
-def test_an_unknown_name_is_refused_with_the_nearest(graph: UnitGraph) -> None:
-    with pytest.raises(UnknownNameError, match="no group '1' in this graph"):
-        without(graph, ["1"])
-
-
-def test_a_string_is_no_collection_of_names(graph: UnitGraph) -> None:
-    with pytest.raises(InvalidValueError, match=r"pass \['0'\]"):
-        only(graph, "0")
 
 
 @pytest.mark.parametrize("edit", [without, only])
@@ -77,14 +62,3 @@ def test_tied_groups_are_left_out_together_or_not_at_all(edit: object, stacked: 
         edit(stacked, tied[:1])  # type: ignore[operator]
     assert without(stacked, tied).ties == ()
     assert only(stacked, tied).ties == stacked.ties
-
-
-def test_norms_and_sizes_of_what_is_left_out_go_too() -> None:
-    architecture = zoo_norms.KEPT["vit-separate"]
-    graph = trace_units(architecture.make(), *architecture.inputs(), norm="kept", **architecture.kwargs())
-    named = {name for site in graph.norms for name in site.places}
-    bare = without(graph, list(graph.groups))
-    assert named <= set(graph.groups)
-    assert named
-    assert graph.sizes
-    assert (bare.norms, bare.sizes, bare.ties) == ((), (), ())

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparsekit.graph.index import add_, cut_axes, gather, narrow_shape, scatter, scatter_
+from sparsekit.graph.index import add_, gather, narrow_shape, scatter, scatter_
 
 SHAPE = (3, 4, 5)
 POSITIONS = {0: torch.tensor([0, 2]), 1: torch.tensor([3, 0, 1]), 2: torch.tensor([4])}
@@ -43,20 +43,6 @@ def test_scattering_replaces_the_cross_product_and_nothing_else(axes: dict[int, 
     assert torch.equal(dense, expected)
 
 
-def test_scattering_takes_the_dtype_of_the_dense_tensor_and_shares_no_memory() -> None:
-    narrow = torch.zeros(SHAPE)
-    assert scatter(narrow, torch.ones(SHAPE, dtype=torch.float64), {}).dtype == torch.float64
-    assert scatter(narrow, torch.ones(SHAPE), {}) is not narrow
-
-
-@every_choice
-def test_what_is_scattered_gets_the_gradient_of_its_entries(axes: dict[int, Tensor]) -> None:
-    narrow = torch.rand(narrow_shape(SHAPE, axes), requires_grad=True)
-    (scatter_(narrow, _dense(), axes) * _dense()).sum().backward()
-    assert narrow.grad is not None
-    assert torch.equal(narrow.grad, gather(_dense(), axes))
-
-
 @every_choice
 @pytest.mark.parametrize("number", [True, False])
 def test_adding_adds_to_the_cross_product_and_nothing_else(axes: dict[int, Tensor], number: bool) -> None:
@@ -65,8 +51,3 @@ def test_adding_adds_to_the_cross_product_and_nothing_else(axes: dict[int, Tenso
     expected[_mesh(axes)] += part
     assert add_(part, dense, axes) is dense
     assert torch.equal(dense, expected)
-
-
-def test_axes_that_lose_nothing_are_not_cut() -> None:
-    axes = {0: torch.arange(3), 1: torch.tensor([1, 2])}
-    assert list(cut_axes(SHAPE, axes)) == [1]

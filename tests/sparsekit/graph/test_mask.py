@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sparsekit.errors import ForeignMaskError, InvalidValueError
+from sparsekit.errors import InvalidValueError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.groups import UnitGroup, UnitSlice
 from sparsekit.graph.mask import UnitMask, WeightMask, to_weights
@@ -44,24 +44,12 @@ def test_density_counts_the_entries_that_stay(graph: UnitGraph) -> None:
     assert _mask(0, 1, 0).density(graph) == 5 / 15
 
 
-def test_masks_compare_by_value() -> None:
-    assert _mask(1, 0, 1) == _mask(1, 0, 1)
-    assert _mask(1, 0, 1) != _mask(1, 1, 0)
-    assert _mask(1, 0, 1) != WeightMask({"a": torch.tensor([True, False, True])})
-
-
 def test_by_entry_a_dropped_unit_loses_its_rows_and_the_columns_that_read_it(graph: UnitGraph) -> None:
     weights = to_weights(graph, _mask(1, 0, 1))
     assert weights["a.weight"].tolist() == [[True, True], [False, False], [True, True]]
     assert weights["a.bias"].tolist() == [True, False, True]
     assert weights["b.weight"].tolist() == [[True, False, True], [True, False, True]]
     assert weights.density(graph) == pytest.approx(_mask(1, 0, 1).density(graph))
-
-
-@pytest.mark.parametrize("entries", [{}, {"b": torch.ones(3, dtype=torch.bool)}, {"a": torch.ones(4, dtype=torch.bool)}])
-def test_a_mask_of_another_graph_is_refused(graph: UnitGraph, entries: dict[str, torch.Tensor]) -> None:
-    with pytest.raises(ForeignMaskError, match="does not belong to this graph"):
-        UnitMask(entries).check(graph)
 
 
 def test_what_does_not_fit_is_refused(graph: UnitGraph) -> None:
@@ -78,16 +66,6 @@ def test_what_does_not_fit_is_refused(graph: UnitGraph) -> None:
         UnitMask({"a": torch.tensor([1.0, float("nan"), 0.0])})
 
 
-@pytest.mark.parametrize("name", ["a.bias", "nothing"])
-def test_a_weight_mask_of_another_shape_is_refused(graph: UnitGraph, name: str) -> None:
-    with pytest.raises(ForeignMaskError):
-        WeightMask({name: torch.ones(4, dtype=torch.bool)}).check(graph)
-
-
-def test_keys_that_a_weight_mask_leaves_out_are_kept_whole(graph: UnitGraph) -> None:
-    assert WeightMask({"a.bias": torch.tensor([True, False, False])}).density(graph) == pytest.approx(13 / 15)
-
-
 def test_a_unit_mask_comes_to_the_cpu_and_one_without_values_is_refused() -> None:
     class Elsewhere(torch.Tensor):
         """Stands for a tensor of another device."""
@@ -99,9 +77,3 @@ def test_a_unit_mask_comes_to_the_cpu_and_one_without_values_is_refused() -> Non
     assert type(mask["a"]) is torch.Tensor
     with pytest.raises(InvalidValueError, match="'a' is on the meta device and has no values"):
         UnitMask({"a": torch.ones(2, dtype=torch.bool, device="meta")})
-
-
-@pytest.mark.gpu
-def test_a_unit_mask_made_on_a_gpu_equals_that_made_on_the_cpu() -> None:
-    keep = torch.tensor([True, False])
-    assert UnitMask({"a": keep.cuda()}) == UnitMask({"a": keep})

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import zoo
-import zoo_attention
 from laws import check_masked_equals_compact, random_mask
 from torch import Tensor, nn
 
@@ -73,20 +72,6 @@ def test_the_width_of_the_model_taken_for_that_of_the_heads_is_told_with_the_use
     assert "zoo_attention.py" in told[0]
 
 
-class Scaled(zoo_attention.Separate):
-    """Scales by the number of heads that it reads from its attribute: without a head the others would change."""
-
-    def forward(self, x: Tensor, context: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
-        return super().forward(x * self.num_heads, context, bias)
-
-
-def test_a_number_of_heads_that_does_more_than_count_keeps_them() -> None:
-    model = nn.Sequential(nn.Linear(3, 6), Scaled(6, 3, 2), nn.Linear(6, 2))
-    with pytest.warns(FixedUnitsWarning, match=r"'1.q' \(3 units\).* kept whole"):
-        graph = trace_units(model, torch.randn(2, 4, 3))
-    assert list(graph.groups) == ["0", "1.out"]
-
-
 def test_returned_averages_keep_the_heads_and_returned_maps_are_an_output() -> None:
     model = zoo.Lambda(lambda m, x: m.attn(x, x, x), attn=nn.MultiheadAttention(6, 3))
     with (
@@ -97,26 +82,6 @@ def test_returned_averages_keep_the_heads_and_returned_maps_are_an_output() -> N
     model = zoo.Lambda(lambda m, x: m.attn(x, x, x, average_attn_weights=False), attn=nn.MultiheadAttention(6, 3))
     with pytest.raises(NoUnitsError, match=r"attn \(3\): model output"):
         trace_units(model, torch.randn(2, 4, 6))
-
-
-def test_a_subclass_of_torchs_attention_keeps_its_heads() -> None:
-    class Own(nn.MultiheadAttention):
-        pass
-
-    model = zoo.Lambda(lambda m, x: m.head(m.attn(x, x, x)[0]), attn=Own(6, 3), head=nn.Linear(6, 5), tail=nn.Linear(5, 1))
-    with pytest.warns(FixedUnitsWarning, match="a subclass of nn.MultiheadAttention"), pytest.raises(NoUnitsError):
-        trace_units(model, torch.randn(2, 4, 6))
-
-
-def test_a_mask_for_each_head_that_is_no_unit_keeps_the_heads() -> None:
-    model = zoo.Lambda(
-        lambda m, x, mask: m.head(m.attn(x, x, x, attn_mask=mask)[0]),
-        attn=nn.MultiheadAttention(6, 3, batch_first=True),
-        head=nn.Linear(6, 2),
-    )
-    with pytest.warns(FixedUnitsWarning, match="attn_mask has a map for each head"):
-        graph = trace_units(model, torch.randn(2, 4, 6), torch.randn(6, 4, 4))
-    assert list(graph.groups) == ["attn.out_proj"]
 
 
 def test_a_padded_batch_runs_through_a_narrow_encoder_with_the_fused_path_on() -> None:
@@ -207,14 +172,3 @@ def test_float_masks_with_minus_infinity_are_inputs_like_any_other(
     learnable.eval()
     torch.testing.assert_close(learnable.compact()(x, mask), learnable(x, mask))
     assert bool(learnable(x, mask).isfinite().all())
-
-
-def test_rows_in_which_everything_is_hidden_are_left_out_of_the_comparison() -> None:
-    """Their outputs are NaN in the model itself."""
-    torch.manual_seed(0)
-    mask, x = HIDDEN["most"].clone(), torch.randn(2, 5, 8)
-    mask[1] = -torch.inf
-    model = Masked("written out")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FixedUnitsWarning)
-        assert [*trace_units(model, x, mask).groups] == [*trace_units(model, x, torch.zeros(5, 5)).groups]

@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from sparsekit.errors import InvalidValueError
 from sparsekit.graph.mask import UnitMask
 from sparsekit.layers.narrow_attention import NarrowMultiheadAttention
 from sparsekit.surgery.compaction import compact
@@ -100,43 +99,6 @@ def square(count: int = 2, **options: Any) -> tuple[nn.MultiheadAttention, nn.Mu
     return module, narrowed(module, keep, x, x, x), x, keep
 
 
-def test_a_causal_hint_is_followed() -> None:
-    module, small, x, keep = square()
-    mask = nn.Transformer.generate_square_subsequent_mask(5, dtype=torch.float64)
-    for weights in (True, False):
-        arguments = {"attn_mask": mask, "is_causal": True, "need_weights": weights}
-        expected, _ = silenced(module, keep)(x, x, x, **arguments)
-        torch.testing.assert_close(small(x, x, x, **arguments)[0], expected, rtol=1e-10, atol=1e-10)
-    with pytest.raises(InvalidValueError, match="needs it; pass attn_mask too"):
-        small(x, x, x, is_causal=True)
-
-
-def test_a_mask_for_each_head_is_taken_for_the_heads_that_are_left() -> None:
-    module, small, x, keep = square()
-    mask = torch.randn(2, HEADS, 5, 5, dtype=torch.float64)
-    expected, _ = silenced(module, keep)(x, x, x, attn_mask=mask.flatten(0, 1))
-    found, _ = small(x, x, x, attn_mask=mask[:, keep].flatten(0, 1))
-    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
-    with pytest.raises(InvalidValueError, match=r"with 2 heads left it must have \(5, 5\) or \(4, 5, 5\)"):
-        small(x, x, x, attn_mask=mask.flatten(0, 1))
-
-
-def test_padding_of_another_length_is_refused() -> None:
-    _, small, x, _ = square()
-    with pytest.raises(InvalidValueError, match=r"key_padding_mask has shape \(2, 4\), it must have \(2, 5\)"):
-        small(x, x, x, key_padding_mask=torch.zeros(2, 4, dtype=torch.bool))
-
-
-@pytest.mark.same_bits
-def test_dropout_acts_in_training_alone() -> None:
-    _, small, x, _ = square(dropout=0.5)
-    torch.manual_seed(0)
-    assert torch.equal(small(x, x, x)[0], small(x, x, x)[0])
-    small.train()
-    for weights in (True, False):
-        assert not torch.equal(small(x, x, x, need_weights=weights)[0], small(x, x, x, need_weights=weights)[0])
-
-
 def test_knows_its_sizes_and_keeps_the_names_of_its_parameters() -> None:
     module, small, _, _ = square(count=3)
     assert type(small) is NarrowMultiheadAttention
@@ -155,11 +117,3 @@ def test_can_be_copied_pickled_and_exported() -> None:
     assert torch.equal(pickle.loads(pickle.dumps(small))(x, x, x)[0], expected)
     exported = torch.export.export(small, (x, x, x), {"need_weights": False}).module()
     torch.testing.assert_close(exported(x, x, x, need_weights=False)[0], expected, rtol=1e-10, atol=1e-10)
-
-
-@pytest.mark.same_bits
-def test_with_all_heads_it_is_torchs_own_class() -> None:
-    module, small, x, _ = square(count=HEADS)
-    assert type(small) is nn.MultiheadAttention
-    assert small._qkv_same_embed_dim
-    assert torch.equal(small(x, x, x)[0], module(x, x, x)[0])

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
-
 import pytest
 import torch
 from torch import nn
 from torch.nn.utils import parametrizations
 
-from sparsekit.layers.shapes import weight_shape
 from sparsekit.tracing.trace import FixedUnitsWarning, trace_units
 
 
@@ -38,12 +35,3 @@ def test_what_depends_on_all_its_entries_stays_and_is_warned_of_once(make: objec
     assert len(messages) == 1
     assert messages[0].startswith("'0' (6 units) kept whole")
     assert [(item.module, item.size) for item in graph.fixed if item.module == "0"] == [("0", 6)]
-
-
-def test_shapes_are_read_from_what_a_weight_is_computed_of() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        old = [nn.utils.weight_norm(nn.Linear(3, 6)), nn.utils.spectral_norm(nn.Linear(3, 6))]
-    new = [make(nn.Linear(3, 6)) for make in (parametrizations.weight_norm, parametrizations.spectral_norm)]
-    assert [weight_shape(layer) for layer in (*old, *new, nn.Linear(3, 6))] == [(6, 3)] * 5
-    assert weight_shape(nn.ReLU()) is None

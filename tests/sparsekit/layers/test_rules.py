@@ -169,16 +169,6 @@ def test_a_wrong_rule_is_caught_by_the_verification() -> None:
     assert list(graph.groups) == ["2"]
 
 
-def test_the_rule_of_the_nearest_type_is_found() -> None:
-    class MyLinear(nn.Linear):
-        pass
-
-    assert type(find_rule(MyLinear(2, 2))).__name__ == "SizedRule"
-    assert find_rule(nn.ReLU()) is None
-    own = SpectralRule()
-    assert find_rule(MyLinear(2, 2), {MyLinear: own}) is own
-
-
 def test_a_layer_of_a_package_that_is_not_imported_is_known_by_its_name() -> None:
     class Conv1D(nn.Module):
         """As in transformers."""

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import sparsekit as sk
-from sparsekit.errors import InvalidValueError, UnknownNameError
+from sparsekit.errors import InvalidValueError
 
 
 def test_a_string_is_a_share_and_a_number_is_absolute() -> None:
@@ -35,30 +35,8 @@ def test_what_cannot_be_meant_is_refused_with_advice(given: dict[str, Any], told
         sk.Budget(**given)
 
 
-def test_a_budget_is_read_from_text() -> None:
-    assert sk.Budget.parse("flops=50%,latency_ms=4") == sk.Budget(flops="50%", latency_ms=4.0)
-    assert sk.Budget.parse(["bytes=2e6", "flops=50%"]) == sk.Budget(flops="50%", bytes=2e6)
-
-
-def test_an_unknown_metric_lists_the_nearest() -> None:
-    with pytest.raises(UnknownNameError, match="did you mean 'flops'"):
-        sk.Budget.parse("flop=50%")
-
-
-@pytest.mark.parametrize(
-    ("text", "told"), [("flops", "metric=value"), ("flops=x", "a number or a share"), ("flops=1%,flops=2%", "twice")]
-)
-def test_bad_text_is_refused(text: str, told: str) -> None:
-    with pytest.raises(InvalidValueError, match=told):
-        sk.Budget.parse(text)
-
-
 def test_a_part_of_the_way_lies_between_the_dense_model_and_the_budget() -> None:
     budget, dense = sk.Budget(flops="50%"), {"flops": 1000.0}
     assert budget.part(0.0, dense).limits(dense) == {"flops": 1000.0}
     assert budget.part(0.5, dense).limits(dense) == {"flops": 750.0}
     assert budget.part(1.0, dense) is budget
-
-
-def test_a_budget_says_what_it_is() -> None:
-    assert str(sk.Budget(flops="50%", bytes=2e6)) == "flops ≤ 50%, bytes ≤ 2.00 MB"

@@ -7,11 +7,9 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pytest
-import torch
 import zoo
 
 import sparsekit as sk
-from sparsekit.errors import UnknownNameError
 
 NAMES = ["residual", "concat", "squeeze-excite", "vgg-small", "gpt", "vit-fused-qkv", "llama", "depthwise", "lstm-stacked"]
 
@@ -70,16 +68,3 @@ def test_a_step_of_the_tracker_is_the_difference_of_the_costs(name: str) -> None
         fast.move(groups, count)
         slow.move(groups, count)
         assert fast.totals() == pytest.approx(slow.totals())
-
-
-def test_flops_are_counted_for_one_example() -> None:
-    model, x = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.ReLU(), torch.nn.Linear(6, 3)), torch.randn(5, 4)
-    costs = sk.cost_model(model, x, graph=sk.trace_units(model, x))
-    assert costs.dense_costs()["flops"] == 2 * (4 * 6 + 6 * 3)
-    assert costs.costs({"0": 2}) == {"flops": 2 * (4 * 2 + 2 * 3), "params": 8 + 2 + 6 + 3, "bytes": 4 * 19}
-
-
-def test_an_unknown_metric_is_refused() -> None:
-    model, x = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Linear(6, 3)), torch.randn(5, 4)
-    with pytest.raises(UnknownNameError, match="did you mean 'latency_ms'"):
-        sk.cost_model(model, x, graph=sk.trace_units(model, x), metrics=("latency",))

@@ -15,12 +15,9 @@ from torch import Tensor, nn
 import sparsekit as sk
 from sparsekit.allocation import Schedule
 from sparsekit.errors import (
-    ForeignMaskError,
     InvalidValueError,
     MissingImportanceError,
-    TraceError,
     UnknownNameError,
-    UnsupportedModelError,
 )
 from sparsekit.graph.edit import narrow
 
@@ -50,13 +47,6 @@ def test_the_small_model_is_within_the_budget_and_equals_the_masked_one() -> Non
     gated = pruned.graph.gate(model.state_dict(), {name: keep.float() for name, keep in pruned.mask.items()})
     torch.testing.assert_close(pruned.model(X), torch.func.functional_call(model, gated, (X,)))
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-
-
-@pytest.mark.parametrize("budget", [{"flops": "50%", "bytes": 20000}, "flops=50%,bytes=20000"])
-def test_a_budget_may_be_a_mapping_or_text(budget: Any) -> None:
-    report = sk.prune(_net(), X, budget=budget).report
-    assert report.after["flops"] <= report.limits["flops"]
-    assert report.after["bytes"] <= 20000
 
 
 @pytest.mark.parametrize("allocation", ["by_cost", "global", "isomorphic", "uniform", "knapsack"])
@@ -99,17 +89,6 @@ def test_indices_say_which_positions_of_each_tensor_are_kept() -> None:
         assert torch.equal(dense, tensor)
 
 
-@pytest.mark.same_bits
-def test_it_is_saved_and_loaded_again(tmp_path: Path) -> None:
-    pruned = sk.prune(_net(), X, budget="flops=50%")
-    pruned.save(tmp_path / "small.safetensors")
-    small = sk.load_compact(tmp_path / "small.safetensors", _net)
-    assert torch.equal(small.eval()(X), pruned.model(X))
-    assert sk.load_mask(tmp_path / "small.safetensors", pruned.graph) == pruned.mask
-    with pytest.raises(OSError, match="no-such-folder"):
-        pruned.save(tmp_path / "no-such-folder" / "small.safetensors")
-
-
 def test_the_page_shows_every_group_and_layer_and_needs_nothing_else(tmp_path: Path) -> None:
     pruned = sk.prune(_net(), X, budget="flops=50%")
     text = pruned.to_html(tmp_path / "report.html")
@@ -118,16 +97,6 @@ def test_the_page_shows_every_group_and_layer_and_needs_nothing_else(tmp_path: P
     assert all(f"<code>{group.name}</code>" in text for group in pruned.report.groups)
     assert "http://" not in text.replace("http://www.w3.org/2000/svg", "")
     assert "<svg" in pruned._repr_html_()
-
-
-def test_a_ready_allocation_takes_limits_and_multiples_once() -> None:
-    plan = sk.allocation.Global(sk.Budget(flops="50%"))
-    pruned = sk.prune(_net(), X, allocation=plan, keep=["0"], multiple_of=4)
-    assert pruned.mask.counts()["0"] == 16
-    assert all(count % 4 == 0 for count in pruned.mask.counts().values())
-    own = sk.allocation.Global(sk.Budget(flops="50%"), multiple_of=2)
-    with pytest.raises(InvalidValueError, match="multiple_of of its own"):
-        sk.prune(_net(), X, allocation=own, multiple_of=4)
 
 
 def test_a_dry_run_decides_and_cuts_nothing() -> None:
@@ -204,12 +173,6 @@ def test_inputs_may_be_keywords() -> None:
     assert sk.prune(Net(), {"x": torch.randn(3, 4)}, budget="params=50%").report.after["params"] <= 29
 
 
-def test_a_budget_that_holds_already_warns_and_cuts_nothing() -> None:
-    with pytest.warns(UserWarning, match="within the budget already"):
-        pruned = sk.prune(_net(), X, budget="flops=100%")
-    assert pruned.mask == sk.UnitMask.full(pruned.graph)
-
-
 class _Broken:
     def scores(self, graph: sk.UnitGraph, view: sk.View) -> dict[str, Tensor]:
         return {name: torch.full((group.size,), float("nan")) for name, group in graph.groups.items()}
@@ -249,12 +212,6 @@ class _Broken:
 def test_bad_input_is_refused(more: dict[str, Any], error: type[Exception], told: str) -> None:
     with pytest.raises(error, match=told):
         sk.prune(_net(), X, **{"budget": "flops=50%", **more})
-
-
-@pytest.mark.parametrize("model", [nn.Linear, "resnet18", None])
-def test_a_model_that_is_none_is_refused(model: Any) -> None:
-    with pytest.raises(UnsupportedModelError, match="build the model first"):
-        sk.prune(model, X, budget="flops=50%")
 
 
 class _ByNumber:
@@ -304,18 +261,3 @@ def test_denormal_weights_are_counted_and_told(dtype: torch.dtype) -> None:
     assert report.denormals == 5
     assert any("5 weights are denormal" in note for note in report.notes)
     assert report.to_dict()["denormals"] == 5
-
-
-def test_inputs_that_do_not_fit_or_are_no_inputs_are_refused() -> None:
-    with pytest.raises(TraceError, match=r"failed on the example inputs|fails"):
-        sk.prune(_net(), torch.randn(1, 4), budget="flops=50%")
-    with pytest.raises(InvalidValueError, match="example_inputs must be"):
-        sk.prune(_net(), 3, budget="flops=50%")  # type: ignore[arg-type]
-    with pytest.raises(InvalidValueError, match="the model is on cpu, the example inputs are on meta"):
-        sk.prune(_net(), X.to("meta"), budget="flops=50%")
-
-
-def test_a_graph_of_another_model_is_refused() -> None:
-    graph = sk.trace_units(nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3)), torch.randn(1, 4))
-    with pytest.raises((ForeignMaskError, InvalidValueError, KeyError)):
-        sk.prune(_net(), X, budget="flops=50%", graph=graph)

@@ -11,7 +11,6 @@ from torch import nn
 
 import sparsekit as sk
 from sparsekit.allocation import Schedule
-from sparsekit.errors import DataError, InvalidValueError
 
 
 def trained() -> tuple[nn.Module, list[tuple[torch.Tensor, torch.Tensor]]]:
@@ -61,42 +60,6 @@ def test_it_is_what_the_parts_do_one_after_the_other() -> None:
         assert torch.equal(value, parts.model.state_dict()[name]), name
 
 
-def test_a_named_criterion_gets_the_batches_and_one_without_data_stays_as_it_is() -> None:
-    model, batches = trained()
-    x = batches[0][0][:1]
-    for name, kind in (("taylor", "Taylor"), ("magnitude", "Magnitude")):
-        found = sk.prune(model, x, budget="flops=50%", criterion=name, batches=batches, loss=F.cross_entropy)
-        assert found.report.criterion == kind
-    assert sk.prune(model, x, budget="flops=50%").report.criterion == "Magnitude"
-
-
-def test_an_object_without_data_gets_the_batches_too_and_one_with_data_keeps_its_own() -> None:
-    model, batches = trained()
-    x = batches[0][0][:1]
-    for make in (sk.criteria.Fisher, sk.criteria.Taylor, sk.criteria.Activation):
-        given = sk.prune(model, x, budget="flops=50%", criterion=make(batches, F.cross_entropy, limit=40), repair=False)
-        found = sk.prune(model, x, budget="flops=50%", criterion=make(), batches=batches, loss=F.cross_entropy, repair=False)
-        assert found.mask == given.mask
-    own = sk.criteria.Fisher(batches[:1], F.cross_entropy)
-    sk.prune(model, x, budget="flops=50%", criterion=own, batches=batches, loss=F.cross_entropy)
-    assert own.work.batches == 1
-
-
-def test_the_adapter_of_torch_pruning_gets_the_batches() -> None:
-    importance = pytest.importorskip("torch_pruning").importance
-    model, batches = trained()
-    for kind in (importance.GroupTaylorImportance, importance.GroupMagnitudeImportance):
-        given = sk.criteria.TorchPruning(kind(), batches=batches, loss=F.cross_entropy)
-        bare = sk.criteria.TorchPruning(kind())
-        masks = [
-            sk.prune(model, batches[0][0][:1], budget="flops=50%", criterion=each, batches=batches, loss=F.cross_entropy).mask
-            for each in (given, bare)
-        ]
-        assert masks[0] == masks[1]
-    weights = sk.criteria.TorchPruning(importance.GroupMagnitudeImportance())  # needs no loss
-    sk.prune(model, batches[0][0][:1], budget="flops=50%", criterion=weights, batches=batches)
-
-
 @pytest.mark.parametrize("repair", [True, False, "compensate", "recalibrate"])
 def test_a_metric_is_asked_at_every_stage(repair: Any) -> None:
     model, batches = trained()
@@ -135,22 +98,3 @@ def test_every_step_of_a_schedule_is_repaired_before_it_is_trained_on() -> None:
     )
     assert len(losses) == 3
     assert max(losses) < 1.0
-
-
-def test_nothing_is_repaired_where_nothing_was_cut() -> None:
-    model, batches = trained()
-    with pytest.warns(UserWarning, match="within the budget already"):
-        found = sk.prune(model, batches[0][0][:1], budget="flops=100%", batches=batches, loss=F.cross_entropy)
-    assert found.report.measured == {}
-    assert loss_of(found.model, batches) == loss_of(model, batches)
-
-
-def test_bad_data_say_what_is_wrong() -> None:
-    model, batches = trained()
-    x = batches[0][0][:1]
-    with pytest.raises(InvalidValueError, match="a loss needs batches"):
-        sk.prune(model, x, budget="flops=50%", loss=F.cross_entropy)
-    with pytest.raises(DataError, match="the loader is empty"):
-        sk.prune(model, x, budget="flops=50%", batches=[], loss=F.cross_entropy)
-    with pytest.raises(InvalidValueError, match="no loss was given"):
-        sk.prune(model, x, budget="flops=50%", batches=batches)

@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import sparsekit as sk
-from sparsekit.errors import DataError, ForeignMaskError, InvalidValueError
 from sparsekit.finetuning import compensate, recalibrate
 from sparsekit.pruning import compensation
 
@@ -28,17 +27,6 @@ def test_statistics_are_averages_over_the_batches() -> None:
     assert torch.allclose(model[1].running_var, variance, atol=1e-6)
     assert model[1].momentum == 0.3
     assert not any(module.training for module in model.modules())
-
-
-def test_a_model_without_statistics_reads_no_batch() -> None:
-    assert recalibrate(nn.Linear(2, 2), iter(())) == 0
-
-
-def test_an_empty_loader_is_an_error_and_the_momentum_comes_back() -> None:
-    model = nn.Sequential(nn.BatchNorm1d(3, momentum=0.3))
-    with pytest.raises(DataError, match="the loader is empty"):
-        recalibrate(model, [])
-    assert model[0].momentum == 0.3
 
 
 def _half(graph: sk.UnitGraph) -> sk.UnitMask:
@@ -191,14 +179,3 @@ def test_rows_are_drawn_from_everywhere_and_always_the_same() -> None:
     assert len(places.unique()) == 128
     again, _ = reader.rows(x, torch.Generator().manual_seed(0))
     assert torch.equal(rows, again)
-
-
-def test_what_is_wrong_is_said() -> None:
-    model = nn.Sequential(nn.Linear(3, 8), nn.Linear(8, 2))
-    graph = sk.trace_units(model, torch.randn(2, 3))
-    small = sk.compact(model, graph, _half(graph))
-    with pytest.raises(InvalidValueError, match="ridge"):
-        compensate(model, small, graph, _half(graph), [], ridge=-1)
-    with pytest.raises(ForeignMaskError):
-        compensate(small, small, graph, _half(graph), [torch.randn(2, 3)])
-    assert compensate(model, model, graph, sk.UnitMask.full(graph), []) == {}

@@ -8,7 +8,6 @@ from torch import nn
 
 import sparsekit as sk
 from sparsekit.criteria import Magnitude, View
-from sparsekit.errors import ForeignMaskError, InvalidValueError
 from sparsekit.finetuning import GroupLasso, GroupSL, GrowingRegularizer
 from sparsekit.pruning.regularizers import UnitRegularizer
 
@@ -71,13 +70,3 @@ def test_training_with_a_lasso_empties_units_that_the_task_does_not_need() -> No
     assert int((norms < 0.05).sum()) >= 6
     with torch.no_grad():
         assert float(nn.functional.mse_loss(model(x), batches[0][1])) < 0.05
-
-
-def test_what_is_wrong_is_said(chain: tuple[nn.Module, sk.UnitGraph]) -> None:
-    _, graph = chain
-    with pytest.raises(InvalidValueError, match="strength"):
-        GroupSL(graph, -1.0)
-    with pytest.raises(InvalidValueError, match="increment"):
-        GrowingRegularizer(graph, sk.UnitMask.full(graph), increment=float("inf"))
-    with pytest.raises(ForeignMaskError, match="pass the dense model"):
-        GroupSL(graph).add_gradients(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)))

@@ -58,13 +58,6 @@ def test_a_selection_means_the_groups_whose_units_it_makes(
     assert select_groups(*net, selector) == groups
 
 
-def test_a_module_is_found_by_itself(net: tuple[nn.Module, sk.UnitGraph]) -> None:
-    model, graph = net
-    assert select_groups(model, graph, model.get_submodule("stage2.0")) == ("stage2.0",)
-    with pytest.raises(UnknownNameError, match="no module of the _Net"):
-        select_groups(model, graph, nn.Conv2d(1, 1, 1))
-
-
 @pytest.mark.parametrize(
     ("selector", "error", "told"),
     [
@@ -88,18 +81,3 @@ def test_what_means_nothing_lists_the_nearest(
 def test_all_limits_of_a_group_hold_and_keep_goes_over_them(net: tuple[nn.Module, sk.UnitGraph]) -> None:
     limits = read_limits(*net, ["enter"], {"stage2": (0.2, 0.9), r"stage2\.0": (0.5, 1.0)})
     assert limits == {"enter": (1.0, 1.0), "stage2.0": (0.5, 0.9)}
-
-
-@pytest.mark.parametrize(
-    ("keep", "limits", "told"),
-    [
-        ("head", {}, r"pass \['head'\]"),
-        ([], {"stage1": (0.5, 0.2)}, "least ≤ largest"),
-        ([], {"stage1": 0.5}, "share of its units"),
-        ([], {"head": (0.5, 1.0)}, "makes no units"),
-        ([], {"stage2": (0.0, 0.2), "enter": (0.5, 1.0)}, "contradict"),
-    ],
-)
-def test_limits_that_mean_nothing_are_refused(net: tuple[nn.Module, sk.UnitGraph], keep: Any, limits: Any, told: str) -> None:
-    with pytest.raises(InvalidValueError, match=told):
-        read_limits(*net, keep, limits)

@@ -75,17 +75,6 @@ def test_compact_of_three_units_has_exactly_the_kept_numbers() -> None:
     assert (small[0].out_features, small[2].in_features) == (2, 2)
 
 
-def test_expand_keeps_the_dropped_entries_of_into() -> None:
-    model = nn.Sequential(nn.Linear(1, 3, bias=False), nn.Linear(3, 1, bias=False))
-    graph = trace_units(model, torch.zeros(1, 1))
-    mask = UnitMask({"0": torch.tensor([False, True, False])})
-    into = {"0.weight": torch.tensor([[1.0], [2.0], [3.0]]), "1.weight": torch.tensor([[4.0, 5.0, 6.0]])}
-    full = expand({"0.weight": torch.tensor([[20.0]]), "1.weight": torch.tensor([[50.0]])}, graph, mask, into=into)
-    assert full["0.weight"].tolist() == [[1.0], [20.0], [3.0]]
-    assert full["1.weight"].tolist() == [[4.0, 50.0, 6.0]]
-    assert into["0.weight"].tolist() == [[1.0], [2.0], [3.0]]
-
-
 def test_compact_leaves_the_model_alone_and_shares_no_memory() -> None:
     model, args, _, graph = in_dtype("vgg-small", torch.float32, True)
     before = {key: value.clone() for key, value in model.state_dict().items()}
@@ -97,30 +86,6 @@ def test_compact_leaves_the_model_alone_and_shares_no_memory() -> None:
     small(*args)
     assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
     assert model[0].out_channels == 6
-
-
-@pytest.mark.same_bits
-def test_a_full_mask_copies_the_model_without_sharing() -> None:
-    model, args, _, graph = in_dtype("conv-flatten", torch.float32, False)
-    same = compact(model, graph, UnitMask.full(graph))
-    assert torch.equal(same(*args), model(*args))
-    assert not {p.data_ptr() for p in model.parameters()} & {p.data_ptr() for p in same.parameters()}
-
-
-def test_tied_parameters_stay_one_object() -> None:
-    model, _, _, graph = traced("tied-lstm")
-    small = compact(model, graph, random_mask(graph, 0.5, 0))
-    assert small.decoder.weight is small.embedding.weight
-    assert (small.rnn1.hidden_size, small.rnn2.input_size, small.rnn2.hidden_size) == (4, 4, 2)
-
-
-def test_frozen_parameters_stay_frozen() -> None:
-    model = nn.Sequential(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 1))
-    model[0].weight.requires_grad_(False)
-    graph = trace_units(model, torch.zeros(1, 2))
-    small = compact(model, graph, random_mask(graph, 0.5, 0))
-    assert [p.requires_grad for p in small.parameters()] == [False, True, True, True]
-    assert not model[0].weight.requires_grad
 
 
 def test_what_does_not_fit_is_refused() -> None:

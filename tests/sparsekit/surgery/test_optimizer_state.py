@@ -176,15 +176,6 @@ def test_parameter_groups_options_and_schedulers_stay_valid() -> None:
     assert optimizer.state_dict()["state"].keys() == set(range(len(list(small.parameters()))))
 
 
-def test_an_optimiser_that_has_not_stepped_only_changes_its_parameters() -> None:
-    model, _, graph = problem("mlp")
-    mask = random_mask(graph, 0.5, 0)
-    small = sk.compact(model, graph, mask)
-    optimizer = torch.optim.Adam(model.parameters())
-    assert sk.remap_optimizer(optimizer, graph, model, small, new_mask=mask) == {}
-    assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(p) for p in small.parameters()]
-
-
 def test_factored_state_is_refused_and_nothing_is_changed() -> None:
     model, args, graph = problem("mlp")
     mask = random_mask(graph, 0.5, 0)
@@ -208,18 +199,6 @@ def test_what_does_not_fit_is_refused() -> None:
         sk.remap_optimizer(torch.optim.SGD(small.parameters()), graph, small, model)
 
 
-def test_entering_state_of_another_shape_is_refused() -> None:
-    model, args, graph = problem("mlp")
-    mask = random_mask(graph, 0.5, 0)
-    small = sk.compact(model, graph, mask)
-    optimizer = torch.optim.Adam(small.parameters())
-    loss_of(small(*args)).backward()
-    optimizer.step()
-    narrow = {"0.weight": {"exp_avg": torch.zeros(4, 5)}}
-    with pytest.raises(ForeignMaskError, match=r"entering state 'exp_avg' of '0.weight' has shape \(4, 5\)"):
-        sk.remap_optimizer(optimizer, graph, small, model, old_mask=mask, entering=narrow)
-
-
 def test_slow_weights_of_units_that_enter_start_from_the_weights() -> None:
     model, args, graph = problem("resnet-small")
     masks = [random_mask(graph, 0.5, seed) for seed in (0, 1)]
@@ -240,17 +219,4 @@ def test_no_optimiser_of_torch_has_copies_of_the_weights(name: str) -> None:
     optimizer = OPTIMIZERS[name]([parameter])
     parameter.grad = torch.ones(3)
     optimizer.step()
-    assert copies_of_weights(optimizer, [parameter]) == set()
-
-
-def test_momentum_of_an_optimiser_of_ones_own_is_no_copy_of_the_weights() -> None:
-    class Own(torch.optim.SGD):
-        pass
-
-    torch.manual_seed(0)
-    parameter = nn.Parameter(torch.randn(50))
-    optimizer = Own([parameter], lr=0.1, momentum=0.9, weight_decay=1e-2)
-    for _ in range(20):
-        parameter.grad = torch.randn(50)
-        optimizer.step()
     assert copies_of_weights(optimizer, [parameter]) == set()

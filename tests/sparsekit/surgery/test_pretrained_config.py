@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import sparsekit as sk
 from sparsekit.criteria import Magnitude, View
-from sparsekit.errors import InvalidValueError, UnsupportedModelError
+from sparsekit.errors import UnsupportedModelError
 from sparsekit.graph.edit import only, tie_layers
 
 transformers: Any = None  # importing it takes seconds, also where these tests are not run
@@ -114,22 +114,6 @@ def test_heads_that_a_configuration_cannot_count_are_named() -> None:
     mask = sk.select(Magnitude(), graph, 0.5, View(weights=model.state_dict()))
     with pytest.raises(UnsupportedModelError, match=r"bert\.encoder\.layer\.#\.attention\.self\.query"):
         sk.fit_config(sk.compact(model, graph, mask), graph, mask)
-
-
-def test_layers_of_different_shapes_are_named() -> None:
-    small, graph, mask, _ = _cut("llama")
-    first = next(name for name, group in graph.groups.items() if group.kind == "feature")
-    uneven = sk.UnitMask({**mask, first: torch.ones(48, dtype=torch.bool)})
-    loose = sk.UnitGraph(graph.groups, graph.shapes)
-    with pytest.raises(InvalidValueError, match=r"the layers model\.layers\.#\.mlp\.gate_proj keep \[24, 48\] units"):
-        sk.fit_config(small, loose, uneven)
-
-
-def test_a_model_without_a_configuration_says_how_to_save_it() -> None:
-    model = nn.Sequential(nn.Linear(2, 4), nn.Linear(4, 2))
-    graph = sk.trace_units(model, torch.randn(1, 2))
-    with pytest.raises(UnsupportedModelError, match="save_compact"):
-        sk.fit_config(model, graph, sk.UnitMask.full(graph))
 
 
 def test_like_layers_are_tied_and_others_are_not() -> None:

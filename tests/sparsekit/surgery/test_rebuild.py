@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 import zoo
-from torch import Tensor, nn
+from torch import nn
 
-from sparsekit.graph.index import gather
 from sparsekit.surgery.rebuild import copy_with, named_entries
 
 
@@ -93,23 +92,6 @@ def test_modules_that_know_how_to_copy_themselves_do() -> None:
     assert all(a is b for a, b in zip(twin[2]._flat_weights, twin[2].parameters(), strict=True))
 
 
-def test_a_module_with_two_names_stays_one() -> None:
-    layer = nn.Linear(2, 2)
-    twin: Any = copy_with(nn.ModuleList([layer, nn.Sequential(layer)]), {})
-    assert twin[0] is twin[1][0]
-
-
-def test_hooks_are_copied_and_the_original_keeps_its_own() -> None:
-    calls: list[str] = []
-    model = nn.Linear(2, 2)
-    model.register_forward_hook(lambda m, a, o: calls.append("seen"))
-    twin = copy_with(model, {})
-    twin.register_forward_hook(lambda m, a, o: calls.append("own"))
-    twin(torch.zeros(1, 2))
-    assert calls == ["seen", "own"]
-    assert len(model._forward_hooks) == 1
-
-
 @pytest.mark.parametrize("name", ["resnet-small", "tied-lstm", "gru-deep", "mha", "group-norm", "dict-input"])
 def test_a_copy_has_the_attributes_of_a_deepcopy(name: str) -> None:
     model = zoo.build(name)[0]
@@ -121,13 +103,3 @@ def test_a_copy_has_the_attributes_of_a_deepcopy(name: str) -> None:
     assert not pointers & {t.data_ptr() for t in named_entries(twin).values()}
     first = {k: id(v) for k, v in named_entries(twin).items()}
     assert len(set(first.values())) == len({id(v) for v in named_entries(model).values()})
-
-
-@pytest.mark.parametrize("dims", [(0,), (1,), (0, 1), (0, 2), (0, 1, 2), ()])
-def test_gather_takes_the_kept_positions_of_every_axis(dims: tuple[int, ...]) -> None:
-    tensor = torch.arange(60.0).view(3, 4, 5)
-    chosen = {0: torch.tensor([0, 2]), 1: torch.tensor([1, 3]), 2: torch.tensor([0, 1, 4])}
-    expected: Tensor = tensor
-    for dim in dims:
-        expected = expected.index_select(dim, chosen[dim])
-    assert torch.equal(gather(tensor, {dim: chosen[dim] for dim in dims}), expected)

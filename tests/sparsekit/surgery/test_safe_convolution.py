@@ -13,8 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sparsekit import LearnableMask, UnitMask, compact, load_compact, save_compact, trace_units
-from sparsekit.criteria.learned import Learned
+from sparsekit import UnitMask, compact, trace_units
 from sparsekit.surgery.safe_convolution import Conv2d, guard_convolutions
 
 GUARDED, PLAIN = Conv2d, nn.Conv2d
@@ -96,27 +95,6 @@ def test_only_narrow_strided_pointwise_layers_of_a_compact_module_are_guarded() 
     layers = nn.ModuleList([PLAIN(6, 8, 1), PLAIN(6, 8, 3, 2), PLAIN(6, 8, 1, 2, 1), PLAIN(6, 8, 1, 2, groups=2)])
     guard_convolutions(layers, wide=True)
     assert not any(type(layer) is GUARDED for layer in layers)
-
-
-def test_a_learnable_mask_and_a_loaded_file_are_guarded(tmp_path: Path) -> None:
-    model = Residual()
-    masked = LearnableMask(model, torch.zeros(2, 3, 8, 8), ratio=0.2, criterion=Learned())
-    assert any(type(module) is GUARDED for module in masked.modules())
-    assert type(masked.compact().shortcut) is GUARDED
-    small = narrow(model, 6)
-    save_compact(small, tmp_path / "small.safetensors")
-    assert type(load_compact(tmp_path / "small.safetensors", Residual).shortcut) is GUARDED
-    assert type(model.shortcut) is PLAIN
-
-
-@pytest.mark.parametrize("images", [pictures(), pictures().contiguous(), pictures()[0]], ids=["nhwc", "nchw", "one"])
-def test_the_guard_changes_no_output(images: Tensor) -> None:
-    layer = PLAIN(3, 8, 1, 2)
-    expected = layer(images)
-    guard_convolutions(layer)
-    found = layer(images)
-    torch.testing.assert_close(found, expected)
-    assert found.stride() == expected.stride()
 
 
 @pytest.mark.same_bits

@@ -17,7 +17,7 @@ from sparsekit.errors import NoUnitsError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.tracing import blocks
 from sparsekit.tracing.blocks import BlockVerifier
-from sparsekit.tracing.inputs import ModelInputs, with_tokens
+from sparsekit.tracing.inputs import ModelInputs
 from sparsekit.tracing.untouched import untouched
 from sparsekit.tracing.verify import Verifier
 
@@ -162,15 +162,6 @@ def test_no_copy_of_the_whole_model_is_made(monkeypatch: pytest.MonkeyPatch) -> 
     assert max(sizes) < 0.5 * sum(p.numel() for p in model.parameters())
 
 
-def test_zero_tokens_are_drawn_below_the_smallest_table_and_other_integers_stay() -> None:
-    model = nn.ModuleList([nn.Embedding(50, 4), nn.Embedding(7, 4)])
-    zeros = torch.zeros(4, 25, dtype=torch.int64)
-    (found,) = with_tokens(model, [ModelInputs((zeros,), {"mask": torch.ones_like(zeros)})], torch.Generator().manual_seed(0))
-    assert sorted(found.args[0].unique().tolist()) == list(range(7))
-    assert bool((found.kwargs["mask"] == 1).all())
-    assert not zeros.any()
-
-
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.same_bits
 def test_a_cut_in_place_is_the_cut_of_a_copy(tied: bool) -> None:
@@ -188,17 +179,3 @@ def test_a_cut_in_place_is_the_cut_of_a_copy(tied: bool) -> None:
     assert model.blocks[0].attention.heads == copied.blocks[0].attention.heads
     with torch.no_grad():
         assert torch.equal(model(tokens), copied(tokens))
-
-
-@pytest.mark.same_bits
-def test_recurrent_and_convolutional_models_are_cut_in_place_too() -> None:
-    torch.manual_seed(0)
-    recurrent = nn.Sequential(nn.Linear(3, 6), zoo.Lambda(lambda m, x: m.cell(x)[0], cell=nn.LSTM(6, 8)), nn.Linear(8, 2))
-    convolution = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Conv2d(8, 8, 3, groups=8), nn.Conv2d(8, 2, 1)).eval()
-    for model, x in ((recurrent, torch.randn(5, 2, 3)), (convolution, torch.randn(2, 3, 8, 8))):
-        graph = _trace(model, x)
-        mask = sk.UnitMask({name: torch.arange(g.size) < (g.size + 1) // 2 for name, g in graph.groups.items()})
-        copied = sk.compact(model, graph, mask)
-        sk.compact(model, graph, mask, inplace=True)
-        with torch.no_grad():
-            assert torch.equal(model(x), copied(x))

@@ -90,18 +90,6 @@ def test_neither_a_trace_nor_a_cut_changes_the_model(
 # ---- models without values
 
 
-class Branching(nn.Module):
-    """What it computes depends on a value."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.up(x).relu()
-        return self.down(2 * hidden if hidden.sum() > 0 else hidden)
-
-
 class Recurrent(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -168,12 +156,6 @@ def test_what_needs_values_refuses_a_model_without_them_and_says_what_to_do(name
     ):
         with pytest.raises(sk.errors.UnsupportedModelError, match=r"' is on the meta device, without any; give"):
             call()
-
-
-def test_a_trace_that_needs_values_says_that_the_model_has_none() -> None:
-    for model, x in ((Branching(), torch.ones(2, 4, device="meta")), (BARE["linear"][0](), torch.ones(2, 4))):
-        with pytest.raises(sk.errors.TraceError, match=r"the model is on the meta device, .* x\.to\('meta'\)"):
-            sk.trace_units(model.to("meta"), x)
 
 
 # ---- no error hides

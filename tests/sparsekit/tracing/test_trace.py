@@ -11,7 +11,7 @@ import torch
 import zoo
 from torch import Tensor, nn
 
-from sparsekit.errors import InvalidValueError, NoUnitsError, TraceError, UnsupportedModelError
+from sparsekit.errors import NoUnitsError, TraceError, UnsupportedModelError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.mask import UnitMask
 from sparsekit.surgery.compaction import compact
@@ -196,33 +196,6 @@ def test_a_model_that_fails_on_the_example_inputs_is_named_with_its_error() -> N
         trace_units(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), (torch.zeros(1, 3),))
 
 
-def test_a_model_that_transforms_operators_is_refused_without_blaming_its_inputs() -> None:
-    def forward(m: Any, x: Tensor) -> Tensor:
-        return torch.func.vmap(lambda row: m.b(m.a(row).relu()))(x)
-
-    with pytest.raises(UnsupportedModelError, match=r"accepts the example inputs but .* torch\.vmap"):
-        trace_units(zoo.Lambda(forward, a=nn.Linear(3, 4), b=nn.Linear(4, 2)), torch.zeros(5, 3))
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_torchscript_is_refused() -> None:
-    class Plain(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x
-
-    scripted = torch.jit.trace(Plain(), torch.zeros(1, 2))
-    with pytest.raises(UnsupportedModelError, match="TorchScript"):
-        trace_units(scripted, torch.zeros(1, 2))
-
-
-def test_groups_of_one_unit_are_no_groups() -> None:
-    graph, messages = trace(
-        nn.Sequential(nn.Linear(3, 1), nn.ReLU(), nn.Linear(1, 4), nn.ReLU(), nn.Linear(4, 2)), torch.zeros(1, 3)
-    )
-    assert list(graph.groups) == ["2"]
-    assert messages == []
-
-
 def test_batch_size_and_constant_inputs_make_no_difference() -> None:
     for name in ("vgg-small", "conv2d", "grouped", "instance-norm"):
         model, (x,), _ = zoo.build(name)
@@ -238,12 +211,6 @@ def test_frozen_parameters_and_inference_under_no_grad_make_no_difference() -> N
     with torch.no_grad():
         assert trace(model, *args)[0].fingerprint() == expected
     assert not any(p.requires_grad for p in model.parameters())
-
-
-def test_a_model_with_tensors_that_have_a_history_can_be_traced() -> None:
-    model = nn.Sequential(nn.Linear(3, 6), nn.ReLU(), nn.Linear(6, 2))
-    model.cached = model[0].weight * 2  # type: ignore[assignment]
-    assert list(trace(model, torch.zeros(1, 3))[0].groups) == ["0"]
 
 
 def test_gate_gradients_equal_weight_times_gradient_of_the_gated_entries() -> None:
@@ -298,31 +265,6 @@ def test_what_does_not_fit_is_refused() -> None:
         trace_units(nn.Sequential(nn.LazyLinear(4), nn.ReLU(), nn.Linear(4, 2)), torch.zeros(1, 3))
 
 
-class Awkward(nn.Module):
-    """Arguments with the names of options of `trace_units`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.head = nn.Linear(3, 6), nn.Linear(6, 2)
-
-    def forward(self, x: Tensor, *, rules: Tensor, verify: bool, norm: Tensor) -> Tensor:
-        out: Tensor = self.head(self.a(x + rules).relu()) * norm
-        return out if verify else -out
-
-
-def test_keyword_inputs_may_have_the_names_of_options() -> None:
-    own = {"rules": torch.ones(4, 3), "verify": True, "norm": torch.ones(1)}
-    assert list(trace(Awkward(), torch.randn(4, 3), example_kwargs=own)[0].groups) == ["a"]
-
-
-def test_keyword_inputs_of_both_kinds_are_joined_and_none_may_come_twice() -> None:
-    model = zoo.Lambda(lambda m, *, x, scale: m.head(m.a(x).relu() * scale), a=nn.Linear(3, 6), head=nn.Linear(6, 2))
-    x, scale = torch.randn(4, 3), torch.rand(4, 1)
-    assert list(trace(model, example_kwargs={"x": x}, scale=scale)[0].groups) == ["a"]
-    with pytest.raises(InvalidValueError, match="given twice: scale"):
-        trace_units(model, example_kwargs={"x": x, "scale": scale}, scale=scale)
-
-
 def test_a_compiled_model_is_traced_as_it_was_written() -> None:
     plain = nn.Sequential(nn.Linear(3, 6), nn.ReLU(), nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 2))
     plain[2].compile()
@@ -361,24 +303,3 @@ def test_a_model_with_too_many_steps_is_given_up_on_and_not_followed_for_ever(mo
     with pytest.warns(FixedUnitsWarning, match="too many steps at test_trace.py"), pytest.raises(NoUnitsError):
         trace_units(model, torch.randn(4, 3))
     assert 10 < len(met) < 60
-
-
-def test_a_cause_that_is_met_in_every_turn_of_a_long_loop_is_told_once() -> None:
-    def forward(m: Any, x: Tensor) -> Tensor:
-        h = m.a(x)
-        for _ in range(100):
-            h = torch.cumsum(h, 1) * 0.1 + m.b(h).softmax(-1)
-        result: Tensor = m.head(h)
-        return result
-
-    model = zoo.Lambda(forward, a=nn.Linear(3, 6), b=nn.Linear(6, 6), head=nn.Linear(6, 2))
-    with pytest.warns(FixedUnitsWarning) as caught, pytest.raises(NoUnitsError):
-        trace_units(model, torch.randn(4, 3))
-    assert len(caught) <= 2
-
-
-def test_reentrant_checkpoints_do_not_warn_of_missing_gradients() -> None:
-    model, args, _ = zoo.build("checkpointed-reentrant")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        trace_units(model, *args)

@@ -13,8 +13,6 @@ import torch
 from laws import check_masked_equals_compact, check_nothing_is_lost, random_mask
 from torch import nn
 
-from sparsekit.graph.mask import UnitMask
-from sparsekit.surgery.compaction import compact
 from sparsekit.tracing.trace import trace_units
 
 pytestmark = [
@@ -102,14 +100,3 @@ def test_the_bias_that_all_layers_of_t5_share_ties_their_heads() -> None:
     assert "encoder.block.1.layer.0.SelfAttention.q.weight" in own
     assert "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight" in own
     check_masked_equals_compact(model, (), kwargs, graph, random_mask(graph, 0.5, 0))
-
-
-def test_a_transposed_linear_layer_knows_its_sizes_after_a_cut() -> None:
-    model, kwargs = _built("gpt2")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        graph = trace_units(model, example_kwargs=kwargs)
-    keep = {name: torch.arange(group.size) < 3 for name, group in graph.groups.items()}
-    block = compact(model, graph, UnitMask(keep)).transformer.h[0]
-    assert (block.mlp.c_fc.nx, block.mlp.c_fc.nf, block.mlp.c_proj.nx) == (16, 3, 3)
-    assert (block.attn.num_heads, block.attn.split_size, block.attn.c_attn.nf, block.attn.c_proj.nx) == (3, 12, 36, 12)

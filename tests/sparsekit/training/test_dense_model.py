@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from masked import learnable_mask
-from narrow import Rotary
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from zoo_base import Lambda, hash_of
@@ -88,25 +87,6 @@ def test_checkpointed_parts_run_again_with_the_same_gates_and_norms(explore: flo
     found = train_both(saving.double(), rows, explore=explore)[1].state_dict()
     for name in found:
         torch.testing.assert_close(found[name], expected[name], rtol=0, atol=1e-9)
-
-
-@pytest.mark.parametrize("explore", [0.0, 1.0])
-def test_buffers_outside_the_state_are_there_in_dense_passes(explore: float) -> None:
-    torch.manual_seed(0)
-    train_both(Rotary().double(), rows, explore=explore)
-
-
-def test_modules_that_the_user_put_into_eval_stay_there_in_dense_passes() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 2)).double()
-    masked = learnable_mask(model, rows(torch.Generator().manual_seed(0)), ratio=0.5, execution="masked", criterion=Learned())
-    masked.model[1].eval()
-    before = masked.model[1].running_mean.clone()
-    masked(*rows(torch.Generator().manual_seed(1)))
-    assert torch.equal(masked.model[1].running_mean, before)
-    masked.model[1].train()
-    masked(*rows(torch.Generator().manual_seed(1)))
-    assert not torch.equal(masked.model[1].running_mean, before)
 
 
 @pytest.mark.parametrize("execution", ["compact", "masked"])

@@ -13,7 +13,6 @@ from torch import nn
 from sparsekit import LearnableMask, trace_units
 from sparsekit.criteria.learned import Learned
 from sparsekit.criteria.magnitudes import unit_magnitudes
-from sparsekit.training.regularizer import ImportanceRegularizer, standardise
 
 HALVES = [torch.bfloat16, torch.float16]
 
@@ -89,15 +88,3 @@ def test_gradients_of_importance_are_those_of_the_same_weights_in_float32(dtype:
         assert short.dtype == torch.float32
         assert (short - expected).norm() / expected.norm() < 0.004
     torch.testing.assert_close(found["short", "compact"], found["short", "masked"], rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("dtype", HALVES)
-def test_standardised_values_of_wide_groups_have_mean_zero_and_deviation_one(dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
-    values = (3.0 + torch.rand(4096)).to(dtype)
-    result = standardise(values, torch.zeros(4096, dtype=torch.int64))
-    assert result.dtype == torch.float32
-    assert abs(float(result.mean())) < 1e-4
-    assert abs(float(result.std(correction=0)) - 1.0) < 1e-4
-    for target in ("standardised", "absolute"):
-        assert ImportanceRegularizer(target=target).targets(values, [4096]).dtype == torch.float32

@@ -12,14 +12,9 @@ from masked import learnable_mask
 from torch import nn
 
 from sparsekit import GradientImportance, LearnableMask, compact, expand, trace_units
-from sparsekit.criteria import Magnitude, Ordered, Random
 from sparsekit.criteria.learned import Learned
 from sparsekit.errors import (
     ForeignMaskError,
-    InvalidValueError,
-    NoUnitsError,
-    SparsekitError,
-    TraceError,
     UnsupportedModelError,
 )
 
@@ -243,40 +238,6 @@ def test_a_new_optimizer_starts_without_the_old_ones_momentum() -> None:
     assert all((s["momentum_buffer"] == 0).all() for s in second.state.values() if s["momentum_buffer"].shape == (2, 4))
 
 
-def test_criteria_that_do_not_learn_are_asked_again_on_request_only() -> None:
-    x = torch.zeros(1, 3, 10, 10)
-    masked = LearnableMask(ConvNet(), (x,), criterion=Random(), ratio=0.5, generator=torch.Generator().manual_seed(0))
-    first = masked.unit_mask()
-    masked(x)
-    assert masked.unit_mask() == first
-    masked.resample()
-    assert masked.unit_mask() != first
-    ordered = LearnableMask(ConvNet(), (x,), criterion=Ordered(), ratio=0.5).unit_mask()
-    assert ordered["body.0"].tolist() == [True] * 4 + [False] * 4
-    assert LearnableMask(ConvNet(), (x,), criterion=Magnitude(), ratio=0.5).unit_mask().counts() == ordered.counts()
-
-
-def test_other_bad_input_says_what_to_do() -> None:
-    x = torch.zeros(1, 3, 10, 10)
-    with pytest.raises(InvalidValueError, match="pass example_inputs"):
-        LearnableMask(ConvNet(), criterion=Learned())
-    for other in (ConvNet, "ConvNet"):
-        with pytest.raises(UnsupportedModelError, match=r"expected a torch.nn.Module, got .*ConvNet"):
-            LearnableMask(other, (x,))
-    with pytest.raises(TraceError, match="fails on the example inputs"):
-        LearnableMask(ConvNet(), (torch.zeros(1, 5, 10, 10),), criterion=Learned())
-    with pytest.raises(NoUnitsError):
-        LearnableMask(nn.Linear(3, 2), (torch.zeros(1, 3),), criterion=Learned())
-    with pytest.raises(ForeignMaskError):
-        LearnableMask(ConvNet(), graph=trace_units(Residual(), x), criterion=Learned())
-    masked = LearnableMask(ConvNet(), (x,), criterion=Learned())
-    with pytest.raises(InvalidValueError, match="finite"):
-        masked.load_importance({"body.0": torch.full((8,), float("nan"))})
-    with pytest.raises(ForeignMaskError, match="groups and sizes"):
-        masked.load_importance({"body.0": torch.zeros(7)})
-    assert issubclass(TraceError, SparsekitError)
-
-
 def _classifier() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 3))
@@ -302,30 +263,6 @@ def test_the_ratio_may_change_while_the_last_loss_is_still_referenced(name) -> N
             loss = _step(masked, optimizer, x, y)  # keeps the graph of the step before alive during the next pass
     assert torch.isfinite(loss)
     assert masked.unit_mask().counts() == {"0": 4, "2": 6}
-
-
-def test_a_mask_that_changed_in_inference_mode_trains_on() -> None:
-    model, x, y = _classifier()
-    masked = LearnableMask(model, (x,), ratio=0.5, criterion=Learned())
-    optimizer = torch.optim.SGD(masked.parameters(), lr=0.1, momentum=0.9)
-    _step(masked, optimizer, x, y)
-    for ratio in (0.25, 0.25, 0.5):
-        masked.ratio = ratio
-        masked.load_importance({name: -values for name, values in masked.importance().items()})
-        with torch.inference_mode():
-            masked(x)
-        loss = _step(masked, optimizer, x, y)
-    assert torch.isfinite(loss)
-    assert not any(tensor.is_inference() for tensor in masked.dense_state().values())
-
-
-def test_a_criterion_or_inputs_of_the_wrong_kind_say_what_to_pass() -> None:
-    model, x, _ = _classifier()
-    for criterion in ("magnitude", Magnitude):
-        with pytest.raises(InvalidValueError, match=r"criterion=Magnitude\(\)"):
-            LearnableMask(model, (x,), criterion=criterion)
-    with pytest.raises(InvalidValueError, match=r"example_inputs must be .* got str"):
-        LearnableMask(model, "images", criterion=Learned())
 
 
 @pytest.mark.parametrize(
@@ -369,13 +306,6 @@ def test_a_frozen_layer_is_cut_but_not_trained(execution) -> None:
     moved = {name for name, tensor in masked.dense_state().items() if not torch.equal(tensor, before[name])}
     assert moved == {"2.bias", "4.weight", "4.bias"}
     assert [p.requires_grad for p in masked.compact().parameters()] == flags
-
-
-def test_a_data_parallel_model_is_refused_with_what_to_wrap_instead() -> None:
-    model = nn.DataParallel(nn.Sequential(nn.Linear(3, 6), nn.ReLU(), nn.Linear(6, 2)))
-    with pytest.raises(UnsupportedModelError, match=r"DataParallel does not allow; wrap what is inside of it, model\.module"):
-        LearnableMask(model, (torch.randn(4, 3),), criterion=Learned())
-    assert LearnableMask(model.module, (torch.randn(4, 3),), ratio=0.5, criterion=Learned())(torch.randn(4, 3)).shape == (4, 2)
 
 
 @pytest.mark.parametrize("execution", ["compact", "masked"])

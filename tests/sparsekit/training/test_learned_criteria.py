@@ -132,16 +132,6 @@ def test_a_criterion_with_a_memory_is_asked_once_a_step(execution: Execution) ->
     assert masked.unit_mask() == _largest(masked.graph, criterion.mean)
 
 
-def test_dropped_units_are_explored_for_any_learned_criterion() -> None:
-    model, x, y = _problem()
-    masked = LearnableMask(model, (x,), criterion=Opposite(), ratio=0.5, explore=1.0)
-    for _ in range(4):
-        F.cross_entropy(masked(x), y).backward()
-    assert masked.scores.grad is not None
-    dropped = ~torch.cat(list(masked.unit_mask().values()))
-    assert bool((masked.scores.grad[dropped] != 0).any())
-
-
 @pytest.mark.parametrize("execution", ["compact", "masked"])
 def test_scores_that_become_nan_are_an_error_by_name(execution: Execution) -> None:
     model, x, _ = _problem()
@@ -150,13 +140,3 @@ def test_scores_that_become_nan_are_an_error_by_name(execution: Execution) -> No
         masked.scores[9] = float("nan")
     with pytest.raises(InvalidValueError, match="Opposite scores of group '2' hold NaN, for unit 1 first"):
         masked(x)
-
-
-def test_scores_of_the_wrong_shape_are_an_error_by_name() -> None:
-    class Short(Opposite):
-        def scores(self, graph: UnitGraph, view: View) -> Mapping[str, Tensor]:
-            return {name: values[1:] for name, values in super().scores(graph, view).items()}
-
-    model, x, _ = _problem()
-    with pytest.raises(InvalidValueError, match=r"Short scores of group '0' must be a float tensor of shape \(8,\)"):
-        LearnableMask(model, (x,), criterion=Short(), ratio=0.5)

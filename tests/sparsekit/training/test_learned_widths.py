@@ -9,7 +9,6 @@ from masked import learnable_mask
 from torch import nn
 
 import sparsekit as sk
-from sparsekit.errors import InvalidValueError
 
 
 def _model() -> nn.Module:
@@ -82,41 +81,3 @@ def test_a_start_that_looks_at_data_decides_the_first_mask_and_widths() -> None:
     for name, keep in masked.unit_mask().items():
         if not keep.all():
             assert scores[name][keep].min() >= scores[name][~keep].max()
-
-
-def test_a_ratio_and_a_budget_are_refused_together() -> None:
-    model, (x, _) = _model(), _data()
-    with pytest.raises(InvalidValueError, match="not both"):
-        sk.LearnableMask(model, (x,), ratio=0.5, budget=sk.Budget(flops="30%"))
-    with pytest.raises(InvalidValueError, match="needs example_inputs"):
-        sk.LearnableMask(model, graph=sk.trace_units(model, x), budget=sk.Budget(flops="30%"))
-    masked = sk.LearnableMask(model, (x,), budget=sk.Budget(flops="30%"))
-    with pytest.raises(InvalidValueError, match="this mask has a budget"):
-        masked.ratio = 0.5
-    with pytest.raises(sk.BudgetError):
-        sk.LearnableMask(model, (x,), budget=sk.Budget(flops="0.01%"))
-
-
-@pytest.mark.parametrize("budget", [sk.Budget(flops="30%"), "flops=30%", {"flops": "30%"}])
-def test_a_budget_may_be_written_in_any_form_that_prune_takes(budget: object) -> None:
-    model, (x, _) = _model(), _data()
-    masked = sk.LearnableMask(model, (x,), budget=budget, start="ordered")  # type: ignore[arg-type]
-    assert masked.budget == sk.Budget(flops="30%")
-    assert masked.unit_mask() == sk.prune(model, x, budget=budget, criterion="ordered").mask  # type: ignore[arg-type]
-    with pytest.raises(InvalidValueError, match=r"got 0\.3 of float"):
-        sk.LearnableMask(model, (x,), budget=0.3)  # type: ignore[arg-type]
-
-
-def test_a_printed_mask_says_what_it_keeps_and_whether_it_still_learns() -> None:
-    model, (x, _) = _model(), _data()
-    assert "ratio=0.5, 30 of 60 units kept, LossImportance, still learning" in repr(sk.LearnableMask(model, (x,), ratio=0.5))
-    fixed = sk.LearnableMask(model, (x,), budget="flops=30%", explore=0.0)
-    assert f"budget=flops ≤ 30%, {sum(fixed.unit_mask().counts().values())} of 60 units kept, LossImportance, settled" in repr(
-        fixed
-    )
-
-
-def test_a_criterion_and_learning_from_the_loss_are_refused_together() -> None:
-    model, (x, _) = _model(), _data()
-    with pytest.raises(InvalidValueError, match="pass start=criterion"):
-        sk.LearnableMask(model, (x,), ratio=0.5, criterion=sk.criteria.Magnitude(), learning=sk.LossImportance())

@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from masked import learnable_mask
 from torch import Tensor, nn
 
-from sparsekit.errors import InvalidValueError
 from sparsekit.graph.mask import UnitMask
 from sparsekit.training.gradient_importance import GradientImportance
 from sparsekit.training.learnable import LearnableMask
@@ -174,30 +173,6 @@ def test_a_training_too_short_for_two_rounds_does_not_pay_for_one() -> None:
     assert masked.unit_mask() == before
 
 
-class HalfUsed(nn.Module):
-    """Two branches, of which the loss sees one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.used = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 3))
-        self.unused = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 3))
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return self.used(x), self.unused(x)
-
-
-def test_exploration_keeps_to_its_share_where_the_loss_does_not_see_all_units() -> None:
-    torch.manual_seed(0)
-    masked = LearnableMask(HalfUsed(), (torch.zeros(2, 5),), ratio=0.5, explore=0.2)
-    optimizer = torch.optim.SGD(masked.parameters(), lr=0.1)
-    x, y = torch.randn(16, 5), torch.randint(0, 3, (16,))
-    for _ in range(100):
-        optimizer.zero_grad()
-        F.cross_entropy(masked(x)[0], y).backward()
-        optimizer.step()
-    assert 0.1 < masked.explored <= 0.2
-
-
 def test_without_a_number_of_steps_a_mask_settles_by_itself() -> None:
     model, x, y, good = _planted()
     masked = LearnableMask(model, (x[:2],), ratio=0.25, learning=LossImportance(explore=0.5))
@@ -207,16 +182,6 @@ def test_without_a_number_of_steps_a_mask_settles_by_itself() -> None:
     assert not when[100]
     assert masked.explored <= 0.5
     assert set(masked.unit_mask()["0"].nonzero().flatten().tolist()) == good
-
-
-def test_without_exploration_the_first_mask_stays_and_steps_are_those_of_the_narrow_network() -> None:
-    model, x, y, _ = _planted()
-    masked = LearnableMask(model, (x[:2],), ratio=0.25, explore=0.0)
-    before = masked.unit_mask()
-    _trained(masked, x, y, 50)
-    assert masked.unit_mask() == before
-    assert masked.settled
-    assert masked.explored == 0.0
 
 
 @pytest.mark.parametrize("seed", [5, 8])
@@ -328,17 +293,6 @@ def test_a_loss_times_a_power_of_two_gives_the_same_mask_at_every_step(times: fl
     assert all(mask.equal(twin) for mask, twin in zip(one, other, strict=True))
 
 
-@pytest.mark.parametrize("times", [0.01, 1000.0])
-def test_a_loss_times_any_constant_gives_the_same_mask(times: float) -> None:
-    other = _masks(lambda out, y: times * F.cross_entropy(out, y), times)
-    assert other[-1].equal(_plain()[-1])
-
-
-def test_a_summed_loss_gives_the_mask_of_the_averaged_one() -> None:
-    other = _masks(functools.partial(F.cross_entropy, reduction="sum"), 64.0)
-    assert other[-1].equal(_plain()[-1])
-
-
 @pytest.mark.parametrize("deviation", [0.1, 10.0])
 def test_a_squared_error_finds_the_planted_units_whatever_the_scale_of_its_targets(deviation: float) -> None:
     """Targets and outputs in another unit: the loss is `deviation` squared times another one."""
@@ -442,26 +396,3 @@ def test_importance_is_in_nats() -> None:
             assert rise / 6 < value < 2 * rise
         else:
             assert abs(value) < 0.02
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"explore": -0.1}, r"explore must be in \[0, 1\], got -0.1"),
-        ({"steps": 0}, "steps must be a whole number >= 1, got 0"),
-        ({"samples": 3}, "samples must be a whole number >= 4"),
-        ({"share": 1.5}, r"share must be in \(0, 1\]"),
-        ({"errors": float("nan")}, "errors must be a finite number >= 0"),
-    ],
-)
-def test_settings_outside_their_range_say_what_is_allowed(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(InvalidValueError, match=message):
-        LossImportance(**settings)
-
-
-def test_learning_is_given_in_one_way() -> None:
-    model, x, _, _ = _planted()
-    with pytest.raises(InvalidValueError, match="learning= was given together with explore"):
-        LearnableMask(model, (x[:2],), explore=0.2, learning=LossImportance())
-    with pytest.raises(InvalidValueError, match=r"learning must be LossImportance\(…\)"):
-        LearnableMask(model, (x[:2],), learning=LossImportance)  # type: ignore[arg-type]

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import copy
 
-import pytest
 import torch
 from masked import learnable_mask
 from torch import nn
 
 from sparsekit import LearnableMask, MovingAverage
 from sparsekit.criteria.learned import Learned
-from sparsekit.errors import ForeignMaskError, InvalidValueError
 
 
 def masked_model(dtype: torch.dtype = torch.float64, execution: str = "compact") -> tuple[LearnableMask, torch.Tensor]:
@@ -77,24 +75,3 @@ def test_small_steps_count_in_bfloat16() -> None:
     moved = (average.state_dict()["3.weight"] / before)[:, kept]
     torch.testing.assert_close(moved, torch.full_like(moved, 1 + (1 - 0.999**5)), rtol=1e-4, atol=0)
     assert average.dense_state()["3.weight"].dtype == torch.bfloat16
-
-
-@pytest.mark.same_bits
-def test_an_average_goes_on_from_its_state() -> None:
-    masked, x = masked_model()
-    average = MovingAverage(masked, decay=0.5)
-    state = average.state_dict()
-    step(masked, torch.optim.SGD(masked.parameters(), lr=0.1), x, 0)
-    other = MovingAverage(masked, decay=0.5)
-    other.load_state_dict(state)
-    average.update()
-    other.update()
-    assert all(torch.equal(tensor, other.state_dict()[name]) for name, tensor in average.state_dict().items())
-    with pytest.raises(ForeignMaskError, match="another model"):
-        other.load_state_dict({})
-
-
-@pytest.mark.parametrize("decay", [-0.1, 1.0])
-def test_a_decay_outside_its_range_is_refused(decay: float) -> None:
-    with pytest.raises(InvalidValueError, match=r"decay must be in \[0, 1\)"):
-        MovingAverage(masked_model()[0], decay)

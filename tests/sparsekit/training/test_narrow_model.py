@@ -15,7 +15,6 @@ from torch import nn
 from sparsekit import LearnableMask, NarrowModel, UnitMask, compact, select, trace_units
 from sparsekit._torch import DispatchMode, tree_leaves
 from sparsekit.criteria import Learned, Random, View
-from sparsekit.errors import ForeignMaskError
 
 
 class Tied(nn.Module):
@@ -131,28 +130,6 @@ def test_loading_another_state_reuses_the_module_and_never_writes_to_the_state()
     assert narrow_model.module is module
     assert all(a is b for a, b in zip(leaves, narrow_model.parameters(), strict=True))
     assert all(torch.equal(state[name], value) for name, value in kept.items())
-
-
-def test_a_mask_or_state_of_another_model_is_refused() -> None:
-    (model, _, graph), (_, _, other) = TRACED
-    narrow_model = NarrowModel(model, graph)
-    with pytest.raises(ForeignMaskError, match="does not belong to this graph"):
-        narrow_model.remask(UnitMask.full(other))
-    with pytest.raises(ForeignMaskError, match="lacks"):
-        narrow_model.load({}, None)
-
-
-def test_a_model_that_is_laid_out_channels_last_stays_so_at_every_remask() -> None:
-    torch.manual_seed(0)
-    layers = (nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 6, 3), nn.ReLU(), nn.Flatten(), nn.Linear(6 * 4 * 4, 3))
-    model = nn.Sequential(*layers).to(memory_format=torch.channels_last)
-    masked = LearnableMask(model, (torch.randn(1, 3, 8, 8),), ratio=0.5, criterion=Learned())
-    for ratio in (0.5, 0.25, 0.1, 1.0):
-        masked.ratio = ratio
-        masked.sync()
-        for module in (masked.model, masked.compact(), compact(model, masked.graph, masked.unit_mask())):
-            weights = [parameter for parameter in module.parameters() if parameter.dim() == 4]
-            assert all(weight.is_contiguous(memory_format=torch.channels_last) for weight in weights)
 
 
 def noisy_importance(masked: LearnableMask, seed: int) -> None:

@@ -113,21 +113,6 @@ def test_a_loaded_optimizer_follows_a_remask_before_its_first_step(name: str, ma
     _assert_equal_training([(masked, optimizer), (twin, other)], x, y)
 
 
-def test_an_optimizer_whose_state_was_filled_by_hand_can_be_tracked() -> None:
-    masked, optimizer, _, _ = _trained(MOMENTS["momentum"], criterion=Ordered())
-    model, x, _ = _classifier(torch.float64)
-    twin = LearnableMask(model, (x,), criterion=Ordered(), ratio=0.5, explore=0.0)
-    other = MOMENTS["momentum"](twin.parameters())
-    twin.track(other)
-    for mine, theirs in zip(masked.parameters(), twin.parameters(), strict=True):
-        other.state[theirs]["momentum_buffer"] = optimizer.state[mine]["momentum_buffer"].clone()
-    twin.ratio = 0.25
-    twin.sync()
-    assert {s["momentum_buffer"].shape for s in other.state.values()} >= {(2, 6), (3, 2), (3, 3)}
-    with pytest.raises(InvalidValueError, match=r"steps no parameter of the mask; make it over masked\.parameters"):
-        twin.track(optimizer)
-
-
 @pytest.mark.parametrize(
     ("name", "mask_first", "penalty"),
     [("momentum", True, 1.0), ("momentum", False, 0.0), ("AdamW", False, 1.0), ("fused AdamW", True, 0.0)],
@@ -192,20 +177,6 @@ def test_nothing_of_torch_is_changed() -> None:
     assert [dict(vars(kind)) for kind in kinds] == before
 
 
-def test_a_fresh_optimizer_after_loading_takes_no_moments_of_the_saved_one() -> None:
-    masked, optimizer, x, y = _trained(MOMENTS["momentum"])
-    masked.load_importance({name: -values for name, values in masked.importance().items()})
-    _step(masked, optimizer, x, y)
-    twin = LearnableMask(_classifier(torch.float64)[0], (x,), explore=0.0, criterion=Learned())
-    twin.load_state_dict(masked.state_dict())
-    other = MOMENTS["momentum"](twin.parameters())
-    _step(twin, other, x, y)
-    twin.ratio = 1.0
-    twin.sync()
-    dropped = ~masked.unit_mask()["0"]
-    assert (other.state[twin.model[0].weight]["momentum_buffer"][dropped] == 0).all()
-
-
 def test_param_groups_keep_importance_out_of_weight_decay() -> None:
     model, x, y = _classifier()
     masked = LearnableMask(model, (x,), ratio=0.5, criterion=Learned())
@@ -224,18 +195,6 @@ def test_param_groups_keep_importance_out_of_weight_decay() -> None:
     assert [(group["lr"], group["weight_decay"]) for group in plain.param_groups] == [(0.3, 0.1), (0.3, 0.0)]
     with pytest.raises(InvalidValueError, match="weight_decay must be a finite number >= 0 or None, got -1"):
         masked.param_groups(weight_decay=-1)
-
-
-def test_clipping_the_weights_leaves_importance_out() -> None:
-    model, x, y = _classifier()
-    masked = LearnableMask(model, (x,), ratio=0.5, criterion=Learned())
-    (F.cross_entropy(masked(x), y) + 100 * masked.penalty()).backward()
-    assert masked.scores.grad is not None
-    before = masked.scores.grad.clone()
-    expected = torch.cat([p.grad.flatten() for p in masked.model.parameters() if p.grad is not None]).norm()
-    norm = torch.nn.utils.clip_grad_norm_(masked.weights(), 1e-3)
-    assert torch.equal(masked.scores.grad, before)
-    torch.testing.assert_close(norm, expected)
 
 
 @pytest.mark.parametrize("ratios", [(0.5, 0.25, 1.0), (1 / 12, 0.5, 1 / 12)])

@@ -13,7 +13,6 @@ from optimizers import Sam, SamOver
 from torch import Tensor, nn
 
 from sparsekit import LearnableMask
-from sparsekit.criteria import Magnitude
 from sparsekit.errors import InvalidValueError
 from sparsekit.training.regularizer import ImportanceRegularizer
 
@@ -99,18 +98,6 @@ def test_a_step_that_fails_does_not_hold_the_mask() -> None:
     assert masked.unit_mask() != before
 
 
-def test_an_optimizer_is_met_at_its_first_step() -> None:
-    model, x, _ = _task()
-    masked = LearnableMask(model, (x,), ratio=0.5, regularizer=ImportanceRegularizer())
-    optimizer = torch.optim.Adam(masked.parameters())
-    other = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
-    optimizer.step(), other.step()
-    assert list(masked.optimizers) == [optimizer]
-    other.add_param_group({"params": masked.scores})
-    other.step()
-    assert list(masked.optimizers) == [optimizer, other]
-
-
 @pytest.mark.parametrize("mask_first", [True, False])
 @pytest.mark.same_bits
 def test_two_optimizers_of_one_leaf_both_find_the_moments_of_dropped_units_again(mask_first: bool) -> None:
@@ -145,13 +132,3 @@ def test_two_optimizers_of_one_leaf_both_find_the_moments_of_dropped_units_again
         step(twin, others, x, y, seed)
         for name, tensor in twin.dense_state().items():
             assert torch.equal(tensor, masked.dense_state()[name]), (seed, name)
-
-
-def test_a_mask_that_does_not_learn_is_held_too() -> None:
-    model, x, y = _task()
-    masked = LearnableMask(model, (x,), ratio=0.5, criterion=Magnitude())
-    with masked.held():
-        masked.ratio = 0.25
-        F.cross_entropy(masked(x), y).backward()
-        assert masked.unit_mask().counts() == {"0": 16}
-    assert masked.unit_mask().counts() == {"0": 8}

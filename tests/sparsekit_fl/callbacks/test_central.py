@@ -7,7 +7,6 @@ import json
 import pytest
 
 from sparsekit.cli.main import execute
-from sparsekit.errors import InvalidValueError
 from sparsekit_fl.callbacks.central import CentralTest
 from sparsekit_fl.methods import registry
 from sparsekit_fl.server.loop import run
@@ -30,13 +29,6 @@ def test_it_changes_nothing_of_the_run():
     without = run(registry["fedavg"](), tiny_problem(), tiny_clients(), tiny_config(rounds=2))
     assert with_it.final.state_sha256 == without.final.state_sha256
     assert [one["round"] for one in central.curve] == [2]
-
-
-def test_no_examples_and_no_rounds_are_refused():
-    with pytest.raises(InvalidValueError, match="at least one example"):
-        CentralTest(tiny_problem(), [])
-    with pytest.raises(InvalidValueError, match="every must be"):
-        CentralTest(tiny_problem(), tiny_clients()[0].data.test, every=0)
 
 
 def test_the_command_line_scores_all_test_examples_together(tmp_path, capsys):

@@ -54,20 +54,6 @@ def test_methods_times_seeds_with_mean_and_deviation(tmp_path: Path, capsys: pyt
     assert "config.training.lr: was 0.1, now 0.01" in capsys.readouterr().err
 
 
-def test_without_the_extra_results_and_table_stay_and_it_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "jinja2", None)
-    assert execute(["compare", "fedavg", "--seeds", "1", *TINY, "--out", str(tmp_path)]) == 0
-    captured = capsys.readouterr()
-    assert "personal accuracy" in captured.out
-    assert 'pip install "sparsekit-torch[report]"' in captured.err
-    assert f"`sparsekit report {tmp_path}`" in captured.err
-    assert json.loads((tmp_path / "compare.json").read_text())["methods"] == ["fedavg"]
-    assert (tmp_path / "fedavg-seed0/result.json").exists()
-    assert not (tmp_path / "report.html").exists()
-
-
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -203,29 +189,6 @@ def test_all_stands_for_every_registered_method(capsys: pytest.CaptureFixture[st
     assert list(made).index("fedlps") < list(made).index("flst")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["--target", "90"], "must be an accuracy in (0, 1]"),
-        (["--jobs", "0"], "--jobs must be an integer >= 1"),
-        (["--heterogeneity", "low,much"], "--heterogeneity must be one of low, median, high, got 'much'"),
-        (["--heterogeneity", "low,low"], "--heterogeneity has a value twice"),
-        (["--lack-classes", "2,x"], "--lack-classes takes whole numbers"),
-        (["--lack-classes", "10"], "partition.lack_classes must be an integer in [0, 9]"),
-        (
-            ["--lack-classes", "2", "--partition", "dirichlet"],
-            "partition.lack_classes belongs to the partition 'pathological'",
-        ),
-        (["--set", "local.proximal=1"], "those of a method stand behind its name"),
-    ],
-)
-def test_bad_levels_are_one_sentence_and_code_2(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert execute(["compare", "fedavg", *TINY, *arguments]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert says in " ".join(captured.err.replace("│", " ").split())
-
-
 def test_a_file_names_methods_and_protocol_and_the_line_comes_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "protocol.toml"
     file.write_text(
@@ -240,29 +203,6 @@ def test_a_file_names_methods_and_protocol_and_the_line_comes_first(tmp_path: Pa
     config = json.loads((tmp_path / "out/fedprox-median-seed3/result.json").read_text())["config"]
     assert (config["rounds"], config["cohort"], config["training"]["lr"]) == (1, 2, 0.5)
     assert config["capability_levels"] == [1.0, 0.5, 0.25]
-
-
-def test_each_run_of_a_comparison_may_end_when_it_gets_no_better(tmp_path: Path) -> None:
-    command = ["compare", "fedavg", "local", "--seeds", "1", *TINY, "--rounds", "9", "--eval-every", "1", "--lr", "1e-12"]
-    for _ in range(2):  # a run that ended early is finished: it is not run again
-        assert execute([*command, "--log", "early-stopping", "--out", str(tmp_path)]) == 0
-        for method in ("fedavg", "local"):
-            result = json.loads((tmp_path / f"{method}-seed0/result.json").read_text())
-            assert [record["round"] for record in result["rounds"]] == list(range(1, 7))  # a first score and five no better
-
-
-def test_clients_are_scored_ten_times_unless_said_otherwise(capsys: pytest.CaptureFixture[str]) -> None:
-    from sparsekit_fl.cli.compare import _grid
-    from sparsekit_fl.cli.options import RunOptions
-
-    def every(**given: int | str) -> int | None:
-        return _grid(RunOptions(**given), 1, None, None, 1)[0].eval_every  # type: ignore[arg-type]
-
-    assert every() == 6, "of the 60 rounds of the quick preset"
-    assert every(rounds=3) == 1
-    assert every(preset="mnist") == 10
-    assert every(rounds=500) == 10
-    assert every(rounds=500, eval_every=50) == 50
 
 
 @pytest.mark.parametrize("jobs", [1, 2])

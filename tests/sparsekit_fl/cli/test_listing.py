@@ -30,8 +30,3 @@ def test_a_broken_plug_in_says_so_and_spoils_nothing(
     about = {item["name"]: item["about"] for item in json.loads(capsys.readouterr().out)}
     assert "nowhere_at_all" in about["broken"]
     assert "FedAvg" in about["fedavg"]
-
-
-def test_an_unknown_kind_gets_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
-    assert execute(["list", "metods"]) == 2
-    assert "did you mean 'methods'" in capsys.readouterr().err

@@ -37,12 +37,6 @@ def _watch(console: Console, *, quiet: bool = False) -> None:
             progress.on_round_end(run, record)
 
 
-def test_it_shows_round_accuracy_cost_and_time_left() -> None:
-    text = io.StringIO()
-    _watch(Console(file=text, force_terminal=True, width=160))
-    assert all(part in text.getvalue() for part in ("fedavg round 2/2", "accuracy 98.4%", "0.53T FLOPs", "left"))
-
-
 @pytest.mark.parametrize(("terminal", "quiet"), [(False, False), (True, True)])
 def test_it_is_silent_where_nobody_looks_or_when_told(terminal: bool, quiet: bool) -> None:
     text = io.StringIO()
@@ -87,15 +81,3 @@ def test_a_comparison_shows_all_trials_those_that_run_and_a_line_for_each_that_e
         "3/3 local, seed 0: failed: it [broke]", "2/3 trials", "left",
     ):  # fmt: skip
         assert part in text.getvalue(), part
-
-
-def test_where_nobody_watches_only_the_lines_are_left_and_quiet_takes_these_too() -> None:
-    text = io.StringIO()
-    _trials(Console(file=text, force_terminal=False, width=160))
-    lines = text.getvalue().splitlines()
-    assert [line.split(":")[0] for line in lines] == [
-        "1/3 fedavg, seed 0", "fedlps, seed 0", "2/3 fedlps, seed 0", "3/3 local, seed 0"
-    ]  # fmt: skip
-    text = io.StringIO()
-    _trials(Console(file=text, force_terminal=True, width=160), quiet=True)
-    assert text.getvalue() == ""

@@ -32,21 +32,3 @@ def test_json_is_a_list_of_comparisons_and_nothing_else(tmp_path: Path, capsys: 
     assert found["summary"]["fedavg"]["target_seconds"] == {"mean": 50.0, "deviation": None, "count": 1, "of": 1}
     assert (tmp_path / "out/table.tex").exists()
     assert not (tmp_path / "in/table.tex").exists()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["report"], "Missing argument"),
-        (["report", "/no/such/folder"], "is not a folder"),
-        (["report", "HERE"], "holds no result"),
-        (["report", "HERE", "--target", "90"], "must be an accuracy in (0, 1], got 90"),
-    ],
-)
-def test_bad_input_is_one_sentence_and_code_2(
-    arguments: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert execute([argument.replace("HERE", str(tmp_path)) for argument in arguments]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert says in " ".join(captured.err.replace("│", " ").split())

@@ -98,13 +98,6 @@ def test_json_is_the_result_and_nothing_else(capsys: pytest.CaptureFixture[str])
 
 
 @pytest.mark.same_bits
-def test_fedlps_is_run_fedlps(capsys: pytest.CaptureFixture[str]) -> None:
-    one, two = _json(["fedlps", *TINY], capsys), _json(["run", "fedlps", *TINY], capsys)
-    assert one["method"] == "fedlps"
-    assert one["final"]["state_sha256"] == two["final"]["state_sha256"]
-
-
-@pytest.mark.same_bits
 def test_out_holds_the_files_and_resume_gives_the_same_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = ["--out", str(tmp_path / "run")]
     first = _json(["run", "fedavg", *TINY, *out], capsys)
@@ -128,11 +121,6 @@ def test_data_and_models_of_the_user(mine: str, capsys: pytest.CaptureFixture[st
     assert len(result["final"]["per_client"]) == 3
     result = _json(["fedlps", *TINY, "--model", f"{mine}:wide"], capsys)
     assert result["config"]["experiment"]["model"] == f"{mine}:wide"
-
-
-def test_a_method_of_the_user(mine: str, capsys: pytest.CaptureFixture[str]) -> None:
-    result = _json(["run", f"{mine}:heterofl_like", *TINY], capsys)
-    assert result["method"] == "mine"
 
 
 def test_levels_of_heterogeneity_decide_capabilities_and_classes(capsys: pytest.CaptureFixture[str]) -> None:
@@ -194,20 +182,6 @@ def test_bad_options_are_one_sentence_and_code_2(
     assert "Traceback" not in captured.err
 
 
-def test_a_folder_without_the_data_set_says_what_it_needs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert execute(["fedlps", "--preset", "mnist", "--data-dir", str(tmp_path)]) == 2
-    assert "mnist" in capsys.readouterr().err
-
-
-def test_an_engine_that_is_not_installed_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    from sparsekit_fl.engines import registry
-
-    if "flower" in registry:
-        pytest.skip("the engine is installed")
-    assert execute(["fedlps", "--engine", "flower"]) == 2
-    assert "unknown engine 'flower'" in capsys.readouterr().err
-
-
 @pytest.mark.slow
 @pytest.mark.same_bits
 def test_ctrl_c_ends_cleanly_and_the_run_resumes_to_the_same_bits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -233,8 +207,3 @@ def test_ctrl_c_ends_cleanly_and_the_run_resumes_to_the_same_bits(tmp_path: Path
     assert "Traceback" not in stderr
     again = _json([*options, "--out", str(out), "--resume"], capsys)
     assert again["final"] == whole["final"]
-
-
-def test_a_run_that_fails_has_a_code_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
-    assert execute(["run", "fedavg", *TINY, "--lr", "1e30", "--quiet"]) == 1
-    assert "updates were valid" in capsys.readouterr().err

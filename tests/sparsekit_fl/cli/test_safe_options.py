@@ -37,29 +37,3 @@ def test_a_private_run_prints_what_it_spent_and_puts_it_into_the_result(tmp_path
     assert raw["privacy"]["delta"] == 1e-5
     printed = " ".join(capsys.readouterr().out.split())
     assert f"ε = {raw['privacy']['epsilon']:.3g} at δ = 1e-05" in printed
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        (["aggregation=krum"], "aggregation must be one of mean, trimmed-mean, median, norm-clipped, got 'krum'"),
-        (["dp_clip=1"], "dp_clip needs dp_noise"),
-        (["dp_clip=1", "dp_noise=1", "aggregation=median"], "dp_clip needs aggregation 'mean'"),
-        (["upload=int4"], "upload must be 'float32' or 'bfloat16', got 'int4'"),
-    ],
-)
-def test_wrong_options_end_with_code_2(given, message, capsys):
-    assert execute(["run", "fedavg", *TINY, *(word for text in given for word in ("--set", text))]) == 2
-    assert message in " ".join(capsys.readouterr().err.split())
-
-
-@pytest.mark.parametrize(
-    ("method", "given", "message"),
-    [
-        ("refl", ["aggregation=median"], "weighs late updates by how far they are from the mean"),
-        ("oort", ["dp_clip=1", "dp_noise=1"], "does not sample uniformly"),
-    ],
-)
-def test_a_method_that_an_option_does_not_fit_says_why(method, given, message, capsys):
-    assert execute(["run", method, *TINY, *(word for text in given for word in ("--set", text))]) == 2
-    assert message in " ".join(capsys.readouterr().err.split())

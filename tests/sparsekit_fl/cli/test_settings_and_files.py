@@ -29,12 +29,6 @@ def result(arguments, capsys):
     return json.loads(capsys.readouterr().out)
 
 
-def test_an_option_of_the_method_is_set_and_recorded(capsys):
-    raw = result(["run", "fedprox", *TINY, "--set", "local.proximal=0.1", "--set", "training.momentum=0.9"], capsys)
-    assert raw["policies"]["local"] == "ProximalSgd(proximal=0.1, stragglers=0.0)"
-    assert raw["config"]["training"]["momentum"] == 0.9
-
-
 @pytest.mark.same_bits
 def test_what_a_run_writes_can_be_read_back_and_gives_the_same_bits(tmp_path, capsys):
     first = [
@@ -54,17 +48,6 @@ def test_what_a_run_writes_can_be_read_back_and_gives_the_same_bits(tmp_path, ca
     two = result(["run", "--config", str(tmp_path / "a" / "run.toml")], capsys)
     assert one["final"]["state_sha256"] == two["final"]["state_sha256"]
     assert one["config"] == two["config"]
-
-
-def test_the_command_line_comes_before_the_file(tmp_path, capsys):
-    file = tmp_path / "run.toml"
-    file.write_text(
-        'method = "fedprox"\nrounds = 1\nclients = 4\ncohort = 2\nworkers = 1\n'
-        "[training]\nlr = 0.5\nlocal-epochs = 1\n[set.local]\nproximal = 0.1\nstragglers = 0.5\n"
-    )
-    raw = result(["run", "--config", str(file), "--lr", "0.2", "--set", "local.proximal=0.3"], capsys)
-    assert raw["config"]["training"]["lr"] == 0.2
-    assert raw["policies"]["local"] == "ProximalSgd(proximal=0.3, stragglers=0.5)"
 
 
 def two_values(choice):
@@ -176,19 +159,6 @@ def test_a_wrong_file_is_refused(text, message, tmp_path, capsys):
     assert message in " ".join(capsys.readouterr().err.split())
 
 
-def test_a_file_that_is_not_there_and_a_missing_method_are_refused(tmp_path, capsys):
-    assert execute(["run", "fedavg", "--config", str(tmp_path / "none.toml")]) == 2
-    assert "cannot be read" in capsys.readouterr().err
-    assert execute(["run"]) == 2
-    assert "METHOD is missing" in capsys.readouterr().err
-
-
-def test_a_file_of_another_method_is_refused_where_the_command_is_for_one(tmp_path, capsys):
-    (tmp_path / "run.toml").write_text('method = "fedavg"')
-    assert execute(["fedlps", "--config", str(tmp_path / "run.toml")]) == 2
-    assert "is for method 'fedavg'" in capsys.readouterr().err
-
-
 def test_a_method_is_described_with_options_defaults_meaning_and_source(capsys):
     assert execute(["describe", "fedprox", "--json"]) == 0
     options = {option["path"]: option for option in json.loads(capsys.readouterr().out)["options"]}
@@ -198,20 +168,6 @@ def test_a_method_is_described_with_options_defaults_meaning_and_source(capsys):
     assert "Li et al., MLSys 2020" in found["source"]
     assert execute(["describe", "fedprox"]) == 0
     assert "local.stragglers" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("name", ["mnist", "magnitude", "vgg11", "dirichlet", "p-ucbv", "uniform"])
-def test_anything_with_a_name_is_described(name, capsys):
-    assert execute(["describe", name, "--json"]) == 0
-    assert all(found["about"] for found in json.loads(capsys.readouterr().out))
-    assert execute(["describe", f"{name}x"]) == 2
-    assert f"did you mean '{name}'" in capsys.readouterr().err
-
-
-def test_a_comparison_takes_one_method_with_several_settings(capsys):
-    options = [*TINY, "--seeds", "1"]
-    raw = result(["compare", "fedprox local.proximal=0.1", "fedprox local.proximal=1", *options], capsys)
-    assert raw["methods"] == ["fedprox[local.proximal=0.1]", "fedprox[local.proximal=1]"]
 
 
 OWN = """

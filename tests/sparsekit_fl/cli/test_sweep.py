@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-import tomllib
 
 import pytest
 
@@ -17,7 +16,7 @@ pytest.importorskip("optuna", reason="optuna is not installed; pip install 'spar
 from sparsekit.cli.main import execute
 from sparsekit_fl.cli.options import RunOptions
 from sparsekit_fl.cli.run import _run as run_command
-from sparsekit_fl.cli.sweep import _Plan, _run_one, _settings_of
+from sparsekit_fl.cli.sweep import _Plan, _run_one
 
 TINY = ["--rounds", "1", "--clients", "4", "--cohort", "2", "--local-epochs", "1", "--workers", "1", "--quiet"]
 
@@ -78,19 +77,6 @@ def test_our_bandit_chooses_and_a_failed_trial_loses_no_other(capsys):
 def test_what_is_wrong_is_said_before_a_trial_runs(arguments, message, capsys):
     assert execute(["sweep", "fedavg", *TINY, *arguments]) == 2
     assert message in " ".join(capsys.readouterr().err.split())
-
-
-def test_a_zero_is_a_setting_like_any_other(tmp_path, capsys):
-    zeros = dict.fromkeys(("lr", "momentum", "weight_decay"), 0.0) | {"seed": 0}
-    assert _settings_of(RunOptions(**zeros)) == {name: str(value) for name, value in zeros.items()}
-    line = ["sweep", "fedavg", *TINY, "--space", "lr=0.01:1:log", "--trials", "1", "--out", str(tmp_path)]
-    result([*line, "--set", "training.momentum=0", "--seed", "0"], capsys)
-    best = tomllib.loads((tmp_path / "best.toml").read_text())
-    assert (best["momentum"], best["seed"]) == (0.0, 0)
-    # Another call must say so too, and does not rewrite best.toml without them.
-    assert execute(line) == 2
-    assert "momentum None (there '0.0'); seed None (there '0')" in capsys.readouterr().err
-    assert tomllib.loads((tmp_path / "best.toml").read_text()) == best
 
 
 def test_a_trial_gets_all_that_a_run_gets(tmp_path, monkeypatch):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-import re
 from pathlib import Path
 
 import numpy as np
@@ -68,14 +66,3 @@ def test_a_process_that_serves_all_nodes_of_a_run_builds_the_run_once(monkeypatc
     serve(grid, Context(run_id=1, node_id=0, node_config={}, state=RecordDict(), run_config=config))
     # Once for all nodes, once to know the model before they come, and once for the loop.
     assert len(built) == 3
-
-
-def test_flower_finds_both_apps_in_the_source() -> None:
-    """It looks for a plain assignment, and runs nothing."""
-    project = Path(apps.__file__).with_name("template") / "pyproject.toml.in"
-    named = set(re.findall(r'= "sparsekit_fl.deployment.apps:(\w+)"', project.read_text(encoding="utf-8")))
-    body = ast.parse(Path(apps.__file__).read_text(encoding="utf-8")).body
-    targets = [target for node in body if isinstance(node, ast.Assign) for target in node.targets]
-    assigned = {target.id for target in targets if isinstance(target, ast.Name)}
-    assert named == {"client", "server"}
-    assert named <= assigned

@@ -14,9 +14,8 @@ pytest.importorskip("flwr", reason="flwr is not installed; pip install 'sparseki
 
 from sparsekit.errors import InvalidValueError, UnknownNameError
 from sparsekit_fl.cli.flower_app import write_app
-from sparsekit_fl.deployment.plan import Plan, client_ids
+from sparsekit_fl.deployment.plan import Plan
 from sparsekit_fl.errors import LostMemoryError
-from sparsekit_fl.problem.clients import Client
 from sparsekit_fl.results.state.store import DeviceStore
 
 
@@ -34,44 +33,11 @@ def test_a_plan_makes_the_options_of_its_run_and_has_no_seed_for_the_noise_since
         Plan.of({**plan.to_run_config(), "dp-noise-seed": 1})
 
 
-def test_an_unknown_option_names_the_nearest() -> None:
-    with pytest.raises(UnknownNameError, match="rounds"):
-        Plan.of({"round": 3})
-
-
-@pytest.mark.parametrize(
-    "config",
-    [{"rounds": -1}, {"rounds": 1.5}, {"rounds": True}, {"method": 3}, {"memory": "cloud"}, {"nodes": 0}, {"resume": True}],
-)
-def test_a_bad_option_is_refused(config: dict[str, object]) -> None:
-    with pytest.raises(InvalidValueError):
-        Plan.of(config)
-
-
-def test_client_ids_are_numbers_and_ranges() -> None:
-    assert client_ids("3") == [3]
-    assert client_ids("0-2, 7") == [0, 1, 2, 7]
-
-
-@pytest.mark.parametrize("text", ["", "a", "1,1", "3-1", "1-"])
-def test_malformed_client_ids_are_refused(text: str) -> None:
-    with pytest.raises(InvalidValueError):
-        client_ids(text)
-
-
 def test_a_node_gets_only_the_clients_it_was_given() -> None:
     _, clients = Plan().make_clients([2, 5], {})
     assert list(clients) == [2, 5]
     with pytest.raises(InvalidValueError, match="0 to 19"):
         Plan().make_clients([99], {})
-
-
-def test_a_problem_of_ones_own_needs_a_loader_on_the_node() -> None:
-    plan = Plan(problem="sparsekit_fl.testing:tiny_problem")
-    with pytest.raises(InvalidValueError, match="data="):
-        plan.make_clients([0], {})
-    _, clients = plan.make_clients([1], {"data": "sparsekit_fl.testing:tiny_client"})
-    assert isinstance(clients[1], Client)
 
 
 def test_a_node_keeps_the_newest_two_memories_of_a_client(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from sparsekit.errors import InvalidValueError
 from sparsekit.graph.mask import WeightMask
 from sparsekit_fl.engines import cohort
 from sparsekit_fl.engines.cohort import Cohort
@@ -171,11 +170,6 @@ def test_in_float32_it_scores_as_one_by_one(name):
     assert ours.final.personal["accuracy"] == pytest.approx(theirs.final.personal["accuracy"], abs=0.05)
 
 
-def test_no_more_clients_share_a_step_than_asked_for(shared):
-    run(registry["fedavg"](), *points(), replace(tiny_config(rounds=1), cohort=5), engine=Cohort(2))
-    assert shared == [2, 2]  # the fifth trains by itself
-
-
 class DropoutNet(nn.Module):
     def __init__(self):
         super().__init__()
@@ -289,9 +283,3 @@ def test_a_stopped_run_resumes_to_the_same_bits(tmp_path):
         run(*common, engine=Cohort(), out=tmp_path, callbacks=(StopAfter(2),))
     resumed = run(*common, engine=Cohort(), out=tmp_path, resume=True)
     assert resumed.final.state_sha256 == run(*common, engine=Cohort()).final.state_sha256
-
-
-@pytest.mark.parametrize("number", [0, True, 2.0])
-def test_a_number_of_clients_that_is_none_is_refused(number):
-    with pytest.raises(InvalidValueError, match="clients_per_step must be an integer >= 1, got"):
-        Cohort(number)

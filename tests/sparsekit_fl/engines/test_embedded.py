@@ -9,14 +9,12 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from sparsekit.errors import InvalidValueError
 from sparsekit_fl.engines.embedded import Embedded
 from sparsekit_fl.errors import WorkerDiedError
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.policies.local import LocalPolicy, Sgd
-from sparsekit_fl.problem.problem import Problem
 from sparsekit_fl.server.loop import run
-from sparsekit_fl.testing import EngineContract, TinyNet, tiny_clients, tiny_config, tiny_problem
+from sparsekit_fl.testing import EngineContract, tiny_clients, tiny_config, tiny_problem
 
 
 class TestOneWorker(EngineContract):
@@ -51,12 +49,6 @@ def test_a_killed_worker_is_named_and_the_state_is_kept(tmp_path):
     assert len((tmp_path / "rounds.jsonl").read_text().splitlines()) == 2
 
 
-def test_a_problem_of_lambdas_needs_no_pickling():
-    problem = Problem(model=lambda: TinyNet(), example_inputs=(torch.zeros(2, 6),))
-    result = run(Method(name="m", source=""), problem, tiny_clients(), tiny_config(rounds=1), engine=Embedded(2))
-    assert result.final.personal["accuracy"] > 0
-
-
 def test_threads_are_put_back():
     before = torch.get_num_threads()
     torch.set_num_threads(2)
@@ -74,9 +66,3 @@ def test_spawned_workers_give_the_same_bits():
     spawned = run(method, tiny_problem(), tiny_clients(), tiny_config(), engine=Embedded(2, start_method="spawn"))
     plain = run(method, tiny_problem(), tiny_clients(), tiny_config())
     assert spawned.final.state_sha256 == plain.final.state_sha256
-
-
-@pytest.mark.parametrize("workers", [0, -1, 1.5, True])
-def test_a_number_of_workers_that_is_not_allowed_is_refused(workers):
-    with pytest.raises(InvalidValueError, match="workers must be an integer >= 1"):
-        Embedded(workers)

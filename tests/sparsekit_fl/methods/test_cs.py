@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 
-import pytest
 import torch
 from personal import STATE, combine, equals, server_context, update, watched
 
 from sparsekit.graph.mask import WeightMask
 from sparsekit_fl.methods import cs, fedavg
-from sparsekit_fl.methods.cs import ChangeMean, ComplementMean, LargestOnServer
+from sparsekit_fl.methods.cs import ComplementMean, LargestOnServer
 from sparsekit_fl.server.loop import run
-from sparsekit_fl.testing import tiny_clients, tiny_config, tiny_problem
+from sparsekit_fl.testing import tiny_config, tiny_problem
 
 
 def test_the_server_sends_the_largest_weights_from_the_second_round_on() -> None:
@@ -34,17 +33,6 @@ def test_complements_are_added_at_the_rate_and_the_sum_is_pruned() -> None:
     assert found["out"].tolist() == [[5.0]]
 
 
-def test_the_first_round_is_a_plain_mean_and_then_pruned() -> None:
-    found = combine(ComplementMean(ratio=1 / 3), update(0, [1.0, 0.0, 4.0]), update(1, [5.0, 4.0, 0.0]))
-    assert found["w"].tolist() == [[0.0, 0.0, 5.0]]
-
-
-def test_the_released_variant_adds_the_mean_change_to_what_was_sent() -> None:
-    first, second = update(0, [0.0, 4.0, 0.0], keep=[False, True, False]), update(1, [2.0, 0.0, 0.0], keep=[True, False, False])
-    found = combine(ChangeMean(ratio=1 / 3), first, second)
-    assert found["w"].tolist() == [[1.0, 2.0, 3.0]]
-
-
 def test_what_comes_down_and_what_goes_up_are_complements() -> None:
     result, updates = watched(cs(ratio=0.25))
     assert all(item.mask is None for item in updates if item.round == 1)
@@ -53,16 +41,6 @@ def test_what_comes_down_and_what_goes_up_are_complements() -> None:
     # The global model is the sparse one.
     assert int((result.state["first.weight"] != 0).sum()) == 12
     assert result.state["last.weight"].count_nonzero() == 24
-
-
-@pytest.mark.same_bits
-def test_where_nothing_is_pruned_the_weights_stand_still_after_the_first_round() -> None:
-    _, updates = watched(cs(ratio=1.0), config=tiny_config(rounds=3))
-    assert all(item.delta["first.weight"].numel() == 0 for item in updates if item.round > 1)
-    short = run(cs(ratio=1.0), tiny_problem(), tiny_clients(), tiny_config(rounds=1))
-    long = run(cs(ratio=1.0), tiny_problem(), tiny_clients(), tiny_config(rounds=3))
-    assert torch.equal(short.state["first.weight"], long.state["first.weight"])
-    assert not torch.equal(short.state["first.bias"], long.state["first.bias"])
 
 
 def test_a_run_counts_one_dense_round_and_then_sparse_ones_while_it_computes_densely() -> None:

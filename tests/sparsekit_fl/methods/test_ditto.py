@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 from personal import ONE_STEP, client_context, watched
 
-from sparsekit_fl.methods import ditto, fedavg, local, with_settings
+from sparsekit_fl.methods import ditto, local, with_settings
 from sparsekit_fl.methods.ditto import TwoModels
-from sparsekit_fl.server.loop import run
-from sparsekit_fl.testing import tiny_clients, tiny_config, tiny_problem
+from sparsekit_fl.testing import tiny_problem
 
 
 def test_without_a_pull_the_personal_models_are_those_of_local_training() -> None:
@@ -38,18 +37,3 @@ def test_one_step_by_hand() -> None:
     for name, value in model.named_parameters():
         expected = value - 0.1 * (value.grad + 0.5 * (value - spec.initial[name]))
         assert torch.allclose(ctx.memory["model"][name], expected, atol=1e-6), name
-
-
-def test_it_costs_twice_what_fedavg_costs() -> None:
-    ours, plain = watched(ditto())[0], watched(fedavg())[0]
-    assert ours.cost.flops_compact == 2 * plain.cost.flops_compact
-    assert ours.cost.flops_rowmask == 2 * plain.cost.flops_rowmask
-
-
-def test_a_client_that_never_trained_deploys_the_model_of_round_0() -> None:
-    config = tiny_config(rounds=1)
-    result, updates = watched(ditto(), config=config)
-    trained = {item.client_id for item in updates}
-    untouched = run(local(), tiny_problem(), tiny_clients(), config)
-    pairs = zip(result.final.per_client, untouched.final.per_client, strict=True)
-    assert all(ours.personal == other.personal for ours, other in pairs if ours.client_id not in trained)

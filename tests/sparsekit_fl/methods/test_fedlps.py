@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 
 import numpy as np
 import pytest
 import torch
 
 from sparsekit import trace_units
-from sparsekit.errors import InvalidValueError
 from sparsekit_fl.client.messages import Update, WorkCost
 from sparsekit_fl.methods.fedlps import fedlps
 from sparsekit_fl.policies.bandit import BanditRatio, utility
@@ -97,36 +95,6 @@ def test_a_proposal_that_was_never_answered_is_made_again() -> None:
     assert policy.propose(server(2, 1.0, memory), 7) == first
 
 
-def test_bandit_memory_is_plain_json() -> None:
-    import json
-
-    policy, memory = BanditRatio(), {}
-    ctx = server(1, 1.0, memory)
-    policy.observe(ctx, answer(policy.propose(ctx, 7), 0.6))
-    assert json.loads(json.dumps(memory)) == memory
-
-
-def test_a_capability_below_the_arms_is_executed_as_it_is() -> None:
-    policy, memory = BanditRatio(low=0.25), {}
-    ctx = server(1, 0.125, memory)
-    assert policy.propose(ctx, 7) == 0.125
-    policy.observe(ctx, answer(0.125, 0.6))
-    assert memory["7"]["accuracy"] == 0.6
-
-
-def test_the_arms_end_at_the_largest_ratio() -> None:
-    policy, memory = BanditRatio(high=0.25), {}
-    for round in range(1, 40):
-        ctx = server(round, (1.0, 0.5, 0.125)[round % 3], memory)
-        proposal = policy.propose(ctx, 7)
-        assert 1 / 16 <= proposal <= (0.125 if round % 3 == 2 else 0.25)
-        policy.observe(ctx, answer(proposal, 0.5 + 0.001 * round, initial_accuracy=0.1))
-    bandit = policy._bandit(server(40, 1.0, memory), memory["7"], seed=0)
-    assert max(arm.high for arm in bandit.arms) == 0.25
-    with pytest.raises(InvalidValueError, match=r"high must be above low \(0.25\), got 0.2"):
-        BanditRatio(low=0.25, high=0.2)
-
-
 def test_passes_multiply_the_local_epochs_and_round_halves_up() -> None:
     def flops(epochs_factor: float, epochs: int) -> int:
         config = tiny_config(rounds=1)
@@ -136,8 +104,3 @@ def test_passes_multiply_the_local_epochs_and_round_halves_up() -> None:
 
     one = flops(1.0, 1)
     assert [flops(factor, 2) for factor in (0.1, 1.0, 1.25, 1.4)] == [one, 2 * one, 3 * one, 3 * one]
-
-
-def test_utility_is_the_papers_function() -> None:
-    for x in (0.0, 0.3, 1.0, 15.0):
-        assert utility(x) == pytest.approx(10 - 20 / (1 + math.exp(0.35 * x)))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 import pytest
 from personal import watched
@@ -52,15 +50,6 @@ def test_the_reward_is_the_loss_decrease_over_the_gap_to_the_mean_time() -> None
     assert rewards(policy, memory, 1) == pytest.approx([-0.5 / 0.5])
 
 
-def test_finishing_on_time_is_no_infinite_reward() -> None:
-    policy, memory = TimelyRatio(floor=0.1), {}
-    for round, loss in ((1, 2.0), (2, 1.0)):
-        ctx = context(round, memory)
-        policy.propose(ctx, 0)
-        policy.observe_all(ctx, [answer(0, loss, 1.0)])
-    assert rewards(policy, memory, 0) == pytest.approx([1.0 / 0.1])
-
-
 def test_proposals_cover_the_arms_whatever_the_client_can_do_unless_capped() -> None:
     for capped in (False, True):
         policy, memory, seen = TimelyRatio(capped=capped), {}, []
@@ -71,13 +60,6 @@ def test_proposals_cover_the_arms_whatever_the_client_can_do_unless_capped() -> 
         assert min(seen) >= 0.2
         assert max(seen) <= (0.5 if capped else 1.0)
         assert max(seen) > (0.45 if capped else 0.8)
-
-
-def test_a_draw_that_was_never_answered_is_proposed_again_and_memory_is_plain_json() -> None:
-    policy, memory = TimelyRatio(), {}
-    first = policy.propose(context(1, memory), 0)
-    assert policy.propose(context(2, memory), 0) == first
-    assert json.loads(json.dumps(memory)) == memory
 
 
 def test_the_residual_comes_back_with_equal_weights() -> None:

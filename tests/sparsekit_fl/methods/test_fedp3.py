@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import torch
-from personal import client_context, combine, update, watched
+from personal import combine, update, watched
 from torch import nn
 
 from sparsekit.allocation.uniform import keep_count
-from sparsekit.graph.mask import UnitMask, WeightMask
+from sparsekit.graph.mask import WeightMask
 from sparsekit_fl.engines.spec import RunSpec
-from sparsekit_fl.methods import fedavg, fedp3
-from sparsekit_fl.methods.fedp3 import PrunedOthers, own_layers
+from sparsekit_fl.methods import fedp3
+from sparsekit_fl.methods.fedp3 import own_layers
 from sparsekit_fl.policies.aggregate import Mean
 from sparsekit_fl.problem.problem import Problem
 from sparsekit_fl.server.server import Server
@@ -70,24 +70,3 @@ def test_the_trained_part_of_own_layers_goes_up_alone() -> None:
             assert found == expected
         assert "6.weight" not in item.delta
         assert isinstance(item.mask, WeightMask)
-
-
-def test_the_personal_model_is_the_clients_own_submodel() -> None:
-    result, updates = watched(fedp3(), problem=four())
-    trained = {item.client_id: item.ratio for item in updates}
-    for score in result.final.per_client:
-        assert score.ratio == trained.get(score.client_id)
-
-
-def test_training_is_compact() -> None:
-    ours, plain = watched(fedp3(), problem=four())[0], watched(fedavg(), problem=four())[0]
-    assert ours.cost.flops_compact < ours.cost.flops_rowmask < plain.cost.flops_rowmask
-    sizes = [item.delta["2.weight"].numel() for item in watched(fedp3(), problem=four())[1]]
-    assert max(sizes) <= 64
-
-
-def test_the_client_trains_a_prefix_of_the_units() -> None:
-    spec, _, ctx = client_context(fedp3(), place=2, kind="mask")
-    mask = PrunedOthers().choose(ctx, 0.25, spec.initial)
-    assert isinstance(mask, UnitMask)
-    assert mask["first"].tolist() == [True, True, *[False] * 6]

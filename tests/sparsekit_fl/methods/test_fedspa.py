@@ -5,13 +5,11 @@ from __future__ import annotations
 import math
 
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from personal import combine, deep_problem, server_context, update, watched
+from personal import combine, deep_problem, update, watched
 
 from sparsekit.graph.mask import WeightMask
 from sparsekit_fl.methods import fedspa, with_settings
-from sparsekit_fl.methods.fedspa import MovingMask, move_mask
+from sparsekit_fl.methods.fedspa import move_mask
 from sparsekit_fl.policies.aggregate import Mean
 from sparsekit_fl.testing import tiny_config
 
@@ -32,16 +30,6 @@ def test_a_move_by_hand() -> None:
     gradients = {"w": torch.tensor([7.0, 0.0, 0.0, 1.0, 3.0, -2.0])}
     assert move_mask(mask, weights, gradients, 0.5)["w"].tolist() == [True, True, True, False, True, False]
     assert move_mask(mask, weights, gradients, 0.0) == mask
-
-
-@given(st.integers(1, 30), st.integers(0, 30), st.floats(0.0, 1.0), st.integers(0, 99))
-def test_moving_keeps_the_number_of_active_weights(active, dropped, share, seed) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    keep = torch.arange(active + dropped) < active
-    keep = keep[torch.randperm(len(keep), generator=generator)]
-    draw = {"w": torch.randn(len(keep), generator=generator)}
-    moved = move_mask(WeightMask({"w": keep}), {"w": draw["w"] * keep}, draw, share)
-    assert int(moved["w"].sum()) == active
 
 
 def test_masks_keep_their_size_per_layer_and_move_less_and_less() -> None:
@@ -66,28 +54,7 @@ def test_masks_keep_their_size_per_layer_and_move_less_and_less() -> None:
     assert any(mask != first for mask, _ in last.values())
 
 
-def test_static_masks_stay_as_they_were_drawn() -> None:
-    _, updates = watched(with_settings(fedspa(), {"local.anneal": 0.0}))
-    assert all(item.mask == updates[0].mask for item in updates)
-    assert all("next_mask" not in item.extra for item in updates)
-
-
-def test_the_initial_mask_is_drawn_once_for_all_clients_and_rounds() -> None:
-    memory = {}
-    first = MovingMask().propose(server_context(round=1, memory=memory), 0, 1 / 3)
-    later = MovingMask().propose(server_context(round=7, memory=memory), 1, 1 / 3)
-    assert first == later
-    assert first.counts() == {"w": 1}
-
-
 def test_dropped_entries_are_zero_while_training_and_in_personal_models() -> None:
     _, updates = watched(with_settings(fedspa(), {"local.anneal": 0.0}), problem=deep_problem())
     kept = {name: int(keep.sum()) for name, keep in updates[0].mask.items()}
     assert all(item.delta[name].shape == (size,) for item in updates for name, size in kept.items())
-
-
-def test_the_screened_batch_is_counted_as_dense_work() -> None:
-    moving, static = watched(fedspa())[0], watched(with_settings(fedspa(), {"local.anneal": 0.0}))[0]
-    forward = 2 * (48 + 24)
-    assert moving.cost.flops_compact - static.cost.flops_compact == 16 * 3 * 8 * forward
-    assert "no time" in moving.note

@@ -6,14 +6,13 @@ import itertools
 
 import pytest
 import torch
-from personal import client_context, combine, deep_problem, server_context, update, watched
+from personal import client_context, combine, deep_problem, update, watched
 
-from sparsekit import load_compact
 from sparsekit.graph.mask import WeightMask
 from sparsekit_fl.methods import lotteryfl, with_settings
 from sparsekit_fl.policies.aggregate import Mean
 from sparsekit_fl.policies.weight_masks import weight_count
-from sparsekit_fl.testing import TinyNet, tiny_config
+from sparsekit_fl.testing import tiny_config
 
 
 def test_entries_are_averaged_over_their_holders_alone() -> None:
@@ -49,17 +48,6 @@ def test_tickets_are_monotone_and_stop_at_the_target() -> None:
         assert all("last.weight" not in item.mask for item in history)
 
 
-def test_the_ticket_comes_down_and_nothing_else() -> None:
-    method = with_settings(lotteryfl(), {"mask.threshold": 0.0})
-    memory = {}
-    mask = WeightMask({"w": torch.tensor([[True, False, True]])})
-    ctx = server_context(memory=memory)
-    assert method.mask.propose(ctx, 0, None) is None
-    method.mask.observe(ctx, [update(0, [0.0, 0.0, 0.0], keep=[True, False, True])])
-    assert method.mask.propose(ctx, 0, None) == mask
-    assert method.mask.propose(ctx, 1, None) is None
-
-
 def trained(*, received, mask, state):
     spec, _, ctx = client_context(lotteryfl(), deep_problem(), round=3, received=received)
     return spec, spec.method.local.train(ctx, state(spec), mask, 1.0)
@@ -81,19 +69,6 @@ def test_a_client_that_pruned_starts_from_round_0_and_others_from_the_global_val
     assert not bool(rewound.state["0.weight"][~keep].any())
 
 
-@pytest.mark.same_bits
-def test_without_rewinding_a_client_that_pruned_goes_on_from_the_global_values() -> None:
-    mask = WeightMask({"0.weight": torch.arange(48).view(8, 6) % 2 == 0})
-    found = []
-    for received in (None, mask):
-        spec, _, ctx = client_context(
-            with_settings(lotteryfl(), {"local.rewind": False}), deep_problem(), round=3, received=received
-        )
-        state = {name: 2 * tensor for name, tensor in spec.initial.items()}
-        found.append(spec.method.local.train(ctx, state, mask, 1.0).state)
-    assert all(torch.equal(found[0][name], found[1][name]) for name in state)
-
-
 def test_the_gate_asks_the_received_model_on_validation_data() -> None:
     for shift, pruned in ((0.0, None), (100.0, True)):
         spec, client, ctx = client_context(with_settings(lotteryfl(), {"mask.threshold": 0.4}), kind="mask")
@@ -105,14 +80,3 @@ def test_the_gate_asks_the_received_model_on_validation_data() -> None:
         mask = spec.method.mask.choose(ctx, 1.0, state)
         assert (mask is not None) == (share > 0.4)
         assert pruned is None or share > 0.4
-
-
-def test_dropped_weights_of_a_personal_model_are_zero_and_the_others_global(tmp_path) -> None:
-    result, updates = watched(with_settings(lotteryfl(), {"mask.threshold": 0.0}), out=tmp_path)
-    last = {item.client_id: item.mask for item in updates}
-    for client_id, mask in last.items():
-        small = load_compact(tmp_path / "models" / f"client-{client_id}.safetensors", TinyNet)
-        for name, keep in mask.items():
-            found = small.state_dict()[name]
-            assert torch.equal(found[keep], result.state[name][keep])
-            assert not bool(found[~keep].any())

@@ -8,12 +8,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from personal import ONE_STEP, client_context, combine, deep_problem, update, watched
+from personal import ONE_STEP, client_context, deep_problem, watched
 
 from sparsekit.graph.mask import WeightMask
 from sparsekit_fl.engines.spec import RunSpec
 from sparsekit_fl.methods import prunefl
-from sparsekit_fl.methods.prunefl import MaskedMean, Search, weight_seconds
+from sparsekit_fl.methods.prunefl import Search, weight_seconds
 from sparsekit_fl.policies.weight_masks import search_weights
 from sparsekit_fl.problem.clients import Capability
 from sparsekit_fl.testing import tiny_config, tiny_problem
@@ -53,11 +53,6 @@ def test_no_choice_of_candidates_has_more_gradient_per_second(values, overhead, 
     best = max(rate([*stays, *extra]) for count in range(len(rest) + 1) for extra in itertools.combinations(rest, count))
     assert stays <= set(found.nonzero().flatten().tolist())
     assert rate(found.nonzero().flatten().tolist()) == pytest.approx(best, abs=1e-6)
-
-
-def test_what_the_mask_drops_becomes_zero_on_the_server() -> None:
-    updates = [update(0, [1.0, 0.0, 4.0], keep=[True, False, True]), update(1, [3.0, 0.0, 0.0], keep=[True, False, True])]
-    assert combine(MaskedMean(), *updates)["w"].tolist() == [[3.0, 0.0, 5.0]]
 
 
 def test_seconds_per_weight_are_those_of_computing_and_sending_it() -> None:
@@ -108,15 +103,3 @@ def test_the_gradients_are_squared_sums_of_dense_ones_times_examples() -> None:
     assert torch.allclose(result.extra["0.weight"], model[0].weight.grad.square() * 24, rtol=1e-4)
     assert result.metrics["processed_examples"] == 24.0
     assert result.ratio == 0.5
-
-
-def test_regrown_weights_begin_at_zero() -> None:
-    result, updates = watched(prunefl(Search(every=2)), config=tiny_config(rounds=8))
-    last = updates[-1].mask["first.weight"]
-    assert not bool(result.state["first.weight"][~last].any())
-
-
-def test_shares_halve_over_the_run() -> None:
-    assert Search().share_at(0, 100) == 0.3
-    assert Search().share_at(100, 100) == 0.15
-    assert Search(half_lives=2).share_at(50, 100) == 0.15

@@ -42,17 +42,6 @@ def test_an_argument_of_the_function_reaches_all_policies_that_it_is_for():
     assert (method.local.layers, method.share.layers) == (2, 2)
 
 
-def test_a_policy_is_replaced_by_name_and_takes_options_itself():
-    method = make_method("fedavg", settings={"personal.select": "best", "personal": "LocalModel"})
-    assert method.describe()["personal"] == "LocalModel(select='best')"
-
-
-def test_settings_in_the_name_make_another_name():
-    method = make_method("fedprox local.proximal=0.1 aggregate.weighting=uniform")
-    assert method.name == "fedprox[local.proximal=0.1,aggregate.weighting=uniform]"
-    assert make_method("fedprox", settings={"local.proximal": "0.1"}).name == "fedprox"
-
-
 @pytest.mark.parametrize(
     ("settings", "error", "message"),
     [

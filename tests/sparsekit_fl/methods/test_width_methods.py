@@ -11,16 +11,13 @@ from personal import client_context, training, watched
 from sparsekit import UnitMask, trace_units
 from sparsekit.allocation.choose import select
 from sparsekit.allocation.uniform import keep_count
-from sparsekit_fl.engines.spec import RunSpec
-from sparsekit_fl.methods import efd, fedavg, fedmp, fedrolex, fjord, heterofl, with_settings
+from sparsekit_fl.methods import efd, fedavg, fedmp, fedrolex, fjord, heterofl
 from sparsekit_fl.methods.fjord import OrderedDropoutSgd
 from sparsekit_fl.paper.ablations import rcr_dyn
 from sparsekit_fl.policies.learnable import LearnableSgd
 from sparsekit_fl.policies.mask import RoundView
-from sparsekit_fl.policies.personal import GlobalModel
 from sparsekit_fl.problem.problem import Problem
-from sparsekit_fl.server.loop import run
-from sparsekit_fl.testing import TinyNet, tiny_clients, tiny_config, tiny_problem
+from sparsekit_fl.testing import TinyNet, tiny_config
 
 WIDTHS = {
     "efd": efd,
@@ -51,15 +48,6 @@ def test_row_mask_flops_are_three_passes_of_the_clients_width_with_full_batches(
     assert result.cost.flops_rowmask == cost
 
 
-def test_heterofl_never_touches_units_beyond_the_widest_client() -> None:
-    config = dataclasses.replace(tiny_config(rounds=4), capability_levels=(0.5, 0.25))
-    result, updates = watched(heterofl(), config=config)
-    assert all(not bool(update.mask["first"][4:].any()) for update in updates)
-    start = RunSpec.build(heterofl(), tiny_problem(), config).initial
-    assert torch.equal(result.state["first.weight"][4:], start["first.weight"][4:])
-    assert not torch.equal(result.state["first.weight"][:4], start["first.weight"][:4])
-
-
 @pytest.mark.parametrize("ratio", [1.0, 0.5, 0.3, 1 / 16])
 def test_fedrolex_trains_every_unit_equally_often(ratio) -> None:
     graph = trace_units(TinyNet(), torch.zeros(2, 6))
@@ -68,23 +56,6 @@ def test_fedrolex_trains_every_unit_equally_often(ratio) -> None:
     for round in range(1, 9):
         counts += select(criterion, graph, ratio, RoundView(round=round))["first"]
     assert counts.tolist() == [keep_count(ratio, 8)] * 8
-
-
-def test_all_clients_of_a_round_share_fedrolexs_window() -> None:
-    config = dataclasses.replace(tiny_config(rounds=3), capability_levels=(0.5,))
-    _, updates = watched(fedrolex(), config=config)
-    for round in (1, 2, 3):
-        masks = [update.mask["first"] for update in updates if update.round == round]
-        assert all(torch.equal(mask, masks[0]) for mask in masks)
-        assert masks[0].nonzero().flatten().tolist() == sorted((round + k) % 8 for k in range(4))
-
-
-def test_efd_draws_other_units_for_every_client_and_round() -> None:
-    config = dataclasses.replace(tiny_config(rounds=4), capability_levels=(0.5,))
-    _, updates = watched(efd(), config=config)
-    drawn = {tuple(update.mask["first"].tolist()) for update in updates}
-    assert len(drawn) > 10
-    assert all(sum(mask) == 4 for mask in drawn)
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
@@ -134,25 +105,6 @@ def norm_free() -> Problem:
         return torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3))
 
     return Problem(model=model, example_inputs=(torch.zeros(2, 6),))
-
-
-def test_fjords_work_is_that_of_the_widths_it_drew() -> None:
-    config = dataclasses.replace(tiny_config(rounds=6), capability_levels=(1.0,))
-    drawn, _ = watched(with_settings(fjord(), {"local.levels": (0.25, 1.0)}), config=config)
-    distilled, _ = watched(with_settings(fjord(), {"local.levels": (0.25, 1.0), "local.distillation": True}), config=config)
-    whole, _ = watched(with_settings(fjord(), {"local.levels": (1.0,)}), config=config)
-    assert drawn.cost.flops_compact < whole.cost.flops_compact < distilled.cost.flops_compact
-    # Half of the steps are a quarter wide, give or take.
-    small, full = 2 * 6 * 2 + 2 * 2 * 3, 2 * 6 * 8 + 2 * 8 * 3
-    share = drawn.cost.flops_compact / whole.cost.flops_compact
-    assert share == pytest.approx(0.5 + 0.5 * small / full, abs=0.1)
-
-
-def test_fjord_trains_prefixes_only() -> None:
-    method = dataclasses.replace(fjord(), mask=efd().mask, personal=GlobalModel())
-    config = dataclasses.replace(tiny_config(rounds=1), capability_levels=(0.5,))
-    with pytest.raises(Exception, match="trains prefixes"):
-        run(method, tiny_problem(), tiny_clients(), config)
 
 
 def test_learned_patterns_under_rcr_are_fedlps_at_the_clients_capability() -> None:

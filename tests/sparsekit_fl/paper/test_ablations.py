@@ -79,12 +79,6 @@ def test_the_same_part_can_be_taken_from_the_variant_for_own_classes(method) -> 
         method(whole="fedavg")
 
 
-def test_flst_has_one_ratio_whatever_clients_can_do() -> None:
-    _, updates = watched(flst())
-    assert {update.ratio for update in updates} == {0.5}
-    assert {update.ratio for update in watched(flst(0.25))[1]} == {0.25}
-
-
 @pytest.mark.parametrize(("method", "fixed"), [(rcr_fix, True), (rcr_dyn, False)])
 def test_a_clients_capability_is_drawn_once_or_in_every_round(method, fixed) -> None:
     # The run says the opposite of the method, which has the last word.
@@ -95,19 +89,6 @@ def test_a_clients_capability_is_drawn_once_or_in_every_round(method, fixed) -> 
         ratios.setdefault(update.client_id, set()).add(update.ratio)
     assert all(len(found) == 1 for found in ratios.values()) == fixed
     assert result.config.capability == ("fixed" if fixed else "dynamic")
-
-
-@pytest.mark.same_bits
-def test_p_ucbv_dyn_is_fedlps_under_redrawn_capabilities() -> None:
-    dynamic, _ = watched(p_ucbv_dyn())
-    fixed, _ = watched(p_ucbv_fix(), dataclasses.replace(tiny_config(rounds=6), capability="fixed"))
-    whole, _ = watched(fedlps())
-    assert dynamic.final.state_sha256 == whole.final.state_sha256 != fixed.final.state_sha256
-
-
-def test_a_capability_that_is_no_such_word_is_refused() -> None:
-    with pytest.raises(InvalidValueError, match="must be None, 'fixed' or 'dynamic'"):
-        dataclasses.replace(fedlps(), capability="sometimes")
 
 
 @pytest.mark.parametrize("method", PATTERNS)
@@ -153,8 +134,3 @@ def test_the_proximal_term_is_that_of_the_learning_client() -> None:
     )
     mine, theirs = watched(ours, config)[0].state, watched(learning, config)[0].state
     assert all(torch.allclose(mine[name].double(), theirs[name].double(), atol=1e-5) for name in theirs)
-
-
-def test_a_negative_pull_is_refused() -> None:
-    with pytest.raises(InvalidValueError, match="proximal"):
-        MeanProximalSgd(-1.0)

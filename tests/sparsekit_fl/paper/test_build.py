@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import numpy as np
 import pytest
@@ -48,11 +47,6 @@ def test_the_seed_alone_decides_who_gets_what() -> None:
     assert rows(1) != rows(2)
 
 
-def test_another_partition_starts_from_its_own_defaults() -> None:
-    _, clients = build_problem(preset_for(), partition="dirichlet", clients=5, options={"alpha": 10.0})
-    assert sum(len(client.data.train) + len(client.data.val) for client in clients) == 1437
-
-
 def test_a_partition_of_ones_own_is_called_with_its_options_and_must_give_each_client_data(own: ModuleType) -> None:
     def by_turns(source: DataSource, *, clients: int, rng: np.random.Generator, most: int = 20) -> list[ClientData]:
         first = int(rng.integers(3))
@@ -78,33 +72,6 @@ def test_a_partition_of_ones_own_is_called_with_its_options_and_must_give_each_c
         build_problem(preset_for(), partition=f"{name}:nothing", clients=6)
 
 
-def test_a_thousand_clients_cost_their_indices() -> None:
-    source = DataSource(
-        name="big", kind="image", classes=10, mean=(0.5,), std=(0.5,),
-        train=TensorData((torch.zeros(20_000, 1, 8, 8, dtype=torch.uint8),), torch.arange(20_000) % 10),
-        test=TensorData((torch.zeros(500, 1, 8, 8, dtype=torch.uint8),), torch.arange(500) % 10),
-    )  # fmt: skip
-    module = ModuleType("big_things")
-    module.load = lambda: source  # type: ignore[attr-defined]
-    sys.modules["big_things"] = module
-    try:
-        _, clients = build_problem(preset_for(dataset="big_things:load"), clients=1000, model="cnn")
-    finally:
-        del sys.modules["big_things"]
-    assert {client.data.train.inputs[0].data_ptr() for client in clients} == {source.train.inputs[0].data_ptr()}
-    assert max(client.data.train.index.untyped_storage().nbytes() for client in clients) < 1000
-
-
-def test_an_option_that_the_partition_does_not_have_is_refused() -> None:
-    with pytest.raises(InvalidValueError, match="no option 'alfa'; did you mean 'alpha'"):
-        build_problem(preset_for(), partition="dirichlet", options={"alfa": 1})
-
-
-def test_a_model_for_other_data_is_refused() -> None:
-    with pytest.raises(DataError, match="'lstm' takes token ids, the data are images"):
-        build_problem(preset_for(), model="lstm")
-
-
 def test_a_model_factory_with_too_few_classes_is_refused(own: ModuleType) -> None:
     own.build = lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 1))  # type: ignore[attr-defined]
     with pytest.raises(DataError, match="but the model has 1 outputs"):
@@ -127,13 +94,6 @@ def test_a_data_factory_may_bring_problem_and_clients(own: ModuleType) -> None:
     assert build_problem(preset, data_dir="there", seed=4)[0] is problem
     with pytest.raises(InvalidValueError, match="model, clients cannot be changed"):
         build_problem(preset, data_dir="there", seed=4, model="cnn", clients=3)
-
-
-@pytest.mark.parametrize("wrong", [lambda: 3, lambda: (1, 2), 5])
-def test_a_data_factory_that_gives_something_else_is_refused(own: ModuleType, wrong: Any) -> None:
-    own.load = wrong  # type: ignore[attr-defined]
-    with pytest.raises(InvalidValueError, match=r"must (return|be a function)"):
-        build_problem(preset_for(dataset="own_things:load"))
 
 
 def test_a_source_with_owners_is_dealt_by_owner(own: ModuleType) -> None:

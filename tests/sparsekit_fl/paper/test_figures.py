@@ -50,13 +50,6 @@ def test_figure_3_counts_flops_as_the_paper_does_and_has_its_table_beside() -> N
     assert all(f">{word}</text>" in svg for word in ("fedlps", "fedavg", "published"))
 
 
-def test_another_protocol_has_no_marks_and_says_so() -> None:
-    for figure in figures(*(result(name, rounds=60) for name in ("fedlps", "fedavg"))).values():
-        assert figure.marks is None
-        assert "rounds 60 instead of 100" in figure.caption
-        assert "Diamonds" not in figure.caption
-
-
 def test_figure_4_compares_at_equal_time() -> None:
     slow, quick = result("fedper", accuracies={20: 0.6, 100: 0.99}), result("fedlps", accuracies={50: 0.9, 100: 0.95})
     for record in quick["rounds"]:
@@ -141,10 +134,3 @@ def test_what_cannot_be_drawn_is_named_with_the_command_that_makes_its_runs_for_
     assert all("sparsekit compare " in text for text in missing)
     own = compared(result("fedlps", dataset="mine"), result("fedavg", dataset="mine"))
     assert missing_figures([own]) == []
-
-
-def test_without_fedlps_a_rival_or_a_curve_there_is_no_figure() -> None:
-    once = [result(name, accuracies={100: 0.5}) for name in ("fedlps", "fedavg")]
-    for made in ([result("fedlps"), result("flst")], [result("fedavg"), result("local")]):
-        assert figures(*made) == {}
-    assert set(figures(*once)) == {"paper-5-time-to-accuracy"}

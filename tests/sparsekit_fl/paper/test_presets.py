@@ -7,22 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from sparsekit.errors import UnknownNameError
 from sparsekit_fl.paper.build import build_problem
 from sparsekit_fl.paper.presets import PRESETS, preset_for
-from sparsekit_fl.problem.datasets import datasets
-from sparsekit_fl.problem.models import models
-from sparsekit_fl.problem.partition import partitions
-
-
-def test_every_preset_names_things_that_exist() -> None:
-    for name, preset in PRESETS.items():
-        assert name == preset.name
-        assert preset.dataset in datasets
-        assert preset.model in models
-        assert preset.partition in partitions
-        assert preset.cohort <= preset.clients
-        assert preset.source
 
 
 def test_rows_of_table_one_have_its_settings() -> None:
@@ -36,15 +22,6 @@ def test_rows_of_table_one_have_its_settings() -> None:
     }  # fmt: skip
     text = rows["reddit"].training
     assert (text.local_epochs, text.lr, text.momentum, text.clip) == (1, 8.0, 0.5, 1.0)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [({"preset": "mnst"}, "did you mean 'mnist'"), ({"dataset": "digit"}, "did you mean 'digits'")],
-)
-def test_unknown_names_list_the_nearest(arguments: dict[str, str], message: str) -> None:
-    with pytest.raises(UnknownNameError, match=message):
-        preset_for(**arguments)
 
 
 def test_a_data_set_brings_its_own_preset_and_a_preset_takes_another_data_set() -> None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from saved_results import result
 
-from sparsekit.errors import DataError
 from sparsekit_fl.methods import registry
 from sparsekit_fl.paper.published import UNEXPLAINED, in_published_order, protocol_difference, published_beside
 from sparsekit_fl.results.report.comparison import comparisons_of
@@ -30,20 +28,6 @@ def _beside(*results: dict[str, Any], folder: Path | None = None) -> list[tuple[
 
 def _fedavg(accuracy: float, seed: int = 0, **more: Any) -> dict[str, Any]:
     return result("fedavg", seed, accuracies={more.get("rounds", 100): accuracy}, **more)
-
-
-def test_the_data_hold_every_row_of_both_tables() -> None:
-    from importlib.resources import files
-
-    tables = json.loads(files("sparsekit_fl.paper").joinpath("published.json").read_text())["tables"]
-    assert [len(rows) for rows in tables.values()] == [21, 5]
-    assert tables["Table I"][0]["cifar10"] == [31.28, 1.24, 825.4]
-    assert tables["Table I"][-1] == {
-        "method": "FedLPS", "mnist": [96.77, 0.11, 0.8], "cifar10": [87.43, 0.19, 268.5], "cifar100": [62.8, 0.05, 1706.7],
-        "tiny-imagenet": [21.48, 0.12, 9307.3], "reddit": [26.17, 0.04, 4.2],
-    }  # fmt: skip
-    assert tables["Table II"][3]["reddit"] == [25.2, 0.06, 4.6]
-    assert tables["Table I"][-1]["mnist"] == tables["Table II"][-1]["mnist"]
 
 
 def test_an_accuracy_is_flagged_beyond_two_deviations_of_both_together() -> None:
@@ -112,24 +96,6 @@ def test_other_levels_have_no_published_numbers_and_a_method_may_decide_the_capa
     assert _frame(fixed) is None
     fixed["policies"] = {"capability": "fixed"}
     assert len(_frame(fixed, result("fedavg"))) == 4
-
-
-def test_the_readers_own_reasons_come_first_and_may_be_of_one_run(tmp_path: Path) -> None:
-    own = [{"quantity": "accuracy", "methods": ["FedAvg"], "sign": "lower", "reason": "We stopped early."},
-           {"quantity": "accuracy", "methods": ["fedlps-paper"], "reason": "It diverged."}]  # fmt: skip
-    (tmp_path / "reasons.json").write_text(json.dumps(own))
-    (low, _), (_ours, _), (paper, _) = _beside(_fedavg(0.5), result("fedlps"), result("fedlps-paper"), folder=tmp_path)
-    assert low.reason == "We stopped early."
-    assert (paper.reason, _ours.reason) == ("It diverged.", UNEXPLAINED)
-    ((high, _),) = _beside(_fedavg(0.99), folder=tmp_path)
-    assert "released FedAvg code" in high.reason
-
-
-@pytest.mark.parametrize("text", ["{", "[{}]", '[{"reason": 3}]'])
-def test_reasons_that_cannot_be_read_are_refused(text: str, tmp_path: Path) -> None:
-    (tmp_path / "reasons.json").write_text(text)
-    with pytest.raises(DataError, match="must be a list of objects such as"):
-        _beside(_fedavg(0.5), folder=tmp_path)
 
 
 def test_each_difference_of_the_saved_results_has_a_reason_and_a_guess_says_that_it_is_one() -> None:

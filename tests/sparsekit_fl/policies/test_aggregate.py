@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-from sparsekit.errors import InvalidValueError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.groups import UnitGroup, UnitSlice
 from sparsekit.graph.mask import UnitMask, WeightMask
@@ -54,12 +53,6 @@ def test_weighted_mean_weighs_by_examples():
     assert result["w"].tolist() == [5.0, 5.0, 4.0]
 
 
-def test_uniform_weighting_ignores_examples():
-    policy = Mean("uniform")
-    result = combine(policy, update(0, [1.0, 0.0, 4.0], examples=1), update(1, [5.0, 4.0, 0.0], examples=3))
-    assert result["w"].tolist() == [4.0, 4.0, 5.0]
-
-
 def test_weighted_mean_refuses_masked_updates():
     masked = update(0, [1.0, 1.0, 1.0], keep=[True, False, True])
     with pytest.raises(UpdateError, match=r'choose Mean\(over="all"\)'):
@@ -98,11 +91,6 @@ def test_coverage_weighs_by_examples_where_asked():
     assert combine(Mean("examples", over="holders"), *alone)["w"].tolist() == [2.0, 6.0, 3.0]
 
 
-def test_whole_and_masked_updates_mix():
-    updates = [update(0, [2.0, 2.0, 2.0]), update(1, [4.0, 0.0, 0.0], keep=[True, False, False])]
-    assert combine(Mean("uniform", over="holders"), *updates)["w"].tolist() == [4.0, 4.0, 5.0]
-
-
 @pytest.mark.same_bits
 def test_a_full_mask_gives_the_bits_of_no_mask():
     deltas = np.random.default_rng(0).normal(size=(5, 3)).astype(np.float32).tolist()
@@ -128,15 +116,3 @@ def test_integer_entries_are_rounded_to_the_nearest_and_halves_to_even(counts, e
     result = combine(Mean(), *(update(k, [0.0, 0.0, 0.0], count=count) for k, count in enumerate(counts)))
     assert result["n"].item() == expected
     assert result["n"].dtype == torch.int64
-
-
-def test_the_old_state_is_not_written_to():
-    combine(Mean(over="all"), update(0, [1.0, 1.0, 1.0]))
-    assert STATE["w"].tolist() == [1.0, 2.0, 3.0]
-
-
-def test_an_unknown_weighting_is_refused_and_an_unknown_set_of_clients():
-    with pytest.raises(InvalidValueError, match="'examples' or 'uniform'"):
-        Mean("samples")
-    with pytest.raises(InvalidValueError, match="whole, all, holders"):
-        Mean(over="some")

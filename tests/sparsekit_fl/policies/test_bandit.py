@@ -12,9 +12,7 @@ import pytest
 
 from sparsekit.bandit import registry, restore_bandit
 from sparsekit.cli.main import execute
-from sparsekit.errors import InvalidValueError, UnknownNameError
 from sparsekit_fl.methods import fedlps
-from sparsekit_fl.methods.make import make_method
 from sparsekit_fl.policies.bandit import BanditRatio, utility
 from sparsekit_fl.server.loop import run
 from sparsekit_fl.testing import tiny_clients, tiny_config, tiny_problem
@@ -31,15 +29,6 @@ def test_every_bandit_decides_ratios_and_a_run_repeats(name: str) -> None:
     assert all(1 / 16 <= ratio <= 1.0 for row in ratios for ratio in row.values())
     assert ratios == [dict(record.ratios) for record in second.rounds]
     assert first.final == second.final
-
-
-def test_p_ucbv_is_the_bandit_unless_said() -> None:
-    assert BanditRatio() == BanditRatio(bandit="p-ucbv")
-
-
-def test_an_unknown_bandit_is_refused_with_those_that_are_known() -> None:
-    with pytest.raises(UnknownNameError, match="unknown bandit 'pucbv'; did you mean 'p-ucbv'"):
-        BanditRatio(bandit="pucbv")
 
 
 def told(name: str) -> list[tuple[float, float]]:
@@ -62,27 +51,6 @@ def told(name: str) -> list[tuple[float, float]]:
 def test_every_bandit_learns_the_utility_gained_per_second(name: str) -> None:
     rewards = [reward for _, reward in told(name)]
     assert rewards == pytest.approx([(utility(0.6) - utility(0.1)) / 2.0, (utility(0.5) - utility(0.6)) / 2.0])
-
-
-def test_a_discount_goes_to_a_bandit_that_has_one() -> None:
-    assert BanditRatio(bandit="split-ucbv", discount=0.9).discount == 0.9
-    with pytest.raises(InvalidValueError, match="p-ucbv has no option discount"):
-        BanditRatio(discount=0.9)
-    with pytest.raises(InvalidValueError, match="discount must be in"):
-        BanditRatio(bandit="e-ucb", discount=1.5)
-
-
-def test_a_method_takes_a_bandit_by_name() -> None:
-    assert make_method("fedlps@p-ucbv") == make_method("fedlps")
-    other = make_method("fedlps@e-ucb")
-    assert other.ratio == make_method("fedlps", settings={"ratio.bandit": "e-ucb"}).ratio
-    assert (other.name, other.ratio) == ("fedlps@e-ucb", BanditRatio(bandit="e-ucb"))
-    assert make_method("sparsekit_fl.methods.fedlps:fedlps@e-ucb") == other
-
-
-def test_a_method_without_a_bandit_takes_none() -> None:
-    with pytest.raises(InvalidValueError, match="'fedavg' takes no bandit"):
-        make_method("fedavg@e-ucb")
 
 
 def test_the_command_line_chooses_a_bandit(capsys: pytest.CaptureFixture[str]) -> None:

@@ -161,8 +161,3 @@ def test_own_models_are_kept_compact_with_mask_and_ratio(tmp_path):
     assert load_mask(path, trace_units(TinyNet(), torch.zeros(2, 6))).counts() == {"first": 4}
     ratios = {score.client_id: score.ratio for score in result.final.per_client}
     assert all(ratios[client_id] == (0.5 if client_id in trained else None) for client_id in ratios)
-
-
-def test_a_policy_of_the_wrong_kind_is_refused():
-    with pytest.raises(ValueError, match="ratio of method 'm' must be a RatioPolicy"):
-        Method(name="m", source="", ratio=policies.Dense())

@@ -57,12 +57,6 @@ def test_rows_of_other_classes_go_up_as_they_came() -> None:
     assert policy.leave(ctx, "first.bias", value, start) is value
 
 
-@pytest.mark.parametrize("ctx", [client_of([0, 1, 2]), client_of([0, 2], torch.float32)])
-def test_with_all_classes_or_no_classes_nothing_changes(ctx) -> None:
-    state = {"last.bias": torch.zeros(3)}
-    assert OwnClasses().enter(ctx, state) is state
-
-
 def test_without_an_output_bias_nothing_changes_and_a_warning_says_so(caplog) -> None:
     problem = Problem(
         model=lambda: nn.Sequential(nn.Linear(6, 4), nn.ReLU(), nn.Linear(4, 3, bias=False)),
@@ -135,30 +129,3 @@ def test_a_client_neither_trains_nor_predicts_a_class_that_it_does_not_have(tmp_
     for client_id in trained:
         model = load_compact(tmp_path / "models" / f"client-{client_id}.safetensors", tiny_problem().model()).eval()
         assert 1 not in model(points).argmax(1)
-
-
-class Counted:
-    """A data set that is read example by example, and counts it."""
-
-    def __init__(self, data: TensorData) -> None:
-        self.data, self.reads = data, 0
-
-    def __len__(self) -> int:
-        return len(self.data)
-
-    def __getitem__(self, place: int) -> tuple[torch.Tensor, ...]:
-        self.reads += 1
-        return self.data[place]
-
-
-def test_examples_are_read_once_more_for_their_labels_in_a_run_and_not_in_each_round() -> None:
-    reads = []
-    for share in (Everything(), OwnClasses()):
-        clients = [
-            dataclasses.replace(client, data=dataclasses.replace(client.data, train=Counted(client.data.train)))
-            for client in tiny_clients(4)
-        ]
-        run(dataclasses.replace(fedavg(), share=share), tiny_problem(), clients, tiny_config(rounds=3))
-        reads.append([client.data.train.reads for client in clients])
-    plain, own = reads
-    assert [mine - before for mine, before in zip(own, plain, strict=True)] == [len(client.data.train) for client in clients]

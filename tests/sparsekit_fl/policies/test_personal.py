@@ -48,10 +48,6 @@ def test_the_last_the_best_or_the_one_of_least_loss_stays(select, number) -> Non
     assert kept(select) == number
 
 
-def test_of_equal_losses_the_later_one_stays() -> None:
-    assert kept("loss", [(0.5, 0.2, 0.1), (1.0, 0.2, 0.1)]) == 1
-
-
 def test_without_accuracy_best_is_least_validation_loss() -> None:
     assert kept("best", metric="log_loss") == 0
     assert kept("loss", metric="log_loss") == 1

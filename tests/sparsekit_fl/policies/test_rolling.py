@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sparsekit.allocation import Uniform, choose, select
-from sparsekit.criteria import View
-from sparsekit.errors import InvalidValueError, MissingImportanceError
+from sparsekit.allocation import Uniform, choose
 from sparsekit.testing.criteria import CriterionContract, example_graph, example_view
 from sparsekit_fl.policies.mask import RoundView
 from sparsekit_fl.policies.rolling import Rolling
@@ -31,17 +29,3 @@ class TestRolling(CriterionContract):
 def test_the_window_advances_by_one_and_wraps_around() -> None:
     kept = [_kept(round, 3) for round in (0, 1, 5, 7)]
     assert kept == [[0, 1, 2], [1, 2, 3], [0, 5, 6], [0, 1, 2]]
-
-
-def test_the_step_is_a_choice() -> None:
-    assert _kept(2, 2, step=3) == [0, 6]
-
-
-def test_a_view_without_a_round_says_what_to_pass() -> None:
-    with pytest.raises(MissingImportanceError, match=r"pass RoundView\(round="):
-        select(Rolling(), example_graph(), 0.5, View())
-
-
-def test_a_step_below_one_is_refused() -> None:
-    with pytest.raises(InvalidValueError, match="step must be at least 1"):
-        Rolling(step=0)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from sparsekit.errors import DataError, InvalidValueError
+from sparsekit.errors import InvalidValueError
 from sparsekit_fl.methods.make import make_method
 from sparsekit_fl.policies import BySize, Fixed, Poisson, PowerOfChoice
 from sparsekit_fl.policies.context import ClientInfo, ServerContext
@@ -90,28 +90,3 @@ def test_a_trace_repeats_after_its_period(tmp_path):
     path.write_text('{"period": 2, "clients": {"0": [[1, 2]], "1": [[2, 3]]}}')
     trace = Availability.read(path)
     assert [trace.among([0, 1, 2], round) for round in (1, 2, 3, 4)] == [[0, 2], [1, 2], [0, 2], [1, 2]]
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "message"),
-    [
-        ("a.csv", "id,from,to\n1,1,2\n", "its columns are"),
-        ("a.csv", "client,start,stop\n1,5,5\n", "expected 1 <= start < stop"),
-        ("a.json", "[1, 2]", "must be JSON such as"),
-        ("a.json", '{"clients": {"0": [3]}}', "must be JSON such as"),
-        ("a.json", '{"clients": {}, "perod": 3}', "unknown key 'perod'"),
-    ],
-)
-def test_a_wrong_trace_is_refused(name, text, message, tmp_path):
-    (tmp_path / name).write_text(text)
-    with pytest.raises(DataError, match=message):
-        Availability.read(tmp_path / name)
-    with pytest.raises(DataError, match="cannot be read"):
-        Availability.read(tmp_path / "none.csv")
-
-
-def test_a_round_that_nobody_can_take_part_in_ends_the_run(tmp_path):
-    path = tmp_path / "trace.csv"
-    path.write_text("client,start,stop\n" + "".join(f"{id},1,3\n" for id in range(8)))
-    with pytest.raises(InvalidValueError, match="no client can be reached in round 3"):
-        ran(availability=str(path))

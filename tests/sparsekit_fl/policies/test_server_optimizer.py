@@ -7,14 +7,13 @@ import math
 import pytest
 import torch
 
-from sparsekit.errors import InvalidValueError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.mask import WeightMask
 from sparsekit_fl.client.messages import Update
 from sparsekit_fl.methods import registry
 from sparsekit_fl.options.config import RunConfig
 from sparsekit_fl.policies.combine import Changes, Counted
-from sparsekit_fl.policies.server_optimizer import ServerOptimizer, make_server_optimizer
+from sparsekit_fl.policies.server_optimizer import ServerOptimizer
 from sparsekit_fl.server.loop import run
 from sparsekit_fl.testing import tiny_clients, tiny_config, tiny_problem
 
@@ -81,23 +80,6 @@ def test_entries_that_nobody_held_stay_and_keep_their_state():
         assert memory[what]["w"][2] != tensor[2]
 
 
-def test_buffers_take_the_change_as_it_is():
-    one = ServerOptimizer(RunConfig(rounds=1, server_optimizer="fedadam"), {}, frozenset())
-    change = torch.tensor([1.0, 2.0], dtype=torch.float64)
-    found = Changes({"norm.running_mean": change}, {})
-    assert (
-        one.moved(GRAPH, found, [Counted(Update(round=1, client_id=0, examples=1, delta=found.changes), 1.0)]).changes[
-            "norm.running_mean"
-        ]
-        is change
-    )
-
-
-def test_nothing_is_made_where_changes_are_simply_added():
-    assert make_server_optimizer(RunConfig(rounds=1), {}, frozenset()) is None
-    assert make_server_optimizer(RunConfig(rounds=1, server_lr=0.5), {}, frozenset()) is not None
-
-
 def ran(method="fedavg", rounds=3, out=None, resume=False, **options):
     from dataclasses import replace
 
@@ -140,8 +122,3 @@ def test_a_resumed_run_goes_on_with_its_moments(tmp_path):
         run(registry["fedavg"](), tiny_problem(), tiny_clients(), config, out=tmp_path, callbacks=[Stops()])
     again = run(registry["fedavg"](), tiny_problem(), tiny_clients(), config, out=tmp_path, resume=True)
     assert again.final.state_sha256 == whole.final.state_sha256
-
-
-def test_a_method_whose_mean_is_not_reached_says_why():
-    with pytest.raises(InvalidValueError, match="takes no server optimizer but 'none'"):
-        ran("refl", server_optimizer="fedadam")

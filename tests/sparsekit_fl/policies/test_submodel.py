@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from sparsekit.criteria import Ordered
-from sparsekit.errors import InvalidValueError
 from sparsekit.graph.mask import UnitMask
 from sparsekit_fl.engines.round import WorkerState
 from sparsekit_fl.engines.spec import RunSpec
@@ -154,15 +153,6 @@ def test_a_client_may_deploy_the_width_that_it_can_run() -> None:
     assert all(score.personal == score.shared for score in whole)
 
 
-def test_a_model_without_batch_norm_is_scored_as_it_stands() -> None:
-    client, problem, config = one_client([0, 1])
-    worker = WorkerState(RunSpec.build(fedavg(), problem, config))
-    ctx = worker.context(client=client, round=1, capability=client.capability, memory={}).scoped("personal")
-    before = worker.masked.narrow_state()
-    RecalibratedBatchNorm().calibrate(ctx, worker.masked.model)
-    assert all(torch.equal(value, before[name]) for name, value in worker.masked.narrow_state().items())
-
-
 def test_steps_are_clipped_at_the_smaller_of_both_norms() -> None:
     start = Line().state_dict()
     free, _ = trained(Sgd(), [0, 0])
@@ -173,16 +163,3 @@ def test_steps_are_clipped_at_the_smaller_of_both_norms() -> None:
     assert moved == pytest.approx(full / 4, rel=1e-3)
     loose, _ = trained(SubmodelSgd(clip=1e6, scaler=False), [0, 0])
     assert all(torch.allclose(loose.state[name], free.state[name]) for name in before)
-
-
-@pytest.mark.parametrize("clip", [0.0, -1.0, float("inf")])
-def test_a_norm_that_is_no_bound_is_refused(clip) -> None:
-    with pytest.raises(InvalidValueError, match="clip"):
-        SubmodelSgd(clip=clip)
-
-
-@pytest.mark.same_bits
-def test_a_whole_model_needs_no_scaler() -> None:
-    scaled, _ = trained(SubmodelSgd(clip=None, scaler=True), [0, 1, 2], ratio=1.0)
-    plain, _ = trained(Sgd(), [0, 1, 2], ratio=1.0)
-    assert all(torch.equal(scaled.state[name], plain.state[name]) for name in plain.state)

@@ -2,20 +2,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.utils.data import Subset, TensorDataset
 
 from sparsekit.errors import DataError, InvalidValueError
 from sparsekit_fl.problem.clients import Capability, Client, ClientData
 from sparsekit_fl.problem.data import TensorData
 
 SPLIT = TensorData((torch.zeros(2, 1),), torch.zeros(2, dtype=torch.int64))
-
-
-def test_a_full_device_has_the_figures_of_the_paper() -> None:
-    full = Capability()
-    assert full.flops_per_second == 727e9
-    assert full.uplink_bytes_per_second == 14 * 2**20
-    assert full.downlink_bytes_per_second == 110.6 * 2**20
 
 
 def test_speed_follows_the_ratio_unless_it_is_given() -> None:
@@ -39,19 +31,6 @@ def test_an_empty_split_is_refused_but_for_validation_data() -> None:
         ClientData(train=SPLIT, val=SPLIT, test=iter([1]))
 
 
-def test_subsets_of_a_tensor_data_set_become_views_at_once() -> None:
-    whole = TensorDataset(torch.rand(4, 2), torch.arange(4))
-    data = ClientData(train=Subset(whole, [0, 1]), val=Subset(whole, [2]), test=Subset(whole, [3]))
-    assert isinstance(data.train, TensorData)
-    assert data.train.inputs[0] is whole.tensors[0]
-
-
 def test_data_that_are_no_client_data_are_told_apart_by_the_client() -> None:
     with pytest.raises(InvalidValueError, match=r"data of client 3 must be ClientData\(train=…, val=…, test=…\), got tuple"):
         Client(id=3, data=(SPLIT, SPLIT, SPLIT))  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("wrong", [-1, "a", True, 1.0])
-def test_an_id_is_a_natural_number(wrong: object) -> None:
-    with pytest.raises(InvalidValueError, match="client id"):
-        Client(id=wrong, data=ClientData(SPLIT, SPLIT, SPLIT))  # type: ignore[arg-type]

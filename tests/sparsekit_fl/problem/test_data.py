@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import Dataset, Subset, TensorDataset
+from torch.utils.data import Dataset, TensorDataset
 
 from sparsekit.errors import DataError
 from sparsekit_fl.problem.data import TensorData, as_tensor_data
@@ -37,10 +37,6 @@ def test_positions_may_be_a_list_an_array_a_tensor_or_a_slice(positions: object)
     assert pool().take([5, 4, 3]).batch(positions)[1].tolist() == [4, 3]
 
 
-def test_no_positions_means_everything() -> None:
-    assert pool().take([3, 1]).batch()[1].tolist() == [3, 1]
-
-
 def test_a_view_of_a_view_points_into_the_same_tensor() -> None:
     whole = pool()
     view = whole.take([5, 4, 3, 2]).take([1, 3])
@@ -65,13 +61,6 @@ def test_the_transform_runs_when_a_batch_is_read_and_once_when_materialised() ->
     assert calls == [2]
 
 
-def test_an_item_is_input_and_target_as_torch_data_sets_give_it() -> None:
-    x, y = pool().take([3])[-1]
-    assert (x.tolist(), int(y)) == ([6, 7], 3)
-    with pytest.raises(IndexError):
-        pool()[6]
-
-
 @pytest.mark.parametrize(
     ("build", "message"),
     [
@@ -84,14 +73,6 @@ def test_an_item_is_input_and_target_as_torch_data_sets_give_it() -> None:
 def test_tensors_that_do_not_fit_are_refused(build: object, message: str) -> None:
     with pytest.raises(DataError, match=message):
         build()  # type: ignore[operator]
-
-
-def test_a_tensor_data_set_and_its_subset_are_views() -> None:
-    images, labels = torch.rand(5, 2), torch.arange(5)
-    whole = TensorDataset(images, labels)
-    view = as_tensor_data(Subset(Subset(whole, [4, 3, 2]), [0, 2]))
-    assert view.inputs[0] is images
-    assert view.labels().tolist() == [4, 2]
 
 
 def test_a_map_style_data_set_is_stacked() -> None:

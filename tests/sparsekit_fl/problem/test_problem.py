@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from sparsekit.errors import DataError, InvalidValueError, TraceError
+from sparsekit.errors import DataError, InvalidValueError
 from sparsekit_fl.problem.clients import Client, ClientData
 from sparsekit_fl.problem.data import TensorData
 from sparsekit_fl.problem.metrics import accuracy
@@ -47,15 +47,6 @@ def test_a_problem_of_wrong_parts_is_refused(changes: dict[str, Any], message: s
         problem(**changes)
 
 
-def test_a_single_tensor_is_taken_for_one_example_input() -> None:
-    assert len(problem(example_inputs=torch.zeros(1, 3)).example_inputs) == 1
-
-
-def test_a_model_that_fails_on_its_example_inputs_is_named() -> None:
-    with pytest.raises(TraceError, match="example_inputs"):
-        check_fit(problem(example_inputs=(torch.zeros(1, 4),)), client())
-
-
 @pytest.mark.parametrize(
     ("changes", "who", "message"),
     [
@@ -80,8 +71,3 @@ def test_a_reader_of_ones_own_is_used_for_any_kind_of_split() -> None:
     data = ClientData(train=[1.0, 2.0], val=[1.0], test=[1.0])
     check_fit(own, Client(id=0, data=data))
     assert own.materialise(data.train).inputs[0].tolist() == [[1.0] * 3, [2.0] * 3]
-
-
-def test_a_reader_that_cannot_read_all_is_named() -> None:
-    with pytest.raises(DataError, match="positions None"):
-        problem(read_batch=lambda split, positions: split[positions]).materialise([1, 2])

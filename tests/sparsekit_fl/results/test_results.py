@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import sparsekit_fl as fl
-from sparsekit.errors import DataError, InvalidValueError
+from sparsekit.errors import DataError
 from sparsekit_fl.client.messages import Evaluation
 from sparsekit_fl.methods import fedavg
 from sparsekit_fl.policies.personal import LocalModel
@@ -61,16 +61,6 @@ def test_a_metric_says_itself_whether_lower_is_better() -> None:
     assert [lower_is_better(name) for name in ("loss", "log_loss", "mean_error", "perplexity", "f1")] == [True] * 4 + [False]
 
 
-def test_a_saved_result_comes_back_as_it_was(tmp_path: Path) -> None:
-    result = tiny_run(out=tmp_path)
-    loaded = fl.load_result(tmp_path)
-    assert loaded.to_dict() == result.to_dict()
-    assert loaded.config == result.config
-    assert loaded.rounds == result.rounds
-    assert loaded.final.personal == result.final.personal
-    assert fl.load_result(tmp_path / "result.json").cost == result.cost
-
-
 def test_a_result_of_another_version_and_a_damaged_one_are_refused(tmp_path: Path) -> None:
     raw = tiny_run().to_dict()
     path = tmp_path / "result.json"
@@ -104,21 +94,6 @@ def test_the_frame_of_clients_has_a_row_for_each() -> None:
     assert frame["personal_accuracy"].mean() == pytest.approx(result.final.personal["accuracy"])
     assert frame["trained"].sum() == sum(len(record.ratios) for record in result.rounds)
     assert {"examples", "validation_loss", "global_loss", "dropped", "reason"} <= set(frame.columns)
-
-
-def test_a_plot_has_a_curve_for_personal_and_global_models(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="matplotlib is not installed; pip install 'sparsekit-torch[report]'")
-    result = tiny_run()
-    figure = result.plot()
-    labels = [line.get_label() for line in figure.axes[0].lines]
-    assert labels == [
-        "personal models, mean", "personal models, by examples", "personal models, worst tenth", "global model, mean",
-        "global model, worst tenth",
-    ]  # fmt: skip
-    figure.savefig(tmp_path / "curve.png")
-    assert result.plot("loss").axes[0].get_ylabel() == "loss"
-    with pytest.raises(InvalidValueError, match="no round was scored by 'los'; did you mean 'loss'"):
-        result.plot("los")
 
 
 def test_the_schema_in_the_documentation_is_that_of_the_code() -> None:

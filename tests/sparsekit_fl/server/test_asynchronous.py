@@ -90,16 +90,6 @@ def ran(method="fedavg", engine=None, **options):
     return run(registry[method](), tiny_problem(), tiny_clients(), config(**options), engine=engine)
 
 
-def test_every_record_has_the_clock_and_who_came_in():
-    result = ran()
-    assert [len(record.ratios) for record in result.rounds] == [2] * 6
-    assert len(result.rounds[0].cohort) == 5, "the cohort, and one to start behind the first that comes in"
-    assert all(len(record.cohort) == 2 for record in result.rounds[1:])
-    assert "came in" in result.rounds[0].notes[0]
-    assert result.cost.seconds == pytest.approx(sum(record.seconds for record in result.rounds))
-    assert all(record.seconds > 0 for record in result.rounds)
-
-
 def test_steps_of_the_server_come_sooner_than_rounds_that_wait():
     waiting = run(registry["fedavg"](), tiny_problem(), tiny_clients(), tiny_config(rounds=6))
     assert ran().cost.seconds < 0.7 * waiting.cost.seconds
@@ -133,11 +123,6 @@ def test_a_resumed_run_goes_on_with_those_who_are_under_way(tmp_path):
         run(registry["fedlps"](), tiny_problem(), tiny_clients(), config(), out=tmp_path, callbacks=[Stops()])
     again = run(registry["fedlps"](), tiny_problem(), tiny_clients(), config(), out=tmp_path, resume=True)
     assert again.final.state_sha256 == whole.final.state_sha256
-
-
-def test_all_clients_under_way_at_once_take_turns():
-    result = ran(rounds=4, cohort=8)
-    assert [len(record.ratios) for record in result.rounds] == [2] * 4
 
 
 def test_server_optimizers_and_robust_rules_go_with_it():

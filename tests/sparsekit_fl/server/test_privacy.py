@@ -6,13 +6,13 @@ import json
 import math
 import subprocess
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-from sparsekit.errors import InvalidValueError, MissingDependencyError
+from sparsekit.errors import InvalidValueError
 from sparsekit.graph.mask import UnitMask
 from sparsekit_fl.callbacks.base import Callback
 from sparsekit_fl.client.kept import Kept
@@ -22,9 +22,9 @@ from sparsekit_fl.engines.spec import RunSpec, by_id
 from sparsekit_fl.errors import RunInterrupted
 from sparsekit_fl.methods import registry
 from sparsekit_fl.methods.method import Method
-from sparsekit_fl.policies import Mean, Poisson, SamplingPolicy
+from sparsekit_fl.policies import Mean, Poisson
 from sparsekit_fl.server.loop import run
-from sparsekit_fl.server.privacy import check_private, epsilon_of, noise_seed_of, privacy_line, privacy_of
+from sparsekit_fl.server.privacy import check_private, epsilon_of, privacy_line
 from sparsekit_fl.server.server import Server
 from sparsekit_fl.streams import Streams
 from sparsekit_fl.testing import tiny_clients, tiny_config, tiny_problem
@@ -209,20 +209,6 @@ def test_poisson_sampling_may_be_private_and_a_round_without_anybody_adds_its_no
     assert not torch.equal(server.state.state["first.bias"], before["first.bias"])
 
 
-def test_who_knows_the_seed_of_the_run_cannot_draw_the_cohorts_again():
-    cohorts = {seed: make_server(Mean(), replace(PRIVATE, dp_noise_seed=seed)) for seed in (11, 12)}
-    drawn = {seed: [[a.client_id for a in server.assign(round)] for round in (1, 2, 3)] for seed, server in cohorts.items()}
-    assert drawn[11] != drawn[12]
-    assert drawn[11] == [[a.client_id for a in make_server(Mean()).assign(round)] for round in (1, 2, 3)]
-
-
-def test_delta_is_that_of_the_number_of_clients_or_what_was_asked_for():
-    assert privacy_of(PRIVATE, range(8)).delta == 1e-5
-    assert privacy_of(PRIVATE, range(10**6)).delta == pytest.approx(10**-6.6)
-    assert privacy_of(replace(PRIVATE, dp_delta=1e-3), range(8)).delta == 1e-3
-    assert privacy_of(tiny_config(), range(8)) is None
-
-
 class Stop(Callback):
     def on_round_end(self, run, record):
         if record.round == 2:
@@ -264,42 +250,6 @@ def test_methods_whose_server_learns_past_the_noise_are_refused_and_the_others_r
     assert "TimelyRatio.observe_all" in refused["fedmp"]
 
 
-def test_a_policy_says_itself_that_it_learns_apart():
-    @dataclass(frozen=True)
-    class Curious(SamplingPolicy):
-        def observe(self, ctx, updates):
-            ctx.memory["loss"] = updates[0].metrics["loss"]
-
-    method = Method(name="curious", source="", sampling=Curious())
-    with pytest.raises(InvalidValueError, match=r"by Curious.observe its server learns"):
-        run(method, tiny_problem(), tiny_clients(), PRIVATE)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"dp_clip": 1.0}, "dp_clip needs dp_noise"),
-        ({"dp_noise": 1.0}, "dp_noise belongs to dp_clip"),
-        ({"dp_delta": 1e-5}, "dp_delta belongs to dp_clip"),
-        ({"dp_noise_seed": 1}, "dp_noise_seed belongs to dp_clip"),
-        ({"dp_clip": 1.0, "dp_noise": 1.0, "dp_noise_seed": -1}, "dp_noise_seed must be an integer >= 0"),
-        ({"dp_clip": 0.0, "dp_noise": 1.0}, "dp_clip must be a finite number > 0"),
-        ({"dp_clip": 1.0, "dp_noise": 0.0}, "dp_noise must be a finite number > 0"),
-        ({"dp_clip": 1.0, "dp_noise": 1.0, "dp_delta": 1.0}, r"dp_delta must be in \(0, 1\)"),
-        ({"dp_clip": 1.0, "dp_noise": 1.0, "aggregation": "median"}, "dp_clip needs aggregation 'mean', got 'median'"),
-    ],
-)
-def test_wrong_options_are_refused(options, message):
-    with pytest.raises(InvalidValueError, match=message):
-        replace(tiny_config(), **options)
-
-
-def test_without_opacus_the_error_comes_before_the_run_and_names_the_extra(monkeypatch):
-    monkeypatch.setitem(sys.modules, "opacus.accountants", None)
-    with pytest.raises(MissingDependencyError, match=r'pip install "sparsekit-torch\[privacy\]"'):
-        make_server(Mean(), replace(PRIVATE, dp_noise=1.23456))
-
-
 @pytest.mark.slow
 def test_opacus_is_imported_only_where_privacy_is_asked_for():
     program = (
@@ -327,14 +277,6 @@ def test_who_knows_the_seed_of_the_run_cannot_take_the_noise_off():
     assert not torch.allclose(moved[0].double(), guess, atol=1e-2)
     known = replace(SECRET, dp_noise_seed=SECRET.seed)
     assert torch.allclose((after_one_round(known)["last.weight"] - initial["last.weight"]).double(), guess, atol=1e-6)
-
-
-def test_the_secret_has_all_the_bits_that_generators_take_in():
-    seeds = [noise_seed_of(SECRET) for _ in range(64)]
-    assert len(set(seeds)) == 64
-    assert max(seeds).bit_length() > 120
-    assert noise_seed_of(PRIVATE) == 11
-    assert noise_seed_of(tiny_config()) is None
 
 
 class Spy(Embedded):

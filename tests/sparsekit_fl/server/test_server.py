@@ -100,13 +100,6 @@ def test_what_is_said_of_a_bad_update_does_not_depend_on_the_order_of_its_entrie
     assert reasons[0] == reasons[1]
 
 
-def test_a_second_update_of_a_client_is_refused(server):
-    first, *_ = server.assign(1)
-    aggregated = server.aggregate([good(server, first), good(server, first)])
-    assert len(aggregated.updates) == 1
-    assert "second update" in str(aggregated.refused[0][1])
-
-
 def test_without_a_valid_update_nothing_changes(server):
     first, *_ = server.assign(1)
     before = digest(server.state.state)
@@ -123,19 +116,6 @@ def test_assignments_depend_on_seed_and_round_alone(spec):
     assert [(a.client_id, a.capability) for a in one.assign(5)] == [(a.client_id, a.capability) for a in other.assign(5)]
     cohorts = {tuple(a.client_id for a in one.assign(round)) for round in range(1, 9)}
     assert len(cohorts) > 3
-
-
-def test_a_fixed_capability_is_drawn_once_and_a_dynamic_one_every_round(spec):
-    clients = by_id(tiny_clients())
-
-    def ratios(config):
-        server = Server(replace(spec, config=config), clients)
-        return [tuple(server.context(round).roster[i].capability.ratio for i in clients) for round in range(1, 6)]
-
-    assert len(set(ratios(replace(spec.config, capability="fixed")))) == 1
-    assert len(set(ratios(spec.config))) > 1
-    own = ratios(replace(spec.config, capability_levels=None))
-    assert set(own) == {tuple(client.capability.ratio for client in clients.values())}
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,8 @@ pytest.importorskip("flwr", reason="flwr is not installed; pip install 'sparseki
 from flwr.app import Error, Message
 from local_grid import InProcess
 
-from sparsekit.errors import InvalidValueError
 from sparsekit_fl.callbacks.base import Callback
 from sparsekit_fl.deployment.plan import Plan
-from sparsekit_fl.engines.embedded import Embedded
 from sparsekit_fl.engines.flower.wire import content, read
 from sparsekit_fl.errors import RunInterrupted, TooFewRepliesError
 from sparsekit_fl.methods import registry
@@ -126,14 +124,6 @@ def test_a_node_has_one_task_at_a_time_and_gets_the_next_at_once() -> None:
     assert len(_under_way(result)) <= 2
 
 
-def test_a_client_that_fails_is_dropped_and_others_take_its_place() -> None:
-    result = ran(engine=InProcess(fault=fails(3)), cohort=4, rounds=10)
-    assert all(len(step) == 2 for step in arrivals(result))
-    dropped = [(client, reason) for record in result.rounds for client, reason in record.dropped]
-    assert dropped
-    assert all(client == 3 and "node unavailable" in reason for client, reason in dropped)
-
-
 def test_a_forged_update_is_refused_with_its_reason() -> None:
     def forge(message: Message, reply: Message) -> Message:
         task, client, _ = asked(message)
@@ -145,19 +135,6 @@ def test_a_forged_update_is_refused_with_its_reason() -> None:
     result = ran(engine=InProcess(fault=forge, trusted=False), rounds=3)
     assert {client for record in result.rounds for client, _ in record.dropped} <= {1}
     assert all(1 not in record.ratios for record in result.rounds)
-
-
-def test_fewer_clients_than_the_buffer_make_do_with_what_there_is() -> None:
-    gone = fails(0, 1, 2, 3, 4)
-    result = ran(engine=InProcess(fault=gone), async_buffer=4, rounds=2)
-    assert [len(step) for step in arrivals(result)] == [3, 3]
-
-
-def test_those_who_failed_are_asked_again_before_the_run_gives_up() -> None:
-    result = ran(engine=InProcess(fault=fails(*range(7), rounds=range(1, 2), times=1)), async_buffer=4, rounds=1)
-    assert "asked again, since 1 updates came in, 2 are needed (min_replies)" in result.rounds[0].notes[0]
-    assert len(result.rounds[0].ratios) == 4
-    assert len(result.rounds[0].dropped) == 4, "of seven that failed, three made up for it before the buffer was full"
 
 
 @pytest.mark.same_bits
@@ -192,15 +169,6 @@ def test_scores_on_the_way_are_those_of_nodes_that_have_nothing_to_do() -> None:
     assert first.evaluation is not None
     assert any(re.search(r"asynchronous: \d of 8 clients were scored", note) for note in first.notes)
     assert len(result.final.per_client) == 8, "the end scores all"
-
-
-def test_engines_without_nodes_say_what_to_do() -> None:
-    with pytest.raises(InvalidValueError, match="async_clock 'wall' needs nodes that answer one by one"):
-        ran(engine=Embedded())
-    with pytest.raises(InvalidValueError, match="async_clock belongs to async_buffer"):
-        ran(async_buffer=None)
-    with pytest.raises(InvalidValueError, match="decides itself which updates count"):
-        ran("refl")
 
 
 def test_a_deployment_goes_by_the_wall_clock_unless_told_otherwise() -> None:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import nn
-from zoo_base import Lambda
 
 from sparsekit.graph.groups import SizeAttribute
 from sparsekit.graph.mask import UnitMask
 from sparsekit.surgery.compaction import compact
-from sparsekit.tracing.trace import FixedUnitsWarning, trace_units
+from sparsekit.tracing.trace import trace_units
 from sparsekit.training.dense_model import dense_skeleton
 from sparsekit.training.narrow_model import NarrowModel
 
@@ -32,29 +30,3 @@ def test_the_number_of_an_instance_norm_is_set_so_that_torch_does_not_complain()
     model = nn.Sequential(nn.Conv1d(1, 8, 1), nn.InstanceNorm1d(8), nn.ReLU(), nn.Conv1d(8, 2, 1))
     graph = trace_units(model, torch.randn(2, 1, 5))
     assert graph.sizes == (SizeAttribute("1", "num_features", "0", 1),)
-
-
-def test_units_of_two_kinds_under_one_norm_without_a_scale_stay() -> None:
-    model = Lambda(
-        lambda m, x: m.head(m.up(m.norm(torch.cat([m.a(x), torch.tanh(m.b(x))], 1))).relu()),
-        a=nn.Linear(3, 4),
-        b=nn.Linear(3, 4),
-        norm=nn.GroupNorm(4, 8, affine=False),
-        up=nn.Linear(8, 5),
-        head=nn.Linear(5, 2),
-    )
-    with pytest.warns(FixedUnitsWarning, match="the compacted model fails.*num_groups"):
-        graph = trace_units(model, torch.randn(4, 3))
-    assert list(graph.groups) == ["up"]
-
-
-def test_a_norm_without_a_scale_over_fixed_units_is_left_alone() -> None:
-    model = Lambda(
-        lambda m, x: (m.norm(h := m.a(x)), m.head(m.b(h).relu())),
-        a=nn.Linear(3, 8),
-        norm=nn.GroupNorm(4, 8, affine=False),
-        b=nn.Linear(8, 5),
-        head=nn.Linear(5, 2),
-    )
-    graph = trace_units(model, torch.randn(4, 3))
-    assert (list(graph.groups), graph.sizes) == (["b"], ())

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sparsekit.errors import ForeignMaskError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.mask import UnitMask
 from sparsekit.surgery.compaction import compact
-from sparsekit.surgery.sizes import set_sizes
 from sparsekit.tracing.trace import trace_units
 
 
@@ -67,25 +64,9 @@ def test_a_width_that_nothing_needs_is_left_alone_unless_it_is_named_after_the_h
     assert sizes(graph) == {"heads": 1, "all_head_size": 2}
 
 
-def test_a_head_size_that_happens_to_be_the_number_of_heads_stays() -> None:
-    class Square(Attention):
-        def __init__(self) -> None:
-            super().__init__("self.heads, self.head_dim", heads=3, head_dim=3)
-            self.q, self.k, self.v, self.out = nn.Linear(6, 9), nn.Linear(6, 9), nn.Linear(6, 9), nn.Linear(9, 6)
-
-    _, graph = traced(Square())
-    assert sizes(graph) == {"heads": 1}
-
-
 def test_a_number_with_another_name_is_not_touched_and_keeps_the_heads() -> None:
     _, graph = traced(Attention("self.many, 2", many=3))
     assert list(graph.groups) == ["0", "1.out"]
-    assert graph.sizes == ()
-
-
-def test_no_attribute_is_needed_where_the_code_asks_the_tensor() -> None:
-    _, graph = traced(Attention("-1, 2"))
-    assert graph.groups["1.q"].size == 3
     assert graph.sizes == ()
 
 
@@ -104,10 +85,3 @@ def test_two_attentions_that_share_an_attribute_keep_equally_many_heads() -> Non
     _, graph = traced(Two())
     assert graph.ties == (("1.a", "1.b"),)
     assert sizes(graph) == {"heads": 1}
-
-
-def test_a_model_without_the_module_is_refused() -> None:
-    _, graph = traced(Attention(heads=3))
-    counts: dict[str, Any] = {name: group.size for name, group in graph.groups.items()}
-    with pytest.raises(ForeignMaskError, match="no module '1' in this Identity"):
-        set_sizes(nn.Identity(), graph, counts)

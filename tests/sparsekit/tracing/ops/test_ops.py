@@ -10,12 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sparsekit.errors import NoUnitsError
 from sparsekit.layers.labels.store import LabelStore, components
 from sparsekit.layers.labels.tracer import Tracer
-from sparsekit.layers.labels.values import ALWAYS_ZERO, NOT_ZERO, Labels, TensorLabels
+from sparsekit.layers.labels.values import NOT_ZERO, Labels, TensorLabels
 from sparsekit.tracing.dispatch import Dispatcher
-from sparsekit.tracing.trace import FixedUnitsWarning, trace_units
 
 
 class Traced:
@@ -139,37 +137,6 @@ def test_zero_survives_what_maps_zero_to_zero(run: Callable[[Tensor], Tensor], i
     assert bool((axis.sources != NOT_ZERO).all()) is is_zero
 
 
-def test_new_zeros_fit_any_unit_until_something_is_written_into_them() -> None:
-    def untouched(x: Tensor) -> Tensor:
-        return x + x.new_zeros(2, 3)
-
-    def written(x: Tensor) -> Tensor:
-        buffer = x.new_zeros(2, 3)
-        buffer[0, 1] = 5.0
-        return x + buffer
-
-    assert not Traced((2, 3), untouched).fixed
-    assert Traced((2, 3), written).fixed
-
-
-def test_in_place_activations_are_followed_and_writes_through_views_fix() -> None:
-    assert Traced((2, 3), lambda x: x.clone().relu_().mul_(2)).units(1) == [0, 1, 2]
-
-    def through_a_view(x: Tensor) -> Tensor:
-        y = x.clone()
-        y[:, :].t()[1].fill_(1.0)
-        return y
-
-    assert Traced((2, 3), through_a_view).fixed
-
-
-def test_constants_are_always_zero_or_never() -> None:
-    traced = Traced((2, 3), lambda x: torch.zeros_like(x))
-    axis = traced.labels.axes[1]
-    assert axis is not None
-    assert set(axis.sources.tolist()) == {ALWAYS_ZERO}
-
-
 def heads(x: Tensor) -> Tensor:
     """(batch, positions, 2 heads of 3) to (batch, heads, positions, head size)."""
     return x.unflatten(-1, (2, 3)).transpose(1, 2)
@@ -247,18 +214,3 @@ def test_key_heads_are_united_with_the_query_heads_that_they_serve() -> None:
         keys = k.unflatten(-1, (2, 2)).transpose(1, 2).repeat_interleave(2, 1)
         F.scaled_dot_product_attention(q.unflatten(-1, (4, 2)).transpose(1, 2), keys, keys)
     assert components(12, store.united).tolist() == [0, 0, 0, 0, 4, 4, 4, 4, 0, 0, 4, 4]
-
-
-def test_code_that_lays_units_and_other_values_over_two_axes_keeps_them_and_ends() -> None:
-    class Net(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = torch.nn.Linear(3, 6), torch.nn.Linear(8, 2)
-
-        def forward(self, x: Tensor) -> Tensor:
-            mixed = torch.cat([x[:, :2], F.relu(self.a(x))], 1)
-            return self.b(mixed.view(-1, 2, 4).transpose(1, 2).flatten(1))
-
-    reason = "reshaped together with values that belong to no unit"
-    with pytest.warns(FixedUnitsWarning, match=reason), pytest.raises(NoUnitsError):
-        trace_units(Net(), torch.randn(4, 3))

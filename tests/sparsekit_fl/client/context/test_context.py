@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
-from sparsekit.graph.layers import head_entries
-from sparsekit.graph.mask import WeightMask
 from sparsekit_fl.engines.round import WorkerState
 from sparsekit_fl.engines.spec import RunSpec
 from sparsekit_fl.methods import fedavg
-from sparsekit_fl.policies.mask import Dense
 from sparsekit_fl.testing import tiny_clients, tiny_config, tiny_problem
 
 
@@ -40,14 +36,3 @@ def test_another_kinds_memory_can_be_looked_at_and_not_changed(spec) -> None:
     assert dict(ctx.peek("ratio")) == {}
     with pytest.raises(TypeError):
         seen["kept"] = 2
-
-
-def test_what_the_server_sent_is_trained_unless_a_policy_says_otherwise(spec) -> None:
-    mask = WeightMask({"first.weight": torch.zeros(8, 6, dtype=torch.bool)})
-    assert Dense().choose(context(spec, {}, received=mask), 1.0, spec.initial) is mask
-    assert Dense().choose(context(spec, {}), 1.0, spec.initial) is None
-
-
-def test_the_graph_of_a_run_knows_the_layers(spec) -> None:
-    assert [layer.name for layer in spec.graph.layers] == ["first", "last"]
-    assert set(head_entries(spec.graph.layers)) == {"last.weight", "last.bias"}

@@ -5,11 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
 
 import sparsekit_fl as fl
-from sparsekit.errors import InvalidValueError, NoUnitsError
+from sparsekit.errors import InvalidValueError
 from sparsekit.measure.budget import BudgetError
 from sparsekit_fl.testing import tiny_problem
 
@@ -44,9 +42,3 @@ def test_no_budget_is_exceeded(budget: dict[str, float]) -> None:
 def test_what_cannot_be_met_or_meant_is_refused(given: dict[str, Any], error: type[Exception], told: str) -> None:
     with pytest.raises(error, match=told):
         fl.DeviceBudgets(tiny_problem()).capability(**given)
-
-
-def test_a_model_without_units_is_told() -> None:
-    problem = fl.Problem(model=lambda: nn.Linear(4, 2), example_inputs=(torch.zeros(1, 4),))
-    with pytest.raises(NoUnitsError, match="budget of a device"):
-        fl.DeviceBudgets(problem)

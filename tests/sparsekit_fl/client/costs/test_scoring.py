@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import pytest
 
-from sparsekit_fl.client.costs import client_seconds, round_cost, scoring_seconds
-from sparsekit_fl.client.messages import WorkCost
 from sparsekit_fl.engines.embedded import Embedded
 from sparsekit_fl.methods import registry
 from sparsekit_fl.methods.make import make_method
 from sparsekit_fl.methods.per_fedavg import AdaptedModel
-from sparsekit_fl.problem.clients import Capability
 from sparsekit_fl.results.part import Cost
 from sparsekit_fl.server.loop import run
 from sparsekit_fl.testing import tiny_clients, tiny_config, tiny_problem
@@ -74,23 +70,6 @@ def test_methods_that_score_while_they_train_are_those_of_the_documentation():
     assert found == SCORES
 
 
-@pytest.mark.parametrize("name", ["fedlps", "hermes", "fedavg"])
-def test_a_cost_says_what_scoring_took_only_where_a_method_scores(name):
-    result = cost(name)
-    keys = {"flops_scoring", "flops_compact_training", "simulated_seconds_scoring", "simulated_seconds_training"}
-    assert keys & set(Cost.of(result.cost).to_dict()) == (keys if name in SCORES else set())
-
-
-def test_asynchronous_steps_count_scoring_too():
-    config = replace(tiny_config(rounds=2), async_buffer=2)
-    result, plain = (
-        run(make_method("fedavg", settings=settings), tiny_problem(), tiny_clients(), config) for settings in (BEST, {})
-    )
-    assert result.cost.flops_scoring > 0
-    assert result.cost.flops_compact == result.cost.flops_compact_training + result.cost.flops_scoring
-    assert result.cost.simulated_seconds > plain.cost.simulated_seconds
-
-
 @pytest.mark.parametrize("engine", [None, Embedded(workers=2)])
 def test_scoring_takes_simulated_seconds_and_the_number_without_stands_beside(engine):
     result = cost("fedavg", settings=BEST, engine=engine)
@@ -103,21 +82,6 @@ def test_scoring_takes_simulated_seconds_and_the_number_without_stands_beside(en
     assert written["simulated_seconds_training"] == result.cost.seconds
     assert not {"simulated_seconds_training", "simulated_seconds_scoring"} & set(Cost.of(plain.cost).to_dict())
     assert Cost.from_dict(written).work() == result.cost
-
-
-def test_what_policies_decide_by_leaves_scoring_out():
-    device = Capability(flops_per_second=4.0, uplink_bytes_per_second=1.0, downlink_bytes_per_second=1.0)
-    scoring = WorkCost(flops_compact=30, flops_scoring=10)
-    assert client_seconds(scoring, device) == client_seconds(WorkCost(flops_compact=20), device) == 5.0
-    assert scoring_seconds(scoring, device) == 2.5
-
-
-def test_a_round_lasts_until_the_slowest_has_trained_and_scored():
-    slow = WorkCost(seconds=5.0, scoring_seconds=0.5)
-    scores = WorkCost(seconds=4.0, scoring_seconds=3.0)
-    together = round_cost([slow, scores], wall_seconds=0.0)
-    assert (together.seconds, together.simulated_seconds) == (5.0, 7.0)
-    assert scoring_seconds(WorkCost(flops_scoring=10), Capability(flops_per_second=4.0)) == 2.5
 
 
 def test_a_step_of_adaptation_is_counted_once_for_each_client_and_in_no_total():

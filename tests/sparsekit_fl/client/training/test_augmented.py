@@ -115,11 +115,6 @@ def test_random_transforms_give_the_same_bits_for_any_number_of_workers(method):
     assert [record.loss for record in runs[0].rounds] == [record.loss for record in runs[1].rounds]
 
 
-def test_a_random_transform_is_new_in_every_epoch():
-    epochs = read(tiny_problem(), Shaken(tiny_clients(1)[0].data.train))
-    assert not torch.allclose(epochs[0].sort(0).values, epochs[1].sort(0).values)
-
-
 class Plain(Shaken):
     def __getitem__(self, place):
         self.reads += 1
@@ -134,13 +129,6 @@ def test_a_data_set_is_read_batch_by_batch_with_the_same_numbers():
     examples = Examples(tiny_problem(), Plain(whole), device="cpu")
     next(examples.batches(None, [(0, 4), (4, 8)]))
     assert examples._data.reads == 4
-
-
-def test_a_data_set_may_be_read_whole_as_before():
-    whole = tiny_clients(1)[0].data.train
-    data = Plain(whole)
-    read(replace(tiny_problem(), lazy=False), data)
-    assert data.reads == len(whole)
 
 
 def test_pictures_of_any_size_are_scaled_and_cut_to_one():

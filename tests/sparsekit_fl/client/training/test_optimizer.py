@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 from sparsekit.errors import InvalidValueError, UnknownNameError
 from sparsekit_fl.client.optimizer import TorchStep, check_training, make_step
-from sparsekit_fl.options.config import RunConfig, TrainingConfig
+from sparsekit_fl.options.config import TrainingConfig
 from sparsekit_fl.options.optimizers import optimizer_names
 from sparsekit_fl.options.schedule import factor
-from sparsekit_fl.paper.presets import PRESETS
 
 
 @pytest.mark.parametrize("name", ["adam", "adamw", "RMSprop", "adagrad", "nadam", "torch.optim:SGD"])
@@ -31,14 +28,6 @@ def test_a_step_is_torchs_own(name):
     assert torch.equal(mine, torchs)
     assert isinstance(step, TorchStep)
     assert mine.grad is None
-
-
-def test_arguments_of_the_optimizer_are_read():
-    step = make_step(
-        TrainingConfig(optimizer="adam", optimizer_args="betas=(0.5, 0.6), eps=1e-3"), [torch.nn.Parameter(torch.ones(2))]
-    )
-    assert isinstance(step, TorchStep)
-    assert step._optimizer.defaults["betas"] == (0.5, 0.6)
 
 
 @pytest.mark.parametrize(
@@ -70,19 +59,6 @@ def test_without_a_rate_and_a_decay_they_are_those_of_torchs_class(name):
     assert torch.equal(mine, torchs)
 
 
-def test_the_default_of_each_optimizer_and_what_a_preset_says_of_its_own():
-    assert (TrainingConfig().lr, TrainingConfig().weight_decay) == (0.1, 0.0)
-    adamw = TrainingConfig(optimizer="adamw")
-    assert (adamw.lr, adamw.weight_decay) == (1e-3, 1e-2)
-    given = TrainingConfig(optimizer="adamw", lr=0.1, weight_decay=0.0)
-    assert (given.lr, given.weight_decay) == (0.1, 0.0)
-    preset = PRESETS["shakespeare"]
-    assert preset.config({"optimizer": "adamw"}, 20).training == replace(adamw, batch_size=preset.training.batch_size,
-        local_epochs=preset.training.local_epochs, clip=preset.training.clip)  # fmt: skip
-    assert preset.config({"optimizer": "adamw", "lr": 0.5}, 20).training.lr == 0.5
-    assert preset.config({"optimizer": "sgd"}, 20).training == preset.training
-
-
 def test_the_courses_of_the_learning_rate():
     assert [factor("constant", place, 4) for place in range(4)] == [1, 1, 1, 1]
     assert [factor("linear", place, 5, end=0.5) for place in range(5)] == pytest.approx([1, 0.875, 0.75, 0.625, 0.5])
@@ -91,11 +67,6 @@ def test_the_courses_of_the_learning_rate():
     assert [factor("step", place, 6, gamma=0.1) for place in (1, 2, 5)] == pytest.approx([1, 0.1, 0.01])
     assert [factor("constant", place, 4, warmup=3) for place in range(4)] == [0.25, 0.5, 0.75, 1]
     assert factor("linear", 0, 1) == 1
-
-
-def test_a_run_follows_the_schedule_over_its_rounds():
-    config = RunConfig(rounds=5, lr_schedule="linear", lr_end=0.5, lr_decay=0.5)
-    assert [config.round_factor(round) for round in (1, 2, 5)] == pytest.approx([1, 0.5 * 0.875, 0.5**4 * 0.5])
 
 
 def test_a_round_follows_the_schedule_over_its_steps():

@@ -7,8 +7,6 @@ import torch
 from torch import nn
 
 from sparsekit import trace_units
-from sparsekit.graph.graph import UnitGraph
-from sparsekit.graph.groups import UnitGroup, UnitSlice
 from sparsekit.graph.mask import UnitMask, WeightMask
 from sparsekit_fl.client.kept import Kept, mask_state
 
@@ -58,42 +56,9 @@ def test_shapes_and_counts_are_those_of_what_is_gathered(convolutions):
         assert all(tuple(found[name].shape) == kept.shape(name) for name in state)
 
 
-def test_adding_touches_kept_entries_once_and_no_others(convolutions):
-    graph, state, masks = convolutions
-    for mask in masks:
-        kept = Kept(graph, mask)
-        for name, tensor in state.items():
-            total = torch.zeros(tensor.shape)
-            kept.add(name, 1.0, total)
-            assert int(total.sum()) == kept.gather(name, tensor).numel()
-            assert bool(((total == 0) | (total == 1)).all())
-
-
 def test_what_a_mask_drops_becomes_zero(convolutions):
     graph, state, _ = convolutions
     mask = WeightMask({"0.weight": torch.zeros(4, 2, 3, 3, dtype=torch.bool)})
     masked = mask_state(graph, mask, state)
     assert not masked["0.weight"].any()
     assert masked["0.bias"] is state["0.bias"]
-
-
-def test_axes_that_are_not_neighbours_are_indexed_right():
-    index = torch.arange(3).view(3, 1)
-    slices = (UnitSlice("w", 0, index, "out", False), UnitSlice("w", 2, index, "in", True))
-    graph = UnitGraph(groups={"a": UnitGroup("a", 3, "feature", slices)}, shapes={"w": torch.Size([3, 2, 3])})
-    kept = Kept(graph, UnitMask({"a": torch.tensor([True, False, True])}))
-    dense = torch.arange(18.0).view(3, 2, 3)
-    assert torch.equal(kept.gather("w", dense), dense[[0, 2]][:, :, [0, 2]])
-    total = torch.zeros(3, 2, 3)
-    kept.add("w", kept.gather("w", dense), total)
-    assert torch.equal(kept.gather("w", total), kept.gather("w", dense))
-    assert total.sum() == kept.gather("w", dense).sum()
-
-
-def test_an_entry_of_which_nothing_is_dropped_keeps_its_shape(convolutions):
-    graph, state, _ = convolutions
-    mask = WeightMask({"0.weight": torch.ones(4, 2, 3, 3, dtype=torch.bool), "5.bias": torch.zeros(5, dtype=torch.bool)})
-    kept = Kept(graph, mask)
-    assert kept.is_whole("0.weight")
-    assert kept.gather("0.weight", state["0.weight"]) is state["0.weight"]
-    assert kept.shape("5.bias") == (0,)

@@ -17,9 +17,6 @@ from flwr.app import Error, Message
 from local_grid import InProcess
 
 from sparsekit.errors import InvalidValueError
-from sparsekit_fl.cli.experiment import Experiment
-from sparsekit_fl.cli.options import RunOptions
-from sparsekit_fl.deployment.plan import Plan
 from sparsekit_fl.engines.base import Engine
 from sparsekit_fl.engines.embedded import Embedded
 from sparsekit_fl.engines.flower.wire import content, read
@@ -84,13 +81,6 @@ def test_half_of_the_cohort_rounded_up_is_needed_unless_said_otherwise() -> None
             replace(config, min_replies=wrong)
 
 
-def test_the_command_and_the_flower_app_pass_min_replies_on() -> None:
-    assert Experiment.of(RunOptions(min_replies=3)).config.min_replies == 3
-    assert Experiment.of(RunOptions()).config.min_replies is None
-    assert Plan(min_replies=3).make_config(20).min_replies == 3
-    assert Plan().make_config(20).min_replies is None
-
-
 def test_a_round_with_just_enough_replies_goes_on_without_the_others(engine: Engine) -> None:
     cohort = _cohort(2)
     _fail(2, cohort[:2], _FOR_EVER)
@@ -130,16 +120,6 @@ def test_after_three_attempts_the_run_stops_and_can_be_resumed(engine: Engine, t
     assert _run(engine, out=tmp_path, resume=True).final == whole.final
 
 
-def test_one_reply_is_enough_where_one_is_asked_for_and_all_are_needed_where_all_are(engine: Engine) -> None:
-    cohort = _cohort(1)
-    _fail(1, cohort[1:], _FOR_EVER)
-    assert set(_run(engine, min_replies=1).rounds[0].ratios) == set(cohort[:1])
-    _fail(1, cohort[1:], 0)
-    _fail(1, cohort[:1], _FOR_EVER)
-    with pytest.raises(TooFewRepliesError, match="3 of 4 updates were valid and 4 are needed"):
-        _run(engine, min_replies=4)
-
-
 def _when(kind: str, client_id: int, times: int, made: Callable[[Message], Message | None]) -> Callable[..., Message | None]:
     """A fault in the first `times` replies of a client to messages of a kind."""
     left = [times]
@@ -156,22 +136,6 @@ def _when(kind: str, client_id: int, times: int, made: Callable[[Message], Messa
 
 def _gone(message: Message) -> Message:
     return Message(Error(code=5, reason="node unavailable"), reply_to=message)
-
-
-@pytest.mark.same_bits
-def test_a_client_that_missed_its_scoring_once_is_asked_again() -> None:
-    result = _run(InProcess(fault=_when("evaluate", 5, 1, _gone)))
-    assert result.final == _run().final
-    assert all(record.notes == () for record in result.rounds)
-
-
-@pytest.mark.same_bits
-def test_a_client_that_cannot_be_scored_is_left_out_and_the_record_says_so() -> None:
-    result = _run(InProcess(fault=_when("evaluate", 5, 2, _gone)))
-    whole = _run()
-    assert result.final == whole.final
-    assert result.rounds[1].notes == ("client 5 was not scored: node unavailable (Flower's error 5)",)
-    assert result.rounds[1].evaluation != whole.rounds[1].evaluation
 
 
 def test_however_many_clients_cannot_be_scored_one_warning_says_how_many_and_names_the_first(

@@ -16,7 +16,6 @@ from local_grid import LocalGrid, over_the_wire
 
 from sparsekit.errors import DataError
 from sparsekit_fl.client.packing import pack
-from sparsekit_fl.engines.flower import introduction
 from sparsekit_fl.engines.flower.introduction import described, read_clients
 from sparsekit_fl.engines.flower.nodes import Nodes
 from sparsekit_fl.engines.flower.wire import content
@@ -58,23 +57,6 @@ def test_twelve_thousand_clients_of_one_supernode_introduce_themselves() -> None
     assert nodes.news() == []
 
 
-def test_of_many_clients_of_a_lost_supernode_the_first_are_named() -> None:
-    roster, app = _roster(12_000), ClientApp()
-
-    @app.query()
-    def answer(message: Message, _: Any) -> Message:
-        return Message(content({}, **described(roster)), reply_to=message)
-
-    grid = LocalGrid(app, nodes=1, rng=np.random.default_rng(0))
-    nodes = Nodes(grid, wanted=1, wait_seconds=1)
-    nodes.introduce()
-    grid.get_node_ids = lambda: []  # type: ignore[method-assign]
-    nodes.refresh()
-    (told,) = nodes.news()
-    assert told.startswith("SuperNode 1000 is gone, with the clients [0, 3, 6, ")
-    assert told.endswith(", 57, …], 12,000 in all")
-
-
 def _tensors(count: int = 2, **changed: Any) -> dict[str, Any]:
     sizes, rates = torch.tensor([[3, 1, 1]] * count, dtype=torch.int64), torch.ones(count, 4, dtype=torch.float64)
     return {"ids": torch.arange(count), "sizes": sizes.reshape(count, 3), "capabilities": rates} | changed
@@ -99,21 +81,6 @@ def _tensors(count: int = 2, **changed: Any) -> dict[str, Any]:
 def test_a_malformed_introduction_is_refused(tensors: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError, match=message):
         read_clients(_said(clients=pack(tensors, {})))
-
-
-@pytest.mark.parametrize("payloads", [{}, {"clients": b"\xff" * 99}, {"clients": pack(_tensors(), {})[:-8]}])
-def test_bytes_that_are_no_introduction_are_refused(payloads: dict[str, bytes]) -> None:
-    with pytest.raises(DataError):
-        read_clients(_said(**payloads))
-
-
-def test_a_node_that_says_too_much_is_refused_before_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(introduction, "_MOST_CLIENTS", 3)
-    assert len(read_clients(_said(**described(_roster(3))))) == 3
-    with pytest.raises(DataError, match="names 4 clients, allowed are 1 to 3"):
-        read_clients(_said(**described(_roster(4))))
-    with pytest.raises(DataError, match="allowed are 4,288"):
-        read_clients(_said(**described(_roster(99))))
 
 
 OURS = {"sparsekit": "1.0", "code": "aaa", "graph": "bbb"}

@@ -162,22 +162,6 @@ def test_memories_that_travel_are_counted_apart_to_the_byte() -> None:
     assert there.rounds[-1] == RoundRecord.from_dict(there.rounds[-1].to_dict())
 
 
-def test_memories_that_stay_are_not_counted() -> None:
-    result = _run(InProcess(memory="nodes"), with_settings(local(), {"personal": "LocalModel", "personal.select": "best"}))
-    assert result.cost.memory_bytes == 0
-    assert "memory_bytes" not in result.to_dict()["cost"]
-
-
-@pytest.mark.same_bits
-def test_a_reply_that_comes_twice_counts_once() -> None:
-    assert _run(InProcess(twice=True)).final.state_sha256 == _run().final.state_sha256
-
-
-def test_a_reply_that_is_too_long_is_refused_unread() -> None:
-    with pytest.raises(ClientError, match="allowed are"):
-        _run(InProcess(max_reply_bytes=10))
-
-
 def test_a_memory_that_did_not_come_back_with_its_update_drops_the_update() -> None:
     def forgetful(message: Message, reply: Message) -> Message:
         header, payloads = read(reply)

@@ -16,7 +16,6 @@ from flwr.app import Error, Message
 from flwr.supercore.task_identity import TaskIdentity
 from local_grid import InProcess
 
-from sparsekit.errors import InvalidValueError
 from sparsekit_fl.deployment import apps
 from sparsekit_fl.deployment.plan import Plan
 from sparsekit_fl.engines.flower import nodes as module
@@ -103,13 +102,6 @@ def test_with_a_list_a_node_that_claims_the_clients_of_others_locks_nobody_out()
     ]
     with pytest.raises(WorkerDiedError, match="no SuperNode can be used"):
         found(FakeGrid({1: [5]}), allowed={"device-1": [0, 1]}).introduce()
-
-
-def test_the_list_of_allowed_clients_is_a_file_of_the_server(tmp_path: Path) -> None:
-    path = tmp_path / "allowed.toml"
-    path.write_text('client-0 = "0-3"\nclient-1 = "4,7"\n')
-    assert Plan(allowed=str(path)).allowed_clients() == {"client-0": [0, 1, 2, 3], "client-1": [4, 7]}
-    assert Plan().allowed_clients() is None
 
 
 def test_a_silent_node_costs_one_timeout_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,9 +203,3 @@ def test_a_run_that_is_resumed_or_extended_finds_the_memories_on_its_nodes(tmp_p
         return store.folder
 
     assert folder(rounds=3) == folder(rounds=9, **{"timeout-seconds": 5.0, "out": "elsewhere"}) == Path("state") / id
-
-
-@pytest.mark.parametrize("run_id", ["", "../../etc", "0123456789abcdeF", "0" * 17])
-def test_a_node_takes_no_folder_from_the_server(run_id: str) -> None:
-    with pytest.raises(InvalidValueError, match="16 hexadecimal digits"):
-        apps._executor(context(), run_id)

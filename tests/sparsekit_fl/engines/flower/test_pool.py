@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 
 import pytest
@@ -12,9 +11,7 @@ pytest.importorskip("flwr", reason="flwr is not installed; pip install 'sparseki
 from flwr.app import Message
 from local_grid import InProcess, LocalGrid
 
-from sparsekit_fl.client.messages import Evaluation
 from sparsekit_fl.engines.flower import pool
-from sparsekit_fl.engines.flower.wire import MAX_HEADER_BYTES
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.server.loop import run
 from sparsekit_fl.testing import tiny_clients, tiny_config, tiny_problem
@@ -49,12 +46,6 @@ def test_however_many_clients_are_scored_only_a_few_messages_are_open_at_once(as
     assert there.final.per_client == here.final.per_client
 
 
-def test_nodes_that_are_devices_get_their_messages_at_once(asked_for: list[int]) -> None:
-    clients = tiny_clients(120)
-    result = run(_METHOD, tiny_problem(), clients, tiny_config(rounds=1), engine=InProcess(grouped=True))
-    assert max(asked_for) == len(result.final.per_client) == 120
-
-
 @pytest.mark.same_bits
 def test_a_node_may_have_more_clients_than_fit_into_one_message(monkeypatch: pytest.MonkeyPatch, asked_for: list[int]) -> None:
     monkeypatch.setattr(pool, "_MOST_TASKS", 50)
@@ -64,12 +55,3 @@ def test_a_node_may_have_more_clients_than_fit_into_one_message(monkeypatch: pyt
     assert max(asked_for) == 3
     assert there.final.per_client == here.final.per_client
     assert there.final.state_sha256 == here.final.state_sha256
-
-
-def test_what_is_said_of_the_clients_of_one_message_fits_into_its_header() -> None:
-    scores = {f"a metric of a long name {place}": (-1.2345678901234567e-100, 1.2345678901234567e-100) for place in range(2)}
-    evaluation = Evaluation(
-        client_id=2**31, examples=2**31, personal=scores, validation=scores, shared=scores, ratio=0.12345678901234567
-    )
-    replies = {"replies": [{"evaluation": evaluation.to_dict()}] * pool._MOST_TASKS}
-    assert len(json.dumps(replies)) < MAX_HEADER_BYTES

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from local_grid import over_the_wire
 
 from sparsekit.errors import DataError
-from sparsekit_fl.engines.flower.wire import MAX_HEADER_BYTES, content, read
+from sparsekit_fl.engines.flower.wire import MAX_HEADER_BYTES, read
 
 pytestmark = pytest.mark.flower
 
@@ -55,13 +55,6 @@ def test_what_is_no_message_of_ours_is_refused(name, monkeypatch):
         monkeypatch.setattr(pickle, function, never)
     with pytest.raises(DataError):
         read(over_the_wire(message(BAD[name])))
-
-
-def test_more_bytes_than_allowed_are_refused():
-    record = content({}, body=b"x" * 100)
-    assert read(message(record), max_bytes=100) == ({}, {"body": b"x" * 100})
-    with pytest.raises(DataError, match="holds 100 bytes, allowed are 99"):
-        read(message(record), max_bytes=99)
 
 
 JSON = st.recursive(

@@ -46,24 +46,10 @@ def test_a_changed_file_is_decoded_again(file: Path) -> None:
     assert decode.calls == 3
 
 
-def test_writing_to_the_arrays_does_not_reach_the_disk(file: Path) -> None:
-    decode = Decoder()
-    cached_arrays("own", [file], decode)["images"][0, 0] = 99
-    assert cached_arrays("own", [file], decode)["images"][0, 0] == 0
-
-
 def test_a_damaged_entry_is_decoded_again(file: Path) -> None:
     decode = Decoder()
     cached_arrays("own", [file], decode)
     for part in cache_directory().rglob("images.npy"):
         part.write_bytes(b"rubbish")
     assert cached_arrays("own", [file], decode)["images"].shape == (2, 3)
-    assert decode.calls == 2
-
-
-def test_a_cache_that_cannot_be_written_costs_time_only(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SPARSEKIT_CACHE", str(file / "not-a-directory"))
-    decode = Decoder()
-    assert cached_arrays("own", [file], decode)["labels"].tolist() == [4, 5]
-    assert cached_arrays("own", [file], decode)["labels"].tolist() == [4, 5]
     assert decode.calls == 2

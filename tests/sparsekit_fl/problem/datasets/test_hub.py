@@ -10,7 +10,7 @@ import pytest
 from sparsekit.cli.main import execute
 from sparsekit.errors import DataError, InvalidValueError, UnknownNameError
 from sparsekit_fl.problem.datasets import hub
-from sparsekit_fl.problem.datasets.hub import load_hub, source_of
+from sparsekit_fl.problem.datasets.hub import load_hub
 from sparsekit_fl.problem.lazy import LazyData
 from sparsekit_fl.problem.partition.flower import flower_partition
 
@@ -68,13 +68,6 @@ def test_large_data_are_read_when_they_are_needed_with_the_same_numbers(folder, 
     assert lazy.mean == whole.mean
 
 
-def test_without_a_test_split_a_sixth_is_held_out():
-    source = source_of({"train": pictures(60)}, seed=3)
-    assert (len(source.train), len(source.test)) == (50, 10)
-    again = source_of({"train": pictures(60)}, seed=3)
-    assert source.test.index.tolist() == again.test.index.tolist()
-
-
 @pytest.mark.parametrize(
     ("text", "error", "message"),
     [
@@ -105,17 +98,6 @@ def test_partitioners_of_flower_deal_every_example_once(name, options, folder):
     assert rows == list(range(120))
     assert all(len(split.test) for split in splits)
     assert [split.train.index.tolist() for split in splits] == [split.train.index.tolist() for split in again]
-
-
-def test_a_partitioner_that_is_unknown_or_refuses_says_so(folder):
-    pytest.importorskip("flwr_datasets")
-    source = load_hub(f"hf:{folder}", None, 0)
-    with pytest.raises(UnknownNameError, match="no partitioner 'Dirichle'"):
-        flower_partition("flwr:Dirichle", {})
-    with pytest.raises(InvalidValueError, match="no option 'alfa'"):
-        flower_partition("flwr:Dirichlet", {"alfa": 1})
-    with pytest.raises(InvalidValueError, match="cannot deal 120 examples to 4 clients"):
-        flower_partition("flwr:Dirichlet", {"alpha": -1.0})(source, clients=4, rng=np.random.default_rng(0))
 
 
 def test_the_command_line_runs_both_with_augmentation(folder, capsys):

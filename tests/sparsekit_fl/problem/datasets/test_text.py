@@ -32,17 +32,6 @@ def test_texts_are_cut_into_chunks_with_shifted_targets() -> None:
     assert source.owners.tolist() == [0, 1]
 
 
-def test_words_outside_the_vocabulary_are_unknown() -> None:
-    source = token_source("own", {"u": [["a", "b", "a"]]}, vocabulary=3, chunk=3)
-    assert source.train.inputs[0].tolist() == [[2, 1]]
-    assert source.classes == 3
-
-
-def test_no_text_at_all_is_refused() -> None:
-    with pytest.raises(DataError, match="no text of two words"):
-        token_source("own", {"u": [["a"]]}, vocabulary=5)
-
-
 def test_speakers_keep_the_order_of_their_speeches() -> None:
     assert speeches(PLAY) == {
         "ANNA": [["to", "be", ",", "or", "not", "to", "be", "."], ["go", "then", ".", "and", "go", "well", "."]],
@@ -98,15 +87,6 @@ def test_leaf_chunks_texts_and_next_words_are_read(tmp_path: Path) -> None:
     }
 
 
-def test_the_training_file_comes_before_the_test_file(tmp_path: Path) -> None:
-    for split, word in (("test", "late"), ("train", "early")):
-        (tmp_path / "reddit" / split).mkdir(parents=True)
-        (tmp_path / "reddit" / split / "all.json").write_text(leaf({"ann": {"x": [[word, "word"]]}}))
-    source: DataSource = datasets["reddit"](tmp_path)
-    assert source.train.inputs[0][:, 0].tolist() == [3, 4]  # <pad>, <unk>, word, early, late
-    assert source.owner_names == ("ann",)
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -122,12 +102,3 @@ def test_other_layouts_are_refused(tmp_path: Path, text: str, message: str) -> N
     path.write_text(text)
     with pytest.raises(DataError, match=message):
         read_leaf([path])
-
-
-@pytest.mark.parametrize("name", ["reddit", "shakespeare"])
-def test_text_that_cannot_be_fetched_says_where_to_put_it(tmp_path: Path, name: str) -> None:
-    with pytest.raises(DataError, match=f"pass --data-dir DIR with DIR/{name}/"):
-        datasets[name](None)
-    (tmp_path / name).mkdir()
-    with pytest.raises(DataError, match=name):
-        datasets[name](tmp_path)

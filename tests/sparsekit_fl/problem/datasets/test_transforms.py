@@ -1,11 +1,9 @@
 from __future__ import annotations
 
-import pytest
 import torch
 import torch.nn.functional as F
 
-from sparsekit.errors import DataError
-from sparsekit_fl.problem.datasets.transforms import ImageTransform, TokenTransform
+from sparsekit_fl.problem.datasets.transforms import ImageTransform
 
 
 def images(channels: int, side: int) -> torch.Tensor:
@@ -32,17 +30,3 @@ def test_a_small_image_is_resized_bilinearly() -> None:
     raw = images(1, 8)
     out = ImageTransform(1, (28, 28), (0.0,), (1.0,))(raw)
     assert torch.allclose(out, F.interpolate(raw / 255, size=(28, 28), mode="bilinear", align_corners=False))
-
-
-def test_rows_are_transformed_one_by_one() -> None:
-    raw, transform = images(3, 20), ImageTransform(3, (32, 32), (0.1, 0.2, 0.3), (0.5,) * 3)
-    assert torch.allclose(transform(raw)[1:], transform(raw[1:]), atol=1e-6)
-
-
-def test_four_channels_cannot_become_three() -> None:
-    with pytest.raises(DataError, match="4 channels and the model takes 3"):
-        ImageTransform(3, (8, 8), (0.5,) * 4, (0.5,) * 4)
-
-
-def test_tokens_become_int64() -> None:
-    assert TokenTransform()(torch.tensor([[1, 2]], dtype=torch.int32)).dtype == torch.int64

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable
 
 import pytest
@@ -8,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from sparsekit.errors import DataError, InvalidValueError, UnknownNameError
+from sparsekit.errors import InvalidValueError
 from sparsekit_fl.problem.models import models
 from sparsekit_fl.problem.models.base import InputShape, ModelSpec, factory_spec
 from sparsekit_fl.problem.models.cnn import Cnn
@@ -37,22 +36,6 @@ def test_parameters_and_multiply_adds_are_those_of_the_paper(name: str, paramete
     assert outputs.shape == (1, spec.classes)
     assert count(model) == parameters
     assert counter.get_total_flops() == 2 * macs
-
-
-def test_the_lstm_has_one_tied_matrix() -> None:
-    spec: ModelSpec = models["lstm"]
-    model = spec.factory()()
-    assert count(model) == 2_845_392
-    assert model(*spec.example_inputs()).shape == (1, 9, 10_000)
-    assert [name for name, entry in model.state_dict().items() if entry.shape == (10_000, 200)] == ["embedding.weight"]
-
-
-def test_example_tokens_are_many_and_always_the_same() -> None:
-    (first,), (second,) = (models["lstm"].example_inputs() for _ in range(2))
-    assert torch.equal(first, second)
-    assert first.unique().numel() > 5
-    assert int(first.min()) >= 0
-    assert int(first.max()) < 10_000
 
 
 @pytest.mark.same_bits
@@ -93,11 +76,6 @@ def test_a_model_says_what_the_data_become(name: str, raw: tuple[int, ...], take
         assert model(*shape.zeros()).shape == (1, 7)
 
 
-def test_a_built_in_factory_can_be_pickled() -> None:
-    again = pickle.loads(pickle.dumps(models["cnn"].factory(classes=4)))
-    assert again().fc2.out_features == 4
-
-
 def test_a_factory_gets_the_keywords_that_it_accepts() -> None:
     def build(classes: int, size: tuple[int, int]) -> nn.Module:
         return nn.Sequential(nn.Flatten(), nn.Linear(size[0] * size[1], classes))
@@ -105,18 +83,3 @@ def test_a_factory_gets_the_keywords_that_it_accepts() -> None:
     spec = factory_spec("own:build", build)
     shape = spec.input_shape("image", (1, 8, 8))
     assert spec.factory(classes=5, takes=shape)()(*shape.zeros()).shape == (1, 5)
-
-
-def test_what_does_not_fit_is_refused() -> None:
-    with pytest.raises(DataError, match="takes images, the data are token ids; models for these: lstm"):
-        models["cnn"].input_shape("tokens", (9,))
-    with pytest.raises(DataError, match="takes token ids, the data are images"):
-        models["lstm"].input_shape("image", (1, 8, 8))
-    with pytest.raises(DataError, match="takes 3 channels, the images have 4"):
-        models["vgg11"].input_shape("image", (4, 32, 32))
-    with pytest.raises(UnknownNameError, match="did you mean 'vgg11'"):
-        models["vgg111"]
-    with pytest.raises(InvalidValueError, match="builds a model"):
-        factory_spec("own:thing", nn.Linear(1, 1))
-    with pytest.raises(InvalidValueError, match="must return a"):
-        factory_spec("own:thing", lambda: 3).factory(takes=InputShape("image", (1, 8, 8)))()

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparsekit.errors import InvalidValueError
 from sparsekit_fl.paper.build import build_problem
 from sparsekit_fl.paper.presets import preset_for
 from sparsekit_fl.problem.partition.pathological import lacking
@@ -25,16 +24,6 @@ def test_a_client_keeps_its_number_of_examples(classes: int, per_client: int, im
     assert found["distinct"] is True
 
 
-def test_the_defaults_are_those_of_the_partition() -> None:
-    assert lacking(6, 10, {})["images_per_class"] == 50, "2 · 100 examples in 4 classes"
-
-
-@pytest.mark.parametrize("lack", [-1, 10, 2.0, True])
-def test_a_level_out_of_range_is_refused(lack: object) -> None:
-    with pytest.raises(InvalidValueError, match=r"must be an integer in \[0, 9\], got"):
-        lacking(lack, 10, {})  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize("lack", [0, 4, 8])
 def test_clients_of_the_digits_lack_exactly_so_many_classes(lack: int) -> None:
     _, clients = build_problem(preset_for(), lack_classes=lack)
@@ -42,13 +31,6 @@ def test_clients_of_the_digits_lack_exactly_so_many_classes(lack: int) -> None:
         assert len(set(client.data.train.labels().tolist())) == 10 - lack
         assert set(client.data.test.labels().tolist()) == set(client.data.train.labels().tolist())
         assert 38 <= len(client.data.train) + len(client.data.val) <= 50
-
-
-def test_what_contradicts_the_level_is_refused() -> None:
-    with pytest.raises(InvalidValueError, match="belongs to the partition 'pathological', got 'dirichlet'"):
-        build_problem(preset_for(), partition="dirichlet", lack_classes=2)
-    with pytest.raises(InvalidValueError, match="so classes_per_client cannot be given too"):
-        build_problem(preset_for(), options={"classes_per_client": 3}, lack_classes=2)
 
 
 @pytest.mark.slow

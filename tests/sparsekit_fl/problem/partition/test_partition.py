@@ -8,7 +8,6 @@ from sparsekit.errors import DataError, InvalidValueError
 from sparsekit_fl.problem.clients import ClientData
 from sparsekit_fl.problem.data import TensorData
 from sparsekit_fl.problem.datasets.base import DataSource
-from sparsekit_fl.problem.partition.base import hold_out
 from sparsekit_fl.problem.partition.dirichlet import dirichlet
 from sparsekit_fl.problem.partition.natural import natural
 from sparsekit_fl.problem.partition.pathological import pathological
@@ -68,13 +67,6 @@ class TestRandomNaturalContract(TestNaturalContract):
         return natural(source, clients=clients, rng=rng, choose="random")
 
 
-def test_the_last_tenth_is_held_out() -> None:
-    kept, held = hold_out(np.arange(100))
-    assert (kept.tolist(), held.tolist()) == (list(range(90)), list(range(90, 100)))
-    assert [len(part) for part in hold_out(np.arange(2))] == [1, 1]
-    assert [len(part) for part in hold_out(np.arange(25))] == [22, 3]
-
-
 def test_each_client_has_its_number_of_classes_and_a_tenth_to_validate() -> None:
     splits = pathological(pictures(), clients=10, rng=np.random.default_rng(0), images_per_class=10)
     for hand in splits:
@@ -96,19 +88,6 @@ def test_a_shard_is_consecutive_examples_of_one_class() -> None:
             assert sorted(rows) == sorted(members[c][start : start + 10])
 
 
-def test_all_shards_can_be_dealt() -> None:
-    splits = pathological(pictures(), clients=10, rng=np.random.default_rng(5), images_per_class=10)
-    rows = [row for hand in splits for split in (hand.train, hand.val) for row in split.index.tolist()]
-    assert len(set(rows)) == 200  # 5 classes × 4 shards × 10
-
-
-def test_two_shards_of_one_class_are_dealt_when_no_other_class_is_left() -> None:
-    splits = pathological(pictures(classes=2), clients=4, rng=np.random.default_rng(0), images_per_class=10)
-    assert all(len(hand.train) == 18 for hand in splits)
-    rows = [row for hand in splits for row in hand.train.index.tolist()]
-    assert len(rows) == len(set(rows)) == 72
-
-
 def test_shards_shrink_on_request_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     splits = pathological(pictures(), clients=20, rng=np.random.default_rng(0), images_per_class=10, when_short="shrink")
     assert {len(hand.train) + len(hand.val) for hand in splits} == {10}
@@ -125,12 +104,6 @@ def test_shards_are_dealt_again_on_request_with_a_warning(caplog: pytest.LogCapt
     assert "dealt again" in caplog.text
     uses = np.bincount(np.concatenate([hand.train.index.numpy() for hand in splits]))
     assert uses.max() - uses[uses > 0].min() <= 3
-
-
-def test_fewer_test_examples_than_asked_for_are_all_used_and_said(caplog: pytest.LogCaptureFixture) -> None:
-    splits = pathological(pictures(tests=4), clients=2, rng=np.random.default_rng(0), images_per_class=10)
-    assert [len(hand.test) for hand in splits] == [8, 8]
-    assert "fewer than 10 test examples" in caplog.text
 
 
 def test_dirichlet_deals_every_example_once() -> None:
@@ -157,23 +130,6 @@ def test_natural_takes_the_largest_owners_and_splits_by_position() -> None:
     assert [split.index.tolist() for split in (first.train, first.val, first.test)] == [
         list(range(10, 42)), list(range(42, 46)), list(range(46, 50)),
     ]  # fmt: skip
-
-
-def test_what_does_not_fit_is_refused() -> None:
-    with pytest.raises(DataError, match=r"20 shards of 10 .* 20 clients need 2 each; use at most 10 clients.*at most 5"):
-        pathological(pictures(), clients=20, rng=np.random.default_rng(0), images_per_class=10)
-    with pytest.raises(DataError, match="cannot be dealt to 60 clients"):
-        dirichlet(pictures(), clients=60, rng=np.random.default_rng(0))
-    with pytest.raises(DataError, match="has 4 owners with at least 10"):
-        natural(texts(), clients=5, rng=np.random.default_rng(0))
-    with pytest.raises(DataError, match="does not say whose"):
-        natural(pictures(), clients=1, rng=np.random.default_rng(0))
-
-
-def test_partitions_by_class_refuse_text() -> None:
-    for partition in (pathological, dirichlet):
-        with pytest.raises(DataError, match="use the partition 'natural'"):
-            partition(texts(), clients=2, rng=np.random.default_rng(0))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from saved_results import FLOPS, SECONDS, result
 
 from sparsekit_fl.results.report.comparison import comparisons_of
 from sparsekit_fl.results.report.figures import figures_of
-from sparsekit_fl.results.report.plots import Figure, draw, inline_svg, series_style
+from sparsekit_fl.results.report.plots import Figure, draw, inline_svg
 from sparsekit_fl.results.report.trials import Trial
 
 
@@ -47,18 +47,6 @@ def test_bars_are_sorted_the_best_above_and_what_never_reached_the_target_last()
     assert made["bars-time"].title == "Simulated time to 81% accuracy"
     assert made["bars-time"].points["y"].isna().to_list() == [False, True, True]
     assert made["bars-accuracy"].marks["y"].to_list() == [0.25] * 3
-
-
-def test_the_front_and_the_subject_come_first_in_colour() -> None:
-    made = []
-    for place in range(12):
-        made.append(result("fedlps" if place == 3 else f"m{place}", accuracies={50: 0.1, 100: 0.5 + place / 100}))
-        made[-1]["cost"]["flops_compact"] = 1e9 * (place + 1) if place > 8 else 1e10
-    front = figures(*made)["front"]
-    assert front.subject == "fedlps"
-    assert set(front.series[:6]) >= {"fedlps", "m9", "m10", "m11"}
-    assert len({series_style(place)[:2] for place in range(32)}) == 32
-    assert figures(result("a"), result("b"))["front"].subject == "a"
 
 
 def test_levels_of_both_axes_have_a_figure_for_each_value_of_the_other() -> None:

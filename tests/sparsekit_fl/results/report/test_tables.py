@@ -5,9 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import math
-import shutil
-import subprocess
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +13,7 @@ from saved_results import SECONDS, result
 
 from sparsekit.errors import InvalidValueError
 from sparsekit_fl.paper.published import published_beside
-from sparsekit_fl.results.report.columns import result_table, texts
+from sparsekit_fl.results.report.columns import texts
 from sparsekit_fl.results.report.comparison import Comparison, check_target, comparisons_of
 from sparsekit_fl.results.report.tables import latex_escape, latex_table, markdown_table, show
 from sparsekit_fl.results.report.trials import Trial
@@ -102,19 +99,6 @@ def test_time_to_a_target_is_that_of_the_first_scored_round_that_reached_it() ->
             check_target(target)
 
 
-def test_levels_are_rows_from_less_to_more_different_clients() -> None:
-    comparison = compare(result("a"), result("b", heterogeneity="low"), result("a", heterogeneity="low"))
-    labels = ["b, heterogeneity low", "a, heterogeneity low", "a, heterogeneity high"]
-    assert sorted(row.label for row in comparison.rows) == sorted(labels)
-    assert [row.heterogeneity for row in comparison.rows] == ["low", "low", "high"]
-    lacking = compare(result("a", lack_classes=8), result("a", lack_classes=2))
-    assert [row.label for row in lacking.rows] == ["a, lacks 2", "a, lacks 8"]
-    lines = [*csv.DictReader(io.StringIO(lacking.to_csv()))]
-    assert [(line["heterogeneity"], line["lack_classes"], float(line["target_seconds"])) for line in lines] == [
-        ("high", "2", 50.0), ("high", "8", 50.0)
-    ]  # fmt: skip
-
-
 def test_training_alone_stands_beside_what_contains_scoring_under_two_names() -> None:
     made = result("a")
     made["cost"] |= {"flops_scoring": 3e9, "flops_compact_training": 97e9, "simulated_seconds_scoring": 5.0}
@@ -122,16 +106,6 @@ def test_training_alone_stands_beside_what_contains_scoring_under_two_names() ->
     assert (row.mean["flops_compact_training"], row.mean["simulated_seconds_training"]) == (97e9, 45.0)
     titles = [column.title for column in compare(made).columns]
     assert len(set(titles)) == len(titles)
-
-
-def test_equal_notes_are_one_footnote() -> None:
-    comparison = compare(result("a|b", note="X."), result("b"), result("c", note="X."), result("d", note="Y."))
-    assert [row.notes for row in comparison.rows] == [(1,), (), (1,), (2,)]
-    assert "d ²" in shown(comparison)
-    markdown = markdown_table(comparison)
-    assert "| a\\|b (1) |" in markdown
-    assert markdown.endswith("- (1) X.\n- (2) Y.\n")
-    assert comparison.to_dict()["notes"] == {"a|b": ["X."], "c": ["X."], "d": ["Y."]}
 
 
 @pytest.mark.parametrize("width", [60, 80, 200])
@@ -152,18 +126,6 @@ def test_published_numbers_are_the_last_columns_of_their_own_level_alone() -> No
     assert cells["| fedavg, heterogeneity low"] == cells["| mine, heterogeneity high"] == ["–", "–"]
 
 
-def test_the_table_of_one_run_counts_its_rounds_and_has_no_empty_row() -> None:
-    for rounds, title in ((1, "1 round ·"), (2, "2 rounds ·")):
-        assert title in str(result_table(result("fedavg", rounds=rounds, accuracies={rounds: 0.5})).title)
-    made = result("a")
-    made["final"] = {"personal": {"rmse": 0.5}, "global": {}, "worst": {"personal": {"rmse": 0.7}},
-                     "weighted": {"personal": {"rmse": 0.4}}}  # fmt: skip
-    text = io.StringIO()
-    Console(file=text, width=100).print(result_table(made))
-    assert "rmse, worst tenth" in text.getvalue()
-    assert "accuracy" not in text.getvalue()
-
-
 def _latex() -> str:
     return latex_table(
         compare(*(result(NASTY, seed, note=f"Note {NASTY}") for seed in (0, 1)), result("b", heterogeneity="low"))
@@ -181,17 +143,3 @@ def test_the_latex_table_is_escaped_and_has_rules_a_caption_and_footnotes() -> N
         r"\caption{cnn on mnist",
     ):
         assert part in _latex()
-
-
-def test_the_latex_table_compiles(tmp_path: Path) -> None:
-    program = shutil.which("pdflatex")
-    if program is None:
-        pytest.skip("no pdflatex here; apt-get install texlive-latex-recommended")
-    (tmp_path / "table.tex").write_text(_latex())
-    (tmp_path / "paper.tex").write_text(
-        "\\documentclass{article}\n\\usepackage[T1]{fontenc}\n\\usepackage{booktabs,graphicx}\n"
-        "\\begin{document}\n\\input{table}\n\\end{document}\n"
-    )
-    command = [program, "-interaction=nonstopmode", "-halt-on-error", "paper.tex"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120)
-    assert done.returncode == 0, done.stdout[-3000:]

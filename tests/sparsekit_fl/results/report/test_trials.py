@@ -67,20 +67,6 @@ def test_a_method_that_decides_an_option_itself_stands_beside_those_that_do_not(
     assert len(comparisons_of(map(Trial.of, (asked, result("fedavg"))))) == 2, "an option of the run parts them"
 
 
-def test_how_often_a_run_was_scored_and_where_it_ran_do_not_part_it(tmp_path: Path) -> None:
-    other = result("a", 1)
-    other["config"].update(eval_every=5, device="cuda")
-    assert len(comparisons_of(collect(save(tmp_path, result("a"), other)))) == 1
-
-
-def test_a_result_saved_before_an_option_existed_stands_with_those_that_did_not_use_it() -> None:
-    newer, used = result("a", 1), result("a", 2)
-    newer["config"]["min_replies"] = None
-    used["config"]["min_replies"] = 3
-    assert len(comparisons_of(map(Trial.of, (result("a"), newer)))) == 1
-    assert len(comparisons_of(map(Trial.of, (result("a"), used)))) == 2
-
-
 def test_the_same_run_twice_counts_once_and_two_results_of_one_seed_are_refused(tmp_path: Path) -> None:
     again = result("a")
     again["cost"]["wall_seconds"] = 99.0
@@ -106,17 +92,6 @@ def test_a_run_that_failed_and_was_run_again_counts_as_finished(tmp_path: Path) 
     assert (comparison.rows[0].runs, comparison.failed) == ("1", [])
 
 
-def test_results_under_other_names_and_a_single_run_are_found(tmp_path: Path) -> None:
-    (tmp_path / "mnist-a.json").write_text(json.dumps(result("a")))
-    (tmp_path / "compare.json").write_text("{}")
-    (tmp_path / "step.json").write_text("no JSON")
-    assert [trial.method for trial in collect(tmp_path)] == ["a"]
-    single = tmp_path / "single"
-    single.mkdir()
-    (single / "result.json").write_text(json.dumps(result("b")))
-    assert [trial.method for trial in collect(single)] == ["b"]
-
-
 def test_failed_and_unfinished_trials_are_told_apart(tmp_path: Path) -> None:
     save(tmp_path, result("a"))
     for name, error in (("b", "it broke"), ("c", None)):
@@ -127,14 +102,6 @@ def test_failed_and_unfinished_trials_are_told_apart(tmp_path: Path) -> None:
     assert [trial.method for trial in section.finished] == ["a"]
     assert [(trial.method, trial.error) for trial in section.failed] == [("b", "it broke")]
     assert len(section.trials) == 3
-
-
-def test_what_failed_before_it_had_settings_stands_with_what_was_run_beside_it() -> None:
-    lost = Trial(method="b", seed=0, config={}, error="no data")
-    (section,) = comparisons_of([lost, Trial.of(result("a"))])
-    assert section.methods == ("a", "b")
-    (alone,) = comparisons_of([lost])
-    assert alone.failed == [lost]
 
 
 @pytest.mark.parametrize("content", [None, "[]", '{"method": "a"}', "{"])

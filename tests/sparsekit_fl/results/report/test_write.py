@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 from saved_results import result, save
 
-from sparsekit.errors import DataError, InvalidValueError, MissingDependencyError
+from sparsekit.errors import InvalidValueError
 from sparsekit_fl.cli.report import write_files
-from sparsekit_fl.paper.published import in_published_order
 from sparsekit_fl.results.report.write import read_comparisons, write_report
 
 pytestmark = pytest.mark.slow
@@ -66,26 +65,6 @@ def test_several_protocols_in_several_folders_make_one_report(tmp_path: Path) ->
     assert {one.target for one in read_comparisons(first)} == {0.7}, "the target of a report of several protocols is kept"
 
 
-def test_the_order_and_the_target_of_the_last_report_stay(tmp_path: Path) -> None:
-    save(tmp_path, result("fedavg"), result("local"), result("own"))
-    (default,) = read_comparisons(tmp_path, sort=in_published_order)
-    assert default.methods == ("fedavg", "local", "own"), "published first, then as found"
-    write_files(tmp_path, target=0.7, order=["local", "own"])
-    (again,) = read_comparisons(tmp_path, sort=in_published_order)
-    assert (again.methods, again.goal) == (("local", "own", "fedavg"), 0.7)
-    assert read_comparisons(tmp_path, target=0.5)[0].goal == 0.5
-    write_files(tmp_path)
-    assert json.loads((tmp_path / "compare.json").read_text())["asked_target"] == 0.7
-
-
-def test_bad_input_is_refused_before_anything_is_written(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="holds no result"):
-        write_files(tmp_path)
-    with pytest.raises(InvalidValueError, match="target"):
-        write_files(save(tmp_path, result("a")), target=90)
-    assert not (tmp_path / "figures").exists()
-
-
 def test_a_comparison_in_which_all_failed_is_a_page_with_the_errors(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     raw = {"method": "a", "seed": 0, "config": result("a")["config"], "policies": {}, "error": "it <broke>"}
@@ -103,15 +82,6 @@ def test_without_matplotlib_there_are_tables_and_a_page(
     save(tmp_path, result("mine"))
     assert {path.name for path in write_report(tmp_path, read_comparisons(tmp_path))} == TABLES
     assert 'pip install "sparsekit-torch[report]"' in caplog.text
-
-
-def test_without_jinja_the_numbers_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save(tmp_path, result("fedavg"))
-    monkeypatch.setitem(sys.modules, "jinja2", None)
-    with pytest.raises(MissingDependencyError, match="jinja2"):
-        write_files(tmp_path)
-    assert json.loads((tmp_path / "compare.json").read_text())["methods"] == ["fedavg"]
-    assert (tmp_path / "compare.csv").exists()
 
 
 def test_drawing_needs_no_torch(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from sparsekit.cli.main import execute
 from sparsekit.errors import CompactFileError, DataError, InvalidValueError
 from sparsekit.surgery.saving import load_compact
 from sparsekit_fl.methods import fedavg, fedlps, registry
-from sparsekit_fl.problem.problem import Problem
 from sparsekit_fl.results.saved import predict, read_inputs
 from sparsekit_fl.results.state.models import read_recipe
 from sparsekit_fl.server.loop import run
@@ -80,13 +78,6 @@ def test_what_is_not_there_is_said(tmp_path: Path) -> None:
         fl.load_model(tmp_path, model=lambda: nn.Linear(6, 3))
 
 
-def test_a_model_without_a_name_needs_its_factory(tmp_path: Path) -> None:
-    tiny_run(tmp_path, problem=Problem(model=lambda: TinyNet(), example_inputs=(torch.zeros(2, 6),)))
-    with pytest.raises(InvalidValueError, match="does not say where the code of its model is"):
-        fl.load_model(tmp_path)
-    assert isinstance(fl.load_model(tmp_path, model="sparsekit_fl.testing:TinyNet"), TinyNet)
-
-
 def test_a_method_that_changes_the_model_does_so_when_it_is_loaded(tmp_path: Path) -> None:
     tiny_run(tmp_path, registry["depthfl"]())
     model = fl.load_model(tmp_path, "global", model=TinyNet)
@@ -115,15 +106,6 @@ def test_pictures_bytes_and_numbers_become_one_batch(digits: Path, tmp_path: Pat
     assert batch.shape[1:] == torch.Size(recipe["about"]["takes"]["shape"])
 
 
-@pytest.mark.parametrize(
-    ("name", "says"), [("a.txt", "is no input"), ("gone.npy", "cannot be read"), ("wrong.npy", "the model takes")]
-)
-def test_inputs_that_do_not_fit_are_refused(digits: Path, tmp_path: Path, name: str, says: str) -> None:
-    np.save(tmp_path / "wrong.npy", np.zeros((2, 5), dtype=np.float32))
-    with pytest.raises(DataError, match=says):
-        read_inputs([tmp_path / name], read_recipe(digits))
-
-
 def test_predict_prints_classes_and_writes_outputs(digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     np.save(tmp_path / "images.npy", np.random.default_rng(0).integers(0, 255, (3, 1, 8, 8), dtype=np.uint8))
     arguments = ["predict", str(digits), "--client", "3", "--input", str(tmp_path / "images.npy")]
@@ -136,15 +118,6 @@ def test_predict_prints_classes_and_writes_outputs(digits: Path, tmp_path: Path,
     assert "client 3" in capsys.readouterr().out
     assert execute(["predict", str(digits), "--client", "9", "--input", str(tmp_path / "images.npy")]) == 2
     assert "has no client 9" in " ".join(capsys.readouterr().err.split())
-
-
-def test_predict_calls_nothing_a_class_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    problem = replace(tiny_problem(), metrics={"margin": fl.metrics.accuracy})
-    tiny_run(tmp_path / "run", problem=problem)
-    np.save(tmp_path / "rows.npy", np.zeros((2, 6), dtype=np.float32))
-    arguments = ["predict", str(tmp_path / "run"), "--model", "sparsekit_fl.testing:TinyNet", "--json"]
-    assert execute([*arguments, "--input", str(tmp_path / "rows.npy")]) == 0
-    assert [len(row["output"]) for row in json.loads(capsys.readouterr().out)] == [3, 3]
 
 
 def test_a_command_makes_the_model_that_predict_takes_as_the_best(tmp_path: Path) -> None:
@@ -180,17 +153,3 @@ def test_export_writes_a_program_that_torch_loads(digits: Path, tmp_path: Path) 
     batch = torch.randn(3, *read_recipe(digits)["about"]["takes"]["shape"])
     program = torch.export.load(file).module()
     assert torch.allclose(program(batch), predict(fl.load_model(digits), (batch,)), atol=1e-5)
-
-
-def test_the_recipe_says_how_the_model_is_made_and_nothing_else(tmp_path: Path) -> None:
-    tiny_run(tmp_path)
-    assert set(read_recipe(tmp_path)) == {
-        "about",
-        "factory",
-        "example_inputs",
-        "classifies",
-        "prepared_by",
-        "personal",
-        "clients",
-    }
-    assert replace(tiny_problem(), about={"model": "mine"}).about == {"model": "mine"}

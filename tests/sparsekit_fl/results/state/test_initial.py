@@ -9,7 +9,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from sparsekit.errors import DataError
 from sparsekit_fl.engines.embedded import Embedded
 from sparsekit_fl.errors import ResumeError
 from sparsekit_fl.methods import registry
@@ -37,16 +36,6 @@ def test_what_does_not_fit_starts_anew_and_is_named(caplog):
     assert found["a"].tolist() == [1, 1]
     assert found["b"].tolist() == [0, 0, 0]
     assert "1 of 2 entries are from the state; these start anew: b; these of it are not used: b, c" in caplog.text
-
-
-def test_what_is_no_weights_is_refused(tmp_path):
-    (tmp_path / "x.pt").write_text("hello")
-    with pytest.raises(DataError, match="cannot be read as weights"):
-        read_initial(tmp_path / "x.pt", FRESH)
-    with pytest.raises(DataError, match="no entry of the state fits the model: it has z, the model has a, b"):
-        read_initial({"z": torch.ones(1)}, FRESH)
-    with pytest.raises(DataError, match="holds no run to start from"):
-        read_initial(tmp_path, FRESH)
 
 
 @pytest.mark.same_bits
@@ -77,15 +66,6 @@ def test_what_needs_no_gradient_neither_travels_nor_is_kept(method, tmp_path):
     assert torch.equal(result.state["first.weight"], start["first.weight"])
     for path in (tmp_path / "clients").glob("*"):
         assert b"first.weight" not in path.read_bytes()
-
-
-@pytest.mark.same_bits
-def test_the_frozen_part_comes_from_the_file_that_a_run_starts_from():
-    problem = Problem(model=frozen_net, example_inputs=(torch.zeros(2, 6),))
-    init = {"first.weight": torch.full((8, 6), 0.5)}
-    go = partial(run, registry["fedavg"](), problem, tiny_clients(), tiny_config(rounds=1), init=init)
-    assert torch.equal(go().state["first.weight"], init["first.weight"])
-    assert go(engine=Embedded(workers=2)).final.state_sha256 == go().final.state_sha256
 
 
 def test_a_run_that_began_with_other_weights_is_not_gone_on_with(tmp_path):

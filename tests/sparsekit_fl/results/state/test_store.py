@@ -10,7 +10,7 @@ import torch
 from sparsekit.errors import DataError
 from sparsekit_fl.errors import MemoryStateError
 from sparsekit_fl.results.state.storage import write_atomically
-from sparsekit_fl.results.state.store import CarriedMemory, ClientStore, DeviceStore, flatten, unflatten
+from sparsekit_fl.results.state.store import CarriedMemory, ClientStore, DeviceStore, flatten
 
 MEMORY = {
     "personal": {"state": {"w.x": torch.ones(2, 3), "n": torch.tensor(4)}, "ratio": 0.1 + 0.2, "none": None, "yes": True},
@@ -26,19 +26,6 @@ def same(a, b):
     if isinstance(a, list):
         return len(a) == len(b) and all(map(same, a, b))
     return type(a) is type(b) and a == b
-
-
-def test_memory_comes_back_as_it_was(tmp_path):
-    store = ClientStore(tmp_path / "clients", durable=False)
-    assert store.write(3, 7, MEMORY)
-    assert same(store.read(3, 7), MEMORY)
-
-
-def test_a_client_without_memory_has_no_file(tmp_path):
-    store = ClientStore(tmp_path, durable=True)
-    assert not store.write(3, 7, {"ratio": {}})
-    assert store.read(3, None) == {}
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_only_named_versions_stay(tmp_path):
@@ -112,11 +99,6 @@ def test_the_file_of_another_client_or_round_is_no_memory_of_this_one(kind, tmp_
 def test_what_cannot_be_saved_is_named_with_its_place(memory, message):
     with pytest.raises(MemoryStateError, match=message):
         flatten(memory)
-
-
-def test_a_skeleton_without_its_tensor_is_refused():
-    with pytest.raises(DataError, match="lacks the tensor"):
-        unflatten({}, {"a": {"$tensor": "t0"}})
 
 
 def test_a_write_that_fails_leaves_the_old_file(tmp_path):
