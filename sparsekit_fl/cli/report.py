@@ -46,7 +46,7 @@ def write_files(
     if len(folders) > 1 and out is None:
         raise InvalidValueError("a report of several folders needs one for its files; pass --out FOLDER")
     comparisons = read_comparisons(*folders, target=target, order=order, sort=in_published_order)
-    published = {id(comparison): published_beside(comparison, folder=folders[0]) for comparison in comparisons}
+    published = {id(comparison): published_beside(comparison) for comparison in comparisons}
     source = [published_source()] if any(one is not None for one in published.values()) else []
     written = write_report(
         folders[0],
@@ -78,8 +78,7 @@ def _report(
     Figures 3 to 9 of the FedLPS paper are drawn where the runs hold what they need; for the paper's data, the page names the
     others with the command that makes their runs. Published numbers stand beside runs of their own protocol.
 
-    Runs of different data, models or settings stand in sections of their own. A file reasons.json in the folder says, in
-    your words, why a number differs from the published one.
+    Runs of different data, models or settings stand in sections of their own.
     """
     from sparsekit_fl.paper.published import published_beside
     from sparsekit_fl.results.report.tables import show, show_published
@@ -98,7 +97,7 @@ def _report(
     for comparison in comparisons:
         console.print(f"[bold]{escape(comparison.title)}[/bold]", soft_wrap=True)
         show(comparison, console)
-        published = published_beside(comparison, folder=folders[0])
+        published = published_beside(comparison)
         if published is not None:
             show_published(published, console)
     home = out or folders[0]

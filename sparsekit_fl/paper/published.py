@@ -1,6 +1,6 @@
 """The published tables beside ours: where they differ by more than chance, and why.
 
-The numbers are in `published.json`, the reasons in `reasons.json`; a file `reasons.json` in a report's folder comes first.
+The numbers are in `published.json`, the reasons in `reasons.json`.
 A reason rests on a measurement of ours, on the authors' code, on arithmetic with their numbers, or it is a guess and says so.
 Published numbers stand beside runs of their own protocol alone: data, model, partition, levels of devices and training.
 """
@@ -13,10 +13,8 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from importlib.resources import files
-from pathlib import Path
 from typing import Any
 
-from sparsekit.errors import DataError
 from sparsekit_fl.paper.presets import PRESETS
 from sparsekit_fl.results.extra import need
 from sparsekit_fl.results.report.comparison import Comparison, Row
@@ -114,24 +112,20 @@ def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**rest, **config.get("training", {})}
 
 
-def published_beside(comparison: Comparison, *, folder: Path | None = None) -> Any:
+def published_beside(comparison: Comparison) -> Any:
     """Pair every published row of the comparison's data set with the runs of its method.
 
     Args:
         comparison: Ours.
-        folder: Folder in which a `reasons.json` of the reader may be.
 
     Returns:
         DataFrame with two rows for each pair, its accuracy and its FLOPs, in published order; None where the protocol is not
         the paper's or no method has a row. `flagged` is 1 where they differ by more than two deviations, FLOPs also by more
         than rounding, and `reason` says why.
-
-    Raises:
-        DataError: the reader's file cannot be read.
     """
     if protocol_difference(comparison):
         return None
-    dataset, reasons = comparison.dataset, [*_own_reasons(folder), *_data("reasons.json")]
+    dataset, reasons = comparison.dataset, _data("reasons.json")
     lines: list[tuple[Any, ...]] = []
     for row in comparison.rows:
         known = not math.isnan(row.mean["personal_accuracy"] + row.mean["flops_rowmask"])
@@ -157,21 +151,6 @@ def published_beside(comparison: Comparison, *, folder: Path | None = None) -> A
 def _ours(row: Row, column: str, factor: float) -> tuple[float, float | None]:
     deviation = row.deviation[column]
     return row.mean[column] * factor, None if math.isnan(deviation) else deviation * factor
-
-
-def _own_reasons(folder: Path | None) -> list[Mapping[str, Any]]:
-    path = None if folder is None else folder / "reasons.json"
-    if path is None or not path.exists():
-        return []
-    try:
-        own: list[Mapping[str, Any]] = json.loads(path.read_text(encoding="utf-8"))
-        assert all(isinstance(entry["reason"], str) for entry in own)
-    except (OSError, ValueError, KeyError, TypeError, AssertionError) as error:
-        raise DataError(
-            f'{path} must be a list of objects such as {{"methods": ["FedAvg"], "quantity": "accuracy",'
-            f' "reason": "…"}}: {error}'
-        ) from error
-    return own
 
 
 def _reason(reasons: Sequence[Mapping[str, Any]], facts: Mapping[str, str], methods: set[str]) -> str:

@@ -1,4 +1,4 @@
-"""One HTML page of everything: tables that sort, figures whose methods can be hidden, and published numbers beside ours."""
+"""One HTML page of everything: tables that sort, figures, and published numbers beside ours."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from sparsekit_fl.results.extra import need
-from sparsekit_fl.results.report.columns import Column, texts
+from sparsekit_fl.results.report.columns import Column
 from sparsekit_fl.results.report.comparison import Comparison, Row
-from sparsekit_fl.results.report.plots import Figure, series_style
+from sparsekit_fl.results.report.plots import Figure
 from sparsekit_fl.results.text import flops_text, share_text
 
 _NEAR = 0.01
@@ -32,7 +32,7 @@ class _Cell(NamedTuple):
 
 
 class _Line(NamedTuple):
-    """A line of a table: the method whose chip hides it, words below its name, numbers of footnotes, and its cells."""
+    """A line of a table: the method, words below its name, numbers of footnotes, and its cells."""
 
     method: str
     below: str
@@ -55,7 +55,7 @@ class Part:
     Args:
         comparison: The table.
         published: Published numbers beside ours; None where there are none.
-        drawn: Figures and their pictures.
+        drawn: Figures and their pictures, SVG in base64.
         csv: File name of the numbers, beside the page.
         command: What was typed; empty where it is not known.
     """
@@ -113,17 +113,6 @@ class Part:
         return ", ".join(filter(None, [f"sparsekit {' and '.join(versions)}" if versions else "", when]))
 
     @property
-    def chips(self) -> list[tuple[str, str, str, bool]]:
-        """Method, colour and dashes of each button that shows or hides a method, and whether its lines are drawn at first."""
-        order, first = list(self.comparison.methods), set(self.comparison.highlighted())
-        order.sort(key=lambda method: method not in first)
-        styles = {method: series_style(place)[:2] for place, method in enumerate(order)}
-        shown = dict.fromkeys(row.method for row in self.comparison.rows)
-        return [
-            (name, styles[name][0], " ".join(f"{2 * length:g}" for length in styles[name][1]), name in first) for name in shown
-        ]
-
-    @property
     def table(self) -> _Sheet:
         """Means and deviations."""
         columns = self.comparison.columns
@@ -138,22 +127,6 @@ class Part:
                 cells.append(_Cell(text, None if math.isnan(mean) else mean, (sign + rest).strip(), mark))
             lines.append(_Line(row.method, row.level, row.notes, cells))
         return _Sheet(["method", "n", *(column.title for column in columns)], lines)
-
-    @property
-    def runs(self) -> _Sheet:
-        """Every single run."""
-        columns, records = self.comparison.columns, self.comparison.records()
-        written = {column.name: texts(column.unit, [one[column.name] for one in records]) for column in columns}
-        lines = []
-        for place, (trial, own) in enumerate(zip(self.comparison.finished, records, strict=True)):
-            cells = [_Cell(str(trial.seed), trial.seed)]
-            cells += [_Cell(written[column.name][place], own[column.name]) for column in columns]
-            below = self.comparison.level_text(trial.heterogeneity, trial.lack_classes)
-            lines.append(_Line(trial.method, below, (), cells))
-        order = self.comparison.methods.index
-        return _Sheet(
-            ["method", "seed", *(column.title for column in columns)], sorted(lines, key=lambda one: order(one.method))
-        )
 
     @property
     def beside(self) -> _Sheet:

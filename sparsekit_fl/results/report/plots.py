@@ -1,16 +1,12 @@
 """Figures, and the four plots that draw them: lines, levels, bars and a front.
 
-Equal figures give equal bytes. On a page the legend, ink and paper are the page's own.
+Equal figures give equal bytes.
 """
 
 from __future__ import annotations
 
-import io
 import math
-import re
-from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 from typing import Any, Literal
 
@@ -125,42 +121,6 @@ def draw(figure: Figure, *paths: Path | str) -> None:
             picture.savefig(path, dpi=150, facecolor="white", metadata=metadata)
 
 
-def inline_svg(figure: Figure, *, prefix: str) -> str:
-    """Draw a figure as an SVG element for a page: no title, ink and grid from the page's CSS variables.
-
-    Each series is a group with the attribute `data-method`, so that the page's chips, which are its legend, can hide it. A
-    figure of a paper has a legend of its own, and chips leave it alone.
-
-    Args:
-        figure: The figure.
-        prefix: Start of its ids, which must differ from those of other figures on the page.
-
-    Raises:
-        MissingDependencyError: matplotlib is not installed.
-    """
-    own = bool(figure.number)
-    lines = -(-(len(figure.named) + (figure.marks is not None)) // 3) if own and figure.plot != "bars" else 0
-    text = io.StringIO()
-    with _style():
-        picture, axes = _plotted(figure, 5.3, 3.7 + 0.2 * lines)
-        if lines:
-            _legend(picture, axes, fontsize=10, loc="outside lower center", ncols=3)
-        picture.savefig(text, format="svg", transparent=True, metadata={"Date": None})
-    svg = text.getvalue()
-    svg = re.sub(r"<metadata>.*?</metadata>", "", svg[svg.index("<svg") :], flags=re.S)
-    attribute = "data-series" if own else "data-method"
-    svg = re.sub(r'id="series-(\d+)"', lambda found: f'{attribute}="{escape(figure.series[int(found[1])])}"', svg)
-    # Pictures share a page, and ids must not.
-    svg = re.sub(r'\bid="', f'id="{prefix}', svg)
-    svg = re.sub(r'(href="#|url\(#)', rf"\1{prefix}", svg)
-    svg = re.sub(_INK, "var(--ink)", svg, flags=re.I)
-    svg = re.sub(_FAINT, "var(--line)", svg, flags=re.I)
-    # The size is the page's; only the proportions are the picture's.
-    for side in ("width", "height"):
-        svg = re.sub(rf'(<svg[^>]*?) {side}="[\d.]+pt"', r"\1", svg, count=1)
-    return svg.replace("<svg", f'<svg role="img" aria-label="{escape(figure.title)}"', 1).strip()
-
-
 def _style() -> Any:
     inked = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
     plain = {"font.family": "sans-serif", "svg.fonttype": "none", "svg.hashsalt": "sparsekit"}
@@ -220,13 +180,12 @@ def _lines(axes: Any, figure: Figure) -> None:
             continue
         colour, dashes, marker = series_style(figure.place(name))
         main = name == figure.subject
-        drawn = axes.plot(
+        axes.plot(
             x, y, color=colour, linestyle=(0, dashes) if dashes else "-", marker=marker, markersize=4.5,
             markevery=max(1, len(x) // 8), linewidth=3.2 if main else 1.6, label=figure.label(name), zorder=3 if main else 2,
         )  # fmt: skip
         if bands and deviation.any():
-            drawn.append(axes.fill_between(x, y - deviation, y + deviation, color=colour, alpha=0.15, linewidth=0))
-        _name(figure, name, drawn)
+            axes.fill_between(x, y - deviation, y + deviation, color=colour, alpha=0.15, linewidth=0)
     _marks(axes, figure)
     if figure.log:
         _logarithmic(axes, figure)
@@ -249,16 +208,14 @@ def _levels(axes: Any, figure: Figure) -> None:
 def _bars(axes: Any, figure: Figure) -> None:
     """Draw a bar per series, in the order of the points, the first one above; published numbers are rings."""
     for place, one in enumerate(figure.points.itertuples()):
-        drawn = []
         if not math.isnan(one.y):
             colour = _GREY if one.series in figure.faint else series_style(figure.place(one.series))[0]
-            drawn += axes.barh(place, one.y, height=0.66, color=colour, alpha=0.95 if one.series == figure.subject else 0.6)
+            axes.barh(place, one.y, height=0.66, color=colour, alpha=0.95 if one.series == figure.subject else 0.6)
             if one.deviation:
                 ends = [max(0.0, one.y - one.deviation), one.y + one.deviation]
-                drawn += axes.plot(ends, [place, place], color=_INK, linewidth=1.2)
+                axes.plot(ends, [place, place], color=_INK, linewidth=1.2)
         for ring in () if figure.marks is None else figure.marks.loc[figure.marks["series"] == one.series, "y"].dropna():
-            drawn += axes.plot([ring], [place], "o", markersize=5, markerfacecolor="none", markeredgecolor=_INK)
-        _name(figure, one.series, drawn)
+            axes.plot([ring], [place], "o", markersize=5, markerfacecolor="none", markeredgecolor=_INK)
     axes.set_yticks(range(len(figure.points)), [figure.label(name) for name in figure.points["series"]])
     for name, label in zip(figure.points["series"], axes.get_yticklabels(), strict=True):
         label.set_weight("bold" if name == figure.subject else "normal")
@@ -272,9 +229,8 @@ def _front(axes: Any, figure: Figure) -> None:
     for one in figure.points.itertuples():
         colour, _, marker = series_style(figure.place(one.series))
         size = 9 if one.series == figure.subject else 6
-        bars = axes.errorbar([one.x], [one.y], [one.deviation], color=colour, marker=marker, markersize=size, linestyle="none",
-                             elinewidth=1.0, label=figure.label(one.series), zorder=3)  # fmt: skip
-        _name(figure, one.series, [bars.lines[0], *bars.lines[2]])
+        axes.errorbar([one.x], [one.y], [one.deviation], color=colour, marker=marker, markersize=size, linestyle="none",
+                      elinewidth=1.0, label=figure.label(one.series), zorder=3)  # fmt: skip
     ranked = figure.points.sort_values(["x", "y"], ascending=[True, False])
     best = ranked[ranked["y"] > ranked["y"].cummax().shift(fill_value=-math.inf)]
     axes.plot(best["x"], best["y"], color=_INK, linewidth=1.0, linestyle=":", zorder=1)
@@ -283,9 +239,8 @@ def _front(axes: Any, figure: Figure) -> None:
         # Names that would lie on those before them are left out.
         if all(abs(math.log(one.x / other.x)) > 0.5 or abs(one.y - other.y) > 0.05 for other in written):
             written.append(one)
-            name = axes.annotate(one.series, (one.x, one.y), (6, -4), textcoords="offset points", fontsize=10, va="top",
-                                 color=_INK, weight="bold" if one.series == figure.subject else "normal")  # fmt: skip
-            _name(figure, one.series, [name])
+            axes.annotate(one.series, (one.x, one.y), (6, -4), textcoords="offset points", fontsize=10, va="top",
+                          color=_INK, weight="bold" if one.series == figure.subject else "normal")  # fmt: skip
     _logarithmic(axes, figure)
     axes.margins(x=0.12)
     low, high = figure.points["y"].min(), figure.points["y"].max()
@@ -298,18 +253,12 @@ def _front(axes: Any, figure: Figure) -> None:
         axes.yaxis.set_minor_locator(ticker.NullLocator())
 
 
-def _name(figure: Figure, series: str, drawn: Sequence[Any]) -> None:
-    for one in drawn:
-        one.set_gid(f"series-{figure.place(series)}")
-
-
 def _marks(axes: Any, figure: Figure) -> None:
     """Draw published numbers as hollow diamonds, and one line of the legend for all of them."""
     for one in () if figure.marks is None else figure.marks.itertuples():
-        bars = axes.errorbar([one.x], [one.y], [one.deviation], color=series_style(figure.place(one.series))[0], marker="D",
-                             markersize=8, linestyle="none", markerfacecolor="none", markeredgewidth=1.8, elinewidth=1.0,
-                             zorder=4)  # fmt: skip
-        _name(figure, one.series, [bars.lines[0], *bars.lines[2]])
+        axes.errorbar([one.x], [one.y], [one.deviation], color=series_style(figure.place(one.series))[0], marker="D",
+                      markersize=8, linestyle="none", markerfacecolor="none", markeredgewidth=1.8, elinewidth=1.0,
+                      zorder=4)  # fmt: skip
     if figure.marks is not None:
         axes.plot([], [], "D", color=_INK, markersize=7, markerfacecolor="none", markeredgewidth=1.5, label=figure.mark_text)
 

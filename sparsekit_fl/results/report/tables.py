@@ -117,26 +117,6 @@ def latex_table(comparison: Comparison) -> str:
     )
 
 
-def latex_figure(name: str, title: str, caption: str, *, folder: str) -> str:
-    r"""Write a float that includes a picture; it needs `\usepackage{graphicx}`.
-
-    Args:
-        name: Name of the picture's file.
-        title: What it shows.
-        caption: Sentences behind the title.
-        folder: Folder of the picture, from where the paper is set.
-    """
-    return "\n".join(
-        [
-            r"\begin{figure}\centering",
-            rf"  \includegraphics[width=\columnwidth]{{{folder}/{name}}}",
-            rf"  \caption{{{latex_escape(title)}. {latex_escape(caption)}}}\label{{fig:{name}}}",
-            r"\end{figure}",
-            "",
-        ]
-    )
-
-
 def published_texts(published: Any) -> Mapping[str, list[str]]:
     """Map the labels of rows to published accuracy and FLOPs as text.
 

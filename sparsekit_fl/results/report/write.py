@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import logging
 from collections.abc import Callable, Iterable, Sequence
@@ -9,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from sparsekit.errors import MissingDependencyError
-from sparsekit_fl.results.extra import need
 from sparsekit_fl.results.report.comparison import Comparison, check_target, comparisons_of
-from sparsekit_fl.results.report.figures import POINTS, figures_of
+from sparsekit_fl.results.report.figures import figures_of
 from sparsekit_fl.results.report.page import Part, page
-from sparsekit_fl.results.report.plots import Figure, draw, inline_svg
-from sparsekit_fl.results.report.tables import latex_figure, latex_table, markdown_table
+from sparsekit_fl.results.report.plots import Figure, draw
+from sparsekit_fl.results.report.tables import latex_table, markdown_table
 from sparsekit_fl.results.report.trials import collect
 from sparsekit_fl.results.state.storage import write_atomically
 
@@ -87,11 +87,10 @@ def write_report(
 
     Returns:
         The files: for each protocol `compare.json`, `compare.csv`, `table.tex`, `table.md`, where there are published numbers
-        `published.csv`, and `figures/`, of a paper's figures `figures.csv` and `figures.tex`; one `report.html` for all.
+        `published.csv`, and `figures/`; one `report.html` for all.
         Several protocols have their title in the files' names.
 
     Raises:
-        DataError: `published` reads a file that is not what it should be.
         MissingDependencyError: Jinja2 is not installed; all but the page and the figures is written.
     """
     home = Path(folder if out is None else out)
@@ -104,7 +103,7 @@ def write_report(
         write_atomically(home / name, text.encode(), durable=False)
         written.append(home / name)
 
-    def pictures(figures: Sequence[Figure], prefix: str, ids: str) -> list[tuple[Figure, str]]:
+    def pictures(figures: Sequence[Figure], prefix: str) -> list[tuple[Figure, str]]:
         drawn: list[tuple[Figure, str]] = []
         try:
             for figure in figures:
@@ -112,13 +111,13 @@ def write_report(
                 progress(files[0].name)
                 draw(figure, *files)
                 written.extend(files)
-                drawn.append((figure, inline_svg(figure, prefix=f"{ids}{len(drawn)}-")))
+                drawn.append((figure, base64.b64encode(files[-1].read_bytes()).decode()))
         except MissingDependencyError as error:
             _log.warning("no figures: %s", error)
         return drawn
 
     parts: list[Part] = []
-    for place, comparison in enumerate(comparisons):
+    for comparison in comparisons:
         prefix = f"{comparison.slug}-" if len(comparisons) > 1 else ""
         summary = {**comparison.to_dict(), "asked_target": comparison.target, **({"command": typed} if typed else {})}
         put(f"{prefix}{_SUMMARY}", json.dumps(summary, indent=1, allow_nan=False) + "\n")
@@ -128,23 +127,7 @@ def write_report(
         put(f"{prefix}table.tex", latex_table(comparison))
         if beside is not None:
             put(f"{prefix}published.csv", beside.to_csv(index=False, lineterminator="\n"))
-        if own:
-            put(f"{prefix}figures.csv", _points_csv(own))
-            texts = [latex_figure(f"{prefix}{one.name}", one.title, one.caption, folder="figures") for one in own]
-            put(f"{prefix}figures.tex", "".join(texts))
-        drawn = pictures([*figures_of(comparison), *own], prefix, f"s{place}c")
+        drawn = pictures([*figures_of(comparison), *own], prefix)
         parts.append(Part(comparison, beside, drawn, f"{prefix}compare.csv", typed))
     put("report.html", page(parts, about_paper))
     return written
-
-
-def _points_csv(figures: Sequence[Figure]) -> str:
-    """Return CSV with one line per point of a paper's figures, ours and published ones apart."""
-    frames = []
-    for figure in figures:
-        about = {"figure": figure.number, "file": figure.name, "x_axis": figure.x, "y_axis": figure.y or figure.x}
-        for source, points in (("ours", figure.points), ("published", figure.marks)):
-            if points is not None:
-                frames.append(points[POINTS].astype(object).assign(**about, source=source))
-    order = ["figure", "file", "x_axis", "y_axis", "series", "source", "x", "y", "deviation"]
-    return str(need("pandas").concat(frames)[order].to_csv(index=False, lineterminator="\n"))

@@ -15,14 +15,14 @@ from sparsekit_fl.results.report.trials import Trial
 from sparsekit_fl.results.report.write import read_comparisons
 
 
-def _frame(*results: dict[str, Any], folder: Path | None = None) -> Any:
+def _frame(*results: dict[str, Any]) -> Any:
     (comparison,) = comparisons_of(map(Trial.of, results))
-    return published_beside(comparison, folder=folder)
+    return published_beside(comparison)
 
 
-def _beside(*results: dict[str, Any], folder: Path | None = None) -> list[tuple[Any, Any]]:
+def _beside(*results: dict[str, Any]) -> list[tuple[Any, Any]]:
     """Accuracy and FLOPs of each row."""
-    rows = [*_frame(*results, folder=folder).itertuples()]
+    rows = [*_frame(*results).itertuples()]
     return [*zip(rows[::2], rows[1::2], strict=True)]
 
 

@@ -1,14 +1,5 @@
 "use strict";
 (() => {
-  const root = document.documentElement;
-  const theme = document.getElementById("theme");
-  const dark = () =>
-    root.dataset.theme ? root.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
-  const name = () => { theme.textContent = dark() ? "Light" : "Dark"; };
-  theme.addEventListener("click", () => { root.dataset.theme = dark() ? "light" : "dark"; name(); });
-  theme.hidden = false;
-  name();
-
   // A click on a head sorts; numbers fall at first, since most readers look for the largest, and rows without one stay last.
   for (const head of document.querySelectorAll("th[aria-sort]")) {
     const sort = () => {
@@ -44,25 +35,5 @@
     box.addEventListener("scroll", edge, { passive: true });
     addEventListener("resize", edge);
     edge();
-  }
-
-  // A chip shows or hides a method in the tables and charts of its section.
-  for (const section of document.querySelectorAll("section")) {
-    const chips = [...section.querySelectorAll(".chips [data-toggle]")];
-    const set = (chip, on) => {
-      chip.setAttribute("aria-pressed", String(on));
-      for (const part of section.querySelectorAll("[data-method]"))
-        if (part.dataset.method === chip.dataset.toggle) part.classList.toggle("off", !on);
-    };
-    // With many methods, lines start with the front, the subject and the most accurate; tables, bars and points with all.
-    for (const chip of chips.filter((each) => "later" in each.dataset)) {
-      chip.setAttribute("aria-pressed", "false");
-      for (const part of section.querySelectorAll('figure[data-plot="lines"] [data-method], figure[data-plot="levels"] [data-method]'))
-        if (part.dataset.method === chip.dataset.toggle) part.classList.add("off");
-    }
-    for (const chip of chips)
-      chip.addEventListener("click", () => set(chip, chip.getAttribute("aria-pressed") !== "true"));
-    for (const every of section.querySelectorAll(".chips [data-every]"))
-      every.addEventListener("click", () => { for (const chip of chips) set(chip, every.dataset.every === "on"); });
   }
 })();

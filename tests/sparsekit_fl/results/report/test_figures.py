@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +10,7 @@ from saved_results import FLOPS, SECONDS, result
 
 from sparsekit_fl.results.report.comparison import comparisons_of
 from sparsekit_fl.results.report.figures import figures_of
-from sparsekit_fl.results.report.plots import Figure, draw, inline_svg
+from sparsekit_fl.results.report.plots import Figure, draw
 from sparsekit_fl.results.report.trials import Trial
 
 
@@ -82,22 +80,3 @@ def test_every_plot_is_drawn_and_equal_figures_give_equal_bytes(tmp_path: Path) 
             draw(figure, tmp_path / f"{name}.svg")
         assert (tmp_path / f"{plot}.png").read_bytes().startswith(b"\x89PNG")
         assert (tmp_path / f"{plot}.svg").read_bytes() == (tmp_path / f"{plot}-again.svg").read_bytes()
-
-
-def test_the_svg_of_a_page_has_its_methods_and_no_colours_or_ids_that_clash() -> None:
-    pytest.importorskip("matplotlib")
-    figure = figures(*(result(name, rounds=3, accuracies={1: 0.2, 2: 0.4, 3: 0.6}) for name in ("a", "b<&")))["accuracy-rounds"]
-    svg = inline_svg(figure, prefix="c1-")
-    root = ElementTree.fromstring(svg)
-    assert {element.get("data-method") for element in root.iter()} == {None, "a", "b<&"}
-    ids = [found for element in root.iter() if (found := element.get("id"))]
-    assert all(name.startswith("c1-") for name in ids)
-    assert set(re.findall(r"url\(#([^)]+)\)", svg)) <= set(ids)
-    assert root.get("width") is None
-    assert root.get("aria-label") == "Accuracy against rounds"
-    assert "#333333" not in svg.lower()
-    assert "var(--ink)" in svg
-    assert len(svg) < 40_000
-    ticks = set(re.findall(r">([\d.]+)</text>", svg))
-    assert {"1", "2", "3"} <= ticks
-    assert not {tick for tick in ticks if "." in tick}, "rounds are whole"
