@@ -17,36 +17,24 @@ import sys
 import time
 
 import torch
-from torch import Tensor, nn
-
-from sparsekit_fl.problem.metrics import cross_entropy
-from sparsekit_fl.problem.models.cnn import Cnn
-from sparsekit_fl.problem.models.lstm import NextWordLstm
-from sparsekit_fl.problem.models.vgg import Vgg
+from step import MODELS, plain_step
 
 ALIKE = ("MKL_CBWR=COMPATIBLE", "ATEN_CPU_CAPABILITY=default", "ONEDNN_MAX_CPU_ISA=SSE41")
 
 
-def _task(name: str) -> tuple[nn.Module, Tensor, Tensor, int]:
-    """Model, inputs, targets, and the number of steps of a turn."""
-    if name == "lstm":
-        return NextWordLstm(), torch.randint(1, 1000, (20, 10)), torch.randint(1, 1000, (20, 10)), 2
-    if name == "cnn":
-        return Cnn(), torch.randn(20, 1, 28, 28), torch.randint(10, (20,)), 20
-    return Vgg(11), torch.randn(20, 3, 32, 32), torch.randint(10, (20,)), 1
+STEPS = {"cnn": 20, "vgg11": 1, "lstm": 2}
+"""Steps of a turn."""
 
 
 def serve(name: str) -> None:
     """Take a turn at every line that comes in, and answer with its CPU time."""
     torch.set_num_threads(1)
-    model, x, y, steps = _task(name)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    model, x, y = MODELS[name]()
+    step = plain_step(model, model.parameters(), x, y)
     for _ in sys.stdin:
         before = time.process_time()
-        for _ in range(steps):
-            optimizer.zero_grad()
-            cross_entropy(model(x), y).backward()
-            optimizer.step()
+        for _ in range(STEPS[name]):
+            step()
         sys.stdout.write(f"{time.process_time() - before}\n")
         sys.stdout.flush()
 
@@ -74,7 +62,7 @@ def compare(name: str, variables: list[str], turns: int) -> list[float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("variables", nargs="*", default=ALIKE, help="NAME=VALUE")
-    parser.add_argument("--models", nargs="+", default=["cnn", "vgg11", "lstm"])
+    parser.add_argument("--models", nargs="+", choices=STEPS, default=[*STEPS])
     parser.add_argument("--turns", type=int, default=20)
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     args = parser.parse_args()
