@@ -16,7 +16,7 @@ from filelock import FileLock, Timeout
 from sparsekit.bandit.axes import Axis
 from sparsekit.bandit.choosers import SAMPLERS, distribution_of, make_pruner, make_sampler
 from sparsekit.bandit.trials import Ended, Score, Watcher, Workers
-from sparsekit.errors import DataError, InvalidValueError, MissingDependencyError, install_hint
+from sparsekit.errors import InvalidValueError, MissingDependencyError, install_hint
 
 try:
     import optuna
@@ -284,24 +284,6 @@ class Study:
             plot_slice(self._study)
         plt.gcf().savefig(path, dpi=144, bbox_inches="tight")
         plt.close(plt.gcf())
-
-    @staticmethod
-    def settings_in(out: Path) -> tuple[dict[str, Any], int] | None:
-        """Settings and number of trials with which the study of a folder was begun; None where there is none.
-
-        Raises:
-            DataError: its journal is damaged.
-        """
-        if not (out / _JOURNAL).exists():
-            return None
-        try:
-            summaries = optuna.get_all_study_summaries(_journal(out))
-            attributes = summaries[0].user_attrs
-            return dict(attributes["settings"]), int(attributes["trials"])
-        except IndexError:
-            return None
-        except (KeyError, TypeError, ValueError) as error:
-            raise DataError(f"{out / _JOURNAL} is damaged: {error!r}; remove the folder and begin anew") from error
 
 
 def _locked(out: Path) -> FileLock:

@@ -16,7 +16,7 @@ from sparsekit.bandit import registry  # noqa: E402
 from sparsekit.bandit.axes import parse_axes  # noqa: E402
 from sparsekit.bandit.study import Study  # noqa: E402
 from sparsekit.bandit.trials import Ended, Score, Watcher  # noqa: E402
-from sparsekit.errors import DataError, InvalidValueError, UnknownNameError  # noqa: E402
+from sparsekit.errors import InvalidValueError, UnknownNameError  # noqa: E402
 
 Objective = Callable[[Mapping[str, str]], float | None]
 
@@ -196,11 +196,6 @@ def test_another_search_in_the_place_is_refused(tmp_path: Path) -> None:
     rows(tmp_path, trials=1)
     with pytest.raises(InvalidValueError, match=r"holds another search: sampler 'tpe' \(there 'p-ucbv'\)"):
         opened(tmp_path, sampler="tpe")
-    assert Study.settings_in(tmp_path) == ({"space": [], "sampler": "p-ucbv"}, 10)
-    assert Study.settings_in(tmp_path / "none") is None
-    (tmp_path / "study.journal").write_text("{}\n{}\n")
-    with pytest.raises(DataError, match="damaged"):
-        Study.settings_in(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -66,15 +66,12 @@ def test_without_optuna_the_error_says_what_to_install(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["tune"], "a command in quotes is missing"),
-        (["tune", "x {x}"], "--space NAME=LOW:HIGH is missing"),
-        (["tune", "x {x}", "--space", "x=0:1"], "--metric REGEX is missing"),
+        (["tune", "x {x}", "--space", "x=0:1"], "Missing option '--metric'"),
         (["tune", "x", *BASIC[2:]], "is not in the command"),
         ([*BASIC, "--trials", "0"], "--trials must be an integer >= 1, got 0"),
         ([*BASIC, "--jobs", "0"], "--jobs must be an integer >= 1, got 0"),
         ([*BASIC, "--timeout", "-1"], "--timeout must be a number of seconds above 0"),
         ([*BASIC, "--seed", "-1"], "--seed must be an integer >= 0"),
-        ([*BASIC, "--resume"], "--resume needs --out DIR"),
         ([*BASIC[:-1], "eucb"], "did you mean 'e-ucb'"),
     ],
 )
@@ -98,11 +95,10 @@ def wait_for(folder: Path, count: int) -> None:
 
 def test_a_search_that_is_ended_or_killed_says_how_to_go_on_and_loses_nothing(tmp_path: Path) -> None:
     assert execute([*BASIC, "--trials", "8", "--out", str(tmp_path / "whole"), "-q"]) == 0
-    folder = tmp_path / "it's here"
+    folder = tmp_path / "killed"
     begin = [*SLOW, "--trials", "8", "--out", str(folder)]
-    again = ["tune", "--resume", *begin[-4:]]
     for place, number in enumerate((signal.SIGINT, signal.SIGKILL, signal.SIGTERM)):
-        process = start(again if place else begin)
+        process = start(begin)
         wait_for(folder, 2 * place + 1)
         process.send_signal(number)
         _, err = process.communicate(timeout=30)
@@ -110,7 +106,7 @@ def test_a_search_that_is_ended_or_killed_says_how_to_go_on_and_loses_nothing(tm
         if number != signal.SIGKILL:
             assert process.returncode == 130, err
             assert "of 8 trials; best so far" in err
-            assert f"go on with: sparsekit tune --resume --out '{tmp_path}/it'\"'\"'s here' --trials 8" in err
+            assert "the same command line goes on" in err
             assert "Traceback" not in err
-    assert execute(["tune", "--resume", "--out", str(folder), "-q"]) == 0
+    assert execute([*begin, "-q"]) == 0
     assert values(folder) == values(tmp_path / "whole")
