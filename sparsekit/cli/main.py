@@ -164,7 +164,7 @@ class UnitsOptions(ModelOptions):
 @app.command(
     epilog="Examples:\n\n$ sparsekit units vgg11\n\n$ sparsekit units mypackage.nets:make_net --example-shape 1,3,32,32\n\n"
     "$ sparsekit units mypackage.nets:TextNet --example-shape 1,20:int64 --json\n\n"
-    "$ sparsekit units nets.py:Bert --example-shape input_ids=1,20:int64 --checkpoint bert.safetensors --device cuda"
+    "$ sparsekit units nets.py:Bert --example-shape input_ids=1,20:int64 --init bert.safetensors --device cuda"
 )
 @takes(UnitsOptions)
 def units(options: UnitsOptions) -> None:
@@ -177,8 +177,8 @@ def units(options: UnitsOptions) -> None:
 
     module, own = load_model(options.model)
     args, kwargs = example_inputs(options.model, module, own, options.example_shape or [])
-    if options.checkpoint is not None:
-        load_checkpoint(module, options.checkpoint)
+    if options.init is not None:
+        load_checkpoint(module, options.init)
     where = pick_device(options.device)
     args, kwargs = map_tensors(lambda tensor: tensor.to(where), (args, kwargs))
     with warnings.catch_warnings():

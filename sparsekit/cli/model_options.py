@@ -57,9 +57,9 @@ class ModelOptions:
     """Which model, with which weights and inputs, and where."""
 
     model: Annotated[str, typer.Argument(help="A built-in model, package.module:factory or path/to/file.py:factory.")]
-    checkpoint: Annotated[
-        Path | None, typer.Option(help="Trained weights: a state dict as safetensors, or as torch saves it.")
-    ] = None
+    init: Annotated[Path | None, typer.Option(help="Trained weights: a state dict as safetensors, or as torch saves it.")] = (
+        None
+    )
     example_shape: Annotated[
         list[str] | None,
         typer.Option(

@@ -255,11 +255,11 @@ def _read_file(path: Path) -> Any:
     if path.is_dir():
         inside = sorted(each.name for each in path.iterdir() if each.suffix in (".safetensors", ".pt", ".pth", ".bin"))
         raise InvalidValueError(
-            f"checkpoint {str(path)!r} is a folder; pass a file"
+            f"--init {str(path)!r} is a folder; pass a file"
             + (f", such as {path / inside[0]}" if inside else " of weights, safetensors or as torch saves it")
         )
     if not path.is_file():
-        raise InvalidValueError(f"there is no checkpoint {str(path)!r}")
+        raise InvalidValueError(f"--init {str(path)!r} does not exist")
     try:
         return load_file(path) if path.suffix == ".safetensors" else read(path)
     except OSError:

@@ -30,9 +30,9 @@ _WIDTH = 100
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog="Examples:\n\n"
     "$ sparsekit prune vgg11 --budget flops=50% --dry-run\n\n"
-    "$ sparsekit prune nets.py:make --checkpoint dense.pt --budget flops=50%,bytes=2e6 --keep stem --multiple-of 8"
+    "$ sparsekit prune nets.py:make --init dense.pt --budget flops=50%,bytes=2e6 --keep stem --multiple-of 8"
     " --out small\n\n"
-    "$ sparsekit prune nets.py:make --checkpoint dense.pt --budget latency_ms=4 --allocation knapsack --out fast --onnx\n\n"
+    "$ sparsekit prune nets.py:make --init dense.pt --budget latency_ms=4 --allocation knapsack --out fast --onnx\n\n"
     "$ sparsekit prune cnn --dataset mnist --data-dir data --criterion taylor --budget flops=25% --schedule cubic=3"
     " --epochs 2 --distill 0.5 --out small",
 )

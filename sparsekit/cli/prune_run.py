@@ -86,8 +86,8 @@ class Job:
         self.device = pick_device(options.device)
         self.model, own = load_model(options.model)
         self.args, self.kwargs = example_inputs(options.model, self.model, own, options.example_shape or ())
-        if options.checkpoint is not None:
-            load_checkpoint(self.model, options.checkpoint)
+        if options.init is not None:
+            load_checkpoint(self.model, options.init)
         self.model.to(self.device)
         self.args, self.kwargs = map_tensors(lambda t: t.to(self.device), (self.args, self.kwargs))
         self.loss = find_loss(options.loss)

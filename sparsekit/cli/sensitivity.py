@@ -40,8 +40,8 @@ class SensitivityOptions(CutOptions):
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog="Examples:\n\n"
     "$ sparsekit sensitivity cnn\n\n"
-    "$ sparsekit sensitivity nets.py:make --checkpoint dense.pt --dataset nets.py:loaders --out sensitivity.json\n\n"
-    "$ sparsekit prune nets.py:make --checkpoint dense.pt --budget flops=50% --allocation"
+    "$ sparsekit sensitivity nets.py:make --init dense.pt --dataset nets.py:loaders --out sensitivity.json\n\n"
+    "$ sparsekit prune nets.py:make --init dense.pt --budget flops=50% --allocation"
     " sensitivity=sensitivity.json --out small",
 )
 @takes(SensitivityOptions)

@@ -149,7 +149,7 @@ class Experiment:
 
 @contextmanager
 def _as_flags(partition: Collection[str] = ()) -> Iterator[None]:
-    """Name options in errors as the command line does: `--local-epochs` for `local_epochs`, `training.clip` for `clip`.
+    """Name options in errors as the command line does: `--epochs` for `local_epochs`, `training.clip` for `clip`.
 
     Args:
         partition: Names of the options of the partition.

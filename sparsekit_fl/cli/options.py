@@ -195,7 +195,7 @@ class RunOptions(Given, offers=(TrainingConfig, RunConfig)):
 
     @classmethod
     def _called(cls, name: str) -> str:
-        return "--" + name.replace("_", "-") if name in FRONT else path_of(name)
+        return "--" + (options(cls)[name][1].flag or name.replace("_", "-")) if name in FRONT else path_of(name)
 
 
 def _as_set(texts: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
@@ -277,7 +277,7 @@ def _filled(typed: Mapping[str, Any], own: dict[str, Any], known: Known, command
     texts: tuple[str, ...] = given.pop("set", ())
     by_set, rest = by_path(read_settings(texts), known)
     for name in given.keys() & by_set.keys():
-        raise InvalidValueError(f"--{name.replace('_', '-')} and --set both say {name}; leave one of them out")
+        raise InvalidValueError(f"{RunOptions._called(name)} and --set both say {name}; leave one of them out")
     given |= by_set
     path: Path | None = given.get("config") or _file_of(given)
     if path is not None:
@@ -307,7 +307,7 @@ def _parameter(name: str, choice: Choice, option: Option) -> inspect.Parameter:
     flag = RunOptions._called(name)
     default = getattr(RunOptions, name)
     # A flag that a file may set can be taken back.
-    flags = ([flag] if default is False else [f"{flag}/--no-{flag[2:]}"]) if kind is bool else []
+    flags = [f"{flag}/--no-{flag[2:]}" if kind is bool and default is not False else flag]
     short = [option.short] if option.short else []
     about = typer.Option(*flags, *short, help=shown_help(option, choice.default), rich_help_panel=option.panel)
     annotation: Any = Annotated[kind if default is False else kind | None, about]

@@ -77,7 +77,7 @@ class TrainingConfig(Checked):
     """
 
     local_epochs: Annotated[
-        Count, Option("Passes over a client's training data per round, E in the papers.", TRAIN, preset=True)
+        Count, Option("Passes over a client's training data per round, E in the papers.", TRAIN, preset=True, flag="epochs")
     ] = 5
     batch_size: Annotated[Count, Option("Examples per step, B in the papers.", TRAIN, preset=True)] = 20
     lr: Annotated[

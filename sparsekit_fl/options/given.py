@@ -28,6 +28,7 @@ class Option:
         panel: Where help texts list it; None keeps it out of the command line and of Flower's run configuration.
         unset: What is taken where no value is given, for help texts; empty shows the field's default, if it has one.
         preset: The preset decides it where no value is given.
+        flag: The word of its flag, where that is not its name.
         short: A second, short flag.
     """
 
@@ -35,6 +36,7 @@ class Option:
     panel: str | None = None
     unset: str = ""
     preset: bool = False
+    flag: str = ""
     short: str = ""
 
 

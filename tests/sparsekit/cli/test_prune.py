@@ -170,7 +170,7 @@ def test_a_run_that_was_cut_off_ends_as_if_it_had_not_been(
         (["--budget", "flops=50%", "--allocation", "sensitivity"], "sensitivity=FILE"),
         (["--budget", "flops=50%", "--repair", "recalibrate"], "--repair needs data"),
         (["--budget", "flops=50%", "--repair", "all"], "--repair must be one of both, compensate, recalibrate, none"),
-        (["--budget", "flops=50%", "--checkpoint", "nowhere.pt"], "no checkpoint"),
+        (["--budget", "flops=50%", "--init", "nowhere.pt"], "--init 'nowhere.pt' does not exist"),
         (["--budget", "flops=50%", "--dataset", "NETS:empty", "--criterion", "taylor"], "empty"),
         (["--budget", "flops=50%", "--dataset", "NETS:empty"], "empty"),
         (["--budget", "flops=50%", "--dataset", "NETS:once"], "read again"),
@@ -226,7 +226,7 @@ def test_units_take_checkpoints_keyword_inputs_and_devices(
     nets: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     save_file(_made(nets).state_dict(), tmp_path / "a.safetensors")
-    found = _json(capsys, "units", f"{nets}:make", "--checkpoint", str(tmp_path / "a.safetensors"), "--device", "cpu")
+    found = _json(capsys, "units", f"{nets}:make", "--init", str(tmp_path / "a.safetensors"), "--device", "cpu")
     assert [group["name"] for group in found["groups"]] == ["0", "3"]
     found = _json(capsys, "units", f"{nets}:Text", "--example-shape", "tokens=2,7:int64")
     assert [group["name"] for group in found["groups"]] == ["embedding", "hidden"]

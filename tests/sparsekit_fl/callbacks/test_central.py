@@ -32,7 +32,7 @@ def test_it_changes_nothing_of_the_run():
 
 
 def test_the_command_line_scores_all_test_examples_together(tmp_path, capsys):
-    tiny = ["--rounds", "1", "--clients", "3", "--cohort", "2", "--local-epochs", "1", "--workers", "1", "--quiet"]
+    tiny = ["--rounds", "1", "--clients", "3", "--cohort", "2", "--epochs", "1", "--workers", "1", "--quiet"]
     assert execute(["run", "fedavg", *tiny, "--set", "central_test=true", "--out", str(tmp_path)]) == 0
     assert "global model on the central test set: " in capsys.readouterr().out
     assert "accuracy" in json.loads((tmp_path / "central.json").read_text())[-1]

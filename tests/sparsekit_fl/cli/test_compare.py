@@ -18,7 +18,7 @@ from sparsekit.cli.main import execute
 
 pytestmark = pytest.mark.slow
 
-TINY = ["--rounds", "2", "--clients", "4", "--cohort", "2", "--local-epochs", "1", "--workers", "1"]
+TINY = ["--rounds", "2", "--clients", "4", "--cohort", "2", "--epochs", "1", "--workers", "1"]
 
 
 def _numbers(out: Path) -> dict[str, int]:
@@ -217,7 +217,7 @@ def test_ctrl_c_keeps_what_is_done_and_says_how_to_go_on(jobs: int, tmp_path: Pa
         "--seeds",
         "1",
     ]
-    command += ["--rounds", "400", "--clients", "4", "--cohort", "2", "--local-epochs", "1", "--workers", "1"]
+    command += ["--rounds", "400", "--clients", "4", "--cohort", "2", "--epochs", "1", "--workers", "1"]
     command += ["--jobs", str(jobs), "--out", str(tmp_path)]
     # A shell that starts something in the background may have told it to ignore Ctrl-C.
     process = subprocess.Popen(

@@ -10,7 +10,7 @@ import pytest
 
 from sparsekit.cli.main import execute
 
-TINY = ("--rounds", "1", "--workers", "1", "--local-epochs", "1", "--quiet")
+TINY = ("--rounds", "1", "--workers", "1", "--epochs", "1", "--quiet")
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("--set training.momentun=1", "did you mean 'training.momentum'"),
         ("--set cohort=2 --cohort 3", "--cohort and --set both say cohort"),
         ("--set lr=.1 --set training.lr=.2", "--set names training.lr twice"),
-        ("--local-epochs 0", "--local-epochs must be an integer >= 1, got 0"),
+        ("--epochs 0", "--epochs must be an integer >= 1, got 0"),
         ("--set sampling=poison", "did you mean 'poisson'? known: by-size, fixed, poisson, power-of-choice, uniform, or"),
         ("--set sampling=sgd", "sampling of method 'fedavg' must be a SamplingPolicy"),
         ("--config nosuch.toml", "--config nosuch.toml cannot be read: it does not exist"),

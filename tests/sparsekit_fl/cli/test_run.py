@@ -15,7 +15,7 @@ import pytest
 
 from sparsekit.cli.main import execute
 
-TINY = ["--rounds", "2", "--clients", "4", "--cohort", "2", "--local-epochs", "1", "--workers", "1"]
+TINY = ["--rounds", "2", "--clients", "4", "--cohort", "2", "--epochs", "1", "--workers", "1"]
 
 FACTORIES = """
 import torch
@@ -150,7 +150,7 @@ def test_levels_of_heterogeneity_decide_capabilities_and_classes(capsys: pytest.
         (["fedlps", "--workers", "0"], "--workers must be an integer >= 1"),
         (["fedlps", "--lr", "-1"], "--lr must be a finite number >= 0, got -1.0"),
         (["fedlps", "--batch-size", "0"], "--batch-size must be an integer >= 1, got 0"),
-        (["fedlps", "--local-epochs", "0"], "--local-epochs must be an integer >= 1, got 0"),
+        (["fedlps", "--epochs", "0"], "--epochs must be an integer >= 1, got 0"),
         (["fedlps", "--set", "capability=often"], "'fixed' or 'dynamic', got 'often'"),
         (["run", "rcr-fix", "--set", "capability=dynamic"], "contradicts 'rcr-fix'"),
         (["fedlps", "--device", "tpu9"], "--device must be"),

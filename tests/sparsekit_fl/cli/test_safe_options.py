@@ -8,7 +8,7 @@ import pytest
 
 from sparsekit.cli.main import execute
 
-TINY = ["--rounds", "1", "--clients", "4", "--cohort", "3", "--local-epochs", "1", "--workers", "1", "--quiet"]
+TINY = ["--rounds", "1", "--clients", "4", "--cohort", "3", "--epochs", "1", "--workers", "1", "--quiet"]
 
 
 @pytest.mark.parametrize(

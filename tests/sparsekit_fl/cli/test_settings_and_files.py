@@ -21,7 +21,7 @@ from sparsekit_fl.options.given import options, plain_type
 from sparsekit_fl.options.values import takes_none
 from sparsekit_fl.paper.presets import PRESETS
 
-TINY = ["--rounds", "1", "--clients", "4", "--cohort", "2", "--local-epochs", "1", "--workers", "1", "--quiet"]
+TINY = ["--rounds", "1", "--clients", "4", "--cohort", "2", "--epochs", "1", "--workers", "1", "--quiet"]
 
 
 def result(arguments, capsys):

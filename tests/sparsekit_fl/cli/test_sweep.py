@@ -18,7 +18,7 @@ from sparsekit_fl.cli.options import RunOptions
 from sparsekit_fl.cli.run import _run as run_command
 from sparsekit_fl.cli.sweep import _Plan, _run_one
 
-TINY = ["--rounds", "1", "--clients", "4", "--cohort", "2", "--local-epochs", "1", "--workers", "1", "--quiet"]
+TINY = ["--rounds", "1", "--clients", "4", "--cohort", "2", "--epochs", "1", "--workers", "1", "--quiet"]
 
 
 def result(arguments, capsys):

@@ -11,7 +11,7 @@ from sparsekit.cli.main import execute
 
 pytestmark = pytest.mark.slow
 
-TINY = ["--rounds", "2", "--clients", "4", "--cohort", "4", "--local-epochs", "1", "--workers", "1", "--quiet"]
+TINY = ["--rounds", "2", "--clients", "4", "--cohort", "4", "--epochs", "1", "--workers", "1", "--quiet"]
 
 FACTORIES = """
 import torch

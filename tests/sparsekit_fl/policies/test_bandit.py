@@ -17,7 +17,7 @@ from sparsekit_fl.policies.bandit import BanditRatio, utility
 from sparsekit_fl.server.loop import run
 from sparsekit_fl.testing import tiny_clients, tiny_config, tiny_problem
 
-TINY = ["--rounds", "2", "--clients", "4", "--cohort", "2", "--local-epochs", "1", "--workers", "1"]
+TINY = ["--rounds", "2", "--clients", "4", "--cohort", "2", "--epochs", "1", "--workers", "1"]
 
 
 @pytest.mark.parametrize("name", sorted(registry))

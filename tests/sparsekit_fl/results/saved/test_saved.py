@@ -87,7 +87,7 @@ def test_a_method_that_changes_the_model_does_so_when_it_is_loaded(tmp_path: Pat
 @pytest.fixture(scope="module")
 def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("digits") / "run"
-    tiny = ["--rounds", "2", "--clients", "4", "--cohort", "4", "--local-epochs", "1", "--workers", "1", "--quiet"]
+    tiny = ["--rounds", "2", "--clients", "4", "--cohort", "4", "--epochs", "1", "--workers", "1", "--quiet"]
     assert execute(["fedlps", *tiny, "--out", str(out)]) == 0
     return out
 
@@ -121,7 +121,7 @@ def test_predict_prints_classes_and_writes_outputs(digits: Path, tmp_path: Path,
 
 
 def test_a_command_makes_the_model_that_predict_takes_as_the_best(tmp_path: Path) -> None:
-    tiny = ["--rounds", "2", "--clients", "4", "--cohort", "4", "--local-epochs", "1", "--workers", "1", "--quiet"]
+    tiny = ["--rounds", "2", "--clients", "4", "--cohort", "4", "--epochs", "1", "--workers", "1", "--quiet"]
     assert execute(["fedlps", *tiny, "--log", "best", "--out", str(tmp_path / "run")]) == 0
     np.save(tmp_path / "images.npy", np.zeros((1, 1, 8, 8), dtype=np.uint8))
     assert execute(["predict", str(tmp_path / "run"), "--best", "--input", str(tmp_path / "images.npy")]) == 0
