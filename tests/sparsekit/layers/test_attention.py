@@ -139,7 +139,6 @@ class Masked(nn.Module):
 
 
 HIDDEN = {
-    "later positions": torch.full((5, 5), -torch.inf).triu(1),
     "most": torch.full((5, 5), -torch.inf).fill_diagonal_(0.0),
     "padding": torch.where(torch.arange(5) < torch.tensor([[5], [3]]), 0.0, -torch.inf),
     "one example with padding": torch.where(torch.arange(5) < 2, 0.0, -torch.inf)[None],

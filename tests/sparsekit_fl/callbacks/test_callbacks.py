@@ -104,7 +104,7 @@ def test_a_loss_is_better_when_it_is_lower_and_an_accuracy_when_it_is_higher() -
         assert monitor.improves(view, value, best) is better
 
 
-STILL = replace(tiny_config(rounds=9), training=replace(tiny_config().training, lr=0.0), eval_every=1)
+STILL = replace(tiny_config(rounds=6), training=replace(tiny_config().training, lr=0.0), eval_every=1)
 
 
 class Counts(Callback):
@@ -118,7 +118,7 @@ class Counts(Callback):
         self._judge(run)
 
     def _judge(self, run: RunView) -> None:
-        if self.count >= 11:
+        if self.count >= 6:
             run.stop("counted enough")
 
     def on_evaluation(self, run: RunView, scores: RoundScores) -> None:
@@ -136,9 +136,11 @@ class Counts(Callback):
 
 
 STATEFUL = {
-    "two": lambda: [EarlyStopping("validation.accuracy", patience=5), EarlyStopping("validation.loss", patience=4)],
-    "target": lambda: [EarlyStopping("personal.accuracy", target=0.99, patience=6)],
-    "best": lambda: [BestCheckpoint("validation.loss"), EarlyStopping(patience=4)],
+    "two": lambda: [
+        EarlyStopping("validation.accuracy", target=0.99, patience=3),
+        EarlyStopping("validation.loss", patience=2),
+    ],
+    "best": lambda: [BestCheckpoint("validation.loss"), EarlyStopping(patience=2)],
     "own": lambda: [Counts()],
 }
 

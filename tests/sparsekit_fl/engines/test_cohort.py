@@ -223,7 +223,6 @@ REFUSED = "torch cannot run the model for several clients at once"
 @pytest.mark.parametrize(
     ("method", "changes", "training", "reason"),
     [
-        (registry["hermes"](), {}, {}, "its local policy, GroupLassoSgd, trains in a way of its own"),
         (registry["fedlps"](), {}, {}, "its local policy, LearnableSgd, trains in a way of its own"),
         (replace(FEDAVG, local=Louder()), {}, {}, "its local policy, Louder, trains in a way of its own"),
         (with_settings(fedprox(), {"local.stragglers": 0.5}), {}, {}, "its stragglers take fewer steps"),
@@ -236,8 +235,6 @@ REFUSED = "torch cannot run the model for several clients at once"
             "each of its clients has a loss of its own",
         ),
         (FEDAVG, {}, {"optimizer": "adam"}, "optimizer is 'adam'"),
-        (FEDAVG, {}, {"amp": "bfloat16"}, "amp is 'bfloat16'"),
-        (FEDAVG, {}, {"local_schedule": "cosine"}, "local_schedule is 'cosine'"),
         (FEDAVG, {"model": DropoutNet}, {}, REFUSED),
         (FEDAVG, {"model": Restless}, {}, REFUSED),
         (FEDAVG, {"loss": proud}, {}, REFUSED),

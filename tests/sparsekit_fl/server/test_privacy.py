@@ -215,18 +215,15 @@ class Stop(Callback):
             raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize(
-    "method", ["fedlps", "cs", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fedavg", "heterofl", "depthfl"))]
-)
+@pytest.mark.parametrize("method", ["fedlps", *(pytest.param(name, marks=pytest.mark.slow) for name in ("cs", "depthfl"))])
 @pytest.mark.same_bits
 def test_processes_and_a_resumed_run_give_the_same_bits_and_the_result_says_what_was_spent(method, tmp_path):
     problem, clients = tiny_problem(), tiny_clients()
     whole = run(registry[method](), problem, clients, PRIVATE)
-    several = run(registry[method](), problem, clients, PRIVATE, engine=Embedded(workers=2))
     with pytest.raises(RunInterrupted):
-        run(registry[method](), problem, clients, PRIVATE, callbacks=[Stop()], out=tmp_path)
+        run(registry[method](), problem, clients, PRIVATE, callbacks=[Stop()], out=tmp_path, engine=Embedded(workers=2))
     resumed = run(registry[method](), problem, clients, PRIVATE, out=tmp_path, resume=True)
-    assert whole.final.state_sha256 == several.final.state_sha256 == resumed.final.state_sha256
+    assert whole.final.state_sha256 == resumed.final.state_sha256
     other = run(registry[method](), problem, clients, replace(PRIVATE, dp_noise=1.6))
     assert other.final.state_sha256 != whole.final.state_sha256
     raw = json.loads((tmp_path / "result.json").read_text())["privacy"]

@@ -138,6 +138,22 @@ def _gone(message: Message) -> Message:
     return Message(Error(code=5, reason="node unavailable"), reply_to=message)
 
 
+@pytest.mark.same_bits
+def test_a_client_that_missed_its_scoring_once_is_asked_again() -> None:
+    result = _run(InProcess(fault=_when("evaluate", 5, 1, _gone)))
+    assert result.final == _run().final
+    assert all(record.notes == () for record in result.rounds)
+
+
+@pytest.mark.same_bits
+def test_a_client_that_cannot_be_scored_is_left_out_and_the_record_says_so() -> None:
+    result = _run(InProcess(fault=_when("evaluate", 5, 2, _gone)))
+    whole = _run()
+    assert result.final == whole.final
+    assert result.rounds[1].notes == ("client 5 was not scored: node unavailable (Flower's error 5)",)
+    assert result.rounds[1].evaluation != whole.rounds[1].evaluation
+
+
 def test_however_many_clients_cannot_be_scored_one_warning_says_how_many_and_names_the_first(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
