@@ -91,10 +91,14 @@ class DispatchMode(TorchDispatchMode):
 
 
 @contextmanager
-def without_fast_path() -> Iterator[None]:
-    """Switch off the fused kernels of attention, which bypass submodules and hide operators, and put the switch back."""
+def without_fast_path(without: bool = True) -> Iterator[None]:
+    """Switch off the fused kernels of attention, which bypass submodules and hide operators, and put the switch back.
+
+    Args:
+        without: False switches them on.
+    """
     before = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
+    torch.backends.mha.set_fastpath_enabled(not without)
     try:
         yield
     finally:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import Any
 
 __all__ = [
     "DISTRIBUTION",
@@ -53,7 +54,7 @@ class TraceError(SparsekitError, RuntimeError):
 class NoUnitsError(SparsekitError, ValueError):
     """Nothing in the model can be removed exactly. `fixed` lists what was found and why it stays, as in `UnitGraph.fixed`."""
 
-    def __init__(self, message: str, fixed: Iterable[object] = ()) -> None:
+    def __init__(self, message: str, fixed: Iterable[Any] = ()) -> None:
         super().__init__(message)
         self.fixed = tuple(fixed)
 

@@ -143,11 +143,17 @@ class PruneOptions(CutOptions):
     ] = "by_cost"
     keep: Annotated[
         list[str] | None,
-        typer.Option(help="Layer that keeps all its units: a name or a regular expression.", rich_help_panel=_WHERE),
+        typer.Option(
+            help="Layer that keeps all its units: a name or a regular expression; or a kind of unit, such as channel.",
+            rich_help_panel=_WHERE,
+        ),
     ] = None
     limit: Annotated[
         list[str] | None,
-        typer.Option(help="LAYER=LEAST:LARGEST share of its units that stays, as in layer1=0.5:1.", rich_help_panel=_WHERE),
+        typer.Option(
+            help="LAYER=LEAST:LARGEST share of its units that stays, as in layer1=0.5:1; block=0:1 lets residual branches go.",
+            rich_help_panel=_WHERE,
+        ),
     ] = None
     multiple_of: Annotated[
         list[str] | None,

@@ -1,4 +1,4 @@
-"""without(), only(), narrow(): a graph with fewer groups, or with fewer units in them."""
+"""without(), only(), narrow(), remaining(): a graph with fewer groups, fewer units, or of a model with fewer modules."""
 
 from __future__ import annotations
 
@@ -103,6 +103,40 @@ def narrow(graph: UnitGraph, mask: UnitMask) -> UnitGraph:
         },
         shapes={name: narrow_shape(shape, kept.get(name, {})) for name, shape in graph.shapes.items()},
         norms=tuple(site(norm) for norm in graph.norms),
+    )
+
+
+def remaining(graph: UnitGraph, names: Collection[str], modules: Collection[str]) -> UnitGraph:
+    """Return the graph of the model without some of its modules, such as those of a residual branch.
+
+    Args:
+        graph: Any graph. Not changed.
+        names: State-dict keys that are left.
+        modules: Names of the modules that are left.
+
+    Returns:
+        A new graph: units that nothing makes or nothing reads any longer are no units of it.
+    """
+    groups = {}
+    for name, group in graph.groups.items():
+        slices = tuple(piece for piece in group.slices if piece.name in names)
+        if {piece.side for piece in slices} == {piece.side for piece in group.slices}:
+            groups[name] = replace(group, slices=slices)
+    ties = (tuple(name for name in tied if name in groups) for tied in graph.ties)
+    norms = (
+        replace(site, places={name: at for name, at in site.places.items() if name in groups})
+        for site in graph.norms
+        if site.module in modules
+    )
+    return replace(
+        graph,
+        groups=groups,
+        shapes={name: shape for name, shape in graph.shapes.items() if name in names},
+        ties=tuple(tied for tied in ties if len(tied) > 1),
+        fixed=tuple(item for item in graph.fixed if item.module in modules or item.module in names),
+        sizes=tuple(size for size in graph.sizes if size.group in groups and size.module in modules),
+        norms=tuple(site for site in norms if site.places),
+        layers=tuple(layer for layer in graph.layers if layer.name in modules),
     )
 
 

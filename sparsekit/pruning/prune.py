@@ -19,19 +19,21 @@ from sparsekit.allocation.schedule import Schedule
 from sparsekit.criteria.base import Criterion, is_comparable
 from sparsekit.criteria.batches import Batch, Loss
 from sparsekit.criteria.by_name import as_criterion
-from sparsekit.errors import InvalidValueError, UnsupportedModelError
+from sparsekit.errors import InvalidValueError, NoUnitsError, UnsupportedModelError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.mask import UnitMask
 from sparsekit.layers import LayerRule
 from sparsekit.measure.budget import Budget
 from sparsekit.measure.cost import CostModel
 from sparsekit.measure.model import cost_model
+from sparsekit.pruning.depth import Start, go_shallow, limits_of_widths, read_depth
 from sparsekit.pruning.examples import with_data
 from sparsekit.pruning.report import PruneReport, count_denormals, describe
 from sparsekit.pruning.result import Pruned
 from sparsekit.pruning.selection import Selector, read_limits
 from sparsekit.pruning.steps import AfterCut, Repair, Steps, has_field
 from sparsekit.rng import torch_generator
+from sparsekit.surgery.rebuild import named_entries
 from sparsekit.tracing.blocks import refuse_meta
 from sparsekit.tracing.inputs import ModelInputs, find_tensors
 from sparsekit.tracing.trace import trace_units
@@ -86,8 +88,11 @@ def prune(
             name that needs data gets the batches and the loss, and so does an object that has none.
         allocation: How many units stay in each group, or its name: "by_cost", "global", "isomorphic", "uniform", "knapsack".
             A ready one brings its own budget; it takes `keep`, `limits` and `multiple_of` where it has none.
-        keep: Layers that keep all their units, by name, regular expression, type or module.
-        limits: The same → (least, largest) share of the units that stays, each in [0, 1].
+        keep: Layers that keep all their units, by name, regular expression, type or module, or kinds of unit such as "channel".
+        limits: The same → (least, largest) share of the units that stays, each in [0, 1]. The kind "block" stands for residual
+            branches, such as those of a ResNet or attention and the MLPs of a transformer, and "layer" for modules that do
+            nothing but add some. All of them stay unless a limit is given, such as `{"block": (0, 1)}`. They go first, then
+            units of what is left. `keep`, and the least share for a name, hold for branches as well.
         multiple_of: What the width of each layer is a multiple of, or kind of unit → number; a group that keeps all its units
             keeps their number.
         schedule: In how many steps the budget is reached; between them `finetune` is called and units are scored anew.
@@ -125,14 +130,22 @@ def prune(
     schedule = Schedule(schedule) if isinstance(schedule, str) else schedule or Schedule()
     wanted = None if budget is None else Budget.of(budget)
     check_multiples(multiple_of)
+    depth, width_limits = read_depth(model, limits or {})
     if graph is None:
-        graph = trace_units(model, rules=rules, norm=norm, example_inputs=[call, *others])
+        try:
+            graph = trace_units(model, rules=rules, norm=norm, example_inputs=[call, *others])
+        except NoUnitsError as error:
+            if depth is None:
+                raise
+            graph = UnitGraph({}, {name: entry.shape for name, entry in named_entries(model).items()}, fixed=error.fixed)
     if loss is not None and batches is None:
         raise InvalidValueError("a loss needs batches; pass batches=, training data such as a loader")
     if repair not in (True, False, "compensate", "recalibrate"):
         raise InvalidValueError(f"repair must be True, False, 'compensate' or 'recalibrate', got {repair!r}")
     chosen = as_criterion(criterion if batches is None else with_data(criterion, batches, loss, progress=progress))
-    group_limits = read_limits(model, graph, keep, limits or {})
+    keep = list(keep) if not isinstance(keep, str | type | nn.Module) else keep
+    of_widths = width_limits if depth is None else limits_of_widths(model, graph, width_limits)
+    group_limits = read_limits(model, graph, keep, of_widths)
     plan = _as_allocation(allocation, wanted, group_limits, multiple_of, chosen)
     wanted = wanted if wanted is not None else getattr(plan, "budget", None)
     if schedule.steps > 1 and (wanted is None or not has_field(plan, "budget")):
@@ -142,16 +155,23 @@ def prune(
         )
     metrics = wanted.metrics if wanted else ()
     costs = cost_model(model, *call.args, graph=graph, metrics=metrics, rules=rules, **call.kwargs)
+    draws = generator if generator is not None else torch_generator(np.random.default_rng(0))
+    start = Start(model, graph, costs, plan, wanted)
+    if depth is not None:
+        start = go_shallow(
+            start, [call, *others], depth, keep=keep, limits=width_limits, criterion=chosen, generator=draws, rules=rules
+        )
     steps = Steps(
-        model=model,
+        dense=model,
+        model=start.model,
         call=call,
-        graph=graph,
+        graph=start.graph,
         criterion=chosen,
-        allocation=plan,
-        budget=wanted,
-        costs=costs,
+        allocation=start.allocation,
+        budget=start.budget,
+        costs=start.costs,
         schedule=schedule,
-        generator=generator if generator is not None else torch_generator(np.random.default_rng(0)),
+        generator=draws,
         rules=rules,
         cut=cut,
         batches=batches,
@@ -160,7 +180,8 @@ def prune(
         progress=progress,
     )
     small, mask, history = steps.run(finetune if cut else None)
-    report = _report(model, graph, costs, mask, wanted, chosen, plan, history, limits=group_limits, multiple_of=multiple_of)
+    limits_of_groups = {name: pair for name, pair in group_limits.items() if name in start.graph.groups}
+    report = _report(model, start, costs, mask, wanted, chosen, history, limits=limits_of_groups, multiple_of=multiple_of)
     after = {**report.after, "latency_ms": steps.latency_ms} if steps.latency_ms is not None else report.after
     denormals = count_denormals(small)
     notes = [*report.notes]
@@ -170,30 +191,29 @@ def prune(
             " several times as slowly; torch.set_flush_denormal(True) takes them for 0"
         )
     report = replace(report, measured=steps.measured, after=after, denormals=denormals, notes=notes)
-    return Pruned(small if cut else model, mask, graph, report)
+    return Pruned(small if cut else model, mask, start.graph, report)
 
 
 def _report(
     model: nn.Module,
-    graph: UnitGraph,
+    start: Start,
     costs: CostModel,
     mask: UnitMask,
     budget: Budget | None,
     criterion: Criterion,
-    plan: Allocation,
     history: list[Mapping[str, float]],
     *,
     limits: Limits,
     multiple_of: Multiples,
 ) -> PruneReport:
-    dense = costs.dense_costs()
+    dense, graph, plan = costs.dense_costs(), start.graph, start.allocation
     own_limits: Limits = getattr(plan, "limits", limits)
     own_multiples: Multiples = getattr(plan, "multiple_of", multiple_of)
     free = free_counts(graph, own_limits, own_multiples)
-    least = costs.costs({name: counts[0] for groups, counts in free.items() for name in groups})
-    groups, layers = describe(graph, costs, mask.counts())
+    least = start.costs.costs({name: counts[0] for groups, counts in free.items() for name in groups})
+    groups, layers = describe(graph, start.costs, mask.counts())
     absolute = budget.limits(dense) if budget is not None else {}
-    notes = []
+    notes = [*start.notes]
     if budget is not None and all(dense[name] <= limit for name, limit in absolute.items()):
         notes.append(f"The dense model is within the budget already ({budget}), so nothing was cut.")
         warnings.warn(notes[-1], stacklevel=3)
@@ -204,9 +224,9 @@ def _report(
         asked={name: getattr(budget, name) for name in absolute},
         limits=absolute,
         before=dense,
-        after=costs.costs(mask.counts()),
+        after=start.costs.costs(mask.counts()),
         least=least,
-        groups=groups,
+        groups=(*start.rows(costs, mask.counts()), *groups),
         layers=layers,
         fixed=[{"module": item.module, "size": item.size, "reason": item.reason} for item in graph.fixed],
         steps=history,

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
-from typing import TypeAlias
+from collections.abc import Collection, Iterable, Mapping
+from typing import TypeAlias, get_args
 
 from torch import nn
 
 from sparsekit.allocation.limits import Limits, check_limits
 from sparsekit.errors import InvalidValueError, UnknownNameError, nearest
 from sparsekit.graph.graph import UnitGraph
+from sparsekit.graph.groups import Kind
 
 Selector: TypeAlias = str | type[nn.Module] | nn.Module
-"""The name of a group or module, a regular expression over these names, a type of module, or a module of the model."""
+"""The name of a group or module, a regular expression over these names, a kind of unit, a type of module, or a module."""
+
+_KINDS = get_args(Kind)
 
 
 def makers(graph: UnitGraph) -> dict[str, tuple[str, ...]]:
@@ -30,8 +33,9 @@ def makers(graph: UnitGraph) -> dict[str, tuple[str, ...]]:
 def select_groups(model: nn.Module, graph: UnitGraph, selector: Selector) -> tuple[str, ...]:
     """The groups whose units are made by what is selected.
 
-    A name stands for a group or for a module with all that is inside it. Any other text is a regular expression that must
-    match the whole name of a group or of a module that makes its units.
+    A name stands for a group or for a module with all that is inside it. "channel", "feature", "cell" and "head" stand for all
+    units of the kind, where no module has that name. Any other text is a regular expression that must match the whole name of a
+    group or of a module that makes its units.
 
     Args:
         model: The model that was traced.
@@ -47,15 +51,32 @@ def select_groups(model: nn.Module, graph: UnitGraph, selector: Selector) -> tup
             another model. The message lists the nearest names.
         InvalidValueError: the text is no regular expression, the selector is none of these, or what is meant has no weights.
     """
+    if selector in _KINDS and selector not in {*graph.groups, *dict(model.named_modules())}:
+        return tuple(name for name, group in graph.groups.items() if group.kind == selector)
+    chosen = select_modules(model, selector, graph.groups)
+    modules, made = dict(model.named_modules()), makers(graph)
+    if not any(name in graph.groups or next(modules[name].parameters(), None) is not None for name in chosen):
+        raise InvalidValueError(
+            f"{selector!r} selects layers without weights, which make no units; select the layers whose units they pass on"
+        )
+    return tuple(name for name in graph.groups if name in chosen or chosen & set(made[name]))
+
+
+def select_modules(model: nn.Module, selector: Selector, others: Collection[str] = ()) -> set[str]:
+    """The names that are selected: of modules, and of `others`, which are selected by their names alone.
+
+    Raises:
+        UnknownNameError: nothing is meant, as for `select_groups`.
+        InvalidValueError: the text is no regular expression, or the selector is of another kind.
+    """
     modules = dict(model.named_modules())
-    made = makers(graph)
     if isinstance(selector, str):
-        if selector in graph.groups:
+        if selector in others:
             chosen = {selector} | set(_inside(modules, (selector,)))
         elif selector in modules:
             chosen = set(_inside(modules, (selector,)))
         else:
-            chosen = _matching(selector, {*modules, *graph.groups} - {""})
+            chosen = _matching(selector, {*modules, *others} - {""})
     elif isinstance(selector, type) and issubclass(selector, nn.Module):
         chosen = {name for name, module in modules.items() if isinstance(module, selector)}
         if not chosen:
@@ -75,11 +96,7 @@ def select_groups(model: nn.Module, graph: UnitGraph, selector: Selector) -> tup
         raise InvalidValueError(
             f"a layer is selected by name, regular expression, type or module, got {selector!r} of {type(selector).__name__}"
         )
-    if not any(name in graph.groups or next(modules[name].parameters(), None) is not None for name in chosen):
-        raise InvalidValueError(
-            f"{selector!r} selects layers without weights, which make no units; select the layers whose units they pass on"
-        )
-    return tuple(name for name in graph.groups if name in chosen or chosen & set(made[name]))
+    return chosen
 
 
 def _inside(modules: Mapping[str, nn.Module], roots: Iterable[str]) -> list[str]:

@@ -25,6 +25,7 @@ from sparsekit.pruning.calibration import meet_latency
 from sparsekit.pruning.compensation import compensate
 from sparsekit.pruning.recalibration import recalibrate
 from sparsekit.surgery.compaction import compact
+from sparsekit.surgery.rebuild import copy_with
 from sparsekit.tracing.inputs import ModelInputs
 
 AfterCut: TypeAlias = Callable[[nn.Module, int], object]
@@ -38,6 +39,7 @@ Repair: TypeAlias = bool | Literal["compensate", "recalibrate"]
 class Steps:
     """From the dense model to the budget: score, allocate, cut, repair and train, once per step."""
 
+    dense: nn.Module
     model: nn.Module
     call: ModelInputs
     graph: UnitGraph
@@ -62,7 +64,12 @@ class Steps:
         dense, present = self.costs.dense_costs(), self.costs
         history: list[Mapping[str, float]] = []
         if self.cut:
-            self._score("of the dense model", small)
+            self._score("of the dense model", self.dense)
+            if small is not self.dense:
+                self._score("without the branches that went", small)
+                if self.batches is not None and self.repair in (True, "recalibrate"):
+                    small = copy_with(small, {})
+                    recalibrate(small, self.batches, limit=50, progress=self.progress)
         for step in range(1, self.schedule.steps + 1):
             view = View(weights=small.state_dict(), model=small, generator=self.generator)
             scores = score_units(self.criterion, units, view)
@@ -122,7 +129,7 @@ class Steps:
 
         def timed(allocation: Allocation) -> tuple[tuple[UnitMask, nn.Module], float]:
             found = to(allocation)
-            pair = measure_turns(self.model, found[1], self.call.args, self.call.kwargs)
+            pair = measure_turns(self.dense, found[1], self.call.args, self.call.kwargs)
             # A share is one of what the dense model takes at the same time: machines slow down and speed up again.
             share = self.budget is not None and isinstance(self.budget.latency_ms, str)
             return found, self.costs.dense_costs()["latency_ms"] / pair.faster if share else pair.after_ms

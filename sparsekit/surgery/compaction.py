@@ -97,4 +97,9 @@ def expand(state: StateDict, graph: UnitGraph, mask: UnitMask, *, into: StateDic
     graph.check_state(state, mask, what="the compact state")
     indices = graph.kept_indices(mask)
     axes = {name: cut_axes(dense.shape, indices.get(name, {})) for name, dense in into.items()}
-    return {name: scatter(state[name].detach(), dense.detach(), axes[name]) for name, dense in into.items()}
+    return {
+        name: scatter(state[name].detach(), dense.detach(), axes[name])
+        if name in state or name in graph.shapes
+        else dense.detach().clone()  # of a residual branch that was removed
+        for name, dense in into.items()
+    }

@@ -19,6 +19,7 @@ from torch import nn
 from sparsekit.errors import InvalidValueError, UnsupportedModelError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.mask import UnitMask
+from sparsekit.surgery.removed import Removed
 
 _TRIES = 400
 _Change = tuple[tuple[str, ...], int]  # path of a number in the configuration, new value
@@ -28,7 +29,8 @@ def fit_config(small: nn.Module, graph: UnitGraph, mask: UnitMask) -> dict[str, 
     """Set the configuration of a cut model of the package transformers, and let it be saved by `save_pretrained`.
 
     Like layers must have kept equally many units: `sparsekit.graph.edit.tie_layers(graph)` before the mask is chosen sees
-    to it, and so does one ratio for all groups.
+    to it, and so does one ratio for all groups. Layers that went whole, as with `prune(..., limits={"layer": …})`, leave their
+    list, and later ones are numbered anew; from then on `load_compact` cannot read what `save_compact` writes.
 
     Args:
         small: `compact(model, graph, mask)`; its `config` is changed in place.
@@ -53,7 +55,7 @@ def fit_config(small: nn.Module, graph: UnitGraph, mask: UnitMask) -> dict[str, 
     counts = mask.counts()
     _check_even(graph, counts)
     cut = [name for name, group in graph.groups.items() if counts[name] < group.size]
-    pairs = {pair for name in cut for pair in _pairs(graph, name, counts[name])}
+    pairs = {pair for name in cut for pair in _pairs(graph, name, counts[name])} | _drop_layers(small)
     spans = {piece.span for name in cut if graph.groups[name].kind == "head" for piece in graph.groups[name].slices}
     changes = _changes(config, pairs, spans)
     shapes = {name: tensor.shape for name, tensor in small.state_dict().items()}
@@ -70,6 +72,30 @@ def fit_config(small: nn.Module, graph: UnitGraph, mask: UnitMask) -> dict[str, 
         " (some classes derive the size of a head from their number, so that no head can go). Leave such groups out with"
         " sparsekit.graph.edit.without, or save the model with sparsekit.save_compact"
     )
+
+
+def _drop_layers(small: nn.Module) -> set[tuple[int, int]]:
+    """Take layers that are gone out of their lists; (old, new) length of each list that got shorter.
+
+    Raises:
+        UnsupportedModelError: a part of a layer is gone.
+    """
+    gone = {name for name, module in small.named_modules() if isinstance(module, Removed)}
+    pairs = set()
+    homes = {name.rpartition(".")[0] for name in gone}
+    lists = {home: module for home in homes if isinstance(module := small.get_submodule(home), nn.ModuleList)}
+    for name in gone:
+        if name.rpartition(".")[0] not in lists:
+            raise UnsupportedModelError(
+                f"{name!r} is a part of a layer and is gone, which no configuration of the package transformers can say;"
+                ' let whole layers go, limits={"layer": …} in place of "block", or save the model with sparsekit.save_compact'
+            )
+    for home, layers in lists.items():
+        left = [module for module in layers if not isinstance(module, Removed)]
+        parent, _, name = home.rpartition(".")
+        setattr(small.get_submodule(parent), name, nn.ModuleList(left))
+        pairs.add((len(layers), len(left)))
+    return pairs
 
 
 def _check_even(graph: UnitGraph, counts: Mapping[str, int]) -> None:

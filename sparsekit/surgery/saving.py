@@ -25,6 +25,7 @@ from sparsekit.layers import LayerRule, resize
 from sparsekit.registry import load_object
 from sparsekit.surgery.compact_file import damage, digest, read_file, write_file
 from sparsekit.surgery.rebuild import copy_with, named_entries
+from sparsekit.surgery.removed import Removed, put_removed
 from sparsekit.surgery.safe_convolution import guard_convolutions
 from sparsekit.version import __version__
 
@@ -113,8 +114,9 @@ def load_compact(
     """
     model = _make(factory)
     tensors, spec = read_file(Path(path))
-    entries = named_entries(model)
     with damage(path):
+        model = _without_branches(path, model, spec["modules"])
+        entries = named_entries(model)
         tensors |= {alias: tensors[name] for alias, name in spec["ties"].items()}
         _check_architecture(path, model, entries, tensors, spec)
     devices = {name: torch.device("cpu") if own.is_meta else own.device for name, own in entries.items()}
@@ -136,6 +138,26 @@ def load_compact(
         if isinstance(entry, nn.Parameter):
             entry.requires_grad_(name not in fixed)
     return small
+
+
+def _without_branches(path: str | os.PathLike[str], model: nn.Module, saved: Mapping[str, Any]) -> nn.Module:
+    """The model with the modules of residual branches replaced that are gone in the file; itself where none is."""
+    parts = []
+    for name, (kind, attributes) in saved.items():
+        if kind == Removed.__qualname__:
+            parts.append(Removed.part_of(name, attributes))
+    if not parts:
+        return model
+    known = dict(model.named_modules())
+    for part in parts:
+        if not part.module or part.module not in known:
+            raise CompactFileError(
+                f"{path} lacks a branch at {part.module!r}, where the factory makes nothing;"
+                " pass the factory of the dense model"
+            )
+    model = copy_with(model, named_entries(model))
+    put_removed(model, parts)
+    return model
 
 
 def load_mask(path: str | os.PathLike[str], graph: UnitGraph) -> UnitMask:

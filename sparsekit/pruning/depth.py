@@ -1,0 +1,323 @@
+"""Depth: residual branches that go whole, chosen under the same budget as the widths of what is left."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, cast, get_args
+
+import torch
+from torch import nn
+
+from sparsekit.allocation.base import Allocation
+from sparsekit.allocation.limits import check_limits
+from sparsekit.allocation.worth import ranked_worth
+from sparsekit.criteria.base import Criterion, View, is_comparable, score_units
+from sparsekit.criteria.batches import DataDriven, call_model, example_count, read_batches, scoring
+from sparsekit.errors import InvalidValueError
+from sparsekit.graph.edit import remaining
+from sparsekit.graph.graph import UnitGraph
+from sparsekit.graph.groups import Kind
+from sparsekit.layers import LayerRule
+from sparsekit.measure.budget import Budget, BudgetError
+from sparsekit.measure.cost import CostModel
+from sparsekit.measure.model import cost_model
+from sparsekit.pruning.report import GroupReport
+from sparsekit.pruning.selection import Selector, select_groups, select_modules
+from sparsekit.pruning.steps import has_field
+from sparsekit.surgery.rebuild import named_entries
+from sparsekit.surgery.removed import Blocks, remove_blocks
+from sparsekit.tracing.inputs import ModelInputs
+from sparsekit.tracing.residual import find_blocks
+
+_PLANS = 12  # numbers of branches that are tried
+_BATCHES = 8  # of the batches of a criterion, on which each branch is left out once
+
+KINDS = ("block", "layer")
+"""What goes whole: a residual branch, or all branches of a module that does nothing but add them."""
+
+
+@dataclass(frozen=True, eq=False)
+class Start:
+    """What widths are cut from.
+
+    Args:
+        model: The dense model, or what is left of it.
+        graph: Its units.
+        costs: Its costs.
+        allocation: How many units stay in each group.
+        budget: What the small model may cost, in absolute numbers where branches are gone.
+        kind: What `branches` are.
+        branches: Name → the modules of which it consists.
+        gone: Names of those that are no part of the model.
+        notes: Of the report.
+    """
+
+    model: nn.Module
+    graph: UnitGraph
+    costs: CostModel
+    allocation: Allocation
+    budget: Budget | None
+    kind: str = "block"
+    branches: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    gone: frozenset[str] = frozenset()
+    notes: tuple[str, ...] = ()
+
+    def rows(self, dense: CostModel, counts: Mapping[str, int]) -> tuple[GroupReport, ...]:
+        """The branches before and after, for the report.
+
+        Args:
+            dense: Costs of the dense model.
+            counts: Group name → units kept of what is left.
+        """
+        before = dense.entry_costs({name: group.size for name, group in dense.graph.groups.items()})
+        after = self.costs.entry_costs(counts)
+
+        def total(entries: Mapping[str, Mapping[str, float]], modules: tuple[str, ...], what: str) -> float:
+            return sum(each[what] for key, each in entries.items() if key.startswith(tuple(f"{name}." for name in modules)))
+
+        return tuple(
+            GroupReport(
+                name, self.kind, 1, int(name not in self.gone), modules,
+                *(total(part, modules, what) for what in ("flops", "params") for part in (before, after)),
+            )
+            for name, modules in self.branches.items()
+        )  # fmt: skip
+
+
+def read_depth(
+    model: nn.Module, limits: Mapping[Selector, tuple[float, float]]
+) -> tuple[tuple[str, float, float] | None, dict[Selector, tuple[float, float]]]:
+    """Tell the limit of the kind "block" or "layer" from the others.
+
+    Returns:
+        (kind, least and largest share that stays), or None where branches stay; and the other limits.
+
+    Raises:
+        InvalidValueError: both kinds, or shares that are none.
+    """
+    modules = dict(model.named_modules())
+    asked = [kind for kind in KINDS if kind in limits and kind not in modules]
+    rest = {selector: pair for selector, pair in limits.items() if selector not in asked}
+    if not asked:
+        return None, rest
+    if len(asked) > 1:
+        raise InvalidValueError("limits has both 'block' and 'layer'; a layer is all of its blocks, so give one of them")
+    least, largest = limits[asked[0]]
+    check_limits({asked[0]: (least, largest or 1.0)})
+    return (asked[0], float(least), float(largest)), rest
+
+
+def limits_of_widths(
+    model: nn.Module, graph: UnitGraph, limits: Mapping[Selector, tuple[float, float]]
+) -> dict[Selector, tuple[float, float]]:
+    """The limits that concern units of some width; the others name branches alone."""
+    return {selector: pair for selector, pair in limits.items() if select_groups(model, graph, selector)}
+
+
+def go_shallow(
+    start: Start,
+    calls: Sequence[ModelInputs],
+    asked: tuple[str, float, float],
+    *,
+    keep: Iterable[Selector],
+    limits: Mapping[Selector, tuple[float, float]],
+    criterion: Criterion,
+    generator: torch.Generator,
+    rules: Mapping[type[nn.Module], LayerRule] | None,
+) -> Start:
+    """Remove the branches that are worth less for their FLOPs than the units which would go in their place.
+
+    Branches are ranked by worth for FLOPs. Of several numbers of them, from the front of that order, the one is taken with
+    which all that goes, branches and units, is worth least. A branch is worth what the loss rises by without it, where the
+    criterion has batches and its scores compare across layers; else what the units inside it are worth together.
+
+    Args:
+        start: The dense model.
+        calls: What it is called on.
+        asked: Kind, least and largest share of them that stays.
+        keep: Selections of which no branch goes.
+        limits: Selection → (least, largest); the least holds for the branches of the selection, too.
+        criterion: What a unit is worth.
+        generator: The source of randomness of criteria that draw.
+        rules: Rules for layers of your own.
+
+    Returns:
+        What is left, with allocation and budget for it.
+
+    Raises:
+        InvalidValueError: the model has no residual branches, or the limits leave no number of them.
+        BudgetError: the budget cannot be met.
+    """
+    kind, least, largest = asked
+    found = find_blocks(start.model, calls)
+    units = _units(found, kind)
+    if not units:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in list(found.refused.items())[:5])
+        raise InvalidValueError(
+            f"{type(start.model).__name__} has no {kind} that can be removed: no residual branch whose values are added to what"
+            f" they are computed from, and read by nothing else{f' ({reasons})' if reasons else ''}; leave {kind!r} out of"
+            " limits"
+        )
+    held = _held(start.model, start.graph, found, units, keep, limits)
+    most = len(units) - math.ceil(least * len(units) - 1e-9)
+    fewest = len(units) - math.floor(largest * len(units) + 1e-9)
+    view = View(weights=start.model.state_dict(), model=start.model, generator=generator)
+    scores = score_units(criterion, start.graph, view)
+    if isinstance(criterion, DataDriven) and criterion.batches is not None and is_comparable(criterion):
+        worth = ranked_worth(start.graph, scores, "none")
+        own = _losses(start.model, found, units, criterion)
+    else:
+        worth = ranked_worth(start.graph, scores, "share_of_remaining")
+        own = _sums(start, found, units, worth)
+    flops = {name: sum(found.blocks[block].flops for block in blocks) for name, blocks in units.items()}
+    order = sorted(units, key=lambda name: (own[name] / max(1, flops[name]), name))
+    order = _allowed(order, held)[:most]
+    if fewest > len(order):
+        raise InvalidValueError(
+            f"at most {largest:.0%} of {len(units)} may stay of kind {kind!r}, but keep and limits let only {len(order)} go"
+        )
+    absolute = None if start.budget is None else Budget(**start.budget.limits(start.costs.dense_costs()))
+    tried: list[tuple[float, int, Start]] = []
+    refused: BudgetError | None = None
+    for number in _numbers(fewest, len(order) if absolute is not None else fewest):
+        names = [block for name in order[:number] for block in units[name]]
+        try:
+            left = _without(start, calls[0], found, names, absolute, rules)
+            counts = left.allocation.counts(left.graph, {n: scores[n] for n in left.graph.groups}, left.costs)
+        except BudgetError as error:
+            refused = error
+            continue
+        lost = sum(float(worth[name][counts[name] :].sum()) for name in left.graph.groups)
+        tried.append((lost + sum(max(0.0, own[name]) for name in order[:number]), number, left))
+    if not tried:
+        assert refused is not None
+        raise refused
+    _, number, best = min(tried, key=lambda item: item[:2])
+    gone = order[:number]
+    rows = {name: tuple(module for block in blocks for module in found.blocks[block].modules) for name, blocks in units.items()}
+    told = f"{len(gone)} of {len(units)} residual {kind}s are gone{': ' if gone else ''}{', '.join(gone)}."
+    return replace(best, kind=kind, branches=rows, gone=frozenset(gone), notes=(told,))
+
+
+def _units(found: Blocks, kind: str) -> dict[str, tuple[str, ...]]:
+    """Name → the branches that go together."""
+    if kind == "block":
+        return {name: (name,) for name in found.blocks}
+    every = [set(blocks) for _, blocks in found.layers]
+    return {part.module: blocks for part, blocks in found.layers if not any(other < set(blocks) for other in every)}
+
+
+def _held(
+    model: nn.Module,
+    graph: UnitGraph,
+    found: Blocks,
+    units: Mapping[str, tuple[str, ...]],
+    keep: Iterable[Selector],
+    limits: Mapping[Selector, tuple[float, float]],
+) -> list[tuple[set[str], int]]:
+    """Sets of units, and how many of each may go at most."""
+
+    def meant(selector: Selector) -> set[str]:
+        if selector in get_args(Kind):  # units of some width stay where they are, but not against a branch that goes whole
+            return set()
+        chosen = select_modules(model, selector, found.blocks)
+        inside = {
+            name: {*blocks, *(m for block in blocks for m in found.blocks[block].modules)} for name, blocks in units.items()
+        }
+        return {
+            name
+            for name, own in inside.items()
+            if name in chosen or any(a == b or a.startswith(f"{b}.") for a in chosen for b in own)
+        }
+
+    held = [(meant(selector), 0) for selector in keep]
+    for selector, (least, _) in limits.items():
+        check_limits({str(selector): (least, 1.0)})
+        same = meant(selector)
+        if not same and not select_groups(model, graph, selector):
+            raise InvalidValueError(
+                f"{selector!r} makes no units and is no branch that could be removed; its limit means nothing"
+            )
+        held.append((same, len(same) - math.ceil(least * len(same) - 1e-9)))
+    return held
+
+
+def _allowed(order: Sequence[str], held: Sequence[tuple[set[str], int]]) -> list[str]:
+    """The names of an order that may go one after the other."""
+    found: list[str] = []
+    for name in order:
+        if all(name not in same or len(same & set(found)) < most for same, most in held):
+            found.append(name)
+    return found
+
+
+def _numbers(least: int, most: int) -> list[int]:
+    """Numbers from `least` to `most`, both included, some dozen at most: from 0 to 24, every second one."""
+    step = max(1, math.ceil((most - least) / _PLANS))
+    return sorted({*range(least, most + 1, step), most})
+
+
+def _without(
+    start: Start,
+    call: ModelInputs,
+    found: Blocks,
+    names: Collection[str],
+    budget: Budget | None,
+    rules: Mapping[type[nn.Module], LayerRule] | None,
+) -> Start:
+    """The model without some branches, and everything that belongs to it."""
+    if not names:
+        return replace(start, budget=budget, allocation=_fitted(start.allocation, budget, start.graph))
+    model = remove_blocks(start.model, found, names, share=True)
+    graph = remaining(start.graph, set(named_entries(model)), {name for name, _ in model.named_modules()})
+    metrics = budget.metrics if budget is not None else ()
+    costs = cost_model(model, *call.args, graph=graph, metrics=metrics, rules=rules, **call.kwargs)
+    return Start(model, graph, costs, _fitted(start.allocation, budget, graph), budget)
+
+
+def _fitted(plan: Allocation, budget: Budget | None, graph: UnitGraph) -> Allocation:
+    """An allocation for what is left: the budget in absolute numbers, and nothing about groups that are gone."""
+    changed: dict[str, Any] = {}
+    if has_field(plan, "budget") and budget is not None:
+        changed["budget"] = budget
+    if has_field(plan, "limits"):
+        own: Mapping[str, tuple[float, float]] = getattr(plan, "limits")  # noqa: B009 - not part of the protocol
+        changed["limits"] = {name: pair for name, pair in own.items() if name in graph.groups}
+    return replace(cast(Any, plan), **changed) if changed else plan
+
+
+def _losses(model: nn.Module, found: Blocks, units: Mapping[str, tuple[str, ...]], criterion: DataDriven) -> dict[str, float]:
+    """What the mean loss rises by without each unit."""
+    assert criterion.batches is not None
+    limit = min(_BATCHES, criterion.limit or _BATCHES)
+    batches = list(read_batches(criterion.batches, model, "Branches", limit=limit, progress=criterion.progress))
+
+    def mean(small: nn.Module) -> float:
+        with scoring(small), torch.no_grad():
+            parts = [(float(call_model(small, batch, criterion.loss)), example_count(batch)) for batch in batches]
+        return sum(value * count for value, count in parts) / sum(count for _, count in parts)
+
+    whole = mean(model)
+    return {name: mean(remove_blocks(model, found, blocks, share=True)) - whole for name, blocks in units.items()}
+
+
+def _sums(start: Start, found: Blocks, units: Mapping[str, tuple[str, ...]], worth: Mapping[str, Any]) -> dict[str, float]:
+    """What the units inside are worth together; without units nothing is known, and the branch goes last."""
+    homes = {
+        name: {piece.name.rpartition(".")[0] for piece in group.slices if piece.side == "out"}
+        for name, group in start.graph.groups.items()
+    }
+    sums = {}
+    for unit, blocks in units.items():
+        own = [part.module for block in blocks for part in found.blocks[block].parts] or list(
+            {part.module for part, inside in found.layers if set(inside) <= set(blocks)}
+        )
+        inner = [
+            name
+            for name, modules in homes.items()
+            if all(any(m == root or m.startswith(f"{root}.") for root in own) for m in modules)
+        ]
+        sums[unit] = sum(float(worth[name].sum()) for name in inner) if inner else math.inf
+    return sums
