@@ -31,12 +31,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from sparsekit import UnitGraph, UnitGroup, UnitMask, compact, trace_units
 from sparsekit.errors import NoUnitsError
 from sparsekit.surgery.rebuild import copy_with, named_entries
-from sparsekit.tracing.inputs import find_tensors
+from sparsekit.tracing.inputs import find_tensors, map_tensors
 
 MOST_GROUPS = 10
 DRAWS = 3
@@ -64,13 +63,13 @@ def prepared(name: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
             if entry.is_floating_point() and entry.dim() <= 1:
                 noise = torch.rand(entry.shape, generator=generator, dtype=torch.float64)
                 entry.copy_(noise + 0.5 if key.endswith("running_var") else entry + 0.3 * (noise - 0.5))
-    args, kwargs = tree_map_only(Tensor, lambda t: t.double() if t.is_floating_point() else t, (args, kwargs))
+    args, kwargs = map_tensors(lambda t: t.double() if t.is_floating_point() else t, (args, kwargs))
     return model, args, kwargs
 
 
 def run(model: nn.Module, args: Any, kwargs: Any) -> list[Tensor]:
     """Outputs on copies of the inputs."""
-    args, kwargs = tree_map_only(Tensor, torch.clone, (args, kwargs))
+    args, kwargs = map_tensors(torch.clone, (args, kwargs))
     with torch.no_grad():
         return find_tensors(model(*args, **kwargs))
 

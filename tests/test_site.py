@@ -85,10 +85,13 @@ def test_every_example_of_a_page_of_the_reference_runs(module: str, tmp_path: Pa
 WITH_CODE = [page for page in PAGES if "```python\n" in page.read_text(encoding="utf-8")]
 FRAGMENTS = ("after-the-cut", "callbacks", "criteria", "pruning")
 """How-to pages whose blocks are about a reader's own model and data."""
+REAL_DATA = DOCS / "tutorials" / "prune.md"
+"""A page that trains on CIFAR-10 for minutes; its test takes a part of the data."""
 WHOLE = [
     page
     for page in WITH_CODE
-    if page.name == "index.md" or (page.parent.name in ("tutorials", "howto", "concepts") and page.stem not in FRAGMENTS)
+    if page.name == "index.md"
+    or (page.parent.name in ("tutorials", "howto", "concepts") and page.stem not in FRAGMENTS and page != REAL_DATA)
 ]
 """Pages whose blocks are one program; those of other pages are fragments, which are compiled only."""
 
@@ -99,13 +102,48 @@ def test_the_python_of_every_page_can_be_parsed() -> None:
             compile(code, page.name, "exec", dont_inherit=True)
 
 
+OF_OTHERS = {"flwr", "torch_pruning", "torchao", "transformers"}
+"""Libraries of which a page may show code; where one is missing, the page ends before it."""
+
+
+def _needs(code: str) -> set[str]:
+    """Libraries of others that a block imports and that are not installed."""
+    imported = {name.split(".")[0] for name in re.findall(r"^(?:import|from) ([\w.]+)", code, re.M)}
+    return {name for name in imported & OF_OTHERS if importlib.util.find_spec(name) is None}
+
+
 @pytest.mark.parametrize("page", WHOLE, ids=lambda page: page.relative_to(DOCS).as_posix())
 def test_the_python_of_a_page_runs_from_its_top_to_its_end(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     names: dict[str, Any] = {}
     for number, code in enumerate(re.findall(r"^```python\n(.*?)^```$", page.read_text(encoding="utf-8"), re.M | re.S)):
+        if missing := _needs(code):
+            pytest.skip(f"not run from block {number} on: {', '.join(sorted(missing))} is not installed")
         _run(code, names, f"{page.name}, python block {number}", monkeypatch)
+
+
+@pytest.mark.slow
+def test_the_tutorial_of_pruning_runs_on_part_of_its_data(
+    data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("onnxscript", reason='the page exports to ONNX: pip install "sparsekit-torch[export]"')
+    text = REAL_DATA.read_text(encoding="utf-8")
+    for there, here in (
+        ("DATA = None", f"DATA = Path({str(data_dir)!r})"),
+        ("TRAIN, TEST, EPOCHS, AFTER = 20_000, 10_000, 8, 3", "TRAIN, TEST, EPOCHS, AFTER = 600, 500, 1, 1"),
+    ):
+        assert text.count(there) == 1
+        text = text.replace(there, here)
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    for number, code in enumerate(re.findall(r"^```python\n(.*?)^```$", text, re.M | re.S)):
+        _run(code, names, f"prune.md, python block {number}", monkeypatch)
+    runtime = pytest.importorskip("onnxruntime")
+    images = names["images"]
+    found = runtime.InferenceSession("small.onnx").run(None, {"input": images[:7].numpy()})[0]
+    with torch.no_grad():
+        torch.testing.assert_close(torch.from_numpy(found), names["small"](images[:7]), rtol=1e-3, atol=1e-3)
 
 
 TESTED = [page for page in WHOLE if "class Test" in page.read_text(encoding="utf-8")]
@@ -172,6 +210,22 @@ def test_no_page_lies_loose_and_the_index_of_its_section_lists_it() -> None:
     for section in ("tutorials", "howto", "concepts", "evidence"):
         listed = set(re.findall(r"\(([\w-]+\.md)", (DOCS / section / "index.md").read_text(encoding="utf-8")))
         assert {path.name for path in (DOCS / section).glob("*.md")} - {"index.md"} - listed == set(), section
+
+
+def _linked(page: Path) -> set[Path]:
+    """Pages that a page links to."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    return {(page.parent / target).resolve() for target in re.findall(r"\]\(([^)#:]+\.md)", text)}
+
+
+def test_every_page_is_two_clicks_away_and_linked_from_where_its_question_comes_up() -> None:
+    for start in (ROOT / "README.md", DOCS / "index.md"):
+        first = _linked(start)
+        second = {page for link in first if link.exists() for page in _linked(link)}
+        assert set(PAGES) - {start} - first - second == set(), f"more than two clicks from {start.name}"
+    indices = [page for page in PAGES if page.name == "index.md"]
+    asked = {link for page in PAGES if page not in indices for link in _linked(page)}
+    assert set(PAGES) - set(indices) - asked == set(), "linked from indices alone"
 
 
 def test_the_data_of_one_s_own_that_a_page_loads_are_the_same_at_every_start() -> None:
