@@ -111,25 +111,17 @@ def page(measured: str) -> str:
     beside = "\n".join(["| with | how | test |", "|---|---|---|", *(f"| {' | '.join(row)} |" for row in BESIDE)])
     return f"""# What trains as it should
 
-`LearnableMask` trains a narrow network. The tests in `tests/matrix` compare it with masked dense training that is written down
-plainly (`tests/matrix/reference.py`): dense weights, zeros for dropped units, and an optimiser that sees the kept entries
-alone. A combination is *supported* where the two agree through a change of mask, a change of ratio, and saving and loading
-between two changes of mask. All other combinations raise an error that says what to use instead.
-
-The axes: optimiser and its implementation; precision (weights in that dtype, or autocast over float32 weights; float16 with
-a `GradScaler`, one step of which overflows and is skipped); `torch.compile` of the model
-inside ({", ".join(COMPILERS)}); change ({", ".join(CHANGES)}). "yes" holds with and without the compiler,
-and for all three changes, but for the notes.
+Each cell compares a `LearnableMask` with masked dense training that is written down plainly (`tests/matrix/reference.py`).
+**yes**: the two agree through a change of mask, a change of ratio, and saving and loading, with `torch.compile` inside and
+without it. Any other combination raises an error that says what to use instead. `autocast float16` has a `GradScaler`, one step
+of which overflows and is skipped. `AdamW8bit` is torchao's; others work where their state lies entry by entry.
 
 {table()}
-
-`AdamW8bit` is that of torchao. An optimiser of another package is supported where its state lies entry by entry; state that is
-quantised in blocks is refused at the first change of mask.
 
 ## How near
 
 The distance is the norm of the difference of all weights after seven steps, over the norm of what training has changed. Where
-the state of an optimiser does not follow the mask, it is .06 to .46 (a test breaks it on purpose and looks).
+the state of an optimiser does not follow the mask, it is .06 to .46 (a test breaks it on purpose).
 
 {MARK}
 {measured}
@@ -139,25 +131,13 @@ the state of an optimiser does not follow the mask, it is .06 to .46 (a test bre
 
 {beside}
 
-## A fault of torch
-
-The matrix found that `torch.optim.SGD(fused=True)` of torch 2.13 on a CPU does not step most entries of bfloat16 and float16
-parameters, without a word: whole vectors of the instruction set are left out, and only the rest of a tensor is stepped. The
-guard, `sparsekit/training/fused_kernels.py`, tries the kernel once for each dtype and device, and refuses it where it fails.
-
-```python
-p = torch.nn.Parameter(torch.zeros(64, dtype=torch.bfloat16))
-p.grad = torch.ones_like(p)
-torch.optim.SGD([p], lr=1.0, fused=True).step()
-print(p.abs().sum())  # 0, and should be 64
-```
-
-## Commands
+**A fault of torch** was found on the way: `torch.optim.SGD(fused=True)` of torch 2.13 on a CPU leaves most entries of bfloat16
+and float16 parameters unchanged, without a word. `sparsekit/training/fused_kernels.py` tries the kernel once for each dtype
+and device, and refuses it where it fails.
 
 ```
 pytest tests/matrix                              # {few} cells: every pair of values of two axes
 pytest tests/matrix -m "slow or not slow"        # all {whole}, with inductor
-pytest tests/matrix --device cuda                # on another device
 python benchmarks/matrix_page.py --measure       # this page
 ```
 """

@@ -157,7 +157,7 @@ def units() -> None:
 
 def masks() -> None:
     """Masked against compact."""
-    sheet = Sheet(760, 240, "A row mask sets entries to zero and saves no time; a compact model leaves them out")
+    sheet = Sheet(760, 240, "A mask sets entries to zero and saves no time; a compact model leaves them out")
     keep = [True, False, True, False, True, False]
     for x, title in ((110, "dense"), (380, "masked"), (650, "compact")):
         sheet.text(x, 30, title, bold=True)

@@ -97,7 +97,8 @@ def test_the_frame_of_clients_has_a_row_for_each() -> None:
 
 
 def test_the_schema_in_the_documentation_is_that_of_the_code() -> None:
-    """docs/howto/results.md has the command that writes it."""
+    # To write it: python -c "import json; from sparsekit_fl.results.records import json_schema as schema;
+    # print(json.dumps(schema(), indent=1, ensure_ascii=False))" > docs/result.schema.json
     assert json.loads((ROOT / "docs/result.schema.json").read_text()) == json_schema()
 
 
