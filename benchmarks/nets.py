@@ -1,4 +1,4 @@
-"""The networks that the benchmarks of units share, written by hand: VGG11, ResNet50, ViT-S and DenseNet121."""
+"""The networks that benchmarks share, written by hand: VGG11 and VGG16, ResNet50, MobileNetV2, ViT and DenseNet121."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["NETS", "DenseNet121", "ResNet50", "VisionTransformer", "vgg11"]
+__all__ = ["NETS", "DenseNet121", "ResNet50", "VisionTransformer", "mobilenet_v2", "vgg11", "vgg16"]
 
 
 def vgg11(classes: int = 10) -> nn.Module:
@@ -23,6 +23,53 @@ def vgg11(classes: int = 10) -> nn.Module:
         entering = width
     head = (nn.Flatten(), nn.Linear(512, 512), nn.ReLU(inplace=True), nn.Linear(512, 512), nn.ReLU(inplace=True))
     return nn.Sequential(*layers, *head, nn.Linear(512, classes))
+
+
+def vgg16(classes: int = 1000) -> nn.Module:
+    """VGG16 with batch norm, for images of 224 pixels."""
+    layers: list[nn.Module] = []
+    entering = 3
+    for width, depth in ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3)):
+        for _ in range(depth):
+            layers += [nn.Conv2d(entering, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU(inplace=True)]
+            entering = width
+        layers.append(nn.MaxPool2d(2))
+    head = (nn.Flatten(), nn.Linear(512 * 49, 4096), nn.ReLU(inplace=True), nn.Linear(4096, 4096), nn.ReLU(inplace=True))
+    return nn.Sequential(*layers, *head, nn.Linear(4096, classes))
+
+
+def _convolution(entering: int, leaving: int, size: int, stride: int = 1, groups: int = 1) -> list[nn.Module]:
+    convolution = nn.Conv2d(entering, leaving, size, stride, size // 2, groups=groups, bias=False)
+    return [convolution, nn.BatchNorm2d(leaving), nn.ReLU6()]
+
+
+class _Inverted(nn.Module):
+    """1×1 to a wide layer, 3×3 channel by channel, 1×1 back, and a shortcut where shapes allow it."""
+
+    def __init__(self, entering: int, leaving: int, stride: int, wider: int) -> None:
+        super().__init__()
+        width = entering * wider
+        first = _convolution(entering, width, 1) if wider > 1 else []
+        last = _convolution(width, leaving, 1)[:-1]
+        self.layers = nn.Sequential(*first, *_convolution(width, width, 3, stride, width), *last)
+        self.adds = stride == 1 and entering == leaving
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layers(x)
+        return x + out if self.adds else out
+
+
+def mobilenet_v2(classes: int = 1000) -> nn.Module:
+    """MobileNetV2 of width 1, for images of 224 pixels."""
+    layers, entering = _convolution(3, 32, 3, 2), 32
+    for wider, leaving, depth, stride in (
+        (1, 16, 1, 1), (6, 24, 2, 2), (6, 32, 3, 2), (6, 64, 4, 2), (6, 96, 3, 1), (6, 160, 3, 2), (6, 320, 1, 1),
+    ):  # fmt: skip
+        for number in range(depth):
+            layers.append(_Inverted(entering, leaving, stride if number == 0 else 1, wider))
+            entering = leaving
+    layers += _convolution(320, 1280, 1)
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(1280, classes))
 
 
 class _Bottleneck(nn.Module):

@@ -54,7 +54,7 @@ def _criterion(cell: Cell, name: str) -> _Known:
     return cell.once(f"scores of {name}", score)
 
 
-def _cut(cell: Cell, criterion: Any, allocation: str = "by_cost", dense: nn.Module | None = None) -> Any:
+def _cut(cell: Cell, criterion: Any, allocation: str = "by_cost", dense: nn.Module | None = None, multiple_of: Any = 1) -> Any:
     return sk.prune(
         cell.dense if dense is None else dense,
         (cell.example,),
@@ -62,6 +62,7 @@ def _cut(cell: Cell, criterion: Any, allocation: str = "by_cost", dense: nn.Modu
         criterion=criterion,
         allocation=allocation,
         graph=_graph(cell) if dense is None else None,
+        multiple_of=multiple_of,
     )
 
 
@@ -73,30 +74,35 @@ def _by_criterion(name: str, allocation: str = "by_cost") -> Callable[[Cell], Cu
     return arm
 
 
-def _default(cell: Cell) -> tuple[Any, nn.Module]:
+def _default(cell: Cell, multiple_of: Any = 1) -> tuple[Any, nn.Module]:
     """What `sk.prune` does by default with batches, Fisher by cost and consumers refitted, in parts so that each is scored."""
 
     def find() -> tuple[Any, nn.Module]:
-        pruned = _cut(cell, _criterion(cell, "fisher"))
+        pruned = _cut(cell, _criterion(cell, "fisher"), multiple_of=multiple_of)
         small = copy.deepcopy(pruned.model)
         sk.compensate(cell.dense, small, pruned.graph, pruned.mask, cell.once("batches", cell.scoring))
         return pruned, small
 
-    pruned, small = cell.once(f"default at {cell.share:g}", find)
+    pruned, small = cell.once(f"default at {cell.share:g}, {multiple_of}", find)
     return pruned, copy.deepcopy(small)
 
 
-def ours(cell: Cell) -> Cut:
+def ours(cell: Cell, multiple_of: Any = 1) -> Cut:
     """The default with batches, and the dense model as a teacher."""
-    pruned, small = _default(cell)
+    pruned, small = _default(cell, multiple_of)
     return Cut(copy.deepcopy(pruned.model), small, teacher=True, notes={"widths": pruned.mask.counts()})
 
 
-def ours_without_teacher(cell: Cell) -> Cut:
+def ours_without_teacher(cell: Cell, multiple_of: Any = 1) -> Cut:
     """The same, fine-tuned on labels alone, as the rivals are."""
-    found = ours(cell)
+    found = ours(cell, multiple_of)
     found.teacher = False
     return found
+
+
+def ours_rounded(cell: Cell) -> Cut:
+    """The same, in widths that the device likes."""
+    return ours_without_teacher(cell, "auto")
 
 
 def ours_group_sl(cell: Cell) -> Cut:
@@ -150,6 +156,7 @@ def scratch_ours(cell: Cell) -> Cut:
 ARMS: dict[str, Callable[[Cell], Cut]] = {
     "ours": ours,
     "ours, no teacher": ours_without_teacher,
+    "ours, no teacher, rounded": ours_rounded,
     "ours: fisher": _by_criterion("fisher"),
     "ours: taylor": _by_criterion("taylor"),
     "ours: magnitude": _by_criterion("magnitude"),

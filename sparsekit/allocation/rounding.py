@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import get_args
 
 from sparsekit.allocation.limits import Limits, check_limits, count_range
@@ -11,8 +12,25 @@ from sparsekit.errors import InvalidValueError, UnknownNameError, nearest
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.groups import Kind, UnitGroup
 
-Multiples = int | Mapping[str, int]
-"""One number for the width of every layer, or kind of unit ("channel", "feature", "cell", "head") or group name → units."""
+
+@dataclass(frozen=True)
+class Liked:
+    """Multiples that a device likes, where they cost nothing else.
+
+    A group of fewer units than a step keeps any number, and so does one whose limits hold no multiple. An allocation within a
+    budget halves the step until at most 2 % of the budget are left, and until groups at their least number, which is a step or
+    all of their units, take at most a third of what there is to give away: narrow networks have small steps.
+
+    Args:
+        step: Width of the layers: `best_multiple` of the device.
+    """
+
+    step: int
+
+
+Multiples = int | Mapping[str, int] | Liked
+"""One number for the width of every layer, or kind of unit ("channel", "feature", "cell", "head") or group name → units; or
+what a device likes."""
 
 
 def check_multiples(multiple_of: Multiples) -> None:
@@ -21,6 +39,8 @@ def check_multiples(multiple_of: Multiples) -> None:
     Raises:
         InvalidValueError: it is not.
     """
+    if isinstance(multiple_of, Liked):
+        multiple_of = multiple_of.step
     for value in multiple_of.values() if isinstance(multiple_of, Mapping) else (multiple_of,):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise InvalidValueError(f"multiple_of must be a positive integer, or kind → positive integer, got {multiple_of!r}")
@@ -34,6 +54,9 @@ def step_of(group: UnitGroup, multiple_of: Multiples) -> int:
     """
     if isinstance(multiple_of, Mapping):
         return multiple_of.get(group.name, multiple_of.get(group.kind, 1))
+    if isinstance(multiple_of, Liked):
+        step = step_of(group, multiple_of.step)
+        return step if group.size >= step else 1
     if group.kind != "head":
         return multiple_of
     span = min((piece.span for piece in group.slices if piece.side == "out"), default=1)
@@ -70,6 +93,8 @@ def free_counts(graph: UnitGraph, limits: Limits, multiple_of: Multiples) -> dic
         step = math.lcm(*(step_of(graph.groups[name], multiple_of) for name in groups))
         size = min(graph.groups[name].size for name in groups)
         counts = tuple(n for n in range(least, largest + 1) if n % step == 0 or n == size)
+        if not counts and isinstance(multiple_of, Liked):
+            counts = tuple(range(least, largest + 1))
         if not counts:
             raise InvalidValueError(
                 f"no multiple of {step} lies between {least} and {largest} units of {', '.join(map(repr, groups))};"

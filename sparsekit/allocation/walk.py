@@ -9,7 +9,7 @@ from itertools import accumulate
 from typing import TypeAlias
 
 from sparsekit.allocation.limits import Limits
-from sparsekit.allocation.rounding import Multiples, free_counts
+from sparsekit.allocation.rounding import Liked, Multiples, free_counts
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.measure.budget import Budget, BudgetError, format_cost
 from sparsekit.measure.cost import CostModel
@@ -257,6 +257,11 @@ def tighten(widths: Sequence[Width], places: list[int], tracker: CostTracker, li
         _fill(widths, places, tracker, limits)
 
 
+_UNUSED, _HELD = 0.02, 1 / 3
+"""Of a budget, the part that rounding to what a device likes may leave, and the part that groups may hold because they cannot
+go below a step: where narrow groups hold more, there is nothing left to choose, and accuracy suffers."""
+
+
 def within_budget(
     graph: UnitGraph, cost: CostModel, budget: Budget, limits: Limits, multiple_of: Multiples, find: Search
 ) -> Counts:
@@ -274,6 +279,29 @@ def within_budget(
         BudgetError: the budget cannot be met.
     """
     free = free_counts(graph, limits, multiple_of)
+    if not isinstance(multiple_of, Liked) or multiple_of.step == 1:
+        return _within(graph, cost, budget, free, find)
+    dense = cost.costs({name: group.size for name, group in graph.groups.items()})
+    least, plain = (cost.costs(spread(each, lambda _, allowed: allowed[0])) for each in (free, free_counts(graph, limits, 1)))
+    absolute = budget.limits(dense)
+    free_rein = all(least[name] - plain[name] <= _HELD * (limit - plain[name]) for name, limit in absolute.items())
+    rounded = _within(graph, cost, budget, free, find) if free_rein else None
+    if rounded is not None and _unused(cost.costs(rounded), dense, absolute) <= _UNUSED:
+        return rounded
+    finer = within_budget(graph, cost, budget, limits, Liked(multiple_of.step // 2), find)
+    if rounded is None:
+        return finer
+    return min(rounded, finer, key=lambda counts: _unused(cost.costs(counts), dense, absolute))
+
+
+def _unused(costs: Mapping[str, float], dense: Mapping[str, float], limits: Mapping[str, float]) -> float:
+    """The part of the budget that is left, of what the dense model could use."""
+    return min(1 - costs[name] / max(min(limit, dense[name]), 1e-300) for name, limit in limits.items())
+
+
+def _within(
+    graph: UnitGraph, cost: CostModel, budget: Budget, free: Mapping[tuple[str, ...], tuple[int, ...]], find: Search
+) -> Counts:
     sizes = {name: group.size for name, group in graph.groups.items()}
     absolute = budget.limits(cost.costs(sizes))
     check_reachable(free, cost, sizes, absolute)

@@ -157,7 +157,10 @@ class PruneOptions(CutOptions):
     ] = None
     multiple_of: Annotated[
         list[str] | None,
-        typer.Option(help="Widths are multiples of this number; or KIND=number, as in head=2.", rich_help_panel=_WHERE),
+        typer.Option(
+            help="Widths are multiples of this number; auto: of what this device likes; or KIND=number, as in head=2.",
+            rich_help_panel=_WHERE,
+        ),
     ] = None
     schedule: Annotated[
         str,

@@ -8,7 +8,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from sparsekit.cli.data_source import Data, find_loss, find_metric, load_data
 from sparsekit.cli.model_options import CutOptions, PruneOptions
@@ -47,17 +47,19 @@ def read_limits_option(texts: Sequence[str]) -> dict[Any, tuple[float, float]]:
     return found
 
 
-def read_multiples(texts: Sequence[str]) -> int | dict[str, int]:
-    """Read `8`, or `channel=8` and `head=2`.
+def read_multiples(texts: Sequence[str]) -> int | dict[str, int] | Literal["auto"]:
+    """Read `8`, or `auto`, or `channel=8` and `head=2`.
 
     Raises:
         InvalidValueError: no number, or several without a kind.
     """
     found: dict[str, int] = {}
+    if list(texts) == ["auto"]:
+        return "auto"
     for text in texts:
         kind, _, number = text.rpartition("=")
         if not number.isdigit():
-            raise InvalidValueError(f"--multiple-of must be a number, or KIND=number as in channel=8, got {text!r}")
+            raise InvalidValueError(f"--multiple-of must be a number, auto, or KIND=number as in channel=8, got {text!r}")
         if not kind and len(texts) == 1:
             return int(number)
         if not kind:

@@ -88,6 +88,7 @@ class PruneReport:
         denormals: Number of weights of the pruned model that are smaller than any normal number of their type, and not 0.
         times: Milliseconds before and after, where they were measured: `measure_times`.
         slowest: Name of a module with weights → milliseconds of a pass of the pruned model, for the five that take most.
+        unrounded: Group → units that would stay within the same budget if widths were not rounded to what the device likes.
     """
 
     model: str
@@ -107,6 +108,7 @@ class PruneReport:
     denormals: int = 0
     times: Sequence[TimePair] = ()
     slowest: Mapping[str, float] = field(default_factory=dict)
+    unrounded: Mapping[str, int] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """The report as JSON data."""

@@ -64,7 +64,7 @@ class Pruned:
         Returns:
             The same with `times` and `slowest` in its report and, where time fell much less than FLOPs, a note with the reason.
         """
-        return replace(self, report=with_times(self.report, dense, self.model, args, kwargs))
+        return replace(self, report=with_times(self.report, dense, self.model, self.graph, args, kwargs))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write model and mask to one safetensors file, for `load_compact` and `load_mask`.

@@ -11,7 +11,9 @@ from torch import Tensor, nn
 
 from sparsekit.allocation.base import Allocation
 from sparsekit.allocation.choose import choose
+from sparsekit.allocation.rounding import Liked
 from sparsekit.allocation.schedule import Schedule
+from sparsekit.allocation.walk import Counts
 from sparsekit.criteria.base import Criterion, View, score_units
 from sparsekit.criteria.batches import Batch
 from sparsekit.graph.edit import narrow
@@ -57,6 +59,7 @@ class Steps:
     progress: bool
     measured: dict[str, Any] = field(default_factory=dict)
     latency_ms: float | None = None
+    unrounded: Counts = field(default_factory=dict)
 
     def run(self, finetune: AfterCut | None) -> tuple[nn.Module, UnitMask, list[Mapping[str, float]]]:
         """The small model, its mask of the dense model, and the costs after each step."""
@@ -76,6 +79,8 @@ class Steps:
             part = _for_step(self.allocation, self.schedule.progress(step), dense, self.graph, units)
             whole = small
             chosen, small = self._cut(whole, units, scores, part, present, last=step == self.schedule.steps)
+            if step == self.schedule.steps and isinstance(getattr(part, "multiple_of", None), Liked):
+                self.unrounded = replace(cast(Any, part), multiple_of=1).counts(units, scores, present)
             when = "" if self.schedule.steps == 1 else f" of step {step}"
             if small is not whole:
                 self._score(f"after the cut{when}", small)

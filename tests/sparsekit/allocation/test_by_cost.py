@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import sparsekit as sk
 from sparsekit.allocation import ByCost
+from sparsekit.allocation.rounding import Liked, free_counts
 from sparsekit.errors import InvalidValueError, UnknownNameError
 
 
@@ -67,6 +68,22 @@ def test_limits_and_multiples_hold_and_do_not_break_the_budget() -> None:
     assert counts["2"] == 8
     assert all(count % 4 == 0 or count == graph.groups[name].size for name, count in counts.items())
     assert costs.costs(counts)["flops"] <= 0.5 * costs.dense_costs()["flops"]
+
+
+def test_what_a_device_likes_gives_way_to_the_budget_to_limits_and_to_narrow_groups() -> None:
+    graph, costs, scores = _setup()  # groups of 40, 8 and 30 units
+    for share in (0.1, 0.3, 0.5, 0.8):
+        limit = share * costs.dense_costs()["flops"]
+        budget = sk.Budget(flops=limit)
+        plain = costs.costs(ByCost(budget).counts(graph, scores, costs))["flops"]
+        counts = ByCost(budget, multiple_of=Liked(16)).counts(graph, scores, costs)
+        assert 0.98 * plain <= costs.costs(counts)["flops"] <= limit
+    free = free_counts(graph, {}, Liked(16))
+    assert {groups[0]: counts for groups, counts in free.items()} == {"0": (16, 32, 40), "2": tuple(range(1, 9)), "4": (16, 30)}
+    limited = free_counts(graph, {"0": (0.45, 0.7)}, Liked(16))
+    assert limited["0",] == tuple(range(18, 29)), "no multiple is within the limits"
+    with pytest.raises(sk.BudgetError):
+        ByCost(sk.Budget(flops=2), multiple_of=Liked(16)).counts(graph, scores, costs)
 
 
 def test_a_budget_that_cannot_be_met_names_the_least_and_what_holds_it_up() -> None:

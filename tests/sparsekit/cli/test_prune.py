@@ -124,7 +124,7 @@ def test_every_step_is_repaired_as_asked_and_scored_at_each_stage(
 def test_a_finished_run_is_read_and_another_one_is_refused(
     nets: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = ["prune", f"{nets}:make", "--budget", "flops=50%", "--out", str(tmp_path / "small")]
+    arguments = ["prune", f"{nets}:make", "--budget", "flops=50%", "--multiple-of", "auto", "--out", str(tmp_path / "small")]
     report = _json(capsys, *arguments)
     assert _json(capsys, *arguments, "--resume") == report
     assert cli.execute(arguments) == 2

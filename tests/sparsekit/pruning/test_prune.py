@@ -20,6 +20,7 @@ from sparsekit.errors import (
     UnknownNameError,
 )
 from sparsekit.graph.edit import narrow
+from sparsekit.pruning.report import PruneReport
 
 
 def _net() -> nn.Module:
@@ -47,6 +48,21 @@ def test_the_small_model_is_within_the_budget_and_equals_the_masked_one() -> Non
     gated = pruned.graph.gate(model.state_dict(), {name: keep.float() for name, keep in pruned.mask.items()})
     torch.testing.assert_close(pruned.model(X), torch.func.functional_call(model, gated, (X,)))
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_widths_that_the_device_likes_use_the_budget_and_the_report_says_what_rounding_gained(monkeypatch: Any) -> None:
+    monkeypatch.setattr("sparsekit.pruning.prune.best_multiple", lambda *_: 8)
+    model, x = nn.Sequential(nn.Conv2d(3, 64, 3), nn.ReLU(), nn.Conv2d(64, 64, 3), nn.ReLU(), nn.Conv2d(64, 5, 3)), X
+    plain = sk.prune(model, x, budget="flops=50%")
+    pruned = sk.prune(model, x, budget="flops=50%", multiple_of="auto")
+    report = pruned.report
+    assert all(group.after % 8 == 0 for group in report.groups)
+    assert 0.98 * report.limits["flops"] <= report.after["flops"] <= report.limits["flops"]
+    assert dict(report.unrounded) == plain.mask.counts() != pruned.mask.counts()
+    assert any("multiples of 8" in note for note in report.notes)
+    assert any("rounding makes passes" in note for note in pruned.measure_times(model, x).report.notes)
+    assert PruneReport.from_dict(report.to_dict()).to_dict() == report.to_dict()
+    assert report.least == plain.report.least, "what a device likes gives way to a budget"
 
 
 @pytest.mark.parametrize("allocation", ["by_cost", "global", "isomorphic", "uniform", "knapsack"])
