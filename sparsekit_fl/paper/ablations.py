@@ -9,6 +9,7 @@ variant reports both, and `ratio` gives all clients the same. `whole` says which
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
@@ -20,7 +21,7 @@ from sparsekit_fl.client.kept import Mask
 from sparsekit_fl.methods.fedlps import fedlps, fedlps_own
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.policies import ByCapability, Constant, LearnableSgd, LocalPolicy, LocalResult, Sgd, UnitCriterion
-from sparsekit_fl.policies.local import with_epochs
+from sparsekit_fl.policies.local import initial_accuracy, with_epochs
 
 Whole: TypeAlias = Literal["fedlps", "fedlps-own"]
 """The method that an ablation replaces a part of."""
@@ -106,13 +107,11 @@ class MeanProximalSgd(LocalPolicy):
 
     def train(self, ctx: ClientContext, start: StateDict, mask: Mask | None, ratio: float) -> LocalResult:
         """Train under `mask`."""
-        metrics = {}
+        metrics: Mapping[str, float] = {}
         if "seen" not in ctx.memory:
             ctx.memory["seen"] = True
-            ctx.load(ctx.initial_state(), None)
-            score, weight = ctx.score(ctx.masked.model, "train").get("accuracy", (0.0, 0.0))
-            if weight:
-                metrics["initial_accuracy"] = score / weight
+            ctx.load(ctx.initial_state(), mask)
+            metrics = initial_accuracy(ctx, ctx.masked.model)
         entries = sum(start[name].numel() for name in ctx.masked.named_weights())
         result = Sgd(proximal=2.0 * self.proximal / max(1, entries)).train(
             with_epochs(ctx, self.epochs_factor), start, mask, ratio

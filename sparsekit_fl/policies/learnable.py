@@ -16,7 +16,17 @@ from sparsekit_fl.client.context import ClientContext
 from sparsekit_fl.client.kept import Mask
 from sparsekit_fl.options.checked import Hint, NonNegative, Positive
 from sparsekit_fl.options.config import TrainingConfig
-from sparsekit_fl.policies.local import Adjust, Leaves, LocalPolicy, LocalResult, pull_towards, sgd, trained_leaves, with_epochs
+from sparsekit_fl.policies.local import (
+    Adjust,
+    Leaves,
+    LocalPolicy,
+    LocalResult,
+    initial_accuracy,
+    pull_towards,
+    sgd,
+    trained_leaves,
+    with_epochs,
+)
 from sparsekit_fl.policies.mask import require_units
 from sparsekit_fl.problem.problem import Problem
 
@@ -107,7 +117,7 @@ class LearnableSgd(LocalPolicy):
 
         Returns:
             The narrow state under the final mask. The first time, the metric `initial_accuracy` is that of the
-            global state of round 0 on the client's training data, a⁻¹ in the paper.
+            client's submodel of the global state of round 0, on a few of its training examples, a⁻¹ in the paper.
 
         Raises:
             InvalidValueError: a mask policy chose a mask already, or the importance diverged.
@@ -115,7 +125,9 @@ class LearnableSgd(LocalPolicy):
         if mask is not None:
             raise InvalidValueError("LearnableSgd learns its own mask; use it with the mask policy Dense()")
         ctx = with_epochs(ctx, self.epochs_factor)
-        metrics = {} if "importance" in ctx.memory else self._first_scores(ctx)
+        metrics: Mapping[str, float] = {}
+        if "importance" not in ctx.memory:
+            metrics = initial_accuracy(ctx, self._loaded(ctx, ctx.initial_state(), ratio).model)
         masked = self._loaded(ctx, start, ratio)
         leaves = trained_leaves(masked)
         adjusts = [learning(masked, leaves)]
@@ -140,12 +152,6 @@ class LearnableSgd(LocalPolicy):
             noise = torch.from_numpy(ctx.rng.uniform(0.0, self.noise, targets.numel()))
             ctx.masked.load(start, importance=targets + noise.to(targets))
         return ctx.masked
-
-    def _first_scores(self, ctx: ClientContext) -> Mapping[str, float]:
-        """Score the global model of round 0, for a client that trains for the first time."""
-        ctx.load(ctx.initial_state(), None)
-        score, weight = ctx.score(ctx.masked.model, "train").get("accuracy", (0.0, 0.0))
-        return {"initial_accuracy": score / weight} if weight else {}
 
     def _pull(self, start: StateDict, masked: LearnableMask) -> float:
         """Return the factor of (θ − ω) in the gradient, 2μ or 2μ / entries."""

@@ -185,6 +185,25 @@ def with_epochs(ctx: ClientContext, epochs_factor: float) -> ClientContext:
     return dataclasses.replace(ctx, training=dataclasses.replace(ctx.training, local_epochs=epochs))
 
 
+def initial_accuracy(ctx: ClientContext, module: nn.Module) -> dict[str, float]:
+    """Score what a client trains for the first time, in the state of round 0.
+
+    A few of its training examples count, drawn by its generator: what is scored for a hundredth of the FLOPs of the training.
+
+    Args:
+        ctx: The client's, with the epochs that it will train.
+        module: The client's submodel of that state.
+
+    Returns:
+        `initial_accuracy`, where the problem has an accuracy.
+    """
+    size = len(ctx.client.data.train)
+    count = max(1, 3 * ctx.training.local_epochs * size // 100)  # a backward pass costs two forward ones
+    sample = torch.from_numpy(ctx.rng.permutation(size))[:count].sort().values
+    score, weight = ctx.score(module, "train", positions=sample).get("accuracy", (0.0, 0.0))
+    return {"initial_accuracy": score / weight} if weight else {}
+
+
 def sgd(ctx: ClientContext, leaves: Leaves, batches: Batches, adjusts: Sequence[Adjust] = ()) -> TrainingLog:
     """Train leaves of the narrow model.
 

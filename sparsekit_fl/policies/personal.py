@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -107,8 +108,8 @@ class LocalModel(PersonalPolicy):
             of lowest loss on its validation and training data together: with twenty validation examples a lucky early model
             is "best" until the end.
 
-    Of the training data a sample counts, drawn once for each client: as many examples as, with all validation data, are scored
-    for a twentieth of the FLOPs of the training.
+    Of the training data a sample counts, drawn once for each client: as many examples as, with all else that is scored the
+    first time, take a twentieth of the FLOPs of the training.
     """
 
     select: Literal["last", "best", "loss"] = "last"
@@ -118,7 +119,7 @@ class LocalModel(PersonalPolicy):
         if self.select != "last":
             module = self._module(ctx, result)
             validation = ctx.score(module, "val")
-            sample = self._sample(ctx, result.log, validation=len(ctx.client.data.val))
+            sample = self._sample(ctx, result.log)
             training = ctx.score(module, "train", positions=sample) if len(sample) else {}
             quality = _quality(validation, training) if self.select == "best" else [-_mean_loss(validation, training)]
             if quality < ctx.memory.get("quality", [float("-inf")]):
@@ -134,12 +135,14 @@ class LocalModel(PersonalPolicy):
             round=ctx.round,
         )
 
-    def _sample(self, ctx: ClientContext, log: TrainingLog, *, validation: int) -> Tensor:
+    def _sample(self, ctx: ClientContext, log: TrainingLog) -> Tensor:
         """Return positions of training examples, int64, those of the client's first participation."""
         if "sample" not in ctx.memory:
             size = len(ctx.client.data.train)
+            # Whatever was scored in this participation counts, in examples of the trained model.
+            spent = math.ceil(sum(ctx.scored) / ctx.costs.forward_flops(ctx.masked.unit_mask())) if ctx.scored else 0
             # A backward pass costs two forward ones. Something must decide where there are no validation data.
-            count = max(int(_SCORING * 3 * log.examples) - validation, 0 if validation else 1)
+            count = max(int(_SCORING * 3 * log.examples) - spent, 0 if len(ctx.client.data.val) else 1)
             ctx.memory["sample"] = torch.from_numpy(ctx.rng.permutation(size))[:count].sort().values
         sample: Tensor = ctx.memory["sample"]
         return sample

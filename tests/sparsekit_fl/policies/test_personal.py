@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,6 +33,7 @@ def kept(select: Any, participations=PARTICIPATIONS, *, metric: str = "accuracy"
             memory=memory,
             round=number,
             frozen=frozenset(),
+            scored=[],
             score=lambda module, split, scores=scores, **_: scores[split],
             client=SimpleNamespace(data=SimpleNamespace(train=range(90), val=range(10))),
             rng=np.random.default_rng(number),
@@ -77,4 +79,5 @@ def test_a_client_without_validation_data_decides_by_training_data_however_littl
     for examples, count in ((1, 1), (10**6, 24)):
         _, client, ctx = client_context(make_method("fedavg"), kind="personal")
         assert len(client.data.train) == 24
-        assert len(LocalModel("best")._sample(ctx, TrainingLog(examples=examples), validation=0)) == count
+        ctx = replace(ctx, client=replace(client, data=replace(client.data, val=client.data.val.take(np.arange(0)))))
+        assert len(LocalModel("best")._sample(ctx, TrainingLog(examples=examples))) == count

@@ -33,10 +33,16 @@ def examples_of(record, *splits):
     return {c.id: sum(len(getattr(c.data, split)) for split in splits) for c in tiny_clients() if c.id in record.cohort}
 
 
-def scored_to_choose(record):
+def first_scores(record):
+    """Training examples that cost a hundredth of the work of two epochs."""
+    return {id: max(1, 3 * 2 * count // 100) for id, count in examples_of(record, "train").items()}
+
+
+def scored_to_choose(record, first=False):
     """Validation data, and of the training data what a twentieth of the work of two epochs leaves for them."""
     val, train = examples_of(record, "val"), examples_of(record, "train")
-    return {id: val[id] + max(0, int(0.05 * 3 * 2 * train[id]) - val[id]) for id in val}
+    before = first_scores(record) if first else dict.fromkeys(val, 0)
+    return {id: val[id] + max(0, int(0.05 * 3 * 2 * train[id]) - val[id] - before[id]) for id in val}
 
 
 def test_choosing_the_best_model_costs_a_twentieth_of_the_training():
@@ -51,10 +57,10 @@ def test_choosing_the_best_model_costs_a_twentieth_of_the_training():
 
 def test_fedlps_scores_the_first_model_once_and_each_trained_one_at_its_own_width():
     record = cost("fedlps").rounds[0]
-    train, chosen = examples_of(record, "train"), scored_to_choose(record)
+    train, chosen = examples_of(record, "train"), scored_to_choose(record, first=True)
     units = {client: max(1, math.ceil(8 * ratio)) for client, ratio in record.ratios.items()}
-    first = sum(train.values()) * DENSE  # the accuracy before the first round, from which bandits learn
-    assert record.cost.flops_scoring == first + sum(chosen[client] * units[client] * UNIT for client in chosen)
+    first = first_scores(record)  # for the accuracy before the first round, from which bandits learn
+    assert record.cost.flops_scoring == sum((first[client] + chosen[client]) * units[client] * UNIT for client in chosen)
     assert record.cost.flops_compact_training == sum(3 * 2 * train[client] * units[client] * UNIT for client in train)
 
 
@@ -62,6 +68,13 @@ def test_fedlps_scores_the_first_model_once_and_each_trained_one_at_its_own_widt
 def test_asking_whether_to_prune_costs_a_pass_over_validation_data(method):
     record = cost(method).rounds[0]
     assert record.cost.flops_scoring == sum(examples_of(record, "val").values()) * DENSE
+
+
+@pytest.mark.parametrize("method", sorted(SCORES - {"hermes", "lotteryfl"}))
+def test_variants_of_fedlps_score_for_a_twentieth_of_their_training_and_in_their_own_width(method):
+    for rounds in (1, 5):
+        paid = cost(method, rounds=rounds).cost
+        assert 0 < paid.flops_scoring <= 0.05 * paid.flops_compact_training
 
 
 @pytest.mark.slow
