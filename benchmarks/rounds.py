@@ -16,6 +16,7 @@ import statistics
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -42,7 +43,7 @@ class Clock(fl.Callback):
             self.seconds = time.process_time() - self.began
 
 
-def measure(preset: str, names: list[str], data: Path | None, rounds: int, turns: int) -> dict[str, object]:
+def measure(preset: str, names: list[str], data: Path | None, rounds: int, turns: int) -> dict[str, Any]:
     """CPU seconds of each method's runs, in turns, over those of the first method."""
     plan = preset_for(preset=preset)
     problem, clients = build_problem(plan, **({} if data is None else {"data_dir": data}))
@@ -85,9 +86,10 @@ def main() -> None:
             print(json.dumps(row), flush=True)
             continue
         for name in options.methods[1:]:
+            time_over, flops_over = row["time_over_first"][name], row["flops_over_first"][name]
             print(
-                f"{preset:<12} {name:<12} time {row['time_over_first'][name]:.2f} x, FLOPs {row['flops_over_first'][name]:.2f} x"  # type: ignore[index]
-                f" of {options.methods[0]}, {row['rounds']} rounds, {row['seconds'][name]} s",  # type: ignore[index]
+                f"{preset:<12} {name:<12} time {time_over:.2f} x, FLOPs {flops_over:.2f} x of {options.methods[0]},"
+                f" {row['rounds']} rounds, {row['seconds'][name]} s",
                 flush=True,
             )
 

@@ -32,7 +32,8 @@ class GradientImportance:
     The mask follows after every step in which the order of importance changed. By default the optimiser steps importance: add
     `masked.penalty()` to the loss, and keep importance out of weight decay with `masked.param_groups()`. With a rate of its own
     the rule steps it by plain gradient descent, which is faster, as both gradients are computed in closed form from those of
-    the weights; `penalty()` is then 0, and optimisers need not know importance.
+    the weights; `penalty()` is then 0, and optimisers need not know importance. It reads its target from the weights at every
+    fourth step then, since that reads all weights, and they move slowly.
 
     ```python
     masked = sk.LearnableMask(model, (x,), ratio=0.25, learning=sk.GradientImportance(lr=0.02))
@@ -70,6 +71,10 @@ class GradientImportance:
         return FollowScores(self, host)
 
 
+_EVERY = 4
+"""Own steps of the rule between two readings of the weights for the targets, which move as slowly as the weights do."""
+
+
 def targets_of(host: Host, regularizer: ImportanceRegularizer) -> Tensor:
     """The target of every unit under the present weights: float (J,)."""
     return regularizer.targets(host.execution.magnitudes(), [group.size for group in host.graph.groups.values()])
@@ -87,6 +92,8 @@ class FollowScores:
         self._seen: tuple[object, ...] | None = None
         self._stepped = False
         self._learned = False
+        self._target: Tensor | None = None
+        self._age = 0
         sizes = [group.size for group in host.graph.groups.values()]
         self._sizes = sizes
         self._pull = 2.0 * settings.regularizer.weights(sizes, host.scores)
@@ -177,6 +184,12 @@ class FollowScores:
     def _targets(self, host: Host) -> Tensor:
         return self.settings.regularizer.targets(host.execution.magnitudes(), self._sizes).to(host.scores.dtype)
 
+    def _recent_targets(self, host: Host) -> Tensor:
+        if self._target is None or self._age % _EVERY == 0:
+            self._target = self._targets(host)
+        self._age += 1
+        return self._target
+
     def learn(self, host: Host, gradients: Mapping[Tensor, Tensor] | None) -> None:
         self._learn(host, gradients, None)
 
@@ -190,7 +203,7 @@ class FollowScores:
             fused = host.execution.fused
             scores = host.scores.detach()
             gates = fused.gate_gradient(gradients)
-            gradient = (scores - self._targets(host)).mul_(self._pull)
+            gradient = (scores - self._recent_targets(host)).mul_(self._pull)
             gradient.index_add_(0, fused.slot_units, (gates if scale is None else gates / scale).to(gradient))
             if host.scores.grad is not None:  # of a pass of the dense model
                 dropped, seen = fused.dropped_units, host.scores.grad
@@ -217,16 +230,21 @@ class FollowScores:
         self._stepped = self._stepped or holds(optimizer, host.scores)
 
     def state(self) -> dict[str, Tensor]:
-        return {"passes": torch.tensor(self.passes)}
+        target = {} if self._target is None else {"target": self._target.clone()}
+        return {"passes": torch.tensor(self.passes), "age": torch.tensor(self._age), **target}
 
     def load(self, host: Host, state: dict[str, Tensor]) -> None:
         self.passes = int(state.get("passes", self.passes))
+        self._age = int(state.get("age", 0))
+        target = state.get("target")
+        self._target = None if target is None else target.to(host.scores, copy=True)
         self._density = host.execution.mask.density(host.graph)
         self._mark_seen(host)
 
     def apply(self, function: Callable[[Tensor], Tensor]) -> None:
         moved = function(self._pull)
         self._pull = self._pull.to(moved.device) if moved.dtype.itemsize < 4 else moved
+        self._target = None if self._target is None else self._target.to(self._pull)
 
 
 def _fixed_rng() -> np.random.Generator:
