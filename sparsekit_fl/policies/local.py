@@ -188,7 +188,8 @@ def with_epochs(ctx: ClientContext, epochs_factor: float) -> ClientContext:
 def initial_accuracy(ctx: ClientContext, module: nn.Module) -> dict[str, float]:
     """Score what a client trains for the first time, in the state of round 0.
 
-    A few of its training examples count, drawn by its generator: what is scored for a hundredth of the FLOPs of the training.
+    A few of its training examples count: what is scored for a hundredth of the FLOPs of the training. They are drawn by the
+    generator of the ratio, whose bandits learn from the result, so that batches are those of any other method.
 
     Args:
         ctx: The client's, with the epochs that it will train.
@@ -199,7 +200,7 @@ def initial_accuracy(ctx: ClientContext, module: nn.Module) -> dict[str, float]:
     """
     size = len(ctx.client.data.train)
     count = max(1, 3 * ctx.training.local_epochs * size // 100)  # a backward pass costs two forward ones
-    sample = torch.from_numpy(ctx.rng.permutation(size))[:count].sort().values
+    sample = torch.from_numpy(ctx.rngs["ratio"].permutation(size))[:count].sort().values
     score, weight = ctx.score(module, "train", positions=sample).get("accuracy", (0.0, 0.0))
     return {"initial_accuracy": score / weight} if weight else {}
 
