@@ -7,12 +7,25 @@ from fractions import Fraction
 from functools import cache
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 import sparsekit as sk
-from sparsekit.allocation import ByCost, CostModel, Global, Isomorphic, Knapsack, PerGroup, Sensitivity, Uniform, UniformWithin
+from sparsekit.allocation import (
+    ByCost,
+    CostModel,
+    Global,
+    Isomorphic,
+    Knapsack,
+    PerGroup,
+    Sensitivity,
+    Uniform,
+    UniformWithin,
+    knapsack,
+)
+from sparsekit.allocation.walk import Problem
 from sparsekit.errors import InvalidValueError, UnknownNameError
 from sparsekit.measure import cost as cost_module
 from sparsekit.testing.allocations import AllocationContract, example_tied_graph
@@ -125,6 +138,41 @@ def test_the_knapsack_keeps_at_least_as_much_worth_as_the_walk() -> None:
     walk = sk.allocation.ByCost(HALF, scale="none").counts(graph, equal, costs)
     best = Knapsack(HALF, scale="none").counts(graph, equal, costs)
     assert kept(best) >= kept(walk)
+
+
+class Branches(nn.Module):
+    """Branches whose units cost differently, and the same whatever the others keep."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ups = nn.ModuleList(nn.Linear(inputs, 5) for inputs in (11, 7, 3))
+        self.downs = nn.ModuleList(nn.Linear(5, 2, bias=False) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = zip(self.ups, self.downs, x.split((11, 7, 3), 1), strict=True)
+        return torch.stack([down(up(part).relu()) for up, down, part in parts]).sum(0)
+
+
+def test_one_pass_of_the_knapsack_is_as_good_as_trying_all_numbers() -> None:
+    model, x = Branches(), torch.randn(2, 21)
+    graph = sk.trace_units(model, x)
+    costs = sk.cost_model(model, x, graph=graph)
+    dense = dict.fromkeys(graph.groups, 5)
+    limit = 0.5 * costs.costs(dense)["params"]
+    problem = Problem({(name,): (1, 2, 3, 4, 5) for name in dense}, {"params": limit}, costs, sk.Budget(params=limit))
+    for seed in range(8):
+        generator = torch.Generator().manual_seed(seed)
+        worth = {name: np.sort(torch.rand(5, generator=generator).numpy())[::-1].astype(float) for name in dense}
+
+        def kept(counts: Any, worth: Any = worth) -> float:
+            return sum(worth[name][:count].sum() for name, count in counts.items())
+
+        every = (dict(zip(worth, counts, strict=True)) for counts in itertools.product(range(1, 6), repeat=3))
+        best = max(kept(counts) for counts in every if costs.costs(counts)["params"] <= limit)
+        values = {(name,): np.cumsum(each) for name, each in worth.items()}
+        found = knapsack._solve(problem, problem.free, values, dense, 1.0)
+        assert costs.costs(found)["params"] <= limit
+        assert kept(found) == pytest.approx(best)
 
 
 def test_sensitivity_spares_the_group_that_hurts() -> None:
