@@ -38,8 +38,14 @@ def observed(result: RunResult) -> dict[str, object]:
     }
 
 
-@pytest.mark.parametrize("name", sorted(registry))
-@pytest.mark.same_bits
+@pytest.mark.parametrize(
+    "name",
+    [
+        # One in three with other kernels too, and FedLPS, whose operators are the most.
+        pytest.param(name, marks=[] if place % 3 and name != "fedlps" else [pytest.mark.same_bits])
+        for place, name in enumerate(sorted(registry))
+    ],
+)
 def test_a_method_gives_what_it_gave_on_two_workers_after_a_stop_and_over_flowers_wire(name: str, tmp_path: Path) -> None:
     whole = small_run(name)
     golden, found = json.loads(FILE.read_text())[name], observed(whole)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from personal import watched
 
-from sparsekit_fl.client.messages import Update, decode_update, encode_update, update_bytes
+from sparsekit_fl.client.messages import Update, encode_update, update_bytes
 from sparsekit_fl.engines.embedded import Embedded
 from sparsekit_fl.engines.spec import RunSpec, by_id
 from sparsekit_fl.methods import registry
@@ -44,12 +44,6 @@ def test_processes_give_the_bits_of_one_process_which_are_not_those_of_exact_upl
         for config, workers in ((ROUNDED, 1), (ROUNDED, 2), (tiny_config(), 1))
     ]
     assert results[0] == results[1] != results[2]
-
-
-def test_a_rounded_update_survives_the_wire_bit_for_bit():
-    for update in watched(registry["fedlps"](), config=replace(ROUNDED, rounds=1))[1]:
-        again = decode_update(encode_update(update))
-        assert all(torch.equal(again.delta[name], delta) for name, delta in update.delta.items())
 
 
 @pytest.mark.parametrize(("config", "sent"), [(ROUNDED, torch.float32), (tiny_config(), torch.bfloat16)])

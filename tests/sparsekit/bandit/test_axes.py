@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from sparsekit.bandit.axes import Axis
 from sparsekit.errors import InvalidValueError
@@ -44,14 +42,3 @@ def test_an_axis_is_read_from_the_text() -> None:
 def test_another_text_is_refused(text: str, message: str) -> None:
     with pytest.raises(InvalidValueError, match=message):
         Axis.parse(text)
-
-
-@given(
-    share=st.floats(0, 1), text=st.sampled_from(["x=0:1", "x=1e-9:1e9:log", "x=-3:5:int", "x=1:1000:log:int", "x=7:7.000001"])
-)
-def test_the_text_of_a_number_lies_in_the_range_and_means_nothing_to_a_shell(share: float, text: str) -> None:
-    axis = Axis.parse(text)
-    said = axis.text(axis.low + share * (axis.high - axis.low))
-    assert axis.low <= float(said) <= axis.high
-    assert set(said) <= set("0123456789.e+-")
-    assert axis.text(float(said)) == said

@@ -98,17 +98,6 @@ def test_a_pruned_trial_is_told_its_last_intermediate_value_or_forgotten() -> No
         assert told(sampler) == expected
 
 
-def test_a_failed_trial_is_forgotten_or_the_worst() -> None:
-    for failed, expected in (("forget", [(0.5, 1.0), (0.6, -2.0)]), ("worst", [(0.5, 1.0), (0.9, 1.0), (0.6, -2.0)])):
-        sampler = BanditSampler("p-ucbv", seed=0, failed=failed)  # type: ignore[arg-type]
-        study = study_of(sampler)
-        add(study, 0.5, 1.0)
-        add(study, 0.9, state=TrialState.FAIL)
-        add(study, 0.6, -2.0)
-        study.ask({"x": UNIT})
-        assert told(sampler) == expected
-
-
 # --- spaces ---
 
 
@@ -160,16 +149,6 @@ def test_many_threads_lose_no_trial() -> None:
     study.ask({"x": UNIT})
     assert len(study.trials) == 61
     assert sorted(told(sampler)) == sorted((trial.params["x"], trial.value) for trial in study.trials[:60])
-
-
-@pytest.mark.parametrize(("deterministic", "most"), [(True, 1), (False, 3)])
-def test_values_whose_reward_is_certain_are_not_proposed_again(deterministic: bool, most: int) -> None:
-    sampler = BanditSampler("split-ucbv", seed=0, deterministic=deterministic)
-    study = study_of(sampler)
-    study.optimize(lambda trial: -abs(int(trial.suggest_int("n", 1, 30)) - 11), n_trials=15)
-    found = [trial.params["n"] for trial in study.trials]
-    assert max(found.count(n) for n in found) <= most
-    assert len(told(sampler)) >= 14
 
 
 @pytest.mark.parametrize("bandit", sorted(registry))

@@ -16,8 +16,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparsekit.bandit.base import Interval, Pull
-from sparsekit.bandit.noise import Watch
-from sparsekit.bandit.rule import Rule
 from sparsekit.bandit.space import Box, BoxPull
 from sparsekit.bandit.split_ucbv import SplitUCBV
 from sparsekit.testing.bandits import BanditContract, MakeBandit
@@ -130,15 +128,6 @@ def test_a_probe_heeds_a_bound_and_what_was_dropped() -> None:
         assert not any(low <= value < high for low, high in gone), begin
 
 
-def test_chance_is_no_fall() -> None:
-    """Of 100 runs of 300 steady rewards, at most two are taken for falls."""
-    fallen = 0
-    for seed in range(100):
-        rng, watch = np.random.default_rng(seed), Watch(Rule())
-        fallen += any(watch.sees(surprise, 1.0) for surprise in rng.normal(size=300).tolist())
-    assert fallen <= 2
-
-
 @given(rewards=st.lists(st.sampled_from([-1e100, -1e30, -1.0, 0.0, 1e-300, 0.5, 1.0, 1e12, 1e100]), max_size=30))
 @settings(max_examples=25, deadline=None)
 def test_no_rewards_make_it_leave_the_space(rewards: list[float]) -> None:
@@ -176,13 +165,6 @@ def test_any_executed_values_and_drops_are_taken(values: list[float], sides: lis
     arms = bandit.arms
     assert all(arm.low < arm.high for arm in arms)
     assert all(arm.high <= after.low for arm, after in pairwise(arms))
-
-
-def test_without_noise_hardly_a_point_is_tried_again_until_cells_are_as_narrow_as_they_get() -> None:
-    bandit = SplitUCBV(UNIT, rng=np.random.default_rng(0))
-    asked = play(bandit, hill, 60, noise=0.0)
-    assert len(set(asked)) >= 54
-    assert abs(bandit.best().value - 0.7) < 1e-4
 
 
 def test_rewards_of_0_and_1_are_not_taken_for_exact() -> None:

@@ -118,22 +118,6 @@ def test_the_best_is_found_with_its_mean(maximize: bool) -> None:
     assert json.loads(json.dumps(report, allow_nan=False)) == report
 
 
-def test_a_failed_trial_is_noted_with_the_reason() -> None:
-    def fragile(values: Mapping[str, str]) -> float | None:
-        return None if float(values["x"]) > 0.5 else float(values["x"])
-
-    found = rows(None, fragile, sampler="random", trials=12)
-    failed = [row for row in found if row["score"] is None]
-    assert 0 < len(failed) < 12
-    assert all((row["values"]["x"] > 0.5) == (row["score"] is None) for row in found)
-    assert all((row["state"], row["error"], row["seconds"]) == ("fail", "no room", 0.5) for row in failed)
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_a_score_that_is_no_finite_number_has_failed(value: float) -> None:
-    assert rows(None, lambda _: value, trials=1)[0]["error"] == f"its score is {value:g}"
-
-
 def test_several_trials_run_at_a_time_and_none_is_lost() -> None:
     with opened(None, jobs=3) as study:
         workers = Here(hill)
@@ -183,13 +167,6 @@ def test_what_looks_bad_is_pruned() -> None:
         states = [row["state"] for row in study.report()["trials"]]
     assert 3 < states.count("pruned") < 16
     assert states.count("pruned") + states.count("complete") == 20
-
-
-def test_one_process_at_a_time_writes_to_a_folder(tmp_path: Path) -> None:
-    with opened(tmp_path), pytest.raises(InvalidValueError, match="another process is tuning"):
-        opened(tmp_path)
-    with opened(tmp_path):
-        pass
 
 
 def test_another_search_in_the_place_is_refused(tmp_path: Path) -> None:

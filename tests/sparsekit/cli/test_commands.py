@@ -14,11 +14,6 @@ from sparsekit.cli.commands import CommandLine, Commands, Metric, tail
 from sparsekit.errors import InvalidValueError
 
 
-def test_marks_are_filled_in_and_the_rest_is_left_alone() -> None:
-    line = CommandLine("run --lr {x} --n={n} --log run{trial}.txt '$HOME' \"a b\" | tail -1", ["x", "n"])
-    assert line.fill({"x": "0.25", "n": "3"}, trial=7) == "run --lr 0.25 --n=3 --log run7.txt '$HOME' \"a b\" | tail -1"
-
-
 def test_a_command_that_does_not_fit_its_space_is_refused() -> None:
     for text, names, message in (
         ("", ["x"], "is empty"),
@@ -68,13 +63,6 @@ def run(line: str, folder: Path, *, timeout: float | None = None) -> Ended:
             for number, ended in commands.poll():
                 assert (number, isinstance(ended, Ended)) == (3, True)
                 return ended  # type: ignore[return-value]
-
-
-def test_output_score_and_time_are_kept(tmp_path: Path) -> None:
-    ended = run("echo score 2 | tr a-z a-z; echo oh >&2", tmp_path)
-    assert (ended.value, ended.reason, ended.facts["code"]) == (2.0, "", 0)
-    assert 0.0 < ended.facts["seconds"] < 60.0
-    assert (tail(tmp_path / "0003.out"), tail(tmp_path / "0003.err")) == ("score 2\n", "oh\n")
 
 
 @pytest.mark.parametrize(

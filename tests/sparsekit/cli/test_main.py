@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -10,7 +9,6 @@ from pathlib import Path
 import pytest
 import typer
 
-import sparsekit
 from sparsekit.cli import main as cli
 from sparsekit.errors import InvalidValueError
 
@@ -61,40 +59,11 @@ def nets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return name
 
 
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.execute(["--version"]) == 0
-    assert capsys.readouterr().out == f"sparsekit {sparsekit.__version__}\n"
-
-
 def test_units_of_a_built_in_model_as_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.execute(["units", "cnn"]) == 0
     out = capsys.readouterr().out
     assert "cnn: 80 units in 3 groups, 21,840 parameters" in out
     assert all(word in out for word in ("conv1", "conv2", "fc1", "channel", "feature", "fc2", "model output"))
-
-
-def test_units_of_a_factory_as_json(nets: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.execute(["units", f"{nets}:plain", "--example-shape", "2,4", "--json"]) == 0
-    report = json.loads(capsys.readouterr().out)
-    assert report["parameters"] == 4 * 6 + 6 + 6 * 3 + 3
-    assert report["units"] == 6
-    # Six rows with their biases, and six columns of the next layer.
-    assert report["groups"] == [
-        {
-            "name": "0",
-            "kind": "feature",
-            "size": 6,
-            "parameters": 24 + 6 + 18,
-            "share": pytest.approx(48 / 51),
-            "ties": ["0", "2"],
-        }
-    ]
-    assert [item["module"] for item in report["fixed"]] == ["2"]
-
-
-def test_token_inputs_are_given_by_dtype(nets: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.execute(["units", f"{nets}:tokens", "--example-shape", "1,7:int64", "--json"]) == 0
-    assert {group["name"]: group["size"] for group in json.loads(capsys.readouterr().out)["groups"]} == {"0": 4, "1": 5}
 
 
 @pytest.mark.parametrize(

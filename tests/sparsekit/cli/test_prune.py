@@ -15,7 +15,6 @@ import sparsekit as sk
 from sparsekit.cli import main as cli
 from sparsekit.cli.model_source import load_checkpoint
 from sparsekit.cli.prune_run import export_onnx
-from sparsekit.errors import InvalidValueError
 
 NETS = """
 import torch
@@ -203,40 +202,6 @@ def test_checkpoints_are_read_in_every_usual_form(nets: str, tmp_path: Path) -> 
         assert all(torch.equal(value, state[key]) for key, value in target.state_dict().items())
 
 
-def test_a_checkpoint_of_another_model_says_which_keys_differ(nets: str, tmp_path: Path) -> None:
-    model = _made(nets)
-    state = model.state_dict()
-    save_file(
-        {**{k: v for k, v in state.items() if k != "0.bias"}, "classifier.weight": torch.ones(2)}, tmp_path / "a.safetensors"
-    )
-    with pytest.raises(InvalidValueError, match=r"lacks '0.bias', and has 'classifier.weight'"):
-        load_checkpoint(model, tmp_path / "a.safetensors")
-    save_file({**state, "0.bias": torch.ones(5)}, tmp_path / "b.safetensors")
-    with pytest.raises(InvalidValueError, match=r"'0.bias' has shape \(5,\) in the file and \(8,\) in the model"):
-        load_checkpoint(model, tmp_path / "b.safetensors")
-    (tmp_path / "c.pt").write_bytes(b"no weights")
-    with pytest.raises(InvalidValueError, match="cannot be read as weights"):
-        load_checkpoint(model, tmp_path / "c.pt")
-    torch.save({"epoch": 3}, tmp_path / "d.pt")
-    with pytest.raises(InvalidValueError, match="holds no state dict, but a mapping with 'epoch'"):
-        load_checkpoint(model, tmp_path / "d.pt")
-
-
-def test_units_take_checkpoints_keyword_inputs_and_devices(
-    nets: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    save_file(_made(nets).state_dict(), tmp_path / "a.safetensors")
-    found = _json(capsys, "units", f"{nets}:make", "--init", str(tmp_path / "a.safetensors"), "--device", "cpu")
-    assert [group["name"] for group in found["groups"]] == ["0", "3"]
-    found = _json(capsys, "units", f"{nets}:Text", "--example-shape", "tokens=2,7:int64")
-    assert [group["name"] for group in found["groups"]] == ["embedding", "hidden"]
-    assert cli.execute(["units", f"{nets}:Text", "--example-shape", "2 tokens=1"]) == 2
-    assert "--example-shape must be" in capsys.readouterr().err
-    if not torch.cuda.is_available():
-        assert cli.execute(["units", f"{nets}:make", "--device", "cuda"]) == 2
-        assert "no CUDA device" in capsys.readouterr().err
-
-
 def test_sensitivity_makes_a_table_that_prune_takes(nets: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     table = tmp_path / "table.json"
     found = _json(capsys, "sensitivity", f"{nets}:make", "--share", "0.5", "--share", "0.25", "--out", str(table))
@@ -256,13 +221,6 @@ def test_sensitivity_makes_a_table_that_prune_takes(nets: str, tmp_path: Path, c
     assert "exists already" in capsys.readouterr().err
     assert cli.execute(["sensitivity", f"{nets}:make", "--share", "0.5", "--out", str(table), "--resume"]) == 2
     assert "other options (--shares)" in capsys.readouterr().err
-
-
-def test_sensitivity_is_the_loss_of_accuracy_where_there_are_data(nets: str, capsys: pytest.CaptureFixture[str]) -> None:
-    found = _json(capsys, "sensitivity", f"{nets}:make", "--dataset", f"{nets}:batches", "--batch-size", "8")
-    assert found["metric"] == "accuracy"
-    assert cli.execute(["sensitivity", f"{nets}:make"]) == 0
-    assert "change of the outputs" in capsys.readouterr().out
 
 
 @pytest.mark.slow

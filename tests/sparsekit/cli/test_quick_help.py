@@ -15,13 +15,6 @@ from sparsekit.cli.table import COMMANDS
 from sparsekit.registry import load_object
 
 
-@pytest.mark.parametrize("name", sorted(COMMANDS))
-def test_the_summary_of_a_command_is_the_first_line_of_its_help(name: str) -> None:
-    command = typer.main.get_command(load_object(COMMANDS[name].path))
-    first = (command.help or "").split("\n\n")[0]
-    assert COMMANDS[name].summary == " ".join(first.split())
-
-
 @pytest.mark.parametrize("name", [*sorted(COMMANDS), "units"])
 def test_the_help_of_every_argument_is_printed(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     command = typer.main.get_command(app if name == "units" else load_object(COMMANDS[name].path))

@@ -39,11 +39,6 @@ def test_a_mask_does_not_change_with_the_tensor_that_it_was_made_of(kind: type[U
     assert mask["a"].tolist() == [True, False, True]
 
 
-def test_density_counts_the_entries_that_stay(graph: UnitGraph) -> None:
-    # One of three units: 2 of 6 weights, 1 of 3 biases, 2 of 6 columns.
-    assert _mask(0, 1, 0).density(graph) == 5 / 15
-
-
 def test_by_entry_a_dropped_unit_loses_its_rows_and_the_columns_that_read_it(graph: UnitGraph) -> None:
     weights = to_weights(graph, _mask(1, 0, 1))
     assert weights["a.weight"].tolist() == [[True, True], [False, False], [True, True]]
@@ -64,16 +59,3 @@ def test_what_does_not_fit_is_refused(graph: UnitGraph) -> None:
         UnitMask({"a": torch.tensor([1, 0, 1])})
     with pytest.raises(InvalidValueError, match="NaN"):
         UnitMask({"a": torch.tensor([1.0, float("nan"), 0.0])})
-
-
-def test_a_unit_mask_comes_to_the_cpu_and_one_without_values_is_refused() -> None:
-    class Elsewhere(torch.Tensor):
-        """Stands for a tensor of another device."""
-
-        def cpu(self) -> torch.Tensor:  # type: ignore[override]
-            return self.as_subclass(torch.Tensor)
-
-    mask = UnitMask({"a": torch.tensor([True, False]).as_subclass(Elsewhere)})
-    assert type(mask["a"]) is torch.Tensor
-    with pytest.raises(InvalidValueError, match="'a' is on the meta device and has no values"):
-        UnitMask({"a": torch.ones(2, dtype=torch.bool, device="meta")})

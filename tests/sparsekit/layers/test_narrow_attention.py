@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import pickle
 from typing import Any
 
-import pytest
 import torch
 import zoo
 from hypothesis import given, settings
@@ -14,7 +12,6 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from sparsekit.graph.mask import UnitMask
-from sparsekit.layers.narrow_attention import NarrowMultiheadAttention
 from sparsekit.surgery.compaction import compact
 from sparsekit.tracing.trace import trace_units
 
@@ -91,29 +88,3 @@ def test_equals_the_whole_module_with_heads_silenced(data: st.DataObject) -> Non
         torch.testing.assert_close(maps, kept.mean(-3), rtol=1e-10, atol=1e-10)
         _, own = small(query, key, value, **arguments, average_attn_weights=False)
         torch.testing.assert_close(own, kept, rtol=1e-10, atol=1e-10)
-
-
-def square(count: int = 2, **options: Any) -> tuple[nn.MultiheadAttention, nn.MultiheadAttention, Tensor, Tensor]:
-    module, keep = attention(batch_first=True, **options), torch.arange(HEADS) < count
-    x = torch.randn(2, 5, WIDTH, dtype=torch.float64)
-    return module, narrowed(module, keep, x, x, x), x, keep
-
-
-def test_knows_its_sizes_and_keeps_the_names_of_its_parameters() -> None:
-    module, small, _, _ = square(count=3)
-    assert type(small) is NarrowMultiheadAttention
-    assert isinstance(small, nn.MultiheadAttention)
-    assert (small.num_heads, small.head_dim, small.embed_dim, small.kdim, small.vdim) == (3, SIZE, WIDTH, WIDTH, WIDTH)
-    assert list(small.state_dict()) == list(module.state_dict())
-    assert small.in_proj_weight.shape == (3 * 3 * SIZE, WIDTH)
-    assert (small.out_proj.in_features, small.out_proj.out_features) == (3 * SIZE, WIDTH)
-
-
-@pytest.mark.same_bits
-def test_can_be_copied_pickled_and_exported() -> None:
-    _, small, x, _ = square()
-    expected = small(x, x, x)[0]
-    assert torch.equal(copy.deepcopy(small)(x, x, x)[0], expected)
-    assert torch.equal(pickle.loads(pickle.dumps(small))(x, x, x)[0], expected)
-    exported = torch.export.export(small, (x, x, x), {"need_weights": False}).module()
-    torch.testing.assert_close(exported(x, x, x, need_weights=False)[0], expected, rtol=1e-10, atol=1e-10)

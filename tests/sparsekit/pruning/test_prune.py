@@ -105,23 +105,6 @@ def test_indices_say_which_positions_of_each_tensor_are_kept() -> None:
         assert torch.equal(dense, tensor)
 
 
-def test_the_page_shows_every_group_and_layer_and_needs_nothing_else(tmp_path: Path) -> None:
-    pruned = sk.prune(_net(), X, budget="flops=50%")
-    text = pruned.to_html(tmp_path / "report.html")
-    assert (tmp_path / "report.html").read_text(encoding="utf-8") == text
-    assert text.count("<svg") == 2
-    assert all(f"<code>{group.name}</code>" in text for group in pruned.report.groups)
-    assert "http://" not in text.replace("http://www.w3.org/2000/svg", "")
-    assert "<svg" in pruned._repr_html_()
-
-
-def test_a_dry_run_decides_and_cuts_nothing() -> None:
-    model = _net()
-    dry = sk.prune(model, X, budget="flops=50%", cut=False)
-    assert dry.model is model
-    assert dry.mask == sk.prune(model, X, budget="flops=50%").mask
-
-
 def test_a_schedule_trains_between_the_cuts_and_ends_within_the_budget() -> None:
     seen: list[tuple[int, float]] = []
 
@@ -174,19 +157,6 @@ def test_the_graph_of_a_narrow_model_is_what_a_trace_of_it_finds(name: str) -> N
     twice = sk.compact(sk.compact(model, graph, mask), small, half)
     assert {k: v.shape for k, v in once.state_dict().items()} == {k: v.shape for k, v in twice.state_dict().items()}
     assert all(torch.equal(v, twice.state_dict()[k]) for k, v in once.state_dict().items())
-
-
-def test_inputs_may_be_keywords() -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Linear(4, 8), nn.Linear(8, 2)
-
-        def forward(self, *, x: Tensor) -> Tensor:
-            out: Tensor = self.b(self.a(x).relu())
-            return out
-
-    assert sk.prune(Net(), {"x": torch.randn(3, 4)}, budget="params=50%").report.after["params"] <= 29
 
 
 class _Broken:

@@ -42,10 +42,3 @@ def test_save_pretrained_of_a_cut_model_names_save_compact(execution: str, tmp_p
     again = sk.load_compact(tmp_path / "small.safetensors", Pretrained)
     x = torch.randn(3, 4)
     assert torch.equal(again(x), small(x))
-
-
-def test_save_pretrained_works_where_nothing_was_cut(tmp_path: Path) -> None:
-    model = Pretrained()
-    graph = sk.trace_units(model, torch.randn(2, 4))
-    sk.compact(model, graph, sk.UnitMask.full(graph)).save_pretrained(tmp_path)
-    assert (tmp_path / "weights.pt").exists()

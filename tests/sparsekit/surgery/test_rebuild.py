@@ -47,22 +47,6 @@ class Own(nn.Module):
         return twin
 
 
-class Stateful(nn.Module):
-    """Leaves out of its state what it can make again."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(2))
-        self.cache: object = object()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in super().__getstate__().items() if key != "cache"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self.cache = "made again"
-
-
 def test_references_inside_a_copy_stay_inside() -> None:
     holder: list[nn.Module] = []
     model = nn.ModuleDict({"odd": Odd(holder), "plain": nn.Linear(2, 2)})
@@ -81,15 +65,6 @@ def test_references_inside_a_copy_stay_inside() -> None:
     assert (odd.ordered, odd.empty.note, odd.numbers) == (OrderedDict(x=[2]), "kept", {1, 2})
     assert odd.numbers is not model["odd"].numbers
     assert odd.scale.data_ptr() != model["odd"].scale.data_ptr()
-
-
-def test_modules_that_know_how_to_copy_themselves_do() -> None:
-    model = nn.Sequential(Own(), Stateful(), nn.LSTM(2, 3))
-    twin: Any = copy_with(model, {"0.weight": torch.ones(2)})
-    assert twin[0].copies == 1
-    assert twin[0].weight.tolist() == [1.0, 1.0]
-    assert twin[1].cache == "made again"
-    assert all(a is b for a, b in zip(twin[2]._flat_weights, twin[2].parameters(), strict=True))
 
 
 @pytest.mark.parametrize("name", ["resnet-small", "tied-lstm", "gru-deep", "mha", "group-norm", "dict-input"])

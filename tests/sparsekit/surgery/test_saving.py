@@ -71,18 +71,6 @@ def test_frozen_parameters_dtypes_and_options_come_back(tmp_path: Path) -> None:
     assert again[0].kernel_size == (3,)
 
 
-def test_a_factory_may_be_named_by_a_string_and_may_bring_inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
-    graph = sk.trace_units(model, torch.zeros(1, 3))
-    sk.save_compact(sk.compact(model, graph, half(graph)), tmp_path / "m.safetensors")
-    (tmp_path / "nets_for_saving.py").write_text(
-        "import torch\nfrom torch import nn\n"
-        "def make():\n    return nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)), (torch.zeros(1, 3),)\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    assert sk.load_compact(tmp_path / "m.safetensors", "nets_for_saving:make")[0].out_features == 2
-
-
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
     model, _, _, graph = traced("mlp")
@@ -122,39 +110,11 @@ def test_a_buffer_without_data_that_no_file_holds_is_refused(saved: Path) -> Non
         sk.load_compact(saved, factory)
 
 
-def test_whatever_has_a_graph_a_mask_and_a_compact_model_can_be_saved(tmp_path: Path) -> None:
-    class Pruned(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model, _, _, self.graph = traced("mlp")
-
-        def unit_mask(self) -> sk.UnitMask:
-            return half(self.graph)
-
-        def compact(self) -> nn.Module:
-            return sk.compact(self.model, self.graph, half(self.graph))
-
-    pruned = Pruned()
-    sk.save_compact(pruned, tmp_path / "small.safetensors")
-    assert sk.load_mask(tmp_path / "small.safetensors", pruned.graph) == half(pruned.graph)
-
-
 @pytest.mark.parametrize("key", ["modules", "ties", "fixed", "format"])
 def test_a_damaged_description_is_refused(saved: Path, key: str) -> None:
     edit_header(saved, lambda spec: spec.pop(key))
     with pytest.raises(CompactFileError, match="is damaged"):
         sk.load_compact(saved, mlp)
-
-
-def test_the_file_can_set_plain_values_of_known_attributes_only(saved: Path) -> None:
-    def change(spec: dict[str, Any]) -> None:
-        spec["modules"]["0"][1] |= {"forward": 3, "_parameters": [], "in_features": {"a": 1}, "unheard_of": 1}
-
-    edit_header(saved, change)
-    layer = sk.load_compact(saved, mlp)[0]
-    assert callable(layer.forward)
-    assert layer.in_features == 5
-    assert not hasattr(layer, "unheard_of")
 
 
 def test_what_does_not_fit_is_refused(saved: Path, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from laws import check_masked_equals_compact, random_mask
 from torch import Tensor, nn
 
 from sparsekit.graph.graph import UnitGraph
-from sparsekit.tracing.trace import FixedUnitsWarning, TrainModeWarning, trace_units
+from sparsekit.tracing.trace import FixedUnitsWarning, trace_units
 
 
 def trace(model: nn.Module, *args: Any) -> tuple[UnitGraph, list[str]]:
@@ -70,19 +70,6 @@ def test_dropped_paths_keep_units_apart(train: bool) -> None:
     assert dict(graph.fingerprint()) == {"a": 6, "b": 5}
     assert messages == []
     check_masked_equals_compact(model, (x,), {}, graph, random_mask(graph, 0.5, 0), train=train)
-
-
-def refusing(m: nn.Module, x: Tensor) -> Tensor:
-    if m.training:
-        raise ValueError("targets must be given in training")
-    return m.c(m.a(x).relu()) + m.d(m.b(x))  # type: ignore[no-any-return]
-
-
-def test_inputs_that_training_refuses_are_warned_of() -> None:
-    model = net(refusing)
-    with pytest.warns(TrainModeWarning, match="targets must be given in training.*batch of two"):
-        graph = trace_units(model.eval(), torch.randn(1, 3))
-    assert dict(graph.fingerprint()) == {"a": 6, "b": 5}
 
 
 def with_head(m: nn.Module, x: Tensor) -> Any:

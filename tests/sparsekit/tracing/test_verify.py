@@ -40,11 +40,6 @@ def test_the_one_wrong_group_is_found_among_six() -> None:
     assert "removing units changes the output" in failures["4"]
 
 
-def test_a_model_that_fixes_its_dtype_is_compared_in_that_dtype() -> None:
-    model = zoo.Lambda(lambda m, x: m.head(m.a(x.float()).relu()), a=nn.Linear(3, 6), head=nn.Linear(6, 2))
-    assert list(trace_units(model, torch.randn(4, 3)).groups) == ["a"]
-
-
 def test_a_fresh_batch_norm_and_zero_scales_do_not_hide_an_error() -> None:
     model = zoo.Lambda(
         lambda m, x: m.head(m.a(x).relu()) + m.gain * m.a(x).relu().mean(-1, keepdim=True),
@@ -58,10 +53,3 @@ def test_a_fresh_batch_norm_and_zero_scales_do_not_hide_an_error() -> None:
     shapes = {name: value.shape for name, value in model.state_dict().items()}
     failures = Verifier(model, [ModelInputs((x,), {})]).failures(dataclasses.replace(graph, shapes=shapes))
     assert list(failures) == ["a"]
-
-
-def test_an_output_that_is_never_finite_lets_nothing_pass() -> None:
-    model = zoo.Lambda(lambda m, x: m.head(m.a(x).relu()) / 0.0 * 0.0, a=nn.Linear(3, 6), head=nn.Linear(6, 2)).eval()
-    x = torch.randn(4, 3)
-    graph = trace_units(model, x, verify=False)
-    assert "infinite or NaN" in Verifier(model, [ModelInputs((x,), {})]).failures(graph)["a"]

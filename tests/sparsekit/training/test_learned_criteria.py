@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from sparsekit import LearnableMask
 from sparsekit.allocation import Uniform, choose
 from sparsekit.criteria import Learned, View
-from sparsekit.errors import InvalidValueError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.mask import UnitMask
 
@@ -130,13 +129,3 @@ def test_a_criterion_with_a_memory_is_asked_once_a_step(execution: Execution) ->
     masked(x)
     assert criterion.asked == 11
     assert masked.unit_mask() == _largest(masked.graph, criterion.mean)
-
-
-@pytest.mark.parametrize("execution", ["compact", "masked"])
-def test_scores_that_become_nan_are_an_error_by_name(execution: Execution) -> None:
-    model, x, _ = _problem()
-    masked = learnable_mask(model, (x,), criterion=Opposite(), ratio=0.5, execution=execution)
-    with torch.no_grad():
-        masked.scores[9] = float("nan")
-    with pytest.raises(InvalidValueError, match="Opposite scores of group '2' hold NaN, for unit 1 first"):
-        masked(x)

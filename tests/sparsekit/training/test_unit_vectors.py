@@ -8,8 +8,6 @@ import torch.nn.functional as F
 from narrow import X, Y, network, prepared
 from torch.overrides import TorchFunctionMode
 
-from sparsekit import LearnableMask
-from sparsekit.criteria.learned import Learned
 from sparsekit.training.unit_vectors import Reader
 
 
@@ -45,25 +43,3 @@ def test_the_gate_gradient_is_summed_outside_autocast_also_when_backward_runs_in
         found = reader.products(reader.leaf.detach(), gradient)
     assert seen == [False]
     assert torch.equal(found, expected)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.same_bits
-def test_scores_have_a_gradient_in_their_own_dtype_when_backward_runs_under_autocast(dtype) -> None:
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(8 * 4, 3))
-    x = torch.randn(4, 3, 4, 4)
-    masked = LearnableMask(model, (x,), ratio=0.5, explore=0.0, criterion=Learned())
-    found = []
-    for inside in (True, False):
-        masked.zero_grad()
-        with torch.autocast("cpu", dtype=dtype):
-            loss = masked(x).float().square().sum()
-            if inside:
-                loss.backward()
-        if not inside:
-            loss.backward()
-        assert masked.scores.grad is not None
-        assert masked.scores.grad.dtype == torch.float32
-        found.append(masked.scores.grad)
-    assert torch.equal(*found)

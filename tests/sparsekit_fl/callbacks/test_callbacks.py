@@ -14,11 +14,11 @@ import torch
 import sparsekit_fl as fl
 from sparsekit_fl.callbacks import BestCheckpoint, Callback, EarlyStopping, NotebookDisplay, RunView, TensorBoard
 from sparsekit_fl.callbacks.monitor import Monitor
-from sparsekit_fl.errors import ClientError, RunInterrupted
+from sparsekit_fl.errors import RunInterrupted
 from sparsekit_fl.methods import fedavg
 from sparsekit_fl.results.scores import RoundScores
 from sparsekit_fl.server.loop import run
-from sparsekit_fl.testing import FailingSgd, StopAfter, TinyNet, tiny_clients, tiny_config, tiny_problem
+from sparsekit_fl.testing import StopAfter, TinyNet, tiny_clients, tiny_config, tiny_problem
 
 
 def tiny_run(*callbacks: Callback, **options: Any) -> fl.RunResult:
@@ -54,13 +54,6 @@ def test_callbacks_are_told_everything_in_order() -> None:
         ("start", 0, 8, ("accuracy", "loss")), *["Update"] * 4, ("round", 1, True),
         *["Update"] * 4, *["Evaluation"] * 8, ("evaluation", 2, ["accuracy", "loss"]), ("round", 2, True), ("end", 2),
     ]  # fmt: skip
-
-
-def test_a_run_that_fails_tells_its_callbacks_that_it_ended() -> None:
-    told = Told()
-    with pytest.raises(ClientError):
-        tiny_run(told, method=replace(fedavg(), local=FailingSgd()))
-    assert told.seen[-1] == ("end", None)
 
 
 class StopIn(Callback):

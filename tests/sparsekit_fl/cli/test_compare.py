@@ -179,32 +179,6 @@ def test_levels_of_devices_and_data_are_an_axis(tmp_path: Path, capsys: pytest.C
     assert {"accuracy-heterogeneity-lacks-4.png", "accuracy-classes-low.svg", "time-heterogeneity-lacks-8.png"} <= figures
 
 
-def test_all_stands_for_every_registered_method(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    from sparsekit_fl.cli.compare import _distinct
-    from sparsekit_fl.methods import registry
-
-    made = _distinct(["local", "all"])
-    assert set(made) == set(registry)
-    assert list(made)[:2] == ["local", "fedavg"], "named ones first, then as published"
-    assert list(made).index("fedlps") < list(made).index("flst")
-
-
-def test_a_file_names_methods_and_protocol_and_the_line_comes_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "protocol.toml"
-    file.write_text(
-        'methods = ["fedavg", "local"]\nrounds = 2\nclients = 4\ncohort = 2\nworkers = 1\nheterogeneity = "low"\nseed = 3\n'
-        "[training]\nlocal-epochs = 1\nlr = 0.5\n"
-    )
-    line = ["compare", "--config", str(file), "--seeds", "1", "--rounds", "1", "--quiet", "--json"]
-    assert execute(line) == 0
-    assert json.loads(capsys.readouterr().out)["methods"] == ["fedavg", "local"]
-    assert execute([*line, "fedprox", "--out", str(tmp_path / "out"), "--heterogeneity", "median"]) == 0
-    assert json.loads(capsys.readouterr().out)["methods"] == ["fedprox"]
-    config = json.loads((tmp_path / "out/fedprox-median-seed3/result.json").read_text())["config"]
-    assert (config["rounds"], config["cohort"], config["training"]["lr"]) == (1, 2, 0.5)
-    assert config["capability_levels"] == [1.0, 0.5, 0.25]
-
-
 @pytest.mark.parametrize("jobs", [1, 2])
 def test_ctrl_c_keeps_what_is_done_and_says_how_to_go_on(jobs: int, tmp_path: Path) -> None:
     command = [

@@ -116,13 +116,6 @@ def test_a_used_folder_and_a_changed_option_are_refused(tmp_path: Path, capsys: 
     assert "config.training.lr: was 0.1, now 0.01" in capsys.readouterr().err
 
 
-def test_data_and_models_of_the_user(mine: str, capsys: pytest.CaptureFixture[str]) -> None:
-    result = _json(["run", "fedavg", "--dataset", f"{mine}:data", "--rounds", "2", "--workers", "1"], capsys)
-    assert len(result["final"]["per_client"]) == 3
-    result = _json(["fedlps", *TINY, "--model", f"{mine}:wide"], capsys)
-    assert result["config"]["experiment"]["model"] == f"{mine}:wide"
-
-
 def test_levels_of_heterogeneity_decide_capabilities_and_classes(capsys: pytest.CaptureFixture[str]) -> None:
     config = _json(["run", "fedavg", *TINY, "--heterogeneity", "median", "--set", "partition.lack_classes=6"], capsys)["config"]
     assert config["capability_levels"] == [1.0, 0.5, 0.25]

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from sparsekit.errors import DataError, InvalidValueError
+from sparsekit.errors import InvalidValueError
 from sparsekit_fl.paper.build import build_problem
 from sparsekit_fl.paper.presets import preset_for
 from sparsekit_fl.problem.clients import Client, ClientData
@@ -39,14 +39,6 @@ def test_without_options_the_digits_are_dealt_to_a_small_cnn() -> None:
     assert {client.capability.ratio for client in clients} == {1.0}
 
 
-def test_the_seed_alone_decides_who_gets_what() -> None:
-    def rows(seed: int) -> list[list[int]]:
-        return [client.data.train.index.tolist() for client in build_problem(preset_for(), seed=seed)[1]]
-
-    assert rows(1) == rows(1)
-    assert rows(1) != rows(2)
-
-
 def test_a_partition_of_ones_own_is_called_with_its_options_and_must_give_each_client_data(own: ModuleType) -> None:
     def by_turns(source: DataSource, *, clients: int, rng: np.random.Generator, most: int = 20) -> list[ClientData]:
         first = int(rng.integers(3))
@@ -70,15 +62,6 @@ def test_a_partition_of_ones_own_is_called_with_its_options_and_must_give_each_c
         build_problem(preset_for(), partition=f"{name}:by_turns", options={"mots": 7})
     with pytest.raises(InvalidValueError, match=r"must return a list of 6 ClientData, one for each client, got \[\]"):
         build_problem(preset_for(), partition=f"{name}:nothing", clients=6)
-
-
-def test_a_model_factory_with_too_few_classes_is_refused(own: ModuleType) -> None:
-    own.build = lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 1))  # type: ignore[attr-defined]
-    with pytest.raises(DataError, match="but the model has 1 outputs"):
-        build_problem(preset_for(), model="own_things:build")
-    own.build = lambda classes: nn.Sequential(nn.Flatten(), nn.Linear(64, classes))  # type: ignore[attr-defined]
-    problem, _ = build_problem(preset_for(), model="own_things:build")
-    assert problem.example_inputs[0].shape == (1, 1, 8, 8)
 
 
 def test_a_data_factory_may_bring_problem_and_clients(own: ModuleType) -> None:

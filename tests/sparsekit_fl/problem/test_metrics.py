@@ -13,11 +13,6 @@ def test_accuracy_is_right_predictions_and_their_number() -> None:
     assert (int(right), int(counted)) == (2, 3)
 
 
-def test_accuracy_of_sequences_counts_tokens_and_skips_padding() -> None:
-    right, counted = accuracy(SCORES[None], torch.tensor([[0, 1, IGNORED]]))
-    assert (int(right), int(counted)) == (2, 2)
-
-
 def test_unknown_words_count_as_asked_for_but_never_as_right() -> None:
     right, counted = TokenAccuracy(never_right=(1,))(SCORES[None], torch.tensor([[0, 1, IGNORED]]))
     assert (int(right), int(counted)) == (1, 2)

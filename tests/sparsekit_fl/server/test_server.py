@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from sparsekit.errors import InvalidValueError
 from sparsekit.graph.mask import UnitMask, WeightMask
 from sparsekit.graph.state import digest
 from sparsekit_fl.client.messages import Update, WorkCost
@@ -116,21 +115,6 @@ def test_assignments_depend_on_seed_and_round_alone(spec):
     assert [(a.client_id, a.capability) for a in one.assign(5)] == [(a.client_id, a.capability) for a in other.assign(5)]
     cohorts = {tuple(a.client_id for a in one.assign(round)) for round in range(1, 9)}
     assert len(cohorts) > 3
-
-
-@dataclass(frozen=True)
-class Stubborn(SamplingPolicy):
-    cohort: tuple[int, ...]
-
-    def sample(self, ctx):
-        return list(self.cohort)
-
-
-@pytest.mark.parametrize("cohort", [(), (1, 1), (1, 99)])
-def test_a_cohort_that_makes_no_sense_is_refused(spec, cohort):
-    method = replace(spec.method, sampling=Stubborn(cohort))
-    with pytest.raises(InvalidValueError, match="must choose distinct clients"):
-        Server(replace(spec, method=method), by_id(tiny_clients())).assign(1)
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from sparsekit_fl.results.state import storage
 from sparsekit_fl.results.state.storage import FolderLock
 from sparsekit_fl.results.state.store import ClientStore
 from sparsekit_fl.server.loop import run
-from sparsekit_fl.testing import FailingSgd, StopAfter, tiny_clients, tiny_config, tiny_problem
+from sparsekit_fl.testing import StopAfter, tiny_clients, tiny_config, tiny_problem
 
 ENGINES = ["one worker", "two workers", "a grid"]
 
@@ -206,13 +206,6 @@ def test_a_system_that_opens_no_folders_keeps_a_run_all_the_same(tmp_path: Path,
     assert len(tiny_run(out=tmp_path).rounds) == 4
 
 
-def test_resuming_where_there_is_no_run_is_refused_and_a_like_name_is_named(tmp_path: Path) -> None:
-    tiny_run(out=tmp_path / "mnist-a")
-    with pytest.raises(ResumeError, match=r"holds no run to go on with; did you mean 'mnist-a'"):
-        tiny_run(out=tmp_path / "mnist-b", resume=True)
-    assert not (tmp_path / "mnist-b").exists()
-
-
 @pytest.mark.same_bits
 def test_a_finished_run_is_extended_to_the_bits_of_a_longer_one(tmp_path: Path) -> None:
     tiny_run(out=tmp_path)
@@ -229,15 +222,6 @@ def test_a_finished_run_is_extended_to_the_bits_of_a_longer_one(tmp_path: Path) 
 def test_methods_that_plan_by_the_number_of_rounds_are_extended_too(name: str, tmp_path: Path) -> None:
     tiny_run(method=registry[name](), out=tmp_path)
     assert len(tiny_run(method=registry[name](), out=tmp_path, resume=True, config=tiny_config(rounds=6)).rounds) == 6
-
-
-def test_clients_that_never_could_train_are_named_with_their_reason() -> None:
-    method = replace(fedavg(), local=FailingSgd((2, 5)))
-    result = tiny_run(method=method, config=tiny_config(rounds=8))
-    assert set(result.failures) == {2, 5}
-    assert "no luck with 5" in result.failures[5]
-    raw = result.to_dict()["failed_clients"]
-    assert [one["client"] for one in raw] == [2, 5]
 
 
 @pytest.mark.parametrize("name", ["checkpoint.safetensors", "rounds.jsonl"])

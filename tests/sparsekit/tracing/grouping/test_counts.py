@@ -24,9 +24,3 @@ def test_a_group_norm_without_a_scale_counts_its_groups() -> None:
     narrow_model.remask(mask)
     assert narrow_model.module[1].num_groups == 3
     assert dense_skeleton(narrow_model.module, graph)[1].num_groups == 4
-
-
-def test_the_number_of_an_instance_norm_is_set_so_that_torch_does_not_complain() -> None:
-    model = nn.Sequential(nn.Conv1d(1, 8, 1), nn.InstanceNorm1d(8), nn.ReLU(), nn.Conv1d(8, 2, 1))
-    graph = trace_units(model, torch.randn(2, 1, 5))
-    assert graph.sizes == (SizeAttribute("1", "num_features", "0", 1),)

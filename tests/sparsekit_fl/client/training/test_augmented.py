@@ -15,7 +15,7 @@ from sparsekit_fl.engines.embedded import Embedded
 from sparsekit_fl.methods import registry
 from sparsekit_fl.problem.augment import Augmentations, Crop, Erase, Flip, Noise, make_augment
 from sparsekit_fl.problem.clients import Client, ClientData
-from sparsekit_fl.problem.lazy import LazyData, fitted
+from sparsekit_fl.problem.lazy import LazyData
 from sparsekit_fl.problem.problem import Problem
 from sparsekit_fl.server.loop import run
 from sparsekit_fl.testing import tiny_clients, tiny_config, tiny_problem
@@ -113,30 +113,6 @@ def test_random_transforms_give_the_same_bits_for_any_number_of_workers(method):
     ]
     assert runs[0].final.to_dict() == runs[1].final.to_dict()
     assert [record.loss for record in runs[0].rounds] == [record.loss for record in runs[1].rounds]
-
-
-class Plain(Shaken):
-    def __getitem__(self, place):
-        self.reads += 1
-        return self.data[place]
-
-
-def test_a_data_set_is_read_batch_by_batch_with_the_same_numbers():
-    whole = tiny_clients(1)[0].data.train
-    data = Plain(whole)
-    for one, two in zip(read(tiny_problem(), data), read(tiny_problem(), whole), strict=True):
-        assert torch.equal(one, two)
-    examples = Examples(tiny_problem(), Plain(whole), device="cpu")
-    next(examples.batches(None, [(0, 4), (4, 8)]))
-    assert examples._data.reads == 4
-
-
-def test_pictures_of_any_size_are_scaled_and_cut_to_one():
-    picture = torch.arange(8 * 4, dtype=torch.uint8).reshape(1, 8, 4)
-    assert torch.equal(fitted(picture, (1, 8, 4)), picture)
-    assert fitted(picture, (3, 4, 4)).shape == (3, 4, 4)
-    assert torch.equal(fitted(picture, (1, 4, 4)), picture[:, 2:6]), "the middle"
-    assert fitted(picture.expand(3, -1, -1), (1, 16, 16)).shape == (1, 16, 16)
 
 
 def test_lazy_pictures_train():

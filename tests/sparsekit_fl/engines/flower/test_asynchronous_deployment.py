@@ -21,7 +21,7 @@ pytestmark = [
 ]
 
 NODES = {"fast": "0,1", "other": "2,3", "slow": "4", "killed": "5"}
-ROUNDS = 10
+ROUNDS = 7
 
 
 class Seen:

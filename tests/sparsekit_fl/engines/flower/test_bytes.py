@@ -80,11 +80,9 @@ def _mlp() -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(784, 1000), nn.ReLU(), nn.Linear(1000, 200), nn.ReLU(), nn.Linear(200, 10))
 
 
-# `local` sends nothing but headers; ablations of FedLPS send what it sends.
-@pytest.mark.parametrize(
-    "name", [name for name in registry if name != "local" and registry[name].__module__ != "sparsekit_fl.paper.ablations"]
-)
-def test_every_methods_reported_bytes_are_those_on_flowers_wire(name: str) -> None:
+# Whole models, units, single entries, layers, and what goes beside them; the others send one of these.
+@pytest.mark.parametrize("name", ["fedavg", "fedlps", "cs", "fedp3", "depthfl", "scaffold", "prunefl", "refl"])
+def test_a_methods_reported_bytes_are_those_on_flowers_wire(name: str) -> None:
     problem = Problem(model=_mlp, example_inputs=(torch.zeros(2, 1, 28, 28),))
     result, wire = _run(registry[name](), problem, _clients(3, (1, 28, 28)), batch=8, rounds=2)
     assert len(wire.up) == len(wire.down) == sum(len(record.cohort) for record in result.rounds)

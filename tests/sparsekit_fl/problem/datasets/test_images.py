@@ -59,11 +59,6 @@ class TestMnistContract(DatasetContract):
         return datasets["mnist"](self.root)
 
 
-def test_the_data_directory_may_be_the_folder_itself(tmp_path: Path) -> None:
-    write_mnist(tmp_path)
-    assert len(datasets["mnist"](tmp_path / "mnist").train) == 3
-
-
 @pytest.mark.parametrize("folder", ["tiny-imagenet", "tiny_imagenet"])
 def test_tiny_imagenet_turns_grey_into_colour_and_takes_both_spellings(tmp_path: Path, folder: str) -> None:
     write(tmp_path / folder / "train.parquet", [encoded("L", 64, 7), encoded("RGB", 64, 8)], [0, 199])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sparsekit.cli.data_source import data_sets
 from sparsekit_fl.problem.datasets.loaders import digits
 
 
@@ -21,8 +20,3 @@ def test_a_tenth_of_the_training_examples_is_for_validation() -> None:
     again, other = digits(batch_size=50), digits(batch_size=50, seed=1)
     assert torch.equal(next(iter(again[0]))[0], images)
     assert not torch.equal(next(iter(other[0]))[0], images)
-
-
-def test_the_names_of_the_command_are_those_of_the_image_data_sets() -> None:
-    assert set(data_sets) >= {"digits", "mnist", "cifar10", "cifar100", "tiny-imagenet"}
-    assert callable(data_sets["digits"])

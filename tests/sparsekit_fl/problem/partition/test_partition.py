@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from sparsekit.errors import DataError, InvalidValueError
+from sparsekit.errors import DataError
 from sparsekit_fl.problem.clients import ClientData
 from sparsekit_fl.problem.data import TensorData
 from sparsekit_fl.problem.datasets.base import DataSource
@@ -96,16 +96,6 @@ def test_shards_shrink_on_request_with_a_warning(caplog: pytest.LogCaptureFixtur
         pathological(pictures(), clients=500, rng=np.random.default_rng(0), images_per_class=10, when_short="shrink")
 
 
-def test_shards_are_dealt_again_on_request_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    splits = pathological(
-        pictures(), clients=33, rng=np.random.default_rng(0), classes_per_client=3, images_per_class=10, when_short="redeal"
-    )
-    assert all(len(hand.train.labels().unique()) == 3 for hand in splits)
-    assert "dealt again" in caplog.text
-    uses = np.bincount(np.concatenate([hand.train.index.numpy() for hand in splits]))
-    assert uses.max() - uses[uses > 0].min() <= 3
-
-
 def test_dirichlet_deals_every_example_once() -> None:
     splits = dirichlet(pictures(), clients=6, rng=np.random.default_rng(0), alpha=0.3)
     rows = sorted(row for hand in splits for split in (hand.train, hand.val) for row in split.index.tolist())
@@ -130,26 +120,6 @@ def test_natural_takes_the_largest_owners_and_splits_by_position() -> None:
     assert [split.index.tolist() for split in (first.train, first.val, first.test)] == [
         list(range(10, 42)), list(range(42, 46)), list(range(46, 50)),
     ]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("partition", "options"),
-    [
-        (pathological, {"clients": 0}),
-        (pathological, {"clients": 2, "classes_per_client": 6}),
-        (pathological, {"clients": 2, "images_per_class": 1}),
-        (pathological, {"clients": 2, "when_short": "hope"}),
-        (dirichlet, {"clients": 2, "alpha": 0.0}),
-        (dirichlet, {"clients": 2, "alpha": float("nan")}),
-        (dirichlet, {"clients": 2, "min_examples": 1}),
-        (natural, {"clients": 2, "choose": "smallest"}),
-        (natural, {"clients": 2, "min_examples": 2}),
-    ],
-)
-def test_options_out_of_range_are_refused(partition: object, options: dict) -> None:
-    source = texts() if partition is natural else pictures()
-    with pytest.raises(InvalidValueError):
-        partition(source, rng=np.random.default_rng(0), **options)  # type: ignore[operator]
 
 
 def test_shards_may_share_a_class_only_where_that_is_asked_for() -> None:

@@ -47,14 +47,6 @@ def test_bars_are_sorted_the_best_above_and_what_never_reached_the_target_last()
     assert made["bars-accuracy"].marks["y"].to_list() == [0.25] * 3
 
 
-def test_levels_of_both_axes_have_a_figure_for_each_value_of_the_other() -> None:
-    made = figures(*(result("a", heterogeneity=level, lack_classes=lack, accuracies={100: 0.9 - lack / 50})
-                     for level in ("median", "low") for lack in (8, 2)))  # fmt: skip
-    assert points(made["accuracy-classes-low"], "a") == [("2", pytest.approx(0.86)), ("8", pytest.approx(0.74))]
-    assert [x for x, _ in points(made["time-heterogeneity-lacks-8"], "a")] == ["low", "median"]
-    assert made["bars-accuracy-heterogeneity-low-lacks-2"].title.endswith("(heterogeneity low, lacks 2)")
-
-
 def test_other_metrics_the_global_model_and_the_worst_tenth_have_curves() -> None:
     made = result("a")
     made["final"]["personal"]["rmse"] = 0.3

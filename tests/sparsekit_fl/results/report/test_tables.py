@@ -12,7 +12,6 @@ from rich.console import Console
 from saved_results import SECONDS, result
 
 from sparsekit.errors import InvalidValueError
-from sparsekit_fl.paper.published import published_beside
 from sparsekit_fl.results.report.columns import texts
 from sparsekit_fl.results.report.comparison import Comparison, check_target, comparisons_of
 from sparsekit_fl.results.report.tables import latex_escape, latex_table, markdown_table, show
@@ -99,15 +98,6 @@ def test_time_to_a_target_is_that_of_the_first_scored_round_that_reached_it() ->
             check_target(target)
 
 
-def test_training_alone_stands_beside_what_contains_scoring_under_two_names() -> None:
-    made = result("a")
-    made["cost"] |= {"flops_scoring": 3e9, "flops_compact_training": 97e9, "simulated_seconds_scoring": 5.0}
-    row = compare(made).rows[0]
-    assert (row.mean["flops_compact_training"], row.mean["simulated_seconds_training"]) == (97e9, 45.0)
-    titles = [column.title for column in compare(made).columns]
-    assert len(set(titles)) == len(titles)
-
-
 @pytest.mark.parametrize("width", [60, 80, 200])
 def test_no_line_is_wider_than_the_terminal_and_no_number_is_cut(width: int) -> None:
     text = shown(compare(*(result("fedlps-magnitude", seed, accuracies={100: 0.9 + seed / 100}) for seed in range(3))), width)
@@ -115,15 +105,6 @@ def test_no_line_is_wider_than_the_terminal_and_no_number_is_cut(width: int) -> 
     assert "…" not in text
     for part in ("91.0 ± 1.0%", "100 ± 0 MB", "2.79 ± 0.00T", "50.0 ± 0.0 s", "wall time"):
         assert part in text
-
-
-def test_published_numbers_are_the_last_columns_of_their_own_level_alone() -> None:
-    comparison = compare(result("fedavg"), result("fedavg", heterogeneity="low"), result("mine"))
-    lines = markdown_table(comparison, published_beside(comparison)).splitlines()
-    cells = {line.split(" | ")[0]: line.rstrip(" |").split(" | ")[-2:] for line in lines if line.startswith("|")}
-    assert cells["| method"] == ["published accuracy, %", "published FLOPs"]
-    assert cells["| fedavg, heterogeneity high"] == ["88.15 ± 1.14", "2.8T"]
-    assert cells["| fedavg, heterogeneity low"] == cells["| mine, heterogeneity high"] == ["–", "–"]
 
 
 def _latex() -> str:

@@ -52,21 +52,6 @@ def test_levels_stay_in_one_section_and_other_settings_do_not(tmp_path: Path) ->
     assert levels.level_text("low", -1) == "heterogeneity low"
 
 
-def test_a_method_that_decides_an_option_itself_stands_beside_those_that_do_not() -> None:
-    fixed = result("rcr-fix")
-    fixed["config"]["capability"] = "fixed"
-    fixed["policies"] = {"capability": "fixed"}
-    dynamic = result("p-ucbv-dyn")
-    dynamic["policies"] = {"capability": "dynamic"}
-    (section,) = comparisons_of(map(Trial.of, (fixed, dynamic, result("fedavg"))))
-    assert set(section.methods) == {"fedavg", "rcr-fix", "p-ucbv-dyn"}
-    (alone,) = comparisons_of(map(Trial.of, (fixed, dynamic)))
-    assert len(alone.trials) == 2
-    asked = result("fedavg", 1)
-    asked["config"]["capability"] = "fixed"
-    assert len(comparisons_of(map(Trial.of, (asked, result("fedavg"))))) == 2, "an option of the run parts them"
-
-
 def test_the_same_run_twice_counts_once_and_two_results_of_one_seed_are_refused(tmp_path: Path) -> None:
     again = result("a")
     again["cost"]["wall_seconds"] = 99.0
@@ -81,15 +66,6 @@ def test_the_same_run_twice_counts_once_and_two_results_of_one_seed_are_refused(
     (tmp_path / "other.json").write_text(json.dumps(other))
     with pytest.raises(DataError, match=r"a, seed 0, has one result in .* and another in .*; leave one out"):
         collect(tmp_path)
-
-
-def test_a_run_that_failed_and_was_run_again_counts_as_finished(tmp_path: Path) -> None:
-    save(tmp_path, result("a"))
-    (tmp_path / "A").mkdir()
-    raw = {"method": "a", "seed": 0, "config": result("a")["config"], "policies": {}, "error": "broke"}
-    (tmp_path / "A/trial.json").write_text(json.dumps(raw))
-    (comparison,) = comparisons_of(collect(tmp_path))
-    assert (comparison.rows[0].runs, comparison.failed) == ("1", [])
 
 
 def test_failed_and_unfinished_trials_are_told_apart(tmp_path: Path) -> None:

@@ -52,12 +52,6 @@ def test_a_clients_model_is_narrow_and_scores_what_the_result_says(tmp_path: Pat
     assert min(widths) < 8
 
 
-def test_a_client_that_deploys_the_global_model_gets_it(tmp_path: Path) -> None:
-    tiny_run(tmp_path)
-    one, whole = fl.load_model(tmp_path, 3), fl.load_model(tmp_path, "global")
-    assert all(torch.equal(tensor, whole.state_dict()[name]) for name, tensor in one.state_dict().items())
-
-
 def test_global_and_client_models_have_one_format_that_load_compact_reads(tmp_path: Path) -> None:
     tiny_run(tmp_path, fedlps())
     for path in (tmp_path / "models").glob("*.safetensors"):
@@ -104,20 +98,6 @@ def test_pictures_bytes_and_numbers_become_one_batch(digits: Path, tmp_path: Pat
     assert len(batch) == 4
     assert all(torch.equal(batch[0], one) for one in batch)
     assert batch.shape[1:] == torch.Size(recipe["about"]["takes"]["shape"])
-
-
-def test_predict_prints_classes_and_writes_outputs(digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    np.save(tmp_path / "images.npy", np.random.default_rng(0).integers(0, 255, (3, 1, 8, 8), dtype=np.uint8))
-    arguments = ["predict", str(digits), "--client", "3", "--input", str(tmp_path / "images.npy")]
-    assert execute([*arguments, "--json", "--output", str(tmp_path / "logits.npy")]) == 0
-    rows = json.loads(capsys.readouterr().out)
-    logits = np.load(tmp_path / "logits.npy")
-    assert [row["class"] for row in rows] == logits.argmax(-1).tolist()
-    assert all(0 < row["probability"] <= 1 for row in rows)
-    assert execute(arguments) == 0
-    assert "client 3" in capsys.readouterr().out
-    assert execute(["predict", str(digits), "--client", "9", "--input", str(tmp_path / "images.npy")]) == 2
-    assert "has no client 9" in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_command_makes_the_model_that_predict_takes_as_the_best(tmp_path: Path) -> None:
