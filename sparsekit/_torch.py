@@ -7,7 +7,7 @@ file mentions a private name of torch.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -50,11 +50,9 @@ __all__ = [
     "operator_packet",
     "operator_schema",
     "parameters_of",
-    "plain_tensors",
     "pre_hooks",
     "refresh_flat_weights",
     "reset_flat_weights",
-    "set_flat_weights",
     "set_packed_projections",
     "storage_id",
     "tree_leaves",
@@ -105,11 +103,6 @@ def without_fast_path(without: bool = True) -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(before)
 
 
-def plain_tensors() -> Any:
-    """A context in which tensors are read past every `__torch_function__`."""
-    return torch._C.DisableTorchFunction()
-
-
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
     """The module's own table of parameters: name → parameter, None where it was registered without one. May be changed."""
     return module._parameters
@@ -128,11 +121,6 @@ def pre_hooks(module: nn.Module) -> list[Any]:
 def flat_weights(module: nn.RNNBase) -> dict[str, Tensor | None]:
     """Name → tensor that a recurrent layer hands to its kernel, in the order of the kernel."""
     return dict(zip(module._flat_weights_names, module._flat_weights, strict=True))
-
-
-def set_flat_weights(module: nn.RNNBase, tensors: Iterable[Tensor | None]) -> None:
-    """Hand other tensors to the kernel of a recurrent layer, in the order of `flat_weights`."""
-    module._flat_weights = list(tensors)
 
 
 def refresh_flat_weights(module: nn.RNNBase) -> None:

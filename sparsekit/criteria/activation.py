@@ -46,9 +46,9 @@ class Activation(DataDriven):
         with self._passes(model) as passes:
             readers = unit_readers(model, graph)
             axes = {layer: axis for found in readers.values() for layer, _, axis in found or ()}
-            for batch, meter in passes:
+            for batch in passes:
                 args, kwargs, _ = split_batch(batch, keep_target=False)
-                with meter, InputViews(set(axes), differentiable=False) as views:
+                with InputViews(set(axes), differentiable=False) as views:
                     model(*args, **kwargs)
                 for layer, inputs in views.calls.items():
                     for x in inputs:

@@ -1,11 +1,10 @@
-"""DataDriven: what every criterion that runs the model on data shares. How a batch is read, and what scoring took."""
+"""DataDriven: what every criterion that runs the model on data shares. How a batch is read."""
 
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +16,6 @@ from sparsekit.criteria.base import View
 from sparsekit.errors import DataError, InvalidValueError, MissingImportanceError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.layers.narrow_attention import NarrowMultiheadAttention
-from sparsekit.measure.flops import watch_products
 from sparsekit.progress import track
 
 Batch = Any
@@ -209,23 +207,6 @@ def scoring(model: nn.Module, gradients: Iterable[nn.Parameter] = ()) -> Iterato
                 parameter.requires_grad_(flag)
 
 
-@dataclass
-class Work:
-    """What a data-driven criterion has spent on its last scores.
-
-    Args:
-        batches: Batches read.
-        examples: Examples read.
-        flops: FLOPs of all passes, forward and backward; one multiply-add is 2.
-        seconds: Wall-clock time.
-    """
-
-    batches: int = 0
-    examples: int = 0
-    flops: int = 0
-    seconds: float = 0.0
-
-
 @dataclass(frozen=True)
 class DataDriven:
     """The base of criteria that run the model on data.
@@ -236,15 +217,12 @@ class DataDriven:
         loss: `loss(outputs, target)`, a scalar, the mean over the examples; None takes `outputs.loss`.
         limit: Batches to use at most; None uses all.
         progress: Whether to draw a progress bar on stderr.
-
-    `work` says afterwards what the last call of `scores` took.
     """
 
     batches: Iterable[Batch] | None = field(default=None, compare=False)
     loss: Loss | None = None
     limit: int | None = field(default=None, kw_only=True)
     progress: bool = field(default=False, kw_only=True)
-    work: Work = field(default_factory=Work, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.limit is not None and self.limit < 1:
@@ -259,15 +237,13 @@ class DataDriven:
         return view.model
 
     @contextmanager
-    def _passes(
-        self, model: nn.Module, gradients: Iterable[nn.Parameter] | None = None
-    ) -> Iterator[Iterator[tuple[Batch, AbstractContextManager[Any]]]]:
+    def _passes(self, model: nn.Module, gradients: Iterable[nn.Parameter] | None = None) -> Iterator[Iterator[Batch]]:
         """Prepare the model, with gradients for some parameters or, for None, without any; gives the batches."""
         with scoring(model, gradients or ()), torch.inference_mode(mode=False), torch.set_grad_enabled(gradients is not None):
             yield self._read(model)
 
-    def _read(self, model: nn.Module) -> Iterator[tuple[Batch, AbstractContextManager[Any]]]:
-        """Yield the batches, each with the context in which its passes run, which counts them and their FLOPs.
+    def _read(self, model: nn.Module) -> Iterator[Batch]:
+        """Yield the batches.
 
         Raises:
             MissingImportanceError: there are no batches.
@@ -276,20 +252,4 @@ class DataDriven:
         name = type(self).__name__
         if self.batches is None:
             raise MissingImportanceError(f"{name} needs data; pass {name}(batches, loss), where a loader or a list will do")
-        work, begun = self.work, time.perf_counter()
-        work.batches = work.examples = work.flops = 0
-        flops: dict[tuple[Any, ...], int] = {}
-        for batch in read_batches(self.batches, model, f"{name} scores", limit=self.limit, progress=self.progress):
-            key = tuple(tuple(leaf.shape) for leaf in _tensors(batch))
-            yield batch, nullcontext() if key in flops else _counting(model, flops, key)  # batches of one shape cost the same
-            work.batches += 1
-            work.examples += example_count(batch)
-            work.flops += flops[key]
-        work.seconds = time.perf_counter() - begun
-
-
-@contextmanager
-def _counting(model: nn.Module, flops: dict[tuple[Any, ...], int], key: tuple[Any, ...]) -> Iterator[None]:
-    with watch_products(model) as recorder:
-        yield
-    flops[key] = recorder.flops
+        yield from read_batches(self.batches, model, f"{name} scores", limit=self.limit, progress=self.progress)

@@ -191,8 +191,8 @@ def gate_moments(
     weights = {id(entry): entry for pairs in gated.values() for entry, _ in pairs if entry.is_floating_point()}
     examples_seen = 0
     with criterion._passes(model, weights.values()) as passes:
-        for batch, meter in passes:
-            with meter, InputViews(layers, differentiable=True) as views:
+        for batch in passes:
+            with InputViews(layers, differentiable=True) as views:
                 value = call_model(model, batch, criterion.loss)
                 examples = example_count(batch)
                 _one_batch(value, views, readers, gated, sums, examples, examples if reduction == "mean" else 1)

@@ -74,16 +74,17 @@ class Taylor(DataDriven):
         entries = {name: p for name, p in model.named_parameters(remove_duplicate=False) if p.is_floating_point()}
         touched = {id(entries[name]): entries[name] for name in graph.slices_of if name in entries}
         totals: dict[int, Tensor] = {}
+        examples = 0
         with self._passes(model, touched.values()) as passes:
-            for batch, meter in passes:
-                with meter:
-                    loss = call_model(model, batch, self.loss)
-                    gradients = torch.autograd.grad(loss, list(touched.values()), allow_unused=True)
+            for batch in passes:
+                loss = call_model(model, batch, self.loss)
+                gradients = torch.autograd.grad(loss, list(touched.values()), allow_unused=True)
+                examples += example_count(batch)
                 for key, gradient in zip(touched, gradients):
                     if gradient is not None:
                         part = wide(gradient) * example_count(batch)
                         totals[key] = totals[key].add_(part) if key in totals else part
-        products = {key: (wide(touched[key].detach()) * total / self.work.examples).abs() for key, total in totals.items()}
+        products = {key: (wide(touched[key].detach()) * total / examples).abs() for key, total in totals.items()}
         found = {}
         for name, group in graph.groups.items():
             found[name] = torch.zeros(group.size, dtype=torch.float64)

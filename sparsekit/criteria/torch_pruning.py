@@ -184,9 +184,9 @@ class TorchPruning(DataDriven):
         watching = getattr(self.importance, "compute_importance", None)
         if watching is not None:
             with self._passes(model) as passes:
-                for batch, meter in passes:
+                for batch in passes:
                     args, kwargs, _ = split_batch(batch, keep_target=False)
-                    with meter, watching(model):
+                    with watching(model):
                         model(*args, **kwargs)
             return
         if by_example is not None:
@@ -195,14 +195,13 @@ class TorchPruning(DataDriven):
         for parameter in parameters:
             parameter.grad = None
         with self._passes(model, parameters) as passes:
-            for batch, meter in passes:
-                with meter:
-                    for part in _examples(batch) if by_example is not None else (batch,):
-                        call_model(model, part, self.loss).backward()
-                        if by_example is not None:
-                            by_example(model)
-                            for parameter in parameters:
-                                parameter.grad = None
+            for batch in passes:
+                for part in _examples(batch) if by_example is not None else (batch,):
+                    call_model(model, part, self.loss).backward()
+                    if by_example is not None:
+                        by_example(model)
+                        for parameter in parameters:
+                            parameter.grad = None
         if by_example is not None:
             for parameter in parameters:  # where the object puts what it has accumulated
                 parameter.grad = torch.zeros_like(parameter)

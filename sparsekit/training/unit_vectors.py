@@ -89,10 +89,6 @@ class UnitVectors:
         """Views of a fused vector by group: group name → (units,)."""
         return dict(zip(self.offsets, fused.split(self._counts), strict=True))
 
-    def fuse(self, values: Mapping[str, Tensor]) -> Tensor:
-        """One vector (J,) from group name → (units,)."""
-        return torch.cat([values[name] for name in self.offsets])
-
     def remask(self, mask: UnitMask, optimizers: Sequence[HasState] = ()) -> None:
         """Remask the narrow model and follow it.
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -365,20 +363,6 @@ class RunConfig(Checked):
         if "rounds" not in values:
             raise InvalidValueError("the run lacks 'rounds', the number of server rounds")
         return RunConfig(**values)
-
-    @staticmethod
-    def from_toml(path: Path | str) -> RunConfig:
-        """Read a TOML file: the options at its top level, those of training in a table `[training]`.
-
-        Raises:
-            InvalidValueError: not TOML, or a value that is not allowed.
-            UnknownNameError: a key that is no option.
-        """
-        try:
-            raw = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-        except tomllib.TOMLDecodeError as error:
-            raise InvalidValueError(f"{path} is not TOML: {error}") from error
-        return RunConfig.from_dict(raw)
 
 
 def _known(kind: type, raw: Mapping[str, Any], where: str) -> dict[str, Any]:

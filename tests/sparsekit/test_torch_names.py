@@ -22,7 +22,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "torch.nn.modules.instancenorm": ("_InstanceNorm",),
     "torch.nn.modules.instancenorm:_InstanceNorm": ("_get_no_batch_dim",),
     "torch.nn.utils.parametrizations": ("_WeightNorm", "_SpectralNorm", "_Orthogonal"),
-    "torch:_C": ("DisableTorchFunction", "_functorch"),
+    "torch:_C": ("_functorch",),
     "torch._C:_functorch": (
         "_add_batch_dim",
         "get_unwrapped",

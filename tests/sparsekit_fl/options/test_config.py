@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tomllib
+
 import pytest
 
 from sparsekit.errors import InvalidValueError, UnknownNameError
@@ -18,14 +20,13 @@ FULL = RunConfig(
 )
 
 
-def test_toml_is_read(tmp_path):
-    path = tmp_path / "run.toml"
-    path.write_text(
+def test_plain_values_are_read():
+    text = (
         'rounds = 7\ncohort = 3\nseed = 4\ncapability = "dynamic"\ncapability_levels = [1.0, 0.5]\n'
         "lr_decay = 0.998\n"
         "[training]\nlr = 8\nmomentum = 0.5\nclip = 1.0\n"
     )
-    assert RunConfig.from_toml(path) == FULL
+    assert RunConfig.from_dict(tomllib.loads(text)) == FULL
 
 
 def test_unknown_keys_name_the_nearest():
