@@ -72,14 +72,16 @@ def table() -> str:
     """Return the table of optimisers and precisions."""
     numbers = {reason: i + 1 for i, reason in enumerate(NOTES)}
     lines = [f"| optimiser | {' | '.join(PRECISIONS)} |", "|---" * (len(PRECISIONS) + 1) + "|"]
+    alike: dict[tuple[str, ...], list[str]] = {}
     for optimizer in OPTIMIZERS:
-        row = [optimizer]
+        row = []
         for precision in PRECISIONS:
             cells = [Cell(optimizer, precision, c, change) for c in COMPILERS for change in CHANGES]
             reasons = [expected(cell) for cell in cells]
             notes = " ".join(f"({numbers[reason]})" for reason in dict.fromkeys(reasons) if reason != "equal")
             row.append(f"{'yes' if 'equal' in reasons else 'no'} {notes}".strip())
-        lines.append(f"| {' | '.join(row)} |")
+        alike.setdefault(tuple(row), []).append(optimizer)
+    lines += [f"| {', '.join(optimizers)} | {' | '.join(row)} |" for row, optimizers in alike.items()]
     return "\n".join([*lines, "", *(f"({numbers[reason]}) {note}." for reason, note in NOTES.items())])
 
 

@@ -47,17 +47,14 @@ _COST = ("flops_compact", "flops_rowmask", "uplink_bytes", "downlink_bytes", "si
 _FACTS = """\
 # Every method on every engine: the same bits
 
-`python benchmarks/parity.py --rounds {rounds}` makes this page. Runs: the preset `digits` (a convolutional model on
-scikit-learn's digits; the capability of each of the {clients} clients is drawn anew in every round), {rounds} rounds of
-{cohort} clients, one local epoch, seed 3.
+Runs of the preset `digits` (a convolutional model; each of {clients} clients draws its capability anew in every round), {rounds} rounds
+of {cohort} clients, one local epoch, seed 3. "same" says that the engine gave the digests of the embedded engine with one
+worker: of the global model, of all final scores, each client's with its own model among them, of the records of the rounds
+and of the costs. Where clients fail, the reference is the embedded engine on which the same clients fail. The deployment has
+TLS and SuperNodes with registered keys. **This holds on one kind of processor and one version of torch**: others round
+differently, on all engines alike ([what that means](../howto/devices.md#what-same-bits-covers)).
 
-The two digests are those of the embedded engine with one worker: of the global model, and of all final scores, each client's
-with the model that it deploys among them. "same" says that the engine gave both, and the same records of the rounds (cohorts,
-losses, ratios, clients without an update) and costs (FLOPs, bytes, simulated seconds). Where clients fail, the reference is
-the embedded engine on which the same clients fail in the same rounds. The deployment has TLS and SuperNodes with registered
-keys. Digests are those of one kind of processor and one version of torch: others round differently, on all engines alike.
-
-{versions}.
+`python benchmarks/parity.py --rounds {rounds}` makes this page: {versions}.
 
 """
 
@@ -149,11 +146,8 @@ def _reference(plan: Plan, errors: bool, console: Console) -> dict[str, str]:
 
 
 _COHORT = """\
-## The engine `cohort`
-
-It is a parity class of its own, since the products of several clients round differently. Over a whole run in float64 it equals
-the embedded engine within 1e-9, with the same cohorts, ratios, FLOPs and accuracies: tested for eight methods.
-Clients that train one at a time have the bits of the embedded engine.
+The engine `cohort` is a parity class of its own, since the products of several clients round differently. Over a whole run in
+float64 it equals the embedded engine within 1e-9: tested for eight methods.
 """
 
 
@@ -173,12 +167,12 @@ def page(
     """
     case = case_of(plan_of("fedlps", rounds))
     versions = ", ".join(f"{name} {text}" for name, text in case["versions"].items())
-    rows = [
-        [f"`{method}`", *(f"`{digest[name][:12]}`" if digest else "failed" for name in ("model", "scores"))]
-        + [pairs[method, engine].text() if (method, engine) in pairs else "not run" for engine in engines]
-        for method, digest in references.items()
-    ]
-    head = ["method", "global model", "scores", *(COLUMNS[engine].title for engine in engines)]
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for method, digest in references.items():
+        cells = [pairs[method, engine].text() if (method, engine) in pairs else "not run" for engine in engines]
+        alike.setdefault(tuple(cells if digest else ["failed"] * len(engines)), []).append(f"`{method}`")
+    rows = [[", ".join(methods), *cells] for cells, methods in alike.items()]
+    head = ["methods", *(COLUMNS[engine].title for engine in engines)]
     table = ["| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *rows)]
     facts = _FACTS.format(rounds=rounds, cohort=COHORT, clients=CLIENTS, versions=versions)
     return facts + "\n".join(table) + "\n\n" + _COHORT
