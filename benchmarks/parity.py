@@ -47,12 +47,12 @@ _COST = ("flops_compact", "flops_rowmask", "uplink_bytes", "downlink_bytes", "si
 _FACTS = """\
 # Every method on every engine: the same bits
 
-Runs of the preset `digits` (a convolutional model; each of {clients} clients draws its capability anew in every round), {rounds} rounds
-of {cohort} clients, one local epoch, seed 3. "same" says that the engine gave the digests of the embedded engine with one
-worker: of the global model, of all final scores, each client's with its own model among them, of the records of the rounds
-and of the costs. Where clients fail, the reference is the embedded engine on which the same clients fail. The deployment has
-TLS and SuperNodes with registered keys. **This holds on one kind of processor and one version of torch**: others round
-differently, on all engines alike ([what that means](../howto/devices.md#what-same-bits-covers)).
+Runs of the preset `digits` (a convolutional model; each of {clients} clients draws its capability anew in every round),
+{rounds} rounds of {cohort} clients, one local epoch, seed 3. "same" says that the engine gave the digests of the embedded
+engine with one worker: of the global model, of all final scores, each client's with its own model among them, of the
+records of the rounds and of the costs. Where clients fail, the reference is the embedded engine on which the same clients
+fail. The deployment has TLS and SuperNodes with registered keys. **This holds on one kind of processor and one version of
+torch**: others round differently, on all engines alike ([what that means](../howto/devices.md#what-same-bits-covers)).
 
 `python benchmarks/parity.py --rounds {rounds}` makes this page: {versions}.
 

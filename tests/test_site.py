@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 import re
+import shlex
 import subprocess
 import sys
 from functools import cache
@@ -102,6 +103,11 @@ def test_the_python_of_every_page_can_be_parsed() -> None:
             compile(code, page.name, "exec", dont_inherit=True)
 
 
+COMMANDS = {
+    "federated": "run fedlps --dataset mydata:load --rounds 1 --cohort 3 --workers 1 --quiet",
+    "tune": f"tune '{sys.executable} train.py {{lr}}' --space lr=1e-4:10:log --metric 'accuracy: (\\S+)' --trials 3 --quiet",
+}
+"""Short forms of commands of tutorials, run where their Python has run."""
 OF_OTHERS = {"flwr", "torch_pruning", "torchao", "transformers"}
 """Libraries of which a page may show code; where one is missing, the page ends before it."""
 
@@ -121,6 +127,8 @@ def test_the_python_of_a_page_runs_from_its_top_to_its_end(page: Path, tmp_path:
         if missing := _needs(code):
             pytest.skip(f"not run from block {number} on: {', '.join(sorted(missing))} is not installed")
         _run(code, names, f"{page.name}, python block {number}", monkeypatch)
+    if page.parent.name == "tutorials" and page.stem in COMMANDS:
+        assert execute(shlex.split(COMMANDS[page.stem])) == 0
 
 
 @pytest.mark.slow
@@ -160,6 +168,12 @@ def test_the_tests_that_a_page_shows_pass_where_a_reader_copies_them(page: Path,
         cwd=tmp_path, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout
+
+
+def test_the_app_of_the_tutorial_of_flower_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert execute(["flower-app", "my-app"]) == 0
+    assert (tmp_path / "my-app" / "README.md").exists()
 
 
 def _lines(kind: str) -> list[tuple[str, str]]:
