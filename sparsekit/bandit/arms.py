@@ -25,8 +25,8 @@ class Arm:
         low: The smallest value that belongs to it.
         high: Its end, which belongs to the next arm (to this one where the space ends).
         pulls: Rewards credited, those inherited from the arms it was split from included; h in the paper.
-        mean: Of these rewards; 0 if there are none.
-        variance: Of these rewards, divided by `pulls`; 0 if there are none.
+        mean: Mean of these rewards; 0 if there are none.
+        variance: Variance of these rewards, divided by `pulls`; 0 if there are none.
     """
 
     low: float
@@ -87,7 +87,7 @@ class ArmBandit(LoggedBandit[Pull]):
 
     Args:
         space: Where to search.
-        arms: How many to begin with, at least 1.
+        arms: Number of arms to begin with, at least 1.
         exploration: At least 0.
         rng: Draws the first arm and the values.
         others: Further settings, checked by the subclass.

@@ -23,7 +23,7 @@ def grid(count: int, axes: int) -> list[tuple[list[float], list[float]]]:
 
     Args:
         count: The axes are cut one after the other, the first ones first, until there are so many.
-        axes: Of the cube.
+        axes: Number of axes of the cube.
     """
     cuts = [1] * axes
     while math.prod(cuts) < count:

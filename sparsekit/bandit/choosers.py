@@ -35,7 +35,7 @@ def make_sampler(name: str, axes: Sequence[Axis], *, seed: int, jobs: int, **opt
     Args:
         name: One of `SAMPLERS`, a bandit by its name, or `package.module:object` that makes one.
         axes: What is varied.
-        seed: Of all that is drawn.
+        seed: Seed of all that is drawn.
         jobs: Trials at a time.
         options: For a bandit: see `BanditSampler`.
 

@@ -50,7 +50,7 @@ class EUCB(ArmBandit):
 
         Args:
             space: Where to search.
-            arms: How many to begin with.
+            arms: Number of arms to begin with.
             exploration: c, at least 0; 0 is greedy once every arm has a reward.
             discount: λ in (0, 1]; a reward counts half after log(1/2) / log(λ) more; 1 forgets nothing.
             min_width: The narrowest part that a split may leave, as a share of the space on its scale, in

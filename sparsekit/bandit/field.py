@@ -25,7 +25,7 @@ class Field:
         """Cut the cube into a few equal cells, in random order, each with an arm near its middle.
 
         Args:
-            axes: Of the cube.
+            axes: Number of axes of the cube.
             discount: Share of what is known that survives a reward, in (0, 1]; None: all of it until arms are seen to fall.
             rng: Draws the order and the arms.
             rule: The numbers of the model and the index.
@@ -217,8 +217,8 @@ class Field:
         Args:
             arm: Where it was got.
             reward: Any finite number.
-            weight: How many rewards it counts for.
-            place: Of the pull among all told.
+            weight: Number of rewards that it counts for.
+            place: Place of the pull among all told.
         """
         discount = self.discount
         if discount < 1.0:

@@ -76,7 +76,7 @@ class LoggedBandit(ABC, Generic[Trial]):
             pull: Open.
             value: What was executed.
             reward: As it was told.
-            cost: Of the pull.
+            cost: Cost of the pull.
             drop: As it was told.
         """
         self._close(pull.id)

@@ -62,7 +62,7 @@ class Noise:
         Args:
             surprise: The reward less the mean of the earlier ones of its arm.
             had: Weight of those.
-            weight: Of the reward.
+            weight: Weight of the reward.
             faded: Whether rewards lose weight as time passes.
         """
         self.within += surprise**2 * had * weight / (had + weight)
@@ -101,7 +101,7 @@ class Watch:
 
         Args:
             surprise: Reward less the mean of the earlier ones.
-            variance: Of this, if nothing changed; above 0.
+            variance: Variance of the surprise where nothing has changed; above 0.
         """
         deviations = max(-_LARGEST, min(_LARGEST, surprise / math.sqrt(variance)))
         self.fall = max(0.0, self.fall - deviations - self._rule.allowance)

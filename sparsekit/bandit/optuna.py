@@ -173,7 +173,7 @@ class BanditSampler(BaseSampler):
 
     Args:
         bandit: Its name in `sparsekit.bandit.registry`, or `package.module:object`.
-        seed: Of all that is drawn; None draws it from the system.
+        seed: Seed of all that is drawn; None takes one from the system.
         pruned: What a pruned trial counts as.
         failed: What a failed trial counts as. Where failing is a property of the values (out of memory, say), "worst"
             keeps the bandit from trying them again.

@@ -60,7 +60,7 @@ class Posterior:
 
         Args:
             cells: To which the arms belong.
-            weights: How many rewards each arm has, float (arms,).
+            weights: Number of rewards of each arm, float (arms,).
             rewards: Their means, float (arms,).
             noise: Variance of a reward.
             told: Number of rewards.

@@ -70,7 +70,7 @@ class PUCBV(ArmBandit):
             space: Where to search.
             horizon: ξ in the paper, about the number of pulls to come; None if it is unknown. FedLPS has one bandit per
                 client and sets ξ = R / (K·ϵ), rounds over clients per round.
-            arms: How many to begin with; I_0 in the paper.
+            arms: Number of arms to begin with; I_0 in the paper.
             exploration: ρ in the paper, at least 0; 0 is greedy.
             rng: Draws the first arm and the values.
             decay: What each reward multiplies ε by, in (0, 1]; the paper halves it.

@@ -19,10 +19,10 @@ class Rule:
         facing: φ, share of the variation that counts for a cell beside a better arm.
         patience: κ, the cell is split when its arm's variance is below so much of the variation.
         shrink: Ratio of the variations of cells one of whose sides is half as long, where nothing is known; as deviations.
-        shrink_weight: How many arms that counts for at each depth.
-        noise: Of the reward, before any point has been pulled twice, as a share of the variance of the first rewards.
-        noise_weight: How many repeated rewards that counts for.
-        repeats: So many rewards of points pulled before are waited for until cells are split.
+        shrink_weight: Number of arms that it counts for at each depth.
+        noise: First guess of the reward's noise, as a share of the variance of the first rewards.
+        noise_weight: Number of repeated rewards that the guess counts for.
+        repeats: Number of rewards of points pulled before, from which on cells are split.
         repeated: Share of all rewards that these must have from then on, unless rewards have no noise.
         line: Cells to begin with on an interval.
         cube: The same on a box of two axes or more; rounded up to a grid.
@@ -40,7 +40,7 @@ class Rule:
         allowance: k, a fall of rewards by less than so many deviations is none; see `Watch`.
         alarm: h, the sum of falls from which on they are no chance.
         faded: Rewards that each arm keeps then, at most.
-        settled: So many repeated rewards are waited for until falls are looked for.
+        settled: Number of repeated rewards from which on falls are looked for.
         capacity: The largest number of cells.
     """
 

@@ -36,13 +36,13 @@ class Study:
     (with several jobs, the order in which they end matters too; and so does chance for choices beside a bandit).
 
     Args:
-        name: Of the study in the storage.
+        name: Name of the study in the storage.
         axes: What is varied.
         settings: What must be equal for the study to go on, plain JSON values.
         maximize: Whether more is better.
         sampler: tpe, random, grid, or a bandit by its name or as `package.module:object`.
         pruner: none, median, hyperband or halving.
-        seed: Of the sampler.
+        seed: Seed of the sampler.
         trials: Expected number of trials, for a bandit that wants to know; that of the first call counts.
         jobs: Trials at a time.
         steps: Scores that a trial reports, for a pruner that wants to know.

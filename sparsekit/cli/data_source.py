@@ -58,7 +58,7 @@ def load_data(text: str, *, data_dir: Path | None, batch_size: int, seed: int, d
         text: A name, or `package.module:loader`, or `path/to/file.py:loader`.
         data_dir: Folder of the data sets.
         batch_size: Examples in a batch, where the data are built here.
-        seed: Of the order of the batches.
+        seed: Seed of the order of the batches.
         device: Where the batches go.
 
     Raises:
@@ -122,7 +122,7 @@ def find_metric(text: str | None, data: Data, loss: Callable[..., Any] | None) -
     Args:
         text: None or "accuracy", "loss" for minus the mean loss, or `package.module:metric`, a function of the model.
         data: Where the validation batches are.
-        loss: Of "loss".
+        loss: The loss that "loss" stands for.
 
     Raises:
         InvalidValueError: nothing of that name, or no validation data for what needs them.

@@ -158,7 +158,7 @@ class PruneOptions(CutOptions):
     multiple_of: Annotated[
         list[str] | None,
         typer.Option(
-            help="Widths are multiples of this number; auto: of what this device likes; or KIND=number, as in head=2.",
+            help="Widths are multiples of this number; auto: of what suits this device; or KIND=number, as in head=2.",
             rich_help_panel=_WHERE,
         ),
     ] = None
@@ -186,7 +186,7 @@ class PruneOptions(CutOptions):
     out: Annotated[
         Path | None,
         typer.Option(
-            help="Folder for the compact model, report.html and report.json; none writes nothing.", rich_help_panel=_RUN
+            help="Folder for the compact model, report.html and report.json. Default: nothing is written.", rich_help_panel=_RUN
         ),
     ] = None
     no_time: Annotated[

@@ -109,7 +109,7 @@ def example_inputs(
     """The example inputs: those of the options, drawn at random, else those of the factory.
 
     Args:
-        name: Of the model, for messages.
+        name: Name of the model, for messages.
         module: The model.
         own: What its factory brought along.
         shapes: Texts as for `read_example`.

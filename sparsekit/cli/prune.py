@@ -38,7 +38,7 @@ _WIDTH = 100
 )
 @takes(PruneOptions)
 def _prune(options: PruneOptions) -> None:
-    """Cut a model down to a budget, which is never exceeded, and report what came of it.
+    """Cut a model down to a budget, and report what was cut.
 
     A factory is called without arguments and returns the module, or the module and its example inputs. A loader may take
     data_dir, batch_size and seed.

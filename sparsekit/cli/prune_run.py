@@ -179,7 +179,7 @@ class PruneJob(Job):
         )
 
     def finish(self, pruned: Pruned) -> Pruned:
-        """Measure the small model beside the dense one; the report says what came of it."""
+        """Measure the small model beside the dense one; the report has its times."""
         report = replace(pruned.report, measured={**pruned.report.measured, **self.epochs})
         pruned = replace(pruned, report=report)
         if self.options.no_time:

@@ -35,12 +35,12 @@ COMMANDS: Mapping[str, Listed] = {
     ),
     "list": Listed(
         "sparsekit_fl.cli.listing:list_names",
-        "List what options take, of one kind: our names and those of installed packages; or every option itself.",
+        "List the names that an option takes, ours and those of installed packages, or every option.",
     ),
     "predict": Listed("sparsekit_fl.cli.saved:predict", "Predict with the global model of a run, or with that of a client."),
     "prune": Listed(
         "sparsekit.cli.prune:prune",
-        "Cut a model down to a budget, which is never exceeded, and report what came of it.",
+        "Cut a model down to a budget, and report what was cut.",
     ),
     "report": Listed(
         "sparsekit_fl.cli.report:report",

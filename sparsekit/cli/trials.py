@@ -1,4 +1,4 @@
-"""How a search over trials is run and shown by a command: a line per trial and a bar, Ctrl-C, and what came of it."""
+"""How a search over trials is run and shown by a command: a line per trial and a bar, Ctrl-C, and the outcome."""
 
 from __future__ import annotations
 

@@ -49,10 +49,10 @@ def _tune(
     ] = DEFAULT,
     seed: Annotated[int, typer.Option(help="Random seed of the sampler.")] = 0,
     deterministic: Annotated[
-        bool, typer.Option("--deterministic", help="Equal command lines give equal metrics: run none of them twice.")
+        bool, typer.Option("--deterministic", help="The same command line gives the same metric, so run none twice.")
     ] = False,
     jobs: Annotated[int, typer.Option(help="Trials at a time.")] = 1,
-    timeout: Annotated[float | None, typer.Option(help="Seconds after which a trial is ended and has failed.")] = None,
+    timeout: Annotated[float | None, typer.Option(help="Seconds after which a trial is stopped and counts as failed.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for the trials, their output and a picture.")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress on stderr.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout and nothing else.")] = False,

@@ -79,7 +79,7 @@ class FixedUnits:
 
     Args:
         module: Qualified name of the module whose units stay.
-        size: How many.
+        size: Number of units.
         reason: One sentence.
     """
 
@@ -94,7 +94,7 @@ class SizeAttribute:
 
     Args:
         module: Qualified name of the module.
-        name: Of its attribute.
+        name: Name of its attribute.
         group: Whose units it counts.
         per_unit: What one unit adds to it.
     """

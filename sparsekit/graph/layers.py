@@ -18,7 +18,7 @@ class Layer:
         entries: State-dict keys that this layer is the first to read; statistics that no pass reads are with their module.
         reads: All that it reads. An entry that it shares with an earlier layer, as a decoder tied to an embedding, is among
             its reads and among the other's entries.
-        frozen: Of its reads, parameters that need no gradient.
+        frozen: Those of its reads that need no gradient.
     """
 
     name: str
@@ -31,8 +31,8 @@ def head_entries(layers: Sequence[Layer], count: int = 1) -> tuple[str, ...]:
     """State-dict keys of the output layer.
 
     Args:
-        layers: Of the model, in forward order.
-        count: How many layers, from the last one.
+        layers: The layers of the model, in forward order.
+        count: Number of layers, from the last one.
 
     Returns:
         What no earlier layer reads: empty where the output layer shares all its entries with earlier ones.
@@ -44,7 +44,7 @@ def layer_weights(layers: Sequence[Layer], shapes: Mapping[str, torch.Size]) -> 
     """State-dict keys of the weight matrices that may be pruned by entry: all that train but those that the output layer reads.
 
     Args:
-        layers: Of the model, in forward order.
+        layers: The layers of the model, in forward order.
         shapes: State-dict key → shape.
 
     Returns:
@@ -67,8 +67,8 @@ def prefix_entries(layers: Sequence[Layer], count: int) -> frozenset[str]:
     """State-dict keys that the first layers read and no later one does: what only a pass through these layers is spent on.
 
     Args:
-        layers: Of the model, in forward order.
-        count: How many layers, from the first one.
+        layers: The layers of the model, in forward order.
+        count: Number of layers, from the first one.
     """
     later = {name for layer in layers[count:] for name in layer.reads}
     return frozenset(name for layer in layers[:count] for name in layer.entries if name not in later)

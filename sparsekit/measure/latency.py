@@ -59,7 +59,7 @@ class LatencyMeter:
             outputs: Shape that each call returns.
             grid: float (calls, 2, points): shares of inputs and of outputs at which the tables are.
             tables: float (calls, points, points): milliseconds.
-            whole_ms: Of the whole dense model.
+            whole_ms: Time of the whole dense model.
         """
         self._sizes = dict(sizes)
         self._shapes = [*(tuple(shapes) for shapes in inputs)], [(shape,) for shape in outputs]

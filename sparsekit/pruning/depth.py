@@ -51,7 +51,7 @@ class Start:
         kind: What `branches` are.
         branches: Name → the modules of which it consists.
         gone: Names of those that are no part of the model.
-        notes: Of the report.
+        notes: Notes of the report.
     """
 
     model: nn.Module

@@ -23,7 +23,7 @@ class Distillation:
     Args:
         teacher: The dense model. It runs in eval mode and without gradients, and is not changed.
         temperature: T, above 0.
-        share: Of the teacher in the loss, in [0, 1].
+        share: Share of the teacher in the loss, in [0, 1].
         kind: "logits" compares the distributions over the last axis of two-axis outputs, or over the axis of channels of
             images; "values" takes the mean square of the difference, for regression.
 

@@ -37,7 +37,7 @@ class EpochRecord:
         epoch: From 1.
         loss: Mean training loss over its batches, distillation included.
         score: On validation; None without validation.
-        learning_rate: Of the first group of parameters, at the end of the epoch.
+        learning_rate: Rate of the first group of parameters, at the end of the epoch.
         seconds: Wall-clock time, validation included.
     """
 
@@ -94,7 +94,7 @@ def finetune(
         batches: A loader or a list, read once an epoch; batches as for data-driven criteria. A torch loader that shuffles
             draws from its own generator, or from torch's global one, which is seeded here.
         loss: `loss(outputs, target)`; None takes `outputs.loss`.
-        epochs: How many in all, at least 1; a resumed call trains what is left of them.
+        epochs: Number of epochs in all, at least 1; a resumed call trains those that are left.
         optimizer: Makes one from the trainable parameters, or is one; None is SGD with Nesterov momentum 0.9, rate 0.01 and
             weight decay 5e-4.
         scheduler: Makes a scheduler of learning rates from the optimiser.
@@ -109,7 +109,7 @@ def finetune(
         checkpoint: File that is written after each epoch; no code can hide in it.
         resume: Whether to go on from the checkpoint if the file exists. What comes out has the same bits as without the
             interruption, on the same machine, as long as batches depend on nothing but torch's generators.
-        seed: Of torch's global generator in the call, which is put back afterwards: dropout, and loaders without one.
+        seed: Seed of torch's global generator in the call, for dropout and loaders without one; it is put back afterwards.
         progress: Whether to draw a progress bar for each epoch on stderr.
         on_epoch: Called after each epoch.
 

@@ -95,9 +95,9 @@ def prune(
             nothing but add some. All of them stay unless a limit is given, such as `{"block": (0, 1)}`. They go first, then
             units of what is left. `keep`, and the least share for a name, hold for branches as well.
         multiple_of: What the width of each layer is a multiple of, or kind of unit → number; a group that keeps all its units
-            keeps their number. "auto" takes what this device likes best, mostly 16 or 8, as far as that leaves at most 2 % of
+            keeps their number. "auto" takes what suits this device best, mostly 16 or 8, as far as that leaves at most 2 % of
             the budget unused and groups have as many units; then the widths depend on the processor.
-        schedule: In how many steps the budget is reached; between them `finetune` is called and units are scored anew.
+        schedule: Steps in which the budget is reached; between them `finetune` is called and units are scored anew.
         finetune: Called with the narrow model and the number of the step after every cut.
         graph: The units, if they were traced before; else they are traced.
         norm: What becomes of units that a layer norm averages over, as in `trace_units`.
@@ -189,7 +189,7 @@ def prune(
     denormals = count_denormals(small)
     notes = [*report.notes]
     if isinstance(multiples, Liked):
-        notes.append(f"Widths are multiples of {multiples.step} where groups are wide enough, as this device likes best.")
+        notes.append(f"Widths are multiples of {multiples.step} where groups are wide enough, which suits this device.")
     if denormals:
         notes.append(
             f"{denormals:,} weights are denormal numbers, smaller than any normal one, with which many processors compute"

@@ -40,7 +40,7 @@ class UnitRegularizer(ABC):
         """The coefficients of the units of a group.
 
         Args:
-            name: Of the group.
+            name: Name of the group.
             norms: float (units,), the Euclidean norm of each unit.
 
         Returns:

@@ -24,7 +24,7 @@ class GroupReport:
     """A group before and after.
 
     Args:
-        name: Of the group.
+        name: Name of the group.
         kind: What a unit is.
         before: Units of the dense model.
         after: Units kept.
@@ -52,7 +52,7 @@ class LayerReport:
     """The width of a layer before and after.
 
     Args:
-        name: Of the module; of its weight where it is not called `weight`.
+        name: Name of the module, or of its weight where that is not called `weight`.
         before: Width of its output in the dense model.
         after: The same after the cut.
         flops_before: FLOPs of one example.
@@ -88,7 +88,7 @@ class PruneReport:
         denormals: Number of weights of the pruned model that are smaller than any normal number of their type, and not 0.
         times: Milliseconds before and after, where they were measured: `measure_times`.
         slowest: Name of a module with weights → milliseconds of a pass of the pruned model, for the five that take most.
-        unrounded: Group → units that would stay within the same budget if widths were not rounded to what the device likes.
+        unrounded: Group → units that would stay within the same budget if widths were not rounded to what suits the device.
     """
 
     model: str
@@ -212,8 +212,8 @@ def describe(
     """Groups and layers before and after.
 
     Args:
-        graph: Of the dense model.
-        costs: Of the dense model.
+        graph: Units of the dense model.
+        costs: Costs of the dense model.
         counts: Group name → units kept.
     """
     dense = {name: group.size for name, group in graph.groups.items()}

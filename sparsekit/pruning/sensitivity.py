@@ -67,7 +67,7 @@ def measure_sensitivity(
         graph: Its units.
         scores: Group name → float (units,): which units of a group go first.
         evaluate: Scores a model; larger is better, such as accuracy on validation data.
-        shares: Of the units that stay, each in (0, 1].
+        shares: Shares of the units that stay, each in (0, 1].
         known: Results of an earlier run, which are not measured again.
         on_group: Called with the name and the result of a group as soon as it is measured, so that it can be kept.
         rules: Rules for layers of your own.

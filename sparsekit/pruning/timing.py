@@ -32,7 +32,7 @@ def with_times(
     """The report with times before and after, the five layers where most time is left, and the likely reason if it is slow.
 
     Args:
-        report: Of the cut.
+        report: Report of the cut.
         before: The dense model.
         after: The pruned model.
         graph: The units of the dense model.

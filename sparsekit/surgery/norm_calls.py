@@ -17,7 +17,7 @@ class NormCall:
     """A call that averages over some axes of a tensor.
 
     Args:
-        name: Of the function: layer_norm, rms_norm, group_norm, mean, var, std, var_mean or std_mean.
+        name: Name of the function: layer_norm, rms_norm, group_norm, mean, var, std, var_mean or std_mean.
         x: What is averaged over.
         dims: The axes that are averaged over, counted from the front.
         weight: Scale of a norm, shaped like the last axes of `x`, or like axis 1 for group_norm.

@@ -20,7 +20,7 @@ class Part:
         module: Qualified name.
         gives: "input" where the values go on as they came, "zeros" where nothing is added to the stream.
         argument: The input that is meant: its place, or its name.
-        place: Of several outputs the one that is given; the others are None.
+        place: Index of the output that is given, where there are several; the others are None.
         outputs: Number of outputs in a tuple; 0 where the module returns a tensor alone.
     """
 
@@ -36,7 +36,7 @@ class Block:
     """A residual branch: what is added to a stream and read by nothing else.
 
     Args:
-        name: Of the module that is the branch, or the largest of several.
+        name: Name of the module that is the branch, or of the largest of several.
         parts: The modules that go when this branch goes alone.
         modules: Names of the outermost modules that run nothing but this branch.
         added: Number of its addition in the order of a pass, and which operand is the branch.

@@ -66,7 +66,7 @@ def strided_pointwise(
         images: float (N, channels, height, width), or without N.
         weight: float (outputs, channels, 1, 1).
         bias: float (outputs,), or None.
-        stride: Of height and width.
+        stride: Strides of height and width.
         limit: The number of channels from which on oneDNN is right.
 
     Returns:

@@ -51,7 +51,7 @@ class LiveEntries:
 
     Args:
         entries: Those of the model; read only.
-        dtype: Of floating entries; None keeps theirs.
+        dtype: Type of floating entries; None keeps theirs.
         generator: For what is disturbed.
     """
 

@@ -128,7 +128,7 @@ def read(probes: Sequence[Probe], gradients: Mapping[Tensor, Tensor], *, joined:
     """What exploring passes of one step left in the gradients of the entries that they probed: key → reading.
 
     Args:
-        probes: Of all passes of the step.
+        probes: The probes of all passes of the step.
         gradients: Leaf → gradient, as the optimiser has it: clipped, averaged over ranks, without the scale of a GradScaler.
             The readings are put on the same scale.
         joined: Whether other ranks train the same mask.

@@ -36,7 +36,7 @@ class RunView:
         config: The options.
         clients: Number of clients.
         round: The last finished round; 0 before the first.
-        cost: Of the rounds already finished.
+        cost: Cost of the rounds already finished.
         out: Folder of the run; None where it keeps nothing.
         metrics: Names of the problem's metrics, and "loss".
         lower: Those of which small values are good.

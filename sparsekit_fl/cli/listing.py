@@ -43,7 +43,7 @@ def _list(
     kind: Annotated[str, typer.Argument(help=f"One of {', '.join(KINDS)}; or options, for every PATH of --set.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout and nothing else.")] = False,
 ) -> None:
-    """List what options take, of one kind: our names and those of installed packages; or every option itself."""
+    """List the names that an option takes, ours and those of installed packages, or every option."""
     from sparsekit.registry import load_object
 
     if kind == "options":

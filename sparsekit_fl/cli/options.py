@@ -54,7 +54,7 @@ class RunOptions(Given, offers=(TrainingConfig, RunConfig)):
     """What the user gave, of the options of a run and of these."""
 
     preset: Annotated[
-        str | None, Option("An experiment of the paper; see the defaults below.", WHAT, unset="that of the data set, or digits")
+        str | None, Option("Experiment of the paper, listed below.", WHAT, unset="that of the data set, or digits")
     ] = None
     dataset: Annotated[
         str | None, Option("A data set by name, hf:FOLDER or hf:REPOSITORY, or package.module:factory.", WHAT, preset=True)
@@ -98,9 +98,7 @@ class RunOptions(Given, offers=(TrainingConfig, RunConfig)):
     ] = None
     config: Annotated[
         Path | None,
-        Option(
-            "TOML file with options, such as the run.toml that a run with --out writes; the command line comes first.", WHAT
-        ),
+        Option("TOML file of options, such as the run.toml that --out writes; options on the command line override it.", WHAT),
     ] = None
     init: Annotated[
         Path | None,
@@ -130,7 +128,8 @@ class RunOptions(Given, offers=(TrainingConfig, RunConfig)):
     ] = None
     out: Annotated[Path | None, Option("Folder for the result, the rounds, the checkpoint and the models.", HOW)] = None
     resume: Annotated[
-        bool, Option("Continue the run in --out, with its options, to the same bits; a finished one by more --rounds.", HOW)
+        bool,
+        Option("Continue the run in --out with its options, to the same bits; with more --rounds also a finished one.", HOW),
     ] = False
     log: Annotated[
         tuple[str, ...] | None,
@@ -140,7 +139,7 @@ class RunOptions(Given, offers=(TrainingConfig, RunConfig)):
             HOW,
         ),
     ] = None
-    accept_code: Annotated[bool, Option("Go on with, or compare with, what another version of this package ran.", HOW)] = False
+    accept_code: Annotated[bool, Option("Accept runs of another version of this package.", HOW)] = False
     quiet: Annotated[bool, Option("Show no progress on stderr.", HOW, short="-q")] = False
     json: Annotated[bool, Option("Print the result as JSON on stdout and nothing else.", HOW)] = False
 

@@ -21,8 +21,8 @@ def show_outcome(result: RunResult, options: RunOptions) -> None:
     """Print a result: JSON alone where that was asked for, else a table and what a reader should know.
 
     Args:
-        result: Of the run.
-        options: Of the command.
+        result: Result of the run.
+        options: Options of the command.
     """
     # What trains is imported only now, so that --help is quick.
     from sparsekit_fl.results.report.columns import result_table

@@ -75,8 +75,8 @@ def _method(
 ) -> None:
     """Run any federated method; `sparsekit list methods` shows them, `sparsekit describe NAME` the options of one.
 
-    Exit codes: 0, finished; 3, finished, though a client that was asked could never train, or could not be scored; 2, an
-    option or a file that is wrong; 1, the run failed; 130, stopped by Ctrl-C.
+    Exit codes: 0 finished · 1 the run failed · 2 a wrong option or file · 3 finished, but a client could never train or be
+    scored · 130 stopped by Ctrl-C.
     """
     if method is None:
         raise InvalidValueError("METHOD is missing; name one, as in `sparsekit run fedavg`, or pass a --config FILE that does")

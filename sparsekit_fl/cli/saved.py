@@ -56,9 +56,8 @@ def _predict(
 ) -> None:
     """Predict with the global model of a run, or with that of a client.
 
-    Of a classifier, which is what a problem with the metric accuracy has, the class and its probability are printed, of any
-    other model its outputs. Pictures and bytes are scaled and
-    normalised as the data of the run were.
+    For a classifier (a problem with the metric accuracy) it prints the class and its probability, for any other model the
+    outputs. Pictures and bytes are scaled and normalised as the data of the run were.
     """
     from sparsekit_fl.results.saved import load_model, read_inputs
     from sparsekit_fl.results.saved import predict as outputs_of

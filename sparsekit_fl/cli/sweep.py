@@ -54,7 +54,9 @@ def _sweep(
     ] = "tpe",
     pruner: Annotated[
         str,
-        typer.Option(help="Ends trials early that look bad: none, median, hyperband or halving.", rich_help_panel=_HOW),
+        typer.Option(
+            help="How trials that look bad are stopped early: none, median, hyperband or halving.", rich_help_panel=_HOW
+        ),
     ] = "none",
     metric: Annotated[
         str,
@@ -75,7 +77,9 @@ def _sweep(
             help="URL of Optuna's storage, as in sqlite:///sweep.db. Default: a journal in --out.", rich_help_panel=_HOW
         ),
     ] = None,
-    study: Annotated[str | None, typer.Option(help="Name in the storage. Default: the method.", rich_help_panel=_HOW)] = None,
+    study: Annotated[
+        str | None, typer.Option(help="Name of the study in the storage. Default: the method.", rich_help_panel=_HOW)
+    ] = None,
     jobs: Annotated[
         int, typer.Option(help="Trials at a time, each with --workers processes.", rich_help_panel="How it is run")
     ] = 1,

@@ -180,7 +180,7 @@ class ClientContext:
                 mask of what it holds.
             split: The examples.
             predict: What is called with a batch's inputs; None calls the module.
-            positions: Of the examples that count, int64; None for all.
+            positions: Positions of the examples that count, int64; None for all.
         """
         if len(getattr(self.client.data, split)) == 0:
             return {}

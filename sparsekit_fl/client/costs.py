@@ -70,7 +70,7 @@ def rowmask_flops(costs: CostModel, mask: UnitMask | WeightMask | None = None) -
 
     Args:
         costs: The model's terms.
-        mask: Of a UnitMask only the rows of dropped units vanish; of a WeightMask the dropped entries; None keeps all.
+        mask: A UnitMask, by which the rows of dropped units vanish, or a WeightMask, by which entries do; None keeps all.
     """
     if isinstance(mask, WeightMask):
         sizes = {name: int(mask[name].sum()) if name in mask else math.prod(s) for name, s in costs.graph.shapes.items()}

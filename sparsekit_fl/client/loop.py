@@ -123,7 +123,7 @@ class Examples:
 
         Args:
             order: Positions, int64 (examples,).
-            bounds: Of each batch.
+            bounds: The [start, stop) of each batch.
             augmented: Apply the problem's augmentation, drawn anew in every call.
         """
         augment = self._problem.augment if augmented else None
@@ -249,7 +249,7 @@ def fit(
         module: Put in training mode; the step trains it.
         batches: The epochs.
         step: Learns from one batch.
-        metrics: Of the problem; "accuracy" is recorded where it exists and looks at examples one by one.
+        metrics: The metrics of the problem; "accuracy" is recorded where it exists and looks at examples one by one.
         rng: Seeds torch's global generator, from which dropout draws.
         amp: Automatic mixed precision of the steps.
         device: Where the module trains, for that.
@@ -309,7 +309,7 @@ def evaluate(
         problem: Loss and metrics.
         examples: The data; may be empty.
         predict: Called with a batch's inputs instead of the module.
-        positions: Of the examples that count, int64; None for all.
+        positions: Positions of the examples that count, int64; None for all.
 
     Returns:
         `loss` and every metric of the problem, as (sum over examples, weight); empty without examples.

@@ -184,7 +184,7 @@ def unpack_mask(
 
     Args:
         tensors: With the bits.
-        description: Of the mask.
+        description: Description of the mask.
         shapes: What a mask may hold, for "unit" and for "weight"; None believes the description. A few bytes can describe
             an entry of any size, so what strangers send is read with the shapes of the model.
 

@@ -53,8 +53,8 @@ def depth_flops(graph: UnitGraph, costs: CostModel, *, bias: bool = False) -> li
     """Return, for each depth from 1, the FLOPs of one example through the layers and exits that a client of that depth runs.
 
     Args:
-        graph: Of the model with exits.
-        costs: Of the same.
+        graph: Units of the model with exits.
+        costs: Costs of the same model.
         bias: With the bias entries that the paper's convention counts.
     """
     return [part_flops(costs, prefix_entries(graph.layers, end), bias=bias) for end in _ends(graph)]
@@ -86,7 +86,7 @@ def distillation_loss(outputs: Sequence[Tensor], targets: Tensor) -> Tensor:
 
     Args:
         outputs: d logits, classes last.
-        targets: Of the examples.
+        targets: Targets of the examples.
 
     Source: Kim et al., ICLR 2023, equation of the local loss.
     """

@@ -32,7 +32,7 @@ def own_layers(graph: UnitGraph, client_id: int, count: int | None, *, private_h
     """Return the layers that a client owns.
 
     Args:
-        graph: Of the model.
+        graph: Units of the model.
         client_id: Client k begins at layer k modulo their number.
         count: Number of layers, cyclically; None for all.
         private_head: Leave out the head, which nobody sends.

@@ -95,7 +95,7 @@ def weight_seconds(
     """Return the seconds that one weight of each layer costs a full device in a round: computing with it, sending it both ways.
 
     Args:
-        costs: Of the model.
+        costs: Costs of the model.
         shapes: Key → shape.
         names: Keys of the weights.
         examples: Passes forward and backward in a round.

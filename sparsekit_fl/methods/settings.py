@@ -80,7 +80,7 @@ def with_arguments(make: Callable[..., Any], given: Mapping[str, Any], *, name: 
     Args:
         make: The function.
         given: Argument → value; text is read by the annotation.
-        name: Of the method, for messages.
+        name: Name of the method, for messages.
 
     Raises:
         UnknownNameError: it has no such argument.

@@ -80,9 +80,7 @@ class TrainingConfig(Checked):
     batch_size: Annotated[Count, Option("Examples per step, B in the papers.", TRAIN, preset=True)] = 20
     lr: Annotated[
         NonNegative,
-        Option(
-            "Learning rate of round 1.", TRAIN, preset=True, unset="the preset's; with another optimizer than its own, torch's"
-        ),
+        Option("Learning rate of round 1.", TRAIN, preset=True, unset="the preset's, or torch's if you change the optimizer"),
     ] = None  # type: ignore[assignment]  # a number once made
     momentum: Annotated[float, Field(ge=0, lt=1), Option("Momentum of SGD and RMSprop.", TRAIN, preset=True)] = 0.0
     weight_decay: Annotated[
@@ -91,7 +89,7 @@ class TrainingConfig(Checked):
             "Weight decay of the optimizer.",
             TRAIN,
             preset=True,
-            unset="the preset's; with another optimizer than its own, torch's",
+            unset="the preset's, or torch's if you change the optimizer",
         ),
     ] = None  # type: ignore[assignment]  # a number once made
     clip: Annotated[Positive | None, Option("Largest norm of the gradient of a step.", TRAIN, preset=True)] = None
@@ -160,7 +158,7 @@ class RunConfig(Checked):
         ),
     ] = None
     device: Annotated[
-        str, Option("Where clients train: cpu, cuda, cuda:0, mps, …; several by commas, which workers take in turn.", HOW)
+        str, Option("Where clients train: cpu, cuda, cuda:0, mps, …; workers take turns on several, separated by commas.", HOW)
     ] = "cpu"
     deterministic: Annotated[
         bool, Option("On a GPU, use slower operators that give the same bits on every run, and no TF32.", HOW)

@@ -118,7 +118,7 @@ class _Point:
     """A place where an exit could be: before a layer.
 
     Args:
-        place: Of the layer, counted from 0.
+        place: Place of the layer, counted from 0.
         module: That reads the input.
         inputs: What it read, with its graph.
     """

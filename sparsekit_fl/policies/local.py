@@ -31,7 +31,7 @@ class LocalResult:
     Args:
         state: The trained state: dense, or with `narrow` in the shapes that `mask` (a unit mask) keeps.
         mask: What was trained; only this is uploaded, unless the share policy says otherwise.
-        log: Of the training.
+        log: Log of the training.
         narrow: Whether `state` is narrow.
         extra: Further tensors to upload.
         metrics: Further numbers to upload.
@@ -57,7 +57,7 @@ class LocalResult:
         Args:
             ctx: The client's.
             mask: What was trained; the state is narrow where it is a unit mask.
-            log: Of the training.
+            log: Log of the training.
             **others: The other fields.
         """
         masked, narrow = ctx.masked, isinstance(mask, UnitMask)

@@ -49,7 +49,7 @@ class PersonalPolicy(Policy):
 
         Args:
             ctx: The client's.
-            result: Of the training.
+            result: What training returned.
             ratio: The executed ratio.
         """
 

@@ -34,7 +34,7 @@ class ServerOptimizer:
 
     Args:
         config: Has the options.
-        memory: Of the server, where m and v live from round to round.
+        memory: The server's memory, where m and v live from round to round.
         parameters: State-dict keys that the optimiser moves.
 
     Source: Reddi et al., Adaptive Federated Optimization, ICLR 2021 (arXiv 2003.00295), algorithm 2; fedavgm is Hsu, Qi, Brown

@@ -101,7 +101,7 @@ def layer_densities(shapes: Mapping[str, torch.Size], density: float, *, power: 
     Args:
         shapes: Key → shape of the weights to prune.
         density: Share of all their entries together, in (0, 1].
-        power: Of the proportion; 0 gives every layer the same share.
+        power: Exponent of the proportion; 0 gives every layer the same share.
 
     Returns:
         Key → share.

@@ -112,7 +112,7 @@ def numbers_of(record: RoundRecord) -> dict[str, float]:
     `cost/flops_compact`, `round/dropped`, …
 
     Args:
-        record: Of the round.
+        record: Record of the round.
     """
     (row,) = rounds_table([record])
     found = {}

@@ -58,11 +58,11 @@ class RunResult:
         config: The options.
         rounds: One record each.
         final: Scores of the end.
-        cost: Of the whole run.
+        cost: Cost of the whole run.
         environment: Versions, threads, workers, device.
         experiment: What the caller said about the run, such as data set and model.
         state: The final global state; not part of the file.
-        note: Of the method, for tables.
+        note: What the method's line in tables says.
         privacy: What the run guarantees, where it is private; see `privacy.PrivacySpent`.
         fingerprint: Version and digest of the code, and digest of the data where the run kept its files.
         stopped: The reason why a callback ended the run before its last round; empty for none.

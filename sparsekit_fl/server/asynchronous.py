@@ -39,7 +39,7 @@ class Step:
     """What happens until the server has its updates.
 
     Args:
-        round: Of the server, counted from 1.
+        round: Round of the server, counted from 1.
         memory_rounds: The memory of each client that counts.
         started: Assignments of the clients that started, in this order.
         replies: What came back, in this order.
@@ -106,7 +106,7 @@ class Asynchronous(ABC):
         """Start clients and take in what comes until the server can aggregate, and aggregate.
 
         Args:
-            round: Of the server, counted from 1.
+            round: Round of the server, counted from 1.
             memory_rounds: The memory of each client that counts.
             ids: All clients.
 

@@ -63,7 +63,7 @@ def reshaped(joint: Joint, before: Sequence[int], after: Sequence[int], runs: Se
     """Joint labels of the reshaped tensor.
 
     Args:
-        joint: Of the tensor before.
+        joint: Joint labels of the tensor before.
         before: Its shape.
         after: The new shape.
         runs: The smallest runs of axes with equal products, (axes before, axes after).

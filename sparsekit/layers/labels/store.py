@@ -50,7 +50,7 @@ class LabelStore:
     """All that a trace has learnt about nodes. Vectorised: nothing here loops over units.
 
     Args:
-        nodes: How many there are.
+        nodes: Number of nodes.
         entries: Parameters and buffers, in the order of the state.
         united: Pairs of node runs that are one unit, position by position.
         fixed: Nodes whose units stay whole, with the cause.

@@ -72,7 +72,7 @@ class Entry:
 
     Args:
         names: All its state-dict keys; more than one if it is tied.
-        shape: Of the dense tensor.
+        shape: Shape of the dense tensor.
         is_parameter: False for buffers, which are cut but never gated.
         number: Position in the store.
         first: First node of each axis; None where the axis has one position and hence nothing to remove.

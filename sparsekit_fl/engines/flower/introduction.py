@@ -33,7 +33,7 @@ def introduced_by(spec: RunSpec) -> dict[str, str]:
     """Return what must be the same on the server and on its nodes: version, digest of the code, and of the model's graph.
 
     Args:
-        spec: Of the run, as it was built here.
+        spec: The run, as it was built here.
     """
     shapes = [[name, str(tensor.dtype), list(tensor.shape)] for name, tensor in spec.initial.items()]
     groups = [list(pair) for pair in spec.graph.fingerprint()]
@@ -67,7 +67,7 @@ def described(clients: Iterable[Client]) -> dict[str, bytes]:
     """Payloads that say which clients there are.
 
     Args:
-        clients: Of one node.
+        clients: The clients of one node.
     """
     found = list(clients)
     data, can = [client.data for client in found], [client.capability for client in found]

@@ -23,10 +23,10 @@ def _loaders(
     """A tenth of the training examples, drawn from `seed`, is for validation; the test set is not looked at.
 
     Args:
-        name: Of the data set.
+        name: Name of the data set.
         data_dir: Folder that holds it; None fetches it once.
         batch_size: Examples in a batch.
-        seed: Of the split and of the order of the batches.
+        seed: Seed of the split and of the order of the batches.
 
     Returns:
         Training batches, in another order each time, and validation batches: normalised float images and labels.

@@ -26,7 +26,7 @@ def vocabulary_of(texts: Iterable[Sequence[str]], size: int) -> dict[str, int]:
 
     Args:
         texts: Sequences of words.
-        size: How many entries at most, special ones included.
+        size: Largest number of entries, special ones included.
 
     Returns:
         Word → id; ties in frequency go to the word that sorts first.

@@ -19,7 +19,7 @@ class ImageTransform:
     what they are; any other is resized bilinearly. One grey channel is repeated where three are asked for.
 
     Args:
-        channels: How many come out.
+        channels: Number of channels that come out.
         size: Height and width that come out.
         mean: Per channel of the raw picture, in [0, 1].
         std: Likewise.

@@ -65,8 +65,8 @@ class ModelSpec:
         """What the network will take when it is built for some data.
 
         Args:
-            kind: Of the data.
-            shape: Of one raw input, `(C, H, W)` or `(T,)`.
+            kind: Kind of the data.
+            shape: Shape of one raw input, `(C, H, W)` or `(T,)`.
 
         Returns:
             The shape after padding or resizing.
@@ -95,7 +95,7 @@ class ModelSpec:
         """A function without arguments that builds the network.
 
         Args:
-            classes: How many outputs; for tokens the size of the vocabulary.
+            classes: Number of outputs; for tokens the size of the vocabulary.
             takes: What it will be fed.
 
         Returns:

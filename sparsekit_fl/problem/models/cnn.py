@@ -14,7 +14,7 @@ class Cnn(nn.Module):
 
     Args:
         classes: Outputs.
-        channels: Of the images.
+        channels: Number of channels of the images.
         size: Height and width of the images, at least 16 each.
 
     Raises:

@@ -16,8 +16,8 @@ class NextWordLstm(nn.Module):
 
     Args:
         vocabulary: Token ids are in [0, vocabulary).
-        width: Of the embedding, and of the second LSTM.
-        hidden: Of the first LSTM.
+        width: Width of the embedding and of the second LSTM.
+        hidden: Width of the first LSTM.
 
     Source: Xue et al., ICDE 2025 (arXiv 2412.07216); LEAF (arXiv 1812.01097) for the task.
     """

@@ -24,7 +24,7 @@ class Vgg(nn.Module):
     Args:
         depth: 11, 13 or 16.
         classes: Outputs.
-        channels: Of the images.
+        channels: Number of channels of the images.
         size: Height and width of the images, multiples of 32.
 
     Raises:

@@ -23,7 +23,7 @@ class Partition(Protocol):
 
         Args:
             source: What to deal.
-            clients: How many clients, at least 1.
+            clients: Number of clients, at least 1.
             rng: For every draw.
 
         Returns:
@@ -43,7 +43,7 @@ def hold_out(indices: Indices, share: float = 0.1) -> tuple[Indices, Indices]:
 
     Args:
         indices: At least two.
-        share: Of the examples, rounded half up; at least one is held out and at least one stays.
+        share: Share of the examples, rounded half up; at least one is held out and at least one stays.
 
     Returns:
         `(kept, held out)`.

@@ -23,7 +23,7 @@ def dirichlet(
 
     Args:
         source: With one label per example and a test set.
-        clients: How many.
+        clients: Number of clients.
         rng: For every draw.
         alpha: Concentration, > 0; the smaller, the fewer classes per client.
         min_examples: Each client gets at least this many training and validation examples together, and one test example.

@@ -24,7 +24,7 @@ def natural(
 
     Args:
         source: With owners; a test set of its own is not used.
-        clients: How many owners take part.
+        clients: Number of owners that take part.
         rng: For `choose="random"`; otherwise nothing is drawn.
         choose: The owners with most examples (ties: the one listed first), or any with enough.
         min_examples: An owner needs at least this many, and at least 3.

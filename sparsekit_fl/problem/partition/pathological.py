@@ -38,7 +38,7 @@ def pathological(
 
     Args:
         source: With one label per example and a test set.
-        clients: How many.
+        clients: Number of clients.
         rng: For every draw.
         classes_per_client: Shards per client.
         images_per_class: Examples per shard.
@@ -113,8 +113,8 @@ def lacking(lack: int, classes: int, keywords: Mapping[str, Any]) -> dict[str, A
 
     Args:
         lack: Classes without an example, in [0, classes).
-        classes: How many there are.
-        keywords: Of the partition so far.
+        classes: Number of classes.
+        keywords: Keywords of the partition so far.
 
     Raises:
         InvalidValueError: `lack` is out of range.

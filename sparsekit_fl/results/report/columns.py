@@ -106,7 +106,7 @@ def texts(unit: str, means: Sequence[float | None], deviations: Sequence[float |
     Args:
         unit: As of `Column`.
         means: Values; None and NaN become a dash.
-        deviations: As many, written behind ± where they are there; empty for none.
+        deviations: As many as there are values, written behind ±; empty for none.
 
     Returns:
         As many texts; those of FLOPs, bytes and seconds have three digits of the mean.
