@@ -746,8 +746,7 @@ add(
         prototypes=nn.Parameter(torch.randn(4, 6)),
     ),
     images(4, 3),
-    {"b": 5},
-    fixed=("operator '_cdist_forward' is not known",),
+    {"b": 5, "a": 6},
 )
 add(
     "fourier",
@@ -758,8 +757,7 @@ add(
         head=nn.Linear(6, 2),
     ),
     images(2, 4, 3),
-    {"b": 5},
-    fixed=("operator '_fft_r2c' is not known to keep units apart at zoo_constructs.py",),
+    {"b": 5, "a": 6},
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -32,6 +33,7 @@ from sparsekit.tracing.inputs import ModelInputs
 from sparsekit.tracing.residual import find_blocks
 
 _PLANS = 12  # numbers of branches that are tried
+_SLACK = 0.01  # of a budget, for which it is worth to look which branches may stay after all
 _BATCHES = 8  # of the batches of a criterion, on which each branch is left out once
 
 KINDS = ("block", "layer")
@@ -179,26 +181,40 @@ def go_shallow(
             f"at most {largest:.0%} of {len(units)} may stay of kind {kind!r}, but keep and limits let only {len(order)} go"
         )
     absolute = None if start.budget is None else Budget(**start.budget.limits(start.costs.dense_costs()))
-    tried: list[tuple[float, int, Start]] = []
-    refused: BudgetError | None = None
+
+    def plan(gone: Sequence[str]) -> tuple[float, Sequence[str], Start]:
+        """What is lost where these go, and what is left; without an allocation within the budget it is an error."""
+        left = _without(start, calls[0], found, [block for name in gone for block in units[name]], absolute, rules)
+        counts = left.allocation.counts(left.graph, {n: scores[n] for n in left.graph.groups}, left.costs)
+        lost = sum(float(worth[name][counts[name] :].sum()) for name in left.graph.groups)
+        return lost + sum(max(0.0, own[name]) for name in gone), gone, left
+
+    tried: list[tuple[float, Sequence[str], Start]] = []
+    refused = BudgetError("no number of branches was tried")
     for number in _numbers(fewest, len(order) if absolute is not None else fewest):
-        names = [block for name in order[:number] for block in units[name]]
         try:
-            left = _without(start, calls[0], found, names, absolute, rules)
-            counts = left.allocation.counts(left.graph, {n: scores[n] for n in left.graph.groups}, left.costs)
+            tried.append(plan(order[:number]))
         except BudgetError as error:
             refused = error
-            continue
-        lost = sum(float(worth[name][counts[name] :].sum()) for name in left.graph.groups)
-        tried.append((lost + sum(max(0.0, own[name]) for name in order[:number]), number, left))
     if not tried:
-        assert refused is not None
         raise refused
-    _, number, best = min(tried, key=lambda item: item[:2])
-    gone = order[:number]
+    lost, gone, best = min(tried, key=lambda item: (item[0], len(item[1])))
+    for name in list(gone)[::-1] if _slack(best, absolute) > _SLACK else ():  # what was dear may fit after all
+        if len(gone) > fewest:
+            with contextlib.suppress(BudgetError):
+                other = plan([each for each in gone if each != name])
+                lost, gone, best = other if other[0] <= lost else (lost, gone, best)
     rows = {name: tuple(module for block in blocks for module in found.blocks[block].modules) for name, blocks in units.items()}
     told = f"{len(gone)} of {len(units)} residual {kind}s are gone{': ' if gone else ''}{', '.join(gone)}."
     return replace(best, kind=kind, branches=rows, gone=frozenset(gone), notes=(told,))
+
+
+def _slack(start: Start, budget: Budget | None) -> float:
+    """The share of the budget that is left where no width is cut."""
+    if budget is None:
+        return 0.0
+    dense = start.costs.dense_costs()
+    return min(1 - dense[name] / limit for name, limit in budget.limits(dense).items())
 
 
 def _units(found: Blocks, kind: str) -> dict[str, tuple[str, ...]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sparsekit.layers.labels.values import TensorLabels
+from sparsekit.layers.labels.values import Labels, TensorLabels
 from sparsekit.tracing.ops.call import Call, Outputs, table
 
 _SUMS = frozenset({"sum", "linalg_vector_norm", "norm", "nansum"})
@@ -41,6 +41,33 @@ def _scan(call: Call) -> Outputs:
     return [labels.without_zero().with_axis(dim, None)] * len(call.outputs)
 
 
+def _fourier(call: Call) -> Outputs:
+    """A transform over some axes: linear, and the same for every unit on the others."""
+    rank = call.arguments["self"].dim()
+    chosen = {dim % rank for dim in call.arg("dim")}
+    labels = call.labels("self", *chosen)
+    for dim in chosen:
+        call.tracer.fix(labels.axes[dim], f"transformed over its units by {call.name!r}")
+        labels = labels.with_axis(dim, None)
+    return labels.computed()
+
+
+def _distance(call: Call) -> Outputs:
+    """A norm of differences: a unit adds nothing where it is zero on both sides."""
+    tracer, pair = call.tracer, [call.labels("x1", -1), call.labels("x2", -1)]
+    left, right = (labels.axes[-1] for labels in pair)
+    if left is None or right is None or left.is_uniform or right.is_uniform or call.arg("p") <= 0:
+        call.fix_inputs(f"compared by {call.name!r} with values that belong to no unit")
+        return None
+    tracer.unite(left.nodes, right.nodes)
+    for labels in pair:
+        tracer.make(labels, -1)
+    tracer.read(Labels(left.nodes, tracer.store.both(left.sources, right.sources)), None)
+    for axis in (*pair[0].axes[:-2], *pair[1].axes[:-2]):
+        tracer.fix(axis, f"compared pair by pair by {call.name!r}")
+    return TensorLabels((*pair[0].axes[:-2], pair[0].axes[-2], pair[1].axes[-2])).without_zero()
+
+
 def _resample(call: Call) -> Outputs:
     labels, tensor, out = call.labels("self input"), call.tensors[0], call.outputs[0]
     spatial = int("".join(c for c in call.name if c in "123")[:1] or 2)
@@ -64,6 +91,8 @@ def _packed(call: Call) -> Outputs:
 HANDLERS = table(
     ("sum mean amax amin max min var std prod any all argmax argmin norm linalg_vector_norm var_mean std_mean", _reduce),
     ("logsumexp median mode nansum aminmax", _reduce),
+    ("_fft_r2c _fft_c2r _fft_c2c", _fourier),
+    ("_cdist_forward _euclidean_dist", _distance),
     ("cumsum cumprod cummax cummin sort topk logcumsumexp", _scan),
     (
         "max_pool2d_with_indices max_pool3d_with_indices max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d avg_pool3d",
