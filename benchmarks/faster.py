@@ -5,11 +5,13 @@
     python benchmarks/faster.py --out faster.jsonl --latency        a budget of half of the milliseconds, measured afterwards
     python benchmarks/faster.py --out faster.jsonl --picture docs/pictures/time.svg
     python benchmarks/faster.py --out faster.jsonl --table
+    python benchmarks/faster.py --out depth.jsonl --models resnet50 vit-b16 llama --arms 1 16 depth both --shares 0.5
 
-Arms are what `multiple_of` is, and Torch-Pruning at three values of its `round_to`. In each turn every model runs once, in a
-fresh order, in eval mode on one thread; what counts is the median over the turns of time dense ÷ time pruned, in processor
-time on a CPU. All networks have random weights: times do not depend on them. Torch-Pruning takes the same share of every
-layer, as it does by default, and that share is bisected until the FLOPs are met.
+Arms are what `multiple_of` is, and Torch-Pruning at three values of its `round_to`. "depth" removes residual branches alone,
+and "both" a quarter of them, where widths in multiples of 16 do the rest. In each turn every model runs once, in a fresh
+order, in eval mode on one thread; what counts is the median over the turns of time dense ÷ time pruned, in processor time on
+a CPU. All networks have random weights: times do not depend on them. Torch-Pruning takes the same share of every layer, as it
+does by default, and that share is bisected until the FLOPs are met.
 """
 
 from __future__ import annotations
@@ -57,6 +59,13 @@ def _gpt2() -> nn.Module:
     return GPT2LMHeadModel(GPT2Config(use_cache=False))
 
 
+def _llama() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"vocab_size": 10_000, "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8}
+    return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=8, num_key_value_heads=4, use_cache=False))
+
+
 def _lstm() -> nn.Module:
     from sparsekit_fl.problem.models.lstm import NextWordLstm
 
@@ -73,6 +82,11 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "bert-base": _bert,
     "gpt2-small": _gpt2,
     "lstm": _lstm,
+    "llama": _llama,
+}
+DEPTH: dict[str, dict[str, Any]] = {
+    "depth": {"keep": ["channel", "feature", "head"], "limits": {"block": (0.0, 1.0)}},
+    "both": {"multiple_of": 16, "limits": {"block": (0.0, 0.75)}},
 }
 CONVOLUTIONAL = ("resnet50", "vgg16", "mobilenetv2", "densenet121", "convnext-tiny")
 
@@ -80,7 +94,7 @@ CONVOLUTIONAL = ("resnet50", "vgg16", "mobilenetv2", "densenet121", "convnext-ti
 def example(name: str, batch: int, device: str) -> Tensor:
     """Images of 224 pixels, or tokens."""
     generator = torch.Generator().manual_seed(0)
-    if name in ("bert-base", "gpt2-small", "lstm"):
+    if name in ("bert-base", "gpt2-small", "lstm", "llama"):
         return torch.randint(0, 10_000, (batch, TOKENS), generator=generator).to(device)
     return torch.randn(batch, 3, 224, 224, generator=generator).to(device)
 
@@ -160,11 +174,14 @@ def torch_pruning(dense: nn.Module, x: Tensor, share: float, round_to: int) -> n
 
 def cut(arm: str, dense: nn.Module, x: Tensor, share: float) -> nn.Module:
     """The model of an arm."""
+    budget = sk.Budget(flops=f"{100 * share:g}%")
+    if arm in DEPTH:
+        return sk.prune(dense, (x,), budget=budget, **DEPTH[arm]).model
     name, _, number = arm.rpartition(" ")
     if name:
         return torch_pruning(dense, x, share, int(number))
     multiple: Any = arm if arm == "auto" else int(arm)
-    return sk.prune(dense, (x,), budget=sk.Budget(flops=f"{100 * share:g}%"), multiple_of=multiple).model
+    return sk.prune(dense, (x,), budget=budget, multiple_of=multiple).model
 
 
 def in_turns(models: dict[str, nn.Module], x: Tensor, seconds: float) -> dict[str, dict[str, float]]:
@@ -243,7 +260,7 @@ def main() -> None:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("faster.jsonl"))
-    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--models", nargs="+", default=[name for name in MODELS if name != "llama"], choices=list(MODELS))
     parser.add_argument("--arms", nargs="+", default=list(ARMS))
     parser.add_argument("--shares", nargs="+", type=float, default=[0.5, 0.25])
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8])

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, cast, get_args
 
 import torch
@@ -285,23 +285,25 @@ def _without(
 ) -> Start:
     """The model without some branches, and everything that belongs to it."""
     if not names:
-        return replace(start, budget=budget, allocation=_fitted(start.allocation, budget, start.graph))
+        return replace(start, budget=budget, allocation=_fitted(start.allocation, budget, frozenset()))
     model = remove_blocks(start.model, found, names, share=True)
     graph = remaining(start.graph, set(named_entries(model)), {name for name, _ in model.named_modules()})
     metrics = budget.metrics if budget is not None else ()
     costs = cost_model(model, *call.args, graph=graph, metrics=metrics, rules=rules, **call.kwargs)
-    return Start(model, graph, costs, _fitted(start.allocation, budget, graph), budget)
+    gone = start.graph.groups.keys() - graph.groups.keys()
+    return Start(model, graph, costs, _fitted(start.allocation, budget, gone), budget)
 
 
-def _fitted(plan: Allocation, budget: Budget | None, graph: UnitGraph) -> Allocation:
+def _fitted(plan: Allocation, budget: Budget | None, gone: Set[str]) -> Allocation:
     """An allocation for what is left: the budget in absolute numbers, and nothing about groups that are gone."""
-    changed: dict[str, Any] = {}
-    if has_field(plan, "budget") and budget is not None:
-        changed["budget"] = budget
-    if has_field(plan, "limits"):
-        own: Mapping[str, tuple[float, float]] = getattr(plan, "limits")  # noqa: B009 - not part of the protocol
-        changed["limits"] = {name: pair for name, pair in own.items() if name in graph.groups}
-    return replace(cast(Any, plan), **changed) if changed else plan
+    if not is_dataclass(plan) or isinstance(plan, type):
+        return plan
+    changed: dict[str, Any] = {"budget": budget} if budget is not None and has_field(plan, "budget") else {}
+    for item in fields(plan):
+        value = getattr(plan, item.name)
+        if isinstance(value, Mapping) and not gone.isdisjoint(value):
+            changed[item.name] = {name: each for name, each in value.items() if name not in gone}
+    return cast(Allocation, replace(plan, **changed)) if changed else cast(Allocation, plan)
 
 
 def _losses(model: nn.Module, found: Blocks, units: Mapping[str, tuple[str, ...]], criterion: DataDriven) -> dict[str, float]:

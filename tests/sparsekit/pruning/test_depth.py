@@ -220,3 +220,21 @@ def test_the_code_of_the_how_to_runs(model: nn.Module, capsys: pytest.CaptureFix
     code = page.partition("## Depth")[2].partition("```python\n")[2].partition("```")[0]
     exec(compile(code, "pruning.md", "exec", dont_inherit=True), {"sk": sk, "model": model, "x": torch.randn(2, 8)})
     assert capsys.readouterr().out.count("mlps.") >= 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"multiple_of": "auto"},
+        {"multiple_of": {f"mlps.{number}.1": 4 for number in range(6)}},
+        {"allocation": sk.allocation.PerGroup({f"mlps.{number}.1": 0.5 for number in range(6)}), "budget": None},
+        {"allocation": "uniform", "schedule": sk.allocation.Schedule("linear", 2)},
+        {"allocation": "knapsack"},
+        {"budget": "flops=60%,params=60%,memory=95%"},
+    ],
+)
+def test_other_choices_hold_for_what_is_left(model: nn.Module, options: dict[str, Any]) -> None:
+    given_ = {"budget": "flops=50%", "limits": {"block": (0, 0.7)}, **options}
+    pruned = sk.prune(model, (torch.randn(2, 8),), **given_)
+    assert sum(kept(pruned).values()) <= 4
+    assert all(pruned.report.after[name] <= limit for name, limit in pruned.report.limits.items())
