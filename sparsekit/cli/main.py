@@ -13,7 +13,7 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Annotated, Any
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 COMMANDS_GROUP = "sparsekit.commands"
 """Entry points by which other packages add commands."""
 
-_TIES, _OTHERS = 20, 47
+_TIES, _OTHERS = 20, 57
 """Letters of the column of tied layers, at least, and of all columns of `units` but this and the names."""
 
 INTERRUPTED = 130
@@ -158,6 +158,7 @@ class UnitsOptions(ModelOptions):
             metavar="[fixed|kept]", help="'kept' also counts units under layer norms, which are then taken over the kept units."
         ),
     ] = "fixed"
+    no_time: Annotated[bool, typer.Option("--no-time", help="Leave out how long a pass takes.")] = False
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout and nothing else.")] = False
 
 
@@ -172,6 +173,8 @@ def units(options: UnitsOptions) -> None:
 
     A factory is called without arguments and returns the module, or the module and a tuple of example inputs.
     """
+    from sparsekit.measure.paired import measure_layers
+    from sparsekit.tracing.blocks import is_meta
     from sparsekit.tracing.inputs import map_tensors
     from sparsekit.tracing.trace import FixedUnitsWarning, trace_units
 
@@ -185,7 +188,10 @@ def units(options: UnitsOptions) -> None:
         # The same facts are in the table.
         warnings.simplefilter("ignore", FixedUnitsWarning)
         graph = trace_units(module.to(where), *args, norm=options.norm, example_kwargs=kwargs)  # type: ignore[arg-type]  # refused there
-    report = _describe(options.model, module, graph)
+    times: dict[str, float] = {}
+    if not (options.no_time or is_meta(module)):
+        times = measure_layers(module, args, kwargs)
+    report = _describe(options.model, module, graph, times)
     if options.as_json:
         typer.echo(json.dumps(report, indent=1))
     else:
@@ -209,13 +215,15 @@ def _entries_of(group: UnitGroup, graph: UnitGraph, keys: set[str]) -> int:
     return total
 
 
-def _describe(name: str, module: nn.Module, graph: UnitGraph) -> dict[str, Any]:
+def _describe(name: str, module: nn.Module, graph: UnitGraph, times: Mapping[str, float]) -> dict[str, Any]:
+    """What the command shows; `times` are milliseconds by module, "" for the whole pass, or nothing."""
     # Tied parameters appear once, under their first name.
     parameters = {key: tensor.numel() for key, tensor in module.named_parameters()}
     total = sum(parameters.values())
     groups = []
     for group in graph.groups.values():
         count = _entries_of(group, graph, set(parameters))
+        layers = {piece.name.rpartition(".")[0] for piece in group.slices}
         groups.append(
             {
                 "name": group.name,
@@ -223,34 +231,40 @@ def _describe(name: str, module: nn.Module, graph: UnitGraph) -> dict[str, Any]:
                 "size": group.size,
                 "parameters": count,
                 "share": count / max(1, total),
+                **({"ms": sum(times.get(layer, 0.0) for layer in layers)} if times else {}),
                 "ties": list(group.modules),
             }
         )
     fixed = [{"module": item.module, "size": item.size, "reason": item.reason} for item in graph.fixed]
-    return {"model": name, "parameters": total, "units": graph.units, "groups": groups, "fixed": fixed}
+    whole = {"ms": times[""]} if times else {}
+    return {"model": name, "parameters": total, "units": graph.units, **whole, "groups": groups, "fixed": fixed}
 
 
 def _print_units(report: dict[str, Any]) -> None:
-    console = Console()
+    console, timed = Console(), "ms" in report
     number = len(report["groups"])
     title = (
         f"{report['model']}: {report['units']:,} units in {number} group{'s' if number > 1 else ''},"
-        f" {report['parameters']:,} parameters"
+        f" {report['parameters']:,} parameters{', {:.3g} ms a pass'.format(report['ms']) if timed else ''}"
     )
     console.print(escape(title))
     table = Table()
     # The name is what other commands take, so it is never cut: the tied layers wrap, and then the table grows wider.
     longest = max(len(group["name"]) for group in report["groups"])
     table.add_column("group", no_wrap=True, min_width=longest)
-    for column in ("units", "parameters", "share"):
+    for column in ("units", "parameters", "share", *(["ms"] if timed else [])):
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("ties, beside itself", overflow="fold", min_width=_TIES)
     for group in report["groups"]:
         others = ", ".join(name for name in group["ties"] if name != group["name"])
         size = f"{group['size']} {group['kind']}{'' if group['size'] == 1 else 's'}"
-        table.add_row(escape(group["name"]), size, f"{group['parameters']:,}", f"{group['share']:.1%}", escape(others) or "–")
+        cells = [size, f"{group['parameters']:,}", f"{group['share']:.1%}", *([f"{group['ms']:.3g}"] if timed else [])]
+        table.add_row(escape(group["name"]), *cells, escape(others) or "–")
     Console(width=max(console.width, longest + _OTHERS + _TIES)).print(table)
-    console.print("Parameters between two groups count for both, so shares may add up to more than 100 %.")
+    console.print(
+        f"Parameters{' and milliseconds of layers' if timed else ''} between two groups count for both, so shares may add up to"
+        " more than 100 %."
+    )
     if report["fixed"]:
         console.print("\nKept whole:")
         kept = Table()

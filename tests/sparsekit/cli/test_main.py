@@ -63,7 +63,9 @@ def test_units_of_a_built_in_model_as_a_table(capsys: pytest.CaptureFixture[str]
     assert cli.execute(["units", "cnn"]) == 0
     out = capsys.readouterr().out
     assert "cnn: 80 units in 3 groups, 21,840 parameters" in out
-    assert all(word in out for word in ("conv1", "conv2", "fc1", "channel", "feature", "fc2", "model output"))
+    assert all(word in out for word in ("conv1", "conv2", "fc1", "channel", "feature", "fc2", "model output", "ms a pass"))
+    assert cli.execute(["units", "cnn", "--no-time"]) == 0
+    assert " ms" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
