@@ -12,10 +12,13 @@ import numpy as np
 import torch
 from torch import nn
 
+from sparsekit._torch import DispatchMode, operator_packet
 from sparsekit.tracing.inputs import find_tensors, map_tensors
 
 _WARM, _TURNS = 2, 100
 """Turns that are not counted, and at most counted."""
+_COPIES = (torch.ops.aten.clone, torch.ops.aten.copy_, torch.ops.aten._to_copy, torch.ops.aten.cat)
+"""Operators that do nothing but copy."""
 
 
 @dataclass(frozen=True)
@@ -126,6 +129,43 @@ def measure_layers(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str,
         for handle in handles:
             handle.remove()
     return {name: min(values) for name, values in times.items()}
+
+
+class _Copies(DispatchMode):
+    """Adds up the seconds of operators that do nothing but copy."""
+
+    def __init__(self, synchronize: Callable[[], object]) -> None:
+        super().__init__()
+        self.seconds, self._synchronize = 0.0, synchronize
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if operator_packet(func) not in _COPIES:
+            return func(*args, **(kwargs or {}))
+        self._synchronize()
+        start = time.perf_counter()
+        result = func(*args, **(kwargs or {}))
+        self._synchronize()
+        self.seconds += time.perf_counter() - start
+        return result
+
+
+def measure_copies(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, passes: int = 3) -> float:
+    """Milliseconds of a forward pass in which tensors are joined or laid out anew: the least of all passes.
+
+    Args:
+        model: Runs in eval mode and is left in its own.
+        args: Positional inputs.
+        kwargs: Keyword inputs.
+        passes: Number of passes, the first of which warms up.
+    """
+    synchronize = torch.get_device_module(_device(model, args, kwargs)).synchronize
+    found = []
+    with torch.no_grad(), _evaluated(model):
+        for _ in range(passes):
+            with _Copies(synchronize) as copies:
+                model(*args, **kwargs)
+            found.append(1000 * copies.seconds)
+    return float(min(found))
 
 
 def measure_turns(

@@ -11,7 +11,7 @@ from torch import nn
 
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.mask import UnitMask
-from sparsekit.measure.paired import measure_layers, measure_pair, measure_turns
+from sparsekit.measure.paired import measure_copies, measure_layers, measure_pair, measure_turns
 from sparsekit.pruning.report import PruneReport
 from sparsekit.surgery.compaction import compact
 
@@ -45,7 +45,10 @@ def with_times(
     fewer = report.before["flops"] / report.after["flops"] if report.after.get("flops") else 1.0
     notes = [*report.notes]
     slow = min(times, key=lambda pair: pair.faster)
-    if slow.faster / fewer < _SLOW and (found := _reasons(report, old, new)):
+    found: list[tuple[str, float]] = []
+    if slow.faster / fewer < _SLOW:
+        found = _reasons(report, old, new, measure_copies(before, args, kwargs), measure_copies(after, args, kwargs))
+    if found:
         told = "; ".join(f"{reason} ({milliseconds:.3g} ms)" for reason, milliseconds in found[:3])
         notes.append(
             f"time falls {slow.faster:.3g} times where FLOPs fall {fewer:.3g} times; of the {new['']:.3g} ms that are left,"
@@ -61,15 +64,18 @@ def with_times(
     return replace(report, times=times, slowest=dict(left), notes=notes)
 
 
-def _reasons(report: PruneReport, old: Mapping[str, float], new: Mapping[str, float]) -> list[tuple[str, float]]:
+def _reasons(
+    report: PruneReport, old: Mapping[str, float], new: Mapping[str, float], copied_old: float, copied_new: float
+) -> list[tuple[str, float]]:
     """Why passes take longer than their share of FLOPs, and by how many milliseconds, the largest first."""
     cut = {layer.name: layer for layer in report.layers}
     fewer = report.after["flops"] / report.before["flops"]
-    found: dict[str, float] = {}
+    found = {"copies: tensors that are joined or laid out anew": copied_new - fewer * copied_old}
     for name, milliseconds in new.items():
         layer, dense = cut.get(name), old.get(name, 0.0)
         if not name:  # the whole pass: what no layer with weights explains
-            rest_old, rest_new = (2 * times[""] - sum(times.values()) for times in (old, new))
+            rest_old = 2 * old[""] - sum(old.values()) - copied_old
+            rest_new = 2 * new[""] - sum(new.values()) - copied_new
             reason, excess = "operators without weights, and calls between layers", rest_new - fewer * rest_old
         elif layer is None:
             reason, excess = "norms and other layers without products", milliseconds - fewer * dense

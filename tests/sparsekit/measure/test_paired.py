@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import sparsekit as sk
-from sparsekit.measure.paired import measure_layers, measure_pair
+from sparsekit.measure.paired import measure_copies, measure_layers, measure_pair
 from sparsekit.pruning.report import PruneReport
 
 
@@ -66,6 +66,32 @@ def test_layers_take_no_longer_than_the_whole() -> None:
     times = measure_layers(model, (torch.zeros(32, 64),), {})
     assert set(times) == {"", "0", "2.0"}
     assert times["0"] + times["2.0"] <= 1.5 * times[""], "the least of each, so not of one pass"
+
+
+def test_copies_are_told_from_other_operators() -> None:
+    class Copying(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.cat([x, x]).t().contiguous().t()
+
+    x = torch.zeros(500, 500)
+    assert measure_copies(nn.ReLU(), (x,), {}) == 0
+    assert 0 < measure_copies(Copying(), (x,), {}) < 1000
+
+
+def test_what_is_copied_whole_is_a_reason() -> None:
+    class Copying(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(8, 64), nn.Linear(64, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            wide = torch.cat([x] * 400, 1).t().contiguous().t()
+            result: Tensor = self.two(self.one(wide[:, :8]).relu())
+            return result
+
+    model, x = Copying(), torch.zeros(2000, 8)
+    notes = sk.prune(model, (x,), budget="flops=25%").measure_times(model, x).report.notes
+    assert any("copies: tensors that are joined or laid out anew" in note for note in notes), notes
 
 
 def test_a_report_with_times_survives_json_and_says_them() -> None:
