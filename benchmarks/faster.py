@@ -192,7 +192,7 @@ def in_turns(models: dict[str, nn.Module], x: Tensor, seconds: float) -> dict[st
     names, rows = list(models), []
     with torch.no_grad():
         begun = time.perf_counter()
-        while len(rows) < 7 or (len(rows) < 102 and time.perf_counter() - begun < seconds):
+        while len(rows) < 5 or (len(rows) < 101 and time.perf_counter() - begun < seconds):
             row = np.zeros(len(names))
             for place in order.permutation(len(names)):
                 synchronize()
@@ -201,7 +201,7 @@ def in_turns(models: dict[str, nn.Module], x: Tensor, seconds: float) -> dict[st
                 synchronize()
                 row[place] = 1000 * (clock() - start)
             rows.append(row)
-    times = np.array(rows[2:])
+    times = np.array(rows[1:])  # the first warms up
     dense = times[:, names.index("dense")]
     found = {}
     for place, name in enumerate(names):
@@ -213,12 +213,13 @@ def in_turns(models: dict[str, nn.Module], x: Tensor, seconds: float) -> dict[st
 
 def measure(options: argparse.Namespace) -> None:
     """Cut and time what is not in the file yet."""
-    done = {(row["model"], row["share"], row["arm"], row["batch"]) for row in read(options.out) if row["part"] == "flops"}
     about = {"device": device_name(torch.device(options.device))}
     for name in options.models:
         dense = None
         for share in options.shares:
-            missing = [arm for arm in options.arms if any((name, share, arm, batch) not in done for batch in options.batches)]
+            done = cells(options.out)  # read anew: several processes may write to one file
+            batches = [b for b in options.batches if not done.get((name, share, b), {}).keys() >= set(options.arms)]
+            missing = [arm for arm in options.arms if any(arm not in done.get((name, share, batch), {}) for batch in batches)]
             if not missing:
                 continue
             if dense is None:
@@ -236,12 +237,142 @@ def measure(options: argparse.Namespace) -> None:
                 except Exception as error:  # noqa: BLE001 - that a library cannot is a result
                     facts[arm] = {"error": f"{type(error).__name__}: {error}"[:200]}
                     models.pop(arm, None)
-            for batch in options.batches:
+            for batch in batches:
                 timed = in_turns(models, example(name, batch, options.device), options.seconds)
                 for arm in missing:
                     row = {"part": "flops", "model": name, "share": share, "arm": arm, "batch": batch, **facts[arm]}
                     row |= timed.get(arm, {}) | {"dense_ms": timed["dense"]["ms"], "load": os.getloadavg()[0]} | about
                     write(options.out, row)
+
+
+def measure_latency_budgets(options: argparse.Namespace) -> None:
+    """Cut to a share of the milliseconds of one example, and measure again what came of it."""
+    done = {row["model"] for row in read(options.out) if row["part"] == "latency"}
+    for name in (name for name in options.models if name not in done):
+        torch.manual_seed(0)
+        dense, x = MODELS[name]().eval().to(options.device), example(name, 1, options.device)
+        begun, cpu = time.perf_counter(), time.process_time()
+        row: dict[str, Any] = {"part": "latency", "model": name, "asked": 0.5, "load": os.getloadavg()[0]}
+        try:
+            small = sk.prune(dense, (x,), budget=sk.Budget(latency_ms="50%")).model.eval()
+            row |= {"seconds": time.perf_counter() - begun, "cpu_seconds": time.process_time() - cpu}
+            timed = in_turns({"dense": dense, "small": small}, x, options.seconds)["small"]
+            row |= {"got": 1 / timed["faster"], "low": 1 / timed["high"], "high": 1 / timed["low"]}
+            row["fewer"] = flops_of(dense, x) / flops_of(small, x)
+        except sk.BudgetError as error:
+            row["error"] = str(error)[:200]
+        write(options.out, row)
+
+
+def best_of_torch_pruning(rows: dict[str, dict[str, Any]]) -> tuple[str, dict[str, Any]] | None:
+    """Of its `round_to`, the one with the largest time ÷ over FLOPs ÷; None where it cannot cut the model."""
+    found = [(arm, row) for arm, row in rows.items() if arm.startswith("torch") and "faster" in row]
+    return max(found, key=lambda item: over(item[1])) if found else None
+
+
+def over(row: dict[str, Any]) -> float:
+    """Time ÷ over FLOPs ÷."""
+    return float(row["faster"] / row["fewer"])
+
+
+def cells(path: Path) -> dict[tuple[str, float, int], dict[str, dict[str, Any]]]:
+    """(Model, share, batch) → arm → its line."""
+    found: dict[tuple[str, float, int], dict[str, dict[str, Any]]] = {}
+    for row in read(path):
+        if row["part"] == "flops":
+            found.setdefault((row["model"], row["share"], row["batch"]), {})[row["arm"]] = row
+    return dict(sorted(found.items(), key=lambda item: (list(MODELS).index(item[0][0]), -item[0][1], item[0][2])))
+
+
+def mean(values: list[float]) -> str:
+    """The geometric one."""
+    return f"{math.exp(sum(map(math.log, values)) / len(values)):.2f}" if values else ""
+
+
+def tables(path: Path) -> None:
+    """Print what is in the file."""
+    found = cells(path)
+    batches = sorted({batch for *_, batch in found})
+    ours = [arm for arm in ARMS if not arm.startswith("torch")]
+    heads = [f"{arm if arm != '1' else 'any width'}, {batch}" for batch in batches for arm in (*ours, "Torch-Pruning")]
+    print(f"| model | FLOPs | {' | '.join(heads)} |\n|---|---|{'---|' * len(heads)}")
+    columns: dict[tuple[str, int], list[float]] = {}
+    for name, share in dict.fromkeys(key[:2] for key in found):
+        texts = []
+        for batch in batches:
+            rows = found.get((name, share, batch), {})
+            for arm in ours:
+                row = rows.get(arm, {})
+                texts.append(f"{over(row):.2f}" if "faster" in row else "")
+                if "faster" in row:
+                    columns.setdefault((arm, batch), []).append(over(row))
+            best = best_of_torch_pruning(rows)
+            texts.append("" if not rows else "cannot" if best is None else f"{over(best[1]):.2f} ({best[0].split()[-1]})")
+            if best is not None and "faster" in rows.get("auto", {}):
+                columns.setdefault(("rival", batch), []).append(over(best[1]))
+                columns.setdefault(("beside", batch), []).append(over(rows["auto"]) / over(best[1]))
+        print(f"| {name} | {share:.0%} | {' | '.join(texts)} |")
+    means = [mean(columns.get((arm, batch), [])) for batch in batches for arm in (*ours, "rival")]
+    print(f"| geometric mean | | {' | '.join(means)} |\n")
+    for batch in batches:
+        gains = [over(r["auto"]) / over(r["1"]) for (*_, b), r in found.items() if b == batch and {"1", "auto"} <= r.keys()]
+        beside = columns.get(("beside", batch), [])
+        print(f"batch {batch}: auto over any width {mean(gains)} (least {min(gains, default=0):.2f}), ", end="")
+        print(f"over Torch-Pruning {mean(beside)} (least {min(beside, default=0):.2f}, {len(beside)} cuts)")
+    budgets = [row for row in read(path) if row["part"] == "latency"]
+    if budgets:
+        print("\n| model | asked | measured (quartiles) | FLOPs ÷ | seconds, of processor |\n|---|---|---|---|---|")
+    for row in budgets:
+        if "got" not in row:
+            print(f"| {row['model']} | {row['asked']:.0%} | {row['error']} | | |")
+            continue
+        quartiles = f"{row['got']:.1%} ({row['low']:.1%} to {row['high']:.1%})"
+        seconds = f"{row['seconds']:.0f}, {row['cpu_seconds']:.0f}"
+        print(f"| {row['model']} | {row['asked']:.0%} | {quartiles} | {row['fewer']:.2f} | {seconds} |")
+
+
+def draw(path: Path, picture: Path) -> None:
+    """FLOPs ÷ against time ÷, a panel for each batch; lines join the cuts of one model."""
+    import matplotlib.pyplot as plt
+
+    plt.rcParams.update({"svg.hashsalt": "time", "font.size": 9})
+    found = cells(path)
+    batches = sorted({batch for *_, batch in found})
+    figure, panels = plt.subplots(1, len(batches), figsize=(5.2 * len(batches), 4.6), sharey=True, squeeze=False)
+    styles = {"auto": ("#1f6feb", "o", "sparsekit, auto"), "rival": ("#d1702a", "s", "Torch-Pruning, best round_to")}
+    for panel, batch in zip(panels[0], batches):
+        panel.plot([1, 6], [1, 6], color="#999999", linewidth=0.8, linestyle=":")
+        panel.text(4.9, 5.1, "time falls as FLOPs do", color="#777777", ha="right", fontsize=8)
+        ends: list[tuple[float, float, str]] = []
+        for kind, (colour, marker, label) in styles.items():
+            for name in dict.fromkeys(key[0] for key in found):
+                points = [(1.0, 1.0)]
+                for share in sorted({key[1] for key in found}, reverse=True):
+                    rows = found.get((name, share, batch), {})
+                    best = best_of_torch_pruning(rows)
+                    row = rows.get("auto") if kind == "auto" else best and best[1]
+                    if row and "faster" in row:
+                        points.append((row["fewer"], row["faster"]))
+                if len(points) > 1:
+                    panel.plot(*zip(*points), color=colour, linewidth=0.7, alpha=0.5)
+                    panel.plot(*zip(*points[1:]), marker, color=colour, markersize=4.5, label=label)
+                    label = "_"
+                    if kind == "auto":
+                        ends.append((*points[-1], name))
+        heights: list[float] = []
+        for x, y, name in sorted(ends, key=lambda end: end[1]):
+            heights.append(max(y, heights[-1] * 1.055) if heights else y)
+            panel.annotate(name, (x, y), (4.25, heights[-1]), fontsize=7.5, color="#1f4a8a", va="center")
+        panel.set(xscale="log", yscale="log", xlim=(1, 6.5), ylim=(1, 6.5), xlabel="FLOPs ÷", title=f"batch {batch}")
+        for axis in (panel.xaxis, panel.yaxis):
+            axis.set_major_locator(plt.FixedLocator([1, 2, 3, 4, 6]))
+            axis.set_major_formatter("{x:g}")
+            axis.set_minor_locator(plt.NullLocator())
+        panel.grid(alpha=0.25)
+    panels[0][0].set_ylabel("time ÷")
+    panels[0][0].legend(loc="upper left", frameon=False)
+    figure.tight_layout()
+    figure.savefig(picture, metadata={"Date": None} if picture.suffix == ".svg" else None)
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -264,13 +395,21 @@ def main() -> None:
     parser.add_argument("--arms", nargs="+", default=list(ARMS))
     parser.add_argument("--shares", nargs="+", type=float, default=[0.5, 0.25])
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8])
-    parser.add_argument("--seconds", type=float, default=5.0, help="for the turns of one model, share and batch; 7 at least")
+    parser.add_argument("--seconds", type=float, default=5.0, help="for the turns of a model, share and batch; 5 at least")
     parser.add_argument("--limit", type=int, default=300, help="seconds that an arm may take to cut a model")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--latency", action="store_true", help="budgets of milliseconds instead of FLOPs")
+    parser.add_argument("--table", action="store_true", help="only print what is in the file")
+    parser.add_argument("--picture", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    measure(options)
+    if options.picture:
+        draw(options.out, options.picture)
+    elif not options.table:
+        (measure_latency_budgets if options.latency else measure)(options)
+    if not options.picture:
+        tables(options.out)
 
 
 if __name__ == "__main__":
