@@ -70,7 +70,8 @@ BESIDE = [
 
 def table() -> str:
     """Return the table of optimisers and precisions."""
-    numbers = {reason: i + 1 for i, reason in enumerate(NOTES)}
+    notes_of = list(dict.fromkeys(NOTES.values()))
+    numbers = {reason: notes_of.index(note) + 1 for reason, note in NOTES.items()}
     lines = [f"| optimiser | {' | '.join(PRECISIONS)} |", "|---" * (len(PRECISIONS) + 1) + "|"]
     alike: dict[tuple[str, ...], list[str]] = {}
     for optimizer in OPTIMIZERS:
@@ -82,7 +83,7 @@ def table() -> str:
             row.append(f"{'yes' if 'equal' in reasons else 'no'} {notes}".strip())
         alike.setdefault(tuple(row), []).append(optimizer)
     lines += [f"| {', '.join(optimizers)} | {' | '.join(row)} |" for row, optimizers in alike.items()]
-    return "\n".join([*lines, "", *(f"({numbers[reason]}) {note}." for reason, note in NOTES.items())])
+    return "\n".join([*lines, "", *(f"({i + 1}) {note}." for i, note in enumerate(notes_of))])
 
 
 def measure() -> str:
