@@ -62,6 +62,13 @@ def test_the_flops_of_a_constant_ratio_of_one_half_are_those_of_table_two(name, 
     assert 3 * passes * rowmask_flops(costs, mask) == flops
 
 
+def test_the_expected_cost_of_training_by_capability_is_the_papers() -> None:
+    passes, graph, costs, _, _ = costed("cifar10")
+    masks = [select(Ordered(), graph, level, View()) for level in (1, 1 / 2, 1 / 4, 1 / 8, 1 / 16)]
+    mean = sum(rowmask_flops(costs, mask) for mask in masks) / 5
+    assert 3 * passes * mean == pytest.approx(320.0964e12, rel=1e-6)
+
+
 @pytest.mark.parametrize("name", ["mnist", "cifar10"])
 @pytest.mark.parametrize("ratio", [1.0, 0.5, 0.3, 1 / 16])
 def test_compact_flops_are_what_torch_counts_on_the_compact_module(name, ratio) -> None:

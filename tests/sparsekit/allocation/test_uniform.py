@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+
+import numpy as np
 import pytest
 import torch
 
@@ -36,6 +39,12 @@ def test_the_count_is_rounded_up_and_at_least_one(ratio: float, size: int, count
 def test_a_ratio_outside_the_range_is_refused(ratio: object, check: type[Uniform]) -> None:
     with pytest.raises(InvalidValueError, match=r"ratio must be in \(0, 1\], got"):
         check(ratio)  # type: ignore[arg-type]
+
+
+def test_a_ratio_may_be_any_real_number() -> None:
+    assert check_ratio(np.float32(0.5)) == 0.5
+    assert type(check_ratio(np.float64(0.25))) is float
+    assert check_ratio(Fraction(1, 4)) == 0.25
 
 
 def test_groups_tied_in_a_chain_take_the_least_of_their_counts() -> None:

@@ -39,6 +39,11 @@ def test_a_mask_does_not_change_with_the_tensor_that_it_was_made_of(kind: type[U
     assert mask["a"].tolist() == [True, False, True]
 
 
+def test_density_counts_the_entries_that_stay(graph: UnitGraph) -> None:
+    # One of three units: 2 of 6 weights, 1 of 3 biases, 2 of 6 columns.
+    assert _mask(0, 1, 0).density(graph) == 5 / 15
+
+
 def test_by_entry_a_dropped_unit_loses_its_rows_and_the_columns_that_read_it(graph: UnitGraph) -> None:
     weights = to_weights(graph, _mask(1, 0, 1))
     assert weights["a.weight"].tolist() == [[True, True], [False, False], [True, True]]

@@ -104,6 +104,14 @@ def test_a_teacher_alone_pulls_its_student_to_it() -> None:
     assert distance() < 0.3 * before
 
 
+def test_distillation_of_equal_outputs_leaves_the_share_of_the_loss() -> None:
+    logits = torch.randn(4, 3)
+    mixed = Distillation(nn.Identity(), share=0.25).combine(torch.tensor(2.0), logits, logits)
+    assert float(mixed) == pytest.approx(1.5)
+    values = Distillation(nn.Identity(), share=1.0, kind="values").combine(torch.tensor(2.0), logits, logits + 1)
+    assert float(values) == pytest.approx(1.0)
+
+
 @pytest.mark.parametrize("amp", [torch.bfloat16, torch.float16])
 @pytest.mark.same_bits
 def test_half_precision_trains_and_resumes(amp: torch.dtype, tmp_path: Path) -> None:

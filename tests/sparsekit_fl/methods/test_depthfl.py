@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 
 import torch
@@ -13,8 +14,9 @@ from torch import nn
 from sparsekit_fl.engines.spec import RunSpec
 from sparsekit_fl.methods import depthfl, fedavg
 from sparsekit_fl.methods.depthfl import DynamicMean, ExitSgd, affordable_depth, depth_entries, depth_flops, distillation_loss
+from sparsekit_fl.problem.metrics import IGNORED
 from sparsekit_fl.problem.problem import Problem
-from sparsekit_fl.testing import tiny_config
+from sparsekit_fl.testing import tiny_clients, tiny_config
 
 
 def long_problem() -> Problem:
@@ -24,6 +26,20 @@ def long_problem() -> Problem:
 
 def _long() -> nn.Module:
     return nn.Sequential(*(nn.Linear(6, 6) for _ in range(6)), nn.Linear(6, 3))
+
+
+def test_depth_follows_capability() -> None:
+    spec = RunSpec.build(depthfl(), long_problem(), tiny_config())
+    entries = depth_entries(spec.graph)
+    assert len(entries) == 5
+    assert all(smaller < larger for smaller, larger in itertools.pairwise(entries))
+    work = depth_flops(spec.graph, spec.costs)
+    # Six layers of 36 weights, of 6 inputs and 3 outputs the last and every exit, at two FLOPs each.
+    assert work[0] < work[1]
+    assert work[-1] == 2 * (6 * 36 + 5 * 18)
+    assert [affordable_depth(spec.graph, spec.costs, flops / work[-1]) for flops in work] == [1, 2, 3, 4, 5]
+    assert affordable_depth(spec.graph, spec.costs, 1e-6) == 1
+    assert affordable_depth(spec.graph, spec.costs, 0.9999) == 4
 
 
 def test_clients_receive_train_and_send_a_prefix() -> None:
@@ -85,6 +101,15 @@ def test_distillation_by_hand() -> None:
     assert torch.allclose(gradient, wanted.detach())
 
 
+def test_positions_without_a_target_teach_nothing() -> None:
+    first, second = torch.randn(2, 3, 5), torch.randn(2, 3, 5)
+    targets = torch.tensor([[0, 1, IGNORED], [IGNORED, 2, 3]])
+    keep = targets != IGNORED
+    assert torch.allclose(
+        distillation_loss([first, second], targets), distillation_loss([first[keep], second[keep]], targets[keep])
+    )
+
+
 def context(method, *, round=1, ratio=1.0, memory=None):
     config = dataclasses.replace(ONE_STEP, rounds=10)
     return client_context(method, deep_problem(), config, round=round, memory=memory)
@@ -111,3 +136,15 @@ def test_one_step_by_hand() -> None:
         assert torch.allclose(result.state[name], expected, atol=1e-6), name
         moved = drift - 0.1 * (result.state[name] - spec.initial[name])
         assert torch.allclose(ctx.memory["drift"][name], moved, atol=1e-6), name
+
+
+def test_the_mean_of_all_exits_is_scored() -> None:
+    result, _ = watched(depthfl(), problem=deep_problem())
+    spec = RunSpec.build(depthfl(), deep_problem(), tiny_config())
+    model = spec.problem.model()
+    model.load_state_dict(result.state)
+    client = tiny_clients()[0]
+    with torch.no_grad():
+        mean = torch.stack(model.eval().outputs(client.data.test.inputs[0])).mean(0)
+    right = int((mean.argmax(1) == client.data.test.targets).sum())
+    assert result.final.per_client[0].personal["accuracy"][0] == right

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from personal import ONE_STEP, client_context, watched
 
-from sparsekit_fl.methods import ditto, local, with_settings
+from sparsekit_fl.methods import ditto, fedavg, local, with_settings
 from sparsekit_fl.methods.ditto import TwoModels
 from sparsekit_fl.testing import tiny_problem
 
@@ -37,3 +37,9 @@ def test_one_step_by_hand() -> None:
     for name, value in model.named_parameters():
         expected = value - 0.1 * (value.grad + 0.5 * (value - spec.initial[name]))
         assert torch.allclose(ctx.memory["model"][name], expected, atol=1e-6), name
+
+
+def test_it_costs_twice_what_fedavg_costs() -> None:
+    ours, plain = watched(ditto())[0], watched(fedavg())[0]
+    assert ours.cost.flops_compact == 2 * plain.cost.flops_compact
+    assert ours.cost.flops_rowmask == 2 * plain.cost.flops_rowmask

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import numpy as np
 import pytest
@@ -104,3 +105,8 @@ def test_passes_multiply_the_local_epochs_and_round_halves_up() -> None:
 
     one = flops(1.0, 1)
     assert [flops(factor, 2) for factor in (0.1, 1.0, 1.25, 1.4)] == [one, 2 * one, 3 * one, 3 * one]
+
+
+def test_utility_is_the_papers_function() -> None:
+    for x in (0.0, 0.3, 1.0, 15.0):
+        assert utility(x) == pytest.approx(10 - 20 / (1 + math.exp(0.35 * x)))

@@ -50,6 +50,15 @@ def test_the_reward_is_the_loss_decrease_over_the_gap_to_the_mean_time() -> None
     assert rewards(policy, memory, 1) == pytest.approx([-0.5 / 0.5])
 
 
+def test_finishing_on_time_is_no_infinite_reward() -> None:
+    policy, memory = TimelyRatio(floor=0.1), {}
+    for round, loss in ((1, 2.0), (2, 1.0)):
+        ctx = context(round, memory)
+        policy.propose(ctx, 0)
+        policy.observe_all(ctx, [answer(0, loss, 1.0)])
+    assert rewards(policy, memory, 0) == pytest.approx([1.0 / 0.1])
+
+
 def test_proposals_cover_the_arms_whatever_the_client_can_do_unless_capped() -> None:
     for capped in (False, True):
         policy, memory, seen = TimelyRatio(capped=capped), {}, []

@@ -54,6 +54,12 @@ def test_masks_keep_their_size_per_layer_and_move_less_and_less() -> None:
     assert any(mask != first for mask, _ in last.values())
 
 
+def test_static_masks_stay_as_they_were_drawn() -> None:
+    _, updates = watched(with_settings(fedspa(), {"local.anneal": 0.0}))
+    assert all(item.mask == updates[0].mask for item in updates)
+    assert all("next_mask" not in item.extra for item in updates)
+
+
 def test_dropped_entries_are_zero_while_training_and_in_personal_models() -> None:
     _, updates = watched(with_settings(fedspa(), {"local.anneal": 0.0}), problem=deep_problem())
     kept = {name: int(keep.sum()) for name, keep in updates[0].mask.items()}

@@ -69,6 +69,19 @@ def test_a_client_that_pruned_starts_from_round_0_and_others_from_the_global_val
     assert not bool(rewound.state["0.weight"][~keep].any())
 
 
+@pytest.mark.same_bits
+def test_without_rewinding_a_client_that_pruned_goes_on_from_the_global_values() -> None:
+    mask = WeightMask({"0.weight": torch.arange(48).view(8, 6) % 2 == 0})
+    found = []
+    for received in (None, mask):
+        spec, _, ctx = client_context(
+            with_settings(lotteryfl(), {"local.rewind": False}), deep_problem(), round=3, received=received
+        )
+        state = {name: 2 * tensor for name, tensor in spec.initial.items()}
+        found.append(spec.method.local.train(ctx, state, mask, 1.0).state)
+    assert all(torch.equal(found[0][name], found[1][name]) for name in state)
+
+
 def test_the_gate_asks_the_received_model_on_validation_data() -> None:
     for shift, pruned in ((0.0, None), (100.0, True)):
         spec, client, ctx = client_context(with_settings(lotteryfl(), {"mask.threshold": 0.4}), kind="mask")

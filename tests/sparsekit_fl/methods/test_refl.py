@@ -14,6 +14,7 @@ from sparsekit_fl.client.memory import rngs_by_kind
 from sparsekit_fl.client.messages import Update, WorkCost
 from sparsekit_fl.methods import refl, with_settings
 from sparsekit_fl.methods.refl import ComingAndGoing, LeastAvailable, StaleMean
+from sparsekit_fl.policies.aggregate import Mean
 from sparsekit_fl.policies.context import ClientInfo, ServerContext
 from sparsekit_fl.problem.clients import Capability
 from sparsekit_fl.server.loop import run
@@ -81,6 +82,15 @@ def test_late_updates_arrive_in_the_round_in_which_they_are_ready() -> None:
     assert memory["late"] == []
 
 
+def test_the_average_round_is_a_moving_one() -> None:
+    policy, memory = LeastAvailable(target=1.0, alpha=0.25, cool_down=0, availability=None), {}
+    for round, seconds in ((1, 4.0), (2, 8.0)):
+        ctx = context(round, memory)
+        policy.sample(ctx)
+        policy.arrivals(ctx, [update(0, [1.0] * 3, seconds=seconds, round=round)])
+    assert memory["window"] == pytest.approx(0.25 * 4.0 + 0.75 * 8.0)
+
+
 def test_those_who_are_expected_to_leave_are_asked_first(monkeypatch) -> None:
     here = [True] * 8 + [False] * 2
     likely = [True] * 5 + [False] * 5
@@ -128,3 +138,13 @@ def test_late_updates_weigh_by_age_and_by_how_much_they_would_move_the_mean() ->
     total = 2 + first + second
     expected = [1.0 + (4.0 + 2 * first + 2 * second) / total, 2.0 + 6 * first / total, 3.0 + 3 * second / total]
     assert combine(StaleMean(beta=0.35), *late, *fresh) == pytest.approx(expected)
+
+
+def test_without_late_updates_it_is_the_mean() -> None:
+    fresh = [(update(0, [1.0, 0.0, 0.0]), 0), (update(1, [3.0, 0.0, 0.0]), 0)]
+    assert combine(StaleMean(), *fresh) == combine(Mean("uniform"), *fresh) == [3.0, 2.0, 3.0]
+
+
+def test_without_fresh_updates_late_ones_weigh_by_age_alone() -> None:
+    late = [(update(0, [1.0, 0.0, 0.0]), 1), (update(1, [4.0, 0.0, 0.0]), 3)]
+    assert combine(StaleMean(beta=0.0), *late) == pytest.approx([1.0 + (1.0 / 2 + 4.0 / 4) / (1 / 2 + 1 / 4), 2.0, 3.0])

@@ -58,6 +58,23 @@ def test_fedrolex_trains_every_unit_equally_often(ratio) -> None:
     assert counts.tolist() == [keep_count(ratio, 8)] * 8
 
 
+def test_all_clients_of_a_round_share_fedrolexs_window() -> None:
+    config = dataclasses.replace(tiny_config(rounds=3), capability_levels=(0.5,))
+    _, updates = watched(fedrolex(), config=config)
+    for round in (1, 2, 3):
+        masks = [update.mask["first"] for update in updates if update.round == round]
+        assert all(torch.equal(mask, masks[0]) for mask in masks)
+        assert masks[0].nonzero().flatten().tolist() == sorted((round + k) % 8 for k in range(4))
+
+
+def test_efd_draws_other_units_for_every_client_and_round() -> None:
+    config = dataclasses.replace(tiny_config(rounds=4), capability_levels=(0.5,))
+    _, updates = watched(efd(), config=config)
+    drawn = {tuple(update.mask["first"].tolist()) for update in updates}
+    assert len(drawn) > 10
+    assert all(sum(mask) == 4 for mask in drawn)
+
+
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 @pytest.mark.parametrize("distillation", [False, True])
 @pytest.mark.parametrize("schedule", ["constant", "linear"])

@@ -7,7 +7,8 @@ import tomllib
 import pytest
 
 from sparsekit.errors import InvalidValueError, UnknownNameError
-from sparsekit_fl.options.config import _BELONGS, RunConfig, TrainingConfig
+from sparsekit_fl.options.config import _BELONGS, HETEROGENEITY, RunConfig, TrainingConfig
+from sparsekit_fl.problem.clients import CAPABILITY_LEVELS
 
 FULL = RunConfig(
     rounds=7,
@@ -18,6 +19,11 @@ FULL = RunConfig(
     capability_levels=(1.0, 0.5),
     lr_decay=0.998,
 )
+
+
+def test_levels_of_heterogeneity_are_those_of_the_paper():
+    assert HETEROGENEITY == {"low": (1, 0.5), "median": (1, 0.5, 0.25), "high": (1, 0.5, 0.25, 0.125, 0.0625)}
+    assert HETEROGENEITY["high"] == CAPABILITY_LEVELS
 
 
 def test_plain_values_are_read():

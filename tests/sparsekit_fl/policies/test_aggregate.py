@@ -53,6 +53,12 @@ def test_weighted_mean_weighs_by_examples():
     assert result["w"].tolist() == [5.0, 5.0, 4.0]
 
 
+def test_uniform_weighting_ignores_examples():
+    policy = Mean("uniform")
+    result = combine(policy, update(0, [1.0, 0.0, 4.0], examples=1), update(1, [5.0, 4.0, 0.0], examples=3))
+    assert result["w"].tolist() == [4.0, 4.0, 5.0]
+
+
 def test_weighted_mean_refuses_masked_updates():
     masked = update(0, [1.0, 1.0, 1.0], keep=[True, False, True])
     with pytest.raises(UpdateError, match=r'choose Mean\(over="all"\)'):
@@ -89,6 +95,11 @@ def test_coverage_weighs_by_examples_where_asked():
     alone = [update(0, [1.0, 0.0, 0.0], keep=[True, False, False], examples=3)]
     alone += [update(1, [0.0, 4.0, 0.0], keep=[False, True, False], examples=1)]
     assert combine(Mean("examples", over="holders"), *alone)["w"].tolist() == [2.0, 6.0, 3.0]
+
+
+def test_whole_and_masked_updates_mix():
+    updates = [update(0, [2.0, 2.0, 2.0]), update(1, [4.0, 0.0, 0.0], keep=[True, False, False])]
+    assert combine(Mean("uniform", over="holders"), *updates)["w"].tolist() == [4.0, 4.0, 5.0]
 
 
 @pytest.mark.same_bits

@@ -25,7 +25,7 @@ from sparsekit_fl.methods import registry
 from sparsekit_fl.methods.method import Method
 from sparsekit_fl.policies import AggregatePolicy, Mean
 from sparsekit_fl.policies import combine as combining
-from sparsekit_fl.policies.combine import mean, median, norm_clipped, trimmed, trimmed_mean
+from sparsekit_fl.policies.combine import mean, median, norm_clipped, trimmed, trimmed_mean, update_norm
 from sparsekit_fl.policies.context import ServerContext
 from sparsekit_fl.server.loop import run
 from sparsekit_fl.server.server import Server
@@ -126,11 +126,30 @@ def test_entries_of_a_weight_mask_vote_one_by_one():
     assert result["w"].tolist() == [4.0, 2.0, 5.0]
 
 
+def test_integers_are_voted_on_too():
+    counts = [update(k, [0.0, 0.0, 0.0], count=count) for k, count in enumerate((5, 7, 2**31))]
+    for rule in (median, trim(0.2), clip(None)):
+        result = combine(Mean(), rule, counts)["n"]
+        assert result.item() == 17
+        assert result.dtype == torch.int64
+
+
 def test_norms_are_clipped_at_the_median_of_the_cohort():
     updates = [update(0, [3.0, 4.0, 0.0]), update(1, [0.0, 0.0, 1.0]), update(2, [600.0, 0.0, 800.0])]
     # Norms 5, 1, 1000: the third shrinks to (3, 0, 4).
     result = combine(Mean(), clip(None), updates)
     assert torch.allclose(result["w"], torch.tensor([6.0, 4.0, 5.0]) / 3)
+
+
+def test_norms_are_clipped_at_a_given_value_and_weights_stay():
+    updates = [update(0, [3.0, 4.0, 0.0], examples=3), update(1, [0.0, 0.0, 1.0], examples=1)]
+    result = combine(Mean(), clip(2.5), updates)
+    assert torch.allclose(result["w"], torch.tensor([1.5 * 3, 2.0 * 3, 1.0]) / 4)
+
+
+def test_a_norm_is_over_all_floating_entries_and_no_others():
+    assert update_norm(update(0, [3.0, 4.0, 0.0], count=10**6)) == 5.0
+    assert update_norm(update(0, [3.0, 4.0, 12.0], keep=[True, True, False])) == 5.0
 
 
 RULES = {

@@ -29,3 +29,7 @@ class TestRolling(CriterionContract):
 def test_the_window_advances_by_one_and_wraps_around() -> None:
     kept = [_kept(round, 3) for round in (0, 1, 5, 7)]
     assert kept == [[0, 1, 2], [1, 2, 3], [0, 5, 6], [0, 1, 2]]
+
+
+def test_the_step_is_a_choice() -> None:
+    assert _kept(2, 2, step=3) == [0, 6]

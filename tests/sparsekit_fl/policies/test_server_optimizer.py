@@ -80,6 +80,18 @@ def test_entries_that_nobody_held_stay_and_keep_their_state():
         assert memory[what]["w"][2] != tensor[2]
 
 
+def test_buffers_take_the_change_as_it_is():
+    one = ServerOptimizer(RunConfig(rounds=1, server_optimizer="fedadam"), {}, frozenset())
+    change = torch.tensor([1.0, 2.0], dtype=torch.float64)
+    found = Changes({"norm.running_mean": change}, {})
+    assert (
+        one.moved(GRAPH, found, [Counted(Update(round=1, client_id=0, examples=1, delta=found.changes), 1.0)]).changes[
+            "norm.running_mean"
+        ]
+        is change
+    )
+
+
 def ran(method="fedavg", rounds=3, out=None, resume=False, **options):
     from dataclasses import replace
 

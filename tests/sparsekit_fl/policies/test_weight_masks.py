@@ -44,6 +44,10 @@ def test_exactly_the_count_stays_and_nothing_larger_is_dropped(values, ratio):
     assert set(keep.nonzero().flatten().tolist()) == set(order.tolist())
 
 
+def test_counts_are_rounded_up_and_at_least_one():
+    assert [weight_count(r, 10) for r in (0.1, 0.11, 1e-9, 1.0, 0.0)] == [1, 2, 1, 10, 0]
+
+
 def test_random_masks_have_exact_counts_and_come_from_the_generator_alone():
     shapes = {"w": torch.Size((4, 5)), "v": torch.Size((3, 3))}
     first, second = (random_weights(shapes, 0.5, generator=torch.Generator().manual_seed(1)) for _ in range(2))

@@ -10,6 +10,13 @@ from sparsekit_fl.problem.data import TensorData
 SPLIT = TensorData((torch.zeros(2, 1),), torch.zeros(2, dtype=torch.int64))
 
 
+def test_a_full_device_has_the_figures_of_the_paper() -> None:
+    full = Capability()
+    assert full.flops_per_second == 727e9
+    assert full.uplink_bytes_per_second == 14 * 2**20
+    assert full.downlink_bytes_per_second == 110.6 * 2**20
+
+
 def test_speed_follows_the_ratio_unless_it_is_given() -> None:
     assert Capability(ratio=0.25).flops_per_second == 727e9 / 4
     assert Capability(ratio=0.25, flops_per_second=1e9).flops_per_second == 1e9

@@ -16,6 +16,10 @@ def _mlp() -> CostModel:
     return trace_cost(model, x, graph=sk.trace_units(model, x))
 
 
+def test_each_bias_entry_adds_one_flop_per_position() -> None:
+    assert rowmask_flops(_mlp()) == 2 * (4 * 6 + 6 * 3) + 6 + 3
+
+
 def test_a_unit_mask_saves_rows_and_no_columns() -> None:
     mask = sk.UnitMask({"0": torch.tensor([True, False, True, False, False, False])})
     assert rowmask_flops(_mlp(), mask) == 2 * (4 * 2 + 6 * 3) + 6 + 3

@@ -108,6 +108,14 @@ def test_costs_count_the_serialised_messages():
     assert result.cost.uplink_bytes > 0
 
 
+def test_costs_add_up():
+    one = WorkCost(flops_compact=1, flops_rowmask=2, uplink_bytes=3, downlink_bytes=4, seconds=5.0, wall_seconds=6.0)
+    assert one + one == WorkCost(
+        flops_compact=2, flops_rowmask=4, uplink_bytes=6, downlink_bytes=8, seconds=10.0, wall_seconds=12.0
+    )
+    assert one.flops == 1
+
+
 def test_mutated_bytes_raise_only_data_errors(spec):
     payload = encode_update(make_update(spec, MASKS["unit"]))
     dice = random.Random(0)

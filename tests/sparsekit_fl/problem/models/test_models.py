@@ -38,6 +38,14 @@ def test_parameters_and_multiply_adds_are_those_of_the_paper(name: str, paramete
     assert counter.get_total_flops() == 2 * macs
 
 
+def test_the_lstm_has_one_tied_matrix() -> None:
+    spec: ModelSpec = models["lstm"]
+    model = spec.factory()()
+    assert count(model) == 2_845_392
+    assert model(*spec.example_inputs()).shape == (1, 9, 10_000)
+    assert [name for name, entry in model.state_dict().items() if entry.shape == (10_000, 200)] == ["embedding.weight"]
+
+
 @pytest.mark.same_bits
 def test_the_lstm_reads_from_left_to_right() -> None:
     model = NextWordLstm(vocabulary=11, width=4, hidden=5)

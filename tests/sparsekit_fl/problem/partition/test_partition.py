@@ -8,6 +8,7 @@ from sparsekit.errors import DataError
 from sparsekit_fl.problem.clients import ClientData
 from sparsekit_fl.problem.data import TensorData
 from sparsekit_fl.problem.datasets.base import DataSource
+from sparsekit_fl.problem.partition.base import hold_out
 from sparsekit_fl.problem.partition.dirichlet import dirichlet
 from sparsekit_fl.problem.partition.natural import natural
 from sparsekit_fl.problem.partition.pathological import pathological
@@ -65,6 +66,13 @@ class TestRandomNaturalContract(TestNaturalContract):
 
     def partition(self, source: DataSource, clients: int, rng: np.random.Generator) -> list[ClientData]:
         return natural(source, clients=clients, rng=rng, choose="random")
+
+
+def test_the_last_tenth_is_held_out() -> None:
+    kept, held = hold_out(np.arange(100))
+    assert (kept.tolist(), held.tolist()) == (list(range(90)), list(range(90, 100)))
+    assert [len(part) for part in hold_out(np.arange(2))] == [1, 1]
+    assert [len(part) for part in hold_out(np.arange(25))] == [22, 3]
 
 
 def test_each_client_has_its_number_of_classes_and_a_tenth_to_validate() -> None:
