@@ -162,6 +162,19 @@ def test_memories_that_travel_are_counted_apart_to_the_byte() -> None:
     assert there.rounds[-1] == RoundRecord.from_dict(there.rounds[-1].to_dict())
 
 
+def test_scores_that_say_they_are_of_another_client_are_not_believed() -> None:
+    def borrowed(message: Message, reply: Message) -> Message:
+        header, payloads = read(reply)
+        for one in header["replies"]:
+            if (one.get("evaluation") or {}).get("client_id") == 1:
+                one["evaluation"]["client_id"] = 2
+        return Message(content(header, **payloads), reply_to=message)
+
+    result = _run(InProcess(fault=borrowed))
+    assert [client.client_id for client in result.final.per_client] == [0, 2, 3, 4, 5, 6, 7]
+    assert "client 1 was not scored: it sent the scores of client 2" in "; ".join(result.rounds[-1].notes)
+
+
 def test_a_memory_that_did_not_come_back_with_its_update_drops_the_update() -> None:
     def forgetful(message: Message, reply: Message) -> Message:
         header, payloads = read(reply)
