@@ -5,7 +5,7 @@
     python benchmarks/faster.py --out faster.jsonl --latency        a budget of half of the milliseconds, measured afterwards
     python benchmarks/faster.py --out faster.jsonl --picture docs/pictures/time.svg
     python benchmarks/faster.py --out faster.jsonl --table
-    python benchmarks/faster.py --out depth.jsonl --models resnet50 vit-b16 llama --arms 1 16 depth both --shares 0.5
+    python benchmarks/faster.py --out depth.jsonl --models resnet50 vit-b16 llama llama-token --arms 1 16 depth both --shares .5
 
 Arms are what `multiple_of` is, and Torch-Pruning at three values of its `round_to`. "depth" removes residual branches alone,
 and "both" a quarter of them, where widths in multiples of 16 do the rest. In each turn every model runs once, in a fresh
@@ -83,6 +83,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "gpt2-small": _gpt2,
     "lstm": _lstm,
     "llama": _llama,
+    "llama-token": _llama,
 }
 DEPTH: dict[str, dict[str, Any]] = {
     "depth": {"keep": ["channel", "feature", "head"], "limits": {"block": (0.0, 1.0)}},
@@ -92,10 +93,10 @@ CONVOLUTIONAL = ("resnet50", "vgg16", "mobilenetv2", "densenet121", "convnext-ti
 
 
 def example(name: str, batch: int, device: str) -> Tensor:
-    """Images of 224 pixels, or tokens."""
+    """Images of 224 pixels, tokens, or one token, as in each step of generation."""
     generator = torch.Generator().manual_seed(0)
-    if name in ("bert-base", "gpt2-small", "lstm", "llama"):
-        return torch.randint(0, 10_000, (batch, TOKENS), generator=generator).to(device)
+    if name in ("bert-base", "gpt2-small", "lstm", "llama", "llama-token"):
+        return torch.randint(0, 10_000, (batch, 1 if name == "llama-token" else TOKENS), generator=generator).to(device)
     return torch.randn(batch, 3, 224, 224, generator=generator).to(device)
 
 
@@ -391,7 +392,7 @@ def main() -> None:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("faster.jsonl"))
-    parser.add_argument("--models", nargs="+", default=[name for name in MODELS if name != "llama"], choices=list(MODELS))
+    parser.add_argument("--models", nargs="+", default=[name for name in MODELS if "llama" not in name], choices=list(MODELS))
     parser.add_argument("--arms", nargs="+", default=list(ARMS))
     parser.add_argument("--shares", nargs="+", type=float, default=[0.5, 0.25])
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8])
