@@ -104,7 +104,8 @@ def prune(
         rules: Rules for layers of your own, as given to `trace_units`.
         generator: The source of randomness of criteria that draw; by default always the same.
         cut: False decides and reports only: `model` of the result is then the dense model, and nothing is called on it.
-            `compact(model, result.graph, result.mask, inplace=True)` then cuts a model that fits into memory only once.
+            `compact(model, result.graph, result.mask, inplace=True)` then cuts a model that fits into memory only once; where
+            branches are gone, graph and mask are those of what is left.
         progress: Whether to draw progress bars on stderr.
 
     Returns:

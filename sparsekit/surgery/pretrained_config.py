@@ -55,7 +55,12 @@ def fit_config(small: nn.Module, graph: UnitGraph, mask: UnitMask) -> dict[str, 
     counts = mask.counts()
     _check_even(graph, counts)
     cut = [name for name, group in graph.groups.items() if counts[name] < group.size]
-    pairs = {pair for name in cut for pair in _pairs(graph, name, counts[name])} | _drop_layers(small)
+    pairs = {pair for name in cut for pair in _pairs(graph, name, counts[name])}
+    with_gone = _lists_with_gone(small)
+    for home, layers in with_gone.items():
+        left = nn.ModuleList(module for module in layers if not isinstance(module, Removed))
+        small.set_submodule(home, left)
+        pairs.add((len(layers), len(left)))
     spans = {piece.span for name in cut if graph.groups[name].kind == "head" for piece in graph.groups[name].slices}
     changes = _changes(config, pairs, spans)
     shapes = {name: tensor.shape for name, tensor in small.state_dict().items()}
@@ -66,6 +71,8 @@ def fit_config(small: nn.Module, graph: UnitGraph, mask: UnitMask) -> dict[str, 
             _set(config, chosen)
             vars(small).pop("save_pretrained", None)  # what refuses to write a wrong configuration
             return {".".join(path): value for path, value in chosen}
+    for home, layers in with_gone.items():
+        small.set_submodule(home, layers)
     classes = sorted({re.sub(r"\d+", "#", name) for name in cut})
     raise UnsupportedModelError(
         f"no values of {type(config).__name__} describe this {type(small).__name__} with fewer units in {', '.join(classes)}"
@@ -74,28 +81,25 @@ def fit_config(small: nn.Module, graph: UnitGraph, mask: UnitMask) -> dict[str, 
     )
 
 
-def _drop_layers(small: nn.Module) -> set[tuple[int, int]]:
-    """Take layers that are gone out of their lists; (old, new) length of each list that got shorter.
+def _lists_with_gone(small: nn.Module) -> dict[str, nn.ModuleList]:
+    """Name → list of layers of which some are gone.
 
     Raises:
         UnsupportedModelError: a part of a layer is gone.
     """
-    gone = {name for name, module in small.named_modules() if isinstance(module, Removed)}
-    pairs = set()
-    homes = {name.rpartition(".")[0] for name in gone}
-    lists = {home: module for home in homes if isinstance(module := small.get_submodule(home), nn.ModuleList)}
-    for name in gone:
-        if name.rpartition(".")[0] not in lists:
-            raise UnsupportedModelError(
-                f"{name!r} is a part of a layer and is gone, which no configuration of the package transformers can say;"
-                ' let whole layers go, limits={"layer": …} in place of "block", or save the model with sparsekit.save_compact'
-            )
-    for home, layers in lists.items():
-        left = [module for module in layers if not isinstance(module, Removed)]
-        parent, _, name = home.rpartition(".")
-        setattr(small.get_submodule(parent), name, nn.ModuleList(left))
-        pairs.add((len(layers), len(left)))
-    return pairs
+    found: dict[str, nn.ModuleList] = {}
+    for name, module in small.named_modules():
+        home = name.rpartition(".")[0]
+        if isinstance(module, Removed):
+            layers = small.get_submodule(home)
+            if not isinstance(layers, nn.ModuleList):
+                raise UnsupportedModelError(
+                    f"{name!r} is a part of a layer and is gone, which no configuration of the package transformers can say;"
+                    ' let whole layers go, limits={"layer": …} in place of "block", or save the model with'
+                    " sparsekit.save_compact"
+                )
+            found[home] = layers
+    return found
 
 
 def _check_even(graph: UnitGraph, counts: Mapping[str, int]) -> None:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from sparsekit.surgery.pretrained import guard_pretrained
 from sparsekit.surgery.rebuild import copy_with, named_entries
 
 
@@ -151,7 +152,7 @@ def remove_blocks(model: nn.Module, blocks: Blocks, names: Collection[str], *, s
     own = named_entries(model)
     small = copy_with(model, {name: entry for name, entry in own.items() if share or name.startswith(gone)})
     put_removed(small, parts)
-    return small
+    return guard_pretrained(small, cut=bool(parts))
 
 
 def _renumber(model: nn.Module) -> None:

@@ -211,6 +211,8 @@ def test_whole_layers_of_a_transformer_fit_a_configuration(tmp_path: Path) -> No
     small.save_pretrained(tmp_path)
     assert torch.equal(transformers.LlamaForCausalLM.from_pretrained(tmp_path).eval()(ids).logits, expected)
     parts = sk.prune(model, {"input_ids": ids}, budget="flops=70%", keep=WIDTHS, limits={"block": (0, 0.9)})
+    with pytest.raises(sk.errors.UnsupportedModelError, match="fit_config"):
+        parts.model.save_pretrained(tmp_path)  # type: ignore[operator]
     with pytest.raises(sk.errors.UnsupportedModelError, match="let whole layers go"):
         sk.fit_config(parts.model, parts.graph, parts.mask)
 
