@@ -360,10 +360,11 @@ def draw(path: Path, picture: Path) -> None:
                     label = "_"
                     if kind == "auto":
                         ends.append((*points[-1], name))
-        heights: list[float] = []
+        above = {x: 0.0 for x, *_ in ends}
         for x, y, name in sorted(ends, key=lambda end: end[1]):
-            heights.append(max(y, heights[-1] * 1.055) if heights else y)
-            panel.annotate(name, (x, y), (4.25, heights[-1]), fontsize=7.5, color="#1f4a8a", va="center")
+            near = next(other for other in above if abs(other / x - 1) < 0.1)
+            above[near] = max(y, above[near] * 1.055)
+            panel.annotate(name, (x, y), (1.06 * x, above[near]), fontsize=7.5, color="#1f4a8a", va="center")
         panel.set(xscale="log", yscale="log", xlim=(1, 6.5), ylim=(1, 6.5), xlabel="FLOPs ÷", title=f"batch {batch}")
         for axis in (panel.xaxis, panel.yaxis):
             axis.set_major_locator(plt.FixedLocator([1, 2, 3, 4, 6]))
