@@ -190,7 +190,7 @@ def prune(
     denormals = count_denormals(small)
     notes = [*report.notes]
     if isinstance(multiples, Liked):
-        notes.append(f"Widths are multiples of {multiples.step} where groups are wide enough, which suits this device.")
+        notes.append(f"Widths are multiples of {multiples.step}, which suits this device, or less where the budget asks it.")
     if denormals:
         notes.append(
             f"{denormals:,} weights are denormal numbers, smaller than any normal one, with which many processors compute"
