@@ -43,21 +43,22 @@ class GatedLinearRule(sk.LayerRule):
         module.out_features, module.in_features = module.weight.shape[0] // 2, module.weight.shape[1]
 
 
-class TimeFilter(nn.Module):
-    """Filters each feature over time by a Fourier transform, which is an operator that sparsekit does not know."""
+class Centred(nn.Module):
+    """Scales each feature and takes off its median over time, by an operator that sparsekit does not know."""
 
     def __init__(self, features: int) -> None:
         super().__init__()
         self.gain = nn.Parameter(0.5 + torch.rand(features))
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.fft.irfft(torch.fft.rfft(x, dim=1) * self.gain, n=x.shape[1], dim=1)
+        scaled = x * self.gain
+        return scaled - scaled.nanmedian(dim=1, keepdim=True).values
 
 
-class TimeFilterRule(sk.LayerRule):
+class CentredRule(sk.LayerRule):
     """Describes the layer instead of its operators: gain j scales feature j, and feature j comes out at place j."""
 
-    types: ClassVar[tuple[type[nn.Module], ...]] = (TimeFilter,)
+    types: ClassVar[tuple[type[nn.Module], ...]] = (Centred,)
     opaque: ClassVar[bool] = True
 
     def resize(self, module: nn.Module) -> None:
@@ -72,13 +73,13 @@ class TimeFilterRule(sk.LayerRule):
         kwargs: Mapping[str, Any],
     ) -> Any:
         """Say that gain and features are one unit, made anew by the gain."""
-        assert isinstance(module, TimeFilter)
+        assert isinstance(module, Centred)
         out = run(*args, **kwargs)
         entering, gain = tracer.labels(args[0]), tracer.labels(module.gain)
         units, own = entering.axes[-1], gain.axes[0]
         if units is None or own is None:  # raw inputs, or a single feature
-            tracer.fix(entering, "no units reach the filter")
-            tracer.fix(gain, "no units reach the filter")
+            tracer.fix(entering, "no units reach the layer")
+            tracer.fix(gain, "no units reach the layer")
             return out
         tracer.unite(units.nodes, own.nodes)
         tracer.make(gain, 0)
@@ -86,12 +87,12 @@ class TimeFilterRule(sk.LayerRule):
         return out
 
 
-RULES: dict[type[nn.Module], sk.LayerRule] = {GatedLinear: GatedLinearRule(), TimeFilter: TimeFilterRule()}
+RULES: dict[type[nn.Module], sk.LayerRule] = {GatedLinear: GatedLinearRule(), Centred: CentredRule()}
 
 
 def make_model() -> nn.Module:
     """Both layers between ordinary ones, over (batch, time, features)."""
-    return nn.Sequential(nn.Linear(6, 32), TimeFilter(32), GatedLinear(32, 24), nn.Linear(24, 4))
+    return nn.Sequential(nn.Linear(6, 32), Centred(32), GatedLinear(32, 24), nn.Linear(24, 4))
 
 
 def main() -> None:

@@ -154,7 +154,7 @@ def test_layer_rule(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
 class TestRulesOfTheExample(RuleContract):
     """The contract of `sparsekit.testing`, on both rules of examples/layer_rule.py."""
 
-    @pytest.fixture(params=["GatedLinear", "TimeFilter"])
+    @pytest.fixture(params=["GatedLinear", "Centred"])
     def layer(self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[ModuleType, str]:
         return _load("layer_rule", monkeypatch), request.param
 
@@ -168,7 +168,7 @@ class TestRulesOfTheExample(RuleContract):
     def network(self, layer: tuple[ModuleType, str]) -> nn.Module:
         example, name = layer
         torch.manual_seed(0)
-        middle = example.GatedLinear(8, 6) if name == "GatedLinear" else example.TimeFilter(8)
+        middle = example.GatedLinear(8, 6) if name == "GatedLinear" else example.Centred(8)
         return nn.Sequential(nn.Linear(3, 8), middle, nn.Linear(6 if name == "GatedLinear" else 8, 2))
 
     @pytest.fixture
