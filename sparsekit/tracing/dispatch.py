@@ -108,6 +108,9 @@ class Dispatcher(DispatchMode):
                 call.fix_inputs(f"operator {call.name!r} writes into several tensors")
                 return
             before = self.tracer.known(tensor)
+            if after is not None and len(after.axes) != tensor.dim():  # its rule saw the shape that is there now
+                call.fix_inputs(f"the shape of a tensor is changed in place by {call.name!r}")
+                after = None
             if before is not None and before.entry is not None:
                 call.fix_inputs(f"the model's state is overwritten in place by {call.name!r}")
             elif len(written) > 1 or storage_id(tensor) in self._viewed:

@@ -318,3 +318,30 @@ def test_a_branch_that_is_not_exact_is_found_on_the_example_that_takes_it() -> N
     assert list(trace(model, torch.randn(4, 3))[0].groups) == ["a"]
     with pytest.warns(FixedUnitsWarning, match="removing units changes the output"), pytest.raises(sk.errors.NoUnitsError):
         sk.trace_units(model, torch.randn(4, 3), example_inputs=[torch.randn(1, 3)])
+
+
+# ---- an operator that changes a tensor's shape in place
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x: x.unsqueeze_(1).squeeze(1),
+        lambda x: x.unsqueeze(1).clone().squeeze_(1),
+        lambda x: x[None].clone().squeeze_(),
+        lambda x: x.transpose_(0, 1).transpose(0, 1),
+        lambda x: x.t_().t(),
+        lambda x: x.swapaxes_(0, 1).swapaxes(0, 1),
+        lambda x: x.resize_(4, 6),
+        lambda x: x - torch.quantile(x, 0.5, 0, keepdim=True),
+    ],
+    ids=["unsqueeze", "squeeze", "squeeze-all", "transpose", "t", "swapaxes", "resize", "quantile"],
+)
+def test_a_shape_that_changes_in_place_costs_at_most_its_own_units(change: Callable[[Tensor], Tensor]) -> None:
+    model = Lambda(
+        lambda m, x: m.head(F.relu(m.b(change(m.a(x) * 1)))), a=nn.Linear(3, 6), b=nn.Linear(6, 5), head=nn.Linear(5, 2)
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FixedUnitsWarning)
+        graph = sk.trace_units(model, torch.randn(4, 3))
+    assert dict(graph.fingerprint())["b"] == 5
