@@ -66,7 +66,7 @@ class Knapsack(RankedWithinBudget):
                 found = _solve(problem, chosen, values, around, capacity)
                 total = problem.cost.costs(found)
                 if fits(total, problem.limits):
-                    filled = problem.fill(found, losses)
+                    filled = problem.fill(found, losses, tight=False)
                     if _kept(worth, filled) > _kept(worth, best):
                         best = filled
                 else:  # costs around these numbers are others than they were taken for

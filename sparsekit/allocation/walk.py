@@ -332,13 +332,20 @@ class Problem:
         """Whether counts are within the budget."""
         return fits(self.cost.costs(counts), self.limits)
 
-    def fill(self, counts: Counts, losses: Losses) -> dict[str, int]:
-        """Put back what still fits into counts that are within the budget, the most worth for its cost first."""
+    def fill(self, counts: Counts, losses: Losses, *, tight: bool = True) -> dict[str, int]:
+        """Put back what still fits into counts that are within the budget, the most worth for its cost first.
+
+        Args:
+            counts: What is kept.
+            losses: Worth of what would be dropped.
+            tight: Then take units from one group for others where much of the budget is left, which may cost worth.
+        """
         widths = widths_of(self.free, losses)
         places = [width.counts.index(counts[width.groups[0]]) for width in widths]
         tracker = self.cost.tracker(counts, self.budget.metrics)
         _fill(widths, places, tracker, self.limits)
-        tighten(widths, places, tracker, self.limits)
+        if tight:
+            tighten(widths, places, tracker, self.limits)
         return {name: width.counts[place] for width, place in zip(widths, places) for name in width.groups}
 
     def least_that_fits(self, at: Callable[[float], Counts]) -> Counts:

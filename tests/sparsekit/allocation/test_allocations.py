@@ -175,6 +175,27 @@ def test_one_pass_of_the_knapsack_is_as_good_as_trying_all_numbers() -> None:
         assert kept(found) == pytest.approx(best)
 
 
+@pytest.mark.parametrize("share", [0.35, 0.5, 0.65])
+def test_a_knapsack_is_worth_what_the_best_numbers_are(share: float) -> None:
+    model, x = Branches(), torch.randn(2, 21)
+    graph = sk.trace_units(model, x)
+    costs = sk.cost_model(model, x, graph=graph)
+    limit = share * costs.costs(dict.fromkeys(graph.groups, 5))["params"]
+    for seed in range(6):
+        generator = torch.Generator().manual_seed(seed)
+        scores = {name: torch.rand(5, generator=generator).double() for name in graph.groups}
+        worth = {name: each.sort(descending=True).values for name, each in scores.items()}
+
+        def kept(counts: Any, worth: Any = worth) -> float:
+            return float(sum(worth[name][:count].sum() for name, count in counts.items()))
+
+        every = (dict(zip(worth, counts, strict=True)) for counts in itertools.product(range(1, 6), repeat=3))
+        best = max(kept(counts) for counts in every if costs.costs(counts)["params"] <= limit)
+        found = Knapsack(sk.Budget(params=limit), scale="none").counts(graph, scores, costs)
+        assert costs.costs(found)["params"] <= limit
+        assert kept(found) == pytest.approx(best)
+
+
 def test_sensitivity_spares_the_group_that_hurts() -> None:
     graph, costs, scores = _setup()
     calm = [(0.75, 0.01), (0.5, 0.02), (0.25, 0.03)]
