@@ -25,7 +25,7 @@ from rich.markup import escape
 from rich.table import Table
 from typer.core import TyperGroup
 
-from sparsekit.cli.model_options import ModelOptions, takes
+from sparsekit.cli.model_options import ModelOptions, read_runtimes, takes
 from sparsekit.cli.model_source import example_inputs, load_checkpoint, load_model, pick_device
 from sparsekit.cli.table import COMMANDS
 from sparsekit.errors import InvalidValueError, SparsekitError, install_hint, nearest
@@ -158,7 +158,7 @@ class UnitsOptions(ModelOptions):
             metavar="[fixed|kept]", help="'kept' also counts units under layer norms, which are then taken over the kept units."
         ),
     ] = "fixed"
-    no_time: Annotated[bool, typer.Option("--no-time", help="Leave out how long a pass takes.")] = False
+    time: Annotated[str, typer.Option(metavar="[eager|none]", help="Show how long a pass takes; none leaves it out.")] = "eager"
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout and nothing else.")] = False
 
 
@@ -189,7 +189,7 @@ def units(options: UnitsOptions) -> None:
         warnings.simplefilter("ignore", FixedUnitsWarning)
         graph = trace_units(module.to(where), *args, norm=options.norm, example_kwargs=kwargs)  # type: ignore[arg-type]  # refused there
     times: dict[str, float] = {}
-    if not (options.no_time or is_meta(module)):
+    if read_runtimes(options.time) and not is_meta(module):
         times = measure_layers(module, args, kwargs)
     report = _describe(options.model, module, graph, times)
     if options.as_json:

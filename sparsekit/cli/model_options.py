@@ -15,10 +15,12 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
+from sparsekit.errors import InvalidValueError
+
 _DATA, _RUN = "Data", "The run"
 _WHAT, _WHERE, _AFTER = "The budget", "Where it is cut", "After the cut"
 # Those that do not say what comes out.
-_MOMENTARY = ("resume", "out", "dry_run", "no_time", "quiet", "as_json")
+_MOMENTARY = ("resume", "out", "dry_run", "time", "quiet", "as_json")
 
 
 def takes(kind: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -50,6 +52,23 @@ def takes(kind: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
         return spread
 
     return decorate
+
+
+def read_runtimes(text: str) -> tuple[str, ...]:
+    """Read `eager,compile`, or `none`.
+
+    Raises:
+        InvalidValueError: a name that is no runtime.
+    """
+    from sparsekit.measure.runtimes import RUNTIMES
+
+    found = tuple(name.strip() for name in text.split(","))
+    if found == ("none",):
+        return ()
+    for name in found:
+        if name not in RUNTIMES:
+            raise InvalidValueError(f"--time takes {', '.join(RUNTIMES)} with commas between, or none; got {text!r}")
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,9 +208,14 @@ class PruneOptions(CutOptions):
             help="Folder for the compact model, report.html and report.json. Default: nothing is written.", rich_help_panel=_RUN
         ),
     ] = None
-    no_time: Annotated[
-        bool, typer.Option("--no-time", help="Do not time the model before and after the cut.", rich_help_panel=_RUN)
-    ] = False
+    time: Annotated[
+        str,
+        typer.Option(
+            metavar="[eager|compile|export|onnx|none]",
+            help="What is timed before and after the cut: eager, and others after commas; none: nothing.",
+            rich_help_panel=_RUN,
+        ),
+    ] = "eager"
     onnx: Annotated[bool, typer.Option("--onnx", help="Also write model.onnx.", rich_help_panel=_RUN)] = False
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print what would be cut, and do nothing.", rich_help_panel=_RUN)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from sparsekit.cli.data_source import Data, find_loss, find_metric, load_data
-from sparsekit.cli.model_options import CutOptions, PruneOptions
+from sparsekit.cli.model_options import CutOptions, PruneOptions, read_runtimes
 from sparsekit.cli.model_source import example_inputs, find_object, load_checkpoint, load_model, pick_device
 from sparsekit.errors import InvalidValueError, MissingDependencyError, install_hint
 
@@ -130,6 +130,7 @@ class PruneJob(Job):
         if options.epochs < 0:
             raise InvalidValueError(f"--epochs must be at least 0, got {options.epochs}")
         self.schedule = _read_schedule(options.schedule)
+        self.runtimes = read_runtimes(options.time)
         if options.repair not in (None, *_REPAIRS):
             raise InvalidValueError(f"--repair must be one of {', '.join(_REPAIRS)}, got {options.repair!r}")
         for name in ("epochs", "distill", "repair"):
@@ -182,11 +183,11 @@ class PruneJob(Job):
         """Measure the small model beside the dense one; the report has its times."""
         report = replace(pruned.report, measured={**pruned.report.measured, **self.epochs})
         pruned = replace(pruned, report=report)
-        if self.options.no_time:
+        if not self.runtimes:
             return pruned
         if self.progress:
-            _logger.info("timing both models; --no-time leaves it out")
-        return pruned.measure_times(self.model, *self.args, **self.kwargs)
+            _logger.info("timing both models; --time none leaves it out")
+        return pruned.measure_times(self.model, *self.args, runtimes=self.runtimes, **self.kwargs)
 
     def _train(self, small: nn.Module, step: int) -> None:
         """Train on after a step."""

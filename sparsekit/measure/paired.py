@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from sparsekit._torch import DispatchMode, operator_packet
+from sparsekit.measure.runtimes import prepare
 from sparsekit.tracing.inputs import find_tensors, map_tensors
 
 _WARM, _TURNS = 2, 100
@@ -34,6 +35,7 @@ class TimePair:
         low: First quartile of that ratio.
         high: Third quartile.
         turns: Number of turns; in each both models run once, in a fresh order.
+        runtime: What ran them: "eager", "compile", "export" or "onnx".
     """
 
     batch: int
@@ -44,12 +46,14 @@ class TimePair:
     low: float
     high: float
     turns: int
+    runtime: str = "eager"
 
     @property
     def label(self) -> str:
         """What was timed, as in "8 examples, 1 thread"."""
         parts = [(self.batch, "example"), *([(self.threads, "thread")] if self.threads else [])]
-        return ", ".join(f"{number} {what}{'s' if number > 1 else ''}" for number, what in parts)
+        told = [f"{number} {what}{'s' if number > 1 else ''}" for number, what in parts]
+        return ", ".join(told if self.runtime == "eager" else [*told, self.runtime])
 
 
 def measure_pair(
@@ -177,6 +181,7 @@ def measure_turns(
     batch: int = 0,
     threads: int = 0,
     seconds: float = 0.5,
+    runtime: str = "eager",
 ) -> TimePair:
     """Time two models in turns.
 
@@ -188,14 +193,18 @@ def measure_turns(
         batch: Number of examples, for the record.
         threads: Threads of torch meanwhile; 0 leaves them.
         seconds: How long; one turn at least.
+        runtime: What runs both.
+
+    Raises:
+        MissingDependencyError: a package of the runtime is not installed.
     """
     order, own = np.random.default_rng(0), torch.get_num_threads()
     synchronize = torch.get_device_module(_device(before, args, kwargs)).synchronize
     turns: list[tuple[float, float]] = []
 
-    def once(model: nn.Module) -> float:
+    def once(run: Callable[[], object]) -> float:
         start = time.perf_counter()
-        model(*args, **kwargs)
+        run()
         synchronize()
         return 1000 * (time.perf_counter() - start)
 
@@ -203,20 +212,21 @@ def measure_turns(
         if threads:
             torch.set_num_threads(threads)
         with torch.no_grad(), _evaluated(before, after):
+            first, second = (prepare(model, runtime, args, kwargs) for model in (before, after))
             for _ in range(_WARM):
-                once(before), once(after)
+                once(first), once(second)
             begun = time.perf_counter()
             while not turns or (len(turns) < _TURNS and time.perf_counter() - begun < seconds):
                 if order.random() < 0.5:
-                    turns.append((once(before), once(after)))
+                    turns.append((once(first), once(second)))
                 else:
-                    late = once(after)
-                    turns.append((once(before), late))
+                    late = once(second)
+                    turns.append((once(first), late))
     finally:
         torch.set_num_threads(own)
     old, new = np.median(np.array(turns), axis=0)
-    low, middle, high = np.quantile([first / second for first, second in turns], [0.25, 0.5, 0.75])
-    return TimePair(batch, threads, float(old), float(new), float(middle), float(low), float(high), len(turns))
+    low, middle, high = np.quantile([dense / small for dense, small in turns], [0.25, 0.5, 0.75])
+    return TimePair(batch, threads, float(old), float(new), float(middle), float(low), float(high), len(turns), runtime)
 
 
 def _device(model: nn.Module, *inputs: Any) -> torch.device:

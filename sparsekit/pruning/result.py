@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -53,18 +53,20 @@ class Pruned:
         """The smaller model, as `save_compact` asks for it."""
         return self.model
 
-    def measure_times(self, dense: nn.Module, *args: Any, **kwargs: Any) -> Pruned:
+    def measure_times(self, dense: nn.Module, *args: Any, runtimes: Sequence[str] = ("eager",), **kwargs: Any) -> Pruned:
         """Time the dense and the smaller model in turns, in a few seconds: milliseconds, the layers that take most, and why.
 
         Args:
             dense: What was pruned.
             *args: Example inputs; their number of examples is timed, and one example.
+            runtimes: What is timed beside eager passes, on all inputs and threads: "compile" (torch.compile), "export" (a
+                program of torch.export), "onnx" (ONNX Runtime). One that cannot run the models leaves a note.
             **kwargs: Keyword inputs.
 
         Returns:
             The same with `times` and `slowest` in its report and, where time fell much less than FLOPs, a note with the reason.
         """
-        return replace(self, report=with_times(self.report, dense, self.model, self.graph, args, kwargs))
+        return replace(self, report=with_times(self.report, dense, self.model, self.graph, args, kwargs, runtimes=runtimes))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write model and mask to one safetensors file, for `load_compact` and `load_mask`.

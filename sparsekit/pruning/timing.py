@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from sparsekit.errors import SparsekitError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.mask import UnitMask
 from sparsekit.measure.paired import measure_copies, measure_layers, measure_pair, measure_turns
@@ -28,6 +29,8 @@ def with_times(
     graph: UnitGraph,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
+    *,
+    runtimes: Sequence[str] = ("eager",),
 ) -> PruneReport:
     """The report with times before and after, the five layers where most time is left, and the likely reason if it is slow.
 
@@ -38,13 +41,24 @@ def with_times(
         graph: The units of the dense model.
         args: Positional example inputs.
         kwargs: Keyword example inputs.
+        runtimes: What else runs both models, on all example inputs and threads; one that cannot leaves a note.
     """
     times = measure_pair(before, after, args, kwargs)
+    notes = [*report.notes]
+    batch, threads = times[-1].batch, times[-1].threads
+    for runtime in runtimes:
+        try:
+            if runtime != "eager":
+                times = (*times, measure_turns(before, after, args, kwargs, batch=batch, threads=threads, runtime=runtime))
+        except SparsekitError:
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever a compiler or an exporter raises; the cut is good without
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            notes.append(f"the models could not be timed by {runtime}: {reason}")
     old, new = measure_layers(before, args, kwargs), measure_layers(after, args, kwargs)
     left = sorted(((name, value) for name, value in new.items() if name), key=lambda item: -item[1])[:5]
     fewer = report.before["flops"] / report.after["flops"] if report.after.get("flops") else 1.0
-    notes = [*report.notes]
-    slow = min(times, key=lambda pair: pair.faster)
+    slow = min((pair for pair in times if pair.runtime == "eager"), key=lambda pair: pair.faster)
     found: list[tuple[str, float]] = []
     if slow.faster / fewer < _SLOW:
         found = _reasons(report, old, new, measure_copies(before, args, kwargs), measure_copies(after, args, kwargs))

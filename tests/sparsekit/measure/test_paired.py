@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 import sparsekit as sk
+from sparsekit.errors import InvalidValueError
 from sparsekit.measure.paired import measure_copies, measure_layers, measure_pair
 from sparsekit.pruning.report import PruneReport
 
@@ -103,3 +106,37 @@ def test_a_report_with_times_survives_json_and_says_them() -> None:
     assert all(name in dict(pruned.model.named_modules()) for name in report.slowest)
     assert "times faster" in str(report)
     assert "6 examples, 1 thread" in pruned.to_html()
+
+
+def test_other_runtimes_are_timed_where_asked_and_one_that_cannot_leaves_a_note() -> None:
+    model, x = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3)), torch.randn(4, 8)
+    report = sk.prune(model, (x,), budget="flops=50%").measure_times(model, x, runtimes=("eager", "export")).report
+    assert [pair.runtime for pair in report.times if pair.batch == 4][-1] == "export"
+    assert report.times[-1].label.endswith("export")
+    assert type(report).from_dict(json.loads(json.dumps(report.to_dict()))).times == list(report.times)
+
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.body(x) if x.sum() > -1e9 else x  # a value decides, which a program cannot follow
+
+    model = Branches()
+    report = sk.prune(model, (x,), budget="flops=50%").measure_times(model, x, runtimes=("export",)).report
+    assert {pair.runtime for pair in report.times} == {"eager"}
+    assert any(note.startswith("the models could not be timed by export: ") for note in report.notes)
+    with pytest.raises(InvalidValueError, match="runtime must be one of eager, compile, export, onnx, got 'tensorrt'"):
+        sk.prune(model, (x,), budget="flops=50%").measure_times(model, x, runtimes=("tensorrt",))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("runtime", ["compile", "onnx"])
+def test_a_compiled_and_an_exported_model_are_timed(runtime: str) -> None:
+    if runtime == "onnx":
+        pytest.importorskip("onnxruntime", reason="the extra 'export' is not installed")
+    model, x = nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 8)), torch.randn(32, 64)
+    times = sk.prune(model, (x,), budget="flops=25%").measure_times(model, x, runtimes=(runtime,)).report.times
+    assert times[-1].runtime == runtime
+    assert 0 < times[-1].after_ms < times[-1].before_ms
