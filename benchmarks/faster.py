@@ -304,7 +304,7 @@ def tables(path: Path) -> None:
             rows = found.get((name, share, batch), {})
             for arm in ours:
                 row = rows.get(arm, {})
-                texts.append(f"{over(row):.2f}" if "faster" in row else "")
+                texts.append(f"{over(row):.2f}" if "faster" in row else "cannot" if row else "")
                 if "faster" in row:
                     columns.setdefault((arm, batch), []).append(over(row))
             best = best_of_torch_pruning(rows)
@@ -316,7 +316,9 @@ def tables(path: Path) -> None:
     means = [mean(columns.get((arm, batch), [])) for batch in batches for arm in (*ours, "rival")]
     print(f"| geometric mean | | {' | '.join(means)} |\n")
     for batch in batches:
-        gains = [over(r["auto"]) / over(r["1"]) for (*_, b), r in found.items() if b == batch and {"1", "auto"} <= r.keys()]
+        timed = [rows for (*_, size), rows in found.items() if size == batch]
+        timed = [rows for rows in timed if all("faster" in rows.get(arm, {}) for arm in ("1", "auto"))]
+        gains = [over(rows["auto"]) / over(rows["1"]) for rows in timed]
         beside = columns.get(("beside", batch), [])
         print(f"batch {batch}: auto over any width {mean(gains)} (least {min(gains, default=0):.2f}), ", end="")
         print(f"over Torch-Pruning {mean(beside)} (least {min(beside, default=0):.2f}, {len(beside)} cuts)")
