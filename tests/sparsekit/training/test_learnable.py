@@ -377,3 +377,30 @@ def test_a_mask_that_is_given_stays_until_the_next_load() -> None:
     assert masked.unit_mask().counts()["body.0"] == 2
     with pytest.raises(ForeignMaskError, match=r"importance must have shape \(36,\), got \(3,\)"):
         masked.load(ConvNet().state_dict(), importance=torch.zeros(3))
+
+
+@pytest.mark.parametrize("stop", [5, 6, 8])
+def test_importance_with_a_rate_of_its_own_goes_on_with_the_same_bits_between_two_readings_of_its_target(stop: int) -> None:
+    def begin() -> tuple[LearnableMask, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2))
+        rule = GradientImportance(lr=0.1, explore=0.0)
+        masked = LearnableMask(model, (torch.zeros(1, 4),), ratio=0.5, learning=rule)
+        return masked, torch.optim.SGD(masked.weights(), lr=0.1, momentum=0.9)
+
+    def train(masked: LearnableMask, optimizer: torch.optim.Optimizer, steps: range) -> None:
+        for step in steps:
+            generator = torch.Generator().manual_seed(step)
+            x, y = torch.randn(5, 4, generator=generator), torch.randint(0, 2, (5,), generator=generator)
+            optimizer.zero_grad()
+            F.cross_entropy(masked(x), y).backward()
+            optimizer.step()
+
+    whole, stopped, resumed = begin(), begin(), begin()
+    train(*whole, range(20))
+    train(*stopped, range(stop))
+    for part, saved in zip(resumed, stopped, strict=True):
+        part.load_state_dict(saved.state_dict())
+    train(*resumed, range(stop, 20))
+    assert torch.equal(whole[0].importance_vector(), resumed[0].importance_vector())
+    assert all(torch.equal(tensor, resumed[0].dense_state()[name]) for name, tensor in whole[0].dense_state().items())
