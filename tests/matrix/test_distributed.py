@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import copy
-import os
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from ranks import found_by_two_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -76,17 +75,9 @@ def _train_masked(
         _train(wrapped, optimizer, rank, range(step, step + 1))
 
 
-def _on_a_rank(rank: int, folder: str) -> None:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    try:
-        found = {"ddp": _ddp(rank), "ddp of a mask": _ddp_of_a_mask(rank)}
-        found |= _fsdp(rank, folder)
-        found |= _checkpoint(rank, folder)
-        torch.save(found, f"{folder}/{rank}.pt")
-    finally:
-        dist.destroy_process_group()
+def _on_a_rank(rank: int, folder: str) -> dict[str, dict[str, Tensor]]:
+    found = {"ddp": _ddp(rank), "ddp of a mask": _ddp_of_a_mask(rank)}
+    return found | _fsdp(rank, folder) | _checkpoint(rank, folder)
 
 
 def _ddp(rank: int) -> dict[str, Tensor]:
@@ -166,9 +157,7 @@ def _checkpoint(rank: int, folder: str) -> dict[str, dict[str, Tensor]]:
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Found:
     """What each of two processes found."""
-    folder = tmp_path_factory.mktemp("ranks")
-    torch.multiprocessing.spawn(_on_a_rank, (str(folder),), nprocs=2)
-    return [torch.load(Path(folder) / f"{rank}.pt") for rank in (0, 1)]
+    return found_by_two_ranks(_on_a_rank, tmp_path_factory.mktemp("ranks"))
 
 
 def _assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from ranks import found_by_two_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -56,23 +55,15 @@ def _train(part: slice, wrap: bool, scale: float = 1.0) -> dict[str, Any]:
     return {"masks": torch.stack(masks), "state": masked.dense_state(), "importance": masked.importance()["0"].clone()}
 
 
-def _on_a_rank(rank: int, folder: str) -> None:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    try:
-        half = slice(32 * rank, 32 * rank + 32)
-        torch.save({scale: _train(half, wrap=True, scale=scale) for scale in (1.0, 1024.0)}, f"{folder}/{rank}.pt")
-    finally:
-        dist.destroy_process_group()
+def _on_a_rank(rank: int, folder: str) -> dict[float, dict[str, Any]]:
+    half = slice(32 * rank, 32 * rank + 32)
+    return {scale: _train(half, wrap=True, scale=scale) for scale in (1.0, 1024.0)}
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[float, dict[str, Any]]]:
     """Scale of the loss → what training found, for each of two processes that have half of each batch."""
-    folder = tmp_path_factory.mktemp("ranks")
-    torch.multiprocessing.spawn(_on_a_rank, (str(folder),), nprocs=2)
-    return [torch.load(Path(folder) / f"{rank}.pt") for rank in (0, 1)]
+    return found_by_two_ranks(_on_a_rank, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.same_bits

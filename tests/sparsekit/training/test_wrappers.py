@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import found_by_two_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
@@ -42,46 +43,38 @@ def test_a_mask_that_comes_to_another_process_is_guarded_there(monkeypatch: pyte
     assert len(hooks) == 1
 
 
-def _train_on_a_rank(rank: int, folder: str) -> None:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+def _train_on_a_rank(rank: int, folder: str) -> dict[str, Any]:
+    masked = masked_model(seed=rank)
+    ddp = DistributedDataParallel(masked)
+    optimizer = torch.optim.SGD(masked.parameters(), lr=0.05, momentum=0.5)
+    masks = []
+
+    def train(ddp: nn.Module, steps: int) -> None:
+        for step in range(steps):
+            torch.manual_seed(100 * rank + step)
+            optimizer.zero_grad()
+            (ddp(torch.randn(8, 5, dtype=torch.float64)).square().mean() + (9 * masked.scores).sin().sum()).backward()
+            optimizer.step()
+            masks.append(masked.unit_mask()["0"])
+
+    train(ddp, 10)
+    masked.ratio = 0.25
+    message = ""
     try:
-        masked = masked_model(seed=rank)
-        ddp = DistributedDataParallel(masked)
-        optimizer = torch.optim.SGD(masked.parameters(), lr=0.05, momentum=0.5)
-        masks = []
-
-        def train(ddp: nn.Module, steps: int) -> None:
-            for step in range(steps):
-                torch.manual_seed(100 * rank + step)
-                optimizer.zero_grad()
-                (ddp(torch.randn(8, 5, dtype=torch.float64)).square().mean() + (9 * masked.scores).sin().sum()).backward()
-                optimizer.step()
-                masks.append(masked.unit_mask()["0"])
-
-        train(ddp, 10)
-        masked.ratio = 0.25
-        message = ""
-        try:
-            train(ddp, 1)
-        except UnsupportedModelError as error:
-            message = str(error)
-        train(DistributedDataParallel(masked), 3)
-        state = masked.state_dict()
-        buffers = {name for name in state if "running" in name}  # each rank's own, until the next pass
-        kept = {name: tensor for name, tensor in state.items() if name not in buffers}
-        torch.save({"state": kept, "message": message, "masks": masks}, f"{folder}/{rank}.pt")
-    finally:
-        dist.destroy_process_group()
+        train(ddp, 1)
+    except UnsupportedModelError as error:
+        message = str(error)
+    train(DistributedDataParallel(masked), 3)
+    state = masked.state_dict()
+    buffers = {name for name in state if "running" in name}  # each rank's own, until the next pass
+    return {"state": {name: state[name] for name in state if name not in buffers}, "message": message, "masks": masks}
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="torch was built without gloo")
 @pytest.mark.same_bits
 def test_ranks_that_start_from_other_weights_train_the_same_units_of_the_first_ranks_model(tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(_train_on_a_rank, (str(tmp_path),), nprocs=2)
-    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
+    first, second = found_by_two_ranks(_train_on_a_rank, tmp_path)
     assert any(not torch.equal(a, b) for a, b in zip(first["masks"], first["masks"][1:], strict=False))  # it did change
     for name, tensor in first["state"].items():
         assert torch.equal(tensor, second["state"][name]), name
