@@ -9,7 +9,7 @@
 A hostile client trains as everybody does, and then sends a multiple of its change: the opposite, ten times as much, or ten
 times the opposite. Accuracies are means over the honest clients, each on its own test data: of the global model, and of what
 the client deploys; with several seeds mean ± deviation over them. These attacks hide nothing; one that knows the rule can do
-more. Tables are Markdown, a row as soon as it is known; docs/ROBUSTNESS.md has them.
+more. Tables are Markdown, a row as soon as it is known; docs/evidence/robustness.md has them.
 """
 
 from __future__ import annotations

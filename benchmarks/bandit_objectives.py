@@ -1,7 +1,7 @@
 """Functions to find the maximum of: those of PyXAB, and others that played no part in the design of SplitUCBV.
 
 Each takes a point of the unit cube and the number of earlier pulls, which only drifting ones look at. `rise` is how far the
-maximum lies above 0, so that `rise - value(point, pull)` is the regret of a pull; `top` is the same where it drifts.
+maximum lies above 0, so that `rise - value(point, pull)` is the regret of a pull.
 """
 
 from __future__ import annotations
@@ -25,18 +25,16 @@ class Objective:
         value: Point and number of earlier pulls → mean reward.
         rise: The largest mean reward.
         moved: Each seed has its maxima elsewhere; see `placed`.
-        top: Number of earlier pulls → the largest mean reward, where it drifts; None: always `rise`.
     """
 
     axes: int
     value: Callable[[Point, int], float]
     rise: float = 0.0
     moved: bool = False
-    top: Callable[[int], float] | None = None
 
     def regret(self, point: Point, pull: int) -> float:
         """How far the mean reward of a point lies below the largest."""
-        return (self.rise if self.top is None else self.top(pull)) - self.value(point, pull)
+        return self.rise - self.value(point, pull)
 
     def placed(self, title: str, seed: int) -> Objective:
         """The objective of one seed: if `moved`, axes are mirrored at random and bent by x → x^γ, ln γ in ±0.35.
@@ -67,20 +65,7 @@ def scaled(function: Callable[[Point], float], bounds: Sequence[tuple[float, flo
 UNIT = ((0.0, 1.0),)
 
 
-def highest(function: Callable[[Point], float], points: int = 200_001) -> float:
-    """The maximum of a function on the unit interval: the best of a grid, then thirds of what lies around it."""
-    best = max(range(points), key=lambda i: function([i / (points - 1)]))
-    low, high = max(best - 1, 0) / (points - 1), min(best + 1, points - 1) / (points - 1)
-    for _ in range(80):
-        third = (high - low) / 3.0
-        if function([low + third]) < function([high - third]):
-            low += third
-        else:
-            high -= third
-    return float(function([0.5 * (low + high)]))
-
-
-# --- PyXAB's, with its formulas; checked against it by `bandits.py check` ---
+# --- PyXAB's, with its formulas ---
 
 
 def garland(x: Point) -> float:

@@ -5,8 +5,6 @@
     python benchmarks/bandits.py measure VHCT --set moved         where every seed has its maxima elsewhere
     python benchmarks/bandits.py table                            regret, mean and standard error, from that file
     python benchmarks/bandits.py time                             microseconds per ask + tell
-    python benchmarks/bandits.py figure --out regret.png          regret against pulls
-    python benchmarks/bandits.py check                            the objectives against PyXAB's
 
 Rewards are the function plus Gaussian noise of deviation 0.1; noise depends on the objective and the seed alone, so that all
 algorithms meet the same. Needs the extra `bench`, and Optuna for its samplers.
@@ -129,12 +127,10 @@ OURS: dict[str, tuple[str, dict[str, Any]]] = {
     "SplitUCBV": ("split-ucbv", {}),
     "SplitUCBV-0.98": ("split-ucbv", {"discount": 0.98}),
     "P-UCBV": ("p-ucbv", {}),
-    "UCB-V": ("bandit_ucbv:UCBV", {}),
     "E-UCB": ("e-ucb", {}),
 }
-SHOWN = ["SplitUCBV", "VHCT", "HCT", "P-UCBV"]
 # Those that search an interval alone.
-ONE_AXIS = {"P-UCBV", "UCB-V", "E-UCB"}
+ONE_AXIS = {"P-UCBV", "E-UCB"}
 NAMES = (*OURS, *PYXAB_NAMES, *OPTUNA_NAMES, "Random")
 
 
@@ -268,77 +264,22 @@ def measure_time(name: str, axes: int, counts: tuple[int, ...], seeds: int) -> N
         last, mark = total, count
 
 
-def figure(names: list[str], titles: list[str], seeds: int, path: Path) -> None:
-    """Draw mean cumulative regret against pulls, with a band of one standard error."""
-    from matplotlib.figure import Figure
-
-    marks = tuple(sorted({round(10 ** (1 + i / 12)) for i in range(25)}))
-    columns = min(3, len(titles))
-    rows = math.ceil(len(titles) / columns)
-    drawn = Figure(figsize=(4.0 * columns, 3.2 * rows), layout="constrained")
-    panels = drawn.subplots(rows, columns, squeeze=False).ravel()
-    for panel, title in zip(panels, titles):
-        for place, name in enumerate(names):
-            if name in ONE_AXIS and OBJECTIVES[title].axes > 1:
-                continue
-            games = np.array([[total for total, _ in trace(name, title, seed, max(marks), marks)] for seed in range(seeds)])
-            mean, error = games.mean(axis=0), games.std(axis=0, ddof=1) / math.sqrt(seeds)
-            panel.plot(marks, mean, label=name, color=f"C{place}", linewidth=2.2 if name == "SplitUCBV" else 1.2)
-            panel.fill_between(marks, mean - error, mean + error, color=f"C{place}", alpha=0.2, linewidth=0)
-        panel.set_title(title, fontsize=10)
-        panel.set_xscale("log")
-        panel.set_yscale("log")
-        panel.grid(color="#DDDDDD", linewidth=0.6)
-        panel.set_xlabel("pulls")
-    panels[0].set_ylabel("cumulative regret")
-    panels[0].legend(frameon=False, fontsize=8)
-    drawn.savefig(path, dpi=144)
-    print(f"wrote {path}")
-
-
-def check() -> None:
-    """Compare the objectives with PyXAB's at random points, and each maximum with the largest value seen."""
-    import importlib
-
-    modules = {"Himmelblau": "Himmelblau_Normalized", "Ackley": "Ackley_Normalized", "Rastrigin": "Rastrigin_Normalized"}
-    bounds = {"Himmelblau": (-5.0, 5.0), "Ackley": (-1.0, 1.0), "Rastrigin": (-1.0, 1.0)}
-    rng = np.random.default_rng(0)
-    for title, objective in OBJECTIVES.items():
-        points = rng.random((20_000, objective.axes)).tolist()
-        least = min(objective.regret(point, 0) for point in points)
-        apart = 0.0
-        if title in PYXAB:
-            theirs = getattr(importlib.import_module(f"PyXAB.synthetic_obj.{title}"), modules.get(title, title))()
-            low, high = bounds.get(title, (0.0, 1.0))
-            scaled = [[low + share * (high - low) for share in point] for point in points]
-            apart = max(abs(objective.value(p, 0) - theirs.f(q)) for p, q in zip(points, scaled))
-        print(f"{title:14s} least regret of 20,000 {least:8.5f}, difference to PyXAB {apart:.1e}")
-        assert least >= -1e-9
-        assert apart < 1e-9
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    for command in ("measure", "table", "time", "figure", "check"):
+    for command in ("measure", "table", "time"):
         sub = commands.add_parser(command)
         if command == "measure":
             sub.add_argument("names", nargs="+", choices=NAMES)
             sub.add_argument("--seeds", type=int, default=20)
             sub.add_argument("--horizons", type=int, nargs="+", default=list(HORIZONS))
             sub.add_argument("--only", nargs="+", help="some objectives of the set")
-        if command in ("time", "figure"):
-            sub.add_argument(
-                "--names", nargs="+", default=["SplitUCBV", "VHCT", "HCT", "P-UCBV"][: 1 if command == "time" else 4]
-            )
         if command == "time":
+            sub.add_argument("--names", nargs="+", default=["SplitUCBV"])
             sub.add_argument("--axes", type=int, nargs="+", default=[1, 2])
             sub.add_argument("--counts", type=int, nargs="+", default=[1_000, 10_000, 100_000])
             sub.add_argument("--seeds", type=int, default=3)
-        if command == "figure":
-            sub.add_argument("--seeds", type=int, default=10)
-            sub.add_argument("--out", type=Path, default=Path("regret.png"))
-        if command in ("measure", "table", "figure"):
+        if command != "time":
             sub.add_argument("--set", choices=SETS, default="pyxab")
             sub.add_argument("--file", type=Path, default=RESULTS)
     given = parser.parse_args()
@@ -354,14 +295,10 @@ def main() -> None:
         for what in ("cumulative", "simple"):
             table(results, titles, what)
         ratios(results, titles, PYXAB_NAMES if given.set == "pyxab" else ("VHCT",))
-    elif given.command == "time":
+    else:
         for name in given.names:
             for axes in given.axes:
                 measure_time(name, axes, tuple(given.counts), given.seeds)
-    elif given.command == "figure":
-        figure(given.names, titles, given.seeds, given.out)
-    else:
-        check()
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@
     python benchmarks/choice.py images --network vgg --starts trained --ratios 0.5 0.25 0.125 --epochs 2
     python benchmarks/choice.py tasks --seeds 3                        real data where structure says that choice should matter
     python benchmarks/choice.py planted --trainable --batch 4          the planted layers train too; few examples in a batch
-    python benchmarks/choice.py planted --arms parts                   the learned arm with other constants
     python benchmarks/choice.py table                                  what choice.jsonl holds, as Markdown
 
 Every run is a line in `--out` (choice.jsonl); lines that are there are not run again. An arm that scores units on data, or
@@ -34,7 +33,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from choice_cells import NETWORKS, PLANTED, TASKS, Cell, images, planted, task
-from choice_parts import PARTS
 
 import sparsekit as sk
 
@@ -106,15 +104,13 @@ def _run(arm: str, cell: Cell, ratio: float, steps: int, seed: int) -> dict[str,
     budget = sk.Budget(flops=float(narrow))
     scored = arm in ("taylor", "fisher") or (arm.startswith("widths") and not cell.good)
     own = steps - (round(100 * SCORED * dense / (cell.batch * narrow)) if scored else 0)
-    learns = arm in ("learned", "learned-steps", "widths", *PARTS)
+    learns = arm in ("learned", "learned-steps", "widths")
     explores = learns or arm == "paper"
     planned = max(2, int(own / (1 + EXPLORE)) if explores else own)
     options: dict[str, Any] = {"ratio": ratio}
     if arm.startswith("widths"):
         options = {"budget": budget, "start": sk.criteria.Fisher(data, F.cross_entropy)}
-    if arm in PARTS:
-        options["learning"] = PARTS[arm](explore=EXPLORE)
-    elif arm == "paper":
+    if arm == "paper":
         options["learning"] = sk.GradientImportance(explore=EXPLORE)
     elif learns and arm != "learned":
         options |= {"steps": planned, "explore": EXPLORE}
@@ -159,11 +155,7 @@ def _keep(masked: sk.LearnableMask, good: dict[str, set[int]]) -> None:
 
 def _jobs(options: argparse.Namespace) -> Iterator[tuple[dict[str, Any], Callable[[], dict[str, Any]]]]:
     if options.what == "planted":
-        arms = (
-            list(PARTS)
-            if options.arms == ["parts"]
-            else options.arms or ["oracle", "learned", "paper", "random", "magnitude", "taylor", "fisher"]
-        )
+        arms = options.arms or ["oracle", "learned", "paper", "random", "magnitude", "taylor", "fisher"]
         for family in options.families:
             for seed in range(options.seeds):
                 for arm in arms:

@@ -6,8 +6,6 @@
     python benchmarks/engines.py scale                                         K = 100, 1,000, 10,000 clients
     python benchmarks/engines.py scale --clients 10000 --engines embedded-1 --rounds 1000 --json
 
-    python benchmarks/engines.py server --clients 1000000                      the server alone
-
 `overhead` is paired: in each repetition every engine gets every load, one after the other. Loads: `messages`, a small CNN
 that nobody trains, 10 clients a round; `bytes`, VGG11 (37 MB each way) that nobody trains, 4 clients a round; and a preset
 trained by FedLPS, 10 clients a round. A round's seconds are those of its record, without the first round, where processes
@@ -17,8 +15,7 @@ warm up, and the last, which scores all clients. `start` is everything else but 
 so what grows with K is what is kept per client. `main_cpu_seconds` are those that a round takes of the process that holds
 the server, all its threads together: they depend less than wall seconds on what else the machine does. Memory is the largest
 resident set of each process (VmHWM, Linux), shared pages counted in each. `memories` are the files of the clients' memories,
-on the disk and in no process. `server` trains nobody: it makes the clients, assigns a round to a thousandth of them and writes
-a checkpoint as after a run in which all of them took part, in CPU seconds.
+on the disk and in no process.
 """
 
 from __future__ import annotations
@@ -49,13 +46,10 @@ from sparsekit_fl.client.messages import Evaluation, Update
 from sparsekit_fl.engines.base import Engine
 from sparsekit_fl.engines.embedded import Embedded
 from sparsekit_fl.engines.flower import be_quiet
-from sparsekit_fl.engines.spec import RunSpec, by_id
 from sparsekit_fl.policies.local import LocalPolicy, LocalResult
 from sparsekit_fl.problem.models.cnn import Cnn
 from sparsekit_fl.problem.models.vgg import Vgg
 from sparsekit_fl.results.rounds import RoundRecord
-from sparsekit_fl.server.checkpoint import RunFolder, describe_run
-from sparsekit_fl.server.server import Server
 
 be_quiet()
 
@@ -133,11 +127,6 @@ def loads(preset: str, data_dir: str, rounds: int) -> dict[str, Load]:
 def _engine(name: str) -> Engine:
     if name.startswith("embedded-"):
         return Embedded(int(name.removeprefix("embedded-")))
-    if name == "grid":
-        sys.path.append(str(TESTS))
-        from local_grid import InProcess
-
-        return InProcess(memory="nodes")
     from sparsekit_fl.engines.flower import Flower
 
     return Flower(workers=WORKERS)
@@ -344,43 +333,6 @@ def scale(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             yield row
 
 
-def server(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """What the server alone takes, a row for each number of clients; run one number at a time to know its memory."""
-    splits = _shared_splits((1, 28, 28), 64, (16, 4, 4))
-    problem = fl.Problem(model=Cnn, example_inputs=(torch.zeros(1, 1, 28, 28),))
-    for count in options.clients:
-        cohort = max(1, count // 1000)
-        config = fl.RunConfig(rounds=9, cohort=cohort, capability="dynamic", capability_levels=(1.0, 0.5))
-        spec = RunSpec.build(fl.methods.registry[options.method](), problem, config)
-        before, marks = _mib("self", "VmRSS"), [time.process_time()]
-        clients = by_id([fl.Client(id=id, data=splits[id % 64]) for id in range(count)])
-        grown = _mib("self", "VmRSS") - before
-        marks.append(time.process_time())
-        described = describe_run(spec, clients, {})
-        marks.append(time.process_time())
-        side = Server(spec, clients)
-        side.assign(1)
-        marks.append(time.process_time())
-        with tempfile.TemporaryDirectory(prefix="sparsekit-") as base:
-            folder = RunFolder(Path(base), described)
-            Path(base, "rounds.jsonl").touch()
-            folder.save(side.state, dict.fromkeys(clients, 1))
-            marks.append(time.process_time())
-            size = Path(base, "checkpoint.safetensors").stat().st_size
-        made, told, assigned, saved = (round(after - before, 3) for before, after in pairwise(marks))
-        yield {
-            "clients": count,
-            "cohort": cohort,
-            "clients_mib": round(grown),
-            "make_cpu_seconds": made,
-            "describe_cpu_seconds": told,
-            "assign_cpu_seconds": assigned,
-            "checkpoint_cpu_seconds": saved,
-            "checkpoint_mib": round(size / 2**20, 1),
-            "peak_mib": round(_mib("self", "VmHWM")),
-        }
-
-
 def _show(rows: Iterable[dict[str, Any]], as_json: bool) -> None:
     if as_json:
         for row in rows:
@@ -398,24 +350,21 @@ def _show(rows: Iterable[dict[str, Any]], as_json: bool) -> None:
 def main() -> None:
     """Run and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="{overhead,scale,server}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="{overhead,scale}")
     costs = commands.add_parser("overhead", help="seconds per round of every engine")
-    costs.add_argument("--engines", nargs="+", default=["embedded-1", "embedded-2", "grid", "ray", "deployment"])
+    costs.add_argument("--engines", nargs="+", default=["embedded-1", "embedded-2", "ray", "deployment"])
     costs.add_argument("--loads", nargs="+", default=["messages", "bytes", "preset"], choices=["messages", "bytes", "preset"])
     costs.add_argument("--rounds", type=int, default=7, help="of each run, at least 3 (default 7)")
     costs.add_argument("--repeats", type=int, default=3, help="default 3")
     costs.add_argument("--data-dir", help="folder of the data sets: the preset is then mnist, and digits without")
     growth = commands.add_parser("scale", help="seconds and memory as clients grow in number")
     single = commands.add_parser("one")
-    alone = commands.add_parser("server", help="seconds and memory of the server alone")
-    alone.add_argument("--clients", type=int, nargs="+", default=[1_000_000])
-    alone.add_argument("--method", default="fedlps", help="default fedlps")
     for command in (growth, single):
         command.add_argument("--clients", type=int, nargs="+", default=[100, 1000, 10000])
         command.add_argument("--engines", nargs="+", default=["embedded-1", "ray"])
         command.add_argument("--rounds", type=int, default=30, help="at least 4 (default 30)")
         command.add_argument("--method", default="fedlps", help="default fedlps")
-    for command in (costs, growth, alone):
+    for command in (costs, growth):
         command.add_argument("--json", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -424,7 +373,7 @@ def main() -> None:
     if options.command == "one":
         print(json.dumps(one(options)))
     else:
-        _show({"overhead": overhead, "scale": scale, "server": server}[options.command](options), options.json)
+        _show((overhead if options.command == "overhead" else scale)(options), options.json)
 
 
 if __name__ == "__main__":

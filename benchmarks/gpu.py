@@ -5,9 +5,9 @@
     python benchmarks/gpu.py --device cpu --quick            small versions of all parts, a minute on a CPU
 
 The parts: `exactness`, the device against the CPU in float64; `crossings`, what a step waits for and copies (goal: nothing);
-`steps`, a LearnableMask over a natively narrow network (goal: at most 1.15, aim 1.05); `client_rounds`; `cohort`, ten clients
-in shared steps over one at a time; `presets`, seconds of a round of the paper's experiments; `memory`; `llama`, 1.2 billion
-parameters traced and pruned; `tests` of this repository on the device.
+`steps`, a LearnableMask over a natively narrow network (goal: at most 1.15, aim 1.05); `cohort`, ten clients in shared steps
+over one at a time; `llama`, 1.2 billion parameters traced and pruned, with the memory that it took; `tests` of this
+repository on the device.
 
 The file is written anew after every part, so that a run that is cut off leaves what it had. A part that fails leaves its
 error there, and the others run.
@@ -28,8 +28,7 @@ HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE.parent), str(HERE)]
 
 import torch  # noqa: E402
-from gpu_clock import Clock  # noqa: E402
-from gpu_parts import PARTS  # noqa: E402
+from gpu_parts import PARTS, Clock  # noqa: E402
 
 from sparsekit_fl.results.environment import describe_environment  # noqa: E402
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-import gc
+import logging
 import math
 import re
 import statistics
@@ -13,27 +13,40 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_clock import Clock, synchronise
-from gpu_rounds import Watch, client_rounds, cohort
+from client_step import MODELS as PROBLEMS
 from step import LR, MODELS, cross_entropy
 from torch import Tensor, nn
 
 import sparsekit_fl as fl
-from sparsekit import LearnableMask, compact, count_cost, select, trace_units
+from sparsekit import LearnableMask, compact, select, trace_units
 from sparsekit.criteria import Magnitude, Random, View
 from sparsekit_fl.methods import registry as methods
-from sparsekit_fl.paper.presets import PRESETS
-from sparsekit_fl.problem.metrics import TokenAccuracy, accuracy
-from sparsekit_fl.problem.models import models
-from sparsekit_fl.problem.models.base import factory_spec
 
-__all__ = ["PARTS", "exactness"]
+__all__ = ["PARTS", "Clock"]
 
 ROOT = Path(__file__).parent.parent
+
+
+class Clock:
+    """How many seconds a part has left."""
+
+    def __init__(self, seconds: float) -> None:
+        self._end = time.perf_counter() + seconds
+
+    @property
+    def left(self) -> float:
+        """At least 0."""
+        return max(0.0, self._end - time.perf_counter())
+
+
+def synchronise(device: torch.device) -> None:
+    """Wait until the device has done what it was asked."""
+    torch.get_device_module(device).synchronize()
 
 
 def exactness(device: torch.device, quick: bool, clock: Clock) -> dict[str, Any]:
@@ -183,73 +196,99 @@ def crossings(device: torch.device, quick: bool, clock: Clock) -> dict[str, Any]
     return found
 
 
-def presets(device: torch.device, quick: bool, clock: Clock) -> list[dict[str, Any]]:
-    """Seconds of a round of the paper's experiments with FedLPS, on noise of the same shapes and sizes."""
-    shapes: dict[str, tuple[tuple[int, ...], int]] = {
-        "mnist": ((1, 28, 28), 10),
-        "cifar10": ((3, 32, 32), 10),
-        "cifar100": ((3, 32, 32), 100),
-        "tiny-imagenet": ((3, 64, 64), 200),
-        "reddit": ((9,), 10_000),
-    }
-    rows = []
-    for name, (shape, classes) in shapes.items():
-        if not clock.left or (quick and name != "mnist"):
-            break
-        preset = PRESETS[name]
-        tokens = name == "reddit"
-        spec = factory_spec(preset.model, models.find(preset.model))
-        takes = spec.input_shape("tokens" if tokens else "image", shape)
-        examples = (
-            40 if quick else int(preset.options.get("images_per_class", 100)) * int(preset.options.get("classes_per_client", 2))
-        )
-        torch.manual_seed(0)
-        x = torch.randint(classes, (examples, *shape)) if tokens else torch.randn(examples, *takes.shape)
-        y = torch.randint(classes, (examples, *shape) if tokens else (examples,))
-        data = fl.TensorData((x,), y)
-        held = data.take(torch.arange(20).numpy())
-        problem = fl.Problem(
-            model=spec.factory(classes=classes, takes=takes),
-            example_inputs=takes.zeros(),
-            metrics={"accuracy": TokenAccuracy(()) if tokens else accuracy},
-            channels_last=spec.channels_last,
-        )
-        cohort = 2 if quick else preset.cohort
-        config = preset.config(
-            {"rounds": 3, "cohort": cohort, "device": str(device), "eval_every": 1000, "eval_clients": 1}, cohort
-        )
-        roster = [fl.Client(id=id, data=fl.ClientData(data, held, held)) for id in range(cohort)]
-        watch = Watch()
-        fl.run(methods["fedlps"](), problem, roster, config, callbacks=[watch])
-        rows.append({"preset": name, "examples": examples, "seconds_per_round": watch.seconds()})
-    return rows
+def problem_of(name: str, examples: int, clients: int) -> tuple[fl.Problem, list[fl.Client]]:
+    """A task of noise with clients of equal size, at five capability levels."""
+    torch.manual_seed(0)
+    problem, data = PROBLEMS[name](examples)
+    held = data.take(torch.arange(min(20, examples)).numpy())
+    levels = (1.0, 0.5, 0.25, 0.125, 0.0625)
+    return problem, [
+        fl.Client(id=id, data=fl.ClientData(data, held, held), capability=fl.Capability(ratio=levels[id % len(levels)]))
+        for id in range(clients)
+    ]
 
 
-def memory(device: torch.device, quick: bool, clock: Clock) -> list[dict[str, Any]]:
-    """Largest memory that three steps hold: dense, narrow, and a LearnableMask."""
+class Watch(fl.Callback):
+    """Seconds between the ends of rounds."""
+
+    def __init__(self) -> None:
+        self.ends = [time.perf_counter()]
+
+    def on_round_end(self, run: fl.RunView, record: fl.RoundRecord) -> None:
+        self.ends.append(time.perf_counter())
+
+    def seconds(self) -> float:
+        """The median, without the first round, in which all is built, and the last, which also scores."""
+        return statistics.median(b - a for a, b in list(pairwise(self.ends))[1:-1])
+
+
+def rounds_of(
+    engine: Any, method: Any, problem: Any, clients: Any, device: torch.device, *, epochs: int, rounds: int
+) -> tuple[float, fl.RunResult]:
+    """Median seconds of a round, and the result."""
+    config = fl.RunConfig(
+        rounds=rounds + 2,
+        cohort=len(clients),
+        training=fl.TrainingConfig(local_epochs=epochs, batch_size=20, lr=1e-3),
+        eval_every=1000,
+        eval_clients=1,
+        device=str(device),
+    )
+    watch = Watch()
+    result = fl.run(method, problem, clients, config, engine=engine, callbacks=[watch])
+    return watch.seconds(), result
+
+
+@contextmanager
+def _told(logger: str) -> Iterator[list[str]]:
+    """What a logger says meanwhile."""
+    found: list[str] = []
+
+    class Note(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            found.append(record.getMessage())
+
+    handler = Note()
+    logging.getLogger(logger).addHandler(handler)
+    try:
+        yield found
+    finally:
+        logging.getLogger(logger).removeHandler(handler)
+
+
+def _apart(one: Any, other: Any) -> float:
+    """Norm of the difference of two states, over that of the second."""
+    pairs = [(tensor.double(), other[name].double()) for name, tensor in one.items() if tensor.is_floating_point()]
+    squares = [torch.stack([(a - b).square().sum(), b.square().sum()]) for a, b in pairs]
+    return float((torch.stack(squares).sum(0)[0] / torch.stack(squares).sum(0)[1]).sqrt())
+
+
+def cohort(device: torch.device, quick: bool, clock: Clock) -> list[dict[str, Any]]:
+    """Seconds of a round of ten clients: one after the other, and in shared steps; and how far the two states are apart.
+
+    Where steps could not be shared, the reason is in `alone`.
+    """
+    cases = [(m, k, w) for w, k in (("full", "fedavg"), ("mixed", "heterofl")) for m in ("cnn", "vgg11", "lstm")]
     rows = []
-    if device.type != "cuda":
-        return rows
-    for ratio in (1.0, 0.5, 0.25, 0.0625):
-        torch.manual_seed(0)
-        model, x, y = MODELS["vgg11"]()
-        x, y = x.repeat(7, 1, 1, 1)[:128].to(device), y.repeat(7)[:128].to(device)
-        model = model.to(device)
-        masked = LearnableMask(model, (x[:2],), ratio=ratio)
-        row: dict[str, Any] = {"model": "vgg11", "batch": 128, "ratio": ratio}
-        for label, module in (("narrow", masked.compact()), ("learnable", masked), ("dense", model)):
-            gc.collect()
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats(device)
-            before = torch.cuda.memory_allocated(device)
-            step = _train(module, module.parameters(), x, y)
-            for _ in range(3):
-                step()
-            synchronise(device)
-            row[f"{label}_peak_bytes"] = torch.cuda.max_memory_allocated(device) - before
-            for parameter in module.parameters():
-                parameter.grad = None
+    for name, method, widths in cases[:1] if quick else cases:
+        problem, clients = problem_of(name, 40 if quick else 500, 2 if quick else 10)
+        if widths == "full":
+            clients = [fl.Client(id=client.id, data=client.data) for client in clients]
+        row: dict[str, Any] = {"model": name, "method": method, "widths": widths}
+        states: dict[str, Any] = {}
+        for label, engine in (("one_by_one", fl.Embedded()), ("cohort", fl.Cohort())):
+            with _told("sparsekit_fl") as messages:
+                seconds, result = rounds_of(
+                    engine, methods[method](), problem, clients, device, epochs=1, rounds=1 if quick else 3
+                )
+            row[f"{label}_seconds"], states[label] = seconds, result.state
+            if any("one client at a time" in message for message in messages):
+                row["alone"] = messages
+        row["apart"] = _apart(states["cohort"], states["one_by_one"])
+        row["speed_up"] = row["one_by_one_seconds"] / row["cohort_seconds"]
         rows.append(row)
+        if not clock.left:
+            break
     return rows
 
 
@@ -303,13 +342,6 @@ def llama(device: torch.device, quick: bool, clock: Clock) -> dict[str, Any]:
     return result
 
 
-def cost(device: torch.device, quick: bool, clock: Clock) -> dict[str, Any]:
-    """FLOPs do not depend on the device."""
-    model, x, _ = MODELS["cnn"]()
-    here = count_cost(model, x[:1]).flops_compact
-    return {"same_flops": count_cost(model.to(device), x[:1].to(device)).flops_compact == here}
-
-
 def tests(device: torch.device, quick: bool, clock: Clock) -> dict[str, Any]:
     """The tests of the core on the device, in a process of their own, until the time is over."""
     everything = ["tests/matrix", "tests/sparsekit", "tests/sparsekit_fl"]
@@ -355,12 +387,8 @@ PARTS: dict[str, tuple[float, Callable[[torch.device, bool, Clock], Any]]] = {
     "exactness": (20, exactness),
     "crossings": (20, crossings),
     "steps": (90, steps),
-    "client_rounds": (45, client_rounds),
-    "cohort": (120, cohort),
-    "presets": (60, presets),
-    "memory": (15, memory),
+    "cohort": (150, cohort),
     "llama": (60, llama),
-    "cost": (5, cost),
-    "tests": (85, tests),
+    "tests": (180, tests),
 }
 """Name → (seconds that it may take, function), in the order in which they run. Together under 9 minutes."""

@@ -3,19 +3,13 @@
     python benchmarks/prune.py --out prune.json                                  everything, the short schedule, on the CPU
     python benchmarks/prune.py --out prune.json --schedule published --device cuda
     python benchmarks/prune.py --out prune.json --table                          what is in the file, as tables
-    python benchmarks/prune.py --out tiny.json --task tiny-digits --schedule tiny --seeds 1 --parts accuracy
+    python benchmarks/prune.py --out tiny.json --task tiny-digits --schedule tiny --seeds 1
 
-Every result is written when it is there, and a second call goes on where the first one ended, also within a training. Parts:
-
-- `accuracy`: each arm at each budget with each seed. One dense model per task and seed is pretrained for all of them. Test
-  accuracy as cut, after compensation where the arm has it, after recalibration of batch norms, and after fine-tuning at the
-  last epoch; choices are made on a tenth of the training images. Networks from scratch get the training FLOPs of pretraining
-  and fine-tuning together, up to a limit of epochs that the file has; `training_flops` says what each arm spent, pretraining
-  included.
-- `calls`: seconds and peak memory of a whole call on ResNet-50, a vision transformer and a Llama of a billion parameters,
-  each in a process of its own.
-
-How near the FLOPs come to what was asked, of both libraries, is in `prune_budget.py`.
+Every result is written when it is there, and a second call goes on where the first one ended, also within a training. One
+dense model per task and seed is pretrained for all arms at all budgets. Test accuracy as cut, after compensation where the
+arm has it, after recalibration of batch norms, and after fine-tuning at the last epoch; choices are made on a tenth of the
+training images. Networks from scratch get the training FLOPs of pretraining and fine-tuning together, up to a limit of epochs
+that the file has; `training_flops` says what each arm spent, pretraining included.
 """
 
 from __future__ import annotations
@@ -25,10 +19,7 @@ import copy
 import json
 import os
 import platform
-import resource
 import statistics
-import subprocess
-import sys
 import time
 import warnings
 from pathlib import Path
@@ -37,15 +28,10 @@ from typing import Any
 import torch
 from prune_arms import ARMS
 from prune_cells import Cell, accuracy, flops_of, train
-from prune_rivals import cut_once, tell_head_sizes
 from prune_tasks import SCHEDULES, TASKS, load
-from torch import nn
 
 import sparsekit as sk
-from sparsekit.graph.edit import tie_layers
 from sparsekit.measure.latency import measure_latency
-
-CALLS = ("resnet50", "vit", "llama-1b", "resnet50 by torch-pruning", "vit by torch-pruning", "llama-1b by torch-pruning")
 
 
 class Results:
@@ -141,84 +127,6 @@ def _one(cell: Cell, arm: str, pretraining: float) -> dict[str, Any]:
     return found | {"training_flops": pretraining + cut.sparse_flops + spent, "finetuned": accuracy(start, test)}
 
 
-def _alone(name: str, seconds: float) -> dict[str, Any]:
-    """Run one measurement in a process of its own."""
-    command = [sys.executable, __file__, "--one", name]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
-    except subprocess.TimeoutExpired:
-        return {"error": f"no answer within {seconds:g} s"}
-    lines = done.stdout.strip().splitlines()
-    if done.returncode or not lines:
-        return {"error": (done.stderr.strip().splitlines() or ["it ended without a word"])[-1][-300:]}
-    found: dict[str, Any] = json.loads(lines[-1])
-    return found
-
-
-def _call_of(name: str) -> dict[str, Any]:
-    """Seconds and memory of one whole call, ours or Torch-Pruning's."""
-    name, _, rival = name.partition(" by ")
-    from nets import ResNet50, VisionTransformer
-
-    def peak() -> float:
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
-
-    kwargs: dict[str, Any] = {}
-    args: tuple[Any, ...] = (torch.randn(1, 3, 224, 224),)
-    if name == "llama-1b":
-        from transformers import LlamaConfig, LlamaForCausalLM
-
-        base = peak()
-        config = LlamaConfig(
-            vocab_size=32000, hidden_size=2048, intermediate_size=8192, num_hidden_layers=14, num_attention_heads=32,
-            num_key_value_heads=8, tie_word_embeddings=True,
-        )  # fmt: skip
-        torch.set_default_dtype(torch.bfloat16)
-        with torch.device("meta"):
-            model: nn.Module = LlamaForCausalLM(config)
-        model = model.to_empty(device="cpu").eval()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.normal_(0, 0.02) if parameter.dim() > 1 else parameter.fill_(1)
-            for module in model.modules():
-                if hasattr(module, "inv_freq"):
-                    size = module.inv_freq.numel()
-                    module.inv_freq.copy_(10000.0 ** (-torch.arange(size) / size))
-        args, kwargs = (), {"input_ids": torch.randint(0, 32000, (1, 8))}
-    else:
-        base = peak()
-        vit_b = {"width": 768, "heads": 12, "tokens": 196}
-        model = (ResNet50() if name == "resnet50" else VisionTransformer(**vit_b)).eval()
-    own = sum(p.numel() * p.element_size() for p in model.parameters())
-    begun = time.perf_counter()
-    if rival:
-        pruner = cut_once(model, kwargs or args[0])
-        traced = time.perf_counter()
-        pruner.step()
-        tell_head_sizes(model)
-        with torch.no_grad():  # it must still run
-            model(*args, **kwargs)
-    else:
-        graph = sk.trace_units(model, *args, example_kwargs=kwargs)
-        traced = time.perf_counter()
-    if rival:
-        pass
-    elif name == "llama-1b":
-        decided = sk.prune(model, kwargs, budget={"flops": "50%"}, graph=tie_layers(graph), cut=False)
-        sk.compact(model, graph, decided.mask, inplace=True)
-    else:
-        model = sk.prune(model, args, budget={"flops": "50%"}, graph=graph).model
-    ended = time.perf_counter()
-    return {
-        "parameters_bytes": own,
-        "trace_seconds": traced - begun,
-        "prune_seconds": ended - traced,
-        "peak_bytes_over_start": peak() - base,
-        "peak_over_model": (peak() - base) / own,
-        "kept_parameters": sum(p.numel() for p in model.parameters()),
-    }
-
-
 def _tables(found: dict[str, Any]) -> None:
     rows: dict[tuple[str, ...], list[dict[str, Any]]] = {}
     for key, value in found.get("accuracy", {}).items():
@@ -234,15 +142,6 @@ def _tables(found: dict[str, Any]) -> None:
         got = statistics.mean(value["share"] for value in values)
         flops = statistics.mean(value["training_flops"] for value in values)
         print(f"| {task} | {schedule} | {share} | {arm} | {got:.3f} | {' | '.join(cells)} | {flops:.2e} |")
-    if "calls" in found:
-        print("\n| model | trace | prune | peak memory over the model's own |\n|---|---|---|---|")
-        for name, one in found["calls"].items():
-            if "error" in one:
-                print(f"| {name} | {one['error']} | | |")
-            else:
-                print(
-                    f"| {name} | {one['trace_seconds']:.1f} s | {one['prune_seconds']:.1f} s | {one['peak_over_model']:.2f} |"
-                )
 
 
 def main() -> None:
@@ -256,25 +155,15 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--data-dir", type=Path, default=os.environ.get("SPARSEKIT_DATA"))
-    parser.add_argument("--parts", nargs="+", default=["accuracy", "calls"], choices=["accuracy", "calls"])
     parser.add_argument("--table", action="store_true")
-    parser.add_argument("--one", choices=CALLS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     warnings.simplefilter("ignore")
-    if options.one:
-        print(json.dumps(_call_of(options.one)))
-        return
     options.data_dir = None if options.data_dir is None else Path(options.data_dir)
     results = Results(options.out)
     if options.table:
         _tables(results.found)
         return
-    if "accuracy" in options.parts:
-        _accuracy(options, results)
-    if "calls" in options.parts:
-        for name in CALLS:
-            if not results.has("calls", name):
-                results.add("calls", name, _alone(name, 1800))
+    _accuracy(options, results)
     _tables(results.found)
 
 

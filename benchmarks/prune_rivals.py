@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from prune_cells import Cell, Cut, flops_of, train
 from torch import Tensor, nn
 
-__all__ = ["RIVALS", "cut_once", "tell_head_sizes"]
+__all__ = ["RIVALS"]
 
 _STEPS = 400
 
@@ -79,37 +79,6 @@ def _torch_pruning(kind: str, *, is_global: bool, isomorphic: bool = False, grad
         return copy.deepcopy(cell.once(name, lambda: walk(cell))[cell.share])
 
     return arm
-
-
-def cut_once(model: nn.Module, inputs: Any) -> Any:
-    """The pruner of one step that takes three tenths of every width, about half of the FLOPs; it is told attention heads."""
-    import torch_pruning as tp
-
-    heads = {}
-    for module in model.modules():
-        if hasattr(module, "q_proj") and hasattr(module, "config"):
-            heads[module.q_proj] = module.config.num_attention_heads
-            heads[module.k_proj] = heads[module.v_proj] = module.config.num_key_value_heads
-        elif hasattr(module, "qkv") and hasattr(module, "num_heads"):
-            heads[module.qkv] = module.num_heads
-    return tp.pruner.BasePruner(
-        model,
-        inputs,
-        importance=tp.importance.GroupMagnitudeImportance(p=2),
-        pruning_ratio=0.3,
-        num_heads=heads,
-        ignored_layers=[_head(model)],
-        output_transform=lambda out: getattr(out, "logits", out).sum(),
-    )
-
-
-def tell_head_sizes(model: nn.Module) -> None:
-    """Write the new sizes of heads into attention modules, which that library leaves to its user."""
-    for module in model.modules():
-        if hasattr(module, "q_proj") and hasattr(module, "config"):
-            module.head_dim = module.q_proj.out_features // module.config.num_attention_heads
-        elif hasattr(module, "qkv") and hasattr(module, "num_heads"):
-            module.head_dim = module.qkv.out_features // (3 * module.num_heads)
 
 
 def _keep_gradients(model: nn.Module) -> None:

@@ -37,7 +37,7 @@ def test_every_arm_runs_and_a_second_call_measures_nothing_again(tmp_path: Path)
 
     out = tmp_path / "tiny.json"
     command = [sys.executable, str(FOLDER / "prune.py"), "--out", str(out), "--task", "tiny-digits", "--schedule", "tiny"]
-    command += ["--seeds", "1", "--budgets", "0.5", "--parts", "accuracy"]
+    command += ["--seeds", "1", "--budgets", "0.5"]
     first = subprocess.run(command, capture_output=True, text=True, check=True)
     cells = json.loads(out.read_text())["accuracy"]
     assert len(cells) == 1 + len(ARMS)  # the dense model too

@@ -56,7 +56,7 @@ def test_who_says_submodel_and_runs_the_whole_is_measured_against_the_submodel(b
 def test_the_gpu_benchmark_runs_its_parts_on_the_cpu_and_writes_one_file(tmp_path: Path) -> None:
     folder = str(FILE.parent)
     out = tmp_path / "gpu.json"
-    parts = ["exactness", "crossings", "steps", "client_rounds", "cohort", "memory", "cost"]
+    parts = ["exactness", "crossings", "steps", "cohort"]
     command = [sys.executable, f"{folder}/gpu.py", "--device", "cpu", "--quick", "--out", str(out), "--parts", *parts]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -64,7 +64,6 @@ def test_the_gpu_benchmark_runs_its_parts_on_the_cpu_and_writes_one_file(tmp_pat
     assert json.loads(done.stdout) == found
     assert list(found["parts"]) == parts
     assert found["parts"]["exactness"]["result"]["cnn"]["outputs"] < 1e-5
-    assert found["parts"]["cost"]["result"] == {"same_flops": True}
     assert found["parts"]["steps"]["result"][0]["learnable_over_narrow"] > 0
     sys.path.insert(0, folder)
     try:
