@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from sparsekit import LearnableMask
-from sparsekit.criteria.magnitudes import unit_magnitudes
+from sparsekit.criteria.weights import unit_magnitudes
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.groups import UnitSlice
 from sparsekit.graph.index import along

@@ -100,7 +100,7 @@ REGISTRIES = {
     "sparsekit/criteria": (
         "sparsekit.criteria",
         "registry",
-        {"base", "batches", "by_name", "gate_gradients", "magnitudes"},
+        {"base", "batches", "by_name", "gate_gradients"},
     ),
     "sparsekit/allocation": (
         "sparsekit.allocation", "registry",

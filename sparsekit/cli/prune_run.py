@@ -107,7 +107,7 @@ class Job:
     def criterion(self, name: str | None) -> Any:
         """The criterion of a name, with the data if it reads any; None: fisher where there are data, else magnitude."""
         from sparsekit.criteria import registry
-        from sparsekit.pruning.examples import reads_data, with_data
+        from sparsekit.criteria.by_name import reads_data, with_data
 
         named = name or ("magnitude" if self._dataset is None else "fisher")
         found = find_object(named, registry)

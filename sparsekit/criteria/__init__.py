@@ -1,19 +1,12 @@
-"""Criteria: what a unit is worth. One class per file; `registry` finds them by name."""
+"""Criteria: what a unit is worth. `registry` finds them by name."""
 
 from sparsekit.criteria.activation import Activation
 from sparsekit.criteria.base import Criterion, View, is_comparable
-from sparsekit.criteria.batch_norm_scale import BatchNormScale
-from sparsekit.criteria.fisher import Fisher
-from sparsekit.criteria.geometric_median import GeometricMedian
-from sparsekit.criteria.lamp import Lamp
-from sparsekit.criteria.learned import Learned
-from sparsekit.criteria.magnitude import Magnitude
-from sparsekit.criteria.magnitudes import unit_magnitudes
-from sparsekit.criteria.normalised import Normalised
-from sparsekit.criteria.ordered import Ordered
-from sparsekit.criteria.random import Random
-from sparsekit.criteria.taylor import Taylor
+from sparsekit.criteria.normalised import Lamp, Normalised
+from sparsekit.criteria.orders import Learned, Ordered, Random
+from sparsekit.criteria.taylor import Fisher, Taylor
 from sparsekit.criteria.torch_pruning import TorchPruning
+from sparsekit.criteria.weights import BatchNormScale, GeometricMedian, Magnitude, unit_magnitudes
 from sparsekit.registry import Registry
 
 __all__ = [
@@ -40,15 +33,15 @@ registry = Registry(
     "criterion",
     {
         "activation": "sparsekit.criteria.activation:Activation",
-        "batch_norm_scale": "sparsekit.criteria.batch_norm_scale:BatchNormScale",
-        "fisher": "sparsekit.criteria.fisher:Fisher",
-        "geometric_median": "sparsekit.criteria.geometric_median:GeometricMedian",
-        "lamp": "sparsekit.criteria.lamp:Lamp",
-        "learned": "sparsekit.criteria.learned:Learned",
-        "magnitude": "sparsekit.criteria.magnitude:Magnitude",
+        "batch_norm_scale": "sparsekit.criteria.weights:BatchNormScale",
+        "fisher": "sparsekit.criteria.taylor:Fisher",
+        "geometric_median": "sparsekit.criteria.weights:GeometricMedian",
+        "lamp": "sparsekit.criteria.normalised:Lamp",
+        "learned": "sparsekit.criteria.orders:Learned",
+        "magnitude": "sparsekit.criteria.weights:Magnitude",
         "normalised": "sparsekit.criteria.normalised:Normalised",
-        "ordered": "sparsekit.criteria.ordered:Ordered",
-        "random": "sparsekit.criteria.random:Random",
+        "ordered": "sparsekit.criteria.orders:Ordered",
+        "random": "sparsekit.criteria.orders:Random",
         "rolling": "sparsekit_fl.policies.rolling:Rolling",  # of the federated layer, by name alone
         "taylor": "sparsekit.criteria.taylor:Taylor",
         "torch_pruning": "sparsekit.criteria.torch_pruning:TorchPruning",

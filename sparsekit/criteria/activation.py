@@ -9,11 +9,10 @@ from torch import Tensor, nn
 
 from sparsekit.criteria.base import View
 from sparsekit.criteria.batches import DataDriven, check_finite, split_batch
-from sparsekit.criteria.gate_gradients import InputViews, unit_readers
-from sparsekit.criteria.magnitudes import Order
+from sparsekit.criteria.gate_gradients import InputViews, sum_up, unit_readers
+from sparsekit.criteria.weights import Order, along_axis, check_order
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph.graph import UnitGraph
-from sparsekit.graph.groups import UnitSlice
 from sparsekit.graph.index import wide
 
 
@@ -35,17 +34,16 @@ class Activation(DataDriven):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.order not in (1, 2):
-            raise InvalidValueError(f"order must be 1 or 2, got {self.order!r}")
+        check_order(self.order)
 
     def scores(self, graph: UnitGraph, view: View) -> Mapping[str, Tensor]:
         """Run the batches forward and weigh: float64, at least 0."""
         model = self._model(view, graph)
         squares: dict[nn.Module, Tensor] = {}
         counts: dict[nn.Module, int] = {}
+        readers = unit_readers(model, graph)
+        axes = {layer: axis for found in readers.values() for layer, _, axis in found or ()}
         with self._passes(model) as passes:
-            readers = unit_readers(model, graph)
-            axes = {layer: axis for found in readers.values() for layer, _, axis in found or ()}
             for batch in passes:
                 args, kwargs, _ = split_batch(batch, keep_target=False)
                 with InputViews(set(axes), differentiable=False) as views:
@@ -65,16 +63,11 @@ class Activation(DataDriven):
                     " their activations are not seen; use Fisher or Magnitude, or leave the group out with"
                     " sparsekit.graph.edit.without"
                 )
-            found[name] = check_finite(name, self._sum(each, sizes), "Activation")
+            parts = []
+            for layer, piece, _ in each:
+                weight = wide(layer.get_parameter("weight").detach()).abs()
+                columns = along_axis(weight**self.order, piece.dim) * sizes[layer] ** self.order
+                parts.append(columns.cpu().double()[piece.index].sum(1))
+            total = sum_up(parts)
+            found[name] = check_finite(name, total if self.order == 1 else total.sqrt(), "Activation")
         return found
-
-    def _sum(self, readers: list[tuple[nn.Module, UnitSlice, int]], sizes: Mapping[nn.Module, Tensor]) -> Tensor:
-        total: Tensor | None = None
-        for layer, piece, _ in readers:
-            weight = wide(layer.get_parameter("weight").detach()).abs()
-            others = [dim for dim in range(weight.dim()) if dim != piece.dim]
-            columns = weight.sum(others) * sizes[layer] if self.order == 1 else weight.square().sum(others) * sizes[layer] ** 2
-            part = columns.cpu().double()[piece.index].sum(1)
-            total = part if total is None else total + part
-        assert total is not None
-        return total if self.order == 1 else total.sqrt()

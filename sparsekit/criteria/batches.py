@@ -28,7 +28,8 @@ TARGETS = ("labels", "label", "targets", "target", "y")
 """Keys of a mapping that hold the target rather than an input; the first that is there counts."""
 
 
-def _as_mapping(batch: Batch) -> Mapping[str, Any] | None:
+def as_mapping(batch: Batch) -> Mapping[str, Any] | None:
+    """Keyword inputs of a batch that has them; None of one that is no mapping and nothing like it."""
     if isinstance(batch, Mapping):
         return batch
     if not isinstance(batch, (Tensor, tuple, list)) and callable(getattr(batch, "keys", None)):
@@ -49,7 +50,7 @@ def split_batch(batch: Batch, *, keep_target: bool) -> tuple[tuple[Any, ...], di
     Raises:
         DataError: the batch is none of these.
     """
-    named = _as_mapping(batch)
+    named = as_mapping(batch)
     if named is not None:
         key = next((key for key in TARGETS if key in named), None)
         inputs = {name: value for name, value in named.items() if keep_target or name != key}
@@ -73,27 +74,20 @@ def example_count(batch: Batch) -> int:
 
 
 def call_model(model: nn.Module, batch: Batch, loss: Loss | None) -> Tensor:
-    """Run a model on a batch and return its loss.
-
-    Args:
-        model: Any module.
-        batch: As `split_batch` reads it.
-        loss: Called on the outputs and the target, or on the outputs alone where the batch has no target. Of outputs
-            with an attribute `logits` it gets those. None takes the attribute `loss` of the outputs, as models of the
-            transformers library compute it from labels.
-
-    Returns:
-        The loss, a scalar.
-
-    Raises:
-        InvalidValueError: no loss was given and the outputs have none, or it is not a scalar.
-    """
+    """Run a model on a batch and return its loss, a scalar, as `loss_of` reads it."""
     args, kwargs, target = split_batch(batch, keep_target=loss is None)
     return loss_of(model(*args, **kwargs), target, loss)
 
 
 def loss_of(outputs: Any, target: Any, loss: Loss | None) -> Tensor:
-    """The loss of outputs that are there already; see `call_model`.
+    """The loss of outputs, a scalar.
+
+    Args:
+        outputs: Of a model.
+        target: None where there is none.
+        loss: Called on the outputs and the target, or on the outputs alone where the batch has no target. Of outputs
+            with an attribute `logits` it gets those. None takes the attribute `loss` of the outputs, as models of the
+            transformers library compute it from labels.
 
     Raises:
         InvalidValueError: no loss was given and the outputs have none, or it is not a scalar.
@@ -131,7 +125,7 @@ def check_finite(name: str, values: Tensor, source: str) -> Tensor:
 
 
 def _tensors(batch: Batch) -> list[Tensor]:
-    named = _as_mapping(batch)
+    named = as_mapping(batch)
     return [leaf for leaf in tree_leaves(list(named.values()) if named else batch) if isinstance(leaf, Tensor)]
 
 
@@ -150,27 +144,23 @@ def read_batches(
     Raises:
         DataError: there is no batch, or one is on another device than the model.
     """
+    devices = {entry.device for entry in itertools.chain(model.parameters(), model.buffers())}
     known = len(batches) if isinstance(batches, Sized) else None
     total = known if limit is None else min(limit, known or limit)
     place = -1
     for place, batch in enumerate(track(itertools.islice(batches, limit), what, show=progress, total=total)):
-        _check_device(model, batch, place)
+        for tensor in _tensors(batch):
+            if devices and tensor.device not in devices:
+                home = ", ".join(sorted(map(str, devices)))
+                raise DataError(
+                    f"batch {place} is on {tensor.device}, the model on {home}; move one of them:"
+                    f" model.to({str(tensor.device)!r}), or yield batches after .to({home.split(', ')[0]!r})"
+                )
         yield batch
     if place < 0:
         raise DataError(
             f"{what}: got no batch, the loader is empty. A generator can be read only once; pass a list or a DataLoader"
         )
-
-
-def _check_device(model: nn.Module, batch: Batch, place: int) -> None:
-    devices = {entry.device for entry in itertools.chain(model.parameters(), model.buffers())}
-    for tensor in _tensors(batch):
-        if devices and tensor.device not in devices:
-            home = ", ".join(sorted(map(str, devices)))
-            raise DataError(
-                f"batch {place} is on {tensor.device}, the model on {home}; move one of them:"
-                f" model.to({str(tensor.device)!r}), or yield batches after .to({home.split(', ')[0]!r})"
-            )
 
 
 @contextmanager
@@ -238,12 +228,7 @@ class DataDriven:
 
     @contextmanager
     def _passes(self, model: nn.Module, gradients: Iterable[nn.Parameter] | None = None) -> Iterator[Iterator[Batch]]:
-        """Prepare the model, with gradients for some parameters or, for None, without any; gives the batches."""
-        with scoring(model, gradients or ()), torch.inference_mode(mode=False), torch.set_grad_enabled(gradients is not None):
-            yield self._read(model)
-
-    def _read(self, model: nn.Module) -> Iterator[Batch]:
-        """Yield the batches.
+        """Prepare the model, with gradients for some parameters or, for None, without any; gives the batches.
 
         Raises:
             MissingImportanceError: there are no batches.
@@ -252,4 +237,5 @@ class DataDriven:
         name = type(self).__name__
         if self.batches is None:
             raise MissingImportanceError(f"{name} needs data; pass {name}(batches, loss), where a loader or a list will do")
-        yield from read_batches(self.batches, model, f"{name} scores", limit=self.limit, progress=self.progress)
+        with scoring(model, gradients or ()), torch.inference_mode(mode=False), torch.set_grad_enabled(gradients is not None):
+            yield read_batches(self.batches, model, f"{name} scores", limit=self.limit, progress=self.progress)

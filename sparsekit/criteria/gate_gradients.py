@@ -6,22 +6,27 @@ is also Σ x·∂L/∂x at their inputs, which one backward pass gives *for each
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, Literal
+from functools import reduce
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from sparsekit._torch import ConvNd
 from sparsekit.criteria.batches import DataDriven, call_model, example_count
+from sparsekit.criteria.weights import along_axis
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph.graph import UnitGraph
-from sparsekit.graph.groups import UnitSlice
+from sparsekit.graph.groups import UnitGroup, UnitSlice
 from sparsekit.graph.index import wide
 
 Reduction = Literal["mean", "sum"]
+
+Reader: TypeAlias = tuple[nn.Module, UnitSlice, int]
+"""A layer whose inputs are units, the slice of its weight, and the axis of its input counted from the end."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +51,7 @@ def _channel_axis(module: nn.Module, piece: UnitSlice) -> int | None:
     return None
 
 
-def unit_readers(model: nn.Module, graph: UnitGraph) -> dict[str, list[tuple[nn.Module, UnitSlice, int]] | None]:
+def unit_readers(model: nn.Module, graph: UnitGraph) -> dict[str, list[Reader] | None]:
     """The layers whose inputs are the units of a group.
 
     Args:
@@ -54,37 +59,32 @@ def unit_readers(model: nn.Module, graph: UnitGraph) -> dict[str, list[tuple[nn.
         graph: Its units.
 
     Returns:
-        Group name → (layer, slice of its weight, axis of its input counted from the end), or None where units are also
-        read in another way, such as by a norm's scale, a grouped convolution or a parametrised weight.
+        Group name → readers, or None where units are also read in another way, such as by a norm's scale, a grouped
+        convolution or a parametrised weight.
     """
     owners: dict[int, list[nn.Module]] = {}
     for module in model.modules():
         for entry in module.parameters(recurse=False):
             owners.setdefault(id(entry), []).append(module)
     entries = dict(model.named_parameters(remove_duplicate=False))
-    return {
-        name: _layer_readers([(entries.get(piece.name), piece) for piece in group.slices if piece.gated], owners)
-        for name, group in graph.groups.items()
-    }
 
-
-def _layer_readers(
-    gated: list[tuple[nn.Parameter | None, UnitSlice]], owners: Mapping[int, list[nn.Module]]
-) -> list[tuple[nn.Module, UnitSlice, int]] | None:
-    readers: list[tuple[nn.Module, UnitSlice, int]] = []
-    seen: set[tuple[int, int]] = set()
-    for entry, piece in gated:
-        if entry is None or piece.side != "in" or not owners.get(id(entry)):
-            return None
-        if (id(entry), piece.dim) in seen:  # a tied name of the same parameter
-            continue
-        seen.add((id(entry), piece.dim))
-        for module in owners[id(entry)]:
-            axis = _channel_axis(module, piece)
-            if axis is None or getattr(module, "weight", None) is not entry:
+    def readers(group: UnitGroup) -> list[Reader] | None:
+        found: dict[tuple[nn.Module, int], Reader] = {}
+        for piece in group.slices:
+            if not piece.gated:
+                continue
+            entry = entries.get(piece.name)
+            homes = owners.get(id(entry), [])
+            if piece.side != "in" or not homes:
                 return None
-            readers.append((module, piece, axis))
-    return readers
+            for module in homes:
+                axis = _channel_axis(module, piece)
+                if axis is None or getattr(module, "weight", None) is not entry:
+                    return None
+                found.setdefault((module, piece.dim), (module, piece, axis))  # a tied name is of the same parameter
+        return list(found.values())
+
+    return {name: readers(group) for name, group in graph.groups.items()}
 
 
 class InputViews:
@@ -120,41 +120,9 @@ class InputViews:
         return (x, *args[1:])
 
 
-def _by_example(x: Tensor, gradient: Tensor, axis: int, examples: int) -> Tensor | None:
-    """Σ x·∂L/∂x over all axes but examples and channels: float (examples, channels); None where the first axis is another."""
-    if x.shape[0] != examples or x.dim() < 1 - axis:
-        return None
-    product = (wide(x.detach()) * wide(gradient)).movedim(axis, -1)
-    return product.reshape(examples, -1, product.shape[-1]).sum(1)
-
-
-def _add(total: Tensor | None, part: Tensor) -> Tensor:
-    return part if total is None else total + part.to(total.device)
-
-
-def _exact(values: Tensor) -> Tensor:
-    return values if values.device.type == "mps" else values.double()  # which has no float64
-
-
-class _Sums:
-    """Running sums of one group."""
-
-    def __init__(self) -> None:
-        self.first: Tensor | None = None
-        self.second: Tensor | None = None
-
-    def add(self, gradients: Tensor) -> None:
-        """Add the gradients of single examples, float (examples, units)."""
-        values = _exact(gradients)
-        self.first = _add(self.first, values.sum(0))
-        self.second = _add(self.second, values.square().sum(0))
-
-    def add_batch(self, mean: Tensor, examples: int) -> None:
-        """Add the gradient of the mean loss of a batch, float (units,)."""
-        values = _exact(mean)
-        self.first = _add(self.first, values * examples)
-        # The square of a mean over B examples is B times too small where they are independent.
-        self.second = _add(self.second, values.square() * examples * examples)
+def sum_up(parts: Sequence[Tensor]) -> Tensor:
+    """The sum, on the device of the first part."""
+    return reduce(lambda total, part: total + part.to(total.device), parts)
 
 
 def gate_moments(
@@ -181,96 +149,93 @@ def gate_moments(
     """
     if reduction not in ("mean", "sum"):
         raise InvalidValueError(f"reduction must be 'mean' or 'sum', got {reduction!r}")
-    readers = unit_readers(model, graph)
-    entries = dict(model.named_parameters(remove_duplicate=False))
-    gated = {
-        name: [(entries[piece.name], piece) for piece in _once(group.slices, entries)] for name, group in graph.groups.items()
-    }
+    readers, gated = unit_readers(model, graph), gated_entries(model, graph)
     layers = {module for found in readers.values() for module, _, _ in found or ()}
-    sums = {name: _Sums() for name in graph.groups}
     weights = {id(entry): entry for pairs in gated.values() for entry, _ in pairs if entry.is_floating_point()}
-    examples_seen = 0
+    sums: dict[str, tuple[Tensor, Tensor]] = {}
+    seen = 0
     with criterion._passes(model, weights.values()) as passes:
         for batch in passes:
             with InputViews(layers, differentiable=True) as views:
-                value = call_model(model, batch, criterion.loss)
+                loss = call_model(model, batch, criterion.loss)
                 examples = example_count(batch)
-                _one_batch(value, views, readers, gated, sums, examples, examples if reduction == "mean" else 1)
-            examples_seen += examples
-    return {name: Moments(*_means(name, found, examples_seen)) for name, found in sums.items()}
+                gradients = _gate_gradients(loss, views, readers, gated, examples, reduction)
+            seen += examples
+            for name, rows in gradients.items():
+                rows = rows if rows.device.type == "mps" else rows.double()  # which has no float64
+                # The square of a mean over B examples is B times too small where they are independent.
+                times = examples / len(rows)
+                new = rows.sum(0) * times, rows.square().sum(0) * times * times
+                sums[name] = (sum_up([sums[name][0], new[0]]), sum_up([sums[name][1], new[1]])) if name in sums else new
+    for name in graph.groups:
+        if name not in sums:
+            raise InvalidValueError(
+                f"the loss does not depend on the units of group {name!r}; leave the group out with"
+                " sparsekit.graph.edit.without, or use a loss over all outputs"
+            )
+    return {name: Moments(*(each.cpu().double() / seen for each in sums[name])) for name in graph.groups}
 
 
-def _means(name: str, sums: _Sums, examples: int) -> tuple[Tensor, Tensor]:
-    if sums.first is None or sums.second is None:
-        raise InvalidValueError(
-            f"the loss does not depend on the units of group {name!r}; leave the group out with"
-            " sparsekit.graph.edit.without, or use a loss over all outputs"
-        )
-    return sums.first.cpu().double() / examples, sums.second.cpu().double() / examples
+def gated_entries(model: nn.Module, graph: UnitGraph) -> dict[str, list[tuple[nn.Parameter, UnitSlice]]]:
+    """Group name → the parameters that gates multiply, with their slices; of tied names the first."""
+    entries = dict(model.named_parameters(remove_duplicate=False))
+    found: dict[str, list[tuple[nn.Parameter, UnitSlice]]] = {}
+    for name, group in graph.groups.items():
+        pieces = [(entries[piece.name], piece) for piece in group.slices if piece.gated and piece.name in entries]
+        once = {(id(entry), piece.dim): (entry, piece) for entry, piece in reversed(pieces)}
+        found[name] = list(once.values())[::-1]
+    return found
 
 
-def _once(slices: tuple[UnitSlice, ...], entries: Mapping[str, nn.Parameter]) -> list[UnitSlice]:
-    """The gated slices of parameters; of tied names the first."""
-    found: dict[tuple[int, int], UnitSlice] = {}
-    for piece in slices:
-        if piece.gated and piece.name in entries:
-            found.setdefault((id(entries[piece.name]), piece.dim), piece)
-    return list(found.values())
-
-
-def _one_batch(
-    value: Tensor,
+def _gate_gradients(
+    loss: Tensor,
     views: InputViews,
-    readers: Mapping[str, list[tuple[nn.Module, UnitSlice, int]] | None],
+    readers: Mapping[str, list[Reader] | None],
     gated: Mapping[str, list[tuple[nn.Parameter, UnitSlice]]],
-    sums: Mapping[str, _Sums],
     examples: int,
-    scale: int,
-) -> None:
-    """Backward pass of one batch: by example where all readers of a group allow it, else from the weights' gradients."""
-    direct: dict[str, list[tuple[nn.Module, UnitSlice, int]]] = {}
-    wanted: dict[int, nn.Parameter] = {}
-    for name, found in readers.items():
-        if found and all(_fits(views, module, axis, examples) for module, _, axis in found):
-            direct[name] = found
-        else:
-            wanted.update((id(entry), entry) for entry, _ in gated[name])
+    reduction: Reduction,
+) -> dict[str, Tensor]:
+    """One backward pass: group name → ∂L/∂gate, L the loss of an example.
+
+    float (examples, units) where all readers of a group allow it, else float (1, units), the mean, from the gradients of the
+    weights; none for groups that are no part of the loss.
+    """
+    direct = {
+        name: found
+        for name, found in readers.items()
+        if found and all(_by_example(views.calls.get(module, []), axis, examples) for module, _, axis in found)
+    }
+    wanted = {id(entry): entry for name, pairs in gated.items() if name not in direct for entry, _ in pairs}
     calls = [(module, x) for module, inputs in views.calls.items() for x in inputs]
     targets = [*(x for _, x in calls), *wanted.values()]
-    if not targets or not value.requires_grad:
-        return
-    gradients = torch.autograd.grad(value, targets, allow_unused=True)
-    at_input: dict[tuple[nn.Module, int], Tensor] = {}
+    if not targets or not loss.requires_grad:
+        return {}
+    gradients = torch.autograd.grad(loss, targets, allow_unused=True)
     axes = {module: axis for found in direct.values() for module, _, axis in found}
+    at_input: dict[nn.Module, list[Tensor]] = {}
     for (module, x), gradient in zip(calls, gradients):
         if module in axes and gradient is not None:
-            part = _by_example(x, gradient, axes[module], examples)
-            assert part is not None
-            key = (module, axes[module])
-            at_input[key] = part if key not in at_input else at_input[key] + part
+            product = (wide(x.detach()) * wide(gradient)).movedim(axes[module], -1)
+            at_input.setdefault(module, []).append(product.reshape(examples, -1, product.shape[-1]).sum(1))
+    channels = {module: sum_up(parts) for module, parts in at_input.items()}
     of_weight = {id(entry): g for entry, g in zip(wanted.values(), gradients[len(calls) :]) if g is not None}
-    for name, sum_ in sums.items():
-        total: Tensor | None = None
+    found = {}
+    for name, pairs in gated.items():
         if name in direct:
-            for module, piece, axis in direct[name]:
-                if (module, axis) in at_input:
-                    part = at_input[module, axis]
-                    total = _add(total, part[:, piece.index.to(part.device)].sum(2))
-            if total is not None:
-                sum_.add(total * scale)
-            continue
-        for entry, piece in gated[name]:
-            if id(entry) in of_weight:
-                product = wide(entry.detach()) * wide(of_weight[id(entry)])
-                others = [dim for dim in range(product.dim()) if dim != piece.dim]
-                along = product.sum(others) if others else product
-                total = _add(total, along[piece.index.to(along.device)].sum(1))
-        if total is not None:
-            # Of a sum, g / B is the gradient of one example on average.
-            mean = total if scale == examples else total / examples
-            sum_.add_batch(mean, examples)
+            own = [(channels[module], piece.index) for module, piece, _ in direct[name] if module in channels]
+            parts = [values[:, index.to(values.device)].sum(2) for values, index in own]
+        else:
+            products = [(wide(e.detach()) * wide(of_weight[id(e)]), piece) for e, piece in pairs if id(e) in of_weight]
+            parts = [along_axis(each, piece.dim)[piece.index.to(each.device)].sum(1)[None] for each, piece in products]
+        if parts:
+            found[name] = sum_up(parts)
+            if name in direct and reduction == "mean":
+                found[name] = found[name] * examples
+            elif name not in direct and reduction == "sum":
+                found[name] = found[name] / examples
+    return found
 
 
-def _fits(views: InputViews, module: nn.Module, axis: int, examples: int) -> bool:
-    inputs = views.calls.get(module, [])
+def _by_example(inputs: Sequence[Tensor], axis: int, examples: int) -> bool:
+    """Whether a layer was called, always with the examples on the first axis and the channels on another."""
     return bool(inputs) and all(x.dim() >= 1 - axis and x.shape[0] == examples for x in inputs)

@@ -1,15 +1,16 @@
-"""Normalised: the scores of any criterion, divided by what is usual in their group, so that groups can be compared."""
+"""Normalised and Lamp: scores divided by what is usual in their group, so that groups can be compared."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from sparsekit.criteria.base import Criterion, View, is_learned, score_units
+from sparsekit.criteria.weights import Magnitude
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.index import wide
@@ -81,3 +82,25 @@ class Normalised:
         usual = scores.abs()
         scale = usual.mean() if self.by == "mean" else usual.sum() if self.by == "sum" else usual.max()
         return scores / scale.clamp_min(1e-30)
+
+
+@dataclass(frozen=True)
+class Lamp:
+    """w_j² / Σ w_k² over the units k of the group with w_k² ≥ w_j², where w_j² is the sum of squares of a unit.
+
+    The largest unit of every group has score 1, so that a global ranking never empties a layer. Of equal units the higher
+    index counts as the smaller one.
+
+    Args:
+        coupled: Whether the entries that read a unit count too.
+
+    Source: Lee et al., Layer-adaptive Sparsity for the Magnitude-based Pruning, ICLR 2021, there for single weights.
+    """
+
+    coupled: bool = field(default=False, kw_only=True)
+
+    comparable: ClassVar[bool] = True
+
+    def scores(self, graph: UnitGraph, view: View) -> Mapping[str, Tensor]:
+        """Divide each unit's squares by those of the units that are at least as large."""
+        return Normalised(Magnitude(order=2, coupled=self.coupled), by="share_of_remaining").scores(graph, view)

@@ -1,4 +1,4 @@
-"""Taylor: a unit is worth what the loss would rise by without it, by the first terms of its Taylor series."""
+"""Taylor and Fisher: a unit is worth what the loss would rise by without it, by the first terms of its Taylor series."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from sparsekit.criteria.base import View
 from sparsekit.criteria.batches import DataDriven, call_model, check_finite, example_count
 from sparsekit.criteria.gate_gradients import Reduction, gate_moments
+from sparsekit.criteria.weights import along_axis
 from sparsekit.errors import InvalidValueError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.index import wide
@@ -89,9 +90,30 @@ class Taylor(DataDriven):
         for name, group in graph.groups.items():
             found[name] = torch.zeros(group.size, dtype=torch.float64)
             pieces = {(id(entries.get(piece.name)), piece.dim): piece for piece in reversed(group.slices)}
-            for (key, dim), piece in pieces.items():  # of tied names the first counts
+            for (key, _), piece in pieces.items():  # of tied names the first counts
                 if key in products:
-                    others = [axis for axis in range(products[key].dim()) if axis != dim]
-                    along = products[key].sum(others) if others else products[key]
-                    found[name] += along.cpu().double()[piece.index].sum(1)
+                    found[name] += along_axis(products[key], piece.dim).cpu().double()[piece.index].sum(1)
         return found
+
+
+@dataclass(frozen=True)
+class Fisher(DataDriven):
+    """½·E[(∂L/∂gate)²]: the rise of the loss without the unit, near a minimum.
+
+    One gate acts on everything that a group ties together, such as all blocks of a residual stage, so that the square is
+    taken of the sum over all of them.
+
+    Args:
+        reduction: Whether the loss is the "mean" or the "sum" over the examples of a batch.
+
+    Source: Theis et al., arXiv 1801.05787; Liu et al., Group Fisher Pruning for Practical Network Compression, ICML 2021.
+    """
+
+    reduction: Reduction = field(default="mean", kw_only=True)
+
+    comparable: ClassVar[bool] = True
+
+    def scores(self, graph: UnitGraph, view: View) -> Mapping[str, Tensor]:
+        """Average the squares over the examples of all batches: float64, at least 0, in units of the loss."""
+        moments = gate_moments(self, self._model(view, graph), graph, reduction=self.reduction)
+        return {name: check_finite(name, 0.5 * each.square, "Fisher") for name, each in moments.items()}

@@ -7,6 +7,7 @@ scored, by exactly the numbers that the class would give there.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -17,7 +18,16 @@ from torch import Tensor, nn
 
 from sparsekit._torch import ConvNd, InstanceNorm, NormBase, tree_map_only
 from sparsekit.criteria.base import View
-from sparsekit.criteria.batches import Batch, DataDriven, Loss, call_model, check_finite, example_count, split_batch
+from sparsekit.criteria.batches import (
+    Batch,
+    DataDriven,
+    Loss,
+    as_mapping,
+    call_model,
+    check_finite,
+    example_count,
+    split_batch,
+)
 from sparsekit.errors import InvalidValueError, MissingDependencyError, MissingImportanceError, install_hint
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.groups import UnitGroup, UnitSlice
@@ -65,13 +75,8 @@ def _function(library: Any, layer: nn.Module, piece: UnitSlice) -> Any:
 def cuts_of(group: UnitGroup, model: nn.Module) -> list[Cut]:
     """A group in the form that importance classes read: one cut for each layer and side, those that make the units first.
 
-    Args:
-        group: The units.
-        model: The dense model.
-
-    Returns:
-        The cuts. Root positions are those along the first cut; where another layer has more or fewer positions a unit, they
-        are spread evenly over the unit's.
+    Root positions are those along the first cut; where another layer has more or fewer positions a unit, they are spread evenly
+    over the unit's.
     """
     library = _library()
     modules = dict(model.named_modules())
@@ -140,13 +145,12 @@ class TorchPruning(DataDriven):
                 return {name: self._one(group, model) for name, group in graph.groups.items()}
             for parameter in before:
                 parameter.grad = None
-            if any(hasattr(self.importance, name) for name in ("accumulate_grad", "compute_importance")):
-                self._prepare(model)
-            try:
-                return {name: self._one(group, model) for name, group in graph.groups.items()}
-            except MissingImportanceError:  # it reads gradients after all; classes that do not need no loss
-                self._prepare(model)
-                return {name: self._one(group, model) for name, group in graph.groups.items()}
+            if not any(hasattr(self.importance, name) for name in ("accumulate_grad", "compute_importance")):
+                # Classes that read no gradients need no loss.
+                with contextlib.suppress(MissingImportanceError):
+                    return {name: self._one(group, model) for name, group in graph.groups.items()}
+            self._prepare(model)
+            return {name: self._one(group, model) for name, group in graph.groups.items()}
         finally:
             for parameter, gradient in before.items():
                 parameter.grad = gradient
@@ -189,14 +193,14 @@ class TorchPruning(DataDriven):
                     with watching(model):
                         model(*args, **kwargs)
             return
+        parameters = [p for p in model.parameters() if p.is_floating_point()]
         if by_example is not None:
             self.importance.zero_grad()  # type: ignore[union-attr]
-        parameters = [p for p in model.parameters() if p.is_floating_point()]
         for parameter in parameters:
             parameter.grad = None
         with self._passes(model, parameters) as passes:
             for batch in passes:
-                for part in _examples(batch) if by_example is not None else (batch,):
+                for part in (batch,) if by_example is None else _examples(batch):
                     call_model(model, part, self.loss).backward()
                     if by_example is not None:
                         by_example(model)
@@ -209,13 +213,10 @@ class TorchPruning(DataDriven):
 
 def _examples(batch: Any) -> Iterator[Any]:
     """The batch one example at a time."""
-    examples = example_count(batch)
+    examples, named = example_count(batch), as_mapping(batch)
 
     def row(place: int) -> Callable[[Tensor], Tensor]:
         return lambda t: t[place : place + 1] if t.dim() and t.shape[0] == examples else t
 
     for place in range(examples):
-        if hasattr(batch, "keys"):
-            yield {key: tree_map_only(Tensor, row(place), batch[key]) for key in batch.keys()}  # noqa: SIM118
-        else:
-            yield tree_map_only(Tensor, row(place), batch)
+        yield tree_map_only(Tensor, row(place), batch if named is None else dict(named))

@@ -18,7 +18,7 @@ from sparsekit.allocation.rounding import Liked, Multiples, check_multiples, fre
 from sparsekit.allocation.schedule import Schedule
 from sparsekit.criteria.base import Criterion, is_comparable
 from sparsekit.criteria.batches import Batch, Loss
-from sparsekit.criteria.by_name import as_criterion
+from sparsekit.criteria.by_name import as_criterion, with_data
 from sparsekit.errors import InvalidValueError, NoUnitsError, UnsupportedModelError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.mask import UnitMask
@@ -28,7 +28,6 @@ from sparsekit.measure.cost import CostModel
 from sparsekit.measure.model import cost_model
 from sparsekit.measure.widths import best_multiple
 from sparsekit.pruning.depth import Start, go_shallow, limits_of_widths, read_depth
-from sparsekit.pruning.examples import with_data
 from sparsekit.pruning.report import PruneReport, count_denormals, describe
 from sparsekit.pruning.result import Pruned
 from sparsekit.pruning.selection import Selector, read_limits

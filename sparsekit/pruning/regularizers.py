@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from sparsekit.criteria.magnitudes import all_slices, unit_sums
+from sparsekit.criteria.weights import all_slices, unit_sums
 from sparsekit.errors import ForeignMaskError, InvalidValueError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.index import along, wide

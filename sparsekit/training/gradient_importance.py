@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from sparsekit._torch import identity
 from sparsekit.allocation.choose import choose
 from sparsekit.criteria.base import View, check_scores, is_learned
-from sparsekit.criteria.learned import Learned
+from sparsekit.criteria.orders import Learned
 from sparsekit.errors import InvalidValueError
 from sparsekit.rng import torch_generator
 from sparsekit.training.optimizer_hooks import holds

@@ -18,7 +18,7 @@ from sparsekit.allocation.uniform import Uniform, check_ratio
 from sparsekit.allocation.worth import Scale
 from sparsekit.criteria.base import Criterion, View, is_comparable, is_learned, score_units
 from sparsekit.criteria.by_name import as_criterion
-from sparsekit.criteria.learned import Learned
+from sparsekit.criteria.orders import Learned
 from sparsekit.errors import ForeignMaskError, InvalidValueError, UnsupportedModelError
 from sparsekit.graph.graph import UnitGraph
 from sparsekit.graph.mask import UnitMask

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from sparsekit.criteria.magnitudes import own_slices, unit_magnitudes
+from sparsekit.criteria.weights import own_slices, unit_magnitudes
 from sparsekit.graph.groups import group_order
 from sparsekit.graph.index import wide
 from sparsekit.graph.mask import UnitMask

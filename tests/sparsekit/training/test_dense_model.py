@@ -16,7 +16,7 @@ from zoo_base import Lambda, hash_of
 from zoo_norms import KEPT
 
 from sparsekit import LearnableMask, trace_units
-from sparsekit.criteria.learned import Learned
+from sparsekit.criteria.orders import Learned
 
 
 def train_both(

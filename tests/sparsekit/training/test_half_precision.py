@@ -11,8 +11,8 @@ from masked import learnable_mask
 from torch import nn
 
 from sparsekit import LearnableMask, trace_units
-from sparsekit.criteria.learned import Learned
-from sparsekit.criteria.magnitudes import unit_magnitudes
+from sparsekit.criteria.orders import Learned
+from sparsekit.criteria.weights import unit_magnitudes
 
 HALVES = [torch.bfloat16, torch.float16]
 

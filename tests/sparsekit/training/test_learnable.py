@@ -12,7 +12,7 @@ from masked import learnable_mask
 from torch import nn
 
 from sparsekit import GradientImportance, LearnableMask, compact, expand, trace_units
-from sparsekit.criteria.learned import Learned
+from sparsekit.criteria.orders import Learned
 from sparsekit.errors import (
     ForeignMaskError,
     UnsupportedModelError,

@@ -9,7 +9,7 @@ from masked import learnable_mask
 from torch import nn
 
 from sparsekit import LearnableMask, MovingAverage
-from sparsekit.criteria.learned import Learned
+from sparsekit.criteria.orders import Learned
 
 
 def masked_model(dtype: torch.dtype = torch.float64, execution: str = "compact") -> tuple[LearnableMask, torch.Tensor]:

@@ -14,7 +14,7 @@ from torch import nn
 
 from sparsekit import LearnableMask
 from sparsekit.criteria import Magnitude, Ordered
-from sparsekit.criteria.learned import Learned
+from sparsekit.criteria.orders import Learned
 from sparsekit.errors import InvalidValueError
 
 

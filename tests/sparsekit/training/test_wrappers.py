@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
 from sparsekit import LearnableMask
-from sparsekit.criteria.learned import Learned
+from sparsekit.criteria.orders import Learned
 from sparsekit.errors import UnsupportedModelError
 from sparsekit.training import wrappers
 

@@ -1,0 +1,62 @@
+"""Learned, Ordered, Random: orders of the units that no weight decides."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from sparsekit.criteria.base import View
+from sparsekit.errors import MissingImportanceError
+from sparsekit.graph.graph import UnitGraph
+
+
+@dataclass(frozen=True)
+class Learned:
+    """The rule of FedLPS: keep the units at or above the (1 − ratio)-quantile of their group's importance.
+
+    Source: Xue et al., ICDE 2025 (arXiv 2412.07216), importance-derived sparse pattern.
+    """
+
+    learned: ClassVar[bool] = True
+
+    def scores(self, graph: UnitGraph, view: View) -> Mapping[str, Tensor]:
+        """Return the importance itself: views, not copies."""
+        importance = {} if view.importance is None else view.importance
+        for name in graph.groups:
+            if name not in importance:
+                raise MissingImportanceError(
+                    f"Learned needs importance for group {name!r}; pass View(importance={{group: scores}})"
+                )
+        return importance
+
+
+@dataclass(frozen=True)
+class Ordered:
+    """Keep a prefix of each group, units 0 to count − 1, so that smaller submodels nest inside larger ones.
+
+    Source: Horváth et al., FjORD, NeurIPS 2021; Diao et al., HeteroFL, ICLR 2021.
+    """
+
+    def scores(self, graph: UnitGraph, view: View) -> Mapping[str, Tensor]:  # noqa: ARG002 - the protocol's signature
+        """Score each unit by minus its index."""
+        return {name: -torch.arange(group.size, dtype=torch.float64) for name, group in graph.groups.items()}
+
+
+@dataclass(frozen=True)
+class Random:
+    """Keep a uniformly random subset, fresh each time; the view must have a generator.
+
+    Source: Caldas et al., Federated Dropout, arXiv 1812.07210.
+    """
+
+    def scores(self, graph: UnitGraph, view: View) -> Mapping[str, Tensor]:
+        """Draw an order of each group's units; the first drawn is worth most, and no two are worth the same."""
+        generator = view.generator
+        if generator is None:
+            raise MissingImportanceError("Random needs a generator; pass View(generator=torch.Generator())")
+        orders = {name: torch.randperm(group.size, generator=generator) for name, group in graph.groups.items()}
+        return {name: -torch.argsort(order).to(torch.float64) for name, order in orders.items()}

@@ -1,0 +1,182 @@
+"""Magnitude, GeometricMedian, BatchNormScale: what the weights alone say, read off the index table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from sparsekit.criteria.base import Criterion, View, score_units
+from sparsekit.errors import InvalidValueError, MissingImportanceError
+from sparsekit.graph.graph import UnitGraph
+from sparsekit.graph.groups import UnitGroup, UnitSlice
+from sparsekit.graph.index import wide
+from sparsekit.graph.state import StateDict
+
+Order = Literal[1, 2]
+
+
+def check_order(order: object) -> None:
+    """Raise InvalidValueError unless it is 1 or 2."""
+    if order not in (1, 2):
+        raise InvalidValueError(f"order must be 1 (absolute values) or 2 (squares), got {order!r}")
+
+
+def own_slices(group: UnitGroup, parameters: StateDict) -> tuple[int, ...]:
+    """Positions in `group.slices` of the parameters that make the units: side "out", floating point, not statistics."""
+    return tuple(
+        i
+        for i, piece in enumerate(group.slices)
+        if piece.side == "out"
+        and piece.name in parameters
+        and piece.name.rpartition(".")[2] not in {"running_mean", "running_var"}
+    )
+
+
+def all_slices(group: UnitGroup, parameters: StateDict) -> tuple[int, ...]:
+    """The same with those that read the units."""
+    own = set(own_slices(group, parameters))
+    return tuple(i for i, s in enumerate(group.slices) if i in own or (s.side == "in" and s.name in parameters))
+
+
+def along_axis(values: Tensor, dim: int) -> Tensor:
+    """Sum over all axes but one."""
+    others = [axis for axis in range(values.dim()) if axis != dim]
+    return values.sum(others) if others else values
+
+
+def unit_magnitudes(group: UnitGroup, weights: StateDict) -> Tensor:
+    """Σ |θ| over the entries that make each unit, |θ|_J in the paper.
+
+    Args:
+        group: The units.
+        weights: The dense state.
+
+    Returns:
+        float (units,) in the dtype of the weights, float32 where that is shorter.
+
+    Source: Xue et al., ICDE 2025 (arXiv 2412.07216), importance regularisation term.
+    """
+    return unit_sums(group, weights, own_slices(group, weights), order=1)
+
+
+def unit_sums(group: UnitGroup, weights: StateDict, slices: Iterable[int], *, order: Order) -> Tensor:
+    """Σ |θ| or Σ θ² over some slices of each unit: float (units,), 0 where there are none.
+
+    Args:
+        group: The units.
+        weights: The dense state.
+        slices: Positions in `group.slices`.
+        order: 1 for absolute values, 2 for squares.
+    """
+    total: Tensor | None = None
+    for i in slices:
+        piece = group.slices[i]
+        entry = wide(weights[piece.name].detach())
+        if order == 1 and entry.dim() > 1:  # a norm, which makes no copy of the entry
+            along = torch.linalg.vector_norm(entry, ord=1, dim=[axis for axis in range(entry.dim()) if axis != piece.dim])
+        else:
+            along = along_axis(entry.abs() if order == 1 else entry.square(), piece.dim)
+        part = along[piece.index.to(entry.device)].sum(1)
+        total = part if total is None else total + part.to(total.device)
+    return total if total is not None else torch.zeros(group.size)
+
+
+@dataclass(frozen=True)
+class Magnitude:
+    """The size of a unit's own parameters: filter rows, bias, norm scale.
+
+    Scores depend on the scale of a layer, so that groups cannot be compared; `Normalised(Magnitude())` can.
+
+    Args:
+        order: 1 for the sum of absolute values, 2 for the square root of the sum of squares.
+        coupled: Whether the entries that read a unit, the columns of its consumers, count too.
+
+    Raises:
+        InvalidValueError: another order.
+
+    Source: Li et al., Pruning Filters for Efficient ConvNets, ICLR 2017.
+    """
+
+    order: Order = field(default=1, kw_only=True)
+    coupled: bool = field(default=False, kw_only=True)
+
+    def __post_init__(self) -> None:
+        check_order(self.order)
+
+    def scores(self, graph: UnitGraph, view: View) -> Mapping[str, Tensor]:
+        """Sum up each unit's weights, in their dtype."""
+        weights, chosen = view.weights_for(self), all_slices if self.coupled else own_slices
+        sums = {n: unit_sums(group, weights, chosen(group, weights), order=self.order) for n, group in graph.groups.items()}
+        return sums if self.order == 1 else {name: values.sqrt() for name, values in sums.items()}
+
+
+@dataclass(frozen=True)
+class GeometricMedian:
+    """The sum of the distances of a unit's filter to the filters of all other units of its group.
+
+    Units near the middle of their group can be replaced by the others. Filters are the matrices that make the units, one after
+    the other where a group has several; biases and norms are left out. A group without matrices uses the vectors that it has.
+
+    Source: He et al., Filter Pruning via Geometric Median, CVPR 2019.
+    """
+
+    def scores(self, graph: UnitGraph, view: View) -> Mapping[str, Tensor]:
+        """Sum up distances; 0 in a group of one unit."""
+        weights, found = view.weights_for(self), {}
+        for name, group in graph.groups.items():
+            own = [group.slices[i] for i in own_slices(group, weights)]
+            # The square of a distance over several matrices is the sum over each: no long vectors are joined.
+            square = torch.zeros(group.size, group.size)
+            for piece in [piece for piece in own if weights[piece.name].dim() > 1] or own:
+                entry = wide(weights[piece.name].detach()).movedim(piece.dim, 0)
+                filters = entry[piece.index.to(entry.device)].reshape(group.size, -1)
+                # Not by inner products, which lose all digits between near filters.
+                part = torch.cdist(filters, filters, compute_mode="donot_use_mm_for_euclid_dist").square()
+                square = square.to(part) + part
+            found[name] = square.sqrt().sum(1)
+        return found
+
+
+@dataclass(frozen=True)
+class BatchNormScale:
+    """The mean of |γ| over the batch norms of a unit. It tells most after training with an L1 penalty on the scales.
+
+    Args:
+        otherwise: Scores groups without a batch norm, such as the hidden layers of a classifier; None raises for them.
+            Its scores should be on the scale of the others', as those of `Normalised(Magnitude())` are.
+
+    Source: Liu et al., Learning Efficient Convolutional Networks through Network Slimming, ICCV 2017.
+    """
+
+    otherwise: Criterion | None = None
+
+    comparable: ClassVar[bool] = True
+
+    def scores(self, graph: UnitGraph, view: View) -> Mapping[str, Tensor]:
+        """Read the scales."""
+        weights, found = view.weights_for(self), {}
+        for name, group in graph.groups.items():
+            pieces = [piece for piece in group.slices if _is_norm_scale(piece, graph)]
+            scales = [(wide(weights[piece.name].detach()).abs(), piece.index) for piece in pieces]
+            if scales:
+                found[name] = torch.stack([scale[index.to(scale.device)].mean(1) for scale, index in scales]).mean(0)
+        without = [name for name in graph.groups if name not in found]
+        if without and self.otherwise is None:
+            raise MissingImportanceError(
+                f"no batch norm acts on the units of {', '.join(map(repr, without[:5]))}"
+                f"{' and others' if len(without) > 5 else ''}; pass otherwise=Normalised(Magnitude()),"
+                " or leave these groups out with sparsekit.graph.edit.without"
+            )
+        other = score_units(self.otherwise, graph, view) if without and self.otherwise is not None else {}
+        return {name: found[name] if name in found else other[name] for name in graph.groups}
+
+
+def _is_norm_scale(piece: UnitSlice, graph: UnitGraph) -> bool:
+    """Whether a slice is of the scale of a batch norm: a vector `weight` beside a `running_var`."""
+    home = piece.name.removesuffix("weight")
+    vector = piece.name.rpartition(".")[2] == "weight" and len(graph.shapes[piece.name]) == 1
+    return vector and f"{home}running_var" in graph.shapes
