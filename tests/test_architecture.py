@@ -109,7 +109,7 @@ REGISTRIES = {
     "sparsekit/bandit": (
         "sparsekit.bandit", "registry",
         {"arms", "axes", "base", "cells", "choosers", "field", "logged", "make", "moves", "noise", "optuna", "posterior",
-         "rule", "space", "study", "trials"},
+         "space", "study", "trials"},
     ),
     "sparsekit_fl/methods": ("sparsekit_fl.methods", "registry", {"method", "make", "settings"}),
     "sparsekit_fl/problem/datasets": (

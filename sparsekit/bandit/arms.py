@@ -8,7 +8,6 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 
@@ -90,7 +89,7 @@ class ArmBandit(LoggedBandit[Pull]):
         arms: Number of arms to begin with, at least 1.
         exploration: At least 0.
         rng: Draws the first arm and the values.
-        others: Further settings, checked by the subclass.
+        min_width: The narrowest part that a split may leave, as a share of the space; None for a bandit that splits none.
 
     Raises:
         InvalidValueError: one of these is not allowed.
@@ -98,7 +97,9 @@ class ArmBandit(LoggedBandit[Pull]):
 
     space: Interval
 
-    def __init__(self, space: Interval, *, arms: int, exploration: float, rng: np.random.Generator, **others: Any) -> None:
+    def __init__(
+        self, space: Interval, *, arms: int, exploration: float, rng: np.random.Generator, min_width: float | None = None
+    ) -> None:
         if not isinstance(space, Interval):
             raise InvalidValueError(f"space must be an Interval, got {space!r}; pass Interval(low, high)")
         if isinstance(arms, bool) or not isinstance(arms, (int, np.integer)) or arms < 1:
@@ -106,7 +107,12 @@ class ArmBandit(LoggedBandit[Pull]):
         self.exploration = check_number(exploration, "exploration")
         if not 0.0 <= self.exploration < math.inf:
             raise InvalidValueError(f"exploration must be finite and at least 0, got {exploration!r}; 0 is greedy")
-        super().__init__(space, {"arms": int(arms), "exploration": self.exploration, **others}, rng)
+        super().__init__(space, {"arms": int(arms), "exploration": self.exploration}, rng)
+        if min_width is not None:
+            self.min_width = check_number(min_width, "min_width")
+            if not 0.0 <= self.min_width <= 1.0 / arms:
+                raise InvalidValueError(f"min_width must be in [0, 1/arms] = [0, {1 / arms:g}], got {min_width!r}")
+            self._settings["min_width"] = self.min_width
 
     @property
     @abstractmethod
@@ -154,15 +160,3 @@ class ArmBandit(LoggedBandit[Pull]):
         else:
             chosen = int(self._rng.integers(count))
         return draw(self.space, *edges[chosen], limit, rng=self._rng)
-
-
-def check_min_width(min_width: float, arms: int) -> float:
-    """The narrowest part that a split may leave, as a share of the space.
-
-    Raises:
-        InvalidValueError: not in [0, 1/arms].
-    """
-    width = check_number(min_width, "min_width")
-    if not 0.0 <= width <= 1.0 / arms:
-        raise InvalidValueError(f"min_width must be in [0, 1/arms] = [0, {1 / arms:g}], got {min_width!r}")
-    return width

@@ -35,17 +35,6 @@ def check_number(value: float, what: str) -> float:
     raise InvalidValueError(f"{what} must be a number, got {value!r}")
 
 
-def check_generator(rng: np.random.Generator) -> np.random.Generator:
-    """Return `rng`, or raise.
-
-    Raises:
-        InvalidValueError: not a numpy generator.
-    """
-    if not isinstance(rng, np.random.Generator):
-        raise InvalidValueError(f"rng must be a numpy.random.Generator, got {rng!r}; pass np.random.default_rng(0), say")
-    return rng
-
-
 @dataclass(frozen=True)
 class Interval:
     """The numbers in [low, high], and the scale on which they are evenly spread.
@@ -78,6 +67,17 @@ class Interval:
     def __contains__(self, value: float) -> bool:
         return self.low <= value <= self.high
 
+    def check(self, value: float, what: str = "value") -> float:
+        """Return `value` as a Python float, or raise; `what` names it in the message.
+
+        Raises:
+            InvalidValueError: outside the interval, or NaN.
+        """
+        number = check_number(value, what)
+        if number not in self:
+            raise InvalidValueError(f"{what} must be in [{self.low!r}, {self.high!r}], got {value!r}")
+        return number
+
     def to_unit(self, value: float) -> float:
         """Where `value` lies between `low` (0) and `high` (1) on this scale.
 
@@ -90,9 +90,7 @@ class Interval:
         Raises:
             InvalidValueError: outside the interval, or NaN.
         """
-        number = check_number(value, "value")
-        if number not in self:
-            raise InvalidValueError(f"value must be in [{self.low!r}, {self.high!r}], got {value!r}")
+        number = self.check(value)
         if self.scale == "linear":
             return (number - self.low) / (self.high - self.low)
         start, end = math.log(self.low), math.log(self.high)

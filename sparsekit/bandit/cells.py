@@ -18,27 +18,13 @@ DEEPEST = 64
 """Cells that were split more often than this count as split so often."""
 
 
-def grid(count: int, axes: int) -> list[tuple[list[float], list[float]]]:
-    """At least `count` equal boxes: their lowest and highest corners, in order.
-
-    Args:
-        count: The axes are cut one after the other, the first ones first, until there are so many.
-        axes: Number of axes of the cube.
-    """
-    cuts = [1] * axes
-    while math.prod(cuts) < count:
-        cuts[cuts.index(min(cuts))] += 1
-    boxes: list[tuple[list[float], list[float]]] = [([], [])]
-    for parts in cuts:
-        boxes = [([*low, i / parts], [*high, (i + 1) / parts]) for low, high in boxes for i in range(parts)]
-    return boxes
-
-
-def grown(array: Any, size: int) -> Any:
-    """A longer array that begins with this one, the rest 0."""
-    longer = np.zeros((size, *array.shape[1:]), dtype=array.dtype)
-    longer[: len(array)] = array
-    return longer
+def grow(owner: Any, names: Sequence[str], size: int) -> None:
+    """Make arrays of an object so long along their first axis; what is new is 0."""
+    for name in names:
+        array = getattr(owner, name)
+        longer = np.zeros((size, *array.shape[1:]), dtype=array.dtype)
+        longer[: len(array)] = array
+        setattr(owner, name, longer)
 
 
 class Cells:
@@ -48,16 +34,21 @@ class Cells:
     off there last, or which the two had in common before a split. -1 stands for the border of the cube.
     """
 
-    def __init__(self, boxes: Sequence[tuple[Sequence[float], Sequence[float]]]) -> None:
-        """Begin with some boxes.
+    def __init__(self, count: int, axes: int, rng: np.random.Generator) -> None:
+        """Begin with at least `count` equal cells in random order.
 
         Args:
-            boxes: Lowest and highest corner of each; together the cube.
+            count: The axes are cut one after the other, the first ones first, until there are so many.
+            axes: Number of axes of the cube.
+            rng: Draws the order.
         """
-        size, axes = len(boxes), len(boxes[0][0])
-        self.size = size
-        self.low: Floats = np.array([low for low, _ in boxes], dtype=np.float64)
-        self.high: Floats = np.array([high for _, high in boxes], dtype=np.float64)
+        cuts = [1] * axes
+        while math.prod(cuts) < count:
+            cuts[cuts.index(min(cuts))] += 1
+        self.size = size = math.prod(cuts)
+        places = np.indices(cuts).reshape(axes, size).T[rng.permutation(size)]
+        self.low: Floats = places / cuts
+        self.high: Floats = (places + 1) / cuts
         # How often the cell was split, and how often that which it was split off from had been when it was.
         self.depth: Integers = np.zeros(size, dtype=np.int64)
         self.born: Integers = np.zeros(size, dtype=np.int64)
@@ -67,20 +58,15 @@ class Cells:
         self.parent: Integers = np.arange(size)
         # Columns 2 axis and 2 axis + 1: below and above.
         self.facing: Integers = np.full((size, 2 * axes), -1)
-        for cell in range(size):
-            middle = 0.5 * (self.low[cell] + self.high[cell])
-            for axis in range(axes):
-                for above in (0, 1):
-                    beside = middle.copy()
-                    beside[axis] = self.high[cell, axis] if above else self.low[cell, axis]
-                    beside[axis] += 1e-3 / size * (1.0 if above else -1.0)
-                    if 0.0 < beside[axis] < 1.0:
-                        self.facing[cell, 2 * axis + above] = self.find(beside)
+        numbers = np.full([parts + 2 for parts in cuts], -1)
+        numbers[tuple(places.T + 1)] = self.parent
+        for side in range(2 * axes):
+            beside = places + 1
+            beside[:, side // 2] += 1 if side % 2 else -1
+            self.facing[:, side] = numbers[tuple(beside.T)]
 
     def reserve(self, size: int) -> None:
-        """Make the arrays so long."""
-        for name in ("low", "high", "depth", "born", "parent", "facing"):
-            setattr(self, name, grown(getattr(self, name), size))
+        grow(self, ("low", "high", "depth", "born", "parent", "facing"), size)
 
     def halves(self, cell: int) -> tuple[int, float] | None:
         """The longest axis and its middle; None where the cell is too narrow to be halved."""

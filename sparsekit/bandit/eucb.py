@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from sparsekit.bandit.arms import Arm, ArmBandit, check_min_width, hold, may_split
+from sparsekit.bandit.arms import Arm, ArmBandit, hold, may_split
 from sparsekit.bandit.base import Drop, Interval, check_number
 from sparsekit.errors import InvalidValueError
 
@@ -60,12 +60,11 @@ class EUCB(ArmBandit):
         Raises:
             InvalidValueError: one of these is not allowed, or the space holds too few numbers for so many arms.
         """
-        super().__init__(space, arms=arms, exploration=exploration, rng=rng)
+        super().__init__(space, arms=arms, exploration=exploration, rng=rng, min_width=min_width)
         self.discount = check_number(discount, "discount")
-        self.min_width = check_min_width(min_width, arms)
         if not 0.0 < self.discount <= 1.0:
             raise InvalidValueError(f"discount must be in (0, 1], got {discount!r}; 1 forgets nothing")
-        self._settings |= {"discount": self.discount, "min_width": self.min_width}
+        self._settings |= {"discount": self.discount}
         self._edges = self._even(arms + 1)
 
     def _sums(self) -> tuple[np.ndarray, np.ndarray]:

@@ -8,12 +8,22 @@ from collections.abc import Mapping
 import numpy as np
 import numpy.typing as npt
 
-from sparsekit.bandit.cells import Cells, Floats, Integers, grid, grown
+from sparsekit.bandit.cells import Cells, Floats, Integers, grow
 from sparsekit.bandit.noise import Noise, Watch
 from sparsekit.bandit.posterior import Posterior
-from sparsekit.bandit.rule import Rule
 
-_ARRAYS = ("points", "weights", "rewards", "tries", "pulls", "first", "dropped")
+# Cells to begin with on an interval, and in a box of two axes or more; the largest number of cells.
+_LINE, _CUBE, _CAPACITY = 5, 6, 2048
+# Width of the middle part of a cell from which its arm is drawn, as a share of the cell.
+_JITTER = 0.2
+# p: what a unit of posterior variance at the arm is worth; φ: share of the variation that counts beside a better arm.
+_CERTAINTY, _FACING = 1.0, 0.2
+# All arms learn from one another after so many more rewards, as a share of those told since arms fell.
+_REFRESH = 0.04
+# Falls are looked for from so many repeated rewards on; after one, each arm keeps so much of a reward.
+_SETTLED, _FADED = 8, 0.05
+# There are probes from so many rewards on, counted from the first and from a fall.
+_PROBE_FROM, _PROBE_FALLEN = 100.0, 10.0
 # A variance of which floats keep no digits is no scale.
 _LEAST_SCALE = 1e-250
 
@@ -21,43 +31,35 @@ _LEAST_SCALE = 1e-250
 class Field:
     """Cells, arms and posterior of a `SplitUCBV`, in the unit cube. Arm k lies in cell k."""
 
-    def __init__(self, axes: int, *, discount: float | None, rng: np.random.Generator, rule: Rule | None = None) -> None:
+    def __init__(self, axes: int, *, discount: float | None, rng: np.random.Generator) -> None:
         """Cut the cube into a few equal cells, in random order, each with an arm near its middle.
 
         Args:
             axes: Number of axes of the cube.
             discount: Share of what is known that survives a reward, in (0, 1]; None: all of it until arms are seen to fall.
             rng: Draws the order and the arms.
-            rule: The numbers of the model and the index.
         """
-        self.rule = rule or Rule()
         self.discount = 1.0 if discount is None else discount
-        self.watch = Watch(self.rule) if discount is None else None
-        boxes = grid(self.rule.line if axes == 1 else self.rule.cube, axes)
-        boxes = [boxes[place] for place in rng.permutation(len(boxes)).tolist()]
-        self.begin = len(boxes)
-        self.capacity = max(self.rule.capacity, 2 * len(boxes))
-        self.cells = Cells(boxes)
-        self.points: Floats = np.zeros((0, axes))
-        self.weights: Floats = np.zeros(0)
-        self.rewards: Floats = np.zeros(0)
+        self.watch = Watch() if discount is None else None
+        self.cells = Cells(_LINE if axes == 1 else _CUBE, axes, rng)
+        self.begin = size = self.cells.size
+        self.capacity = max(_CAPACITY, 2 * size)
+        self.points: Floats = np.array([self.middle(*box, rng) for box in zip(self.cells.low, self.cells.high)])
+        self.weights: Floats = np.zeros(size)
+        self.rewards: Floats = np.zeros(size)
         # How many rewards went to other points that were executed in place of the arm.
-        self.tries: Floats = np.zeros(0)
-        self.pulls: Integers = np.zeros(0, dtype=np.int64)
+        self.tries: Floats = np.zeros(size)
+        self.pulls: Integers = np.zeros(size, dtype=np.int64)
         # The first told pull of each arm, as its place among all told.
-        self.first: Integers = np.zeros(0, dtype=np.int64)
-        self.dropped: npt.NDArray[np.bool_] = np.zeros(0, dtype=np.bool_)
+        self.first: Integers = np.full(size, -1)
+        self.dropped: npt.NDArray[np.bool_] = np.zeros(size, dtype=np.bool_)
         self.posterior: Posterior | None = None
-        self._reserve(max(64, 2 * len(boxes)))
-        for arm in range(len(boxes)):
-            self.points[arm] = self.middle(self.cells.low[arm], self.cells.high[arm], rng)
-            self.first[arm] = -1
+        self._reserve(max(64, 2 * size))
         self.drops = self.tried = False
         self.told = 0.0
-        self.noises = Noise(self.rule)
+        self.noises = Noise()
         # What of the index of each cell is owed to a better arm beside it, as of the last time that all arms learned.
         self.beside: Floats = np.zeros(0)
-        self._room: Floats = np.zeros(0)
         # The index of each arm but for open pulls; None where it is to be computed.
         self._index: Floats | None = None
         # Rewards since all arms learned from one another, and whether they must before the next proposal.
@@ -66,7 +68,7 @@ class Field:
         # Rewards since the first, or since arms fell; at how many a probe is thought of next, and from how many on they may
         # cost something; what those made since have cost.
         self.clock = 0.0
-        self.probe = self.probe_from = self.rule.probe_from
+        self.probe = self.probe_from = _PROBE_FROM
         self.spent = 0.0
         # Open pulls: the arm of each, -1 if no cell could hold one.
         self.open: dict[int, int] = {}
@@ -89,16 +91,14 @@ class Field:
 
     def middle(self, low: Floats, high: Floats, rng: np.random.Generator) -> Floats:
         """A point drawn from the middle part of a box."""
-        point: Floats = low + (high - low) * (0.5 + self.rule.jitter * (rng.random(len(low)) - 0.5))
+        point: Floats = low + (high - low) * (0.5 + _JITTER * (rng.random(len(low)) - 0.5))
         return point
 
     def _reserve(self, size: int) -> None:
-        """Make the arrays so long."""
         self.cells.reserve(size)
-        for name in _ARRAYS:
-            setattr(self, name, grown(getattr(self, name), size))
+        grow(self, ("points", "weights", "rewards", "tries", "pulls", "first", "dropped"), size)
         if self.posterior is not None:
-            self.posterior.reserve(size + 1)
+            self.posterior.reserve(size)
 
     # --- what is believed ---
 
@@ -108,15 +108,14 @@ class Field:
             if self.told < self.begin:
                 return
             self.posterior = self._first_posterior()
-        elif not self.stale and self.since < self.rule.refresh * min(self.told, self.clock):
+        elif not self.stale and self.since < _REFRESH * min(self.told, self.clock):
             return
         size = self.cells.size
         self.posterior.sweep(self.cells, self.weights[:size], self.rewards[:size], self.noise, self.told)
         self.since, self.stale, self._index = 0.0, False, None
-        self._room = self.posterior.room.take(self.cells.depth[:size])
         # Along the first axis: numpy reduces a short last one slowly.
         better = np.maximum.reduce(self.posterior.means.take(self.cells.facing[:size].T))
-        self.beside = better + np.sqrt(self.rule.facing * self._room)
+        self.beside = better + np.sqrt(_FACING * self.posterior.room.take(self.cells.depth[:size]))
 
     def _first_posterior(self) -> Posterior:
         seen = np.flatnonzero(self.pulls[: self.cells.size])
@@ -126,8 +125,8 @@ class Field:
         spread = float(means.var(ddof=1)) if len(seen) > 1 else 0.0
         scale = next((s for s in (spread, float(np.square(means).max())) if s > _LEAST_SCALE), 1.0)
         self.noises.distinct = len(seen) > 1 and len(set(means.tolist())) == len(seen)
-        made = Posterior(scale, level, self.points.shape[1], self.rule)
-        made.reserve(len(self.weights) + 1)
+        made = Posterior(scale, level, self.points.shape[1])
+        made.reserve(len(self.weights))
         return made
 
     def indices(self, pending: Mapping[int, int]) -> Floats:
@@ -155,11 +154,10 @@ class Field:
     def _indices(self, posterior: Posterior) -> Floats:
         """The index of each arm if no pull were open, dropped ones included."""
         size = self.cells.size
-        room = self._room if len(self._room) == size else posterior.room[self.cells.depth[:size]]
         variances = posterior.variances[:size]
         if self.tried:
             variances = variances / (1.0 + variances * self.tries[:size] / self.noise)
-        index: Floats = np.sqrt(self.rule.certainty * variances + room)
+        index: Floats = np.sqrt(_CERTAINTY * variances + posterior.room.take(self.cells.depth[:size]))
         index += posterior.means[:size]
         known = index[: len(self.beside)]
         np.maximum(known, self.beside, out=known)
@@ -173,7 +171,7 @@ class Field:
     def worth(self, posterior: Posterior, arm: int, times: int) -> float:
         """The same without what is owed to a better arm beside it."""
         room = posterior.room.item(self.cells.depth.item(arm))
-        return posterior.means.item(arm) + math.sqrt(self.rule.certainty * self.variance(arm, times) + room)
+        return posterior.means.item(arm) + math.sqrt(_CERTAINTY * self.variance(arm, times) + room)
 
     def variance(self, arm: int, times: int) -> float:
         """Posterior variance of an arm when so many open pulls of it have been told; those executed elsewhere count as told."""
@@ -246,10 +244,10 @@ class Field:
             self.posterior.observe(arm, reward - self.posterior.level, self.noise / weight)
         if fallen:
             weights = self.weights[: self.cells.size]
-            np.minimum(weights, self.rule.faded, out=weights)
+            np.minimum(weights, _FADED, out=weights)
             self.stale = True
             self.clock = self.spent = 0.0
-            self.probe = self.probe_from = self.rule.probe_fallen
+            self.probe = self.probe_from = _PROBE_FALLEN
         if self.stale:
             self._index = None
         elif self._index is not None and self.posterior is not None:
@@ -258,7 +256,7 @@ class Field:
 
     def _fallen(self, surprise: float, share: float) -> bool:
         """Whether arms have fallen, as one more repeated reward shows, whose surprise has that share of the noise."""
-        if self.watch is None or self.posterior is None or self.noises.repeats < self.rule.settled:
+        if self.watch is None or self.posterior is None or self.noises.repeats < _SETTLED:
             return False
         return self.watch.sees(surprise, self.noise * share)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -9,7 +10,7 @@ from typing import Any, Generic, TypeVar, cast
 
 import numpy as np
 
-from sparsekit.bandit.base import Drop, Interval, Pull, check_generator, check_number
+from sparsekit.bandit.base import Drop, Interval, Pull, check_number
 from sparsekit.bandit.space import Box, BoxPull
 from sparsekit.errors import InvalidValueError
 
@@ -36,9 +37,11 @@ class LoggedBandit(ABC, Generic[Trial]):
             settings: The other arguments of the subclass but `rng`, as plain JSON values.
             rng: Whatever is drawn is drawn from it.
         """
+        if not isinstance(rng, np.random.Generator):
+            raise InvalidValueError(f"rng must be a numpy.random.Generator, got {rng!r}; pass np.random.default_rng(0), say")
         self.space = space
         self._settings = dict(settings)
-        self._rng = check_generator(rng)
+        self._rng = rng
         self._start = generator_state(rng)
         self._log: list[dict[str, Any]] = []
         self._open: dict[int, Any] = {}
@@ -66,19 +69,10 @@ class LoggedBandit(ABC, Generic[Trial]):
         """Return the place, in `self.told`, of the pull to be recommended."""
 
     def _close(self, id: int) -> None:
-        """A pull is no longer open."""
         del self._open[id]
 
     def _settle(self, pull: Trial, value: Any, reward: float, *, cost: float = 1.0, drop: Drop | None) -> None:
-        """Close an open pull, after everything told of it was checked.
-
-        Args:
-            pull: Open.
-            value: What was executed.
-            reward: As it was told.
-            cost: Cost of the pull.
-            drop: As it was told.
-        """
+        """Close an open pull, after everything told of it was checked; `value` is what was executed."""
         self._close(pull.id)
         said: dict[str, Any] = {} if cost == 1.0 else {"cost": cost}
         said |= {} if drop is None else {"drop": drop}
@@ -93,13 +87,7 @@ class LoggedBandit(ABC, Generic[Trial]):
         return tuple(self._told)
 
     def ask(self, *, upper: float | None = None) -> Trial:
-        """Propose a value; see `Bandit.ask`.
-
-        Args:
-            upper: The proposal does not exceed it; for an `Interval` alone. `None` or more than its end: no bound.
-
-        Returns:
-            An open pull. Several may be open at once; one that is never told costs nothing.
+        """Propose a value; see `Bandit.ask`. A bound is for an `Interval` alone.
 
         Raises:
             InvalidValueError: `upper` is below the interval, NaN, or given for a `Box`.
@@ -112,21 +100,13 @@ class LoggedBandit(ABC, Generic[Trial]):
         return self._pull(id, value)
 
     def forget(self, pull: Trial) -> None:
-        """Close a pull of which nothing will be told, such as a failed trial; it leaves no trace but its id.
-
-        Raises:
-            InvalidValueError: the pull is not open.
-        """
+        """Close a pull of which nothing will be told; see `Bandit.forget`."""
         self._check_open(pull)
         self._close(pull.id)
         self._log.append({"forget": pull.id})
 
     def best(self) -> Trial:
-        """The told pull to be recommended so far, with the value that was executed.
-
-        Raises:
-            InvalidValueError: nothing has been told.
-        """
+        """The told pull to be recommended so far, with the value that was executed; see `Bandit.best`."""
         if not self._told:
             raise InvalidValueError("no reward has been told yet, so no pull is best; tell() one first")
         pull, _ = self._told[self._place_of_best()]
@@ -160,14 +140,10 @@ class LoggedBandit(ABC, Generic[Trial]):
         raise InvalidValueError(f"pull {pull.id!r} {what}; open are {sorted(self._open)[:10] or 'none'}; ask() gives a new one")
 
     def _check_told(self, pull: Trial, reward: float, drop: Drop | None, *, cost: float = 1.0) -> tuple[Any, float]:
-        """The executed value and the reward of an open pull, in plain numbers.
-
-        Raises:
-            InvalidValueError: see `Bandit.tell`.
-        """
+        """The executed value and the reward of an open pull, in plain numbers."""
         self._check_open(pull)
         proposed = self._open[pull.id]
-        value = proposed if pull.value == proposed else self._check_value(pull.value)
+        value: Any = proposed if pull.value == proposed else self.space.check(pull.value)  # type: ignore[arg-type]
         number = reward if type(reward) is float else check_number(reward, "reward")
         if not max(abs(number / cost), abs(number)) <= LARGEST_REWARD:
             raise InvalidValueError(
@@ -177,18 +153,6 @@ class LoggedBandit(ABC, Generic[Trial]):
         if drop not in (None, "below", "above"):
             raise InvalidValueError(f"drop must be 'below', 'above' or None, got {drop!r}")
         return value, number
-
-    def _check_value(self, value: Any) -> Any:
-        """An executed value in plain numbers."""
-        if not isinstance(self.space, Interval):
-            return self.space.check(value)
-        number = check_number(value, "the value of a pull")
-        if number not in self.space:
-            raise InvalidValueError(
-                f"the value of a pull must be in [{self.space.low!r}, {self.space.high!r}], got {value!r};"
-                " tell the nearest value inside, or widen the space"
-            )
-        return number
 
     def _pull(self, id: int, value: Any) -> Trial:
         return cast("Trial", Pull(id, value) if isinstance(self.space, Interval) else BoxPull(id, dict(value)))
@@ -205,15 +169,9 @@ class LoggedBandit(ABC, Generic[Trial]):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was taken, with the same bits.
+        """Go on where `state_dict` was taken; see `Bandit.load_state_dict`.
 
         The generator passed to the constructor is left alone from here on: the bandit gets one of its own.
-
-        Args:
-            state: From a bandit of this class with the same settings.
-
-        Raises:
-            InvalidValueError: the settings differ, or the state is malformed; nothing has changed then.
         """
         try:
             mine, theirs = {"space": asdict(self.space), **self._settings}, dict(state["settings"])
@@ -247,7 +205,7 @@ class LoggedBandit(ABC, Generic[Trial]):
 
 def generator_state(rng: np.random.Generator) -> dict[str, Any]:
     """The state of a generator in plain JSON values (PCG64's integers have 128 bits, which JSON allows)."""
-    plain: dict[str, Any] = _plain(dict(rng.bit_generator.state))
+    plain: dict[str, Any] = json.loads(json.dumps(rng.bit_generator.state, default=lambda value: value.tolist()))
     return plain
 
 
@@ -263,9 +221,3 @@ def generator_from_state(state: Mapping[str, Any]) -> np.random.Generator:
     bits: np.random.BitGenerator = getattr(np.random, str(name))(0)
     bits.state = dict(state)
     return np.random.Generator(bits)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _plain(entry) for key, entry in value.items()}
-    return value.tolist() if isinstance(value, (np.ndarray, np.generic)) else value

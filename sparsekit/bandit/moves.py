@@ -11,8 +11,17 @@ from sparsekit.bandit.base import Drop
 from sparsekit.bandit.cells import NARROWEST, Floats
 from sparsekit.bandit.field import Field
 
+# κ: a cell is split when its arm's variance is below so much of the variation.
+_PATIENCE = 2.0
 # At most so many cells are split in search of an arm below a bound.
 _SPLITS = 6
+# By the t-th reward all probes together may cost so much times log(t / `probe_from`), in deviations of the noise, which count
+# for no less than this share of that of the first rewards.
+_PROBE, _PROBE_UNIT = 6.0, 0.1
+# A probe that loses so many deviations costs as many, one that loses twice as much eight times; at least, and at most, this.
+_PROBE_EVEN, _PROBE_LEAST, _PROBE_MOST = 3.0, 0.5, 10.0
+# Points drawn for a probe; those count that are so far from the nearest arm, as a share of the farthest.
+_PROBE_DRAWN, _PROBE_FAR = 64, 0.5
 # A probe that may not be made yet is thought of again when there are so many times as many rewards, at the latest.
 _AGAIN = 1.25
 
@@ -36,33 +45,30 @@ def choose(field: Field, *, lost: int, upper: float | None = None, rng: np.rando
         arm = _probed(field, 1.0 if upper is None else upper, rng)
         if arm >= 0:
             return arm
-    if upper is None:
-        field.refresh()
-        index = field.indices(pending)
-        cell = int(index.argmax())
-        return _pulled_or_split(field, cell, index.item(cell), pending, rng)
+    bound = math.inf if upper is None else upper
     for _ in range(_SPLITS):
         field.refresh()
         index = field.indices(pending)
-        index[field.cells.low[: len(index), 0] >= upper] = -math.inf
+        if upper is not None:
+            index[field.cells.low[: len(index), 0] >= upper] = -math.inf
         cell = int(index.argmax())
-        if index[cell] == -math.inf or field.points[cell, 0] > upper:
+        if index[cell] == -math.inf or field.points[cell, 0] > bound:
             break
         arm = _pulled_or_split(field, cell, index.item(cell), pending, rng)
-        if field.points[arm, 0] <= upper:
+        if field.points[arm, 0] <= bound:
             return arm
-    return _below(field, index, upper, rng)
+    return _below(field, index, bound, rng)
 
 
 def _probed(field: Field, upper: float, rng: np.random.Generator) -> int:
     """A new arm far from all others, beside the best of those that it may be beside; -1 if it costs more than may be spent."""
-    rule, size = field.rule, field.cells.size
+    size = field.cells.size
     field.refresh()
     posterior = field.posterior
     if posterior is None:
         field.probe = field.clock + 1.0
         return -1
-    points = rng.random((rule.probe_drawn, field.points.shape[1]))
+    points = rng.random((_PROBE_DRAWN, field.points.shape[1]))
     points[:, 0] *= upper
     gaps = points[:, :1] - field.points[:size, 0]
     np.abs(gaps, out=gaps)
@@ -80,12 +86,12 @@ def _probed(field: Field, upper: float, rng: np.random.Generator) -> int:
         field.probe = _AGAIN * field.clock + 1.0
         return -1
     merit = posterior.means[nearest]
-    merit[apart < rule.probe_far * farthest] = -math.inf
+    merit[apart < _PROBE_FAR * farthest] = -math.inf
     chosen = int(merit.argmax())
-    unit = math.sqrt(max(field.noise, rule.probe_unit**2 * posterior.scale))
+    unit = math.sqrt(max(field.noise, _PROBE_UNIT**2 * posterior.scale))
     lost = float(posterior.means[:size].max() - merit[chosen]) / unit
-    cost = min(max(rule.probe_even * (lost / rule.probe_even) ** 3, rule.probe_least), rule.probe_most)
-    due = field.probe_from * math.exp(min((field.spent + cost) / rule.probe, 50.0))
+    cost = min(max(_PROBE_EVEN * (lost / _PROBE_EVEN) ** 3, _PROBE_LEAST), _PROBE_MOST)
+    due = field.probe_from * math.exp(min((field.spent + cost) / _PROBE, 50.0))
     if due > field.clock:
         field.probe = min(due, _AGAIN * field.clock + 1.0)
         return -1
@@ -115,7 +121,7 @@ def _ripe(field: Field, arm: int, cell: int, pending: Mapping[int, int]) -> bool
     """Whether an arm is known better than a cell varies, or will be when its open pulls have been told."""
     assert field.posterior is not None
     within = field.posterior.variation.item(field.cells.depth.item(cell) + 1)
-    return field.variance(arm, pending.get(arm, 0)) < field.rule.patience * within and field.ripe
+    return field.variance(arm, pending.get(arm, 0)) < _PATIENCE * within and field.ripe
 
 
 def _halve(field: Field, cell: int, rng: np.random.Generator) -> int:

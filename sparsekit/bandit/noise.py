@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import math
 
-from sparsekit.bandit.rule import Rule
-
+# The first guess of the noise, as a share of the variance of the first rewards, and how many repeated rewards it counts for.
+_GUESS, _GUESS_WEIGHT = 0.2, 3.0
+# Cells are split from so many repeated rewards on, if these are at least this share of all, unless rewards have no noise.
+_REPEATS, _REPEATED = 2, 0.2
 # The noise is taken for no less than this share of the scale, so that nothing is divided by 0.
 _LEAST = 1e-14
 # What a repeated reward that is equal to the last bit leaves of the noise that is expected before any is repeated.
 _EXACT = 0.01
+# k: a fall by less than so many deviations is none; h: the sum of falls from which on they are no chance.
+_ALLOWANCE, _ALARM = 0.5, 9.0
 # Deviations beyond this count as this: one outlier is no change.
 _LARGEST = 3.0
 
@@ -21,17 +25,9 @@ class Noise:
     repeated, and so is never found out.
     """
 
-    def __init__(self, rule: Rule) -> None:
-        """Begin with no reward repeated.
-
-        Args:
-            rule: Has the first guess, and how many repeated rewards it counts for.
-        """
-        self._rule = rule
+    def __init__(self) -> None:
         # Squared deviations of repeated rewards from the mean before them, how many count, and how many there were.
-        self.within = 0.0
-        self.replicates = 0.0
-        self.repeats = 0.0
+        self.within = self.replicates = self.repeats = 0.0
         # Whether the first arms differ in their rewards, as they do where rewards are no counts or classes.
         self.distinct = False
 
@@ -42,19 +38,14 @@ class Noise:
 
     def ripe(self, told: float) -> bool:
         """Whether enough is known to split cells, after so many rewards."""
-        return self.repeats >= max(self._rule.repeats, 0.0 if self.exact else self._rule.repeated * told)
+        return self.repeats >= max(_REPEATS, 0.0 if self.exact else _REPEATED * told)
 
     def variance(self, scale: float) -> float:
-        """Of a reward.
-
-        Args:
-            scale: Variance of the first rewards, of which the first guess is a share.
-        """
-        rule = self._rule
-        expected = rule.noise_weight * rule.noise * scale
+        """Variance of a reward; `scale` is that of the first rewards."""
+        expected = _GUESS_WEIGHT * _GUESS * scale
         if self.exact:
             expected *= _EXACT**self.replicates
-        return max((expected + self.within) / (rule.noise_weight + self.replicates), _LEAST * scale)
+        return max((expected + self.within) / (_GUESS_WEIGHT + self.replicates), _LEAST * scale)
 
     def saw(self, surprise: float, had: float, weight: float, *, faded: bool) -> None:
         """Take in a repeated reward.
@@ -70,7 +61,6 @@ class Noise:
         self.replicates += 1.0 if not faded else min(1.0, 2.0 * had / (had + weight))
 
     def fade(self, discount: float) -> None:
-        """Let that share of what is known survive."""
         self.within *= discount
         self.replicates *= discount
 
@@ -87,14 +77,8 @@ class Watch:
     Framework for Piecewise-Stationary Multi-Armed Bandit Problem", AAAI 2018 (restarting a bandit on it).
     """
 
-    def __init__(self, rule: Rule) -> None:
-        """Begin with no fall seen.
-
-        Args:
-            rule: Has k as `allowance` and h as `alarm`.
-        """
+    def __init__(self) -> None:
         self.fall = 0.0
-        self._rule = rule
 
     def sees(self, surprise: float, variance: float) -> bool:
         """Take in a repeated reward; whether arms have fallen. If so, the sum begins anew.
@@ -104,8 +88,8 @@ class Watch:
             variance: Variance of the surprise where nothing has changed; above 0.
         """
         deviations = max(-_LARGEST, min(_LARGEST, surprise / math.sqrt(variance)))
-        self.fall = max(0.0, self.fall - deviations - self._rule.allowance)
-        if self.fall <= self._rule.alarm:
+        self.fall = max(0.0, self.fall - deviations - _ALLOWANCE)
+        if self.fall <= _ALARM:
             return False
         self.fall = 0.0
         return True

@@ -6,8 +6,17 @@ import math
 
 import numpy as np
 
-from sparsekit.bandit.cells import DEEPEST, Cells, Floats, grown
-from sparsekit.bandit.rule import Rule
+from sparsekit.bandit.cells import DEEPEST, Cells, Floats, grow
+
+# Where nothing is known: the ratio of the deviations of cells one of whose sides is half as long, and the number of arms that
+# it counts for at each depth.
+_SHRINK, _SHRINK_WEIGHT = 0.7, 3.0
+# Degrees of freedom of what an unseen arm may be at depth 0, and the share of them that the next depth begins with; it adds
+# the arms born there.
+_TAIL, _TAIL_KEPT = 2.0, 0.15
+# a, b and c: what a unit of variation within the cell is worth, by how much more with each factor e of rewards, and what each
+# level that the best cell lies deeper is worth.
+_BASE, _GROWTH, _DEEPER = 0.25, 0.07, 0.1
 
 
 class Posterior:
@@ -16,18 +25,16 @@ class Posterior:
     An arm that was split from none lies around 0 with variance D[0].
     """
 
-    def __init__(self, scale: float, level: float, axes: int, rule: Rule) -> None:
+    def __init__(self, scale: float, level: float, axes: int) -> None:
         """Begin with arms of which nothing is known.
 
         Args:
             scale: D[0], above 0.
             level: What rewards are counted from.
             axes: Of the cube: the more, the more splits it takes until a cell is half as wide.
-            rule: The numbers of the model.
         """
         self.scale, self.level = scale, level
-        self._rule = rule
-        self._ratio = rule.shrink ** (2.0 / axes)
+        self._ratio = _SHRINK ** (2.0 / axes)
         # The last place stays free and below all others: arm -1 stands for none.
         self.means: Floats = np.full(1, -math.inf)
         self.variances: Floats = np.full(1, scale)
@@ -36,9 +43,9 @@ class Posterior:
         self.room: Floats = np.zeros(DEEPEST + 1)
 
     def reserve(self, size: int) -> None:
-        """Make the arrays so long; new arms lie around the level."""
+        """Make room for so many arms; new ones lie around the level."""
         used = len(self.means) - 1
-        self.means, self.variances = grown(self.means, size), grown(self.variances, size)
+        grow(self, ("means", "variances"), size + 1)
         self.means[used:] = 0.0
         self.means[-1] = -math.inf
         self.variances[used:] = self.scale
@@ -94,19 +101,17 @@ class Posterior:
 
     def _learn(self, deepest: int, counts: list[float], squares: list[float], best: int, log_told: float) -> None:
         """D and what follows from it by depth, given how many arms were born there and how far they lay from their parents."""
-        rule = self._rule
-        base, growth, deeper, tail, tail_kept = rule.base, rule.growth, rule.deeper, rule.tail, rule.tail_kept
-        prior, prior_weight = rule.shrink_weight * self._ratio, rule.shrink_weight
-        freedom, variation = tail, self.scale
+        prior = _SHRINK_WEIGHT * self._ratio
+        freedom, variation = _TAIL, self.scale
         variations, rooms = [variation], []
         # Cells one level deeper than any are there by the next sweep, and their halves lie one deeper again.
         for depth in range(1, min(deepest + 2, DEEPEST + 1) + 1):
             count = counts[depth]
-            variation = (prior * variation + squares[depth]) / (prior_weight + count)
-            freedom = tail + count + tail_kept * freedom
+            variation = (prior * variation + squares[depth]) / (_SHRINK_WEIGHT + count)
+            freedom = _TAIL + count + _TAIL_KEPT * freedom
             # Stands for log t, to which it comes as ν grows: the same tail probability of a Student t.
             quantile = 0.5 * freedom * math.expm1(2.0 * log_told / (freedom + 1.0))
             variations.append(variation)
-            rooms.append(variation * (base + growth * quantile + deeper * max(best - depth + 1, 0)))
+            rooms.append(variation * (_BASE + _GROWTH * quantile + _DEEPER * max(best - depth + 1, 0)))
         self.variation[: len(variations)] = variations
         self.room[: len(rooms)] = rooms

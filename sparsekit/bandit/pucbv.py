@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from sparsekit.bandit.arms import Arm, ArmBandit, check_min_width, hold, may_split
+from sparsekit.bandit.arms import Arm, ArmBandit, hold, may_split
 from sparsekit.bandit.base import Drop, Interval, Pull, check_number
 from sparsekit.errors import InvalidValueError
 
@@ -81,11 +81,10 @@ class PUCBV(ArmBandit):
         Raises:
             InvalidValueError: one of these is not allowed, or the space holds too few numbers for so many arms.
         """
-        super().__init__(space, arms=arms, exploration=exploration, rng=rng)
+        super().__init__(space, arms=arms, exploration=exploration, rng=rng, min_width=min_width)
         self.horizon = None if horizon is None else check_number(horizon, "horizon")
         self.decay = check_number(decay, "decay")
         self.floor = check_number(floor, "floor")
-        self.min_width = check_min_width(min_width, arms)
         if self.horizon is not None and not 0.0 < self.horizon < math.inf:
             raise InvalidValueError(
                 f"horizon must be finite and above 0, got {horizon!r}; it is the number of pulls to come, None if unknown"
@@ -94,7 +93,7 @@ class PUCBV(ArmBandit):
             raise InvalidValueError(f"decay must be in (0, 1], got {decay!r}; the paper has 0.5, and 1 is no decay")
         if not 0.0 <= self.floor <= 1.0:
             raise InvalidValueError(f"floor must be in [0, 1], got {floor!r}; the paper has none, which is 0")
-        self._settings |= {"horizon": self.horizon, "decay": self.decay, "floor": self.floor, "min_width": self.min_width}
+        self._settings |= {"horizon": self.horizon, "decay": self.decay, "floor": self.floor}
         self._arms = [Arm(low, high) for low, high in pairwise(self._even(arms + 1))]
 
     @property

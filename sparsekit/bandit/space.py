@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from sparsekit.bandit.base import Interval, check_number
+from sparsekit.bandit.base import Interval
 from sparsekit.errors import InvalidValueError
 
 
@@ -57,13 +57,7 @@ class Box:
         if not isinstance(point, Mapping) or point.keys() != self.intervals.keys():
             given = list(point) if isinstance(point, Mapping) else point
             raise InvalidValueError(f"a point of this Box names exactly {list(self.intervals)}, got {given!r}")
-        checked = {}
-        for name, interval in self.intervals.items():
-            value = check_number(point[name], name)
-            if value not in interval:
-                raise InvalidValueError(f"{name} must be in [{interval.low!r}, {interval.high!r}], got {point[name]!r}")
-            checked[name] = value
-        return checked
+        return {name: interval.check(point[name], name) for name, interval in self.intervals.items()}
 
     def to_unit(self, point: Mapping[str, float]) -> tuple[float, ...]:
         """Where `point` lies in the unit cube, each coordinate on the scale of its interval.

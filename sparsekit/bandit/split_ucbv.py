@@ -166,13 +166,11 @@ class SplitUCBV(LoggedBandit[Trial]):
         Cells that were dropped are left out.
         """
         space = self.space
-        return (
-            ()
-            if not isinstance(space, Interval)
-            else tuple(
-                Arm(space.from_unit(low), space.from_unit(high), pulls, mean, variance * pulls)
-                for low, high, pulls, mean, variance, _ in self._field.rows()
-            )
+        if not isinstance(space, Interval):
+            return ()
+        return tuple(
+            Arm(space.from_unit(low), space.from_unit(high), pulls, mean, variance * pulls)
+            for low, high, pulls, mean, variance, _ in self._field.rows()
         )
 
     def indices(self) -> tuple[float, ...]:
