@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from sparsekit.bandit.axes import Axis
@@ -17,7 +17,13 @@ except ImportError as error:
     raise MissingDependencyError(f"a search over trials needs optuna; {install_hint('optuna')}") from error
 
 SAMPLERS = ("tpe", "random", "grid")
-PRUNERS = ("none", "median", "hyperband", "halving")
+PRUNERS: Mapping[str, Callable[[int], optuna.pruners.BasePruner]] = {
+    "none": lambda _: optuna.pruners.NopPruner(),
+    "median": lambda _: optuna.pruners.MedianPruner(n_startup_trials=4),
+    "hyperband": lambda steps: optuna.pruners.HyperbandPruner(max_resource=steps),
+    "halving": lambda _: optuna.pruners.SuccessiveHalvingPruner(),
+}
+"""Makers of pruners by name; they get the number of scores that a trial reports."""
 
 
 def distribution_of(axis: Axis) -> BaseDistribution:
@@ -56,24 +62,3 @@ def make_sampler(name: str, axes: Sequence[Axis], *, seed: int, jobs: int, **opt
         space = {axis.name: distribution_of(axis) for axis in axes}
         return BanditSampler(name, seed=seed, failed="worst", space=space, **options)
     raise UnknownNameError(f"unknown sampler {name!r}; {nearest(name, [*SAMPLERS, *registry])}, or package.module:object")
-
-
-def make_pruner(name: str, steps: int) -> optuna.pruners.BasePruner:
-    """Whatever ends trials early, by its name.
-
-    Args:
-        name: One of `PRUNERS`.
-        steps: Scores that a trial reports.
-
-    Raises:
-        UnknownNameError: no such pruner.
-    """
-    if name == "none":
-        return optuna.pruners.NopPruner()
-    if name == "median":
-        return optuna.pruners.MedianPruner(n_startup_trials=4)
-    if name == "hyperband":
-        return optuna.pruners.HyperbandPruner(max_resource=steps)
-    if name == "halving":
-        return optuna.pruners.SuccessiveHalvingPruner()
-    raise UnknownNameError(f"unknown pruner {name!r}; {nearest(name, PRUNERS)}")

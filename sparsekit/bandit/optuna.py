@@ -6,7 +6,7 @@ import math
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 import numpy as np
 
@@ -50,6 +50,10 @@ class _Axis:
         if d.step is not None:
             value = d.low + d.step * math.floor((value - d.low) / d.step + 0.5)
         return min(max(float(value), d.low), d.high)
+
+
+def _is_range(distribution: BaseDistribution) -> TypeGuard[FloatDistribution | IntDistribution]:
+    return isinstance(distribution, (FloatDistribution, IntDistribution)) and not distribution.single()
 
 
 class _Search:
@@ -245,34 +249,22 @@ class BanditSampler(BaseSampler):
             self._independent.reseed_rng()
 
     def infer_relative_search_space(self, study: Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
-        """The numeric parameters that all finished trials have, with the same distribution."""
         del trial
         with self._lock:
             self._check(study)
             common = self._intersection.calculate(study) if self._space is None else self._space
-        return {name: d for name, d in common.items() if isinstance(d, (FloatDistribution, IntDistribution)) and not d.single()}
+        return {name: distribution for name, distribution in common.items() if _is_range(distribution)}
 
     def sample_relative(self, study: Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]) -> dict[str, Any]:
-        """Values for these parameters: numbers from the bandit, all else from the independent sampler.
-
-        Raises:
-            InvalidValueError: the study has several objectives.
-        """
+        axes = {name: _Axis(d) for name, d in search_space.items() if _is_range(d)}
         with self._lock:
             self._check(study)
-            axes = {
-                name: _Axis(d)
-                for name, d in search_space.items()
-                if isinstance(d, (FloatDistribution, IntDistribution)) and not d.single()
+            values = self._caught_up(study, axes).ask(trial.number) if axes else {}
+            independent = self._independent.sample_independent
+            return {
+                name: values[name] if name in axes else independent(study, trial, name, distribution)
+                for name, distribution in search_space.items()
             }
-            values: dict[str, Any] = {
-                name: self._independent.sample_independent(study, trial, name, d)
-                for name, d in search_space.items()
-                if name not in axes
-            }
-            if axes:
-                values |= self._caught_up(study, axes).ask(trial.number)
-            return {name: values[name] for name in search_space}
 
     def recommended(self, study: Study) -> FrozenTrial | None:
         """The trial that the bandit would bet on: what was seen there and nearby counts, not one lucky value.
@@ -315,19 +307,12 @@ class BanditSampler(BaseSampler):
     def sample_independent(
         self, study: Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
     ) -> Any:
-        """A value from the independent sampler.
-
-        Raises:
-            InvalidValueError: the study has several objectives.
-        """
         with self._lock:
             self._check(study)
             return self._independent.sample_independent(study, trial, param_name, param_distribution)
 
     def before_trial(self, study: Study, trial: FrozenTrial) -> None:
-        """Let the independent sampler prepare."""
         self._independent.before_trial(study, trial)
 
     def after_trial(self, study: Study, trial: FrozenTrial, state: TrialState, values: Sequence[float] | None) -> None:
-        """Let the independent sampler tidy up; the bandit hears of the trial before its next proposal."""
         self._independent.after_trial(study, trial, state, values)

@@ -5,22 +5,21 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from filelock import FileLock, Timeout
 
 from sparsekit.bandit.axes import Axis
-from sparsekit.bandit.choosers import SAMPLERS, distribution_of, make_pruner, make_sampler
-from sparsekit.bandit.trials import Ended, Score, Watcher, Workers
-from sparsekit.errors import InvalidValueError, MissingDependencyError, install_hint
+from sparsekit.bandit.choosers import PRUNERS, SAMPLERS, distribution_of, make_sampler
+from sparsekit.bandit.trials import Ended, Score, Workers
+from sparsekit.errors import InvalidValueError, MissingDependencyError, UnknownNameError, install_hint, nearest
 
 try:
     import optuna
-    from optuna.storages import BaseStorage, JournalStorage
+    from optuna.storages import JournalStorage
     from optuna.storages.journal import JournalFileBackend
     from optuna.trial import FrozenTrial, Trial, TrialState
 except ImportError as error:
@@ -29,7 +28,7 @@ except ImportError as error:
 _JOURNAL = "study.journal"
 
 
-class Study:
+class Study(contextlib.AbstractContextManager["Study"]):
     """Trials that outlive this process. A context manager: while it is open, no other process writes in its folder.
 
     What is proposed follows from the seed and the scores, so a study that was stopped in any way goes on to the same trials
@@ -80,37 +79,37 @@ class Study:
         self._horizon, self._deterministic = trials, deterministic
         # The journal in a folder is its own; in another storage, each trial says whose it is.
         self._place = None if out is None else "" if storage is None else str(out.resolve())
-        self._closing = contextlib.ExitStack()
         # What is refused is refused before anything is written.
         self._make_sampler(seed)
-        pruning = make_pruner(pruner, steps)
-        if out is not None:
-            out.mkdir(parents=True, exist_ok=True)
-            self._closing.callback(_locked(out).release)
-        try:
-            self._study = self._open(name, pruning, storage, out)
+        if pruner not in PRUNERS:
+            raise UnknownNameError(f"unknown pruner {pruner!r}; {nearest(pruner, PRUNERS)}")
+        with contextlib.ExitStack() as closing:
+            where: Any = storage
+            if out is not None:
+                out.mkdir(parents=True, exist_ok=True)
+                lock: Any = _locked(out)
+                closing.callback(lock.release)
+                where = storage or JournalStorage(JournalFileBackend(str(out / _JOURNAL), lock_obj=lock))
+            self._study = self._open(name, PRUNERS[pruner](steps), where, storage or out)
             self._study.sampler = self._make_sampler(seed)
-        except BaseException:
-            self._closing.close()
-            raise
+            self._closing = closing.pop_all()
         if sampler == "grid":
             for values in product(*(axis.choices for axis in axes)):
                 self._study.enqueue_trial(dict(zip(self.space, values, strict=True)), skip_if_exists=True)
 
-    def _open(self, name: str, pruner: optuna.pruners.BasePruner, storage: str | None, out: Path | None) -> optuna.Study:
-        """The study of that name, new or gone on with."""
-        where: str | BaseStorage | None = _journal(out) if storage is None and out is not None else storage
+    def _open(self, name: str, pruner: optuna.pruners.BasePruner, storage: Any, place: str | Path | None) -> optuna.Study:
+        """The study of that name, new or gone on with; messages name its place."""
         try:
             study = optuna.create_study(
                 study_name=name,
-                storage=where,
+                storage=storage,
                 pruner=pruner,
                 direction="maximize" if self.maximize else "minimize",
                 load_if_exists=True,
             )
         except Exception as error:
             raise InvalidValueError(
-                f"the study {name!r} cannot be opened in {storage or out}: {type(error).__name__}: {error}"
+                f"the study {name!r} cannot be opened in {place}: {type(error).__name__}: {error}"
             ) from error
         settings, kept = self.settings, study.user_attrs.get("settings")
         if kept is None:
@@ -124,16 +123,13 @@ class Study:
         ]
         if differing:
             raise InvalidValueError(
-                f"{storage or out} holds another search: {'; '.join(differing)}; pass what it was begun with, or take another"
+                f"{place} holds another search: {'; '.join(differing)}; pass what it was begun with, or take another"
                 " place for this one"
             )
         self._horizon = int(study.user_attrs["trials"])
         return study
 
-    def __enter__(self) -> Study:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self._closing.close()
 
     def _make_sampler(self, seed: int) -> optuna.samplers.BaseSampler:
@@ -143,29 +139,33 @@ class Study:
     # --- the loop ---
 
     def run(
-        self, workers: Workers, trials: int, watcher: Watcher | None = None, *, stop: threading.Event | None = None
+        self,
+        workers: Workers,
+        trials: int,
+        on_change: Callable[[FrozenTrial], None] = lambda _: None,
+        *,
+        stop: threading.Event | None = None,
     ) -> None:
         """Run until the given number of trials has ended, or a grid has no more values.
 
         Args:
             workers: Run the trials.
             trials: Those of earlier calls included.
-            watcher: Its methods are called for every trial.
+            on_change: Called with every trial when it has begun, and when it has ended.
             stop: Once set, it stops between two entries of the storage.
 
         Raises:
             KeyboardInterrupt: `stop` was set. What runs goes on in the next call.
         """
-        watching, running, more = watcher or Watcher(), dict[int, Trial](), self._more()
+        running, more = dict[int, Trial](), self._more()
         while True:
             while len(running) < self._jobs and len(self.ended) + len(running) < trials:
                 trial = next(more, None)
                 if trial is None:
                     break
-                values = self.texts(trial)
-                workers.start(trial.number, values)
+                workers.start(trial.number, self.texts(trial))
                 running[trial.number] = trial
-                watching.on_start(trial.number, values)
+                on_change(self._study.trials[trial.number])
             if not running:
                 return
             if stop is not None and stop.is_set():
@@ -183,7 +183,7 @@ class Study:
                 else:
                     self._tell(trial, event)
                 del running[number]
-                watching.on_end(self._study.trials[number])
+                on_change(self._study.trials[number])
 
     def _more(self) -> Iterator[Trial]:
         """Trials to run: those that ran when their process ended, with the same values, then new ones."""
@@ -289,6 +289,8 @@ class Study:
 def _locked(out: Path) -> FileLock:
     """A lock on a folder, which the system releases when the process dies, however that happens.
 
+    Optuna's own outlives a process that dies, so its journal gets this one, which may be acquired more than once.
+
     Raises:
         InvalidValueError: another process has it.
     """
@@ -303,18 +305,3 @@ def _locked(out: Path) -> FileLock:
         with journal.open("r+b") as file:
             file.truncate(written.rfind(b"\n") + 1)
     return lock
-
-
-class _Held:
-    """A lock of Optuna's journal that does nothing, since the folder is locked; Optuna's own outlives a process that dies."""
-
-    def acquire(self) -> bool:
-        return True
-
-    def release(self) -> None:
-        pass
-
-
-def _journal(out: Path) -> JournalStorage:
-    lock: Any = _Held()
-    return JournalStorage(JournalFileBackend(str(out / _JOURNAL), lock_obj=lock))

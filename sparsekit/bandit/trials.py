@@ -1,13 +1,10 @@
-"""What a search runs: Workers run trials, whose scores and ends are told as Score and Ended; a Watcher hears of them."""
+"""What a search runs: Workers run trials, whose scores and ends are told as Score and Ended."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
-
-if TYPE_CHECKING:
-    from optuna.trial import FrozenTrial
+from typing import Any, Protocol
 
 
 @dataclass(frozen=True)
@@ -49,13 +46,3 @@ class Workers(Protocol):
 
     def stop(self, number: int) -> None:
         """End a trial that is not worth going on with."""
-
-
-class Watcher:
-    """Methods that are called as trials begin and end; the defaults do nothing."""
-
-    def on_start(self, number: int, values: Mapping[str, str]) -> None:
-        """A trial begins."""
-
-    def on_end(self, trial: FrozenTrial) -> None:
-        """A trial has ended."""

@@ -16,7 +16,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from sparsekit.bandit.trials import Watcher, Workers
+from sparsekit.bandit.trials import Workers
 from sparsekit.errors import MissingDependencyError
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ INTERRUPTED, FAILED = 130, 2
 _MOST_ROWS = 15
 
 
-class _Board(Watcher):
+class _Board:
     """Trials as they end, the best so far, and the time left."""
 
     def __init__(self, study: Study, trials: int, console: Console, *, quiet: bool) -> None:
@@ -47,27 +47,25 @@ class _Board(Watcher):
         if not self._quiet:
             self._console.print(text, soft_wrap=True)
 
-    def _describe(self) -> None:
-        best = self._study.best()
+    def show(self, trial: FrozenTrial) -> None:
+        """Show that a trial has begun or ended."""
+        values, best = self._running.pop(trial.number, None), self._study.best()
+        if values is None:
+            self._running[trial.number] = _line(self._study.texts(trial))
+        else:
+            self._say(f"{escape(f'trial {trial.number}: {values}')} → {_outcome(trial, best)}")
         parts = [] if best is None else [f"best {best.value:g}"]
         parts += [f"running {', '.join(self._running.values())}"] if self._running else []
         self.bar.update(self._task, completed=len(self._study.ended), description="; ".join(parts))
 
-    def on_start(self, number: int, values: Mapping[str, str]) -> None:
-        self._running[number] = " ".join(f"{name}={value}" for name, value in values.items())
-        self._describe()
 
-    def on_end(self, trial: FrozenTrial) -> None:
-        what = escape(f"trial {trial.number}: {self._running.pop(trial.number)} → ")
-        self._describe()
-        if trial.value is not None:
-            best = self._study.best()
-            new = best is not None and best.number == trial.number
-            self._say(f"{what}{trial.value:g}{'  [green]best[/green]' if new else ''}")
-        elif "error" in trial.user_attrs:
-            self._say(f"{what}[red]failed[/red] ({escape(trial.user_attrs['error'])})")
-        else:
-            self._say(f"{what}{trial.state.name.lower()} after step {max(trial.intermediate_values)}")
+def _outcome(trial: FrozenTrial, best: FrozenTrial | None) -> str:
+    if trial.value is not None:
+        new = best is not None and best.number == trial.number
+        return f"{trial.value:g}{'  [green]best[/green]' if new else ''}"
+    if "error" in trial.user_attrs:
+        return f"[red]failed[/red] ({escape(trial.user_attrs['error'])})"
+    return f"{trial.state.name.lower()} after step {max(trial.intermediate_values)}"
 
 
 @contextmanager
@@ -91,49 +89,44 @@ def _signals() -> Iterator[threading.Event]:
             signal.signal(number, handler)
 
 
-def run_study(study: Study, workers: Workers, trials: int, *, quiet: bool, go_on: str) -> None:
-    """Run a study, and show how it goes on stderr.
+def run_search(
+    study: Study,
+    workers: Workers,
+    trials: int,
+    *,
+    metric: str,
+    out: Path | None,
+    quiet: bool,
+    as_json: bool,
+    how: Callable[[str, FrozenTrial], str],
+) -> None:
+    """Run a study and show how it goes on stderr; print what came of it, and write it to `trials.json` and `trials.png`.
 
     Args:
         study: Open.
         workers: Run its trials.
         trials: Those of earlier calls included.
-        quiet: Write nothing but what stopped it.
-        go_on: What to do after Ctrl-C, as a sentence.
+        metric: What the score is called.
+        out: Folder; None keeps nothing.
+        quiet: Write nothing to stderr but what stopped it.
+        as_json: Print JSON alone.
+        how: How to run the values of the "best" or the "recommended" trial once more, as a command line.
 
     Raises:
-        Exit: the user stopped it.
+        Exit: the user stopped it, or no trial has a score.
     """
-    board = _Board(study, trials, Console(stderr=True, highlight=False), quiet=quiet)
+    board = _Board(study, trials, Console(stderr=True, highlight=False), quiet=quiet or as_json)
     try:
         with _signals() as stop, board.bar:
-            study.run(workers, trials, board, stop=stop)
+            study.run(workers, trials, board.show, stop=stop)
     except KeyboardInterrupt:
         best = study.best()
         so_far = "" if best is None else f"; best so far {best.value:g} with {_line(study.texts(best))}"
+        go_on = "nothing was kept, since there was no --out DIR" if out is None else "the same command line goes on"
         typer.echo(f"stopped after {len(study.ended)} of {trials} trials{so_far}\n{go_on}", err=True)
         raise typer.Exit(INTERRUPTED) from None
-
-
-def _line(values: Mapping[str, str]) -> str:
-    return " ".join(f"{name}={value}" for name, value in values.items())
-
-
-def finish_study(study: Study, *, metric: str, out: Path | None, as_json: bool, how: Callable[[FrozenTrial], str]) -> None:
-    """Print what came of a study, and write it to `trials.json` and a picture to `trials.png` in its folder.
-
-    Args:
-        study: Whose trials have ended.
-        metric: What the score is called.
-        out: Folder; None keeps nothing.
-        as_json: Print JSON alone.
-        how: How to run a trial's values once more, as a command line.
-
-    Raises:
-        Exit: no trial has a score.
-    """
     report, best = study.report() | {"out": None if out is None else str(out)}, study.best()
-    text = json.dumps(report, indent=1, ensure_ascii=False, allow_nan=False)
+    text, console = json.dumps(report, indent=1, ensure_ascii=False, allow_nan=False), Console(highlight=False)
     if out is not None:
         (out / "trials.json").write_text(text + "\n", encoding="utf-8")
         if best is not None:
@@ -145,25 +138,26 @@ def finish_study(study: Study, *, metric: str, out: Path | None, as_json: bool, 
     if as_json:
         typer.echo(text)
     else:
-        _show(study, report, metric, Console(highlight=False))
+        _show(study, report, metric, console)
     if best is None:
         last = next((row["error"] for row in reversed(report["trials"]) if "error" in row), "all were pruned")
         number = len(report["trials"])
         failed = "the only trial has failed" if number == 1 else f"all {number} trials have failed; the last"
         typer.echo(f"error: {failed}: {last}{'' if out is None else f'; see {out}'}", err=True)
         raise typer.Exit(FAILED)
-    if as_json:
-        return
-    recommended = study.recommended() or best
-    console = Console(highlight=False)
-    if recommended.number != best.number:
-        console.print("Recommended is what the bandit would bet on: the mean there and nearby counts, not one lucky trial.")
-    for label, trial in {"best": best, "recommended": recommended}.items():
-        if label == "best" or trial.number != best.number:
-            # Not wrapped, so that it can be copied.
-            console.print(f"{label}: {how(trial)}", soft_wrap=True, markup=False)
-    if out is not None:
-        console.print(f"Every trial is in {out}", soft_wrap=True, markup=False)
+    lines = [f"best: {how('best', best)}"]
+    recommended = study.recommended()
+    if recommended is not None and recommended.number != best.number:
+        lines += [f"recommended: {how('recommended', recommended)}"]
+        lines.insert(0, "Recommended is what the bandit would bet on: the mean there and nearby counts, not one lucky trial.")
+    lines += [] if out is None else [f"Every trial is in {out}"]
+    if not as_json:
+        # Not wrapped, so that they can be copied.
+        console.print("\n".join(lines), soft_wrap=True, markup=False)
+
+
+def _line(values: Mapping[str, str]) -> str:
+    return " ".join(f"{name}={value}" for name, value in values.items())
 
 
 def _show(study: Study, report: Mapping[str, Any], metric: str, console: Console) -> None:

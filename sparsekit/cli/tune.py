@@ -64,7 +64,7 @@ def _tune(
     the same command line goes on after any interruption.
     """
     from sparsekit.bandit.study import Study
-    from sparsekit.cli.trials import finish_study, run_study
+    from sparsekit.cli.trials import run_search
 
     for name, number in (("--jobs", jobs), ("--trials", trials)):
         if number < 1:
@@ -77,17 +77,15 @@ def _tune(
     line, reader = CommandLine(command, [axis.name for axis in axes]), Metric(metric)
     settings = {"command": command, "space": space, "metric": metric, "maximize": maximize, "sampler": sampler, "seed": seed,
                 "deterministic": deterministic}  # fmt: skip
-    go_on = "nothing was kept, since there was no --out DIR" if out is None else "the same command line goes on"
     with (
         tempfile.TemporaryDirectory() if out is None else nullcontext(out) as folder,
         Study(
             "tune", axes, settings, maximize=maximize, sampler=sampler, seed=seed, trials=trials, jobs=jobs,
             deterministic=deterministic, out=out,
         ) as study,
+        Commands(line, reader, Path(folder) / "logs", timeout_seconds=timeout) as commands,
     ):  # fmt: skip
-        with Commands(line, reader, Path(folder) / "logs", timeout_seconds=timeout) as commands:
-            run_study(study, commands, trials, quiet=quiet or as_json, go_on=go_on)
-        finish_study(
-            study, metric="metric", out=out, as_json=as_json,
-            how=lambda trial: line.fill(study.texts(trial), trial=trial.number),
+        run_search(
+            study, commands, trials, metric="metric", out=out, quiet=quiet, as_json=as_json,
+            how=lambda _, trial: line.fill(study.texts(trial), trial=trial.number),
         )  # fmt: skip

@@ -92,7 +92,7 @@ def _sweep(
     `sparsekit run --config`.
     """
     from sparsekit.bandit import Study
-    from sparsekit.cli import finish_study, run_study
+    from sparsekit.cli import run_search
     from sparsekit_fl.processes import Children, start_method
     from sparsekit_fl.results.state.storage import write_atomically
 
@@ -101,33 +101,29 @@ def _sweep(
     for name, value in (("--trials", trials), ("--jobs", jobs)):
         if value < 1:
             raise InvalidValueError(f"{name} must be an integer >= 1, got {value}")
-    axes, out, quiet = parse_axes(space), options.out, options.quiet or options.json
+    axes, out = parse_axes(space), options.out
     plan = _Plan(method, options.replaced(resume=False, out=None), metric)
     rounds = plan.check(axes)
     settings = {"method": method, "space": space, "metric": metric, "sampler": sampler, **_settings_of(options)}
     more = not metric.endswith("loss") if maximize is None else maximize
     if jobs > 1 and options.workers is None and options.engine != "cohort":
         plan = replace(plan, options=plan.options.replaced(workers=max(1, cores() // jobs)))
-    go_on = "nothing was kept, since there was no --out DIR" if out is None else "the same command line goes on"
+
+    def how(name: str, trial: FrozenTrial) -> str:
+        if out is None:
+            return ", ".join(f"{name}={value}" for name, value in found.texts(trial).items())
+        text = written(method, plan.with_values(found.texts(trial)).given)
+        write_atomically(out / f"{name}.toml", text.encode(), private=options.dp_noise_seed is not None)
+        return f"sparsekit run --config {out / name}.toml"
+
     with Study(
         study or method, axes, settings | {"maximize": more}, maximize=more, sampler=sampler, pruner=pruner,
         seed=options.seed or 0, trials=trials, jobs=jobs, steps=rounds, storage=storage, out=out,
-    ) as found:  # fmt: skip
-        with Children(start_method(options.device), _GOODBYE, daemon=False) as children:
-            run_study(found, _Runs(plan, out, children), trials, quiet=quiet, go_on=go_on)
-        chosen = {"best": found.best(), "recommended": found.recommended()}
-        for name, trial in chosen.items():
-            if trial is not None and out is not None and not (name == "recommended" and trial == chosen["best"]):
-                text = written(method, plan.with_values(found.texts(trial)).given)
-                write_atomically(out / f"{name}.toml", text.encode(), private=options.dp_noise_seed is not None)
-
-        def how(trial: FrozenTrial) -> str:
-            if out is None:
-                return ", ".join(f"{name}={value}" for name, value in found.texts(trial).items())
-            name = "best" if trial == chosen["best"] else "recommended"
-            return f"sparsekit run --config {out / name}.toml"
-
-        finish_study(found, metric=metric, out=out, as_json=options.json, how=how)
+    ) as found, Children(start_method(options.device), _GOODBYE, daemon=False) as children:  # fmt: skip
+        run_search(
+            found, _Runs(plan, out, children), trials, metric=metric, out=out, quiet=options.quiet, as_json=options.json,
+            how=how,
+        )  # fmt: skip
 
 
 def _settings_of(options: RunOptions) -> dict[str, str]:

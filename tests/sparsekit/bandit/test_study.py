@@ -15,7 +15,7 @@ optuna = pytest.importorskip("optuna")
 from sparsekit.bandit import registry  # noqa: E402
 from sparsekit.bandit.axes import parse_axes  # noqa: E402
 from sparsekit.bandit.study import Study  # noqa: E402
-from sparsekit.bandit.trials import Ended, Score, Watcher  # noqa: E402
+from sparsekit.bandit.trials import Ended, Score  # noqa: E402
 from sparsekit.errors import InvalidValueError, UnknownNameError  # noqa: E402
 
 Objective = Callable[[Mapping[str, str]], float | None]
@@ -97,13 +97,12 @@ def test_a_line_that_was_not_written_whole_is_done_again(tmp_path: Path) -> None
 def test_it_stops_when_asked_to_and_goes_on(tmp_path: Path) -> None:
     stop = threading.Event()
 
-    class Stopping(Watcher):
-        def on_end(self, trial: Any) -> None:
-            if trial.number == 3:
-                stop.set()
+    def heard(trial: Any) -> None:
+        if trial.number == 3 and trial.state.is_finished():
+            stop.set()
 
     with opened(tmp_path) as study, pytest.raises(KeyboardInterrupt):
-        study.run(Here(hill), 8, Stopping(), stop=stop)
+        study.run(Here(hill), 8, heard, stop=stop)
     assert rows(tmp_path) == rows(None)
 
 
@@ -127,18 +126,16 @@ def test_several_trials_run_at_a_time_and_none_is_lost() -> None:
 
 
 def test_trials_that_ran_go_on_with_their_values_and_the_rest_follow(tmp_path: Path) -> None:
-    begun: dict[int, Mapping[str, str]] = {}
+    begun: dict[int, Any] = {}
 
-    class Noted(Watcher):
-        def on_start(self, number: int, values: Mapping[str, str]) -> None:
-            begun.setdefault(number, values)
-            assert begun[number] == values
+    def heard(trial: Any) -> None:
+        assert begun.setdefault(trial.number, trial.params) == trial.params
 
     with opened(tmp_path, jobs=3) as study, pytest.raises(Died):
-        study.run(Here(hill, dies_at="end", after=2), 6, Noted())
+        study.run(Here(hill, dies_at="end", after=2), 6, heard)
     with opened(tmp_path, jobs=3) as study:
         workers = Here(hill)
-        study.run(workers, 6, Noted())
+        study.run(workers, 6, heard)
         assert workers.begun == [0, 1, 3, 4, 5]
         assert len(study.ended) == 6
 
