@@ -249,7 +249,6 @@ class BanditSampler(BaseSampler):
             self._independent.reseed_rng()
 
     def infer_relative_search_space(self, study: Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
-        del trial
         with self._lock:
             self._check(study)
             common = self._intersection.calculate(study) if self._space is None else self._space

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
+    from sparsekit.cli.model_options import ModelOptions
+
 models = Registry("model", MODELS, group="sparsekit.models")
 """Models by name, for every command that takes a model."""
 
@@ -82,6 +84,23 @@ def ran(name: str, code: Callable[[], Any], *, how: str = "", advice: str = "men
         )
         told = error.msg if isinstance(error, SyntaxError) else str(error)
         raise InvalidValueError(f"{name!r} failed with {type(error).__name__}: {told} ({where})") from error
+
+
+def load_with_inputs(options: ModelOptions) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+    """The model that the options name, with its weights, and its positional and keyword example inputs, on their device.
+
+    Raises:
+        SparsekitError: an option that cannot be meant.
+    """
+    from sparsekit.tracing.inputs import map_tensors
+
+    device = pick_device(options.device)
+    model, own = load_model(options.model)
+    inputs = example_inputs(options.model, model, own, options.example_shape or ())
+    if options.init is not None:
+        load_checkpoint(model, options.init)
+    args, kwargs = map_tensors(lambda tensor: tensor.to(device), inputs)
+    return model.to(device), args, kwargs
 
 
 def load_model(name: str) -> tuple[nn.Module, tuple[Any, ...] | Mapping[str, Any] | None]:

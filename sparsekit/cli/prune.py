@@ -8,34 +8,15 @@ import warnings
 from typing import TYPE_CHECKING
 
 import typer
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
-from typer.core import TyperCommand
 
 from sparsekit.cli.model_options import PruneOptions, takes
+from sparsekit.cli.output import command_app, print_table
 from sparsekit.cli.prune_run import PruneJob, open_folder
 
 if TYPE_CHECKING:
     from sparsekit.pruning.report import PruneReport
 
-prune = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
 
-_WIDTH = 100
-"""Columns of a terminal that the tables need at least: names and numbers are never cut."""
-
-
-@prune.command(
-    cls=TyperCommand,
-    context_settings={"help_option_names": ["-h", "--help"]},
-    epilog="Examples:\n\n"
-    "$ sparsekit prune vgg11 --budget flops=50% --dry-run\n\n"
-    "$ sparsekit prune nets.py:make --init dense.pt --budget flops=50%,bytes=2e6 --keep stem --multiple-of 8"
-    " --out small\n\n"
-    "$ sparsekit prune nets.py:make --init dense.pt --budget latency_ms=4 --allocation knapsack --out fast --onnx\n\n"
-    "$ sparsekit prune cnn --dataset mnist --data-dir data --criterion taylor --budget flops=25% --schedule cubic=3"
-    " --epochs 2 --distill 0.5 --out small",
-)
 @takes(PruneOptions)
 def _prune(options: PruneOptions) -> None:
     """Cut a model down to a budget, and report what was cut.
@@ -69,21 +50,26 @@ def _prune(options: PruneOptions) -> None:
 
 
 def _print(report: PruneReport, how: str) -> None:
-    console = Console()
-    console.print(escape(f"{report.model}: criterion {report.criterion}, allocation {report.allocation}{how}"))
+    typer.echo(f"{report.model}: criterion {report.criterion}, allocation {report.allocation}{how}")
     tables = report.tables()
     for title in ("Costs", "Groups", "Time", "Most time", "Measured"):
         head, rows = tables.get(title, ((), ()))
-        if not rows:
-            continue
-        shown = Table()
-        for place, column in enumerate(head):
-            if column != "parameters it touches":  # the page has them
-                shown.add_column(column, justify="right" if place else "left", no_wrap=place > 0)
-        for row in rows:
-            shown.add_row(*map(escape, row[: len(shown.columns)]))
-        Console(width=max(console.width, _WIDTH)).print(shown)
+        shown = [column for column in head if column != "parameters it touches"]  # the page has them
+        if rows:
+            print_table(shown, [row[: len(shown)] for row in rows])
     if report.fixed:
-        console.print(f"{len(report.fixed)} more are kept whole; `sparsekit units` says why")
+        typer.echo(f"{len(report.fixed)} more are kept whole; `sparsekit units` says why")
     for note in report.notes:
-        console.print(escape(note))
+        typer.echo(note)
+
+
+prune = command_app(
+    _prune,
+    examples=(
+        "sparsekit prune vgg11 --budget flops=50% --dry-run",
+        "sparsekit prune nets.py:make --init dense.pt --budget flops=50%,bytes=2e6 --keep stem --multiple-of 8 --out small",
+        "sparsekit prune nets.py:make --init dense.pt --budget latency_ms=4 --allocation knapsack --out fast --onnx",
+        "sparsekit prune cnn --dataset mnist --data-dir data --criterion taylor --budget flops=25% --schedule cubic=3"
+        " --epochs 2 --distill 0.5 --out small",
+    ),
+)

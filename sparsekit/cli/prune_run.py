@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from sparsekit.cli.data_source import Data, find_loss, find_metric, load_data
 from sparsekit.cli.model_options import CutOptions, PruneOptions, read_runtimes
-from sparsekit.cli.model_source import example_inputs, find_object, load_checkpoint, load_model, pick_device
+from sparsekit.cli.model_source import find_object, load_with_inputs
 from sparsekit.errors import InvalidValueError, MissingDependencyError, install_hint
 
 if TYPE_CHECKING:
@@ -79,19 +79,11 @@ class Job:
         """
         import torch
 
-        from sparsekit.tracing.inputs import map_tensors
-
         self.progress = progress
         self._dataset, self._scoring_batches = options.dataset, options.scoring_batches
         if options.batch_size < 1 or options.scoring_batches < 1:
             raise InvalidValueError("--batch-size and --scoring-batches must be at least 1")
-        self.device = pick_device(options.device)
-        self.model, own = load_model(options.model)
-        self.args, self.kwargs = example_inputs(options.model, self.model, own, options.example_shape or ())
-        if options.init is not None:
-            load_checkpoint(self.model, options.init)
-        self.model.to(self.device)
-        self.args, self.kwargs = map_tensors(lambda t: t.to(self.device), (self.args, self.kwargs))
+        self.model, self.args, self.kwargs = load_with_inputs(options)
         self.loss = find_loss(options.loss)
         self.data = Data((), None)
         if options.dataset is not None:
@@ -100,7 +92,7 @@ class Job:
                 data_dir=options.data_dir,
                 batch_size=options.batch_size,
                 seed=options.seed,
-                device=torch.device(self.device),
+                device=torch.device(options.device),
             )
         self.metric = find_metric(options.metric, self.data, self.loss)
 

@@ -11,16 +11,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
-from typer.core import TyperCommand
 
 from sparsekit.cli.model_options import CutOptions, takes
+from sparsekit.cli.output import command_app, print_table
 from sparsekit.cli.prune_run import Job
 from sparsekit.errors import InvalidValueError
-
-sensitivity = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,15 +30,6 @@ class SensitivityOptions(CutOptions):
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the table in --out.")] = False
 
 
-@sensitivity.command(
-    cls=TyperCommand,
-    context_settings={"help_option_names": ["-h", "--help"]},
-    epilog="Examples:\n\n"
-    "$ sparsekit sensitivity cnn\n\n"
-    "$ sparsekit sensitivity nets.py:make --init dense.pt --dataset nets.py:loaders --out sensitivity.json\n\n"
-    "$ sparsekit prune nets.py:make --init dense.pt --budget flops=50% --allocation"
-    " sensitivity=sensitivity.json --out small",
-)
 @takes(SensitivityOptions)
 def _sensitivity(options: SensitivityOptions) -> None:
     """Narrow each group alone and measure by how much the model gets worse: which layers a budget should spare.
@@ -96,15 +82,13 @@ def _sensitivity(options: SensitivityOptions) -> None:
     if options.as_json:
         typer.echo(json.dumps(report, indent=1))
         return
-    console = Console()
     worse = what if job.metric is None else f"loss in {what}"
-    console.print(escape(f"{options.model}: {worse} when one group keeps this share of its units, worst first"))
-    shown = Table("group")
-    for each in sorted(set(shares), reverse=True):
-        shown.add_column(f"{each:.0%}", justify="right")
-    for name, pairs in sorted(table.items(), key=lambda item: -max(value for _, value in item[1])):
-        shown.add_row(escape(name), *(f"{value:.4f}" for _, value in pairs))
-    console.print(shown)
+    typer.echo(f"{options.model}: {worse} when one group keeps this share of its units, worst first")
+    worst_first = sorted(table.items(), key=lambda item: -max(value for _, value in item[1]))
+    print_table(
+        ("group", *(f"{share:.0%}" for share in sorted(set(shares), reverse=True))),
+        [(name, *(f"{value:.4f}" for _, value in pairs)) for name, pairs in worst_first],
+    )
 
 
 def _known(out: Path, settings: dict[str, Any]) -> dict[str, Any]:
@@ -123,3 +107,13 @@ def _write(out: Path, saved: dict[str, Any]) -> None:
     temporary = out.with_name(f".{out.name}.new")
     temporary.write_text(json.dumps(saved, indent=1), encoding="utf-8")
     temporary.replace(out)
+
+
+sensitivity = command_app(
+    _sensitivity,
+    examples=(
+        "sparsekit sensitivity cnn",
+        "sparsekit sensitivity nets.py:make --init dense.pt --dataset nets.py:loaders --out sensitivity.json",
+        "sparsekit prune nets.py:make --init dense.pt --budget flops=50% --allocation sensitivity=sensitivity.json --out small",
+    ),
+)

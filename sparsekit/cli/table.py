@@ -62,6 +62,10 @@ COMMANDS: Mapping[str, Listed] = {
         "sparsekit.cli.tune:tune",
         "Tune numbers and choices in any command line: a bandit chooses them, and a regular expression reads the score.",
     ),
+    "units": Listed(
+        "sparsekit.cli.units:units",
+        "Show the unit groups of a model: all that can be removed exactly, and what stays whole and why.",
+    ),
 }
 
 MODELS: Mapping[str, str] = {

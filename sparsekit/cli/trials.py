@@ -14,9 +14,9 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
 
 from sparsekit.bandit.trials import Workers
+from sparsekit.cli.output import print_table
 from sparsekit.errors import MissingDependencyError
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ def run_search(
         typer.echo(f"stopped after {len(study.ended)} of {trials} trials{so_far}\n{go_on}", err=True)
         raise typer.Exit(INTERRUPTED) from None
     report, best = study.report() | {"out": None if out is None else str(out)}, study.best()
-    text, console = json.dumps(report, indent=1, ensure_ascii=False, allow_nan=False), Console(highlight=False)
+    text = json.dumps(report, indent=1, ensure_ascii=False, allow_nan=False)
     if out is not None:
         (out / "trials.json").write_text(text + "\n", encoding="utf-8")
         if best is not None:
@@ -138,7 +138,7 @@ def run_search(
     if as_json:
         typer.echo(text)
     else:
-        _show(study, report, metric, console)
+        _show(study, report, metric)
     if best is None:
         last = next((row["error"] for row in reversed(report["trials"]) if "error" in row), "all were pruned")
         number = len(report["trials"])
@@ -152,31 +152,27 @@ def run_search(
         lines.insert(0, "Recommended is what the bandit would bet on: the mean there and nearby counts, not one lucky trial.")
     lines += [] if out is None else [f"Every trial is in {out}"]
     if not as_json:
-        # Not wrapped, so that they can be copied.
-        console.print("\n".join(lines), soft_wrap=True, markup=False)
+        typer.echo("\n".join(lines))
 
 
 def _line(values: Mapping[str, str]) -> str:
     return " ".join(f"{name}={value}" for name, value in values.items())
 
 
-def _show(study: Study, report: Mapping[str, Any], metric: str, console: Console) -> None:
+def _show(study: Study, report: Mapping[str, Any], metric: str) -> None:
     rows = report["trials"]
     best, recommended = ((report[name] or {}).get("trial") for name in ("best", "recommended"))
     lost = f", {report['failed']} failed" if report["failed"] else ""
     way = "more" if study.maximize else "less"
-    console.print(escape(f"{len(rows)} trials{lost}; {report['sampler']}, {way} is better"))
-    table = Table("trial", metric, *(escape(axis.name) for axis in study.axes), "")
+    typer.echo(f"{len(rows)} trials{lost}; {report['sampler']}, {way} is better")
     scored = [row for row in rows if row["score"] is not None]
     scored.sort(key=lambda row: row["score"] * (-1 if study.maximize else 1))
+    shown = []
     for row in [*scored, *(row for row in rows if row["score"] is None)][:_MOST_ROWS]:
         notes = [row["state"]] if row["score"] is None else []
         notes += ["best"] if row["trial"] == best else []
         notes += ["recommended"] if row["trial"] == recommended != best else []
         score = "" if row["score"] is None else f"{row['score']:.6g}"
-        table.add_row(str(row["trial"]), score, *(escape(_short(value)) for value in row["values"].values()), ", ".join(notes))
-    console.print(table)
-
-
-def _short(value: float | str) -> str:
-    return value if isinstance(value, str) else f"{value:.6g}"
+        values = [value if isinstance(value, str) else f"{value:.6g}" for value in row["values"].values()]
+        shown.append((str(row["trial"]), score, *values, ", ".join(notes)))
+    print_table(("trial", metric, *(axis.name for axis in study.axes), ""), shown)

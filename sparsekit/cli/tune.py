@@ -8,24 +8,14 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from typer.core import TyperCommand
 
 from sparsekit.bandit.axes import parse_axes
 from sparsekit.bandit.make import DEFAULT, registry
 from sparsekit.cli.commands import CommandLine, Commands, Metric
+from sparsekit.cli.output import command_app
 from sparsekit.errors import InvalidValueError
 
-tune = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
 
-
-@tune.command(
-    cls=TyperCommand,
-    context_settings={"help_option_names": ["-h", "--help"]},
-    epilog="Examples:\n\n"
-    "$ sparsekit tune \"python train.py --lr {lr}\" --space lr=1e-4:1e-1:log --metric 'accuracy: (\\S+)'\n\n"
-    '$ sparsekit tune "./bench --pool {pool} --mode {mode}" --space pool=1:64:log:int --space mode=fast,safe'
-    " --metric 'ms: (\\S+)' --minimize --trials 60 --out runs/bench",
-)
 def _tune(
     command: Annotated[
         str,
@@ -89,3 +79,13 @@ def _tune(
             study, commands, trials, metric="metric", out=out, quiet=quiet, as_json=as_json,
             how=lambda _, trial: line.fill(study.texts(trial), trial=trial.number),
         )  # fmt: skip
+
+
+tune = command_app(
+    _tune,
+    examples=(
+        "sparsekit tune \"python train.py --lr {lr}\" --space lr=1e-4:1e-1:log --metric 'accuracy: (\\S+)'",
+        'sparsekit tune "./bench --pool {pool} --mode {mode}" --space pool=1:64:log:int --space mode=fast,safe'
+        " --metric 'ms: (\\S+)' --minimize --trials 60 --out runs/bench",
+    ),
+)

@@ -1,0 +1,41 @@
+"""What the commands share towards a terminal: how one is declared, and tables in which nothing is cut off."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+
+import typer
+from rich.cells import cell_len
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from typer.core import TyperCommand
+
+
+def command_app(command: Callable[..., None], *, examples: Sequence[str]) -> typer.Typer:
+    """A Typer app with one command, as the entry points of `sparsekit.commands` want it; its help ends with the examples."""
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
+    epilog = "\n\n".join(["Examples:", *(f"$ {escape(example)}" for example in examples)])
+    app.command(cls=TyperCommand, epilog=epilog, context_settings={"help_option_names": ["-h", "--help"]})(command)
+    return app
+
+
+def print_table(head: Sequence[str], rows: Iterable[Sequence[str]], *, texts: Collection[str] = ()) -> None:
+    """Print a table; where the terminal is too narrow for its names and numbers, it grows wider than that.
+
+    Args:
+        head: Titles of the columns; all but the first stand to the right.
+        rows: A cell for each column.
+        texts: Titles of columns to the left whose cells may wrap.
+    """
+    console, table, cells = Console(), Table(), [list(map(escape, row)) for row in rows]
+    for place, title in enumerate(head):
+        if title in texts:
+            table.add_column(title, overflow="fold")
+        else:
+            whole = max(cell_len(text) for text in (title, *(row[place] for row in cells)))
+            table.add_column(title, justify="right" if place else "left", no_wrap=True, min_width=whole)
+    for row in cells:
+        table.add_row(*row)
+    least = console.measure(table, options=console.options.update(max_width=10_000)).minimum
+    Console(width=max(console.width, least)).print(table)

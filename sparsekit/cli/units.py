@@ -1,0 +1,137 @@
+"""`sparsekit units`: what can be removed from a model, and what stays whole."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from sparsekit.cli.model_options import ModelOptions, read_runtimes, takes
+from sparsekit.cli.model_source import load_with_inputs
+from sparsekit.cli.output import command_app, print_table
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from sparsekit.graph.graph import UnitGraph
+    from sparsekit.graph.groups import UnitGroup
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitsOptions(ModelOptions):
+    """The options of `sparsekit units`."""
+
+    norm: Annotated[
+        str,
+        typer.Option(
+            metavar="[fixed|kept]", help="'kept' also counts units under layer norms, which are then taken over the kept units."
+        ),
+    ] = "fixed"
+    time: Annotated[str, typer.Option(metavar="[eager|none]", help="Show how long a pass takes; none leaves it out.")] = "eager"
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout and nothing else.")] = False
+
+
+@takes(UnitsOptions)
+def _units(options: UnitsOptions) -> None:
+    """Show the unit groups of a model: all that can be removed exactly, and what stays whole and why.
+
+    A factory is called without arguments and returns the module, or the module and a tuple of example inputs.
+    """
+    from sparsekit.measure.paired import measure_layers
+    from sparsekit.tracing.blocks import is_meta
+    from sparsekit.tracing.trace import FixedUnitsWarning, trace_units
+
+    module, args, kwargs = load_with_inputs(options)
+    with warnings.catch_warnings():
+        # The same facts are in the table.
+        warnings.simplefilter("ignore", FixedUnitsWarning)
+        graph = trace_units(module, *args, norm=options.norm, example_kwargs=kwargs)  # type: ignore[arg-type]  # refused there
+    times: dict[str, float] = {}
+    if read_runtimes(options.time) and not is_meta(module):
+        times = measure_layers(module, args, kwargs)
+    report = _describe(options.model, module, graph, times)
+    if options.as_json:
+        typer.echo(json.dumps(report, indent=1))
+    else:
+        _print(report)
+
+
+def _entries_of(group: UnitGroup, graph: UnitGraph, keys: set[str]) -> int:
+    """Parameters that touch the units of a group; those between two groups count for both."""
+    indices: dict[str, dict[int, set[int]]] = {}
+    for piece in group.slices:
+        if piece.name in keys:
+            axes = indices.setdefault(piece.name, {})
+            axes.setdefault(piece.dim, set()).update(piece.index.reshape(-1).tolist())
+    total = 0
+    for name, axes in indices.items():
+        whole = rest = 1
+        for dim, size in enumerate(graph.shapes[name]):
+            whole *= size
+            rest *= size - len(axes.get(dim, ()))
+        total += whole - rest
+    return total
+
+
+def _describe(name: str, module: nn.Module, graph: UnitGraph, times: Mapping[str, float]) -> dict[str, Any]:
+    """What the command shows; `times` are milliseconds by module, "" for the whole pass, or nothing."""
+    # Tied parameters appear once, under their first name.
+    parameters = {key: tensor.numel() for key, tensor in module.named_parameters()}
+    total = sum(parameters.values())
+    groups = []
+    for group in graph.groups.values():
+        count = _entries_of(group, graph, set(parameters))
+        layers = {piece.name.rpartition(".")[0] for piece in group.slices}
+        groups.append(
+            {
+                "name": group.name,
+                "kind": group.kind,
+                "size": group.size,
+                "parameters": count,
+                "share": count / max(1, total),
+                **({"ms": sum(times.get(layer, 0.0) for layer in layers)} if times else {}),
+                "ties": list(group.modules),
+            }
+        )
+    fixed = [{"module": item.module, "size": item.size, "reason": item.reason} for item in graph.fixed]
+    whole = {"ms": times[""]} if times else {}
+    return {"model": name, "parameters": total, "units": graph.units, **whole, "groups": groups, "fixed": fixed}
+
+
+def _print(report: dict[str, Any]) -> None:
+    groups, timed = report["groups"], "ms" in report
+    typer.echo(
+        f"{report['model']}: {report['units']:,} units in {len(groups)} group{'s' if len(groups) > 1 else ''},"
+        f" {report['parameters']:,} parameters{', {:.3g} ms a pass'.format(report['ms']) if timed else ''}"
+    )
+    rows = []
+    for group in groups:
+        size = f"{group['size']} {group['kind']}{'' if group['size'] == 1 else 's'}"
+        time = [f"{group['ms']:.3g}"] if timed else []
+        others = ", ".join(name for name in group["ties"] if name != group["name"])
+        rows.append([group["name"], size, f"{group['parameters']:,}", f"{group['share']:.1%}", *time, others or "–"])
+    ties = "ties, beside itself"
+    print_table(("group", "units", "parameters", "share", *(["ms"] if timed else []), ties), rows, texts=[ties])
+    typer.echo(
+        f"Parameters{' and milliseconds of layers' if timed else ''} between two groups count for both, so shares may add up to"
+        " more than 100 %."
+    )
+    if report["fixed"]:
+        typer.echo("\nKept whole:")
+        kept = [(item["module"], str(item["size"]), item["reason"]) for item in report["fixed"]]
+        print_table(("module", "size", "reason"), kept, texts=["reason"])
+
+
+units = command_app(
+    _units,
+    examples=(
+        "sparsekit units vgg11",
+        "sparsekit units mypackage.nets:make_net --example-shape 1,3,32,32",
+        "sparsekit units mypackage.nets:TextNet --example-shape 1,20:int64 --json",
+        "sparsekit units nets.py:Bert --example-shape input_ids=1,20:int64 --init bert.safetensors --device cuda",
+    ),
+)
